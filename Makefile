@@ -1,0 +1,36 @@
+# Every target makes .venv first, if it is not there or older than what it is made from.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help demo test test-slow lint format clean
+
+help:  ## what there is
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
+
+demo: $(VENV)/.installed  ## GRPO on the embedded task: a few minutes on a CPU
+	$(BIN)/rlhf-pg demo
+
+test: $(VENV)/.installed  ## every test that is not slow
+	$(BIN)/pytest
+
+test-slow: $(VENV)/.installed  ## the slow tests too
+	$(BIN)/pytest -m "slow or not slow"
+
+lint: $(VENV)/.installed  ## format, lint and types, changing nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed  ## format, and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove the runs; keeps .venv
+	rm -rf runs

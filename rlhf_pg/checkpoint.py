@@ -1,0 +1,164 @@
+"""One training state, saved and restored: weights, optimizer, schedule, random states, counters.
+
+A checkpoint is a directory that `from_pretrained` reads, with three files beside the model:
+`optimizer.safetensors` (by parameter name), `rng-rank{r}.safetensors` and `state.json`. Nothing is
+pickled.
+"""
+
+import json
+import random
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_pg.models import Reference
+from rlhf_pg.runtime import Runtime
+
+
+@dataclass
+class TrainState:
+    """The counters of a run."""
+
+    step: int = 0  # rollout batches trained on
+    draws: int = 0  # prompts drawn so far: the data cursor, and the key of the next noise
+    num_tokens: int = 0  # prompt and completion tokens so far
+
+
+@dataclass
+class Checkpointer:
+    """Saves and restores everything that a run needs to go on as if it had never stopped."""
+
+    directory: Path
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    state: TrainState
+    reference: Reference | None
+
+    def path(self) -> Path:
+        return self.directory / f"step-{self.state.step:08d}"
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint, by number."""
+        return max(self.directory.glob("step-" + "[0-9]" * 8), default=None)
+
+    def save(self, runtime: Runtime) -> Path:
+        """Write a checkpoint; it gets its name only when it is complete."""
+        path = self.path()
+        partial = path.with_name(f"partial-{path.name}")
+        if runtime.is_main:
+            self._save_shared(partial)
+        runtime.wait()
+        save_file(rng_tensors(), partial / f"rng-rank{runtime.rank}.safetensors")
+        runtime.wait()
+        if runtime.is_main:
+            shutil.rmtree(path, ignore_errors=True)
+            partial.rename(path)
+        runtime.wait()
+        return path
+
+    def _save_shared(self, path: Path) -> None:
+        """What one process saves for all."""
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        self.model.save_pretrained(path)
+        self.tokenizer.save_pretrained(path)
+        names = {p: name for name, p in self.model.named_parameters()}
+        save_file(optimizer_tensors(self.optimizer, names), path / "optimizer.safetensors")
+        state = {
+            "counters": asdict(self.state),
+            "scheduler": self.scheduler.state_dict(),
+            "learning_rates": [group["lr"] for group in self.optimizer.param_groups],
+            "reference": self.reference and self.reference.fingerprint(),
+        }
+        (path / "state.json").write_text(json.dumps(state, indent=2))
+
+    def restore(self, path: Path, rank: int) -> None:
+        """Put a saved state back, in place.
+
+        Raises:
+            ValueError: no checkpoint there, or the reference is not that of the saved run.
+        """
+        if not (path / "state.json").exists():
+            raise ValueError(f"{path} holds no checkpoint: it has no state.json")
+        state = json.loads((path / "state.json").read_text())
+        if state["reference"] != (self.reference and self.reference.fingerprint()):
+            raise ValueError(
+                f"{path} was saved by a run with another reference: resume with the model that "
+                "training started from, and with the same beta"
+            )
+        saved = type(self.model).from_pretrained(path, dtype=self.model.dtype)
+        self.model.load_state_dict(saved.state_dict())
+        parameters = dict(self.model.named_parameters())
+        restore_optimizer(self.optimizer, parameters, load_file(path / "optimizer.safetensors"))
+        self.scheduler.load_state_dict(state["scheduler"])
+        for group, rate in zip(self.optimizer.param_groups, state["learning_rates"], strict=True):
+            group["lr"] = rate
+        vars(self.state).update(state["counters"])
+        rng = path / f"rng-rank{rank}.safetensors"
+        if rng.exists():
+            restore_rng(load_file(rng))
+
+
+def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+    """Optimizer state as `{parameter name}.{key}` -> tensor."""
+    return {
+        f"{names[parameter]}.{key}": torch.as_tensor(value).contiguous()
+        for parameter, values in optimizer.state.items()
+        for key, value in values.items()
+    }
+
+
+def restore_optimizer(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> None:
+    """The inverse of `optimizer_tensors`; moments go to the device of their parameter."""
+    optimizer.state.clear()
+    for full_name, tensor in tensors.items():
+        name, key = full_name.rsplit(".", 1)
+        parameter = parameters[name]
+        place = parameter.device if tensor.shape == parameter.shape else tensor.device
+        optimizer.state[parameter][key] = tensor.to(place)
+
+
+def rng_tensors() -> dict[str, Tensor]:
+    """The states of every generator of this process, as tensors."""
+    version, numbers, gauss = random.getstate()
+    twister: Any = np.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = twister
+    assert version == 3
+    assert kind == "MT19937"
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(numbers, dtype=torch.int64),
+        "python_gauss": torch.tensor([torch.nan if gauss is None else gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(keys.astype(np.int64)),
+        "numpy_rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_rng(states: Mapping[str, Any]) -> None:
+    """The inverse of `rng_tensors`."""
+    torch.set_rng_state(states["torch"])
+    gauss = states["python_gauss"].item()
+    numbers = tuple(states["python"].tolist())
+    random.setstate((3, numbers, None if gauss != gauss else gauss))
+    position, has_gauss, cached = states["numpy_rest"].tolist()
+    keys = states["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,135 @@
+"""The `rlhf-pg` command."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import rlhf_pg
+from rlhf_pg.recipe import fail, parse
+from rlhf_pg.report import save_curve, show_curve
+from rlhf_pg.tasks import TASKS
+from rlhf_pg.tasks.warm_start import ensure_model
+from rlhf_pg.trainers import (
+    GRPOTrainer,
+    PolicyGradientTrainer,
+    ReinforceTrainer,
+    RLOOTrainer,
+)
+
+TRAINERS: dict[str, type[PolicyGradientTrainer]] = {
+    "grpo": GRPOTrainer,
+    "rloo": RLOOTrainer,
+    "reinforce": ReinforceTrainer,
+}
+
+USAGE = """\
+rlhf-pg train RECIPE.yaml [--key value ...]   train with a recipe; flags override its keys
+rlhf-pg demo [--key value ...]                GRPO on the embedded task: a few minutes on a CPU
+rlhf-pg --version"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point; exits with status 2 on wrong usage."""
+    parser = argparse.ArgumentParser(prog="rlhf-pg", usage=USAGE, add_help=True)
+    parser.add_argument("--version", action="version", version=rlhf_pg.__version__)
+    parser.add_argument("command", choices=["train", "demo"])
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = parser.parse_args(arguments[:1]).command
+    flags = arguments[1:]
+    if command == "demo":
+        demo(flags)
+    elif not flags or flags[0].startswith("-"):
+        parser.error("train needs a recipe: rlhf-pg train recipes/grpo_arithmetic.yaml")
+    else:
+        make_trainer(Path(flags[0]), flags[1:]).train()
+
+
+def make_trainer(recipe: Path, flags: Sequence[str]) -> PolicyGradientTrainer:
+    """The trainer that a recipe file asks for by its key `algorithm`, on its task."""
+    algorithm = _algorithm(recipe)
+    trainer_type = TRAINERS[algorithm]
+    args = parse(trainer_type.config_type, ["--config", str(recipe), *flags])
+    task = TASKS[args.task]()
+    return trainer_type(
+        model=ensure_model(args.task, args.model_name_or_path),
+        reward_funcs=task.reward,
+        args=args,
+        train_dataset=task.train_dataset,
+        eval_dataset=task.eval_dataset,
+    )
+
+
+def _algorithm(recipe: Path) -> str:
+    try:
+        keys: Any = yaml.safe_load(recipe.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        fail(f"{recipe}: cannot be read: {error}")
+    algorithm = keys.get("algorithm") if isinstance(keys, dict) else None
+    if algorithm not in TRAINERS:
+        fail(f"{recipe}: the key algorithm must be one of {', '.join(TRAINERS)}, got {algorithm!r}")
+    return str(algorithm)
+
+
+# -------------------------------------------------------------------------------------------- demo
+
+
+def demo(flags: Sequence[str]) -> None:
+    """Train the embedded model with GRPO, and show what it has learnt."""
+    trainer = make_trainer(_recipe("grpo_arithmetic.yaml"), ["--output_dir", "runs/demo", *flags])
+    console = Console(quiet=not trainer.runtime.is_main)
+    before, answers_before = trainer.evaluate(), _answers(trainer)
+    console.print(Text(f"before: {_accuracy(before)}"))
+    trainer.train()
+    after, answers_after = trainer.evaluate(), _answers(trainer)
+    if not trainer.runtime.is_main:
+        return
+    table = Table("problem", "before", "after")
+    for problem, early, late in zip(_problems(trainer), answers_before, answers_after, strict=True):
+        table.add_row(Text(problem), Text(early), Text(late))
+    console.print(table)
+    directory = Path(trainer.args.output_dir)
+    show_curve(directory)
+    console.print(Text(f"before: {_accuracy(before)}\nafter:  {_accuracy(after)}"))
+    console.print(Text(f"model: {directory / 'final'}   curve: {save_curve(directory)}"))
+
+
+def _accuracy(metrics: dict[str, float]) -> str:
+    return f"{100 * metrics['eval_reward']:.1f} % of held-out problems right (sampled)"
+
+
+def _rows(trainer: PolicyGradientTrainer, count: int = 8) -> list[int]:
+    assert trainer.eval_prompts is not None
+    size = len(trainer.eval_prompts)
+    return list(range(0, size, max(1, size // count)))[:count]
+
+
+def _problems(trainer: PolicyGradientTrainer) -> list[str]:
+    assert trainer.eval_prompts is not None
+    problems: list[str] = trainer.eval_prompts.rows[_rows(trainer)]["prompt"]
+    return problems
+
+
+def _answers(trainer: PolicyGradientTrainer) -> list[str]:
+    """One sampled completion of a few held-out problems."""
+    assert trainer.eval_prompts is not None
+    rows, temperature = _rows(trainer), trainer.args.temperature
+    draws = [-1 - row for row in rows]
+    return trainer.sample(trainer.eval_prompts, rows, draws, 1, temperature).completions
+
+
+def _recipe(name: str) -> Path:
+    """A recipe file: beside the package in a checkout, inside it when installed from a wheel."""
+    package = Path(__file__).parent
+    installed = package / "recipes" / name
+    return installed if installed.exists() else package.parent / "recipes" / name
+
+
+if __name__ == "__main__":
+    main()

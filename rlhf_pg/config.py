@@ -1,0 +1,214 @@
+"""Every key of every algorithm: its default, its range beside it, and what it means.
+
+Batch sizes are global: the number of processes is not a hyper-parameter. `rlhf_pg.recipe` reads a
+config from YAML and flags.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_pg.advantages import ADVANTAGES
+from rlhf_pg.fields import Checked, choice, number
+from rlhf_pg.losses import POLICY_LOSSES
+
+
+@dataclass(kw_only=True)
+class PolicyGradientConfig(Checked):
+    """What all algorithms share. One step is one rollout batch and every update on it."""
+
+    algorithm: str = "policy gradient"
+    """Which algorithm a recipe file is for."""
+
+    model_name_or_path: str | None = None
+    """Path or Hub id of the model to train; without one, the task's own tiny model."""
+    task: Literal["arithmetic"] = "arithmetic"
+    """The embedded task that a recipe trains on: prompts and reward."""
+    output_dir: str = "runs/policy_gradient"
+    """Directory of everything that the run leaves behind."""
+    resume_from_checkpoint: str | None = None
+    """A checkpoint directory, or "latest" for the newest one in output_dir."""
+    seed: int = number(42, minimum=0)
+    """Seed of prompt order, sampling noise and minibatch order."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Of the weights and of the computation; log-probabilities are in float32 at least."""
+    disable_dropout: bool = True
+    """Set every dropout of the model to 0, so that scoring and training see one policy."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass, to save memory."""
+
+    pad_token: str | None = None
+    """Used where the tokenizer has no pad token; the EOS token will do."""
+    shuffle_dataset: bool = True
+    """Draw prompts in an order permuted anew each epoch; otherwise as the dataset has them."""
+    max_prompt_length: int | None = None
+    """Longest prompt in tokens; None allows whatever the model's positions leave."""
+    long_prompts: Literal["error", "drop"] = "error"
+    """What to do with prompts beyond max_prompt_length: refuse the dataset, or drop and count."""
+
+    prompts_per_step: int = number(16, minimum=1)
+    """Prompts drawn per step, over all processes."""
+    num_generations: int = number(8, minimum=1)
+    """Completions per prompt: the group."""
+    num_iterations: int = number(1, minimum=1)
+    """Passes over each rollout batch (PPO epochs)."""
+    num_mini_batches: int = number(1, minimum=1)
+    """Optimizer updates per pass; each minibatch is whole groups."""
+    micro_batch_tokens: int = number(16384, minimum=1)
+    """Padded tokens that one process forwards at a time; it never changes the result."""
+
+    rollout_engine: Literal["native"] = "native"
+    """What samples: the policy itself, in this process."""
+    max_completion_length: int = number(512, minimum=1)
+    """Longest completion in tokens, EOS included."""
+    temperature: float = number(1.0, above=0, because="training needs the sampled distribution")
+    """Of the policy: it divides every logit, in sampling, scoring and training alike."""
+
+    advantage_estimator: str = choice("group_normalized", ADVANTAGES)
+    """A name in rlhf_pg.advantages.ADVANTAGES."""
+    policy_loss: str = choice("clipped_surrogate", POLICY_LOSSES)
+    """A name in rlhf_pg.losses.POLICY_LOSSES."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """How tokens weigh in the loss: see rlhf_pg.losses.token_weights."""
+    epsilon: float = number(0.2, above=0, below=1)
+    """Clip distance of the ratio: below 1 by epsilon, above 1 by epsilon_high."""
+    epsilon_high: float | None = number(None, above=0)  # type: ignore[arg-type]
+    """Upper clip distance; None means epsilon."""
+    beta: float = number(0.0, minimum=0)
+    """Coefficient of KL(policy || reference); at 0 no reference is kept."""
+    kl_placement: Literal["reward", "loss"] = "loss"
+    """Where the KL enters: subtracted from the reward, or added to the loss."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """See rlhf_pg.kl.kl_estimate."""
+    reward_weights: tuple[float, ...] | None = None
+    """One weight per reward function; None weighs each by 1."""
+
+    learning_rate: float = number(1e-6, above=0)
+    """Peak learning rate of AdamW."""
+    lr_scheduler_type: str = "linear"
+    """A scheduler of transformers, by name; it advances once per step."""
+    warmup_steps: int = number(0, minimum=0)
+    """Steps of linear warm-up."""
+    weight_decay: float = number(0.0, minimum=0)
+    """Of AdamW."""
+    adam_beta1: float = number(0.9, minimum=0, below=1)
+    """Of AdamW."""
+    adam_beta2: float = number(0.999, minimum=0, below=1)
+    """Of AdamW."""
+    adam_epsilon: float = number(1e-8, above=0)
+    """Of AdamW, as torch places it: outside the square root."""
+    max_grad_norm: float = number(1.0, minimum=0)
+    """Clip the gradient to this global norm; 0 does not clip."""
+    max_steps: int = number(-1, minimum=-1)
+    """Steps to train; -1 goes by num_train_epochs."""
+    num_train_epochs: float = number(1.0, above=0)
+    """Passes over the prompts, if max_steps is -1."""
+
+    save_steps: int = number(0, minimum=0)
+    """Save a checkpoint every so many steps; 0 saves none."""
+    eval_steps: int = number(0, minimum=0)
+    """Evaluate every so many steps; 0 never does."""
+    log_completions_steps: int = number(10, minimum=0)
+    """Show and keep samples every so many steps; 0 never does."""
+    num_completions_to_print: int = number(2, minimum=1)
+    """How many samples that is."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_steps == 0:
+            raise ValueError("max_steps must be at least 1, or -1 to go by num_train_epochs, got 0")
+        if self.num_mini_batches > self.prompts_per_step:
+            raise ValueError(
+                f"num_mini_batches must be at most prompts_per_step ({self.prompts_per_step}), "
+                f"since a minibatch is whole groups, got {self.num_mini_batches}"
+            )
+        if self.policy_loss == "vanilla" and self.updates_per_step > 1:
+            raise ValueError(
+                'policy_loss "vanilla" is right for one update per rollout: set num_iterations and '
+                'num_mini_batches to 1, or policy_loss to "clipped_surrogate"'
+            )
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.num_iterations * self.num_mini_batches
+
+
+@dataclass(kw_only=True)
+class GRPOConfig(PolicyGradientConfig):
+    """GRPO (DeepSeekMath): advantages normalised within the group, clipped surrogate."""
+
+    algorithm: Literal["grpo"] = "grpo"
+    """Which algorithm a recipe file is for."""
+    output_dir: str = "runs/grpo"
+    """Directory of everything that the run leaves behind."""
+    num_generations: int = number(8, minimum=2, because="a group of one has no spread to compare")
+    """Completions per prompt: the group."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """What centred scores are divided by: their group's std, the batch's, or nothing."""
+
+
+@dataclass(kw_only=True)
+class RLOOConfig(PolicyGradientConfig):
+    """RLOO: the mean of the other completions as the baseline, KL in the reward."""
+
+    algorithm: Literal["rloo"] = "rloo"
+    """Which algorithm a recipe file is for."""
+    output_dir: str = "runs/rloo"
+    """Directory of everything that the run leaves behind."""
+    num_generations: int = number(4, minimum=2, because="leaving one out needs others to compare")
+    """Completions per prompt: the group."""
+    advantage_estimator: str = choice("leave_one_out", ADVANTAGES)
+    """A name in rlhf_pg.advantages.ADVANTAGES."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "constant"
+    """How tokens weigh in the loss: see rlhf_pg.losses.token_weights."""
+    beta: float = number(0.05, minimum=0)
+    """Coefficient of KL(policy || reference); at 0 no reference is kept."""
+    kl_placement: Literal["reward", "loss"] = "reward"
+    """Where the KL enters: subtracted from the reward, or added to the loss."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """See rlhf_pg.kl.kl_estimate."""
+
+
+@dataclass(kw_only=True)
+class ReinforceConfig(PolicyGradientConfig):
+    """REINFORCE: reward-to-go minus a baseline, KL per token in the reward."""
+
+    algorithm: Literal["reinforce"] = "reinforce"
+    """Which algorithm a recipe file is for."""
+    output_dir: str = "runs/reinforce"
+    """Directory of everything that the run leaves behind."""
+    num_generations: int = number(1, minimum=1)
+    """Completions per prompt."""
+    gamma: float = number(1.0, above=0, maximum=1)
+    """Discount per token."""
+    advantage_estimator: str = choice("returns_minus_others", ADVANTAGES)
+    """returns (no baseline), returns_minus_others or returns_minus_mean (batch mean)."""
+    policy_loss: str = choice("vanilla", POLICY_LOSSES)
+    """A name in rlhf_pg.losses.POLICY_LOSSES."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "constant"
+    """How tokens weigh in the loss: see rlhf_pg.losses.token_weights."""
+    beta: float = number(0.05, minimum=0)
+    """Coefficient of KL(policy || reference); at 0 no reference is kept."""
+    kl_placement: Literal["reward", "loss"] = "reward"
+    """Where the KL enters: subtracted from the reward, or added to the loss."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """See rlhf_pg.kl.kl_estimate."""
+
+
+@dataclass(kw_only=True)
+class SFTConfig(Checked):
+    """Supervised warm start of the embedded task (`recipes/sft.py`)."""
+
+    algorithm: Literal["sft"] = "sft"
+    """Which algorithm a recipe file is for."""
+    task: Literal["arithmetic"] = "arithmetic"
+    """The embedded task: its training split gives prompts and answers."""
+    output_dir: str = "runs/sft_arithmetic"
+    """Where the model goes, in `final/`."""
+    seed: int = number(42, minimum=0)
+    """Seed of the initial weights and of the order of examples."""
+    max_steps: int = number(400, minimum=1)
+    """Optimizer steps."""
+    batch_size: int = number(128, minimum=1)
+    """Examples per step."""
+    learning_rate: float = number(3e-3, above=0)
+    """Peak learning rate of AdamW; it falls as a cosine."""

@@ -1,0 +1,129 @@
+"""Prompts: checked and tokenized once, drawn in an order that a single number resumes."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A dataset whose `prompt` column has been tokenized."""
+
+    rows: Dataset
+    tokens: list[list[int]]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def longest(self) -> int:
+        return max(len(tokens) for tokens in self.tokens)
+
+
+def load_prompts(
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_length: int | None = None,
+    long_prompts: str = "error",
+) -> Prompts:
+    """Tokenize every prompt and apply the length rule.
+
+    Args:
+        dataset: has a column `prompt` of strings or of lists of chat messages.
+        max_prompt_length: in tokens.
+        long_prompts: "error" refuses a longer prompt; "drop" leaves it out and logs how many.
+
+    Raises:
+        ValueError: no `prompt` column, no rows, an empty or a too long prompt (the row is named).
+    """
+    if "prompt" not in dataset.column_names:
+        raise ValueError(
+            f"the dataset has no column 'prompt' (it has {', '.join(dataset.column_names)}): "
+            "rename the one that holds the prompts"
+        )
+    tokens = [encode(prompt, tokenizer, row) for row, prompt in enumerate(dataset["prompt"])]
+    long = [
+        row for row, ids in enumerate(tokens) if max_prompt_length and len(ids) > max_prompt_length
+    ]
+    if long and long_prompts == "error":
+        raise ValueError(
+            f"{len(long)} prompts are longer than max_prompt_length {max_prompt_length}; the first "
+            f"is row {long[0]} with {len(tokens[long[0]])} tokens. Raise max_prompt_length, "
+            "shorten them, or set long_prompts to drop"
+        )
+    if long:
+        logger.warning("dropped %d of %d prompts: too long", len(long), len(tokens))
+        kept = sorted(set(range(len(tokens))) - set(long))
+        dataset, tokens = dataset.select(kept), [tokens[row] for row in kept]
+    if not tokens:
+        raise ValueError(
+            "the dataset has no prompts" + (" left: all were too long" if long else "")
+        )
+    return Prompts(dataset, tokens)
+
+
+def encode(prompt: Any, tokenizer: PreTrainedTokenizerBase, row: int = 0) -> list[int]:
+    """Token ids of a string, or of chat messages with the opening of the assistant's turn.
+
+    A BOS that both the text and the tokenizer put in front is kept once.
+    """
+    if isinstance(prompt, str):
+        ids: list[int] = tokenizer(prompt)["input_ids"]
+    elif isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"prompt in row {row} is a list of messages, but the tokenizer has no chat_template"
+            )
+        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        raise ValueError(
+            f"prompt in row {row} must be a string or a list of messages, got {prompt!r}"
+        )
+    if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
+        ids = ids[1:]
+    if not ids:
+        raise ValueError(f"prompt in row {row} is empty: a model needs a token to continue")
+    return ids
+
+
+@dataclass(frozen=True)
+class PromptSampler:
+    """The endless order of prompts: a pure function of (seed, draw).
+
+    Draw d belongs to epoch d // size and takes place d % size of that epoch's permutation, so the
+    number of draws so far is all the state there is.
+    """
+
+    size: int
+    seed: int
+    shuffle: bool = True
+
+    def rows(self, draws: Sequence[int]) -> list[int]:
+        """The dataset row of every draw."""
+        orders = {epoch: self._order(epoch) for epoch in {draw // self.size for draw in draws}}
+        return [orders[draw // self.size][draw % self.size] for draw in draws]
+
+    def _order(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.size))
+        return permutation(self.size, self.seed, epoch)
+
+
+def permutation(size: int, *key: int) -> list[int]:
+    """A random order of 0..size-1 that depends on the key alone."""
+    order: list[int] = np.random.default_rng(key).permutation(size).tolist()
+    return order
+
+
+def batches(rows: range, size: int) -> Iterator[range]:
+    """The rows in runs of `size`."""
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]

@@ -1,0 +1,143 @@
+"""The two records that travel: what was sampled, and what a learner needs to know about it.
+
+Shapes: B rows on this rank, P prompt width, T completion width. A row is one completion. Prompts
+are left-padded and completions right-padded, so every completion starts in the same column.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+_PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
+_ROW_FIELDS = ("groups", "truncated")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """What the engine sampled."""
+
+    prompt_ids: Tensor  # (B,P)
+    prompt_mask: Tensor  # (B,P) bool
+    completion_ids: Tensor  # (B,T)
+    completion_mask: Tensor  # (B,T) bool; every real token, what a model may attend to
+    action_mask: Tensor  # (B,T) bool; the policy's own tokens, through EOS; all that enters a loss
+    groups: Tensor  # (B,) int64; the prompt's draw number, shared by its completions
+    truncated: Tensor  # (B,) bool; stopped by length, not by a stop token
+    sampler_logprobs: Tensor  # (B,T) as the engine saw them
+
+    @classmethod
+    def from_tokens(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        logprobs: Sequence[Sequence[float]],
+        truncated: Sequence[bool],
+        groups: Sequence[int],
+        pad_token_id: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> Self:
+        """Pad lists, one entry per row, into a record; `dtype` is that of the log-probabilities."""
+        prompt_ids, prompt_mask = _pad(prompts, pad_token_id, left=True)
+        completion_ids, completion_mask = _pad(completions, pad_token_id)
+        sampler_logprobs = torch.zeros(completion_ids.shape, dtype=dtype)
+        sampler_logprobs[completion_mask] = torch.tensor(
+            [value for row in logprobs for value in row], dtype=dtype
+        )
+        fields = {
+            "prompt_ids": prompt_ids,
+            "prompt_mask": prompt_mask,
+            "completion_ids": completion_ids,
+            "completion_mask": completion_mask,
+            "action_mask": completion_mask,
+            "groups": torch.tensor(groups, dtype=torch.int64),
+            "truncated": torch.tensor(truncated, dtype=torch.bool),
+            "sampler_logprobs": sampler_logprobs,
+        }
+        return cls(**{name: value.to(device) for name, value in fields.items()})
+
+    @property
+    def num_rows(self) -> int:
+        return self.completion_ids.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Columns of a row, prompt and completion together."""
+        return self.prompt_ids.shape[1] + self.completion_ids.shape[1]
+
+    def lengths(self) -> Tensor:
+        """(B,3) int64: tokens of the completion, tokens of the prompt, whether it was truncated."""
+        lengths = [self.completion_mask.sum(1), self.prompt_mask.sum(1), self.truncated.long()]
+        return torch.stack(lengths, dim=1)
+
+    def select(self, rows: Tensor) -> Self:
+        """These rows (int64 indices), with columns that are padding in all of them cut off."""
+        prompt_width = _longest(self.prompt_mask[rows])
+        width = _longest(self.completion_mask[rows])
+
+        def pick(name: str, value: Tensor) -> Tensor:
+            value = value[rows]
+            if name in _ROW_FIELDS:
+                return value
+            return value[:, -prompt_width:] if name in _PROMPT_FIELDS else value[:, :width]
+
+        return type(self)(**{name: pick(name, value) for name, value in self._tensors()})
+
+    def blank_row(self) -> Self:
+        """One row without action tokens: it costs a forward pass and adds nothing to a loss."""
+
+        def blank(name: str, value: Tensor) -> Tensor:
+            shape = (1,) if name in _ROW_FIELDS else (1, 1)
+            real = name in ("prompt_mask", "completion_mask")
+            return torch.full(shape, int(real), dtype=value.dtype, device=value.device)
+
+        return type(self)(**{name: blank(name, value) for name, value in self._tensors()})
+
+    def micro_batches(self, max_tokens: int) -> list[Tensor]:
+        """Row indices, split so that rows times the width of all rows stays within `max_tokens`."""
+        rows = torch.arange(self.num_rows, device=self.groups.device)
+        return list(torch.split(rows, max(1, max_tokens // self.width))) if self.num_rows else []
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                yield field.name, value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience(Rollout):
+    """A rollout with what the update needs; None where the algorithm does not need it."""
+
+    advantages: Tensor  # (B,T)
+    old_logprobs: Tensor | None = None  # (B,T) None: one update per rollout, the ratio is 1
+    ref_logprobs: Tensor | None = None  # (B,T)
+    values: Tensor | None = None  # (B,T)
+    returns: Tensor | None = None  # (B,T)
+
+    @classmethod
+    def of(cls, rollout: Rollout, **numbers: Tensor | None) -> Self:
+        """A rollout and its numbers."""
+        fields: dict[str, Any] = {**dict(rollout._tensors()), **numbers}
+        return cls(**fields)
+
+
+def _pad(rows: Sequence[Sequence[int]], pad: int, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Ids and mask, (B, widest row); at least one column, so that B = 0 has two dimensions."""
+    width = max((len(row) for row in rows), default=0) or 1
+    ids = torch.full((len(rows), width), pad, dtype=torch.int64)
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)
+    for i, row in enumerate(rows):
+        where = slice(width - len(row), width) if left else slice(len(row))
+        ids[i, where] = torch.tensor(row, dtype=torch.int64)
+        mask[i, where] = True
+    return ids, mask
+
+
+def _longest(mask: Tensor) -> int:
+    """Real tokens in the longest row: at least 1."""
+    return max(int(mask.sum(dim=1).max()) if len(mask) else 0, 1)

@@ -1,0 +1,99 @@
+"""Config fields that know their range, and the check of types and ranges when a config is made."""
+
+import dataclasses
+import difflib
+import inspect
+import operator
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+def number(
+    default: float,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    because: str = "",
+) -> Any:
+    """A numeric field with its range; `because` is added to the error."""
+    limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
+    return dataclasses.field(default=default, metadata={**limits, "because": because})
+
+
+def choice(default: str, options: dict[str, Any]) -> Any:
+    """A field that takes a name in `options`, read when the config is made: a registry can grow."""
+    return dataclasses.field(default=default, metadata={"options": options})
+
+
+@dataclass(kw_only=True)
+class Checked:
+    """A dataclass whose fields are checked, in Python as in YAML.
+
+    Raises:
+        ValueError: a wrong type or a value out of range; the message names the key.
+    """
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            value = _checked_type(field.name, getattr(self, field.name), hints[field.name])
+            _check_range(field, value)
+            setattr(self, field.name, value)
+
+
+def options_of(function: Callable[..., Any], config: Any) -> dict[str, Any]:
+    """The parameters of `function` that are keys of `config`, with their values."""
+    keys = {field.name for field in dataclasses.fields(config)}
+    names = inspect.signature(function).parameters
+    return {name: getattr(config, name) for name in names if name in keys}
+
+
+def _checked_type(name: str, value: Any, hint: Any) -> Any:
+    """The value, an int made a float and a list a tuple where that is what is wanted."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for option in options:
+        if typing.get_origin(option) is Literal:
+            if value in typing.get_args(option):
+                return value
+        elif typing.get_origin(option) is tuple:
+            if isinstance(value, list | tuple):
+                item = typing.get_args(option)[0]
+                return tuple(_checked_type(name, v, item) for v in value)
+        elif option is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        elif isinstance(value, option) and not (isinstance(value, bool) and option is not bool):
+            return value
+    raise ValueError(f"{name} must be {_spelled(hint)}, got {value!r}")
+
+
+def _spelled(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(repr(option) for option in typing.get_args(hint))
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("NoneType", "None")
+
+
+def _check_range(field: dataclasses.Field[Any], value: Any) -> None:
+    limits = field.metadata
+    options = limits.get("options")
+    if options is not None and value not in options:
+        near = difflib.get_close_matches(value, options, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{field.name} must be one of {', '.join(options)}, got {value!r}{hint}")
+    if value is None or "minimum" not in limits:
+        return
+    comparisons = {
+        "minimum": (operator.ge, "at least"),
+        "maximum": (operator.le, "at most"),
+        "above": (operator.gt, "above"),
+        "below": (operator.lt, "below"),
+    }
+    for limit, (inside, words) in comparisons.items():
+        bound = limits[limit]
+        if bound is not None and not inside(value, bound):
+            because = f" ({limits['because']})" if limits["because"] else ""
+            raise ValueError(f"{field.name} must be {words} {bound}{because}, got {value}")

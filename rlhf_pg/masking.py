@@ -1,0 +1,94 @@
+"""Masks over tokens, and the statistics that look only at the tokens a mask selects.
+
+Shapes: B rows, T columns. A mask is bool; values under False may be anything, NaN included.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def widen(x: Tensor) -> Tensor:
+    """At least float32, so that sums over many low-precision numbers keep their digits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def completion_mask(ids: Tensor, eos_token_ids: int | Iterable[int]) -> Tensor:
+    """True through the first EOS of every row, that EOS included; the whole row if there is none.
+
+    Meant for raw padded ids, where pad may equal EOS: only the first EOS belongs to the completion.
+
+    Args:
+        ids: (B,T) token ids of the completions alone, without the prompts.
+        eos_token_ids: one id or several; each of them ends a row.
+
+    Returns:
+        (B,T) bool.
+    """
+    stops = [eos_token_ids] if isinstance(eos_token_ids, int) else list(eos_token_ids)
+    is_eos = torch.isin(ids, torch.tensor(stops, dtype=ids.dtype, device=ids.device))
+    eos_before = is_eos.cumsum(dim=-1) - is_eos.long()
+    return eos_before == 0
+
+
+def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of `x` where `mask` is True; 0 where no slot is True.
+
+    Args:
+        x: any shape; `mask` broadcasts to it.
+        dim: the dimension to reduce, or None for all of them.
+    """
+    mask = mask.expand_as(x)
+    wide = torch.where(mask, widen(x), 0.0)
+    total, count = (wide.sum(), mask.sum()) if dim is None else (wide.sum(dim), mask.sum(dim))
+    return (total / count.clamp(min=1)).to(_float_dtype(x))
+
+
+def masked_var(x: Tensor, mask: Tensor, unbiased: bool = False) -> Tensor:
+    """Variance over all True slots: population, or with Bessel's correction if `unbiased`.
+
+    A single True slot, or none, gives 0.
+    """
+    mask = mask.expand_as(x)
+    wide = torch.where(mask, widen(x), 0.0)
+    count = mask.sum()
+    mean = wide.sum() / count.clamp(min=1)
+    squares = torch.where(mask, (wide - mean) ** 2, 0.0).sum()
+    return (squares / (count - int(unbiased)).clamp(min=1)).to(_float_dtype(x))
+
+
+def whiten(
+    x: Tensor,
+    mask: Tensor,
+    shift_mean: bool = True,
+    stats: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over the True slots, with the population variance.
+
+    Args:
+        x: any shape; `mask` broadcasts to it.
+        shift_mean: False adds the mean back, so only the scale changes.
+        stats: (mean, var) reduced over every process; by default those of `x` under `mask`.
+
+    Returns:
+        Like `x`; 0 in masked slots. Where nothing varies (one token, or all equal) the whitened
+        value is exactly 0 before the mean is added back: rounding noise is never scaled up.
+    """
+    mask = mask.expand_as(x)
+    wide = torch.where(mask, widen(x), 0.0)
+    if stats is None:
+        mean, var = masked_mean(wide, mask), masked_var(wide, mask)
+        varies = (wide[mask] != wide[mask][:1]).any()
+    else:
+        mean, var = (torch.as_tensor(s, device=x.device).to(wide.dtype) for s in stats)
+        # Equal numbers leave a variance of rounding errors, a few (eps * mean)^2.
+        varies = var > (4 * torch.finfo(wide.dtype).eps * mean) ** 2
+    whitened = torch.where(varies, (wide - mean) * torch.rsqrt(var + 1e-8), 0.0)
+    if not shift_mean:
+        whitened = whitened + mean
+    return torch.where(mask, whitened, 0.0).to(_float_dtype(x))
+
+
+def _float_dtype(x: Tensor) -> torch.dtype:
+    return x.dtype if x.is_floating_point() else torch.float32

@@ -1,0 +1,131 @@
+"""Numbers of a step: summed where they arise, reduced over processes once, kept as JSON lines."""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_pg.advantages import group_stats
+
+# Every line of metrics.jsonl has these keys; null where a number was not computed.
+KEYS = (
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "reward",
+    "reward_std",
+    "kl",
+    "entropy",
+    "completions/mean_length",
+    "completions/clipped_ratio",
+    "clip_ratio/region_mean",
+    "frac_reward_zero_std",
+    "num_tokens",
+    "step_time",
+    "time/rollout",
+    "time/reward",
+    "time/score",
+    "time/update",
+    "perf/tokens_per_second",
+)
+
+
+class Meter:
+    """Means as sums and counts, which add up over micro-batches and processes."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[Tensor]] = {}
+        self.seconds: dict[str, float] = {}
+
+    def add(self, name: str, total: Tensor, count: Tensor | float) -> None:
+        """Add to the sum and the count of a mean."""
+        count = torch.as_tensor(count, dtype=torch.float64, device=total.device)
+        pair = torch.stack([total.detach().to(torch.float64), count])
+        self._sums.setdefault(name, []).append(pair)
+
+    def add_masked(self, name: str, x: Tensor, mask: Tensor) -> None:
+        """Add the True slots of a (B,T) tensor."""
+        self.add(name, torch.where(mask, x.detach(), 0.0).sum(), mask.sum())
+
+    def sums(self) -> Tensor:
+        """(names, 2) sums and counts in the order of the names, which all processes share."""
+        return torch.stack([torch.stack(self._sums[name]).sum(0) for name in sorted(self._sums)])
+
+    def means(self, sums: Tensor) -> dict[str, float]:
+        """The means, from `sums` reduced over processes."""
+        pairs = zip(sorted(self._sums), sums.tolist(), strict=True)
+        return {name: total / count if count else math.nan for name, (total, count) in pairs}
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        """Wall-clock seconds of a phase, under `time/{phase}`."""
+        start = time.perf_counter()
+        yield
+        key = f"time/{phase}"
+        self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
+
+
+def reward_metrics(scores: Tensor, names: Sequence[str], groups: Tensor | None) -> dict[str, float]:
+    """Rewards over all ranks.
+
+    Args:
+        scores: (N,2K) of the K sources, as they were returned and then weighted; NaN where one does
+            not apply.
+        groups: (N,); None where every row has a prompt of its own.
+    """
+    raw, weighted = scores.chunk(2, dim=1)
+    total = weighted.nansum(1)
+    metrics = {"reward": total.mean().item()}
+    for name, column in zip(names, raw.unbind(1), strict=True):
+        metrics[f"rewards/{name}/mean"] = column.nanmean().item()
+    own = torch.zeros(len(total), dtype=torch.int64) if groups is None else groups.cpu()
+    stats = group_stats(total.cpu(), torch.ones(len(total), dtype=torch.bool), own)
+    metrics["reward_std"] = stats.std.mean().item()
+    if groups is not None:
+        metrics["frac_reward_zero_std"] = stats.constant.double().mean().item()
+    return metrics
+
+
+def length_metrics(lengths: Tensor) -> dict[str, float]:
+    """Lengths over all ranks, from the rows of `Rollout.lengths`, (N,3)."""
+    completion, prompt, truncated = lengths.double().unbind(1)
+    return {
+        "completions/mean_length": completion.mean().item(),
+        "completions/min_length": completion.min().item(),
+        "completions/max_length": completion.max().item(),
+        "completions/clipped_ratio": truncated.mean().item(),
+        "tokens": (completion + prompt).sum().item(),
+    }
+
+
+class JsonLines:
+    """A file with one JSON object per line; each line has its step."""
+
+    def __init__(self, path: Path, keep_through_step: int) -> None:
+        """Opens the file, keeping the lines up to a step: a resumed run repeats none."""
+        lines = path.read_text().splitlines() if path.exists() and keep_through_step else []
+        kept = [line for line in lines if json.loads(line)["step"] <= keep_through_step]
+        path.write_text("".join(f"{line}\n" for line in kept))
+        self.path = path
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one line; NaN and infinities, which JSON does not know, become null."""
+        finite = {k: None if _not_finite(v) else v for k, v in record.items()}
+        with self.path.open("a") as file:
+            file.write(json.dumps(finite, allow_nan=False) + "\n")
+
+
+def _not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All lines of a metrics file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,84 @@
+"""What a run shows while it goes on, and the two files of lines that it keeps."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from rlhf_pg.metrics import JsonLines
+
+SHOWN = ("reward", "kl", "entropy")
+
+
+class Journal:
+    """Console and run directory of the main process; on the others every method does nothing.
+
+    Args:
+        directory: of the run; made if it is not there.
+        after_step: the step that a resumed run goes on from; lines of later steps are removed.
+    """
+
+    def __init__(self, directory: Path, after_step: int, is_main: bool) -> None:
+        self.is_main = is_main
+        self.console = Console(quiet=not is_main)
+        self._bar: Progress | None = None
+        self._total = 0
+        if is_main:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._metrics = JsonLines(directory / "metrics.jsonl", after_step)
+            self._completions = JsonLines(directory / "completions.jsonl", after_step)
+
+    def say(self, line: str) -> None:
+        self.console.print(Text(line))
+
+    @contextmanager
+    def progress(self, total_steps: int) -> Iterator[None]:
+        """A live bar in a terminal; elsewhere about twenty lines over the run."""
+        self._total = total_steps
+        columns = (
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:
+            self._bar = bar
+            self._task = bar.add_task("", total=total_steps)
+            yield
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """Keep the line of a step, and show it."""
+        if not self.is_main:
+            return
+        self._metrics.write(metrics)
+        step = metrics["step"]
+        summary = "  ".join(f"{name} {_spelled(metrics[name])}" for name in SHOWN)
+        if self._bar is not None and self.console.is_terminal:
+            self._bar.update(self._task, completed=step, description=summary)
+        elif step % max(1, self._total // 20) == 0 or step == self._total:
+            self.say(f"step {step}/{self._total}  {summary}  {metrics['step_time']:.2f} s/step")
+
+    def completions(self, step: int, records: Sequence[dict[str, Any]]) -> None:
+        """Keep and show samples; control characters are shown escaped."""
+        if not self.is_main:
+            return
+        for record in records:
+            self._completions.write({"step": step, **record})
+            scores = [record[key] for key in record if key.startswith("rewards/")]
+            shown = " ".join(_spelled(score) for score in scores)
+            self.say(f"  {_text(record['prompt'])} -> {_text(record['completion'])}  [{shown}]")
+
+
+def _text(turns: Any) -> str:
+    """A string, or the last message of a chat, shortened and escaped."""
+    text = turns if isinstance(turns, str) else turns[-1]["content"]
+    return repr(text if len(text) <= 200 else f"{text[:100]} ... {text[-95:]}")
+
+
+def _spelled(number: float | None) -> str:
+    return "-" if number is None or math.isnan(number) else f"{number:.3f}"

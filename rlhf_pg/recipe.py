@@ -1,0 +1,132 @@
+"""Reading a config: defaults < YAML < flags.
+
+An unknown key, a wrong type or a value out of range is one error that names the key and the file,
+before any model loads.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import tyro
+import yaml
+
+C = TypeVar("C")
+
+# What users of other libraries type, and where to find it here.
+ELSEWHERE = {
+    "per_device_train_batch_size": "prompts_per_step (global) and micro_batch_tokens (memory)",
+    "gradient_accumulation_steps": "micro_batch_tokens; it never changes the result",
+    "generation_batch_size": "prompts_per_step",
+    "steps_per_generation": "num_mini_batches",
+    "loss_type": "aggregation (token_mean, sequence_mean, constant) and policy_loss",
+    "use_vllm": "rollout_engine",
+    "bf16": "dtype: bfloat16",
+    "fp16": "dtype: bfloat16",
+    "torch_dtype": "dtype",
+    "kl_coef": "beta",
+    "init_kl_coef": "beta",
+    "cliprange": "epsilon",
+    "num_ppo_epochs": "num_iterations",
+    "response_length": "max_completion_length",
+    "max_new_tokens": "max_completion_length",
+    "rloo_k": "num_generations",
+    "warmup_ratio": "warmup_steps",
+    **dict.fromkeys(
+        ("top_p", "top_k", "min_p", "repetition_penalty"),
+        "temperature; training on a truncated distribution would bias the gradient",
+    ),
+}
+
+
+def parse(config_type: type[C], args: Sequence[str] | None = None) -> C:
+    """Read a config: defaults < the YAML file given as `--config` < the other flags.
+
+    The YAML is turned into flags that stand before the user's own, so both meet the same types.
+
+    Raises:
+        SystemExit: status 2, after one message that names the key and the file.
+    """
+    recipe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    recipe.add_argument("--config", type=Path)
+    known, flags = recipe.parse_known_args(args)
+    from_file = _flags(known.config, config_type) if known.config else []
+    for flag in flags:
+        _refuse_elsewhere(flag.removeprefix("--").split("=")[0].replace("-", "_"), "command line")
+    try:
+        return tyro.cli(
+            config_type,
+            args=[*from_file, *flags],
+            use_underscores=True,
+            console_outputs=_is_main(),
+            config=(tyro.conf.FlagConversionOff,),
+        )
+    except SystemExit:
+        if known.config and "--help" not in flags and "-h" not in flags and _is_main():
+            print(f"(with the values of {known.config})", file=sys.stderr)
+        raise
+
+
+def _flags(path: Path, config_type: type) -> list[str]:
+    """The keys of a YAML file as `--key value`."""
+    try:
+        recipe = yaml.load(path.read_text(), Loader=_UniqueKeys)
+    except OSError as error:
+        fail(f"{path}: cannot be read: {error.strerror}")
+    except yaml.YAMLError as error:
+        fail(f"{path}: not valid YAML: {error}")
+    if not isinstance(recipe, dict):
+        fail(f"{path}: expected `key: value` lines, got {type(recipe).__name__}")
+    keys = [field.name for field in dataclasses.fields(config_type)]
+    flags: list[str] = []
+    for key, value in recipe.items():
+        _refuse_elsewhere(str(key), str(path), known=keys)
+        if key not in keys:
+            near = difflib.get_close_matches(str(key), keys, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            fail(f"{path}: unknown key {key!r} for {config_type.__name__}{hint}")
+        values = value if isinstance(value, list) else [value]
+        flags += [f"--{key}", *(str(v) for v in values)]
+    return flags
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key given twice, of which plain YAML silently keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep) for key, _ in node.value]
+        twice = [key for key in keys if keys.count(key) > 1]
+        if twice:
+            raise yaml.YAMLError(f"key {twice[0]!r} stands twice")
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+def _refuse_elsewhere(key: str, where: str, known: Sequence[str] = ()) -> None:
+    if key in ELSEWHERE and key not in known:
+        fail(f"{where}: {key!r} is not a key here; see {ELSEWHERE[key]}")
+
+
+def fail(message: str) -> NoReturn:
+    """Say what is wrong, once for all processes, and exit with status 2."""
+    if _is_main():
+        print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def dump(config: Any, path: Path) -> None:
+    """Write the resolved config as YAML that `parse` reads back to the same config."""
+    values = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in dataclasses.asdict(config).items()
+    }
+    path.write_text(yaml.safe_dump(values, sort_keys=False))

@@ -1,0 +1,5 @@
+"""Rewards: functions that score completions."""
+
+from rlhf_pg.rewards.functions import RewardFunction, Rewards
+
+__all__ = ["RewardFunction", "Rewards"]

@@ -1,0 +1,142 @@
+"""Calling reward functions, and refusing what is not a score."""
+
+import asyncio
+import copy
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Scores = Sequence[float | None]
+RewardFunction = Callable[..., Scores | Awaitable[Scores]]
+
+
+class Rewards:
+    """One or several reward functions, called on the same completions.
+
+    Args:
+        functions: callables `(prompts, completions, completion_ids, **columns)` that return one
+            float per completion, or None where the reward does not apply; plain or async.
+        weights: one per function; None weighs each by 1.
+
+    Raises:
+        ValueError: no functions, or another number of weights.
+        TypeError: something that cannot be called.
+    """
+
+    def __init__(
+        self,
+        functions: RewardFunction | Sequence[RewardFunction],
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        self.functions = [functions] if callable(functions) else list(functions)
+        if not self.functions:
+            raise ValueError("reward_funcs is empty: give at least one reward function")
+        for function in self.functions:
+            if not callable(function):
+                raise TypeError(f"reward_funcs must be callables, got {function!r}")
+        self.names = _unique_names(self.functions)
+        self.weights = torch.tensor(weights if weights is not None else [1.0] * len(self.names))
+        if len(self.weights) != len(self.names):
+            raise ValueError(
+                f"reward_weights must have one entry per reward function, got {len(self.weights)} "
+                f"for {', '.join(self.names)}"
+            )
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> Tensor:
+        """Score B completions.
+
+        Returns:
+            (B,K) float64 on the CPU, unweighted, one column per function; NaN where a function
+            said None.
+
+        Raises:
+            ValueError: a function failed, returned the wrong number of scores or something that is
+                no finite number, or all of them said None of the same completion.
+        """
+        if not prompts:
+            return torch.zeros((0, len(self.names)), dtype=torch.float64)
+        inputs: dict[str, Sequence[Any]] = {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+            **columns,
+        }
+        table = [
+            _checked(name, self._call(name, function, inputs), len(prompts))
+            for name, function in zip(self.names, self.functions, strict=True)
+        ]
+        scores = torch.tensor(table, dtype=torch.float64).T
+        silent = scores.isnan().all(dim=1).nonzero().flatten().tolist()
+        if silent:
+            raise ValueError(
+                f"no reward function applies to completion {silent[0]} of the batch: every one of "
+                f"{', '.join(self.names)} returned None for prompt {prompts[silent[0]]!r}"
+            )
+        return scores
+
+    def _call(self, name: str, function: RewardFunction, inputs: dict[str, Any]) -> Any:
+        # Each function has its own copy: what it does to it, the others and the trainer never see.
+        arguments = copy.deepcopy({key: list(value) for key, value in inputs.items()})
+        try:
+            result = function(**arguments)
+            return _wait_for(result) if inspect.isawaitable(result) else result
+        except Exception as error:
+            raise ValueError(
+                f"reward function {name} raised {type(error).__name__}: {error}"
+            ) from error
+
+
+def _wait_for(result: Awaitable[Any]) -> Any:
+    """The result of a coroutine, also where an event loop is running already (a notebook)."""
+
+    async def outcome() -> Any:
+        return await result
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, outcome()).result()
+
+
+def _checked(name: str, scores: Any, count: int) -> list[float]:
+    scores = scores.tolist() if hasattr(scores, "tolist") else scores
+    if not isinstance(scores, Sequence) or len(scores) != count:
+        got = f"{len(scores)} scores" if isinstance(scores, Sequence) else repr(scores)
+        raise ValueError(
+            f"reward function {name} must return a list of {count} scores, one per completion, "
+            f"got {got}"
+        )
+    return [_number(name, i, score) for i, score in enumerate(scores)]
+
+
+def _number(name: str, completion: int, score: Any) -> float:
+    if score is None:
+        return math.nan
+    try:
+        number = float(score)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(
+            f"reward function {name} returned {score!r} for completion {completion} of the batch: "
+            "return a finite number, or None where the reward does not apply"
+        )
+    return number
+
+
+def _unique_names(functions: Sequence[RewardFunction]) -> list[str]:
+    """The name of each function or of its class; a repeated one is numbered."""
+    names = [getattr(f, "__name__", type(f).__name__) for f in functions]
+    return [
+        name if names.count(name) == 1 else f"{name}_{names[: i + 1].count(name)}"
+        for i, name in enumerate(names)
+    ]

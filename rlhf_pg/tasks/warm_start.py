@@ -1,0 +1,105 @@
+"""The supervised warm start of an embedded task: by hand with `recipes/sft.py`, or by itself when a
+recipe is given no model.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
+
+from rlhf_pg.config import SFTConfig
+from rlhf_pg.recipe import parse
+from rlhf_pg.tasks import TASKS, Task
+
+# What a launcher tells its processes: a child that trains alone must not hear it.
+LAUNCHER_PREFIXES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
+    *("ACCELERATE_", "OMP_NUM_THREADS"),
+)
+
+
+def warm_start(args: SFTConfig) -> Path:
+    """Train a new model on the task's problems and answers, and save it.
+
+    Returns:
+        The directory of the model, `args.output_dir/final`.
+    """
+    task: Task = TASKS[args.task]()
+    set_seed(args.seed)
+    model, tokenizer = task.new_model()
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=args.output_dir,
+            max_steps=args.max_steps,
+            per_device_train_batch_size=args.batch_size,
+            learning_rate=args.learning_rate,
+            lr_scheduler_type="cosine",
+            seed=args.seed,
+            save_strategy="no",
+            report_to="none",
+            logging_steps=max(1, args.max_steps // 10),
+            disable_tqdm=not sys.stdout.isatty(),
+            remove_unused_columns=False,
+        ),
+        train_dataset=_examples(task, tokenizer),
+        data_collator=lambda rows: _collate(rows, tokenizer.pad_token_id),
+    )
+    trainer.train()
+    final = Path(args.output_dir) / "final"
+    trainer.save_model(str(final))
+    tokenizer.save_pretrained(final)
+    return final
+
+
+def ensure_model(task: str, path: str | None) -> str:
+    """The model of a recipe: the path or Hub id it names, or the task's own, made once and cached.
+
+    The training runs in a process of its own, so that one process or many find the same model.
+    """
+    if path is not None:
+        return path
+    args = SFTConfig()
+    final = Path(args.output_dir) / "final"
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(final.parent / "lock"):
+        if not (final / "model.safetensors").exists():
+            print(f"no model at {final}: warm-starting one (once)", flush=True)
+            env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+            command = [sys.executable, "-m", "rlhf_pg.tasks.warm_start", "--task", task]
+            subprocess.run(command, env=env, check=True)
+    return str(final)
+
+
+def _examples(task: Task, tokenizer: PreTrainedTokenizerFast) -> list[dict[str, list[int]]]:
+    """Prompt, answer and EOS as ids; only answer and EOS have labels."""
+    examples = []
+    for row in task.train_dataset:
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        answer = [*tokenizer(row["answer"])["input_ids"], tokenizer.eos_token_id]
+        labels = [-100] * len(prompt) + answer
+        examples.append({"input_ids": prompt + answer, "labels": labels})
+    return examples
+
+
+def _collate(rows: list[dict[str, list[int]]], pad: int) -> dict[str, Any]:
+    width = max(len(row["input_ids"]) for row in rows)
+
+    def padded(key: str, filler: int) -> torch.Tensor:
+        return torch.tensor([row[key] + [filler] * (width - len(row[key])) for row in rows])
+
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    return {
+        "input_ids": padded("input_ids", pad),
+        "labels": padded("labels", -100),
+        "attention_mask": (torch.arange(width) < lengths[:, None]).long(),
+    }
+
+
+if __name__ == "__main__":
+    warm_start(parse(SFTConfig))

@@ -1,0 +1,9 @@
+"""The algorithms: one loop in base.py, one file each."""
+
+from rlhf_pg.trainers.base import PolicyGradientTrainer
+from rlhf_pg.trainers.callbacks import Callback
+from rlhf_pg.trainers.grpo import GRPOTrainer
+from rlhf_pg.trainers.reinforce import ReinforceTrainer
+from rlhf_pg.trainers.rloo import RLOOTrainer
+
+__all__ = ["Callback", "GRPOTrainer", "PolicyGradientTrainer", "RLOOTrainer", "ReinforceTrainer"]

@@ -1,0 +1,415 @@
+"""The loop that all algorithms share: roll out, reward, score, update; log, save.
+
+An algorithm is a subclass with `advantages` and `loss`. Shapes: B rows on this rank, N on all
+ranks, T completion width; a row is one completion.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from rlhf_pg import models, recipe
+from rlhf_pg.advantages import ADVANTAGES, Signals
+from rlhf_pg.checkpoint import Checkpointer, TrainState
+from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.data import Prompts, PromptSampler, batches, load_prompts
+from rlhf_pg.experience import Experience, Rollout
+from rlhf_pg.fields import options_of
+from rlhf_pg.kl import kl_estimate
+from rlhf_pg.losses import POLICY_LOSSES, Loss
+from rlhf_pg.metrics import KEYS, Meter, length_metrics, reward_metrics
+from rlhf_pg.models import PolicyOutput
+from rlhf_pg.progress import Journal
+from rlhf_pg.rewards import RewardFunction, Rewards
+from rlhf_pg.rollout import NativeEngine, RolloutEngine, SamplingParams
+from rlhf_pg.runtime import Runtime
+from rlhf_pg.trainers.callbacks import Callback
+from rlhf_pg.trainers.learner import Learner
+from rlhf_pg.trainers.samples import Samples, collect
+
+
+class PolicyGradientTrainer:
+    """Trains a language model on rewards.
+
+    Args:
+        model: a path, a Hub id or a loaded model (trained in place, cast to `args.dtype`); by
+            default `args.model_name_or_path`.
+        reward_funcs: one callable `(prompts, completions, completion_ids, **columns)` returning a
+            list of floats (or None where it does not apply), or several; plain or async.
+        args: the config; by default that of the algorithm.
+        train_dataset: has a column `prompt`, of strings or of lists of chat messages. The other
+            columns go to the reward functions, repeated for every completion.
+        eval_dataset: likewise, for `evaluate`.
+        processing_class: the tokenizer; by default the one saved with the model.
+        callbacks: see `Callback`.
+        optimizers: an optimizer and a learning-rate scheduler of your own, or None for AdamW and
+            `args.lr_scheduler_type`. The scheduler advances once per step.
+
+    Raises:
+        ValueError: whatever is wrong with the input, by name, before anything is computed.
+    """
+
+    config_type: ClassVar[type[PolicyGradientConfig]]
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | None = None,
+        reward_funcs: RewardFunction | Sequence[RewardFunction] = (),
+        args: PolicyGradientConfig | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Any = None,
+        peft_config: Any = None,
+        callbacks: Sequence[Callback] | None = None,
+        optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+    ) -> None:
+        if peft_config is not None or reward_processing_classes is not None:
+            raise ValueError("peft_config and reward_processing_classes are not supported yet")
+        self.args = args = args or self.config_type()
+        self.rewards = Rewards(reward_funcs, args.reward_weights)
+        self.callbacks = list(callbacks or ())
+        model = model or args.model_name_or_path
+        if model is None:
+            raise ValueError("no model: give model=... or the key model_name_or_path")
+        if train_dataset is None:
+            raise ValueError("no train_dataset: give a datasets.Dataset with a column 'prompt'")
+        self.runtime = Runtime()
+        set_seed(args.seed)
+        self.model = models.load_model(model, getattr(torch, args.dtype))
+        if args.disable_dropout:
+            models.disable_dropout(self.model)
+        if args.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.tokenizer = models.load_tokenizer(processing_class, self.model, args.pad_token)
+        self.train_prompts = self._load_prompts(train_dataset, "train_dataset")
+        self.eval_prompts = eval_dataset and self._load_prompts(eval_dataset, "eval_dataset")
+        self.prompt_order = PromptSampler(len(self.train_prompts), args.seed, args.shuffle_dataset)
+        self.total_steps = args.max_steps
+        if args.max_steps == -1:
+            draws = args.num_train_epochs * len(self.train_prompts)
+            self.total_steps = math.ceil(draws / args.prompts_per_step)
+        self.estimator: Callable[[Signals], Tensor] = _bound(
+            ADVANTAGES[args.advantage_estimator], args
+        )
+        self.policy_loss = _bound(POLICY_LOSSES[args.policy_loss], args)
+        self.learner = Learner(
+            self.model, args, self.runtime, self.loss, self.total_steps, optimizers
+        )
+        self.engine: RolloutEngine = NativeEngine(
+            self.model,
+            models.stop_token_ids(self.model, self.tokenizer),
+            self.tokenizer.pad_token_id,
+        )
+        self.state = TrainState()
+        self.checkpointer = Checkpointer(
+            directory=Path(args.output_dir) / "checkpoints",
+            model=self.model,
+            tokenizer=self.tokenizer,
+            optimizer=self.learner.optimizer,
+            scheduler=self.learner.scheduler,
+            state=self.state,
+            reference=self.learner.reference,
+        )
+
+    # -------------------------------------------------------------- what makes it an algorithm
+
+    def advantages(self, signals: Signals) -> Tensor:
+        """Advantages (B,T) of this rank's rows, from the scores of all ranks."""
+        raise NotImplementedError
+
+    def loss(self, new: PolicyOutput, batch: Experience) -> Loss:
+        """What to minimise at every token (B,T), and (B,T) numbers to average for the log."""
+        raise NotImplementedError
+
+    def surrogate(self, new: PolicyOutput, batch: Experience) -> Loss:
+        """The policy loss that `args.policy_loss` names."""
+        loss: Loss = self.policy_loss(
+            new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask
+        )
+        return loss
+
+    def kl_loss(self, new: PolicyOutput, batch: Experience) -> Tensor:
+        """beta KL_t, (B,T), where the KL is part of the loss; 0 elsewhere."""
+        if batch.ref_logprobs is None or self.args.kl_placement == "reward":
+            return torch.zeros_like(new.logprobs)
+        kl = kl_estimate(new.logprobs, batch.ref_logprobs, self.args.kl_estimator)
+        return self.args.beta * kl
+
+    # --------------------------------------------------------------------------------- the run
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> None:
+        """Train to the last step, and leave the run directory with `final/` behind.
+
+        Args:
+            resume_from_checkpoint: a checkpoint directory, or True or "latest" for the newest one
+                in `output_dir`; by default `args.resume_from_checkpoint`.
+
+        Raises:
+            ValueError: no such checkpoint, or `output_dir` holds those of another run.
+        """
+        self._resume(resume_from_checkpoint or self.args.resume_from_checkpoint)
+        directory = Path(self.args.output_dir)
+        journal = Journal(directory, self.state.step, self.runtime.is_main)
+        if self.runtime.is_main:
+            recipe.dump(self.args, directory / "config.yaml")
+        size = sum(p.numel() for p in self.model.parameters()) / 1e6
+        journal.say(
+            f"{type(self).__name__}: {self.runtime.describe()}; {size:.2f}M parameters in "
+            f"{self.args.dtype}; {len(self.train_prompts)} prompts, {self.total_steps} steps"
+        )
+        with journal.progress(self.total_steps):
+            while self.state.step < self.total_steps:
+                metrics = self.step(journal)
+                if _due(self.state.step, self.args.eval_steps):
+                    metrics |= self.evaluate()
+                for callback in self.callbacks:
+                    callback.on_step(self, metrics)
+                journal.step(metrics)
+                if _due(self.state.step, self.args.save_steps):
+                    self.save_checkpoint()
+        self.save_model(directory / "final")
+        for callback in self.callbacks:
+            callback.on_end(self)
+
+    def step(self, journal: Journal) -> dict[str, Any]:
+        """One rollout batch and every update on it; returns the line for metrics.jsonl."""
+        start, meter = time.perf_counter(), Meter()
+        draws = range(self.state.draws, self.state.draws + self.args.prompts_per_step)
+        with meter.time("rollout"):
+            samples = self.roll_out(draws)
+        with meter.time("reward"):
+            scores = self.reward(samples)
+        with meter.time("score"):
+            experience, metrics = self.make_experience(samples.rollout, scores, meter)
+        with meter.time("update"):
+            metrics |= self.learner.update(experience, self.state.step, meter)
+        self.state.step += 1
+        self.state.draws += len(draws)
+        self.state.num_tokens += int(metrics["tokens"])
+        if _due(self.state.step, self.args.log_completions_steps):
+            shown = self.args.num_completions_to_print
+            journal.completions(self.state.step, samples.records(scores, self.rewards.names, shown))
+        metrics |= meter.means(self.runtime.total(meter.sums())) | meter.seconds
+        metrics["step"] = self.state.step
+        metrics["num_tokens"] = self.state.num_tokens
+        metrics["step_time"] = time.perf_counter() - start
+        metrics["perf/tokens_per_second"] = metrics.pop("tokens") / metrics["step_time"]
+        return dict.fromkeys(KEYS) | metrics
+
+    def roll_out(self, draws: range) -> Samples:
+        """Sample this rank's share of the prompts, whole groups each.
+
+        Every minibatch is shared as evenly as its number of prompts allows.
+        """
+        args, runtime = self.args, self.runtime
+        minibatches = [
+            [draw for draw in draws if draw % args.num_mini_batches == m]
+            for m in range(args.num_mini_batches)
+        ]
+        mine = sorted(d for batch in minibatches for d in batch[runtime.rank :: runtime.world])
+        rows = self.prompt_order.rows(mine)
+        return self.sample(self.train_prompts, rows, mine, args.num_generations, args.temperature)
+
+    def reward(self, samples: Samples) -> Tensor:
+        """Unweighted scores (B,K), one column per reward function; NaN where it does not apply.
+
+        Raises:
+            ValueError: a reward function failed, on this process or on another. What was trained so
+                far has been saved by then.
+        """
+        scores, failure = None, None
+        try:
+            scores = self.rewards(
+                samples.prompts, samples.completions, samples.completion_ids, samples.columns
+            )
+        except ValueError as error:
+            failure = error
+        if self.runtime.most(int(failure is not None)):
+            reason = failure or "a reward function failed in another process"
+            if self.state.step == 0:
+                raise ValueError(str(reason)) from failure
+            raise ValueError(f"{reason} (saved so far: {self.save_checkpoint()})") from failure
+        assert scores is not None
+        return scores.to(samples.rollout.sampler_logprobs)
+
+    def make_experience(
+        self, rollout: Rollout, scores: Tensor, meter: Meter
+    ) -> tuple[Experience, dict[str, float]]:
+        """Score the rollout under policy and reference, and estimate advantages.
+
+        Args:
+            scores: (B,K) from `reward`.
+
+        Returns:
+            The experience of this rank, and metrics over all ranks.
+        """
+        args, mask = self.args, rollout.action_mask
+        old, ref = self.learner.score(rollout)
+        weighted = scores * self.rewards.weights.to(scores)
+        paid = torch.zeros_like(rollout.sampler_logprobs)
+        columns = [scores, weighted]
+        if ref is not None and args.kl_placement == "reward":
+            assert old is not None
+            kl = kl_estimate(old, ref, args.kl_estimator)
+            meter.add_masked("kl", kl, mask)
+            paid = -args.beta * kl
+            columns.append(paid.sum(1, keepdim=True))
+        paid = paid + _last(mask) * weighted.nansum(1, keepdim=True)
+
+        everyone, rows = self.runtime.gather(torch.cat(columns, dim=1))
+        groups, _ = self.runtime.gather(rollout.groups)
+        lengths, _ = self.runtime.gather(rollout.lengths())
+        sources = scores.shape[1]
+        signals = Signals(
+            rewards=paid, mask=mask, scores=everyone[:, sources:], groups=groups, rows=rows
+        )
+        experience = Experience.of(
+            rollout,
+            advantages=self.advantages(signals),
+            # With one update per rollout the ratio is 1 by construction, not up to rounding.
+            old_logprobs=old if args.updates_per_step > 1 else None,
+            ref_logprobs=ref,
+        )
+        metrics = reward_metrics(everyone[:, : 2 * sources], self.rewards.names, groups)
+        return experience, metrics | length_metrics(lengths)
+
+    # --------------------------------------------------------------------- evaluate, save, resume
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | None = None,
+        temperature: float | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Score one completion of every evaluation prompt, with the same noise at every call.
+
+        Args:
+            eval_dataset: by default the one given to the trainer.
+            temperature: by default that of training; 0 is greedy.
+
+        Returns:
+            `eval_reward`, `eval_rewards/{name}/mean`, `eval_completions/mean_length` and so on,
+            over all processes.
+
+        Raises:
+            ValueError: there is no evaluation dataset, or a reward function failed.
+        """
+        prompts = self.eval_prompts
+        if eval_dataset is not None:
+            prompts = self._load_prompts(eval_dataset, "eval_dataset")
+        if prompts is None:
+            raise ValueError("no eval_dataset: give one to the trainer or to evaluate()")
+        temperature = self.args.temperature if temperature is None else temperature
+        scores, lengths = [], []
+        rows_per_step = self.args.prompts_per_step * self.args.num_generations
+        for batch in batches(range(len(prompts)), rows_per_step):
+            mine = list(batch[self.runtime.rank :: self.runtime.world])
+            # Negative draws: noise that training never uses.
+            draws = [-1 - row for row in mine]
+            samples = self.sample(prompts, mine, draws, 1, temperature)
+            own = self.reward(samples)
+            scores.append(torch.cat([own, own * self.rewards.weights.to(own)], dim=1))
+            lengths.append(samples.rollout.lengths())
+        everyone, _ = self.runtime.gather(torch.cat(scores))
+        metrics = reward_metrics(everyone, self.rewards.names, groups=None)
+        metrics |= length_metrics(self.runtime.gather(torch.cat(lengths))[0])
+        metrics.pop("tokens")
+        return {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+
+    def save_checkpoint(self) -> Path:
+        """Save everything that a resumed run needs, under `output_dir/checkpoints/`."""
+        path = self.checkpointer.save(self.runtime)
+        for callback in self.callbacks:
+            callback.on_save(self, path)
+        return path
+
+    def save_model(self, path: str | Path) -> None:
+        """Save model and tokenizer as `from_pretrained` reads them."""
+        if self.runtime.is_main:
+            self.model.save_pretrained(path)
+            self.tokenizer.save_pretrained(path)
+        self.runtime.wait()
+
+    def _resume(self, checkpoint: str | bool | None) -> None:
+        latest = self.checkpointer.latest()
+        if checkpoint in (True, "latest"):
+            if latest is None:
+                raise ValueError(f"{self.args.output_dir} has no checkpoint to resume from")
+            self.checkpointer.restore(latest, self.runtime.rank)
+        elif checkpoint:
+            self.checkpointer.restore(Path(str(checkpoint)), self.runtime.rank)
+        elif latest is not None and self.state.step == 0:
+            raise ValueError(
+                f"{self.args.output_dir} holds the checkpoints of another run: resume it with "
+                "resume_from_checkpoint latest, or choose another output_dir"
+            )
+
+    # ------------------------------------------------------------------------------- helpers
+
+    def sample(
+        self, prompts: Prompts, rows: list[int], draws: list[int], n: int, temperature: float
+    ) -> Samples:
+        params = SamplingParams(temperature=temperature, max_tokens=self.args.max_completion_length)
+        return collect(
+            self.engine,
+            self.tokenizer,
+            prompts,
+            rows,
+            draws,
+            n,
+            params,
+            self.args.seed,
+            dtype=torch.promote_types(self.model.dtype, torch.float32),
+            device=self.runtime.device,
+        )
+
+    def _load_prompts(self, dataset: Dataset, name: str) -> Prompts:
+        """Tokenize a dataset and make sure that every row fits the model and a micro-batch."""
+        args = self.args
+        try:
+            prompts = load_prompts(
+                dataset, self.tokenizer, args.max_prompt_length, args.long_prompts
+            )
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        width = prompts.longest + args.max_completion_length
+        whole = (
+            f"the longest prompt ({prompts.longest}) plus max_completion_length is {width} tokens"
+        )
+        positions = models.max_positions(self.model)
+        if positions is not None and width > positions:
+            raise ValueError(
+                f"{name}: {whole}, beyond the model's max_position_embeddings of {positions}: "
+                "lower max_completion_length, or set max_prompt_length with long_prompts drop"
+            )
+        if width > args.micro_batch_tokens:
+            raise ValueError(
+                f"{name}: {whole}, more than micro_batch_tokens {args.micro_batch_tokens}: a "
+                "micro-batch must hold at least one row"
+            )
+        return prompts
+
+
+def _bound(function: Callable[..., Any], args: PolicyGradientConfig) -> Callable[..., Any]:
+    """A registered function with the options that the config has for it."""
+    return partial(function, **options_of(function, args))
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _last(mask: Tensor) -> Tensor:
+    """(B,T) True at the last True slot of each row."""
+    return mask & (mask.flip(1).cumsum(1).flip(1) == 1)

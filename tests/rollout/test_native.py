@@ -1,0 +1,503 @@
+"""The native engine against teacher-forced forwards of its own completions."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from rlhf_pg.rollout import Completion, NativeEngine, SamplingParams
+from tests.rollout.stats import chi_square_p
+from tests.tiny import ARCHS, tiny_model
+
+VOCAB, PAD = 40, 0
+EOS = [3, 7, 11, 17, 26, 33]
+PARAMS = SamplingParams(temperature=0.8, max_tokens=10)
+# Of several lengths, so that all but one are padded; an EOS id within a prompt ends nothing.
+PROMPTS = [[5, 9, 2, 31], [17], [8, 3, 30, 12, 25, 6, 39], [21, 22], [36]]
+
+
+def engine_of(model: PreTrainedModel, eos: int | Sequence[int] = EOS, **kwargs) -> NativeEngine:
+    return NativeEngine(model, eos, kwargs.pop("pad", PAD), **kwargs)
+
+
+def teacher_forced(
+    model: PreTrainedModel, prompt: list[int], tokens: list[int], temperature: float
+) -> torch.Tensor:
+    """Log-probabilities (len(tokens), V) from one forward without padding, cache or mask."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return logits.log_softmax(-1)[len(prompt) - 1 : -1]
+
+
+def assert_teacher_forced(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    completions: list[Completion],
+    atol: float = 1e-4,
+    temperature: float = PARAMS.temperature,
+) -> None:
+    n = len(completions) // len(prompts)
+    for i, completion in enumerate(completions):
+        exact = teacher_forced(model, prompts[i // n], completion.tokens, temperature)
+        exact = exact[range(len(completion.tokens)), completion.tokens]
+        logprobs = torch.tensor(completion.logprobs, dtype=exact.dtype)
+        torch.testing.assert_close(logprobs, exact, rtol=0, atol=atol)
+
+
+def assert_same(actual: list[Completion], expected: list[Completion], atol: float = 1e-4) -> None:
+    assert [c.tokens for c in actual] == [c.tokens for c in expected]
+    assert [c.finish_reason for c in actual] == [c.finish_reason for c in expected]
+    for a, e in zip(actual, expected, strict=True):
+        assert a.logprobs == pytest.approx(e.logprobs, abs=atol)
+
+
+def cut(completion: Completion, ends: Sequence[int], max_tokens: int) -> Completion:
+    """What is left of an endless completion when these ids end it."""
+    tokens = completion.tokens[:max_tokens]
+    length = next((i + 1 for i, token in enumerate(tokens) if token in ends), None)
+    reason = "length" if length is None else "stop"
+    return Completion(tokens[:length], completion.logprobs[:max_tokens][:length], reason)
+
+
+# --- log-probabilities and invariance, on every architecture --------------------------------------
+
+EXACT = {"gpt2": (torch.float64, 1e-9), "gpt_neox": (torch.float64, 1e-9)}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_log_probabilities_equal_a_teacher_forced_forward(arch):
+    dtype, atol = EXACT.get(arch, (torch.float32, 1e-4))
+    model = tiny_model(arch, dtype=dtype)
+    completions = engine_of(model).generate(PROMPTS, 8, PARAMS, seed=0)
+    assert len({len(c.tokens) for c in completions}) > 4  # rows left the batch at many moments
+    assert_teacher_forced(model, PROMPTS, completions, atol)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_bfloat16_models_have_float32_log_probabilities(arch):
+    model, logits = tiny_model(arch, dtype=torch.bfloat16), []
+    completions = engine_of(model).generate(PROMPTS, 4, PARAMS, seed=0)
+    assert_teacher_forced(model, PROMPTS, completions, atol=0.15)  # bfloat16 rounds as it likes
+    model.register_forward_hook(lambda *call: logits.append(call[-1].logits[0, -1]))
+    [completion] = engine_of(model).generate([[17, 4]], 1, PARAMS, seed=0)
+    exact = (torch.stack(logits).float() / PARAMS.temperature).log_softmax(-1)
+    picked = exact[range(len(completion.tokens)), completion.tokens].tolist()
+    assert completion.logprobs == pytest.approx(picked, abs=1e-6)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_prompt_is_continued_alone_as_in_a_batch(arch):
+    engine = engine_of(tiny_model(arch))
+    ids = [4, 0, 9, 2, 7]
+    together = engine.generate(PROMPTS, 3, PARAMS, seed=1, prompt_ids=ids)
+    alone = [
+        completion
+        for prompt, i in zip(PROMPTS, ids, strict=True)
+        for completion in engine.generate([prompt], 3, PARAMS, seed=1, prompt_ids=[i])
+    ]
+    assert_same(together, alone)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_sample_does_not_depend_on_how_many_there_are(arch):
+    engine = engine_of(tiny_model(arch))
+    few = engine.generate(PROMPTS, 2, PARAMS, seed=1)
+    many = engine.generate(PROMPTS, 5, PARAMS, seed=1)
+    assert_same(few, [many[5 * p + s] for p in range(len(PROMPTS)) for s in range(2)])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_order_of_prompts_does_not_matter(arch):
+    engine = engine_of(tiny_model(arch))
+    forward = engine.generate(PROMPTS, 2, PARAMS, seed=1, prompt_ids=[0, 1, 2, 3, 4])
+    backward = engine.generate(PROMPTS[::-1], 2, PARAMS, seed=1, prompt_ids=[4, 3, 2, 1, 0])
+    assert_same(backward, [forward[2 * p + s] for p in range(4, -1, -1) for s in range(2)])
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_padding_to_any_width_changes_nothing(arch):
+    engine = engine_of(tiny_model(arch))
+    alone = engine.generate([[17, 4]], 3, PARAMS, seed=2)
+    for width in (2, 3, 20, 40):
+        batch = engine.generate([[17, 4], [6] * width], 3, PARAMS, seed=2)
+        assert_same(batch[:3], alone)
+
+
+@pytest.mark.parametrize("window", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sliding_window_shorter_than_the_sequence_is_kept_to(window, dtype):
+    model = tiny_model("mistral", sliding_window=window, dtype=dtype)
+    prompts = [*PROMPTS, [1, 2, 4, 5, 6, 8, 9, 10, 12]]
+    completions = engine_of(model).generate(prompts, 3, PARAMS, seed=3)
+    assert_teacher_forced(model, prompts, completions, atol=1e-5)
+    unbounded = tiny_model("mistral", sliding_window=None, dtype=dtype)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_teacher_forced(unbounded, prompts, completions, atol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+def test_gradient_checkpointing_changes_nothing():
+    model = tiny_model("llama")
+    expected = engine_of(model).generate(PROMPTS, 2, PARAMS, seed=0)
+    model.gradient_checkpointing_enable()
+    assert_same(engine_of(model.train()).generate(PROMPTS, 2, PARAMS, seed=0), expected)
+
+
+# --- order and noise ------------------------------------------------------------------------------
+
+
+def test_completions_come_in_the_order_prompt_times_n_plus_sample():
+    model = tiny_model("llama")
+    completions = engine_of(model).generate(PROMPTS, 3, PARAMS, seed=0)
+    assert len(completions) == 3 * len(PROMPTS)
+    for p, prompt in enumerate(PROMPTS):
+        group = completions[3 * p : 3 * p + 3]
+        assert_teacher_forced(model, [prompt], group)
+        other = PROMPTS[(p + 2) % len(PROMPTS)]
+        with pytest.raises(AssertionError, match="not close"):
+            assert_teacher_forced(model, [other], group, atol=1e-2)
+
+
+def test_prompt_ids_count_from_zero_by_default():
+    engine = engine_of(tiny_model("llama"))
+    default = engine.generate(PROMPTS, 2, PARAMS, seed=0)
+    assert_same(engine.generate(PROMPTS, 2, PARAMS, seed=0, prompt_ids=range(5)), default)
+
+
+def test_seeds_draws_and_samples_all_differ():
+    engine = engine_of(tiny_model("llama"), eos=[])
+    same = [[17, 4]] * 6
+    completions = [c for s in range(4) for c in engine.generate(same, 6, PARAMS, seed=s)]
+    assert len({tuple(c.tokens) for c in completions}) == 4 * 6 * 6
+    again = [c for s in range(4) for c in engine.generate(same, 6, PARAMS, seed=s)]
+    assert again == completions
+
+
+def test_the_global_random_state_is_neither_read_nor_advanced():
+    engine = engine_of(tiny_model("llama"))
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first = engine.generate(PROMPTS, 2, PARAMS, seed=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(1)
+    assert engine.generate(PROMPTS, 2, PARAMS, seed=0) == first
+
+
+@pytest.mark.parametrize("copies", [1, 50])
+def test_all_short_completions_come_with_their_exact_probabilities(copies):
+    """Every completion of up to two tokens, enumerated: 1 that ends at once and 5 * 6 others."""
+    model, prompt, eos = tiny_model("llama", vocab_size=6), [1, 4], 2
+    params = SamplingParams(temperature=1.5, max_tokens=2)
+    exact: dict[tuple[int, ...], float] = {}
+    for a in range(6):
+        first, second = teacher_forced(model, prompt, [a, 0], params.temperature).double().exp()
+        followed = {(a, b): (first[a] * second[b]).item() for b in range(6)}
+        exact |= {(a,): first[a].item()} if a == eos else followed
+    completions = engine_of(model, eos).generate([prompt] * copies, 20_000 // copies, params, 0)
+    index = {tokens: i for i, tokens in enumerate(exact)}
+    drawn = torch.tensor([index[tuple(c.tokens)] for c in completions])
+    probs = torch.tensor(list(exact.values()))
+    assert chi_square_p(torch.bincount(drawn, minlength=31), probs) > 1e-6
+    claimed = torch.tensor([sum(c.logprobs) for c in completions])
+    torch.testing.assert_close(claimed, probs.log()[drawn], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}])
+def test_truncation_is_renormalised_at_every_position(fields):
+    model = tiny_model("llama")
+    params = replace(PARAMS, **fields)
+    for i, c in enumerate(engine_of(model).generate(PROMPTS, 3, params, seed=0)):
+        full = teacher_forced(model, PROMPTS[i // 3], c.tokens, params.temperature)
+        for token, logprob, row in zip(c.tokens, c.logprobs, full.exp(), strict=True):
+            ranked = row.sort(descending=True).values
+            kept = {
+                "top_k": ranked[:3],
+                "top_p": ranked[ranked.cumsum(0) - ranked < 0.7],
+                "min_p": ranked[ranked >= 0.2 * ranked[0]],
+            }[next(iter(fields))]
+            assert row[token] >= kept[-1]
+            assert logprob == pytest.approx((row[token] / kept.sum()).log().item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_temperature_zero_is_greedy_and_ignores_the_noise(arch):
+    model = tiny_model(arch)
+    params = replace(PARAMS, temperature=0)
+    completions = engine_of(model).generate(PROMPTS, 2, params, seed=0)
+    assert_teacher_forced(model, PROMPTS, completions, temperature=1.0)
+    for i, c in enumerate(completions):
+        exact = teacher_forced(model, PROMPTS[i // 2], c.tokens, 1.0)
+        assert c.tokens == exact.argmax(-1).tolist()
+    assert_same(engine_of(model).generate(PROMPTS, 2, params, seed=1), completions)
+
+
+# --- ends -----------------------------------------------------------------------------------------
+
+
+def test_no_eos_gives_completions_of_full_length():
+    for completion in engine_of(tiny_model("llama"), eos=[]).generate(PROMPTS, 4, PARAMS, seed=0):
+        assert len(completion.tokens) == len(completion.logprobs) == PARAMS.max_tokens
+        assert completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+@pytest.mark.parametrize("max_tokens", [1, 2, 5, 10])
+def test_an_eos_only_cuts_the_completion_short(arch, max_tokens):
+    model = tiny_model(arch)
+    endless = engine_of(model, eos=[]).generate(PROMPTS, 8, PARAMS, seed=4)
+    params = replace(PARAMS, max_tokens=max_tokens)
+    for eos in (7, 21, [7, 21], EOS, {30, 4}):
+        ends = [eos] if isinstance(eos, int) else eos
+        completions = engine_of(model, eos).generate(PROMPTS, 8, params, seed=4)
+        assert_same(completions, [cut(c, ends, max_tokens) for c in endless])
+
+
+def test_every_token_as_eos_gives_one_token():
+    completions = engine_of(tiny_model("llama"), range(VOCAB)).generate(PROMPTS, 3, PARAMS, seed=0)
+    assert [len(c.tokens) for c in completions] == [1] * 15
+    assert {c.finish_reason for c in completions} == {"stop"}
+
+
+def test_eos_as_the_last_allowed_token_is_a_stop():
+    model = tiny_model("llama")
+    [endless] = engine_of(model, eos=[]).generate([[17, 4]], 1, PARAMS, seed=0)
+    for length in range(1, PARAMS.max_tokens + 1):
+        last = endless.tokens[length - 1]
+        if last in endless.tokens[: length - 1]:
+            continue
+        params = replace(PARAMS, max_tokens=length)
+        [completion] = engine_of(model, last).generate([[17, 4]], 1, params, seed=0)
+        assert completion.tokens == endless.tokens[:length]
+        assert completion.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("pad", [EOS[0], 39])
+def test_the_pad_id_does_not_matter_even_where_it_is_an_eos(pad):
+    model = tiny_model("gpt2")
+    expected = engine_of(model).generate(PROMPTS, 3, PARAMS, seed=0)
+    assert_same(engine_of(model, pad=pad).generate(PROMPTS, 3, PARAMS, seed=0), expected)
+
+
+# --- stop strings ---------------------------------------------------------------------------------
+
+
+def char_tokenizer() -> PreTrainedTokenizerFast:
+    """Ids 0 to 25 are the letters, 26 to 39 the pairs "aa" "bb" ...; text joins without spaces."""
+    letters = [chr(ord("a") + i) for i in range(26)]
+    tokens = letters + [2 * letter for letter in letters[: VOCAB - 26]]
+    tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def cut_at_text(completion: Completion, stop: Sequence[str]) -> Completion:
+    """The shortest start of an endless completion whose text holds one of the strings."""
+    tokenizer = char_tokenizer()
+    for length in range(1, len(completion.tokens) + 1):
+        tokens = completion.tokens[:length]
+        if any(s in tokenizer.decode(tokens) for s in stop):
+            return Completion(tokens, completion.logprobs[:length], "stop")
+    return completion
+
+
+def test_the_stop_string_tests_have_a_tokenizer_without_spaces():
+    assert char_tokenizer().decode([0, 27, 25]) == "abbz"
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_a_stop_string_ends_a_completion_and_stays_in_it(width):
+    model, tokenizer = tiny_model("llama"), char_tokenizer()
+    endless = engine_of(model, eos=[]).generate(PROMPTS, 3, PARAMS, seed=0)
+    engine = engine_of(model, eos=[], tokenizer=tokenizer)
+    for completion in endless:
+        stop = tokenizer.decode(completion.tokens)[4 : 4 + width]
+        for params in (replace(PARAMS, stop=stop), replace(PARAMS, stop=["!", stop])):
+            completions = engine.generate(PROMPTS, 3, params, seed=0)
+            assert_same(completions, [cut_at_text(c, [stop]) for c in endless])
+            assert "stop" in {c.finish_reason for c in completions}
+
+
+def test_a_stop_string_across_the_last_two_allowed_tokens_is_a_stop():
+    model, tokenizer = tiny_model("llama"), char_tokenizer()
+    [endless] = engine_of(model, eos=[]).generate([[17, 4]], 1, PARAMS, seed=1)
+    stop = tokenizer.decode(endless.tokens[3:5])
+    params = replace(PARAMS, max_tokens=5, stop=stop)
+    engine = engine_of(model, eos=[], tokenizer=tokenizer)
+    [completion] = engine.generate([[17, 4]], 1, params, seed=1)
+    assert completion.tokens == endless.tokens[:5]
+    assert completion.finish_reason == "stop"
+
+
+def test_a_stop_string_is_not_looked_for_in_the_prompt():
+    model, tokenizer = tiny_model("llama"), char_tokenizer()
+    [endless] = engine_of(model, eos=[]).generate([[17, 4]], 1, PARAMS, seed=0)
+    engine = engine_of(model, eos=[], tokenizer=tokenizer)
+    across = tokenizer.decode([4, endless.tokens[0]])
+    for stop in (tokenizer.decode([17, 4]), across):
+        assert stop not in tokenizer.decode(endless.tokens)
+        [completion] = engine.generate([[17, 4]], 1, replace(PARAMS, stop=stop), seed=0)
+        assert completion == endless
+
+
+def test_eos_ends_a_completion_beside_stop_strings():
+    model = tiny_model("llama")
+    endless = engine_of(model, eos=[]).generate(PROMPTS, 8, PARAMS, seed=0)
+    engine = engine_of(model, tokenizer=char_tokenizer())
+    completions = engine.generate(PROMPTS, 8, replace(PARAMS, stop=["e", "k"]), seed=0)
+    expected = [cut_at_text(c, ["e", "k"]) for c in endless]
+    by_eos = [cut(c, EOS, PARAMS.max_tokens) for c in endless]
+    shorter = [
+        min(pair, key=lambda c: len(c.tokens)) for pair in zip(expected, by_eos, strict=True)
+    ]
+    assert_same(completions, shorter)
+
+
+def test_stop_strings_without_a_tokenizer_are_refused():
+    with pytest.raises(ValueError, match="tokenizer"):
+        engine_of(tiny_model("llama")).generate([[1]], 1, SamplingParams(stop="a"), seed=0)
+
+
+# --- the model is left as it was ------------------------------------------------------------------
+
+
+def mixed_modes(model: PreTrainedModel) -> dict[str, bool]:
+    """Sets every third module to train mode, and says which."""
+    for i, module in enumerate(model.modules()):
+        module.training = i % 3 == 0
+    return {name: module.training for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_the_mode_of_every_module_is_restored(arch):
+    model = tiny_model(arch)
+    for modes in (mixed_modes(model), mixed_modes(model.train())):
+        engine_of(model).generate(PROMPTS, 2, PARAMS, seed=0)
+        assert {name: module.training for name, module in model.named_modules()} == modes
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_the_mode_of_every_module_is_restored_after_an_error(calls):
+    model = tiny_model("llama")
+    modes, seen = mixed_modes(model), []
+
+    def fail(module, args):
+        seen.append(module.training)
+        if len(seen) == calls:
+            raise RuntimeError("out of memory")
+
+    model.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine_of(model).generate(PROMPTS, 2, PARAMS, seed=0)
+    assert seen == [False] * calls
+    assert {name: module.training for name, module in model.named_modules()} == modes
+
+
+@pytest.mark.parametrize(
+    ("arch", "dropout"),
+    [
+        ("gpt2", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}),
+        ("opt", {"dropout": 0.5, "attention_dropout": 0.5}),
+        ("llama", {"attention_dropout": 0.5}),
+    ],
+)
+def test_dropout_has_no_part_in_sampling(arch, dropout):
+    model = tiny_model(arch, **dropout)
+    completions = engine_of(model.train()).generate(PROMPTS, 3, PARAMS, seed=0)
+    assert model.training
+    assert_same(completions, engine_of(model.eval()).generate(PROMPTS, 3, PARAMS, seed=0))
+    assert_teacher_forced(model, PROMPTS, completions)
+
+
+def test_no_graph_is_built_and_nothing_is_changed():
+    model = tiny_model("llama").train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tracked = []
+    model.register_forward_hook(lambda *call: tracked.append(call[-1].logits.requires_grad))
+    prompts = [list(prompt) for prompt in PROMPTS]
+    engine_of(model).generate(prompts, 2, PARAMS, seed=0)
+    assert tracked
+    assert not any(tracked)
+    assert torch.is_grad_enabled()
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert prompts == PROMPTS
+
+
+# --- work done ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+@pytest.mark.parametrize("eos", [[], EOS, range(VOCAB)])
+def test_prompts_are_read_once_and_finished_rows_are_not_computed(arch, eos):
+    model, shapes = tiny_model(arch), []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)),
+        with_kwargs=True,
+    )
+    completions = engine_of(model, eos).generate(PROMPTS, 6, PARAMS, seed=0)
+    lengths = [len(c.tokens) for c in completions]
+    going = [sum(length > t for length in lengths) for t in range(1, max(lengths))]
+    assert shapes == [(len(PROMPTS), 7)] + [(rows, 1) for rows in going]
+
+
+def test_no_prompts_give_no_completions():
+    assert engine_of(tiny_model("llama")).generate([], 3, PARAMS, seed=0) == []
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def test_an_empty_prompt_is_refused_by_its_index():
+    with pytest.raises(ValueError, match="prompt 2 is empty"):
+        engine_of(tiny_model("llama")).generate([[1], [2, 3], [], [4]], 1, PARAMS, seed=0)
+
+
+@pytest.mark.parametrize("n", [0, -1])
+@pytest.mark.parametrize("prompts", [[], [[1]]])
+def test_fewer_than_one_completion_is_refused(prompts, n):
+    with pytest.raises(ValueError, match=f"n must be at least 1, got {n}"):
+        engine_of(tiny_model("llama")).generate(prompts, n, PARAMS, seed=0)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_context_may_be_filled_but_not_exceeded(arch):
+    model = tiny_model(arch, max_position_embeddings=16)
+    prompts = [[1], [5, 6, 7, 8, 9, 10]]
+    completions = engine_of(model, eos=[]).generate(prompts, 2, PARAMS, seed=0)
+    assert_teacher_forced(model, prompts, completions)
+    with pytest.raises(ValueError, match=r"prompt 1 has 6 tokens.*11.*max_position_embeddings.*16"):
+        engine_of(model).generate(prompts, 2, replace(PARAMS, max_tokens=11), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("max_tokens", 0),
+    ],
+)
+def test_sampling_params_out_of_range_are_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be .*, got {value}"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", 0), ("top_k", 0), ("top_p", 1), ("min_p", 0), ("min_p", 1), ("max_tokens", 1)],
+)
+def test_sampling_params_at_their_limits_are_accepted(name, value):
+    assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+def test_sampling_params_have_the_agreed_defaults():
+    assert SamplingParams() == SamplingParams(1.0, 0, 1.0, 0.0, 256, None)

@@ -1,0 +1,277 @@
+"""The drawing of one token, and the noise behind it."""
+
+import itertools
+
+import pytest
+import torch
+
+from rlhf_pg.rollout import SamplingParams
+from rlhf_pg.rollout.sampling import sample, uniform
+from tests.rollout.stats import chi_square_p
+
+N = 200_000
+LAST = 1 - 2.0**-52  # the largest number that `uniform` gives
+INF = float("inf")
+# Out of order, so that a token's id is not its rank: sorted, 0.4 0.3 0.15 0.1 0.05.
+PROBS = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15], dtype=torch.float64)
+
+# Parameters, and the ids that they keep of PROBS.
+TRUNCATIONS = [
+    ({"top_k": 1}, [1]),
+    ({"top_k": 2}, [1, 3]),
+    ({"top_k": 99}, [0, 1, 2, 3, 4]),
+    ({"top_p": 0.35}, [1]),  # always at least one
+    ({"top_p": 0.6}, [1, 3]),  # the token that crosses the threshold is kept
+    ({"top_p": 0.8}, [1, 3, 4]),
+    ({"min_p": 0.3}, [1, 3, 4]),  # at least 0.3 * 0.4
+    ({"min_p": 1.0}, [1]),
+    ({"top_k": 3, "top_p": 0.8}, [1, 3]),  # masses after top-k: 0.47 0.35 0.18
+    ({"top_p": 0.8, "min_p": 0.5}, [1, 3]),
+    ({"temperature": 0.5, "top_p": 0.8}, [1, 3]),  # masses at 0.5: 0.56 0.32 0.08
+    ({"temperature": 0.5, "min_p": 0.3}, [1, 3]),  # and 0.09 / 0.16 passes, 0.0225 / 0.16 not
+    ({"temperature": 2.0, "min_p": 0.4}, [0, 1, 3, 4]),  # sqrt(0.1 / 0.4) passes
+]
+
+
+def noise_of(n: int, seed: int = 0) -> torch.Tensor:
+    return uniform(seed, torch.arange(n), torch.zeros(n, dtype=torch.long), position=0)
+
+
+def distribution(params: SamplingParams, kept: list[int]) -> torch.Tensor:
+    """PROBS after temperature, renormalised on the kept ids."""
+    weights = torch.zeros_like(PROBS)
+    weights[kept] = PROBS[kept] ** (1 / params.temperature)
+    return weights / weights.sum()
+
+
+# --- sample ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"), [({}, range(5)), ({"temperature": 0.7}, range(5)), *TRUNCATIONS]
+)
+def test_draws_follow_the_exact_distribution(fields, kept):
+    params, kept = SamplingParams(**fields), list(kept)
+    ids, _ = sample(PROBS.log().expand(N, -1), params, noise_of(N))
+    counts = torch.bincount(ids, minlength=len(PROBS))
+    assert counts.nonzero().squeeze(1).tolist() == kept
+    assert len(kept) == 1 or chi_square_p(counts[kept], distribution(params, kept)[kept]) > 1e-6
+
+
+def test_draws_follow_a_large_distribution():
+    logits = 2 * torch.randn(500, generator=torch.Generator().manual_seed(0))
+    counts = torch.zeros(500, dtype=torch.long)
+    for noise in noise_of(N).split(10_000):
+        ids, _ = sample(logits.expand(len(noise), -1), SamplingParams(), noise)
+        counts += torch.bincount(ids, minlength=500)
+    assert chi_square_p(counts, logits.double().softmax(0)) > 1e-6
+
+
+@pytest.mark.parametrize(("fields", "kept"), TRUNCATIONS)
+def test_log_probabilities_are_renormalised_on_the_kept_set(fields, kept):
+    params = SamplingParams(**fields)
+    noise = torch.linspace(0, LAST, 1001, dtype=torch.float64)
+    ids, logprobs = sample(PROBS.log().expand(1001, -1), params, noise)
+    assert set(ids.tolist()) == set(kept)
+    torch.testing.assert_close(logprobs, distribution(params, kept).log()[ids])
+
+
+@pytest.mark.parametrize("temperature", [0.25, 0.5, 2.0])
+def test_temperature_has_its_closed_form(temperature):
+    params = SamplingParams(temperature=temperature)
+    noise = torch.linspace(0, LAST, 101, dtype=torch.float64)
+    ids, logprobs = sample(PROBS.log().expand(101, -1), params, noise)
+    powers = PROBS ** (1 / temperature)
+    torch.testing.assert_close(logprobs.exp(), (powers / powers.sum())[ids], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5, LAST])
+def test_temperature_zero_is_greedy_with_log_probabilities_at_temperature_one(noise):
+    logits = torch.stack([PROBS, PROBS.flip(0)]).log() + 3  # unnormalised, as logits are
+    params = SamplingParams(temperature=0)
+    ids, logprobs = sample(logits, params, torch.full((2,), noise, dtype=torch.float64))
+    assert ids.tolist() == [1, 3]
+    torch.testing.assert_close(logprobs.exp(), torch.tensor([0.4, 0.4], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("low", [-INF, -1e4])  # probability 0, and one that underflows to 0
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("noise", "drawn"), [(0.0, 2), (LAST, 5)])
+def test_tokens_of_probability_zero_are_never_drawn(noise, drawn, dtype, low):
+    logits = torch.tensor([[low, low, 0.3, low, -1.0, 0.7, low]], dtype=dtype)
+    ids, logprobs = sample(logits, SamplingParams(), torch.tensor([noise], dtype=torch.float64))
+    assert ids.tolist() == [drawn]
+    assert logprobs.isfinite().all()
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 7}, {"top_p": 0.3}, {"min_p": 0.2}])
+@pytest.mark.parametrize("noise", [0.0, LAST])
+def test_truncated_tokens_are_never_drawn_at_the_ends_of_the_noise(noise, fields):
+    logits = torch.randn(500, 300, generator=torch.Generator().manual_seed(0))
+    noise = torch.full((500,), noise, dtype=torch.float64)
+    ids, logprobs = sample(logits, SamplingParams(**fields), noise)
+    assert logprobs.isfinite().all()
+    assert (ids < 300).all()
+
+
+def test_a_large_vocabulary_is_covered_to_its_last_token():
+    logits = torch.randn(64, 50_000, generator=torch.Generator().manual_seed(0))
+    ids, _ = sample(logits, SamplingParams(), torch.full((64,), LAST, dtype=torch.float64))
+    assert (ids == 49_999).all()
+
+
+def test_each_token_owns_a_half_open_interval_of_the_noise():
+    edges = [0.0, 0.25 - 2**-52, 0.25, 0.5, 0.75 - 2**-52, 0.75, LAST]
+    noise = torch.tensor(edges, dtype=torch.float64)
+    ids, _ = sample(torch.zeros(7, 4), SamplingParams(), noise)
+    assert ids.tolist() == [0, 0, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature", [0, 0.7, 1.0])
+def test_half_precision_logits_are_computed_with_in_float32(dtype, temperature):
+    params = SamplingParams(temperature=temperature)
+    logits = 3 * torch.randn(64, 50_000, generator=torch.Generator().manual_seed(0))
+    logits = logits.to(dtype)
+    ids, logprobs = sample(logits, params, noise_of(64))
+    exact = (logits.double() / (temperature or 1)).log_softmax(-1)
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), exact[range(64), ids], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0}, {"temperature": 0.5, "top_p": 0.7}])
+def test_rows_do_not_depend_on_each_other(fields):
+    logits = 3 * torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
+    params, noise = SamplingParams(**fields), noise_of(50)
+    ids, logprobs = sample(logits, params, noise)
+    for i in range(50):
+        row_ids, row_logprobs = sample(logits[i : i + 1], params, noise[i : i + 1])
+        assert row_ids.item() == ids[i]
+        torch.testing.assert_close(row_logprobs[0], logprobs[i])
+
+
+def test_sampling_leaves_the_logits_as_they_were():
+    logits = torch.randn(8, 20, generator=torch.Generator().manual_seed(0))
+    before = logits.clone()
+    sample(logits, SamplingParams(temperature=0.5, top_k=5, top_p=0.9, min_p=0.1), noise_of(8))
+    assert torch.equal(logits, before)
+
+
+# --- uniform --------------------------------------------------------------------------------------
+
+
+def splitmix64(state: int) -> int:
+    """The output of SplitMix64 in this state (Steele, Lea and Flood 2014), on Python integers."""
+    word = (state + 0x9E3779B97F4A7C15) % 2**64
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
+    return word ^ (word >> 31)
+
+
+def expected_uniform(seed: int, draw: int, sample: int, position: int) -> float:
+    word = 0
+    for key in (seed, draw, sample, position):
+        word = splitmix64(word + key)
+    return (word >> 12) / 2**52
+
+
+def one(seed: int, draw: int, sample: int, position: int) -> float:
+    return uniform(seed, torch.tensor([draw]), torch.tensor([sample]), position).item()
+
+
+def strips(axis: str) -> torch.Tensor:
+    """(200,1000) noise; neighbours in a row differ by one in this coordinate and in no other."""
+    row, step = torch.arange(200), torch.arange(1000)
+    rows, steps = row.repeat_interleave(1000), step.repeat(200)
+    match axis:
+        case "draw":
+            return uniform(7, steps, rows, 3).view(200, 1000)
+        case "sample":
+            return uniform(7, rows, steps, 3).view(200, 1000)
+        case "position":
+            return torch.stack([uniform(7, row, row, i) for i in range(1000)], dim=1)
+        case _:
+            return torch.stack([uniform(i, row, row, 3) for i in range(1000)], dim=1)
+
+
+AXES = ["seed", "draw", "sample", "position"]
+
+
+def test_the_reference_generator_gives_the_published_values():
+    golden = 0x9E3779B97F4A7C15  # https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64
+    assert [splitmix64((1234567 + i * golden) % 2**64) for i in range(5)] == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 42, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -1])
+def test_uniform_equals_the_reference_generator(seed):
+    for at in itertools.product([0, 1, 2**40], [0, 3, 1000], [0, 1, 4095]):
+        assert one(seed, *at) == expected_uniform(seed, *at)
+
+
+def test_the_first_values_are_pinned():
+    """A release that changes these changes every run: it must say so."""
+    assert one(0, 0, 0, 0) == 0.1296456182997474
+    assert one(42, 0, 0, 1) == 0.4211658554149422
+    assert one(42, 7, 3, 11) == 0.9581007961503081
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_noise_is_uniform_along_each_coordinate(axis):
+    noise = strips(axis).flatten()
+    assert noise.dtype == torch.float64
+    assert noise.min() >= 0
+    assert noise.max() < 1
+    assert abs(noise.mean() - 1 / 2) < 5 * (1 / 12 / N) ** 0.5
+    assert abs(noise.var() - 1 / 12) < 5 * (1 / 180 / N) ** 0.5
+    counts = torch.bincount((noise * 1000).long(), minlength=1000)
+    assert chi_square_p(counts, torch.full((1000,), 1e-3)) > 1e-6
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("lag", [1, 2])
+def test_neighbours_are_uncorrelated(axis, lag):
+    noise = strips(axis)
+    pairs = torch.stack([noise[:, :-lag].flatten(), noise[:, lag:].flatten()])
+    assert abs(torch.corrcoef(pairs)[0, 1]) < 5 * pairs.shape[1] ** -0.5
+    cells = (pairs * 20).long()
+    counts = torch.bincount(cells[0] * 20 + cells[1], minlength=400)
+    assert chi_square_p(counts, torch.full((400,), 1 / 400)) > 1e-6
+
+
+def test_every_coordinate_gives_its_own_noise():
+    draws, samples = torch.cartesian_prod(torch.arange(30), torch.arange(30)).T
+    noise = [uniform(seed, draws, samples, i) for seed in range(30) for i in range(30)]
+    assert len(torch.cat(noise).unique()) == 30**4
+
+
+def test_noise_does_not_depend_on_the_rest_of_the_batch():
+    draws, samples = torch.arange(100) * 17 % 31, torch.arange(100) * 5 % 13
+    whole = uniform(3, draws, samples, 2)
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(uniform(3, draws[order], samples[order], 2), whole[order])
+    assert [one(3, d, s, 2) for d, s in zip(draws.tolist(), samples.tolist(), strict=True)] == (
+        whole.tolist()
+    )
+
+
+def test_uniform_leaves_its_arguments_as_they_were():
+    draws, samples = torch.arange(5), torch.arange(5)
+    uniform(3, draws, samples, 2)
+    assert draws.tolist() == samples.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_noise_ignores_the_global_random_state():
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first = one(1, 2, 3, 4)
+    torch.manual_seed(1)
+    assert one(1, 2, 3, 4) == first
+    torch.manual_seed(0)
+    one(1, 2, 3, 4)
+    assert torch.equal(torch.get_rng_state(), state)

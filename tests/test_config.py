@@ -1,0 +1,549 @@
+"""Config keys: types, ranges, and defaults < YAML < flags; each error names its key."""
+
+import dataclasses
+import re
+import types
+import typing
+
+import pytest
+import torch
+import yaml
+
+from rlhf_pg.advantages import ADVANTAGES
+from rlhf_pg.config import GRPOConfig, ReinforceConfig, RLOOConfig, SFTConfig
+from rlhf_pg.fields import Checked, choice, number, options_of
+from rlhf_pg.losses import POLICY_LOSSES
+from rlhf_pg.recipe import ELSEWHERE, dump, parse
+
+NAN = float("nan")
+TRAINERS = [GRPOConfig, RLOOConfig, ReinforceConfig]
+CONFIGS = [*TRAINERS, SFTConfig]
+each_trainer = pytest.mark.parametrize("config", TRAINERS)
+each_config = pytest.mark.parametrize("config", CONFIGS)
+
+# key: (values just inside the range, values just outside it)
+RANGES = {
+    "seed": ([0], [-1]),
+    "prompts_per_step": ([1], [0]),
+    "num_generations": ([2], [0, -1]),
+    "num_iterations": ([1], [0]),
+    "num_mini_batches": ([1], [0]),
+    "micro_batch_tokens": ([1], [0]),
+    "max_completion_length": ([1], [0]),
+    "max_prompt_length": ([1, None], []),
+    "temperature": ([1e-3], [0.0, -1.0, NAN]),
+    "epsilon": ([1e-3, 0.999], [0.0, 1.0, -0.2, NAN]),
+    "epsilon_high": ([1e-3, 5.0, None], [0.0, -0.1, NAN]),
+    "beta": ([0.0], [-1e-3, NAN]),
+    "learning_rate": ([1e-12], [0.0, -1e-3, NAN]),
+    "warmup_steps": ([0], [-1]),
+    "weight_decay": ([0.0], [-1e-3, NAN]),
+    "adam_beta1": ([0.0, 0.999], [1.0, -0.1, NAN]),
+    "adam_beta2": ([0.0, 0.999], [1.0, -0.1, NAN]),
+    "adam_epsilon": ([1e-12], [0.0, -1e-8, NAN]),
+    "max_grad_norm": ([0.0], [-1e-3, NAN]),
+    "max_steps": ([-1, 1], [0, -2]),
+    "num_train_epochs": ([1e-3], [0.0, -1.0, NAN]),
+    "save_steps": ([0], [-1]),
+    "eval_steps": ([0], [-1]),
+    "log_completions_steps": ([0], [-1]),
+    "num_completions_to_print": ([1], [0]),
+}
+OF_ONE = {
+    GRPOConfig: {"num_generations": ([2], [1])},
+    RLOOConfig: {"num_generations": ([2], [1])},
+    ReinforceConfig: {"num_generations": ([1], [0]), "gamma": ([1e-3, 1.0], [0.0, 1.001, NAN])},
+}
+SFT = {
+    "seed": ([0], [-1]),
+    "max_steps": ([1], [0, -1]),
+    "batch_size": ([1], [0]),
+    "learning_rate": ([1e-12], [0.0, -1.0, NAN]),
+}
+TABLES = [(config, table) for config in TRAINERS for table in (RANGES, OF_ONE[config])]
+TABLES.append((SFTConfig, SFT))
+
+
+def cases(side):
+    return [
+        pytest.param(config, key, value, id=f"{config.__name__}-{key}={value}")
+        for config, table in TABLES
+        for key, limits in table.items()
+        for value in limits[side]
+    ]
+
+
+def keys(config):
+    return [field.name for field in dataclasses.fields(config)]
+
+
+def read(config, path, text, *flags):
+    path.write_text(text)
+    return parse(config, ["--config", str(path), *flags])
+
+
+def error_of(capsys, config, *args):
+    """What `parse` prints as it refuses, without the frames and line breaks of the boxes."""
+    with pytest.raises(SystemExit) as refusal:
+        parse(config, list(args))
+    assert refusal.value.code == 2
+    out, err = capsys.readouterr()
+    return re.sub(r"[\s│╭╮╰╯─]+", " ", out + err)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return tmp_path / "recipe.yaml"
+
+
+# ---------------------------------------------------------------------------------------- ranges
+
+
+@pytest.mark.parametrize(("config", "key", "value"), cases(1))
+def test_a_number_outside_its_range_is_refused_by_name(config, key, value):
+    with pytest.raises(ValueError, match=rf"^{key} must be .*got {re.escape(str(value))}"):
+        config(**{key: value})
+
+
+@pytest.mark.parametrize(("config", "key", "value"), cases(0))
+def test_a_number_at_the_edge_of_its_range_is_taken(config, key, value):
+    assert getattr(config(**{key: value}), key) == value
+
+
+@each_config
+def test_every_numeric_key_is_tried_above(config):
+    numeric = {
+        name
+        for name, hint in typing.get_type_hints(config).items()
+        if {int, float}
+        & {hint, *(typing.get_args(hint) if isinstance(hint, types.UnionType) else ())}
+    }
+    tried = {key for other, table in TABLES if other is config for key in table}
+    assert numeric == tried & set(keys(config))
+
+
+@pytest.mark.xfail(strict=True, reason="max_prompt_length has no range")
+@pytest.mark.parametrize("length", [0, -3])
+def test_max_prompt_length_below_one_is_refused(length):
+    with pytest.raises(ValueError, match="max_prompt_length"):
+        GRPOConfig(max_prompt_length=length)
+
+
+@pytest.mark.parametrize("config", [GRPOConfig, RLOOConfig])
+def test_a_group_of_one_is_refused_with_the_reason(config):
+    with pytest.raises(ValueError, match=r"num_generations must be at least 2 \(.+ to compare\)"):
+        config(num_generations=1)
+
+
+def test_more_minibatches_than_prompts_are_refused():
+    assert GRPOConfig(prompts_per_step=4, num_mini_batches=4).num_mini_batches == 4
+    with pytest.raises(ValueError, match=r"num_mini_batches .*prompts_per_step \(4\)"):
+        GRPOConfig(prompts_per_step=4, num_mini_batches=5)
+
+
+@pytest.mark.parametrize("more", [{"num_iterations": 2}, {"num_mini_batches": 2}])
+def test_vanilla_is_refused_for_several_updates_per_step(more):
+    assert ReinforceConfig().policy_loss == "vanilla"
+    with pytest.raises(ValueError, match=r'policy_loss "vanilla".*"clipped_surrogate"'):
+        ReinforceConfig(**more)
+    assert ReinforceConfig(policy_loss="clipped_surrogate", **more).updates_per_step == 2
+
+
+def test_updates_per_step_are_passes_times_minibatches():
+    assert GRPOConfig(num_iterations=3, num_mini_batches=2).updates_per_step == 6
+
+
+# ----------------------------------------------------------------------------------------- types
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", 1.0),
+        ("seed", "1"),
+        ("seed", True),
+        ("seed", None),
+        ("beta", "0.1"),
+        ("beta", True),
+        ("beta", None),
+        ("epsilon_high", "none"),
+        ("disable_dropout", 1),
+        ("disable_dropout", "true"),
+        ("dtype", "float16"),
+        ("dtype", torch.float32),
+        ("aggregation", "mean"),
+        ("kl_placement", True),
+        ("kl_estimator", "k4"),
+        ("scale_rewards", False),
+        ("algorithm", "rloo"),
+        ("output_dir", 3),
+        ("output_dir", None),
+        ("model_name_or_path", 3),
+        ("reward_weights", 1.0),
+        ("reward_weights", [1.0, "2"]),
+        ("reward_weights", "12"),
+        ("max_prompt_length", 1.5),
+        ("advantage_estimator", 3),
+        ("advantage_estimator", "nothing_like_it"),
+        ("policy_loss", "ppo"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_by_name(key, value):
+    with pytest.raises(ValueError, match=rf"^{key} must be .*got "):
+        GRPOConfig(**{key: value})
+
+
+def test_ints_become_floats_and_lists_tuples():
+    config = GRPOConfig(beta=1, reward_weights=[1, 2.5], num_train_epochs=3)
+    assert (config.beta, config.num_train_epochs) == (1.0, 3.0)
+    assert config.reward_weights == (1.0, 2.5)
+    whole = (config.beta, config.num_train_epochs, *config.reward_weights)
+    assert {type(x) for x in whole} == {float}
+
+
+def test_a_misspelt_choice_is_told_its_neighbour_and_all_the_names():
+    with pytest.raises(ValueError, match="did you mean 'leave_one_out'") as refusal:
+        GRPOConfig(advantage_estimator="leave_1_out")
+    assert all(name in str(refusal.value) for name in ADVANTAGES)
+
+
+def test_an_estimator_added_to_the_registry_is_selectable_by_name(monkeypatch, recipe):
+    monkeypatch.setitem(ADVANTAGES, "mine", lambda signals: signals.rewards)
+    monkeypatch.setitem(POLICY_LOSSES, "my_loss", lambda *args: (args[0], {}))
+    assert GRPOConfig(advantage_estimator="mine").advantage_estimator == "mine"
+    config = read(RLOOConfig, recipe, "advantage_estimator: mine\n", "--policy_loss", "my_loss")
+    assert (config.advantage_estimator, config.policy_loss) == ("mine", "my_loss")
+
+
+def test_options_of_a_function_are_its_parameters_that_are_keys():
+    def loss(logprobs, mask, beta=0.3, *, epsilon_high=None, not_a_key=1):
+        pass
+
+    config = GRPOConfig(beta=0.5, epsilon_high=0.4)
+    assert options_of(loss, config) == {"beta": 0.5, "epsilon_high": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("limits", "inside", "outside", "words"),
+    [
+        ({"minimum": 2}, 2, 1, "at least 2"),
+        ({"maximum": 2}, 2, 3, "at most 2"),
+        ({"above": 2}, 3, 2, "above 2"),
+        ({"below": 2}, 1, 2, "below 2"),
+        ({"minimum": 0, "below": 2}, 0, 2, "below 2"),
+        ({"minimum": 2, "because": "why not"}, 2, 1, r"at least 2 \(why not\)"),
+    ],
+)
+def test_each_kind_of_limit(limits, inside, outside, words):
+    made = dataclasses.make_dataclass(
+        "Made", [("x", int, number(inside, **limits))], bases=(Checked,), kw_only=True
+    )
+    assert made().x == inside
+    with pytest.raises(ValueError, match=f"^x must be {words}, got {outside}$"):
+        made(x=outside)
+
+
+def test_a_default_outside_its_own_range_or_registry_is_refused_too():
+    for field in (number(0, minimum=1), choice("b", {"a": 1})):
+        kind = int if field.default == 0 else str
+        made = dataclasses.make_dataclass("Made", [("x", kind, field)], bases=(Checked,))
+        with pytest.raises(ValueError, match=r"^x must be"):
+            made()
+
+
+# -------------------------------------------------------------------------------------- defaults
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (GRPOConfig, ("group_normalized", "clipped_surrogate", "token_mean", 0.0, "loss", "k3")),
+        (RLOOConfig, ("leave_one_out", "clipped_surrogate", "constant", 0.05, "reward", "k1")),
+        (ReinforceConfig, ("returns_minus_others", "vanilla", "constant", 0.05, "reward", "k1")),
+    ],
+)
+def test_defaults_are_those_of_the_algorithm(config, expected):
+    c = parse(config, [])
+    assert c == config()
+    names = (c.advantage_estimator, c.policy_loss, c.aggregation)
+    assert (*names, c.beta, c.kl_placement, c.kl_estimator) == expected
+
+
+def test_more_defaults():
+    assert GRPOConfig().scale_rewards == "group"
+    assert ReinforceConfig().gamma == 1
+    assert all(config().temperature == 1 and config().disable_dropout for config in TRAINERS)
+
+
+@each_config
+def test_every_key_stands_in_the_help(capsys, config):
+    with pytest.raises(SystemExit) as done:
+        parse(config, ["--help"])
+    assert done.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"--{key} " in text for key in keys(config))
+
+
+# ------------------------------------------------------------------------ defaults < YAML < flags
+
+
+def test_flags_win_over_yaml_and_yaml_over_defaults(recipe):
+    text = "learning_rate: 1e-5\nbeta: 0.5\nseed: 7\n"
+    config = read(GRPOConfig, recipe, text, "--beta", "0.25", "--epsilon=0.1")
+    assert (config.learning_rate, config.beta, config.seed) == (1e-5, 0.25, 7)
+    assert (config.epsilon, config.temperature) == (0.1, 1.0)
+    changed = {"learning_rate", "beta", "seed", "epsilon"}
+    default = GRPOConfig()
+    assert all(getattr(config, k) == getattr(default, k) for k in set(keys(config)) - changed)
+
+
+def test_the_config_flag_may_stand_anywhere(recipe):
+    recipe.write_text("beta: 0.5\nseed: 7\n")
+    config = parse(GRPOConfig, ["--beta", "0.25", f"--config={recipe}"])
+    assert (config.beta, config.seed) == (0.25, 7)
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value"),
+    [
+        ("learning_rate: 1e-5", "learning_rate", 1e-5),  # a string to PyYAML
+        ("learning_rate: 1.0e-5", "learning_rate", 1e-5),
+        ("beta: 1", "beta", 1.0),
+        ("epsilon_high: null", "epsilon_high", None),
+        ("epsilon_high: 0.3", "epsilon_high", 0.3),
+        ("model_name_or_path: ~", "model_name_or_path", None),
+        ("max_prompt_length: 64", "max_prompt_length", 64),
+        ("max_steps: -1", "max_steps", -1),
+        ("gradient_checkpointing: true", "gradient_checkpointing", True),
+        ("disable_dropout: false", "disable_dropout", False),
+        ("reward_weights: [1, 0.5]", "reward_weights", (1.0, 0.5)),
+        ("reward_weights: [-1.5]", "reward_weights", (-1.5,)),
+        ("reward_weights: null", "reward_weights", None),
+        ("output_dir: runs/a b", "output_dir", "runs/a b"),
+        ("output_dir: '007'", "output_dir", "007"),
+        ("scale_rewards: none", "scale_rewards", "none"),
+    ],
+)
+def test_yaml_values_arrive_with_their_type(recipe, line, key, value):
+    result = getattr(read(GRPOConfig, recipe, line), key)
+    assert result == value
+    assert type(result) is type(value)
+
+
+def test_flags_arrive_with_their_type():
+    args = "--epsilon_high None --reward_weights -1 2 --disable_dropout False --max_steps -1"
+    config = parse(GRPOConfig, args.split())
+    assert (config.epsilon_high, config.reward_weights) == (None, (-1.0, 2.0))
+    assert (config.disable_dropout, config.max_steps) == (False, -1)
+
+
+# ------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("betta: 0.1", "unknown key 'betta' for GRPOConfig; did you mean 'beta'?"),
+        ("num_generation: 4", "did you mean 'num_generations'?"),
+        ("xyzzy: 1", "unknown key 'xyzzy' for GRPOConfig"),
+        ("gamma: 0.9", "unknown key 'gamma' for GRPOConfig"),  # a key of another algorithm
+        ("off: 1", "unknown key False"),
+        ("seed: 1\nbeta: 0.1\nseed: 2", "'seed' stands twice"),
+        ("beta: [1", "not valid YAML"),
+        ("- beta", "expected `key: value` lines"),
+        ("beta", "expected `key: value` lines"),
+        ("seed: 1.5", "--seed"),
+        ("seed: null", "--seed"),
+        ("beta: high", "--beta"),
+        ("beta: -1", "beta must be at least 0, got -1.0"),
+        ("beta: [1, 2]", "2"),
+        ("num_mini_batches: 99", "num_mini_batches must be at most prompts_per_step (16)"),
+        ("dtype: float16", "--dtype"),
+        ("gradient_checkpointing: 3", "--gradient_checkpointing"),
+        ("reward_weights: [a]", "--reward_weights"),
+        ("max_steps: {a: 1}", "--max_steps"),
+        ("policy_loss: clipped", "policy_loss must be one of"),
+        ("algorithm: rloo", "--algorithm"),
+    ],
+)
+def test_a_bad_recipe_is_one_error_that_names_key_and_file(capsys, tmp_path, recipe, text, said):
+    recipe.write_text(text + "\n")
+    error = error_of(capsys, GRPOConfig, "--config", str(recipe))
+    assert said in error
+    assert str(recipe) in re.sub(r" ", "", error)
+
+
+def test_the_error_says_what_a_bad_key_was_not(capsys, recipe):
+    recipe.write_text("xyzzy: 1\n")
+    assert "did you mean" not in error_of(capsys, GRPOConfig, "--config", str(recipe))
+
+
+@pytest.mark.xfail(strict=True, reason="null becomes the string 'None'")
+def test_null_is_refused_where_a_string_is_wanted(capsys, recipe):
+    recipe.write_text("output_dir: null\n")
+    assert "output_dir" in error_of(capsys, GRPOConfig, "--config", str(recipe))
+
+
+@pytest.mark.xfail(strict=True, reason="UnicodeDecodeError is a ValueError, not an OSError")
+def test_a_recipe_that_is_not_text_is_one_error(capsys, recipe):
+    recipe.write_bytes(b"output_dir: \xff\n")
+    assert "recipe.yaml" in error_of(capsys, GRPOConfig, "--config", str(recipe))
+
+
+def test_a_recipe_that_is_not_there_is_one_error(capsys, tmp_path):
+    error = error_of(capsys, GRPOConfig, "--config", str(tmp_path / "no.yaml"))
+    assert "no.yaml: cannot be read" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--betta 0.1", "--beta"),
+        ("--beta -1", "beta must be at least 0"),
+        ("--seed 1.5", "--seed"),
+        ("--dtype float16", "--dtype"),
+        ("--algorithm rloo", "--algorithm"),
+        ("--advantage_estimator leave_1_out", "did you mean 'leave_one_out'"),
+        ("surplus", "surplus"),
+    ],
+)
+def test_a_bad_flag_is_one_error_that_names_it(capsys, flags, said):
+    error = error_of(capsys, GRPOConfig, *flags.split())
+    assert said in error
+    assert ".yaml" not in error
+
+
+@pytest.mark.parametrize(("config", "other"), [(a, b) for a in CONFIGS for b in CONFIGS if a != b])
+def test_a_recipe_of_another_algorithm_is_refused(capsys, recipe, config, other):
+    recipe.write_text(f"algorithm: {other().algorithm}\n")
+    assert "--algorithm" in error_of(capsys, config, "--config", str(recipe))
+    recipe.write_text(f"algorithm: {config().algorithm}\n")
+    assert parse(config, ["--config", str(recipe)]) == config()
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_key_of_another_library_points_to_ours(capsys, recipe, name):
+    hint = re.sub(r"\s+", " ", ELSEWHERE[name])
+    recipe.write_text(f"{name}: 1\n")
+    from_file = error_of(capsys, GRPOConfig, "--config", str(recipe))
+    assert f"{recipe}: '{name}' is not a key here; see {hint}" in from_file
+    for flags in ([f"--{name}", "1"], [f"--{name}=1"], [f"--{name.replace('_', '-')}", "1"]):
+        error = error_of(capsys, GRPOConfig, *flags)
+        assert f"command line: '{name}' is not a key here; see {hint}" in error
+
+
+@each_trainer
+def test_what_is_pointed_to_exists_and_what_is_refused_does_not(config):
+    assert not set(ELSEWHERE) & set(keys(config))
+    for hint in ELSEWHERE.values():
+        assert re.match(r"\w+", hint)[0] in keys(config)
+
+
+@pytest.mark.xfail(strict=True, reason="values are looked up as if they were flags")
+def test_a_value_may_be_spelt_like_a_key_of_another_library():
+    assert parse(GRPOConfig, ["--output_dir", "bf16"]).output_dir == "bf16"
+
+
+IN_TYRO = pytest.mark.xfail(strict=True, reason="console_outputs=False does not silence these")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "xyzzy: 1",
+        "use_vllm: true",
+        "dtype: float16",
+        pytest.param("seed: 1.5", marks=IN_TYRO),
+        pytest.param("beta: -1", marks=IN_TYRO),
+    ],
+)
+def test_only_the_first_process_speaks(capsys, monkeypatch, recipe, text):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as refusal:
+        read(GRPOConfig, recipe, text)
+    assert refusal.value.code == 2
+    assert capsys.readouterr() == ("", "")
+
+
+# ------------------------------------------------------------------------------------------- dump
+
+
+OTHER_VALUES = {
+    "model_name_or_path": "org/model-0.5B",
+    "output_dir": "runs/a: b # c",
+    "resume_from_checkpoint": "latest",
+    "seed": 7,
+    "dtype": "float64",
+    "disable_dropout": False,
+    "gradient_checkpointing": True,
+    "pad_token": "<|pad|>",
+    "shuffle_dataset": False,
+    "max_prompt_length": 99,
+    "long_prompts": "drop",
+    "prompts_per_step": 5,
+    "num_generations": 3,
+    "num_iterations": 2,
+    "num_mini_batches": 4,
+    "micro_batch_tokens": 1000,
+    "max_completion_length": 33,
+    "temperature": 0.7,
+    "advantage_estimator": "returns",
+    "policy_loss": "clipped_surrogate",
+    "aggregation": "sequence_mean",
+    "epsilon": 0.1,
+    "epsilon_high": 0.28,
+    "beta": 1e-3,
+    "kl_placement": "reward",
+    "kl_estimator": "k2",
+    "reward_weights": (1.0, -0.5, 1e-7),
+    "learning_rate": 1 / 3 * 1e-5,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 10,
+    "weight_decay": 0.01,
+    "adam_beta1": 0.8,
+    "adam_beta2": 0.95,
+    "adam_epsilon": 1e-5,
+    "max_grad_norm": 0.0,
+    "max_steps": 11,
+    "num_train_epochs": 2.5,
+    "save_steps": 1,
+    "eval_steps": 2,
+    "log_completions_steps": 3,
+    "num_completions_to_print": 4,
+}
+OTHERS = {
+    GRPOConfig: OTHER_VALUES | {"scale_rewards": "none"},
+    RLOOConfig: OTHER_VALUES | {"kl_placement": "loss"},
+    ReinforceConfig: OTHER_VALUES | {"gamma": 0.99, "kl_placement": "loss"},
+    SFTConfig: {
+        "output_dir": "x",
+        "seed": 1,
+        "max_steps": 3,
+        "batch_size": 2,
+        "learning_rate": 1e-5,
+    },
+}
+
+
+@each_config
+def test_a_dumped_config_parses_back_to_itself(config, tmp_path):
+    for original in (config(), config(**OTHERS[config])):
+        dump(original, tmp_path / "config.yaml")
+        assert parse(config, ["--config", str(tmp_path / "config.yaml")]) == original
+
+
+@each_config
+def test_that_dump_covers_every_key_that_can_have_another_value(config):
+    default, others = dataclasses.asdict(config()), OTHERS[config]
+    with_one_value = {"algorithm", "task", "rollout_engine"}
+    assert set(default) - set(others) == with_one_value & set(default)
+    assert {key for key in others if others[key] == default[key]} <= {"policy_loss"}
+
+
+@each_trainer
+def test_a_dump_is_plain_yaml_of_every_key(config, tmp_path):
+    dump(config(reward_weights=(1.0, 2.0)), tmp_path / "config.yaml")
+    values = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert list(values) == keys(config)
+    assert values["reward_weights"] == [1.0, 2.0]
+    assert values["epsilon_high"] is None

@@ -1,0 +1,63 @@
+"""A file imports only from its own floor or below; only runtime.py knows about distribution."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import rlhf_pg
+
+ROOT = Path(rlhf_pg.__file__).parent
+FLOORS = [
+    {"masking", "kl", "advantages", "losses", "experience"},
+    {"fields", "config", "recipe"},
+    {"models", "data", "rewards", "tasks"},
+    {"rollout", "runtime", "checkpoint", "metrics", "progress"},
+    {"trainers", "report"},
+    {"cli"},
+]
+FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+
+
+def floor_of(part: str) -> int:
+    return next(i for i, floor in enumerate(FLOORS) if part in floor)
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return names
+
+
+def parts(names: set[str]) -> set[str]:
+    """The parts of the package among imported names: `rlhf_pg.models.policy.Policy` -> models."""
+    known = set().union(*FLOORS)
+    return {name.split(".")[1] for name in names if name.startswith("rlhf_pg.")} & known
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_downward(path: Path) -> None:
+    own = floor_of(path.relative_to(ROOT).parts[0].removesuffix(".py"))
+    upward = {part for part in parts(imported(path)) if floor_of(part) > own}
+    assert not upward
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_the_runtime_knows_the_distribution_libraries(path: Path) -> None:
+    roots = {name.split(".")[0] for name in imported(path)}
+    assert path == ROOT / "runtime.py" or not roots & {"accelerate", "deepspeed"}
+
+
+@pytest.mark.parametrize("name", sorted(FLOORS[0]))
+def test_the_ground_floor_imports_torch_alone(name: str) -> None:
+    roots = {module.split(".")[0] for module in imported(ROOT / f"{name}.py")}
+    assert roots <= {"torch", "rlhf_pg", "collections", "dataclasses", "typing"}
+
+
+def test_the_whole_of_grpo_is_one_short_file() -> None:
+    assert len((ROOT / "trainers" / "grpo.py").read_text().splitlines()) <= 80

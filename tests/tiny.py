@@ -1,0 +1,57 @@
+"""Random models of every architecture, small enough to be exact about: nothing is downloaded."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+_SHAPE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_GROUPED = {"intermediate_size": 48, "num_key_value_heads": 2}
+
+# What each architecture is told beyond the common shape.
+ARCHS: dict[str, dict[str, Any]] = {
+    "llama": _GROUPED,
+    "qwen2": _GROUPED,
+    "qwen3": _GROUPED | {"head_dim": 8},
+    "gemma": _GROUPED | {"head_dim": 8},
+    "mistral": _GROUPED,
+    "gpt2": {},
+    "gpt_neox": {"intermediate_size": 48},
+    "phi": _GROUPED,
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+}
+
+
+def tiny_model(
+    arch: str,
+    vocab_size: int = 40,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    scale: float = 0.3,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """A random causal language model in eval mode, the same for the same arguments.
+
+    Args:
+        dtype: the weights are drawn in float32, so models that differ in dtype alone agree.
+        scale: deviation of the noise on every parameter (biases and norms too): at 0.3 the logits
+            spread by about 2, so that a wrong position or mask changes what is sampled.
+        overrides: fields of the architecture's config.
+    """
+    config = AutoConfig.for_model(
+        arch, **(_SHAPE | ARCHS[arch] | {"vocab_size": vocab_size} | overrides)
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            parameter.add_(scale * torch.randn_like(parameter))
+    return model.to(dtype).eval()

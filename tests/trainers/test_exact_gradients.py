@@ -1,0 +1,169 @@
+"""The expected gradient of every trainer against the exact one, by enumeration in float64.
+
+A loss is minimised and J is maximised; the constant weights divide by N * max_completion_length. So
+an unbiased trainer has E[gradient] = -grad J / max_completion_length.
+"""
+
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_pg import GRPOTrainer, ReinforceTrainer, RLOOTrainer
+from tests import enumeration
+from tests.enumeration import (
+    COMPLETIONS,
+    MAX_LENGTH,
+    PROMPTS,
+    SCORES,
+    exact_gradient,
+    expected_gradient,
+    log_probs,
+    make_trainer,
+    score_function_expectation,
+)
+
+TWO = ("ab", "bba")
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert expected.norm() > 1e-2
+    assert (actual - expected).norm() <= 1e-8 * expected.norm()
+
+
+def cosine(x: Tensor, y: Tensor) -> float:
+    return torch.cosine_similarity(x, y, dim=0).item()
+
+
+def ascent(trainer) -> Tensor:
+    """E[gradient] in the units of grad J."""
+    return -MAX_LENGTH * expected_gradient(trainer)
+
+
+@pytest.mark.parametrize("scores_shift", [0.0, 5.0])
+@pytest.mark.parametrize(
+    ("trainer_type", "options"),
+    [
+        (ReinforceTrainer, {"advantage_estimator": "returns", "prompts": TWO}),
+        (ReinforceTrainer, {"advantage_estimator": "returns_minus_others", "prompts": TWO}),
+        (ReinforceTrainer, {"num_generations": 3}),
+        (ReinforceTrainer, {"num_generations": 3, "policy_loss": "clipped_surrogate"}),
+        (RLOOTrainer, {"num_generations": 3}),
+        (RLOOTrainer, {"num_generations": 2, "prompts": ("a",)}),
+        (RLOOTrainer, {"num_generations": 3, "micro_batch_tokens": 5}),
+        (GRPOTrainer, {"num_generations": 3, "advantage_estimator": "leave_one_out"}),
+    ],
+)
+def test_unbiased(trainer_type, options, scores_shift: float, tmp_path: Path) -> None:
+    def reward(**inputs):
+        return [s + scores_shift for s in enumeration.score(**inputs)]
+
+    trainer = make_trainer(trainer_type, tmp_path, reward=reward, **options)
+    assert_close(ascent(trainer), exact_gradient(trainer))
+
+
+@pytest.mark.parametrize(
+    ("trainer_type", "options"),
+    [
+        (ReinforceTrainer, {"advantage_estimator": "returns"}),
+        (ReinforceTrainer, {"prompts": TWO}),
+        (RLOOTrainer, {"num_generations": 2}),
+    ],
+)
+def test_unbiased_with_the_kl_in_the_reward(trainer_type, options, tmp_path: Path) -> None:
+    trainer = make_trainer(trainer_type, tmp_path, beta=0.3, **options)
+    truth = exact_gradient(trainer, reference=enumeration.model(), beta=0.3)
+    assert_close(ascent(trainer), truth)
+    assert cosine(truth, exact_gradient(trainer)) < 0.999  # the KL really matters here
+
+
+def test_two_passes_start_from_the_gradient_of_one(tmp_path: Path) -> None:
+    """With more than one update the old log-probabilities are scored, not assumed."""
+    trainer = make_trainer(RLOOTrainer, tmp_path, num_generations=2, num_iterations=2)
+    assert_close(ascent(trainer), exact_gradient(trainer))
+
+
+# ---------------------------------------------------------------------------- known biases
+
+
+@pytest.mark.parametrize(("n", "prompts"), [(3, ("ab",)), (1, TWO)])
+def test_a_mean_that_includes_the_row_itself_shrinks_the_gradient(n, prompts, tmp_path) -> None:
+    trainer = make_trainer(
+        ReinforceTrainer,
+        tmp_path,
+        prompts=prompts,
+        num_generations=n,
+        advantage_estimator="returns_minus_mean",
+    )
+    rows = n * len(prompts)
+    assert_close(ascent(trainer), (1 - 1 / rows) * exact_gradient(trainer))
+
+
+def test_grpo_without_scale_shrinks_the_gradient_by_the_group_size(tmp_path: Path) -> None:
+    trainer = make_trainer(GRPOTrainer, tmp_path, num_generations=3, scale_rewards="none")
+    assert_close(ascent(trainer), 2 / 3 * exact_gradient(trainer))
+
+
+def test_grpo_divides_by_the_std_of_the_group(tmp_path: Path) -> None:
+    trainer = make_trainer(GRPOTrainer, tmp_path, num_generations=3)
+
+    def normalized(says):
+        scores = [SCORES["ab"][said] for said in says]
+        if len(set(scores)) == 1:
+            return [0.0, 0.0, 0.0]
+        mean, std = statistics.mean(scores), statistics.stdev(scores)
+        return [(s - mean) / (std + 1e-4) / 3 for s in scores]
+
+    assert_close(ascent(trainer), score_function_expectation(trainer, normalized))
+    assert 0.5 < cosine(ascent(trainer), exact_gradient(trainer)) < 0.999
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_weights_by_length_change_the_direction(aggregation: str, tmp_path: Path) -> None:
+    trainer = make_trainer(RLOOTrainer, tmp_path, num_generations=2, aggregation=aggregation)
+
+    def weighted(says):
+        scores = [SCORES["ab"][said] for said in says]
+        lengths = [len(said) for said in says]
+        weights = {
+            "token_mean": [1 / sum(lengths)] * 2,
+            "sequence_mean": [1 / (2 * length) for length in lengths],
+        }[aggregation]
+        return [(scores[i] - scores[1 - i]) * weights[i] for i in range(2)]
+
+    expected = score_function_expectation(trainer, weighted)
+    assert_close(-expected_gradient(trainer), expected)
+    assert cosine(expected, exact_gradient(trainer)) < 0.999
+
+
+def test_k3_in_the_loss_follows_the_reverse_kl(tmp_path: Path) -> None:
+    """On policy, grad of k3 expects sum over visited states of grad KL(ref || pi)."""
+    trainer = make_trainer(
+        GRPOTrainer, tmp_path, num_generations=2, beta=0.5, reward=lambda prompts, **_: [1.0, 1.0]
+    )
+    reference, policy = enumeration.model(), trainer.model
+    objective = torch.zeros((), dtype=torch.float64)
+    for said in COMPLETIONS:
+        chance = log_probs(policy, "ab", said).sum().exp().detach()
+        ids = torch.tensor([[*PROMPTS["ab"], *said]])
+        here = slice(len(PROMPTS["ab"]) - 1, -1)
+        log_p = policy(ids).logits[0, here].log_softmax(-1)
+        log_ref = reference(ids).logits[0, here].log_softmax(-1).detach()
+        objective = objective + chance * (log_ref.exp() * (log_ref - log_p)).sum()
+    expected = 0.5 * enumeration.gradient(policy, objective)
+    assert_close(MAX_LENGTH * expected_gradient(trainer), expected)
+
+
+def test_discounting_weighs_the_last_reward_by_its_distance(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        ReinforceTrainer, tmp_path, advantage_estimator="returns", gamma=0.5, num_generations=1
+    )
+    total = torch.zeros_like(exact_gradient(trainer))
+    for said, chance in enumeration.probabilities(trainer.model, "ab").items():
+        log_p = log_probs(trainer.model, "ab", said)
+        discounts = torch.tensor([0.5 ** (len(said) - 1 - t) for t in range(len(said))])
+        weighted = (discounts.double() * SCORES["ab"][said] * log_p).sum()
+        total += chance * enumeration.gradient(trainer.model, weighted)
+    assert_close(ascent(trainer), total)
