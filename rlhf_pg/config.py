@@ -208,6 +208,8 @@ class SFTConfig(Checked):
     """Seed of the initial weights and of the order of examples."""
     max_steps: int = number(400, minimum=1)
     """Optimizer steps."""
+    label_smoothing: float = number(0.2, minimum=0, below=1)
+    """Mass spread over the vocabulary: the model knows more answers than it will say."""
     batch_size: int = number(128, minimum=1)
     """Examples per step."""
     learning_rate: float = number(3e-3, above=0)

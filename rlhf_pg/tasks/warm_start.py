@@ -16,6 +16,8 @@ from rlhf_pg.config import SFTConfig
 from rlhf_pg.recipe import parse
 from rlhf_pg.tasks import TASKS, Task
 
+Examples = list[dict[str, list[int]]]
+
 # What a launcher tells its processes: a child that trains alone must not hear it.
 LAUNCHER_PREFIXES = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
@@ -40,6 +42,7 @@ def warm_start(args: SFTConfig) -> Path:
             per_device_train_batch_size=args.batch_size,
             learning_rate=args.learning_rate,
             lr_scheduler_type="cosine",
+            label_smoothing_factor=args.label_smoothing,
             seed=args.seed,
             save_strategy="no",
             report_to="none",
@@ -76,7 +79,7 @@ def ensure_model(task: str, path: str | None) -> str:
     return str(final)
 
 
-def _examples(task: Task, tokenizer: PreTrainedTokenizerFast) -> list[dict[str, list[int]]]:
+def _examples(task: Task, tokenizer: PreTrainedTokenizerFast) -> Examples:
     """Prompt, answer and EOS as ids; only answer and EOS have labels."""
     examples = []
     for row in task.train_dataset:
@@ -87,7 +90,7 @@ def _examples(task: Task, tokenizer: PreTrainedTokenizerFast) -> list[dict[str, 
     return examples
 
 
-def _collate(rows: list[dict[str, list[int]]], pad: int) -> dict[str, Any]:
+def _collate(rows: Examples, pad: int) -> dict[str, Any]:
     width = max(len(row["input_ids"]) for row in rows)
 
     def padded(key: str, filler: int) -> torch.Tensor:

@@ -242,6 +242,8 @@ def test_no_eos_gives_completions_of_full_length():
     for completion in engine_of(tiny_model("llama"), eos=[]).generate(PROMPTS, 4, PARAMS, seed=0):
         assert len(completion.tokens) == len(completion.logprobs) == PARAMS.max_tokens
         assert completion.finish_reason == "length"
+        assert {type(token) for token in completion.tokens} == {int}
+        assert {type(logprob) for logprob in completion.logprobs} == {float}
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
@@ -286,12 +288,12 @@ def test_the_pad_id_does_not_matter_even_where_it_is_an_eos(pad):
 
 
 def char_tokenizer() -> PreTrainedTokenizerFast:
-    """Ids 0 to 25 are the letters, 26 to 39 the pairs "aa" "bb" ...; text joins without spaces."""
+    """Ids 0 to 25 are the letters, 26 to 38 the pairs "aa" "bb" ..., 39 the special "</s>"."""
     letters = [chr(ord("a") + i) for i in range(26)]
-    tokens = letters + [2 * letter for letter in letters[: VOCAB - 26]]
+    tokens = [*letters, *(2 * letter for letter in letters[:13]), "</s>"]
     tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="a"))
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
 
 def cut_at_text(completion: Completion, stop: Sequence[str]) -> Completion:
@@ -304,8 +306,9 @@ def cut_at_text(completion: Completion, stop: Sequence[str]) -> Completion:
     return completion
 
 
-def test_the_stop_string_tests_have_a_tokenizer_without_spaces():
-    assert char_tokenizer().decode([0, 27, 25]) == "abbz"
+def test_the_tokenizer_of_these_tests_joins_without_spaces():
+    assert len(char_tokenizer()) == VOCAB
+    assert char_tokenizer().decode([0, 27, 25, 39]) == "abbz</s>"
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
@@ -330,6 +333,15 @@ def test_a_stop_string_across_the_last_two_allowed_tokens_is_a_stop():
     [completion] = engine.generate([[17, 4]], 1, params, seed=1)
     assert completion.tokens == endless.tokens[:5]
     assert completion.finish_reason == "stop"
+
+
+def test_a_special_token_may_be_a_stop_string():
+    model = tiny_model("llama")
+    endless = engine_of(model, eos=[]).generate(PROMPTS, 8, PARAMS, seed=0)
+    engine = engine_of(model, eos=[], tokenizer=char_tokenizer())
+    completions = engine.generate(PROMPTS, 8, replace(PARAMS, stop="</s>"), seed=0)
+    assert_same(completions, [cut(c, [39], PARAMS.max_tokens) for c in endless])
+    assert "stop" in {c.finish_reason for c in completions}
 
 
 def test_a_stop_string_is_not_looked_for_in_the_prompt():
@@ -442,6 +454,15 @@ def test_prompts_are_read_once_and_finished_rows_are_not_computed(arch, eos):
     lengths = [len(c.tokens) for c in completions]
     going = [sum(length > t for length in lengths) for t in range(1, max(lengths))]
     assert shapes == [(len(PROMPTS), 7)] + [(rows, 1) for rows in going]
+
+
+def test_the_cache_of_a_sliding_window_does_not_outgrow_it():
+    model, widths = tiny_model("mistral", sliding_window=4), []
+    model.register_forward_hook(
+        lambda *call: widths.extend(layer.keys.shape[-2] for layer in call[-1].past_key_values)
+    )
+    engine_of(model).generate(PROMPTS, 2, PARAMS, seed=0)
+    assert max(widths) < 4
 
 
 def test_no_prompts_give_no_completions():

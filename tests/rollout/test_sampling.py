@@ -1,6 +1,7 @@
 """The drawing of one token, and the noise behind it."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -118,6 +119,15 @@ def test_a_large_vocabulary_is_covered_to_its_last_token():
     logits = torch.randn(64, 50_000, generator=torch.Generator().manual_seed(0))
     ids, _ = sample(logits, SamplingParams(), torch.full((64,), LAST, dtype=torch.float64))
     assert (ids == 49_999).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_tokens_rarer_than_the_resolution_of_float32_keep_their_share(dtype):
+    logits = torch.tensor([0.0, -22, -22, -22], dtype=dtype)
+    rare = math.exp(-22)  # 2.8e-10
+    noise = 1 - rare * torch.tensor([3.5, 2.5, 1.5, 0.5], dtype=torch.float64)
+    ids, _ = sample(logits.expand(4, -1), SamplingParams(), noise)
+    assert ids.tolist() == [0, 1, 2, 3]
 
 
 def test_each_token_owns_a_half_open_interval_of_the_noise():

@@ -1,0 +1,144 @@
+"""The same gradient however the rows are padded, ordered or split."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from rlhf_pg import GRPOTrainer, ReinforceTrainer, RLOOTrainer
+from rlhf_pg.experience import Experience
+from rlhf_pg.metrics import Meter
+from rlhf_pg.trainers import PolicyGradientTrainer
+from tests.enumeration import COMPLETIONS, flat_gradient, gradient_of, make_trainer
+
+PROMPTS = ("a", "ab", "bba", "ab")
+SAYS = [COMPLETIONS[i] for i in (0, 3, 2, 5, 1, 4, 6, 3, 2, 2, 5, 0)]  # three per prompt
+TRAINERS = [GRPOTrainer, RLOOTrainer, ReinforceTrainer]
+
+
+def trainer_for(trainer_type, tmp_path: Path, **options) -> PolicyGradientTrainer:
+    return make_trainer(
+        trainer_type,
+        tmp_path,
+        prompts=PROMPTS,
+        **{"num_generations": 3, "beta": 0.1, "aggregation": "token_mean"} | options,
+    )
+
+
+def assert_equal(actual: Tensor, expected: Tensor) -> None:
+    assert (actual - expected).norm() <= 1e-10 * expected.norm()
+
+
+def experience_of(trainer: PolicyGradientTrainer) -> Experience:
+    trainer.engine.says = SAYS
+    samples = trainer.roll_out(range(len(PROMPTS)))
+    return trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())[0]
+
+
+def accumulated(trainer: PolicyGradientTrainer, experience: Experience) -> Tensor:
+    trainer.model.zero_grad()
+    trainer.learner.accumulate(experience, Meter())
+    return flat_gradient(trainer)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("trainer_type", TRAINERS)
+@pytest.mark.parametrize("budget", [5, 12, 17])
+def test_micro_batch_split(trainer_type, aggregation, budget, tmp_path) -> None:
+    options = {"aggregation": aggregation}
+    whole = gradient_of(trainer_for(trainer_type, tmp_path, **options), SAYS)
+    split = trainer_for(trainer_type, tmp_path, micro_batch_tokens=budget, **options)
+    assert_equal(gradient_of(split, SAYS), whole)
+
+
+@pytest.mark.parametrize("trainer_type", TRAINERS)
+def test_order_of_rows(trainer_type, tmp_path) -> None:
+    trainer = trainer_for(trainer_type, tmp_path)
+    experience = experience_of(trainer)
+    shuffled = torch.randperm(len(SAYS), generator=torch.Generator().manual_seed(3))
+    expected = accumulated(trainer, experience)
+    assert_equal(accumulated(trainer, experience.select(shuffled)), expected)
+
+
+@pytest.mark.parametrize("trainer_type", TRAINERS)
+def test_padding(trainer_type, tmp_path) -> None:
+    """Three more columns of garbage on either side, where every per-token number is NaN."""
+    trainer = trainer_for(trainer_type, tmp_path)
+    experience = experience_of(trainer)
+    padded = {}
+    for name, value in experience._tensors():
+        if value.ndim == 1:
+            padded[name] = value
+            continue
+        garbage = torch.full((len(value), 3), torch.nan if value.is_floating_point() else 1)
+        garbage = torch.zeros_like(garbage) if value.dtype == torch.bool else garbage
+        left = name.startswith("prompt_")
+        parts = [garbage.to(value.dtype), value]
+        padded[name] = torch.cat(parts if left else parts[::-1], dim=1)
+    expected = accumulated(trainer, experience)
+    assert_equal(accumulated(trainer, Untrimmed(**padded)), expected)
+
+
+class Untrimmed(Experience):
+    """Keeps columns that are padding in every row, which micro-batches otherwise lose."""
+
+    def select(self, rows: Tensor) -> Experience:
+        return self
+
+
+@pytest.mark.parametrize("trainer_type", TRAINERS)
+def test_rows_without_actions_add_nothing(trainer_type, tmp_path) -> None:
+    trainer = trainer_for(trainer_type, tmp_path)
+    blank = experience_of(trainer).blank_row()
+    gradient = accumulated(trainer, blank)
+    assert torch.equal(gradient, torch.zeros_like(gradient))
+    assert all(p.grad is not None for p in trainer.model.parameters())
+
+
+def test_a_group_with_equal_scores_has_no_gradient(tmp_path) -> None:
+    trainer = trainer_for(GRPOTrainer, tmp_path, beta=0.0)
+    assert gradient_of(trainer, SAYS[:3] + SAYS[3:6] * 3).norm() > 0
+    alike = [COMPLETIONS[1]] * 3 + [COMPLETIONS[2]] * 3 + [COMPLETIONS[5]] * 6
+    gradient = gradient_of(trainer, alike)
+    assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_minibatches_partition_the_rows_by_draw(tmp_path) -> None:
+    """The gradients of the minibatches, weighted by their rows, sum to that of the whole."""
+    trainer = trainer_for(RLOOTrainer, tmp_path, aggregation="constant", num_mini_batches=3)
+    experience = experience_of(trainer)
+    total = torch.zeros_like(flat_gradient(trainer))
+    for m in range(3):
+        rows = (experience.groups % 3 == m).nonzero().squeeze(1)
+        total += accumulated(trainer, experience.select(rows)) * len(rows) / len(SAYS)
+    assert_equal(total, accumulated(trainer, experience))
+
+
+def test_prompts_are_drawn_alike_whatever_the_minibatches(tmp_path) -> None:
+    def prompts(**options) -> list[str]:
+        trainer = trainer_for(RLOOTrainer, tmp_path, shuffle_dataset=True, **options)
+        trainer.engine.says = SAYS
+        return trainer.roll_out(range(4)).prompts
+
+    assert prompts() == prompts(num_mini_batches=3)
+
+
+def test_sources_that_do_not_apply_leave_baseline_and_count(tmp_path) -> None:
+    """A second reward that is None for one row of a group: the other two are compared alone."""
+    trainer = trainer_for(RLOOTrainer, tmp_path, beta=0.0)
+    dataset = Dataset.from_dict({"prompt": ["a"]})
+    trainer = RLOOTrainer(
+        model=trainer.model,
+        reward_funcs=[lambda prompts, **_: [0.0] * 3, lambda prompts, **_: [1.0, None, 3.0]],
+        args=trainer.args,
+        train_dataset=dataset,
+        processing_class=trainer.tokenizer,
+    )
+    trainer.args.prompts_per_step = 1
+    trainer.engine = trainer_for(RLOOTrainer, tmp_path).engine
+    trainer.engine.says = [COMPLETIONS[0], COMPLETIONS[3], COMPLETIONS[5]]
+    samples = trainer.roll_out(range(1))
+    experience, _ = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+    assert experience.advantages[:, 0].tolist() == [-2.0, 0.0, 2.0]
