@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+# Models this small gain nothing from a second thread, and lose much when the cores are shared.
+export OMP_NUM_THREADS ?= 1
+
 .PHONY: help demo test test-slow lint format clean
 
 help:  ## what there is

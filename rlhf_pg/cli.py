@@ -10,6 +10,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from transformers.utils.logging import disable_progress_bar
 
 import rlhf_pg
 from rlhf_pg.recipe import fail, parse
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = parser.parse_args(arguments[:1]).command
     flags = arguments[1:]
+    disable_progress_bar()  # of loading and saving, which would break ours
     if command == "demo":
         demo(flags)
     elif not flags or flags[0].startswith("-"):

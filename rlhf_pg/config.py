@@ -206,7 +206,7 @@ class SFTConfig(Checked):
     """Where the model goes, in `final/`."""
     seed: int = number(42, minimum=0)
     """Seed of the initial weights and of the order of examples."""
-    max_steps: int = number(400, minimum=1)
+    max_steps: int = number(600, minimum=1)
     """Optimizer steps."""
     label_smoothing: float = number(0.2, minimum=0, below=1)
     """Mass spread over the vocabulary: the model knows more answers than it will say."""

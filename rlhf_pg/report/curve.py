@@ -22,7 +22,7 @@ def show_curve(directory: Path) -> None:
     plotext.plot(steps, _smoothed(rewards), marker="braille")
     plotext.title("reward (smoothed)")
     plotext.xlabel("step")
-    plotext.show()
+    print(plotext.uncolorize(plotext.build()))
 
 
 def save_curve(directory: Path) -> Path:
@@ -37,7 +37,7 @@ def save_curve(directory: Path) -> Path:
     evaluated = [line for line in read(directory / "metrics.jsonl") if "eval_reward" in line]
     if evaluated:
         held_out = [line["eval_reward"] for line in evaluated]
-        axes.plot([line["step"] for line in evaluated], held_out, "o-", label="held out")
+        axes.plot([line["step"] for line in evaluated], held_out, "o-", color="tab:orange", label="held out")
     axes.set(xlabel="step", ylabel="reward", title=str(directory))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")

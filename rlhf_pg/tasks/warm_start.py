@@ -49,6 +49,7 @@ def warm_start(args: SFTConfig) -> Path:
             logging_steps=max(1, args.max_steps // 10),
             disable_tqdm=not sys.stdout.isatty(),
             remove_unused_columns=False,
+            dataloader_pin_memory=torch.cuda.is_available(),
         ),
         train_dataset=_examples(task, tokenizer),
         data_collator=lambda rows: _collate(rows, tokenizer.pad_token_id),

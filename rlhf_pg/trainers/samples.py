@@ -71,7 +71,7 @@ def collect(
     repeated = [row for row in rows for _ in range(n)]
     columns: dict[str, list[Any]] = prompts.rows[repeated] if repeated else {}
     asked = columns.pop("prompt", [])
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ids]
     return Samples(
         rollout=rollout,
         prompts=asked,

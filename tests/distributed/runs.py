@@ -1,0 +1,69 @@
+"""A run of a trainer in any number of processes, for the tests beside this file to start.
+
+python runs.py OUT CONFIG.json
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_pg import GRPOTrainer, ReinforceTrainer, RLOOTrainer
+from rlhf_pg.metrics import Meter
+from rlhf_pg.tasks import arithmetic
+
+TRAINERS = {"grpo": GRPOTrainer, "rloo": RLOOTrainer, "reinforce": ReinforceTrainer}
+
+
+def even_digits(completions: list[str], **_: Any) -> list[float]:
+    """A reward that a random model can find at once."""
+    return [sum(c in "02468" for c in text) / 6 for text in completions]
+
+
+def main(out: Path, config: dict) -> None:
+    """Save what is sampled first, the first unclipped gradient, and the weights after training."""
+    trainer_type = TRAINERS[config.pop("algorithm")]
+    model = config.pop("model")
+    task = arithmetic()
+    trainer = trainer_type(
+        model=model,
+        reward_funcs=even_digits,
+        args=trainer_type.config_type(output_dir=str(out / "run"), **config),
+        train_dataset=task.train_dataset,
+        eval_dataset=task.eval_dataset.select(range(33)),
+    )
+    draws = range(trainer.args.prompts_per_step)
+    samples = trainer.roll_out(draws)
+    scores = trainer.reward(samples)
+    experience, _ = trainer.make_experience(samples.rollout, scores, Meter())
+    trainer.learner.accumulate(experience, Meter())
+    gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+    trainer.learner.optimizer.zero_grad()
+    sampled = [
+        [group, *ids]
+        for group, ids in zip(samples.rollout.groups.tolist(), samples.completion_ids, strict=True)
+    ]
+    rank = trainer.runtime.rank
+    (out / f"sampled-{rank}.json").write_text(json.dumps(sampled))
+    evaluated = trainer.evaluate()
+    trainer.train()
+    if rank == 0:
+        torch.save(
+            {
+                "gradient": gradient,
+                "start": weights(type(trainer.model).from_pretrained(model)),
+                "end": weights(trainer.model),
+            },
+            out / "tensors.pt",
+        )
+        (out / "eval.json").write_text(json.dumps(evaluated))
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()))

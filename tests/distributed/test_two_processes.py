@@ -1,0 +1,111 @@
+"""One process and two (gloo) sample the same, and take the same updates."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_pg.metrics import read
+from rlhf_pg.tasks import arithmetic
+
+RUNS = Path(__file__).with_name("runs.py")
+ROOT = RUNS.parents[2]
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    # 5 prompts on 2 processes, minibatches of 3 and 2: shares are uneven, and one is a single row.
+    "grpo": {"num_generations": 4, "prompts_per_step": 5, "num_mini_batches": 2, "beta": 0.05},
+    "rloo": {"num_generations": 4, "prompts_per_step": 6, "micro_batch_tokens": 40},
+    # One prompt: the second process has none.
+    "reinforce": {"num_generations": 4, "prompts_per_step": 1},
+}
+
+
+@dataclass
+class Outcome:
+    sampled: list[list[int]]
+    gradient: torch.Tensor
+    start: torch.Tensor
+    end: torch.Tensor
+    metrics: list[dict[str, Any]]
+    evaluated: dict[str, float]
+
+
+def launch(out: Path, processes: int, config: dict[str, Any]) -> Outcome:
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(config))
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    env = os.environ | {
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    arguments = [str(RUNS), str(out), str(out / "config.json")]
+    subprocess.run([*command, *arguments], env=env, check=True, timeout=300)
+    sampled = [row for r in range(processes) for row in read_json(out / f"sampled-{r}.json")]
+    return Outcome(
+        sampled=sorted(sampled),
+        metrics=read(out / "run" / "metrics.jsonl"),
+        evaluated=read_json(out / "eval.json"),
+        **torch.load(out / "tensors.pt", weights_only=True),
+    )
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module", params=sorted(ALGORITHMS))
+def outcomes(request, tmp_path_factory) -> tuple[Outcome, Outcome]:
+    """The same config on one process and on two."""
+    root = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    model, tokenizer = arithmetic().new_model()
+    model.save_pretrained(root / "model")
+    tokenizer.save_pretrained(root / "model")
+    config = {
+        "algorithm": request.param,
+        "model": str(root / "model"),
+        "max_steps": 5,
+        "learning_rate": 1e-3,
+        "max_grad_norm": 0.0,
+        "max_completion_length": 6,
+        **ALGORITHMS[request.param],
+    }
+    return launch(root / "one", 1, config), launch(root / "two", 2, config)
+
+
+def test_sampled_ids_are_equal(outcomes) -> None:
+    one, two = outcomes
+    assert one.sampled == two.sampled
+    assert len({tuple(row) for row in one.sampled}) > len(one.sampled) / 2  # no repeated noise
+
+
+def test_the_first_gradient_is_equal(outcomes) -> None:
+    one, two = outcomes
+    assert one.gradient.norm() > 0
+    assert (one.gradient - two.gradient).norm() <= 1e-5 * one.gradient.norm()
+
+
+def test_five_steps_end_at_the_same_weights(outcomes) -> None:
+    one, two = outcomes
+    assert (one.end - two.end).norm() <= 1e-4 * (one.end - one.start).norm()
+
+
+def test_logged_numbers_are_equal(outcomes) -> None:
+    one, two = outcomes
+    for line, other in zip(one.metrics, two.metrics, strict=True):
+        assert numbers(line) == pytest.approx(numbers(other), rel=1e-3, abs=1e-7)
+    assert one.evaluated == pytest.approx(two.evaluated)
+
+
+def numbers(line: dict[str, Any]) -> dict[str, float]:
+    """What was computed, and does not depend on the clock."""
+    clock = ("step_time", "time/", "perf/")
+    return {k: v for k, v in line.items() if v is not None and not k.startswith(clock)}

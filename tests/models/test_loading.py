@@ -1,0 +1,192 @@
+"""Models and tokenizers by path and by object, and what is checked about them."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from rlhf_pg.models import (
+    disable_dropout,
+    load_model,
+    load_tokenizer,
+    max_positions,
+    stop_token_ids,
+)
+from tests.tiny import tiny_model
+
+IDS = torch.tensor([[5, 9, 3, 31, 17, 8]])
+
+
+def make_tokenizer(size=40, **special):
+    backend = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(size)}))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A directory with a model, and a tokenizer with pad and EOS."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    make_tokenizer(eos_token="<2>", pad_token="<0>").save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+# ------------------------------------------------------------------------------------- the model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_path_gives_the_saved_weights_in_the_dtype_asked_for(saved, dtype):
+    model, original = load_model(saved, dtype), tiny_model("llama", dtype=dtype)
+    weights = model.state_dict()
+    assert model.dtype == dtype
+    assert all(weights[name].equal(value) for name, value in original.state_dict().items())
+    assert {p.dtype for p in model.parameters()} == {dtype}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_an_object_is_cast_in_place(dtype):
+    model = tiny_model("gpt2")
+    assert load_model(model, dtype) is model
+    assert {p.dtype for p in model.parameters()} == {dtype}
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [
+        ("gpt2", torch.bfloat16),
+        ("llama", torch.float64),
+        pytest.param(
+            "llama",
+            torch.bfloat16,
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="casting the object rounds its rotary frequencies too",
+                raises=AssertionError,
+            ),
+        ),
+    ],
+)
+@torch.no_grad()
+def test_by_path_or_by_object_it_is_the_same_function(tmp_path, arch, dtype):
+    model = tiny_model(arch, max_position_embeddings=512)
+    model.save_pretrained(tmp_path)
+    by_path, by_object = load_model(str(tmp_path), dtype), load_model(model, dtype)
+    ids = IDS.repeat(1, 50)
+    assert by_path.eval()(ids).logits.equal(by_object.eval()(ids).logits)
+
+
+@pytest.mark.parametrize(("arch", "limit"), [("llama", 64), ("gpt2", 64), ("opt", 64)])
+def test_max_positions_is_the_length_that_the_config_names(arch, limit):
+    assert max_positions(tiny_model(arch)) == limit
+
+
+def test_a_model_without_position_limit_has_none():
+    config = AutoConfig.for_model("bloom", vocab_size=40, hidden_size=16, n_layer=1, n_head=2)
+    assert max_positions(AutoModelForCausalLM.from_config(config)) is None
+
+
+# --------------------------------------------------------------------------------- the tokenizer
+
+
+def test_the_tokenizer_is_the_one_given():
+    tokenizer = make_tokenizer(eos_token="<2>", pad_token="<0>")
+    assert load_tokenizer(tokenizer, tiny_model("gpt2")) is tokenizer
+
+
+def test_without_one_it_is_read_from_beside_the_model(saved):
+    tokenizer = load_tokenizer(None, load_model(saved, torch.float32))
+    assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id) == (40, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("special", "pad_token", "message"),
+    [
+        ({"pad_token": "<0>"}, None, "no EOS token.*processing_class.eos_token"),
+        ({"eos_token": "<2>"}, None, "no pad token.*key pad_token"),
+        ({"eos_token": "<2>"}, "not in the vocabulary", "no pad token"),
+        ({}, "<0>", "no EOS token"),
+    ],
+)
+def test_a_tokenizer_without_pad_or_eos_is_refused(special, pad_token, message):
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(make_tokenizer(**special), tiny_model("gpt2"), pad_token)
+
+
+@pytest.mark.parametrize(("own", "given", "expected"), [(None, "<2>", 2), ("<0>", "<2>", 0)])
+def test_the_pad_token_key_helps_out_only_where_there_is_none(own, given, expected):
+    tokenizer = make_tokenizer(eos_token="<2>", pad_token=own)
+    assert load_tokenizer(tokenizer, tiny_model("gpt2"), given).pad_token_id == expected
+
+
+@pytest.mark.parametrize(("size", "fits"), [(39, True), (40, True), (41, False)])
+def test_ids_beyond_the_embedding_rows_are_refused(size, fits):
+    tokenizer = make_tokenizer(size, eos_token="<2>", pad_token="<0>")
+    if fits:
+        assert load_tokenizer(tokenizer, tiny_model("gpt2", vocab_size=40)) is tokenizer
+        return
+    with pytest.raises(ValueError, match="41 ids but the model only 40 embedding rows"):
+        load_tokenizer(tokenizer, tiny_model("gpt2", vocab_size=40))
+
+
+@pytest.mark.parametrize(
+    ("configured", "stops"), [(None, [2]), (2, [2]), (7, [2, 7]), ([9, 2, 7], [2, 7, 9])]
+)
+def test_every_eos_of_tokenizer_and_generation_config_stops(configured, stops):
+    model = tiny_model("gpt2")
+    model.generation_config.eos_token_id = configured
+    tokenizer = make_tokenizer(eos_token="<2>", pad_token="<0>")
+    assert stop_token_ids(model, tokenizer) == stops
+
+
+def test_eos_ids_survive_saving_and_loading(tmp_path):
+    model = tiny_model("gpt2")
+    model.generation_config.eos_token_id = [7, 9]
+    model.save_pretrained(tmp_path)
+    tokenizer = make_tokenizer(eos_token="<2>", pad_token="<0>")
+    assert stop_token_ids(load_model(str(tmp_path), torch.float32), tokenizer) == [2, 7, 9]
+
+
+# ----------------------------------------------------------------------------------- the dropout
+
+# Every rate of a config by itself: switching off the others does not help it.
+RATES = [
+    *(("gpt2", name) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")),
+    *(("phi", name) for name in ("resid_pdrop", "embd_pdrop", "attention_dropout")),
+    *(("gpt_neox", name) for name in ("hidden_dropout", "attention_dropout")),
+    *(("opt", name) for name in ("dropout", "attention_dropout")),
+    *((arch, "attention_dropout") for arch in ("llama", "qwen3", "gemma", "mistral")),
+]
+NOT_YET = {
+    ("opt", "layerdrop"): "a rate whose name does not have 'dropout' in it",
+    ("falcon", "hidden_dropout"): "a rate that is read from the config in forward",
+}
+LATER = [
+    pytest.param(*key, marks=pytest.mark.xfail(strict=True, reason=reason, raises=AssertionError))
+    for key, reason in NOT_YET.items()
+]
+
+
+def with_rate(arch, name, attention):
+    """A model in training mode with one kind of dropout at one half, and the others off."""
+    rates = {rate: 0.0 for a, rate in [*RATES, *NOT_YET] if a == arch} | {name: 0.5}
+    options = rates | {"attn_implementation": attention}
+    if arch == "falcon":
+        shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = AutoConfig.for_model(arch, vocab_size=40, **shape, **options)
+        return AutoModelForCausalLM.from_config(config).train()
+    return tiny_model(arch, **options).train()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("arch", "name"), [*RATES, *LATER])
+@torch.no_grad()
+def test_without_dropout_train_mode_computes_what_eval_mode_does(arch, name, attention):
+    torch.manual_seed(0)
+    model = with_rate(arch, name, attention)
+    if (arch, name) in RATES:
+        assert not model(IDS).logits.equal(model(IDS).logits)
+    disable_dropout(model)
+    trained = [model(IDS).logits for _ in range(8)]
+    assert model.training
+    expected = model.eval()(IDS).logits
+    for logits in trained:
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)

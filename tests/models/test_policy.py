@@ -1,0 +1,288 @@
+"""The policy against one forward per row, without padding, mask or positions, in float64."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from rlhf_pg.experience import Rollout
+from rlhf_pg.models import Policy, disable_dropout
+from tests.tiny import ARCHS, tiny_model
+
+EOS = 2
+PROMPTS = [[5, 9, 2, 31], [17], [8, 3, 30, 12, 25, 6, 39], [21, 22]]
+COMPLETIONS = [[7, EOS], [4, 11, 19, 35, 36], [EOS], [33, 1, 28, EOS]]
+PADDINGS = [(0, 0), (1, 0), (5, 3), (64, 0), (0, 64)]
+
+# Architectures that compute in their own dtype throughout; the others have float32 islands.
+EXACT = {"gpt2": (torch.float64, 1e-9), "gpt_neox": (torch.float64, 1e-9)}
+
+
+def rollout(prompts=PROMPTS, completions=COMPLETIONS, left=0, right=0, pad=0, seed=0):
+    """Rows padded further on either side, with ids of no meaning in every padded slot."""
+    batch = Rollout.from_tokens(
+        prompts=prompts,
+        completions=completions,
+        logprobs=[[0.0] * len(row) for row in completions],
+        truncated=[False] * len(prompts),
+        groups=list(range(len(prompts))),
+        pad_token_id=pad,
+    )
+    prompt_mask = nn.functional.pad(batch.prompt_mask, (left, 0))
+    mask = nn.functional.pad(batch.completion_mask, (0, right))
+    return replace(
+        batch,
+        prompt_ids=nn.functional.pad(batch.prompt_ids, (left, 0), value=pad),
+        prompt_mask=prompt_mask,
+        completion_ids=nn.functional.pad(batch.completion_ids, (0, right), value=pad),
+        completion_mask=mask,
+        action_mask=mask,
+    )
+
+
+def with_garbage(batch, seed=0):
+    """Other ids wherever no token is."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def scrambled(ids, mask):
+        return torch.where(mask, ids, torch.randint(0, 40, ids.shape, generator=generator))
+
+    return replace(
+        batch,
+        prompt_ids=scrambled(batch.prompt_ids, batch.prompt_mask),
+        completion_ids=scrambled(batch.completion_ids, batch.completion_mask),
+    )
+
+
+def teacher_forced(model, prompt, completion, temperature=1.0):
+    """log-probability and entropy of every token of one completion, in float64."""
+    logits = model(torch.tensor([prompt + completion]), use_cache=False).logits[0].double()
+    p = (logits[len(prompt) - 1 : -1] / temperature).softmax(-1)
+    chosen = torch.stack([p[t, token] for t, token in enumerate(completion)])
+    return chosen.log(), -(p * p.log()).sum(-1)
+
+
+def assert_teacher_forced(model, batch, atol, temperature=1.0, completions=COMPLETIONS):
+    out = Policy(model, temperature)(batch)
+    assert out.logprobs.shape == out.entropy.shape == batch.completion_ids.shape
+    for i, completion in enumerate(completions):
+        logprobs, entropy = teacher_forced(model, PROMPTS[i], completion, temperature)
+        n = len(completion)
+        torch.testing.assert_close(out.logprobs[i, :n].double(), logprobs, rtol=0, atol=atol)
+        torch.testing.assert_close(out.entropy[i, :n].double(), entropy, rtol=0, atol=atol)
+        assert not out.logprobs[i, n:].any()
+        assert not out.entropy[i, n:].any()
+
+
+def gradient(model, batch, weights=None):
+    """Of the weighted sum of the log-probabilities, flat."""
+    logprobs = Policy(model)(batch).logprobs
+    weights = torch.arange(1.0, logprobs.numel() + 1) if weights is None else weights.flatten()
+    grads = torch.autograd.grad((logprobs.flatten() * weights).sum(), list(model.parameters()))
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+class Bigram(nn.Module):
+    """The next token depends on the last one alone, by a table (ids, vocabulary) of logits."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = nn.Parameter(table)
+
+    def forward(self, input_ids, logits_to_keep, **_):
+        return SimpleNamespace(logits=self.table[input_ids][:, -logits_to_keep:])
+
+
+def table(rows=40, columns=40, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator, dtype=torch.float64).to(dtype)
+
+
+# --------------------------------------------------------------------------- the right numbers
+
+
+@pytest.mark.parametrize(("left", "right"), PADDINGS)
+@pytest.mark.parametrize("arch", ARCHS)
+@torch.no_grad()
+def test_equals_an_unpadded_teacher_forced_forward(arch, left, right):
+    dtype, atol = EXACT.get(arch, (torch.float32, 1e-4))
+    model = tiny_model(arch, dtype=dtype)
+    assert_teacher_forced(model, with_garbage(rollout(left=left, right=right)), atol)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+@pytest.mark.parametrize("arch", ["gpt2", "qwen3"])
+@torch.no_grad()
+def test_temperature_divides_every_logit(arch, temperature):
+    dtype, atol = EXACT.get(arch, (torch.float32, 1e-4))
+    assert_teacher_forced(tiny_model(arch, dtype=dtype), rollout(left=2), atol, temperature)
+
+
+def test_a_temperature_of_one_half_squares_the_odds():
+    logits = torch.tensor([[0.0, math.log(3.0)]] * 2, dtype=torch.float64)
+    out = Policy(Bigram(logits), temperature=0.5)(rollout([[0]], [[1, 0]]))
+    assert out.logprobs[0].exp().tolist() == pytest.approx([0.9, 0.1], abs=1e-12)
+    entropy = -(0.9 * math.log(0.9) + 0.1 * math.log(0.1))
+    assert out.entropy[0].tolist() == pytest.approx([entropy] * 2, abs=1e-12)
+
+
+def test_each_token_is_scored_by_the_logits_of_the_token_before_it():
+    logits = table()
+    out = Policy(Bigram(logits))(rollout(left=3, right=2))
+    p = logits.softmax(-1)
+    for i, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        before = [prompt[-1], *completion[:-1]]
+        by_hand = [math.log(p[a, b]) for a, b in zip(before, completion, strict=True)]
+        n = len(completion)
+        assert out.logprobs[i, :n].tolist() == pytest.approx(by_hand, abs=1e-12)
+        spread = [-sum(q * math.log(q) for q in p[a].tolist()) for a in before]
+        assert out.entropy[i, :n].tolist() == pytest.approx(spread, abs=1e-12)
+
+
+@pytest.mark.parametrize("pad", [0, EOS, 39])
+def test_the_pad_id_means_nothing_even_where_it_is_eos(pad):
+    model = tiny_model("gpt2", dtype=torch.float64)
+    assert_teacher_forced(model, rollout(left=3, right=2, pad=pad), 1e-9)
+
+
+def test_the_order_of_the_rows_means_nothing():
+    model, order = tiny_model("gpt2", dtype=torch.float64), torch.tensor([2, 0, 3, 1])
+    straight, permuted = (Policy(model)(b) for b in (rollout(), rollout().select(order)))
+    torch.testing.assert_close(permuted.logprobs, straight.logprobs[order], rtol=0, atol=1e-12)
+    torch.testing.assert_close(permuted.entropy, straight.entropy[order], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_padding_and_its_ids_leave_the_gradient_alone(arch):
+    dtype, atol = EXACT.get(arch, (torch.float32, 1e-3))
+    model = tiny_model(arch, dtype=dtype)
+    weights = torch.rand(4, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = sum(
+        (logprobs * weights[i, : len(logprobs)]).sum()
+        for i in range(4)
+        for logprobs in [teacher_forced(model, PROMPTS[i], COMPLETIONS[i])[0]]
+    )
+    grads = torch.autograd.grad(exact, list(model.parameters()))
+    expected = torch.cat([grad.flatten() for grad in grads])
+    batch = with_garbage(rollout(left=5, right=3))
+    actual = gradient(model, batch, nn.functional.pad(weights, (0, 3), value=9.0))
+    torch.testing.assert_close(actual, expected, rtol=1e-5 if arch == "llama" else 0, atol=atol)
+
+
+# ------------------------------------------------------------------------------------- the mask
+
+
+def test_eos_is_an_action_and_its_logit_counts():
+    batch, logits = rollout(), table()
+    policy = Policy(Bigram(logits))
+    before = policy(batch).logprobs
+    with torch.no_grad():
+        policy.model.table[7, EOS] += 1  # row 0 says 7 and then EOS
+    after = policy(batch).logprobs
+    assert (after[0, 1] - before[0, 1]).item() > 0.1
+    assert after[0, 0] == before[0, 0]
+    assert after[1:].equal(before[1:])
+
+
+def test_tool_tokens_are_attended_to_and_not_scored():
+    model, said = tiny_model("gpt2", dtype=torch.float64), [[7, 11, 12, EOS]]
+    mask = torch.tensor([[True, False, False, True]])
+    batch = replace(rollout(PROMPTS[:1], said), action_mask=mask)
+    out = Policy(model)(batch)
+    logprobs, entropy = teacher_forced(model, PROMPTS[0], said[0])
+    torch.testing.assert_close(out.logprobs[0], logprobs * mask[0], rtol=0, atol=1e-9)
+    torch.testing.assert_close(out.entropy[0], entropy * mask[0], rtol=0, atol=1e-9)
+    other = replace(batch, completion_ids=torch.tensor([[7, 11, 13, EOS]]))
+    assert (Policy(model)(other).logprobs - out.logprobs)[0, 3].abs() > 1e-3
+
+
+def test_masked_slots_give_no_gradient():
+    model, mask = tiny_model("gpt2", dtype=torch.float64), rollout().completion_mask.clone()
+    mask[1, 1:3] = mask[3, 0] = False
+    batch = replace(rollout(), action_mask=mask)
+    ones = torch.ones(mask.shape)
+    large = torch.where(mask, 1.0, 1e6)
+    assert gradient(model, batch, large).equal(gradient(model, batch, ones))
+    assert not gradient(model, batch, large * ~mask).any()
+
+
+def test_a_blank_row_keeps_every_parameter_in_the_graph_with_gradient_zero():
+    model = tiny_model("llama")
+    Policy(model)(rollout().blank_row()).logprobs.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_undefined_logits_at_padding_stay_out_of_the_numbers():
+    logits = table()
+    logits[0] = math.nan  # what the pad id is followed by
+    out = Policy(Bigram(logits))(rollout(left=2, right=2, pad=0))
+    assert out.logprobs.isfinite().all()
+    assert out.entropy.isfinite().all()
+
+
+# ----------------------------------------------------------------------- numerics and gradients
+
+
+def test_impossible_tokens_leave_entropy_and_gradient_finite():
+    logits = torch.tensor([[0.0, -math.inf, math.log(3.0)]] * 3, dtype=torch.float64)
+    policy = Policy(Bigram(logits))
+    out = policy(rollout([[0]], [[2, 0]]))
+    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    assert out.entropy[0].tolist() == pytest.approx([entropy] * 2, abs=1e-12)
+    out.logprobs.sum().backward()
+    by_hand = [[-0.25, 0, 0.25], [0, 0, 0], [0.75, 0, -0.75]]
+    torch.testing.assert_close(policy.model.table.grad, torch.tensor(by_hand).double())
+
+
+def test_a_certain_token_has_no_entropy():
+    logits = torch.tensor([[-math.inf, 4.0]] * 2)
+    out = Policy(Bigram(logits))(rollout([[0]], [[1, 1]]))
+    assert out.logprobs.tolist() == out.entropy.tolist() == [[0, 0]]
+
+
+def test_entropy_is_detached_and_log_probabilities_are_not():
+    out = Policy(tiny_model("gpt2"))(rollout())
+    assert out.logprobs.requires_grad
+    assert not out.entropy.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("weights", "numbers"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_numbers_have_at_least_single_precision(weights, numbers):
+    out = Policy(tiny_model("gpt2", dtype=weights))(rollout())
+    assert out.logprobs.dtype == out.entropy.dtype == numbers
+
+
+def test_half_precision_logits_over_a_large_vocabulary_lose_nothing_more():
+    logits = table(8, 50_000, dtype=torch.bfloat16)
+    out = Policy(Bigram(logits), temperature=0.7)(rollout([[3]], [[1, 7, 4]]))
+    exact = (logits.double() / 0.7).log_softmax(-1)[[3, 1, 7]]
+    chosen = exact[range(3), [1, 7, 4]]
+    torch.testing.assert_close(out.logprobs[0].double(), chosen, rtol=0, atol=1e-5)
+    entropy = -(exact.exp() * exact).sum(-1)
+    torch.testing.assert_close(out.entropy[0].double(), entropy, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_gradient_checkpointing_leaves_the_gradient_alone(arch):
+    calls = []
+    model = tiny_model(arch, dtype=torch.float64)
+    disable_dropout(model.train())
+    plain = gradient(model, rollout(left=2))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.get_input_embeddings().register_forward_hook(lambda *_: calls.append("embedding"))
+    layer = next(m for m in model.modules() if isinstance(m, nn.ModuleList))[0]
+    inner = next(m for m in layer.modules() if not list(m.children()))
+    inner.register_forward_hook(lambda *_: calls.append("layer"))
+    checkpointed = gradient(model, rollout(left=2))
+    assert calls.count("layer") == 2 * calls.count("embedding")  # it was computed again
+    torch.testing.assert_close(checkpointed, plain, rtol=0, atol=1e-9)

@@ -1,0 +1,116 @@
+"""The reference stays what the policy was."""
+
+import pytest
+import torch
+
+from rlhf_pg.experience import Rollout
+from rlhf_pg.models import Policy, Reference
+from tests.tiny import tiny_model
+
+ARCHS = ["gpt2", "llama"]
+
+
+def rollout():
+    return Rollout.from_tokens(
+        prompts=[[5, 9, 2], [17]],
+        completions=[[7, 2], [4, 11, 19]],
+        logprobs=[[0.0] * 2, [0.0] * 3],
+        truncated=[False, True],
+        groups=[0, 1],
+        pad_token_id=0,
+    )
+
+
+def train_a_step(policy):
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    policy(rollout()).logprobs.sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("arch", ARCHS)
+@torch.no_grad()
+def test_at_the_start_it_agrees_with_the_policy_to_the_last_bit(arch, temperature):
+    policy = Policy(tiny_model(arch), temperature)
+    assert Reference(policy)(rollout()).equal(policy(rollout()).logprobs)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_training_the_policy_does_not_touch_it(arch):
+    policy = Policy(tiny_model(arch))
+    reference = Reference(policy)
+    before, print_before = reference(rollout()), reference.fingerprint()
+    train_a_step(policy)
+    assert not policy(rollout()).logprobs.equal(before)
+    assert reference(rollout()).equal(before)
+    assert reference.fingerprint() == print_before
+    own = {p.data_ptr() for p in policy.parameters()}
+    assert own.isdisjoint(p.data_ptr() for p in reference.parameters())
+
+
+def test_it_stays_in_eval_mode_and_leaves_the_policy_in_its_own():
+    policy = Policy(tiny_model("gpt2", resid_pdrop=0.5)).train()
+    reference = Reference(policy)
+    expected = reference(rollout())
+    assert reference.train() is reference
+    assert not any(module.training for module in reference.modules())
+    assert reference(rollout()).equal(expected)
+    assert policy.training
+    assert policy.model.training
+
+
+def test_it_has_no_gradients_and_leaves_the_policy_its_own():
+    policy = Policy(tiny_model("gpt2"))
+    reference = Reference(policy)
+    assert not any(p.requires_grad for p in reference.parameters())
+    assert not reference(rollout()).requires_grad
+    assert all(p.requires_grad for p in policy.parameters())
+
+
+def test_no_gradient_flows_even_where_its_weights_would_take_one():
+    reference = Reference(Policy(tiny_model("gpt2"))).requires_grad_(True)
+    assert not reference(rollout()).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_fingerprint_is_that_of_the_weights_alone(dtype):
+    policy = Policy(tiny_model("llama", dtype=dtype))
+    reference = Reference(policy)
+    assert len(reference.fingerprint()) == 64
+    assert reference.fingerprint() == reference.fingerprint()
+    assert reference.fingerprint() == Reference(policy).fingerprint()
+    again = Reference(Policy(tiny_model("llama", dtype=dtype), temperature=0.5).train())
+    assert again.fingerprint() == reference.fingerprint()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_bit_of_any_weight_changes_the_fingerprint(dtype):
+    reference = Reference(Policy(tiny_model("llama", dtype=dtype)))
+    prints = [reference.fingerprint()]
+    for parameter in reference.parameters():
+        flat = parameter.data.view(-1)
+        flat[-1] = torch.nextafter(flat[-1], flat[-1] + 1)
+        prints.append(reference.fingerprint())
+    assert len(set(prints)) == len(prints) > 10
+
+
+def test_exchanging_two_weights_changes_the_fingerprint():
+    reference = Reference(Policy(tiny_model("llama")))
+    before = reference.fingerprint()
+    layers = reference.policy.model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+    assert reference.fingerprint() != before
+
+
+@pytest.mark.xfail(
+    strict=True, reason="a scalar tensor cannot be viewed as bytes", raises=RuntimeError
+)
+def test_a_model_with_a_scalar_buffer_has_a_fingerprint():
+    model = tiny_model("gpt2")
+    model.register_buffer("scale", torch.tensor(1.0))
+    assert len(Reference(Policy(model)).fingerprint()) == 64
+
+
+def test_bfloat16_weights_give_single_precision_numbers():
+    reference = Reference(Policy(tiny_model("gpt2", dtype=torch.bfloat16)))
+    assert reference(rollout()).dtype == torch.float32

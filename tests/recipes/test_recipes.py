@@ -1,0 +1,108 @@
+"""The recipe files and the command, as a user runs them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from rlhf_pg import cli
+from rlhf_pg.config import GRPOConfig, ReinforceConfig, RLOOConfig, SFTConfig
+from rlhf_pg.metrics import KEYS, read
+from rlhf_pg.recipe import parse
+from rlhf_pg.tasks import arithmetic
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+CONFIGS = {"grpo": GRPOConfig, "rloo": RLOOConfig, "reinforce": ReinforceConfig, "sft": SFTConfig}
+SMALL = ["--max_steps=2", "--prompts_per_step=4", "--eval_steps=0"]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(0)
+    model, tokenizer = arithmetic().new_model()
+    path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_recipe_parses_as_its_algorithm(path: Path) -> None:
+    algorithm = path.stem.split("_")[0]
+    args = parse(CONFIGS[algorithm], ["--config", str(path)])
+    assert args.algorithm == algorithm
+    assert (RECIPES / f"{algorithm}.py").exists()
+
+
+def test_the_sft_recipe_is_what_runs_by_itself() -> None:
+    args = parse(SFTConfig, ["--config", str(RECIPES / "sft_arithmetic.yaml")])
+    assert args == SFTConfig()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_recipe_under_accelerate_launch(processes: int, model_path: str, tmp_path: Path) -> None:
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch"]
+    setup = {
+        1: ["--cpu", "--num_processes", "1"],
+        2: ["--config_file", str(RECIPES / "accelerate" / "cpu_2.yaml")],
+    }[processes]
+    recipe = [str(RECIPES / "grpo.py"), "--config", str(RECIPES / "grpo_arithmetic.yaml")]
+    flags = [*SMALL, "--model_name_or_path", model_path, "--output_dir", str(tmp_path / "run")]
+    done = subprocess.run(
+        [*accelerate, *setup, *recipe, *flags],
+        env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        check=True,
+        timeout=300,
+        capture_output=True,
+        text=True,
+    )
+    described = "1 process, cpu" if processes == 1 else "2 processes (gloo), cpu"
+    assert f"GRPOTrainer: {described}" in done.stdout
+    lines = read(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2]
+    assert set(KEYS) <= set(lines[0])
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "reinforce"])
+def test_train_command(algorithm: str, model_path: str, tmp_path: Path) -> None:
+    recipe = str(RECIPES / f"{algorithm}_arithmetic.yaml")
+    out = ["--output_dir", str(tmp_path)]
+    cli.main(["train", recipe, *SMALL, *out, "--model_name_or_path", model_path])
+    assert (tmp_path / "final" / "model.safetensors").exists()
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["algorithm"] == algorithm
+
+
+def test_demo_command(model_path: str, tmp_path: Path, capsys) -> None:
+    out = ["--output_dir", str(tmp_path)]
+    cli.main(["demo", *SMALL, *out, "--model_name_or_path", model_path])
+    shown = capsys.readouterr().out
+    assert shown.count("% of held-out problems right") == 3  # at the start, and both at the end
+    assert "reward (smoothed)" in shown
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train"], "train needs a recipe"),
+        (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (["dance"], "invalid choice: 'dance'"),
+        (["train", str(RECIPES / "sft_arithmetic.yaml")], "algorithm must be one of"),
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments, message, capsys) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_version(capsys) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.strip() == cli.rlhf_pg.__version__

@@ -1,0 +1,309 @@
+"""Reward functions: how they are called, and what they may return."""
+
+import asyncio
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_pg.rewards import Rewards
+
+PROMPTS = ["p", "p", "q"]
+COMPLETIONS = ["a", "bb", "ccc"]
+IDS = [[4], [5, 5], [6, 6, 6]]
+COLUMNS = {"answer": ["a", "a", "c"], "tags": [["x"], ["x"], ["y"]]}
+
+
+def call(*functions, weights=None, columns=COLUMNS):
+    return Rewards(list(functions), weights)(PROMPTS, COMPLETIONS, IDS, columns)
+
+
+def says(scores, name="said"):
+    """A reward function that returns what it is told."""
+
+    def function(**_):
+        return scores
+
+    function.__name__ = name
+    return function
+
+
+def length(completions, **_):
+    return [float(len(text)) for text in completions]
+
+
+async def slow_length(completions, **_):
+    await asyncio.sleep(0.001)
+    return [float(len(text)) for text in completions]
+
+
+class Length:
+    def __call__(self, completions, **_):
+        return length(completions)
+
+
+class SlowLength:
+    async def __call__(self, completions, **_):
+        return await slow_length(completions)
+
+
+KINDS = [length, slow_length, Length(), SlowLength(), lambda **kw: slow_length(**kw)]
+
+
+# ------------------------------------------------------------------------------------- the call
+
+
+@pytest.mark.parametrize("function", KINDS, ids=lambda f: type(f).__name__)
+def test_plain_or_async_function_or_object_it_is_called_the_same(function):
+    scores = call(function)
+    assert scores.tolist() == [[1], [2], [3]]
+    assert scores.dtype == torch.float64
+
+
+@pytest.mark.parametrize("function", KINDS, ids=lambda f: type(f).__name__)
+def test_it_works_inside_a_running_event_loop(function):
+    async def notebook():
+        return call(function)
+
+    assert asyncio.run(notebook()).tolist() == [[1], [2], [3]]
+
+
+def test_a_function_is_given_everything_by_name():
+    seen = {}
+
+    def look(prompts, completions, completion_ids, answer, tags):
+        seen.update(locals())
+        return [0.0] * 3
+
+    call(look)
+    inputs = {"prompts": PROMPTS, "completions": COMPLETIONS, "completion_ids": IDS, **COLUMNS}
+    assert {name: seen[name] for name in inputs} == inputs
+
+
+def test_one_function_needs_no_list():
+    assert Rewards(length)(PROMPTS, COMPLETIONS, IDS, {}).tolist() == [[1], [2], [3]]
+
+
+def test_each_function_has_a_column_and_weights_stay_out_of_it():
+    scores = call(length, says([7, 8, 9]), weights=[0.5, 2.0])
+    assert scores.tolist() == [[1, 7], [2, 8], [3, 9]]
+
+
+def test_no_completions_call_nothing():
+    def never(**_):
+        raise AssertionError
+
+    assert Rewards([never, never])([], [], [], {"answer": []}).shape == (0, 2)
+
+
+def test_what_one_function_does_to_its_input_nobody_else_sees():
+    def vandal(prompts, completions, completion_ids, answer, tags):
+        prompts[0][0]["content"] = completions[0] = answer[0] = "gone"
+        completion_ids[0].append(9)
+        tags[0].clear()
+        del completions[1:]
+        return [0.0]
+
+    inputs = {"answer": ["a"], "tags": [["x"]]}
+    prompts, completions, ids = [[{"role": "user", "content": "p"}]], ["c"], [[4]]
+    seen = []
+
+    def witness(prompts, completions, completion_ids, answer, tags):
+        seen.append((prompts[0][0]["content"], completions, completion_ids, answer, tags))
+        return [0.0]
+
+    Rewards([vandal, witness])(prompts, completions, ids, inputs)
+    untouched = ("p", ["c"], [[4]], ["a"], [["x"]])
+    assert seen == [untouched]
+    assert (prompts[0][0]["content"], completions, ids, *inputs.values()) == untouched
+
+
+# ------------------------------------------------------------------------------ names and weights
+
+
+@pytest.mark.parametrize(
+    ("functions", "names"),
+    [
+        ([length], ["length"]),
+        ([length, slow_length, Length()], ["length", "slow_length", "Length"]),
+        ([length, Length(), length], ["length_1", "Length", "length_2"]),
+        ([functools.partial(length)], ["partial"]),
+    ],
+)
+def test_names_are_those_of_the_functions_numbered_where_repeated(functions, names):
+    assert Rewards(functions).names == names
+
+
+@pytest.mark.xfail(strict=True, reason="a numbered name meets a given one", raises=AssertionError)
+def test_no_two_functions_share_a_name():
+    names = Rewards([says([], "a"), says([], "a"), says([], "a_1")]).names
+    assert len(set(names)) == 3
+
+
+@pytest.mark.parametrize(("weights", "expected"), [(None, [1, 1]), ([0.25, -2], [0.25, -2])])
+def test_weights_are_one_unless_given(weights, expected):
+    assert Rewards([length, slow_length], weights).weights.tolist() == expected
+
+
+@pytest.mark.xfail(strict=True, reason="weights are rounded to float32", raises=AssertionError)
+def test_weights_keep_their_digits():
+    assert Rewards([length], [0.1]).weights.double().tolist() == [0.1]
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights", "error", "message"),
+    [
+        ([], None, ValueError, "reward_funcs is empty"),
+        ([length, "exact"], None, TypeError, "must be callables, got 'exact'"),
+        ([length, slow_length], [1.0], ValueError, "got 1 for length, slow_length"),
+        ([length], [1.0, 2.0], ValueError, "got 2 for length"),
+        ([length], [], ValueError, "got 0 for length"),
+    ],
+)
+def test_what_cannot_be_called_or_weighed_is_refused_at_once(functions, weights, error, message):
+    with pytest.raises(error, match=message):
+        Rewards(functions, weights)
+
+
+# ---------------------------------------------------------------------------------- the scores
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        [1, 0, -2.5],
+        (1, 0, -2.5),
+        np.array([1, 0, -2.5]),
+        np.array([1, 0, -2.5], dtype=np.float32),
+        torch.tensor([1, 0, -2.5]),
+        torch.tensor([1, 0, -2.5], dtype=torch.bfloat16, requires_grad=True),
+        [np.float32(1), np.int64(0), torch.tensor(-2.5)],
+        [True, False, -2.5],
+    ],
+    ids=lambda scores: type(scores).__name__,
+)
+def test_any_sequence_of_numbers_will_do(scores):
+    assert call(says(scores)).tolist() == [[1], [0], [-2.5]]
+
+
+def test_scores_keep_their_digits():
+    assert call(says([0.1, 1e-300, 1 + 2**-52])).flatten().tolist() == [0.1, 1e-300, 1 + 2**-52]
+
+
+@pytest.mark.parametrize(
+    ("scores", "got"),
+    [
+        ([1.0, 2.0], "2 scores"),
+        ([1.0] * 4, "4 scores"),
+        ([], "0 scores"),
+        (torch.zeros(2), "2 scores"),
+        (None, "None"),
+        (1.0, "1.0"),
+        (torch.tensor(1.0), "1.0"),
+        ({"a": 1, "b": 2, "c": 3}, "{'a': 1"),
+        ((x for x in (1.0, 2.0, 3.0)), "<generator"),
+    ],
+    ids=str,
+)
+def test_it_must_be_one_score_per_completion(scores, got):
+    with pytest.raises(ValueError, match=rf"reward function said .* list of 3 scores.* got {got}"):
+        call(length, says(scores))
+
+
+@pytest.mark.parametrize(
+    ("score", "shown"),
+    [
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (-math.inf, "-inf"),
+        (np.float32("nan"), r"np.float32\(nan\)"),
+        (torch.tensor(math.inf), r"tensor\(inf\)"),
+        ("good", "'good'"),
+        ([1.0], r"\[1.0\]"),
+        (1 + 2j, r"\(1\+2j\)"),
+        pytest.param(
+            10**400,
+            "10000",
+            marks=pytest.mark.xfail(
+                strict=True, reason="float() overflows", raises=OverflowError
+            ),
+        ),
+    ],
+    ids=lambda x: str(x)[:9],
+)
+@pytest.mark.parametrize("container", [list, tuple])
+def test_a_score_that_is_no_finite_number_names_function_and_completion(score, shown, container):
+    message = f"reward function said returned {shown}.* for completion 1 of the batch"
+    with pytest.raises(ValueError, match=message):
+        call(length, says(container([0.0, score, 1.0])))
+
+
+@pytest.mark.parametrize("scores", [np.array([0, np.nan, 1]), torch.tensor([0, math.inf, 1])])
+def test_an_array_is_checked_like_a_list(scores):
+    with pytest.raises(ValueError, match="said returned (nan|inf) for completion 1"):
+        call(says(scores))
+
+
+# ------------------------------------------------------------------------------- does not apply
+
+
+def test_none_is_a_gap_in_its_column_alone():
+    scores = call(length, says([None, 5, None], "sometimes"))
+    assert scores[:, 0].tolist() == [1, 2, 3]
+    assert scores[:, 1].isnan().tolist() == [True, False, True]
+
+
+def test_two_functions_may_share_the_work():
+    scores = call(says([1, None, None]), says([None, 2, 3]))
+    assert scores.nansum(1).tolist() == [1, 2, 3]
+
+
+def test_a_completion_that_no_function_scores_is_an_error():
+    with pytest.raises(ValueError, match=r"completion 2 .* one, two returned None for prompt 'q'"):
+        call(says([None, 1, None], "one"), says([1, 1, None], "two"))
+
+
+# --------------------------------------------------------------------------------- it breaks down
+
+
+async def slow_failure(**_):
+    await asyncio.sleep(0.001)
+    raise KeyError("answer")
+
+
+def failure(**_):
+    raise KeyError("answer")
+
+
+@pytest.mark.parametrize("function", [failure, slow_failure])
+def test_an_exception_names_the_function_and_keeps_its_cause(function):
+    with pytest.raises(ValueError, match="failure raised KeyError: 'answer'") as caught:
+        call(length, function)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_an_unwanted_column_is_an_error_that_names_the_function():
+    def strict(prompts, completions, completion_ids):
+        return [0.0] * 3
+
+    with pytest.raises(ValueError, match="reward function strict raised TypeError.*'answer'"):
+        call(strict)
+
+
+@pytest.mark.xfail(strict=True, reason="a column replaces what was sampled", raises=AssertionError)
+@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
+def test_a_column_never_replaces_what_was_sampled(name):
+    seen = []
+
+    def look(**inputs):
+        seen.append(inputs[name])
+        return [0.0] * 3
+
+    try:
+        call(look, columns={name: ["another"] * 3})
+    except ValueError as refused:  # as good
+        assert name in str(refused)
+        return
+    assert "another" not in seen[0]

@@ -1,0 +1,230 @@
+"""Prompts as tokens, what is refused, and the order in which they are drawn."""
+
+import itertools
+import logging
+from collections import Counter
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import processors
+
+from rlhf_pg.data import PromptSampler, batches, encode, load_prompts, permutation
+from rlhf_pg.tasks.tiny import character_tokenizer
+
+# Ids: pad 0, EOS 1, <user> 2, <assistant> 3, a 4, b 5, c 6.
+CHARACTERS = "abc"
+BOS_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+def plain():
+    return character_tokenizer(CHARACTERS)
+
+
+def with_bos(chat_template=BOS_TEMPLATE):
+    """A tokenizer that puts BOS, here `<user>`, in front of every text."""
+    tokenizer = character_tokenizer(CHARACTERS)
+    tokenizer.bos_token = "<user>"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<user> $A", special_tokens=[("<user>", 2)]
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def dataset(*prompts, **columns):
+    return Dataset.from_dict({"prompt": list(prompts), **columns})
+
+
+def message(content, role="user"):
+    return {"role": role, "content": content}
+
+
+# ------------------------------------------------------------------------------------ tokenizing
+
+
+def test_strings_become_their_ids_and_the_rows_stay():
+    prompts = load_prompts(dataset("ab", "cab", "a", answer=[7, 8, 9]), plain())
+    assert prompts.tokens == [[4, 5], [6, 4, 5], [4]]
+    assert (len(prompts), prompts.longest) == (3, 3)
+    assert prompts.rows["answer"] == [7, 8, 9]
+    assert prompts.rows["prompt"] == ["ab", "cab", "a"]
+
+
+def test_messages_become_a_chat_that_the_assistant_is_to_continue():
+    chat = [message("ab"), message("c", "assistant"), message("a")]
+    prompts = load_prompts(dataset([message("ab")], chat), plain())
+    assert prompts.tokens == [[2, 4, 5, 3], [2, 4, 5, 3, 6, 1, 2, 4, 3]]
+    assert prompts.rows["prompt"][1] == chat
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [
+        ("ab", [2, 4, 5]),
+        ("<user>ab", [2, 4, 5]),  # in the text and from the tokenizer
+        ([message("ab")], [2, 4, 5]),  # from the template alone
+        ([message("<user>ab")], [2, 4, 5]),
+        ("aab", [2, 4, 4, 5]),
+        ("", [2]),
+    ],
+)
+def test_a_bos_stands_in_front_once(prompt, ids):
+    assert encode(prompt, with_bos()) == ids
+
+
+def test_a_template_without_bos_gets_none():
+    chat = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    assert encode([message("ab")], with_bos(chat)) == [4, 5]
+
+
+@pytest.mark.parametrize("prompt", ["aab", "<user><user>a"])
+def test_without_a_bos_token_nothing_is_taken_away(prompt):
+    assert len(encode(prompt, plain())) == 3
+
+
+# -------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("prompts", "row"),
+    [
+        (["a", ""], 1),
+        (["a", "b", None], 2),
+        ([[message("a")], []], 1),
+        ([[4, 5]], 0),
+        ([3], 0),
+    ],
+)
+def test_a_prompt_of_nothing_or_of_something_else_is_refused_by_its_row(prompts, row):
+    with pytest.raises(ValueError, match=f"prompt in row {row} (is empty|must be a string or)"):
+        load_prompts(dataset(*prompts), plain())
+
+
+def test_a_chat_needs_a_template():
+    tokenizer = plain()
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="row 0 is a list of messages.*no chat_template"):
+        load_prompts(dataset([message("a")]), tokenizer)
+    assert load_prompts(dataset("a"), tokenizer).tokens == [[4]]
+
+
+def test_a_missing_prompt_column_names_those_that_are_there():
+    data = Dataset.from_dict({"question": ["a"], "answer": ["b"]})
+    with pytest.raises(ValueError, match="no column 'prompt'.*question, answer"):
+        load_prompts(data, plain())
+
+
+def test_an_empty_dataset_is_refused():
+    with pytest.raises(ValueError, match="the dataset has no prompts$"):
+        load_prompts(dataset(), plain())
+
+
+# -------------------------------------------------------------------------------------- the length
+
+
+@pytest.mark.parametrize("limit", [None, 3, 100])
+def test_prompts_up_to_the_limit_are_kept(limit, caplog):
+    for long_prompts in ("error", "drop"):
+        prompts = load_prompts(dataset("ab", "abc"), plain(), limit, long_prompts)
+        assert len(prompts) == 2
+    assert not caplog.records
+
+
+def test_longer_prompts_are_an_error_that_names_the_first():
+    data = dataset("a", "abc", "ab", "abcabc")
+    with pytest.raises(ValueError, match=r"^2 prompts .* 2; the first is row 1 with 3 tokens"):
+        load_prompts(data, plain(), max_prompt_length=2)
+
+
+def test_longer_prompts_are_dropped_with_their_columns_and_counted(caplog):
+    data = dataset("a", "abc", "ab", "abcabc", answer=[1, 2, 3, 4])
+    with caplog.at_level(logging.WARNING):
+        prompts = load_prompts(data, plain(), max_prompt_length=2, long_prompts="drop")
+    assert prompts.tokens == [[4], [4, 5]]
+    assert prompts.rows["prompt"] == ["a", "ab"]
+    assert prompts.rows["answer"] == [1, 3]
+    assert "dropped 2 of 4 prompts" in caplog.text
+
+
+def test_dropping_every_prompt_is_an_error():
+    with pytest.raises(ValueError, match="no prompts left: all were too long"):
+        load_prompts(dataset("abc", "abcabc"), plain(), 2, "drop")
+
+
+def test_the_length_is_that_of_the_tokens_with_the_chat_around_them():
+    with pytest.raises(ValueError, match="row 0 with 4 tokens"):
+        load_prompts(dataset([message("ab")]), plain(), max_prompt_length=3)
+
+
+# --------------------------------------------------------------------------------------- the order
+
+
+@settings(max_examples=50, deadline=None)
+@given(size=st.integers(1, 9), seed=st.integers(0, 2**32), shuffle=st.booleans())
+def test_every_epoch_takes_every_row_once(size, seed, shuffle):
+    rows = PromptSampler(size, seed, shuffle).rows(range(4 * size))
+    for epoch in range(4):
+        assert sorted(rows[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+@settings(max_examples=50, deadline=None)
+@given(draws=st.lists(st.integers(0, 60)), size=st.integers(1, 9))
+def test_a_row_depends_on_seed_and_draw_alone(draws, size):
+    whole = PromptSampler(size, seed=5).rows(range(61))
+    assert PromptSampler(size, seed=5).rows(draws) == [whole[draw] for draw in draws]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    epochs = [tuple(PromptSampler(50, 0).rows(range(50 * e, 50 * e + 50))) for e in range(5)]
+    seeds = [tuple(PromptSampler(50, seed).rows(range(50))) for seed in range(5)]
+    assert len({*epochs, *seeds}) == 9  # seed 0, epoch 0 is in both
+    assert tuple(range(50)) not in {*epochs, *seeds}
+
+
+def test_without_shuffling_the_rows_come_as_they_are():
+    assert PromptSampler(3, seed=1, shuffle=False).rows(range(7)) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_step_larger_than_the_dataset_goes_round_it():
+    rows = PromptSampler(3, seed=1).rows(range(8))
+    assert set(Counter(rows).values()) == {2, 3}
+    assert PromptSampler(1, seed=1).rows([0, 1, 5]) == [0, 0, 0]
+
+
+def test_a_permutation_depends_on_every_part_of_its_key():
+    keys = list(itertools.product(range(3), repeat=3))
+    orders = {tuple(permutation(30, *key)) for key in keys}
+    assert len(orders) == len(keys)
+    assert permutation(30, 1, 2, 3) == permutation(30, 1, 2, 3)
+    assert all(sorted(order) == list(range(30)) for order in orders)
+
+
+def test_a_permutation_neither_reads_nor_moves_the_global_generator():
+    np.random.seed(0)
+    first, state = permutation(20, 3), np.random.get_state()[1].tolist()
+    np.random.seed(1)
+    assert permutation(20, 3) == first
+    np.random.seed(0)
+    permutation(20, 3)
+    assert np.random.get_state()[1].tolist() == state
+
+
+def test_every_order_is_as_likely_as_the_others():
+    counts = Counter(tuple(PromptSampler(3, 0).rows(range(3 * e, 3 * e + 3))) for e in range(1200))
+    assert len(counts) == 6
+    assert sum((n - 200) ** 2 / 200 for n in counts.values()) < 30  # chi-square, 5 dof: p < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "expected"),
+    [
+        (range(0), 3, []),
+        (range(5), 2, [range(0, 2), range(2, 4), range(4, 5)]),
+        (range(3, 7), 4, [range(3, 7)]),
+    ],
+)
+def test_batches_cover_the_rows_in_order(rows, size, expected):
+    assert list(batches(rows, size)) == expected

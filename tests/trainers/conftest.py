@@ -1,0 +1,61 @@
+"""A tiny model, a tiny task and a trainer on them, with the native engine."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_pg import GRPOTrainer
+from rlhf_pg.tasks import arithmetic
+from rlhf_pg.trainers import PolicyGradientTrainer
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The embedded model with random weights, saved in the standard format."""
+    torch.manual_seed(0)
+    model, tokenizer = arithmetic().new_model()
+    path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def digits(completions: list[str], **_: Any) -> list[float]:
+    """A reward that a random model can find at once: the share of even digits."""
+    return [sum(c in "02468" for c in text) / 6 for text in completions]
+
+
+@pytest.fixture
+def make(model_path: str, tmp_path: Path) -> Callable[..., PolicyGradientTrainer]:
+    """make(GRPOTrainer, reward_funcs=..., learning_rate=..., ...): a trainer ready to train."""
+
+    def build(
+        trainer_type: type[PolicyGradientTrainer] = GRPOTrainer, **options: Any
+    ) -> PolicyGradientTrainer:
+        task = arithmetic()
+        inputs = {
+            name: options.pop(name, default)
+            for name, default in {
+                "model": model_path,
+                "reward_funcs": digits,
+                "train_dataset": task.train_dataset,
+                "eval_dataset": None,
+                "callbacks": None,
+                "processing_class": None,
+                "optimizers": (None, None),
+            }.items()
+        }
+        defaults = {
+            "max_completion_length": 6,
+            "prompts_per_step": 4,
+            "num_generations": 4,
+            "learning_rate": 1e-3,
+            "max_steps": 3,
+            "output_dir": str(tmp_path / "run"),
+        }
+        return trainer_type(args=trainer_type.config_type(**(defaults | options)), **inputs)
+
+    return build

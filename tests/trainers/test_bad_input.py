@@ -1,0 +1,121 @@
+"""Bad input gets one error that names what is wrong and what to do."""
+
+import math
+
+import pytest
+from datasets import Dataset
+
+from rlhf_pg import GRPOConfig, GRPOTrainer, ReinforceConfig, RLOOConfig
+from rlhf_pg.tasks import arithmetic
+
+DATA = arithmetic().train_dataset
+
+
+@pytest.mark.parametrize(
+    ("config_type", "options", "message"),
+    [
+        (GRPOConfig, {"num_generations": 1}, "num_generations must be at least 2"),
+        (RLOOConfig, {"num_generations": 1}, "num_generations must be at least 2"),
+        (GRPOConfig, {"epsilon": -0.1}, "epsilon must be above 0"),
+        (GRPOConfig, {"temperature": 0}, "temperature must be above 0"),
+        (GRPOConfig, {"max_steps": 0}, "max_steps"),
+        (GRPOConfig, {"num_mini_batches": 17}, "num_mini_batches must be at most prompts_per_step"),
+        (ReinforceConfig, {"num_iterations": 2}, 'policy_loss to "clipped_surrogate"'),
+        (ReinforceConfig, {"gamma": 1.5}, "gamma must be at most 1"),
+        (GRPOConfig, {"dtype": "float16"}, "dtype must be one of"),
+        (GRPOConfig, {"seed": "1"}, "seed must be int"),
+    ],
+)
+def test_config(config_type, options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_type(**options)
+
+
+def test_rloo_and_grpo_have_no_discount_to_ignore() -> None:
+    with pytest.raises(TypeError, match="gamma"):
+        RLOOConfig(gamma=0.9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_dataset": DATA.rename_column("prompt", "question")}, "no column 'prompt'.*answer"),
+        ({"train_dataset": DATA.select([])}, "train_dataset: the dataset has no prompts"),
+        ({"train_dataset": Dataset.from_dict({"prompt": ["1+1=", ""]})}, "row 1 is empty"),
+        ({"train_dataset": None}, "no train_dataset"),
+        ({"model": None}, "no model"),
+        ({"max_completion_length": 60}, "max_position_embeddings of 64"),
+        ({"micro_batch_tokens": 10}, "micro_batch_tokens 10"),
+        ({"max_prompt_length": 5}, "longer than max_prompt_length 5.*drop"),
+        ({"reward_funcs": []}, "reward_funcs is empty"),
+        ({"reward_weights": (1.0, 2.0)}, "reward_weights must have one entry"),
+    ],
+)
+def test_trainer(make, options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_long_prompts_are_dropped_and_counted(make, caplog) -> None:
+    trainer = make(max_prompt_length=5, long_prompts="drop")
+    kept = [p for p in DATA["prompt"] if len(p) <= 5]
+    assert trainer.train_prompts.rows["prompt"] == kept
+    assert f"dropped {len(DATA) - len(kept)} of {len(DATA)}" in caplog.text
+
+
+def says(value):
+    def reward(completions, **_):
+        return value if callable(value) is False else value(completions)
+
+    return reward
+
+
+def raises(completions, **_):
+    raise RuntimeError("no scorer")
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (says([1.0]), "reward function reward must return a list of 16 scores.*got 1"),
+        (says(lambda c: [math.nan] * len(c)), "reward function reward returned nan"),
+        (says(lambda c: [math.inf] * len(c)), "reward function reward returned inf"),
+        (says(lambda c: [None] * len(c)), "no reward function applies"),
+        (says(None), "must return a list"),
+        (raises, "reward function raises raised RuntimeError: no scorer"),
+    ],
+)
+def test_reward(make, reward, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(reward_funcs=reward).train()
+
+
+def test_a_reward_that_fails_late_loses_nothing(make, tmp_path) -> None:
+    calls = []
+
+    def late(completions, **_):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("out of luck")
+        return [float(len(c)) for c in completions]
+
+    with pytest.raises(ValueError, match=r"out of luck.*saved so far: .*step-00000002"):
+        make(reward_funcs=late).train()
+    resumed = make(reward_funcs=late)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.step == 3
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights(make) -> None:
+    trainer = make()
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    trainer.estimator = lambda signals: signals.rewards * math.inf
+    with pytest.raises(FloatingPointError, match=r"not finite.*learning_rate"):
+        trainer.train()
+    assert all(before[name].equal(p) for name, p in trainer.model.named_parameters())
+
+
+def test_an_unknown_argument_is_refused_by_name(model_path) -> None:
+    with pytest.raises(ValueError, match="peft_config"):
+        GRPOTrainer(model=model_path, train_dataset=DATA, peft_config=object())

@@ -1,0 +1,247 @@
+"""What a run does and leaves behind, and how it goes on after a stop."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf_pg import Callback, GRPOConfig, GRPOTrainer, ReinforceTrainer, RLOOTrainer
+from rlhf_pg.metrics import KEYS, read
+from rlhf_pg.recipe import parse
+from rlhf_pg.tasks import arithmetic
+
+TRAINERS = [GRPOTrainer, RLOOTrainer, ReinforceTrainer]
+TIMES = {"step_time", "perf/tokens_per_second"}
+
+
+def untimed(path: Path) -> list[dict]:
+    """The lines of metrics.jsonl without what depends on the clock."""
+    lines = read(path / "metrics.jsonl")
+    return [
+        {k: v for k, v in line.items() if k not in TIMES and not k.startswith("time/")}
+        for line in lines
+    ]
+
+
+@pytest.mark.parametrize("trainer_type", TRAINERS)
+def test_run_directory(make, trainer_type, tmp_path) -> None:
+    trainer = make(trainer_type, beta=0.1, log_completions_steps=2, save_steps=2)
+    trainer.train()
+    run = tmp_path / "run"
+    lines = read(run / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert set(KEYS) <= set(lines[0])
+    assert "rewards/digits/mean" in lines[0]
+    absent = {key for key in KEYS if lines[0][key] is None}
+    vanilla = {"clip_ratio/region_mean"} if trainer_type is ReinforceTrainer else set()
+    assert absent == vanilla
+    completions = read(run / "completions.jsonl")
+    assert [c["step"] for c in completions] == [2, 2]
+    assert set(completions[0]) == {"step", "prompt", "completion", "rewards/digits"}
+    assert parse(trainer.config_type, ["--config", str(run / "config.yaml")]) == trainer.args
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000002"]
+
+    model = AutoModelForCausalLM.from_pretrained(run / "final")
+    trained = dict(trainer.model.named_parameters())
+    assert all(p.equal(trained[name]) for name, p in model.named_parameters())
+    assert AutoTokenizer.from_pretrained(run / "final").eos_token == "<eos>"
+
+
+def test_kl_is_null_without_a_reference_and_zero_at_the_start_with_one(make, tmp_path) -> None:
+    make().train()
+    assert all(line["kl"] is None for line in read(tmp_path / "run" / "metrics.jsonl"))
+    make(beta=0.1).train()
+    kl = [line["kl"] for line in read(tmp_path / "run" / "metrics.jsonl")]
+    assert kl[0] == pytest.approx(0, abs=1e-7)
+    assert kl[2] > 1e-6
+
+
+def test_metrics_of_a_step_against_the_samples(make) -> None:
+    trainer = make()
+    seen = {}
+    collected = trainer.roll_out
+
+    def roll_out(draws):
+        seen["samples"] = collected(draws)
+        return seen["samples"]
+
+    trainer.roll_out = roll_out
+    trainer.callbacks.append(Keep())
+    trainer.train()
+    metrics, rollout = trainer.callbacks[0].last, seen["samples"].rollout
+    lengths = rollout.completion_mask.sum(1).float()
+    assert metrics["completions/mean_length"] == pytest.approx(lengths.mean().item())
+    assert metrics["completions/clipped_ratio"] == rollout.truncated.float().mean().item()
+    assert metrics["reward"] == pytest.approx(metrics["rewards/digits/mean"])
+    assert metrics["num_tokens"] > 3 * 16 * 5
+
+
+class Keep(Callback):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_step(self, trainer, metrics) -> None:
+        self.last = metrics
+        self.events.append(f"step {metrics['step']}")
+
+    def on_save(self, trainer, path) -> None:
+        self.events.append(f"save {path.name}")
+
+    def on_end(self, trainer) -> None:
+        assert (Path(trainer.args.output_dir) / "final" / "config.json").exists()
+        self.events.append("end")
+
+
+def test_callbacks(make) -> None:
+    keep = Keep()
+    make(callbacks=[keep], save_steps=2).train()
+    assert keep.events == ["step 1", "step 2", "save step-00000002", "step 3", "end"]
+
+
+@pytest.mark.parametrize("trainer_type", TRAINERS)
+def test_ten_steps_are_five_and_five_bit_for_bit(make, trainer_type, tmp_path) -> None:
+    """With dropout on, so that the random state matters, and a schedule that is not constant."""
+    options = {"max_steps": 10, "save_steps": 5, "beta": 0.1, "warmup_steps": 3}
+    if trainer_type is not ReinforceTrainer:
+        options |= {"num_iterations": 2, "num_mini_batches": 2}
+    options |= {"disable_dropout": False}
+    whole = make(trainer_type, output_dir=str(tmp_path / "whole"), **options)
+    dropout(whole)
+    whole.train()
+
+    part = make(trainer_type, output_dir=str(tmp_path / "part"), **options)
+    dropout(part)
+    part.total_steps = 5
+    part.train()
+    torch.manual_seed(999)
+    rest = make(trainer_type, output_dir=str(tmp_path / "part"), **options)
+    dropout(rest)
+    rest.train(resume_from_checkpoint="latest")
+
+    final = dict(rest.model.named_parameters())
+    assert all(p.equal(final[name]) for name, p in whole.model.named_parameters())
+    assert untimed(tmp_path / "part") == untimed(tmp_path / "whole")
+
+
+def dropout(trainer) -> None:
+    for module in trainer.model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
+
+
+def test_dropout_is_off_by_default(make) -> None:
+    trainer = make(max_steps=1)
+    dropout(trainer)
+    assert any(getattr(m, "attention_dropout", 0) > 0 for m in trainer.model.modules())
+    fresh = make(model=trainer.model)
+    assert all(getattr(m, "attention_dropout", 0) == 0 for m in fresh.model.modules())
+
+
+def test_checkpoints_of_another_run_are_not_mixed_in(make) -> None:
+    make(save_steps=1).train()
+    with pytest.raises(ValueError, match=r"another run.*resume_from_checkpoint latest"):
+        make().train()
+
+
+def test_resume_needs_a_checkpoint(make, tmp_path) -> None:
+    with pytest.raises(ValueError, match="no checkpoint to resume from"):
+        make().train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        make().train(resume_from_checkpoint=str(tmp_path))
+
+
+def test_resume_refuses_another_reference(make) -> None:
+    make(beta=0.1, save_steps=1).train()
+    trainer = make(beta=0.1)
+    with torch.no_grad():
+        trainer.learner.reference.policy.model.lm_head.weight.add_(1)
+    with pytest.raises(ValueError, match="another reference"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_epochs_set_the_number_of_steps(make) -> None:
+    data = arithmetic().train_dataset.select(range(10))
+    trainer = make(train_dataset=data, max_steps=-1, num_train_epochs=1.5)
+    assert trainer.total_steps == 4  # 15 prompts, 4 at a time
+    assert [trainer.prompt_order.rows(range(10 * e, 10 * e + 10)) for e in (0, 1)] != [[], []]
+
+
+def test_the_learning_rate_advances_once_per_step(make, tmp_path) -> None:
+    make(max_steps=4, warmup_steps=2, num_iterations=2, num_mini_batches=2).train()
+    rates = [line["learning_rate"] for line in read(tmp_path / "run" / "metrics.jsonl")]
+    assert rates == pytest.approx([0, 5e-4, 1e-3, 5e-4])
+
+
+def test_own_optimizer_and_scheduler(make) -> None:
+    model = make().model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    keep = Keep()
+    make(model=model, optimizers=(optimizer, schedule), callbacks=[keep]).train()
+    assert keep.last["learning_rate"] == pytest.approx(0.005)
+
+
+def test_evaluate_is_repeatable_and_does_not_disturb_training(make, tmp_path) -> None:
+    held_out = arithmetic().eval_dataset.select(range(20))
+    plain = make(output_dir=str(tmp_path / "plain"))
+    plain.train()
+    trainer = make(eval_dataset=held_out, eval_steps=1)
+    assert trainer.evaluate() == trainer.evaluate()
+    assert set(trainer.evaluate()) >= {"eval_reward", "eval_rewards/digits/mean"}
+    assert trainer.evaluate(temperature=0.0) != trainer.evaluate()
+    trainer.train()
+    keys = set(KEYS) - TIMES
+    ours, theirs = untimed(tmp_path / "run"), untimed(tmp_path / "plain")
+    assert all("eval_reward" in line for line in ours)
+    for line, other in zip(ours, theirs, strict=True):
+        assert all(line[k] == other[k] for k in keys if not k.startswith("time/"))
+
+
+def test_evaluate_needs_a_dataset(make) -> None:
+    with pytest.raises(ValueError, match="eval_dataset"):
+        make().evaluate()
+
+
+def test_chat_prompts_reach_the_reward_as_messages(make, tmp_path) -> None:
+    seen = {}
+
+    def reward(prompts, completions, completion_ids, name):
+        seen.update(prompts=prompts, completions=completions, ids=completion_ids, name=name)
+        return [1.0] * len(prompts)
+
+    chats = [[{"role": "user", "content": f"{i}+1="}] for i in range(4)]
+    columns = {"prompt": chats, "name": list("abcd")}
+    data = Dataset.from_dict(columns)
+    make(train_dataset=data, reward_funcs=reward, shuffle_dataset=False, max_steps=1).train()
+    assert seen["prompts"] == [chat for chat in chats for _ in range(4)]
+    assert seen["name"] == [name for name in "abcd" for _ in range(4)]
+    assert all(c[0]["role"] == "assistant" for c in seen["completions"])
+    shown = read(tmp_path / "run" / "metrics.jsonl")
+    assert shown[0]["frac_reward_zero_std"] == 1.0
+
+
+def test_gradient_checkpointing_changes_nothing(make, tmp_path) -> None:
+    for name, on in (("off", False), ("on", True)):
+        make(gradient_checkpointing=on, output_dir=str(tmp_path / name)).train()
+    on, off = (untimed(tmp_path / name)[-1] for name in ("on", "off"))
+    assert on["grad_norm"] == pytest.approx(off["grad_norm"], rel=1e-4)
+    assert on["reward"] == off["reward"]
+
+
+def test_bfloat16_trains(make, tmp_path) -> None:
+    make(dtype="bfloat16", beta=0.1).train()
+    lines = read(tmp_path / "run" / "metrics.jsonl")
+    assert all(line["grad_norm"] > 0 for line in lines)
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
+    assert weights.dtype == torch.bfloat16
+
+
+def test_defaults_are_those_of_the_papers() -> None:
+    assert GRPOConfig().beta == 0.0
+    assert GRPOConfig().scale_rewards == "group"
+    assert json.dumps(RLOOTrainer.config_type().beta) == "0.05"
