@@ -84,6 +84,25 @@ class Checkpointer:
         }
         (path / "state.json").write_text(json.dumps(state, indent=2))
 
+    def resume(self, choice: str | bool | None, rank: int) -> None:
+        """Restore a checkpoint directory, or for True and "latest" the newest; nothing for None.
+
+        Raises:
+            ValueError: there is none, or a new run would mix with the checkpoints of another.
+        """
+        latest = self.latest()
+        if choice in (True, "latest"):
+            if latest is None:
+                raise ValueError(f"{self.directory.parent} has no checkpoint to resume from")
+            self.restore(latest, rank)
+        elif choice:
+            self.restore(Path(str(choice)), rank)
+        elif latest is not None and self.state.step == 0:
+            raise ValueError(
+                f"{self.directory.parent} holds the checkpoints of another run: resume it with "
+                "resume_from_checkpoint latest, or choose another output_dir"
+            )
+
     def restore(self, path: Path, rank: int) -> None:
         """Put a saved state back, in place.
 

@@ -69,6 +69,28 @@ def load_prompts(
     return Prompts(dataset, tokens)
 
 
+def check_fit(
+    prompts: Prompts, max_completion_length: int, positions: int | None, micro_batch_tokens: int
+) -> None:
+    """Make sure that the widest row has a position for every token, and fits a micro-batch.
+
+    Raises:
+        ValueError: it does not.
+    """
+    width = prompts.longest + max_completion_length
+    row = f"the longest prompt ({prompts.longest}) plus max_completion_length is {width} tokens"
+    if positions is not None and width > positions:
+        raise ValueError(
+            f"{row}, beyond the model's max_position_embeddings of {positions}: lower "
+            "max_completion_length, or set max_prompt_length with long_prompts drop"
+        )
+    if width > micro_batch_tokens:
+        raise ValueError(
+            f"{row}, more than micro_batch_tokens {micro_batch_tokens}: a micro-batch must hold at "
+            "least one row"
+        )
+
+
 def encode(prompt: Any, tokenizer: PreTrainedTokenizerBase, row: int = 0) -> list[int]:
     """Token ids of a string, or of chat messages with the opening of the assistant's turn.
 

@@ -8,6 +8,7 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 
@@ -46,11 +47,11 @@ class Checked:
             setattr(self, field.name, value)
 
 
-def options_of(function: Callable[..., Any], config: Any) -> dict[str, Any]:
-    """The parameters of `function` that are keys of `config`, with their values."""
+def bound(function: Callable[..., Any], config: Any) -> Callable[..., Any]:
+    """The function with every parameter set that is a key of the config."""
     keys = {field.name for field in dataclasses.fields(config)}
     names = inspect.signature(function).parameters
-    return {name: getattr(config, name) for name in names if name in keys}
+    return partial(function, **{name: getattr(config, name) for name in names if name in keys})
 
 
 def _checked_type(name: str, value: Any, hint: Any) -> Any:

@@ -72,18 +72,19 @@ class Meter:
         self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
 
 
-def reward_metrics(scores: Tensor, names: Sequence[str], groups: Tensor | None) -> dict[str, float]:
+def reward_metrics(
+    scores: Tensor, weights: Tensor, names: Sequence[str], groups: Tensor | None = None
+) -> dict[str, float]:
     """Rewards over all ranks.
 
     Args:
-        scores: (N,2K) of the K sources, as they were returned and then weighted; NaN where one does
-            not apply.
+        scores: (N,K) unweighted, one column per source; NaN where one does not apply.
+        weights: (K,).
         groups: (N,); None where every row has a prompt of its own.
     """
-    raw, weighted = scores.chunk(2, dim=1)
-    total = weighted.nansum(1)
+    total = (scores * weights).nansum(1)
     metrics = {"reward": total.mean().item()}
-    for name, column in zip(names, raw.unbind(1), strict=True):
+    for name, column in zip(names, scores.unbind(1), strict=True):
         metrics[f"rewards/{name}/mean"] = column.nanmean().item()
     own = torch.zeros(len(total), dtype=torch.int64) if groups is None else groups.cpu()
     stats = group_stats(total.cpu(), torch.ones(len(total), dtype=torch.bool), own)

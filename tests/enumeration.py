@@ -1,4 +1,4 @@
-"""Exact expectations: with three tokens and completions of at most two, everything can be listed."""
+"""Exact expectations: with three tokens and at most two per completion, all can be listed."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -187,7 +187,7 @@ def gradient(model: PreTrainedModel, objective: Tensor) -> Tensor:
 def exact_gradient(
     trainer: PolicyGradientTrainer, reference: PreTrainedModel | None = None, beta: float = 0.0
 ) -> Tensor:
-    """grad J, J = mean over prompts of E[score] - beta KL(pi || ref), by summing over everything."""
+    """grad J, J = mean over prompts of E[score] - beta KL(pi || ref), summed over everything."""
     prompts = trainer.train_prompts.rows["prompt"]
     objective = torch.zeros((), dtype=torch.float64)
     for prompt in prompts:

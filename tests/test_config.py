@@ -11,7 +11,7 @@ import yaml
 
 from rlhf_pg.advantages import ADVANTAGES
 from rlhf_pg.config import GRPOConfig, ReinforceConfig, RLOOConfig, SFTConfig
-from rlhf_pg.fields import Checked, choice, number, options_of
+from rlhf_pg.fields import Checked, bound, choice, number
 from rlhf_pg.losses import POLICY_LOSSES
 from rlhf_pg.recipe import ELSEWHERE, dump, parse
 
@@ -57,6 +57,7 @@ OF_ONE = {
 SFT = {
     "seed": ([0], [-1]),
     "max_steps": ([1], [0, -1]),
+    "label_smoothing": ([0.0, 0.999], [1.0, -0.1, NAN]),
     "batch_size": ([1], [0]),
     "learning_rate": ([1e-12], [0.0, -1.0, NAN]),
 }
@@ -215,12 +216,12 @@ def test_an_estimator_added_to_the_registry_is_selectable_by_name(monkeypatch, r
     assert (config.advantage_estimator, config.policy_loss) == ("mine", "my_loss")
 
 
-def test_options_of_a_function_are_its_parameters_that_are_keys():
+def test_bound_a_function_are_its_parameters_that_are_keys():
     def loss(logprobs, mask, beta=0.3, *, epsilon_high=None, not_a_key=1):
         pass
 
     config = GRPOConfig(beta=0.5, epsilon_high=0.4)
-    assert options_of(loss, config) == {"beta": 0.5, "epsilon_high": 0.4}
+    assert bound(loss, config).keywords == {"beta": 0.5, "epsilon_high": 0.4}
 
 
 @pytest.mark.parametrize(
@@ -519,6 +520,7 @@ OTHERS = {
         "output_dir": "x",
         "seed": 1,
         "max_steps": 3,
+        "label_smoothing": 0.1,
         "batch_size": 2,
         "learning_rate": 1e-5,
     },

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from rlhf_pg.data import PromptSampler, batches, encode, load_prompts, permutation
+from rlhf_pg.data import PromptSampler, batches, check_fit, encode, load_prompts, permutation
 from rlhf_pg.tasks.tiny import character_tokenizer
 
 # Ids: pad 0, EOS 1, <user> 2, <assistant> 3, a 4, b 5, c 6.
@@ -106,19 +106,19 @@ def test_a_prompt_of_nothing_or_of_something_else_is_refused_by_its_row(prompts,
 def test_a_chat_needs_a_template():
     tokenizer = plain()
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="row 0 is a list of messages.*no chat_template"):
+    with pytest.raises(ValueError, match=r"row 0 is a list of messages.*no chat_template"):
         load_prompts(dataset([message("a")]), tokenizer)
     assert load_prompts(dataset("a"), tokenizer).tokens == [[4]]
 
 
 def test_a_missing_prompt_column_names_those_that_are_there():
     data = Dataset.from_dict({"question": ["a"], "answer": ["b"]})
-    with pytest.raises(ValueError, match="no column 'prompt'.*question, answer"):
+    with pytest.raises(ValueError, match=r"no column 'prompt'.*question, answer"):
         load_prompts(data, plain())
 
 
 def test_an_empty_dataset_is_refused():
-    with pytest.raises(ValueError, match="the dataset has no prompts$"):
+    with pytest.raises(ValueError, match=r"the dataset has no prompts$"):
         load_prompts(dataset(), plain())
 
 
@@ -157,6 +157,23 @@ def test_dropping_every_prompt_is_an_error():
 def test_the_length_is_that_of_the_tokens_with_the_chat_around_them():
     with pytest.raises(ValueError, match="row 0 with 4 tokens"):
         load_prompts(dataset([message("ab")]), plain(), max_prompt_length=3)
+
+
+@pytest.mark.parametrize(("positions", "budget"), [(9, 9), (None, 9), (9, 100)])
+def test_the_longest_row_may_take_all_the_room_there_is(positions, budget):
+    check_fit(load_prompts(dataset("a", "abc"), plain()), 6, positions, budget)
+
+
+@pytest.mark.parametrize(
+    ("positions", "budget", "message"),
+    [
+        (8, 100, r"\(3\) .* is 9 tokens, beyond the model's max_position_embeddings of 8"),
+        (None, 8, r"\(3\) .* is 9 tokens, more than micro_batch_tokens 8"),
+    ],
+)
+def test_a_row_without_room_is_refused(positions, budget, message):
+    with pytest.raises(ValueError, match=message):
+        check_fit(load_prompts(dataset("a", "abc", "ab"), plain()), 6, positions, budget)
 
 
 # --------------------------------------------------------------------------------------- the order
@@ -222,7 +239,7 @@ def test_every_order_is_as_likely_as_the_others():
     ("rows", "size", "expected"),
     [
         (range(0), 3, []),
-        (range(5), 2, [range(0, 2), range(2, 4), range(4, 5)]),
+        (range(5), 2, [range(2), range(2, 4), range(4, 5)]),
         (range(3, 7), 4, [range(3, 7)]),
     ],
 )

@@ -37,7 +37,13 @@ def save_curve(directory: Path) -> Path:
     evaluated = [line for line in read(directory / "metrics.jsonl") if "eval_reward" in line]
     if evaluated:
         held_out = [line["eval_reward"] for line in evaluated]
-        axes.plot([line["step"] for line in evaluated], held_out, "o-", color="tab:orange", label="held out")
+        axes.plot(
+            [line["step"] for line in evaluated],
+            held_out,
+            "o-",
+            color="tab:orange",
+            label="held out",
+        )
     axes.set(xlabel="step", ylabel="reward", title=str(directory))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")

@@ -7,7 +7,6 @@ ranks, T completion width; a row is one completion.
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,9 +21,9 @@ from rlhf_pg import models, recipe
 from rlhf_pg.advantages import ADVANTAGES, Signals
 from rlhf_pg.checkpoint import Checkpointer, TrainState
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.data import Prompts, PromptSampler, batches, load_prompts
+from rlhf_pg.data import Prompts, PromptSampler, batches, check_fit, load_prompts
 from rlhf_pg.experience import Experience, Rollout
-from rlhf_pg.fields import options_of
+from rlhf_pg.fields import bound
 from rlhf_pg.kl import kl_estimate
 from rlhf_pg.losses import POLICY_LOSSES, Loss
 from rlhf_pg.metrics import KEYS, Meter, length_metrics, reward_metrics
@@ -92,17 +91,19 @@ class PolicyGradientTrainer:
         if args.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.tokenizer = models.load_tokenizer(processing_class, self.model, args.pad_token)
-        self.train_prompts = self._load_prompts(train_dataset, "train_dataset")
-        self.eval_prompts = eval_dataset and self._load_prompts(eval_dataset, "eval_dataset")
+        self.train_prompts = self._prompts(train_dataset, "train_dataset")
+        self.eval_prompts = None
+        if eval_dataset is not None:
+            self.eval_prompts = self._prompts(eval_dataset, "eval_dataset")
         self.prompt_order = PromptSampler(len(self.train_prompts), args.seed, args.shuffle_dataset)
         self.total_steps = args.max_steps
         if args.max_steps == -1:
             draws = args.num_train_epochs * len(self.train_prompts)
             self.total_steps = math.ceil(draws / args.prompts_per_step)
-        self.estimator: Callable[[Signals], Tensor] = _bound(
+        self.estimator: Callable[[Signals], Tensor] = bound(
             ADVANTAGES[args.advantage_estimator], args
         )
-        self.policy_loss = _bound(POLICY_LOSSES[args.policy_loss], args)
+        self.policy_loss = bound(POLICY_LOSSES[args.policy_loss], args)
         self.learner = Learner(
             self.model, args, self.runtime, self.loss, self.total_steps, optimizers
         )
@@ -158,7 +159,9 @@ class PolicyGradientTrainer:
         Raises:
             ValueError: no such checkpoint, or `output_dir` holds those of another run.
         """
-        self._resume(resume_from_checkpoint or self.args.resume_from_checkpoint)
+        self.checkpointer.resume(
+            resume_from_checkpoint or self.args.resume_from_checkpoint, self.runtime.rank
+        )
         directory = Path(self.args.output_dir)
         journal = Journal(directory, self.state.step, self.runtime.is_main)
         if self.runtime.is_main:
@@ -221,6 +224,24 @@ class PolicyGradientTrainer:
         rows = self.prompt_order.rows(mine)
         return self.sample(self.train_prompts, rows, mine, args.num_generations, args.temperature)
 
+    def sample(
+        self, prompts: Prompts, rows: list[int], draws: list[int], n: int, temperature: float
+    ) -> Samples:
+        """Sample `n` completions of dataset rows; the draws key the noise and name the groups."""
+        params = SamplingParams(temperature=temperature, max_tokens=self.args.max_completion_length)
+        return collect(
+            self.engine,
+            self.tokenizer,
+            prompts,
+            rows,
+            draws,
+            n,
+            params,
+            self.args.seed,
+            dtype=torch.promote_types(self.model.dtype, torch.float32),
+            device=self.runtime.device,
+        )
+
     def reward(self, samples: Samples) -> Tensor:
         """Unweighted scores (B,K), one column per reward function; NaN where it does not apply.
 
@@ -256,23 +277,23 @@ class PolicyGradientTrainer:
         """
         args, mask = self.args, rollout.action_mask
         old, ref = self.learner.score(rollout)
-        weighted = scores * self.rewards.weights.to(scores)
+        weights = self.rewards.weights.to(scores)
         paid = torch.zeros_like(rollout.sampler_logprobs)
-        columns = [scores, weighted]
         if ref is not None and args.kl_placement == "reward":
             assert old is not None
             kl = kl_estimate(old, ref, args.kl_estimator)
             meter.add_masked("kl", kl, mask)
             paid = -args.beta * kl
-            columns.append(paid.sum(1, keepdim=True))
-        paid = paid + _last(mask) * weighted.nansum(1, keepdim=True)
-
-        everyone, rows = self.runtime.gather(torch.cat(columns, dim=1))
+        everyone, rows = self.runtime.gather(torch.cat([scores, paid.sum(1, keepdim=True)], dim=1))
+        everyones_scores, everyones_kl = everyone[:, :-1], everyone[:, -1:]
         groups, _ = self.runtime.gather(rollout.groups)
         lengths, _ = self.runtime.gather(rollout.lengths())
-        sources = scores.shape[1]
         signals = Signals(
-            rewards=paid, mask=mask, scores=everyone[:, sources:], groups=groups, rows=rows
+            rewards=paid + _last(mask) * (scores * weights).nansum(1, keepdim=True),
+            mask=mask,
+            scores=torch.cat([everyones_scores * weights, everyones_kl], dim=1),
+            groups=groups,
+            rows=rows,
         )
         experience = Experience.of(
             rollout,
@@ -281,7 +302,7 @@ class PolicyGradientTrainer:
             old_logprobs=old if args.updates_per_step > 1 else None,
             ref_logprobs=ref,
         )
-        metrics = reward_metrics(everyone[:, : 2 * sources], self.rewards.names, groups)
+        metrics = reward_metrics(everyones_scores, weights, self.rewards.names, groups)
         return experience, metrics | length_metrics(lengths)
 
     # --------------------------------------------------------------------- evaluate, save, resume
@@ -307,7 +328,7 @@ class PolicyGradientTrainer:
         """
         prompts = self.eval_prompts
         if eval_dataset is not None:
-            prompts = self._load_prompts(eval_dataset, "eval_dataset")
+            prompts = self._prompts(eval_dataset, "eval_dataset")
         if prompts is None:
             raise ValueError("no eval_dataset: give one to the trainer or to evaluate()")
         temperature = self.args.temperature if temperature is None else temperature
@@ -318,11 +339,10 @@ class PolicyGradientTrainer:
             # Negative draws: noise that training never uses.
             draws = [-1 - row for row in mine]
             samples = self.sample(prompts, mine, draws, 1, temperature)
-            own = self.reward(samples)
-            scores.append(torch.cat([own, own * self.rewards.weights.to(own)], dim=1))
+            scores.append(self.reward(samples))
             lengths.append(samples.rollout.lengths())
         everyone, _ = self.runtime.gather(torch.cat(scores))
-        metrics = reward_metrics(everyone, self.rewards.names, groups=None)
+        metrics = reward_metrics(everyone, self.rewards.weights.to(everyone), self.rewards.names)
         metrics |= length_metrics(self.runtime.gather(torch.cat(lengths))[0])
         metrics.pop("tokens")
         return {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
@@ -341,69 +361,21 @@ class PolicyGradientTrainer:
             self.tokenizer.save_pretrained(path)
         self.runtime.wait()
 
-    def _resume(self, checkpoint: str | bool | None) -> None:
-        latest = self.checkpointer.latest()
-        if checkpoint in (True, "latest"):
-            if latest is None:
-                raise ValueError(f"{self.args.output_dir} has no checkpoint to resume from")
-            self.checkpointer.restore(latest, self.runtime.rank)
-        elif checkpoint:
-            self.checkpointer.restore(Path(str(checkpoint)), self.runtime.rank)
-        elif latest is not None and self.state.step == 0:
-            raise ValueError(
-                f"{self.args.output_dir} holds the checkpoints of another run: resume it with "
-                "resume_from_checkpoint latest, or choose another output_dir"
-            )
-
-    # ------------------------------------------------------------------------------- helpers
-
-    def sample(
-        self, prompts: Prompts, rows: list[int], draws: list[int], n: int, temperature: float
-    ) -> Samples:
-        params = SamplingParams(temperature=temperature, max_tokens=self.args.max_completion_length)
-        return collect(
-            self.engine,
-            self.tokenizer,
-            prompts,
-            rows,
-            draws,
-            n,
-            params,
-            self.args.seed,
-            dtype=torch.promote_types(self.model.dtype, torch.float32),
-            device=self.runtime.device,
-        )
-
-    def _load_prompts(self, dataset: Dataset, name: str) -> Prompts:
-        """Tokenize a dataset and make sure that every row fits the model and a micro-batch."""
+    def _prompts(self, dataset: Dataset, name: str) -> Prompts:
         args = self.args
         try:
             prompts = load_prompts(
                 dataset, self.tokenizer, args.max_prompt_length, args.long_prompts
             )
+            check_fit(
+                prompts,
+                args.max_completion_length,
+                models.max_positions(self.model),
+                args.micro_batch_tokens,
+            )
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        width = prompts.longest + args.max_completion_length
-        whole = (
-            f"the longest prompt ({prompts.longest}) plus max_completion_length is {width} tokens"
-        )
-        positions = models.max_positions(self.model)
-        if positions is not None and width > positions:
-            raise ValueError(
-                f"{name}: {whole}, beyond the model's max_position_embeddings of {positions}: "
-                "lower max_completion_length, or set max_prompt_length with long_prompts drop"
-            )
-        if width > args.micro_batch_tokens:
-            raise ValueError(
-                f"{name}: {whole}, more than micro_batch_tokens {args.micro_batch_tokens}: a "
-                "micro-batch must hold at least one row"
-            )
         return prompts
-
-
-def _bound(function: Callable[..., Any], args: PolicyGradientConfig) -> Callable[..., Any]:
-    """A registered function with the options that the config has for it."""
-    return partial(function, **options_of(function, args))
 
 
 def _due(step: int, every: int) -> bool:

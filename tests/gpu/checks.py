@@ -1,0 +1,128 @@
+"""What CPU tests cannot see: the same numbers on a GPU, the recipes in bfloat16, and step times."""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from rlhf_pg.experience import Rollout
+from rlhf_pg.metrics import read
+from rlhf_pg.models import Policy
+from rlhf_pg.rollout import NativeEngine, SamplingParams
+from rlhf_pg.tasks import arithmetic
+from tests.tiny import ARCHS, tiny_model
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9]]
+SAMPLING = SamplingParams(max_tokens=12)
+Check = tuple[str, str, bool]  # what, figure, passed
+
+
+def rollout_of(engine: NativeEngine) -> Rollout:
+    sampled = engine.generate(PROMPTS, 4, SAMPLING, seed=0)
+    return Rollout.from_tokens(
+        prompts=[prompt for prompt in PROMPTS for _ in range(4)],
+        completions=[c.tokens for c in sampled],
+        logprobs=[c.logprobs for c in sampled],
+        truncated=[c.finish_reason == "length" for c in sampled],
+        groups=[i for i in range(len(PROMPTS)) for _ in range(4)],
+        pad_token_id=0,
+    )
+
+
+def on(rollout: Rollout, device: str) -> Rollout:
+    return Rollout(**{name: value.to(device) for name, value in rollout._tensors()})
+
+
+def agreement(device: str) -> Iterator[Check]:
+    """Per-token numbers on the device against float32 on the CPU, for every architecture."""
+    for arch in ARCHS:
+        model = tiny_model(arch, scale=0.1)
+        rollout = rollout_of(NativeEngine(model, 2, 0))
+        with torch.no_grad():
+            expected = Policy(model)(rollout).logprobs
+        for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 1e-2)):
+            there = tiny_model(arch, scale=0.1, dtype=dtype).to(device)
+            with torch.no_grad():
+                actual = Policy(there)(on(rollout, device)).logprobs.cpu()
+            # bfloat16 keeps 8 bits: single tokens may be further off, their mean may not.
+            error = (actual - expected).abs()[rollout.action_mask]
+            off = error.mean().item() if dtype == torch.bfloat16 else error.max().item()
+            what = f"log-probabilities, {arch}, {str(dtype).removeprefix('torch.')}"
+            yield what, f"{off:.1e}", off <= tolerance
+
+
+def sampling(device: str) -> Iterator[Check]:
+    """The engine's log-probabilities against a scoring pass, and sampled ids against the CPU."""
+    for arch in ("qwen3", "gpt2"):
+        here, there = tiny_model(arch), tiny_model(arch).to(device)
+        rollout = rollout_of(NativeEngine(there, 2, 0))
+        with torch.no_grad():
+            scored = Policy(there)(on(rollout, device)).logprobs.cpu()
+        off = (scored - rollout.sampler_logprobs).abs().max().item()
+        yield f"sampler against scoring, {arch}", f"{off:.1e}", off <= 1e-4
+        ids = rollout_of(NativeEngine(here, 2, 0)).completion_ids
+        same = ids.equal(rollout.completion_ids)
+        yield f"sampled ids as on the CPU, {arch}", "equal" if same else "differ", same
+
+
+def recipes(device: str) -> Iterator[Check]:
+    """Every recipe, in bfloat16 and float32, by `accelerate launch`."""
+    with tempfile.TemporaryDirectory() as directory:
+        model, tokenizer = arithmetic().new_model()
+        model.save_pretrained(f"{directory}/model")
+        tokenizer.save_pretrained(f"{directory}/model")
+        for algorithm in ("grpo", "rloo", "reinforce"):
+            for dtype in ("bfloat16", "float32"):
+                out = Path(directory) / f"{algorithm}-{dtype}"
+                flags = {"model_name_or_path": f"{directory}/model", "dtype": dtype}
+                launch(algorithm, device, {**flags, "output_dir": str(out)})
+                lines = read(out / "metrics.jsonl")
+                seconds = sorted(line["step_time"] for line in lines)[len(lines) // 2]
+                speed = sorted(line["perf/tokens_per_second"] for line in lines)[len(lines) // 2]
+                figure = f"{seconds:.3f} s/step, {speed:.0f} tokens/s (median)"
+                finite = all(line["grad_norm"] is not None for line in lines)
+                yield f"recipe {algorithm}, {dtype}", figure, finite and len(lines) == 10
+
+
+def launch(algorithm: str, device: str, flags: dict[str, Any]) -> None:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
+    command += ["--cpu"] if device == "cpu" else []
+    recipe = ROOT / "recipes" / f"{algorithm}.py"
+    command += [str(recipe), "--config", str(recipe.with_name(f"{algorithm}_arithmetic.yaml"))]
+    for key, value in {**flags, "max_steps": 10, "eval_steps": 0}.items():
+        command += [f"--{key}", str(value)]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=200)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda")
+    device = parser.parse_args().device
+    console = Console(width=100)
+    if device == "cuda" and not torch.cuda.is_available():
+        console.print("no GPU here: nothing checked")
+        return
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    table = Table("check", "figure", "", title=f"{name}, torch {torch.__version__}")
+    start, failed = time.perf_counter(), 0
+    groups: list[Callable[[str], Iterator[Check]]] = [agreement, sampling, recipes]
+    for group in groups:
+        for what, figure, passed in group(device):
+            table.add_row(what, figure, "ok" if passed else "FAILED")
+            failed += not passed
+    console.print(table)
+    console.print(f"{time.perf_counter() - start:.0f} s, {failed} failed")
+    sys.exit(min(failed, 1))
+
+
+if __name__ == "__main__":
+    main()

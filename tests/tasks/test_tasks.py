@@ -1,0 +1,231 @@
+"""The embedded default: its problems, its tokenizer, its model and the warm start."""
+
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlhf_pg.config import SFTConfig
+from rlhf_pg.data import encode
+from rlhf_pg.models import load_tokenizer, max_positions, stop_token_ids
+from rlhf_pg.rewards import Rewards
+from rlhf_pg.tasks import TASKS, arithmetic
+from rlhf_pg.tasks.arithmetic import exact_match
+from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder
+from rlhf_pg.tasks.warm_start import _collate, _examples, warm_start
+
+SPECIAL = {"<pad>": 0, "<eos>": 1, "<user>": 2, "<assistant>": 3}
+
+
+@pytest.fixture(scope="module")
+def task():
+    return arithmetic()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return character_tokenizer("0123456789+-*= ?")
+
+
+def summands(dataset):
+    return [tuple(map(int, re.fullmatch(r"(\d+)\+(\d+)=", p).groups())) for p in dataset["prompt"]]
+
+
+# ------------------------------------------------------------------------------------ arithmetic
+
+
+def test_it_is_found_by_name(task):
+    assert TASKS["arithmetic"]().name == task.name == "arithmetic"
+
+
+def test_the_splits_share_no_sum_in_either_order_and_make_up_the_whole(task):
+    train, held_out = (summands(d) for d in (task.train_dataset, task.eval_dataset))
+    assert {frozenset(p) for p in train}.isdisjoint(frozenset(p) for p in held_out)
+    every = sorted((a, b) for a in range(100) for b in range(100))
+    assert sorted([*train, *held_out]) == every  # each once
+    assert len(held_out) >= 500
+
+
+@pytest.mark.parametrize("split", ["train_dataset", "eval_dataset"])
+def test_every_answer_is_right_and_nothing_else_is_there(task, split):
+    data = getattr(task, split)
+    assert set(data.column_names) == {"prompt", "answer"}
+    assert data["answer"] == [str(a + b) for a, b in summands(data)]
+
+
+def test_the_held_out_sums_are_of_every_size(task):
+    totals = [int(answer) for answer in task.eval_dataset["answer"]]
+    assert 80 < sum(totals) / len(totals) < 120
+    assert min(totals) < 20
+    assert max(totals) > 180
+
+
+def test_the_splits_are_always_the_same(task):
+    again = arithmetic()
+    assert again.train_dataset["prompt"] == task.train_dataset["prompt"]
+    assert again.eval_dataset["prompt"] == task.eval_dataset["prompt"]
+
+
+def test_exact_match_takes_the_answer_and_nothing_like_it():
+    said = ["85", "085", "85 ", "8", "", "58", "=85", "85"]
+    answers = ["85"] * 7 + ["86"]
+    prompts = ["17+68="] * 8
+    assert exact_match(prompts, said, answer=answers, completion_ids=[[]] * 8) == [1, *[0] * 7]
+    scores = Rewards(exact_match)(prompts, said, [[4]] * 8, {"answer": answers})
+    assert scores.flatten().tolist() == [1, *[0] * 7]
+
+
+# -------------------------------------------------------------------------------------- tokenizer
+
+
+def test_every_character_is_a_token_and_comes_back(tokenizer):
+    text = "0123456789+-*= ?"
+    ids = tokenizer(text)["input_ids"]
+    assert len(set(ids)) == len(text) == len(tokenizer) - len(SPECIAL)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("text", ["", "7", " ", "  12 + 3 =  ", "17+68=", "= ? - *"])
+def test_text_survives_the_round_trip(tokenizer, text):
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.batch_decode([[*ids, 1, 0, 0]], skip_special_tokens=True) == [text]
+
+
+def test_pad_is_not_eos_and_marks_are_special(tokenizer):
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+    assert tokenizer.bos_token_id is None
+    assert set(tokenizer.all_special_ids) == set(SPECIAL.values())
+    assert tokenizer.convert_tokens_to_ids(list(SPECIAL)) == list(SPECIAL.values())
+
+
+def test_the_chat_template_renders_turns_and_its_marks_are_single_tokens(tokenizer):
+    chat = [
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "2+2="},
+    ]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert text == "<user>1+1=<assistant>2<eos><user>2+2="
+    prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert prompt == text + "<assistant>"
+    marks = [token for token in encode(chat, tokenizer) if token in SPECIAL.values()]
+    assert marks == [2, 3, 1, 2, 3]
+    assert len(encode(chat, tokenizer)) == 4 + 1 + 4 + len(marks)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="marks in a text become control tokens", raises=AssertionError
+)
+@pytest.mark.parametrize("mark", SPECIAL)
+def test_marks_within_the_text_of_a_user_are_no_control_tokens(tokenizer, mark):
+    try:
+        ids = encode([{"role": "user", "content": f"1{mark}2"}], tokenizer)
+    except ValueError:  # as good
+        return
+    assert [token for token in ids if token in SPECIAL.values()] == [2, 3]
+
+
+@pytest.mark.xfail(strict=True, reason="the tokenizer itself raises, of [UNK]", raises=Exception)
+@pytest.mark.parametrize("text", ["a", "1\n", "é"])
+def test_a_character_that_it_does_not_know_is_a_clear_error(tokenizer, text):
+    with pytest.raises(ValueError, match="prompt in row 3"):
+        encode(text, tokenizer, row=3)
+
+
+def test_the_tokenizer_is_saved_in_the_standard_format(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    chat = [{"role": "user", "content": "17+68="}, {"role": "assistant", "content": "85"}]
+    for prompt in ("17 + 68=", chat):
+        assert encode(prompt, loaded) == encode(prompt, tokenizer)
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert loaded.decode([5, 8, 1], skip_special_tokens=True) == "14"
+    assert (loaded.pad_token_id, loaded.eos_token_id, loaded.padding_side) == (0, 1, "left")
+    assert set(loaded.all_special_ids) == set(SPECIAL.values())
+
+
+# ------------------------------------------------------------------------------------------ model
+
+
+def test_the_model_has_half_a_million_parameters_and_tied_embeddings(task):
+    model, tokenizer = task.new_model()
+    assert 0.3e6 < sum(p.numel() for p in model.parameters()) < 0.7e6
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
+    assert load_tokenizer(tokenizer, model) is tokenizer
+    assert stop_token_ids(model, tokenizer) == [1]
+
+
+def test_the_model_is_that_of_the_seed(task):
+    weights = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        weights.append(task.new_model()[0].get_input_embeddings().weight)
+    assert weights[0].equal(weights[1])
+    assert not weights[0].equal(weights[2])
+
+
+@pytest.mark.parametrize("positions", [64, 16])
+def test_the_model_is_saved_in_the_standard_format(tokenizer, tmp_path, positions):
+    model = tiny_decoder(tokenizer, positions).eval()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.tensor([tokenizer("17+68=")["input_ids"]])
+    assert loaded(ids).logits.equal(model(ids).logits)
+    assert loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight
+    assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert max_positions(loaded) == positions
+
+
+def test_every_problem_fits_the_model(task):
+    _, tokenizer = task.new_model()
+    longest = max(len(p) + len(a) + 1 for p, a in zip(*task.train_dataset[:].values(), strict=True))
+    assert longest == len(tokenizer("99+99=")["input_ids"]) + 4 <= 64
+
+
+# ------------------------------------------------------------------------------------- warm start
+
+
+def test_only_answer_and_eos_have_labels(task, tokenizer):
+    examples = _examples(task, tokenizer)
+    assert len(examples) == len(task.train_dataset)
+    rows = zip(task.train_dataset["prompt"], task.train_dataset["answer"], examples, strict=True)
+    for prompt, answer, example in list(rows)[::97]:
+        ids, labels = example["input_ids"], example["labels"]
+        assert tokenizer.decode(ids) == f"{prompt}{answer}<eos>"
+        assert labels[: len(prompt)] == [-100] * len(prompt)
+        assert labels[len(prompt) :] == ids[len(prompt) :]
+
+
+def test_a_batch_is_padded_on_the_right_and_padding_is_neither_seen_nor_learnt():
+    rows = [{"input_ids": [5, 6, 1], "labels": [-100, 6, 1]}, {"input_ids": [1], "labels": [1]}]
+    batch = {name: value.tolist() for name, value in _collate(rows, pad=0).items()}
+    assert batch == {
+        "input_ids": [[5, 6, 1], [1, 0, 0]],
+        "labels": [[-100, 6, 1], [1, -100, -100]],
+        "attention_mask": [[1, 1, 1], [1, 0, 0]],
+    }
+
+
+def test_two_steps_of_warm_start_leave_a_model_that_loads_and_has_learnt(tmp_path):
+    args = SFTConfig(output_dir=str(tmp_path), max_steps=2, batch_size=8)
+    final = warm_start(args)
+    assert final == tmp_path / "final"
+    model, tokenizer = (
+        kind.from_pretrained(final) for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    assert load_tokenizer(None, model).get_vocab() == tokenizer.get_vocab()
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 1
+    torch.manual_seed(args.seed)
+    untrained, _ = arithmetic().new_model()
+    pairs = zip(model.parameters(), untrained.parameters(), strict=True)
+    assert not any(p.equal(q) for p, q in pairs)
+
+    def loss(of):
+        rows = _examples(arithmetic(), tokenizer)[:64]
+        return of.eval()(**_collate(rows, 0)).loss.item()
+
+    assert loss(model) < loss(untrained) - 0.05

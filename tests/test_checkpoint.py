@@ -1,0 +1,379 @@
+"""A saved state is the whole state: what goes on from it goes on as if it had never stopped."""
+
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    get_scheduler,
+)
+
+from rlhf_pg.checkpoint import (
+    Checkpointer,
+    TrainState,
+    optimizer_tensors,
+    restore_optimizer,
+    restore_rng,
+    rng_tensors,
+)
+from rlhf_pg.models import Policy, Reference
+from rlhf_pg.runtime import Runtime
+from tests.tiny import tiny_model
+
+IDS = torch.tensor([[5, 9, 3, 31, 17, 8], [2, 2, 7, 30, 1, 4]])
+RUNTIME = Runtime()
+
+
+def make_tokenizer():
+    backend = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(40)}))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<2>", pad_token="<0>")
+
+
+def make_checkpointer(directory, seed=0, arch="gpt2", dtype=torch.float32, reference=None):
+    model = tiny_model(arch, seed=seed, dtype=dtype)
+    optimizer = torch.optim.AdamW(
+        [{"params": list(model.parameters()), "weight_decay": 0.1}], lr=1e-2
+    )
+    return Checkpointer(
+        directory=directory,
+        model=model,
+        tokenizer=make_tokenizer(),
+        optimizer=optimizer,
+        scheduler=get_scheduler("cosine", optimizer, 2, 10),
+        state=TrainState(),
+        reference=reference,
+    )
+
+
+def train(checkpointer, steps):
+    """Steps that use every part of the state: weights, moments, schedule and random numbers."""
+    for _ in range(steps):
+        noise = torch.randn(IDS.shape).exp() * random.gauss(1, 0.1) * np.random.normal(1, 0.1)
+        losses = checkpointer.model(IDS).logits.logsumexp(-1) * noise
+        losses.sum().backward()
+        checkpointer.optimizer.step()
+        checkpointer.optimizer.zero_grad()
+        checkpointer.scheduler.step()
+        checkpointer.state.step += 1
+        checkpointer.state.draws += 16
+        checkpointer.state.num_tokens += 300
+
+
+def everything(checkpointer):
+    """All that a step depends on, in a form that can be compared for equality."""
+    names = {p: name for name, p in checkpointer.model.named_parameters()}
+    tensors = {
+        **checkpointer.model.state_dict(),
+        **optimizer_tensors(checkpointer.optimizer, names),
+        **rng_tensors(),
+    }
+    return {
+        "state": vars(checkpointer.state).copy(),
+        "scheduler": checkpointer.scheduler.state_dict(),
+        "rates": [group["lr"] for group in checkpointer.optimizer.param_groups],
+        **{name: tensor.tolist() for name, tensor in tensors.items() if name != "python_gauss"},
+    }
+
+
+def seed_everything(seed):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+# ------------------------------------------------------------------------------ the whole state
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, arch, dtype):
+    seed_everything(0)
+    first = make_checkpointer(tmp_path, arch=arch, dtype=dtype)
+    train(first, 3)
+    path = first.save(RUNTIME)
+    saved = everything(first)
+    train(first, 3)
+    expected = everything(first)
+
+    seed_everything(99)
+    second = make_checkpointer(tmp_path, seed=1, arch=arch, dtype=dtype)
+    train(second, 1)  # moments, schedule and counters that are to be replaced
+    second.restore(path, rank=0)
+    assert everything(second) == saved
+    assert second.state == TrainState(step=3, draws=48, num_tokens=900)
+    train(second, 3)
+    assert everything(second) == expected
+
+
+def test_the_weights_are_restored_in_place(tmp_path):
+    checkpointer = make_checkpointer(tmp_path)
+    before = [p.data_ptr() for p in checkpointer.model.parameters()]
+    path = checkpointer.save(RUNTIME)
+    checkpointer.restore(path, rank=0)
+    assert [p.data_ptr() for p in checkpointer.model.parameters()] == before
+
+
+def test_the_generators_of_a_rank_that_was_not_there_are_left_alone(tmp_path):
+    checkpointer = make_checkpointer(tmp_path)
+    path = checkpointer.save(RUNTIME)
+    seed_everything(5)
+    checkpointer.restore(path, rank=1)
+    drawn = random.random()
+    seed_everything(5)
+    assert random.random() == drawn
+
+
+# ------------------------------------------------------------------------------ optimizer tensors
+
+OPTIMIZERS = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.1),
+    "amsgrad": lambda ps: torch.optim.Adam(ps, lr=0.1, amsgrad=True),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.1, momentum=0.5, centered=True),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.1),
+}
+
+
+def optimize(model, optimizer, steps):
+    for step in range(steps):
+        optimizer.zero_grad()
+        sum((p.sin() * (step + 1)).sum() for p in model.parameters()).backward()
+        optimizer.step()
+
+
+def two_layers(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(2, 1)}).double()
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_an_optimizer_restored_by_name_takes_the_same_steps(make):
+    model = two_layers()
+    optimizer = make(model.parameters())
+    optimize(model, optimizer, 3)
+    names = {p: name for name, p in model.named_parameters()}
+    tensors = {k: v.clone() for k, v in optimizer_tensors(optimizer, names).items()}
+
+    other = two_layers(seed=1)
+    other.load_state_dict(model.state_dict())
+    # The parameters come in another order: they are told apart by name.
+    restored = make(list(other.parameters())[::-1])
+    restore_optimizer(restored, dict(other.named_parameters()), tensors)
+    optimize(model, optimizer, 2)
+    optimize(other, restored, 2)
+    assert all(p.equal(q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_the_names_of_optimizer_tensors_say_whose_they_are():
+    model = two_layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimize(model, optimizer, 1)
+    names = {p: name for name, p in model.named_parameters()}
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    expected = {f"{name}.{key}" for name in names.values() for key in keys}
+    assert set(optimizer_tensors(optimizer, names)) == expected
+    assert optimizer_tensors(torch.optim.AdamW(model.parameters()), names) == {}
+
+
+def test_restoring_forgets_the_moments_that_were_there():
+    model = two_layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimize(model, optimizer, 1)
+    restore_optimizer(optimizer, dict(model.named_parameters()), {})
+    assert not optimizer.state
+
+
+# ----------------------------------------------------------------------------- random generators
+
+
+def draw():
+    return [
+        torch.rand(3).tolist(),
+        torch.randn(3).tolist(),
+        [random.random(), random.gauss(0, 1), random.getrandbits(70)],
+        [np.random.random(), np.random.normal(), int(np.random.randint(2**40))],
+    ]
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 2, 700])
+def test_generators_go_on_where_they_were(drawn):
+    # An odd number of normal deviates leaves a second one in store, in python and in numpy.
+    seed_everything(7)
+    for _ in range(drawn):
+        random.gauss(0, 1), np.random.normal(), torch.randn(1)
+    states = {name: state.clone() for name, state in rng_tensors().items()}
+    expected = draw()
+    seed_everything(8)
+    random.gauss(0, 1), np.random.normal()
+    restore_rng(states)
+    assert draw() == expected
+
+
+def test_reading_the_generators_does_not_move_them():
+    seed_everything(7)
+    expected = draw()
+    seed_everything(7)
+    rng_tensors()
+    assert draw() == expected
+
+
+# ---------------------------------------------------------------------------------- the directory
+
+
+def test_the_directory_is_one_that_from_pretrained_reads(tmp_path):
+    checkpointer = make_checkpointer(tmp_path)
+    train(checkpointer, 2)
+    path = checkpointer.save(RUNTIME)
+    assert path == tmp_path / "step-00000002"
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert model(IDS).logits.equal(checkpointer.model(IDS).logits)
+    assert AutoTokenizer.from_pretrained(path).get_vocab() == checkpointer.tokenizer.get_vocab()
+
+
+def test_nothing_in_it_is_pickled(tmp_path):
+    checkpointer = make_checkpointer(tmp_path)
+    train(checkpointer, 1)
+    path = checkpointer.save(RUNTIME)
+    names = {file.name for file in path.iterdir()}
+    assert {"optimizer.safetensors", "rng-rank0.safetensors", "state.json"} <= names
+    assert {file.suffix for file in path.rglob("*")} <= {".json", ".safetensors", ".jinja", ".txt"}
+    for file in path.rglob("*.json"):
+        json.loads(file.read_text())
+    for file in path.rglob("*"):
+        assert file.read_bytes()[:2] not in (b"PK", b"\x80\x02", b"\x80\x04", b"\x80\x05")
+
+
+@pytest.mark.parametrize("make_there", [False, True])
+def test_a_directory_without_state_is_no_checkpoint(tmp_path, make_there):
+    checkpointer, path = make_checkpointer(tmp_path), tmp_path / "elsewhere"
+    if make_there:
+        checkpointer.model.save_pretrained(path)
+    with pytest.raises(ValueError, match=r"elsewhere holds no checkpoint: it has no state\.json"):
+        checkpointer.restore(path, rank=0)
+
+
+def reference(seed):
+    return None if seed is None else Reference(Policy(tiny_model("gpt2", seed=seed)))
+
+
+@pytest.mark.parametrize(("saved", "present"), [(0, 1), (0, None), (None, 0)])
+def test_another_reference_is_refused_before_anything_changes(tmp_path, saved, present):
+    path = make_checkpointer(tmp_path, reference=reference(saved)).save(RUNTIME)
+    checkpointer = make_checkpointer(tmp_path, seed=5, reference=reference(present))
+    train(checkpointer, 1)
+    before = everything(checkpointer)
+    with pytest.raises(ValueError, match="saved by a run with another reference"):
+        checkpointer.restore(path, rank=0)
+    assert everything(checkpointer) == before
+
+
+def test_the_same_reference_is_taken(tmp_path):
+    path = make_checkpointer(tmp_path, reference=reference(3)).save(RUNTIME)
+    checkpointer = make_checkpointer(tmp_path, seed=5, reference=reference(3))
+    checkpointer.restore(path, rank=0)
+    expected = tiny_model("gpt2", seed=0).state_dict()
+    assert all(v.equal(expected[k]) for k, v in checkpointer.model.state_dict().items())
+
+
+# ------------------------------------------------------------------------------------- the newest
+
+
+def save_at(checkpointer, step):
+    checkpointer.state.step = step
+    return checkpointer.save(RUNTIME)
+
+
+def test_the_latest_is_the_one_of_the_largest_step(tmp_path):
+    checkpointer = make_checkpointer(tmp_path / "checkpoints")
+    assert checkpointer.latest() is None
+    tenth = save_at(checkpointer, 10)
+    save_at(checkpointer, 9)
+    assert checkpointer.latest() == tenth
+    for name in ("partial-step-00000011", "step-12", "step-00000013.old", "step-0000001x"):
+        shutil.copytree(tenth, tenth.with_name(name))
+    assert checkpointer.latest() == tenth
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    checkpointer = make_checkpointer(tmp_path)
+    path = save_at(checkpointer, 4)
+    (path / "leftover").touch()
+    checkpointer.state.draws = 77
+    assert save_at(checkpointer, 4) == path
+    assert not (path / "leftover").exists()
+    assert json.loads((path / "state.json").read_text())["counters"]["draws"] == 77
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000004"]
+
+
+@pytest.mark.parametrize("choice", [True, "latest", "step-00000003"])
+def test_a_run_resumes_from_the_newest_or_from_the_one_named(tmp_path, choice):
+    first = make_checkpointer(tmp_path)
+    for step in (3, 5):
+        save_at(first, step)
+    second = make_checkpointer(tmp_path, seed=1)
+    second.resume(str(tmp_path / choice) if choice == "step-00000003" else choice, rank=0)
+    assert second.state.step == (3 if choice == "step-00000003" else 5)
+    expected = first.model.state_dict()
+    assert all(v.equal(expected[k]) for k, v in second.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (True, "no checkpoint to resume from"),
+        ("latest", "no checkpoint to resume from"),
+        ("elsewhere", "elsewhere holds no checkpoint"),
+    ],
+)
+def test_a_run_cannot_resume_from_what_is_not_there(tmp_path, choice, message):
+    with pytest.raises(ValueError, match=message):
+        make_checkpointer(tmp_path).resume(choice, rank=0)
+
+
+def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(tmp_path):
+    checkpointer = make_checkpointer(tmp_path)
+    checkpointer.resume(None, rank=0)  # nothing there yet
+    save_at(checkpointer, 3)
+    checkpointer.resume(None, rank=0)  # its own
+    with pytest.raises(ValueError, match="holds the checkpoints of another run"):
+        make_checkpointer(tmp_path).resume(None, rank=0)
+
+
+class DiskFull:
+    """A tokenizer that cannot be saved."""
+
+    def save_pretrained(self, path):
+        raise OSError("no space left on device")
+
+
+def test_a_save_that_breaks_off_is_never_the_latest_and_can_be_repeated(tmp_path):
+    checkpointer = make_checkpointer(tmp_path)
+    earlier = save_at(checkpointer, 1)
+    tokenizer, checkpointer.tokenizer = checkpointer.tokenizer, DiskFull()
+    with pytest.raises(OSError, match="no space left"):
+        save_at(checkpointer, 2)
+    assert checkpointer.latest() == earlier
+    assert not (tmp_path / "step-00000002").exists()
+    checkpointer.restore(earlier, rank=0)
+    checkpointer.tokenizer = tokenizer
+    assert save_at(checkpointer, 2) == checkpointer.latest()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_a_save_that_breaks_off_leaves_the_same_step_as_it_was(tmp_path):
+    checkpointer = make_checkpointer(tmp_path)
+    path = save_at(checkpointer, 1)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    train(checkpointer, 1)
+    checkpointer.tokenizer = DiskFull()
+    with pytest.raises(OSError, match="no space left"):
+        save_at(checkpointer, 1)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
