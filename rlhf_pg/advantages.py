@@ -135,7 +135,10 @@ def group_stats(x: Tensor, valid: Tensor, groups: Tensor) -> GroupStats:
     std = (zeros.index_add(0, index, square) / (count - 1).clamp(min=1)).sqrt()
     low = (zeros + torch.inf).scatter_reduce(0, index, x.where(valid, torch.inf), "amin")
     high = (zeros - torch.inf).scatter_reduce(0, index, x.where(valid, -torch.inf), "amax")
-    return GroupStats(count[index], mean[index], std[index], (low >= high)[index])
+    constant = low >= high
+    # The mean of equal numbers is off by rounding: take the number itself.
+    mean = torch.where(constant & (count > 0), high, mean)
+    return GroupStats(count[index], mean[index], std[index], constant[index])
 
 
 def _index(groups: Tensor) -> tuple[Tensor, int]:
@@ -277,8 +280,9 @@ def _returns_minus_others(signals: Signals, *, gamma: float = 1.0) -> Tensor:
 
 def _returns_minus_mean(signals: Signals, *, gamma: float = 1.0) -> Tensor:
     """A_t = G_t - mean score of the N rows, own row included: the gradient times (1 - 1/N)."""
-    mean = total_scores(signals.scores, signals.groups).mean().expand(len(signals.groups))
-    return _returns(signals, gamma=gamma) - signals.per_token(mean)
+    scores = signals.scores
+    baseline = torch.where(scores.isnan(), 0.0, scores.nanmean(0, keepdim=True)).sum(1)
+    return _returns(signals, gamma=gamma) - signals.per_token(baseline)
 
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {

@@ -40,7 +40,7 @@ class PolicyGradientConfig(Checked):
     """Used where the tokenizer has no pad token; the EOS token will do."""
     shuffle_dataset: bool = True
     """Draw prompts in an order permuted anew each epoch; otherwise as the dataset has them."""
-    max_prompt_length: int | None = None
+    max_prompt_length: int | None = number(None, minimum=1)
     """Longest prompt in tokens; None allows whatever the model's positions leave."""
     long_prompts: Literal["error", "drop"] = "error"
     """What to do with prompts beyond max_prompt_length: refuse the dataset, or drop and count."""
@@ -71,7 +71,7 @@ class PolicyGradientConfig(Checked):
     """How tokens weigh in the loss: see rlhf_pg.losses.token_weights."""
     epsilon: float = number(0.2, above=0, below=1)
     """Clip distance of the ratio: below 1 by epsilon, above 1 by epsilon_high."""
-    epsilon_high: float | None = number(None, above=0)  # type: ignore[arg-type]
+    epsilon_high: float | None = number(None, above=0)
     """Upper clip distance; None means epsilon."""
     beta: float = number(0.0, minimum=0)
     """Coefficient of KL(policy || reference); at 0 no reference is kept."""

@@ -97,14 +97,14 @@ def encode(prompt: Any, tokenizer: PreTrainedTokenizerBase, row: int = 0) -> lis
     A BOS that both the text and the tokenizer put in front is kept once.
     """
     if isinstance(prompt, str):
-        ids: list[int] = tokenizer(prompt)["input_ids"]
+        ids = _tokenize(tokenizer, prompt, row, add_special_tokens=True)
     elif isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
         if not tokenizer.chat_template:
             raise ValueError(
                 f"prompt in row {row} is a list of messages, but the tokenizer has no chat_template"
             )
         text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = _tokenize(tokenizer, text, row, add_special_tokens=False)
     else:
         raise ValueError(
             f"prompt in row {row} must be a string or a list of messages, got {prompt!r}"
@@ -113,6 +113,16 @@ def encode(prompt: Any, tokenizer: PreTrainedTokenizerBase, row: int = 0) -> lis
         ids = ids[1:]
     if not ids:
         raise ValueError(f"prompt in row {row} is empty: a model needs a token to continue")
+    return ids
+
+
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase, text: str, row: int, add_special_tokens: bool
+) -> list[int]:
+    try:
+        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+    except Exception as error:  # a character without a token, say
+        raise ValueError(f"prompt in row {row} cannot be tokenized: {error}") from error
     return ids
 
 

@@ -41,7 +41,16 @@ class Rollout:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> Self:
-        """Pad lists, one entry per row, into a record; `dtype` is that of the log-probabilities."""
+        """Pad lists, one entry per row, into a record; `dtype` is that of the log-probabilities.
+
+        Raises:
+            ValueError: a completion does not have one log-probability per token.
+        """
+        for row, (tokens, numbers) in enumerate(zip(completions, logprobs, strict=True)):
+            if len(tokens) != len(numbers):
+                raise ValueError(
+                    f"row {row} has {len(tokens)} tokens but {len(numbers)} log-probabilities"
+                )
         prompt_ids, prompt_mask = _pad(prompts, pad_token_id, left=True)
         completion_ids, completion_mask = _pad(completions, pad_token_id)
         sampler_logprobs = torch.zeros(completion_ids.shape, dtype=dtype)

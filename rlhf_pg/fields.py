@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 
 def number(
-    default: float,
+    default: float | None,
     *,
     minimum: float | None = None,
     maximum: float | None = None,

@@ -106,8 +106,8 @@ def value_loss(
     old_values = torch.where(mask, old_values.detach(), 0.0)
     clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
     clipped_squares = (clipped - returns) ** 2
-    won = (clipped_squares > squares).to(squares.dtype)
-    return 0.5 * torch.max(squares, clipped_squares), {"value_clip_ratio": won}
+    won = (clipped_squares > squares) & ((values - old_values).abs() > clip_range)
+    return 0.5 * torch.max(squares, clipped_squares), {"value_clip_ratio": won.to(squares.dtype)}
 
 
 def token_weights(

@@ -110,9 +110,12 @@ class JsonLines:
     """A file with one JSON object per line; each line has its step."""
 
     def __init__(self, path: Path, keep_through_step: int) -> None:
-        """Opens the file, keeping the lines up to a step: a resumed run repeats none."""
+        """Opens the file, keeping the lines up to a step: a resumed run repeats none.
+
+        A last line that a crash has cut off goes too.
+        """
         lines = path.read_text().splitlines() if path.exists() and keep_through_step else []
-        kept = [line for line in lines if json.loads(line)["step"] <= keep_through_step]
+        kept = [line for line in lines if _step(line) <= keep_through_step]
         path.write_text("".join(f"{line}\n" for line in kept))
         self.path = path
 
@@ -121,6 +124,13 @@ class JsonLines:
         finite = {k: None if _not_finite(v) else v for k, v in record.items()}
         with self.path.open("a") as file:
             file.write(json.dumps(finite, allow_nan=False) + "\n")
+
+
+def _step(line: str) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except json.JSONDecodeError:
+        return math.inf
 
 
 def _not_finite(value: Any) -> bool:

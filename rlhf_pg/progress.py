@@ -34,7 +34,7 @@ class Journal:
             self._completions = JsonLines(directory / "completions.jsonl", after_step)
 
     def say(self, line: str) -> None:
-        self.console.print(Text(line))
+        self.console.print(Text(line), soft_wrap=True)
 
     @contextmanager
     def progress(self, total_steps: int) -> Iterator[None]:

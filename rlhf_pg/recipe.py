@@ -7,9 +7,12 @@ before any model loads.
 import argparse
 import dataclasses
 import difflib
+import io
 import os
 import sys
+import typing
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -57,15 +60,18 @@ def parse(config_type: type[C], args: Sequence[str] | None = None) -> C:
     known, flags = recipe.parse_known_args(args)
     from_file = _flags(known.config, config_type) if known.config else []
     for flag in flags:
-        _refuse_elsewhere(flag.removeprefix("--").split("=")[0].replace("-", "_"), "command line")
+        if flag.startswith("--"):
+            key = flag.removeprefix("--").split("=")[0].replace("-", "_")
+            _refuse_elsewhere(key, "command line")
     try:
-        return tyro.cli(
-            config_type,
-            args=[*from_file, *flags],
-            use_underscores=True,
-            console_outputs=_is_main(),
-            config=(tyro.conf.FlagConversionOff,),
-        )
+        with nullcontext() if _is_main() else redirect_stderr(io.StringIO()):
+            return tyro.cli(
+                config_type,
+                args=[*from_file, *flags],
+                use_underscores=True,
+                console_outputs=_is_main(),
+                config=(tyro.conf.FlagConversionOff,),
+            )
     except SystemExit:
         if known.config and "--help" not in flags and "-h" not in flags and _is_main():
             print(f"(with the values of {known.config})", file=sys.stderr)
@@ -76,12 +82,13 @@ def _flags(path: Path, config_type: type) -> list[str]:
     """The keys of a YAML file as `--key value`."""
     try:
         recipe = yaml.load(path.read_text(), Loader=_UniqueKeys)
-    except OSError as error:
-        fail(f"{path}: cannot be read: {error.strerror}")
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"{path}: cannot be read: {error}")
     except yaml.YAMLError as error:
         fail(f"{path}: not valid YAML: {error}")
     if not isinstance(recipe, dict):
         fail(f"{path}: expected `key: value` lines, got {type(recipe).__name__}")
+    hints = typing.get_type_hints(config_type)
     keys = [field.name for field in dataclasses.fields(config_type)]
     flags: list[str] = []
     for key, value in recipe.items():
@@ -90,6 +97,8 @@ def _flags(path: Path, config_type: type) -> list[str]:
             near = difflib.get_close_matches(str(key), keys, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             fail(f"{path}: unknown key {key!r} for {config_type.__name__}{hint}")
+        if value is None and type(None) not in typing.get_args(hints[key]):
+            fail(f"{path}: {key} must have a value, got null")
         values = value if isinstance(value, list) else [value]
         flags += [f"--{key}", *(str(v) for v in values)]
     return flags

@@ -13,10 +13,13 @@ from transformers import (
 
 
 def load_model(model: str | PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model with weights in `dtype`; an object is cast in place."""
+    """A causal language model with weights in `dtype`; an object's weights are cast in place."""
     if isinstance(model, str):
         return AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-    return model.to(dtype=dtype)
+    for parameter in model.parameters():
+        # Not model.to(dtype), which would round the rotary frequencies too: they are buffers.
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def load_tokenizer(
@@ -71,5 +74,5 @@ def disable_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
+            if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)

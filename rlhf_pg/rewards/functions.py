@@ -40,7 +40,8 @@ class Rewards:
             if not callable(function):
                 raise TypeError(f"reward_funcs must be callables, got {function!r}")
         self.names = _unique_names(self.functions)
-        self.weights = torch.tensor(weights if weights is not None else [1.0] * len(self.names))
+        given = [1.0] * len(self.names) if weights is None else weights
+        self.weights = torch.tensor(given, dtype=torch.float64)
         if len(self.weights) != len(self.names):
             raise ValueError(
                 f"reward_weights must have one entry per reward function, got {len(self.weights)} "
@@ -70,8 +71,14 @@ class Rewards:
             "prompts": prompts,
             "completions": completions,
             "completion_ids": completion_ids,
-            **columns,
         }
+        taken = inputs.keys() & columns.keys()
+        if taken:
+            raise ValueError(
+                f"the dataset column {taken.pop()!r} has the name of what reward functions are "
+                "given: rename it"
+            )
+        inputs |= columns
         table = [
             _checked(name, self._call(name, function, inputs), len(prompts))
             for name, function in zip(self.names, self.functions, strict=True)
@@ -123,7 +130,7 @@ def _number(name: str, completion: int, score: Any) -> float:
         return math.nan
     try:
         number = float(score)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(
@@ -134,9 +141,13 @@ def _number(name: str, completion: int, score: Any) -> float:
 
 
 def _unique_names(functions: Sequence[RewardFunction]) -> list[str]:
-    """The name of each function or of its class; a repeated one is numbered."""
-    names = [getattr(f, "__name__", type(f).__name__) for f in functions]
-    return [
-        name if names.count(name) == 1 else f"{name}_{names[: i + 1].count(name)}"
-        for i, name in enumerate(names)
-    ]
+    """The name of each function or of its class; one that is taken gets a number."""
+    names: list[str] = []
+    for function in functions:
+        name = own = getattr(function, "__name__", type(function).__name__)
+        count = 1
+        while name in names:
+            count += 1
+            name = f"{own}_{count}"
+        names.append(name)
+    return names
