@@ -405,6 +405,7 @@ def test_a_recipe_that_is_not_there_is_one_error(capsys, tmp_path):
         ("--dtype float16", "--dtype"),
         ("--algorithm rloo", "--algorithm"),
         ("--advantage_estimator leave_1_out", "did you mean 'leave_one_out'"),
+        ("--conf recipe", "--conf"),
         ("surplus", "surplus"),
     ],
 )

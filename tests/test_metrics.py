@@ -188,6 +188,12 @@ def test_a_resumed_run_repeats_no_line(tmp_path, resumed_at, kept):
     assert [line["step"] for line in read(path)] == [*kept, resumed_at + 1]
 
 
+def test_a_new_run_does_not_read_the_lines_of_another(tmp_path):
+    (tmp_path / "m.jsonl").write_text("no JSON")
+    JsonLines(tmp_path / "m.jsonl", keep_through_step=0).write({"step": 1})
+    assert read(tmp_path / "m.jsonl") == [{"step": 1}]
+
+
 def test_a_run_resumed_without_its_file_begins_another(tmp_path):
     JsonLines(tmp_path / "m.jsonl", keep_through_step=5).write({"step": 6})
     assert read(tmp_path / "m.jsonl") == [{"step": 6}]

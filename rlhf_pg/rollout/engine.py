@@ -39,6 +39,8 @@ class SamplingParams:
         for name, (fits, wanted) in ranges.items():
             if not fits:
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)}")
+        if "" in self.stop_strings:
+            raise ValueError("stop holds an empty string, which would end every completion at once")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -52,12 +52,15 @@ class NativeEngine:
 
         Raises:
             ValueError: n below 1, an empty prompt, a prompt that leaves no room for `max_tokens`,
-                or `stop` without a tokenizer.
+                `stop` without a tokenizer, or not one prompt id per prompt.
+            FloatingPointError: the model's logits are NaN.
         """
         self._check(prompts, n, params)
         if not prompts:
             return []
-        draws = torch.tensor(list(prompt_ids) if prompt_ids is not None else range(len(prompts)))
+        draws = torch.tensor(list(range(len(prompts)) if prompt_ids is None else prompt_ids))
+        if len(draws) != len(prompts):
+            raise ValueError(f"prompt_ids has {len(draws)} entries for {len(prompts)} prompts")
         device = self.model.device
         rows = _Rows(
             draws=draws.repeat_interleave(n).to(device),
@@ -131,7 +134,10 @@ class _Rows:
 
     def completions(self) -> list[Completion]:
         tokens = torch.stack(self.tokens, dim=1).tolist()
-        logprobs = torch.stack(self.logprobs, dim=1).tolist()
+        all_logprobs = torch.stack(self.logprobs, dim=1)
+        if all_logprobs.isnan().any():
+            raise FloatingPointError("the model's logits are NaN: its weights have diverged")
+        logprobs = all_logprobs.tolist()
         ends = zip(self.lengths.tolist(), self.stopped.tolist(), strict=True)
         return [
             Completion(tokens[i][:length], logprobs[i][:length], "stop" if stopped else "length")

@@ -32,6 +32,7 @@ def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tenso
     cdf = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     # noise < 1 and `right` skip every token of probability 0, at either end of the vocabulary.
     ids = torch.searchsorted(cdf, noise[:, None] * cdf[:, -1:], right=True).squeeze(1)
+    ids = ids.clamp(max=logits.shape[1] - 1)  # only NaN logits get there
     return ids, _pick(logprobs, ids)
 
 

@@ -102,6 +102,15 @@ def test_exchanging_two_weights_changes_the_fingerprint():
     assert reference.fingerprint() != before
 
 
+def test_the_fingerprint_covers_the_names():
+    prints = set()
+    for name in ("scale", "shift"):
+        model = tiny_model("gpt2")
+        model.register_buffer(name, torch.ones(1))
+        prints.add(Reference(Policy(model)).fingerprint())
+    assert len(prints) == 2
+
+
 @pytest.mark.xfail(
     strict=True, reason="a scalar tensor cannot be viewed as bytes", raises=RuntimeError
 )

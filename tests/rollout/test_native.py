@@ -523,3 +523,24 @@ def test_sampling_params_at_their_limits_are_accepted(name, value):
 
 def test_sampling_params_have_the_agreed_defaults():
     assert SamplingParams() == SamplingParams(1.0, 0, 1.0, 0.0, 256, None)
+
+
+def test_nan_logits_are_one_clear_error():
+    model = tiny_model("llama")
+    model.lm_head.weight.data.fill_(float("nan"))
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_tokens=4, temperature=temperature)
+        with pytest.raises(FloatingPointError, match="NaN"):
+            NativeEngine(model, [3], 0).generate([[1]], 2, params, 0)
+
+
+@pytest.mark.parametrize("prompt_ids", [[5], [5, 6, 7]])
+def test_one_prompt_id_per_prompt(prompt_ids):
+    engine = NativeEngine(tiny_model("llama"), [3], 0)
+    with pytest.raises(ValueError, match="prompt_ids has"):
+        engine.generate([[1], [2]], 1, SamplingParams(max_tokens=2), 0, prompt_ids=prompt_ids)
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(ValueError, match="empty string"):
+        SamplingParams(stop=["b", ""])

@@ -210,6 +210,14 @@ def test_a_batch_is_padded_on_the_right_and_padding_is_neither_seen_nor_learnt()
     }
 
 
+def test_the_warm_start_is_that_of_its_seed(tmp_path):
+    starts = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        args = SFTConfig(output_dir=str(tmp_path / name), max_steps=1, batch_size=2, seed=seed)
+        starts.append((warm_start(args) / "model.safetensors").read_bytes())
+    assert starts[0] == starts[1] != starts[2]
+
+
 def test_two_steps_of_warm_start_leave_a_model_that_loads_and_has_learnt(tmp_path):
     args = SFTConfig(output_dir=str(tmp_path), max_steps=2, batch_size=8)
     final = warm_start(args)
