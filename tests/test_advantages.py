@@ -667,17 +667,13 @@ def test_returns_minus_others_lets_a_missing_source_leave_baseline_and_count():
     equal(ADVANTAGES["returns_minus_others"](s)[:, 1], f64([-5, 0, 5]))
 
 
-@pytest.mark.xfail(strict=True, reason="the gap is filled with its group's mean: here with 0")
 def test_returns_minus_mean_lets_a_missing_source_leave_baseline_and_count():
     # mean of 1 and 3; the second row's only source does not apply
     s = signals([[1.0], [NAN], [3.0]], [0, 1, 2])
     equal(ADVANTAGES["returns_minus_mean"](s)[:, 1], f64([-1, 0, 1]))
 
 
-ULP = pytest.mark.xfail(strict=True, reason="the mean that fills the gap is off by an ulp")
-
-
-@pytest.mark.parametrize("name", ["leave_one_out", pytest.param("group_normalized", marks=ULP)])
+@pytest.mark.parametrize("name", ["leave_one_out", "group_normalized"])
 def test_equal_scores_beside_missing_ones_give_exactly_zero(name):
     for others in range(2, 12):
         rows = [[0.1, 0.0]] * others + [[NAN, 0.0]]

@@ -20,8 +20,8 @@ Examples = list[dict[str, list[int]]]
 
 # What a launcher tells its processes: a child that trains alone must not hear it.
 LAUNCHER_PREFIXES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
-    *("ACCELERATE_", "OMP_NUM_THREADS"),
+    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_"),
+    *("TORCHELASTIC_", "ACCELERATE_"),
 )
 
 

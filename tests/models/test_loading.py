@@ -12,7 +12,7 @@ from rlhf_pg.models import (
     max_positions,
     stop_token_ids,
 )
-from tests.tiny import tiny_model
+from tests.tiny import ARCHS, tiny_model
 
 IDS = torch.tensor([[5, 9, 3, 31, 17, 8]])
 
@@ -49,29 +49,25 @@ def test_an_object_is_cast_in_place(dtype):
     assert {p.dtype for p in model.parameters()} == {dtype}
 
 
-@pytest.mark.parametrize(
-    ("arch", "dtype"),
-    [
-        ("gpt2", torch.bfloat16),
-        ("llama", torch.float64),
-        pytest.param(
-            "llama",
-            torch.bfloat16,
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="casting the object rounds its rotary frequencies too",
-                raises=AssertionError,
-            ),
-        ),
-    ],
-)
+# Constants that a model computes in its dtype (Gemma's scale) have float32 digits in an object.
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 0.0), (torch.float64, 1e-5)])
+@pytest.mark.parametrize("arch", ARCHS)
 @torch.no_grad()
-def test_by_path_or_by_object_it_is_the_same_function(tmp_path, arch, dtype):
+def test_by_path_or_by_object_it_is_the_same_function(tmp_path, arch, dtype, atol):
     model = tiny_model(arch, max_position_embeddings=512)
     model.save_pretrained(tmp_path)
     by_path, by_object = load_model(str(tmp_path), dtype), load_model(model, dtype)
     ids = IDS.repeat(1, 50)
-    assert by_path.eval()(ids).logits.equal(by_object.eval()(ids).logits)
+    logits = by_object.eval()(ids).logits
+    torch.testing.assert_close(logits, by_path.eval()(ids).logits, rtol=0, atol=atol)
+
+
+@pytest.mark.xfail(strict=True, reason="every parameter is cast", raises=AssertionError)
+def test_quantized_weights_are_not_cast():
+    model = tiny_model("gpt2")
+    packed = torch.arange(3, dtype=torch.uint8)
+    model.packed = torch.nn.Parameter(packed, requires_grad=False)
+    assert load_model(model, torch.bfloat16).packed.dtype == torch.uint8
 
 
 @pytest.mark.parametrize(("arch", "limit"), [("llama", 64), ("gpt2", 64), ("opt", 64)])
@@ -152,11 +148,10 @@ RATES = [
     *(("gpt2", name) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")),
     *(("phi", name) for name in ("resid_pdrop", "embd_pdrop", "attention_dropout")),
     *(("gpt_neox", name) for name in ("hidden_dropout", "attention_dropout")),
-    *(("opt", name) for name in ("dropout", "attention_dropout")),
+    *(("opt", name) for name in ("dropout", "attention_dropout", "layerdrop")),
     *((arch, "attention_dropout") for arch in ("llama", "qwen3", "gemma", "mistral")),
 ]
 NOT_YET = {
-    ("opt", "layerdrop"): "a rate whose name does not have 'dropout' in it",
     ("falcon", "hidden_dropout"): "a rate that is read from the config in forward",
 }
 LATER = [

@@ -1,7 +1,6 @@
 """Reward functions: how they are called, and what they may return."""
 
 import asyncio
-import contextlib
 import functools
 import math
 
@@ -129,7 +128,7 @@ def test_what_one_function_does_to_its_input_nobody_else_sees():
     [
         ([length], ["length"]),
         ([length, slow_length, Length()], ["length", "slow_length", "Length"]),
-        ([length, Length(), length], ["length_1", "Length", "length_2"]),
+        ([length, Length(), length], ["length", "Length", "length_2"]),
         ([functools.partial(length)], ["partial"]),
     ],
 )
@@ -137,10 +136,9 @@ def test_names_are_those_of_the_functions_numbered_where_repeated(functions, nam
     assert Rewards(functions).names == names
 
 
-@pytest.mark.xfail(strict=True, reason="a numbered name meets a given one", raises=AssertionError)
 def test_no_two_functions_share_a_name():
-    names = Rewards([says([], "a"), says([], "a"), says([], "a_1")]).names
-    assert len(set(names)) == 3
+    functions = [says([], name) for name in ("a", "a", "a_2", "a_1", "a")]
+    assert len(set(Rewards(functions).names)) == 5
 
 
 @pytest.mark.parametrize(("weights", "expected"), [(None, [1, 1]), ([0.25, -2], [0.25, -2])])
@@ -148,7 +146,6 @@ def test_weights_are_one_unless_given(weights, expected):
     assert Rewards([length, slow_length], weights).weights.tolist() == expected
 
 
-@pytest.mark.xfail(strict=True, reason="weights are rounded to float32", raises=AssertionError)
 def test_weights_keep_their_digits():
     assert Rewards([length], [0.1]).weights.double().tolist() == [0.1]
 
@@ -224,11 +221,7 @@ def test_it_must_be_one_score_per_completion(scores, got):
         ("good", "'good'"),
         ([1.0], r"\[1.0\]"),
         (1 + 2j, r"\(1\+2j\)"),
-        pytest.param(
-            10**400,
-            "10000",
-            marks=pytest.mark.xfail(strict=True, reason="float() overflows", raises=OverflowError),
-        ),
+        (10**400, "10000"),
     ],
     ids=lambda x: str(x)[:9],
 )
@@ -291,15 +284,7 @@ def test_an_unwanted_column_is_an_error_that_names_the_function():
         call(strict)
 
 
-@pytest.mark.xfail(strict=True, reason="a column replaces what was sampled", raises=AssertionError)
 @pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
 def test_a_column_never_replaces_what_was_sampled(name):
-    seen = []
-
-    def look(**inputs):
-        seen.append(inputs[name])
-        return [0.0] * 3
-
-    with contextlib.suppress(ValueError):  # refusing it is as good
-        call(look, columns={name: ["another"] * 3})
-    assert not seen or "another" not in seen[0]
+    with pytest.raises(ValueError, match=f"the dataset column '{name}' has the name of"):
+        call(length, columns={name: ["another"] * 3})

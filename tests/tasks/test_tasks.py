@@ -128,7 +128,6 @@ def test_marks_within_the_text_of_a_user_are_no_control_tokens(tokenizer, mark):
     assert [token for token in ids if token in SPECIAL.values()] == [2, 3]
 
 
-@pytest.mark.xfail(strict=True, reason="the tokenizer itself raises, of [UNK]", raises=Exception)
 @pytest.mark.parametrize("text", ["a", "1\n", "é"])
 def test_a_character_that_it_does_not_know_is_a_clear_error(tokenizer, text):
     with pytest.raises(ValueError, match="prompt in row 3"):
