@@ -18,7 +18,8 @@ def load_model(model: str | PreTrainedModel, dtype: torch.dtype) -> PreTrainedMo
         return AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     for parameter in model.parameters():
         # Not model.to(dtype), which would round the rotary frequencies too: they are buffers.
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     return model
 
 
@@ -31,8 +32,12 @@ def load_tokenizer(
         pad_token: used where the tokenizer has none.
 
     Raises:
-        ValueError: no pad or EOS token, or ids beyond the model's embedding rows.
+        ValueError: no tokenizer, no pad or EOS token, or ids beyond the model's embedding rows.
     """
+    if tokenizer is None and not model.name_or_path:
+        raise ValueError(
+            "the model was not loaded from a path: give its tokenizer as processing_class"
+        )
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.name_or_path)
     if tokenizer.pad_token_id is None and pad_token is not None:
         tokenizer.pad_token = pad_token
@@ -64,7 +69,7 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 def max_positions(model: PreTrainedModel) -> int | None:
     """Longest sequence that the model has positions for; None if it sets no limit."""
-    limit: Any = getattr(model.config, "max_position_embeddings", None)
+    limit: Any = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit if isinstance(limit, int) else None
 
 

@@ -94,8 +94,8 @@ class Rewards:
 
     def _call(self, name: str, function: RewardFunction, inputs: dict[str, Any]) -> Any:
         # Each function has its own copy: what it does to it, the others and the trainer never see.
-        arguments = copy.deepcopy({key: list(value) for key, value in inputs.items()})
         try:
+            arguments = copy.deepcopy({key: list(value) for key, value in inputs.items()})
             result = function(**arguments)
             return _wait_for(result) if inspect.isawaitable(result) else result
         except Exception as error:
@@ -129,7 +129,7 @@ def _number(name: str, completion: int, score: Any) -> float:
     if score is None:
         return math.nan
     try:
-        number = float(score)
+        number = math.nan if isinstance(score, str) else float(score)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):

@@ -116,18 +116,6 @@ def test_the_chat_template_renders_turns_and_its_marks_are_single_tokens(tokeniz
     assert len(encode(chat, tokenizer)) == 4 + 1 + 4 + len(marks)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="marks in a text become control tokens", raises=AssertionError
-)
-@pytest.mark.parametrize("mark", SPECIAL)
-def test_marks_within_the_text_of_a_user_are_no_control_tokens(tokenizer, mark):
-    try:
-        ids = encode([{"role": "user", "content": f"1{mark}2"}], tokenizer)
-    except ValueError:  # as good
-        return
-    assert [token for token in ids if token in SPECIAL.values()] == [2, 3]
-
-
 @pytest.mark.parametrize("text", ["a", "1\n", "é"])
 def test_a_character_that_it_does_not_know_is_a_clear_error(tokenizer, text):
     with pytest.raises(ValueError, match="prompt in row 3"):
