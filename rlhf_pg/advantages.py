@@ -24,10 +24,11 @@ SCALES = ("group", "batch", "none")
 @torch.no_grad()
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     """Reward-to-go (B,T): G_t = r_t + gamma G_{t+1} (Williams 1992; Sutton & Barto, 3.8)."""
-    running = rewards.new_zeros(rewards.shape[0])
+    wide = widen(rewards)
+    running = wide.new_zeros(wide.shape[0])
     returns = torch.zeros_like(rewards)
     for t in reversed(range(rewards.shape[1])):
-        running = torch.where(mask[:, t], rewards[:, t] + gamma * running, running)
+        running = torch.where(mask[:, t], wide[:, t] + gamma * running, running)
         returns[:, t] = torch.where(mask[:, t], running, 0.0)
     return returns
 
@@ -54,16 +55,18 @@ def gae(
     Returns:
         advantages (B,T), not whitened, and returns (B,T) = advantages + values.
     """
-    next_value = _bootstrap(values, bootstrap_value)
+    wide = widen(values)
+    next_value = _bootstrap(wide, bootstrap_value)
     running = torch.zeros_like(next_value)
-    advantages = torch.zeros_like(values)
-    for t in reversed(range(values.shape[1])):
+    advantages = torch.zeros_like(wide)
+    for t in reversed(range(wide.shape[1])):
         real = mask[:, t]
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        delta = rewards[:, t] + gamma * next_value - wide[:, t]
         running = torch.where(real, delta + gamma * lam * running, running)
-        next_value = torch.where(real, values[:, t], next_value)
+        next_value = torch.where(real, wide[:, t], next_value)
         advantages[:, t] = torch.where(real, running, 0.0)
-    return advantages, torch.where(mask, advantages + values, 0.0)
+    returns = torch.where(mask, advantages + wide, 0.0)
+    return advantages.to(values.dtype), returns.to(values.dtype)
 
 
 @torch.no_grad()
@@ -91,19 +94,21 @@ def n_step(
     if n is not None and n < 1:
         raise ValueError(f"n must be at least 1, or None for the whole row, got {n}")
     width = values.shape[1]
+    wide = widen(values)
     # Push the holes to the right, so that "next True slot" is "next column".
     order = torch.argsort(mask.logical_not(), dim=1, stable=True)
     dense = mask.gather(1, order)
-    end = _bootstrap(values, bootstrap_value)[:, None].expand_as(values)
+    end = _bootstrap(wide, bootstrap_value)[:, None].expand_as(wide)
     reward = torch.where(dense, rewards.gather(1, order), 0.0)
-    value = torch.where(dense, values.gather(1, order), end)
+    value = torch.where(dense, wide.gather(1, order), end)
     target = value
     for _ in range(width if n is None else min(n, width)):
         # R^(k)_t = r_t + gamma R^(k-1)_{t+1}, starting from R^(0)_t = V_t.
         following = torch.cat([target[:, 1:], end[:, :1]], dim=1)
         target = torch.where(dense, reward + gamma * following, end)
-    targets = torch.zeros_like(values).scatter(1, order, torch.where(dense, target, 0.0))
-    return torch.where(mask, targets - values, 0.0), targets
+    targets = torch.zeros_like(wide).scatter(1, order, torch.where(dense, target, 0.0))
+    advantages = torch.where(mask, targets - wide, 0.0)
+    return advantages.to(values.dtype), targets.to(values.dtype)
 
 
 def _bootstrap(values: Tensor, bootstrap_value: Tensor | None) -> Tensor:
@@ -204,12 +209,13 @@ def process_group_normalized(
     Args:
         step_scores: (B,T) a score in the column of each step's last token.
         step_mask: (B,T) True where there is one.
-        groups: (B,); mask: (B,T) the action tokens.
+        groups: (B,).
+        mask: (B,T) the action tokens; a step score elsewhere is ignored.
 
     Returns:
         (B,T); exactly 0 for a group with one step score or with all of them equal.
     """
-    wide = widen(step_scores)
+    step_mask, wide = step_mask & mask, widen(step_scores)
     each = groups[:, None].expand_as(step_scores).reshape(-1)
     stats = group_stats(wide.reshape(-1), step_mask.reshape(-1), each)
     normal = (wide - stats.mean.view_as(wide)) / (stats.std.view_as(wide) + eps)

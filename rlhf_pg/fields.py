@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import inspect
+import math
 import operator
 import types
 import typing
@@ -65,7 +66,9 @@ def _checked_type(name: str, value: Any, hint: Any) -> Any:
             if isinstance(value, list | tuple):
                 item = typing.get_args(option)[0]
                 return tuple(_checked_type(name, v, item) for v in value)
-        elif option is float and isinstance(value, int) and not isinstance(value, bool):
+        elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, got {value}")
             return float(value)
         elif isinstance(value, option) and not (isinstance(value, bool) and option is not bool):
             return value

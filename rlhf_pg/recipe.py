@@ -99,8 +99,10 @@ def _flags(path: Path, config_type: type) -> list[str]:
             fail(f"{path}: unknown key {key!r} for {config_type.__name__}{hint}")
         if value is None and type(None) not in typing.get_args(hints[key]):
             fail(f"{path}: {key} must have a value, got null")
-        values = value if isinstance(value, list) else [value]
-        flags += [f"--{key}", *(str(v) for v in values)]
+        if isinstance(value, list):
+            flags += [f"--{key}", *(str(v) for v in value)]
+        else:
+            flags.append(f"--{key}={value}")
     return flags
 
 
@@ -134,8 +136,4 @@ def _is_main() -> bool:
 
 def dump(config: Any, path: Path) -> None:
     """Write the resolved config as YAML that `parse` reads back to the same config."""
-    values = {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in dataclasses.asdict(config).items()
-    }
-    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    path.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))

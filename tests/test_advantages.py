@@ -690,3 +690,23 @@ def test_total_scores_put_the_group_mean_where_a_source_does_not_apply():
 def test_a_row_is_neutral_in_a_source_that_does_not_apply():
     s = signals([[1.0, 0.0], [NAN, 0.0], [3.0, 0.0]], [0, 0, 0])
     assert ADVANTAGES["group_normalized"](s)[1, 1] == 0
+
+
+def test_many_low_precision_rewards_are_summed_in_full():
+    """In bfloat16 itself 256 + 1 is 256."""
+    ones = torch.ones(1, 1024, dtype=torch.bfloat16)
+    mask = torch.ones(1, 1024, dtype=torch.bool)
+    sums = [
+        discounted_returns(ones, mask)[0, 0],
+        gae(ones, 0 * ones, mask, lam=1.0)[0][0, 0],
+        n_step(ones, 0 * ones, mask, None)[0][0, 0],
+    ]
+    assert sums == [1024.0] * 3
+
+
+def test_a_step_score_outside_the_action_tokens_is_ignored():
+    scores = torch.tensor([[1.0, 9.0], [3.0, 0.0]])
+    mask = torch.tensor([[True, False], [True, False]])
+    everywhere, groups = torch.ones_like(mask), torch.zeros(2, dtype=torch.int64)
+    expected = process_group_normalized(scores, mask, groups, mask)
+    assert process_group_normalized(scores, everywhere, groups, mask).equal(expected)

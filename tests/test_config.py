@@ -533,3 +533,14 @@ def test_a_dump_is_plain_yaml_of_every_key(config, tmp_path):
     assert list(values) == keys(config)
     assert values["reward_weights"] == [1.0, 2.0]
     assert values["epsilon_high"] is None
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_numbers_are_finite(value):
+    with pytest.raises(ValueError, match="temperature must be a finite number"):
+        GRPOConfig(temperature=value)
+
+
+def test_a_value_that_begins_with_a_dash_is_no_flag(recipe):
+    recipe.write_text("output_dir: -x\n")
+    assert parse(GRPOConfig, ["--config", str(recipe)]).output_dir == "-x"
