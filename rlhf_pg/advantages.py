@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf_pg.masking import widen
+from rlhf_pg.masking import float_dtype, widen
 
 SCALES = ("group", "batch", "none")
 
@@ -180,7 +180,9 @@ def group_normalized(
         divisor = torch.ones_like(wide)
     else:
         raise ValueError(f"scale must be one of {', '.join(SCALES)}, got {scale!r}")
-    return torch.where(valid & ~group.constant, (wide - group.mean) / divisor, 0.0).to(scores.dtype)
+    return torch.where(valid & ~group.constant, (wide - group.mean) / divisor, 0.0).to(
+        float_dtype(scores)
+    )
 
 
 @torch.no_grad()
@@ -194,7 +196,7 @@ def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
     group = group_stats(wide, valid, groups)
     # s - (n m - s) / (n - 1)  =  n / (n - 1) * (s - m)
     advantage = (wide - group.mean) * group.count / (group.count - 1).clamp(min=1)
-    return torch.where(valid & ~group.constant, advantage, 0.0).to(scores.dtype)
+    return torch.where(valid & ~group.constant, advantage, 0.0).to(float_dtype(scores))
 
 
 @torch.no_grad()
@@ -221,7 +223,7 @@ def process_group_normalized(
     normal = (wide - stats.mean.view_as(wide)) / (stats.std.view_as(wide) + eps)
     normal = torch.where(step_mask & ~stats.constant.view_as(step_mask), normal, 0.0)
     to_go = normal.flip(1).cumsum(1).flip(1)
-    return torch.where(mask, to_go, 0.0).to(step_scores.dtype)
+    return torch.where(mask, to_go, 0.0).to(float_dtype(step_scores))
 
 
 # --------------------------------------------------------------------- what a config chooses from

@@ -10,6 +10,7 @@ import random
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.models import Reference
 from rlhf_pg.runtime import Runtime
+
+# Keys that a resumed run may change: how long, how often, where, and what never changes a result.
+MAY_CHANGE = {
+    *("output_dir", "resume_from_checkpoint", "model_name_or_path"),
+    *("max_steps", "num_train_epochs", "save_steps", "eval_steps"),
+    *("log_completions_steps", "num_completions_to_print"),
+    *("micro_batch_tokens", "gradient_checkpointing"),
+}
 
 
 @dataclass
@@ -45,6 +54,12 @@ class Checkpointer:
     scheduler: LRScheduler
     state: TrainState
     reference: Reference | None
+    config: dict[str, Any]
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        """Of the reference, which never changes; None without one."""
+        return None if self.reference is None else self.reference.fingerprint()
 
     def path(self) -> Path:
         return self.directory / f"step-{self.state.step:08d}"
@@ -80,7 +95,8 @@ class Checkpointer:
             "counters": asdict(self.state),
             "scheduler": self.scheduler.state_dict(),
             "learning_rates": [group["lr"] for group in self.optimizer.param_groups],
-            "reference": self.reference and self.reference.fingerprint(),
+            "reference": self.fingerprint,
+            "config": self.config,
         }
         (path / "state.json").write_text(json.dumps(state, indent=2))
 
@@ -96,7 +112,13 @@ class Checkpointer:
                 raise ValueError(f"{self.directory.parent} has no checkpoint to resume from")
             self.restore(latest, rank)
         elif choice:
-            self.restore(Path(str(choice)), rank)
+            path = Path(str(choice))
+            self.restore(path, rank)
+            if latest is not None and int(latest.name.split("-")[1]) > self.state.step:
+                raise ValueError(
+                    f"{self.directory} holds checkpoints of later steps, up to {latest.name}: move "
+                    "them away, resume from the latest, or choose another output_dir"
+                )
         elif latest is not None and self.state.step == 0:
             raise ValueError(
                 f"{self.directory.parent} holds the checkpoints of another run: resume it with "
@@ -112,7 +134,8 @@ class Checkpointer:
         if not (path / "state.json").exists():
             raise ValueError(f"{path} holds no checkpoint: it has no state.json")
         state = json.loads((path / "state.json").read_text())
-        if state["reference"] != (self.reference and self.reference.fingerprint()):
+        self._check_config(path, state["config"])
+        if state["reference"] != self.fingerprint:
             raise ValueError(
                 f"{path} was saved by a run with another reference: resume with the model that "
                 "training started from, and with the same beta"
@@ -128,6 +151,19 @@ class Checkpointer:
         rng = path / f"rng-rank{rank}.safetensors"
         if rng.exists():
             restore_rng(load_file(rng))
+
+    def _check_config(self, path: Path, saved: Mapping[str, Any]) -> None:
+        now = json.loads(json.dumps(self.config))
+        changed = [
+            f"{key} was {saved[key]!r} and is {now[key]!r}"
+            for key in saved.keys() & now.keys() - MAY_CHANGE
+            if saved[key] != now[key]
+        ]
+        if changed:
+            raise ValueError(
+                f"{path} was saved by a run with another config: {'; '.join(sorted(changed))}. "
+                "Resume with the same, or start a new run from its weights"
+            )
 
 
 def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:

@@ -3,17 +3,16 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
 import rlhf_pg
-from rlhf_pg.recipe import fail, parse
+from rlhf_pg.recipe import fail, load, parse
 from rlhf_pg.report import save_curve, show_curve
 from rlhf_pg.tasks import TASKS
 from rlhf_pg.tasks.warm_start import ensure_model
@@ -69,14 +68,10 @@ def make_trainer(recipe: Path, flags: Sequence[str]) -> PolicyGradientTrainer:
 
 
 def _algorithm(recipe: Path) -> str:
-    try:
-        keys: Any = yaml.safe_load(recipe.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        fail(f"{recipe}: cannot be read: {error}")
-    algorithm = keys.get("algorithm") if isinstance(keys, dict) else None
+    algorithm = str(load(recipe).get("algorithm"))
     if algorithm not in TRAINERS:
         fail(f"{recipe}: the key algorithm must be one of {', '.join(TRAINERS)}, got {algorithm!r}")
-    return str(algorithm)
+    return algorithm
 
 
 # -------------------------------------------------------------------------------------------- demo
@@ -84,6 +79,8 @@ def _algorithm(recipe: Path) -> str:
 
 def demo(flags: Sequence[str]) -> None:
     """Train the embedded model with GRPO, and show what it has learnt."""
+    if not (find_spec("plotext") and find_spec("matplotlib")):
+        fail('the demo draws curves: pip install "rlhf-pg[report]"')
     trainer = make_trainer(_recipe("grpo_arithmetic.yaml"), ["--output_dir", "runs/demo", *flags])
     console = Console(quiet=not trainer.runtime.is_main)
     before, answers_before = trainer.evaluate(), _answers(trainer)

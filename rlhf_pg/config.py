@@ -4,12 +4,21 @@ Batch sizes are global: the number of processes is not a hyper-parameter. `rlhf_
 config from YAML and flags.
 """
 
+import dataclasses
+import inspect
 from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_pg.advantages import ADVANTAGES
 from rlhf_pg.fields import Checked, choice, number
 from rlhf_pg.losses import POLICY_LOSSES
+
+# Those of transformers that need no arguments beyond the number of steps.
+SCHEDULES = (
+    *("linear", "cosine", "cosine_with_restarts", "polynomial"),
+    *("constant", "constant_with_warmup", "inverse_sqrt"),
+)
+BASELINES = set(ADVANTAGES) - {"returns"}
 
 
 @dataclass(kw_only=True)
@@ -27,10 +36,13 @@ class PolicyGradientConfig(Checked):
     """Directory of everything that the run leaves behind."""
     resume_from_checkpoint: str | None = None
     """A checkpoint directory, or "latest" for the newest one in output_dir."""
-    seed: int = number(42, minimum=0)
+    seed: int = number(42, minimum=0, maximum=2**32 - 1)
     """Seed of prompt order, sampling noise and minibatch order."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Of the weights and of the computation; log-probabilities are in float32 at least."""
+    """Of the weights and of the computation; log-probabilities are in float32 at least.
+
+    Weights in bfloat16 lose updates below their last bit, about 0.4 % of a weight.
+    """
     disable_dropout: bool = True
     """Set every dropout of the model to 0, so that scoring and training see one policy."""
     gradient_checkpointing: bool = False
@@ -84,7 +96,7 @@ class PolicyGradientConfig(Checked):
 
     learning_rate: float = number(1e-6, above=0)
     """Peak learning rate of AdamW."""
-    lr_scheduler_type: str = "linear"
+    lr_scheduler_type: str = choice("linear", SCHEDULES)
     """A scheduler of transformers, by name; it advances once per step."""
     warmup_steps: int = number(0, minimum=0)
     """Steps of linear warm-up."""
@@ -126,6 +138,34 @@ class PolicyGradientConfig(Checked):
                 'policy_loss "vanilla" is right for one update per rollout: set num_iterations and '
                 'num_mini_batches to 1, or policy_loss to "clipped_surrogate"'
             )
+
+        if self.kl_placement == "loss" and self.kl_estimator == "k1" and self.beta > 0:
+            raise ValueError(
+                'kl_estimator "k1" in the loss has an expected gradient of 0: use "k2" or "k3", or '
+                'kl_placement "reward"'
+            )
+        self._check_estimator()
+
+    def _check_estimator(self) -> None:
+        """Refuse an estimator with nothing to compare, and options that would be ignored."""
+        rows = self.num_generations
+        if self.advantage_estimator in ("returns_minus_others", "returns_minus_mean"):
+            rows *= self.prompts_per_step
+        if rows < 2 and self.advantage_estimator in BASELINES:
+            raise ValueError(
+                f"advantage_estimator {self.advantage_estimator!r} compares completions: raise "
+                "num_generations (or prompts_per_step, for one that compares over the batch)"
+            )
+        for choice_, functions, keys in (
+            ("advantage_estimator", ADVANTAGES, ("gamma", "scale_rewards")),
+            ("policy_loss", POLICY_LOSSES, ("epsilon", "epsilon_high")),
+        ):
+            name = getattr(self, choice_)
+            takes = inspect.signature(functions[name]).parameters
+            defaults = {field.name: field.default for field in dataclasses.fields(self)}
+            for key in keys:
+                if key in defaults and key not in takes and getattr(self, key) != defaults[key]:
+                    raise ValueError(f"{key} is not used by {choice_} {name!r}: leave it out")
 
     @property
     def updates_per_step(self) -> int:
@@ -204,7 +244,7 @@ class SFTConfig(Checked):
     """The embedded task: its training split gives prompts and answers."""
     output_dir: str = "runs/sft_arithmetic"
     """Where the model goes, in `final/`."""
-    seed: int = number(42, minimum=0)
+    seed: int = number(42, minimum=0, maximum=2**32 - 1)
     """Seed of the initial weights and of the order of examples."""
     max_steps: int = number(600, minimum=1)
     """Optimizer steps."""

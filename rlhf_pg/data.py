@@ -43,6 +43,11 @@ def load_prompts(
     Raises:
         ValueError: no `prompt` column, no rows, an empty or a too long prompt (the row is named).
     """
+    if not isinstance(dataset, Dataset):
+        raise ValueError(
+            f"expected a datasets.Dataset, got {type(dataset).__name__}: take one split, or make "
+            "one with Dataset.from_list"
+        )
     if "prompt" not in dataset.column_names:
         raise ValueError(
             f"the dataset has no column 'prompt' (it has {', '.join(dataset.column_names)}): "
@@ -103,7 +108,12 @@ def encode(prompt: Any, tokenizer: PreTrainedTokenizerBase, row: int = 0) -> lis
             raise ValueError(
                 f"prompt in row {row} is a list of messages, but the tokenizer has no chat_template"
             )
-        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        try:
+            text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template raises what it likes
+            raise ValueError(
+                f"prompt in row {row} does not fit the chat template: {error}"
+            ) from error
         ids = _tokenize(tokenizer, text, row, add_special_tokens=False)
     else:
         raise ValueError(

@@ -7,7 +7,7 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -27,7 +27,7 @@ def number(
     return dataclasses.field(default=default, metadata={**limits, "because": because})
 
 
-def choice(default: str, options: dict[str, Any]) -> Any:
+def choice(default: str, options: Collection[str]) -> Any:
     """A field that takes a name in `options`, read when the config is made: a registry can grow."""
     return dataclasses.field(default=default, metadata={"options": options})
 

@@ -42,7 +42,7 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     mask = mask.expand_as(x)
     wide = torch.where(mask, widen(x), 0.0)
     total, count = (wide.sum(), mask.sum()) if dim is None else (wide.sum(dim), mask.sum(dim))
-    return (total / count.clamp(min=1)).to(_float_dtype(x))
+    return (total / count.clamp(min=1)).to(float_dtype(x))
 
 
 def masked_var(x: Tensor, mask: Tensor, unbiased: bool = False) -> Tensor:
@@ -55,7 +55,7 @@ def masked_var(x: Tensor, mask: Tensor, unbiased: bool = False) -> Tensor:
     count = mask.sum()
     mean = wide.sum() / count.clamp(min=1)
     squares = torch.where(mask, (wide - mean) ** 2, 0.0).sum()
-    return (squares / (count - int(unbiased)).clamp(min=1)).to(_float_dtype(x))
+    return (squares / (count - int(unbiased)).clamp(min=1)).to(float_dtype(x))
 
 
 def whiten(
@@ -87,8 +87,9 @@ def whiten(
     whitened = torch.where(varies, (wide - mean) * torch.rsqrt(var + 1e-8), 0.0)
     if not shift_mean:
         whitened = whitened + mean
-    return torch.where(mask, whitened, 0.0).to(_float_dtype(x))
+    return torch.where(mask, whitened, 0.0).to(float_dtype(x))
 
 
-def _float_dtype(x: Tensor) -> torch.dtype:
+def float_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of a result: that of `x`, or float32 for whole numbers."""
     return x.dtype if x.is_floating_point() else torch.float32

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_pg.advantages import group_stats
+from rlhf_pg.advantages import group_stats, total_scores
 
 # Every line of metrics.jsonl has these keys; null where a number was not computed.
 KEYS = (
@@ -80,14 +80,18 @@ def reward_metrics(
     Args:
         scores: (N,K) unweighted, one column per source; NaN where one does not apply.
         weights: (K,).
-        groups: (N,); None where every row has a prompt of its own.
+        groups: (N,); None where every row has a prompt of its own. The std is then that of all
+            rows, and there is no share of groups without one.
     """
-    total = (scores * weights).nansum(1)
-    metrics = {"reward": total.mean().item()}
+    weighted = scores * weights
+    metrics = {"reward": weighted.nanmean(0).nansum().item()}
     for name, column in zip(names, scores.unbind(1), strict=True):
         metrics[f"rewards/{name}/mean"] = column.nanmean().item()
-    own = torch.zeros(len(total), dtype=torch.int64) if groups is None else groups.cpu()
-    stats = group_stats(total.cpu(), torch.ones(len(total), dtype=torch.bool), own)
+    if groups is not None and len(torch.unique(groups)) == len(groups):
+        groups = None
+    own = torch.zeros(len(scores), dtype=torch.int64) if groups is None else groups.cpu()
+    total = total_scores(weighted.cpu(), own)
+    stats = group_stats(total, torch.ones(len(total), dtype=torch.bool), own)
     metrics["reward_std"] = stats.std.mean().item()
     if groups is not None:
         metrics["frac_reward_zero_std"] = stats.constant.double().mean().item()

@@ -40,6 +40,8 @@ ELSEWHERE = {
     "max_new_tokens": "max_completion_length",
     "rloo_k": "num_generations",
     "warmup_ratio": "warmup_steps",
+    "logging_steps": "metrics.jsonl, which has a line for every step",
+    "report_to": "metrics.jsonl and Callback.on_step; no tracker is built in",
     **dict.fromkeys(
         ("top_p", "top_k", "min_p", "repetition_penalty"),
         "temperature; training on a truncated distribution would bias the gradient",
@@ -78,8 +80,8 @@ def parse(config_type: type[C], args: Sequence[str] | None = None) -> C:
         raise
 
 
-def _flags(path: Path, config_type: type) -> list[str]:
-    """The keys of a YAML file as `--key value`."""
+def load(path: Path) -> dict[str, Any]:
+    """The keys of a YAML file; exits like `fail` if it is none."""
     try:
         recipe = yaml.load(path.read_text(), Loader=_UniqueKeys)
     except (OSError, UnicodeDecodeError) as error:
@@ -88,6 +90,12 @@ def _flags(path: Path, config_type: type) -> list[str]:
         fail(f"{path}: not valid YAML: {error}")
     if not isinstance(recipe, dict):
         fail(f"{path}: expected `key: value` lines, got {type(recipe).__name__}")
+    return recipe
+
+
+def _flags(path: Path, config_type: type) -> list[str]:
+    """The keys of a YAML file as `--key=value`."""
+    recipe = load(path)
     hints = typing.get_type_hints(config_type)
     keys = [field.name for field in dataclasses.fields(config_type)]
     flags: list[str] = []

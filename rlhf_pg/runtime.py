@@ -1,14 +1,14 @@
 """Processes and devices: the only file that knows how a model is distributed.
 
-Everything else sees five verbs: prepare, backward, clip, gather and total.
+Everything else sees a few verbs: prepare, micro_batch, backward, clip, gather and total.
 """
 
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
 
 
@@ -16,7 +16,14 @@ class Runtime:
     """This process among the others."""
 
     def __init__(self) -> None:
-        self._accelerator = Accelerator()
+        # The config decides on precision and accumulation, not what a launcher has in store; and
+        # without CUDA the CPU, since float64 (sampling, metrics) is not to be had on Apple's GPUs.
+        self._accelerator = Accelerator(
+            cpu=not torch.cuda.is_available(), mixed_precision="no", gradient_accumulation_steps=1
+        )
+        kind = self._accelerator.distributed_type
+        if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+            raise ValueError(f"the launcher asks for {kind.value}; only plain DDP is supported yet")
 
     @property
     def device(self) -> torch.device:
@@ -47,19 +54,22 @@ class Runtime:
         wrapped: nn.Module = self._accelerator.prepare_model(module)
         return wrapped
 
-    def backward(self, module: nn.Module, loss: Tensor, last: bool) -> None:
+    def micro_batch(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of one micro-batch: gradients are exchanged on the last.
+
+        Args:
+            module: what `prepare` returned.
+        """
+        hold_back: AbstractContextManager[Any] = self._accelerator.no_sync(module)
+        return nullcontext() if last else hold_back
+
+    def backward(self, loss: Tensor) -> None:
         """Add the gradient of this process's share of the loss.
 
         The shares of all processes sum to the loss, while DDP averages gradients: multiplying by
         the number of processes undoes that, here and nowhere else.
-
-        Args:
-            module: what `prepare` returned.
-            last: the last backward before the update, on which gradients are exchanged.
         """
-        hold_back: Any = nullcontext() if last else self._accelerator.no_sync(module)
-        with hold_back:
-            self._accelerator.backward(loss * self.world)
+        torch.autograd.backward(loss * self.world)
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Scale the gradient to at most `max_norm` (0: leave it); returns its norm before that."""

@@ -49,6 +49,7 @@ def make_checkpointer(directory, seed=0, arch="gpt2", dtype=torch.float32, refer
         scheduler=get_scheduler("cosine", optimizer, 2, 10),
         state=TrainState(),
         reference=reference,
+        config={"seed": 1, "max_steps": 10},
     )
 
 
@@ -313,14 +314,14 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000004"]
 
 
-@pytest.mark.parametrize("choice", [True, "latest", "step-00000003"])
+@pytest.mark.parametrize("choice", [True, "latest", "step-00000005"])
 def test_a_run_resumes_from_the_newest_or_from_the_one_named(tmp_path, choice):
     first = make_checkpointer(tmp_path)
     for step in (3, 5):
         save_at(first, step)
     second = make_checkpointer(tmp_path, seed=1)
-    second.resume(str(tmp_path / choice) if choice == "step-00000003" else choice, rank=0)
-    assert second.state.step == (3 if choice == "step-00000003" else 5)
+    second.resume(str(tmp_path / choice) if choice == "step-00000005" else choice, rank=0)
+    assert second.state.step == 5
     expected = first.model.state_dict()
     assert all(v.equal(expected[k]) for k, v in second.model.state_dict().items())
 
@@ -377,3 +378,24 @@ def test_a_save_that_breaks_off_leaves_the_same_step_as_it_was(tmp_path):
     with pytest.raises(OSError, match="no space left"):
         save_at(checkpointer, 1)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+
+
+def test_an_earlier_checkpoint_does_not_leave_later_ones_to_be_picked_up(tmp_path):
+    first = make_checkpointer(tmp_path)
+    for step in (3, 5):
+        save_at(first, step)
+    with pytest.raises(ValueError, match=r"later steps, up to step-00000005: move them away"):
+        make_checkpointer(tmp_path).resume(str(tmp_path / "step-00000003"), rank=0)
+
+
+@pytest.mark.parametrize(("key", "refused"), [("seed", True), ("max_steps", False)])
+def test_another_config_is_refused_by_key(tmp_path, key, refused):
+    save_at(make_checkpointer(tmp_path), 3)
+    other = make_checkpointer(tmp_path)
+    other.config[key] = 77
+    if refused:
+        with pytest.raises(ValueError, match="another config: seed was 1 and is 77"):
+            other.resume("latest", rank=0)
+    else:
+        other.resume("latest", rank=0)
+        assert other.state.step == 3

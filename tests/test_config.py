@@ -108,7 +108,13 @@ def test_a_number_outside_its_range_is_refused_by_name(config, key, value):
 
 @pytest.mark.parametrize(("config", "key", "value"), cases(0))
 def test_a_number_at_the_edge_of_its_range_is_taken(config, key, value):
-    assert getattr(config(**{key: value}), key) == value
+    with_it = {
+        "epsilon": {"policy_loss": "clipped_surrogate"},
+        "epsilon_high": {"policy_loss": "clipped_surrogate"},
+        "prompts_per_step": {"num_generations": 2},
+    }
+    options = {key: value} | with_it.get(key, {})
+    assert getattr(config(**options), key) == value
 
 
 @each_config
@@ -425,7 +431,7 @@ def test_a_key_of_another_library_points_to_ours(capsys, recipe, name):
 def test_what_is_pointed_to_exists_and_what_is_refused_does_not(config):
     assert not set(ELSEWHERE) & set(keys(config))
     for hint in ELSEWHERE.values():
-        assert re.match(r"\w+", hint)[0] in keys(config)
+        assert hint.startswith("metrics.jsonl") or re.match(r"\w+", hint)[0] in keys(config)
 
 
 def test_a_value_may_be_spelt_like_a_key_of_another_library():
@@ -497,7 +503,7 @@ OTHER_VALUES = {
     "num_completions_to_print": 4,
 }
 OTHERS = {
-    GRPOConfig: OTHER_VALUES | {"scale_rewards": "none"},
+    GRPOConfig: OTHER_VALUES | {"scale_rewards": "none", "advantage_estimator": "group_normalized"},
     RLOOConfig: OTHER_VALUES | {"kl_placement": "loss"},
     ReinforceConfig: OTHER_VALUES | {"gamma": 0.99, "kl_placement": "loss"},
     SFTConfig: {
@@ -523,7 +529,10 @@ def test_that_dump_covers_every_key_that_can_have_another_value(config):
     default, others = dataclasses.asdict(config()), OTHERS[config]
     with_one_value = {"algorithm", "task", "rollout_engine"}
     assert set(default) - set(others) == with_one_value & set(default)
-    assert {key for key in others if others[key] == default[key]} <= {"policy_loss"}
+    assert {key for key in others if others[key] == default[key]} <= {
+        "policy_loss",
+        "advantage_estimator",
+    }
 
 
 @each_trainer
@@ -544,3 +553,37 @@ def test_numbers_are_finite(value):
 def test_a_value_that_begins_with_a_dash_is_no_flag(recipe):
     recipe.write_text("output_dir: -x\n")
     assert parse(GRPOConfig, ["--config", str(recipe)]).output_dir == "-x"
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (ReinforceConfig, {"advantage_estimator": "leave_one_out"}, "raise num_generations"),
+        (ReinforceConfig, {"prompts_per_step": 1}, "raise num_generations"),
+        (
+            ReinforceConfig,
+            {"advantage_estimator": "leave_one_out", "num_generations": 2, "gamma": 0.5},
+            "gamma is not used by advantage_estimator 'leave_one_out'",
+        ),
+        (
+            GRPOConfig,
+            {"advantage_estimator": "leave_one_out", "scale_rewards": "none"},
+            "scale_rewards is not used by advantage_estimator 'leave_one_out'",
+        ),
+        (ReinforceConfig, {"epsilon": 0.1}, "epsilon is not used by policy_loss 'vanilla'"),
+        (
+            GRPOConfig,
+            {"kl_placement": "loss", "kl_estimator": "k1", "beta": 0.1},
+            "expected gradient of 0",
+        ),
+        (GRPOConfig, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type must be"),
+    ],
+)
+def test_what_could_not_learn_or_would_be_ignored_is_refused(config, options, message):
+    with pytest.raises(ValueError, match=message):
+        config(**options)
+
+
+@pytest.mark.parametrize("key", ["logging_steps", "report_to"])
+def test_what_is_not_there_yet_says_where_to_look(capsys, key):
+    assert "metrics.jsonl" in error_of(capsys, GRPOConfig, f"--{key}", "1")

@@ -94,13 +94,14 @@ ONE = torch.ones(1)
 
 def test_rewards_by_hand():
     scores = torch.tensor([[1, 4], [3, math.nan], [2, 2], [2, 2]], dtype=torch.float64)
-    weights = torch.tensor([1.0, 2.0])  # totals 9, 3, 6, 6
+    # Where b does not apply, its mean in the group (4) stands in: totals 9, 11, 6, 6.
+    weights = torch.tensor([1.0, 2.0])
     metrics = reward_metrics(scores, weights, ["a", "b"], torch.tensor([5, 5, 8, 8]))
     assert metrics == {
-        "reward": 6,
+        "reward": pytest.approx(2 + 2 * 8 / 3),
         "rewards/a/mean": 2.0,
         "rewards/b/mean": pytest.approx(8 / 3),
-        "reward_std": pytest.approx(math.sqrt(18) / 2),
+        "reward_std": pytest.approx(math.sqrt(2) / 2),
         "frac_reward_zero_std": 0.5,
     }
 
@@ -306,3 +307,10 @@ def test_of_a_chat_the_last_message_is_shown_and_of_a_long_text_both_ends(
 def test_a_long_line_is_not_folded_in_a_log(tmp_path, capsys):
     Journal(tmp_path, 0, is_main=True).say("word " * 40 + "end")
     assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_completions_without_companions_are_compared_over_the_batch():
+    scores = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64)
+    metrics = reward_metrics(scores, ONE, ["a"], torch.tensor([7, 8, 9]))
+    assert metrics["reward_std"] == 1.0
+    assert "frac_reward_zero_std" not in metrics

@@ -1,5 +1,6 @@
 """Models and tokenizers by path, Hub id or object, checked before anything is computed."""
 
+import os
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from transformers import (
 )
 
 
-def load_model(model: str | PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def load_model(
+    model: str | os.PathLike[str] | PreTrainedModel, dtype: torch.dtype
+) -> PreTrainedModel:
     """A causal language model with weights in `dtype`; an object's weights are cast in place."""
-    if isinstance(model, str):
+    if isinstance(model, str | os.PathLike):
         return AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     for parameter in model.parameters():
         # Not model.to(dtype), which would round the rotary frequencies too: they are buffers.
@@ -40,6 +43,8 @@ def load_tokenizer(
         )
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.name_or_path)
     if tokenizer.pad_token_id is None and pad_token is not None:
+        if pad_token not in tokenizer.get_vocab():
+            raise ValueError(f"pad_token {pad_token!r} is no token of the tokenizer")
         tokenizer.pad_token = pad_token
     if tokenizer.eos_token_id is None:
         raise ValueError(

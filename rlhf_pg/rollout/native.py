@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.masking import widen
+from rlhf_pg.models import max_positions
 from rlhf_pg.rollout.engine import Completion, SamplingParams
 from rlhf_pg.rollout.sampling import sample, uniform
 
@@ -23,6 +24,9 @@ class NativeEngine:
         eos_token_ids: one id or several; each ends a row.
         pad_token_id: fills the left of shorter prompts (never attended to).
         tokenizer: only needed for `SamplingParams.stop`.
+
+    Raises:
+        ValueError: the model has layers whose state cannot be shared among samples.
     """
 
     def __init__(
@@ -32,6 +36,12 @@ class NativeEngine:
         pad_token_id: int,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
+        for layer in DynamicCache(config=model.config).layers:
+            if not hasattr(layer, "batch_repeat_interleave"):
+                raise ValueError(
+                    f"the native engine cannot share a prompt among samples in a model with "
+                    f"recurrent layers ({type(layer).__name__})"
+                )
         self.model = model
         self.eos_token_ids = (
             [eos_token_ids] if isinstance(eos_token_ids, int) else sorted(set(eos_token_ids))
@@ -100,7 +110,7 @@ class NativeEngine:
             raise ValueError(f"n must be at least 1, got {n}")
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings are matched on text: give NativeEngine a tokenizer")
-        limit = getattr(self.model.config, "max_position_embeddings", None)
+        limit = max_positions(self.model)
         for i, prompt in enumerate(prompts):
             if not len(prompt):
                 raise ValueError(

@@ -4,9 +4,11 @@ An algorithm is a subclass with `advantages` and `loss`. Shapes: B rows on this 
 ranks, T completion width; a row is one completion.
 """
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -62,7 +64,7 @@ class PolicyGradientTrainer:
 
     def __init__(
         self,
-        model: str | PreTrainedModel | None = None,
+        model: str | PathLike[str] | PreTrainedModel | None = None,
         reward_funcs: RewardFunction | Sequence[RewardFunction] = (),
         args: PolicyGradientConfig | None = None,
         train_dataset: Dataset | None = None,
@@ -75,12 +77,20 @@ class PolicyGradientTrainer:
     ) -> None:
         if peft_config is not None or reward_processing_classes is not None:
             raise ValueError("peft_config and reward_processing_classes are not supported yet")
-        self.args = args = args or self.config_type()
+        args = self.config_type() if args is None else args
+        if not isinstance(args, self.config_type):
+            wanted = self.config_type.__name__
+            raise ValueError(f"args must be a {wanted}, got {type(args).__name__}")
+        if args.eval_steps and eval_dataset is None:
+            raise ValueError("eval_steps needs an eval_dataset")
         self.rewards = Rewards(reward_funcs, args.reward_weights)
         self.callbacks = list(callbacks or ())
         model = model or args.model_name_or_path
         if model is None:
             raise ValueError("no model: give model=... or the key model_name_or_path")
+        if not isinstance(model, PreTrainedModel):
+            args = dataclasses.replace(args, model_name_or_path=str(model))
+        self.args = args
         if train_dataset is None:
             raise ValueError("no train_dataset: give a datasets.Dataset with a column 'prompt'")
         self.runtime = Runtime()
@@ -121,6 +131,7 @@ class PolicyGradientTrainer:
             scheduler=self.learner.scheduler,
             state=self.state,
             reference=self.learner.reference,
+            config=dataclasses.asdict(args),
         )
 
     # -------------------------------------------------------------- what makes it an algorithm
@@ -159,9 +170,9 @@ class PolicyGradientTrainer:
         Raises:
             ValueError: no such checkpoint, or `output_dir` holds those of another run.
         """
-        self.checkpointer.resume(
-            resume_from_checkpoint or self.args.resume_from_checkpoint, self.runtime.rank
-        )
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = self.args.resume_from_checkpoint
+        self.checkpointer.resume(resume_from_checkpoint, self.runtime.rank)
         directory = Path(self.args.output_dir)
         journal = Journal(directory, self.state.step, self.runtime.is_main)
         if self.runtime.is_main:
@@ -174,11 +185,13 @@ class PolicyGradientTrainer:
         with journal.progress(self.total_steps):
             while self.state.step < self.total_steps:
                 metrics = self.step(journal)
-                if _due(self.state.step, self.args.eval_steps):
-                    metrics |= self.evaluate()
-                for callback in self.callbacks:
-                    callback.on_step(self, metrics)
-                journal.step(metrics)
+                try:
+                    if _due(self.state.step, self.args.eval_steps):
+                        metrics |= self.evaluate()
+                    for callback in self.callbacks:
+                        callback.on_step(self, metrics)
+                finally:  # a step that was taken has its line, whatever fails after it
+                    journal.step(metrics)
                 if _due(self.state.step, self.args.save_steps):
                     self.save_checkpoint()
         self.save_model(directory / "final")
@@ -220,7 +233,12 @@ class PolicyGradientTrainer:
             [draw for draw in draws if draw % args.num_mini_batches == m]
             for m in range(args.num_mini_batches)
         ]
-        mine = sorted(d for batch in minibatches for d in batch[runtime.rank :: runtime.world])
+        # The first share, which may be one larger, goes to another rank in each minibatch.
+        mine = sorted(
+            draw
+            for m, minibatch in enumerate(minibatches)
+            for draw in minibatch[(runtime.rank - m) % runtime.world :: runtime.world]
+        )
         rows = self.prompt_order.rows(mine)
         return self.sample(self.train_prompts, rows, mine, args.num_generations, args.temperature)
 

@@ -90,19 +90,20 @@ class Learner:
         count = self.runtime.total(weight_count(minibatch.action_mask, args.aggregation))
         micro_batches = list(self._micro_batches(minibatch))
         for i, (_, batch) in enumerate(micro_batches):
-            new: PolicyOutput = self.trained(batch)
-            if batch.old_logprobs is None:
-                batch = dataclasses.replace(batch, old_logprobs=new.logprobs.detach())
-            per_token, metrics = self.loss(new, batch)
-            weights = token_weights(
-                batch.action_mask,
-                args.aggregation,
-                args.max_completion_length,
-                count,
-                per_token.dtype,
-            )
-            loss = (per_token * weights).sum()
-            self.runtime.backward(self.trained, loss, last=i + 1 == len(micro_batches))
+            with self.runtime.micro_batch(self.trained, last=i + 1 == len(micro_batches)):
+                new: PolicyOutput = self.trained(batch)
+                if batch.old_logprobs is None:
+                    batch = dataclasses.replace(batch, old_logprobs=new.logprobs.detach())
+                per_token, metrics = self.loss(new, batch)
+                weights = token_weights(
+                    batch.action_mask,
+                    args.aggregation,
+                    args.max_completion_length,
+                    count,
+                    per_token.dtype,
+                )
+                loss = (per_token * weights).sum()
+                self.runtime.backward(loss)
             meter.add("loss", loss, 1 / (self.runtime.world * len(micro_batches)))
             self._measure(new, batch, metrics, meter)
 

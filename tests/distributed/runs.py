@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from rlhf_pg import GRPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.metrics import Meter
@@ -38,7 +39,16 @@ def main(out: Path, config: dict) -> None:
     samples = trainer.roll_out(draws)
     scores = trainer.reward(samples)
     experience, _ = trainer.make_experience(samples.rollout, scores, Meter())
+    exchanges: list[int] = []
+    if trainer.runtime.world > 1:
+
+        def count(_: None, bucket: torch.distributed.GradBucket) -> Any:
+            exchanges.append(bucket.index())
+            return default_hooks.allreduce_hook(None, bucket)
+
+        trainer.learner.trained.register_comm_hook(None, count)
     trainer.learner.accumulate(experience, Meter())
+    (out / "exchanges.json").write_text(json.dumps(exchanges))
     gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
     trainer.learner.optimizer.zero_grad()
     sampled = [

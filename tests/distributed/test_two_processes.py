@@ -33,6 +33,7 @@ class Outcome:
     end: torch.Tensor
     metrics: list[dict[str, Any]]
     evaluated: dict[str, float]
+    exchanges: list[int]
 
 
 def launch(out: Path, processes: int, config: dict[str, Any]) -> Outcome:
@@ -53,6 +54,7 @@ def launch(out: Path, processes: int, config: dict[str, Any]) -> Outcome:
         sampled=sorted(sampled),
         metrics=read(out / "run" / "metrics.jsonl"),
         evaluated=read_json(out / "eval.json"),
+        exchanges=read_json(out / "exchanges.json"),
         **torch.load(out / "tensors.pt", weights_only=True),
     )
 
@@ -103,6 +105,13 @@ def test_logged_numbers_are_equal(outcomes) -> None:
     for line, other in zip(one.metrics, two.metrics, strict=True):
         assert numbers(line) == pytest.approx(numbers(other), rel=1e-3, abs=1e-7)
     assert one.evaluated == pytest.approx(two.evaluated)
+
+
+def test_gradients_are_exchanged_once_per_update(outcomes) -> None:
+    """However many micro-batches there are, each bucket of gradients travels once."""
+    _, two = outcomes
+    assert two.exchanges
+    assert len(two.exchanges) == len(set(two.exchanges))
 
 
 def numbers(line: dict[str, Any]) -> dict[str, float]:

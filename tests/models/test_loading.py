@@ -97,7 +97,7 @@ def test_without_one_it_is_read_from_beside_the_model(saved):
     [
         ({"pad_token": "<0>"}, None, "no EOS token.*processing_class.eos_token"),
         ({"eos_token": "<2>"}, None, "no pad token.*key pad_token"),
-        ({"eos_token": "<2>"}, "not in the vocabulary", "no pad token"),
+        ({"eos_token": "<2>"}, "not in the vocabulary", "is no token of the tokenizer"),
         ({}, "<0>", "no EOS token"),
     ],
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf_pg.rollout import Completion, NativeEngine, SamplingParams
 from tests.rollout.stats import chi_square_p
@@ -544,3 +544,9 @@ def test_one_prompt_id_per_prompt(prompt_ids):
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(ValueError, match="empty string"):
         SamplingParams(stop=["b", ""])
+
+
+def test_recurrent_layers_are_refused_by_name():
+    config = MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with pytest.raises(ValueError, match="recurrent layers"):
+        NativeEngine(MambaForCausalLM(config), [3], 0)

@@ -48,6 +48,9 @@ def test_rloo_and_grpo_have_no_discount_to_ignore() -> None:
         ({"micro_batch_tokens": 10}, "micro_batch_tokens 10"),
         ({"max_prompt_length": 5}, "longer than max_prompt_length 5.*drop"),
         ({"reward_funcs": []}, "reward_funcs is empty"),
+        ({"eval_steps": 5}, "eval_steps needs an eval_dataset"),
+        ({"train_dataset": list(DATA)}, "train_dataset: expected a datasets.Dataset, got list"),
+        ({"train_dataset": DATA.to_iterable_dataset()}, "got IterableDataset"),
         ({"reward_weights": (1.0, 2.0)}, "reward_weights must have one entry"),
     ],
 )
@@ -119,3 +122,8 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights(make) -> None:
 def test_an_unknown_argument_is_refused_by_name(model_path) -> None:
     with pytest.raises(ValueError, match="peft_config"):
         GRPOTrainer(model=model_path, train_dataset=DATA, peft_config=object())
+
+
+def test_the_config_of_another_algorithm_is_refused() -> None:
+    with pytest.raises(ValueError, match="args must be a GRPOConfig, got RLOOConfig"):
+        GRPOTrainer(args=RLOOConfig())

@@ -202,6 +202,19 @@ def test_evaluate_is_repeatable_and_does_not_disturb_training(make, tmp_path) ->
         assert all(line[k] == other[k] for k in keys if not k.startswith("time/"))
 
 
+def test_an_evaluation_that_fails_leaves_the_line_of_its_step(make, tmp_path) -> None:
+    def reward(prompts, completions, **_):
+        if len(prompts) == 4:  # the second batch of the evaluation
+            raise RuntimeError("not today")
+        return [1.0] * len(prompts)
+
+    held_out = arithmetic().eval_dataset.select(range(20))
+    trainer = make(eval_dataset=held_out, eval_steps=2, reward_funcs=reward)
+    with pytest.raises(ValueError, match="not today"):
+        trainer.train()
+    assert [line["step"] for line in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
 def test_evaluate_needs_a_dataset(make) -> None:
     with pytest.raises(ValueError, match="eval_dataset"):
         make().evaluate()
