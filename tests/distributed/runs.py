@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from rlhf_pg import GRPOTrainer, ReinforceTrainer, RLOOTrainer
@@ -42,7 +43,7 @@ def main(out: Path, config: dict) -> None:
     exchanges: list[int] = []
     if trainer.runtime.world > 1:
 
-        def count(_: None, bucket: torch.distributed.GradBucket) -> Any:
+        def count(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             exchanges.append(bucket.index())
             return default_hooks.allreduce_hook(None, bucket)
 
