@@ -44,19 +44,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = parser.parse_args(arguments[:1]).command
     flags = arguments[1:]
     disable_progress_bar()  # of loading and saving, which would break ours
-    if command == "demo":
-        demo(flags)
-    elif not flags or flags[0].startswith("-"):
+    if command == "train" and (not flags or flags[0].startswith("-")):
         parser.error("train needs a recipe: rlhf-pg train recipes/grpo_arithmetic.yaml")
-    else:
-        make_trainer(Path(flags[0]), flags[1:]).train()
+    try:
+        if command == "demo":
+            demo(flags)
+        else:
+            make_trainer(Path(flags[0]), flags[1:]).train()
+    except ValueError as error:  # what the library says of bad input is enough
+        fail(str(error))
 
 
 def make_trainer(recipe: Path, flags: Sequence[str]) -> PolicyGradientTrainer:
     """The trainer that a recipe file asks for by its key `algorithm`, on its task."""
     algorithm = _algorithm(recipe)
     trainer_type = TRAINERS[algorithm]
-    args = parse(trainer_type.config_type, ["--config", str(recipe), *flags])
+    prog = f"rlhf-pg train {recipe}"
+    args = parse(trainer_type.config_type, ["--config", str(recipe), *flags], prog)
     task = TASKS[args.task]()
     return trainer_type(
         model=ensure_model(args.task, args.model_name_or_path),

@@ -97,7 +97,8 @@ class PolicyGradientConfig(Checked):
     learning_rate: float = number(1e-6, above=0)
     """Peak learning rate of AdamW."""
     lr_scheduler_type: str = choice("linear", SCHEDULES)
-    """A scheduler of transformers, by name; it advances once per step."""
+    """linear, cosine, cosine_with_restarts, polynomial, constant, constant_with_warmup or
+    inverse_sqrt; it advances once per step."""
     warmup_steps: int = number(0, minimum=0)
     """Steps of linear warm-up."""
     weight_decay: float = number(0.0, minimum=0)

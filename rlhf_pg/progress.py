@@ -15,6 +15,26 @@ from rlhf_pg.metrics import JsonLines
 SHOWN = ("reward", "kl", "entropy")
 
 
+# What a run leaves in its directory, checkpoints aside.
+RUN_FILES = ("config.yaml", "metrics.jsonl", "completions.jsonl", "final", "reward.png")
+
+
+def set_aside(directory: Path) -> Path | None:
+    """Move what an earlier run left in the directory to `earlier-N/` in it: nothing is lost.
+
+    Returns:
+        Where it is now; None if there was none.
+    """
+    if not (directory / "metrics.jsonl").exists():
+        return None
+    place = directory / f"earlier-{1 + len(list(directory.glob('earlier-*')))}"
+    place.mkdir()
+    for name in RUN_FILES:
+        if (directory / name).exists():
+            (directory / name).rename(place / name)
+    return place
+
+
 class Journal:
     """Console and run directory of the main process; on the others every method does nothing.
 
@@ -30,6 +50,11 @@ class Journal:
         self._total = 0
         if is_main:
             directory.mkdir(parents=True, exist_ok=True)
+            earlier = set_aside(directory) if after_step == 0 else None
+            if earlier is not None:
+                self.say(f"{directory} held an earlier run: it is in {earlier} now")
+            if after_step > 0:
+                self.say(f"going on after step {after_step}")
             self._metrics = JsonLines(directory / "metrics.jsonl", after_step)
             self._completions = JsonLines(directory / "completions.jsonl", after_step)
 
@@ -57,6 +82,8 @@ class Journal:
             return
         self._metrics.write(metrics)
         step = metrics["step"]
+        if "eval_reward" in metrics:
+            self.say(f"step {step}  held out: reward {metrics['eval_reward']:.3f}")
         summary = "  ".join(f"{name} {_spelled(metrics[name])}" for name in SHOWN)
         if self._bar is not None and self.console.is_terminal:
             self._bar.update(self._task, completed=step, description=summary)

@@ -49,35 +49,46 @@ ELSEWHERE = {
 }
 
 
-def parse(config_type: type[C], args: Sequence[str] | None = None) -> C:
+def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | None = None) -> C:
     """Read a config: defaults < the YAML file given as `--config` < the other flags.
 
-    The YAML is turned into flags that stand before the user's own, so both meet the same types.
+    The YAML is turned into flags, so that both meet the same types and errors.
+
+    Args:
+        prog: what `--help` calls the program.
 
     Raises:
-        SystemExit: status 2, after one message that names the key and the file.
+        SystemExit: status 2, after one message that names the key and, for YAML, the file.
     """
     recipe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     recipe.add_argument("--config", type=Path)
     known, flags = recipe.parse_known_args(args)
-    from_file = _flags(known.config, config_type) if known.config else []
     for flag in flags:
         if flag.startswith("--"):
             key = flag.removeprefix("--").split("=")[0].replace("-", "_")
             _refuse_elsewhere(key, "command line")
-    try:
-        with nullcontext() if _is_main() else redirect_stderr(io.StringIO()):
-            return tyro.cli(
-                config_type,
-                args=[*from_file, *flags],
-                use_underscores=True,
-                console_outputs=_is_main(),
-                config=(tyro.conf.FlagConversionOff,),
-            )
-    except SystemExit:
-        if known.config and "--help" not in flags and "-h" not in flags and _is_main():
-            print(f"(with the values of {known.config})", file=sys.stderr)
-        raise
+    from_file = None
+    if known.config:
+        try:
+            from_file = _cli(config_type, _flags(known.config, config_type), None, prog)
+        except SystemExit:
+            if _is_main():
+                print(f"(in {known.config})", file=sys.stderr)
+            raise
+    return _cli(config_type, flags, from_file, prog)
+
+
+def _cli(config_type: type[C], flags: Sequence[str], default: C | None, prog: str | None) -> C:
+    with nullcontext() if _is_main() else redirect_stderr(io.StringIO()):
+        return tyro.cli(
+            config_type,
+            args=flags,
+            default=tyro.MISSING_NONPROP if default is None else default,
+            prog=prog,
+            use_underscores=True,
+            console_outputs=_is_main(),
+            config=(tyro.conf.FlagConversionOff,),
+        )
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -85,7 +96,7 @@ def load(path: Path) -> dict[str, Any]:
     try:
         recipe = yaml.load(path.read_text(), Loader=_UniqueKeys)
     except (OSError, UnicodeDecodeError) as error:
-        fail(f"{path}: cannot be read: {error}")
+        fail(f"{path}: cannot be read: {getattr(error, 'strerror', error)}")
     except yaml.YAMLError as error:
         fail(f"{path}: not valid YAML: {error}")
     if not isinstance(recipe, dict):

@@ -16,8 +16,16 @@ from transformers import (
 def load_model(
     model: str | os.PathLike[str] | PreTrainedModel, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """A causal language model with weights in `dtype`; an object's weights are cast in place."""
+    """A causal language model with weights in `dtype`; an object's weights are cast in place.
+
+    Raises:
+        ValueError: a path (what cannot be a Hub id) with no directory there.
+    """
     if isinstance(model, str | os.PathLike):
+        name = str(model)
+        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+        if is_path and not os.path.isdir(name):
+            raise ValueError(f"there is no model directory {name}")
         return AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     for parameter in model.parameters():
         # Not model.to(dtype), which would round the rotary frequencies too: they are buffers.

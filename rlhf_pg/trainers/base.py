@@ -23,7 +23,7 @@ from rlhf_pg import models, recipe
 from rlhf_pg.advantages import ADVANTAGES, Signals
 from rlhf_pg.checkpoint import Checkpointer, TrainState
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.data import Prompts, PromptSampler, batches, check_fit, load_prompts
+from rlhf_pg.data import Prompts, PromptSampler, check_fit, load_prompts
 from rlhf_pg.experience import Experience, Rollout
 from rlhf_pg.fields import bound
 from rlhf_pg.kl import kl_estimate
@@ -35,6 +35,7 @@ from rlhf_pg.rewards import RewardFunction, Rewards
 from rlhf_pg.rollout import NativeEngine, RolloutEngine, SamplingParams
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.trainers.callbacks import Callback
+from rlhf_pg.trainers.evaluation import evaluate
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.samples import Samples, collect
 
@@ -195,6 +196,7 @@ class PolicyGradientTrainer:
                 if _due(self.state.step, self.args.save_steps):
                     self.save_checkpoint()
         self.save_model(directory / "final")
+        journal.say(f"saved {directory / 'final'}")
         for callback in self.callbacks:
             callback.on_end(self)
 
@@ -350,19 +352,7 @@ class PolicyGradientTrainer:
         if prompts is None:
             raise ValueError("no eval_dataset: give one to the trainer or to evaluate()")
         temperature = self.args.temperature if temperature is None else temperature
-        scores, lengths = [], []
-        rows_per_step = self.args.prompts_per_step * self.args.num_generations
-        for batch in batches(range(len(prompts)), rows_per_step):
-            mine = list(batch[self.runtime.rank :: self.runtime.world])
-            # Negative draws: noise that training never uses.
-            draws = [-1 - row for row in mine]
-            samples = self.sample(prompts, mine, draws, 1, temperature)
-            scores.append(self.reward(samples))
-            lengths.append(samples.rollout.lengths())
-        everyone, _ = self.runtime.gather(torch.cat(scores))
-        metrics = reward_metrics(everyone, self.rewards.weights.to(everyone), self.rewards.names)
-        metrics |= length_metrics(self.runtime.gather(torch.cat(lengths))[0])
-        metrics.pop("tokens")
+        metrics = evaluate(self, prompts, temperature)
         return {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
 
     def save_checkpoint(self) -> Path:

@@ -102,6 +102,24 @@ def test_wrong_usage_exits_with_2(arguments, message, capsys) -> None:
     assert message in capsys.readouterr().err
 
 
+def test_help_shows_the_values_of_the_recipe(capsys) -> None:
+    recipe = str(RECIPES / "rloo_arithmetic.yaml")
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["train", recipe, "--help"])
+    shown = capsys.readouterr().out
+    assert exit_.value.code == 0
+    assert f"rlhf-pg train {recipe}" in " ".join(shown.split())
+    assert "(default: 0.0004)" in shown
+
+
+def test_bad_input_is_one_line_and_no_traceback(capsys) -> None:
+    recipe = str(RECIPES / "rloo_arithmetic.yaml")
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["train", recipe, "--model_name_or_path", "no/such/directory"])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == "error: there is no model directory no/such/directory\n"
+
+
 def test_version(capsys) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--version"])

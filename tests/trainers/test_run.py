@@ -148,6 +148,21 @@ def test_checkpoints_of_another_run_are_not_mixed_in(make) -> None:
         make().train()
 
 
+def test_an_earlier_run_is_set_aside(make, tmp_path, capsys) -> None:
+    for steps in (3, 2, 1):
+        make(max_steps=steps).train()
+    run = tmp_path / "run"
+    assert [
+        len(read(p / "metrics.jsonl")) for p in (run / "earlier-1", run / "earlier-2", run)
+    ] == [
+        3,
+        2,
+        1,
+    ]
+    assert (run / "earlier-1" / "final" / "config.json").exists()
+    assert "held an earlier run: it is in" in capsys.readouterr().out
+
+
 def test_resume_needs_a_checkpoint(make, tmp_path) -> None:
     with pytest.raises(ValueError, match="no checkpoint to resume from"):
         make().train(resume_from_checkpoint=True)
