@@ -89,7 +89,7 @@ class PolicyGradientTrainer:
         model = model or args.model_name_or_path
         if model is None:
             raise ValueError("no model: give model=... or the key model_name_or_path")
-        if not isinstance(model, PreTrainedModel):
+        if isinstance(model, str | PathLike):
             args = dataclasses.replace(args, model_name_or_path=str(model))
         self.args = args
         if train_dataset is None:
@@ -101,7 +101,7 @@ class PolicyGradientTrainer:
             models.disable_dropout(self.model)
         if args.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.tokenizer = models.load_tokenizer(processing_class, self.model, args.pad_token)
+        self.processing_class = models.load_tokenizer(processing_class, self.model, args.pad_token)
         self.train_prompts = self._prompts(train_dataset, "train_dataset")
         self.eval_prompts = None
         if eval_dataset is not None:
@@ -120,14 +120,14 @@ class PolicyGradientTrainer:
         )
         self.engine: RolloutEngine = NativeEngine(
             self.model,
-            models.stop_token_ids(self.model, self.tokenizer),
-            self.tokenizer.pad_token_id,
+            models.stop_token_ids(self.model, self.processing_class),
+            self.processing_class.pad_token_id,
         )
         self.state = TrainState()
         self.checkpointer = Checkpointer(
             directory=Path(args.output_dir) / "checkpoints",
             model=self.model,
-            tokenizer=self.tokenizer,
+            tokenizer=self.processing_class,
             optimizer=self.learner.optimizer,
             scheduler=self.learner.scheduler,
             state=self.state,
@@ -251,7 +251,7 @@ class PolicyGradientTrainer:
         params = SamplingParams(temperature=temperature, max_tokens=self.args.max_completion_length)
         return collect(
             self.engine,
-            self.tokenizer,
+            self.processing_class,
             prompts,
             rows,
             draws,
@@ -366,14 +366,14 @@ class PolicyGradientTrainer:
         """Save model and tokenizer as `from_pretrained` reads them."""
         if self.runtime.is_main:
             self.model.save_pretrained(path)
-            self.tokenizer.save_pretrained(path)
+            self.processing_class.save_pretrained(path)
         self.runtime.wait()
 
     def _prompts(self, dataset: Dataset, name: str) -> Prompts:
         args = self.args
         try:
             prompts = load_prompts(
-                dataset, self.tokenizer, args.max_prompt_length, args.long_prompts
+                dataset, self.processing_class, args.max_prompt_length, args.long_prompts
             )
             check_fit(
                 prompts,

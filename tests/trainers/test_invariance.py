@@ -134,7 +134,7 @@ def test_sources_that_do_not_apply_leave_baseline_and_count(tmp_path) -> None:
         reward_funcs=[lambda prompts, **_: [0.0] * 3, lambda prompts, **_: [1.0, None, 3.0]],
         args=trainer.args,
         train_dataset=dataset,
-        processing_class=trainer.tokenizer,
+        processing_class=trainer.processing_class,
     )
     trainer.args.prompts_per_step = 1
     trainer.engine = trainer_for(RLOOTrainer, tmp_path).engine

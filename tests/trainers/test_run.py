@@ -152,13 +152,8 @@ def test_an_earlier_run_is_set_aside(make, tmp_path, capsys) -> None:
     for steps in (3, 2, 1):
         make(max_steps=steps).train()
     run = tmp_path / "run"
-    assert [
-        len(read(p / "metrics.jsonl")) for p in (run / "earlier-1", run / "earlier-2", run)
-    ] == [
-        3,
-        2,
-        1,
-    ]
+    for place, steps in {"earlier-1": 3, "earlier-2": 2, ".": 1}.items():
+        assert len(read(run / place / "metrics.jsonl")) == steps
     assert (run / "earlier-1" / "final" / "config.json").exists()
     assert "held an earlier run: it is in" in capsys.readouterr().out
 
