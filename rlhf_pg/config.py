@@ -6,6 +6,7 @@ config from YAML and flags.
 
 import dataclasses
 import inspect
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -167,6 +168,12 @@ class PolicyGradientConfig(Checked):
             for key in keys:
                 if key in defaults and key not in takes and getattr(self, key) != defaults[key]:
                     raise ValueError(f"{key} is not used by {choice_} {name!r}: leave it out")
+
+    def total_steps(self, num_prompts: int) -> int:
+        """Steps of the run on a dataset of `num_prompts`."""
+        if self.max_steps > 0:
+            return self.max_steps
+        return math.ceil(self.num_train_epochs * num_prompts / self.prompts_per_step)
 
     @property
     def updates_per_step(self) -> int:

@@ -28,7 +28,7 @@ class Prompts:
 
 
 def load_prompts(
-    dataset: Dataset,
+    dataset: Dataset | None,
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_length: int | None = None,
     long_prompts: str = "error",
@@ -43,6 +43,8 @@ def load_prompts(
     Raises:
         ValueError: no `prompt` column, no rows, an empty or a too long prompt (the row is named).
     """
+    if dataset is None:
+        raise ValueError("there is none: give a datasets.Dataset with a column 'prompt'")
     if not isinstance(dataset, Dataset):
         raise ValueError(
             f"expected a datasets.Dataset, got {type(dataset).__name__}: take one split, or make "

@@ -5,7 +5,6 @@ ranks, T completion width; a row is one completion.
 """
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 from os import PathLike
@@ -84,33 +83,23 @@ class PolicyGradientTrainer:
             raise ValueError(f"args must be a {wanted}, got {type(args).__name__}")
         if args.eval_steps and eval_dataset is None:
             raise ValueError("eval_steps needs an eval_dataset")
-        self.rewards = Rewards(reward_funcs, args.reward_weights)
-        self.callbacks = list(callbacks or ())
         model = model or args.model_name_or_path
         if model is None:
             raise ValueError("no model: give model=... or the key model_name_or_path")
         if isinstance(model, str | PathLike):
             args = dataclasses.replace(args, model_name_or_path=str(model))
         self.args = args
-        if train_dataset is None:
-            raise ValueError("no train_dataset: give a datasets.Dataset with a column 'prompt'")
+        self.rewards = Rewards(reward_funcs, args.reward_weights)
+        self.callbacks = list(callbacks or ())
         self.runtime = Runtime()
         set_seed(args.seed)
         self.model = models.load_model(model, getattr(torch, args.dtype))
-        if args.disable_dropout:
-            models.disable_dropout(self.model)
-        if args.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.processing_class = models.load_tokenizer(processing_class, self.model, args.pad_token)
         self.train_prompts = self._prompts(train_dataset, "train_dataset")
-        self.eval_prompts = None
-        if eval_dataset is not None:
-            self.eval_prompts = self._prompts(eval_dataset, "eval_dataset")
+        has_eval = eval_dataset is not None
+        self.eval_prompts = self._prompts(eval_dataset, "eval_dataset") if has_eval else None
         self.prompt_order = PromptSampler(len(self.train_prompts), args.seed, args.shuffle_dataset)
-        self.total_steps = args.max_steps
-        if args.max_steps == -1:
-            draws = args.num_train_epochs * len(self.train_prompts)
-            self.total_steps = math.ceil(draws / args.prompts_per_step)
+        self.total_steps = args.total_steps(len(self.train_prompts))
         self.estimator: Callable[[Signals], Tensor] = bound(
             ADVANTAGES[args.advantage_estimator], args
         )
@@ -369,7 +358,7 @@ class PolicyGradientTrainer:
             self.processing_class.save_pretrained(path)
         self.runtime.wait()
 
-    def _prompts(self, dataset: Dataset, name: str) -> Prompts:
+    def _prompts(self, dataset: Dataset | None, name: str) -> Prompts:
         args = self.args
         try:
             prompts = load_prompts(

@@ -20,7 +20,7 @@ from rlhf_pg.experience import Experience, Rollout
 from rlhf_pg.kl import kl_estimate
 from rlhf_pg.losses import Loss, token_weights, weight_count
 from rlhf_pg.metrics import Meter
-from rlhf_pg.models import Policy, PolicyOutput, Reference
+from rlhf_pg.models import Policy, PolicyOutput, Reference, disable_dropout
 from rlhf_pg.runtime import Runtime
 
 R = TypeVar("R", bound=Rollout)
@@ -45,6 +45,10 @@ class Learner:
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
     ) -> None:
         self.args, self.runtime, self.loss = args, runtime, loss
+        if args.disable_dropout:
+            disable_dropout(model)
+        if args.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         self.policy = Policy(model.to(runtime.device), args.temperature).eval()
         self.reference = Reference(self.policy) if args.beta > 0 else None
         self.trained = runtime.prepare(self.policy)

@@ -6,28 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from rlhf_pg import cli
 from rlhf_pg.config import GRPOConfig, ReinforceConfig, RLOOConfig, SFTConfig
 from rlhf_pg.metrics import KEYS, read
 from rlhf_pg.recipe import parse
-from rlhf_pg.tasks import arithmetic
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 CONFIGS = {"grpo": GRPOConfig, "rloo": RLOOConfig, "reinforce": ReinforceConfig, "sft": SFTConfig}
 SMALL = ["--max_steps=2", "--prompts_per_step=4", "--eval_steps=0"]
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.manual_seed(0)
-    model, tokenizer = arithmetic().new_model()
-    path = tmp_path_factory.mktemp("model")
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.stem)

@@ -5,22 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rlhf_pg import GRPOTrainer
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers import PolicyGradientTrainer
-
-
-@pytest.fixture(scope="session")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The embedded model with random weights, saved in the standard format."""
-    torch.manual_seed(0)
-    model, tokenizer = arithmetic().new_model()
-    path = tmp_path_factory.mktemp("model")
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
 
 
 def digits(completions: list[str], **_: Any) -> list[float]:
