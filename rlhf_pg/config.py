@@ -140,7 +140,6 @@ class PolicyGradientConfig(Checked):
                 'policy_loss "vanilla" is right for one update per rollout: set num_iterations and '
                 'num_mini_batches to 1, or policy_loss to "clipped_surrogate"'
             )
-
         if self.kl_placement == "loss" and self.kl_estimator == "k1" and self.beta > 0:
             raise ValueError(
                 'kl_estimator "k1" in the loss has an expected gradient of 0: use "k2" or "k3", or '

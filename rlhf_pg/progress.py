@@ -14,7 +14,6 @@ from rlhf_pg.metrics import JsonLines
 
 SHOWN = ("reward", "kl", "entropy")
 
-
 # What a run leaves in its directory, checkpoints aside.
 RUN_FILES = ("config.yaml", "metrics.jsonl", "completions.jsonl", "final", "reward.png")
 

@@ -60,8 +60,10 @@ class Runtime:
         Args:
             module: what `prepare` returned.
         """
+        if last:
+            return nullcontext()
         hold_back: AbstractContextManager[Any] = self._accelerator.no_sync(module)
-        return nullcontext() if last else hold_back
+        return hold_back
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this process's share of the loss.
