@@ -241,6 +241,8 @@ class Signals:
     scores: Tensor  # (N,K) weighted score per source, and -beta KL summed; NaN: does not apply
     groups: Tensor  # (N,)
     rows: slice  # this rank's B rows among the N
+    values: Tensor | None = None  # (B,T) V of the state before each token, where there is a critic
+    bootstrap_value: Tensor | None = None  # (B,) see `gae`; None: every episode really ended
 
     def per_token(self, advantages: Tensor) -> Tensor:
         """Spread one number per row, (N,), over this rank's action tokens, (B,T)."""
@@ -293,7 +295,16 @@ def _returns_minus_mean(signals: Signals, *, gamma: float = 1.0) -> Tensor:
     return _returns(signals, gamma=gamma) - signals.per_token(baseline)
 
 
+def _gae(signals: Signals, *, gamma: float = 1.0, lam: float = 0.95) -> Tensor:
+    """From the critic's values, and from the row's own rewards alone."""
+    assert signals.values is not None  # the config lets only trainers with a critic choose it
+    return gae(signals.rewards, signals.values, signals.mask, gamma, lam, signals.bootstrap_value)[
+        0
+    ]
+
+
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
+    "gae": _gae,
     "group_normalized": _normalized_in_group,
     "leave_one_out": _minus_others_in_group,
     "returns": _returns,

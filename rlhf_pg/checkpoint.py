@@ -1,8 +1,8 @@
 """One training state, saved and restored: weights, optimizer, schedule, random states, counters.
 
-A checkpoint is a directory that `from_pretrained` reads, with three files beside the model:
-`optimizer.safetensors` (by parameter name), `rng-rank{r}.safetensors` and `state.json`. Nothing is
-pickled.
+A checkpoint is a directory that `from_pretrained` reads, with three files beside the model (or its
+adapter): `optimizer.safetensors` (by parameter name), `rng-rank{r}.safetensors` and `state.json`;
+and `critic/`, where there is one. Nothing is pickled.
 """
 
 import json
@@ -17,20 +17,27 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_pg.models import Reference
+from rlhf_pg.models import Critic, Reference, fingerprint, load_weights
 from rlhf_pg.runtime import Runtime
 
 # Keys that a resumed run may change: how long, how often, where, and what never changes a result.
 MAY_CHANGE = {
     *("output_dir", "resume_from_checkpoint", "model_name_or_path"),
-    *("max_steps", "num_train_epochs", "save_steps", "eval_steps"),
+    *("max_steps", "num_train_epochs", "save_steps", "save_best", "save_merged", "eval_steps"),
     *("log_completions_steps", "num_completions_to_print"),
     *("micro_batch_tokens", "gradient_checkpointing"),
+}
+
+# What has to be as it was when the run began, and where it comes from.
+REMEDIES = {
+    "model": "the same base model",
+    "reference": "the model that training started from, and with the same beta",
+    "critic": "the same value_model",
 }
 
 
@@ -41,6 +48,7 @@ class TrainState:
     step: int = 0  # rollout batches trained on
     draws: int = 0  # prompts drawn so far: the data cursor, and the key of the next noise
     num_tokens: int = 0  # prompt and completion tokens so far
+    best_reward: float | None = None  # highest eval_reward so far
 
 
 @dataclass
@@ -55,11 +63,23 @@ class Checkpointer:
     state: TrainState
     reference: Reference | None
     config: dict[str, Any]
+    critic: Critic | None = None
 
     @cached_property
-    def fingerprint(self) -> str | None:
-        """Of the reference, which never changes; None without one."""
-        return None if self.reference is None else self.reference.fingerprint()
+    def fingerprints(self) -> dict[str, str | None]:
+        """Of what never changes in a run, None for what there is not."""
+        parts: dict[str, nn.Module | None] = {
+            "model": self.model,
+            "reference": self.reference,
+            "critic": self.critic,
+        }
+        return {name: None if part is None else fingerprint(part) for name, part in parts.items()}
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Every parameter by name; those of the critic begin with "critic."."""
+        critic = () if self.critic is None else self.critic.named_parameters(prefix="critic")
+        return dict([*self.model.named_parameters(), *critic])
 
     def path(self) -> Path:
         return self.directory / f"step-{self.state.step:08d}"
@@ -68,9 +88,9 @@ class Checkpointer:
         """The newest checkpoint, by number."""
         return max(self.directory.glob("step-" + "[0-9]" * 8), default=None)
 
-    def save(self, runtime: Runtime) -> Path:
-        """Write a checkpoint; it gets its name only when it is complete."""
-        path = self.path()
+    def save(self, runtime: Runtime, path: Path | None = None) -> Path:
+        """Write a checkpoint, by default under its step; it gets its name when it is complete."""
+        path = path or self.path()
         partial = path.with_name(f"partial-{path.name}")
         if runtime.is_main:
             self._save_shared(partial)
@@ -89,13 +109,15 @@ class Checkpointer:
         path.mkdir(parents=True)
         self.model.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
-        names = {p: name for name, p in self.model.named_parameters()}
+        if self.critic is not None:
+            self.critic.save(path / "critic")
+        names = {p: name for name, p in self.parameters.items()}
         save_file(optimizer_tensors(self.optimizer, names), path / "optimizer.safetensors")
         state = {
             "counters": asdict(self.state),
             "scheduler": self.scheduler.state_dict(),
             "learning_rates": [group["lr"] for group in self.optimizer.param_groups],
-            "reference": self.fingerprint,
+            "fingerprints": self.fingerprints,
             "config": self.config,
         }
         (path / "state.json").write_text(json.dumps(state, indent=2))
@@ -129,21 +151,23 @@ class Checkpointer:
         """Put a saved state back, in place.
 
         Raises:
-            ValueError: no checkpoint there, or the reference is not that of the saved run.
+            ValueError: no checkpoint there, or model, reference or critic are not those of the
+                saved run.
         """
         if not (path / "state.json").exists():
             raise ValueError(f"{path} holds no checkpoint: it has no state.json")
         state = json.loads((path / "state.json").read_text())
         self._check_config(path, state["config"])
-        if state["reference"] != self.fingerprint:
-            raise ValueError(
-                f"{path} was saved by a run with another reference: resume with the model that "
-                "training started from, and with the same beta"
-            )
-        saved = type(self.model).from_pretrained(path, dtype=self.model.dtype)
-        self.model.load_state_dict(saved.state_dict())
-        parameters = dict(self.model.named_parameters())
-        restore_optimizer(self.optimizer, parameters, load_file(path / "optimizer.safetensors"))
+        for name, remedy in REMEDIES.items():
+            if state["fingerprints"][name] != self.fingerprints[name]:
+                raise ValueError(
+                    f"{path} was saved by a run with another {name}: resume with {remedy}"
+                )
+        load_weights(self.model, path)
+        if self.critic is not None:
+            self.critic.restore(path / "critic")
+        tensors = load_file(path / "optimizer.safetensors")
+        restore_optimizer(self.optimizer, self.parameters, tensors)
         self.scheduler.load_state_dict(state["scheduler"])
         for group, rate in zip(self.optimizer.param_groups, state["learning_rates"], strict=True):
             group["lr"] = rate

@@ -19,12 +19,14 @@ from rlhf_pg.tasks.warm_start import ensure_model
 from rlhf_pg.trainers import (
     GRPOTrainer,
     PolicyGradientTrainer,
+    PPOTrainer,
     ReinforceTrainer,
     RLOOTrainer,
 )
 
 TRAINERS: dict[str, type[PolicyGradientTrainer]] = {
     "grpo": GRPOTrainer,
+    "ppo": PPOTrainer,
     "rloo": RLOOTrainer,
     "reinforce": ReinforceTrainer,
 }

@@ -19,7 +19,9 @@ SCHEDULES = (
     *("linear", "cosine", "cosine_with_restarts", "polynomial"),
     *("constant", "constant_with_warmup", "inverse_sqrt"),
 )
-BASELINES = set(ADVANTAGES) - {"returns"}
+NEED_CRITIC = {"gae"}
+CRITIC_FREE = set(ADVANTAGES) - NEED_CRITIC
+BASELINES = CRITIC_FREE - {"returns"}
 
 
 @dataclass(kw_only=True)
@@ -48,6 +50,19 @@ class PolicyGradientConfig(Checked):
     """Set every dropout of the model to 0, so that scoring and training see one policy."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, to save memory."""
+
+    use_peft: bool = False
+    """Train a LoRA adapter on frozen weights; `final/` then holds the adapter."""
+    lora_r: int = number(16, minimum=1)
+    """Rank of the adapter."""
+    lora_alpha: float = number(32.0, above=0)
+    """The adapter's output is scaled by lora_alpha / lora_r."""
+    lora_dropout: float = number(0.0, minimum=0, below=1)
+    """Dropout in front of the adapter; needs disable_dropout: false."""
+    lora_target_modules: tuple[str, ...] | None = None
+    """Names of the modules that get an adapter; None: every linear layer but the head."""
+    save_merged: bool = False
+    """Leave the model with its adapter merged in, too, in `final/merged/`."""
 
     pad_token: str | None = None
     """Used where the tokenizer has no pad token; the EOS token will do."""
@@ -92,8 +107,16 @@ class PolicyGradientConfig(Checked):
     """Where the KL enters: subtracted from the reward, or added to the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """See rlhf_pg.kl.kl_estimate."""
+    target_kl: float | None = number(None, above=0)
+    """Stop a step's updates once the mean KL(old || new) of a minibatch is above 1.5 times this."""
+    entropy_coef: float = number(0.0, minimum=0)
+    """Coefficient of the entropy, which is maximised."""
+    normalize_advantages: bool = False
+    """Whiten advantages over all tokens of the step: mean 0, variance 1."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward function; None weighs each by 1."""
+    missing_eos_penalty: float | None = number(None, minimum=0)
+    """Subtracted from the score of every completion that was cut off by its length."""
 
     learning_rate: float = number(1e-6, above=0)
     """Peak learning rate of AdamW."""
@@ -120,7 +143,9 @@ class PolicyGradientConfig(Checked):
     save_steps: int = number(0, minimum=0)
     """Save a checkpoint every so many steps; 0 saves none."""
     eval_steps: int = number(0, minimum=0)
-    """Evaluate every so many steps; 0 never does."""
+    """Evaluate every so many steps, sampled and greedy; 0 never does."""
+    save_best: bool = True
+    """Keep the checkpoint with the highest eval_reward so far, in `best/`."""
     log_completions_steps: int = number(10, minimum=0)
     """Show and keep samples every so many steps; 0 never does."""
     num_completions_to_print: int = number(2, minimum=1)
@@ -145,10 +170,30 @@ class PolicyGradientConfig(Checked):
                 'kl_estimator "k1" in the loss has an expected gradient of 0: use "k2" or "k3", or '
                 'kl_placement "reward"'
             )
+        if self.target_kl is not None and self.updates_per_step == 1:
+            raise ValueError(
+                "target_kl stops the updates after the first of a step, and there is only one: "
+                "raise num_iterations or num_mini_batches, or leave it out"
+            )
+        self._check_adapter()
         self._check_estimator()
+
+    def _check_adapter(self) -> None:
+        """Refuse options of LoRA that would be ignored."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        keys = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+        for key in keys if not self.use_peft else ():
+            if getattr(self, key) != defaults[key]:
+                raise ValueError(f"{key} is for LoRA: set use_peft to true, or leave it out")
+        if self.lora_dropout and self.disable_dropout:
+            raise ValueError("lora_dropout needs disable_dropout: false, which sets it to 0")
 
     def _check_estimator(self) -> None:
         """Refuse an estimator with nothing to compare, and options that would be ignored."""
+        if self.advantage_estimator in NEED_CRITIC and not isinstance(self, PPOConfig):
+            raise ValueError(
+                f"advantage_estimator {self.advantage_estimator!r} needs a critic, which only PPO has"
+            )
         rows = self.num_generations
         if self.advantage_estimator in ("returns_minus_others", "returns_minus_mean"):
             rows *= self.prompts_per_step
@@ -158,7 +203,7 @@ class PolicyGradientConfig(Checked):
                 "num_generations (or prompts_per_step, for one that compares over the batch)"
             )
         for choice_, functions, keys in (
-            ("advantage_estimator", ADVANTAGES, ("gamma", "scale_rewards")),
+            ("advantage_estimator", ADVANTAGES, ("gamma", "lam", "scale_rewards")),
             ("policy_loss", POLICY_LOSSES, ("epsilon", "epsilon_high")),
         ):
             name = getattr(self, choice_)
@@ -239,6 +284,64 @@ class ReinforceConfig(PolicyGradientConfig):
     """Where the KL enters: subtracted from the reward, or added to the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """See rlhf_pg.kl.kl_estimate."""
+
+
+@dataclass(kw_only=True)
+class PPOConfig(PolicyGradientConfig):
+    """PPO: a critic and GAE, clipped surrogate, KL per token in the reward."""
+
+    algorithm: Literal["ppo"] = "ppo"
+    """Which algorithm a recipe file is for."""
+    output_dir: str = "runs/ppo"
+    """Directory of everything that the run leaves behind."""
+    num_generations: int = number(1, minimum=1)
+    """Completions per prompt."""
+    num_iterations: int = number(4, minimum=1)
+    """Passes over each rollout batch (PPO epochs)."""
+    advantage_estimator: str = choice("gae", ADVANTAGES)
+    """A name in rlhf_pg.advantages.ADVANTAGES that makes use of the critic."""
+    gamma: float = number(1.0, above=0, maximum=1)
+    """Discount per token."""
+    lam: float = number(0.95, minimum=0, maximum=1)
+    """GAE: 0 trusts the critic after one token, 1 only the rewards."""
+    bootstrap_truncated: bool = False
+    """A completion cut off by its length ends with the critic's value of what might have followed;
+    otherwise its end counts as one, worth its score."""
+    normalize_advantages: bool = True
+    """Whiten advantages over all tokens of the step: mean 0, variance 1."""
+    beta: float = number(0.05, minimum=0)
+    """Coefficient of KL(policy || reference); at 0 no reference is kept."""
+    kl_placement: Literal["reward", "loss"] = "reward"
+    """Where the KL enters: subtracted from the reward, or added to the loss."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """See rlhf_pg.kl.kl_estimate."""
+
+    critic: Literal["separate", "shared"] = "separate"
+    """A model of its own, or a head on the policy's trunk."""
+    value_model_name_or_path: str | None = None
+    """Whose trunk a separate critic starts from (a reward model, say); None: the policy's."""
+    value_learning_rate: float | None = number(None, above=0)
+    """Peak learning rate of the critic; None: learning_rate."""
+    vf_coef: float = number(0.1, minimum=0)
+    """Coefficient of the value loss."""
+    cliprange_value: float | None = number(0.2, above=0)
+    """How far a value may move from the one at rollout before its loss is clipped; None: any."""
+
+    def _check_estimator(self) -> None:
+        if self.advantage_estimator in CRITIC_FREE:
+            raise ValueError(
+                f"advantage_estimator {self.advantage_estimator!r} makes no use of the critic that "
+                f"PPO trains: choose {', '.join(sorted(NEED_CRITIC))}, or another algorithm"
+            )
+        super()._check_estimator()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.critic == "shared" and self.value_model_name_or_path is not None:
+            raise ValueError(
+                "value_model_name_or_path is for a separate critic: set critic to separate, or "
+                "leave it out"
+            )
 
 
 @dataclass(kw_only=True)

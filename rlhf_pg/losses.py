@@ -55,14 +55,16 @@ def clipped_surrogate(
 
     Returns:
         per_token (B,T) and metrics: `clip_ratio/low_mean`, `clip_ratio/high_mean` and
-        `clip_ratio/region_mean` (tokens cut off by the bound below, above, either), `ratio`, and
+        `clip_ratio/region_mean` (tokens cut off by the bound below, above, either), `ratio`,
+        `approx_kl` (rho_t - 1 - log rho_t, whose mean estimates KL(pi_old || pi)), and
         `ratio_overflow` (tokens whose |log rho_t| was held at 20 to keep the loss finite).
     """
     low_bound = 1 - epsilon
     high_bound = 1 + (epsilon if epsilon_high is None else epsilon_high)
     advantages = torch.where(mask, advantages.detach(), 0.0)
     log_ratio = torch.where(mask, logprobs - old_logprobs.detach(), 0.0)
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    held = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = held.exp()
     clipped = ratio.clamp(low_bound, high_bound)
     per_token = -torch.min(ratio * advantages, clipped * advantages)
     low = (ratio < low_bound) & (advantages < 0)
@@ -74,7 +76,9 @@ def clipped_surrogate(
         "ratio_overflow": log_ratio.abs() > MAX_LOG_RATIO,
     }
     metrics = {name: hit.to(per_token.dtype) for name, hit in hits.items()}
-    return per_token, {"ratio": torch.where(mask, ratio.detach(), 0.0), **metrics}
+    metrics["ratio"] = torch.where(mask, ratio.detach(), 0.0)
+    metrics["approx_kl"] = (torch.expm1(held) - held).detach()
+    return per_token, metrics
 
 
 def value_loss(

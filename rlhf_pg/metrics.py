@@ -54,6 +54,11 @@ class Meter:
         """Add the True slots of a (B,T) tensor."""
         self.add(name, torch.where(mask, x.detach(), 0.0).sum(), mask.sum())
 
+    def absorb(self, other: "Meter") -> None:
+        """Add all that another has seen."""
+        for name, pairs in other._sums.items():
+            self._sums.setdefault(name, []).extend(pairs)
+
     def sums(self) -> Tensor:
         """(names, 2) sums and counts in the order of the names, which all processes share."""
         return torch.stack([torch.stack(self._sums[name]).sum(0) for name in sorted(self._sums)])

@@ -15,7 +15,7 @@ from rlhf_pg.metrics import JsonLines
 SHOWN = ("reward", "kl", "entropy")
 
 # What a run leaves in its directory, checkpoints aside.
-RUN_FILES = ("config.yaml", "metrics.jsonl", "completions.jsonl", "final", "reward.png")
+RUN_FILES = ("config.yaml", "metrics.jsonl", "completions.jsonl", "best", "final", "reward.png")
 
 
 def set_aside(directory: Path) -> Path | None:
@@ -82,7 +82,10 @@ class Journal:
         self._metrics.write(metrics)
         step = metrics["step"]
         if "eval_reward" in metrics:
-            self.say(f"step {step}  held out: reward {metrics['eval_reward']:.3f}")
+            greedy = metrics["eval_greedy_reward"]
+            self.say(
+                f"step {step}  held out: reward {metrics['eval_reward']:.3f}, greedy {greedy:.3f}"
+            )
         summary = "  ".join(f"{name} {_spelled(metrics[name])}" for name in SHOWN)
         if self._bar is not None and self.console.is_terminal:
             self._bar.update(self._task, completed=step, description=summary)

@@ -35,6 +35,7 @@ ELSEWHERE = {
     "kl_coef": "beta",
     "init_kl_coef": "beta",
     "cliprange": "epsilon",
+    "whiten_advantages": "normalize_advantages",
     "num_ppo_epochs": "num_iterations",
     "response_length": "max_completion_length",
     "max_new_tokens": "max_completion_length",

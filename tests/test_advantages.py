@@ -1,5 +1,6 @@
 """Advantage estimators against hand-computed numbers, and loops written from the formulas."""
 
+import dataclasses
 import itertools
 import math
 import statistics
@@ -596,7 +597,15 @@ def signals(scores, groups, width=2, rows=None, dtype=torch.float64):
     rewards[:, -1] = scores.nansum(1)
     rewards[~mask] = NAN
     rows = rows or slice(0, len(groups))
-    return Signals(rewards=rewards[rows], mask=mask[rows], scores=scores, groups=groups, rows=rows)
+    values = torch.where(mask, 0.5, NAN).to(dtype)
+    return Signals(
+        rewards=rewards[rows],
+        mask=mask[rows],
+        scores=scores,
+        groups=groups,
+        rows=rows,
+        values=values[rows],
+    )
 
 
 TWO_GROUPS = ([[1.0], [5.0], [0.0], [2.0], [7.0]], [0, 1, 0, 0, 1])
@@ -613,12 +622,20 @@ TWO_GROUPS = ([[1.0], [5.0], [0.0], [2.0], [7.0]], [0, 1, 0, 0, 1])
         ("returns", {}, [1, 5, 0, 2, 7]),
         ("returns_minus_others", {}, [-2.5, 2.5, -3.75, -1.25, 5]),  # 5/4 (s - 3)
         ("returns_minus_mean", {}, [-2, 2, -3, -1, 4]),
+        ("gae", {"lam": 1.0}, [0.5, 4.5, -0.5, 1.5, 6.5]),  # what is paid, minus V = 1/2
     ],
 )
 def test_each_named_estimator_by_hand(name, options, per_row):
     s = signals(*TWO_GROUPS)
     expected = torch.where(s.mask, f64(per_row)[:, None], 0.0)
     equal(ADVANTAGES[name](s, **options), expected, 1.01e-4)  # eps = 1e-4
+
+
+def test_named_gae_takes_gamma_lam_and_the_value_after_the_end():
+    s = dataclasses.replace(signals([[3.0]], [0], width=3), bootstrap_value=f64([2.0]))
+    # delta = 3 + 1/2 * 2 - 1/2 = 3.5 at the end, and 0 + 1/2 * 1/2 - 1/2 = -1/4 before it
+    expected = f64([[0, -0.25 + 0.5 * 0.8 * 3.5, 3.5]])
+    equal(ADVANTAGES["gae"](s, gamma=0.5, lam=0.8), expected)
 
 
 @pytest.mark.parametrize("name", ["returns", "returns_minus_others", "returns_minus_mean"])

@@ -10,13 +10,13 @@ import torch
 import yaml
 
 from rlhf_pg.advantages import ADVANTAGES
-from rlhf_pg.config import GRPOConfig, ReinforceConfig, RLOOConfig, SFTConfig
+from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig, SFTConfig
 from rlhf_pg.fields import Checked, bound, choice, number
 from rlhf_pg.losses import POLICY_LOSSES
 from rlhf_pg.recipe import ELSEWHERE, dump, parse
 
 NAN = float("nan")
-TRAINERS = [GRPOConfig, RLOOConfig, ReinforceConfig]
+TRAINERS = [GRPOConfig, RLOOConfig, ReinforceConfig, PPOConfig]
 CONFIGS = [*TRAINERS, SFTConfig]
 each_trainer = pytest.mark.parametrize("config", TRAINERS)
 each_config = pytest.mark.parametrize("config", CONFIGS)
@@ -48,11 +48,25 @@ RANGES = {
     "eval_steps": ([0], [-1]),
     "log_completions_steps": ([0], [-1]),
     "num_completions_to_print": ([1], [0]),
+    "lora_r": ([1], [0]),
+    "lora_alpha": ([1e-3], [0.0, -1.0, NAN]),
+    "lora_dropout": ([0.0, 0.999], [1.0, -0.1, NAN]),
+    "target_kl": ([1e-6, None], [0.0, -0.1, NAN]),
+    "entropy_coef": ([0.0], [-1e-3, NAN]),
+    "missing_eos_penalty": ([0.0, None], [-1e-3, NAN]),
 }
 OF_ONE = {
     GRPOConfig: {"num_generations": ([2], [1])},
     RLOOConfig: {"num_generations": ([2], [1])},
     ReinforceConfig: {"num_generations": ([1], [0]), "gamma": ([1e-3, 1.0], [0.0, 1.001, NAN])},
+    PPOConfig: {
+        "num_generations": ([1], [0]),
+        "gamma": ([1e-3, 1.0], [0.0, 1.001, NAN]),
+        "lam": ([0.0, 1.0], [-1e-3, 1.001, NAN]),
+        "vf_coef": ([0.0], [-1e-3, NAN]),
+        "cliprange_value": ([1e-3, None], [0.0, -0.1, NAN]),
+        "value_learning_rate": ([1e-12, None], [0.0, -1e-3, NAN]),
+    },
 }
 SFT = {
     "seed": ([0], [-1]),
@@ -112,6 +126,10 @@ def test_a_number_at_the_edge_of_its_range_is_taken(config, key, value):
         "epsilon": {"policy_loss": "clipped_surrogate"},
         "epsilon_high": {"policy_loss": "clipped_surrogate"},
         "prompts_per_step": {"num_generations": 2},
+        "lora_r": {"use_peft": True},
+        "lora_alpha": {"use_peft": True},
+        "lora_dropout": {"use_peft": True, "disable_dropout": False},
+        "target_kl": {"num_mini_batches": 2, "policy_loss": "clipped_surrogate"},
     }
     options = {key: value} | with_it.get(key, {})
     assert getattr(config(**options), key) == value
@@ -260,6 +278,7 @@ def test_a_default_outside_its_own_range_or_registry_is_refused_too():
         (GRPOConfig, ("group_normalized", "clipped_surrogate", "token_mean", 0.0, "loss", "k3")),
         (RLOOConfig, ("leave_one_out", "clipped_surrogate", "constant", 0.05, "reward", "k1")),
         (ReinforceConfig, ("returns_minus_others", "vanilla", "constant", 0.05, "reward", "k1")),
+        (PPOConfig, ("gae", "clipped_surrogate", "token_mean", 0.05, "reward", "k1")),
     ],
 )
 def test_defaults_are_those_of_the_algorithm(config, expected):
@@ -272,6 +291,9 @@ def test_defaults_are_those_of_the_algorithm(config, expected):
 def test_more_defaults():
     assert GRPOConfig().scale_rewards == "group"
     assert ReinforceConfig().gamma == 1
+    ppo = PPOConfig()
+    assert (ppo.gamma, ppo.lam, ppo.normalize_advantages) == (1, 0.95, True)
+    assert (ppo.vf_coef, ppo.cliprange_value, ppo.bootstrap_truncated) == (0.1, 0.2, False)
     assert all(config().temperature == 1 and config().disable_dropout for config in TRAINERS)
 
 
@@ -501,11 +523,35 @@ OTHER_VALUES = {
     "eval_steps": 2,
     "log_completions_steps": 3,
     "num_completions_to_print": 4,
+    "use_peft": True,
+    "lora_r": 3,
+    "lora_alpha": 5.0,
+    "lora_dropout": 0.1,
+    "lora_target_modules": ("q_proj", "v_proj"),
+    "save_merged": True,
+    "target_kl": 0.02,
+    "entropy_coef": 0.01,
+    "normalize_advantages": True,
+    "missing_eos_penalty": 1.0,
+    "save_best": False,
 }
 OTHERS = {
     GRPOConfig: OTHER_VALUES | {"scale_rewards": "none", "advantage_estimator": "group_normalized"},
     RLOOConfig: OTHER_VALUES | {"kl_placement": "loss"},
     ReinforceConfig: OTHER_VALUES | {"gamma": 0.99, "kl_placement": "loss"},
+    PPOConfig: OTHER_VALUES
+    | {
+        "advantage_estimator": "gae",
+        "kl_placement": "loss",
+        "normalize_advantages": False,
+        "gamma": 0.99,
+        "lam": 0.9,
+        "bootstrap_truncated": True,
+        "value_model_name_or_path": "org/reward-model",
+        "value_learning_rate": 1e-4,
+        "vf_coef": 0.5,
+        "cliprange_value": None,
+    },
     SFTConfig: {
         "output_dir": "x",
         "seed": 1,
@@ -527,7 +573,7 @@ def test_a_dumped_config_parses_back_to_itself(config, tmp_path):
 @each_config
 def test_that_dump_covers_every_key_that_can_have_another_value(config):
     default, others = dataclasses.asdict(config()), OTHERS[config]
-    with_one_value = {"algorithm", "task", "rollout_engine"}
+    with_one_value = {"algorithm", "task", "rollout_engine", "critic"}
     assert set(default) - set(others) == with_one_value & set(default)
     assert {key for key in others if others[key] == default[key]} <= {
         "policy_loss",
@@ -576,6 +622,17 @@ def test_a_value_that_begins_with_a_dash_is_no_flag(recipe):
             {"kl_placement": "loss", "kl_estimator": "k1", "beta": 0.1},
             "expected gradient of 0",
         ),
+        (GRPOConfig, {"advantage_estimator": "gae"}, "'gae' needs a critic"),
+        (PPOConfig, {"advantage_estimator": "leave_one_out"}, "no use of the critic.*choose gae"),
+        (
+            PPOConfig,
+            {"critic": "shared", "value_model_name_or_path": "x"},
+            "value_model_name_or_path is for a separate critic",
+        ),
+        (GRPOConfig, {"target_kl": 0.1}, "raise num_iterations or num_mini_batches"),
+        (GRPOConfig, {"lora_r": 8}, "lora_r is for LoRA: set use_peft"),
+        (GRPOConfig, {"lora_target_modules": ["q_proj"]}, "lora_target_modules is for LoRA"),
+        (GRPOConfig, {"use_peft": True, "lora_dropout": 0.1}, "needs disable_dropout: false"),
         (GRPOConfig, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type must be"),
     ],
 )

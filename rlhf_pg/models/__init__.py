@@ -1,6 +1,10 @@
-"""The policy, its frozen reference, and how both are loaded."""
+"""The policy, its frozen reference and its critic, and how they are loaded."""
 
+from rlhf_pg.models.adapters import add_adapter, load_weights, lora_config, merged
+from rlhf_pg.models.critic import ActorCritic, Critic, ValueHead, new_critic
 from rlhf_pg.models.loading import (
+    check_vocabulary,
+    checkpoint_activations,
     disable_dropout,
     load_model,
     load_tokenizer,
@@ -8,15 +12,26 @@ from rlhf_pg.models.loading import (
     stop_token_ids,
 )
 from rlhf_pg.models.policy import Policy, PolicyOutput
-from rlhf_pg.models.reference import Reference
+from rlhf_pg.models.reference import Reference, fingerprint
 
 __all__ = [
+    "ActorCritic",
+    "Critic",
     "Policy",
     "PolicyOutput",
     "Reference",
+    "ValueHead",
+    "add_adapter",
+    "check_vocabulary",
+    "checkpoint_activations",
     "disable_dropout",
+    "fingerprint",
     "load_model",
     "load_tokenizer",
+    "load_weights",
+    "lora_config",
     "max_positions",
+    "merged",
+    "new_critic",
     "stop_token_ids",
 ]

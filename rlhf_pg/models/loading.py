@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import torch
+from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -11,26 +12,74 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from rlhf_pg.models.adapters import LOADED, check_adapter
 
 
 def load_model(
-    model: str | os.PathLike[str] | PreTrainedModel, dtype: torch.dtype
+    model: str | os.PathLike[str] | PreTrainedModel,
+    dtype: torch.dtype,
+    auto_class: Any = AutoModelForCausalLM,
+    quantization_config: Any = None,
 ) -> PreTrainedModel:
-    """A causal language model with weights in `dtype`; an object's weights are cast in place.
+    """A model with weights in `dtype`; an object's weights are cast in place.
+
+    Args:
+        model: a path or Hub id of a model, or of an adapter, which then comes on its base model and
+            goes on being trained; or an object.
+        auto_class: what to load a path as.
+        quantization_config: of `transformers`, for a path.
 
     Raises:
-        ValueError: a path (what cannot be a Hub id) with no directory there.
+        ValueError: a path (what cannot be a Hub id) with no directory there, an adapter that does
+            not fit its base model, or a quantization that does not work here.
     """
-    if isinstance(model, str | os.PathLike):
-        name = str(model)
-        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-        if is_path and not os.path.isdir(name):
-            raise ValueError(f"there is no model directory {name}")
-        return AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    if not isinstance(model, str | os.PathLike):
+        if quantization_config is not None:
+            raise ValueError("quantization_config is for loading: give the model as a path")
+        return _cast(model, dtype)
+    name = str(model)
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if is_path and not os.path.isdir(name):
+        raise ValueError(f"there is no model directory {name}")
+    if find_adapter_config_file(name) is not None:
+        return _load_adapter(name, dtype, auto_class, quantization_config)
+    options = {} if quantization_config is None else {"quantization_config": quantization_config}
+    try:
+        return auto_class.from_pretrained(model, dtype=dtype, **options)
+    except ImportError as error:
+        raise ValueError(f"{name} cannot be loaded with quantization_config: {error}") from error
+
+
+def _load_adapter(
+    path: str, dtype: torch.dtype, auto_class: Any, quantization_config: Any
+) -> PreTrainedModel:
+    config = PeftConfig.from_pretrained(path)
+    if config.task_type == "CAUSAL_LM":
+        auto_class = AutoModelForCausalLM
+    base = config.base_model_name_or_path
+    try:
+        model = load_model(base, dtype, auto_class, quantization_config)
+        model = PeftModel.from_pretrained(model, path, is_trainable=True)
+        check_adapter(model, path)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"the adapter {path} does not fit its base model {base!r} (base_model_name_or_path in "
+            f"adapter_config.json): {error}"
+        ) from error
+    return _cast(model, dtype)
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """All weights to `dtype`, but trained adapters to float32 at least."""
+    has_adapter = isinstance(model, PeftModel)
     for parameter in model.parameters():
         # Not model.to(dtype), which would round the rotary frequencies too: they are buffers.
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+            wide = has_adapter and parameter.requires_grad
+            own = torch.promote_types(dtype, torch.float32) if wide else dtype
+            parameter.data = parameter.data.to(own)
     return model
 
 
@@ -64,13 +113,22 @@ def load_tokenizer(
             "the tokenizer has no pad token: set the key pad_token, or processing_class.pad_token "
             "(the EOS token will do: padding is masked by position, not by id)"
         )
+    check_vocabulary(tokenizer, model, "the model")
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, name: str) -> None:
+    """Make sure that every id has an embedding.
+
+    Raises:
+        ValueError: there are more ids.
+    """
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} ids but the model only {rows} embedding rows: "
+            f"the tokenizer has {len(tokenizer)} ids but {name} only {rows} embedding rows: "
             "they do not belong together, or model.resize_token_embeddings is due"
         )
-    return tokenizer
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -84,6 +142,12 @@ def max_positions(model: PreTrainedModel) -> int | None:
     """Longest sequence that the model has positions for; None if it sets no limit."""
     limit: Any = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit if isinstance(limit, int) else None
+
+
+def checkpoint_activations(model: nn.Module | None) -> None:
+    """Recompute activations in the backward pass, in a model of `transformers`."""
+    if isinstance(model, LOADED):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """The policy: from a rollout to the log-probability and entropy of each of its actions."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,46 +14,62 @@ class PolicyOutput(NamedTuple):
     """Per action token, (B,T), in at least float32; 0 in masked slots."""
 
     logprobs: Tensor  # of the sampled tokens
-    entropy: Tensor  # of the distribution they were drawn from; detached
+    entropy: Tensor  # of the distribution they were drawn from
+    values: Tensor | None = None  # V of the state before each token, where there is a critic
+    end_values: Tensor | None = None  # (B,) V of the state after the last action token
 
 
 class Policy(nn.Module):
     """A causal language model that scores completions.
 
     Args:
-        model: any `transformers` decoder.
+        model: any `transformers` decoder, with adapters or without.
         temperature: divides every logit, as it does in sampling.
+        entropy_gradient: the entropy is part of the loss; otherwise it is detached.
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
+    def __init__(
+        self, model: PreTrainedModel, temperature: float = 1.0, entropy_gradient: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
+        self.entropy_gradient = entropy_gradient
 
     def forward(self, batch: Rollout) -> PolicyOutput:
         """log pi(y_t | x, y_<t) and H(pi(. | x, y_<t)) for every action token of the batch."""
-        width = batch.completion_ids.shape[1]
-        mask = torch.cat([batch.prompt_mask, batch.completion_mask], dim=1).long()
-        output = self.model(
-            input_ids=torch.cat([batch.prompt_ids, batch.completion_ids], dim=1),
-            attention_mask=mask,
-            # Positions count real tokens, not columns: models with absolute positions notice.
-            position_ids=(mask.cumsum(dim=1) - 1).clamp(min=0),
-            use_cache=False,
-            logits_to_keep=width + 1,
-        )
+        return self.score(batch, self.run(batch))
+
+    def run(self, batch: Rollout, **options: Any) -> Any:
+        """The model's output, with the logits of the last T+1 columns."""
+        columns = batch.completion_ids.shape[1] + 1
+        return self.model(**model_inputs(batch), logits_to_keep=columns, **options)
+
+    def score(self, batch: Rollout, output: Any) -> PolicyOutput:
+        """What the logits in the output of `run` say of the completions."""
+        columns = batch.completion_ids.shape[1] + 1
         # The logits in column t are about token t+1; those of the last column are about no token.
-        logits = widen(output.logits[:, -width - 1 : -1]) / self.temperature
+        logits = widen(output.logits[:, -columns:-1]) / self.temperature
         everywhere = logits.log_softmax(dim=-1)
         logprobs = everywhere.gather(2, batch.completion_ids[:, :, None]).squeeze(2)
-        return PolicyOutput(
-            logprobs=torch.where(batch.action_mask, logprobs, 0.0),
-            entropy=torch.where(batch.action_mask, _entropy(everywhere), 0.0),
-        )
+        with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
+            entropy = torch.where(batch.action_mask, _entropy(everywhere), 0.0)
+        return PolicyOutput(torch.where(batch.action_mask, logprobs, 0.0), entropy)
 
 
-@torch.no_grad()
+def model_inputs(batch: Rollout) -> dict[str, Any]:
+    """Prompt and completion, side by side, as a `transformers` decoder takes them: (B,P+T)."""
+    mask = torch.cat([batch.prompt_mask, batch.completion_mask], dim=1).long()
+    return {
+        "input_ids": torch.cat([batch.prompt_ids, batch.completion_ids], dim=1),
+        "attention_mask": mask,
+        # Positions count real tokens, not columns: models with absolute positions notice.
+        "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
+        "use_cache": False,
+    }
+
+
 def _entropy(logprobs: Tensor) -> Tensor:
-    """-sum p log p over the vocabulary, (B,T); a token of probability 0 adds 0."""
+    """-sum p log p over the vocabulary, (B,T); a token of probability 0 adds 0, gradient too."""
     p = logprobs.exp()
-    return -torch.where(p > 0, p * logprobs, 0.0).sum(dim=-1)
+    return -(p * torch.where(p > 0, logprobs, 0.0)).sum(dim=-1)

@@ -1,23 +1,28 @@
 """The reference: the policy as it was when training began."""
 
-import copy
 import hashlib
 
 import torch
 from torch import Tensor, nn
 
 from rlhf_pg.experience import Rollout
+from rlhf_pg.models.adapters import adds_nothing, share_frozen
 from rlhf_pg.models.policy import Policy
 
 
 class Reference(nn.Module):
     """A frozen copy of a policy. It is copied from memory, never read again from a path or a hub,
     so it is the model that training really started from.
+
+    Frozen weights are shared with the policy, so with LoRA it costs an adapter at most: a copy of
+    the initial one, or none where that was fresh.
     """
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
-        self.policy = copy.deepcopy(policy).eval().requires_grad_(False)
+        self.policy = share_frozen(policy).eval().requires_grad_(False)
+        if adds_nothing(policy.model):
+            self.policy.model = self.policy.model.unload()
 
     @torch.no_grad()
     def forward(self, batch: Rollout) -> Tensor:
@@ -29,10 +34,15 @@ class Reference(nn.Module):
         """Stays in evaluation mode whatever is asked."""
         return super().train(False)
 
-    def fingerprint(self) -> str:
-        """SHA-256 of the weights: a resumed run must have the same reference."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+
+def fingerprint(module: nn.Module) -> str:
+    """SHA-256 of the names and shapes of all tensors, and of the frozen ones themselves.
+
+    A resumed run must find the same: the saved weights fit then, and what was not saved is equal.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict(keep_vars=True).items()):
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        if not tensor.requires_grad:
+            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

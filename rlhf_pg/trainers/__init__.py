@@ -3,7 +3,15 @@
 from rlhf_pg.trainers.base import PolicyGradientTrainer
 from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.grpo import GRPOTrainer
+from rlhf_pg.trainers.ppo import PPOTrainer
 from rlhf_pg.trainers.reinforce import ReinforceTrainer
 from rlhf_pg.trainers.rloo import RLOOTrainer
 
-__all__ = ["Callback", "GRPOTrainer", "PolicyGradientTrainer", "RLOOTrainer", "ReinforceTrainer"]
+__all__ = [
+    "Callback",
+    "GRPOTrainer",
+    "PPOTrainer",
+    "PolicyGradientTrainer",
+    "RLOOTrainer",
+    "ReinforceTrainer",
+]

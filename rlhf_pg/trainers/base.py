@@ -27,8 +27,8 @@ from rlhf_pg.experience import Experience, Rollout
 from rlhf_pg.fields import bound
 from rlhf_pg.kl import kl_estimate
 from rlhf_pg.losses import POLICY_LOSSES, Loss
-from rlhf_pg.metrics import KEYS, Meter, length_metrics, reward_metrics
-from rlhf_pg.models import PolicyOutput
+from rlhf_pg.metrics import KEYS, Meter
+from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.progress import Journal
 from rlhf_pg.rewards import RewardFunction, Rewards
 from rlhf_pg.rollout import NativeEngine, RolloutEngine, SamplingParams
@@ -37,6 +37,7 @@ from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.evaluation import evaluate
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.samples import Samples, collect
+from rlhf_pg.trainers.scoring import make_experience
 
 
 class PolicyGradientTrainer:
@@ -52,6 +53,8 @@ class PolicyGradientTrainer:
             columns go to the reward functions, repeated for every completion.
         eval_dataset: likewise, for `evaluate`.
         processing_class: the tokenizer; by default the one saved with the model.
+        peft_config: of `peft`, to train an adapter on frozen weights; `args.use_peft` makes one. A
+            model that comes with an adapter goes on with that one, and its copy is the reference.
         callbacks: see `Callback`.
         optimizers: an optimizer and a learning-rate scheduler of your own, or None for AdamW and
             `args.lr_scheduler_type`. The scheduler advances once per step.
@@ -75,8 +78,8 @@ class PolicyGradientTrainer:
         callbacks: Sequence[Callback] | None = None,
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
     ) -> None:
-        if peft_config is not None or reward_processing_classes is not None:
-            raise ValueError("peft_config and reward_processing_classes are not supported yet")
+        if reward_processing_classes is not None:
+            raise ValueError("reward_processing_classes is not supported yet")
         args = self.config_type() if args is None else args
         if not isinstance(args, self.config_type):
             wanted = self.config_type.__name__
@@ -93,7 +96,11 @@ class PolicyGradientTrainer:
         self.callbacks = list(callbacks or ())
         self.runtime = Runtime()
         set_seed(args.seed)
-        self.model = models.load_model(model, getattr(torch, args.dtype))
+        self.dtype: torch.dtype = getattr(torch, args.dtype)
+        self.peft_config = self._peft_config(peft_config)
+        self.model = models.load_model(model, self.dtype).to(self.runtime.device)
+        if self.peft_config is not None:
+            self.model = models.add_adapter(self.model, self.peft_config)
         self.processing_class = models.load_tokenizer(processing_class, self.model, args.pad_token)
         self.train_prompts = self._prompts(train_dataset, "train_dataset")
         has_eval = eval_dataset is not None
@@ -104,8 +111,9 @@ class PolicyGradientTrainer:
             ADVANTAGES[args.advantage_estimator], args
         )
         self.policy_loss = bound(POLICY_LOSSES[args.policy_loss], args)
+        self.critic = self.new_critic()
         self.learner = Learner(
-            self.model, args, self.runtime, self.loss, self.total_steps, optimizers
+            self.model, args, self.runtime, self.loss, self.total_steps, optimizers, self.critic
         )
         self.engine: RolloutEngine = NativeEngine(
             self.model,
@@ -122,6 +130,7 @@ class PolicyGradientTrainer:
             state=self.state,
             reference=self.learner.reference,
             config=dataclasses.asdict(args),
+            critic=self.critic,
         )
 
     # -------------------------------------------------------------- what makes it an algorithm
@@ -141,12 +150,21 @@ class PolicyGradientTrainer:
         )
         return loss
 
-    def kl_loss(self, new: PolicyOutput, batch: Experience) -> Tensor:
-        """beta KL_t, (B,T), where the KL is part of the loss; 0 elsewhere."""
+    def regularizer(self, new: PolicyOutput, batch: Experience) -> Tensor:
+        """beta KL_t - entropy_coef H_t, (B,T); the KL only where it is part of the loss."""
+        per_token = -self.args.entropy_coef * new.entropy
         if batch.ref_logprobs is None or self.args.kl_placement == "reward":
-            return torch.zeros_like(new.logprobs)
+            return per_token
         kl = kl_estimate(new.logprobs, batch.ref_logprobs, self.args.kl_estimator)
-        return self.args.beta * kl
+        return per_token + self.args.beta * kl
+
+    def new_critic(self) -> Critic | None:
+        """The critic, for an algorithm that has one."""
+        return None
+
+    def bootstrap_value(self, rollout: Rollout, end_values: Tensor | None) -> Tensor | None:
+        """(B,) what follows the last action token, from the critic's `end_values` (B,)."""
+        return None
 
     # --------------------------------------------------------------------------------- the run
 
@@ -167,10 +185,9 @@ class PolicyGradientTrainer:
         journal = Journal(directory, self.state.step, self.runtime.is_main)
         if self.runtime.is_main:
             recipe.dump(self.args, directory / "config.yaml")
-        size = sum(p.numel() for p in self.model.parameters()) / 1e6
         journal.say(
-            f"{type(self).__name__}: {self.runtime.describe()}; {size:.2f}M parameters in "
-            f"{self.args.dtype}; {len(self.train_prompts)} prompts, {self.total_steps} steps"
+            f"{type(self).__name__}: {self.runtime.describe()}; {self.learner.describe()}; "
+            f"{len(self.train_prompts)} prompts, {self.total_steps} steps"
         )
         with journal.progress(self.total_steps):
             while self.state.step < self.total_steps:
@@ -178,6 +195,7 @@ class PolicyGradientTrainer:
                 try:
                     if _due(self.state.step, self.args.eval_steps):
                         metrics |= self.evaluate()
+                        self._keep_if_best(metrics["eval_reward"])
                     for callback in self.callbacks:
                         callback.on_step(self, metrics)
                 finally:  # a step that was taken has its line, whatever fails after it
@@ -206,7 +224,7 @@ class PolicyGradientTrainer:
         self.state.num_tokens += int(metrics["tokens"])
         if _due(self.state.step, self.args.log_completions_steps):
             shown = self.args.num_completions_to_print
-            journal.completions(self.state.step, samples.records(scores, self.rewards.names, shown))
+            journal.completions(self.state.step, samples.records(scores, self.reward_names, shown))
         metrics |= meter.means(self.runtime.total(meter.sums())) | meter.seconds
         metrics["step"] = self.state.step
         metrics["num_tokens"] = self.state.num_tokens
@@ -252,7 +270,9 @@ class PolicyGradientTrainer:
         )
 
     def reward(self, samples: Samples) -> Tensor:
-        """Unweighted scores (B,K), one column per reward function; NaN where it does not apply.
+        """Unweighted scores (B,K), one column per source; NaN where it does not apply.
+
+        The sources are the reward functions, and `missing_eos_penalty` if it is set.
 
         Raises:
             ValueError: a reward function failed, on this process or on another. What was trained so
@@ -271,7 +291,22 @@ class PolicyGradientTrainer:
                 raise ValueError(str(reason)) from failure
             raise ValueError(f"{reason} (saved so far: {self.save_checkpoint()})") from failure
         assert scores is not None
+        if self.args.missing_eos_penalty is not None:
+            penalty = -self.args.missing_eos_penalty * samples.rollout.truncated.double()
+            scores = torch.cat([scores, penalty[:, None].to(scores)], dim=1)
         return scores.to(samples.rollout.sampler_logprobs)
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Of the columns of `reward`."""
+        penalized = self.args.missing_eos_penalty is not None
+        return [*self.rewards.names, *(["missing_eos_penalty"] if penalized else [])]
+
+    @property
+    def reward_weights(self) -> Tensor:
+        """(K,) of the columns of `reward`."""
+        weights = self.rewards.weights
+        return torch.cat([weights, weights.new_ones(len(self.reward_names) - len(weights))])
 
     def make_experience(
         self, rollout: Rollout, scores: Tensor, meter: Meter
@@ -284,35 +319,7 @@ class PolicyGradientTrainer:
         Returns:
             The experience of this rank, and metrics over all ranks.
         """
-        args, mask = self.args, rollout.action_mask
-        old, ref = self.learner.score(rollout)
-        weights = self.rewards.weights.to(scores)
-        paid = torch.zeros_like(rollout.sampler_logprobs)
-        if ref is not None and args.kl_placement == "reward":
-            assert old is not None
-            kl = kl_estimate(old, ref, args.kl_estimator)
-            meter.add_masked("kl", kl, mask)
-            paid = -args.beta * kl
-        everyone, rows = self.runtime.gather(torch.cat([scores, paid.sum(1, keepdim=True)], dim=1))
-        everyones_scores, everyones_kl = everyone[:, :-1], everyone[:, -1:]
-        groups, _ = self.runtime.gather(rollout.groups)
-        lengths, _ = self.runtime.gather(rollout.lengths())
-        signals = Signals(
-            rewards=paid + _last(mask) * (scores * weights).nansum(1, keepdim=True),
-            mask=mask,
-            scores=torch.cat([everyones_scores * weights, everyones_kl], dim=1),
-            groups=groups,
-            rows=rows,
-        )
-        experience = Experience.of(
-            rollout,
-            advantages=self.advantages(signals),
-            # With one update per rollout the ratio is 1 by construction, not up to rounding.
-            old_logprobs=old if args.updates_per_step > 1 else None,
-            ref_logprobs=ref,
-        )
-        metrics = reward_metrics(everyones_scores, weights, self.rewards.names, groups)
-        return experience, metrics | length_metrics(lengths)
+        return make_experience(self, rollout, scores, meter)
 
     # --------------------------------------------------------------------- evaluate, save, resume
 
@@ -326,11 +333,12 @@ class PolicyGradientTrainer:
 
         Args:
             eval_dataset: by default the one given to the trainer.
-            temperature: by default that of training; 0 is greedy.
+            temperature: 0 is greedy. By default both: that of training, and greedy under
+                `eval_greedy_`.
 
         Returns:
             `eval_reward`, `eval_rewards/{name}/mean`, `eval_completions/mean_length` and so on,
-            over all processes.
+            and `eval_greedy_reward` and so on, over all processes.
 
         Raises:
             ValueError: there is no evaluation dataset, or a reward function failed.
@@ -340,9 +348,20 @@ class PolicyGradientTrainer:
             prompts = self._prompts(eval_dataset, "eval_dataset")
         if prompts is None:
             raise ValueError("no eval_dataset: give one to the trainer or to evaluate()")
-        temperature = self.args.temperature if temperature is None else temperature
-        metrics = evaluate(self, prompts, temperature)
-        return {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        temperatures = {"": self.args.temperature if temperature is None else temperature}
+        if temperature is None:
+            temperatures["greedy_"] = 0.0
+        return {
+            f"{metric_key_prefix}_{mode}{name}": value
+            for mode, heat in temperatures.items()
+            for name, value in evaluate(self, prompts, heat).items()
+        }
+
+    def _keep_if_best(self, reward: float) -> None:
+        best = self.state.best_reward
+        if self.args.save_best and (best is None or reward > best):
+            self.state.best_reward = reward
+            self.checkpointer.save(self.runtime, Path(self.args.output_dir) / "best")
 
     def save_checkpoint(self) -> Path:
         """Save everything that a resumed run needs, under `output_dir/checkpoints/`."""
@@ -352,11 +371,31 @@ class PolicyGradientTrainer:
         return path
 
     def save_model(self, path: str | Path) -> None:
-        """Save model and tokenizer as `from_pretrained` reads them."""
+        """Save model (or its adapter) and tokenizer as `from_pretrained` reads them.
+
+        A critic goes to `critic/` in it, and with `save_merged` the model without an adapter, the
+        same function of its input, to `merged/`.
+        """
+        path = Path(path)
         if self.runtime.is_main:
             self.model.save_pretrained(path)
             self.processing_class.save_pretrained(path)
+            if self.critic is not None:
+                self.critic.save(path / "critic")
+            if self.args.save_merged:
+                models.merged(self.model).save_pretrained(path / "merged")
+                self.processing_class.save_pretrained(path / "merged")
         self.runtime.wait()
+
+    def _peft_config(self, given: Any) -> Any:
+        args = self.args
+        if not args.use_peft:
+            return given
+        if given is not None:
+            raise ValueError("there are two adapters: give peft_config or set use_peft, not both")
+        return models.lora_config(
+            args.lora_r, args.lora_alpha, args.lora_dropout, args.lora_target_modules
+        )
 
     def _prompts(self, dataset: Dataset | None, name: str) -> Prompts:
         args = self.args
@@ -377,8 +416,3 @@ class PolicyGradientTrainer:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _last(mask: Tensor) -> Tensor:
-    """(B,T) True at the last True slot of each row."""
-    return mask & (mask.flip(1).cumsum(1).flip(1) == 1)

@@ -21,7 +21,7 @@ def evaluate(
     Returns:
         Metrics over all processes, named as in training.
     """
-    runtime, rewards, args = trainer.runtime, trainer.rewards, trainer.args
+    runtime, args = trainer.runtime, trainer.args
     scores, lengths = [], []
     # Every process goes through the same batches, be its share of one empty: none waits for ever.
     for batch in batches(range(len(prompts)), args.prompts_per_step * args.num_generations):
@@ -32,7 +32,7 @@ def evaluate(
         scores.append(trainer.reward(samples))
         lengths.append(samples.rollout.lengths())
     everyone, _ = runtime.gather(torch.cat(scores))
-    metrics = reward_metrics(everyone, rewards.weights.to(everyone), rewards.names)
+    metrics = reward_metrics(everyone, trainer.reward_weights.to(everyone), trainer.reward_names)
     metrics |= length_metrics(runtime.gather(torch.cat(lengths))[0])
     metrics.pop("tokens")
     return metrics

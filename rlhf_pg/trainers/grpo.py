@@ -42,4 +42,4 @@ class GRPOTrainer(PolicyGradientTrainer):
         KL_t   = exp(-u_t) - 1 + u_t,   u_t = log pi(y_t) - log pi_ref(y_t)      (k3, Eq. 4)
         """
         per_token, metrics = self.surrogate(new, batch)
-        return per_token + self.kl_loss(new, batch), metrics
+        return per_token + self.regularizer(new, batch), metrics

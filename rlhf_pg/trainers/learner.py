@@ -6,33 +6,51 @@ Shapes: B rows on this rank, T completion width.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, get_scheduler
 
-from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.config import PolicyGradientConfig, PPOConfig
 from rlhf_pg.data import permutation
 from rlhf_pg.experience import Experience, Rollout
 from rlhf_pg.kl import kl_estimate
 from rlhf_pg.losses import Loss, token_weights, weight_count
 from rlhf_pg.metrics import Meter
-from rlhf_pg.models import Policy, PolicyOutput, Reference, disable_dropout
+from rlhf_pg.models import (
+    ActorCritic,
+    Critic,
+    Policy,
+    PolicyOutput,
+    Reference,
+    checkpoint_activations,
+    disable_dropout,
+)
 from rlhf_pg.runtime import Runtime
 
 R = TypeVar("R", bound=Rollout)
 
 
+class Scored(NamedTuple):
+    """What the models say of a rollout, (B,T); None where the algorithm does not need it."""
+
+    old_logprobs: Tensor | None = None  # of the policy before its update
+    ref_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    end_values: Tensor | None = None  # (B,) of the state after the last action token
+
+
 class Learner:
-    """Policy, reference and optimizer.
+    """Policy, critic, reference and optimizer.
 
     Args:
         loss: of the algorithm, per token: (policy output, batch) -> (B,T) and metrics.
         total_steps: of the whole run, for the learning-rate schedule.
         optimizers: an optimizer and a scheduler to use instead of AdamW and the config's.
+        critic: of PPO.
     """
 
     def __init__(
@@ -43,49 +61,96 @@ class Learner:
         loss: Callable[[PolicyOutput, Experience], Loss],
         total_steps: int,
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+        critic: Critic | None = None,
     ) -> None:
-        self.args, self.runtime, self.loss = args, runtime, loss
+        self.args, self.runtime, self.loss, self.critic = args, runtime, loss, critic
+        self.policy = Policy(model, args.temperature, entropy_gradient=args.entropy_coef > 0)
+        self.module = self.policy if critic is None else ActorCritic(self.policy, critic)
+        self.module.to(runtime.device).eval()
         if args.disable_dropout:
-            disable_dropout(model)
+            disable_dropout(self.module)
         if args.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.policy = Policy(model.to(runtime.device), args.temperature).eval()
+            checkpoint_activations(model)
+            checkpoint_activations(critic.model if critic else None)
         self.reference = Reference(self.policy) if args.beta > 0 else None
-        self.trained = runtime.prepare(self.policy)
-        self.optimizer = optimizers[0] or _adamw(model, args)
+        self.trained = runtime.prepare(self.module)
+        self.optimizer = optimizers[0] or _adamw(self.policy, critic, args)
         self.scheduler: LRScheduler = optimizers[1] or get_scheduler(
             args.lr_scheduler_type, self.optimizer, args.warmup_steps, total_steps
         )
 
-    def score(self, rollout: Rollout) -> tuple[Tensor | None, Tensor | None]:
-        """Log-probabilities (B,T) under the policy before its update, and under the reference.
+    def describe(self) -> str:
+        """For example "0.43M parameters in float32"."""
+        total = sum(p.numel() for p in self.module.parameters())
+        trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        text = f"{total / 1e6:.2f}M parameters in {self.args.dtype}"
+        if self.critic is not None:
+            text += " with the critic"
+        return text if trained == total else f"{text}, {trained / 1e6:.2f}M trained"
 
-        Each is None where the algorithm does not need it: the policy's with one update per rollout
-        (the ratio is then 1 by construction) and no KL in the reward, the reference's without KL.
+    def score(self, rollout: Rollout) -> Scored:
+        """Whatever the algorithm needs to know of a rollout before the update.
+
+        The policy's log-probabilities are not needed with one update per rollout (the ratio is then
+        1 by construction) and no KL in the reward, the reference's without KL.
         """
-        args, old, ref = self.args, None, None
+        args, scored = self.args, Scored()
         kl_in_reward = self.reference is not None and args.kl_placement == "reward"
-        if kl_in_reward or args.updates_per_step > 1:
-            old = self._logprobs(lambda batch: self.policy(batch).logprobs, rollout)
+        needs_old = kl_in_reward or args.updates_per_step > 1
+        if needs_old or self.critic is not None:
+            scored = self._over(rollout, lambda batch: self._score_own(batch, needs_old))
         if self.reference is not None:
-            ref = self._logprobs(self.reference, rollout)
-        return old, ref
+            reference = self.reference
+            judged = self._over(rollout, lambda batch: Scored(ref_logprobs=reference(batch)))
+            scored = scored._replace(ref_logprobs=judged.ref_logprobs)
+        return scored
+
+    def _score_own(self, batch: Rollout, needs_old: bool) -> Scored:
+        if self.critic is None or needs_old or self.critic.shares_trunk:
+            out: PolicyOutput = self.module(batch)
+            return Scored(out.logprobs, None, out.values, out.end_values)
+        values, end_values = self.critic(batch)
+        return Scored(values=values, end_values=end_values)
 
     def update(self, experience: Experience, step: int, meter: Meter) -> dict[str, float]:
         """Every optimizer update on one rollout batch."""
-        args = self.args
         norms = []
         rate = self.optimizer.param_groups[0]["lr"]
-        self.policy.train()
+        self.module.train()
+        for minibatch in self._minibatches(experience, step):
+            seen = Meter()
+            self.accumulate(minibatch, seen)
+            meter.absorb(seen)
+            if self._has_drifted(seen):
+                self.optimizer.zero_grad()
+                break
+            norms.append(self._apply_gradient())
+        self.scheduler.step()
+        self.module.eval()
+        return {
+            "grad_norm": sum(norms) / len(norms),
+            "learning_rate": rate,
+            "num_updates": len(norms),
+        }
+
+    def _minibatches(self, experience: Experience, step: int) -> Iterator[Experience]:
+        """Draw d is in minibatch d mod num_mini_batches in every pass; only their order varies."""
+        args = self.args
         for iteration in range(args.num_iterations):
-            # Draw d is in minibatch d mod num_mini_batches in every pass; only their order varies.
             for m in permutation(args.num_mini_batches, args.seed, step, iteration):
                 rows = (experience.groups % args.num_mini_batches == m).nonzero().squeeze(1)
-                self.accumulate(experience.select(rows), meter)
-                norms.append(self._apply_gradient())
-        self.scheduler.step()
-        self.policy.eval()
-        return {"grad_norm": sum(norms) / len(norms), "learning_rate": rate}
+                yield experience.select(rows)
+
+    def _has_drifted(self, seen: Meter) -> bool:
+        """Whether KL(old || new), over all processes, is beyond 1.5 target_kl: none decides alone.
+
+        The factor is that of Spinning Up and Stable-Baselines3. The policy of a step's first update
+        is the old one, so that update is always made.
+        """
+        if self.args.target_kl is None:
+            return False
+        kl = seen.means(self.runtime.total(seen.sums()))["approx_kl"]
+        return kl > 1.5 * self.args.target_kl
 
     def accumulate(self, minibatch: Experience, meter: Meter) -> None:
         """Add the gradient of one optimizer update to `.grad`, micro-batch by micro-batch."""
@@ -114,14 +179,14 @@ class Learner:
     def _measure(
         self, new: PolicyOutput, batch: Experience, metrics: dict[str, Tensor], meter: Meter
     ) -> None:
-        numbers = {"entropy": new.entropy, **metrics}
+        numbers = {"entropy": new.entropy.detach(), **metrics}
         if batch.ref_logprobs is not None and self.args.kl_placement == "loss":
             numbers["kl"] = kl_estimate(new.logprobs, batch.ref_logprobs, self.args.kl_estimator)
         for name, values in numbers.items():
             meter.add_masked(name, values, batch.action_mask)
 
     def _apply_gradient(self) -> float:
-        norm = float(self.runtime.clip(self.policy.parameters(), self.args.max_grad_norm))
+        norm = float(self.runtime.clip(self.module.parameters(), self.args.max_grad_norm))
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient is not finite (norm {norm}); the weights were left as they were "
@@ -132,14 +197,20 @@ class Learner:
         return norm
 
     @torch.no_grad()
-    def _logprobs(self, score: Callable[[Rollout], Tensor], rollout: Rollout) -> Tensor:
-        """What `score` gives, (B,T), micro-batch by micro-batch."""
-        logprobs = torch.zeros_like(rollout.sampler_logprobs)
+    def _over(self, rollout: Rollout, score: Callable[[Rollout], Scored]) -> Scored:
+        """What `score` gives, micro-batch by micro-batch."""
+        whole: dict[str, Tensor] = {}
         for rows, batch in self._micro_batches(rollout):
-            scored = score(batch)
-            if rows is not None:
-                logprobs[rows, : scored.shape[1]] = scored
-        return logprobs
+            for name, part in score(batch)._asdict().items():
+                if part is None:
+                    continue
+                if name not in whole:
+                    whole[name] = part.new_zeros(rollout.completion_ids.shape[: part.ndim])
+                if rows is not None:
+                    # The rows of a micro-batch may all be shorter than the longest.
+                    place = (rows, slice(part.shape[1])) if part.ndim == 2 else rows
+                    whole[name][place] = part
+        return Scored(**whole)
 
     def _micro_batches(self, batch: R) -> Iterator[tuple[Tensor | None, R]]:
         """Row indices and rows within the token budget; the same number on every process.
@@ -153,16 +224,23 @@ class Learner:
             yield None, batch.blank_row()
 
 
-def _adamw(model: PreTrainedModel, args: PolicyGradientConfig) -> AdamW:
-    """AdamW; biases and norms (vectors) do not decay."""
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-    return AdamW(
-        [
-            {"params": matrices, "weight_decay": args.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-    )
+def _adamw(policy: nn.Module, critic: Critic | None, args: PolicyGradientConfig) -> AdamW:
+    """AdamW; biases and norms (vectors) do not decay, and the critic has its own rate."""
+    groups = _groups(policy, args, args.learning_rate)
+    if critic is not None:
+        assert isinstance(args, PPOConfig)
+        groups += _groups(critic, args, args.value_learning_rate or args.learning_rate)
+    betas = (args.adam_beta1, args.adam_beta2)
+    return AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
+
+
+def _groups(module: nn.Module, args: PolicyGradientConfig, rate: float) -> list[dict[str, Any]]:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return [
+        {
+            "params": [p for p in trained if p.ndim >= 2],
+            "weight_decay": args.weight_decay,
+            "lr": rate,
+        },
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0, "lr": rate},
+    ]

@@ -37,4 +37,4 @@ class ReinforceTrainer(PolicyGradientTrainer):
     def loss(self, new: PolicyOutput, batch: Experience) -> Loss:
         """-A_t log pi(y_t)."""
         per_token, metrics = self.surrogate(new, batch)
-        return per_token + self.kl_loss(new, batch), metrics
+        return per_token + self.regularizer(new, batch), metrics

@@ -38,4 +38,4 @@ class RLOOTrainer(PolicyGradientTrainer):
         With one update per rollout rho is 1 and the gradient is that of -A_i log pi(y_i).
         """
         per_token, metrics = self.surrogate(new, batch)
-        return per_token + self.kl_loss(new, batch), metrics
+        return per_token + self.regularizer(new, batch), metrics

@@ -9,12 +9,18 @@ import pytest
 import yaml
 
 from rlhf_pg import cli
-from rlhf_pg.config import GRPOConfig, ReinforceConfig, RLOOConfig, SFTConfig
+from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig, SFTConfig
 from rlhf_pg.metrics import KEYS, read
 from rlhf_pg.recipe import parse
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-CONFIGS = {"grpo": GRPOConfig, "rloo": RLOOConfig, "reinforce": ReinforceConfig, "sft": SFTConfig}
+CONFIGS = {
+    "grpo": GRPOConfig,
+    "ppo": PPOConfig,
+    "rloo": RLOOConfig,
+    "reinforce": ReinforceConfig,
+    "sft": SFTConfig,
+}
 SMALL = ["--max_steps=2", "--prompts_per_step=4", "--eval_steps=0"]
 
 

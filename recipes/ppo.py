@@ -1,0 +1,21 @@
+"""Train with PPO.
+
+accelerate launch recipes/ppo.py --config recipes/ppo_arithmetic.yaml --max_steps 50
+"""
+
+from rlhf_pg import PPOConfig, PPOTrainer
+from rlhf_pg.recipe import parse
+from rlhf_pg.tasks import TASKS
+from rlhf_pg.tasks.warm_start import ensure_model
+
+if __name__ == "__main__":
+    args = parse(PPOConfig)
+    task = TASKS[args.task]()
+    trainer = PPOTrainer(
+        model=ensure_model(args.task, args.model_name_or_path),
+        reward_funcs=task.reward,
+        args=args,
+        train_dataset=task.train_dataset,
+        eval_dataset=task.eval_dataset,
+    )
+    trainer.train()

@@ -1,0 +1,133 @@
+"""LoRA and its kin: small trained adapters on frozen weights.
+
+Policy, critic and reference are modules of their own that share every frozen tensor, so the base
+weights are in memory once.
+"""
+
+import copy
+import difflib
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, TypeVar
+
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+
+M = TypeVar("M", bound=nn.Module)
+
+# What `from_pretrained` loads: PeftModel, which wraps a model, is no PreTrainedModel.
+LOADED = (PreTrainedModel, PeftModel)
+
+
+def share_frozen(module: M) -> M:
+    """A copy in which every frozen parameter is the very tensor of the original.
+
+    What trains is copied; what does not, cannot become different.
+    """
+    frozen: dict[int, Any] = {id(p): p for p in module.parameters() if not p.requires_grad}
+    return copy.deepcopy(module, frozen)
+
+
+def add_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
+    """Freeze the model and add a trained adapter to it, in place.
+
+    Args:
+        config: a `peft` config.
+
+    Raises:
+        ValueError: the model has an adapter already, or a target matches no module.
+    """
+    if isinstance(model, PeftModel):
+        raise ValueError(
+            "the model comes with an adapter, which is what will be trained: leave peft_config "
+            "(use_peft) out, or merge the adapter first"
+        )
+    _check_targets(model, config)
+    return get_peft_model(model, copy.deepcopy(config))
+
+
+def lora_config(
+    r: int, alpha: float, dropout: float, target_modules: Collection[str] | None
+) -> LoraConfig:
+    """LoRA (Hu et al. 2021); without targets, on every linear layer but the head."""
+    return LoraConfig(
+        r=r,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=list(target_modules) if target_modules else "all-linear",
+        task_type="CAUSAL_LM",
+    )
+
+
+def _check_targets(model: nn.Module, config: Any) -> None:
+    """peft itself is content when one of several targets matches."""
+    targets = getattr(config, "target_modules", None)
+    if targets is None or targets == "all-linear":
+        return
+    names = [name for name, _ in model.named_modules()]
+    leaves = sorted({name.rsplit(".", 1)[-1] for name in names if not name[-1:].isdigit()} - {""})
+    if isinstance(targets, str):
+        unmatched = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
+    else:
+        ends = {f".{name}" for name in names}
+        unmatched = [t for t in targets if not any(end.endswith(f".{t}") for end in ends)]
+    for target in unmatched:
+        near = difflib.get_close_matches(target, leaves, 3) or leaves
+        raise ValueError(
+            f"the LoRA target {target!r} matches no module of the model; near: {', '.join(near)} "
+            "(target_modules, lora_target_modules)"
+        )
+
+
+def check_adapter(model: PeftModel, path: str | Path) -> None:
+    """Make sure that an adapter was loaded whole: peft fills what is missing with a fresh one.
+
+    Raises:
+        ValueError: the file has other tensors than the model's adapter.
+    """
+    file = Path(path) / "adapter_model.safetensors"
+    if not file.exists():  # on the Hub, or in an older format
+        return
+    saved, here = load_file(file), get_peft_model_state_dict(model)
+    if saved.keys() != here.keys():
+        odd = sorted(saved.keys() ^ here.keys())
+        raise ValueError(f"{len(odd)} tensors of one are not in the other, {odd[0]} for example")
+
+
+def adds_nothing(model: PreTrainedModel) -> bool:
+    """Whether the model has a LoRA adapter that is still as it was created, with B = 0."""
+    if not isinstance(model, PeftModel):
+        return False
+    tensors = get_peft_model_state_dict(model)
+    plain = all(".lora_A." in name or ".lora_B." in name for name in tensors)
+    return plain and not any(tensors[name].any() for name in tensors if ".lora_B." in name)
+
+
+def trunk(model: PreTrainedModel) -> nn.Module:
+    """The model without its head (and with its adapters): tokens to hidden states."""
+    bare = model.get_base_model() if isinstance(model, PeftModel) else model
+    module: nn.Module = bare.base_model
+    return module
+
+
+def merged(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with the adapter added into the weights, a model like any other."""
+    return copy.deepcopy(model).merge_and_unload() if isinstance(model, PeftModel) else model
+
+
+def load_weights(model: PreTrainedModel, path: Path) -> None:
+    """Put back, in place, what `model.save_pretrained(path)` saved: the weights or the adapter."""
+    if isinstance(model, PeftModel):
+        set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))
+    else:
+        saved = type(model).from_pretrained(path, dtype=model.dtype)
+        model.load_state_dict(saved.state_dict())

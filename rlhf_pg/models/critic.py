@@ -1,0 +1,205 @@
+"""The critic of PPO: what the rest of a completion is expected to be paid."""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_pg.experience import Rollout
+from rlhf_pg.masking import widen
+from rlhf_pg.models.adapters import LOADED, add_adapter, load_weights, share_frozen, trunk
+from rlhf_pg.models.loading import check_vocabulary, load_model
+from rlhf_pg.models.policy import Policy, PolicyOutput, model_inputs
+
+HEAD_FILE = "value_head.safetensors"
+MODULE_FILE = "model.safetensors"
+
+
+class ValueHead(nn.Linear):
+    """Hidden states to values, in at least float32. It begins at 0, and so do the values."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__(hidden_size, 1, dtype=torch.promote_types(dtype, torch.float32))
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(B,S,hidden) to (B,S)."""
+        return super().forward(hidden.to(self.weight.dtype)).squeeze(-1)
+
+
+class Critic(nn.Module):
+    """V(x, y_<t) for every state of a completion.
+
+    Args:
+        model: a `transformers` model whose last hidden states the head reads; without a head, any
+            module that maps `input_ids, attention_mask, position_ids` to values (B,S) or (B,S,1).
+            None: the head reads the hidden states of the policy.
+        head: None if `model` gives the values itself.
+    """
+
+    def __init__(self, model: nn.Module | None, head: ValueHead | None) -> None:
+        super().__init__()
+        self.model = model
+        self.head = head
+
+    @property
+    def shares_trunk(self) -> bool:
+        return self.model is None
+
+    def forward(self, batch: Rollout, policy_hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Values of the states before each token (B,T), and of the state after the last one (B,).
+
+        Args:
+            policy_hidden: (B,P+T,hidden) where the trunk is the policy's.
+        """
+        everywhere = self._everywhere(batch, policy_hidden)
+        # Column P-1 has seen the prompt alone: it is the state before the first token.
+        states = everywhere[:, -batch.completion_ids.shape[1] - 1 :]
+        mask = batch.action_mask
+        columns = torch.arange(1, states.shape[1], device=mask.device)
+        end = torch.where(mask, columns, 0).amax(dim=1, keepdim=True)
+        return torch.where(mask, states[:, :-1], 0.0), states.gather(1, end).squeeze(1)
+
+    def _everywhere(self, batch: Rollout, policy_hidden: Tensor | None) -> Tensor:
+        """(B,P+T)."""
+        if self.head is None:
+            assert self.model is not None
+            inputs = model_inputs(batch)
+            del inputs["use_cache"]
+            values: Tensor = self.model(**inputs)
+            return widen(values.squeeze(-1) if values.ndim == 3 else values)
+        if self.model is None:
+            assert policy_hidden is not None
+            hidden = policy_hidden
+        else:
+            hidden = trunk(self.model)(**model_inputs(batch)).last_hidden_state
+        states: Tensor = self.head(hidden)
+        return states
+
+    def save(self, path: Path) -> None:
+        """Trunk or adapter as `from_pretrained` reads them, and the head beside them."""
+        path.mkdir(parents=True, exist_ok=True)
+        if self.head is not None:
+            save_file(self.head.state_dict(), path / HEAD_FILE)
+        if isinstance(self.model, LOADED):
+            self.model.save_pretrained(path)
+        elif self.model is not None:
+            save_file(self.model.state_dict(), path / MODULE_FILE)
+
+    def restore(self, path: Path) -> None:
+        """The inverse of `save`, in place."""
+        if self.head is not None:
+            self.head.load_state_dict(load_file(path / HEAD_FILE))
+        if isinstance(self.model, LOADED):
+            load_weights(self.model, path)
+        elif self.model is not None:
+            self.model.load_state_dict(load_file(path / MODULE_FILE))
+
+
+class ActorCritic(nn.Module):
+    """Policy and critic as one module: wrapped once, trained by one optimizer."""
+
+    def __init__(self, policy: Policy, critic: Critic) -> None:
+        super().__init__()
+        self.policy = policy
+        self.critic = critic
+
+    def forward(self, batch: Rollout) -> PolicyOutput:
+        """What `Policy` gives, with values."""
+        shared = self.critic.shares_trunk
+        output = self.policy.run(batch, output_hidden_states=shared)
+        values, end = self.critic(batch, output.hidden_states[-1] if shared else None)
+        return self.policy.score(batch, output)._replace(values=values, end_values=end)
+
+
+def new_critic(
+    policy_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    shared: bool = False,
+    value_model: str | os.PathLike[str] | nn.Module | None = None,
+    peft_config: Any = None,
+) -> Critic:
+    """The critic of a policy.
+
+    Args:
+        policy_model: its trunk is where the critic starts, unless there is a `value_model`.
+        tokenizer: of the policy, whose tokens the critic reads.
+        shared: a head on the policy's own trunk.
+        value_model: a path, a Hub id or an object. Of a `transformers` model of any kind the trunk
+            is taken; what an earlier run left in `critic/` brings its head along. Any other module
+            gives the values itself (see `Critic`).
+        peft_config: train an adapter on the trunk of `value_model` instead of the trunk; by default
+            that of the policy's own adapter, if it has one.
+
+    Raises:
+        ValueError: no such model, one with another vocabulary, or the policy itself.
+    """
+    if shared:
+        return Critic(None, _head(policy_model, dtype))
+    if value_model is None:
+        return Critic(_copy(policy_model), _head(policy_model, dtype))
+    if value_model is policy_model:
+        raise ValueError("value_model is the policy itself: leave it out for a copy of the policy")
+    if isinstance(value_model, nn.Module) and not isinstance(value_model, LOADED):
+        return Critic(value_model, None)
+    model = load_model(value_model, dtype, AutoModel)
+    _check_tokens(value_model, model, tokenizer)
+    model = model if isinstance(model, PeftModel) else model.base_model
+    head = _head(model, dtype)
+    if isinstance(value_model, str | os.PathLike) and (Path(value_model) / HEAD_FILE).exists():
+        head.load_state_dict(load_file(Path(value_model) / HEAD_FILE))
+    peft_config = peft_config or getattr(policy_model, "active_peft_config", None)
+    if peft_config is not None and not isinstance(model, PeftModel):
+        model = add_adapter(model, _for_trunk(peft_config))
+    return Critic(model, head)
+
+
+def _copy(policy_model: PreTrainedModel) -> Any:
+    """The trunk as it is now. With an adapter, the whole model, since an adapter is saved with it;
+    all but the adapter is shared with the policy.
+    """
+    if not isinstance(policy_model, PeftModel):
+        return share_frozen(trunk(policy_model))
+    model = share_frozen(policy_model)
+    model.get_output_embeddings().requires_grad_(False)  # a critic has no use for the head
+    return model
+
+
+def _check_tokens(
+    value_model: str | os.PathLike[str] | nn.Module,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """The critic must mean the same tokens by the same ids."""
+    check_vocabulary(tokenizer, model, "value_model")
+    if isinstance(value_model, str | os.PathLike):
+        try:
+            own = AutoTokenizer.from_pretrained(value_model)
+        except (OSError, ValueError):  # none saved with it
+            return
+        if own.get_vocab() != tokenizer.get_vocab():
+            raise ValueError(
+                f"value_model {value_model} has another vocabulary than the policy, whose tokens "
+                "the critic must read: start it from a model with the same tokenizer"
+            )
+
+
+def _head(model: PreTrainedModel, dtype: torch.dtype) -> ValueHead:
+    config = model.config.get_text_config()
+    # OPT may project its hidden states to another width.
+    return ValueHead(getattr(config, "word_embed_proj_dim", config.hidden_size), dtype)
+
+
+def _for_trunk(peft_config: Any) -> Any:
+    """The same adapter for a model without a head."""
+    config = copy.deepcopy(peft_config)
+    config.task_type, config.modules_to_save = "FEATURE_EXTRACTION", None
+    return config

@@ -1,0 +1,98 @@
+"""Proximal Policy Optimization (Schulman et al. 2017), as it is used on language models (Ziegler et
+al. 2019; Stiennon et al. 2020): a critic values every prefix, and the KL to the reference is paid
+token by token.
+
+Where this differs from those papers: the score is paid at the last token that the policy chose, an
+EOS or not, and nothing is scored or learnt after it; advantages are whitened over the whole step
+and all processes, not over a minibatch.
+"""
+
+import os
+from typing import Any
+
+from torch import Tensor, nn
+
+from rlhf_pg import models
+from rlhf_pg.advantages import Signals
+from rlhf_pg.config import PPOConfig
+from rlhf_pg.experience import Experience, Rollout
+from rlhf_pg.losses import Loss, value_loss
+from rlhf_pg.models import Critic, PolicyOutput
+from rlhf_pg.trainers.base import PolicyGradientTrainer
+
+
+class PPOTrainer(PolicyGradientTrainer):
+    """PPO: `PPOTrainer(model=..., reward_funcs=..., args=PPOConfig(...), train_dataset=..., ...)`.
+
+    Args:
+        value_model: what the critic starts from, a path, a Hub id or an object. Of a `transformers`
+            model (like the policy, or a reward model) the trunk is taken, with a head that begins
+            at 0; any other module gives the values itself (see `rlhf_pg.models.Critic`). By default
+            `args.value_model_name_or_path`, or else a copy of the policy.
+
+    See `PolicyGradientTrainer` for the other arguments.
+    """
+
+    config_type = PPOConfig
+    args: PPOConfig
+
+    def __init__(
+        self,
+        *inputs: Any,
+        value_model: str | os.PathLike[str] | nn.Module | None = None,
+        **options: Any,
+    ) -> None:
+        self.value_model = value_model
+        super().__init__(*inputs, **options)
+
+    def advantages(self, signals: Signals) -> Tensor:
+        """Generalised advantage estimation (Schulman et al. 2016, Eq. 16).
+
+            r_t     = -beta (log pi_old(y_t) - log pi_ref(y_t)) + [t is the last token] R
+            delta_t = r_t + gamma V_{t+1} - V_t
+            A_t     = delta_t + gamma lam A_{t+1}
+
+        V_t is the value of the prefix before token t. After the last token it is 0, or the critic's
+        own if the completion was cut off and `bootstrap_truncated` is set. The critic's target is
+        A_t + V_t; the A_t in the loss are whitened (`normalize_advantages`).
+        """
+        return self.estimator(signals)
+
+    def loss(self, new: PolicyOutput, batch: Experience) -> Loss:
+        """The clipped surrogate, the clipped value loss and an entropy bonus (Eq. 9, negated).
+
+        rho_t   = pi(y_t) / pi_old(y_t)
+        loss_t  = -min(rho_t A_t, clip(rho_t, 1 - epsilon, 1 + epsilon) A_t)
+                  + vf_coef 1/2 max((V_t - R_t)^2, (V_clipped - R_t)^2) - entropy_coef H_t
+        """
+        assert new.values is not None
+        assert batch.values is not None
+        assert batch.returns is not None
+        surrogate, metrics = self.surrogate(new, batch)
+        value, value_metrics = value_loss(
+            new.values, batch.values, batch.returns, batch.action_mask, self.args.cliprange_value
+        )
+        per_token = surrogate + self.args.vf_coef * value + self.regularizer(new, batch)
+        parts = {"policy_loss": surrogate.detach(), "value_loss": value.detach()}
+        return per_token, parts | metrics | value_metrics
+
+    def bootstrap_value(self, rollout: Rollout, end_values: Tensor | None) -> Tensor | None:
+        """V of what might have followed a completion that was cut off; 0 for the others."""
+        if not self.args.bootstrap_truncated or end_values is None:
+            return None
+        return end_values.where(rollout.truncated, 0.0)
+
+    def new_critic(self) -> Critic:
+        """As `args.critic` and `value_model` say."""
+        args = self.args
+        value_model = self.value_model or args.value_model_name_or_path
+        if value_model is not None and args.critic == "shared":
+            raise ValueError("value_model is for a separate critic: leave it out with a shared one")
+        return models.new_critic(
+            self.model,
+            self.processing_class,
+            self.dtype,
+            args.critic == "shared",
+            value_model,
+            self.peft_config,
+        )

@@ -1,0 +1,88 @@
+"""From samples and their scores to experience: what every model says of them, and advantages.
+
+Shapes: B rows on this rank, N on all ranks, K sources of reward, T completion width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rlhf_pg.advantages import Signals
+from rlhf_pg.experience import Experience, Rollout
+from rlhf_pg.kl import kl_estimate
+from rlhf_pg.masking import whiten
+from rlhf_pg.metrics import Meter, length_metrics, reward_metrics
+from rlhf_pg.runtime import Runtime
+
+if TYPE_CHECKING:
+    from rlhf_pg.trainers.base import PolicyGradientTrainer
+
+
+def make_experience(
+    trainer: PolicyGradientTrainer, rollout: Rollout, scores: Tensor, meter: Meter
+) -> tuple[Experience, dict[str, float]]:
+    """See `PolicyGradientTrainer.make_experience`."""
+    args, runtime, mask = trainer.args, trainer.runtime, rollout.action_mask
+    scored = trainer.learner.score(rollout)
+    weights = trainer.reward_weights.to(scores)
+    paid = torch.zeros_like(rollout.sampler_logprobs)
+    if scored.ref_logprobs is not None and args.kl_placement == "reward":
+        assert scored.old_logprobs is not None
+        kl = kl_estimate(scored.old_logprobs, scored.ref_logprobs, args.kl_estimator)
+        meter.add_masked("kl", kl, mask)
+        paid = -args.beta * kl
+    everyone, rows = runtime.gather(torch.cat([scores, paid.sum(1, keepdim=True)], dim=1))
+    everyones_scores, everyones_kl = everyone[:, :-1], everyone[:, -1:]
+    groups, _ = runtime.gather(rollout.groups)
+    lengths, _ = runtime.gather(rollout.lengths())
+    signals = Signals(
+        rewards=paid + _last(mask) * (scores * weights).nansum(1, keepdim=True),
+        mask=mask,
+        scores=torch.cat([everyones_scores * weights, everyones_kl], dim=1),
+        groups=groups,
+        rows=rows,
+        values=scored.values,
+        bootstrap_value=trainer.bootstrap_value(rollout, scored.end_values),
+    )
+    advantages = trainer.advantages(signals)
+    metrics = reward_metrics(everyones_scores, weights, trainer.reward_names, groups)
+    metrics |= length_metrics(lengths)
+    returns = None
+    if scored.values is not None:
+        returns = advantages + scored.values
+        metrics["explained_variance"] = _explained_variance(runtime, scored.values, returns, mask)
+    if args.normalize_advantages:
+        advantages = whiten(advantages, mask, stats=_mean_and_var(runtime, advantages, mask))
+    experience = Experience.of(
+        rollout,
+        advantages=advantages,
+        # With one update per rollout the ratio is 1 by construction, not up to rounding.
+        old_logprobs=scored.old_logprobs if args.updates_per_step > 1 else None,
+        ref_logprobs=scored.ref_logprobs,
+        values=scored.values,
+        returns=returns,
+    )
+    return experience, metrics
+
+
+def _mean_and_var(runtime: Runtime, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and population variance over the True slots of all processes, in float64."""
+    wide = torch.where(mask, x, 0.0).double()
+    total, count = runtime.total(torch.stack([wide.sum(), mask.sum().double()]))
+    mean = total / count
+    return mean, runtime.total(torch.where(mask, (wide - mean) ** 2, 0.0).sum()) / count
+
+
+def _explained_variance(runtime: Runtime, values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one that knows no more than a mean."""
+    _, unexplained = _mean_and_var(runtime, returns - values, mask)
+    _, var = _mean_and_var(runtime, returns, mask)
+    return (1 - unexplained / var).item()
+
+
+def _last(mask: Tensor) -> Tensor:
+    """(B,T) True at the last True slot of each row."""
+    return mask & (mask.flip(1).cumsum(1).flip(1) == 1)
