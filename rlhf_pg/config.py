@@ -192,7 +192,7 @@ class PolicyGradientConfig(Checked):
         """Refuse an estimator with nothing to compare, and options that would be ignored."""
         if self.advantage_estimator in NEED_CRITIC and not isinstance(self, PPOConfig):
             raise ValueError(
-                f"advantage_estimator {self.advantage_estimator!r} needs a critic, which only PPO has"
+                f"advantage_estimator {self.advantage_estimator!r} needs a critic: only PPO has one"
             )
         rows = self.num_generations
         if self.advantage_estimator in ("returns_minus_others", "returns_minus_mean"):

@@ -89,9 +89,12 @@ def make_trainer(
     tmp_path: Any,
     prompts: Sequence[str] = ("ab",),
     reward: Callable[..., list[float]] = score,
+    inputs: dict[str, Any] | None = None,
     **options: Any,
 ) -> PolicyGradientTrainer:
-    """A trainer in float64 on listed completions, whose policy has moved off its reference."""
+    """A trainer in float64 on listed completions, whose policy has moved off its reference, and
+    whose critic, if it has a head, off 0.
+    """
     defaults: dict[str, Any] = {
         "dtype": "float64",
         "max_completion_length": MAX_LENGTH,
@@ -110,11 +113,13 @@ def make_trainer(
         args=args,
         train_dataset=Dataset.from_dict({"prompt": list(prompts)}),
         processing_class=tokenizer(),
+        **(inputs or {}),
     )
     trainer.engine = ListedEngine()
+    critic = trainer.critic if trainer.critic is not None and trainer.critic.head else None
     with torch.no_grad():
         generator = torch.Generator().manual_seed(1)
-        for parameter in trainer.model.parameters():
+        for parameter in [*trainer.model.parameters(), *(critic.parameters() if critic else ())]:
             noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
             parameter.add_(0.1 * noise)
     return trainer
@@ -149,13 +154,15 @@ def gradient_of(trainer: PolicyGradientTrainer, says: Sequence[tuple[int, ...]])
     samples = trainer.roll_out(range(trainer.args.prompts_per_step))
     scores = trainer.reward(samples)
     experience, _ = trainer.make_experience(samples.rollout, scores, Meter())
-    trainer.model.zero_grad()
+    trainer.learner.module.zero_grad()
     trainer.learner.accumulate(experience, Meter())
     return flat_gradient(trainer)
 
 
 def flat_gradient(trainer: PolicyGradientTrainer) -> Tensor:
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.model.parameters()]
+    """Of the policy, followed by the critic where there is one."""
+    parameters = trainer.learner.module.parameters()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     return torch.cat([g.flatten() for g in grads]).clone()
 
 

@@ -12,11 +12,16 @@ import torch
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from rlhf_pg import GRPOTrainer, ReinforceTrainer, RLOOTrainer
+from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.metrics import Meter
 from rlhf_pg.tasks import arithmetic
 
-TRAINERS = {"grpo": GRPOTrainer, "rloo": RLOOTrainer, "reinforce": ReinforceTrainer}
+TRAINERS = {
+    "grpo": GRPOTrainer,
+    "ppo": PPOTrainer,
+    "rloo": RLOOTrainer,
+    "reinforce": ReinforceTrainer,
+}
 
 
 def even_digits(completions: list[str], **_: Any) -> list[float]:
@@ -25,7 +30,9 @@ def even_digits(completions: list[str], **_: Any) -> list[float]:
 
 
 def main(out: Path, config: dict) -> None:
-    """Save what is sampled first, the first unclipped gradient, and the weights after training."""
+    """Save what is sampled first, the first unclipped gradient, and the weights before and after
+    training; of policy and critic, where there is one.
+    """
     trainer_type = TRAINERS[config.pop("algorithm")]
     model = config.pop("model")
     task = arithmetic()
@@ -36,6 +43,7 @@ def main(out: Path, config: dict) -> None:
         train_dataset=task.train_dataset,
         eval_dataset=task.eval_dataset.select(range(33)),
     )
+    start = weights(trainer.learner.module)
     draws = range(trainer.args.prompts_per_step)
     samples = trainer.roll_out(draws)
     scores = trainer.reward(samples)
@@ -50,7 +58,7 @@ def main(out: Path, config: dict) -> None:
         trainer.learner.trained.register_comm_hook(None, count)
     trainer.learner.accumulate(experience, Meter())
     (out / "exchanges.json").write_text(json.dumps(exchanges))
-    gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+    gradient = torch.cat([p.grad.flatten() for p in trainer.learner.module.parameters()])
     trainer.learner.optimizer.zero_grad()
     sampled = [
         [group, *ids]
@@ -64,8 +72,8 @@ def main(out: Path, config: dict) -> None:
         torch.save(
             {
                 "gradient": gradient,
-                "start": weights(type(trainer.model).from_pretrained(model)),
-                "end": weights(trainer.model),
+                "start": start,
+                "end": weights(trainer.learner.module),
             },
             out / "tensors.pt",
         )

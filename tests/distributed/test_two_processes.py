@@ -20,6 +20,16 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     # 5 prompts on 2 processes, minibatches of 3 and 2: shares are uneven, and one is a single row.
     "grpo": {"num_generations": 4, "prompts_per_step": 5, "num_mini_batches": 2, "beta": 0.05},
     "rloo": {"num_generations": 4, "prompts_per_step": 6, "micro_batch_tokens": 40},
+    # Shares as uneven as can be, several updates per step, and a step that stops before the last.
+    "ppo": {
+        "prompts_per_step": 5,
+        "num_mini_batches": 2,
+        "num_iterations": 3,
+        "target_kl": 1e-3,
+        "beta": 0.05,
+        "missing_eos_penalty": 0.5,
+        "vf_coef": 0.5,
+    },
     # One prompt: the second process has none.
     "reinforce": {"num_generations": 4, "prompts_per_step": 1},
 }
@@ -67,20 +77,25 @@ def read_json(path: Path) -> Any:
 def outcomes(request, tmp_path_factory) -> tuple[Outcome, Outcome]:
     """The same config on one process and on two."""
     root = tmp_path_factory.mktemp(request.param)
+    config = config_of(request.param, root)
+    return launch(root / "one", 1, config), launch(root / "two", 2, config)
+
+
+def config_of(algorithm: str, root: Path) -> dict[str, Any]:
+    """The options of `ALGORITHMS` on a model saved in the directory."""
     torch.manual_seed(0)
     model, tokenizer = arithmetic().new_model()
     model.save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
-    config = {
-        "algorithm": request.param,
+    return {
+        "algorithm": algorithm,
         "model": str(root / "model"),
         "max_steps": 5,
         "learning_rate": 1e-3,
         "max_grad_norm": 0.0,
         "max_completion_length": 6,
-        **ALGORITHMS[request.param],
+        **ALGORITHMS[algorithm],
     }
-    return launch(root / "one", 1, config), launch(root / "two", 2, config)
 
 
 def test_sampled_ids_are_equal(outcomes) -> None:
@@ -112,6 +127,25 @@ def test_gradients_are_exchanged_once_per_update(outcomes) -> None:
     _, two = outcomes
     assert two.exchanges
     assert len(two.exchanges) == len(set(two.exchanges))
+
+
+def test_steps_are_stopped_alike(outcomes) -> None:
+    """Whether a step stops is decided on the KL of all: a rank alone would wait for the others."""
+    one, two = outcomes
+    updates = [line["num_updates"] for line in one.metrics]
+    assert updates == [line["num_updates"] for line in two.metrics]
+    if "value_loss" in one.metrics[0]:  # PPO, with a target for the KL: not every step makes all 6
+        assert min(updates) < 6
+
+
+@pytest.mark.parametrize(("vf_coef", "moves"), [(0.0, False), (0.5, True)])
+def test_the_critic_moves_by_its_loss_alone(tmp_path, vf_coef, moves) -> None:
+    outcome = launch(tmp_path / "two", 2, config_of("ppo", tmp_path) | {"vf_coef": vf_coef})
+    head = 128 + 1
+    size = (len(outcome.start) - head) // 2  # the policy, whose head is its embeddings, comes first
+    critic = [weights[size:] for weights in (outcome.start, outcome.end)]
+    assert not outcome.start[:size].equal(outcome.end[:size])
+    assert not critic[0].equal(critic[1]) == moves
 
 
 def numbers(line: dict[str, Any]) -> dict[str, float]:

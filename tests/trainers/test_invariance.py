@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from rlhf_pg import GRPOTrainer, ReinforceTrainer, RLOOTrainer
+from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.experience import Experience
 from rlhf_pg.metrics import Meter
 from rlhf_pg.trainers import PolicyGradientTrainer
@@ -15,7 +15,7 @@ from tests.enumeration import COMPLETIONS, flat_gradient, gradient_of, make_trai
 
 PROMPTS = ("a", "ab", "bba", "ab")
 SAYS = [COMPLETIONS[i] for i in (0, 3, 2, 5, 1, 4, 6, 3, 2, 2, 5, 0)]  # three per prompt
-TRAINERS = [GRPOTrainer, RLOOTrainer, ReinforceTrainer]
+TRAINERS = [GRPOTrainer, RLOOTrainer, ReinforceTrainer, PPOTrainer]
 
 
 def trainer_for(trainer_type, tmp_path: Path, **options) -> PolicyGradientTrainer:
@@ -38,7 +38,7 @@ def experience_of(trainer: PolicyGradientTrainer) -> Experience:
 
 
 def accumulated(trainer: PolicyGradientTrainer, experience: Experience) -> Tensor:
-    trainer.model.zero_grad()
+    trainer.learner.module.zero_grad()
     trainer.learner.accumulate(experience, Meter())
     return flat_gradient(trainer)
 
@@ -94,7 +94,7 @@ def test_rows_without_actions_add_nothing(trainer_type, tmp_path) -> None:
     blank = experience_of(trainer).blank_row()
     gradient = accumulated(trainer, blank)
     assert torch.equal(gradient, torch.zeros_like(gradient))
-    assert all(p.grad is not None for p in trainer.model.parameters())
+    assert all(p.grad is not None for p in trainer.learner.module.parameters())
 
 
 def test_a_group_with_equal_scores_has_no_gradient(tmp_path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_pg import GRPOTrainer, ReinforceTrainer, RLOOTrainer
+from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.metrics import read
 
 
@@ -12,6 +12,8 @@ from rlhf_pg.metrics import read
         (GRPOTrainer, {"beta": 0.001}),
         (GRPOTrainer, {"num_iterations": 2, "num_mini_batches": 2}),
         (RLOOTrainer, {"beta": 0.001}),
+        (PPOTrainer, {"beta": 0.001, "num_iterations": 2}),
+        (PPOTrainer, {"beta": 0.001, "num_iterations": 2, "critic": "shared"}),
         (ReinforceTrainer, {"beta": 0.001, "num_generations": 1, "prompts_per_step": 64}),
     ],
 )

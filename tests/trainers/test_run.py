@@ -8,12 +8,12 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlhf_pg import Callback, GRPOConfig, GRPOTrainer, ReinforceTrainer, RLOOTrainer
+from rlhf_pg import Callback, GRPOConfig, GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.metrics import KEYS, read
 from rlhf_pg.recipe import parse
 from rlhf_pg.tasks import arithmetic
 
-TRAINERS = [GRPOTrainer, RLOOTrainer, ReinforceTrainer]
+TRAINERS = [GRPOTrainer, RLOOTrainer, ReinforceTrainer, PPOTrainer]
 TIMES = {"step_time", "perf/tokens_per_second"}
 
 
@@ -38,6 +38,9 @@ def test_run_directory(make, trainer_type, tmp_path) -> None:
     absent = {key for key in KEYS if lines[0][key] is None}
     vanilla = {"clip_ratio/region_mean"} if trainer_type is ReinforceTrainer else set()
     assert absent == vanilla
+    critic = {"value_loss", "policy_loss", "explained_variance"}
+    assert (critic <= set(lines[0])) == (trainer_type is PPOTrainer)
+    assert (run / "final" / "critic").exists() == (trainer_type is PPOTrainer)
     completions = read(run / "completions.jsonl")
     assert [c["step"] for c in completions] == [2, 2]
     assert set(completions[0]) == {"step", "prompt", "completion", "rewards/digits"}
@@ -123,8 +126,8 @@ def test_ten_steps_are_five_and_five_bit_for_bit(make, trainer_type, tmp_path) -
     dropout(rest)
     rest.train(resume_from_checkpoint="latest")
 
-    final = dict(rest.model.named_parameters())
-    assert all(p.equal(final[name]) for name, p in whole.model.named_parameters())
+    final = dict(rest.learner.module.named_parameters())
+    assert all(p.equal(final[name]) for name, p in whole.learner.module.named_parameters())
     assert untimed(tmp_path / "part") == untimed(tmp_path / "whole")
 
 

@@ -1,0 +1,389 @@
+"""PPO: its expected gradient by enumeration, its critic, and what is paid where.
+
+A loss is minimised and J is maximised; the constant weights divide by N * max_completion_length.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlhf_pg import PPOTrainer, RLOOTrainer
+from rlhf_pg.experience import Experience
+from rlhf_pg.metrics import Meter, read
+from tests import enumeration
+from tests.enumeration import (
+    COMPLETIONS,
+    EOS,
+    MAX_LENGTH,
+    PROMPTS,
+    SCORES,
+    A,
+    B,
+    exact_gradient,
+    expected_gradient,
+    gradient_of,
+    log_probs,
+    make_trainer,
+)
+
+TWO = ("ab", "bba")
+PLAIN = {"normalize_advantages": False, "num_iterations": 1, "lam": 1.0}
+
+
+class Table(nn.Module):
+    """A critic that looks every prefix up; one that is not in the table is worth -100."""
+
+    def __init__(self, values: dict[tuple[int, ...], float]) -> None:
+        super().__init__()
+        self.prefixes = {prefix: i for i, prefix in enumerate(values)}
+        self.values = nn.Parameter(torch.tensor([*values.values(), -100.0], dtype=torch.float64))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        rows = zip(input_ids.tolist(), attention_mask.bool().tolist(), strict=True)
+        return self.values[torch.tensor([self._places(ids, mask) for ids, mask in rows])]
+
+    def _places(self, ids: list[int], mask: list[bool]) -> list[int]:
+        seen: tuple[int, ...] = ()
+        places = []
+        for token, real in zip(ids, mask, strict=True):
+            seen += (token,) * real
+            places.append(self.prefixes.get(seen, -1))
+        return places
+
+
+def true_values(prompts: Sequence[str], gamma: float = 1.0) -> dict[tuple[int, ...], float]:
+    """V of every prefix under the policy of `make_trainer`: what its completions are worth."""
+    policy = make_trainer(RLOOTrainer, "unused", num_generations=2).model
+    values = {}
+    for prompt in prompts:
+        chances = enumeration.probabilities(policy, prompt)
+        for said in [(), (A,), (B,)]:
+            after = [full for full in COMPLETIONS if full[: len(said)] == said]
+            mass = sum(chances[full] for full in after)
+            worth = [
+                chances[full] / mass * gamma ** (len(full) - 1 - len(said)) * SCORES[prompt][full]
+                for full in after
+            ]
+            values[(*PROMPTS[prompt], *said)] = float(sum(worth))
+    return values
+
+
+def ppo(
+    tmp_path: Path, values: dict[tuple[int, ...], float] | None = None, **options
+) -> PPOTrainer:
+    """A trainer with this table for a critic, or with a critic of its own."""
+    inputs = {} if values is None else {"value_model": Table(values)}
+    trainer = make_trainer(PPOTrainer, tmp_path, inputs=inputs, **(PLAIN | options))
+    assert isinstance(trainer, PPOTrainer)
+    return trainer
+
+
+def of_the_policy(trainer: PPOTrainer, gradient: Tensor) -> Tensor:
+    return gradient[: sum(p.numel() for p in trainer.model.parameters())]
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert expected.norm() > 1e-2
+    assert (actual - expected).norm() <= 1e-8 * expected.norm()
+
+
+def experience_of(trainer: PPOTrainer, says: Sequence[tuple[int, ...]]) -> Experience:
+    trainer.engine.says = says
+    samples = trainer.roll_out(range(trainer.args.prompts_per_step))
+    return trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())[0]
+
+
+# ------------------------------------------------------------------------------ exact gradients
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_generations": 2, "prompts": ("ab",)}, {"num_iterations": 2, "num_mini_batches": 2}],
+)
+def test_with_the_true_values_the_gradient_is_exact(tmp_path, options) -> None:
+    trainer = ppo(tmp_path, true_values(TWO), **({"prompts": TWO} | options))
+    ascent = -MAX_LENGTH * of_the_policy(trainer, expected_gradient(trainer))
+    assert_close(ascent, exact_gradient(trainer))
+
+
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+def test_any_baseline_leaves_the_policy_gradient_exact(tmp_path, critic) -> None:
+    """With a shared trunk only if the value loss does not pull at it."""
+    trainer = ppo(tmp_path, critic=critic, vf_coef=0.0 if critic == "shared" else 0.5)
+    ascent = -MAX_LENGTH * of_the_policy(trainer, expected_gradient(trainer))
+    assert_close(ascent, exact_gradient(trainer))
+
+
+def test_the_kl_in_the_reward_is_part_of_the_objective(tmp_path) -> None:
+    trainer = ppo(tmp_path, beta=0.3)
+    truth = exact_gradient(trainer, reference=enumeration.model(), beta=0.3)
+    ascent = -MAX_LENGTH * of_the_policy(trainer, expected_gradient(trainer))
+    assert_close(ascent, truth)
+    assert torch.cosine_similarity(truth, exact_gradient(trainer), dim=0) < 0.999
+
+
+def test_a_short_horizon_with_the_true_values_is_exact_too(tmp_path) -> None:
+    trainer = ppo(tmp_path, true_values(TWO), prompts=TWO, lam=0.0)
+    ascent = -MAX_LENGTH * of_the_policy(trainer, expected_gradient(trainer))
+    assert_close(ascent, exact_gradient(trainer))
+
+
+def test_the_entropy_bonus_follows_the_entropy_of_every_visited_state(tmp_path) -> None:
+    def ascent(coefficient: float) -> Tensor:
+        trainer = ppo(tmp_path, true_values(TWO), entropy_coef=coefficient)
+        return -MAX_LENGTH * of_the_policy(trainer, expected_gradient(trainer))
+
+    trainer = ppo(tmp_path)
+    bonus = torch.zeros((), dtype=torch.float64)
+    for said in COMPLETIONS:
+        chance = log_probs(trainer.model, "ab", said).sum().exp().detach()
+        ids = torch.tensor([[*PROMPTS["ab"], *said]])
+        log_p = trainer.model(ids).logits[0, len(PROMPTS["ab"]) - 1 : -1].log_softmax(-1)
+        bonus = bonus - chance * (log_p.exp() * log_p).sum()
+    assert_close(ascent(0.7) - ascent(0.0), 0.7 * enumeration.gradient(trainer.model, bonus))
+
+
+# ------------------------------------------------------------------------------------ the critic
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
+@pytest.mark.parametrize("gamma", [0.5, 1.0])
+def test_with_the_true_values_every_expected_advantage_is_zero(tmp_path, lam, gamma) -> None:
+    """In every state: over what may follow, the advantages of the next token cancel."""
+    values = true_values(("ab",), gamma)
+    trainer = ppo(tmp_path, values, num_generations=len(COMPLETIONS), lam=lam, gamma=gamma)
+    advantages = experience_of(trainer, COMPLETIONS).advantages
+    chances = enumeration.probabilities(trainer.model, "ab")
+    weighted = torch.stack([chances[said] for said in COMPLETIONS])[:, None] * advantages
+    after = {
+        said: [i for i, full in enumerate(COMPLETIONS) if full[: len(said)] == said]
+        for said in [(), (A,), (B,)]
+    }
+    for said, rows in after.items():
+        assert weighted[rows, len(said)].abs().max() > 1e-3
+        assert weighted[rows, len(said)].sum().item() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("lam", [0.5, 1.0])
+def test_a_fitted_critic_converges_to_the_true_values(tmp_path, lam) -> None:
+    """By the expected gradient of the value loss, while the policy stays."""
+    truth = true_values(("ab",))
+    trainer = ppo(tmp_path, dict.fromkeys(truth, 0.0), lam=lam, vf_coef=2.0, cliprange_value=None)
+    table = trainer.critic.model.values
+    for _ in range(150):
+        gradient = expected_gradient(trainer)[-len(table) :]
+        with torch.no_grad():
+            table -= MAX_LENGTH / 2.0 * gradient  # one whole error, times how often one is there
+    assert table[:-1].tolist() == pytest.approx(list(truth.values()), abs=1e-6)
+    assert table[-1] == -100
+
+
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+def test_the_first_values_are_zero(make, critic) -> None:
+    trainer = make(PPOTrainer, critic=critic)
+    samples = trainer.roll_out(range(4))
+    experience, metrics = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+    assert experience.values.abs().max() == 0
+    assert metrics["explained_variance"] == 0
+    assert experience.returns.abs().max() > 0
+
+
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+def test_a_critic_without_a_loss_does_not_move_and_with_one_does(make, critic) -> None:
+    for vf_coef, moves in ((0.0, False), (0.1, True)):
+        trainer = make(PPOTrainer, critic=critic, vf_coef=vf_coef, output_dir=f"unused-{vf_coef}")
+        before = [p.clone() for p in trainer.critic.parameters()]
+        samples = trainer.roll_out(range(4))
+        for step in range(3):
+            scores = trainer.reward(samples)
+            experience, _ = trainer.make_experience(samples.rollout, scores, Meter())
+            trainer.learner.update(experience, step, Meter())
+        pairs = zip(before, trainer.critic.parameters(), strict=True)
+        assert [not old.equal(new) for old, new in pairs] == [moves] * len(before)
+
+
+def test_the_critic_has_its_own_learning_rate(make) -> None:
+    trainer = make(PPOTrainer, learning_rate=1e-3, value_learning_rate=5e-3)
+    owners = {id(p): "critic" for p in trainer.critic.parameters()}
+    rates = {
+        (owners.get(id(p), "policy"), group["lr"])
+        for group in trainer.learner.optimizer.param_groups
+        for p in group["params"]
+    }
+    assert rates == {("policy", 1e-3), ("critic", 5e-3)}
+    assert sum(len(g["params"]) for g in trainer.learner.optimizer.param_groups) == len(
+        list(trainer.learner.module.parameters())
+    )
+
+
+def test_policy_and_critic_have_one_gradient_norm(make, tmp_path) -> None:
+    trainer = make(PPOTrainer, max_grad_norm=1e-3, num_iterations=1)
+    samples = trainer.roll_out(range(4))
+    experience, _ = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+    trainer.learner.accumulate(experience, Meter())
+    squares = [p.grad.double().square().sum() for p in trainer.learner.module.parameters()]
+    norm = torch.stack(squares).sum().sqrt().item()
+    trainer.learner.optimizer.zero_grad()
+    assert trainer.learner.update(experience, 0, Meter())["grad_norm"] == pytest.approx(norm)
+
+
+def test_explained_variance_by_hand(tmp_path) -> None:
+    """Completions (EOS) and (A, EOS) with scores .3 and 1; V = .1 before them, .4 after A."""
+    values = {PROMPTS["a"]: 0.1, (*PROMPTS["a"], A): 0.4}
+    trainer = ppo(tmp_path, values, prompts=("a",), num_generations=2)
+    trainer.engine.says = [(EOS,), (A, EOS)]
+    samples = trainer.roll_out(range(1))
+    _, metrics = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+    # returns .3, 1, 1; errors .2, .9, .6: variances .1089 (= .98/9) and .0822 (= .74/9)
+    assert metrics["explained_variance"] == pytest.approx(1 - 0.74 / 0.98)
+
+
+# ------------------------------------------------------------------------- what is paid, and where
+
+# V of the prefixes of one completion of the prompt "a", and of what might follow it.
+GOLDEN = {(A,): 0.5, (A, A): 0.6, (A, A, A): 0.7, (A, A, A, A): 0.8}
+
+
+def golden(tmp_path, said: tuple[int, ...], score: float, **options) -> list[float]:
+    """Advantages of one completion of the prompt "a"."""
+    trainer = ppo(
+        tmp_path,
+        GOLDEN,
+        prompts=("a",),
+        reward=lambda prompts, **_: [score],
+        **({"lam": 0.95, "max_completion_length": 3} | options),
+    )
+    return experience_of(trainer, [said]).advantages[0].tolist()
+
+
+def test_the_score_is_paid_at_the_last_token_and_nothing_comes_after_it(tmp_path) -> None:
+    # delta = .1, .4; a slot after EOS, worth .7, would have made .46575 of the .48
+    assert golden(tmp_path, (A, EOS), 1.0) == pytest.approx([0.1 + 0.95 * 0.4, 0.4])
+
+
+@pytest.mark.parametrize(
+    ("bootstrap", "expected"),
+    [
+        (True, [0.28525, 0.195, 0.1]),
+        (False, [0.1 + 0.95 * (0.1 - 0.95 * 0.7), 0.1 - 0.95 * 0.7, -0.7]),
+    ],
+)
+def test_a_completion_cut_off_ends_as_it_was_chosen_to(tmp_path, bootstrap, expected) -> None:
+    advantages = golden(tmp_path, (A, A, A), 0.0, bootstrap_truncated=bootstrap)
+    assert advantages == pytest.approx(expected)
+
+
+def test_an_ended_completion_is_never_bootstrapped(tmp_path) -> None:
+    plain, bootstrapped = (
+        golden(tmp_path, (A, A, EOS), 1.0, bootstrap_truncated=b) for b in (False, True)
+    )
+    assert plain == bootstrapped
+
+
+@pytest.mark.parametrize(("said", "paid"), [((A, A, EOS), 1.0), ((A, A, A), 0.75)])
+def test_missing_eos_penalty_is_subtracted_from_what_was_cut_off(tmp_path, said, paid) -> None:
+    last = golden(tmp_path, said, 1.0, missing_eos_penalty=0.25)[-1]
+    assert last == pytest.approx(paid - 0.7)
+
+
+def test_missing_eos_penalty_is_logged_as_a_source(make, tmp_path) -> None:
+    make(PPOTrainer, missing_eos_penalty=0.5, log_completions_steps=1).train()
+    for line in read(tmp_path / "run" / "metrics.jsonl"):
+        clipped = line["completions/clipped_ratio"]
+        assert clipped > 0
+        assert line["rewards/missing_eos_penalty/mean"] == pytest.approx(-0.5 * clipped)
+        assert line["reward"] == pytest.approx(line["rewards/digits/mean"] - 0.5 * clipped)
+    assert "rewards/missing_eos_penalty" in read(tmp_path / "run" / "completions.jsonl")[0]
+
+
+def test_advantages_are_whitened_over_the_tokens_of_the_step_and_returns_are_not(tmp_path) -> None:
+    options = {"prompts": TWO, "num_generations": 3, "lam": 0.9}
+    says = [COMPLETIONS[i] for i in (0, 3, 2, 5, 1, 4)]
+    plain = experience_of(ppo(tmp_path, **options), says)
+    white = experience_of(ppo(tmp_path, normalize_advantages=True, **options), says)
+    mask = plain.action_mask
+    tokens = plain.advantages[mask].numpy()
+    expected = (tokens - tokens.mean()) / (tokens.var() + 1e-8) ** 0.5
+    assert white.advantages[mask].tolist() == pytest.approx(expected.tolist())
+    assert white.advantages[~mask].abs().sum() == 0
+    assert white.returns.equal(plain.returns)
+    assert plain.returns[mask].equal((plain.advantages + plain.values)[mask])
+
+
+# --------------------------------------------------------------------------------- the updates
+
+
+def test_updates_are_passes_times_minibatches(make, tmp_path) -> None:
+    make(PPOTrainer, num_iterations=3, num_mini_batches=2, max_steps=1).train()
+    (line,) = read(tmp_path / "run" / "metrics.jsonl")
+    assert line["num_updates"] == 6
+
+
+def test_updates_stop_once_the_policy_has_drifted(make, tmp_path) -> None:
+    """The first update is always made; what comes after one that went too far is not."""
+    options = {"num_iterations": 4, "learning_rate": 1e-2, "max_steps": 1}
+    free = make(PPOTrainer, output_dir=str(tmp_path / "free"), **options)
+    free.train()
+    once = make(PPOTrainer, output_dir=str(tmp_path / "one"), **options | {"num_iterations": 1})
+    once.train()
+    stopped = make(PPOTrainer, target_kl=1e-4, **options)
+    stopped.train()
+    (line,) = read(tmp_path / "run" / "metrics.jsonl")
+    (of_free,) = read(tmp_path / "free" / "metrics.jsonl")
+    assert (line["num_updates"], of_free["num_updates"]) == (1, 4)
+    assert line["approx_kl"] > 1e-4
+    assert weights(stopped).allclose(
+        weights(once), atol=1e-6
+    )  # the discarded gradient left nothing
+    assert not weights(stopped).allclose(weights(free), atol=1e-3)
+
+
+def test_a_wide_target_never_stops(make, tmp_path) -> None:
+    make(PPOTrainer, num_iterations=3, target_kl=100.0, max_steps=1).train()
+    (line,) = read(tmp_path / "run" / "metrics.jsonl")
+    assert line["num_updates"] == 3
+
+
+def weights(trainer: PPOTrainer) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.learner.module.parameters()])
+
+
+def test_the_loss_is_the_sum_of_its_parts(tmp_path) -> None:
+    """Policy, value and entropy against plain tensor arithmetic, off the old policy."""
+    options = {"prompts": TWO, "num_generations": 2, "vf_coef": 0.3, "entropy_coef": 0.2}
+    trainer = ppo(tmp_path, num_iterations=2, cliprange_value=0.05, **options)
+    batch = experience_of(trainer, [COMPLETIONS[i] for i in (0, 3, 2, 5)])
+    with torch.no_grad():
+        for parameter in trainer.learner.module.parameters():
+            parameter.mul_(1.3)
+    new = trainer.learner.module(batch)
+    per_token, _ = trainer.loss(new, batch)
+    for i, t in batch.action_mask.nonzero().tolist():
+        ratio = (new.logprobs - batch.old_logprobs)[i, t].exp().item()
+        advantage, target = batch.advantages[i, t].item(), batch.returns[i, t].item()
+        policy = -min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+        old, value = batch.values[i, t].item(), new.values[i, t].item()
+        held = old + min(max(value - old, -0.05), 0.05)
+        squares = max((value - target) ** 2, (held - target) ** 2)
+        expected = policy + 0.3 * squares / 2 - 0.2 * new.entropy[i, t].item()
+        assert per_token[i, t].item() == pytest.approx(expected)
+
+
+def test_gradient_of_one_pass_is_that_of_many_at_the_start(tmp_path) -> None:
+    """Minibatches of whole groups: with the counts of each, they sum to the whole."""
+    says = [COMPLETIONS[i] for i in (0, 3, 2, 5)]
+    whole = ppo(tmp_path, prompts=TWO, num_generations=2)
+    expected = gradient_of(whole, says)
+    split = ppo(tmp_path, prompts=TWO, num_generations=2, num_mini_batches=2)
+    experience = experience_of(split, says)
+    total = torch.zeros_like(expected)
+    for m in range(2):
+        split.learner.module.zero_grad()
+        rows = (experience.groups % 2 == m).nonzero().squeeze(1)
+        assert len(rows) == 2
+        split.learner.accumulate(experience.select(rows), Meter())
+        total += enumeration.flat_gradient(split) / 2
+    assert_close(total, expected)
