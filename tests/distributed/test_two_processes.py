@@ -145,7 +145,7 @@ def test_the_critic_moves_by_its_loss_alone(tmp_path, vf_coef, moves) -> None:
     size = (len(outcome.start) - head) // 2  # the policy, whose head is its embeddings, comes first
     critic = [weights[size:] for weights in (outcome.start, outcome.end)]
     assert not outcome.start[:size].equal(outcome.end[:size])
-    assert not critic[0].equal(critic[1]) == moves
+    assert critic[0].equal(critic[1]) != moves
 
 
 def numbers(line: dict[str, Any]) -> dict[str, float]:
