@@ -29,7 +29,7 @@ from rlhf_pg.runtime import Runtime
 MAY_CHANGE = {
     *("output_dir", "resume_from_checkpoint", "model_name_or_path"),
     *("max_steps", "num_train_epochs", "save_steps", "save_best", "save_merged", "eval_steps"),
-    *("log_completions_steps", "num_completions_to_print"),
+    *("log_completions_steps", "num_completions_to_print", "report_to", "run_name"),
     *("micro_batch_tokens", "gradient_checkpointing"),
 }
 

@@ -150,9 +150,20 @@ class PolicyGradientConfig(Checked):
     """Show and keep samples every so many steps; 0 never does."""
     num_completions_to_print: int = number(2, minimum=1)
     """How many samples that is."""
+    report_to: tuple[Literal["none", "tensorboard", "wandb", "trackio"], ...] = ()
+    """Trackers that get every line of metrics.jsonl as well; "none", like no name at all, is none.
+
+    TensorBoard writes to tensorboard/ in output_dir and W&B to wandb/; trackio keeps its own
+    database (TRACKIO_DIR). The project is rlhf_pg, or for W&B what WANDB_PROJECT says.
+    """
+    run_name: str | None = None
+    """What W&B and trackio call the run; None leaves it to them."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.report_to, str):  # as users of transformers write it
+            self.report_to = (self.report_to,)
         super().__post_init__()
+        self.report_to = tuple(dict.fromkeys(name for name in self.report_to if name != "none"))
         if self.max_steps == 0:
             raise ValueError("max_steps must be at least 1, or -1 to go by num_train_epochs, got 0")
         if self.num_mini_batches > self.prompts_per_step:

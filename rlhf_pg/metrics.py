@@ -130,9 +130,8 @@ class JsonLines:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line; NaN and infinities, which JSON does not know, become null."""
-        finite = {k: None if _not_finite(v) else v for k, v in record.items()}
         with self.path.open("a") as file:
-            file.write(json.dumps(finite, allow_nan=False) + "\n")
+            file.write(json.dumps(finite(record), allow_nan=False) + "\n")
 
 
 def _step(line: str) -> float:
@@ -142,8 +141,10 @@ def _step(line: str) -> float:
         return math.inf
 
 
-def _not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def finite(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with None for NaN and infinities."""
+    lost = {k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
+    return record | dict.fromkeys(lost)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,10 @@ from rlhf_pg.metrics import JsonLines
 SHOWN = ("reward", "kl", "entropy")
 
 # What a run leaves in its directory, checkpoints aside.
-RUN_FILES = ("config.yaml", "metrics.jsonl", "completions.jsonl", "best", "final", "reward.png")
+RUN_FILES = (
+    *("config.yaml", "metrics.jsonl", "completions.jsonl", "best", "final", "reward.png"),
+    *("tensorboard", "wandb", "run-id"),
+)
 
 
 def set_aside(directory: Path) -> Path | None:

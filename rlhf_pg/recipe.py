@@ -42,7 +42,6 @@ ELSEWHERE = {
     "rloo_k": "num_generations",
     "warmup_ratio": "warmup_steps",
     "logging_steps": "metrics.jsonl, which has a line for every step",
-    "report_to": "metrics.jsonl and Callback.on_step; no tracker is built in",
     **dict.fromkeys(
         ("top_p", "top_k", "min_p", "repetition_penalty"),
         "temperature; training on a truncated distribution would bias the gradient",

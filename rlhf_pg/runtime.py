@@ -1,15 +1,34 @@
 """Processes and devices: the only file that knows how a model is distributed.
 
-Everything else sees a few verbs: prepare, micro_batch, backward, clip, gather and total.
+Everything else sees a few verbs: prepare, micro_batch, backward, clip, gather and total. The
+trackers are here too, since it is accelerate that knows them.
 """
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
+from accelerate.utils import is_tensorboard_available, is_trackio_available, is_wandb_available
 from torch import Tensor, nn
+
+from rlhf_pg.metrics import finite
+
+logger = logging.getLogger(__name__)
+
+INSTALLED: dict[str, Callable[[], bool]] = {
+    "tensorboard": is_tensorboard_available,
+    "wandb": is_wandb_available,
+    "trackio": is_trackio_available,
+}
+PROJECT = "rlhf_pg"
 
 
 class Runtime:
@@ -111,3 +130,108 @@ class Runtime:
     def wait(self) -> None:
         """Until every process is here."""
         self._accelerator.wait_for_everyone()
+
+
+class Trackers:
+    """TensorBoard, W&B and trackio of the main process; on the others nothing is opened.
+
+    `Accelerator` has these too, but there one that fails takes the others and the run with it.
+
+    Args:
+        names: as `report_to` has them.
+
+    Raises:
+        ValueError: one is not installed.
+    """
+
+    def __init__(self, names: Sequence[str], runtime: Runtime) -> None:
+        for name in names:
+            if not INSTALLED[name]():
+                raise ValueError(
+                    f'report_to: {name} is not installed: pip install "rlhf-pg[trackers]"'
+                )
+        self._names, self._runtime = names, runtime
+        self._open: dict[str, GeneralTracker] = {}
+
+    @contextmanager
+    def opened(
+        self, directory: Path, run_name: str | None, config: dict[str, Any]
+    ) -> Iterator[None]:
+        """Around a run: its trackers are closed however it ends.
+
+        Args:
+            directory: of the run; one that is resumed goes on in the trackers too.
+            run_name: None leaves it to them.
+            config: logged as hyper-parameters.
+
+        Raises:
+            ValueError: one cannot start; on all processes, since the others would wait for ever.
+        """
+        try:
+            failure = self._start(directory, run_name, config)
+            if self._names and self._runtime.most(int(failure is not None)):
+                raise ValueError(failure or "a tracker could not start in the main process")
+            yield
+        except BaseException:
+            if "wandb" in self._open:  # which otherwise shows the run as finished
+                self._try("wandb", lambda tracker: tracker.tracker.finish(exit_code=1))
+            raise
+        finally:
+            for name in list(self._open):
+                self._try(name, lambda tracker: tracker.finish())
+            self._open.clear()
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Report the line of a step, less the numbers that were not computed."""
+        step = metrics["step"]
+        values = {k: v for k, v in finite(metrics).items() if v is not None and k != "step"}
+        for name in list(self._open):
+            self._try(name, lambda tracker: tracker.log(values, step=step))
+
+    def _start(self, directory: Path, run_name: str | None, config: dict[str, Any]) -> str | None:
+        """Open all of them; returns what went wrong."""
+        if not (self._names and self._runtime.is_main):
+            return None
+        plain = {
+            k: v if isinstance(v, str | int | float) else json.dumps(v) for k, v in config.items()
+        }
+        for name, tracker in _trackers(directory, run_name).items():
+            if name not in self._names:
+                continue
+            try:
+                tracker.start()
+                self._open[name] = tracker
+                tracker.store_init_configuration(plain)
+            except Exception as error:  # of whatever kind its library raises
+                return f"report_to: {name} cannot start: {error}"
+        return None
+
+    def _try(self, name: str, act: Callable[[GeneralTracker], None]) -> None:
+        """Do something with a tracker; one that fails is left out of the rest of the run."""
+        try:
+            act(self._open[name])
+        except Exception as error:  # of whatever kind its library raises
+            del self._open[name]
+            logger.warning("report_to: %s failed and gets nothing from here on: %s", name, error)
+
+
+def _trackers(directory: Path, run_name: str | None) -> dict[str, GeneralTracker]:
+    """All that there are, none started; a resumed run has the id that its directory keeps."""
+    file = directory / "run-id"
+    resumed = file.exists()
+    if not resumed:
+        file.write_text(secrets.token_hex(4))
+    run_id = file.read_text()
+    return {
+        "tensorboard": TensorBoardTracker("tensorboard", directory),
+        "wandb": WandBTracker(
+            os.environ.get("WANDB_PROJECT", PROJECT),
+            dir=directory,
+            id=run_id,
+            name=run_name,
+            resume="allow",
+        ),
+        "trackio": TrackioTracker(
+            PROJECT, name=run_name or run_id, resume="allow" if resumed else "never"
+        ),
+    }

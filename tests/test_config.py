@@ -204,6 +204,10 @@ def test_updates_per_step_are_passes_times_minibatches():
         ("advantage_estimator", 3),
         ("advantage_estimator", "nothing_like_it"),
         ("policy_loss", "ppo"),
+        ("report_to", "neptune"),
+        ("report_to", ["wandb", "neptune"]),
+        ("report_to", None),
+        ("run_name", 3),
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused_by_name(key, value):
@@ -344,6 +348,11 @@ def test_the_config_flag_may_stand_anywhere(recipe):
         ("output_dir: runs/a b", "output_dir", "runs/a b"),
         ("output_dir: '007'", "output_dir", "007"),
         ("scale_rewards: none", "scale_rewards", "none"),
+        ("report_to: [tensorboard, wandb]", "report_to", ("tensorboard", "wandb")),
+        ("report_to: trackio", "report_to", ("trackio",)),
+        ("report_to: none", "report_to", ()),
+        ("report_to: []", "report_to", ()),
+        ("run_name: third try", "run_name", "third try"),
     ],
 )
 def test_yaml_values_arrive_with_their_type(recipe, line, key, value):
@@ -357,6 +366,14 @@ def test_flags_arrive_with_their_type():
     config = parse(GRPOConfig, args.split())
     assert (config.epsilon_high, config.reward_weights) == (None, (-1.0, 2.0))
     assert (config.disable_dropout, config.max_steps) == (False, -1)
+    trackers = parse(GRPOConfig, ["--report_to", "tensorboard", "wandb", "--run_name", "a"])
+    assert (trackers.report_to, trackers.run_name) == (("tensorboard", "wandb"), "a")
+
+
+def test_trackers_may_be_one_name_none_or_one_name_twice():
+    assert GRPOConfig(report_to="wandb").report_to == ("wandb",)
+    assert GRPOConfig(report_to="none").report_to == ()
+    assert GRPOConfig(report_to=["trackio", "wandb", "trackio"]).report_to == ("trackio", "wandb")
 
 
 # ------------------------------------------------------------------------------------- refusals
@@ -386,6 +403,7 @@ def test_flags_arrive_with_their_type():
         ("reward_weights: [a]", "--reward_weights"),
         ("max_steps: {a: 1}", "--max_steps"),
         ("policy_loss: clipped", "policy_loss must be one of"),
+        ("report_to: [wandb, neptune]", "--report_to"),
         ("algorithm: rloo", "--algorithm"),
     ],
 )
@@ -534,6 +552,8 @@ OTHER_VALUES = {
     "normalize_advantages": True,
     "missing_eos_penalty": 1.0,
     "save_best": False,
+    "report_to": ("tensorboard", "trackio"),
+    "run_name": "third: try",
 }
 OTHERS = {
     GRPOConfig: OTHER_VALUES | {"scale_rewards": "none", "advantage_estimator": "group_normalized"},
@@ -641,6 +661,5 @@ def test_what_could_not_learn_or_would_be_ignored_is_refused(config, options, me
         config(**options)
 
 
-@pytest.mark.parametrize("key", ["logging_steps", "report_to"])
-def test_what_is_not_there_yet_says_where_to_look(capsys, key):
-    assert "metrics.jsonl" in error_of(capsys, GRPOConfig, f"--{key}", "1")
+def test_what_is_not_there_says_where_to_look(capsys):
+    assert "metrics.jsonl" in error_of(capsys, GRPOConfig, "--logging_steps", "1")

@@ -32,7 +32,7 @@ from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.progress import Journal
 from rlhf_pg.rewards import RewardFunction, Rewards
 from rlhf_pg.rollout import NativeEngine, RolloutEngine, SamplingParams
-from rlhf_pg.runtime import Runtime
+from rlhf_pg.runtime import Runtime, Trackers
 from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.evaluation import evaluate
 from rlhf_pg.trainers.learner import Learner
@@ -95,6 +95,7 @@ class PolicyGradientTrainer:
         self.rewards = Rewards(reward_funcs, args.reward_weights)
         self.callbacks = list(callbacks or ())
         self.runtime = Runtime()
+        self.trackers = Trackers(args.report_to, self.runtime)
         set_seed(args.seed)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
         self.peft_config = self._peft_config(peft_config)
@@ -176,7 +177,8 @@ class PolicyGradientTrainer:
                 in `output_dir`; by default `args.resume_from_checkpoint`.
 
         Raises:
-            ValueError: no such checkpoint, or `output_dir` holds those of another run.
+            ValueError: no such checkpoint, `output_dir` holds those of another run, or a tracker
+                cannot start.
         """
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
@@ -189,7 +191,8 @@ class PolicyGradientTrainer:
             f"{type(self).__name__}: {self.runtime.describe()}; {self.learner.describe()}; "
             f"{len(self.train_prompts)} prompts, {self.total_steps} steps"
         )
-        with journal.progress(self.total_steps):
+        tracked = self.trackers.opened(directory, self.args.run_name, dataclasses.asdict(self.args))
+        with tracked, journal.progress(self.total_steps):
             while self.state.step < self.total_steps:
                 metrics = self.step(journal)
                 try:
@@ -200,9 +203,11 @@ class PolicyGradientTrainer:
                         callback.on_step(self, metrics)
                 finally:  # a step that was taken has its line, whatever fails after it
                     journal.step(metrics)
+                    self.trackers.log(metrics)
                 if _due(self.state.step, self.args.save_steps):
                     self.save_checkpoint()
-        self.save_model(directory / "final")
+            # Before the trackers are closed, which may wait for a network.
+            self.save_model(directory / "final")
         journal.say(f"saved {directory / 'final'}")
         for callback in self.callbacks:
             callback.on_end(self)

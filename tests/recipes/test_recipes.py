@@ -46,6 +46,7 @@ def test_recipe_under_accelerate_launch(processes: int, model_path: str, tmp_pat
     }[processes]
     recipe = [str(RECIPES / "grpo.py"), "--config", str(RECIPES / "grpo_arithmetic.yaml")]
     flags = [*SMALL, "--model_name_or_path", model_path, "--output_dir", str(tmp_path / "run")]
+    flags += ["--report_to", "tensorboard"]
     done = subprocess.run(
         [*accelerate, *setup, *recipe, *flags],
         env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
@@ -60,6 +61,8 @@ def test_recipe_under_accelerate_launch(processes: int, model_path: str, tmp_pat
     lines = read(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]
     assert set(KEYS) <= set(lines[0])
+    # One writer of numbers and one of hyper-parameters: the main process reports alone.
+    assert len(list((tmp_path / "run" / "tensorboard").rglob("events.*"))) == 2
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "reinforce"])

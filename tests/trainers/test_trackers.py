@@ -1,0 +1,291 @@
+"""Trackers get the lines of metrics.jsonl; what arrived is read back from what they have written.
+
+No network: W&B is offline, trackio and TensorBoard are local.
+"""
+
+import dataclasses
+import json
+import logging
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf_pg import Callback, GRPOTrainer, ReinforceTrainer, RLOOTrainer
+from rlhf_pg.metrics import read
+from rlhf_pg.tasks import arithmetic
+
+NAMES = ("tensorboard", "wandb", "trackio")
+Steps = dict[int, dict[str, float]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Before trackio is imported, since it reads its directory then."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_SILENT", "true")
+        patch.setenv("WANDB_ERROR_REPORTING", "false")
+        patch.setenv("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio")))
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        yield
+
+
+# ------------------------------------------------------------------------ what trackers have kept
+
+
+def tensorboard_steps(run: Path) -> Steps:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    steps: Steps = {}
+    for tag in events.Tags()["scalars"]:
+        for event in events.Scalars(tag):
+            steps.setdefault(event.step, {})[tag] = event.value
+    return steps
+
+
+def tensorboard_config(run: Path) -> dict[str, Any]:
+    newest = max(run.glob("tensorboard/*/hparams.yml"), key=lambda path: float(path.parent.name))
+    return yaml.safe_load(newest.read_text())
+
+
+def wandb_records(run: Path) -> list[Any]:
+    """Of the newest W&B run: protobufs in a LevelDB log, with blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = (run / "wandb" / "latest-run").glob("*.wandb")
+    data, at, buffer, records = file.read_bytes(), 7, b"", []
+    while at < len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        at += 7 + length
+        buffer += data[at - length : at]
+        if kind in (1, 4):  # whole, or the last part
+            records.append(Record.FromString(buffer))
+            buffer = b""
+    return records
+
+
+def wandb_steps(run: Path) -> Steps:
+    steps: Steps = {}
+    for record in wandb_records(run):
+        if record.WhichOneof("record_type") == "history":
+            items = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
+            steps[items["_step"]] = {k: v for k, v in items.items() if k[0] != "_"}
+    return steps
+
+
+def wandb_config(run: Path) -> dict[str, Any]:
+    configs = [r.config for r in wandb_records(run) if r.WhichOneof("record_type") == "config"]
+    return {item.key: json.loads(item.value_json) for c in configs for item in c.update}
+
+
+def wandb_exit_code(run: Path) -> int:
+    (code,) = [
+        r.exit.exit_code for r in wandb_records(run) if r.WhichOneof("record_type") == "exit"
+    ]
+    return code
+
+
+def trackio_name(run: Path) -> str:
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    return config["run_name"] or (run / "run-id").read_text()
+
+
+def trackio_steps(run: Path) -> Steps:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    lines = SQLiteStorage.get_logs("rlhf_pg", trackio_name(run))
+    own = ("step", "timestamp")
+    return {line["step"]: {k: v for k, v in line.items() if k not in own} for line in lines}
+
+
+def trackio_config(run: Path) -> dict[str, Any]:
+    import trackio
+
+    (found,) = [r for r in trackio.Api().runs("rlhf_pg") if r.name == trackio_name(run)]
+    assert found.config is not None
+    return found.config
+
+
+STEPS: dict[str, Callable[[Path], Steps]] = {
+    "tensorboard": tensorboard_steps,
+    "wandb": wandb_steps,
+    "trackio": trackio_steps,
+}
+CONFIG: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "tensorboard": tensorboard_config,
+    "wandb": wandb_config,
+    "trackio": trackio_config,
+}
+
+
+def lines(run: Path) -> Steps:
+    """What trackers are to have: metrics.jsonl, less its nulls; float32 as TensorBoard stores."""
+    return {
+        line.pop("step"): pytest.approx({k: v for k, v in line.items() if v is not None}, rel=1e-6)
+        for line in read(run / "metrics.jsonl")
+    }
+
+
+# ------------------------------------------------------------------------------------------ tests
+
+
+def test_runs_one_after_another_report_every_number_of_every_step(make, tmp_path) -> None:
+    held_out = arithmetic().eval_dataset.select(range(8))
+    for trainer_type in (GRPOTrainer, RLOOTrainer, ReinforceTrainer):
+        run = tmp_path / trainer_type.__name__
+        options = {"report_to": NAMES, "output_dir": str(run), "epsilon_high": None}
+        trainer = make(trainer_type, eval_dataset=held_out, eval_steps=2, **options)
+        trainer.train()
+        expected = lines(run)
+        assert list(expected) == [1, 2, 3]
+        assert "eval_reward" in expected[2].expected
+        assert ("kl" in expected[1].expected) == (trainer.args.beta > 0)
+        config = dataclasses.asdict(trainer.args)
+        for name in NAMES:
+            assert STEPS[name](run) == expected, name
+            kept = {k: v for k, v in CONFIG[name](run).items() if k in config}
+            assert kept["learning_rate"] == 1e-3
+            assert kept["disable_dropout"] is True
+            assert kept["epsilon_high"] == "null"
+            assert json.loads(kept["report_to"]) == list(NAMES)
+            assert set(kept) == set(config)
+        assert wandb_exit_code(run) == 0
+
+
+def test_a_run_has_the_name_that_it_is_given(make, tmp_path) -> None:
+    make(report_to=["wandb", "trackio"], run_name="third try", max_steps=1).train()
+    run = tmp_path / "run"
+    (record,) = [r.run for r in wandb_records(run) if r.WhichOneof("record_type") == "run"]
+    assert (record.display_name, record.project) == ("third try", "rlhf_pg")
+    assert set(trackio_steps(run)) == {1}
+    assert not (run / "tensorboard").exists()
+
+
+def test_a_resumed_run_goes_on_in_its_trackers(make, tmp_path) -> None:
+    run = tmp_path / "run"
+    first = make(report_to=NAMES, save_steps=2, max_steps=4)
+    first.total_steps = 2
+    first.train()
+    run_id = (run / "run-id").read_text()
+    make(report_to=NAMES, save_steps=2, max_steps=4).train(resume_from_checkpoint="latest")
+    expected = lines(run)
+    assert list(expected) == [1, 2, 3, 4]
+    assert tensorboard_steps(run) == expected
+    assert trackio_steps(run) == expected
+    assert set(wandb_steps(run)) == {3, 4}
+    assert {path.name.split("-")[-1] for path in run.glob("wandb/offline-run-*")} == {run_id}
+
+
+def test_a_new_run_in_the_directory_of_an_earlier_one_starts_afresh(make, tmp_path) -> None:
+    run = tmp_path / "run"
+    for steps in (3, 2):
+        make(report_to=NAMES, max_steps=steps).train()
+    for name in NAMES:
+        assert set(STEPS[name](run)) == {1, 2}
+        shutil.copy(run / "config.yaml", run / "earlier-1")
+        assert set(STEPS[name](run / "earlier-1")) == {1, 2, 3}
+
+
+def test_a_run_that_fails_leaves_what_it_has_reported(make, tmp_path) -> None:
+    calls = []
+
+    def reward(completions, **_):
+        calls.append(len(completions))
+        if len(calls) == 3:
+            raise RuntimeError("not today")
+        return [float(len(text)) for text in completions]
+
+    trainer = make(report_to=NAMES, reward_funcs=reward)
+    with pytest.raises(ValueError, match="not today"):
+        trainer.train()
+    run = tmp_path / "run"
+    expected = lines(run)
+    assert list(expected) == [1, 2]
+    for name in NAMES:
+        assert STEPS[name](run) == expected, name
+    assert wandb_exit_code(run) == 1
+
+
+class TakeAway(Callback):
+    """Puts a file where TensorBoard's directory was, before the second step is reported."""
+
+    def on_step(self, trainer, metrics) -> None:
+        if metrics["step"] == 2:
+            place = Path(trainer.args.output_dir) / "tensorboard"
+            shutil.rmtree(place)
+            place.write_text("")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's
+def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(make, tmp_path, caplog) -> None:
+    trainer = make(report_to=NAMES, max_steps=5, callbacks=[TakeAway()])
+    with caplog.at_level(logging.WARNING, "rlhf_pg"):
+        trainer.train()
+    said = [r.getMessage() for r in caplog.records if r.name.startswith("rlhf_pg")]
+    assert len(said) == 1
+    assert said[0].startswith("report_to: tensorboard failed and gets nothing from here on: ")
+    run = tmp_path / "run"
+    expected = lines(run)
+    assert list(expected) == [1, 2, 3, 4, 5]
+    assert wandb_steps(run) == trackio_steps(run) == expected
+
+
+def test_a_tracker_that_cannot_start_stops_the_run_before_its_first_step(make, tmp_path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "tensorboard").write_text("in the way")
+    trainer = make(report_to=["tensorboard"])
+    with pytest.raises(ValueError, match="report_to: tensorboard cannot start: "):
+        trainer.train()
+    assert trainer.state.step == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tracker_that_is_not_installed_names_the_extra(make, monkeypatch, name) -> None:
+    for package in (name, "tensorboardX"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=rf'{name} is not installed.*"rlhf-pg\[trackers\]"'):
+        make(report_to=[name])
+
+
+PLAIN_RUN = """
+import sys
+from rlhf_pg import GRPOConfig, GRPOTrainer, cli
+from rlhf_pg.tasks import arithmetic
+
+task, (model, out) = arithmetic(), sys.argv[1:]
+args = GRPOConfig(max_steps=1, prompts_per_step=2, max_completion_length=6, output_dir=out)
+GRPOTrainer(model, task.reward, args, task.train_dataset).train()
+print({"tensorboard", "wandb", "trackio"} & set(sys.modules))
+"""
+
+
+def test_trackers_that_are_not_chosen_are_not_imported(model_path, tmp_path) -> None:
+    out = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN_RUN, model_path, str(out)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    assert done.stdout.splitlines()[-1] == "set()"
+    assert not any(name in done.stdout + done.stderr for name in NAMES)
+    assert {path.name for path in out.iterdir()} == {"config.yaml", "metrics.jsonl", "final"} | {
+        "completions.jsonl"
+    }
