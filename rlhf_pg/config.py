@@ -61,6 +61,8 @@ class PolicyGradientConfig(Checked):
     """Dropout in front of the adapter; needs disable_dropout: false."""
     lora_target_modules: tuple[str, ...] | None = None
     """Names of the modules that get an adapter; None: every linear layer but the head."""
+    load_in_4bit: bool = False
+    """QLoRA: load the frozen weights in 4 bits (NF4); needs bitsandbytes and an adapter."""
     save_merged: bool = False
     """Leave the model with its adapter merged in, too, in `final/merged/`."""
 

@@ -546,6 +546,7 @@ OTHER_VALUES = {
     "lora_alpha": 5.0,
     "lora_dropout": 0.1,
     "lora_target_modules": ("q_proj", "v_proj"),
+    "load_in_4bit": True,
     "save_merged": True,
     "target_kl": 0.02,
     "entropy_coef": 0.01,

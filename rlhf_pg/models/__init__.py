@@ -7,8 +7,10 @@ from rlhf_pg.models.loading import (
     checkpoint_activations,
     disable_dropout,
     load_model,
+    load_policy,
     load_tokenizer,
     max_positions,
+    quantization,
     stop_token_ids,
 )
 from rlhf_pg.models.policy import Policy, PolicyOutput
@@ -27,11 +29,13 @@ __all__ = [
     "disable_dropout",
     "fingerprint",
     "load_model",
+    "load_policy",
     "load_tokenizer",
     "load_weights",
     "lora_config",
     "max_positions",
     "merged",
     "new_critic",
+    "quantization",
     "stop_token_ids",
 ]

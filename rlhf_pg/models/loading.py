@@ -9,12 +9,38 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from rlhf_pg.models.adapters import LOADED, check_adapter
+from rlhf_pg.models.adapters import LOADED, add_adapter, check_adapter
+
+
+def load_policy(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    dtype: torch.dtype,
+    device: torch.device,
+    peft_config: Any = None,
+    quantization_config: Any = None,
+) -> PreTrainedModel:
+    """The model to train, on its device and with its adapter, if it is to have one.
+
+    Raises:
+        ValueError: as in `load_model` and `add_adapter`, or nothing in the model can be trained.
+    """
+    loaded = load_model(model, dtype, quantization_config=quantization_config).to(device)
+    if peft_config is not None:
+        loaded = add_adapter(loaded, peft_config)
+    if quantization_config is not None and not isinstance(loaded, PeftModel):
+        raise ValueError("4-bit weights cannot be trained: add an adapter (peft_config, use_peft)")
+    if not any(parameter.requires_grad for parameter in loaded.parameters()):
+        raise ValueError(
+            "every parameter of the model is frozen: give a peft_config, or load its adapter with "
+            "is_trainable=True"
+        )
+    return loaded
 
 
 def load_model(
@@ -29,15 +55,15 @@ def load_model(
         model: a path or Hub id of a model, or of an adapter, which then comes on its base model and
             goes on being trained; or an object.
         auto_class: what to load a path as.
-        quantization_config: of `transformers`, for a path.
+        quantization_config: of `transformers`, for a path: 4 bits of bitsandbytes.
 
     Raises:
         ValueError: a path (what cannot be a Hub id) with no directory there, an adapter that does
             not fit its base model, or a quantization that does not work here.
     """
+    if quantization_config is not None:
+        _check_quantization(model, dtype, quantization_config)
     if not isinstance(model, str | os.PathLike):
-        if quantization_config is not None:
-            raise ValueError("quantization_config is for loading: give the model as a path")
         return _cast(model, dtype)
     name = str(model)
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
@@ -45,11 +71,39 @@ def load_model(
         raise ValueError(f"there is no model directory {name}")
     if find_adapter_config_file(name) is not None:
         return _load_adapter(name, dtype, auto_class, quantization_config)
-    options = {} if quantization_config is None else {"quantization_config": quantization_config}
+    if quantization_config is None:
+        return auto_class.from_pretrained(model, dtype=dtype)
     try:
-        return auto_class.from_pretrained(model, dtype=dtype, **options)
+        loaded = auto_class.from_pretrained(
+            model, dtype=dtype, quantization_config=quantization_config
+        )
     except ImportError as error:
-        raise ValueError(f"{name} cannot be loaded with quantization_config: {error}") from error
+        raise ValueError(f"{name} cannot be quantized: {error}") from error
+    for module in loaded.modules():
+        # bitsandbytes (0.50) repacks weights in place for some CPUs, and its backward pass then
+        # reads them wrongly: a gradient that is 90 % off, without a word.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return loaded
+
+
+def quantization(dtype: torch.dtype) -> BitsAndBytesConfig:
+    """QLoRA (Dettmers et al. 2023): weights in NF4, computing in `dtype`."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+    )
+
+
+def _check_quantization(model: Any, dtype: torch.dtype, config: Any) -> None:
+    if not isinstance(model, str | os.PathLike):
+        raise ValueError("quantization_config is for loading: give the model as a path or Hub id")
+    if not getattr(config, "load_in_4bit", False):
+        raise ValueError(
+            "quantization_config must be a BitsAndBytesConfig with load_in_4bit: in 8 bits a row's "
+            "numbers depend on the other rows of its batch, and others are not supported"
+        )
+    if dtype == torch.float64:
+        raise ValueError("4-bit weights compute in float32 or bfloat16: change dtype")
 
 
 def _load_adapter(
@@ -76,7 +130,7 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     has_adapter = isinstance(model, PeftModel)
     for parameter in model.parameters():
         # Not model.to(dtype), which would round the rotary frequencies too: they are buffers.
-        if parameter.is_floating_point():
+        if parameter.is_floating_point():  # 4-bit weights are stored as bytes
             wide = has_adapter and parameter.requires_grad
             own = torch.promote_types(dtype, torch.float32) if wide else dtype
             parameter.data = parameter.data.to(own)

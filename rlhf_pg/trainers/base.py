@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
+from peft import PeftModel
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -56,6 +57,8 @@ class PolicyGradientTrainer:
         peft_config: of `peft`, to train an adapter on frozen weights; `args.use_peft` makes one. A
             model that comes with an adapter goes on with that one, and its copy is the reference.
         callbacks: see `Callback`.
+        quantization_config: a `BitsAndBytesConfig` in 4 bits, for QLoRA; `args.load_in_4bit` makes
+            one.
         optimizers: an optimizer and a learning-rate scheduler of your own, or None for AdamW and
             `args.lr_scheduler_type`. The scheduler advances once per step.
 
@@ -77,6 +80,7 @@ class PolicyGradientTrainer:
         peft_config: Any = None,
         callbacks: Sequence[Callback] | None = None,
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+        quantization_config: Any = None,
     ) -> None:
         if reward_processing_classes is not None:
             raise ValueError("reward_processing_classes is not supported yet")
@@ -99,9 +103,13 @@ class PolicyGradientTrainer:
         set_seed(args.seed)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
         self.peft_config = self._peft_config(peft_config)
-        self.model = models.load_model(model, self.dtype).to(self.runtime.device)
-        if self.peft_config is not None:
-            self.model = models.add_adapter(self.model, self.peft_config)
+        if args.load_in_4bit:
+            quantization_config = models.quantization(self.dtype)
+        self.model = models.load_policy(
+            model, self.dtype, self.runtime.device, self.peft_config, quantization_config
+        )
+        if args.save_merged and (quantization_config or not isinstance(self.model, PeftModel)):
+            raise ValueError("save_merged is for a model with an adapter on unquantized weights")
         self.processing_class = models.load_tokenizer(processing_class, self.model, args.pad_token)
         self.train_prompts = self._prompts(train_dataset, "train_dataset")
         has_eval = eval_dataset is not None

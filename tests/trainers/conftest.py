@@ -33,6 +33,8 @@ def make(model_path: str, tmp_path: Path) -> Callable[..., PolicyGradientTrainer
                 "eval_dataset": None,
                 "callbacks": None,
                 "processing_class": None,
+                "peft_config": None,
+                "quantization_config": None,
                 "optimizers": (None, None),
             }.items()
         }
