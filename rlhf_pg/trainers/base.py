@@ -103,13 +103,7 @@ class PolicyGradientTrainer:
         set_seed(args.seed)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
         self.peft_config = self._peft_config(peft_config)
-        if args.load_in_4bit:
-            quantization_config = models.quantization(self.dtype)
-        self.model = models.load_policy(
-            model, self.dtype, self.runtime.device, self.peft_config, quantization_config
-        )
-        if args.save_merged and (quantization_config or not isinstance(self.model, PeftModel)):
-            raise ValueError("save_merged is for a model with an adapter on unquantized weights")
+        self.model = self._load(model, quantization_config)
         self.processing_class = models.load_tokenizer(processing_class, self.model, args.pad_token)
         self.train_prompts = self._prompts(train_dataset, "train_dataset")
         has_eval = eval_dataset is not None
@@ -409,6 +403,19 @@ class PolicyGradientTrainer:
         return models.lora_config(
             args.lora_r, args.lora_alpha, args.lora_dropout, args.lora_target_modules
         )
+
+    def _load(
+        self, model: str | PathLike[str] | PreTrainedModel, quantization_config: Any
+    ) -> PreTrainedModel:
+        args = self.args
+        if args.load_in_4bit:
+            quantization_config = models.quantization(self.dtype)
+        loaded = models.load_policy(
+            model, self.dtype, self.runtime.device, self.peft_config, quantization_config
+        )
+        if args.save_merged and (quantization_config or not isinstance(loaded, PeftModel)):
+            raise ValueError("save_merged is for a model with an adapter on unquantized weights")
+        return loaded
 
     def _prompts(self, dataset: Dataset | None, name: str) -> Prompts:
         args = self.args

@@ -85,7 +85,9 @@ class PPOTrainer(PolicyGradientTrainer):
     def new_critic(self) -> Critic:
         """As `args.critic` and `value_model` say."""
         args = self.args
-        value_model = self.value_model or args.value_model_name_or_path
+        value_model = self.value_model
+        if value_model is None:
+            value_model = args.value_model_name_or_path
         if value_model is not None and args.critic == "shared":
             raise ValueError("value_model is for a separate critic: leave it out with a shared one")
         return models.new_critic(

@@ -1,4 +1,6 @@
-"""What CPU tests cannot see: the same numbers on a GPU, the recipes in bfloat16, and step times."""
+"""What CPU tests cannot see: the same numbers on a GPU, the recipes in bfloat16 and with adapters,
+and step times.
+"""
 
 import argparse
 import subprocess
@@ -6,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,12 @@ from tests.tiny import ARCHS, tiny_model
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9]]
 SAMPLING = SamplingParams(max_tokens=12)
+SETUPS = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float32": {"dtype": "float32"},
+    "LoRA": {"dtype": "bfloat16", "use_peft": True, "gradient_checkpointing": True},
+    "QLoRA": {"dtype": "bfloat16", "use_peft": True, "load_in_4bit": True},
+}
 Check = tuple[str, str, bool]  # what, figure, passed
 
 
@@ -75,22 +84,24 @@ def sampling(device: str) -> Iterator[Check]:
 
 
 def recipes(device: str) -> Iterator[Check]:
-    """Every recipe, in bfloat16 and float32, by `accelerate launch`."""
+    """Every algorithm in each of `SETUPS`, by `accelerate launch`."""
     with tempfile.TemporaryDirectory() as directory:
         model, tokenizer = arithmetic().new_model()
         model.save_pretrained(f"{directory}/model")
         tokenizer.save_pretrained(f"{directory}/model")
-        for algorithm in ("grpo", "rloo", "reinforce"):
-            for dtype in ("bfloat16", "float32"):
-                out = Path(directory) / f"{algorithm}-{dtype}"
-                flags = {"model_name_or_path": f"{directory}/model", "dtype": dtype}
+        for algorithm in ("grpo", "ppo", "rloo", "reinforce"):
+            for setup, options in SETUPS.items():
+                if "load_in_4bit" in options and not find_spec("bitsandbytes"):
+                    continue
+                out = Path(directory) / f"{algorithm}-{setup}"
+                flags = {"model_name_or_path": f"{directory}/model", **options}
                 launch(algorithm, device, {**flags, "output_dir": str(out)})
                 lines = read(out / "metrics.jsonl")
                 seconds = sorted(line["step_time"] for line in lines)[len(lines) // 2]
                 speed = sorted(line["perf/tokens_per_second"] for line in lines)[len(lines) // 2]
                 figure = f"{seconds:.3f} s/step, {speed:.0f} tokens/s (median)"
                 finite = all(line["grad_norm"] is not None for line in lines)
-                yield f"recipe {algorithm}, {dtype}", figure, finite and len(lines) == 10
+                yield f"recipe {algorithm}, {setup}", figure, finite and len(lines) == 10
 
 
 def launch(algorithm: str, device: str, flags: dict[str, Any]) -> None:
