@@ -35,7 +35,7 @@ MAY_CHANGE = {
 
 # What has to be as it was when the run began, and where it comes from.
 REMEDIES = {
-    "model": "the same base model",
+    "model": "the same base model and peft_config",
     "reference": "the model that training started from, and with the same beta",
     "critic": "the same value_model",
 }

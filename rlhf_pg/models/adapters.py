@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from peft import (
     LoraConfig,
+    PeftConfig,
     PeftModel,
     get_peft_model,
     get_peft_model_state_dict,
@@ -26,6 +27,9 @@ M = TypeVar("M", bound=nn.Module)
 
 # What `from_pretrained` loads: PeftModel, which wraps a model, is no PreTrainedModel.
 LOADED = (PreTrainedModel, PeftModel)
+
+# What the config of a restored adapter may say otherwise: nothing that the model computes.
+MAY_DIFFER = {"base_model_name_or_path", "inference_mode", "peft_version", "revision"}
 
 
 def share_frozen(module: M) -> M:
@@ -44,7 +48,8 @@ def add_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
         config: a `peft` config.
 
     Raises:
-        ValueError: the model has an adapter already, or a target matches no module.
+        ValueError: the model has an adapter already, a target matches no module, or the adapter is
+            of a kind that cannot be trained here.
     """
     if isinstance(model, PeftModel):
         raise ValueError(
@@ -52,7 +57,9 @@ def add_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
             "(use_peft) out, or merge the adapter first"
         )
     _check_targets(model, config)
-    return get_peft_model(model, copy.deepcopy(config))
+    adapted = get_peft_model(model, copy.deepcopy(config))
+    check_kind(adapted)
+    return adapted
 
 
 def lora_config(
@@ -74,7 +81,9 @@ def _check_targets(model: nn.Module, config: Any) -> None:
     if targets is None or targets == "all-linear":
         return
     names = [name for name, _ in model.named_modules()]
-    leaves = sorted({name.rsplit(".", 1)[-1] for name in names if not name[-1:].isdigit()} - {""})
+    leaves = sorted(
+        leaf for leaf in {name.rsplit(".", 1)[-1] for name in names} if leaf.isidentifier()
+    )
     if isinstance(targets, str):
         unmatched = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
     else:
@@ -86,6 +95,24 @@ def _check_targets(model: nn.Module, config: Any) -> None:
             f"the LoRA target {target!r} matches no module of the model; near: {', '.join(near)} "
             "(target_modules, lora_target_modules)"
         )
+
+
+def check_kind(model: PreTrainedModel) -> None:
+    """Make sure that an adapter, if there is one, can be trained, saved and copied here.
+
+    Raises:
+        ValueError: there are several, one under a name of its own, or one that is a prompt.
+    """
+    if not isinstance(model, PeftModel):
+        return
+    if list(model.peft_config) != ["default"]:
+        raise ValueError(
+            f"the model has the adapters {', '.join(model.peft_config)}: what is trained and saved "
+            'is one, by the name that peft gives it, "default"'
+        )
+    if model.active_peft_config.is_prompt_learning:
+        kind = type(model.active_peft_config).__name__
+        raise ValueError(f"peft_config is a {kind}, which has no weights to adapt: use LoraConfig")
 
 
 def check_adapter(model: PeftModel, path: str | Path) -> None:
@@ -125,8 +152,19 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def load_weights(model: PreTrainedModel, path: Path) -> None:
-    """Put back, in place, what `model.save_pretrained(path)` saved: the weights or the adapter."""
+    """Put back, in place, what `model.save_pretrained(path)` saved: the weights or the adapter.
+
+    Raises:
+        ValueError: the adapter that was saved has another config (its scale is no tensor).
+    """
     if isinstance(model, PeftModel):
+        saved, here = PeftConfig.from_pretrained(path).to_dict(), model.active_peft_config.to_dict()
+        for key in saved.keys() & here.keys() - MAY_DIFFER:
+            if saved[key] != here[key]:
+                raise ValueError(
+                    f"the adapter in {path} has {key} {saved[key]!r}, and this one {here[key]!r}: "
+                    "resume with the same peft_config"
+                )
         set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))
     else:
         saved = type(model).from_pretrained(path, dtype=model.dtype)
