@@ -13,9 +13,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import has_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from rlhf_pg.models.adapters import LOADED, add_adapter, check_adapter
+from rlhf_pg.models.adapters import LOADED, add_adapter, check_adapter, check_kind
+
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_policy(
@@ -64,6 +67,7 @@ def load_model(
     if quantization_config is not None:
         _check_quantization(model, dtype, quantization_config)
     if not isinstance(model, str | os.PathLike):
+        check_kind(model)
         return _cast(model, dtype)
     name = str(model)
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
@@ -113,6 +117,11 @@ def _load_adapter(
     if config.task_type == "CAUSAL_LM":
         auto_class = AutoModelForCausalLM
     base = config.base_model_name_or_path
+    if not base:
+        raise ValueError(
+            f"the adapter {path} does not say what its base model is: set base_model_name_or_path "
+            "in adapter_config.json, or load both and give the object"
+        )
     try:
         model = load_model(base, dtype, auto_class, quantization_config)
         model = PeftModel.from_pretrained(model, path, is_trainable=True)
@@ -122,6 +131,9 @@ def _load_adapter(
             f"the adapter {path} does not fit its base model {base!r} (base_model_name_or_path in "
             f"adapter_config.json): {error}"
         ) from error
+    check_kind(model)
+    if has_tokenizer(path):
+        model.name_or_path = path  # the base model's own may lack a chat template, say
     return _cast(model, dtype)
 
 
@@ -152,7 +164,13 @@ def load_tokenizer(
         raise ValueError(
             "the model was not loaded from a path: give its tokenizer as processing_class"
         )
-    tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.name_or_path)
+    if tokenizer is None and not has_tokenizer(model.name_or_path):
+        raise ValueError(
+            f"no tokenizer was saved with the model in {model.name_or_path}: give it as "
+            "processing_class"
+        )
+    if tokenizer is None:
+        tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
     if tokenizer.pad_token_id is None and pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
             raise ValueError(f"pad_token {pad_token!r} is no token of the tokenizer")
@@ -169,6 +187,11 @@ def load_tokenizer(
         )
     check_vocabulary(tokenizer, model, "the model")
     return tokenizer
+
+
+def has_tokenizer(path: str | os.PathLike[str]) -> bool:
+    """Whether one was saved there; where none was, `AutoTokenizer` may make up an empty one."""
+    return any(has_file(str(path), name) for name in TOKENIZER_FILES)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, name: str) -> None:
