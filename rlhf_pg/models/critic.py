@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTo
 from rlhf_pg.experience import Rollout
 from rlhf_pg.masking import widen
 from rlhf_pg.models.adapters import LOADED, add_adapter, load_weights, share_frozen, trunk
-from rlhf_pg.models.loading import check_vocabulary, load_model
+from rlhf_pg.models.loading import check_vocabulary, has_tokenizer, load_model
 from rlhf_pg.models.policy import Policy, PolicyOutput, model_inputs
 
 HEAD_FILE = "value_head.safetensors"
@@ -73,8 +73,14 @@ class Critic(nn.Module):
             assert self.model is not None
             inputs = model_inputs(batch)
             del inputs["use_cache"]
-            values: Tensor = self.model(**inputs)
-            return widen(values.squeeze(-1) if values.ndim == 3 else values)
+            given: Tensor = self.model(**inputs)
+            values = given.squeeze(-1) if given.ndim == 3 else given
+            if values.shape != inputs["input_ids"].shape:
+                raise ValueError(
+                    f"value_model must give one value per token, {tuple(inputs['input_ids'].shape)}"
+                    f", got {tuple(given.shape)}"
+                )
+            return widen(values)
         if self.model is None:
             assert policy_hidden is not None
             hidden = policy_hidden
@@ -146,10 +152,10 @@ def new_critic(
         return Critic(None, _head(policy_model, dtype))
     if value_model is None:
         return Critic(_copy(policy_model), _head(policy_model, dtype))
-    if value_model is policy_model:
-        raise ValueError("value_model is the policy itself: leave it out for a copy of the policy")
-    if isinstance(value_model, nn.Module) and not isinstance(value_model, LOADED):
-        return Critic(value_model, None)
+    if isinstance(value_model, nn.Module):
+        _check_apart(value_model, policy_model)
+        if not isinstance(value_model, LOADED):
+            return Critic(value_model, None)
     model = load_model(value_model, dtype, AutoModel)
     _check_tokens(value_model, model, tokenizer)
     model = model if isinstance(model, PeftModel) else model.base_model
@@ -159,7 +165,7 @@ def new_critic(
     peft_config = peft_config or getattr(policy_model, "active_peft_config", None)
     if peft_config is not None and not isinstance(model, PeftModel):
         model = add_adapter(model, _for_trunk(peft_config))
-    return Critic(model, head)
+    return Critic(_without_head(model), head)
 
 
 def _copy(policy_model: PreTrainedModel) -> Any:
@@ -168,9 +174,25 @@ def _copy(policy_model: PreTrainedModel) -> Any:
     """
     if not isinstance(policy_model, PeftModel):
         return share_frozen(trunk(policy_model))
-    model = share_frozen(policy_model)
-    model.get_output_embeddings().requires_grad_(False)  # a critic has no use for the head
+    return _without_head(share_frozen(policy_model))
+
+
+def _without_head(model: PreTrainedModel) -> PreTrainedModel:
+    """Freeze what the critic has no use for: DDP waits in vain for the gradient of such weights."""
+    used = {id(p) for p in trunk(model).parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in used:
+            parameter.requires_grad_(False)
     return model
+
+
+def _check_apart(value_model: nn.Module, policy_model: nn.Module) -> None:
+    trained = {id(p) for p in policy_model.parameters() if p.requires_grad}
+    if any(id(p) in trained for p in value_model.parameters()):
+        raise ValueError(
+            "value_model is the policy, or shares weights with it that are trained: leave it out "
+            'for a copy of the policy, or set critic to "shared" for a head on its trunk'
+        )
 
 
 def _check_tokens(
@@ -180,11 +202,8 @@ def _check_tokens(
 ) -> None:
     """The critic must mean the same tokens by the same ids."""
     check_vocabulary(tokenizer, model, "value_model")
-    if isinstance(value_model, str | os.PathLike):
-        try:
-            own = AutoTokenizer.from_pretrained(value_model)
-        except (OSError, ValueError):  # none saved with it
-            return
+    if isinstance(value_model, str | os.PathLike) and has_tokenizer(value_model):
+        own = AutoTokenizer.from_pretrained(value_model)
         if own.get_vocab() != tokenizer.get_vocab():
             raise ValueError(
                 f"value_model {value_model} has another vocabulary than the policy, whose tokens "
@@ -199,7 +218,10 @@ def _head(model: PreTrainedModel, dtype: torch.dtype) -> ValueHead:
 
 
 def _for_trunk(peft_config: Any) -> Any:
-    """The same adapter for a model without a head."""
+    """The same adapter for a model without a head, and perhaps of another depth."""
     config = copy.deepcopy(peft_config)
     config.task_type, config.modules_to_save = "FEATURE_EXTRACTION", None
+    if isinstance(config.target_modules, set):
+        # An adapter that was loaded names every module with its path in the policy.
+        config.target_modules = {name.rsplit(".", 1)[-1] for name in config.target_modules}
     return config
