@@ -64,6 +64,11 @@ class Learner:
         critic: Critic | None = None,
     ) -> None:
         self.args, self.runtime, self.loss, self.critic = args, runtime, loss, critic
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ValueError(
+                "every weight of the model is frozen, so there is nothing to train: load its "
+                "adapter with is_trainable=True, or give peft_config or use_peft"
+            )
         self.policy = Policy(model, args.temperature, entropy_gradient=args.entropy_coef > 0)
         self.module = self.policy if critic is None else ActorCritic(self.policy, critic)
         self.module.to(runtime.device).eval()
