@@ -1,9 +1,13 @@
 """Random models of every architecture, small enough to be exact about: nothing is downloaded."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from peft import LoraConfig
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+M = TypeVar("M", bound=nn.Module)
 
 _SHAPE = {
     "hidden_size": 32,
@@ -55,3 +59,21 @@ def tiny_model(
         for parameter in model.parameters():
             parameter.add_(scale * torch.randn_like(parameter))
     return model.to(dtype).eval()
+
+
+def adapter(**options: Any) -> LoraConfig:
+    """A small LoRA on every linear layer."""
+    return LoraConfig(
+        **{"r": 2, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
+    )
+
+
+def stir(module: M, seed: int = 0) -> M:
+    """Noise on all that trains, so that heads and adapters no longer add nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.add_(0.3 * noise.to(parameter.dtype))
+    return module

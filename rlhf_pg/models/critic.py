@@ -221,6 +221,7 @@ def _for_trunk(peft_config: Any) -> Any:
     """The same adapter for a model without a head, and perhaps of another depth."""
     config = copy.deepcopy(peft_config)
     config.task_type, config.modules_to_save = "FEATURE_EXTRACTION", None
+    config.base_model_name_or_path = None
     if isinstance(config.target_modules, set):
         # An adapter that was loaded names every module with its path in the policy.
         config.target_modules = {name.rsplit(".", 1)[-1] for name in config.target_modules}

@@ -127,9 +127,10 @@ def _load_adapter(
         model = PeftModel.from_pretrained(model, path, is_trainable=True)
         check_adapter(model, path)
     except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split("\n\t")[:2])  # torch goes on to list every tensor
         raise ValueError(
             f"the adapter {path} does not fit its base model {base!r} (base_model_name_or_path in "
-            f"adapter_config.json): {error}"
+            f"adapter_config.json): {reason}"
         ) from error
     check_kind(model)
     if has_tokenizer(path):

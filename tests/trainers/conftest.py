@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_pg import GRPOTrainer
+from rlhf_pg import GRPOTrainer, PPOTrainer
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers import PolicyGradientTrainer
 
@@ -38,6 +38,8 @@ def make(model_path: str, tmp_path: Path) -> Callable[..., PolicyGradientTrainer
                 "optimizers": (None, None),
             }.items()
         }
+        if trainer_type is PPOTrainer:
+            inputs["value_model"] = options.pop("value_model", None)
         defaults = {
             "max_completion_length": 6,
             "prompts_per_step": 4,

@@ -1,0 +1,411 @@
+"""Adapters: what is shared and what is copied, what they add, and how they come and go."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from peft import IA3Config, PeftModel, PromptTuningConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from rlhf_pg.models import (
+    Policy,
+    Reference,
+    add_adapter,
+    load_model,
+    load_tokenizer,
+    load_weights,
+    lora_config,
+    merged,
+    new_critic,
+)
+from rlhf_pg.models.adapters import adds_nothing, share_frozen
+from tests.models.test_loading import make_tokenizer
+from tests.models.test_policy import rollout
+from tests.models.test_reference import train_a_step
+from tests.tiny import adapter, stir, tiny_model
+
+IDS = torch.tensor([[5, 9, 3, 31, 17, 8]])
+
+
+@pytest.fixture(scope="module")
+def base_path(tmp_path_factory):
+    """A saved model without an adapter."""
+    path = tmp_path_factory.mktemp("base")
+    tiny_model("llama").save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def adapter_path(base_path, tmp_path_factory):
+    """A trained adapter on it."""
+    path = tmp_path_factory.mktemp("adapter")
+    adapted(base_path).save_pretrained(path)
+    return str(path)
+
+
+def adapted(base_path, seed=0):
+    torch.manual_seed(seed)
+    return stir(add_adapter(load_model(base_path, torch.float32), adapter()), seed)
+
+
+@torch.no_grad()
+def logits(model):
+    return model.eval()(IDS).logits
+
+
+def storages(*modules):
+    """Where the tensors of the modules are, each place once."""
+    return {p.data_ptr() for module in modules for p in module.parameters()}
+
+
+def trained(model):
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+# ------------------------------------------------------------------------------ shared or copied
+
+
+def test_frozen_tensors_are_shared_and_the_others_copied():
+    model = tiny_model("llama")
+    model.model.layers[0].requires_grad_(False)
+    twin = share_frozen(model)
+    for (name, own), (other, copied) in zip(
+        model.named_parameters(), twin.named_parameters(), strict=True
+    ):
+        assert name == other
+        assert (own is copied) == (not own.requires_grad)
+        assert (own.data_ptr() == copied.data_ptr()) == (not own.requires_grad)
+        assert own.equal(copied)
+        assert own.requires_grad == copied.requires_grad
+    assert len(trained(model)) == 12  # of 21: a layer has nine
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_tied_weights_stay_tied(frozen):
+    model = tiny_model("llama", tie_word_embeddings=True).requires_grad_(not frozen)
+    twin = share_frozen(model)
+    assert twin.lm_head.weight is twin.model.embed_tokens.weight
+    assert (twin.lm_head.weight is model.lm_head.weight) == frozen
+
+
+def test_base_weights_are_in_memory_once():
+    base = tiny_model("llama")
+    size = len(storages(base))
+    policy = Policy(add_adapter(base, adapter()))
+    of_adapter = len(trained(policy.model))
+    critic = new_critic(policy.model, None, torch.float32)
+    assert len(storages(policy, Reference(policy), critic)) == size + 2 * of_adapter + 2
+    stir(policy)
+    assert len(storages(policy, Reference(policy), critic)) == size + 3 * of_adapter + 2
+
+
+# -------------------------------------------------------------------------------------- targets
+
+
+@pytest.mark.parametrize(
+    ("arch", "targets", "wrong", "near"),
+    [
+        ("llama", ["q_proj", "v_prj"], "v_prj", "v_proj"),
+        ("llama", ["self_attn.q_proj", "mlp.o_proj"], "mlp.o_proj", "o_proj"),
+        ("llama", r".*\.attention\.(q|k)", r".*\.attention\.(q|k)", "q_proj"),
+        ("gpt2", ["c_atn"], "c_atn", "c_attn"),
+        ("gpt2", ["q_proj", "c_attn"], "q_proj", "c_proj"),
+        ("opt", ["fc3"], "fc3", "fc2, fc1"),
+    ],
+)
+def test_a_target_that_matches_nothing_is_refused_with_those_that_are_near(
+    arch, targets, wrong, near
+):
+    message = (
+        rf"LoRA target {re.escape(repr(wrong))} matches no module of the model; near: .*{near}"
+    )
+    with pytest.raises(ValueError, match=message):
+        add_adapter(tiny_model(arch), adapter(target_modules=targets))
+
+
+@pytest.mark.parametrize(
+    ("arch", "targets", "adapters"),
+    [
+        ("llama", "all-linear", 14),
+        ("llama", None, 4),
+        ("llama", ["q_proj", "mlp.up_proj"], 4),
+        ("llama", ["layers.0.self_attn.q_proj"], 1),
+        ("llama", r".*\.1\..*\.(q|k)_proj", 2),
+        ("gpt2", "all-linear", 8),
+        ("gpt2", ["c_attn"], 2),
+    ],
+)
+def test_targets_get_their_adapters_and_nothing_else_trains(arch, targets, adapters):
+    model = add_adapter(tiny_model(arch), adapter(target_modules=targets))
+    assert len(trained(model)) == 2 * adapters
+    assert all(".lora_" in name for name in trained(model))
+
+
+def test_the_config_is_not_changed_and_makes_another_adapter():
+    config = adapter()
+    first, second = (add_adapter(tiny_model("llama"), config) for _ in range(2))
+    assert config.target_modules == "all-linear"
+    assert trained(first).keys() == trained(second).keys()
+
+
+def test_the_keys_make_a_lora():
+    config = lora_config(4, 6.0, 0.25, ("q_proj",))
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 6.0, 0.25)
+    assert config.target_modules == {"q_proj"}
+    assert lora_config(4, 6.0, 0.0, None).target_modules == "all-linear"
+
+
+# ------------------------------------------------------------------------------- what they add
+
+
+@pytest.mark.parametrize(
+    ("options", "nothing"),
+    [
+        ({}, True),
+        ({"init_lora_weights": "gaussian"}, True),
+        ({"use_rslora": True}, True),
+        ({"init_lora_weights": False}, False),
+        ({"init_lora_weights": "pissa"}, False),  # it changes the base weights
+        ({"use_dora": True}, False),
+        ({"modules_to_save": ["norm"]}, False),
+        ({"bias": "all"}, False),
+    ],
+)
+def test_only_a_fresh_lora_adds_nothing(options, nothing):
+    base = tiny_model("phi" if "bias" in options else "llama")
+    expected, model = logits(base), add_adapter(base, adapter(**options))
+    assert adds_nothing(model) == nothing
+    if nothing:
+        assert logits(model).equal(expected)
+        assert not adds_nothing(stir(model))
+
+
+def test_a_model_without_an_adapter_and_other_adapters_are_not_fresh_loras():
+    assert not adds_nothing(tiny_model("llama"))
+    assert not adds_nothing(add_adapter(tiny_model("llama"), IA3Config(task_type="CAUSAL_LM")))
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_the_reference_of_a_fresh_adapter_is_the_base_model(arch):
+    base = tiny_model(arch)
+    expected = Policy(tiny_model(arch))(rollout()).logprobs
+    policy = Policy(add_adapter(base, adapter()))
+    reference = Reference(policy)
+    assert not any("lora" in name for name, _ in reference.named_modules())
+    assert not any("lora" in name for name, _ in reference.named_parameters())
+    assert reference(rollout()).equal(expected)
+    for _ in range(2):  # B moves first, then A
+        train_a_step(policy)
+    assert not policy(rollout()).logprobs.equal(expected)
+    assert reference(rollout()).equal(expected)
+    assert isinstance(policy.model, PeftModel)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"init_lora_weights": "pissa"}, {"use_dora": True}, {"use_rslora": True}]
+)
+@torch.no_grad()
+def test_the_reference_of_an_adapter_that_adds_something_is_the_initial_policy(options):
+    model = add_adapter(tiny_model("llama"), adapter(**options))
+    policy = Policy(model if options.get("init_lora_weights") else stir(model))
+    reference, expected = Reference(policy), policy(rollout()).logprobs
+    assert reference(rollout()).equal(expected)  # the KL is exactly 0
+    with torch.enable_grad():
+        train_a_step(policy)
+    assert (policy(rollout()).logprobs - expected).abs().max() > 1e-3
+    assert reference(rollout()).equal(expected)
+    assert not any(p.requires_grad for p in reference.parameters())
+    assert trained(policy)
+
+
+# --------------------------------------------------------------------------------- loaded by path
+
+
+def test_an_adapter_directory_goes_on_being_trained(base_path, adapter_path):
+    model, original = load_model(adapter_path, torch.float32), adapted(base_path)
+    assert trained(model).keys() == trained(original).keys()
+    weights = dict(original.named_parameters())
+    assert all(weights[name].equal(p) for name, p in model.named_parameters())
+    assert logits(model).equal(logits(original))
+    with pytest.raises(ValueError, match=r"comes with an adapter.*leave peft_config"):
+        add_adapter(model, adapter())
+
+
+@pytest.mark.parametrize(
+    ("base", "wide"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+@pytest.mark.parametrize("how", ["new", "path", "object"])
+def test_adapters_have_single_precision_at_least(how, base, wide, base_path, adapter_path):
+    if how == "new":
+        model = add_adapter(load_model(base_path, base), adapter())
+    else:
+        given = adapter_path if how == "path" else adapted(base_path)
+        model = load_model(given, base)
+    assert {p.dtype for p in trained(model).values()} == {wide}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {base}
+
+
+def on_another_base(adapter_path, tmp_path, base, **config):
+    """The adapter again, with another name of its base model in its config."""
+    path = tmp_path / "moved"
+    path.mkdir()
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (path / file).write_bytes((Path(adapter_path) / file).read_bytes())
+    saved = json.loads((path / "adapter_config.json").read_text())
+    saved |= {"base_model_name_or_path": base} | config
+    (path / "adapter_config.json").write_text(json.dumps(saved))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (None, "there is no model directory"),
+        ({"num_hidden_layers": 1}, "14 tensors of one are not in the other"),
+        ({"hidden_size": 16}, "size mismatch"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_with_both_names(
+    shape, message, adapter_path, tmp_path
+):
+    base = str(tmp_path / "base")
+    if shape is not None:
+        tiny_model("llama", **shape).save_pretrained(base)
+    path = on_another_base(adapter_path, tmp_path, base)
+    both = f"the adapter {path} does not fit its base model '{base}'"
+    with pytest.raises(ValueError, match=rf"^{both}.*: .*{message}"):
+        load_model(path, torch.float32)
+
+
+def test_an_adapter_without_the_name_of_its_base_is_refused(adapter_path, tmp_path):
+    path = on_another_base(adapter_path, tmp_path, None)
+    with pytest.raises(ValueError, match=r"moved does not say what its base model is"):
+        load_model(path, torch.float32)
+
+
+def test_the_tokenizer_saved_with_an_adapter_comes_before_that_of_the_base(
+    base_path, adapter_path, tmp_path
+):
+    base, path = tmp_path / "base", on_another_base(adapter_path, tmp_path, str(tmp_path / "base"))
+    tiny_model("llama").save_pretrained(base)
+    make_tokenizer(eos_token="<2>", pad_token="<0>").save_pretrained(base)
+    assert load_tokenizer(None, load_model(path, torch.float32)).eos_token == "<2>"
+    make_tokenizer(eos_token="<7>", pad_token="<0>").save_pretrained(path)
+    assert load_tokenizer(None, load_model(path, torch.float32)).eos_token == "<7>"
+
+
+def test_a_model_saved_without_a_tokenizer_is_refused(tmp_path):
+    """For Qwen `AutoTokenizer` makes up an empty one."""
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"no tokenizer was saved with the model.*processing_class"
+    ):
+        load_tokenizer(None, load_model(tmp_path, torch.float32))
+
+
+def test_an_adapter_by_another_name_is_refused():
+    model = get_peft_model(tiny_model("llama"), adapter(), adapter_name="poet")
+    with pytest.raises(ValueError, match=r"the model has the adapters poet: .*default"):
+        load_model(model, torch.float32)
+    model = add_adapter(tiny_model("llama"), adapter())
+    model.add_adapter("poet", adapter())
+    with pytest.raises(ValueError, match="the adapters default, poet"):
+        load_model(model, torch.float32)
+
+
+def test_a_trained_prompt_is_refused():
+    """The critic reads a trunk, which has no room for it."""
+    config = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match=r"PromptTuningConfig.*use LoraConfig"):
+        add_adapter(tiny_model("llama"), config)
+
+
+# ------------------------------------------------------------------------- merged, saved, restored
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"modules_to_save": ["norm"]}])
+def test_merged_is_the_same_function_and_a_model_of_its_own(options):
+    model = stir(add_adapter(tiny_model("llama"), adapter(**options)))
+    weights = {name: (p, p.clone()) for name, p in model.named_parameters()}
+    expected, plain = logits(model), merged(model)
+    assert not isinstance(plain, PeftModel)
+    assert plain.state_dict().keys() == tiny_model("llama").state_dict().keys()
+    torch.testing.assert_close(logits(plain), expected, rtol=0, atol=1e-4)
+    assert storages(plain).isdisjoint(storages(model))
+    assert all(weights[name][0] is p for name, p in model.named_parameters())
+    assert all(weights[name][1].equal(p) for name, p in model.named_parameters())
+    assert logits(model).equal(expected)
+
+
+def test_without_an_adapter_merged_is_the_model_itself():
+    model = tiny_model("llama")
+    assert merged(model) is model
+
+
+def test_restored_weights_are_equal_and_in_place(base_path, tmp_path):
+    original, model = adapted(base_path, seed=1), adapted(base_path, seed=2)
+    original.save_pretrained(tmp_path)
+    modules, where = [name for name, _ in model.named_modules()], storages(model)
+    load_weights(model, tmp_path)
+    assert [name for name, _ in model.named_modules()] == modules  # not wrapped once more
+    assert storages(model) == where
+    weights = dict(original.named_parameters())
+    assert all(weights[name].equal(p) for name, p in model.named_parameters())
+    assert trained(model).keys() == trained(original).keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_restored_weights_lose_no_bit(dtype, tmp_path):
+    """The dtypes of base and adapter differ, and so they stay."""
+    models = [add_adapter(tiny_model("llama", dtype=dtype), adapter()) for _ in range(2)]
+    stir(models[0]).save_pretrained(tmp_path)
+    load_weights(models[1], tmp_path)
+    theirs = trained(models[0])
+    assert all(
+        theirs[name].equal(p) and theirs[name].dtype == p.dtype
+        for name, p in trained(models[1]).items()
+    )
+
+
+def test_full_weights_are_restored_in_place(tmp_path):
+    original, model = tiny_model("gpt2", seed=1), tiny_model("gpt2", seed=2)
+    original.save_pretrained(tmp_path)
+    where = storages(model)
+    load_weights(model, tmp_path)
+    assert storages(model) == where
+    weights = original.state_dict()
+    assert all(weights[name].equal(value) for name, value in model.state_dict().items())
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+@pytest.mark.parametrize(
+    "changed", [{"lora_alpha": 99}, {"use_rslora": True}, {"lora_dropout": 0.5}]
+)
+def test_an_adapter_of_another_scale_is_not_restored(changed, tmp_path):
+    """The tensors would fit."""
+    stir(add_adapter(tiny_model("llama"), adapter())).save_pretrained(tmp_path)
+    model = add_adapter(tiny_model("llama"), adapter(**changed))
+    with pytest.raises(ValueError, match=rf"{next(iter(changed))} .*the same peft_config"):
+        load_weights(model, tmp_path)
+    assert adds_nothing(model)
+
+
+def test_dropout_of_adapters_is_a_module_that_disable_dropout_finds():
+    model = add_adapter(tiny_model("llama"), adapter(lora_dropout=0.5))
+    rates = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
+    assert rates == [0.5] * 14
+
+
+def test_the_saved_adapter_is_what_peft_and_transformers_load(base_path, adapter_path):
+    expected = logits(adapted(base_path))
+    base = AutoModelForCausalLM.from_pretrained(base_path)
+    assert logits(AutoModelForCausalLM.from_pretrained(adapter_path)).equal(expected)
+    assert logits(PeftModel.from_pretrained(base, adapter_path)).equal(expected)

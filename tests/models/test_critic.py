@@ -1,0 +1,390 @@
+"""The critic against one forward per row, without padding, mask or positions."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from torch import nn
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+
+from rlhf_pg.models import ActorCritic, Policy, add_adapter, load_model, new_critic
+from tests.models.test_loading import make_tokenizer
+from tests.models.test_policy import COMPLETIONS, PADDINGS, PROMPTS, rollout, with_garbage
+from tests.tiny import adapter, stir, tiny_model
+
+# What OPT 350M does: the hidden states leave the decoder in another width.
+NARROW = {"word_embed_proj_dim": 16}
+ARCHS = [("gpt2", {}), ("llama", {}), ("qwen3", {}), ("opt", NARROW)]
+KINDS = ["separate", "shared", "lora"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer(eos_token="<2>", pad_token="<0>")
+
+
+def actor_critic(kind, arch, tokenizer, dtype=torch.float32, **shape):
+    """Stirred, so that every number says where it comes from."""
+    model = tiny_model(arch, dtype=dtype, **shape)
+    if kind == "lora":
+        model = stir(add_adapter(model, adapter()))
+    critic = new_critic(model, tokenizer, dtype, shared=kind == "shared")
+    return ActorCritic(Policy(model), stir(critic, seed=1))
+
+
+def by_hand(module, prompt, completion):
+    """V after each prefix from the whole prompt on, (T+1,), in float64."""
+    critic = module.critic
+    model = module.policy.model if critic.shares_trunk else critic.model
+    trunk = getattr(model, "get_base_model", lambda: model)().base_model
+    hidden = trunk(torch.tensor([prompt + completion]), use_cache=False).last_hidden_state[0]
+    values = hidden.double() @ critic.head.weight[0].double() + critic.head.bias.double()
+    return values[len(prompt) - 1 :]
+
+
+def assert_values(module, batch, atol):
+    out = module(batch)
+    assert out.values.shape == batch.completion_ids.shape
+    assert out.end_values.shape == (len(PROMPTS),)
+    for i, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        expected, mask, n = (
+            by_hand(module, prompt, completion),
+            batch.action_mask[i],
+            len(completion),
+        )
+        shown = torch.where(mask[:n], expected[:-1], 0.0)
+        torch.testing.assert_close(out.values[i, :n].double(), shown, rtol=0, atol=atol)
+        assert not out.values[i, n:].any()
+        last = int(mask.nonzero().max()) + 1 if mask.any() else 0
+        end = out.end_values[i].double()
+        torch.testing.assert_close(end, expected[last], rtol=0, atol=atol)
+
+
+def places(module):
+    """Where the frozen tensors of a module are, and where the trained ones."""
+    found = {False: set(), True: set()}
+    for parameter in module.parameters():
+        found[parameter.requires_grad].add(parameter.data_ptr())
+    return found[False], found[True]
+
+
+def trained_names(module):
+    return {name for name, p in module.named_parameters() if p.requires_grad}
+
+
+# --------------------------------------------------------------------------- the right numbers
+
+
+@pytest.mark.parametrize(("left", "right"), PADDINGS[:4])
+@pytest.mark.parametrize(("arch", "shape"), ARCHS)
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_values_are_those_of_an_unpadded_forward(kind, arch, shape, left, right, tokenizer):
+    dtype, atol = (torch.float64, 1e-9) if arch == "gpt2" else (torch.float32, 1e-4)
+    module = actor_critic(kind, arch, tokenizer, dtype, **shape)
+    assert_values(module, with_garbage(rollout(left=left, right=right)), atol)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_holes_are_read_and_not_valued(kind, tokenizer):
+    """Tool output: the state after the last action is the end, whatever else follows it."""
+    module = actor_critic(kind, "gpt2", tokenizer, torch.float64)
+    mask = rollout().completion_mask.clone()
+    mask[1, 1:3] = mask[1, 4] = mask[3, 0] = False
+    mask[2] = False  # nothing in it was chosen
+    batch = replace(rollout(left=2), action_mask=mask)
+    assert_values(module, batch, 1e-9)
+    end, said = module(batch).end_values, batch.completion_ids.clone()
+    said[1, 4] = 20  # after the last action
+    assert module(replace(batch, completion_ids=said)).end_values.equal(end)
+    said[1, 2] = 20  # before it
+    assert (module(replace(batch, completion_ids=said)).end_values - end)[1].abs() > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_policy_says_is_what_it_says_alone(kind, tokenizer):
+    module = actor_critic(kind, "llama", tokenizer)
+    alone, out = module.policy(rollout(left=2)), module(rollout(left=2))
+    assert out.logprobs.equal(alone.logprobs)
+    assert out.entropy.equal(alone.entropy)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_the_first_values_are_exactly_0_in_single_precision_at_least(kind, dtype, tokenizer):
+    model = tiny_model("llama", dtype=dtype)
+    model = add_adapter(model, adapter()) if kind == "lora" else model
+    critic = new_critic(model, tokenizer, dtype, shared=kind == "shared")
+    out = ActorCritic(Policy(model), critic)(rollout())
+    wide = torch.promote_types(dtype, torch.float32)
+    assert critic.head.weight.dtype == critic.head.bias.dtype == wide
+    assert out.values.dtype == out.end_values.dtype == wide
+    assert not out.values.any()
+    assert not out.end_values.any()
+
+
+@torch.no_grad()
+def test_undefined_values_stay_in_masked_slots():
+    class Undefined(nn.Module):
+        def forward(self, input_ids, **_):
+            return torch.where(input_ids == 0, torch.nan, 1.0)  # 0 pads
+
+    critic = new_critic(tiny_model("gpt2"), None, torch.float32, value_model=Undefined())
+    values, end = critic(rollout(left=2, right=2))
+    assert values.equal(rollout(right=2).action_mask.float())
+    assert end.equal(torch.ones(4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_blank_row_keeps_all_that_trains_in_the_graph_with_gradient_zero(kind, tokenizer):
+    module = actor_critic(kind, "llama", tokenizer)
+    out = module(rollout().blank_row())
+    (out.logprobs.sum() + out.values.sum()).backward()
+    trained = [p for p in module.parameters() if p.requires_grad]
+    assert all(p.grad is not None and not p.grad.any() for p in trained)
+
+
+# ----------------------------------------------------------------------------- where it starts
+
+
+@pytest.mark.parametrize("kind", ["separate", "lora"])
+@torch.no_grad()
+def test_a_separate_critic_starts_with_the_hidden_states_of_the_policy(kind, tokenizer):
+    model = tiny_model("llama")
+    model = stir(add_adapter(model, adapter())) if kind == "lora" else model
+    critic = new_critic(model, tokenizer, torch.float32)
+    nn.init.normal_(critic.head.weight)
+    shared = new_critic(model, tokenizer, torch.float32, shared=True)
+    shared.head.load_state_dict(critic.head.state_dict())
+    expected = ActorCritic(Policy(model), shared)(rollout(left=2))
+    values, end = critic(rollout(left=2))
+    assert values.equal(expected.values)
+    assert end.equal(expected.end_values)
+
+
+@pytest.mark.parametrize("kind", ["separate", "shared"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_policy_keeps_its_embeddings_and_its_head(tied, kind, tokenizer):
+    model = tiny_model("llama", tie_word_embeddings=tied)
+    where = {name: p.data_ptr() for name, p in model.named_parameters()}
+    weights = {name: p.clone() for name, p in model.state_dict().items()}
+    stir(new_critic(model, tokenizer, torch.float32, shared=kind == "shared"))
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == where
+    assert all(weights[name].equal(p) for name, p in model.state_dict().items())
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_policy_and_critic_share_what_is_frozen_and_nothing_else(kind, tokenizer):
+    module = actor_critic(kind, "llama", tokenizer)
+    frozen, trained = places(module.policy)
+    critics_frozen, critics_trained = places(module.critic)
+    assert trained.isdisjoint(critics_frozen | critics_trained)
+    assert critics_trained
+    assert critics_frozen == (frozen if kind == "lora" else set())
+
+
+@pytest.mark.parametrize("where", ["copy", "object"])
+def test_a_lora_critic_trains_its_own_adapter_and_no_head_of_words(where, tokenizer):
+    """The policy's adapter may be on that head too, which takes no part in a value."""
+    config = adapter(target_modules=["q_proj", "lm_head"])
+    model = add_adapter(tiny_model("llama"), config)
+    other = None if where == "copy" else add_adapter(tiny_model("llama"), config)
+    critic = new_critic(model, tokenizer, torch.float32, value_model=other)
+    module = ActorCritic(Policy(model), stir(critic))
+    out = module(rollout())
+    (out.logprobs.sum() + out.values.sum()).backward()
+    assert sum("q_proj" in name for name in trained_names(critic)) == 4
+    assert len(trained_names(critic)) == 4 + 2
+    assert all(p.grad is not None for p in module.parameters() if p.requires_grad)
+    assert sum("lm_head.lora" in name for name in trained_names(model)) == 2
+
+
+# --------------------------------------------------------------------------- from another model
+
+
+class Table(nn.Module):
+    """Values straight from ids and positions."""
+
+    def __init__(self, wide=False):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(40, generator=torch.Generator().manual_seed(0)))
+        self.wide = wide
+
+    def forward(self, input_ids, attention_mask, position_ids):
+        values = self.table[input_ids] + position_ids / 8 + attention_mask / 16
+        return values[:, :, None] if self.wide else values
+
+
+def reward_model():
+    config = tiny_model("llama").config
+    config.num_labels = 1
+    return AutoModelForSequenceClassification.from_config(config).eval()
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@torch.no_grad()
+def test_any_module_gives_the_values_itself(wide):
+    module = Table(wide)
+    critic = new_critic(tiny_model("gpt2"), None, torch.float32, value_model=module)
+    assert critic.model is module
+    assert critic.head is None
+    values, end = critic(rollout(left=3, right=1))
+    for i, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        row = [module.table[id] + t / 8 + 1 / 16 for t, id in enumerate(prompt + completion)]
+        expected = torch.stack(row[len(prompt) - 1 :])
+        assert values[i, : len(completion)].equal(expected[:-1])
+        assert end[i] == expected[-1]
+
+
+@torch.no_grad()
+def test_the_values_of_a_module_have_single_precision_at_least():
+    module = Table().to(torch.bfloat16)
+    critic = new_critic(tiny_model("gpt2"), None, torch.bfloat16, value_model=module)
+    assert {numbers.dtype for numbers in critic(rollout())} == {torch.float32}
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 5), (4, 12, 2)])
+def test_a_module_that_does_not_give_one_value_per_token_is_refused(shape):
+    class Odd(nn.Module):
+        def forward(self, **_):
+            return torch.zeros(shape)
+
+    critic = new_critic(tiny_model("gpt2"), None, torch.float32, value_model=Odd())
+    with pytest.raises(ValueError, match=r"value_model must give one value per token, \(4, 12\)"):
+        critic(rollout())
+
+
+@pytest.mark.parametrize("given", ["path", "causal", "scores"])
+@torch.no_grad()
+def test_the_trunk_of_a_value_model_is_taken_with_a_head_at_0(given, tokenizer, tmp_path):
+    other = reward_model() if given == "scores" else tiny_model("llama", seed=1)
+    hidden = other.base_model(torch.tensor([[5, 9, 2]])).last_hidden_state
+    other.save_pretrained(tmp_path)
+    value_model = str(tmp_path) if given == "path" else other
+    critic = new_critic(tiny_model("llama"), tokenizer, torch.float32, value_model=value_model)
+    assert critic.model(torch.tensor([[5, 9, 2]])).last_hidden_state.equal(hidden)
+    assert not critic.head.weight.any()
+    assert given == "path" or critic.model is other.base_model
+    assert all(p.requires_grad for p in critic.parameters())
+
+
+@torch.no_grad()
+def test_a_value_model_of_another_architecture_width_and_dtype(tokenizer):
+    other = tiny_model("gpt2", hidden_size=16)
+    critic = new_critic(tiny_model("llama"), tokenizer, torch.bfloat16, value_model=other)
+    assert critic(rollout())[0].shape == (4, 5)
+    assert critic.head.in_features == 16
+    assert {p.dtype for p in critic.model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_under_lora_every_layer_of_a_value_model_gets_an_adapter(loaded, tokenizer, tmp_path):
+    """One more than the policy has, although a loaded adapter names the policy's layers."""
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    model = add_adapter(load_model(tmp_path / "base", torch.float32), adapter())
+    model.save_pretrained(tmp_path / "adapter")
+    model = load_model(tmp_path / "adapter", torch.float32) if loaded else model
+    other, config = tiny_model("llama", num_hidden_layers=3), None if loaded else adapter()
+    weights = {p.data_ptr() for p in other.parameters()}
+    critic = new_critic(model, tokenizer, torch.float32, value_model=other, peft_config=config)
+    trained = trained_names(critic) - {"head.weight", "head.bias"}
+    assert len(trained) == 3 * 7 * 2
+    assert all(".lora_" in name for name in trained)
+    assert places(critic)[0] <= weights
+
+
+@pytest.mark.parametrize("kind", ["separate", "lora"])
+@torch.no_grad()
+def test_the_critic_of_an_earlier_run_brings_its_head_along(kind, tokenizer, tmp_path):
+    tiny_model("qwen3").save_pretrained(tmp_path / "base")
+    model = load_model(tmp_path / "base", torch.float32)
+    model = add_adapter(model, adapter()) if kind == "lora" else model
+    earlier = stir(new_critic(model, tokenizer, torch.float32))
+    earlier.save(tmp_path / "critic")
+    path = str(tmp_path / "critic")
+    critic = new_critic(tiny_model("qwen3"), tokenizer, torch.float32, value_model=path)
+    for now, then in zip(critic(rollout()), earlier(rollout()), strict=True):
+        assert now.equal(then)
+    assert trained_names(critic) == trained_names(earlier)
+
+
+# --------------------------------------------------------------------------- saved and restored
+
+
+def saved_kind(kind, tokenizer):
+    """A critic of each kind that is saved in its own way, with the policy."""
+    model, other, config = tiny_model("gpt2"), None, None
+    if kind == "lora":
+        model = add_adapter(model, adapter())
+    if kind == "module":
+        other = Table()
+    if kind == "value model with lora":
+        other, config = tiny_model("llama"), adapter()
+    torch.manual_seed(0)
+    critic = new_critic(model, tokenizer, torch.float32, kind == "shared", other, config)
+    return ActorCritic(Policy(model), critic)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "module", "value model with lora"])
+@torch.no_grad()
+def test_what_was_saved_is_restored_in_place(kind, tokenizer, tmp_path):
+    earlier, module = saved_kind(kind, tokenizer), saved_kind(kind, tokenizer)
+    stir(earlier.critic).save(tmp_path / "critic")
+    assert not module(rollout()).values.equal(earlier(rollout()).values)
+    where = [p.data_ptr() for p in module.critic.parameters()]
+    module.critic.restore(tmp_path / "critic")
+    assert [p.data_ptr() for p in module.critic.parameters()] == where
+    theirs = dict(earlier.critic.named_parameters())
+    assert all(theirs[name].equal(p) for name, p in module.critic.named_parameters())
+    assert module(rollout()).values.equal(earlier(rollout()).values)
+
+
+# ------------------------------------------------------------------------------------- refusals
+
+
+def test_a_value_model_with_fewer_embedding_rows_is_refused(tokenizer):
+    small = tiny_model("llama", vocab_size=39)
+    with pytest.raises(ValueError, match="40 ids but value_model only 39 embedding rows"):
+        new_critic(tiny_model("llama"), tokenizer, torch.float32, value_model=small)
+
+
+def test_as_many_tokens_that_are_others_are_refused(tokenizer, tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    make_tokenizer(eos_token="<2>", pad_token="<0>").save_pretrained(tmp_path)
+    model, path = tiny_model("llama"), str(tmp_path)
+    new_critic(model, tokenizer, torch.float32, value_model=path)
+    backwards = Tokenizer(models.WordLevel({f"<{i}>": 39 - i for i in range(40)}))
+    PreTrainedTokenizerFast(tokenizer_object=backwards).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"value_model .* has another vocabulary than the policy"):
+        new_critic(model, tokenizer, torch.float32, value_model=path)
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "llama", "gpt2", "gemma"])
+def test_a_value_model_that_was_saved_without_a_tokenizer_is_taken(arch, tokenizer, tmp_path):
+    """For some architectures `AutoTokenizer` makes up an empty one."""
+    tiny_model(arch).save_pretrained(tmp_path)
+    critic = new_critic(tiny_model("llama"), tokenizer, torch.float32, value_model=tmp_path)
+    assert critic(rollout())[0].shape == (4, 5)
+
+
+def test_a_value_model_that_shares_trained_weights_is_refused(tokenizer):
+    def refused(model, value_model):
+        with pytest.raises(ValueError, match="value_model is the policy, or shares weights"):
+            new_critic(model, tokenizer, torch.float32, value_model=value_model)
+
+    model, base = tiny_model("llama"), tiny_model("llama")
+    refused(model, model)
+    refused(model, model.model)
+    refused(model, nn.Sequential(model.model.embed_tokens, nn.Linear(32, 1)))
+    refused(add_adapter(base, adapter()), base)
+
+
+def test_a_directory_that_is_not_there_is_refused(tokenizer, tmp_path):
+    path = str(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"there is no model directory .*nowhere"):
+        new_critic(tiny_model("llama"), tokenizer, torch.float32, value_model=path)

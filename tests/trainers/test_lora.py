@@ -1,0 +1,318 @@
+"""Adapters in a run: all four algorithms, what they leave behind, and how they go on."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
+from rlhf_pg.metrics import read
+from rlhf_pg.models import add_adapter, load_model
+from rlhf_pg.tasks import arithmetic
+from tests.tiny import adapter, stir
+from tests.trainers.test_run import untimed
+
+TRAINERS = [GRPOTrainer, RLOOTrainer, ReinforceTrainer, PPOTrainer]
+IDS = torch.tensor([[5, 6, 13, 9, 4, 16]])
+LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8.0}
+
+
+@torch.no_grad()
+def logits(model):
+    return model.eval()(IDS).logits
+
+
+def weights(trainer):
+    """Of policy and critic, as they are now: (trained, frozen) by name."""
+    found = ({}, {})
+    for name, p in trainer.learner.module.named_parameters():
+        found[not p.requires_grad][name] = p.detach().clone()
+    return found
+
+
+def equal(left, right):
+    return left.keys() == right.keys() and all(left[name].equal(p) for name, p in right.items())
+
+
+@pytest.fixture(scope="module")
+def adapter_path(model_path, tmp_path_factory):
+    """An adapter that was trained before, with its tokenizer."""
+    path = tmp_path_factory.mktemp("adapter")
+    torch.manual_seed(0)
+    stir(add_adapter(load_model(model_path, torch.float32), adapter())).save_pretrained(path)
+    arithmetic().new_model()[1].save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def deeper_path(tmp_path_factory):
+    """A value model with the same tokens and one more layer."""
+    model, tokenizer = arithmetic().new_model()
+    model.config.num_hidden_layers = 3
+    model.config.layer_types = ["full_attention"] * 3
+    torch.manual_seed(3)
+    path = tmp_path_factory.mktemp("deeper")
+    type(model)(model.config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+# --------------------------------------------------------------------------------- what trains
+
+
+@pytest.mark.parametrize("trainer_type", TRAINERS)
+def test_a_run_leaves_the_trained_model_in_three_forms(make, trainer_type, model_path, tmp_path):
+    trainer = make(trainer_type, **LORA, beta=0.1, learning_rate=1e-2, save_merged=True)
+    trained, frozen = weights(trainer)
+    start = logits(trainer.model)
+    trainer.train()
+    now, still = weights(trainer)
+    assert equal(frozen, still)
+    assert all(".lora_" in name or "critic.head" in name for name in trained)
+    assert not any(now[name].equal(p) for name, p in trained.items())
+
+    final, expected = tmp_path / "run" / "final", logits(trainer.model)
+    assert (expected - start).abs().max() > 0.01
+    assert not (final / "model.safetensors").exists()
+    assert logits(AutoModelForCausalLM.from_pretrained(final)).equal(expected)
+    base = AutoModelForCausalLM.from_pretrained(model_path)
+    assert logits(PeftModel.from_pretrained(base, final)).equal(expected)
+    plain = AutoModelForCausalLM.from_pretrained(final / "merged")
+    assert not any(".lora_" in name for name, _ in plain.named_parameters())
+    torch.testing.assert_close(logits(plain), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [LORA, {}, {"critic": "shared", **LORA}, {"critic": "shared"}])
+def test_the_critic_of_a_run_loads(make, options, tmp_path):
+    trainer = make(PPOTrainer, **options, num_generations=1, learning_rate=1e-2)
+    trainer.train()
+    critic = tmp_path / "run" / "final" / "critic"
+    if "critic" in options:
+        assert [file.name for file in critic.iterdir()] == ["value_head.safetensors"]
+        return
+    after = {"value_model": str(critic), "output_dir": str(tmp_path / "next")}
+    again = make(PPOTrainer, **options, **after).critic
+    theirs = dict(trainer.critic.named_parameters())
+    assert again.head.weight.any()
+    assert all(theirs[name].equal(p) for name, p in again.named_parameters())
+
+
+def test_keys_and_peft_config_make_the_same_run(make, tmp_path):
+    config = LoraConfig(r=4, lora_alpha=8.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    for name, options in {"keys": LORA, "object": {"peft_config": config}}.items():
+        make(PPOTrainer, **options, output_dir=str(tmp_path / name)).train()
+    assert untimed(tmp_path / "keys") == untimed(tmp_path / "object")
+    adapters = [
+        tmp_path / name / "final" / "adapter_model.safetensors" for name in ("keys", "object")
+    ]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()
+
+
+def test_targets_by_key(make):
+    trainer = make(PPOTrainer, **LORA, lora_target_modules=("q_proj", "v_proj"))
+    trained, _ = weights(trainer)
+    assert len(trained) == 2 * (2 * 2 * 2) + 2
+    assert all("q_proj" in name or "v_proj" in name or "head" in name for name in trained)
+
+
+def test_the_critic_has_its_own_learning_rate(make):
+    trainer = make(PPOTrainer, **LORA, value_learning_rate=0.5)
+    rates = {id(p): g["lr"] for g in trainer.learner.optimizer.param_groups for p in g["params"]}
+    for name, p in trainer.learner.module.named_parameters():
+        expected = 0.5 if name.startswith("critic.") else 1e-3
+        assert rates.get(id(p)) == (expected if p.requires_grad else None)
+
+
+# ------------------------------------------------------------------------- gradient checkpointing
+
+
+def last_gradient(trainer, computed):
+    """That of the last update of a run; `computed` gets an entry whenever a layer runs."""
+    learner, grads = trainer.learner, {}
+    apply_gradient = learner._apply_gradient
+
+    def keep():
+        named = learner.module.named_parameters()
+        grads.update({name: p.grad.clone() for name, p in named if p.requires_grad})
+        return apply_gradient()
+
+    learner._apply_gradient = keep
+    for module in learner.module.modules():
+        if hasattr(module, "input_layernorm"):
+            module.input_layernorm.register_forward_hook(lambda *_: computed.append(1))
+    trainer.train()
+    return grads
+
+
+@pytest.mark.parametrize("critic", ["separate", "shared", "value_model"])
+def test_gradient_checkpointing_changes_no_gradient(make, critic, deeper_path, tmp_path):
+    # One update for the head to move, one for B: the third has a gradient everywhere.
+    options = LORA | {"max_steps": 3, "num_iterations": 1, "beta": 0.0}
+    options |= {"critic": "shared"} if critic == "shared" else {}
+    options |= {"value_model": deeper_path} if critic == "value_model" else {}
+    grads, computed = {}, {False: [], True: []}
+    for on in computed:
+        run = str(tmp_path / f"checkpointing {on}")
+        trainer = make(PPOTrainer, **options, gradient_checkpointing=on, output_dir=run)
+        grads[on] = last_gradient(trainer, computed[on])
+    layers = {"separate": 4, "shared": 2, "value_model": 5}[critic]
+    assert len(computed[True]) - len(computed[False]) == 3 * layers  # once more in every update
+    assert grads[True].keys() == grads[False].keys()
+    for name, grad in grads[False].items():
+        assert grad.any(), name
+        torch.testing.assert_close(grads[True][name], grad, rtol=1e-4, atol=1e-9)
+
+
+# -------------------------------------------------------------------------------------- going on
+
+
+@pytest.mark.parametrize(
+    ("trainer_type", "options"),
+    [
+        (GRPOTrainer, LORA),
+        (PPOTrainer, LORA),
+        (PPOTrainer, {**LORA, "critic": "shared"}),
+        (PPOTrainer, {**LORA, "value_model": "deeper"}),
+        (PPOTrainer, {"value_model": "deeper"}),
+        (PPOTrainer, {"value_model": "module"}),
+    ],
+)
+def test_ten_steps_are_five_and_five_bit_for_bit(
+    make, trainer_type, options, deeper_path, tmp_path
+):
+    def build(name):
+        torch.manual_seed(0)
+        given = {"deeper": deeper_path, "module": Values()}
+        named = {key: given[name] for key, name in options.items() if key == "value_model"}
+        return make(trainer_type, output_dir=str(tmp_path / name), **(steps | options | named))
+
+    steps = {"max_steps": 10, "save_steps": 5, "beta": 0.1, "warmup_steps": 3}
+    steps |= {"num_iterations": 2, "num_mini_batches": 2}
+    whole, part = build("whole"), build("part")
+    whole.train()
+    part.total_steps = 5
+    part.train()
+    torch.manual_seed(999)
+    rest = build("part")
+    rest.train(resume_from_checkpoint="latest")
+    assert all(equal(a, b) for a, b in zip(weights(rest), weights(whole), strict=True))
+    assert untimed(tmp_path / "part") == untimed(tmp_path / "whole")
+
+
+class Values(nn.Module):
+    """A value model that is none of `transformers`."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(20, 1)
+
+    def forward(self, input_ids, **_):
+        return self.table(input_ids)
+
+
+@pytest.mark.parametrize("value_model", [None, "deeper"])
+def test_an_adapter_goes_on_from_where_it_is(
+    make, value_model, adapter_path, deeper_path, tmp_path
+):
+    """The reference is the adapter that it starts from, not its base model."""
+    options = {"beta": 0.1, "learning_rate": 1e-2, "max_steps": 2}
+    if value_model:
+        options["value_model"] = deeper_path
+    trainer = make(PPOTrainer, model=adapter_path, **options)
+    start = logits(trainer.model)
+    assert start.equal(logits(AutoModelForCausalLM.from_pretrained(adapter_path)))
+    trainer.train()
+    kl = [line["kl"] for line in read(tmp_path / "run" / "metrics.jsonl")]
+    assert kl[0] == 0
+    assert kl[1] > 1e-6
+    assert logits(trainer.learner.reference.policy.model).equal(start)
+    final = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
+    assert logits(final).equal(logits(trainer.model))
+
+
+# -------------------------------------------------------------------------------------- refusals
+
+
+def test_two_adapters_are_refused(make, adapter_path):
+    with pytest.raises(
+        ValueError, match="there are two adapters: give peft_config or set use_peft"
+    ):
+        make(**LORA, peft_config=adapter())
+    for options in ({"peft_config": adapter()}, LORA):
+        with pytest.raises(ValueError, match=r"comes with an adapter.*leave peft_config"):
+            make(model=adapter_path, **options)
+
+
+def test_a_model_that_is_frozen_throughout_is_refused(make, model_path, adapter_path):
+    base = AutoModelForCausalLM.from_pretrained(model_path)
+    model = PeftModel.from_pretrained(base, adapter_path)
+    with pytest.raises(ValueError, match=r"every weight .* is frozen.*is_trainable=True"):
+        make(model=model)
+
+
+def test_a_value_model_with_a_shared_critic_is_refused(make, deeper_path):
+    with pytest.raises(ValueError, match="value_model is for a separate critic"):
+        make(PPOTrainer, critic="shared", value_model=deeper_path)
+
+
+def test_the_key_and_the_argument_name_the_same_value_model(make, deeper_path):
+    by_key = make(PPOTrainer, value_model_name_or_path=deeper_path).critic
+    by_argument = make(PPOTrainer, value_model=deeper_path).critic
+    assert len(by_key.model.layers) == 3
+    assert by_key.model.state_dict().keys() == by_argument.model.state_dict().keys()
+
+
+def test_the_base_model_of_the_policy_is_no_value_model(make, model_path):
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    tokenizer = arithmetic().new_model()[1]
+    with pytest.raises(ValueError, match="value_model is the policy, or shares weights"):
+        make(PPOTrainer, **LORA, model=model, value_model=model, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({}, {"value_model": "deeper"}, "another critic: resume with the same value_model"),
+        ({}, {"critic": "shared"}, "critic was 'separate' and is 'shared'"),
+        (LORA, {}, "use_peft was True and is False"),
+        (LORA, LORA | {"model": "moved"}, "another model: resume with the same base model"),
+        ({"peft_config": 8}, {"peft_config": 99}, "lora_alpha 8, and this one 99: .*peft_config"),
+    ],
+)
+def test_a_run_goes_on_with_the_models_it_had(make, before, after, message, deeper_path, tmp_path):
+    def build(options):
+        given = dict(options)
+        if "peft_config" in given:
+            given["peft_config"] = adapter(lora_alpha=given["peft_config"])
+        if "value_model" in given:
+            given["value_model"] = deeper_path
+        if given.get("model") == "moved":
+            given["model"] = str(moved)
+        return make(PPOTrainer, **({"beta": 0.0, "max_steps": 1, "save_steps": 1} | given))
+
+    moved = tmp_path / "moved"
+    first = build(before)
+    first.train()
+    other = load_model(first.args.model_name_or_path, torch.float32)
+    with torch.no_grad():
+        other.lm_head.weight[0, 0] += 1
+    other.save_pretrained(moved)
+    first.processing_class.save_pretrained(moved)
+    with pytest.raises(ValueError, match=message):
+        build(after).train(resume_from_checkpoint="latest")
+
+
+def test_a_base_model_may_move(make, model_path, tmp_path):
+    """It is known by its weights, not by its path."""
+    make(**LORA, save_steps=1, max_steps=1).train()
+    moved = tmp_path / "moved"
+    moved.symlink_to(model_path)
+    rest = make(**LORA, save_steps=1, max_steps=2, model=str(moved))
+    rest.train(resume_from_checkpoint="latest")
+    assert rest.state.step == 2
+    saved = json.loads(Path(tmp_path / "run" / "final" / "adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == str(moved)
