@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch as safetensors
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -93,20 +93,20 @@ class Critic(nn.Module):
         """Trunk or adapter as `from_pretrained` reads them, and the head beside them."""
         path.mkdir(parents=True, exist_ok=True)
         if self.head is not None:
-            save_file(self.head.state_dict(), path / HEAD_FILE)
+            safetensors.save_file(self.head.state_dict(), path / HEAD_FILE)
         if isinstance(self.model, LOADED):
             self.model.save_pretrained(path)
         elif self.model is not None:
-            save_file(self.model.state_dict(), path / MODULE_FILE)
+            safetensors.save_model(self.model, str(path / MODULE_FILE))  # tied weights once
 
     def restore(self, path: Path) -> None:
         """The inverse of `save`, in place."""
         if self.head is not None:
-            self.head.load_state_dict(load_file(path / HEAD_FILE))
+            self.head.load_state_dict(safetensors.load_file(path / HEAD_FILE))
         if isinstance(self.model, LOADED):
             load_weights(self.model, path)
         elif self.model is not None:
-            self.model.load_state_dict(load_file(path / MODULE_FILE))
+            safetensors.load_model(self.model, path / MODULE_FILE)
 
 
 class ActorCritic(nn.Module):
@@ -161,7 +161,7 @@ def new_critic(
     model = model if isinstance(model, PeftModel) else model.base_model
     head = _head(model, dtype)
     if isinstance(value_model, str | os.PathLike) and (Path(value_model) / HEAD_FILE).exists():
-        head.load_state_dict(load_file(Path(value_model) / HEAD_FILE))
+        head.load_state_dict(safetensors.load_file(Path(value_model) / HEAD_FILE))
     peft_config = peft_config or getattr(policy_model, "active_peft_config", None)
     if peft_config is not None and not isinstance(model, PeftModel):
         model = add_adapter(model, _for_trunk(peft_config))

@@ -213,6 +213,7 @@ class Table(nn.Module):
     def __init__(self, wide=False):
         super().__init__()
         self.table = nn.Parameter(torch.randn(40, generator=torch.Generator().manual_seed(0)))
+        self.tied = self.table  # one tensor by two names
         self.wide = wide
 
     def forward(self, input_ids, attention_mask, position_ids):
