@@ -51,6 +51,12 @@ def adapted(base_path, seed=0):
     return stir(add_adapter(load_model(base_path, torch.float32), adapter()), seed)
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """New adapters are random."""
+    torch.manual_seed(0)
+
+
 @torch.no_grad()
 def logits(model):
     return model.eval()(IDS).logits
@@ -108,6 +114,7 @@ def test_base_weights_are_in_memory_once():
 @pytest.mark.parametrize(
     ("arch", "targets", "wrong", "near"),
     [
+        ("llama", ["q_pro", "v_proj"], "q_pro", "q_proj"),
         ("llama", ["q_proj", "v_prj"], "v_prj", "v_proj"),
         ("llama", ["self_attn.q_proj", "mlp.o_proj"], "mlp.o_proj", "o_proj"),
         ("llama", r".*\.attention\.(q|k)", r".*\.attention\.(q|k)", "q_proj"),
