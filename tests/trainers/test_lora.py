@@ -13,7 +13,7 @@ from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.metrics import read
 from rlhf_pg.models import add_adapter, load_model
 from rlhf_pg.tasks import arithmetic
-from tests.tiny import adapter, stir
+from tests.tiny import adapter, stir, tiny_model
 from tests.trainers.test_run import untimed
 
 TRAINERS = [GRPOTrainer, RLOOTrainer, ReinforceTrainer, PPOTrainer]
@@ -117,6 +117,16 @@ def test_targets_by_key(make):
     trained, _ = weights(trainer)
     assert len(trained) == 2 * (2 * 2 * 2) + 2
     assert all("q_proj" in name or "v_proj" in name or "head" in name for name in trained)
+
+
+def test_a_value_model_of_another_architecture_gets_every_adapter_of_its_own(make):
+    """All linear layers of GPT-2, none of which has a name that the policy's have."""
+    value_model = tiny_model("gpt2", vocab_size=20)
+    trainer = make(PPOTrainer, **LORA, value_model=value_model)
+    trained = {name for name in weights(trainer)[0] if name.startswith("critic.model")}
+    assert len(trained) == 2 * 2 * 4
+    assert all("lora" in name for name in trained)
+    trainer.train()
 
 
 def test_the_critic_has_its_own_learning_rate(make):
