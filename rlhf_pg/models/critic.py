@@ -9,6 +9,7 @@ import safetensors.torch as safetensors
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.experience import Rollout
@@ -110,19 +111,33 @@ class Critic(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """Policy and critic as one module: wrapped once, trained by one optimizer."""
+    """Policy and critic as one module: wrapped once, trained by one optimizer.
 
-    def __init__(self, policy: Policy, critic: Critic) -> None:
+    Args:
+        recompute: the activations of a separate critic in the backward pass. What is forwarded
+            first comes last there, when those of the policy are gone: no more of them live at a
+            time than without a critic.
+    """
+
+    def __init__(self, policy: Policy, critic: Critic, recompute: bool = False) -> None:
         super().__init__()
         self.policy = policy
         self.critic = critic
+        self.recompute = recompute
 
     def forward(self, batch: Rollout) -> PolicyOutput:
         """What `Policy` gives, with values."""
-        shared = self.critic.shares_trunk
-        output = self.policy.run(batch, output_hidden_states=shared)
-        values, end = self.critic(batch, output.hidden_states[-1] if shared else None)
-        return self.policy.score(batch, output)._replace(values=values, end_values=end)
+        if self.critic.shares_trunk:
+            output = self.policy.run(batch, output_hidden_states=True)
+            values, end = self.critic(batch, output.hidden_states[-1])
+            scored = self.policy.score(batch, output)
+        else:
+            if self.recompute and torch.is_grad_enabled():
+                values, end = checkpoint(self.critic, batch, use_reentrant=False)
+            else:
+                values, end = self.critic(batch)
+            scored = self.policy(batch)
+        return scored._replace(values=values, end_values=end)
 
 
 def new_critic(

@@ -1,6 +1,7 @@
 """Models and tokenizers by path, Hub id or object, checked before anything is computed."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import has_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_pg.models.adapters import LOADED, add_adapter, check_adapter, check_kind
@@ -40,8 +40,8 @@ def load_policy(
         raise ValueError("4-bit weights cannot be trained: add an adapter (peft_config, use_peft)")
     if not any(parameter.requires_grad for parameter in loaded.parameters()):
         raise ValueError(
-            "every parameter of the model is frozen: give a peft_config, or load its adapter with "
-            "is_trainable=True"
+            "every weight of the model is frozen, so there is nothing to train: load its adapter "
+            "with is_trainable=True, or give peft_config or use_peft"
         )
     return loaded
 
@@ -191,8 +191,12 @@ def load_tokenizer(
 
 
 def has_tokenizer(path: str | os.PathLike[str]) -> bool:
-    """Whether one was saved there; where none was, `AutoTokenizer` may make up an empty one."""
-    return any(has_file(str(path), name) for name in TOKENIZER_FILES)
+    """Whether one was saved there; where none was, `AutoTokenizer` may make up an empty one.
+
+    A Hub id is taken at its word.
+    """
+    here = Path(path)
+    return not here.is_dir() or any((here / name).exists() for name in TOKENIZER_FILES)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, name: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -64,13 +65,12 @@ class Learner:
         critic: Critic | None = None,
     ) -> None:
         self.args, self.runtime, self.loss, self.critic = args, runtime, loss, critic
-        if not any(p.requires_grad for p in model.parameters()):
-            raise ValueError(
-                "every weight of the model is frozen, so there is nothing to train: load its "
-                "adapter with is_trainable=True, or give peft_config or use_peft"
-            )
         self.policy = Policy(model, args.temperature, entropy_gradient=args.entropy_coef > 0)
-        self.module = self.policy if critic is None else ActorCritic(self.policy, critic)
+        self.module: nn.Module = self.policy
+        if critic is not None:
+            # With adapters it is activations that memory goes to; checkpointing has its own way.
+            recompute = isinstance(critic.model, PeftModel) and not args.gradient_checkpointing
+            self.module = ActorCritic(self.policy, critic, recompute)
         self.module.to(runtime.device).eval()
         if args.disable_dropout:
             disable_dropout(self.module)
