@@ -169,7 +169,8 @@ def test_gradient_checkpointing_changes_no_gradient(make, critic, deeper_path, t
         run = str(tmp_path / f"checkpointing {on}")
         trainer = make(PPOTrainer, **options, gradient_checkpointing=on, output_dir=run)
         grads[on] = last_gradient(trainer, computed[on])
-    layers = {"separate": 4, "shared": 2, "value_model": 5}[critic]
+    # Those of a separate critic are computed twice in any case.
+    layers = 2  # of the policy
     assert len(computed[True]) - len(computed[False]) == 3 * layers  # once more in every update
     assert grads[True].keys() == grads[False].keys()
     for name, grad in grads[False].items():
