@@ -13,7 +13,7 @@ if __name__ == "__main__":
     task = TASKS[args.task]()
     trainer = GRPOTrainer(
         model=ensure_model(args.task, args.model_name_or_path),
-        reward_funcs=task.reward,
+        reward_funcs=task.rewards(args.reward_model_name_or_path),
         args=args,
         train_dataset=task.train_dataset,
         eval_dataset=task.eval_dataset,

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -12,10 +13,12 @@ from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
 import rlhf_pg
-from rlhf_pg.recipe import fail, load, parse
+from rlhf_pg.config import RewardModelConfig, SFTConfig
+from rlhf_pg.recipe import fail, load, parse, recipe_file
 from rlhf_pg.report import save_curve, show_curve
+from rlhf_pg.rewards import train_reward_model
 from rlhf_pg.tasks import TASKS
-from rlhf_pg.tasks.warm_start import ensure_model
+from rlhf_pg.tasks.warm_start import ensure_model, warm_start
 from rlhf_pg.trainers import (
     GRPOTrainer,
     PolicyGradientTrainer,
@@ -23,6 +26,8 @@ from rlhf_pg.trainers import (
     ReinforceTrainer,
     RLOOTrainer,
 )
+
+C = TypeVar("C")
 
 TRAINERS: dict[str, type[PolicyGradientTrainer]] = {
     "grpo": GRPOTrainer,
@@ -52,31 +57,56 @@ def main(argv: Sequence[str] | None = None) -> None:
         if command == "demo":
             demo(flags)
         else:
-            make_trainer(Path(flags[0]), flags[1:]).train()
+            train(Path(flags[0]), flags[1:])
     except ValueError as error:  # what the library says of bad input is enough
         fail(str(error))
 
 
+def train(recipe: Path, flags: Sequence[str]) -> None:
+    """Do what a recipe file asks for by its key `algorithm`."""
+    algorithm = load(recipe).get("algorithm")
+    if algorithm == "sft":
+        print(f"saved {warm_start(_config(SFTConfig, recipe, flags))}")
+    elif algorithm == "reward_model":
+        make_reward_model(_config(RewardModelConfig, recipe, flags))
+    else:
+        make_trainer(recipe, flags).train()
+
+
+def make_reward_model(args: RewardModelConfig) -> None:
+    """Train a reward model on the pairs of its task."""
+    pairs, held_out = TASKS[args.task]().pairs()
+    train_reward_model(
+        args,
+        model=ensure_model(args.task, args.model_name_or_path),
+        train_dataset=pairs,
+        eval_dataset=held_out,
+    )
+
+
 def make_trainer(recipe: Path, flags: Sequence[str]) -> PolicyGradientTrainer:
     """The trainer that a recipe file asks for by its key `algorithm`, on its task."""
-    algorithm = _algorithm(recipe)
-    trainer_type = TRAINERS[algorithm]
-    prog = f"rlhf-pg train {recipe}"
-    args = parse(trainer_type.config_type, ["--config", str(recipe), *flags], prog)
+    trainer_type = TRAINERS[_algorithm(recipe)]
+    args = _config(trainer_type.config_type, recipe, flags)
     task = TASKS[args.task]()
     return trainer_type(
         model=ensure_model(args.task, args.model_name_or_path),
-        reward_funcs=task.reward,
+        reward_funcs=task.rewards(args.reward_model_name_or_path),
         args=args,
         train_dataset=task.train_dataset,
         eval_dataset=task.eval_dataset,
     )
 
 
+def _config(config_type: type[C], recipe: Path, flags: Sequence[str]) -> C:
+    return parse(config_type, ["--config", str(recipe), *flags], f"rlhf-pg train {recipe}")
+
+
 def _algorithm(recipe: Path) -> str:
     algorithm = str(load(recipe).get("algorithm"))
     if algorithm not in TRAINERS:
-        fail(f"{recipe}: the key algorithm must be one of {', '.join(TRAINERS)}, got {algorithm!r}")
+        known = ", ".join(["sft", "reward_model", *TRAINERS])
+        fail(f"{recipe}: the key algorithm must be one of {known}, got {algorithm!r}")
     return algorithm
 
 
@@ -87,7 +117,9 @@ def demo(flags: Sequence[str]) -> None:
     """Train the embedded model with GRPO, and show what it has learnt."""
     if not (find_spec("plotext") and find_spec("matplotlib")):
         fail('the demo draws curves: pip install "rlhf-pg[report]"')
-    trainer = make_trainer(_recipe("grpo_arithmetic.yaml"), ["--output_dir", "runs/demo", *flags])
+    trainer = make_trainer(
+        recipe_file("grpo_arithmetic.yaml"), ["--output_dir", "runs/demo", *flags]
+    )
     console = Console(quiet=not trainer.runtime.is_main)
     before, answers_before = trainer.evaluate(), _answers(trainer)
     console.print(Text(f"before: {_accuracy(before)}"))
@@ -127,13 +159,6 @@ def _answers(trainer: PolicyGradientTrainer) -> list[str]:
     rows, temperature = _rows(trainer), trainer.args.temperature
     draws = [-1 - row for row in rows]
     return trainer.sample(trainer.eval_prompts, rows, draws, 1, temperature).completions
-
-
-def _recipe(name: str) -> Path:
-    """A recipe file: beside the package in a checkout, inside it when installed from a wheel."""
-    package = Path(__file__).parent
-    installed = package / "recipes" / name
-    return installed if installed.exists() else package.parent / "recipes" / name
 
 
 if __name__ == "__main__":

@@ -33,8 +33,11 @@ class PolicyGradientConfig(Checked):
 
     model_name_or_path: str | None = None
     """Path or Hub id of the model to train; without one, the task's own tiny model."""
-    task: Literal["arithmetic"] = "arithmetic"
+    task: Literal["arithmetic", "preference"] = "arithmetic"
     """The embedded task that a recipe trains on: prompts and reward."""
+    reward_model_name_or_path: str | None = None
+    """A sequence-classification model, path or Hub id, that a recipe trains on; the task's own
+    reward comes second: with reward_weights 1 and 0 it is tracked and has no effect."""
     output_dir: str = "runs/policy_gradient"
     """Directory of everything that the run leaves behind."""
     resume_from_checkpoint: str | None = None
@@ -363,7 +366,7 @@ class SFTConfig(Checked):
 
     algorithm: Literal["sft"] = "sft"
     """Which algorithm a recipe file is for."""
-    task: Literal["arithmetic"] = "arithmetic"
+    task: Literal["arithmetic", "preference"] = "arithmetic"
     """The embedded task: its training split gives prompts and answers."""
     output_dir: str = "runs/sft_arithmetic"
     """Where the model goes, in `final/`."""
@@ -377,3 +380,27 @@ class SFTConfig(Checked):
     """Examples per step."""
     learning_rate: float = number(3e-3, above=0)
     """Peak learning rate of AdamW; it falls as a cosine."""
+
+
+@dataclass(kw_only=True)
+class RewardModelConfig(Checked):
+    """A reward model from preference pairs (`recipes/reward_model.py`)."""
+
+    algorithm: Literal["reward_model"] = "reward_model"
+    """Which algorithm a recipe file is for."""
+    model_name_or_path: str | None = None
+    """Path or Hub id of the model to start from; without one, the task's own tiny model."""
+    task: Literal["arithmetic", "preference"] = "preference"
+    """The embedded task that a recipe takes its pairs from."""
+    output_dir: str = "runs/reward_model_preference"
+    """Where the model goes, in `final/`, and its held-out accuracy, in `metrics.json`."""
+    seed: int = number(42, minimum=0, maximum=2**32 - 1)
+    """Seed of the new head and of the order of pairs."""
+    max_steps: int = number(400, minimum=1)
+    """Optimizer steps."""
+    batch_size: int = number(64, minimum=1)
+    """Pairs per step, over all processes."""
+    max_length: int | None = number(None, minimum=1)
+    """Longest text in tokens; None allows as many as the model has positions."""
+    learning_rate: float = number(1e-5, above=0)
+    """Peak learning rate of AdamW, after a tenth of the steps; then it falls as a cosine."""

@@ -98,43 +98,52 @@ def check_fit(
         )
 
 
-def encode(prompt: Any, tokenizer: PreTrainedTokenizerBase, row: int = 0) -> list[int]:
-    """Token ids of a string, or of chat messages with the opening of the assistant's turn.
+def encode(
+    text: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    row: int = 0,
+    what: str = "prompt",
+    open_turn: bool = True,
+) -> list[int]:
+    """Token ids of a string, or of chat messages.
 
     A BOS that both the text and the tokenizer put in front is kept once.
+
+    Args:
+        row, what: how an error calls the text.
+        open_turn: end a chat with the opening of the assistant's turn, for the model to continue.
     """
-    if isinstance(prompt, str):
-        ids = _tokenize(tokenizer, prompt, row, add_special_tokens=True)
-    elif isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+    where = f"{what} in row {row}"
+    if isinstance(text, str):
+        ids = _tokenize(tokenizer, text, where, add_special_tokens=True)
+    elif isinstance(text, list) and text and isinstance(text[0], dict):
         if not tokenizer.chat_template:
             raise ValueError(
-                f"prompt in row {row} is a list of messages, but the tokenizer has no chat_template"
+                f"{where} is a list of messages, but the tokenizer has no chat_template"
             )
         try:
-            text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+            chat = tokenizer.apply_chat_template(
+                text, add_generation_prompt=open_turn, tokenize=False
+            )
         except Exception as error:  # a template raises what it likes
-            raise ValueError(
-                f"prompt in row {row} does not fit the chat template: {error}"
-            ) from error
-        ids = _tokenize(tokenizer, text, row, add_special_tokens=False)
+            raise ValueError(f"{where} does not fit the chat template: {error}") from error
+        ids = _tokenize(tokenizer, chat, where, add_special_tokens=False)
     else:
-        raise ValueError(
-            f"prompt in row {row} must be a string or a list of messages, got {prompt!r}"
-        )
+        raise ValueError(f"{where} must be a string or a list of messages, got {text!r}")
     if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
         ids = ids[1:]
     if not ids:
-        raise ValueError(f"prompt in row {row} is empty: a model needs a token to continue")
+        raise ValueError(f"{where} is empty: a model needs at least one token")
     return ids
 
 
 def _tokenize(
-    tokenizer: PreTrainedTokenizerBase, text: str, row: int, add_special_tokens: bool
+    tokenizer: PreTrainedTokenizerBase, text: str, where: str, add_special_tokens: bool
 ) -> list[int]:
     try:
         ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
     except Exception as error:  # a character without a token, say
-        raise ValueError(f"prompt in row {row} cannot be tokenized: {error}") from error
+        raise ValueError(f"{where} cannot be tokenized: {error}") from error
     return ids
 
 

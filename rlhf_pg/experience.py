@@ -51,8 +51,8 @@ class Rollout:
                 raise ValueError(
                     f"row {row} has {len(tokens)} tokens but {len(numbers)} log-probabilities"
                 )
-        prompt_ids, prompt_mask = _pad(prompts, pad_token_id, left=True)
-        completion_ids, completion_mask = _pad(completions, pad_token_id)
+        prompt_ids, prompt_mask = padded(prompts, pad_token_id, left=True)
+        completion_ids, completion_mask = padded(completions, pad_token_id)
         sampler_logprobs = torch.zeros(completion_ids.shape, dtype=dtype)
         sampler_logprobs[completion_mask] = torch.tensor(
             [value for row in logprobs for value in row], dtype=dtype
@@ -135,7 +135,7 @@ class Experience(Rollout):
         return cls(**fields)
 
 
-def _pad(rows: Sequence[Sequence[int]], pad: int, left: bool = False) -> tuple[Tensor, Tensor]:
+def padded(rows: Sequence[Sequence[int]], pad: int, left: bool = False) -> tuple[Tensor, Tensor]:
     """Ids and mask, (B, widest row); at least one column, so that B = 0 has two dimensions."""
     width = max((len(row) for row in rows), default=0) or 1
     ids = torch.full((len(rows), width), pad, dtype=torch.int64)

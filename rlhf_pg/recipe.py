@@ -91,6 +91,13 @@ def _cli(config_type: type[C], flags: Sequence[str], default: C | None, prog: st
         )
 
 
+def recipe_file(name: str) -> Path:
+    """A recipe that comes with the package: beside it in a checkout, inside it when installed."""
+    package = Path(__file__).parent
+    installed = package / "recipes" / name
+    return installed if installed.exists() else package.parent / "recipes" / name
+
+
 def load(path: Path) -> dict[str, Any]:
     """The keys of a YAML file; exits like `fail` if it is none."""
     try:

@@ -10,14 +10,21 @@ import torch
 import yaml
 
 from rlhf_pg.advantages import ADVANTAGES
-from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig, SFTConfig
+from rlhf_pg.config import (
+    GRPOConfig,
+    PPOConfig,
+    ReinforceConfig,
+    RewardModelConfig,
+    RLOOConfig,
+    SFTConfig,
+)
 from rlhf_pg.fields import Checked, bound, choice, number
 from rlhf_pg.losses import POLICY_LOSSES
 from rlhf_pg.recipe import ELSEWHERE, dump, parse
 
 NAN = float("nan")
 TRAINERS = [GRPOConfig, RLOOConfig, ReinforceConfig, PPOConfig]
-CONFIGS = [*TRAINERS, SFTConfig]
+CONFIGS = [*TRAINERS, SFTConfig, RewardModelConfig]
 each_trainer = pytest.mark.parametrize("config", TRAINERS)
 each_config = pytest.mark.parametrize("config", CONFIGS)
 
@@ -75,8 +82,15 @@ SFT = {
     "batch_size": ([1], [0]),
     "learning_rate": ([1e-12], [0.0, -1.0, NAN]),
 }
+REWARD_MODEL = {
+    "seed": ([0], [-1]),
+    "max_steps": ([1], [0, -1]),
+    "batch_size": ([1], [0]),
+    "max_length": ([1, None], [0]),
+    "learning_rate": ([1e-12], [0.0, -1.0, NAN]),
+}
 TABLES = [(config, table) for config in TRAINERS for table in (RANGES, OF_ONE[config])]
-TABLES.append((SFTConfig, SFT))
+TABLES += [(SFTConfig, SFT), (RewardModelConfig, REWARD_MODEL)]
 
 
 def cases(side):
@@ -501,6 +515,8 @@ def test_only_the_first_process_speaks(capsys, monkeypatch, recipe, text):
 
 OTHER_VALUES = {
     "model_name_or_path": "org/model-0.5B",
+    "task": "preference",
+    "reward_model_name_or_path": "org/judge-0.5B",
     "output_dir": "runs/a: b # c",
     "resume_from_checkpoint": "latest",
     "seed": 7,
@@ -574,12 +590,23 @@ OTHERS = {
         "cliprange_value": None,
     },
     SFTConfig: {
+        "task": "preference",
         "output_dir": "x",
         "seed": 1,
         "max_steps": 3,
         "label_smoothing": 0.1,
         "batch_size": 2,
         "learning_rate": 1e-5,
+    },
+    RewardModelConfig: {
+        "model_name_or_path": "org/model-0.5B",
+        "task": "arithmetic",
+        "output_dir": "x",
+        "seed": 1,
+        "max_steps": 3,
+        "batch_size": 2,
+        "max_length": 99,
+        "learning_rate": 1e-3,
     },
 }
 
@@ -594,7 +621,7 @@ def test_a_dumped_config_parses_back_to_itself(config, tmp_path):
 @each_config
 def test_that_dump_covers_every_key_that_can_have_another_value(config):
     default, others = dataclasses.asdict(config()), OTHERS[config]
-    with_one_value = {"algorithm", "task", "rollout_engine", "critic"}
+    with_one_value = {"algorithm", "rollout_engine", "critic"}
     assert set(default) - set(others) == with_one_value & set(default)
     assert {key for key in others if others[key] == default[key]} <= {
         "policy_loss",

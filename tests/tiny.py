@@ -40,9 +40,10 @@ def tiny_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     scale: float = 0.3,
+    kind: type = AutoModelForCausalLM,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """A random causal language model in eval mode, the same for the same arguments.
+    """A random model in eval mode, by default a language model; the same for the same arguments.
 
     Args:
         dtype: the weights are drawn in float32, so models that differ in dtype alone agree.
@@ -51,11 +52,11 @@ def tiny_model(
         overrides: fields of the architecture's config.
     """
     config = AutoConfig.for_model(
-        arch, **(_SHAPE | ARCHS[arch] | {"vocab_size": vocab_size} | overrides)
+        arch, **(_SHAPE | ARCHS.get(arch, {}) | {"vocab_size": vocab_size} | overrides)
     )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
+        model = kind.from_config(config)
         for parameter in model.parameters():
             parameter.add_(scale * torch.randn_like(parameter))
     return model.to(dtype).eval()

@@ -3,6 +3,7 @@
 from rlhf_pg.models.adapters import add_adapter, load_weights, lora_config, merged
 from rlhf_pg.models.critic import ActorCritic, Critic, ValueHead, new_critic
 from rlhf_pg.models.loading import (
+    check_directory,
     check_vocabulary,
     checkpoint_activations,
     disable_dropout,
@@ -26,6 +27,7 @@ __all__ = [
     "add_adapter",
     "check_vocabulary",
     "checkpoint_activations",
+    "check_directory",
     "disable_dropout",
     "fingerprint",
     "load_model",

@@ -70,9 +70,7 @@ def load_model(
         check_kind(model)
         return _cast(model, dtype)
     name = str(model)
-    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if is_path and not os.path.isdir(name):
-        raise ValueError(f"there is no model directory {name}")
+    check_directory(name)
     if find_adapter_config_file(name) is not None:
         return _load_adapter(name, dtype, auto_class, quantization_config)
     if quantization_config is None:
@@ -148,6 +146,18 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
             own = torch.promote_types(dtype, torch.float32) if wide else dtype
             parameter.data = parameter.data.to(own)
     return model
+
+
+def check_directory(model: str | os.PathLike[str]) -> None:
+    """Refuse a path (what cannot be a Hub id) with no directory there.
+
+    Raises:
+        ValueError: there is none.
+    """
+    name = str(model)
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if is_path and not os.path.isdir(name):
+        raise ValueError(f"there is no model directory {name}")
 
 
 def load_tokenizer(

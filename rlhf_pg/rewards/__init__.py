@@ -1,5 +1,14 @@
-"""Rewards: functions that score completions."""
+"""Rewards: functions and models that score completions, and how a reward model is trained."""
 
-from rlhf_pg.rewards.functions import RewardFunction, Rewards
+from rlhf_pg.rewards.bradley_terry import bradley_terry_loss, train_reward_model
+from rlhf_pg.rewards.functions import RewardFunction, Rewards, RewardSource
+from rlhf_pg.rewards.model import RewardModel
 
-__all__ = ["RewardFunction", "Rewards"]
+__all__ = [
+    "RewardFunction",
+    "RewardModel",
+    "RewardSource",
+    "Rewards",
+    "bradley_terry_loss",
+    "train_reward_model",
+]

@@ -6,13 +6,21 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from os import PathLike
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_pg.rewards.model import RewardModel
 
 Scores = Sequence[float | None]
 RewardFunction = Callable[..., Scores | Awaitable[Scores]]
+RewardSource: TypeAlias = RewardFunction | str | PathLike[str] | PreTrainedModel
+Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
+
+MODELS = (str, PathLike, PreTrainedModel)
 
 
 class Rewards:
@@ -20,28 +28,39 @@ class Rewards:
 
     Args:
         functions: callables `(prompts, completions, completion_ids, **columns)` that return one
-            float per completion, or None where the reward does not apply; plain or async.
+            float per completion, or None where the reward does not apply; plain or async. A
+            sequence classifier, or the path or Hub id of one, becomes a `RewardModel`.
         weights: one per function; None weighs each by 1.
+        processing_classes: tokenizers of the reward models: one for all, or a list with one entry
+            per function. None stands for the tokenizer saved beside the model.
+        device: of the reward models; None leaves a model where it is.
 
     Raises:
-        ValueError: no functions, or another number of weights.
+        ValueError: no functions, another number of weights or tokenizers, or a reward model that
+            cannot be used.
         TypeError: something that cannot be called.
     """
 
     def __init__(
         self,
-        functions: RewardFunction | Sequence[RewardFunction],
+        functions: RewardSource | Sequence[RewardSource],
         weights: Sequence[float] | None = None,
+        processing_classes: Tokenizers = None,
+        device: torch.device | None = None,
     ) -> None:
-        self.functions = [functions] if callable(functions) else list(functions)
-        if not self.functions:
+        given: Any = functions
+        one = callable(given) or isinstance(given, MODELS)
+        sources = [given] if one else list(given)
+        if not sources:
             raise ValueError("reward_funcs is empty: give at least one reward function")
-        for function in self.functions:
-            if not callable(function):
-                raise TypeError(f"reward_funcs must be callables, got {function!r}")
+        tokenizers = _one_each(processing_classes, len(sources))
+        self.functions = [
+            _function(source, tokenizer, device)
+            for source, tokenizer in zip(sources, tokenizers, strict=True)
+        ]
         self.names = _unique_names(self.functions)
-        given = [1.0] * len(self.names) if weights is None else weights
-        self.weights = torch.tensor(given, dtype=torch.float64)
+        weights = [1.0] * len(self.names) if weights is None else weights
+        self.weights = torch.tensor(weights, dtype=torch.float64)
         if len(self.weights) != len(self.names):
             raise ValueError(
                 f"reward_weights must have one entry per reward function, got {len(self.weights)} "
@@ -102,6 +121,26 @@ class Rewards:
             raise ValueError(
                 f"reward function {name} raised {type(error).__name__}: {error}"
             ) from error
+
+
+def _one_each(tokenizers: Any, count: int) -> list[Any]:
+    if not isinstance(tokenizers, list | tuple):
+        return [tokenizers] * count
+    if len(tokenizers) != count:
+        raise ValueError(
+            f"reward_processing_classes must have one entry per reward function, got "
+            f"{len(tokenizers)} for {count}; None stands for a function's own"
+        )
+    return list(tokenizers)
+
+
+def _function(source: Any, tokenizer: Any, device: torch.device | None) -> RewardFunction:
+    if isinstance(source, MODELS):
+        return RewardModel(source, tokenizer, device)
+    if not callable(source):
+        raise TypeError(f"reward_funcs must be callables or reward models, got {source!r}")
+    function: RewardFunction = source
+    return function
 
 
 def _wait_for(result: Awaitable[Any]) -> Any:

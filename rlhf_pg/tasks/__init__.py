@@ -1,8 +1,9 @@
-"""The embedded default: a tiny model and a task that it learns on a CPU within minutes."""
+"""The embedded default: a tiny model, and tasks that it learns on a CPU within minutes."""
 
 from rlhf_pg.tasks.arithmetic import arithmetic
+from rlhf_pg.tasks.preference import preference
 from rlhf_pg.tasks.task import Task
 
-TASKS = {"arithmetic": arithmetic}
+TASKS = {"arithmetic": arithmetic, "preference": preference}
 
-__all__ = ["TASKS", "Task", "arithmetic"]
+__all__ = ["TASKS", "Task", "arithmetic", "preference"]

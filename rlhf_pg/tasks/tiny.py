@@ -1,4 +1,6 @@
-"""A character tokenizer and a decoder of half a million parameters, in the standard formats."""
+"""Tokenizers of characters or words, and a decoder of 0.5M parameters, in the standard formats."""
+
+from collections.abc import Iterable, Sequence
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -20,10 +22,25 @@ CHAT_TEMPLATE = (
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     """One token per character, and pad, EOS and the marks of a chat's turns."""
-    vocabulary = {token: i for i, token in enumerate([PAD, EOS, USER, ASSISTANT, *characters])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer = _tokenizer(characters)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
+    return _fast(tokenizer)
+
+
+def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """One token per word, and pad, EOS and the marks of a chat's turns; blanks part words."""
+    tokenizer = _tokenizer(words)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return _fast(tokenizer)
+
+
+def _tokenizer(tokens: Iterable[str]) -> Tokenizer:
+    vocabulary = {token: i for i, token in enumerate([PAD, EOS, USER, ASSISTANT, *tokens])}
+    return Tokenizer(models.WordLevel(vocabulary))
+
+
+def _fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,

@@ -13,7 +13,7 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
 
 from rlhf_pg.config import SFTConfig
-from rlhf_pg.recipe import parse
+from rlhf_pg.recipe import parse, recipe_file
 from rlhf_pg.tasks import TASKS, Task
 
 Examples = list[dict[str, list[int]]]
@@ -65,18 +65,20 @@ def warm_start(args: SFTConfig) -> Path:
 def ensure_model(task: str, path: str | None) -> str:
     """The model of a recipe: the path or Hub id it names, or the task's own, made once and cached.
 
-    The training runs in a process of its own, so that one process or many find the same model.
+    `recipes/sft_{task}.yaml` says how. The training runs in a process of its own, so that one
+    process or many find the same model.
     """
     if path is not None:
         return path
-    args = SFTConfig()
+    recipe = ["--config", str(recipe_file(f"sft_{task}.yaml"))]
+    args = parse(SFTConfig, recipe)
     final = Path(args.output_dir) / "final"
     final.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(final.parent / "lock"):
         if not (final / "model.safetensors").exists():
             print(f"no model at {final}: warm-starting one (once)", flush=True)
             env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
-            command = [sys.executable, "-m", "rlhf_pg.tasks.warm_start", "--task", task]
+            command = [sys.executable, "-m", "rlhf_pg.tasks.warm_start", *recipe]
             subprocess.run(command, env=env, check=True)
     return str(final)
 

@@ -31,7 +31,7 @@ from rlhf_pg.losses import POLICY_LOSSES, Loss
 from rlhf_pg.metrics import KEYS, Meter
 from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.progress import Journal
-from rlhf_pg.rewards import RewardFunction, Rewards
+from rlhf_pg.rewards import Rewards, RewardSource
 from rlhf_pg.rollout import NativeEngine, RolloutEngine, SamplingParams
 from rlhf_pg.runtime import Runtime, Trackers
 from rlhf_pg.trainers.callbacks import Callback
@@ -48,12 +48,15 @@ class PolicyGradientTrainer:
         model: a path, a Hub id or a loaded model (trained in place, cast to `args.dtype`); by
             default `args.model_name_or_path`.
         reward_funcs: one callable `(prompts, completions, completion_ids, **columns)` returning a
-            list of floats (or None where it does not apply), or several; plain or async.
+            list of floats (or None where it does not apply), plain or async; or a reward model (a
+            sequence classifier with one output: path, Hub id or loaded); or several of these.
         args: the config; by default that of the algorithm.
         train_dataset: has a column `prompt`, of strings or of lists of chat messages. The other
             columns go to the reward functions, repeated for every completion.
         eval_dataset: likewise, for `evaluate`.
         processing_class: the tokenizer; by default the one saved with the model.
+        reward_processing_classes: tokenizers of the reward models: one, or a list with one entry
+            per reward function (None for a plain function, or for the one saved with the model).
         peft_config: of `peft`, to train an adapter on frozen weights; `args.use_peft` makes one. A
             model that comes with an adapter goes on with that one, and its copy is the reference.
         callbacks: see `Callback`.
@@ -71,7 +74,7 @@ class PolicyGradientTrainer:
     def __init__(
         self,
         model: str | PathLike[str] | PreTrainedModel | None = None,
-        reward_funcs: RewardFunction | Sequence[RewardFunction] = (),
+        reward_funcs: RewardSource | Sequence[RewardSource] = (),
         args: PolicyGradientConfig | None = None,
         train_dataset: Dataset | None = None,
         eval_dataset: Dataset | None = None,
@@ -82,8 +85,6 @@ class PolicyGradientTrainer:
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
         quantization_config: Any = None,
     ) -> None:
-        if reward_processing_classes is not None:
-            raise ValueError("reward_processing_classes is not supported yet")
         args = self.config_type() if args is None else args
         if not isinstance(args, self.config_type):
             wanted = self.config_type.__name__
@@ -96,10 +97,12 @@ class PolicyGradientTrainer:
         if isinstance(model, str | PathLike):
             args = dataclasses.replace(args, model_name_or_path=str(model))
         self.args = args
-        self.rewards = Rewards(reward_funcs, args.reward_weights)
         self.callbacks = list(callbacks or ())
         self.runtime = Runtime()
         self.trackers = Trackers(args.report_to, self.runtime)
+        self.rewards = Rewards(
+            reward_funcs, args.reward_weights, reward_processing_classes, self.runtime.device
+        )
         set_seed(args.seed)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
         self.peft_config = self._peft_config(peft_config)

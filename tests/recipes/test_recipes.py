@@ -9,7 +9,14 @@ import pytest
 import yaml
 
 from rlhf_pg import cli
-from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig, SFTConfig
+from rlhf_pg.config import (
+    GRPOConfig,
+    PPOConfig,
+    ReinforceConfig,
+    RewardModelConfig,
+    RLOOConfig,
+    SFTConfig,
+)
 from rlhf_pg.metrics import KEYS, read
 from rlhf_pg.recipe import parse
 
@@ -20,15 +27,16 @@ CONFIGS = {
     "rloo": RLOOConfig,
     "reinforce": ReinforceConfig,
     "sft": SFTConfig,
+    "reward_model": RewardModelConfig,
 }
 SMALL = ["--max_steps=2", "--prompts_per_step=4", "--eval_steps=0"]
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_recipe_parses_as_its_algorithm(path: Path) -> None:
-    algorithm = path.stem.split("_")[0]
+    algorithm, _, task = path.stem.rpartition("_")
     args = parse(CONFIGS[algorithm], ["--config", str(path)])
-    assert args.algorithm == algorithm
+    assert (args.algorithm, args.task) == (algorithm, task)
     assert (RECIPES / f"{algorithm}.py").exists()
 
 
@@ -89,7 +97,7 @@ def test_demo_command(model_path: str, tmp_path: Path, capsys) -> None:
         (["train"], "train needs a recipe"),
         (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
         (["dance"], "invalid choice: 'dance'"),
-        (["train", str(RECIPES / "sft_arithmetic.yaml")], "algorithm must be one of"),
+        (["train", str(RECIPES / "accelerate" / "cpu_2.yaml")], "algorithm must be one of sft"),
     ],
 )
 def test_wrong_usage_exits_with_2(arguments, message, capsys) -> None:

@@ -9,11 +9,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.data import encode
 from rlhf_pg.models import load_tokenizer, max_positions, stop_token_ids
+from rlhf_pg.recipe import parse
 from rlhf_pg.rewards import Rewards
 from rlhf_pg.tasks import TASKS, arithmetic
 from rlhf_pg.tasks.arithmetic import exact_match
 from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder
-from rlhf_pg.tasks.warm_start import _collate, _examples, warm_start
+from rlhf_pg.tasks.warm_start import _collate, _examples, ensure_model, warm_start
 
 SPECIAL = {"<pad>": 0, "<eos>": 1, "<user>": 2, "<assistant>": 3}
 
@@ -224,3 +225,25 @@ def test_two_steps_of_warm_start_leave_a_model_that_loads_and_has_learnt(tmp_pat
         return of.eval()(**_collate(rows, 0)).loss.item()
 
     assert loss(model) < loss(untrained) - 0.05
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "preference"])
+def test_each_task_is_warm_started_once_by_its_own_recipe(task, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    calls = []
+
+    def train(command, env, check):
+        calls.append((command, env))
+        final = tmp_path / parse(SFTConfig, command[3:]).output_dir / "final"
+        final.mkdir(parents=True)
+        (final / "model.safetensors").touch()
+
+    monkeypatch.setattr("subprocess.run", train)
+    path = f"runs/sft_{task}/final"
+    assert [ensure_model(task, None) for _ in range(2)] == [path, path]
+    [(command, env)] = calls
+    assert command[1:3] == ["-m", "rlhf_pg.tasks.warm_start"]
+    assert parse(SFTConfig, command[3:]).task == task
+    assert "RANK" not in env
+    assert ensure_model(task, "org/model") == "org/model"

@@ -1,0 +1,205 @@
+"""Reward models: a sequence classifier with one output, as a reward function."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf_pg.data import encode
+from rlhf_pg.experience import padded
+from rlhf_pg.masking import widen
+from rlhf_pg.models import check_directory, max_positions
+
+# Padded tokens that are forwarded at a time; it never changes a score.
+SCORING_TOKENS = 32768
+
+
+class RewardModel:
+    """Scores prompt and completion with a sequence classifier (`num_labels` 1).
+
+    It reads text, with a tokenizer of its own: strings as prompt + completion, chats through its
+    own chat template. Nothing is appended to either.
+
+    Args:
+        model: a path, a Hub id or a loaded model (put in evaluation mode).
+        processing_class: its tokenizer; by default the one saved beside the model.
+        device: where to compute; by default where the model is.
+
+    Raises:
+        ValueError: no such directory, more outputs than one, no tokenizer, or one that does not
+            belong to the model. The message names the model.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str] | PreTrainedModel,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if isinstance(model, str | PathLike):
+            model = _load(model)
+        self.model = model.to(device or model.device).eval()
+        self.__name__ = Path(model.name_or_path or "").name or type(model).__name__
+        self.processing_class = score_tokenizer(processing_class, model, self._who)
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]] = (),
+        **columns: Any,
+    ) -> list[float]:
+        """One score per completion.
+
+        Raises:
+            ValueError: a text that the tokenizer cannot encode, or without a position for every
+                token; the message names the model and the row.
+        """
+        pairs = enumerate(zip(prompts, completions, strict=True))
+        rows = [self._encode(row, prompt, completion) for row, (prompt, completion) in pairs]
+        scores = torch.zeros(len(rows), dtype=torch.float64)
+        for batch in _micro_batches([len(ids) for ids in rows]):
+            scores[batch] = self._score([rows[i] for i in batch]).to(scores)
+        numbers: list[float] = scores.tolist()
+        return numbers
+
+    @property
+    def _who(self) -> str:
+        return f"reward model {self.__name__}"
+
+    def _encode(self, row: int, prompt: Any, completion: Any) -> list[int]:
+        limit = max_positions(self.model)
+        try:
+            ids = encode_whole(prompt, completion, self.processing_class, row)
+        except ValueError as error:
+            raise ValueError(f"{self._who}: {error}") from error
+        if limit is not None and len(ids) > limit:
+            raise ValueError(
+                f"{self._who}: text in row {row} has {len(ids)} tokens, beyond its "
+                f"max_position_embeddings of {limit}: lower max_completion_length, or shorten the "
+                "prompts"
+            )
+        return ids
+
+    @torch.no_grad()
+    def _score(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        ids, mask = padded(rows, self.processing_class.pad_token_id)
+        device = self.model.device
+        return sequence_scores(self.model, ids.to(device), mask.to(device))
+
+
+def sequence_scores(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """The score of each text, (B,), in at least float32: at its last token for a decoder.
+
+    The forward of a `transformers` decoder looks for that token by its id, the right-most that is
+    not `pad_token_id`: wrong where pad is EOS, or absent (huggingface/transformers#35911). Here it
+    is the right-most position attended to. A model without a `score` head (an encoder) pools as it
+    was made to.
+
+    Args:
+        input_ids, attention_mask: (B,T), padded on either side.
+    """
+    mask = attention_mask.long()
+    if not hasattr(model, "score"):
+        logits = model(input_ids=input_ids, attention_mask=mask).logits
+        return widen(logits.squeeze(1))
+    inputs = {"input_ids": input_ids, "attention_mask": mask, "use_cache": False}
+    # Positions count real tokens, not columns. ALiBi models have none, and read the mask.
+    if "position_ids" in inspect.signature(model.base_model.forward).parameters:
+        inputs["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    hidden = model.base_model(**inputs).last_hidden_state
+    last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1)
+    rows = torch.arange(len(mask), device=mask.device)
+    return widen(model.score(hidden[rows, last]).squeeze(1))
+
+
+def encode_whole(
+    prompt: Any, completion: Any, tokenizer: PreTrainedTokenizerBase, row: int
+) -> list[int]:
+    """Token ids of a whole text: both strings, or both chat messages.
+
+    Raises:
+        ValueError: they are of two kinds, or do not fit the tokenizer; the row is named.
+    """
+    if {type(prompt), type(completion)} not in ({str}, {list}):
+        raise ValueError(
+            f"text in row {row}: prompt and completion must both be strings or both be messages, "
+            f"got {prompt!r} and {completion!r}"
+        )
+    return encode(prompt + completion, tokenizer, row, "text", open_turn=False)
+
+
+def score_tokenizer(
+    tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel, who: str
+) -> PreTrainedTokenizerBase:
+    """The tokenizer given, or the one saved beside the model; checked, and the model's head too.
+
+    Args:
+        who: how an error calls the model.
+
+    Raises:
+        ValueError: the model has more than one output; no tokenizer, no pad token, or ids beyond
+            the embedding rows.
+    """
+    if model.config.num_labels != 1:
+        raise ValueError(
+            f"{who} has {model.config.num_labels} outputs: a reward is one number, from a sequence "
+            "classifier with num_labels 1"
+        )
+    tokenizer = tokenizer or _saved_tokenizer(model.name_or_path, who)
+    if tokenizer.pad_token_id is None:
+        raise ValueError(
+            f"{who}: its tokenizer has no pad token: set pad_token (the EOS token will do: padding "
+            "is masked by position, not by id)"
+        )
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise ValueError(
+            f"{who}: the tokenizer has {len(tokenizer)} ids but the model only {rows} embedding "
+            "rows: it is that of another model"
+        )
+    return tokenizer
+
+
+def _load(path: str | PathLike[str]) -> PreTrainedModel:
+    try:
+        check_directory(path)
+    except ValueError as error:
+        raise ValueError(f"reward model {Path(path).name}: {error}") from error
+    return AutoModelForSequenceClassification.from_pretrained(path, dtype="auto")
+
+
+def _saved_tokenizer(path: str, who: str) -> PreTrainedTokenizerBase:
+    none = f"{who}: no tokenizer is saved beside it: give one (reward_processing_classes)"
+    if not path:
+        raise ValueError(none)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(none) from error
+    # Where there are no files, some model types give a tokenizer with special tokens and no others.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ValueError(none)
+    return tokenizer
+
+
+def _micro_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Indices of texts of like length, so many that their padded tokens fit SCORING_TOKENS."""
+    batch: list[int] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batch and (len(batch) + 1) * lengths[i] > SCORING_TOKENS:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch

@@ -1,0 +1,206 @@
+"""Short reviews with a hidden taste: "our soup here was " may go on "very fresh and not cold .".
+
+The gold reward is what the reader really thinks; a reward model sees it only through noisy
+preferences between pairs of reviews. Keeping it beside the learned reward shows where the two part
+(Gao et al. 2023, "Scaling Laws for Reward Model Overoptimization").
+"""
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from rlhf_pg.tasks.task import Task
+from rlhf_pg.tasks.tiny import tiny_decoder, word_tokenizer
+
+OWNERS = ["our", "my", "their", "the"]
+FOODS = ["soup", "bread", "fish", "cake", "tea", "rice", "salad", "coffee"]
+ROOMS = ["room", "cabin", "kitchen", "office", "hall", "tent", "cellar", "attic"]
+TIMES = ["here", "there", "today", "again", "tonight"]
+
+MODIFIERS = {"very": 1.5, "quite": 0.7, "not": -1.0}
+MODIFIER_ODDS = [3, 2, 1, 1]  # of none, and of these
+CONNECTIVES = ["and", "but"]
+STOP = "."
+
+# What an adjective is worth, said of a food and of a room.
+VALENCES = {
+    "good": (1.0, 1.0),
+    "fine": (0.6, 0.6),
+    "bad": (-1.0, -1.0),
+    "poor": (-0.8, -0.8),
+    "fresh": (1.2, 0.6),
+    "stale": (-1.2, -0.6),
+    "rich": (0.8, 0.4),
+    "bland": (-0.8, -0.4),
+    "sweet": (0.6, 0.4),
+    "bitter": (-0.6, -0.4),
+    "tender": (0.8, 0.4),
+    "burnt": (-1.2, -1.2),
+    "bright": (0.4, 1.0),
+    "dark": (0.4, -0.8),
+    "calm": (0.4, 0.8),
+    "loud": (-0.4, -1.0),
+    "big": (0.6, 1.0),
+    "small": (-0.6, -0.6),
+    "clean": (0.4, 1.2),
+    "dirty": (-1.2, -1.2),
+    "hot": (1.0, -1.0),
+    "cold": (-1.0, -0.4),
+    "dry": (-1.0, 0.8),
+    "soft": (0.6, -0.6),
+}
+
+# The grammar: what may follow what. A review begins after a "start".
+FOLLOWS = {
+    "start": {"modifier", "adjective"},
+    "modifier": {"adjective"},
+    "adjective": {"connective", "stop"},
+    "connective": {"modifier", "adjective"},
+    "stop": set[str](),
+    "other": set[str](),
+}
+KINDS = {
+    **dict.fromkeys(MODIFIERS, "modifier"),
+    **dict.fromkeys(VALENCES, "adjective"),
+    **dict.fromkeys(CONNECTIVES, "connective"),
+    STOP: "stop",
+}
+MISPLACED_COST = 0.5
+UNFINISHED_COST = 1.0
+
+HELD_OUT_PROMPTS = 64
+ANSWERS_PER_PROMPT = 64
+TRAIN_PAIRS, EVAL_PAIRS = 16384, 1024
+OFF_MOOD_SHARE = 0.3
+CORRUPTED_SHARE = 0.3
+NOISE_SCALE = 0.35
+
+
+def preference() -> Task:
+    """Every prompt "<owner> <thing> <time> was "; 64 of the 320 are held out."""
+    prompts = [
+        f"{owner} {thing} {time} was "
+        for owner, thing, time in itertools.product(OWNERS, FOODS + ROOMS, TIMES)
+    ]
+    random.Random(0).shuffle(prompts)
+    train, held_out = prompts[HELD_OUT_PROMPTS:], prompts[:HELD_OUT_PROMPTS]
+    return Task(
+        name="preference",
+        train_dataset=_reviews(train, ANSWERS_PER_PROMPT, random.Random(1)),
+        eval_dataset=_reviews(held_out, 1, random.Random(2)),
+        reward=gold,
+        new_model=_new_model,
+        draw_pairs=lambda: (
+            draw_pairs(train, TRAIN_PAIRS, random.Random(3)),
+            draw_pairs(held_out, EVAL_PAIRS, random.Random(4)),
+        ),
+    )
+
+
+def gold(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
+    """The hidden reward of each review: see `gold_score`."""
+    return [gold_score(p, c) for p, c in zip(prompts, completions, strict=True)]
+
+
+def gold_score(prompt: str, completion: str) -> float:
+    """The valence of every adjective times its modifier's factor, less what is wrong in form.
+
+    Defined for any words. An adjective counts once, and only before the first ".". Each word that
+    the grammar does not allow after the one before it costs 0.5; a review that does not end in "."
+    costs 1.
+    """
+    words = completion.split()
+    kinds = ["start", *(KINDS.get(word, "other") for word in words)]
+    misplaced = sum(kind not in FOLLOWS[before] for before, kind in itertools.pairwise(kinds))
+    unfinished = kinds[-1] != "stop"
+    return _content(prompt, words) - MISPLACED_COST * misplaced - UNFINISHED_COST * unfinished
+
+
+def _content(prompt: str, words: Sequence[str]) -> float:
+    told = words[: words.index(STOP)] if STOP in words else words
+    return sum(
+        MODIFIERS.get(before, 1.0) * VALENCES[word][_kind_of_thing(prompt)]
+        for i, (before, word) in enumerate(itertools.pairwise(["", *told]))
+        if word in VALENCES and word not in told[:i]
+    )
+
+
+def _kind_of_thing(prompt: str) -> int:
+    """The column of VALENCES: 0 for a food, 1 for a room."""
+    return 0 if any(word in FOODS for word in prompt.split()) else 1
+
+
+def preferred_probability(better: float, worse: float) -> float:
+    """How often the first of two reviews is preferred, by their gold rewards.
+
+    P = sigmoid((better - worse) / NOISE_SCALE)
+    """
+    return 1 / (1 + math.exp((worse - better) / NOISE_SCALE))
+
+
+def draw_pairs(prompts: Sequence[str], count: int, chance: random.Random) -> Dataset:
+    """Pairs of different reviews of one prompt, ordered by a noisy reader."""
+    rows: list[dict[str, str]] = []
+    while len(rows) < count:
+        prompt = chance.choice(prompts)
+        a, b = (_draft(prompt, chance) for _ in range(2))
+        if a == b:
+            continue
+        if chance.random() >= preferred_probability(gold_score(prompt, a), gold_score(prompt, b)):
+            a, b = b, a
+        rows.append({"prompt": prompt, "chosen": a, "rejected": b})
+    return Dataset.from_list(rows)
+
+
+def _reviews(prompts: Sequence[str], per_prompt: int, chance: random.Random) -> Dataset:
+    """Answers of every quality: what a model imitates before it knows what is wanted."""
+    repeated = [prompt for prompt in prompts for _ in range(per_prompt)]
+    return Dataset.from_dict({"prompt": repeated, "answer": [_review(p, chance) for p in repeated]})
+
+
+def _review(prompt: str, chance: random.Random) -> str:
+    """One to four phrases, most of which praise or most of which blame."""
+    mood = chance.choice([-1, 1])
+    review = _phrase(prompt, mood, chance)
+    for _ in range(chance.randrange(4)):
+        review += [chance.choice(CONNECTIVES), *_phrase(prompt, mood, chance)]
+    return " ".join([*review, STOP])
+
+
+def _phrase(prompt: str, mood: int, chance: random.Random) -> list[str]:
+    while True:
+        [modifier] = chance.choices(["", *MODIFIERS], MODIFIER_ODDS)
+        phrase = [modifier] * bool(modifier) + [chance.choice(list(VALENCES))]
+        if _content(prompt, phrase) * mood > 0 or chance.random() < OFF_MOOD_SHARE:
+            return phrase
+
+
+def _draft(prompt: str, chance: random.Random) -> str:
+    """A review, now and then corrupted: a reward model must see what bad form is like."""
+    words = _review(prompt, chance).split()
+    if chance.random() >= CORRUPTED_SHARE:
+        return " ".join(words)
+    i = chance.randrange(len(words))
+    change = chance.choice(["drop", "double", "swap", "cut", "repeat"])
+    if change == "drop":
+        words.pop(i)
+    elif change == "double":
+        words.insert(i, words[i])
+    elif change == "swap":
+        words.insert(i, words.pop())
+    elif change == "cut":
+        del words[i:]
+    else:
+        words = [*words[:-1], chance.choice(CONNECTIVES), *words]
+    return " ".join(words)
+
+
+def _new_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    things = [*OWNERS, *FOODS, *ROOMS, *TIMES, "was"]
+    tokenizer = word_tokenizer([*things, *KINDS])
+    return tiny_decoder(tokenizer), tokenizer

@@ -1,0 +1,304 @@
+"""Reward models: what they read, where they are scored, and what is refused."""
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+
+from rlhf_pg.rewards import RewardModel, Rewards
+from rlhf_pg.rewards import model as module
+from rlhf_pg.rewards.model import sequence_scores
+from tests.tiny import tiny_model
+
+SPECIAL = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
+DECODERS = ["gpt2", "llama", "qwen3", "opt", "gpt_neox", "bloom"]
+TEMPLATE = "{% for m in messages %}{{ m['role'][0] + m['content'] }}{% endfor %}"
+
+# EOS at the end, inside and in front, pad inside and at the end, one token, many.
+ROWS = [[5, 9, 2], [7, 2, 8, 3], [2, 5], [4, 0, 6, 0], [0], [11], [*range(3, 23)]]
+
+
+def classifier(arch="llama", seed=0, **overrides):
+    # Bloom has its shape under names of its own, and no table of positions.
+    shape = {"n_layer": 2, "n_head": 4} if arch == "bloom" else {}
+    kind = AutoModelForSequenceClassification
+    return tiny_model(arch, seed=seed, kind=kind, **({"num_labels": 1} | shape | overrides))
+
+
+def letters(alphabet="abcdefghijklmnopqrstuvwxyz .", bos=False, **special):
+    """One token per character, from id 3 on; a BOS in front if asked for."""
+    vocabulary = SPECIAL | {character: i + 3 for i, character in enumerate(alphabet)}
+    backend = Tokenizer(models.WordLevel(vocabulary))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", 1)]
+        )
+    names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"} | special
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+
+
+@torch.no_grad()
+def by_hand(model, ids):
+    """The score of one text, without padding."""
+    hidden = model.base_model(torch.tensor([ids])).last_hidden_state
+    return model.score(hidden[:, -1]).item()
+
+
+def batch(rows, side, filler):
+    width = max(map(len, rows)) + 2
+    ids = torch.full((len(rows), width), filler)
+    mask = torch.zeros((len(rows), width), dtype=torch.long)
+    for i, row in enumerate(rows):
+        where = slice(width - len(row), None) if side == "left" else slice(len(row))
+        ids[i, where], mask[i, where] = torch.tensor(row), 1
+    return ids, mask
+
+
+def close(scores, expected):
+    return scores == pytest.approx(expected, abs=2e-5)
+
+
+def says(content, role="user"):
+    return {"role": role, "content": content}
+
+
+# -------------------------------------------------------------------------------- where it scores
+
+
+@pytest.mark.parametrize("filler", [0, 2], ids=["pad", "eos"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("arch", DECODERS)
+@torch.no_grad()
+def test_a_decoder_is_scored_at_the_last_real_token_whatever_the_padding(arch, side, filler):
+    model = classifier(arch, pad_token_id=filler)
+    expected = [by_hand(model, row) for row in ROWS]
+    scores = sequence_scores(model, *batch(ROWS, side, filler))
+    assert close(scores.tolist(), expected)
+    assert max(expected) - min(expected) > 0.5
+
+
+@pytest.mark.parametrize("arch", DECODERS)
+@torch.no_grad()
+def test_without_padding_the_model_agrees_where_it_pools_right(arch):
+    model, ids = classifier(arch), torch.tensor([[5, 9, 2, 7]])
+    own = model(ids).logits[:, 0]
+    assert close(sequence_scores(model, ids, torch.ones_like(ids)).tolist(), own.tolist())
+
+
+@torch.no_grad()
+def test_an_encoder_pools_in_its_own_way():
+    model = classifier("bert")
+    expected = [model(torch.tensor([row])).logits.item() for row in ROWS]
+    assert close(sequence_scores(model, *batch(ROWS, "right", 0)).tolist(), expected)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", "float32"), ("float64", "float64")])
+def test_scores_have_at_least_the_digits_of_float32(dtype, expected):
+    model = classifier(dtype=getattr(torch, dtype))
+    ids = torch.tensor([[5, 9]])
+    assert sequence_scores(model, ids, torch.ones_like(ids)).dtype == getattr(torch, expected)
+
+
+def test_scores_have_a_gradient_for_training():
+    model, ids = classifier(), torch.tensor([[5, 9]])
+    sequence_scores(model, ids, torch.ones_like(ids)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+# ----------------------------------------------------------------------------------- what it reads
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("pad_token", ["<pad>", "<eos>"])
+def test_text_is_prompt_and_completion_as_its_tokenizer_makes_it(pad_token, side):
+    tokenizer = letters(bos=True, pad_token=pad_token, padding_side=side)
+    model = classifier("gpt2")
+    judge = RewardModel(model, tokenizer)
+    prompts, completions = ["ab ", "c", "d<eos> "], ["ba.", "", "a<eos>"]
+    ids = [[1, 3, 4, 29, 4, 3, 30], [1, 5], [1, 6, 2, 29, 3, 2]]
+    assert close(judge(prompts, completions), [by_hand(model, row) for row in ids])
+
+
+def test_the_ids_and_columns_of_the_policy_do_not_matter():
+    judge = RewardModel(classifier(), letters())
+    scores = judge(["ab"], ["c"])
+    assert judge(prompts=["ab"], completions=["c"], completion_ids=[[39, 1]], topic=[3]) == scores
+
+
+def test_it_has_a_vocabulary_of_its_own():
+    backwards = letters("zyxwvutsrqponmlkjihgfedcba .")
+    model = classifier()
+    scores = RewardModel(model, backwards)(["az"], ["b"])
+    assert close(scores, [by_hand(model, [28, 3, 27])])
+
+
+@pytest.mark.parametrize("bos", ["", "<bos>"])
+def test_chats_go_through_its_own_template_and_a_bos_stands_once(bos):
+    tokenizer = letters(bos=True)
+    tokenizer.chat_template = bos + TEMPLATE
+    model = classifier()
+    judge = RewardModel(model, tokenizer)
+    prompt = [says("be", "system"), says("ab")]
+    scores = judge([prompt, [says("a")]], [[says("c", "assistant")], [says("d", "assistant")]])
+    opening = [1] if bos else []
+    ids = [[21, 4, 7, 23, 3, 4, 3, 5], [23, 3, 3, 6]]  # "s be u ab a c" and "u a a d"
+    assert close(scores, [by_hand(model, opening + row) for row in ids])
+
+
+def test_a_bos_in_the_prompt_is_not_doubled():
+    model = classifier()
+    scores = RewardModel(model, letters(bos=True))(["<bos>ab"], ["c"])
+    assert close(scores, [by_hand(model, [1, 3, 4, 5])])
+
+
+# ------------------------------------------------------------------------------------ how it is run
+
+
+@pytest.mark.parametrize("budget", [1, 40, 100])
+def test_scores_do_not_depend_on_the_split(monkeypatch, budget):
+    judge = RewardModel(classifier("gpt2"), letters())
+    prompts = ["abc", "d", "efghijkl", "m", "no"] * 3
+    completions = [chr(97 + i) * (1 + 7 * i % 11) for i in range(15)]
+    whole = judge(prompts, completions)
+    sizes = []
+    monkeypatch.setattr(module, "SCORING_TOKENS", budget)
+    judge.model.base_model.register_forward_pre_hook(
+        lambda _, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    assert close(judge(prompts, completions), whole)
+    assert len(set(whole)) > 10
+    assert len(sizes) > 1
+    assert all(size <= max(budget, 20) for size in sizes)
+
+
+def test_it_neither_drops_out_nor_keeps_gradients():
+    model = classifier("gpt2", resid_pdrop=0.5, embd_pdrop=0.5).train()
+    judge = RewardModel(model, letters())
+    seen = []
+    model.score.register_forward_hook(lambda *args: seen.append(args[2].requires_grad))
+    assert judge(["ab"], ["c"]) == judge(["ab"], ["c"])
+    assert seen == [False, False]
+
+
+def test_no_completions_have_no_scores():
+    assert RewardModel(classifier(), letters())([], []) == []
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "judge-1B"
+    classifier(dtype=torch.bfloat16).save_pretrained(path)
+    letters().save_pretrained(path)
+    return path
+
+
+def test_a_path_is_loaded_with_its_tokenizer_dtype_and_name(saved):
+    judge = RewardModel(str(saved) + "/")
+    assert (judge.__name__, judge.model.dtype) == ("judge-1B", torch.bfloat16)
+    model = classifier(dtype=torch.bfloat16)
+    assert judge(["ab"], ["c"]) == RewardModel(model, letters())(["ab"], ["c"])
+    loaded = RewardModel(AutoModelForSequenceClassification.from_pretrained(saved))
+    assert loaded.__name__ == "judge-1B"
+    assert RewardModel(model, letters()).__name__ == "LlamaForSequenceClassification"
+
+
+def test_the_device_is_where_it_computes():
+    assert RewardModel(classifier(), letters(), "meta").model.device.type == "meta"
+
+
+# -------------------------------------------------------------------------------- among functions
+
+
+def length(completions, **_):
+    return [float(len(text)) for text in completions]
+
+
+def test_paths_models_and_functions_may_be_mixed(saved):
+    judge = classifier("gpt2", seed=1)
+    rewards = Rewards([saved, length, judge, str(saved)], processing_classes=letters())
+    expected = ["judge-1B", "length", "GPT2ForSequenceClassification", "judge-1B_2"]
+    assert rewards.names == expected
+    scores = rewards(["ab", "b"], ["c", "cc"], [[1], [1]], {"topic": [1, 2]})
+    assert scores[:, 0].tolist() == RewardModel(saved)(["ab", "b"], ["c", "cc"])
+    assert scores[:, 1].tolist() == [1, 2]
+    assert scores[:, 2].tolist() == RewardModel(judge, letters())(["ab", "b"], ["c", "cc"])
+    assert scores[:, 3].equal(scores[:, 0])
+
+
+@pytest.mark.parametrize("one", ["path", "model"])
+def test_one_reward_model_needs_no_list(saved, one):
+    source = saved if one == "path" else classifier()
+    rewards = Rewards(source, processing_classes=letters(), device=torch.device("cpu"))
+    assert rewards(["ab"], ["c"], [[1]], {}).shape == (1, 1)
+
+
+def test_each_function_may_have_its_own_tokenizer(saved):
+    backwards = letters("zyxwvutsrqponmlkjihgfedcba .")
+    rewards = Rewards([saved, length, saved], processing_classes=[None, None, backwards])
+    scores = rewards(["ab"], ["c"], [[1]], {})
+    assert scores[0, 0] == RewardModel(saved)(["ab"], ["c"])[0]
+    assert scores[0, 2] == RewardModel(saved, backwards)(["ab"], ["c"])[0] != scores[0, 0]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_another_number_of_tokenizers_is_refused(count):
+    with pytest.raises(ValueError, match=f"one entry per reward function, got {count} for 2"):
+        Rewards([length, length], processing_classes=[None] * count)
+
+
+def test_rewards_are_computed_on_the_device(saved):
+    rewards = Rewards([saved], device=torch.device("meta"))
+    assert rewards.functions[0].model.device.type == "meta"
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("model", "tokenizer", "message"),
+    [
+        ({"num_labels": 3}, {}, "has 3 outputs.*num_labels 1"),
+        ({}, {"pad_token": None}, "no pad token: set pad_token"),
+        ({"vocab_size": 31}, {"alphabet": "abcdefghijklmnopqrstuvwxyz ABC"}, "33 ids .* only 31"),
+        ({}, None, "no tokenizer is saved beside it"),
+    ],
+)
+def test_a_model_and_tokenizer_that_cannot_score_are_refused(model, tokenizer, message):
+    tokenizer = None if tokenizer is None else letters(**tokenizer)
+    with pytest.raises(ValueError, match=f"^reward model LlamaForSeq.*{message}"):
+        RewardModel(classifier(**model), tokenizer)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gpt2"])
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path, arch):
+    classifier(arch).save_pretrained(tmp_path / "judge")
+    with pytest.raises(ValueError, match=r"^reward model judge: no tokenizer is saved beside it"):
+        RewardModel(tmp_path / "judge")
+
+
+def test_a_path_without_a_directory_is_refused():
+    with pytest.raises(ValueError, match=r"reward model judge: there is no model directory \./no/"):
+        RewardModel("./no/judge")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "message"),
+    [
+        ([says("ab")], [says("c", "assistant")], "text in row 1 is a list of .* no chat_template"),
+        ("a" * 60, "b" * 5, "text in row 1 has 65 tokens, beyond its max_position.* of 64"),
+        ("", "", "text in row 1 is empty"),
+        ("a", "B", "text in row 1 cannot be tokenized"),
+        ("a", [says("b")], "text in row 1: prompt and completion must both be strings or both"),
+        ([says("b")], "a", "text in row 1: prompt and completion must both be strings or both"),
+        (None, None, "text in row 1: prompt and completion must both be strings or both"),
+    ],
+)
+def test_a_text_that_cannot_be_scored_is_refused_by_its_row(saved, prompt, completion, message):
+    judge = RewardModel(saved)
+    with pytest.raises(ValueError, match=f"^reward model judge-1B: {message}"):
+        judge(["a", prompt], ["b", completion])
+
+
+def test_the_longest_text_is_scored(saved):
+    assert len(RewardModel(saved)(["a" * 60], ["b" * 4])) == 1

@@ -1,0 +1,263 @@
+"""The reviews: the hidden reward on any words, the noisy pairs, the words as tokens."""
+
+import itertools
+import math
+import random
+import statistics
+
+import pytest
+import torch
+
+from rlhf_pg.data import encode
+from rlhf_pg.rewards import Rewards
+from rlhf_pg.tasks import TASKS, arithmetic, preference
+from rlhf_pg.tasks.preference import (
+    FOLLOWS,
+    FOODS,
+    KINDS,
+    ROOMS,
+    VALENCES,
+    draw_pairs,
+    gold,
+    gold_score,
+    preferred_probability,
+)
+from rlhf_pg.tasks.warm_start import _examples
+
+SOUP, TENT = "our soup here was ", "our tent here was "
+
+
+@pytest.fixture(scope="module")
+def task():
+    return preference()
+
+
+@pytest.fixture(scope="module")
+def pairs(task):
+    return task.pairs()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(task):
+    return task.new_model()[1]
+
+
+def scores(pair):
+    return [gold_score(pair["prompt"], pair[key]) for key in ("chosen", "rejected")]
+
+
+# ------------------------------------------------------------------------------------------- gold
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said", "expected"),
+    [
+        (SOUP, "good .", 1),
+        (SOUP, "very good .", 1.5),
+        (SOUP, "not bad .", 1),
+        (SOUP, "quite hot and not fresh but dry .", 0.7 - 1.2 - 1),
+        (TENT, "quite hot and not fresh but dry .", -0.7 - 0.6 + 0.8),
+        (SOUP, "very good and not stale but quite hot .", 1.5 + 1.2 + 0.7),
+        ("", "hot .", -1),  # no food: a room
+    ],
+)
+def test_a_review_is_worth_what_its_adjectives_say_of_the_thing(prompt, said, expected):
+    assert gold_score(prompt, said) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("", -1),  # unfinished
+        (".", -0.5),  # misplaced: nothing was said
+        ("good", 1 - 1),
+        ("good and", 1 - 1),
+        ("very .", -0.5),
+        ("good . .", 1 - 0.5),
+        ("good . good and fresh .", 1 - 0.5),  # what comes after the end counts for nothing
+        ("good and good .", 1),  # once
+        ("good and not good .", 1),  # the first time
+        ("not good and very good .", -1),
+        ("good good .", 1 - 0.5),
+        ("good fresh .", 1 + 1.2 - 0.5),
+        ("very very good .", 1.5 - 0.5),
+        ("very not good .", -1 - 0.5),
+        ("and good .", 1 - 0.5),
+        ("good and and fresh .", 1 + 1.2 - 0.5),
+        ("good and .", 1 - 0.5),
+        ("very and good .", 1 - 0.5),  # a modifier only of the next word
+        ("soup good .", 1 - 2 * 0.5),  # and what follows such a word is out of place
+        ("good soup .", 1 - 2 * 0.5),
+        ("<user> <pad>", -1 - 2 * 0.5),
+        ("nonsense", -1 - 0.5),
+        ("  good   . ", 1),
+    ],
+)
+def test_it_is_defined_for_any_words(said, expected):
+    assert gold_score(SOUP, said) == pytest.approx(expected)
+
+
+def test_no_token_sequence_breaks_it(task):
+    _, tokenizer = task.new_model()
+    chance = random.Random(0)
+    for _ in range(200):
+        ids = [chance.randrange(len(tokenizer)) for _ in range(chance.randrange(20))]
+        assert math.isfinite(gold_score(SOUP, tokenizer.decode(ids, skip_special_tokens=True)))
+
+
+def test_it_is_a_reward_function_by_the_name_of_gold(task):
+    rewards = Rewards(task.rewards(None))
+    assert rewards.names == ["gold"]
+    said = rewards([SOUP, TENT], ["hot .", "hot ."], [[1], [1]], {"answer": ["x", "y"]})
+    assert said.tolist() == [[1], [-1]]
+    assert task.reward is gold
+
+
+def test_taste_depends_on_the_thing_and_every_word_has_a_kind():
+    assert any(food * room < 0 for food, room in VALENCES.values())
+    assert all(valence != 0 for both in VALENCES.values() for valence in both)
+    assert set(KINDS.values()) | {"start", "other"} == set(FOLLOWS)
+
+
+# ------------------------------------------------------------------------------------------- data
+
+
+def test_the_splits_share_no_prompt(task, pairs):
+    train, held_out = set(task.train_dataset["prompt"]), set(task.eval_dataset["prompt"])
+    assert (len(train), len(held_out), len(train & held_out)) == (256, 64, 0)
+    assert len(task.eval_dataset) == 64
+    assert [set(split["prompt"]) for split in pairs] == [train, held_out]
+
+
+@pytest.mark.parametrize("things", [FOODS, ROOMS])
+def test_each_kind_of_thing_is_in_both_splits(task, things):
+    for data in (task.train_dataset, task.eval_dataset):
+        share = statistics.mean(prompt.split()[1] in things for prompt in data["prompt"])
+        assert 0.3 < share < 0.7
+
+
+def test_every_answer_is_in_good_form(task):
+    for row in task.train_dataset.select(range(0, len(task.train_dataset), 16)):
+        kinds = ["start", *(KINDS[word] for word in row["answer"].split())]
+        assert all(kind in FOLLOWS[before] for before, kind in itertools.pairwise(kinds))
+        assert kinds[-1] == "stop"
+        assert 1 <= kinds.count("adjective") <= 4
+
+
+def test_answers_are_of_every_quality(task):
+    rewards = gold(task.train_dataset["prompt"], task.train_dataset["answer"])
+    assert abs(statistics.mean(rewards)) < 0.3
+    assert 1.5 < statistics.stdev(rewards) < 1.9
+
+
+def test_the_data_are_always_the_same(task, pairs):
+    again = preference()
+    assert again.train_dataset[:] == task.train_dataset[:]
+    assert again.eval_dataset[:] == task.eval_dataset[:]
+    assert [split[:] for split in again.pairs()] == [split[:] for split in pairs]
+
+
+# ------------------------------------------------------------------------------------------ pairs
+
+
+def test_pairs_are_of_two_different_reviews(pairs):
+    for split in pairs:
+        assert set(split.column_names) == {"prompt", "chosen", "rejected"}
+        assert all(pair["chosen"] != pair["rejected"] for pair in split)
+
+
+def test_some_are_in_bad_form(pairs):
+    said = [pair[key] for pair in pairs[0] for key in ("chosen", "rejected")]
+    assert 0.03 < statistics.mean(not text.endswith(".") for text in said) < 0.3
+    assert any(" . ." in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "expected"),
+    [(1, 1, 0.5), (0.35, 0, 1 / (1 + math.exp(-1))), (0, 0.7, 1 / (1 + math.exp(2)))],
+)
+def test_the_noise_is_a_sigmoid(better, worse, expected):
+    assert preferred_probability(better, worse) == pytest.approx(expected)
+
+
+def test_the_better_review_is_preferred_as_often_as_the_formula_says(pairs):
+    gaps = [better - worse for better, worse in map(scores, pairs[0])]
+    for low, high in ((0.0, 0.2), (0.2, 0.5), (0.5, 1.0), (1.0, 2.0), (2.0, 9.0)):
+        near = [gap for gap in gaps if low < abs(gap) <= high]
+        expected = [preferred_probability(abs(gap), 0) for gap in near]
+        deviation = math.sqrt(sum(p * (1 - p) for p in expected))
+        assert len(near) > 500
+        assert abs(sum(gap > 0 for gap in near) - sum(expected)) < 4 * deviation
+    assert any(gap == 0 for gap in gaps)
+
+
+def test_a_perfect_judge_would_be_right_on_nine_of_ten(pairs):
+    for split in pairs:
+        gaps = [better - worse for better, worse in map(scores, split)]
+        bayes = statistics.mean(preferred_probability(abs(gap), 0) for gap in gaps)
+        assert 0.88 < bayes < 0.93
+        assert statistics.mean(gap > 0 for gap in gaps) == pytest.approx(bayes, abs=0.04)
+
+
+def test_pairs_are_drawn_from_the_prompts_given():
+    drawn = draw_pairs([SOUP], 20, random.Random(0))
+    assert (len(drawn), set(drawn["prompt"])) == (20, {SOUP})
+
+
+# -------------------------------------------------------------------------------- tokens and model
+
+
+def test_prompt_and_completion_are_tokenized_as_their_text_is(task, pairs, tokenizer):
+    rows = [*task.eval_dataset, *pairs[1]]
+    for row in rows:
+        for said in (row.get("answer"), row.get("chosen"), row.get("rejected")):
+            if said is None:
+                continue
+            apart = encode(row["prompt"], tokenizer) + tokenizer(said)["input_ids"]
+            assert tokenizer(row["prompt"] + said)["input_ids"] == apart
+            assert tokenizer.decode(tokenizer(said)["input_ids"]) == said
+
+
+def test_any_sampled_words_come_back_as_the_same_tokens(tokenizer):
+    chance = random.Random(0)
+    prompt = encode(SOUP, tokenizer)
+    for _ in range(100):
+        ids = [chance.randrange(4, len(tokenizer)) for _ in range(12)]
+        text = tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True)
+        assert tokenizer(SOUP + text)["input_ids"] == prompt + ids
+
+
+def test_a_word_is_a_token_and_an_unknown_one_an_error(tokenizer):
+    assert len(tokenizer(SOUP + "very good .")["input_ids"]) == 7
+    assert tokenizer.pad_token_id == 0
+    assert tokenizer.eos_token_id == 1
+    with pytest.raises(ValueError, match="prompt in row 2 cannot be tokenized"):
+        encode("our pizza ", tokenizer, row=2)
+
+
+def test_every_pair_and_review_fits_the_model(task, pairs, tokenizer):
+    model, _ = task.new_model()
+    limit = model.config.max_position_embeddings
+    assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
+    longest = max(len(text.split()) for split in pairs for key in split[:] for text in split[key])
+    assert 4 + longest < limit
+    example = _examples(task, tokenizer)[0]
+    ids = torch.tensor([example["input_ids"]])
+    assert model(ids).logits.shape == (1, ids.shape[1], len(tokenizer))
+
+
+# -------------------------------------------------------------------------------- among the tasks
+
+
+def test_it_is_found_by_name(task):
+    assert TASKS["preference"]().name == task.name == "preference"
+
+
+def test_a_reward_model_comes_before_the_reward_of_the_task(task):
+    assert task.rewards("runs/judge") == ["runs/judge", gold]
+    assert arithmetic().rewards(None) == [arithmetic().reward]
+
+
+def test_a_task_without_pairs_says_so():
+    with pytest.raises(ValueError, match=r"arithmetic has no preference pairs.*task preference"):
+        arithmetic().pairs()
