@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from rlhf_pg import cli
@@ -19,6 +20,7 @@ from rlhf_pg.config import (
 )
 from rlhf_pg.metrics import KEYS, read
 from rlhf_pg.recipe import parse
+from rlhf_pg.tasks import preference
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 CONFIGS = {
@@ -80,6 +82,52 @@ def test_train_command(algorithm: str, model_path: str, tmp_path: Path) -> None:
     cli.main(["train", recipe, *SMALL, *out, "--model_name_or_path", model_path])
     assert (tmp_path / "final" / "model.safetensors").exists()
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["algorithm"] == algorithm
+
+
+def test_train_command_makes_a_warm_start_a_reward_model_and_trains_on_it(tmp_path: Path) -> None:
+    """The three recipes of the task preference, each from what the one before left."""
+    runs = {name: tmp_path / name for name in ("sft", "judge", "rl")}
+    brief = ["--max_steps=2", "--task=preference", "--output_dir"]
+    cli.main(["train", str(RECIPES / "sft_preference.yaml"), *brief, str(runs["sft"])])
+    start = ["--model_name_or_path", str(runs["sft"] / "final")]
+    recipe = str(RECIPES / "reward_model_preference.yaml")
+    cli.main(["train", recipe, *brief, str(runs["judge"]), *start])
+    judge = ["--reward_model_name_or_path", str(runs["judge"] / "final")]
+    weights = ["--reward_weights", "1.0", "0.0"]
+    sizes = ["--prompts_per_step=4", "--eval_steps=2"]
+    recipe = str(RECIPES / "rloo_arithmetic.yaml")
+    cli.main(["train", recipe, *brief, str(runs["rl"]), *start, *judge, *weights, *sizes])
+    lines = read(runs["rl"] / "metrics.jsonl")
+    assert all(line["reward"] == pytest.approx(line["rewards/final/mean"]) for line in lines)
+    assert all(line["reward"] != line["rewards/gold/mean"] for line in lines)
+    assert "eval_rewards/gold/mean" in lines[1]
+    assert "eval_accuracy" in (runs["judge"] / "metrics.json").read_text()
+
+
+@pytest.mark.parametrize("script", ["reward_model", "rloo"])
+def test_a_recipe_script_takes_the_task_preference(script: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    for part in preference().new_model():
+        part.save_pretrained(tmp_path / "start")
+    recipe = {"reward_model": "reward_model_preference", "rloo": "rloo_arithmetic"}[script]
+    command = [sys.executable, str(RECIPES / f"{script}.py")]
+    config = ["--config", str(RECIPES / f"{recipe}.yaml"), "--task=preference", "--max_steps=1"]
+    paths = ["--model_name_or_path", str(tmp_path / "start"), "--output_dir", str(tmp_path / "run")]
+    subprocess.run(
+        [*command, *config, *paths],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=tmp_path,
+        check=True,
+        timeout=300,
+    )
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+
+
+def test_a_reward_model_of_a_task_without_pairs_is_refused(capsys) -> None:
+    recipe = str(RECIPES / "reward_model_preference.yaml")
+    with pytest.raises(SystemExit):
+        cli.main(["train", recipe, "--task", "arithmetic"])
+    assert "arithmetic has no preference pairs" in capsys.readouterr().err
 
 
 def test_demo_command(model_path: str, tmp_path: Path, capsys) -> None:

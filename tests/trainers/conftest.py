@@ -35,6 +35,7 @@ def make(model_path: str, tmp_path: Path) -> Callable[..., PolicyGradientTrainer
                 "processing_class": None,
                 "peft_config": None,
                 "quantization_config": None,
+                "reward_processing_classes": None,
                 "optimizers": (None, None),
             }.items()
         }

@@ -1,0 +1,64 @@
+"""Training on a reward model, beside a function that is only tracked."""
+
+import pytest
+from transformers import AutoTokenizer
+
+from rlhf_pg.metrics import read
+from rlhf_pg.rewards import RewardModel
+from rlhf_pg.tasks import arithmetic
+from tests.rewards.test_model import classifier, letters
+from tests.trainers.conftest import digits
+
+
+@pytest.fixture
+def judge_path(tmp_path):
+    path = tmp_path / "judge"
+    classifier("gpt2").save_pretrained(path)
+    arithmetic().new_model()[1].save_pretrained(path)
+    return str(path)
+
+
+def test_a_path_is_trained_on_and_a_function_of_weight_0_is_tracked(make, judge_path, tmp_path):
+    scored = []
+
+    def witness(prompts, completions, **_):
+        scored.append(RewardModel(judge_path)(prompts, completions))
+        return digits(completions)
+
+    make(reward_funcs=[judge_path, witness], reward_weights=(1.0, 0.0), max_steps=2).train()
+    lines = read(tmp_path / "run" / "metrics.jsonl")
+    for line, scores in zip(lines, scored, strict=True):
+        mean = sum(scores) / len(scores)
+        assert line["reward"] == pytest.approx(mean, abs=1e-5)
+        assert line["rewards/judge/mean"] == pytest.approx(mean, abs=1e-5)
+        assert 0 < line["rewards/witness/mean"] < 1
+
+
+def test_a_weight_of_0_has_no_effect(make, judge_path):
+    options = {"reward_weights": (1.0, 0.0), "max_steps": 1}
+    trainers = [
+        make(reward_funcs=[judge_path, tracked], **options)
+        for tracked in (digits, lambda completions, **_: [9.0] * len(completions))
+    ]
+    for trainer in trainers:
+        trainer.train()
+    weights = [list(trainer.model.parameters()) for trainer in trainers]
+    assert all(a.equal(b) for a, b in zip(*weights, strict=True))
+
+
+def test_its_tokenizer_is_an_argument_of_the_trainer(make, judge_path):
+    own = AutoTokenizer.from_pretrained(judge_path)
+    model = classifier("gpt2")
+    with pytest.raises(ValueError, match=r"GPT2For.* no tokenizer is saved beside it"):
+        make(reward_funcs=model)
+    trainer = make(reward_funcs=model, reward_processing_classes=own)
+    assert trainer.rewards.functions[0].processing_class is own
+    with pytest.raises(ValueError, match="one entry per reward function, got 1 for 2"):
+        make(reward_funcs=[model, digits], reward_processing_classes=[own])
+
+
+def test_text_that_it_cannot_read_is_an_error_that_names_it(make):
+    judge = classifier("gpt2")
+    trainer = make(reward_funcs=judge, reward_processing_classes=letters())
+    with pytest.raises(ValueError, match=r"reward model GPT2For.*cannot be tokenized"):
+        trainer.train()
