@@ -12,7 +12,10 @@ from tests.tiny import tiny_model
 
 SPECIAL = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
 DECODERS = ["gpt2", "llama", "qwen3", "opt", "gpt_neox", "bloom"]
-TEMPLATE = "{% for m in messages %}{{ m['role'][0] + m['content'] }}{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] + m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}x{% endif %}"
+)
 
 # EOS at the end, inside and in front, pad inside and at the end, one token, many.
 ROWS = [[5, 9, 2], [7, 2, 8, 3], [2, 5], [4, 0, 6, 0], [0], [11], [*range(3, 23)]]
