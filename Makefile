@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Models this small gain nothing from a second thread, and lose much when the cores are shared.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-slow lint format clean
+.PHONY: help demo preference test test-slow lint format clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -19,6 +19,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: $(VENV)/.installed  ## GRPO on the embedded task: a few minutes on a CPU
 	$(BIN)/rlhf-pg demo
+
+preference: $(VENV)/.installed  ## SFT, reward model, PPO: about ten minutes on a CPU
+	$(BIN)/rlhf-pg train recipes/sft_preference.yaml
+	$(BIN)/rlhf-pg train recipes/reward_model_preference.yaml
+	$(BIN)/rlhf-pg train recipes/ppo_preference.yaml
 
 test: $(VENV)/.installed  ## every test that is not slow
 	$(BIN)/pytest

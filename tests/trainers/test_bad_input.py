@@ -119,11 +119,6 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights(make) -> None:
     assert all(before[name].equal(p) for name, p in trainer.model.named_parameters())
 
 
-def test_an_unknown_argument_is_refused_by_name(model_path) -> None:
-    with pytest.raises(ValueError, match="reward_processing_classes"):
-        GRPOTrainer(model=model_path, train_dataset=DATA, reward_processing_classes=object())
-
-
 def test_the_config_of_another_algorithm_is_refused() -> None:
     with pytest.raises(ValueError, match="args must be a GRPOConfig, got RLOOConfig"):
         GRPOTrainer(args=RLOOConfig())
