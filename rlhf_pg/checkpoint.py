@@ -172,6 +172,8 @@ class Checkpointer:
         for group, rate in zip(self.optimizer.param_groups, state["learning_rates"], strict=True):
             group["lr"] = rate
         vars(self.state).update(state["counters"])
+        if state["config"].get("output_dir") != self.config.get("output_dir"):
+            self.state.best_reward = None  # the best checkpoint stayed there
         rng = path / f"rng-rank{rank}.safetensors"
         if rng.exists():
             restore_rng(load_file(rng))

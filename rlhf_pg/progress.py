@@ -85,10 +85,8 @@ class Journal:
         self._metrics.write(metrics)
         step = metrics["step"]
         if "eval_reward" in metrics:
-            greedy = metrics["eval_greedy_reward"]
-            self.say(
-                f"step {step}  held out: reward {metrics['eval_reward']:.3f}, greedy {greedy:.3f}"
-            )
+            sampled, greedy = (_spelled(metrics.get(f"eval_{m}reward")) for m in ("", "greedy_"))
+            self.say(f"step {step}  held out: reward {sampled}, greedy {greedy}")
         summary = "  ".join(f"{name} {_spelled(metrics[name])}" for name in SHOWN)
         if self._bar is not None and self.console.is_terminal:
             self._bar.update(self._task, completed=step, description=summary)

@@ -195,15 +195,16 @@ class Trackers:
         plain = {
             k: v if isinstance(v, str | int | float) else json.dumps(v) for k, v in config.items()
         }
-        for name, tracker in _trackers(directory, run_name).items():
-            if name not in self._names:
-                continue
-            try:
+        name = ""
+        try:
+            makers = _trackers(directory, run_name)
+            for name in self._names:
+                tracker = makers[name]()
                 tracker.start()
                 self._open[name] = tracker
                 tracker.store_init_configuration(plain)
-            except Exception as error:  # of whatever kind its library raises
-                return f"report_to: {name} cannot start: {error}"
+        except Exception as error:  # of whatever kind its library raises
+            return f"report_to: {name or 'the trackers'} cannot start: {error}"
         return None
 
     def _try(self, name: str, act: Callable[[GeneralTracker], None]) -> None:
@@ -215,23 +216,23 @@ class Trackers:
             logger.warning("report_to: %s failed and gets nothing from here on: %s", name, error)
 
 
-def _trackers(directory: Path, run_name: str | None) -> dict[str, GeneralTracker]:
-    """All that there are, none started; a resumed run has the id that its directory keeps."""
+def _trackers(directory: Path, run_name: str | None) -> dict[str, Callable[[], GeneralTracker]]:
+    """How each is made; a resumed run has the id that its directory keeps."""
     file = directory / "run-id"
     resumed = file.exists()
     if not resumed:
         file.write_text(secrets.token_hex(4))
     run_id = file.read_text()
     return {
-        "tensorboard": TensorBoardTracker("tensorboard", directory),
-        "wandb": WandBTracker(
+        "tensorboard": lambda: TensorBoardTracker("tensorboard", directory),
+        "wandb": lambda: WandBTracker(
             os.environ.get("WANDB_PROJECT", PROJECT),
             dir=directory,
             id=run_id,
             name=run_name,
             resume="allow",
         ),
-        "trackio": TrackioTracker(
+        "trackio": lambda: TrackioTracker(
             PROJECT, name=run_name or run_id, resume="allow" if resumed else "never"
         ),
     }

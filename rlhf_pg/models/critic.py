@@ -155,8 +155,8 @@ def new_critic(
         tokenizer: of the policy, whose tokens the critic reads.
         shared: a head on the policy's own trunk.
         value_model: a path, a Hub id or an object. Of a `transformers` model of any kind the trunk
-            is taken; what an earlier run left in `critic/` brings its head along. Any other module
-            gives the values itself (see `Critic`).
+            is taken, a copy of an object's; what an earlier run left in `critic/` brings its head
+            along. Any other module gives the values itself (see `Critic`), and is trained in place.
         peft_config: train an adapter on the trunk of `value_model` instead of the trunk; by default
             that of the policy's own adapter, if it has one.
 
@@ -171,6 +171,7 @@ def new_critic(
         _check_apart(value_model, policy_model)
         if not isinstance(value_model, LOADED):
             return Critic(value_model, None)
+        value_model = copy.deepcopy(value_model)  # the object may be the reward model as well
     model = load_model(value_model, dtype, AutoModel)
     _check_tokens(value_model, model, tokenizer)
     model = model if isinstance(model, PeftModel) else model.base_model

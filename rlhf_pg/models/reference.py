@@ -36,13 +36,13 @@ class Reference(nn.Module):
 
 
 def fingerprint(module: nn.Module) -> str:
-    """SHA-256 of the names and shapes of all tensors, and of the frozen ones themselves.
+    """SHA-256 of the names and shapes of all tensors, and of the frozen parameters themselves.
 
     A resumed run must find the same: the saved weights fit then, and what was not saved is equal.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict(keep_vars=True).items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        if not tensor.requires_grad:
+        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
             digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

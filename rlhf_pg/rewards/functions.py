@@ -10,6 +10,7 @@ from os import PathLike
 from typing import Any, TypeAlias
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -137,6 +138,10 @@ def _one_each(tokenizers: Any, count: int) -> list[Any]:
 def _function(source: Any, tokenizer: Any, device: torch.device | None) -> RewardFunction:
     if isinstance(source, MODELS):
         return RewardModel(source, tokenizer, device)
+    if isinstance(source, PeftModel):
+        raise ValueError(
+            "a reward model with an adapter cannot be scored: give merge_and_unload() of it"
+        )
     if not callable(source):
         raise TypeError(f"reward_funcs must be callables or reward models, got {source!r}")
     function: RewardFunction = source

@@ -49,7 +49,7 @@ class RewardModel:
         if isinstance(model, str | PathLike):
             model = _load(model)
         self.model = model.to(device or model.device).eval()
-        self.__name__ = Path(model.name_or_path or "").name or type(model).__name__
+        self.__name__ = _name(model.name_or_path or "") or type(model).__name__
         self.processing_class = score_tokenizer(processing_class, model, self._who)
 
     def __call__(
@@ -171,11 +171,17 @@ def score_tokenizer(
     return tokenizer
 
 
+def _name(path: str | PathLike[str]) -> str:
+    """The last part of a path or Hub id; of what a run has left in `final/`, that of the run."""
+    whole = Path(path)
+    return whole.parent.name if whole.name == "final" else whole.name
+
+
 def _load(path: str | PathLike[str]) -> PreTrainedModel:
     try:
         check_directory(path)
     except ValueError as error:
-        raise ValueError(f"reward model {Path(path).name}: {error}") from error
+        raise ValueError(f"reward model {_name(path)}: {error}") from error
     return AutoModelForSequenceClassification.from_pretrained(path, dtype="auto")
 
 

@@ -62,7 +62,8 @@ class PolicyGradientTrainer:
         callbacks: see `Callback`.
         quantization_config: a `BitsAndBytesConfig` in 4 bits, for QLoRA; `args.load_in_4bit` makes
             one.
-        optimizers: an optimizer and a learning-rate scheduler of your own, or None for AdamW and
+        optimizers: an optimizer (of everything that is trained) and a learning-rate scheduler of
+            your own, or None for AdamW and
             `args.lr_scheduler_type`. The scheduler advances once per step.
 
     Raises:
@@ -411,6 +412,8 @@ class PolicyGradientTrainer:
         self, model: str | PathLike[str] | PreTrainedModel, quantization_config: Any
     ) -> PreTrainedModel:
         args = self.args
+        if args.load_in_4bit and quantization_config is not None:
+            raise ValueError("give quantization_config or set load_in_4bit, not both")
         if args.load_in_4bit:
             quantization_config = models.quantization(self.dtype)
         loaded = models.load_policy(

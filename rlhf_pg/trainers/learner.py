@@ -80,6 +80,7 @@ class Learner:
         self.reference = Reference(self.policy) if args.beta > 0 else None
         self.trained = runtime.prepare(self.module)
         self.optimizer = optimizers[0] or _adamw(self.policy, critic, args)
+        _check_complete(self.optimizer, self.module)
         self.scheduler: LRScheduler = optimizers[1] or get_scheduler(
             args.lr_scheduler_type, self.optimizer, args.warmup_steps, total_steps
         )
@@ -119,14 +120,14 @@ class Learner:
 
     def update(self, experience: Experience, step: int, meter: Meter) -> dict[str, float]:
         """Every optimizer update on one rollout batch."""
-        norms = []
+        norms: list[float] = []
         rate = self.optimizer.param_groups[0]["lr"]
         self.module.train()
         for minibatch in self._minibatches(experience, step):
             seen = Meter()
             self.accumulate(minibatch, seen)
             meter.absorb(seen)
-            if self._has_drifted(seen):
+            if norms and self._has_drifted(seen):
                 self.optimizer.zero_grad()
                 break
             norms.append(self._apply_gradient())
@@ -149,8 +150,8 @@ class Learner:
     def _has_drifted(self, seen: Meter) -> bool:
         """Whether KL(old || new), over all processes, is beyond 1.5 target_kl: none decides alone.
 
-        The factor is that of Spinning Up and Stable-Baselines3. The policy of a step's first update
-        is the old one, so that update is always made.
+        The factor is that of Spinning Up and Stable-Baselines3. A step's first update is always
+        made: its policy is the old one.
         """
         if self.args.target_kl is None:
             return False
@@ -237,6 +238,17 @@ def _adamw(policy: nn.Module, critic: Critic | None, args: PolicyGradientConfig)
         groups += _groups(critic, args, args.value_learning_rate or args.learning_rate)
     betas = (args.adam_beta1, args.adam_beta2)
     return AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
+
+
+def _check_complete(optimizer: Optimizer, module: nn.Module) -> None:
+    has = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in has:
+            raise ValueError(
+                f"optimizers: yours does not have the trained parameter {name}. A critic, or an "
+                "adapter that use_peft or peft_config makes, is not there yet when you make it: "
+                "leave optimizers out, or give a model with its adapter"
+            )
 
 
 def _groups(module: nn.Module, args: PolicyGradientConfig, rate: float) -> list[dict[str, Any]]:

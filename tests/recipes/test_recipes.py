@@ -98,7 +98,7 @@ def test_train_command_makes_a_warm_start_a_reward_model_and_trains_on_it(tmp_pa
     recipe = str(RECIPES / "rloo_arithmetic.yaml")
     cli.main(["train", recipe, *brief, str(runs["rl"]), *start, *judge, *weights, *sizes])
     lines = read(runs["rl"] / "metrics.jsonl")
-    assert all(line["reward"] == pytest.approx(line["rewards/final/mean"]) for line in lines)
+    assert all(line["reward"] == pytest.approx(line["rewards/judge/mean"]) for line in lines)
     assert all(line["reward"] != line["rewards/gold/mean"] for line in lines)
     assert "eval_rewards/gold/mean" in lines[1]
     assert "eval_accuracy" in (runs["judge"] / "metrics.json").read_text()

@@ -110,6 +110,22 @@ def test_a_run_can_go_on_from_the_best(make, tmp_path) -> None:
     assert json.loads((best / "state.json").read_text())["counters"]["step"] == 2
 
 
+def test_going_on_in_another_directory_there_is_a_best_there_too(make, tmp_path) -> None:
+    options = {"eval_dataset": HELD_OUT, "eval_steps": 1, "reward_funcs": Script(0.5)}
+    make(save_steps=2, max_steps=2, **options).train()
+    saved = str(tmp_path / "run" / "checkpoints" / "step-00000002")
+    make(output_dir=str(tmp_path / "new"), **options).train(resume_from_checkpoint=saved)
+    assert (tmp_path / "new" / "best" / "state.json").exists()
+
+
+def test_a_callback_may_add_an_evaluation_of_its_own(make) -> None:
+    class Own(Callback):
+        def on_step(self, trainer, metrics) -> None:
+            metrics |= trainer.evaluate(temperature=0.5)
+
+    make(eval_dataset=HELD_OUT, callbacks=[Own()]).train()
+
+
 def test_no_best_if_not_wanted(make, tmp_path) -> None:
     make(eval_dataset=HELD_OUT, eval_steps=1, save_best=False).train()
     assert not (tmp_path / "run" / "best").exists()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_pg import PPOTrainer, RLOOTrainer
 from rlhf_pg.experience import Experience
@@ -387,3 +388,30 @@ def test_gradient_of_one_pass_is_that_of_many_at_the_start(tmp_path) -> None:
         split.learner.accumulate(experience.select(rows), Meter())
         total += enumeration.flat_gradient(split) / 2
     assert_close(total, expected)
+
+
+def test_the_first_update_is_made_even_if_dropout_makes_it_drift(make) -> None:
+    options = {"lora_dropout": 0.3, "use_peft": True, "disable_dropout": False}
+    make(PPOTrainer, target_kl=1e-9, num_iterations=2, max_steps=2, **options).train()
+
+
+def test_a_value_model_that_is_the_reward_model_too_leaves_the_reward_alone(
+    make, model_path
+) -> None:
+    torch.manual_seed(0)
+    judge = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=1)
+    before = {name: p.clone() for name, p in judge.named_parameters()}
+    make(PPOTrainer, reward_funcs=judge, value_model=judge).train()
+    assert all(p.equal(before[name]) for name, p in judge.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("trainer_type", "options"), [(PPOTrainer, {}), (RLOOTrainer, {"use_peft": True})]
+)
+def test_an_optimizer_that_lacks_what_the_trainer_makes_is_refused(
+    make, model_path, trainer_type, options
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="optimizers: yours does not have the trained parameter"):
+        make(trainer_type, model=model, optimizers=(optimizer, None), **options)
