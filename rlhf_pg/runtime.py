@@ -4,6 +4,7 @@ Everything else sees a few verbs: prepare, micro_batch, backward, clip, gather a
 trackers are here too, since it is accelerate that knows them.
 """
 
+import atexit
 import json
 import logging
 import os
@@ -43,6 +44,9 @@ class Runtime:
         kind = self._accelerator.distributed_type
         if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
             raise ValueError(f"the launcher asks for {kind.value}; only plain DDP is supported yet")
+        if self.world > 1:
+            # Left to the end of the interpreter, the threads of gloo may abort a finished process.
+            atexit.register(self._accelerator.state.destroy_process_group)
 
     @property
     def device(self) -> torch.device:
