@@ -196,7 +196,7 @@ def load_tokenizer(
             "the tokenizer has no pad token: set the key pad_token, or processing_class.pad_token "
             "(the EOS token will do: padding is masked by position, not by id)"
         )
-    check_vocabulary(tokenizer, model, "the model")
+    check_vocabulary(tokenizer, model, "processing_class")
     return tokenizer
 
 
@@ -218,8 +218,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel,
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} ids but {name} only {rows} embedding rows: "
-            "they do not belong together, or model.resize_token_embeddings is due"
+            f"{name}: the tokenizer has {len(tokenizer)} ids but the model only {rows} embedding "
+            "rows: they do not belong together, or model.resize_token_embeddings is due"
         )
 
 

@@ -18,7 +18,7 @@ from transformers import (
 from rlhf_pg.data import encode
 from rlhf_pg.experience import padded
 from rlhf_pg.masking import widen
-from rlhf_pg.models import check_directory, max_positions
+from rlhf_pg.models import check_directory, check_vocabulary, max_positions
 
 # Padded tokens that are forwarded at a time; it never changes a score.
 SCORING_TOKENS = 32768
@@ -162,12 +162,7 @@ def score_tokenizer(
             f"{who}: its tokenizer has no pad token: set pad_token (the EOS token will do: padding "
             "is masked by position, not by id)"
         )
-    rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
-        raise ValueError(
-            f"{who}: the tokenizer has {len(tokenizer)} ids but the model only {rows} embedding "
-            "rows: it is that of another model"
-        )
+    check_vocabulary(tokenizer, model, who)
     return tokenizer
 
 

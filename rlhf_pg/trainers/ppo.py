@@ -62,7 +62,7 @@ class PPOTrainer(PolicyGradientTrainer):
         """The clipped surrogate, the clipped value loss and an entropy bonus (Eq. 9, negated).
 
         rho_t   = pi(y_t) / pi_old(y_t)
-        loss_t  = -min(rho_t A_t, clip(rho_t, 1 - epsilon, 1 + epsilon) A_t)
+        loss_t  = -min(rho_t A_t, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A_t)
                   + vf_coef 1/2 max((V_t - R_t)^2, (V_clipped - R_t)^2) - entropy_coef H_t
         """
         assert new.values is not None
