@@ -9,7 +9,7 @@ import json
 import random
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ class Checkpointer:
     reference: Reference | None
     config: dict[str, Any]
     critic: Critic | None = None
+    running: Mapping[str, Any] = field(default_factory=dict)  # records that move, by name
 
     @cached_property
     def fingerprints(self) -> dict[str, str | None]:
@@ -115,6 +116,7 @@ class Checkpointer:
         save_file(optimizer_tensors(self.optimizer, names), path / "optimizer.safetensors")
         state = {
             "counters": asdict(self.state),
+            "running": {name: vars(record) for name, record in self.running.items()},
             "scheduler": self.scheduler.state_dict(),
             "learning_rates": [group["lr"] for group in self.optimizer.param_groups],
             "fingerprints": self.fingerprints,
@@ -172,6 +174,8 @@ class Checkpointer:
         for group, rate in zip(self.optimizer.param_groups, state["learning_rates"], strict=True):
             group["lr"] = rate
         vars(self.state).update(state["counters"])
+        for name, record in self.running.items():
+            vars(record).update(state["running"][name])
         if state["config"].get("output_dir") != self.config.get("output_dir"):
             self.state.best_reward = None  # the best checkpoint stayed there
         rng = path / f"rng-rank{rank}.safetensors"

@@ -61,6 +61,26 @@ RANGES = {
     "target_kl": ([1e-6, None], [0.0, -0.1, NAN]),
     "entropy_coef": ([0.0], [-1e-3, NAN]),
     "missing_eos_penalty": ([0.0, None], [-1e-3, NAN]),
+    "dynamic_sampling_rounds": ([0, 1], [-1]),
+    "overlong_buffer": ([1, None], [0]),
+    "overlong_penalty": ([1e-3], [0.0, -1.0, NAN]),
+    "baseline_decay": ([0.0, 0.999], [1.0, -0.1, NAN]),
+    "delta": ([1.3, None], [1.0, -0.1, NAN]),
+    "sapo_temperature_pos": ([1e-3], [0.0, -1.0, NAN]),
+    "sapo_temperature_neg": ([1e-3], [0.0, -1.0, NAN]),
+    "old_kl_coef": ([0.0], [-1e-3, NAN]),
+    "old_kl_target": ([1e-3, None], [0.0, -0.1, NAN]),
+    "sampler_clip_max": ([1e-3], [0.0, -1.0, NAN]),
+    "sampler_clip_min": ([1e-3, None], [0.0, -1.0, NAN]),
+    "entropy_target": ([1e-3, None], [0.0, -1.0, NAN]),
+    "entropy_coef_delta": ([1e-3], [0.0, -1.0, NAN]),
+    "entropy_coef_min": ([0.0], [-1e-3, NAN]),
+    "entropy_coef_max": ([0.0], [-1e-3, NAN]),
+    "kl_target": ([1e-3], [0.0, -1.0, NAN]),
+    "kl_horizon": ([1], [0]),
+    "kl_adaptive_lr": ([1e-3, None], [0.0, -1.0, NAN]),
+    "ref_model_sync_steps": ([1], [0]),
+    "ref_model_mixup_alpha": ([1e-3, 1.0], [0.0, 1.001, NAN]),
 }
 OF_ONE = {
     GRPOConfig: {"num_generations": ([2], [1])},
@@ -73,6 +93,11 @@ OF_ONE = {
         "vf_coef": ([0.0], [-1e-3, NAN]),
         "cliprange_value": ([1e-3, None], [0.0, -0.1, NAN]),
         "value_learning_rate": ([1e-12, None], [0.0, -1e-3, NAN]),
+        "lam_alpha": ([1e-3, None], [0.0, -1.0, NAN]),
+        "value_lam": ([0.0, 1.0, None], [-1e-3, 1.001, NAN]),
+        "n_steps": ([1, None], [0]),
+        "value_warmup_steps": ([0, None], [-1]),
+        "value_pretraining_steps": ([0], [-1]),
     },
 }
 SFT = {
@@ -136,7 +161,33 @@ def test_a_number_outside_its_range_is_refused_by_name(config, key, value):
 
 @pytest.mark.parametrize(("config", "key", "value"), cases(0))
 def test_a_number_at_the_edge_of_its_range_is_taken(config, key, value):
+    clipped = {"policy_loss": "clipped_surrogate"}
+    twice = {"num_mini_batches": 2}
+    moving = {"beta": 0.1, "kl_controller": "adaptive"}
+    following = {"beta": 0.1, "sync_ref_model": True}
+    corrected = {"sampler_correction": "token_mask"}
+    bonus = {"entropy_target": 1.0}
     with_it = {
+        "delta": clipped,
+        "overlong_penalty": {"overlong_buffer": 1},
+        "dynamic_sampling_rounds": {"num_generations": 2},
+        "baseline_decay": {"advantage_estimator": "returns_minus_moving_average"},
+        "sapo_temperature_pos": {"policy_loss": "sapo"},
+        "sapo_temperature_neg": {"policy_loss": "sapo"},
+        "old_kl_coef": {"policy_loss": "mdpo", **twice},
+        "old_kl_target": {"policy_loss": "kl_penalty", **twice},
+        "sampler_clip_max": corrected,
+        "sampler_clip_min": corrected,
+        "entropy_coef_delta": bonus,
+        "entropy_coef_min": bonus,
+        "entropy_coef_max": bonus,
+        "kl_target": moving,
+        "kl_horizon": moving,
+        "kl_adaptive_lr": clipped | twice,
+        "ref_model_sync_steps": following,
+        "ref_model_mixup_alpha": following,
+        "n_steps": {"advantage_estimator": "n_step"},
+        "lam_alpha": {"advantage_estimator": "gae"},
         "epsilon": {"policy_loss": "clipped_surrogate"},
         "epsilon_high": {"policy_loss": "clipped_surrogate"},
         "prompts_per_step": {"num_generations": 2},

@@ -5,6 +5,7 @@ ranks, T completion width; a row is one completion.
 """
 
 import dataclasses
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from os import PathLike
@@ -13,7 +14,6 @@ from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
-from peft import PeftModel
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,18 +23,20 @@ from rlhf_pg import models, recipe
 from rlhf_pg.advantages import ADVANTAGES, Signals
 from rlhf_pg.checkpoint import Checkpointer, TrainState
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.data import Prompts, PromptSampler, check_fit, load_prompts
+from rlhf_pg.data import Prompts, PromptSampler
 from rlhf_pg.experience import Experience, Rollout
 from rlhf_pg.fields import bound
-from rlhf_pg.kl import kl_estimate
-from rlhf_pg.losses import POLICY_LOSSES, Loss
+from rlhf_pg.kl import kl_loss
+from rlhf_pg.losses import POLICY_LOSSES, Loss, sampler_weights
 from rlhf_pg.metrics import KEYS, Meter
 from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.progress import Journal
 from rlhf_pg.rewards import Rewards, RewardSource
 from rlhf_pg.rollout import NativeEngine, RolloutEngine, SamplingParams
 from rlhf_pg.runtime import Runtime, Trackers
+from rlhf_pg.trainers import inputs
 from rlhf_pg.trainers.callbacks import Callback
+from rlhf_pg.trainers.coefficients import Coefficients
 from rlhf_pg.trainers.evaluation import evaluate
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.samples import Samples, collect
@@ -90,14 +92,8 @@ class PolicyGradientTrainer:
         if not isinstance(args, self.config_type):
             wanted = self.config_type.__name__
             raise ValueError(f"args must be a {wanted}, got {type(args).__name__}")
-        if args.eval_steps and eval_dataset is None:
-            raise ValueError("eval_steps needs an eval_dataset")
-        model = model or args.model_name_or_path
-        if model is None:
-            raise ValueError("no model: give model=... or the key model_name_or_path")
-        if isinstance(model, str | PathLike):
-            args = dataclasses.replace(args, model_name_or_path=str(model))
-        self.args = args
+        self.args, model = inputs.resolve(args, model, eval_dataset)
+        args = self.args
         self.callbacks = list(callbacks or ())
         self.runtime = Runtime()
         self.trackers = Trackers(args.report_to, self.runtime)
@@ -106,18 +102,13 @@ class PolicyGradientTrainer:
         )
         set_seed(args.seed)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
-        self.peft_config = self._peft_config(peft_config)
-        self.model = self._load(model, quantization_config)
-        self.processing_class = models.load_tokenizer(processing_class, self.model, args.pad_token)
-        self.train_prompts = self._prompts(train_dataset, "train_dataset")
-        has_eval = eval_dataset is not None
-        self.eval_prompts = self._prompts(eval_dataset, "eval_dataset") if has_eval else None
-        self.prompt_order = PromptSampler(len(self.train_prompts), args.seed, args.shuffle_dataset)
-        self.total_steps = args.total_steps(len(self.train_prompts))
-        self.estimator: Callable[[Signals], Tensor] = bound(
-            ADVANTAGES[args.advantage_estimator], args
+        self.peft_config = inputs.adapter(args, peft_config)
+        self.model = inputs.load_policy(
+            model, args, self.runtime.device, self.peft_config, quantization_config
         )
-        self.policy_loss = bound(POLICY_LOSSES[args.policy_loss], args)
+        self.processing_class = models.load_tokenizer(processing_class, self.model, args.pad_token)
+        self._load_prompts(train_dataset, eval_dataset)
+        self._choose()
         self.critic = self.new_critic()
         self.learner = Learner(
             self.model, args, self.runtime, self.loss, self.total_steps, optimizers, self.critic
@@ -128,17 +119,45 @@ class PolicyGradientTrainer:
             self.processing_class.pad_token_id,
         )
         self.state = TrainState()
-        self.checkpointer = Checkpointer(
-            directory=Path(args.output_dir) / "checkpoints",
+        self.checkpointer = self._checkpointer()
+
+    def _load_prompts(self, train_dataset: Dataset | None, eval_dataset: Dataset | None) -> None:
+        args = self.args
+        self.train_prompts = self._prompts(train_dataset, "train_dataset")
+        has_eval = eval_dataset is not None
+        self.eval_prompts = self._prompts(eval_dataset, "eval_dataset") if has_eval else None
+        self.prompt_order = PromptSampler(len(self.train_prompts), args.seed, args.shuffle_dataset)
+        self.total_steps = args.total_steps(len(self.train_prompts))
+
+    def _choose(self) -> None:
+        """The functions that the config names, and the coefficients that move."""
+        args = self.args
+        self.estimator: Callable[[Signals], Tensor] = bound(
+            ADVANTAGES[args.advantage_estimator], args
+        )
+        policy_loss = POLICY_LOSSES[args.policy_loss]
+        self.policy_loss: Callable[..., Loss] = bound(policy_loss, args)
+        self.loss_takes = set(inspect.signature(policy_loss).parameters)
+        self.coefficients = Coefficients(args)
+
+    def _checkpointer(self) -> Checkpointer:
+        return Checkpointer(
+            directory=Path(self.args.output_dir) / "checkpoints",
             model=self.model,
             tokenizer=self.processing_class,
             optimizer=self.learner.optimizer,
             scheduler=self.learner.scheduler,
             state=self.state,
             reference=self.learner.reference,
-            config=dataclasses.asdict(args),
+            config=dataclasses.asdict(self.args),
             critic=self.critic,
+            running=self.running,
         )
+
+    @property
+    def running(self) -> dict[str, Any]:
+        """Plain records that move with the run and are saved with it, by name."""
+        return dict(self.coefficients.controllers)
 
     # -------------------------------------------------------------- what makes it an algorithm
 
@@ -151,19 +170,46 @@ class PolicyGradientTrainer:
         raise NotImplementedError
 
     def surrogate(self, new: PolicyOutput, batch: Experience) -> Loss:
-        """The policy loss that `args.policy_loss` names."""
-        loss: Loss = self.policy_loss(
-            new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask
+        """The policy loss that `args.policy_loss` names, weighed where the sampler was another."""
+        changing = {"groups": batch.groups, "old_kl_coef": self.coefficients["old_kl_coef"]}
+        options = {name: value for name, value in changing.items() if name in self.loss_takes}
+        per_token, metrics = self.policy_loss(
+            new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **options
         )
-        return loss
+        if self.args.sampler_correction == "none":
+            return per_token, metrics
+        assert batch.old_logprobs is not None
+        weights = sampler_weights(
+            batch.old_logprobs,
+            batch.sampler_logprobs,
+            batch.action_mask,
+            self.args.sampler_correction,
+            self.args.sampler_clip_max,
+            self.args.sampler_clip_min,
+        )
+        difference = (batch.old_logprobs - batch.sampler_logprobs).abs()
+        metrics["sampling/importance_sampling_ratio/mean"] = weights
+        metrics["sampling/sampling_logp_difference/mean"] = difference
+        return per_token * weights, metrics
 
-    def regularizer(self, new: PolicyOutput, batch: Experience) -> Tensor:
+    def regularizer(self, new: PolicyOutput, batch: Experience) -> Loss:
         """beta KL_t - entropy_coef H_t, (B,T); the KL only where it is part of the loss."""
-        per_token = -self.args.entropy_coef * new.entropy
+        per_token = -self.coefficients["entropy_coef"] * new.entropy
         if batch.ref_logprobs is None or self.args.kl_placement == "reward":
-            return per_token
-        kl = kl_estimate(new.logprobs, batch.ref_logprobs, self.args.kl_estimator)
-        return per_token + self.args.beta * kl
+            return per_token, {}
+        assert batch.old_logprobs is not None
+        kl = kl_loss(
+            new.logprobs,
+            batch.old_logprobs,
+            batch.ref_logprobs,
+            batch.action_mask,
+            self.args.kl_estimator,
+        )
+        return per_token + self.coefficients["beta"] * kl, {"kl": kl.detach()}
+
+    def update(self, experience: Experience, meter: Meter) -> dict[str, float]:
+        """Every optimizer update on one rollout batch; returns metrics of this process."""
+        return self.learner.update(experience, self.state.step, meter)
 
     def new_critic(self) -> Critic | None:
         """The critic, for an algorithm that has one."""
@@ -229,7 +275,7 @@ class PolicyGradientTrainer:
         with meter.time("score"):
             experience, metrics = self.make_experience(samples.rollout, scores, meter)
         with meter.time("update"):
-            metrics |= self.learner.update(experience, self.state.step, meter)
+            metrics |= self.update(experience, meter)
         self.state.step += 1
         self.state.draws += len(draws)
         self.state.num_tokens += int(metrics["tokens"])
@@ -237,6 +283,9 @@ class PolicyGradientTrainer:
             shown = self.args.num_completions_to_print
             journal.completions(self.state.step, samples.records(scores, self.reward_names, shown))
         metrics |= meter.means(self.runtime.total(meter.sums())) | meter.seconds
+        self.coefficients.update(metrics, len(draws) * self.args.num_generations)
+        self.learner.next_rate(self.coefficients.learning_rate_scale)
+        metrics |= self.coefficients.metrics()
         metrics["step"] = self.state.step
         metrics["num_tokens"] = self.state.num_tokens
         metrics["step_time"] = time.perf_counter() - start
@@ -398,46 +447,8 @@ class PolicyGradientTrainer:
                 self.processing_class.save_pretrained(path / "merged")
         self.runtime.wait()
 
-    def _peft_config(self, given: Any) -> Any:
-        args = self.args
-        if not args.use_peft:
-            return given
-        if given is not None:
-            raise ValueError("there are two adapters: give peft_config or set use_peft, not both")
-        return models.lora_config(
-            args.lora_r, args.lora_alpha, args.lora_dropout, args.lora_target_modules
-        )
-
-    def _load(
-        self, model: str | PathLike[str] | PreTrainedModel, quantization_config: Any
-    ) -> PreTrainedModel:
-        args = self.args
-        if args.load_in_4bit and quantization_config is not None:
-            raise ValueError("give quantization_config or set load_in_4bit, not both")
-        if args.load_in_4bit:
-            quantization_config = models.quantization(self.dtype)
-        loaded = models.load_policy(
-            model, self.dtype, self.runtime.device, self.peft_config, quantization_config
-        )
-        if args.save_merged and (quantization_config or not isinstance(loaded, PeftModel)):
-            raise ValueError("save_merged is for a model with an adapter on unquantized weights")
-        return loaded
-
     def _prompts(self, dataset: Dataset | None, name: str) -> Prompts:
-        args = self.args
-        try:
-            prompts = load_prompts(
-                dataset, self.processing_class, args.max_prompt_length, args.long_prompts
-            )
-            check_fit(
-                prompts,
-                args.max_completion_length,
-                models.max_positions(self.model),
-                args.micro_batch_tokens,
-            )
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-        return prompts
+        return inputs.prompts(dataset, name, self.model, self.processing_class, self.args)
 
 
 def _due(step: int, every: int) -> bool:

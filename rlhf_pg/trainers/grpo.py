@@ -41,5 +41,6 @@ class GRPOTrainer(PolicyGradientTrainer):
         loss_t = -min(rho_t A_t, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A_t) + beta KL_t
         KL_t   = exp(-u_t) - 1 + u_t,   u_t = log pi(y_t) - log pi_ref(y_t)      (k3, Eq. 4)
         """
-        per_token, metrics = self.surrogate(new, batch)
-        return per_token + self.regularizer(new, batch), metrics
+        surrogate, metrics = self.surrogate(new, batch)
+        regularizer, more = self.regularizer(new, batch)
+        return surrogate + regularizer, metrics | more

@@ -5,7 +5,8 @@ Shapes: B rows on this rank, T completion width.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,7 +19,6 @@ from transformers import PreTrainedModel, get_scheduler
 from rlhf_pg.config import PolicyGradientConfig, PPOConfig
 from rlhf_pg.data import permutation
 from rlhf_pg.experience import Experience, Rollout
-from rlhf_pg.kl import kl_estimate
 from rlhf_pg.losses import Loss, token_weights, weight_count
 from rlhf_pg.metrics import Meter
 from rlhf_pg.models import (
@@ -65,7 +65,8 @@ class Learner:
         critic: Critic | None = None,
     ) -> None:
         self.args, self.runtime, self.loss, self.critic = args, runtime, loss, critic
-        self.policy = Policy(model, args.temperature, entropy_gradient=args.entropy_coef > 0)
+        has_bonus = args.entropy_coef > 0 or args.entropy_target is not None
+        self.policy = Policy(model, args.temperature, has_bonus)
         self.module: nn.Module = self.policy
         if critic is not None:
             # With adapters it is activations that memory goes to; checkpointing has its own way.
@@ -101,8 +102,8 @@ class Learner:
         1 by construction) and no KL in the reward, the reference's without KL.
         """
         args, scored = self.args, Scored()
-        kl_in_reward = self.reference is not None and args.kl_placement == "reward"
-        needs_old = kl_in_reward or args.updates_per_step > 1
+        paid = args.kl_placement == "reward" or args.kl_controller != "fixed"
+        needs_old = args.updates_per_step > 1 or (self.reference is not None and paid)
         if needs_old or self.critic is not None:
             scored = self._over(rollout, lambda batch: self._score_own(batch, needs_old))
         if self.reference is not None:
@@ -121,23 +122,33 @@ class Learner:
     def update(self, experience: Experience, step: int, meter: Meter) -> dict[str, float]:
         """Every optimizer update on one rollout batch."""
         norms: list[float] = []
+        last_pass: deque[Meter] = deque(maxlen=self.args.num_mini_batches)
         rate = self.optimizer.param_groups[0]["lr"]
         self.module.train()
         for minibatch in self._minibatches(experience, step):
             seen = Meter()
             self.accumulate(minibatch, seen)
             meter.absorb(seen)
+            last_pass.append(seen)
             if norms and self._has_drifted(seen):
                 self.optimizer.zero_grad()
                 break
             norms.append(self._apply_gradient())
-        self.scheduler.step()
         self.module.eval()
-        return {
+        metrics = {
             "grad_norm": sum(norms) / len(norms),
             "learning_rate": rate,
             "num_updates": len(norms),
         }
+        if self.args.old_kl_target is not None or self.args.kl_adaptive_lr is not None:
+            metrics["approx_kl/last_pass"] = self._approx_kl(last_pass)
+        return metrics
+
+    def next_rate(self, scale: float) -> None:
+        """Advance the learning-rate schedule by a step, and multiply what it says."""
+        self.scheduler.step()
+        for group in self.optimizer.param_groups:
+            group["lr"] *= scale
 
     def _minibatches(self, experience: Experience, step: int) -> Iterator[Experience]:
         """Draw d is in minibatch d mod num_mini_batches in every pass; only their order varies."""
@@ -155,8 +166,14 @@ class Learner:
         """
         if self.args.target_kl is None:
             return False
-        kl = seen.means(self.runtime.total(seen.sums()))["approx_kl"]
-        return kl > 1.5 * self.args.target_kl
+        return self._approx_kl([seen]) > 1.5 * self.args.target_kl
+
+    def _approx_kl(self, seen: Iterable[Meter]) -> float:
+        """Mean KL(old || new) over the tokens of these minibatches and all processes."""
+        together = Meter()
+        for meter in seen:
+            together.absorb(meter)
+        return together.means(self.runtime.total(together.sums()))["approx_kl"]
 
     def accumulate(self, minibatch: Experience, meter: Meter) -> None:
         """Add the gradient of one optimizer update to `.grad`, micro-batch by micro-batch."""
@@ -186,8 +203,6 @@ class Learner:
         self, new: PolicyOutput, batch: Experience, metrics: dict[str, Tensor], meter: Meter
     ) -> None:
         numbers = {"entropy": new.entropy.detach(), **metrics}
-        if batch.ref_logprobs is not None and self.args.kl_placement == "loss":
-            numbers["kl"] = kl_estimate(new.logprobs, batch.ref_logprobs, self.args.kl_estimator)
         for name, values in numbers.items():
             meter.add_masked(name, values, batch.action_mask)
 

@@ -72,9 +72,10 @@ class PPOTrainer(PolicyGradientTrainer):
         value, value_metrics = value_loss(
             new.values, batch.values, batch.returns, batch.action_mask, self.args.cliprange_value
         )
-        per_token = surrogate + self.args.vf_coef * value + self.regularizer(new, batch)
+        regularizer, more = self.regularizer(new, batch)
+        per_token = surrogate + self.args.vf_coef * value + regularizer
         parts = {"policy_loss": surrogate.detach(), "value_loss": value.detach()}
-        return per_token, parts | metrics | value_metrics
+        return per_token, parts | metrics | value_metrics | more
 
     def bootstrap_value(self, rollout: Rollout, end_values: Tensor | None) -> Tensor | None:
         """V of what might have followed a completion that was cut off; 0 for the others."""

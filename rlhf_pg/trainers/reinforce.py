@@ -36,5 +36,6 @@ class ReinforceTrainer(PolicyGradientTrainer):
 
     def loss(self, new: PolicyOutput, batch: Experience) -> Loss:
         """-A_t log pi(y_t)."""
-        per_token, metrics = self.surrogate(new, batch)
-        return per_token + self.regularizer(new, batch), metrics
+        surrogate, metrics = self.surrogate(new, batch)
+        regularizer, more = self.regularizer(new, batch)
+        return surrogate + regularizer, metrics | more

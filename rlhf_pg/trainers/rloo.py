@@ -37,5 +37,6 @@ class RLOOTrainer(PolicyGradientTrainer):
 
         With one update per rollout rho is 1 and the gradient is that of -A_i log pi(y_i).
         """
-        per_token, metrics = self.surrogate(new, batch)
-        return per_token + self.regularizer(new, batch), metrics
+        surrogate, metrics = self.surrogate(new, batch)
+        regularizer, more = self.regularizer(new, batch)
+        return surrogate + regularizer, metrics | more

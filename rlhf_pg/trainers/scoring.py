@@ -16,6 +16,7 @@ from rlhf_pg.kl import kl_estimate
 from rlhf_pg.masking import whiten
 from rlhf_pg.metrics import Meter, length_metrics, reward_metrics
 from rlhf_pg.runtime import Runtime
+from rlhf_pg.trainers.learner import Scored
 
 if TYPE_CHECKING:
     from rlhf_pg.trainers.base import PolicyGradientTrainer
@@ -33,7 +34,7 @@ def make_experience(
         assert scored.old_logprobs is not None
         kl = kl_estimate(scored.old_logprobs, scored.ref_logprobs, args.kl_estimator)
         meter.add_masked("kl", kl, mask)
-        paid = -args.beta * kl
+        paid = -trainer.coefficients["beta"] * kl
     everyone, rows = runtime.gather(torch.cat([scores, paid.sum(1, keepdim=True)], dim=1))
     everyones_scores, everyones_kl = everyone[:, :-1], everyone[:, -1:]
     groups, _ = runtime.gather(rollout.groups)
@@ -50,6 +51,8 @@ def make_experience(
     advantages = trainer.advantages(signals)
     metrics = reward_metrics(everyones_scores, weights, trainer.reward_names, groups)
     metrics |= length_metrics(lengths)
+    if args.kl_controller != "fixed":
+        metrics["kl/completion"] = _kl_of_completions(runtime, scored)
     returns = None
     if scored.values is not None:
         returns = advantages + scored.values
@@ -66,6 +69,15 @@ def make_experience(
         returns=returns,
     )
     return experience, metrics
+
+
+def _kl_of_completions(runtime: Runtime, scored: Scored) -> float:
+    """Mean over the completions of all processes of k1 summed: what moves beta."""
+    assert scored.old_logprobs is not None
+    assert scored.ref_logprobs is not None
+    sums = (scored.old_logprobs - scored.ref_logprobs).double().sum(1)  # 0 in masked slots
+    total, count = runtime.total(torch.stack([sums.sum(), sums.new_tensor(len(sums))]))
+    return float(total / count)
 
 
 def _mean_and_var(runtime: Runtime, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

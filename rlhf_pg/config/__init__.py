@@ -1,0 +1,19 @@
+"""Every key of every algorithm: its default, its range beside it, and what it means.
+
+Batch sizes are global: the number of processes is not a hyper-parameter. `rlhf_pg.recipe` reads a
+config from YAML and flags.
+"""
+
+from rlhf_pg.config.algorithms import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
+from rlhf_pg.config.policy_gradient import PolicyGradientConfig
+from rlhf_pg.config.supervised import RewardModelConfig, SFTConfig
+
+__all__ = [
+    "GRPOConfig",
+    "PPOConfig",
+    "PolicyGradientConfig",
+    "RLOOConfig",
+    "ReinforceConfig",
+    "RewardModelConfig",
+    "SFTConfig",
+]

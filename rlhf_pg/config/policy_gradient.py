@@ -1,0 +1,255 @@
+"""What all algorithms share of the method: sampling, rewards, advantages, loss, KL."""
+
+import inspect
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_pg.advantages import ADVANTAGES
+from rlhf_pg.config.run import RunConfig
+from rlhf_pg.fields import choice, number
+from rlhf_pg.losses import POLICY_LOSSES
+
+NEED_CRITIC = {"gae"}
+CRITIC_FREE = set(ADVANTAGES) - NEED_CRITIC
+BASELINES = CRITIC_FREE - {"returns"}
+
+KLEstimator = Literal["k1", "k2", "k3", "k1_to_go", "k2_straight_through", "k3_ratio"]
+
+
+@dataclass(kw_only=True)
+class PolicyGradientConfig(RunConfig):
+    """What all algorithms share. One step is one rollout batch and every update on it."""
+
+    rollout_engine: Literal["native"] = "native"
+    """What samples: the policy itself, in this process."""
+    max_completion_length: int = number(512, minimum=1)
+    """Longest completion in tokens, EOS included."""
+    temperature: float = number(1.0, above=0, because="training needs the sampled distribution")
+    """Of the policy: it divides every logit, in sampling, scoring and training alike."""
+    dynamic_sampling_rounds: int = number(0, minimum=0)
+    """How often a step draws new prompts in place of groups whose scores are all equal (DAPO)."""
+    mask_truncated_completions: bool = False
+    """Leave completions that were cut off by their length out of the loss (DAPO's filtering)."""
+    skip_zero_advantages: bool = False
+    """Spare the update completions without advantage; the gradient stays the same."""
+
+    reward_weights: tuple[float, ...] | None = None
+    """One weight per reward function; None weighs each by 1."""
+    reward_clip_range: tuple[float, ...] | None = None
+    """Lowest and highest score of each reward function; what is beyond is set to it."""
+    normalize_rewards: bool = False
+    """Divide the scores of each reward function by their running standard deviation."""
+    whiten_rewards: bool = False
+    """Scale the rewards of all tokens of the step to variance 1, keeping their mean."""
+    missing_eos_penalty: float | None = number(None, minimum=0)
+    """For completions that were cut off by their length."""
+    missing_eos_mode: Literal["subtract", "replace"] = "subtract"
+    """The penalty is subtracted from their score, or minus the penalty is their whole score."""
+    overlong_buffer: int | None = number(None, minimum=1)
+    """Over the last so many tokens before max_completion_length a penalty rises to its full size
+    (DAPO's soft overlong punishment)."""
+    overlong_penalty: float = number(1.0, above=0)
+    """Full size of that penalty."""
+
+    advantage_estimator: str = choice("group_normalized", ADVANTAGES)
+    """A name in rlhf_pg.advantages.ADVANTAGES."""
+    normalize_advantages: bool = False
+    """Whiten advantages over all tokens of the step: mean 0, variance 1."""
+    baseline_decay: float = number(0.9, minimum=0, below=1)
+    """Of returns_minus_moving_average: the weight that its past keeps at each step."""
+
+    policy_loss: str = choice("clipped_surrogate", POLICY_LOSSES)
+    """A name in rlhf_pg.losses.POLICY_LOSSES."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """How tokens weigh in the loss: see rlhf_pg.losses.token_weights."""
+    epsilon: float = number(0.2, above=0, below=1)
+    """Clip distance of the ratio: below 1 by epsilon, above 1 by epsilon_high."""
+    epsilon_high: float | None = number(None, above=0)
+    """Upper clip distance; None means epsilon."""
+    delta: float | None = number(None, above=1)
+    """Dual clip: bound of the ratio where the advantage is negative; None: no bound."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """One ratio for every token, or one for the completion, the geometric mean (GSPO)."""
+    sapo_temperature_pos: float = number(1.0, above=0)
+    """Of SAPO's soft gate, where the advantage is positive."""
+    sapo_temperature_neg: float = number(1.05, above=0)
+    """Likewise where it is negative."""
+    old_kl_coef: float = number(1.0, minimum=0)
+    """Coefficient of the KL between the policy and itself before the step (kl_penalty, mdpo)."""
+    old_kl_target: float | None = number(None, above=0)
+    """Halve or double that coefficient after a step to keep this KL (PPO, section 4); None: fix it.
+    """
+    sampler_correction: Literal[
+        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "none"
+    """Weigh the loss by policy / sampler probabilities: see rlhf_pg.losses.sampler_weights."""
+    sampler_clip_max: float = number(3.0, above=0)
+    """Largest of these weights."""
+    sampler_clip_min: float | None = number(None, above=0)
+    """Smallest of them that a mask lets through; None: any."""
+    entropy_coef: float = number(0.0, minimum=0)
+    """Coefficient of the entropy, which is maximised."""
+    entropy_target: float | None = number(None, above=0)
+    """Move entropy_coef after every step to keep this entropy, in nats; None: fix it."""
+    entropy_coef_delta: float = number(0.005, above=0)
+    """By how much."""
+    entropy_coef_min: float = number(0.0, minimum=0)
+    """Its lowest value."""
+    entropy_coef_max: float = number(1.0, minimum=0)
+    """Its highest value."""
+
+    beta: float = number(0.0, minimum=0)
+    """Coefficient of KL(policy || reference); at 0 no reference is kept."""
+    kl_placement: Literal["reward", "loss"] = "loss"
+    """Where the KL enters: subtracted from the reward, or added to the loss."""
+    kl_estimator: KLEstimator = "k3"
+    """See rlhf_pg.kl.kl_estimate and, for the loss, rlhf_pg.kl.kl_loss."""
+    kl_controller: Literal["fixed", "adaptive", "penalty"] = "fixed"
+    """What beta does: stay; follow the KL in proportion (Ziegler 2019); halve or double (PPO)."""
+    kl_target: float = number(6.0, above=0)
+    """Mean KL of a completion, in nats, that a beta which moves aims at."""
+    kl_horizon: int = number(10000, minimum=1)
+    """Completions over which an adaptive beta makes up for its error."""
+    target_kl: float | None = number(None, above=0)
+    """Stop a step's updates once the mean KL(old || new) of a minibatch is above 1.5 times this."""
+    kl_adaptive_lr: float | None = number(None, above=0)
+    """Scale the learning rate to keep the mean KL(old || new) of the updates between half and twice
+    this."""
+    sync_ref_model: bool = False
+    """Let the reference follow the policy."""
+    ref_model_sync_steps: int = number(512, minimum=1)
+    """Every so many steps."""
+    ref_model_mixup_alpha: float = number(0.6, above=0, maximum=1)
+    """Share of the policy in the new reference; 1 makes it a copy."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reward_clip_range is not None:
+            low_high = self.reward_clip_range
+            if len(low_high) != 2 or low_high[0] >= low_high[1]:
+                raise ValueError(
+                    f"reward_clip_range must be a lower and a higher number, got {low_high}"
+                )
+        high = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+        if self.delta is not None and self.delta <= high:
+            raise ValueError(
+                f"delta must be above the upper clip bound, 1 + epsilon_high = {high}, got "
+                f"{self.delta}"
+            )
+        if self.entropy_target is not None and self.entropy_coef_min > self.entropy_coef_max:
+            raise ValueError(
+                f"entropy_coef_min must be at most entropy_coef_max ({self.entropy_coef_max}), "
+                f"got {self.entropy_coef_min}"
+            )
+        self._check_estimator()
+        self._check_updates()
+        self._check_kl()
+        self._check_sampling()
+        self._check_idle()
+
+    def _check_estimator(self) -> None:
+        """Refuse an estimator with nothing to compare."""
+        if self.advantage_estimator in NEED_CRITIC and not self.has_critic:
+            raise ValueError(
+                f"advantage_estimator {self.advantage_estimator!r} needs a critic: only PPO has one"
+            )
+        rows = self.num_generations
+        if self.advantage_estimator in ("returns_minus_others", "returns_minus_mean"):
+            rows *= self.prompts_per_step
+        if rows < 2 and self.advantage_estimator in BASELINES:
+            raise ValueError(
+                f"advantage_estimator {self.advantage_estimator!r} compares completions: raise "
+                "num_generations (or prompts_per_step, for one that compares over the batch)"
+            )
+
+    def _check_updates(self) -> None:
+        """Refuse what one update per rollout is too few for, or several are too many."""
+        if self.policy_loss == "vanilla" and self.updates_per_step > 1:
+            raise ValueError(
+                'policy_loss "vanilla" is right for one update per rollout: set num_iterations and '
+                'num_mini_batches to 1, or policy_loss to "clipped_surrogate"'
+            )
+        moved = {
+            "target_kl": self.target_kl is not None,
+            "kl_adaptive_lr": self.kl_adaptive_lr is not None,
+            f"policy_loss {self.policy_loss!r}": self.policy_loss in ("kl_penalty", "mdpo"),
+        }
+        for what, wanted in moved.items():
+            if wanted and self.updates_per_step == 1:
+                raise ValueError(
+                    f"{what} goes by how far the updates of a step have moved the policy, and "
+                    "before the only one it has not moved: raise num_iterations or num_mini_batches"
+                )
+
+    def _check_kl(self) -> None:
+        if self.beta == 0:
+            return
+        if self.kl_placement == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                'kl_estimator "k1" in the loss has an expected gradient of 0: use "k1_to_go", or '
+                'kl_placement "reward"'
+            )
+        if self.kl_placement == "reward" and self.kl_estimator not in ("k1", "k2", "k3"):
+            raise ValueError(
+                f"kl_estimator {self.kl_estimator!r} is a form of the loss: with kl_placement "
+                '"reward" use "k1"'
+            )
+
+    def _check_sampling(self) -> None:
+        if self.dynamic_sampling_rounds and self.num_generations < 2:
+            raise ValueError(
+                "dynamic_sampling_rounds draws again where all scores of a group are equal: raise "
+                "num_generations, or leave it out"
+            )
+        others = {
+            "an entropy bonus": self.entropy_coef > 0 or self.entropy_target is not None,
+            "a KL in the loss": self.beta > 0 and self.kl_placement == "loss",
+            "a critic": self.has_critic,
+        }
+        for other, there in others.items():
+            if there and self.skip_zero_advantages:
+                raise ValueError(
+                    f"skip_zero_advantages would skip {other} too: leave one of them out"
+                )
+
+    def _check_idle(self) -> None:
+        """Refuse options that would be ignored."""
+        penalized, moving = (
+            self.policy_loss in ("kl_penalty", "mdpo"),
+            self.kl_controller != "fixed",
+        )
+        averaging = self.advantage_estimator == "returns_minus_moving_average"
+        correcting, bonus = self.sampler_correction != "none", self.entropy_target is not None
+        for needed, used, keys in (
+            ("missing_eos_penalty", self.missing_eos_penalty is not None, "missing_eos_mode"),
+            ("overlong_buffer", self.overlong_buffer is not None, "overlong_penalty"),
+            ("returns_minus_moving_average", averaging, "baseline_decay"),
+            ("policy_loss kl_penalty or mdpo", penalized, "old_kl_target"),
+            ("sampler_correction", correcting, "sampler_clip_max sampler_clip_min"),
+            ("entropy_target", bonus, "entropy_coef_delta entropy_coef_min entropy_coef_max"),
+            ("beta", self.beta > 0, "kl_controller sync_ref_model"),
+            ("kl_controller", moving, "kl_target kl_horizon"),
+            ("sync_ref_model", self.sync_ref_model, "ref_model_sync_steps ref_model_mixup_alpha"),
+        ):
+            why = f"has no effect without {needed}: set that, or leave it out"
+            self.refuse_idle(tuple(keys.split()), used, why)
+        for choice_, functions, keys in (
+            ("advantage_estimator", ADVANTAGES, ESTIMATOR_KEYS),
+            ("policy_loss", POLICY_LOSSES, LOSS_KEYS),
+        ):
+            name = getattr(self, choice_)
+            takes = inspect.signature(functions[name]).parameters
+            idle = tuple(key for key in keys if key not in takes)
+            self.refuse_idle(idle, False, f"is not used by {choice_} {name!r}: leave it out")
+
+    @property
+    def has_critic(self) -> bool:
+        return False
+
+
+# Keys that are parameters of functions in ADVANTAGES and POLICY_LOSSES.
+ESTIMATOR_KEYS = ("gamma", "lam", "lam_alpha", "n_steps", "scale_rewards")
+LOSS_KEYS = (
+    *("epsilon", "epsilon_high", "delta", "importance_sampling_level"),
+    *("sapo_temperature_pos", "sapo_temperature_neg", "old_kl_coef"),
+)

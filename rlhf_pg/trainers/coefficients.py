@@ -1,0 +1,69 @@
+"""Coefficients that move during a run, each by its controller in `rlhf_pg.kl`."""
+
+from typing import Any
+
+from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.kl import (
+    AdaptiveKLController,
+    EntropyController,
+    KLAdaptiveRate,
+    PenaltyKLController,
+)
+
+
+class Coefficients:
+    """beta, old_kl_coef and entropy_coef as they are now, and the scale of the learning rate.
+
+    Attributes:
+        controllers: of those that move, by name; what is in them goes to the checkpoint.
+    """
+
+    def __init__(self, args: PolicyGradientConfig) -> None:
+        self.args = args
+        self.controllers: dict[str, Any] = {}
+        if args.kl_controller == "adaptive":
+            horizon = float(args.kl_horizon)
+            self.controllers["beta"] = AdaptiveKLController(args.beta, args.kl_target, horizon)
+        elif args.kl_controller == "penalty":
+            self.controllers["beta"] = PenaltyKLController(args.beta, args.kl_target)
+        if args.old_kl_target is not None:
+            old_kl = PenaltyKLController(args.old_kl_coef, args.old_kl_target)
+            self.controllers["old_kl_coef"] = old_kl
+        if args.entropy_target is not None:
+            self.controllers["entropy_coef"] = EntropyController(
+                args.entropy_coef,
+                args.entropy_target,
+                args.entropy_coef_delta,
+                args.entropy_coef_min,
+                args.entropy_coef_max,
+            )
+        if args.kl_adaptive_lr is not None:
+            self.controllers["learning_rate_scale"] = KLAdaptiveRate(args.kl_adaptive_lr)
+
+    def __getitem__(self, key: str) -> float:
+        """The coefficient with the name of this config key."""
+        mover = self.controllers.get(key)
+        return float(getattr(self.args, key) if mover is None else mover.coef)
+
+    @property
+    def learning_rate_scale(self) -> float:
+        mover = self.controllers.get("learning_rate_scale")
+        return 1.0 if mover is None else float(mover.scale)
+
+    def metrics(self) -> dict[str, float]:
+        """Those that move, as the step that comes next will use them."""
+        rate = {"learning_rate_scale": self.learning_rate_scale}
+        others = {k: c.coef for k, c in self.controllers.items() if k not in rate}
+        return others | (rate if "learning_rate_scale" in self.controllers else {})
+
+    def update(self, metrics: dict[str, Any], num_completions: int) -> None:
+        """Move them by the numbers of a step, which all processes share."""
+        for name, controller in self.controllers.items():
+            if name == "entropy_coef":
+                controller.update(metrics["entropy"])
+            elif name != "beta":
+                controller.update(metrics["approx_kl/last_pass"])
+            elif isinstance(controller, AdaptiveKLController):
+                controller.update(metrics["kl/completion"], num_completions)
+            else:
+                controller.update(metrics["kl/completion"])
