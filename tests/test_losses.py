@@ -14,6 +14,7 @@ from rlhf_pg.losses import (
     AGGREGATIONS,
     POLICY_LOSSES,
     clipped_surrogate,
+    p3o,
     token_weights,
     value_loss,
     vanilla,
@@ -42,11 +43,22 @@ def tokens(draw, count=3):
     return torch.tensor(mask), *(torch.tensor(np.where(mask, x, np.nan)) for x in numbers)
 
 
-# Each as a function of what it is differentiated by and two other (B,T) inputs.
-LOSSES = {
-    "vanilla": vanilla,
-    "clipped": clipped_surrogate,
+def one_group(*inputs):
+    return p3o(*inputs, groups=torch.zeros(len(inputs[-1])))
+
+
+# Each as a function of log pi, log pi_old, advantages and mask.
+POLICY = POLICY_LOSSES | {
     "clipped-higher": lambda *x: clipped_surrogate(*x, epsilon=0.1, epsilon_high=0.4),
+    "dual-clip": lambda *x: clipped_surrogate(*x, delta=2.0),
+    "gspo": lambda *x: clipped_surrogate(*x, importance_sampling_level="sequence"),
+    "p3o": one_group,
+}
+WITH_RATIO = {name: loss for name, loss in POLICY.items() if name != "vanilla"}
+# Their advantage is the row's, so their gradient at a token is not that token's alone.
+OF_ROWS = ("gspo", "gmpo", "p3o")
+# Each as a function of what it is differentiated by and two other (B,T) inputs.
+LOSSES = POLICY | {
     "value": value_loss,
     "value-clipped": lambda *x: value_loss(*x, clip_range=0.3),
 }
@@ -72,6 +84,7 @@ def surrogate_of_one(ratio, advantage, **options):
 # --------------------------------------------------------------------------------- policy losses
 
 
+@pytest.mark.proves("rlhf_pg.losses.vanilla")
 def test_vanilla_by_hand():
     logprobs = f64([[-1.0, -2.0, NAN]]).requires_grad_()
     mask = torch.tensor([[True, True, False]])
@@ -82,6 +95,7 @@ def test_vanilla_by_hand():
     assert metrics == {}
 
 
+@pytest.mark.proves("rlhf_pg.losses.clipped_surrogate")
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "slope"),
     [
@@ -133,6 +147,7 @@ def test_clip_metrics_count_tokens_that_were_cut_off(ratio, advantage, low, high
     assert metrics["ratio_overflow"] == 0
 
 
+@pytest.mark.proves("rlhf_pg.losses.clipped_surrogate")
 @few
 @given(case=tokens(), low=st.sampled_from([0.1, 0.2]), high=st.sampled_from([None, 0.1, 0.5]))
 def test_clipped_surrogate_matches_a_loop(case, low, high):
@@ -145,6 +160,7 @@ def test_clipped_surrogate_matches_a_loop(case, low, high):
     equal(clipped_surrogate(logprobs, old, advantages, mask, low, high)[0], expected)
 
 
+@pytest.mark.proves("rlhf_pg.losses.clipped_surrogate")
 @few
 @given(case=tokens())
 def test_clipped_tokens_have_exactly_no_gradient_and_others_have_one(case):
@@ -159,32 +175,41 @@ def test_clipped_tokens_have_exactly_no_gradient_and_others_have_one(case):
     equal(grad[kept], (-ratio * advantages)[kept])
 
 
+@pytest.mark.proves(*(f"rlhf_pg.losses.{name}" for name in POLICY_LOSSES if name != "p3o"))
+@pytest.mark.parametrize("name", sorted(POLICY.keys() - {"p3o"}))  # its gradient is RLOO's
 @few
 @given(case=tokens(2))
-def test_at_ratio_one_the_gradient_is_that_of_vanilla(case):
+def test_at_ratio_one_the_gradient_is_that_of_reinforce(name, case):
     mask, logprobs, advantages = case
-    grads = [
-        gradient(loss, logprobs, logprobs, advantages, mask=mask) for loss in POLICY_LOSSES.values()
-    ]
-    for grad in grads:
-        equal(grad, torch.where(mask, -advantages, 0.0))
-    assert len(grads) >= 2
+    if name in OF_ROWS:
+        advantages = advantages.nan_to_num(nan=0.5)[:, :1]
+    grad = gradient(POLICY[name], logprobs, logprobs, advantages, mask=mask)
+    equal(grad, torch.where(mask, -advantages, 0.0))
 
 
+@pytest.mark.parametrize("loss", WITH_RATIO.values(), ids=WITH_RATIO)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("log_ratio", [100.0, -100.0, 1e4])
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_a_huge_ratio_stays_finite_and_is_counted(log_ratio, advantage, dtype):
-    logprobs = torch.tensor([[log_ratio, 0.0]], dtype=dtype)
-    others = torch.zeros(1, 2, dtype=dtype), torch.full((1, 2), advantage, dtype=dtype)
-    mask = torch.ones(1, 2).bool()
-    per_token, metrics = clipped_surrogate(logprobs, *others, mask)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_huge_ratio_stays_finite_and_is_counted(loss, log_ratio, sign, dtype):
+    logprobs = torch.tensor([[log_ratio, log_ratio], [0.0, 0.0]], dtype=dtype)
+    others = torch.zeros(2, 2, dtype=dtype), torch.tensor([[sign], [-2 * sign]], dtype=dtype)
+    mask = torch.ones(2, 2).bool()
+    per_token, metrics = loss(logprobs, *others, mask)
     assert per_token.isfinite().all()
-    assert metrics["ratio_overflow"].tolist() == [[1, 0]]
+    assert metrics["ratio_overflow"].tolist() == [[1, 1], [0, 0]]
     held_at = math.copysign(20, log_ratio)
-    torch.testing.assert_close(metrics["ratio"].log(), torch.tensor([[held_at, 0]], dtype=dtype))
-    grad = gradient(clipped_surrogate, logprobs, *others, mask=mask)
-    assert grad.isfinite().all()
+    held = torch.tensor([[held_at, held_at], [0, 0]], dtype=dtype)
+    torch.testing.assert_close(metrics["ratio"].log(), held)
+    assert all(metric.isfinite().all() for metric in metrics.values())
+    assert gradient(loss, logprobs, *others, mask=mask).isfinite().all()
+
+
+@pytest.mark.parametrize("log_ratio", [100.0, -100.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_huge_ratio_leaves_the_other_tokens_alone(log_ratio, advantage):
+    logprobs, others = f64([[log_ratio, 0.0]]), (f64([[0.0, 0.0]]), f64([[advantage]]))
+    grad = gradient(clipped_surrogate, logprobs, *others, mask=torch.ones(1, 2).bool())
     assert grad[0, 1] == -advantage
 
 
@@ -196,13 +221,13 @@ def test_ratios_up_to_e_to_the_20_are_exact(log_ratio, counted):
         assert loss == grad == pytest.approx(math.exp(log_ratio))
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", POLICY)
 @few
 @given(case=tokens(2), shares=arrays(float, 4, elements=quarters))
 def test_one_advantage_per_row_is_that_advantage_at_every_token(name, case, shares):
     mask, logprobs, old = case
     advantages = torch.tensor(shares[: len(mask), None])
-    loss = POLICY_LOSSES[name]
+    loss = POLICY[name]
     narrow = loss(logprobs, old, advantages, mask)
     wide = loss(logprobs, old, advantages.expand(mask.shape), mask)
     equal(narrow[0], wide[0])
@@ -210,9 +235,20 @@ def test_one_advantage_per_row_is_that_advantage_at_every_token(name, case, shar
         equal(narrow[1][metric], wide[1][metric])
 
 
+def test_approx_kl_is_a_mean_over_the_mask():
+    # Two tokens of eight with log rho = .2: e^.2 - 1 - .2, close to .2^2 / 2, not a quarter of it
+    logprobs = f64([[-0.8, -0.8] + [NAN] * 6])
+    mask = torch.arange(8)[None] < 2
+    _, metrics = clipped_surrogate(logprobs, torch.full((1, 8), -1.0).double(), f64([[1]]), mask)
+    mean = (metrics["approx_kl"] * token_weights(mask, "token_mean", dtype=torch.float64)).sum()
+    assert mean.item() == pytest.approx(math.exp(0.2) - 1.2)
+    assert mean.item() == pytest.approx(0.02, rel=0.1)
+
+
 # -------------------------------------------------------------------------------------- value loss
 
 
+@pytest.mark.proves("rlhf_pg.losses.value_loss")
 @pytest.mark.parametrize(
     ("value", "old", "target", "clip_range", "loss", "slope", "clipped"),
     [
@@ -235,6 +271,7 @@ def test_value_loss_by_hand(value, old, target, clip_range, loss, slope, clipped
     assert (metrics["value_clip_ratio"].item() if metrics else None) == clipped
 
 
+@pytest.mark.proves("rlhf_pg.losses.value_loss")
 @few
 @given(case=tokens(), clip_range=st.sampled_from([None, 0.3, 1.1]))
 def test_value_loss_matches_a_loop(case, clip_range):
@@ -258,16 +295,20 @@ def test_values_inside_the_range_do_not_count_as_clipped():
 # ------------------------------------------------------------------------------ for all the losses
 
 
-@each_loss
-def test_gradients_match_finite_differences(loss):
+@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"cispo", "p3o"}))  # they have sg
+def test_gradients_match_finite_differences(name):
     noise = torch.Generator().manual_seed(0)
     x, old, other = torch.randn(3, 4, 6, generator=noise, dtype=torch.float64) / 3
     mask = torch.rand(4, 6, generator=noise) < 0.8
+    if name in OF_ROWS:
+        other = other[:, :1]
     # No ratio or value difference may lie on a kink, or within the step of the differences.
-    for kink in (math.log(0.8), math.log(1.2), math.log(0.9), math.log(1.4), -0.3, 0.3, 0.0):
+    bounds = [math.log(ratio) for ratio in (0.8, 1.2, 0.9, 1.4, 2.0)]
+    for kink in (*bounds, -0.4, -0.3, 0.3, 0.4, 0.0):
         assert ((x - old - kink).abs() > 1e-4).all()
+        assert ((torch.where(mask, x - old, 0).sum(1) / mask.sum(1) - kink).abs() > 1e-4).all()
     x.requires_grad_()
-    assert torch.autograd.gradcheck(lambda y: loss(y, old, other, mask)[0], x, eps=1e-6)
+    assert torch.autograd.gradcheck(lambda y: LOSSES[name](y, old, other, mask)[0], x, eps=1e-6)
 
 
 @each_loss
@@ -303,8 +344,23 @@ def test_extra_padding_changes_nothing(loss, case, pad):
 
 
 @each_loss
+@few
+@given(case=tokens(), order=st.permutations(range(4)))
+def test_rows_may_come_in_any_order(loss, case, order):
+    mask, *numbers = case
+    order = torch.tensor([i for i in order if i < len(mask)])
+    per_token, metrics = loss(*numbers, mask)
+    mixed, mixed_metrics = loss(*(x[order] for x in numbers), mask[order])
+    equal(mixed, per_token[order])
+    for name in metrics:
+        equal(mixed_metrics[name], metrics[name][order])
+
+
+@each_loss
 def test_only_the_first_input_is_trained(loss):
-    inputs = [torch.full((2, 3), v, dtype=torch.float64, requires_grad=True) for v in (0.3, 0.2, 1)]
+    inputs = [torch.full((2, 3), v, dtype=torch.float64) for v in (0.3, 0.2, 1)]
+    inputs[2][1] = -0.5
+    inputs = [x.requires_grad_() for x in inputs]
     per_token, metrics = loss(*inputs, torch.ones(2, 3).bool())
     per_token.sum().backward()
     assert inputs[0].grad.abs().sum() > 0
@@ -338,6 +394,7 @@ def test_a_batch_without_tokens_has_loss_zero_and_stays_in_the_graph(loss, aggre
 HOLED = torch.tensor([[1, 0, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()  # lengths 3, 1, and none
 
 
+@pytest.mark.proves("rlhf_pg.losses.token_weights")
 @pytest.mark.parametrize(
     ("aggregation", "denominator", "first_row", "second_row"),
     [
@@ -368,11 +425,13 @@ def test_one_token_of_loss_one_beside_nine_of_loss_zero(aggregation, expected):
     assert total.item() == pytest.approx(expected)
 
 
+@pytest.mark.proves("rlhf_pg.losses.weight_count")
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_weight_count_is_tokens_or_rows_with_tokens(aggregation):
     assert weight_count(HOLED, aggregation).item() == (4 if aggregation == "token_mean" else 2)
 
 
+@pytest.mark.proves("rlhf_pg.losses.token_weights", "rlhf_pg.losses.weight_count")
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @few
 @given(case=tokens(1), cuts=st.sets(st.integers(1, 3)))

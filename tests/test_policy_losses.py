@@ -1,0 +1,472 @@
+"""Each policy loss against its formula in plain Python, its gradient on both sides of a kink."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from rlhf_pg.advantages import leave_one_out
+from rlhf_pg.losses import (
+    SAMPLER_CORRECTIONS,
+    cispo,
+    clipped_surrogate,
+    gmpo,
+    kl_penalty,
+    mdpo,
+    p3o,
+    sampler_weights,
+    sapo,
+    surrogate,
+    token_weights,
+)
+from rlhf_pg.masking import masked_mean
+
+NAN = float("nan")
+few = settings(max_examples=30, deadline=None)
+quarters = st.integers(-8, 8).map(lambda i: i / 4)
+
+
+def f64(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def equal(actual, expected, tolerance=1e-12):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+# ------------------------------------------------------------------------------------ formulas
+# Of one completion: (log pi, log pi_old, A, log pi where the gradient stops) -> loss of its tokens.
+
+
+def clip(x, low, high):
+    return min(max(x, low), high)
+
+
+def ratios(logprobs, old):
+    return [
+        math.exp(clip(new - before, -20, 20)) for new, before in zip(logprobs, old, strict=True)
+    ]
+
+
+def per_token(loss_of):
+    """From loss_of(rho, A, log pi, rho where the gradient stops)."""
+
+    def of_row(logprobs, old, advantage, stopped):
+        rows = zip(ratios(logprobs, old), logprobs, ratios(stopped, old), strict=True)
+        return [loss_of(rho, advantage, logprob, still) for rho, logprob, still in rows]
+
+    return of_row
+
+
+def dual_clip(rho, a, *_):
+    clipped = min(rho * a, clip(rho, 0.8, 1.2) * a)
+    return -max(clipped, 2.5 * a) if a < 0 else -clipped
+
+
+def soft_gate(rho, a, *_):
+    tau = 1.5 if a > 0 else 2.5
+    return -a * 4 / tau / (1 + math.exp(-tau * (rho - 1)))
+
+
+def gspo(logprobs, old, a, _):
+    mean = sum(new - before for new, before in zip(logprobs, old, strict=True)) / len(logprobs)
+    s = math.exp(mean)
+    return [-min(s * a, clip(s, 0.8, 1.3) * a)] * len(logprobs)
+
+
+def geometric_mean(logprobs, old, a, _):
+    product, sign = 1.0, (a > 0) - (a < 0)
+    for rho in ratios(logprobs, old):
+        clipped = clip(rho, math.exp(-0.4), math.exp(0.3))
+        product *= min(rho**sign, clipped**sign) ** sign
+    return [-a * product ** (1 / len(logprobs))] * len(logprobs)
+
+
+FORMULAS = {
+    "surrogate": (surrogate, per_token(lambda rho, a, *_: -rho * a)),
+    "kl_penalty": (
+        lambda *x: kl_penalty(*x, old_kl_coef=0.7),
+        per_token(lambda rho, a, *_: -rho * a + 0.7 * (rho - 1 - math.log(rho))),
+    ),
+    "mdpo": (
+        lambda *x: mdpo(*x, old_kl_coef=0.7),
+        per_token(lambda rho, a, *_: -rho * a + 0.7 * (rho * math.log(rho) - rho + 1)),
+    ),
+    "clipped_surrogate": (
+        lambda *x: clipped_surrogate(*x, epsilon=0.2, epsilon_high=0.3),
+        per_token(lambda rho, a, *_: -min(rho * a, clip(rho, 0.8, 1.3) * a)),
+    ),
+    "dual_clip": (lambda *x: clipped_surrogate(*x, delta=2.5), per_token(dual_clip)),
+    "gspo": (
+        lambda *x: clipped_surrogate(*x, 0.2, 0.3, importance_sampling_level="sequence"),
+        gspo,
+    ),
+    "cispo": (
+        lambda *x: cispo(*x, epsilon=0.2, epsilon_high=0.5),
+        per_token(lambda rho, a, logprob, still: -clip(still, 0.8, 1.5) * a * logprob),
+    ),
+    "gmpo": (lambda *x: gmpo(*x, epsilon=0.4, epsilon_high=0.3), geometric_mean),
+    "sapo": (
+        lambda *x: sapo(*x, sapo_temperature_pos=1.5, sapo_temperature_neg=2.5),
+        per_token(soft_gate),
+    ),
+}
+each_formula = pytest.mark.parametrize(("loss", "formula"), FORMULAS.values(), ids=FORMULAS)
+proves_all = pytest.mark.proves(
+    *(f"rlhf_pg.losses.{name}" for name in FORMULAS if name not in ("dual_clip", "gspo"))
+)
+
+
+def by_formula(formula, logprobs, old, advantages, mask, stopped=None):
+    """(B,T), one row at a time; `advantages` (B,1)."""
+    out = torch.zeros(mask.shape, dtype=torch.float64)
+    for i, row in enumerate(mask):
+        if row.any():
+            sides = (logprobs, old, logprobs if stopped is None else stopped)
+            new, before, still = (x[i, row].tolist() for x in sides)
+            out[i, row] = f64(formula(new, before, advantages[i].item(), still))
+    return out
+
+
+def by_differences(value, logprobs, step=1e-6):
+    """The gradient of `value` by its central differences, (B,T)."""
+    out = torch.zeros_like(logprobs)
+    for slot in np.ndindex(*logprobs.shape):
+        sides = []
+        for sign in (1, -1):
+            moved = logprobs.clone()
+            moved[slot] += sign * step
+            sides.append(value(moved).item())
+        out[slot] = (sides[0] - sides[1]) / (2 * step)
+    return out
+
+
+def gradient(loss, logprobs, *others):
+    logprobs = logprobs.clone().requires_grad_()
+    loss(logprobs, *others)[0].sum().backward()
+    return logprobs.grad
+
+
+@st.composite
+def completions(draw):
+    """log pi, log pi_old (B,T) with NaN where masked, advantages (B,1), mask with holes (B,T)."""
+    shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 5)))
+    mask = draw(arrays(np.bool_, shape))
+    new, old = (draw(arrays(float, shape, elements=quarters)) for _ in range(2))
+    advantages = draw(arrays(float, (shape[0], 1), elements=quarters))
+    hidden = (torch.tensor(np.where(mask, x, np.nan)) for x in (new, old))
+    return *hidden, torch.tensor(advantages), torch.tensor(mask)
+
+
+@proves_all
+@each_formula
+@few
+@given(case=completions())
+def test_every_loss_is_its_formula(loss, formula, case):
+    equal(loss(*case)[0], by_formula(formula, *case))
+
+
+@proves_all
+@each_formula
+def test_every_gradient_is_that_of_its_formula(loss, formula):
+    noise = torch.Generator().manual_seed(0)
+    logprobs, old = torch.randn(2, 6, 5, generator=noise, dtype=torch.float64) / 2
+    advantages = torch.randn(6, 1, generator=noise, dtype=torch.float64)
+    mask = torch.rand(6, 5, generator=noise) < 0.8
+
+    def value(moved):
+        return by_formula(formula, moved, old, advantages, mask, stopped=logprobs).sum()
+
+    grad = gradient(loss, logprobs, old, advantages, mask)
+    equal(grad, by_differences(value, logprobs), 1e-7)
+    assert (grad[mask] != 0).any()
+
+
+KINKS = [
+    # where log rho has its kink, A, and the slopes by log pi on its two sides, as functions of rho
+    ("clipped_surrogate", math.log(1.3), 1.0, lambda rho: -rho, lambda rho: 0),
+    ("clipped_surrogate", math.log(0.8), -1.0, lambda rho: 0, lambda rho: rho),
+    ("clipped_surrogate", math.log(1.3), -1.0, lambda rho: rho, lambda rho: rho),
+    ("clipped_surrogate", math.log(0.8), 1.0, lambda rho: -rho, lambda rho: -rho),
+    ("dual_clip", math.log(2.5), -1.0, lambda rho: rho, lambda rho: 0),
+    ("dual_clip", math.log(2.5), 1.0, lambda rho: 0, lambda rho: 0),
+    ("dual_clip", math.log(0.8), -1.0, lambda rho: 0, lambda rho: rho),
+    ("gspo", math.log(1.3), 1.0, lambda rho: -rho, lambda rho: 0),
+    ("gspo", math.log(0.8), -1.0, lambda rho: 0, lambda rho: rho),
+    ("cispo", math.log(1.5), 1.0, lambda rho: -rho, lambda rho: -1.5),
+    ("cispo", math.log(0.8), 1.0, lambda rho: -0.8, lambda rho: -rho),
+    ("cispo", math.log(1.5), -1.0, lambda rho: rho, lambda rho: 1.5),
+    ("gmpo", 0.3, 1.0, lambda rho: -rho, lambda rho: 0),
+    ("gmpo", 0.3, -1.0, lambda rho: rho, lambda rho: rho),
+    ("gmpo", -0.4, -1.0, lambda rho: 0, lambda rho: rho),
+    ("gmpo", -0.4, 1.0, lambda rho: -rho, lambda rho: -rho),
+    ("surrogate", 20.0, 1.0, lambda rho: -rho, lambda rho: 0),
+    ("kl_penalty", 0.0, 0.0, lambda rho: 0.7 * (rho - 1), lambda rho: 0.7 * (rho - 1)),
+    (
+        "mdpo",
+        0.0,
+        0.0,
+        lambda rho: 0.7 * rho * math.log(rho),
+        lambda rho: 0.7 * rho * math.log(rho),
+    ),
+]
+
+
+@proves_all
+@pytest.mark.parametrize(("name", "kink", "advantage", "below", "above"), KINKS)
+@pytest.mark.parametrize("side", [-1e-3, 1e-3])
+def test_both_sides_of_every_kink(name, kink, advantage, below, above, side):
+    loss, formula = FORMULAS[name]
+    old, mask = f64([[math.log(0.25)]]), torch.ones(1, 1).bool()
+    logprobs, rest = old + kink + side, (old, f64([[advantage]]), mask)
+
+    def value(moved):
+        return by_formula(formula, moved, *rest, stopped=logprobs).sum()
+
+    slope = (below if side < 0 else above)(math.exp(kink + side))
+    assert gradient(loss, logprobs, *rest).item() == pytest.approx(slope, rel=1e-12, abs=1e-12)
+    difference = by_differences(value, logprobs, 1e-5).item()
+    assert difference == pytest.approx(slope, rel=1e-6, abs=1e-9)
+
+
+def test_sapo_closes_on_both_sides_of_one():
+    # 4 s (1 - s) rho at tau = 1: s = sigmoid(.5) where rho = 1.5, sigmoid(-.5) where rho = .5
+    old, mask = torch.zeros(1, 3).double(), torch.ones(1, 3).bool()
+    s = 1 / (1 + math.exp(-0.5))
+    grad = gradient(sapo, f64([[1.0, 1.5, 0.5]]).log(), old, f64([[1.0]]), mask)
+    equal(grad, f64([[-1, -4 * s * (1 - s) * 1.5, -4 * s * (1 - s) * 0.5]]))
+
+
+# ------------------------------------------------------------------- one ratio for a whole row
+
+
+def test_gspo_by_hand():
+    # s = exp((.3 - .1) / 2) = e^.1, inside; the slope of the mean of two tokens is s A / 2 each
+    logprobs, old = f64([[-0.7, NAN, -1.1]]), f64([[-1.0, NAN, -1.0]])
+    mask = torch.tensor([[True, False, True]])
+
+    def mean_loss(*x):
+        per_token, metrics = clipped_surrogate(*x, importance_sampling_level="sequence")
+        return per_token * token_weights(x[3], "sequence_mean", dtype=torch.float64), metrics
+
+    case = (logprobs, old, f64([[2.0]]), mask)
+    weighted, metrics = mean_loss(*case)
+    assert weighted.sum().item() == pytest.approx(-2 * math.exp(0.1))
+    equal(gradient(mean_loss, *case), f64([[-math.exp(0.1), 0, -math.exp(0.1)]]))
+    equal(metrics["ratio"], f64([[math.exp(0.1), 0, math.exp(0.1)]]))
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda *x: clipped_surrogate(*x, importance_sampling_level="sequence"), sapo, gmpo]
+)
+def test_approx_kl_is_the_tokens_whatever_the_level_of_the_ratio(loss):
+    # e^.2 - 1 - .2 = .0214 at two tokens of eight; over the padding it would be .00535
+    logprobs = f64([[-0.8, -0.8] + [NAN] * 6])
+    old, mask = f64([[-1.0] * 8]), torch.arange(8)[None] < 2
+    _, metrics = loss(logprobs, old, f64([[1.0]]), mask)
+    assert masked_mean(metrics["approx_kl"], mask).item() == pytest.approx(0.0214, abs=3e-5)
+
+
+def test_gmpo_clips_one_token_and_leaves_the_other():
+    # A > 0: e^.5 is cut to e^.4, e^-.9 is not: exp((.4 - .9) / 2) = e^-.25
+    logprobs, old = f64([[0.5, -0.9]]), f64([[0.0, 0.0]])
+    case = (logprobs, old, f64([[2.0]]), torch.ones(1, 2).bool())
+    per_token, metrics = gmpo(*case)
+    equal(per_token, f64([[-2 * math.exp(-0.25)] * 2]))
+    equal(gradient(gmpo, *case), f64([[0, -2 * math.exp(-0.25)]]))
+    assert metrics["clip_ratio/high_mean"].tolist() == [[1, 0]]
+    assert metrics["clip_ratio/low_mean"].tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize(("ratio", "low", "high"), [(0.7, 1, 0), (1.1, 0, 0), (1.3, 0, 1)])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_cispo_counts_clipped_weights_whatever_the_sign(ratio, low, high, advantage):
+    old, mask = f64([[-1.0]]), torch.ones(1, 1).bool()
+    _, metrics = cispo(old + math.log(ratio), old, f64([[advantage]]), mask)
+    clips = [metrics[f"clip_ratio/{name}_mean"].item() for name in ("low", "high", "region")]
+    assert clips == [low, high, low + high]
+
+
+def test_the_metric_of_delta_counts_the_tokens_it_holds():
+    old, mask = torch.zeros(1, 4).double(), torch.ones(1, 4).bool()
+    case = (f64([[3.5, 2.9, 3.5, 0.5]]).log(), old, f64([[-1, -1, 1, -1]]), mask)
+    per_token, metrics = clipped_surrogate(*case, delta=3.0)
+    equal(per_token, f64([[3, 2.9, -1.2, 0.8]]))
+    assert metrics["clip_ratio/delta_mean"].tolist() == [[1, 0, 0, 0]]
+    assert metrics["clip_ratio/region_mean"].tolist() == [[0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("delta", [1.0, 0.5])
+def test_a_delta_that_would_stop_the_first_update_is_refused(delta):
+    x = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match="delta must be above 1"):
+        clipped_surrogate(x, x, x, torch.ones(1, 1).bool(), delta=delta)
+
+
+def test_an_unknown_level_is_refused():
+    x = torch.zeros(1, 1)
+    with pytest.raises(
+        ValueError, match="importance_sampling_level must be one of token, sequence"
+    ):
+        clipped_surrogate(x, x, x, torch.ones(1, 1).bool(), importance_sampling_level="row")
+
+
+# ------------------------------------------------------------------------------------------ p3o
+
+
+def p3o_by_pairs(logprobs, old, scores, mask, groups, stopped, low=0.8, high=1.2):
+    """(B,), each unordered pair once: the two rows' shares of the paper's loss, by its formula."""
+    rows = [i for i in range(len(mask)) if mask[i].any()]
+    rho = {i: math.exp(sum((logprobs - old)[i, mask[i]].tolist())) for i in rows}
+    still = {i: math.exp(sum((stopped - old)[i, mask[i]].tolist())) for i in rows}
+    out = torch.zeros(len(mask), dtype=torch.float64)
+    for i in rows:
+        others = [j for j in rows if j != i and groups[j] == groups[i]]
+        for j in others:
+            q = still[j] * (scores[i] - scores[j]).item()
+            out[i] -= min(rho[i] * q, clip(rho[i], low, high) * q) / len(others)
+    return out
+
+
+@st.composite
+def grouped(draw):
+    logprobs, old, scores, mask = draw(completions())
+    groups = draw(st.lists(st.sampled_from([-3, 7]), min_size=len(mask), max_size=len(mask)))
+    return logprobs, old, scores, mask, torch.tensor(groups)
+
+
+@pytest.mark.proves("rlhf_pg.losses.p3o")
+@few
+@given(case=grouped())
+def test_p3o_is_its_formula_shared_by_the_tokens_of_a_row(case):
+    *inputs, groups = case
+    logprobs, _, _, mask = inputs
+    per_token, _ = p3o(*inputs, groups=groups)
+    equal(per_token.sum(1), p3o_by_pairs(*inputs, groups, logprobs))
+    for i, row in enumerate(mask):
+        assert (per_token[i, ~row] == 0).all()
+        assert (per_token[i, row] == per_token[i, row][:1]).all()
+
+
+@pytest.mark.proves("rlhf_pg.losses.p3o")
+def test_p3o_has_the_gradient_of_its_formula_with_the_other_ratio_held():
+    noise = torch.Generator().manual_seed(0)
+    logprobs, old = torch.randn(2, 6, 3, generator=noise, dtype=torch.float64) / 4
+    scores = torch.randn(6, 1, generator=noise, dtype=torch.float64)
+    mask = torch.rand(6, 3, generator=noise) < 0.8
+    groups = torch.tensor([0, 1, 0, 0, 1, 1])
+
+    def value(moved):
+        return p3o_by_pairs(moved, old, scores, mask, groups, logprobs).sum()
+
+    grad = gradient(lambda *x: p3o(*x, groups=groups), logprobs, old, scores, mask)
+    equal(grad, by_differences(value, logprobs), 1e-8)
+
+
+@pytest.mark.proves("rlhf_pg.losses.p3o")
+@few
+@given(case=grouped())
+def test_at_ratio_one_p3o_has_the_gradient_of_rloo(case):
+    logprobs, _, scores, mask, groups = case
+    rows = mask.any(1)
+    advantages = torch.zeros_like(scores[:, 0])
+    advantages[rows] = leave_one_out(scores[rows, 0], groups[rows])
+    grad = gradient(lambda *x: p3o(*x, groups=groups), logprobs, logprobs, scores, mask)
+    equal(grad, torch.where(mask, -advantages[:, None], 0.0))
+
+
+@pytest.mark.parametrize("side", [-1e-3, 1e-3])
+@pytest.mark.parametrize(("kink", "score", "inside"), [(1.2, 1.0, -1), (0.8, -1.0, 1)])
+def test_p3o_on_both_sides_of_its_kinks(kink, score, inside, side):
+    # The other row has ratio 1.5 and score 0: the slope is -rho 1.5 r inside, and 0 outside
+    old = torch.zeros(2, 1).double()
+    logprobs = f64([[math.log(kink) + side], [math.log(1.5)]])
+    case = (logprobs, old, f64([[score], [0.0]]), torch.ones(2, 1).bool())
+    slope = -score * 1.5 * math.exp(logprobs[0, 0]) if side * inside > 0 else 0
+    grad = gradient(lambda *x: p3o(*x, groups=torch.zeros(2)), *case)
+    assert grad[0].item() == pytest.approx(slope, rel=1e-12, abs=1e-15)
+
+
+@few
+@given(case=grouped(), shift=quarters)
+def test_p3o_does_not_see_what_a_group_has_in_common(case, shift):
+    logprobs, old, scores, mask, groups = case
+    shifted = scores + shift * (groups == 7)[:, None]
+    equal(
+        p3o(logprobs, old, shifted, mask, groups=groups)[0],
+        p3o(logprobs, old, scores, mask, groups=groups)[0],
+    )
+
+
+def test_p3o_metrics_are_the_shares_of_the_pairs_that_are_cut():
+    # Row ratios 1.5, 1, .5; only the pair with a lower score cuts 1.5, with a higher score .5
+    logprobs = f64([[1.5], [1.0], [0.5]]).log()
+    case = (logprobs, torch.zeros(3, 1).double(), f64([[1.0], [2.0], [0.0]]))
+    _, metrics = p3o(*case, torch.ones(3, 1).bool(), groups=torch.zeros(3))
+    assert metrics["clip_ratio/high_mean"].tolist() == [[0.5], [0], [0]]
+    assert metrics["clip_ratio/low_mean"].tolist() == [[0], [0], [1]]
+    assert metrics["clip_ratio/region_mean"].tolist() == [[0.5], [0], [1]]
+    equal(metrics["ratio"], logprobs.exp())
+
+
+# ------------------------------------------------------------------------------ sampler_weights
+
+
+def weights_by_loop(old, sampler, mask, mode, high, low):
+    level, bound = mode.split("_")
+    out = torch.zeros(mask.shape, dtype=torch.float64)
+    for i, t in mask.nonzero().tolist():
+        tokens = mask[i].nonzero()[:, 0].tolist() if level == "sequence" else [t]
+        w = math.prod(math.exp(old[i, k] - sampler[i, k]) for k in tokens)
+        inside = low <= w <= high
+        out[i, t] = clip(w, low, high) if bound == "truncate" else w * inside
+    return out
+
+
+@pytest.mark.proves("rlhf_pg.losses.sampler_weights")
+@pytest.mark.parametrize("mode", SAMPLER_CORRECTIONS)
+@few
+@given(case=completions(), high=st.sampled_from([1.4, 3.0]), low=st.sampled_from([None, 0.6]))
+def test_sampler_weights_match_a_loop(mode, case, high, low):
+    old, sampler, _, mask = case
+    weights = sampler_weights(old, sampler, mask, mode, high, low)
+    equal(weights, weights_by_loop(old, sampler, mask, mode, high, low or 0))
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        # w_t = 2, 4, 1/8; their product is 1
+        ("token_truncate", [2, 3, 1 / 8]),
+        ("token_mask", [2, 0, 1 / 8]),
+        ("sequence_truncate", [1, 1, 1]),
+        ("sequence_mask", [1, 1, 1]),
+    ],
+)
+def test_sampler_weights_by_hand(mode, expected):
+    old = f64([[2.0, 4.0, 1 / 8, NAN]]).log()
+    mask = torch.tensor([[True, True, True, False]])
+    weights = sampler_weights(old.requires_grad_(), torch.zeros(1, 4).double(), mask, mode)
+    equal(weights, f64([[*expected, 0]]))
+    assert not weights.requires_grad
+
+
+@pytest.mark.parametrize("mode", SAMPLER_CORRECTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_huge_mismatch_stays_finite(mode, dtype):
+    old = torch.tensor([[100.0, 100.0], [-100.0, 0.0]], dtype=dtype)
+    weights = sampler_weights(old, torch.zeros_like(old), torch.ones(2, 2).bool(), mode)
+    assert weights.isfinite().all()
+    assert weights.dtype == dtype
+    wide = sampler_weights(old, torch.zeros_like(old), torch.ones(2, 2).bool(), mode, float("inf"))
+    assert wide[0, 0].log().item() == pytest.approx(20, rel=0.01)
+
+
+def test_an_unknown_correction_is_refused():
+    x = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match="token_truncate, token_mask, sequence_truncate"):
+        sampler_weights(x, x, torch.ones(1, 1).bool(), "truncate")
