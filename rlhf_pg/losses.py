@@ -249,7 +249,8 @@ def clipped_surrogate(
     high = (ratio > high_bound) & (advantages > 0)
     metrics = _clip_metrics(low, high, per_token.dtype) | metrics
     if delta is not None:
-        per_token = torch.where(advantages < 0, per_token.minimum(-delta * advantages), per_token)
+        capped = per_token.minimum(-delta * advantages)
+        per_token = torch.where(advantages < 0, capped, per_token)
         metrics["clip_ratio/delta_mean"] = ((ratio > delta) & (advantages < 0)).to(per_token.dtype)
     return per_token, metrics
 
@@ -321,7 +322,8 @@ def gmpo(
     upper = epsilon if epsilon_high is None else epsilon_high
     low = (start.log_ratio < -epsilon) & (start.advantages < 0)
     high = (start.log_ratio > upper) & (start.advantages > 0)
-    clipped = torch.where(low | high, start.log_ratio.clamp(-epsilon, upper), start.log_ratio)
+    inside = start.log_ratio.clamp(-epsilon, upper)
+    clipped = torch.where(low | high, inside, start.log_ratio)
     mean = masked_mean(clipped, mask, dim=1)[:, None].exp()
     per_token = -mean * start.advantages
     return per_token, _clip_metrics(low, high, per_token.dtype) | start.metrics
@@ -378,7 +380,7 @@ def p3o(
 
     shared evenly among the tokens of row i. A constant added to the scores of a prompt changes
     nothing. At rho = 1 the gradient is RLOO's; without a clip it stays unbiased when pi has moved
-    away from pi_old, since both rows of a pair carry their whole ratio.
+    away from pi_old, since rho_i is that of the whole row.
 
     Args:
         logprobs, old_logprobs, mask: as in `clipped_surrogate`. A row without a True slot is in no
