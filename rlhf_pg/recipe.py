@@ -26,25 +26,82 @@ ELSEWHERE = {
     "per_device_train_batch_size": "prompts_per_step (global) and micro_batch_tokens (memory)",
     "gradient_accumulation_steps": "micro_batch_tokens; it never changes the result",
     "generation_batch_size": "prompts_per_step",
+    "rollout_batch_size": "prompts_per_step",
     "steps_per_generation": "num_mini_batches",
     "loss_type": "aggregation (token_mean, sequence_mean, constant) and policy_loss",
+    "loss_agg_mode": "aggregation (token_mean, sequence_mean, constant)",
+    "adv_estimator": "advantage_estimator",
     "use_vllm": "rollout_engine",
     "bf16": "dtype: bfloat16",
     "fp16": "dtype: bfloat16",
     "torch_dtype": "dtype",
-    "kl_coef": "beta",
-    "init_kl_coef": "beta",
-    "cliprange": "epsilon",
+    "use_kl_loss": "kl_placement: loss",
+    "use_kl_in_reward": "kl_placement: reward",
+    "use_bias_correction_kl": "kl_estimator",
+    **dict.fromkeys(("kl_coef", "init_kl_coef", "kl_loss_coef"), "beta"),
+    **dict.fromkeys(("cliprange", "clip_ratio", "eps_clip", "ratio_clip", "pi_clip"), "epsilon"),
+    "clip_ratio_high": "epsilon_high",
+    **dict.fromkeys(("value_clip", "vf_clip"), "cliprange_value, of PPO"),
+    "clip_predicted_values": "cliprange_value, of PPO; null does not clip",
+    "value_loss_scale": "vf_coef, of PPO",
+    "critic_learning_rate": "value_learning_rate, of PPO",
+    **dict.fromkeys(("entropy_loss_scale", "entropy_coeff"), "entropy_coef"),
+    **dict.fromkeys(("lambda", "lambd", "lamb"), "lam, of PPO"),
+    "discount_factor": "gamma, of PPO and REINFORCE",
     "whiten_advantages": "normalize_advantages",
-    "num_ppo_epochs": "num_iterations",
-    "response_length": "max_completion_length",
-    "max_new_tokens": "max_completion_length",
-    "rloo_k": "num_generations",
+    **dict.fromkeys(
+        ("num_ppo_epochs", "ppo_epochs", "learning_epochs", "n_epochs"), "num_iterations"
+    ),
+    "mini_batches": "num_mini_batches",
+    "ppo_mini_batch_size": "num_mini_batches: how many, not how large",
+    "rollouts": "prompts_per_step and num_generations: every completion is a whole episode",
+    "num_envs": "prompts_per_step and num_generations: every completion is a whole episode",
+    "sequence_length": "max_prompt_length and max_completion_length",
+    **dict.fromkeys(
+        ("response_length", "max_new_tokens", "generate_max_len"), "max_completion_length"
+    ),
+    "prompt_max_len": "max_prompt_length",
+    **dict.fromkeys(("rloo_k", "n_samples_per_prompt"), "num_generations"),
+    **dict.fromkeys(("grad_norm_clip", "grad_clip"), "max_grad_norm"),
     "warmup_ratio": "warmup_steps",
-    "logging_steps": "metrics.jsonl, which has a line for every step",
+    "learning_rate_scheduler": "lr_scheduler_type",
+    "learning_rate_scheduler_kwargs": "lr_scheduler_type, whose only number is warmup_steps",
+    **dict.fromkeys(("kl_threshold", "tgt_KL"), "target_kl, which stops at 1.5 times its value"),
+    "rewards_shaper": "reward_weights, or let the reward function return the shaped reward",
+    "time_limit_bootstrap": "bootstrap_truncated, of PPO",
+    "experiment": "output_dir, run_name, report_to and save_steps",
+    "directory": "output_dir",
+    "experiment_name": "run_name",
+    "checkpoint_interval": "save_steps",
+    "store_separately": "save_steps; a checkpoint is one directory with all that resuming needs",
+    "wandb": "report_to: wandb",
+    "wandb_kwargs": "run_name; the rest is read from W&B's own environment variables",
+    **dict.fromkeys(
+        ("logging_steps", "write_interval"), "metrics.jsonl, which has a line for every step"
+    ),
     **dict.fromkeys(
         ("top_p", "top_k", "min_p", "repetition_penalty"),
         "temperature; training on a truncated distribution would bias the gradient",
+    ),
+}
+
+# What texts on reinforcement learning offer, and why it has no meaning here.
+NO_MEANING = {
+    "random_timesteps": "random tokens are no language, and a sampled policy explores as it is",
+    "learning_starts": "a policy gradient learns from the newest rollout; it fills no buffer first",
+    **dict.fromkeys(
+        (
+            *("state_preprocessor", "state_preprocessor_kwargs"),
+            *("observation_preprocessor", "observation_preprocessor_kwargs"),
+        ),
+        "a state is a list of token ids, which have no scale to normalise",
+    ),
+    **dict.fromkeys(
+        ("rnn", "lstm", "gru", "recurrent"),
+        "a transformer remembers by its context, and carries no hidden state between updates",
+    ),
+    **dict.fromkeys(
+        ("observation_space", "action_space"), "the tokenizer says what states and actions are"
     ),
 }
 
@@ -145,8 +202,12 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def _refuse_elsewhere(key: str, where: str, known: Sequence[str] = ()) -> None:
-    if key in ELSEWHERE and key not in known:
+    if key in known:
+        return
+    if key in ELSEWHERE:
         fail(f"{where}: {key!r} is not a key here; see {ELSEWHERE[key]}")
+    if key in NO_MEANING:
+        fail(f"{where}: `{key}` has no meaning for a language model: {NO_MEANING[key]}")
 
 
 def fail(message: str) -> NoReturn:

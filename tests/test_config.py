@@ -20,7 +20,7 @@ from rlhf_pg.config import (
 )
 from rlhf_pg.fields import Checked, bound, choice, number
 from rlhf_pg.losses import POLICY_LOSSES
-from rlhf_pg.recipe import ELSEWHERE, dump, parse
+from rlhf_pg.recipe import ELSEWHERE, NO_MEANING, dump, parse
 
 NAN = float("nan")
 TRAINERS = [GRPOConfig, RLOOConfig, ReinforceConfig, PPOConfig]
@@ -532,11 +532,28 @@ def test_a_key_of_another_library_points_to_ours(capsys, recipe, name):
         assert f"command line: '{name}' is not a key here; see {hint}" in error
 
 
-@each_trainer
-def test_what_is_pointed_to_exists_and_what_is_refused_does_not(config):
-    assert not set(ELSEWHERE) & set(keys(config))
+@pytest.mark.parametrize("name", NO_MEANING)
+def test_what_has_no_meaning_for_a_language_model_is_refused_with_the_reason(capsys, recipe, name):
+    said = f"`{name}` has no meaning for a language model: {NO_MEANING[name]}"
+    recipe.write_text(f"{name}: 1\n")
+    assert f"{recipe}: {said}" in error_of(capsys, GRPOConfig, "--config", str(recipe))
+    for flags in ([f"--{name}", "1"], [f"--{name}=1"], [f"--{name.replace('_', '-')}", "1"]):
+        assert f"command line: {said}" in error_of(capsys, GRPOConfig, *flags)
+
+
+@each_config
+def test_what_is_refused_is_no_key(config):
+    assert not {*ELSEWHERE, *NO_MEANING} & set(keys(config))
+
+
+def test_what_is_pointed_to_exists():
+    ours = {key for config in TRAINERS for key in keys(config)}
     for hint in ELSEWHERE.values():
-        assert hint.startswith("metrics.jsonl") or re.match(r"\w+", hint)[0] in keys(config)
+        assert hint.startswith("metrics.jsonl") or re.match(r"\w+", hint)[0] in ours
+
+
+def test_no_name_is_both_elsewhere_and_without_meaning():
+    assert not set(ELSEWHERE) & set(NO_MEANING)
 
 
 def test_a_value_may_be_spelt_like_a_key_of_another_library():
