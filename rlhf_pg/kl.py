@@ -1,34 +1,55 @@
-"""Per-token estimates of KL(policy || reference), and controllers for its coefficient.
+"""KL(policy || reference) from sampled tokens: estimates to pay or to log, and terms for a loss.
 
-Throughout, u = log pi(y_t) - log pi_ref(y_t) for a token y_t that the policy sampled.
+Throughout, u = log pi(y_t) - log pi_ref(y_t) for a token y_t that the policy sampled, and pi_old is
+the policy that sampled it.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rlhf_pg.control import AdaptiveKLController as AdaptiveKLController
+from rlhf_pg.control import PenaltyKLController as PenaltyKLController
+from rlhf_pg.losses import MAX_LOG_RATIO
+from rlhf_pg.masking import widen
+
 KL_ESTIMATORS = ("k1", "k2", "k3")
+
+KL_LOSSES = ("k2", "k3", "k1_to_go", "k2_straight_through", "k3_ratio")
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """One sample's estimate of KL(pi || pi_ref), elementwise, differentiable and never clamped.
+    """One sample's estimate of KL(pi || pi_ref) (Schulman 2020, "Approximating KL divergence").
 
         k1 = u                unbiased, may be negative
         k2 = u^2 / 2          biased, small variance
         k3 = exp(-u) - 1 + u  unbiased, never negative
 
-    (Schulman 2020, "Approximating KL divergence".) The *value* says nothing of the *gradient*: on
-    policy and differentiated as a loss, the expected gradient of k1 is 0, that of k2 is
-    grad KL(pi || pi_ref), that of k3 is grad KL(pi_ref || pi). As a detached penalty in the reward,
-    k1 is the one whose policy gradient is that of KL(pi || pi_ref).
+    The *value* says nothing of the *gradient*. On policy, at one prefix, its expectation is
+
+              differentiated as a loss    as a detached penalty in the reward
+        k1    0                           grad KL(pi || pi_ref)
+        k2    grad KL(pi || pi_ref)       grad E[k2] - grad KL(pi || pi_ref)
+        k3    grad KL(pi_ref || pi)       grad KL(pi || pi_ref) - grad KL(pi_ref || pi)
+
+    so that k3 in the reward pays almost nothing near the reference, where the two cancel: 2 % of
+    the true gradient at logits 0.1 away. Over a completion, only k1 in the reward, summed from
+    every token to the end, gives the gradient of the whole KL; as losses k2 and k3 hold the
+    prefixes fixed, and leave out what an early token does to the KL of later ones.
 
     Args:
-        logprobs, ref_logprobs: any equal shapes.
+        logprobs, ref_logprobs: any equal shapes, in nats.
         estimator: "k1", "k2" or "k3".
+
+    Returns:
+        Elementwise, differentiable in both and never clamped: k3 is inf where exp(-u) overflows, in
+        float32 at u < -88.
 
     Raises:
         ValueError: another estimator.
+
+    Elsewhere: verl and OpenRLHF clamp k3 at 10, and with it its gradient: exactly 0 for a token
+    that has become 14 times less likely than in the reference, when it is needed most. TRL's PPO
+    offers k3 as a penalty in the reward.
     """
     u = logprobs - ref_logprobs
     if estimator == "k1":
@@ -40,36 +61,70 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     raise ValueError(f"estimator must be one of {', '.join(KL_ESTIMATORS)}, got {estimator!r}")
 
 
-@dataclass
-class AdaptiveKLController:
-    """Moves the KL coefficient in proportion to the error (Ziegler et al. 2019, section 2.2).
+def kl_loss(
+    logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str
+) -> Tensor:
+    """The KL as a term of the loss, per token, with the gradient that its name promises.
 
-        e = clip(kl / target - 1, -0.2, 0.2),  coef <- coef * (1 + e * num_samples / horizon)
+                             value     gradient, times grad log pi(y_t)
+        k2                   u^2 / 2   u
+        k3                   k3        1 - exp(-u)
+        k2_straight_through  k3        u
+        k3_ratio             rho k3    rho u                  (DeepSeek-V3.2, arXiv 2512.02556)
+        k1_to_go             u         rho sum_{i >= t} u_i   (the policy gradient of k1)
 
-    `kl` is the mean over completions of the summed k1; `horizon` is counted in completions.
+    with rho = pi(y_t) / pi_old(y_t). rho u is the whole derivative of rho k3, that of rho included;
+    at rho = 1 too, where a detached rho would leave k3's own.
+
+    On policy all but k3 follow KL(pi || pi_ref), at one prefix; k3 follows KL(pi_ref || pi). Over
+    a completion `k1_to_go` alone is exact, where the weights add tokens up (aggregation
+    "constant"); the others hold the prefixes fixed: sum_t E[grad KL_t], for prefixes from pi.
+    Off policy the two with rho stay exact at one prefix. Prefixes, and the u_i after the own token,
+    still come from pi_old, as in PPO's surrogate: the unbiased weights are products of rho over all
+    tokens, whose variance grows exponentially with length. Those without rho are weighted by pi_old
+    throughout, and follow no KL.
+
+    Args:
+        logprobs: (B,T) of the sampled tokens; only these get a gradient.
+        old_logprobs: (B,T) of the policy that sampled them; only "k1_to_go" and "k3_ratio" look.
+        ref_logprobs: (B,T).
+        mask: (B,T) action tokens; the u of others counts nowhere.
+        estimator: one of `KL_LOSSES`.
+
+    Returns:
+        (B,T), 0 where masked, for `beta` to multiply. |log rho| is held at 20 in the weights, which
+        scales a gradient and never stops it. Nothing else is clamped: where k3 overflows (see
+        `kl_estimate`) the value is inf, and the gradient too in "k3" alone.
+
+    Raises:
+        ValueError: another estimator; "k1", whose expected gradient is 0.
+
+    Elsewhere: verl's "k3+" is `k2_straight_through`. TRL's GRPO has `k3_ratio` where
+    `use_bias_correction_kl` is set, and k3 otherwise; its logged `kl` is then rho k3.
     """
+    _check_loss(estimator)
+    logprobs = torch.where(mask, logprobs, 0.0)
+    ref_logprobs = torch.where(mask, ref_logprobs.detach(), 0.0)
+    if estimator in ("k2", "k3"):
+        return kl_estimate(logprobs, ref_logprobs, estimator)
+    now = logprobs.detach()
+    u, k3 = now - ref_logprobs, kl_estimate(now, ref_logprobs, "k3")
+    log_rho = torch.where(mask, now - old_logprobs.detach(), 0.0)
+    rho = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    to_go = widen(u).flip(1).cumsum(1).flip(1).to(u.dtype)
+    value, slope = {
+        "k2_straight_through": (k3, u),
+        "k3_ratio": (rho * k3, rho * u),  # autograd would have inf - inf where exp(-u) overflows
+        "k1_to_go": (u, rho * to_go),
+    }[estimator]
+    return value + slope * (logprobs - now)
 
-    coef: float
-    target: float
-    horizon: float
 
-    def update(self, kl: float, num_samples: int) -> None:
-        error = min(max(kl / self.target - 1, -0.2), 0.2)
-        self.coef *= 1 + error * num_samples / self.horizon
-
-
-@dataclass
-class PenaltyKLController:
-    """The adaptive penalty of PPO (Schulman et al. 2017, section 4).
-
-    coef <- coef / 2 if kl < target / 1.5;  coef <- 2 * coef if kl > 1.5 * target
-    """
-
-    coef: float
-    target: float
-
-    def update(self, kl: float) -> None:
-        if kl < self.target / 1.5:
-            self.coef /= 2
-        elif kl > self.target * 1.5:
-            self.coef *= 2
+def _check_loss(estimator: str) -> None:
+    if estimator == "k1":
+        raise ValueError(
+            'estimator "k1" is no loss, its expected gradient is 0: take "k1_to_go", or pay k1 in '
+            "the reward"
+        )
+    if estimator not in KL_LOSSES:
+        raise ValueError(f"estimator must be one of {', '.join(KL_LOSSES)}, got {estimator!r}")

@@ -1,15 +1,22 @@
-"""KL estimators, their values and their gradients, and the controllers of the coefficient."""
+"""The KL as an estimate and as a loss: values, and the gradients that they promise."""
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
-from rlhf_pg.kl import AdaptiveKLController, PenaltyKLController, kl_estimate
+from rlhf_pg.kl import KL_ESTIMATORS, KL_LOSSES, kl_estimate, kl_loss
 
-ESTIMATORS = ["k1", "k2", "k3"]
+NAN = float("nan")
 LOGITS = torch.tensor([0.3, -1.2, 0.9], dtype=torch.float64)  # policy over three tokens
 REF = torch.tensor([-0.4, 0.5, 0.1], dtype=torch.float64).log_softmax(0)
+OLD = torch.tensor([-0.1, -0.6, 0.4], dtype=torch.float64).log_softmax(0)
+each_loss = pytest.mark.parametrize("estimator", KL_LOSSES)
+few = settings(max_examples=50, deadline=None)
 
 
 def estimate(u, estimator):
@@ -22,12 +29,13 @@ def kl(p_log, q_log):
     return (p_log.exp() * (p_log - q_log)).sum()
 
 
-def gradient(of):
+def gradient(of, logits=LOGITS):
     """Of a function of the policy's log-probabilities, with respect to its logits."""
-    logits = LOGITS.clone().requires_grad_()
+    logits = logits.clone().requires_grad_()
     return torch.autograd.grad(of(logits.log_softmax(0)), logits)[0]
 
 
+@pytest.mark.proves("rlhf_pg.kl.kl_estimate")
 @pytest.mark.parametrize(
     ("u", "estimator", "expected"),
     [
@@ -46,7 +54,7 @@ def test_estimates_by_hand(u, estimator, expected):
     assert estimate(u, estimator).item() == pytest.approx(expected, abs=1e-15)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_estimates_are_elementwise(estimator):
     logprobs, ref = torch.randn(2, 2, 3, 4, generator=torch.Generator().manual_seed(0))
     together = kl_estimate(logprobs, ref, estimator)
@@ -56,6 +64,7 @@ def test_estimates_are_elementwise(estimator):
         )
 
 
+@pytest.mark.proves("rlhf_pg.kl.kl_estimate")
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_expected_value_is_the_kl(estimator):
     policy = LOGITS.log_softmax(0)
@@ -63,6 +72,7 @@ def test_expected_value_is_the_kl(estimator):
     assert expected.item() == pytest.approx(kl(policy, REF).item(), rel=1e-14)
 
 
+@pytest.mark.proves("rlhf_pg.kl.kl_estimate")
 @pytest.mark.parametrize(
     ("estimator", "target"),
     [
@@ -77,10 +87,12 @@ def test_expected_gradient_as_a_loss(estimator, target):
     torch.testing.assert_close(as_loss, gradient(target), rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.proves("rlhf_pg.kl.kl_estimate")
 @pytest.mark.parametrize(
     ("estimator", "target"),
     [
         ("k1", lambda policy: kl(policy, REF)),
+        ("k2", lambda policy: (policy.exp() * (policy - REF) ** 2 / 2).sum() - kl(policy, REF)),
         ("k3", lambda policy: kl(policy, REF) - kl(REF, policy)),
     ],
 )
@@ -92,7 +104,21 @@ def test_expected_policy_gradient_as_a_detached_penalty(estimator, target):
     torch.testing.assert_close(as_reward, gradient(target), rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.proves("rlhf_pg.kl.kl_estimate")
+def test_k3_in_the_reward_pays_almost_nothing_near_the_reference():
+    direction = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64)
+    kept = []
+    for distance in (0.1, 0.05):
+        ref = (LOGITS + distance * direction).log_softmax(0)
+        as_reward = gradient(
+            lambda p, q=ref: (p.detach().exp() * kl_estimate(p, q, "k3").detach() * p).sum()
+        )
+        kept.append((as_reward.norm() / gradient(lambda p, q=ref: kl(p, q)).norm()).item())
+    assert kept[0] == pytest.approx(0.0242, rel=1e-2)
+    assert kept[0] / kept[1] == pytest.approx(2, abs=0.1)  # and it vanishes with the distance
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_gradient_matches_finite_differences(estimator):
     logprobs = (-torch.rand(2, 3, generator=torch.Generator().manual_seed(0))).double()
     ref = (-2 * torch.rand(2, 3, generator=torch.Generator().manual_seed(1))).double()
@@ -126,7 +152,7 @@ def test_k3_keeps_its_digits_near_zero():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_dtype_is_kept(estimator, dtype):
     assert (
         kl_estimate(torch.zeros(2, dtype=dtype), torch.ones(2, dtype=dtype), estimator).dtype
@@ -140,46 +166,334 @@ def test_an_unknown_estimator_is_refused(estimator):
         kl_estimate(torch.zeros(1), torch.zeros(1), estimator)
 
 
-# ------------------------------------------------------------------------------- controllers
+# ------------------------------------------------------------------------- as a loss: one prefix
 
 
+def expected(estimator, old):
+    """Gradient of E[kl_loss] over one token from `old`, by enumeration; None: the policy itself."""
+
+    def of(policy):
+        sampler = policy.detach() if old is None else old
+        mask = torch.ones(3, 1).bool()
+        columns = (x[:, None] for x in (policy, sampler, REF))
+        return (sampler.exp() * kl_loss(*columns, mask, estimator)[:, 0]).sum()
+
+    return gradient(of)
+
+
+@pytest.mark.proves("rlhf_pg.kl.kl_loss")
 @pytest.mark.parametrize(
-    ("kl", "expected"),
+    ("estimator", "target"),
     [
-        (6.6, 0.1001),  # error 0.1: 0.1 * (1 + 0.1 * 100 / 10_000)
-        (5.4, 0.0999),
-        (60.0, 0.1002),  # error 9, clipped to 0.2
-        (0.0, 0.0998),  # error -1, clipped to -0.2
-        (-6.0, 0.0998),  # k1 of a sample may be negative
-        (6.0, 0.1),
+        ("k2", lambda policy: kl(policy, REF)),
+        ("k3", lambda policy: kl(REF, policy)),
+        ("k1_to_go", lambda policy: kl(policy, REF)),
+        ("k2_straight_through", lambda policy: kl(policy, REF)),
+        ("k3_ratio", lambda policy: kl(policy, REF)),
     ],
 )
-def test_adaptive_controller_moves_with_the_clipped_error(kl, expected):
-    controller = AdaptiveKLController(coef=0.1, target=6.0, horizon=10_000)
-    controller.update(kl, num_samples=100)
-    assert controller.coef == pytest.approx(expected, rel=1e-12)
+def test_expected_gradient_of_a_loss_on_policy(estimator, target):
+    torch.testing.assert_close(expected(estimator, None), gradient(target), rtol=1e-12, atol=1e-15)
 
 
-def test_adaptive_controller_compounds():
-    controller = AdaptiveKLController(coef=1.0, target=1.0, horizon=10)
-    controller.update(2.0, num_samples=5)  # 1 * (1 + 0.2 * 0.5) = 1.1
-    controller.update(2.0, num_samples=10)  # 1.1 * (1 + 0.2) = 1.32
-    controller.update(0.9, num_samples=10)  # 1.32 * (1 - 0.1) = 1.188
-    assert controller.coef == pytest.approx(1.188, rel=1e-12)
+@pytest.mark.proves("rlhf_pg.kl.kl_loss")
+@each_loss
+def test_only_the_forms_with_a_ratio_are_exact_off_policy(estimator):
+    wanted = gradient(lambda policy: kl(policy, REF))
+    if estimator in ("k1_to_go", "k3_ratio"):
+        torch.testing.assert_close(expected(estimator, OLD), wanted, rtol=1e-12, atol=1e-15)
+    else:
+        assert (expected(estimator, OLD) - wanted).norm() > 0.1 * wanted.norm()
 
 
 @pytest.mark.parametrize(
-    ("kl", "expected"),
-    [(0.0, 0.5), (1.99, 0.5), (2.0, 1), (3.0, 1), (4.5, 1), (4.51, 2), (100.0, 2)],
+    ("rho", "u", "estimator", "value", "slope"),
+    [
+        (1.0, math.log(2), "k2", math.log(2) ** 2 / 2, math.log(2)),
+        (1.0, math.log(2), "k3", math.log(2) - 1 / 2, 1 / 2),  # 1 - e^-u
+        (1.0, math.log(2), "k2_straight_through", math.log(2) - 1 / 2, math.log(2)),
+        (1.0, math.log(2), "k3_ratio", math.log(2) - 1 / 2, math.log(2)),  # k3 + (1 - e^-u) = u
+        (1.0, math.log(2), "k1_to_go", math.log(2), math.log(2)),
+        (2.0, -math.log(2), "k2", math.log(2) ** 2 / 2, -math.log(2)),
+        (2.0, -math.log(2), "k3", 1 - math.log(2), -1),
+        (2.0, -math.log(2), "k2_straight_through", 1 - math.log(2), -math.log(2)),
+        (2.0, -math.log(2), "k3_ratio", 2 - 2 * math.log(2), -2 * math.log(2)),
+        (2.0, -math.log(2), "k1_to_go", -math.log(2), -2 * math.log(2)),
+    ],
 )
-def test_penalty_controller_halves_below_and_doubles_above(kl, expected):
-    controller = PenaltyKLController(coef=1.0, target=3.0)  # bounds 3 / 1.5 = 2 and 3 * 1.5 = 4.5
-    controller.update(kl)
-    assert controller.coef == expected
+def test_a_loss_of_one_token_by_hand(rho, u, estimator, value, slope):
+    logprob = torch.tensor([[-1.5]], dtype=torch.float64, requires_grad=True)
+    old, ref = logprob.detach() - math.log(rho), logprob.detach() - u
+    per_token = kl_loss(logprob, old, ref, torch.ones(1, 1).bool(), estimator)
+    per_token.sum().backward()
+    assert per_token.item() == pytest.approx(value, abs=1e-12)
+    assert logprob.grad.item() == pytest.approx(slope, abs=1e-12)
 
 
-def test_penalty_controller_compounds():
-    controller = PenaltyKLController(coef=0.2, target=0.01)
-    for kl in (1.0, 1.0, 1.0, 0.0):
-        controller.update(kl)
-    assert controller.coef == pytest.approx(0.8)
+# -------------------------------------------------------------------- as a loss: whole completions
+
+# All completions of at most two tokens, 0 ends one. The policy is a table: one row of logits for
+# the first token, and one after each first token that goes on.
+COMPLETIONS = torch.tensor([[0, 0], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1], [2, 2]])
+MASK = torch.tensor([[True, False]] + [[True, True]] * 6)
+
+
+def table(seed):
+    return torch.randn(3, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def token_logprobs(logits):
+    """(7,2) of every completion; NaN where there is no token."""
+    log = logits.log_softmax(1)
+    return torch.stack(
+        [
+            torch.stack([log[0, a], log[a, b] if a else torch.full_like(log[0, 0], NAN)])
+            for a, b in COMPLETIONS.tolist()
+        ]
+    )
+
+
+def prefix_kl(logits, ref):
+    """(3,) KL of the next token at each prefix."""
+    p, q = logits.log_softmax(1), ref.log_softmax(1)
+    return (p.exp() * (p - q)).sum(1)
+
+
+def reach(logits):
+    """(3,) probability of each prefix."""
+    first = logits.softmax(1)[0]
+    return torch.stack([torch.ones_like(first[0]), first[1], first[2]])
+
+
+def table_gradient(of, logits):
+    logits = logits.clone().requires_grad_()
+    return torch.autograd.grad(of(logits), logits)[0]
+
+
+def completion_gradient(estimator, logits, old, ref):
+    """Of E[sum_t kl_loss_t] over all completions, each as likely as `old` makes it."""
+    old_logprobs = token_logprobs(old)
+    likely = old_logprobs.nan_to_num(0.0).sum(1, keepdim=True).exp()
+
+    def of(x):
+        args = (token_logprobs(x), old_logprobs, token_logprobs(ref), MASK, estimator)
+        return (likely * kl_loss(*args)).sum()
+
+    return table_gradient(of, logits)
+
+
+@pytest.mark.proves("rlhf_pg.kl.kl_loss")
+@pytest.mark.parametrize("seed", range(3))
+def test_k1_to_go_is_the_gradient_of_the_kl_of_completions(seed):
+    logits, ref = table(seed), table(seed + 10)
+
+    def whole_kl(x):
+        log, other = (torch.where(MASK, token_logprobs(y), 0.0).sum(1) for y in (x, ref))
+        return (log.exp() * (log - other)).sum()
+
+    actual = completion_gradient("k1_to_go", logits, logits, ref)
+    torch.testing.assert_close(actual, table_gradient(whole_kl, logits), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.proves("rlhf_pg.kl.kl_loss")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("estimator", ["k2", "k2_straight_through", "k3_ratio"])
+def test_token_level_losses_hold_the_prefixes_fixed(estimator, seed):
+    logits, ref = table(seed), table(seed + 10)
+    actual = completion_gradient(estimator, logits, logits, ref)
+    held = table_gradient(lambda x: (reach(logits) * prefix_kl(x, ref)).sum(), logits)
+    torch.testing.assert_close(actual, held, rtol=1e-12, atol=1e-15)
+    # what they leave out: the first token decides which prefixes, and so which KL, come after it
+    left_out = table_gradient(lambda x: (reach(x) * prefix_kl(logits, ref)).sum(), logits)
+    exact = completion_gradient("k1_to_go", logits, logits, ref)
+    torch.testing.assert_close(actual + left_out, exact, rtol=1e-12, atol=1e-14)
+    assert torch.cosine_similarity(actual.flatten(), exact.flatten(), dim=0) < 0.99
+
+
+@pytest.mark.proves("rlhf_pg.kl.kl_loss")
+@pytest.mark.parametrize("seed", range(3))
+def test_k3_ratio_off_policy_is_exact_at_the_prefixes_of_the_old_policy(seed):
+    logits, ref, old = table(seed), table(seed + 10), table(seed + 20)
+    actual = completion_gradient("k3_ratio", logits, old, ref)
+    held = table_gradient(lambda x: (reach(old) * prefix_kl(x, ref)).sum(), logits)
+    torch.testing.assert_close(actual, held, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.proves("rlhf_pg.kl.kl_loss")
+@pytest.mark.parametrize("seed", range(3))
+def test_k1_to_go_off_policy_takes_prefixes_and_what_follows_from_the_old_policy(seed):
+    logits, ref, old = table(seed), table(seed + 10), table(seed + 20)
+    u = (logits.log_softmax(1) - ref.log_softmax(1)).tolist()
+    pi_old = old.softmax(1).tolist()
+
+    def of(x):
+        first, total = x.log_softmax(1).exp()[0], 0.0
+        for a in range(3):
+            after = sum(pi_old[a][b] * u[a][b] for b in range(3)) if a else 0.0
+            total = total + first[a] * (u[0][a] + after)
+        for a in (1, 2):
+            second = x.log_softmax(1).exp()[a]
+            total = total + pi_old[0][a] * sum(second[b] * u[a][b] for b in range(3))
+        return total
+
+    actual = completion_gradient("k1_to_go", logits, old, ref)
+    torch.testing.assert_close(actual, table_gradient(of, logits), rtol=1e-12, atol=1e-14)
+    exact = completion_gradient("k1_to_go", logits, logits, ref)
+    assert (actual - exact).norm() > 0.01 * exact.norm()
+
+
+# ----------------------------------------------------------------------- as a loss: every number
+
+quarters = st.integers(-8, 8).map(lambda i: i / 4)
+
+
+@st.composite
+def tokens(draw):
+    """mask (B,T), and three (B,T) tensors with NaN in the slots that the mask hides."""
+    shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 5)))
+    mask = draw(arrays(np.bool_, shape))
+    numbers = [draw(arrays(float, shape, elements=quarters)) for _ in range(3)]
+    return torch.tensor(mask), *(torch.tensor(np.where(mask, x, np.nan)) for x in numbers)
+
+
+def looped(logprobs, old, ref, mask, estimator):
+    """Values and gradients (B,T), token by token from the table."""
+    values, slopes = torch.zeros(mask.shape).double(), torch.zeros(mask.shape).double()
+    for i, t in mask.nonzero().tolist():
+        u = (logprobs[i, t] - ref[i, t]).item()
+        rho = math.exp(logprobs[i, t] - old[i, t])
+        k3 = math.exp(-u) - 1 + u
+        later = [j for j in range(t, mask.shape[1]) if mask[i, j]]
+        to_go = sum((logprobs[i, j] - ref[i, j]).item() for j in later)
+        values[i, t], slopes[i, t] = {
+            "k2": (u**2 / 2, u),
+            "k3": (k3, 1 - math.exp(-u)),
+            "k2_straight_through": (k3, u),
+            "k3_ratio": (rho * k3, rho * k3 + rho * (1 - math.exp(-u))),  # the product rule
+            "k1_to_go": (u, rho * to_go),
+        }[estimator]
+    return values, slopes
+
+
+@pytest.mark.proves("rlhf_pg.kl.kl_loss")
+@each_loss
+@few
+@given(case=tokens())
+def test_losses_and_their_gradients_match_a_loop_and_masked_slots_never_matter(estimator, case):
+    mask, logprobs, old, ref = case
+    values, slopes = looped(logprobs, old, ref, mask, estimator)
+    logprobs.requires_grad_()
+    per_token = kl_loss(logprobs, old, ref, mask, estimator)
+    per_token.sum().backward()
+    torch.testing.assert_close(per_token.detach(), values, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(logprobs.grad, slopes, rtol=1e-12, atol=1e-12)
+
+
+def numbers(seed, shape=(3, 4)):
+    return -2 * torch.rand(shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+@pytest.mark.parametrize(
+    ("estimator", "primitive"),
+    [
+        ("k2", lambda x, old, ref, u: (x - ref) ** 2 / 2),
+        ("k3", lambda x, old, ref, u: np.exp(ref - x) - 1 + x - ref),
+        ("k2_straight_through", lambda x, old, ref, u: (x - ref) ** 2 / 2),
+        ("k3_ratio", lambda x, old, ref, u: np.exp(x - old) * (np.exp(ref - x) - 1 + x - ref)),
+        ("k1_to_go", lambda x, old, ref, u: np.exp(x - old) * u[:, ::-1].cumsum(1)[:, ::-1]),
+    ],
+)
+def test_gradient_of_a_loss_matches_finite_differences(estimator, primitive):
+    # of what the gradient belongs to; u stays where it was
+    logprobs, old, ref = numbers(0), numbers(1), numbers(2)
+    x, *fixed = (each.numpy().copy() for each in (logprobs, old, ref))
+    u, step = (logprobs - ref).numpy(), 1e-6
+    logprobs.requires_grad_()
+    kl_loss(logprobs, old, ref, torch.ones(3, 4).bool(), estimator).sum().backward()
+    difference = primitive(x + step, *fixed, u) - primitive(x - step, *fixed, u)
+    np.testing.assert_allclose(logprobs.grad.numpy(), difference / (2 * step), rtol=1e-7, atol=1e-9)
+
+
+def test_the_sum_to_go_skips_tokens_of_a_tool():
+    logprobs = torch.tensor([[-1.0, NAN, -2.0, -0.5, NAN]], requires_grad=True)
+    ref = torch.tensor([[-1.5, NAN, -1.0, -2.5, NAN]])  # u = 0.5, -1, 2
+    mask = torch.tensor([[True, False, True, True, False]])
+    per_token = kl_loss(logprobs, logprobs.detach(), ref, mask, "k1_to_go")
+    per_token.sum().backward()
+    assert per_token.tolist() == [[0.5, 0, -1, 2, 0]]
+    assert logprobs.grad.tolist() == [[1.5, 0, 1, 2, 0]]
+
+
+@pytest.mark.parametrize("u", [12.0, -12.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each_loss
+def test_far_from_the_reference_the_gradient_still_pulls_back(estimator, dtype, u):
+    # where others clamp k3 at 10 it is 0
+    logprob = torch.full((1, 1), u, dtype=dtype, requires_grad=True)
+    mask = torch.ones(1, 1).bool()
+    kl_loss(logprob, logprob.detach(), torch.zeros_like(logprob), mask, estimator).sum().backward()
+    slope = 1 - math.exp(-u) if estimator == "k3" else u
+    assert logprob.grad.item() == pytest.approx(slope, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope"),
+    [
+        ("k2", 5000, -100),
+        ("k3", math.inf, -math.inf),
+        ("k2_straight_through", math.inf, -100),
+        ("k3_ratio", math.inf, -100),
+        ("k1_to_go", -100, -100),
+    ],
+)
+def test_an_overflow_of_k3_shows_in_the_value_and_spoils_no_other_gradient(estimator, value, slope):
+    logprob = torch.full((1, 1), -100.0, requires_grad=True)  # float32: exp(100) is inf
+    mask = torch.ones(1, 1).bool()
+    per_token = kl_loss(logprob, logprob.detach(), torch.zeros(1, 1), mask, estimator)
+    per_token.sum().backward()
+    assert per_token.item() == value
+    assert logprob.grad.item() == slope
+
+
+@pytest.mark.parametrize("log_rho", [50.0, -50.0])
+@pytest.mark.parametrize("estimator", ["k1_to_go", "k3_ratio"])
+def test_a_ratio_out_of_bounds_is_held_and_keeps_its_gradient(estimator, log_rho):
+    logprob = torch.tensor([[-1.5]], dtype=torch.float64, requires_grad=True)
+    old, ref = logprob.detach() - log_rho, logprob.detach() - 0.75
+    kl_loss(logprob, old, ref, torch.ones(1, 1).bool(), estimator).sum().backward()
+    held = math.exp(math.copysign(20, log_rho))
+    assert logprob.grad.item() == pytest.approx(held * 0.75, rel=1e-12)
+
+
+@each_loss
+def test_only_the_policy_gets_a_gradient(estimator):
+    logprobs, old, ref = (numbers(i).requires_grad_() for i in range(3))
+    kl_loss(logprobs, old, ref, torch.ones(3, 4).bool(), estimator).sum().backward()
+    assert (logprobs.grad != 0).any()
+    assert old.grad is None
+    assert ref.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@each_loss
+def test_a_loss_keeps_the_dtype(estimator, dtype):
+    x = torch.zeros(2, 3, dtype=dtype)
+    assert kl_loss(x, x, x, torch.ones(2, 3).bool(), estimator).dtype == dtype
+
+
+def test_the_sum_to_go_of_a_long_bfloat16_row_keeps_its_digits():
+    # 2048 tokens of u = 1; bfloat16 counts no further than 256
+    logprobs = torch.ones(1, 2048, dtype=torch.bfloat16, requires_grad=True)
+    mask, zeros = torch.ones(1, 2048).bool(), torch.zeros(1, 2048, dtype=torch.bfloat16)
+    kl_loss(logprobs, logprobs.detach(), zeros, mask, "k1_to_go").sum().backward()
+    assert logprobs.grad[0, 0].item() == 2048
+
+
+@pytest.mark.parametrize(
+    ("estimator", "message"),
+    [("k1", "its expected gradient is 0: take .k1_to_go."), ("k4", ", ".join(KL_LOSSES))],
+)
+def test_what_cannot_be_a_loss_is_refused(estimator, message):
+    x = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=message):
+        kl_loss(x, x, x, torch.ones(1, 1).bool(), estimator)

@@ -9,7 +9,7 @@ import rlhf_pg
 
 ROOT = Path(rlhf_pg.__file__).parent
 FLOORS = [
-    {"masking", "kl", "advantages", "losses", "experience"},
+    {"masking", "kl", "control", "advantages", "losses", "experience"},
     {"fields", "config", "recipe"},
     {"models", "data", "rewards", "tasks"},
     {"rollout", "runtime", "checkpoint", "metrics", "progress"},

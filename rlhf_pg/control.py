@@ -1,0 +1,96 @@
+"""Controllers: numbers that follow a measurement of the run, one update at a time.
+
+Each is a dataclass of plain floats, so that `vars(controller)` is its state in a checkpoint. A
+measurement must be one of all processes together, or they part. One that is NaN changes nothing.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class AdaptiveKLController:
+    """Moves the KL coefficient in proportion to the error (Ziegler et al. 2019, section 2.2).
+
+        e = clip(kl / target - 1, -0.2, 0.2),  coef <- coef * (1 + e * num_samples / horizon)
+
+    `kl` is the mean over completions of the summed k1, in nats; `horizon` is counted in
+    completions.
+    """
+
+    coef: float
+    target: float
+    horizon: float
+
+    def update(self, kl: float, num_samples: int) -> None:
+        if kl != kl:
+            return  # a NaN would stay in the coefficient, and in every checkpoint after it
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.coef *= 1 + error * num_samples / self.horizon
+
+
+@dataclass
+class PenaltyKLController:
+    """The adaptive penalty of PPO (Schulman et al. 2017, section 4).
+
+    coef <- coef / 2 if kl < target / 1.5;  coef <- 2 * coef if kl > 1.5 * target
+    """
+
+    coef: float
+    target: float
+
+    def update(self, kl: float) -> None:
+        if kl < self.target / 1.5:
+            self.coef /= 2
+        elif kl > self.target * 1.5:
+            self.coef *= 2
+
+
+@dataclass
+class EntropyController:
+    """Keeps the policy's entropy at a target by the coefficient of its bonus (Skywork-OR1, 2025).
+
+        coef <- min(coef + delta, maximum)  if entropy < target
+        coef <- max(coef - delta, minimum)  if entropy > target
+
+    `entropy` is the mean per action token, in nats, of a whole step.
+
+    Elsewhere: TRL's GRPO (`use_adaptive_entropy`) raises the coefficient at the target too, and
+    leaves the bonus out of a step, whatever the coefficient, when the entropy of the step before
+    was above the target, and out of the first. Here it applies as it is: `minimum` 0 turns it off.
+    """
+
+    coef: float
+    target: float
+    delta: float
+    minimum: float
+    maximum: float
+
+    def update(self, entropy: float) -> None:
+        if entropy < self.target:
+            self.coef = min(self.coef + self.delta, self.maximum)
+        elif entropy > self.target:
+            self.coef = max(self.coef - self.delta, self.minimum)
+
+
+@dataclass
+class KLAdaptiveRate:
+    """Scales the learning rate so that an update moves the policy by about `target`.
+
+        scale <- max(scale / 1.5, 0.1)  if kl > 2 target
+        scale <- min(scale * 1.5, 10)   if kl < target / 2
+
+    (KLAdaptiveLR of skrl.) `kl` estimates KL(pi_old || pi) per token, in nats: the mean of
+    rho - 1 - log rho. `scale` multiplies whatever rate the schedule gives.
+
+    Elsewhere: skrl bounds the rate itself, by default to [1e-6, 1e-2], far above what a language
+    model bears.
+    """
+
+    target: float
+    scale: float = 1.0
+
+    def update(self, kl: float) -> None:
+        if kl > 2 * self.target:
+            self.scale = max(self.scale / 1.5, 0.1)
+        elif kl < self.target / 2:
+            self.scale = min(self.scale * 1.5, 10.0)
