@@ -233,13 +233,13 @@ class PolicyGradientConfig(RunConfig):
         ):
             why = f"has no effect without {needed}: set that, or leave it out"
             self.refuse_idle(tuple(keys.split()), used, why)
-        for choice_, functions, keys in (
+        for choice_, functions, options in (
             ("advantage_estimator", ADVANTAGES, ESTIMATOR_KEYS),
             ("policy_loss", POLICY_LOSSES, LOSS_KEYS),
         ):
             name = getattr(self, choice_)
             takes = inspect.signature(functions[name]).parameters
-            idle = tuple(key for key in keys if key not in takes)
+            idle = tuple(key for key in options if key not in takes)
             self.refuse_idle(idle, False, f"is not used by {choice_} {name!r}: leave it out")
 
     @property

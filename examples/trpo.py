@@ -1,0 +1,170 @@
+"""Trust Region Policy Optimization (Schulman et al. 2015), on the public names of rlhf_pg alone.
+
+    maximise E[rho_t A_t]  subject to  E[KL(pi_old || pi)] <= max_kl
+
+The step follows F^-1 g, found by conjugate gradients from products of the Fisher matrix F with
+vectors, and is shortened until the surrogate really rises and the constraint really holds.
+
+    python examples/trpo.py --max_steps 20 --output_dir runs/trpo
+
+Where this differs from the paper: the advantage is REINFORCE's, without a critic, and means are
+over tokens, as `aggregation` says.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from rlhf_pg import ReinforceConfig, ReinforceTrainer
+from rlhf_pg.experience import Experience
+from rlhf_pg.fields import number
+from rlhf_pg.metrics import Meter
+from rlhf_pg.recipe import parse
+from rlhf_pg.tasks import TASKS
+from rlhf_pg.tasks.warm_start import ensure_model
+
+
+@dataclass(kw_only=True)
+class TRPOConfig(ReinforceConfig):
+    """TRPO: a step as long as the KL allows. The learning rate is not used."""
+
+    output_dir: str = "runs/trpo"
+    """Directory of everything that the run leaves behind."""
+    policy_loss: str = "surrogate"
+    """-rho_t A_t."""
+    aggregation: Literal["token_mean"] = "token_mean"
+    """Means are over tokens."""
+    beta: float = 0.0
+    """Coefficient of KL(policy || reference); at 0 no reference is kept."""
+    max_kl: float = number(0.01, above=0)
+    """Mean KL(old || new) of a step, in nats per token."""
+    cg_iterations: int = number(10, minimum=1)
+    """Of conjugate gradients."""
+    damping: float = number(0.1, minimum=0)
+    """Added to the diagonal of the Fisher matrix."""
+    backtracks: int = number(10, minimum=1)
+    """How often the step is halved before it is given up."""
+
+
+class TRPOTrainer(ReinforceTrainer):
+    """`TRPOTrainer(model=..., reward_funcs=..., args=TRPOConfig(...), train_dataset=...)`."""
+
+    config_type = TRPOConfig
+    args: TRPOConfig
+
+    def update(self, experience: Experience, meter: Meter) -> dict[str, float]:
+        """One step of length sqrt(2 max_kl / d'Fd) along d = F^-1 g, halved until it is good."""
+        self.learner.accumulate(experience, meter)
+        ascent = -torch.cat([p.grad.flatten() for p in self.parameters])
+        self.learner.optimizer.zero_grad()
+
+        def fisher(vector: Tensor) -> Tensor:
+            return self.fisher_product(experience, vector)
+
+        direction = conjugate_gradients(fisher, ascent, self.args.cg_iterations)
+        curvature = direction @ fisher(direction)
+        step = (2 * self.args.max_kl / curvature).sqrt() * direction
+        share, kl = self.line_search(experience, step)
+        self.learner.optimizer.step()  # without gradients: only the schedule counts it
+        return {"grad_norm": ascent.norm().item(), "learning_rate": share, "trpo/kl": kl}
+
+    def line_search(self, experience: Experience, step: Tensor) -> tuple[float, float]:
+        """Take the largest share 1, 1/2, 1/4 ... of the step that is good, or none.
+
+        Returns:
+            The share, and the mean KL(old || new) that it made.
+        """
+        start = parameters_to_vector(self.parameters).detach().clone()
+        old = [distributions.detach() for _, distributions in self.forward(experience)]
+        for halvings in range(self.args.backtracks):
+            vector_to_parameters(start + 0.5**halvings * step, self.parameters)
+            gain, kl = self.compare(experience, old)
+            if gain > 0 and kl <= self.args.max_kl:
+                return 0.5**halvings, kl
+        vector_to_parameters(start, self.parameters)
+        return 0.0, 0.0
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What is trained."""
+        return [p for p in self.learner.module.parameters() if p.requires_grad]
+
+    def forward(self, experience: Experience) -> Iterator[tuple[Experience, Tensor]]:
+        """Micro-batches, and in each log pi(. | x, y_<t), (B,T,V), for all of its columns."""
+        for rows in experience.micro_batches(self.args.micro_batch_tokens):
+            batch = experience.select(rows)
+            columns = batch.completion_ids.shape[1] + 1
+            # The logits in column t are about token t+1; those of the last are about no token.
+            logits = self.learner.policy.run(batch).logits[:, -columns:-1]
+            yield batch, (logits / self.args.temperature).log_softmax(dim=-1)
+
+    def mean(self, total: Tensor, experience: Experience) -> Tensor:
+        """A sum over the action tokens of this process as the mean over those of all."""
+        return self.runtime.total(total) / self.runtime.total(experience.action_mask.sum())
+
+    @torch.no_grad()
+    def compare(self, experience: Experience, old: list[Tensor]) -> tuple[float, float]:
+        """By how much the surrogate E[rho_t A_t] has risen, and the mean KL(old || new)."""
+        sums = torch.zeros(2, device=self.runtime.device)
+        for (batch, new), before in zip(self.forward(experience), old, strict=True):
+            chosen = batch.completion_ids[:, :, None]
+            ratio = (new - before).gather(2, chosen).squeeze(2).exp()
+            kl = (before.exp() * (before - new)).sum(dim=-1)
+            for i, numbers in enumerate(((ratio - 1) * batch.advantages, kl)):
+                sums[i] += numbers[batch.action_mask].sum()
+        gain, kl = self.mean(sums, experience).tolist()
+        return gain, kl
+
+    def fisher_product(self, experience: Experience, vector: Tensor) -> Tensor:
+        """(F + damping) v, with F the Hessian of the mean KL(old || new) where new = old."""
+        total = torch.zeros_like(vector)
+        with sdpa_kernel(SDPBackend.MATH):  # the kernel that can be differentiated twice
+            for batch, new in self.forward(experience):
+                old = new.detach()
+                kl = (old.exp() * (old - new)).sum(dim=-1)[batch.action_mask].sum()
+                first = self.flat_gradient(kl, create_graph=True)
+                total += self.flat_gradient(first @ vector)
+        return self.mean(total, experience) + self.args.damping * vector
+
+    def flat_gradient(self, of: Tensor, create_graph: bool = False) -> Tensor:
+        """Of a number, by all that is trained."""
+        gradients = torch.autograd.grad(
+            of, self.parameters, create_graph=create_graph, materialize_grads=True
+        )
+        return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+def conjugate_gradients(
+    product: Callable[[Tensor], Tensor], target: Tensor, iterations: int
+) -> Tensor:
+    """x with `product(x)` = target, for a symmetric positive definite matrix, or near it."""
+    x, residual = torch.zeros_like(target), target.clone()
+    direction, size = residual.clone(), residual @ residual
+    for _ in range(iterations):
+        if size < 1e-20:
+            break
+        moved = product(direction)
+        rate = size / (direction @ moved)
+        x += rate * direction
+        residual -= rate * moved
+        size, last = residual @ residual, size
+        direction = residual + size / last * direction
+    return x
+
+
+if __name__ == "__main__":
+    args = parse(TRPOConfig)
+    task = TASKS[args.task]()
+    trainer = TRPOTrainer(
+        model=ensure_model(args.task, args.model_name_or_path),
+        reward_funcs=task.rewards(args.reward_model_name_or_path),
+        args=args,
+        train_dataset=task.train_dataset,
+        eval_dataset=task.eval_dataset,
+    )
+    trainer.train()

@@ -1,0 +1,132 @@
+"""TRPO as a user would write it: on public names, with the right Fisher matrix and constraint."""
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_pg.metrics import Meter
+from tests.enumeration import PROMPTS, ListedEngine, log_probs, make_trainer
+
+FILE = Path(__file__).parents[2] / "examples" / "trpo.py"
+
+
+@pytest.fixture(scope="module")
+def trpo():
+    spec = importlib.util.spec_from_file_location("trpo", FILE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["trpo"] = module  # where a dataclass looks for its own types
+    spec.loader.exec_module(module)
+    return module
+
+
+SAID = ((1, 0), (2, 2), (0,))
+
+
+@pytest.fixture
+def make(trpo, tmp_path):
+    """A trainer in float64 that has said three completions of "ab", and their experience."""
+
+    def build(**options):
+        defaults = {"num_generations": 3, "aggregation": "token_mean", "damping": 0.0}
+        trainer = make_trainer(trpo.TRPOTrainer, tmp_path, **(defaults | options))
+        assert isinstance(trainer.engine, ListedEngine)
+        trainer.engine.says = SAID
+        samples = trainer.roll_out(range(1))
+        experience, _ = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+        return trainer, experience
+
+    return build
+
+
+def weights(trainer):
+    return torch.nn.utils.parameters_to_vector(trainer.parameters).detach().clone()
+
+
+def mean_kl(trainer, old, new):
+    """Mean over the tokens said of KL(old || new), from plain forward passes."""
+    kls = []
+    for said in SAID:
+        for t in range(len(said)):
+            p, q = (next_token(trainer, w, said[:t]) for w in (old, new))
+            kls.append((p.exp() * (p - q)).sum())
+    torch.nn.utils.vector_to_parameters(old, trainer.parameters)
+    return sum(kls) / len(kls)
+
+
+def next_token(trainer, vector, prefix):
+    torch.nn.utils.vector_to_parameters(vector, trainer.parameters)
+    ids = torch.tensor([[*PROMPTS["ab"], *prefix]])
+    with torch.no_grad():
+        return trainer.model(ids).logits[0, -1].log_softmax(-1)
+
+
+def test_the_fisher_product_is_that_of_the_scores(make):
+    """F v = mean over states of sum_y p(y) grad log p(y) (grad log p(y) . v)."""
+    trainer, experience = make()
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(len(weights(trainer)), generator=generator, dtype=torch.float64)
+    expected, states = torch.zeros_like(vector), 0
+    for said in SAID:
+        for t in range(len(said)):
+            states += 1
+            for token in range(3):
+                log_p = log_probs(trainer.model, "ab", (*said[:t], token))[-1]
+                score = trainer.flat_gradient(log_p)
+                expected += log_p.detach().exp() * score * (score @ vector)
+    product = trainer.fisher_product(experience, vector)
+    torch.testing.assert_close(product, expected / states, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [5, 16384])
+def test_damping_and_micro_batches(make, micro_batch_tokens):
+    trainer, experience = make(micro_batch_tokens=micro_batch_tokens, damping=0.5)
+    plain, _ = make()
+    vector = torch.linspace(-1, 1, len(weights(trainer)), dtype=torch.float64)
+    difference = trainer.fisher_product(experience, vector) - plain.fisher_product(
+        experience, vector
+    )
+    torch.testing.assert_close(difference, 0.5 * vector, rtol=1e-9, atol=1e-12)
+
+
+def test_conjugate_gradients_solve_a_system(trpo):
+    root = torch.randn(6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    matrix, target = root @ root.T + torch.eye(6), torch.arange(6, dtype=torch.float64)
+    solution = trpo.conjugate_gradients(lambda v: matrix @ v, target, 6)
+    torch.testing.assert_close(matrix @ solution, target, rtol=1e-9, atol=1e-9)
+    assert trpo.conjugate_gradients(lambda v: matrix @ v, 0 * target, 6).tolist() == [0] * 6
+
+
+@pytest.mark.parametrize("max_kl", [1e-4, 1e-2])
+def test_a_step_keeps_the_constraint_and_uses_it(make, max_kl):
+    trainer, experience = make(max_kl=max_kl, damping=1e-3)
+    old = weights(trainer)
+    metrics = trainer.update(experience, Meter())
+    new = weights(trainer)
+    kl = mean_kl(trainer, old, new).item()
+    assert metrics["trpo/kl"] == pytest.approx(kl, rel=1e-6)
+    assert 0.1 * max_kl < kl <= max_kl
+
+
+def test_the_first_step_tried_has_the_length_of_the_trust_region(make):
+    """To second order its KL is max_kl."""
+    trainer, experience = make(max_kl=1e-8, damping=0.0, cg_iterations=30)
+    metrics = trainer.update(experience, Meter())
+    share = metrics["learning_rate"]
+    assert metrics["trpo/kl"] == pytest.approx(share**2 * 1e-8, rel=1e-2)
+
+
+def test_a_step_that_gains_nothing_is_not_taken(make):
+    trainer, experience = make()
+    old = weights(trainer)
+    step = torch.cat([p.flatten() for p in trainer.parameters]).detach() * 0
+    assert trainer.line_search(experience, step) == (0.0, 0.0)
+    assert torch.equal(weights(trainer), old)
+
+
+def test_it_needs_nothing_private() -> None:
+    names = [n.attr for n in ast.walk(ast.parse(FILE.read_text())) if isinstance(n, ast.Attribute)]
+    assert not [name for name in names if name.startswith("_")]
