@@ -39,7 +39,7 @@ RANGES = {
     "max_completion_length": ([1], [0]),
     "max_prompt_length": ([1, None], [0, -3]),
     "temperature": ([1e-3], [0.0, -1.0, NAN]),
-    "epsilon": ([1e-3, 0.999], [0.0, 1.0, -0.2, NAN]),
+    "epsilon": ([1e-3, 1.0], [0.0, 1.001, -0.2, NAN]),
     "epsilon_high": ([1e-3, 5.0, None], [0.0, -0.1, NAN]),
     "beta": ([0.0], [-1e-3, NAN]),
     "learning_rate": ([1e-12], [0.0, -1e-3, NAN]),

@@ -82,6 +82,8 @@ class Learner:
         self.trained = runtime.prepare(self.module)
         self.optimizer = optimizers[0] or _adamw(self.policy, critic, args)
         _check_complete(self.optimizer, self.module)
+        if optimizers[1] is not None and args.kl_adaptive_lr is not None:
+            raise ValueError("kl_adaptive_lr would scale a scheduler of your own: leave one out")
         self.scheduler: LRScheduler = optimizers[1] or get_scheduler(
             args.lr_scheduler_type, self.optimizer, args.warmup_steps, total_steps
         )

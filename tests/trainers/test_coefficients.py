@@ -1,0 +1,247 @@
+"""Coefficients that move, the forms of the KL and the sampler's correction, through a trainer."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer
+from rlhf_pg.metrics import read
+from tests import enumeration
+from tests.enumeration import (
+    COMPLETIONS,
+    MAX_LENGTH,
+    expected_gradient,
+    gradient,
+    gradient_of,
+    log_probs,
+    make_trainer,
+    probabilities,
+)
+
+TWICE = {"num_iterations": 2}
+MOVING = {
+    "adaptive": {"beta": 0.1, "kl_controller": "adaptive", "kl_target": 0.01, "kl_horizon": 100},
+    "penalty": {"beta": 0.1, "kl_controller": "penalty", "kl_target": 0.01},
+    "old-kl": {"policy_loss": "kl_penalty", "old_kl_target": 1e-4, **TWICE},
+    "entropy": {"entropy_target": 1.5, "entropy_coef": 0.01},
+    "rate": {"kl_adaptive_lr": 1e-9, "lr_scheduler_type": "constant", **TWICE},
+}
+
+
+def lines(tmp_path: Path) -> list[dict]:
+    return read(tmp_path / "run" / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("placement", [("loss", "k3"), ("loss", "k1_to_go"), ("reward", "k1")])
+def test_an_adaptive_beta_follows_the_kl_of_completions(make, placement, tmp_path) -> None:
+    where, estimator = placement
+    trainer_type = GRPOTrainer if where == "loss" else ReinforceTrainer
+    options = {**MOVING["adaptive"], "kl_placement": where, "kl_estimator": estimator}
+    make(trainer_type, **options).train()
+    beta = 0.1
+    for line in lines(tmp_path):
+        kl = line["kl/completion"]
+        if where == "reward":  # the mean over tokens is known too
+            assert kl == pytest.approx(line["kl"] * line["completions/mean_length"], rel=1e-5)
+        beta *= 1 + min(max(kl / 0.01 - 1, -0.2), 0.2) * 16 / 100
+        assert line["beta"] == pytest.approx(beta, rel=1e-6)
+    assert beta != 0.1
+
+
+def test_a_beta_that_halves_and_doubles(make, tmp_path) -> None:
+    make(**MOVING["penalty"], learning_rate=1e-2).train()
+    beta = 0.1
+    for line in lines(tmp_path):
+        kl = line["kl/completion"]
+        beta *= 0.5 if kl < 0.01 / 1.5 else 2 if kl > 0.01 * 1.5 else 1
+        assert line["beta"] == beta
+    assert lines(tmp_path)[0]["beta"] == 0.05  # the first KL is 0
+
+
+@pytest.mark.parametrize(("where", "estimator"), [("loss", "k2"), ("reward", "k1")])
+def test_the_beta_in_use_is_the_one_that_moved(where, estimator, tmp_path) -> None:
+    """Moved from 0.1 to 0.4, it gives the gradient of 0.4."""
+    options = {"num_generations": 2, "kl_placement": where, "kl_estimator": estimator}
+    options["advantage_estimator"] = "leave_one_out"
+    says = [(1, 0), (2, 2)]
+    moved = make_trainer(GRPOTrainer, tmp_path, beta=0.1, kl_controller="penalty", **options)
+    moved.coefficients.controllers["beta"].coef = 0.4
+    fixed = make_trainer(GRPOTrainer, tmp_path, beta=0.4, **options)
+    torch.testing.assert_close(gradient_of(moved, says), gradient_of(fixed, says))
+    other = make_trainer(GRPOTrainer, tmp_path, beta=0.1, **options)
+    assert not torch.allclose(gradient_of(moved, says), gradient_of(other, says))
+
+
+def test_the_penalty_of_ppo_doubles_when_the_last_pass_has_moved_far(make, tmp_path) -> None:
+    make(**MOVING["old-kl"], old_kl_coef=0.5).train()
+    coefficient = 0.5
+    for line in lines(tmp_path):
+        # Two passes: the first sees the old policy, whose KL to itself is 0.
+        kl = line["approx_kl/last_pass"]
+        assert kl == pytest.approx(2 * line["approx_kl"], rel=1e-5)
+        coefficient *= 0.5 if kl < 1e-4 / 1.5 else 2 if kl > 1e-4 * 1.5 else 1
+        assert line["old_kl_coef"] == coefficient
+    assert coefficient != 0.5
+
+
+def test_the_entropy_coefficient_rises_below_the_target(make, tmp_path) -> None:
+    make(**MOVING["entropy"], entropy_coef_max=0.018).train()
+    assert all(line["entropy"] > 1.5 for line in lines(tmp_path))  # a random model
+    assert [line["entropy_coef"] for line in lines(tmp_path)] == pytest.approx([0.005, 0.0, 0.0])
+    make(**MOVING["entropy"] | {"entropy_target": 9.0}, entropy_coef_max=0.018).train()
+    assert [line["entropy_coef"] for line in lines(tmp_path)] == pytest.approx([0.015, 0.018, 0.018])
+
+
+def test_an_entropy_coefficient_that_rises_from_0_has_a_gradient(tmp_path) -> None:
+    options = {"num_generations": 2, "entropy_target": 9.0}
+    trainer = make_trainer(GRPOTrainer, tmp_path, **options)
+    plain = make_trainer(GRPOTrainer, tmp_path, num_generations=2)
+    says = [(1, 0), (2, 2)]
+    assert torch.equal(gradient_of(trainer, says), gradient_of(plain, says))
+    trainer.coefficients.controllers["entropy_coef"].coef = 0.1
+    assert not torch.allclose(gradient_of(trainer, says), gradient_of(plain, says))
+
+
+def test_the_learning_rate_follows_the_kl(make, tmp_path) -> None:
+    make(**MOVING["rate"]).train()
+    # Every KL is far above 1e-9: each step divides the rate by 1.5.
+    rates = [line["learning_rate"] for line in lines(tmp_path)]
+    assert rates == pytest.approx([1e-3, 1e-3 / 1.5, 1e-3 / 1.5**2])
+    make(**MOVING["rate"] | {"kl_adaptive_lr": 1e3}).train()
+    assert lines(tmp_path)[-1]["learning_rate"] == pytest.approx(1e-3 * 1.5**2)
+
+
+def test_a_scheduler_of_ones_own_is_not_scaled(make) -> None:
+    model = make().model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ValueError, match="kl_adaptive_lr"):
+        make(model=model, optimizers=(optimizer, schedule), **MOVING["rate"])
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_what_moves_goes_on_after_a_stop(make, name, tmp_path) -> None:
+    def numbers(directory: str) -> list[dict]:
+        lines = read(tmp_path / directory / "metrics.jsonl")
+        return [{k: v for k, v in l.items() if "time" not in k and "perf" not in k} for l in lines]
+
+    options = MOVING[name] | {"max_steps": 4, "lr_scheduler_type": "constant"}
+    make(**options, output_dir=str(tmp_path / "whole")).train()
+    stopped = {"output_dir": str(tmp_path / "parts"), "save_steps": 2}
+    make(**options | {"max_steps": 2}, **stopped).train()
+    make(**options, **stopped).train(resume_from_checkpoint=True)
+    assert numbers("parts") == numbers("whole")
+
+
+# ------------------------------------------------------------------- forms of the KL, exactly
+
+
+def sequence_kl(trainer) -> torch.Tensor:
+    """grad KL(pi || ref) over whole completions, summed over everything that can be said."""
+    reference = enumeration.model()
+    total = torch.zeros((), dtype=torch.float64)
+    for said in COMPLETIONS:
+        log_p = log_probs(trainer.model, "ab", said).sum()
+        with torch.no_grad():
+            log_ref = log_probs(reference, "ab", said).sum()
+        total = total + log_p.exp() * (log_p - log_ref)
+    return gradient(trainer.model, total)
+
+
+def kl_gradient(tmp_path, estimator: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """E[gradient of the KL in the loss] in the units of grad KL, and grad KL itself."""
+    options = {
+        "num_generations": 1,
+        "kl_placement": "loss",
+        "kl_estimator": estimator,
+        "beta": 1.0,
+        "reward": lambda completion_ids, **_: [0.0] * len(completion_ids),
+        "advantage_estimator": "returns",
+    }
+    trainer = make_trainer(ReinforceTrainer, tmp_path, **options)
+    return MAX_LENGTH * expected_gradient(trainer), sequence_kl(trainer)
+
+
+@pytest.mark.proves("rlhf_pg.kl.kl_loss")
+def test_k1_to_go_in_the_loss_has_the_gradient_of_the_kl(tmp_path) -> None:
+    actual, truth = kl_gradient(tmp_path, "k1_to_go")
+    assert (actual - truth).norm() <= 1e-8 * truth.norm()
+
+
+@pytest.mark.proves("rlhf_pg.kl.kl_loss")
+@pytest.mark.parametrize("estimator", ["k2", "k2_straight_through", "k3_ratio"])
+def test_token_level_forms_leave_out_what_a_token_leads_to(estimator, tmp_path) -> None:
+    """They agree with one another, and point nearly where the true gradient does."""
+    actual, truth = kl_gradient(tmp_path, estimator)
+    per_state, _ = kl_gradient(tmp_path, "k2")
+    assert (actual - per_state).norm() <= 1e-8 * per_state.norm()
+    assert 0.9 < torch.cosine_similarity(actual, truth, dim=0) < 1 - 1e-6
+
+
+# ------------------------------------------------------------------- a sampler that is another
+
+
+class OtherSampler(enumeration.ListedEngine):
+    """Says what it is told, drawn from probabilities (C,2) of its own: one per token."""
+
+    def __init__(self, logprobs: dict[tuple[int, ...], list[float]]) -> None:
+        super().__init__()
+        self.logprobs = logprobs
+
+    def generate(self, *args, **options):
+        said = super().generate(*args, **options)
+        for completion in said:
+            completion.logprobs[:] = self.logprobs[tuple(completion.tokens)]
+        return said
+
+
+def under_another_sampler(tmp_path, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """E over what another model samples of the gradient, and grad J of the policy itself."""
+    trainer = make_trainer(
+        ReinforceTrainer, tmp_path, num_generations=1, advantage_estimator="returns", **options
+    )
+    sampler = enumeration.model(seed=3)
+    with torch.no_grad():
+        table = {said: log_probs(sampler, "ab", said).tolist() for said in COMPLETIONS}
+    trainer.engine = OtherSampler(table)
+    total = sum(
+        math.exp(sum(table[said])) * gradient_of(trainer, [said]) for said in COMPLETIONS
+    )
+    return -MAX_LENGTH * total, enumeration.exact_gradient(trainer)
+
+
+@pytest.mark.proves("rlhf_pg.losses.sampler_weights")
+def test_untruncated_sequence_weights_make_another_sampler_unbiased(tmp_path) -> None:
+    options = {"sampler_correction": "sequence_truncate", "sampler_clip_max": 1e6}
+    actual, truth = under_another_sampler(tmp_path, **options)
+    assert (actual - truth).norm() <= 1e-8 * truth.norm()
+    uncorrected, _ = under_another_sampler(tmp_path)
+    assert (uncorrected - truth).norm() > 0.01 * truth.norm()
+
+
+def test_a_sampler_that_is_the_policy_changes_nothing(make, tmp_path) -> None:
+    """The native engine's log-probabilities are those of the policy."""
+    make().train()
+    plain = lines(tmp_path)
+    make(sampler_correction="token_mask").train()
+    for line, other in zip(lines(tmp_path), plain, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        assert line["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
+        assert line["sampling/sampling_logp_difference/mean"] < 1e-4
+
+
+def test_ppo_weighs_its_policy_loss_alone(tmp_path) -> None:
+    """The value loss of a token that the sampler would not have said is as it was."""
+    options = {"beta": 0.0, "num_iterations": 1, "normalize_advantages": False}
+    corrected = make_trainer(
+        PPOTrainer, tmp_path, **options, sampler_correction="token_mask", sampler_clip_max=0.5
+    )
+    plain = make_trainer(PPOTrainer, tmp_path, **options)
+    # The listed engine says log p = 0, so a weight is p(y): likely tokens are above 0.5.
+    said = max(probabilities(plain.model, "ab").items(), key=lambda pair: pair[1])[0]
+    size = sum(p.numel() for p in plain.learner.policy.parameters())
+    masked, full = gradient_of(corrected, [said]), gradient_of(plain, [said])
+    assert torch.equal(masked[size:], full[size:])
+    assert not torch.equal(masked[:size], full[:size])
