@@ -63,7 +63,7 @@ class PolicyGradientConfig(RunConfig):
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How tokens weigh in the loss: see rlhf_pg.losses.token_weights."""
     epsilon: float = number(0.2, above=0, maximum=1)
-    """Clip distance of the ratio: below 1 by epsilon, above 1 by epsilon_high; 1: no lower bound."""
+    """Clip distance of the ratio: below 1 by epsilon (1: no bound), above 1 by epsilon_high."""
     epsilon_high: float | None = number(None, above=0)
     """Upper clip distance; None means epsilon."""
     delta: float | None = number(None, above=1)

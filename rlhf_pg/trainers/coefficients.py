@@ -1,9 +1,9 @@
-"""Coefficients that move during a run, each by its controller in `rlhf_pg.kl`."""
+"""Coefficients that move during a run, each by its controller in `rlhf_pg.control`."""
 
 from typing import Any
 
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.kl import (
+from rlhf_pg.control import (
     AdaptiveKLController,
     EntropyController,
     KLAdaptiveRate,
