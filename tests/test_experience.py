@@ -68,6 +68,7 @@ def test_a_real_token_equal_to_pad_is_still_real():
     r = rollout(prompts=((PAD, 1), (2,), (3,)), completions=((1, PAD), (PAD,), (2, 3)))
     assert r.prompt_mask.sum(dim=1).tolist() == [2, 1, 1]
     assert r.completion_mask.sum(dim=1).tolist() == [2, 1, 2]
+    assert r.action_mask.equal(r.completion_mask)
 
 
 def test_empty_completions_and_no_rows_keep_two_dimensions():
@@ -175,6 +176,12 @@ def test_micro_batches_by_hand():
     assert [b.tolist() for b in rollout().micro_batches(12)] == [[0, 1], [2]]
     assert [b.tolist() for b in rollout().micro_batches(11)] == [[0], [1], [2]]
     assert [b.tolist() for b in rollout().micro_batches(1)] == [[0], [1], [2]]
+
+
+def test_lengths_are_those_of_the_real_tokens():
+    r = rollout(prompts=((PAD, 1), (2,), (3,)), completions=((1, PAD), (PAD,), (2, 3, 4)))
+    assert r.lengths().tolist() == [[2, 2, 0], [1, 1, 1], [3, 1, 0]]
+    assert r.lengths().dtype == torch.int64
 
 
 def test_experience_is_a_rollout_with_numbers():

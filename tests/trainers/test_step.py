@@ -1,0 +1,135 @@
+"""What one step hands from sampling to scoring to the update."""
+
+import dataclasses
+
+import pytest
+import torch
+from datasets import Dataset
+
+from rlhf_pg import GRPOTrainer, PPOTrainer, RLOOTrainer
+from rlhf_pg.metrics import Meter
+from rlhf_pg.trainers import PolicyGradientTrainer
+from tests.enumeration import COMPLETIONS, flat_gradient, make_trainer
+
+
+def experience_of(trainer: PolicyGradientTrainer):
+    samples = trainer.roll_out(range(trainer.args.prompts_per_step))
+    return trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())[0]
+
+
+def test_rewards_see_the_ids_that_were_sampled(make) -> None:
+    """Special tokens and all: they are not read back from the text."""
+    seen = []
+
+    def keep(completions, completion_ids, **_):
+        seen.extend(completion_ids)
+        return [0.0] * len(completions)
+
+    trainer = make(reward_funcs=keep)
+    samples = trainer.roll_out(range(4))
+    trainer.reward(samples)
+    rollout = samples.rollout
+    pairs = zip(rollout.completion_ids, rollout.completion_mask, strict=True)
+    assert seen == [ids[mask].tolist() for ids, mask in pairs]
+    eos = trainer.processing_class.eos_token_id
+    assert any(ids[-1] == eos for ids in seen)
+
+
+def test_a_reward_sees_the_prompt_and_columns_that_were_answered(make) -> None:
+    data = Dataset.from_dict({"prompt": ["1+1=", "2+2="], "answer": ["2", "4"]})
+    trainer = make(train_dataset=data, prompts_per_step=2, num_generations=3)
+    samples = trainer.roll_out(range(2))
+    rollout = samples.rollout
+    pairs = zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)
+    read = [trainer.processing_class.decode(ids[mask]) for ids, mask in pairs]
+    assert samples.prompts == [text.replace(" ", "") for text in read]
+    answers = {"1+1=": "2", "2+2=": "4"}
+    assert samples.columns["answer"] == [answers[prompt] for prompt in samples.prompts]
+    assert set(samples.prompts) == set(answers)
+
+
+@pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
+def test_what_was_sampled_is_scored_alike(make, trainer_type) -> None:
+    """At a temperature other than 1, by the policy and by its reference."""
+    trainer = make(trainer_type, temperature=0.5, beta=0.1, num_iterations=2)
+    experience = experience_of(trainer)
+    sampled = experience.sampler_logprobs
+    torch.testing.assert_close(experience.old_logprobs, sampled, atol=1e-5, rtol=0)
+    torch.testing.assert_close(experience.ref_logprobs, sampled, atol=1e-5, rtol=0)
+
+
+def test_the_noise_of_a_step_is_its_own(make) -> None:
+    """The same prompt and the same weights, and yet other completions in every step and row."""
+    seen = []
+
+    def keep(completions, completion_ids, **_):
+        seen.append([tuple(ids) for ids in completion_ids])
+        return [0.0] * len(completions)
+
+    one = Dataset.from_dict({"prompt": ["1+1="]})
+    make(train_dataset=one, reward_funcs=keep, learning_rate=1e-12, max_steps=2).train()
+    first, second = seen
+    assert first != second
+    assert len({tuple(first[i : i + 4]) for i in range(0, 16, 4)}) == 4
+
+
+@pytest.mark.parametrize(("iterations", "is_scored"), [(1, False), (2, True)])
+def test_the_ratio_of_a_single_update_is_1_by_construction(make, iterations, is_scored) -> None:
+    """Even where the KL in the reward has made the old log-probabilities known."""
+    trainer = make(RLOOTrainer, beta=0.1, num_iterations=iterations)
+    assert (experience_of(trainer).old_logprobs is not None) == is_scored
+
+
+def test_a_kl_that_is_paid_in_the_reward_is_not_in_the_loss_too(make) -> None:
+    trainer = make(RLOOTrainer, beta=0.5)
+    experience = experience_of(trainer)
+    experience = dataclasses.replace(experience, old_logprobs=experience.sampler_logprobs)
+    far = dataclasses.replace(experience, ref_logprobs=experience.ref_logprobs - 10)
+    with torch.no_grad():
+        new = trainer.learner.module(experience)
+        assert trainer.loss(new, experience)[0].equal(trainer.loss(new, far)[0])
+
+
+def test_a_minibatch_counts_its_own_tokens_alone(tmp_path) -> None:
+    """Its gradient is that of a step with no other minibatch."""
+    options = {"prompts": ("a", "ab"), "num_generations": 2, "aggregation": "token_mean"}
+    gradients = []
+    for minibatches in (2, 1):
+        trainer = make_trainer(GRPOTrainer, tmp_path, num_mini_batches=minibatches, **options)
+        trainer.engine.says = [COMPLETIONS[i] for i in (0, 3, 2, 5)]
+        experience = experience_of(trainer)
+        half = experience.select((experience.groups == 0).nonzero().squeeze(1))
+        trainer.learner.accumulate(half, Meter())
+        gradients.append(flat_gradient(trainer))
+    assert gradients[0].norm() > 0
+    torch.testing.assert_close(gradients[0], gradients[1], atol=0, rtol=1e-12)
+
+
+def test_the_gradient_is_scaled_down_to_the_norm_that_is_set(make) -> None:
+    runtime = make().runtime
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    for max_norm, expected in [(1.0, [0.6, 0.8]), (0.0, [3.0, 4.0]), (10.0, [3.0, 4.0])]:
+        parameter.grad = torch.tensor([3.0, 4.0])
+        assert runtime.clip([parameter], max_norm).item() == pytest.approx(5.0)
+        assert parameter.grad.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_optimizer_is_as_configured(make) -> None:
+    keys = {"adam_epsilon": 1e-5, "adam_beta1": 0.8, "adam_beta2": 0.99, "weight_decay": 0.1}
+    trainer = make(PPOTrainer, **keys, learning_rate=1e-3, value_learning_rate=1e-2)
+    rates = set()
+    for group in trainer.learner.optimizer.param_groups:
+        assert (group["eps"], group["betas"]) == (1e-5, (0.8, 0.99))
+        # Biases and the weights of norms are vectors, and do not decay.
+        assert {p.ndim >= 2 for p in group["params"]} <= {group["weight_decay"] == 0.1}
+        assert group["weight_decay"] in (0.0, 0.1)
+        rates.add(group["initial_lr"])
+    assert rates == {1e-3, 1e-2}
+
+
+def test_a_minibatch_that_stops_the_updates_leaves_no_gradient(make) -> None:
+    trainer = make(PPOTrainer, num_iterations=4, learning_rate=1e-2, target_kl=1e-6)
+    metrics = trainer.learner.update(experience_of(trainer), 0, Meter())
+    assert metrics["num_updates"] < 4
+    gradients = [p.grad for p in trainer.learner.module.parameters()]
+    assert not any(g is not None and g.any() for g in gradients)
