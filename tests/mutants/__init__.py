@@ -1,5 +1,7 @@
 """Known mistakes, each as a small patch that the tests have to notice; `make mutants` tries all."""
 
+import importlib
+import pkgutil
 from dataclasses import dataclass
 
 
@@ -15,4 +17,14 @@ class Mutant:
     file: str  # for example "rlhf_pg/losses.py"
     old: str
     new: str
-    killers: tuple[str, ...]  # pytest node ids, without parameters
+    killers: tuple[str, ...]  # pytest node ids; with parameters only where all of them are slow
+
+
+def all_mutants() -> list[Mutant]:
+    """`MUTANTS` of every module beside this file, in order of the modules' names."""
+    modules = [
+        importlib.import_module(f"{__name__}.{module.name}")
+        for module in pkgutil.iter_modules(__path__)
+        if module.name != "run"
+    ]
+    return [mutant for module in modules for mutant in module.MUTANTS]

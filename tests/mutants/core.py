@@ -1,0 +1,722 @@
+"""Mistakes in everything but the formulas: tokens, models, rewards, sampling and the loop."""
+
+from tests.mutants import Mutant
+
+EXACT = "tests/trainers/test_exact_gradients.py"
+INVARIANCE = "tests/trainers/test_invariance.py"
+PPO = "tests/trainers/test_ppo.py"
+RUN = "tests/trainers/test_run.py"
+STEP = "tests/trainers/test_step.py"
+POLICY = "tests/models/test_policy.py"
+CRITIC = "tests/models/test_critic.py"
+REFERENCE = "tests/models/test_reference.py"
+NATIVE = "tests/rollout/test_native.py"
+SAMPLING = "tests/rollout/test_sampling.py"
+REWARDS = "tests/rewards/test_functions.py"
+TWO_PROCESSES = "tests/distributed/test_two_processes.py"
+
+RECORDS = [
+    Mutant(
+        name="mask-from-pad-id",
+        mistake="the mask is read off the ids: an EOS that is also pad is not trained (TRL #4970)",
+        file="rlhf_pg/experience.py",
+        old='"completion_mask": completion_mask,\n            "action_mask": completion_mask,',
+        new='"completion_mask": completion_mask,\n'
+        '            "action_mask": completion_mask & (completion_ids != pad_token_id),',
+        killers=("tests/test_experience.py::test_a_real_token_equal_to_pad_is_still_real",),
+    ),
+    Mutant(
+        name="last-token-is-no-action",
+        mistake="the last token of a completion, its EOS, does not enter the loss",
+        file="rlhf_pg/experience.py",
+        old='"action_mask": completion_mask,',
+        new='"action_mask": completion_mask & completion_mask.roll(-1, 1),',
+        killers=(f"{EXACT}::test_unbiased",),
+    ),
+    Mutant(
+        name="prompts-cut-on-the-wrong-side",
+        mistake="padding is cut off the right of left-padded prompts, their last tokens with it",
+        file="rlhf_pg/experience.py",
+        old="value[:, -prompt_width:]",
+        new="value[:, :prompt_width]",
+        killers=(
+            "tests/test_experience.py::"
+            "test_select_takes_rows_in_the_given_order_and_cuts_common_padding",
+        ),
+    ),
+    Mutant(
+        name="two-bos",
+        mistake="the chat template and the tokenizer each put a BOS in front (NeMo #855)",
+        file="rlhf_pg/data.py",
+        old="if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:",
+        new="if False:",
+        killers=("tests/test_data.py::test_a_bos_stands_in_front_once",),
+    ),
+    Mutant(
+        name="long-prompts-cut",
+        mistake="a prompt that is too long loses its beginning without a word",
+        file="rlhf_pg/data.py",
+        old="[encode(prompt, tokenizer, row) for row,",
+        new="[encode(prompt, tokenizer, row)[-(max_prompt_length or 0) :] for row,",
+        killers=("tests/test_data.py::test_longer_prompts_are_an_error_that_names_the_first",),
+    ),
+    Mutant(
+        name="one-order-for-every-epoch",
+        mistake="every epoch goes through the prompts in the same order",
+        file="rlhf_pg/data.py",
+        old="permutation(self.size, self.seed, epoch)",
+        new="permutation(self.size, self.seed)",
+        killers=("tests/test_data.py::test_epochs_and_seeds_have_orders_of_their_own",),
+    ),
+    Mutant(
+        name="groups-interleaved",
+        mistake="group ids in another order than the rows: groups mix prompts",
+        file="rlhf_pg/trainers/samples.py",
+        old="groups=[draw for draw in draws for _ in range(n)]",
+        new="groups=[draw for _ in range(n) for draw in draws]",
+        killers=(f"{INVARIANCE}::test_a_group_with_equal_scores_has_no_gradient",),
+    ),
+    Mutant(
+        name="columns-interleaved",
+        mistake="prompts and columns are repeated in another order than the completions",
+        file="rlhf_pg/trainers/samples.py",
+        old="[row for row in rows for _ in range(n)]",
+        new="[row for _ in range(n) for row in rows]",
+        killers=(f"{STEP}::test_a_reward_sees_the_prompt_and_columns_that_were_answered",),
+    ),
+    Mutant(
+        name="completions-retokenized",
+        mistake="rewards see the ids of the decoded text, not those that were sampled (TRL #5224)",
+        file="rlhf_pg/trainers/samples.py",
+        old="completion_ids=ids,",
+        new='completion_ids=[tokenizer(text)["input_ids"] for text in texts],',
+        killers=(f"{STEP}::test_rewards_see_the_ids_that_were_sampled",),
+    ),
+]
+
+MODELS = [
+    Mutant(
+        name="attention-cut-with-the-loss-mask",
+        mistake="what does not enter the loss is not attended to either (TRL's completion_mask)",
+        file="rlhf_pg/models/policy.py",
+        old="torch.cat([batch.prompt_mask, batch.completion_mask], dim=1)",
+        new="torch.cat([batch.prompt_mask, batch.action_mask], dim=1)",
+        killers=(f"{POLICY}::test_tool_tokens_are_attended_to_and_not_scored",),
+    ),
+    Mutant(
+        name="positions-from-the-column",
+        mistake="left padding shifts the positions (OpenRLHF #217, TRL #6800)",
+        file="rlhf_pg/models/policy.py",
+        old="(mask.cumsum(dim=1) - 1).clamp(min=0)",
+        new="torch.arange(mask.shape[1]).expand_as(mask)",
+        killers=(f"{POLICY}::test_equals_an_unpadded_teacher_forced_forward",),
+    ),
+    Mutant(
+        name="logits-off-by-one",
+        mistake="each token is scored by the logits in its own column (TRL #3681)",
+        file="rlhf_pg/models/policy.py",
+        old="output.logits[:, -columns:-1]",
+        new="output.logits[:, 1 - columns :]",
+        killers=(f"{POLICY}::test_each_token_is_scored_by_the_logits_of_the_token_before_it",),
+    ),
+    Mutant(
+        name="temperature-not-in-the-scores",
+        mistake="what was sampled at a temperature is scored without it (TRL #4159)",
+        file="rlhf_pg/models/policy.py",
+        old="widen(output.logits[:, -columns:-1]) / self.temperature",
+        new="widen(output.logits[:, -columns:-1])",
+        killers=(f"{POLICY}::test_a_temperature_of_one_half_squares_the_odds",),
+    ),
+    Mutant(
+        name="log-softmax-in-half-precision",
+        mistake="log-probabilities of a bfloat16 model are computed in bfloat16",
+        file="rlhf_pg/models/policy.py",
+        old="widen(output.logits[:, -columns:-1])",
+        new="output.logits[:, -columns:-1]",
+        killers=(f"{POLICY}::test_numbers_have_at_least_single_precision",),
+    ),
+    Mutant(
+        name="nan-times-zero",
+        mistake="masked slots are multiplied away, and NaN * 0 is NaN",
+        file="rlhf_pg/models/policy.py",
+        old="torch.where(batch.action_mask, logprobs, 0.0)",
+        new="logprobs * batch.action_mask",
+        killers=(f"{POLICY}::test_undefined_logits_at_padding_stay_out_of_the_numbers",),
+    ),
+    Mutant(
+        name="entropy-of-impossible-tokens",
+        mistake="0 * log 0 makes the entropy NaN where a logit is -inf",
+        file="rlhf_pg/models/policy.py",
+        old="torch.where(p > 0, logprobs, 0.0)",
+        new="logprobs",
+        killers=(f"{POLICY}::test_impossible_tokens_leave_entropy_and_gradient_finite",),
+    ),
+    Mutant(
+        name="entropy-without-gradient",
+        mistake="the entropy in the loss is detached, so the bonus does nothing",
+        file="rlhf_pg/models/policy.py",
+        old="torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled())",
+        new="torch.no_grad()",
+        killers=(f"{PPO}::test_the_entropy_bonus_follows_the_entropy_of_every_visited_state",),
+    ),
+    Mutant(
+        name="trainer-scores-at-temperature-1",
+        mistake="the trainer leaves the temperature of sampling out of ratio and KL (TRL #4159)",
+        file="rlhf_pg/trainers/learner.py",
+        old="Policy(model, args.temperature, ",
+        new="Policy(model, 1.0, ",
+        killers=(f"{STEP}::test_what_was_sampled_is_scored_alike",),
+    ),
+    Mutant(
+        name="attention-dropout-left-on",
+        mistake="dropout is switched off in modules, but not in the rates that attention reads",
+        file="rlhf_pg/models/loading.py",
+        old='if "drop" in name and isinstance(value, float):',
+        new="if False:",
+        killers=(
+            "tests/models/test_loading.py::"
+            "test_without_dropout_train_mode_computes_what_eval_mode_does",
+        ),
+    ),
+    Mutant(
+        name="dropout-in-the-update",
+        mistake="dropout makes the ratio of the first update differ from 1",
+        file="rlhf_pg/trainers/learner.py",
+        old="if args.disable_dropout:",
+        new="if False:",
+        killers=(f"{RUN}::test_dropout_is_off_by_default",),
+    ),
+    Mutant(
+        name="reference-is-the-policy",
+        mistake="the reference is not a copy and follows the policy: a KL of 0 for ever",
+        file="rlhf_pg/models/reference.py",
+        old="share_frozen(policy).eval().requires_grad_(False)",
+        new="policy",
+        killers=(f"{REFERENCE}::test_training_the_policy_does_not_touch_it",),
+    ),
+    Mutant(
+        name="reference-without-its-adapter",
+        mistake="the reference is the base model although training began at an adapter (TRL #1340)",
+        file="rlhf_pg/models/reference.py",
+        old="if adds_nothing(policy.model):",
+        new='if hasattr(policy.model, "unload"):',
+        killers=(
+            "tests/models/test_adapters.py::"
+            "test_the_reference_of_an_adapter_that_adds_something_is_the_initial_policy",
+        ),
+    ),
+    Mutant(
+        name="reference-in-train-mode",
+        mistake="the reference drops out",
+        file="rlhf_pg/models/reference.py",
+        old="super().train(False)",
+        new="super().train(mode)",
+        killers=(f"{REFERENCE}::test_it_stays_in_eval_mode_and_leaves_the_policy_in_its_own",),
+    ),
+    Mutant(
+        name="adapter-discarded-on-resume",
+        mistake="a resumed run goes on with a fresh adapter (lerobot #3459)",
+        file="rlhf_pg/models/adapters.py",
+        old='set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))',
+        new="pass",
+        killers=("tests/models/test_adapters.py::test_restored_weights_are_equal_and_in_place",),
+    ),
+    Mutant(
+        name="base-weights-copied",
+        mistake="policy and reference each hold the frozen base weights",
+        file="rlhf_pg/models/adapters.py",
+        old="copy.deepcopy(module, frozen)",
+        new="copy.deepcopy(module)",
+        killers=(
+            "tests/models/test_adapters.py::test_frozen_tensors_are_shared_and_the_others_copied",
+        ),
+    ),
+]
+
+CRITICS = [
+    Mutant(
+        name="value-head-at-random",
+        mistake="the value head begins at random, and V is noise",
+        file="rlhf_pg/models/critic.py",
+        old="nn.init.zeros_(self.weight)",
+        new="pass",
+        killers=(f"{CRITIC}::test_the_first_values_are_exactly_0_in_single_precision_at_least",),
+    ),
+    Mutant(
+        name="value-head-in-half-precision",
+        mistake="the value head is kept in bfloat16, where small updates are lost",
+        file="rlhf_pg/models/critic.py",
+        old="dtype=torch.promote_types(dtype, torch.float32)",
+        new="dtype=dtype",
+        killers=(f"{CRITIC}::test_the_first_values_are_exactly_0_in_single_precision_at_least",),
+    ),
+    Mutant(
+        name="value-after-the-token",
+        mistake="V of the state after the token: the baseline knows the action, and is biased",
+        file="rlhf_pg/models/critic.py",
+        old="torch.where(mask, states[:, :-1], 0.0)",
+        new="torch.where(mask, states[:, 1:], 0.0)",
+        killers=(f"{PPO}::test_with_the_true_values_every_expected_advantage_is_zero",),
+    ),
+    Mutant(
+        name="bootstrap-from-the-last-state",
+        mistake="a truncated row is bootstrapped with V(s_t), not V(s_t+1) (skrl's code)",
+        file="rlhf_pg/models/critic.py",
+        old="torch.arange(1, states.shape[1], device=mask.device)",
+        new="torch.arange(states.shape[1] - 1, device=mask.device)",
+        killers=(f"{PPO}::test_a_completion_cut_off_ends_as_it_was_chosen_to",),
+    ),
+    Mutant(
+        name="values-times-mask",
+        mistake="masked values are multiplied away, and NaN * 0 is NaN",
+        file="rlhf_pg/models/critic.py",
+        old="torch.where(mask, states[:, :-1], 0.0)",
+        new="states[:, :-1] * mask",
+        killers=(f"{CRITIC}::test_undefined_values_stay_in_masked_slots",),
+    ),
+    Mutant(
+        name="critic-is-the-policy",
+        mistake="the critic trains the policy's own trunk and not a copy",
+        file="rlhf_pg/models/critic.py",
+        old="share_frozen(trunk(policy_model))",
+        new="trunk(policy_model)",
+        killers=(f"{CRITIC}::test_policy_and_critic_share_what_is_frozen_and_nothing_else",),
+    ),
+    Mutant(
+        name="critic-is-the-reward-model",
+        mistake="the critic trains the reward model that it began as",
+        file="rlhf_pg/models/critic.py",
+        old="value_model = copy.deepcopy(value_model)  #",
+        new="pass  #",
+        killers=(
+            f"{PPO}::test_a_value_model_that_is_the_reward_model_too_leaves_the_reward_alone",
+        ),
+    ),
+]
+
+SOURCES = [
+    Mutant(
+        name="reward-mutates-its-input",
+        mistake="what one reward function does to its arguments, the next one and the trainer see",
+        file="rlhf_pg/rewards/functions.py",
+        old="copy.deepcopy({key: list(value) for key, value in inputs.items()})",
+        new="dict(inputs)",
+        killers=(f"{REWARDS}::test_what_one_function_does_to_its_input_nobody_else_sees",),
+    ),
+    Mutant(
+        name="infinite-reward",
+        mistake="an infinite reward passes as a number, 3.4e38 (TRL's nan_to_num)",
+        file="rlhf_pg/rewards/functions.py",
+        old="if not math.isfinite(number):",
+        new="if math.isnan(number):",
+        killers=(
+            f"{REWARDS}::test_a_score_that_is_no_finite_number_names_function_and_completion",
+        ),
+    ),
+    Mutant(
+        name="none-is-zero",
+        mistake="a reward that does not apply counts as 0",
+        file="rlhf_pg/rewards/functions.py",
+        old="if score is None:\n        return math.nan",
+        new="if score is None:\n        return 0.0",
+        killers=(f"{REWARDS}::test_none_is_a_gap_in_its_column_alone",),
+    ),
+    Mutant(
+        name="reward-at-the-first-pad",
+        mistake="the score is read before the first pad: wrong where padding is on the left "
+        "(huggingface/transformers#35911)",
+        file="rlhf_pg/rewards/model.py",
+        old="(mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1)",
+        new="mask.sum(dim=1) - 1",
+        killers=(
+            "tests/rewards/test_model.py::"
+            "test_a_decoder_is_scored_at_the_last_real_token_whatever_the_padding",
+        ),
+    ),
+    Mutant(
+        name="reward-pad-by-id",
+        mistake="padding is found by the id of pad, which may be EOS or missing "
+        "(huggingface/transformers#35911)",
+        file="rlhf_pg/rewards/model.py",
+        old="(mask * torch.arange(",
+        new="((input_ids != (model.config.pad_token_id or 0)) * torch.arange(",
+        killers=(
+            "tests/rewards/test_model.py::"
+            "test_a_decoder_is_scored_at_the_last_real_token_whatever_the_padding",
+        ),
+    ),
+    Mutant(
+        name="reward-model-opens-a-turn",
+        mistake="the reward model reads a chat that ends with the opening of another turn",
+        file="rlhf_pg/rewards/model.py",
+        old='"text", open_turn=False',
+        new='"text", open_turn=True',
+        killers=(
+            "tests/rewards/test_model.py::"
+            "test_chats_go_through_its_own_template_and_a_bos_stands_once",
+        ),
+    ),
+    Mutant(
+        name="reward-model-drops-out",
+        mistake="the reward model is left in train mode",
+        file="rlhf_pg/rewards/model.py",
+        old="model.to(device or model.device).eval()",
+        new="model.to(device or model.device)",
+        killers=("tests/rewards/test_model.py::test_it_neither_drops_out_nor_keeps_gradients",),
+    ),
+    Mutant(
+        name="preferences-reversed",
+        mistake="the reward model learns to prefer what was rejected",
+        file="rlhf_pg/rewards/bradley_terry.py",
+        old="logsigmoid(chosen - rejected)",
+        new="logsigmoid(rejected - chosen)",
+        killers=("tests/rewards/test_bradley_terry.py::test_the_gradient_is_the_doubt",),
+    ),
+]
+
+ENGINE = [
+    Mutant(
+        name="sampler-positions-from-the-column",
+        mistake="in sampling, left padding shifts the positions (OpenRLHF #217)",
+        file="rlhf_pg/rollout/native.py",
+        old="(self.mask.cumsum(1) - 1).clamp(min=0)",
+        new="columns.expand_as(self.mask)",
+        killers=(f"{NATIVE}::test_a_prompt_is_continued_alone_as_in_a_batch",),
+    ),
+    Mutant(
+        name="eos-forced",
+        mistake="a completion that was cut off is given an EOS it never sampled (OpenRLHF #238)",
+        file="rlhf_pg/rollout/native.py",
+        old="            rows.append(live, ids, logprobs)",
+        new="            if position + 1 == params.max_tokens and len(eos):\n"
+        "                ids = eos[0].expand_as(ids)\n"
+        "            rows.append(live, ids, logprobs)",
+        killers=(f"{NATIVE}::test_an_eos_only_cuts_the_completion_short",),
+    ),
+    Mutant(
+        name="one-eos-of-several",
+        mistake="of several EOS ids one ends a completion",
+        file="rlhf_pg/rollout/native.py",
+        old="torch.tensor(self.eos_token_ids,",
+        new="torch.tensor(self.eos_token_ids[:1],",
+        killers=(f"{NATIVE}::test_every_token_as_eos_gives_one_token",),
+    ),
+    Mutant(
+        name="eos-of-the-generation-config",
+        mistake="the EOS ids of the generation config (a chat's end of turn) are not read",
+        file="rlhf_pg/models/loading.py",
+        old="*(i for i in ids if i is not None)}",
+        new="}",
+        killers=(
+            "tests/models/test_loading.py::test_every_eos_of_tokenizer_and_generation_config_stops",
+        ),
+    ),
+    Mutant(
+        name="last-allowed-eos-is-truncated",
+        mistake="a completion that ends with the last allowed token is called truncated",
+        file="rlhf_pg/rollout/native.py",
+        old="rows.stopped[live] = stopped",
+        new="rows.stopped[live] = stopped & (position + 1 < params.max_tokens)",
+        killers=(f"{NATIVE}::test_eos_as_the_last_allowed_token_is_a_stop",),
+    ),
+    Mutant(
+        name="dropout-in-sampling",
+        mistake="completions are sampled in train mode",
+        file="rlhf_pg/rollout/native.py",
+        old="    model.eval()\n    try:",
+        new="    try:",
+        killers=(f"{NATIVE}::test_dropout_has_no_part_in_sampling",),
+    ),
+    Mutant(
+        name="mode-lost-after-an-error",
+        mistake="the mode is not restored when sampling fails",
+        file="rlhf_pg/rollout/native.py",
+        old="    try:\n        yield\n    finally:",
+        new="    yield\n    if True:",
+        killers=(f"{NATIVE}::test_the_mode_of_every_module_is_restored_after_an_error",),
+    ),
+    Mutant(
+        name="temperature-not-in-sampling",
+        mistake="the temperature does not reach the logits that are sampled from",
+        file="rlhf_pg/rollout/sampling.py",
+        old="_truncate(logits / params.temperature, params)",
+        new="_truncate(logits, params)",
+        killers=(f"{SAMPLING}::test_temperature_has_its_closed_form",),
+    ),
+    Mutant(
+        name="truncated-mass-not-renormalised",
+        mistake="log-probabilities of a top-p sample are those of all tokens (TRL #7269)",
+        file="rlhf_pg/rollout/sampling.py",
+        old="return ids, _pick(logprobs, ids)",
+        new="return ids, _pick((logits / params.temperature).log_softmax(dim=-1), ids)",
+        killers=(f"{SAMPLING}::test_log_probabilities_are_renormalised_on_the_kept_set",),
+    ),
+    Mutant(
+        name="noise-without-the-draw",
+        mistake="every prompt is given the same noise, as ranks with one seed are",
+        file="rlhf_pg/rollout/sampling.py",
+        old="_mix(state + draws)",
+        new="_mix(state + 0 * draws)",
+        killers=(f"{SAMPLING}::test_every_coordinate_gives_its_own_noise",),
+    ),
+    Mutant(
+        name="noise-of-the-step",
+        mistake="the noise is keyed by the place in the batch, so every step and rank has the same",
+        file="rlhf_pg/trainers/samples.py",
+        old="seed, prompt_ids=draws)",
+        new="seed)",
+        killers=(f"{STEP}::test_the_noise_of_a_step_is_its_own",),
+    ),
+]
+
+LOOP = [
+    Mutant(
+        name="kl-reward-with-the-wrong-sign",
+        mistake="the KL is added to the reward (the RLHF book's formula)",
+        file="rlhf_pg/trainers/scoring.py",
+        old="paid = -",
+        new="paid = ",
+        killers=(f"{EXACT}::test_unbiased_with_the_kl_in_the_reward",),
+    ),
+    Mutant(
+        name="kl-loss-with-the-wrong-sign",
+        mistake="the KL is subtracted from the loss (the RLHF book's formula)",
+        file="rlhf_pg/trainers/base.py",
+        old="return per_token + self.",
+        new="return per_token - self.",
+        killers=(f"{EXACT}::test_k3_in_the_loss_follows_the_reverse_kl",),
+    ),
+    Mutant(
+        name="kl-counted-twice",
+        mistake="the KL is paid in the reward and in the loss",
+        file="rlhf_pg/trainers/base.py",
+        old='if batch.ref_logprobs is None or self.args.kl_placement == "reward":',
+        new="if batch.ref_logprobs is None:",
+        killers=(f"{STEP}::test_a_kl_that_is_paid_in_the_reward_is_not_in_the_loss_too",),
+    ),
+    Mutant(
+        name="entropy-penalised",
+        mistake="the entropy bonus has its sign twice (skrl's docs)",
+        file="rlhf_pg/trainers/base.py",
+        old="per_token = -self.",
+        new="per_token = self.",
+        killers=(f"{PPO}::test_the_entropy_bonus_follows_the_entropy_of_every_visited_state",),
+    ),
+    Mutant(
+        name="ratio-to-the-reference",
+        mistake="the ratio of PPO is taken to the reference, not to the old policy (the RLHF book)",
+        file="rlhf_pg/trainers/base.py",
+        old="new.logprobs, batch.old_logprobs, batch.advantages",
+        new="new.logprobs, "
+        "batch.old_logprobs if batch.ref_logprobs is None else batch.ref_logprobs, "
+        "batch.advantages",
+        killers=(f"{EXACT}::test_unbiased_with_the_kl_in_the_reward",),
+    ),
+    Mutant(
+        name="score-at-the-first-token",
+        mistake="the score is paid at the first token instead of the last",
+        file="rlhf_pg/trainers/scoring.py",
+        old="(mask.flip(1).cumsum(1).flip(1) == 1)",
+        new="(mask.cumsum(1) == 1)",
+        killers=(f"{PPO}::test_the_score_is_paid_at_the_last_token_and_nothing_comes_after_it",),
+    ),
+    Mutant(
+        name="score-at-every-token",
+        mistake="the score is paid at every token",
+        file="rlhf_pg/trainers/scoring.py",
+        old="paid + _last(mask) * ",
+        new="paid + mask * ",
+        killers=(f"{PPO}::test_the_score_is_paid_at_the_last_token_and_nothing_comes_after_it",),
+    ),
+    Mutant(
+        name="score-in-the-last-column",
+        mistake="the score is paid in the last column, which is padding where a row is shorter",
+        file="rlhf_pg/trainers/scoring.py",
+        old="return mask & (mask.flip(1).cumsum(1).flip(1) == 1)",
+        new="return torch.arange(mask.shape[1]).expand_as(mask) == mask.shape[1] - 1",
+        killers=(f"{PPO}::test_explained_variance_by_hand",),
+    ),
+    Mutant(
+        name="value-target-is-the-instant-reward",
+        mistake="the critic regresses to the reward of the token (the RLHF book's code)",
+        file="rlhf_pg/trainers/scoring.py",
+        old="returns = advantages + scored.values",
+        new="returns = signals.rewards",
+        killers=(
+            f"{PPO}::test_advantages_are_whitened_over_the_tokens_of_the_step_and_returns_are_not",
+        ),
+    ),
+    Mutant(
+        name="value-target-from-whitened-advantages",
+        mistake="the critic's target is made of whitened advantages",
+        file="rlhf_pg/trainers/scoring.py",
+        old="        returns=returns,",
+        new="        returns=None if returns is None else advantages + scored.values,",
+        killers=(
+            f"{PPO}::test_advantages_are_whitened_over_the_tokens_of_the_step_and_returns_are_not",
+        ),
+    ),
+    Mutant(
+        name="padding-whitened",
+        mistake="advantages are whitened with the padding (the RLHF book's code)",
+        file="rlhf_pg/trainers/scoring.py",
+        old="advantages = whiten(advantages, mask, stats=_mean_and_var(runtime, advantages, mask))",
+        new="advantages = whiten(advantages, torch.ones_like(mask))",
+        killers=(
+            f"{PPO}::test_advantages_are_whitened_over_the_tokens_of_the_step_and_returns_are_not",
+        ),
+    ),
+    Mutant(
+        name="ended-completions-bootstrapped",
+        mistake="what ended is bootstrapped as if it had been cut off",
+        file="rlhf_pg/trainers/ppo.py",
+        old="end_values.where(rollout.truncated, 0.0)",
+        new="end_values",
+        killers=(f"{PPO}::test_an_ended_completion_is_never_bootstrapped",),
+    ),
+    Mutant(
+        name="truncation-is-termination",
+        mistake="what was cut off counts as ended (a well-known blog's terminal or truncated)",
+        file="rlhf_pg/trainers/ppo.py",
+        old="return end_values.where(rollout.truncated, 0.0)",
+        new="return None",
+        killers=(f"{PPO}::test_a_completion_cut_off_ends_as_it_was_chosen_to",),
+    ),
+    Mutant(
+        name="missing-eos-rewarded",
+        mistake="the penalty for a missing EOS has the wrong sign",
+        file="rlhf_pg/trainers/base.py",
+        old="penalty = -self.args.missing_eos_penalty",
+        new="penalty = self.args.missing_eos_penalty",
+        killers=(f"{PPO}::test_missing_eos_penalty_is_subtracted_from_what_was_cut_off",),
+    ),
+    Mutant(
+        name="values-clipped-to-themselves",
+        mistake="values are clipped around the new ones, so never",
+        file="rlhf_pg/trainers/ppo.py",
+        old="new.values, batch.values, batch.returns",
+        new="new.values, new.values, batch.returns",
+        killers=(f"{PPO}::test_the_loss_is_the_sum_of_its_parts",),
+    ),
+    Mutant(
+        name="mean-of-means",
+        mistake="each micro-batch is averaged over its own tokens (open-instruct #1161)",
+        file="rlhf_pg/trainers/learner.py",
+        old="                    count,\n",
+        new="                    None,\n",
+        killers=(f"{INVARIANCE}::test_micro_batch_split",),
+    ),
+    Mutant(
+        name="denominator-of-another-window",
+        mistake="the denominator counts more than the optimizer step (TRL #6024)",
+        file="rlhf_pg/trainers/learner.py",
+        old="count = self.runtime.total(weight_count(minibatch.action_mask, args.aggregation))",
+        new="count = args.num_mini_batches * self.runtime.total(\n"
+        "            weight_count(minibatch.action_mask, args.aggregation))",
+        killers=(f"{STEP}::test_a_minibatch_counts_its_own_tokens_alone",),
+    ),
+    Mutant(
+        name="constant-is-the-padded-width",
+        mistake="Dr. GRPO's constant is the width of the batch (verl's default)",
+        file="rlhf_pg/trainers/learner.py",
+        old="                    args.max_completion_length,\n",
+        new="                    batch.action_mask.shape[1],\n",
+        killers=(f"{INVARIANCE}::test_micro_batch_split",),
+    ),
+    Mutant(
+        name="empty-micro-batch-skipped",
+        mistake="a micro-batch without actions is skipped: parameters have no gradient, DDP waits",
+        file="rlhf_pg/trainers/learner.py",
+        old="                new: PolicyOutput = self.trained(batch)\n",
+        new="                if not batch.action_mask.any():\n"
+        "                    continue\n"
+        "                new: PolicyOutput = self.trained(batch)\n",
+        killers=(f"{INVARIANCE}::test_rows_without_actions_add_nothing",),
+    ),
+    Mutant(
+        name="ratio-of-one-update-from-rounding",
+        mistake="with one update the ratio depends on the micro-batch's shape (verl #6280)",
+        file="rlhf_pg/trainers/scoring.py",
+        old="old_logprobs=scored.old_logprobs if args.updates_per_step > 1 else None",
+        new="old_logprobs=scored.old_logprobs",
+        killers=(f"{STEP}::test_the_ratio_of_a_single_update_is_1_by_construction",),
+    ),
+    Mutant(
+        name="norm-of-the-policy-alone",
+        mistake="the gradient is clipped by the policy's norm, the critic's is left out",
+        file="rlhf_pg/trainers/learner.py",
+        old="self.runtime.clip(self.module.parameters(),",
+        new="self.runtime.clip(self.policy.parameters(),",
+        killers=(f"{PPO}::test_policy_and_critic_have_one_gradient_norm",),
+    ),
+    Mutant(
+        name="gradient-not-clipped",
+        mistake="max_grad_norm is logged and not applied (TRL's PPO loop had no clipping)",
+        file="rlhf_pg/runtime.py",
+        old="max_norm or torch.inf",
+        new="torch.inf",
+        killers=(f"{STEP}::test_the_gradient_is_scaled_down_to_the_norm_that_is_set",),
+    ),
+    Mutant(
+        name="abandoned-gradient-kept",
+        mistake="the gradient of the minibatch at which updates stopped enters the next step",
+        file="rlhf_pg/trainers/learner.py",
+        old="                self.optimizer.zero_grad()\n                break",
+        new="                break",
+        killers=(f"{STEP}::test_a_minibatch_that_stops_the_updates_leaves_no_gradient",),
+    ),
+    Mutant(
+        name="rate-per-update",
+        mistake="the schedule advances with every update and not once per step (accelerate's, by "
+        "every process)",
+        file="rlhf_pg/trainers/learner.py",
+        old="        self.scheduler.step()\n",
+        new="        for _ in norms:\n            self.scheduler.step()\n",
+        killers=(f"{RUN}::test_the_learning_rate_advances_once_per_step",),
+    ),
+    Mutant(
+        name="adam-epsilon-ignored",
+        mistake="Adam has the epsilon of the library and not the one that was set",
+        file="rlhf_pg/trainers/learner.py",
+        old="betas=betas, eps=args.adam_epsilon)",
+        new="betas=betas)",
+        killers=(f"{STEP}::test_the_optimizer_is_as_configured",),
+    ),
+    Mutant(
+        name="draws-not-counted",
+        mistake="every step, and so a resumed run, begins with the first prompts again",
+        file="rlhf_pg/trainers/base.py",
+        old="self.state.draws += len(draws)",
+        new="pass",
+        killers=(f"{STEP}::test_the_noise_of_a_step_is_its_own",),
+    ),
+]
+
+PROCESSES = [
+    Mutant(
+        name="gradient-averaged-over-processes",
+        mistake="DDP's mean over processes is left in the gradient",
+        file="rlhf_pg/runtime.py",
+        old="torch.autograd.backward(loss * self.world)",
+        new="torch.autograd.backward(loss)",
+        killers=(f"{TWO_PROCESSES}::test_the_first_gradient_is_equal[grpo]",),
+    ),
+    Mutant(
+        name="tokens-counted-per-process",
+        mistake="every process averages over its own tokens, however few",
+        file="rlhf_pg/trainers/learner.py",
+        old="self.runtime.total(weight_count(minibatch.action_mask, args.aggregation))",
+        new="weight_count(minibatch.action_mask, args.aggregation) * self.runtime.world",
+        killers=(f"{TWO_PROCESSES}::test_the_first_gradient_is_equal[grpo]",),
+    ),
+    Mutant(
+        name="whitening-per-process",
+        mistake="advantages are whitened on each process by itself (TRL's PPO; slime #2235)",
+        file="rlhf_pg/trainers/scoring.py",
+        old="whiten(advantages, mask, stats=_mean_and_var(runtime, advantages, mask))",
+        new="whiten(advantages, mask)",
+        killers=(f"{TWO_PROCESSES}::test_the_first_gradient_is_equal[ppo]",),
+    ),
+]
+
+MUTANTS = [*RECORDS, *MODELS, *CRITICS, *SOURCES, *ENGINE, *LOOP, *PROCESSES]

@@ -1,0 +1,252 @@
+"""Put every known mistake into a copy of the repository, and see a test fail.
+
+    python -m tests.mutants.run [--jobs 2] [--timeout 120] [name ...]
+
+The libraries are imported once; a forked child per mutant then imports the copy. A mutant that
+hangs counts as killed. What is reported as a failure: a mutant that survives, one that breaks the
+import (which proves nothing), and a killer that does not pass without any mutant.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mutants import Mutant, all_mutants
+
+ROOT = Path(__file__).parents[2]
+OWN = ("rlhf_pg", "tests")
+LIBRARIES = (
+    "accelerate.tracking",
+    "datasets",
+    "hypothesis.strategies",
+    "peft",
+    "torch",
+    "transformers",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.gpt_neox.modeling_gpt_neox",
+    "transformers.models.llama.modeling_llama",
+    "tyro",
+)
+
+
+@dataclass
+class Run:
+    """What pytest said in a child, and how long that took."""
+
+    seconds: float = 0.0
+    code: int | None = None  # of pytest; None: it never came to an end
+    failed: list[str] = field(default_factory=list)  # node ids, in the order in which they failed
+    passed: list[str] = field(default_factory=list)
+    error: str = ""  # the first line of the first failure
+    output: str = ""
+    hung: bool = False
+
+
+class Recorder:
+    """A plugin of pytest that keeps what passed and what failed."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+        self.passed: list[str] = []
+        self.error = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.error = self.error or str(getattr(crash, "message", "")).partition("\n")[0]
+        elif report.when == "call" and report.passed:
+            self.passed.append(report.nodeid)
+
+
+def copy_of(mutant: Mutant | None, directory: Path) -> None:
+    """The files that git knows or would add, with the mistake of `mutant` among them."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.check_output(command, cwd=ROOT, text=True).splitlines():
+        if (ROOT / name).is_file():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, directory / name)
+    if mutant is not None:
+        file = directory / mutant.file
+        file.write_text(mutated(mutant))
+
+
+def mutated(mutant: Mutant) -> str:
+    """The text of the file with the mistake in it.
+
+    Raises:
+        ValueError: `old` does not stand exactly once in the file.
+    """
+    text = (ROOT / mutant.file).read_text()
+    count = text.count(mutant.old)
+    if count != 1:
+        raise ValueError(f"{mutant.name}: `old` stands {count} times in {mutant.file}, not once")
+    return text.replace(mutant.old, mutant.new)
+
+
+def child(directory: Path, killers: Sequence[str], stop: bool) -> None:
+    """Run pytest in the copy, which holds the only `rlhf_pg` and `tests` that it can import."""
+    os.setsid()  # what hangs is killed with whatever it has started
+    output = os.open(directory / "output.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(directory)
+    os.environ["PYTHONPATH"] = str(directory)
+    sys.dont_write_bytecode = True
+    sys.path[:] = [str(directory), *(p for p in sys.path if p and Path(p).resolve() != ROOT)]
+    for name in [name for name in sys.modules if name.split(".")[0] in OWN]:
+        del sys.modules[name]
+    recorder = Recorder()
+    options = ["-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-W", "ignore"]
+    code = pytest.main([*options, *(["-x"] if stop else []), *killers], plugins=[recorder])
+    import rlhf_pg
+
+    assert Path(rlhf_pg.__file__).is_relative_to(directory), rlhf_pg.__file__
+    result = {"code": int(code), **vars(recorder)}
+    (directory / "result.json").write_text(json.dumps(result))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+@dataclass
+class Job:
+    """A child at work on `killers`, in a copy with `mutant` or without one."""
+
+    mutant: Mutant | None
+    killers: Sequence[str]
+
+    def start(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="mutant-")).resolve()
+        copy_of(self.mutant, self.directory)
+        self.began = time.monotonic()
+        arguments = (self.directory, self.killers, self.mutant is not None)
+        self.process = get_context("fork").Process(target=child, args=arguments)
+        self.process.start()
+
+    def end(self, timeout: float) -> Run | None:
+        """What came out of it, or None if it is still at work."""
+        seconds = time.monotonic() - self.began
+        hung = self.process.is_alive()
+        if hung and seconds < timeout:
+            return None
+        if hung:
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.join()
+        run = Run(seconds=seconds, hung=hung)
+        run.output = (self.directory / "output.txt").read_text(errors="replace")
+        result = self.directory / "result.json"
+        if result.exists():
+            run = Run(**json.loads(result.read_text()), seconds=seconds, output=run.output)
+        shutil.rmtree(self.directory)
+        return run
+
+
+def each(jobs: Sequence[Job], at_once: int, timeout: float) -> Iterator[tuple[Job, Run]]:
+    """Run all jobs, `at_once` at a time, and give each with its outcome as it ends."""
+    waiting, running = deque(jobs), []
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            running.append(waiting.popleft())
+            running[-1].start()
+        wait([job.process.sentinel for job in running], timeout=1)
+        for job in list(running):
+            run = job.end(timeout)
+            if run is not None:
+                running.remove(job)
+                yield job, run
+
+
+def without_mutants(killers: Sequence[str], at_once: int, timeout: float) -> list[str]:
+    """What is wrong with the killers themselves: each has to exist and to pass."""
+    files: dict[str, list[str]] = {}
+    for killer in killers:
+        files.setdefault(killer.split("::")[0], []).append(killer)
+    problems = []
+    for job, run in each([Job(None, own) for own in files.values()], at_once, timeout * 5):
+        passed = {*run.passed, *(node.split("[")[0] for node in run.passed)}
+        missing = [killer for killer in job.killers if killer not in passed]
+        if run.code != 0 or missing:
+            what = ", ".join(run.failed or missing or job.killers)
+            problems.append(f"without any mutant, {what} does not pass\n{run.output[-2000:]}")
+    return problems
+
+
+def verdict(run: Run) -> tuple[str, str]:
+    """("killed", by what) or ("SURVIVED" or "BROKEN", why)."""
+    if run.failed:
+        return "killed", f"{run.failed[0]}: {run.error[:80]}"
+    if run.hung:
+        return "killed", "it hung"
+    if run.code is None:
+        return "killed", "the process died"
+    if run.code == pytest.ExitCode.OK:
+        return "SURVIVED", f"{len(run.passed)} tests passed"
+    return "BROKEN", run.output.strip().splitlines()[-1]
+
+
+def with_mutants(mutants: Sequence[Mutant], at_once: int, timeout: float) -> list[str]:
+    """Names and outcomes of the mutants that no test has killed."""
+    problems = []
+    for job, run in each([Job(m, m.killers) for m in mutants], at_once, timeout):
+        assert job.mutant is not None
+        word, why = verdict(run)
+        print(f"{word:8} {job.mutant.name:45} {run.seconds:5.1f} s  {why}", flush=True)
+        if word != "killed":
+            problems.append(f"{job.mutant.name} ({job.mutant.file}) {word}: {why}")
+    return problems
+
+
+def check(parse: Callable[[Mutant], Any], mutants: Sequence[Mutant]) -> list[str]:
+    """The messages of the mutants that cannot be made."""
+    problems = []
+    for mutant in mutants:
+        try:
+            parse(mutant)
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="of mutants; by default all")
+    parser.add_argument("--jobs", type=int, default=2, help="children at a time")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds per mutant")
+    args = parser.parse_args()
+    start = time.monotonic()
+    mutants = [m for m in all_mutants() if not args.names or m.name in args.names]
+    unknown = set(args.names) - {m.name for m in mutants}
+    if unknown:
+        parser.error(f"there is no mutant {', '.join(sorted(unknown))}")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    killers = sorted({killer for mutant in mutants for killer in mutant.killers})
+    problems = check(mutated, mutants) or without_mutants(killers, args.jobs, args.timeout)
+    problems = problems or with_mutants(mutants, args.jobs, args.timeout)
+    seconds = time.monotonic() - start
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    outcome = f"{len(problems)} problems" if problems else "every one is killed"
+    print(f"{len(mutants)} mutants, {len(killers)} killers, {seconds:.0f} s: {outcome}")
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

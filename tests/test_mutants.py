@@ -1,0 +1,38 @@
+"""The list of mutants keeps step with the code; `make mutants` is what tries them."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.mutants import Mutant, all_mutants
+from tests.mutants.run import mutated
+
+ROOT = Path(__file__).parents[1]
+MUTANTS = all_mutants()
+
+
+@cache
+def functions_in(path: str) -> set[str]:
+    tree = ast.parse((ROOT / path).read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_names_are_unique_and_in_kebab_case() -> None:
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(names) == len(set(names))
+    assert [name for name in names if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name)] == []
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_fits_the_code_and_names_its_killers(mutant: Mutant) -> None:
+    text = mutated(mutant)  # refuses one whose `old` does not stand exactly once
+    assert text != (ROOT / mutant.file).read_text()
+    ast.parse(text)
+    assert mutant.killers
+    for killer in mutant.killers:
+        path, *names = killer.split("::")
+        assert names[-1].split("[")[0] in functions_in(path), f"there is no {killer}"
+        assert "\n" not in mutant.mistake
