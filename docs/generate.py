@@ -1,0 +1,249 @@
+"""Write docs/algorithms.md, and the table in docs/correctness.md, from the code: `make docs`.
+
+What is said of a function is its docstring, and what proves it are the tests with the marker
+`@pytest.mark.proves("its.dotted.name")`.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import re
+import sys
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.mutants import all_mutants
+
+ROOT = Path(__file__).resolve().parents[1]
+PURE = ("advantages", "losses", "kl", "control", "running", "masking")
+# The keys by which a config chooses from a module's dict.
+REGISTRIES = {"ADVANTAGES": "advantage_estimator", "POLICY_LOSSES": "policy_loss"}
+TABLE = re.compile(r"(?<=<!-- mutants -->\n).*(?=<!-- end -->)", re.DOTALL)
+
+INTRODUCTION = """\
+# The algorithms, function by function
+
+Made by `make docs` from the docstrings of the code and the markers of the tests: change those, not
+this page. All of it is the ground floor of the library, pure functions on tensors. Tensors are
+(B,T), rows by completion tokens, unless said otherwise.
+
+## From the papers to the code
+
+"Elsewhere" marks where other libraries or well-known texts differ; what they do stands with the
+function below.
+
+"""
+
+
+@dataclass
+class Entry:
+    """A function or a class, and what is known of it."""
+
+    name: str  # dotted
+    object: Any
+    keys: list[str] = field(default_factory=list)  # by which a config chooses it
+
+    @property
+    def paragraphs(self) -> list[str]:
+        return re.split(r"\n{2,}", inspect.getdoc(self.object) or "")
+
+    @property
+    def source(self) -> str | None:
+        """The last parentheses of the docstring's first paragraph with a year or a name in them."""
+        found = re.findall(r"\(((?:[^()]|\([^()]*\))*)\)", " ".join(self.paragraphs[0].split()))
+        sources = [text for text in found if re.search(r"(19|20)\d\d|[A-Z]\w{2,}", text)]
+        return sources[-1] if sources else None
+
+    @property
+    def differs(self) -> bool:
+        return any(paragraph.startswith("Elsewhere:") for paragraph in self.paragraphs)
+
+
+def modules() -> Iterator[Any]:
+    """The pure modules there are; of a package, the modules in it."""
+    for name in PURE:
+        if not importlib.util.find_spec(f"rlhf_pg.{name}"):
+            continue
+        module = importlib.import_module(f"rlhf_pg.{name}")
+        inner = pkgutil.iter_modules(getattr(module, "__path__", ()), f"{module.__name__}.")
+        yield from [importlib.import_module(m.name) for m in inner] or [module]
+
+
+def entries(module: Any) -> list[Entry]:
+    """Public functions and classes, less the frozen records, and what a registry names."""
+    chosen = defaultdict(list)
+    for registry in REGISTRIES:
+        for key, function in getattr(module, registry, {}).items():
+            chosen[function].append(key)
+    own = [x for x in vars(module).values() if getattr(x, "__module__", "") == module.__name__]
+    own = [x for x in own if inspect.isfunction(x) or inspect.isclass(x)]
+    public = [x for x in own if not x.__name__.startswith("_") and not _is_record(x)]
+    listed = dict.fromkeys([*public, *chosen])
+    return [Entry(_dotted(x), x, chosen[x]) for x in listed]
+
+
+def _is_record(x: Any) -> bool:
+    frozen = getattr(getattr(x, "__dataclass_params__", None), "frozen", False)
+    return frozen or (inspect.isclass(x) and issubclass(x, tuple))
+
+
+def _dotted(x: Any) -> str:
+    """The shortest name: that in the package, if the package passes it on."""
+    package = ".".join(x.__module__.split(".")[:2])
+    short = getattr(sys.modules[package], x.__name__, None) is x
+    return f"{package if short else x.__module__}.{x.__name__}"
+
+
+def proofs() -> dict[Any, list[tuple[str, str]]]:
+    """For every object that a test proves: the tests, as (path, name). A method counts for its
+    class.
+    """
+    found = defaultdict(list)
+    for name, path, test in proof_names():
+        owner = pkgutil.resolve_name(name.rpartition(".")[0])
+        proved = owner if inspect.isclass(owner) else pkgutil.resolve_name(name)
+        if (path, test) not in found[proved]:
+            found[proved].append((path, test))
+    return found
+
+
+def proof_names() -> Iterator[tuple[str, str, str]]:
+    """(dotted name, path of the test, its name) for every name that a marker `proves` has.
+
+    Read off the functions and not off their text, where a name may be made by an f-string.
+    """
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        if "mark.proves(" not in path.read_text():
+            continue
+        place = path.relative_to(ROOT)
+        module = importlib.import_module(".".join(place.with_suffix("").parts))
+        for name, function in vars(module).items():
+            if name.startswith("test_") and function.__module__ == module.__name__:
+                for proved in _proved(getattr(function, "pytestmark", [])):
+                    yield proved, str(place), name
+
+
+def _proved(marks: Any) -> Iterator[str]:
+    """The names in the markers of a test, and in those of its parameters."""
+    for mark in marks:
+        if mark.name == "proves":
+            yield from mark.args
+        elif mark.name == "parametrize":
+            for values in mark.args[1]:
+                yield from _proved(getattr(values, "marks", ()))
+
+
+def algorithms() -> str:
+    """The text of algorithms.md."""
+    proved, table, sections = proofs(), [], []
+    for module in modules():
+        title = (module.__doc__ or "").partition("\n")[0]
+        sections.append(f"## `{module.__name__}`\n\n{title}\n")
+        for name, key in REGISTRIES.items():
+            if hasattr(module, name):
+                sections.append(f"`{name}`, chosen by the key `{key}`.\n")
+        for entry in entries(module):
+            tests = proved.get(entry.object, [])
+            table.append(_row(entry, tests))
+            sections.append(_section(entry, tests))
+    head = ["| Source | Function | Proved by | Elsewhere |", "|---|---|---|---|"]
+    text = INTRODUCTION + "\n".join([*head, *table]) + "\n\n" + presets() + "\n".join(sections)
+    return text.rstrip("\n") + "\n"
+
+
+def _row(entry: Entry, tests: list[tuple[str, str]]) -> str:
+    link = f"[`{entry.name}`](#{_anchor(entry.name)})"
+    cells = [entry.source or "", link, _links(tests), "yes" if entry.differs else ""]
+    return f"| {' | '.join(_cell(text) for text in cells)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+def _anchor(name: str) -> str:
+    return name.lower().replace(".", "")
+
+
+def _links(tests: list[tuple[str, str]]) -> str:
+    return ", ".join(f"[{name}](../{path})" for path, name in tests)
+
+
+def _section(entry: Entry, tests: list[tuple[str, str]]) -> str:
+    lines = [f"### `{entry.name}`\n"]
+    if entry.keys:
+        lines.append(f"By the name {', '.join(f'`{key}`' for key in entry.keys)}.\n")
+    lines.append(f"```python\n{entry.object.__name__}{_signature(entry.object)}\n```\n")
+    lines += [rendered(paragraph) for paragraph in entry.paragraphs]
+    lines.append(f"Proved by: {_links(tests) or 'no test yet'}.\n")
+    return "\n".join(lines)
+
+
+def _signature(x: Any) -> str:
+    """Names and defaults; types stand in the docstring, as shapes."""
+    signature = inspect.signature(x)
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=plain, return_annotation=signature.empty))
+
+
+def rendered(paragraph: str) -> str:
+    """A paragraph of a docstring in Markdown: equations as code, arguments as a list."""
+    head, _, rest = paragraph.partition("\n")
+    rest = textwrap.dedent(rest)
+    if head.startswith("    "):
+        return f"```text\n{textwrap.dedent(paragraph)}\n```\n"
+    if head in ("Args:", "Raises:"):
+        items = [" ".join(item.split()) for item in re.split(r"\n(?=\S)", rest)]
+        pairs = [item.partition(": ") for item in items]
+        return "\n".join([f"**{head}**\n", *(f"- `{name}`: {text}" for name, _, text in pairs), ""])
+    if head == "Returns:":
+        return f"**{head}** {rest}\n"
+    if head.startswith("Elsewhere:"):
+        return f"**Where others differ.**{paragraph.removeprefix('Elsewhere:')}\n"
+    return f"{paragraph}\n"
+
+
+def presets() -> str:
+    """A table of recipes/presets, each with the comment that it begins with."""
+    files = sorted((ROOT / "recipes" / "presets").glob("*.yaml"))
+    if not files:
+        return ""
+    rows = ["## Presets\n", "| Recipe | What it is |", "|---|---|"]
+    for path in files:
+        lines = path.read_text().splitlines()
+        end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
+        comment = " ".join(line.lstrip("# ") for line in lines[:end])
+        rows.append(f"| [{path.stem}](../recipes/presets/{path.name}) | {_cell(comment)} |")
+    return "\n".join(rows) + "\n\n"
+
+
+def correctness() -> str:
+    """The text of correctness.md, with a new table of mutants in it."""
+    rows = ["| Mistake | In | Noticed by |", "|---|---|---|"]
+    for mutant in all_mutants():
+        tests = [tuple(killer.split("::", 1)) for killer in mutant.killers]
+        links = _links([(path, f"`{test}`") for path, test in tests])
+        where = f"[{mutant.file.removeprefix('rlhf_pg/')}](../{mutant.file})"
+        rows.append(f"| {_cell(mutant.mistake)} (`{mutant.name}`) | {where} | {links} |")
+    text = (ROOT / "docs" / "correctness.md").read_text()
+    return TABLE.sub(lambda _: "\n" + "\n".join(rows) + "\n\n", text)
+
+
+# Every page that is made, and how.
+PAGES = {"algorithms.md": algorithms, "correctness.md": correctness}
+
+
+def main() -> None:
+    for name, text in PAGES.items():
+        (ROOT / "docs" / name).write_text(text())
+
+
+if __name__ == "__main__":
+    main()

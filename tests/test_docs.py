@@ -1,0 +1,92 @@
+"""What the documentation says of the code is true: made from it, up to date, and proved."""
+
+import importlib.util
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+# `docs` is no package.
+_spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+assert _spec is not None
+assert _spec.loader is not None
+generate = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(generate)
+
+ENTRIES = [entry for module in generate.modules() for entry in generate.entries(module)]
+
+# Arithmetic that is in no paper.
+NO_SOURCE = {
+    "rlhf_pg.advantages.group_stats",
+    "rlhf_pg.advantages.total_scores",
+    "rlhf_pg.losses.weight_count",
+    "rlhf_pg.masking.completion_mask",
+    "rlhf_pg.masking.float_dtype",
+    "rlhf_pg.masking.masked_mean",
+    "rlhf_pg.masking.masked_var",
+    "rlhf_pg.masking.whiten",
+    "rlhf_pg.masking.widen",
+}
+
+
+@pytest.mark.parametrize("name", sorted(generate.PAGES))
+def test_pages_are_up_to_date(name: str) -> None:
+    assert (ROOT / "docs" / name).read_text() == generate.PAGES[name](), "run `make docs`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    for name in set(re.findall(r"\brlhf_pg(?:\.[A-Za-z_]\w*)+", text)):
+        pkgutil.resolve_name(name)
+    for link in set(re.findall(r"\]\((?!https?://|#)([^)#]+)", text)):
+        assert (page.parent / link).exists(), link
+    for anchor in set(re.findall(r"\]\(#([^)]+)\)", text)):
+        assert f"#{anchor}" in {f"#{_anchor(line)}" for line in re.findall("^#+ (.*)$", text, re.M)}
+    for path, test in set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?", text)):
+        assert f"def {test}" in (ROOT / path).read_text()
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def test_what_a_test_claims_to_prove_exists() -> None:
+    for name, path, test in generate.proof_names():
+        assert callable(pkgutil.resolve_name(name)), f"{path}::{test} proves {name}"
+
+
+def test_every_function_has_a_proof() -> None:
+    proved = generate.proofs()
+    lacking = [entry.name for entry in ENTRIES if not proved.get(entry.object)]
+    assert not lacking, f"no test with the marker `proves`: {', '.join(lacking)}"
+
+
+def test_every_formula_has_a_source() -> None:
+    lacking = [e.name for e in ENTRIES if e.source is None and e.name not in NO_SOURCE]
+    assert not lacking, f"no (source) in the first sentence: {', '.join(lacking)}"
+
+
+def test_the_functions_without_a_source_exist() -> None:
+    assert {entry.name for entry in ENTRIES} >= NO_SOURCE
+
+
+@pytest.mark.parametrize(
+    ("paragraph", "expected"),
+    [
+        ("Plain,\ntext.", "Plain,\ntext.\n"),
+        ("    a = b\n      + c", "```text\na = b\n  + c\n```\n"),
+        (
+            "Args:\n    x: (B,T)\n        or so.\n    y, z: others.",
+            "**Args:**\n\n- `x`: (B,T) or so.\n- `y, z`: others.\n",
+        ),
+        ("Returns:\n    (B,T).", "**Returns:** (B,T).\n"),
+        ("Elsewhere: TRL clips.", "**Where others differ.** TRL clips.\n"),
+    ],
+)
+def test_a_docstring_becomes_markdown(paragraph: str, expected: str) -> None:
+    assert generate.rendered(paragraph) == expected
