@@ -61,3 +61,12 @@ def test_the_ground_floor_imports_torch_alone(name: str) -> None:
 
 def test_the_whole_of_grpo_is_one_short_file() -> None:
     assert len((ROOT / "trainers" / "grpo.py").read_text().splitlines()) <= 80
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_functions_fit_on_a_screen(path: Path) -> None:
+    """At most 60 lines, docstring included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            assert lines <= 60, f"{path.relative_to(ROOT)}: {node.name} has {lines} lines"
