@@ -6,7 +6,11 @@ BIN := $(VENV)/bin
 # Models this small gain nothing from a second thread, and lose much when the cores are shared.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo preference test test-slow lint format clean
+# The tests of the pure modules, which pyproject.toml lists ([tool.coverage.report]).
+PURE_TESTS := $(wildcard $(patsubst %,tests/test_%*.py,\
+	masking kl control advantages losses policy_ experience running))
+
+.PHONY: help demo preference test test-slow coverage mutants docs lint format clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -30,6 +34,15 @@ test: $(VENV)/.installed  ## every test that is not slow
 
 test-slow: $(VENV)/.installed  ## the slow tests too
 	$(BIN)/pytest -m "slow or not slow"
+
+coverage: $(VENV)/.installed  ## every line of the pure modules is run by their own tests
+	$(BIN)/pytest $(PURE_TESTS) --cov=rlhf_pg --cov-report=term-missing --cov-fail-under=100
+
+mutants: $(VENV)/.installed  ## known mistakes, each put into a copy of the code: a test has to fail
+	$(BIN)/python -m tests.mutants.run
+
+docs: $(VENV)/.installed  ## write the pages that are made from the code
+	$(BIN)/python docs/generate.py
 
 lint: $(VENV)/.installed  ## format, lint and types, changing nothing
 	$(BIN)/ruff format --check .
