@@ -1,9 +1,6 @@
 """The numbers of docs/mistakes.md: what a text gives as it is printed, beside what is right."""
 
-import ast
 import math
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +8,6 @@ import torch
 from rlhf_pg.advantages import gae
 from rlhf_pg.losses import clipped_surrogate
 from rlhf_pg.masking import masked_mean, whiten
-
-ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "mistakes.md").read_text()
 
 
 def f64(values):
@@ -30,16 +24,6 @@ def surrogate(new, old, advantages):
     logs = f64([new]).log(), f64([old]).log()
     mask = torch.ones(1, len(new)).bool()
     return clipped_surrogate(*logs, f64([advantages]), mask, epsilon=0.999, epsilon_high=99.0)
-
-
-@pytest.mark.parametrize("test", sorted(set(re.findall(r"`(tests/[\w/]+\.py::\w+)`", PAGE))))
-def test_the_tests_that_the_page_names_are_there(test):
-    path, name = test.split("::")
-    functions = ast.parse((ROOT / path).read_text()).body
-    assert name in {f.name for f in functions if isinstance(f, ast.FunctionDef)}
-
-
-# -------------------------------------------------------------------------------------- the numbers
 
 
 def test_exponents_of_a_segment():
