@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import Phase, settings
 
 from tests.mutants import Mutant, all_mutants
 
@@ -112,6 +113,9 @@ def child(directory: Path, killers: Sequence[str], stop: bool) -> None:
     sys.path[:] = [str(directory), *(p for p in sys.path if p and Path(p).resolve() != ROOT)]
     for name in [name for name in sys.modules if name.split(".")[0] in OWN]:
         del sys.modules[name]
+    # A counterexample is enough: looking for the smallest one takes minutes.
+    settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate))
+    settings.load_profile("mutants")
     recorder = Recorder()
     options = ["-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-W", "ignore"]
     code = pytest.main([*options, *(["-x"] if stop else []), *killers], plugins=[recorder])
