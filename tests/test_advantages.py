@@ -15,6 +15,9 @@ from hypothesis.extra.numpy import arrays
 
 from rlhf_pg.advantages import (
     ADVANTAGES,
+    NEED_GREEDY,
+    NEED_VALUES,
+    READ_REWARDS,
     SCALES,
     Signals,
     discounted_returns,
@@ -22,7 +25,9 @@ from rlhf_pg.advantages import (
     group_normalized,
     group_stats,
     leave_one_out,
+    length_adaptive_lam,
     n_step,
+    optimal_baseline,
     process_group_normalized,
     total_scores,
 )
@@ -88,6 +93,7 @@ def loop_over_groups(scores, groups, advantage_of):
 # ---------------------------------------------------------------------------- discounted_returns
 
 
+@pytest.mark.proves("rlhf_pg.advantages.discounted_returns")
 def test_discounted_returns_by_hand():
     # 1 + 2/2 + 4/4 = 3;  2 + 4/2 = 4;  4
     mask = torch.ones(1, 3).bool()
@@ -100,6 +106,7 @@ def test_discounted_returns_count_true_slots_only():
     assert discounted_returns(rewards, mask, gamma=0.5).tolist() == [[3, 0, 4, 0, 4, 0]]
 
 
+@pytest.mark.proves("rlhf_pg.advantages.discounted_returns")
 @few
 @given(case=episodes(), gamma=unit)
 def test_discounted_returns_match_the_sum(case, gamma):
@@ -114,6 +121,7 @@ def test_discounted_returns_match_the_sum(case, gamma):
 # --------------------------------------------------------------------------------------------- gae
 
 
+@pytest.mark.proves("rlhf_pg.advantages.gae")
 @pytest.mark.parametrize(
     ("lam", "expected"),
     [
@@ -135,6 +143,7 @@ def test_gae_defaults_are_gamma_1_and_lam_095():
     equal(advantages, f64([[0.46575, 0.385, 0.3]]))
 
 
+@pytest.mark.proves("rlhf_pg.advantages.gae")
 def test_gae_bootstraps_where_the_row_was_cut_off():
     # delta = [.1, .1, .8 - .7]; with V = 0 after the end the last would be -.7
     values = f64([[0.5, 0.6, 0.7]] * 2)
@@ -144,6 +153,7 @@ def test_gae_bootstraps_where_the_row_was_cut_off():
     equal(advantages, f64([[0.28525, 0.195, 0.1], [-0.43675, -0.565, -0.7]]))
 
 
+@pytest.mark.proves("rlhf_pg.advantages.gae")
 def test_gae_with_discount_and_bootstrap_by_hand():
     # delta_1 = 2 + 8/2 - 4 = 2, delta_0 = 1 + 4/2 - 3 = 0; A_0 = 0 + .25 * 2
     advantages, returns = gae(
@@ -161,6 +171,7 @@ def test_gae_skips_holes():
     equal(returns, f64([[0.96575, 0, 0.985, 0, 1.0, 0]]))
 
 
+@pytest.mark.proves("rlhf_pg.advantages.gae")
 @few
 @given(case=episodes(), gamma=unit, lam=unit)
 def test_gae_matches_the_sum_over_deltas(case, gamma, lam):
@@ -197,9 +208,48 @@ def test_gae_with_lam_1_is_the_return_minus_the_value(case, gamma):
     equal(returns, torch.where(mask, monte_carlo, 0.0))
 
 
+# ------------------------------------------------------------------------------ a lam for each row
+
+
+@few
+@given(case=episodes(), gamma=unit, data=st.data())
+def test_gae_takes_a_lam_for_each_row(case, gamma, data):
+    mask, rewards, values, bootstrap = case
+    lams = data.draw(st.lists(unit, min_size=len(mask), max_size=len(mask)))
+    rows = gae(rewards, values, mask, gamma, f64(lams), bootstrap)
+    for row, lam in enumerate(lams):
+        one = slice(row, row + 1)
+        end = None if bootstrap is None else bootstrap[one]
+        alone = gae(rewards[one], values[one], mask[one], gamma, lam, end)
+        for all_rows, single in zip(rows, alone, strict=True):
+            equal(all_rows[one], single)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_gae_keeps_its_dtype_whatever_that_of_lam(dtype):
+    x = torch.ones(2, 3, dtype=dtype)
+    for result in gae(x, x, x.bool(), lam=f64([0.5, 0.9])):
+        assert result.dtype == dtype
+
+
+@pytest.mark.proves("rlhf_pg.advantages.length_adaptive_lam")
+def test_length_adaptive_lam_by_hand():
+    # alpha 1/2: 1 - 2/4; 1 - 2/3 over a hole; 1 - 2/2; 1 - 2/1 and 1 - 2/0 are held at 0
+    rows = [[1, 1, 1, 1, 0], [1, 0, 1, 1, 0], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0], [0] * 5]
+    equal(length_adaptive_lam(torch.tensor(rows).bool(), 0.5), f64([0.5, 1 / 3, 0, 0, 0]))
+
+
+@pytest.mark.proves("rlhf_pg.advantages.length_adaptive_lam")
+@pytest.mark.parametrize(("alpha", "length"), [(0.05, 100), (0.5, 9), (2.0, 3)])
+def test_the_weights_of_an_endless_row_sum_to_alpha_times_its_length(alpha, length):
+    lam = length_adaptive_lam(torch.ones(1, length).bool(), alpha).item()
+    assert sum(lam**i for i in range(5000)) == pytest.approx(alpha * length, rel=1e-9)
+
+
 # ------------------------------------------------------------------------------------------ n_step
 
 
+@pytest.mark.proves("rlhf_pg.advantages.n_step")
 @pytest.mark.parametrize(
     ("n", "targets"),
     [
@@ -218,6 +268,7 @@ def test_n_step_by_hand(n, targets):
     equal(advantages, f64([targets]) - values)
 
 
+@pytest.mark.proves("rlhf_pg.advantages.n_step")
 def test_n_step_keeps_the_last_reward_of_a_cut_off_episode():
     # R = [13, 12, 11]; with V as the last return, without its reward, A would be [2, 1, 0]
     ones = torch.ones(1, 3).double()
@@ -233,6 +284,7 @@ def test_n_step_skips_holes():
     assert advantages.tolist() == [[0, -0.5, 0, -6.5, 0, -7, 0]]
 
 
+@pytest.mark.proves("rlhf_pg.advantages.n_step")
 @few
 @given(case=episodes(), gamma=unit, n=st.none() | st.integers(1, 8))
 def test_n_step_matches_the_sum(case, gamma, n):
@@ -327,6 +379,7 @@ def test_inputs_along_a_row_are_left_as_they_were(case):
 # ------------------------------------------------------------------------------- against the group
 
 
+@pytest.mark.proves("rlhf_pg.advantages.group_stats")
 def test_group_stats_by_hand():
     # groups 1, 0, 2 with one gap; 5, 5; and a single 7
     x, groups = f64([1, 5, 0, NAN, 2, 5, 7]), torch.tensor([4, 8, 4, 4, 4, 8, -1])
@@ -337,6 +390,7 @@ def test_group_stats_by_hand():
     assert stats.constant.int().tolist() == [0, 1, 0, 0, 0, 1, 1]
 
 
+@pytest.mark.proves("rlhf_pg.advantages.group_normalized")
 def test_group_normalized_by_hand():
     # mean 1/4, ddof-1 std sqrt((9 + 1 + 1 + 1) / 16 / 3) = 1/2; with ddof 0: [1.732, -.577, ...]
     groups = torch.zeros(4).long()
@@ -347,6 +401,7 @@ def test_group_normalized_by_hand():
     equal(group_normalized(f64([1, 0, 0, 0]), groups, "none", eps=0.5), expected)
 
 
+@pytest.mark.proves("rlhf_pg.advantages.group_normalized")
 def test_batch_scale_is_the_std_of_all_raw_valid_scores():
     # scores 0, 2, 5, 5, 8: mean 4, squares 16 + 4 + 1 + 1 + 16 = 38, ddof 1: 38/4. Of centred
     # scores it would be 4/4. The lone 8 and the equal 5s count in the std, and get exactly 0.
@@ -355,6 +410,7 @@ def test_batch_scale_is_the_std_of_all_raw_valid_scores():
     equal(group_normalized(scores, groups, "batch", eps=0.25), expected)
 
 
+@pytest.mark.proves("rlhf_pg.advantages.leave_one_out")
 def test_leave_one_out_by_hand():
     # 1 - 0, 0 - 1/3; the second group: 3 - 7, 7 - 3
     scores, groups = f64([1, 3, 0, 0, 7, 0]), torch.tensor([5, 9, 5, 5, 9, 5])
@@ -368,6 +424,7 @@ def test_a_missing_score_leaves_the_baseline_and_the_count():
     equal(group_normalized(scores, groups, eps=0), f64([-1, 0, -2, 3]) / 7**0.5)
 
 
+@pytest.mark.proves("rlhf_pg.advantages.group_normalized")
 @pytest.mark.parametrize("scale", SCALES)
 @few
 @given(case=scored())
@@ -383,6 +440,7 @@ def test_group_normalized_matches_a_loop(scale, case):
     equal(group_normalized(scores, groups, scale, eps=0.01), expected)
 
 
+@pytest.mark.proves("rlhf_pg.advantages.leave_one_out")
 @few
 @given(case=scored())
 def test_leave_one_out_matches_a_loop(case):
@@ -492,6 +550,7 @@ def test_an_unknown_scale_is_refused():
         group_normalized(f64([1, 0]), torch.zeros(2).long(), "std")
 
 
+@pytest.mark.proves("rlhf_pg.advantages.leave_one_out", "rlhf_pg.advantages.group_normalized")
 @pytest.mark.parametrize(
     ("function", "share"),
     [
@@ -513,6 +572,78 @@ def test_expected_gradient_over_all_groups_of_three(function, share):
     equal(torch.autograd.grad(surrogate, logits)[0], share * true)
 
 
+# --------------------------------------------------------------------------------- optimal_baseline
+
+
+@pytest.mark.proves("rlhf_pg.advantages.optimal_baseline")
+def test_optimal_baseline_by_hand():
+    # scores 1, 0, 2 of weights 1, 2, 3: (0 + 6)/5, (1 + 6)/4, (1 + 0)/3; a pair: the other one
+    scores, groups = f64([1, 5, 0, 2, 7]), torch.tensor([4, 8, 4, 4, 8])
+    weights = torch.tensor([1, 9, 2, 3, 1])
+    equal(optimal_baseline(scores, weights, groups), f64([1.2, 7, 1.75, 1 / 3, 5]))
+
+
+@pytest.mark.proves("rlhf_pg.advantages.optimal_baseline")
+@few
+@given(case=scored(), data=st.data())
+def test_optimal_baseline_matches_a_loop(case, data):
+    scores, groups = case
+    weight = st.integers(0, 5)
+    weights = data.draw(st.lists(weight, min_size=len(scores), max_size=len(scores)))
+    expected = []
+    for i, score in enumerate(scores.tolist()):
+        others = [
+            (weights[j], other)
+            for j, other in enumerate(scores.tolist())
+            if j != i and groups[j] == groups[i] and not math.isnan(other)
+        ]
+        total = sum(w for w, _ in others)
+        known = total > 0 and not math.isnan(score)
+        expected.append(sum(w * s for w, s in others) / total if known else 0.0)
+    equal(optimal_baseline(scores, torch.tensor(weights), groups), f64(expected))
+
+
+@few
+@given(case=scored(), unit_of_weight=st.sampled_from([0.25, 1.0, 7.0]))
+def test_equal_weights_give_the_leave_one_out_mean_whatever_their_unit(case, unit_of_weight):
+    scores, groups = case
+    baseline = optimal_baseline(scores, torch.full_like(scores, unit_of_weight), groups)
+    counted = torch.stack([((groups == g) & ~scores.isnan()).sum() for g in groups])
+    compared = ~scores.isnan() & (counted > 1)
+    equal((scores - baseline)[compared], leave_one_out(scores, groups)[compared])
+    assert (baseline[~compared] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_optimal_baseline_of_equal_scores_is_that_score_exactly(dtype):
+    scores = torch.tensor([0.1] * 7 + [NAN], dtype=dtype, requires_grad=True)
+    baseline = optimal_baseline(scores, torch.arange(1, 9), torch.zeros(8).long())
+    assert baseline.dtype == dtype
+    assert not baseline.requires_grad
+    assert baseline.tolist() == [*scores[:7].tolist(), 0.0]
+
+
+def test_optimal_baseline_keeps_its_digits_far_from_zero():
+    # in float32, 1e6 times a weight of 3000 has no digits left for the scores' difference
+    scores = torch.tensor([1e6, 1e6 + 1, 1e6 + 2])
+    baseline = optimal_baseline(scores, torch.tensor([3000, 1000, 1000]), torch.zeros(3).long())
+    assert (baseline - 1e6).tolist() == pytest.approx([1.5, 0.5, 0.25], abs=0.07)  # an ulp: 1/16
+
+
+def test_optimal_baseline_ignores_its_own_score_follows_a_permutation_and_a_shift():
+    scores, groups = f64([1, 5, 0, 2, 7, NAN]), torch.tensor([0, 1, 0, 0, 1, 0])
+    weights, order = f64([1, 2, 3, 4, 5, 6]), torch.tensor([3, 5, 0, 4, 2, 1])
+    baseline = optimal_baseline(scores, weights, groups)
+    shuffled = optimal_baseline(scores[order], weights[order], groups[order])
+    equal(shuffled, baseline[order])
+    shifted = optimal_baseline(scores + 100, weights, groups)
+    equal(shifted, torch.where(scores.isnan(), 0.0, baseline + 100))
+    for row in range(5):
+        changed = scores.clone()
+        changed[row] = -30.0
+        equal(optimal_baseline(changed, 2 * weights, groups)[row], baseline[row])
+
+
 # ------------------------------------------------------------------------- process_group_normalized
 
 
@@ -523,6 +654,7 @@ def process_case():
     return step_scores, ~step_scores.isnan(), torch.tensor([6, 6]), mask
 
 
+@pytest.mark.proves("rlhf_pg.advantages.process_group_normalized")
 def test_process_group_normalized_by_hand():
     # normalised 1, 0 | -2, 1 over sqrt(2) + eps; then summed from each slot on
     advantages = process_group_normalized(*process_case(), eps=0.5)
@@ -541,6 +673,7 @@ def stepped(draw):
     return tuple(map(torch.tensor, (scores, step_mask, groups, mask)))
 
 
+@pytest.mark.proves("rlhf_pg.advantages.process_group_normalized")
 @few
 @given(case=stepped())
 def test_process_group_normalized_matches_a_loop(case):
@@ -589,7 +722,10 @@ def test_step_scores_under_a_hole_of_the_mask_leave_the_hole_zero():
 
 
 def signals(scores, groups, width=2, rows=None, dtype=torch.float64):
-    """One token pays the summed score, the last True slot; the first column is masked in row 0."""
+    """One token pays the summed score, the last True slot; the first column is masked in row 0.
+
+    The greedy completions have the rows' scores in reverse order.
+    """
     scores, groups = torch.tensor(scores, dtype=dtype), torch.tensor(groups)
     mask = torch.ones(len(groups), width).bool()
     mask[0, 0] = False
@@ -605,6 +741,8 @@ def signals(scores, groups, width=2, rows=None, dtype=torch.float64):
         groups=groups,
         rows=rows,
         values=values[rows],
+        greedy_scores=scores.flip(0)[rows],
+        moving_average=0.25,
     )
 
 
@@ -622,7 +760,14 @@ TWO_GROUPS = ([[1.0], [5.0], [0.0], [2.0], [7.0]], [0, 1, 0, 0, 1])
         ("returns", {}, [1, 5, 0, 2, 7]),
         ("returns_minus_others", {}, [-2.5, 2.5, -3.75, -1.25, 5]),  # 5/4 (s - 3)
         ("returns_minus_mean", {}, [-2, 2, -3, -1, 4]),
+        ("returns_minus_moving_average", {}, [0.75, 4.75, -0.25, 1.75, 6.75]),
+        ("returns_minus_greedy", {}, [-6, 3, 0, -3, 6]),  # less 7, 2, 0, 5, 1
+        # scores 1, 0, 2 of length 1, 2, 2: less 4/4, 5/3, 1/3; 5 less 7, 7 less 5
+        ("returns_minus_optimal", {}, [0, -2, -5 / 3, 5 / 3, 2]),
+        ("process_group_normalized", {}, [0, -(0.5**0.5), -1, 1, 0.5**0.5]),  # the outcome's
         ("gae", {"lam": 1.0}, [0.5, 4.5, -0.5, 1.5, 6.5]),  # what is paid, minus V = 1/2
+        ("returns_minus_values", {}, [0.5, 4.5, -0.5, 1.5, 6.5]),
+        ("n_step", {"n_steps": None}, [0.5, 4.5, -0.5, 1.5, 6.5]),
     ],
 )
 def test_each_named_estimator_by_hand(name, options, per_row):
@@ -638,7 +783,67 @@ def test_named_gae_takes_gamma_lam_and_the_value_after_the_end():
     equal(ADVANTAGES["gae"](s, gamma=0.5, lam=0.8), expected)
 
 
-@pytest.mark.parametrize("name", ["returns", "returns_minus_others", "returns_minus_mean"])
+def test_named_n_step_takes_gamma_n_and_the_value_after_the_end():
+    s = dataclasses.replace(signals([[3.0]], [0], width=4), bootstrap_value=f64([2.0]))
+    # V = 1/2, paid 3 in the last of three slots: 1/2 * 1/2 - 1/2, 3 + 1/2 * 2 - 1/2
+    equal(ADVANTAGES["n_step"](s, gamma=0.5), f64([[0, -0.25, -0.25, 3.5]]))
+    # 1/4 * 1/2 - 1/2, 1/2 * (3 + 1/2 * 2) - 1/2
+    equal(ADVANTAGES["n_step"](s, gamma=0.5, n_steps=2), f64([[0, -0.375, 1.5, 3.5]]))
+
+
+def test_named_values_end_with_the_value_after_the_end():
+    s = dataclasses.replace(signals([[3.0]], [0], width=3), bootstrap_value=f64([2.0]))
+    equal(ADVANTAGES["returns_minus_values"](s, gamma=0.5), f64([[0, 1.5, 3.5]]))  # 4/2, 4
+
+
+def test_named_gae_takes_a_lam_for_each_length():
+    # r = 0, 0, 1, V = .5, .6, .7; 1 - 1 / (20/3 * 3) = .95; alone, delta is all there is
+    mask = torch.tensor([[True] * 3, [True, False, False]])
+    s = dataclasses.replace(
+        signals([[1.0], [1.0]], [0, 0], width=3),
+        rewards=f64([[0, 0, 1], [1, NAN, NAN]]),
+        values=f64([[0.5, 0.6, 0.7], [0.5, NAN, NAN]]),
+        mask=mask,
+    )
+    advantages = ADVANTAGES["gae"](s, lam=0.0, lam_alpha=20 / 3)
+    equal(advantages, f64([[0.46575, 0.385, 0.3], [0.5, 0, 0]]))
+
+
+def test_named_process_scores_are_normalised_over_the_steps_of_the_group():
+    step_scores, step_mask, groups, mask = process_case()
+    s = signals([[9.0], [9.0]], groups.tolist(), width=5)
+    s = dataclasses.replace(s, mask=mask, step_scores=step_scores, step_mask=step_mask)
+    expected = f64([[1, 1, 0, 0, 0], [-1, 1, 1, 0, 0]]) / (2**0.5 + 1e-4)
+    equal(ADVANTAGES["process_group_normalized"](s), expected)
+
+
+@pytest.mark.parametrize("name", sorted(n for n in ADVANTAGES if n.startswith("returns_minus")))
+def test_a_row_without_others(name):
+    """The mean of one row is its own score; without any baseline the return is left as it is."""
+    s = signals([[3.0]], [0])
+    expected = {
+        "returns_minus_others": 0,
+        "returns_minus_mean": 0,
+        "returns_minus_greedy": 0,  # it is its own mirror image here
+        "returns_minus_optimal": 3,
+        "returns_minus_moving_average": 2.75,
+        "returns_minus_values": 2.5,
+    }
+    equal(ADVANTAGES[name](s), f64([[0, expected[name]]]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "returns",
+        "returns_minus_others",
+        "returns_minus_mean",
+        "returns_minus_greedy",
+        "returns_minus_moving_average",
+        "returns_minus_optimal",
+        "returns_minus_values",
+    ],
+)
 def test_named_returns_discount_but_their_baseline_does_not(name):
     s = signals(*TWO_GROUPS)
     last, first = ADVANTAGES[name](s, gamma=0.5)[1, [1, 0]]
@@ -647,9 +852,10 @@ def test_named_returns_discount_but_their_baseline_does_not(name):
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_each_process_computes_its_own_rows_with_the_scores_of_all(name):
-    whole = ADVANTAGES[name](signals(*TWO_GROUPS))
-    for rows in (slice(0, 1), slice(1, 3), slice(3, 5)):  # whose own means differ
-        equal(ADVANTAGES[name](signals(*TWO_GROUPS, rows=rows)), whole[rows])
+    scores, groups = [[1.0], [0.0], [2.0], [5.0], [7.0], [3.0]], [0, 0, 0, 1, 1, 2]
+    whole = ADVANTAGES[name](signals(scores, groups))
+    for rows in (slice(0, 3), slice(3, 5), slice(5, 6)):  # whole groups, whose own means differ
+        equal(ADVANTAGES[name](signals(scores, groups, rows=rows)), whole[rows])
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -684,6 +890,20 @@ def test_returns_minus_others_lets_a_missing_source_leave_baseline_and_count():
     equal(ADVANTAGES["returns_minus_others"](s)[:, 1], f64([-5, 0, 5]))
 
 
+def test_a_source_that_does_not_apply_to_the_row_or_its_greedy_completion_is_in_no_baseline():
+    # returns 5, 6, 11, 2; baselines 2 + 1, 7, 3 and the second source's 4
+    s = signals([[1.0, 4.0], [NAN, 6.0], [3.0, 8.0], [0.0, 2.0]], [0, 0, 1, 1])
+    greedy = f64([[2, 1], [5, 7], [3, NAN], [NAN, 4]])
+    s = dataclasses.replace(s, greedy_scores=greedy)
+    equal(ADVANTAGES["returns_minus_greedy"](s)[:, 1], f64([2, -1, 8, -2]))
+
+
+def test_returns_minus_optimal_lets_a_missing_source_leave_baseline_and_count():
+    # lengths 1, 2, 2; returns 5, 6, 11; baselines 3 + 28/4, 0 + 20/3, 1 + 16/3
+    s = signals([[1.0, 4.0], [NAN, 6.0], [3.0, 8.0]], [0, 0, 0])
+    equal(ADVANTAGES["returns_minus_optimal"](s)[:, 1], f64([-5, -2 / 3, 14 / 3]))
+
+
 def test_returns_minus_mean_lets_a_missing_source_leave_baseline_and_count():
     # mean of 1 and 3; the second row's only source does not apply
     s = signals([[1.0], [NAN], [3.0]], [0, 1, 2])
@@ -698,6 +918,7 @@ def test_equal_scores_beside_missing_ones_give_exactly_zero(name):
         assert (ADVANTAGES[name](s) == 0).all()
 
 
+@pytest.mark.proves("rlhf_pg.advantages.total_scores")
 def test_total_scores_put_the_group_mean_where_a_source_does_not_apply():
     # first source: mean of 1 and 3 for the gap in group 0; nothing in group 1 has it
     scores = f64([[1, 4], [NAN, 6], [3, 8], [NAN, 5]])
@@ -727,3 +948,77 @@ def test_a_step_score_outside_the_action_tokens_is_ignored():
     everywhere, groups = torch.ones_like(mask), torch.zeros(2, dtype=torch.int64)
     expected = process_group_normalized(scores, mask, groups, mask)
     assert process_group_normalized(scores, everywhere, groups, mask).equal(expected)
+
+
+# ------------------------------------------------------------------- true of every named estimator
+
+
+def steps(scores, groups):
+    """Signals with all that there may be: step scores at every action token, and a cut-off row."""
+    s = signals(scores, groups, width=3)
+    step_scores = torch.where(s.mask, s.rewards + torch.arange(3), NAN)
+    end = f64([0.5] + [0.0] * (len(groups) - 1))
+    return dataclasses.replace(
+        s, step_scores=step_scores, step_mask=s.mask, bootstrap_value=end, values=s.rewards / 3
+    )
+
+
+def tensors(s):
+    fields = {field.name: getattr(s, field.name) for field in dataclasses.fields(s)}
+    return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_named_estimators_leave_the_signals_as_they_were(name):
+    s = steps(*TWO_GROUPS)
+    before = {key: value.clone() for key, value in tensors(s).items()}
+    ADVANTAGES[name](s)
+    for key, value in tensors(s).items():
+        torch.testing.assert_close(value, before[key], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("planted", [0.0, -1e30, math.inf])
+def test_what_stands_in_masked_slots_never_matters_to_a_named_estimator(name, planted):
+    s = steps(*TWO_GROUPS)
+    keys = ("rewards", "values", "step_scores")
+    filled = {key: torch.where(s.mask, getattr(s, key), planted) for key in keys}
+    result = ADVANTAGES[name](dataclasses.replace(s, **filled))
+    assert result.equal(ADVANTAGES[name](s))  # NaN stands there
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_named_estimators_follow_a_permutation_of_the_rows(name):
+    s, order = steps(*TWO_GROUPS), torch.tensor([3, 0, 4, 2, 1])
+    shuffled = dataclasses.replace(s, **{key: value[order] for key, value in tensors(s).items()})
+    equal(ADVANTAGES[name](shuffled), ADVANTAGES[name](s)[order])
+
+
+SHIFTED = {  # what a shift of all scores by 8 adds to every advantage
+    **dict.fromkeys(ADVANTAGES, 0.0),
+    **dict.fromkeys(["returns", "returns_minus_moving_average", "returns_minus_values"], 8.0),
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(SHIFTED) - {"gae", "n_step"}))
+def test_a_baseline_made_of_scores_moves_with_them(name):
+    scores, groups = TWO_GROUPS
+    shifted = signals([[row[0] + 8] for row in scores], groups)
+    plain = signals(scores, groups)
+    expected = ADVANTAGES[name](plain) + SHIFTED[name] * plain.mask
+    equal(ADVANTAGES[name](shifted), expected)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_the_sets_say_what_an_estimator_needs_and_reads(name):
+    s = signals(*TWO_GROUPS)
+    ADVANTAGES[name](s)
+    for key, needed in (("values", NEED_VALUES), ("greedy_scores", NEED_GREEDY)):
+        without = dataclasses.replace(s, **{key: None})
+        if name in needed:
+            with pytest.raises(AssertionError):
+                ADVANTAGES[name](without)
+        else:
+            ADVANTAGES[name](without)
+    unpaid = ADVANTAGES[name](dataclasses.replace(s, rewards=torch.zeros_like(s.rewards)))
+    assert unpaid.equal(ADVANTAGES[name](s)) == (name not in READ_REWARDS)

@@ -1,0 +1,64 @@
+"""Advantage estimators: how much better was each token, or each completion, than expected?
+
+`along_row` looks along the tokens of a row, `in_group` compares the completions of a prompt, and
+`named` holds what a config chooses from: the estimators in `ADVANTAGES`, functions of `Signals`.
+
+Shapes: B rows and T columns on this rank, N rows on all ranks. Every function returns detached
+tensors in the floating dtype of its input, with 0 in masked slots. A mask may have holes (tool
+output): False slots are skipped, t+1 means the next True slot, and gamma and lam count True slots.
+
+A paper's name is often an estimator with one or two options:
+
+    REINFORCE (Williams 1992)    returns, or one of returns_minus_* for a baseline
+    VPG                          returns_minus_values
+    online, multi-step A2C       n_step with n_steps 1, or None to the end of the row
+    PPO (Schulman 2017)          gae
+    VAPO (Yue 2025)              gae with lam_alpha; the critic's targets come from a second `gae`
+                                 with a lam of their own
+    GRPO (Shao 2024)             group_normalized; process_group_normalized where steps have scores
+    Dr. GRPO (Liu 2025)          group_normalized with scale_rewards "none"
+    RLOO (Ahmadian 2024)         leave_one_out
+    ReMax (Li 2023)              returns_minus_greedy
+    OPO (Hao 2025)               returns_minus_optimal
+    REINFORCE++ (Hu 2025)        returns, whitened over the batch (`normalize_advantages`)
+    REINFORCE++ with a baseline  group_normalized with scale_rewards "none", whitened likewise
+"""
+
+from rlhf_pg.advantages.along_row import discounted_returns, gae, length_adaptive_lam, n_step
+from rlhf_pg.advantages.in_group import (
+    SCALES,
+    GroupStats,
+    group_normalized,
+    group_stats,
+    leave_one_out,
+    optimal_baseline,
+    process_group_normalized,
+)
+from rlhf_pg.advantages.named import (
+    ADVANTAGES,
+    NEED_GREEDY,
+    NEED_VALUES,
+    READ_REWARDS,
+    Signals,
+    total_scores,
+)
+
+__all__ = [
+    "ADVANTAGES",
+    "NEED_GREEDY",
+    "NEED_VALUES",
+    "READ_REWARDS",
+    "SCALES",
+    "GroupStats",
+    "Signals",
+    "discounted_returns",
+    "gae",
+    "group_normalized",
+    "group_stats",
+    "leave_one_out",
+    "length_adaptive_lam",
+    "n_step",
+    "optimal_baseline",
+    "process_group_normalized",
+    "total_scores",
+]
