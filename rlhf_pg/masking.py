@@ -25,6 +25,9 @@ def completion_mask(ids: Tensor, eos_token_ids: int | Iterable[int]) -> Tensor:
 
     Returns:
         (B,T) bool.
+
+    Elsewhere: a mask of `ids != pad`, with EOS for pad, hides the EOS of every completion, and the
+    policy never learns to stop (TRL #4970).
     """
     stops = [eos_token_ids] if isinstance(eos_token_ids, int) else list(eos_token_ids)
     is_eos = torch.isin(ids, torch.tensor(stops, dtype=ids.dtype, device=ids.device))
@@ -35,9 +38,18 @@ def completion_mask(ids: Tensor, eos_token_ids: int | Iterable[int]) -> Tensor:
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Mean of `x` where `mask` is True; 0 where no slot is True.
 
+        sum of x_i over True slots / number of True slots
+
+    Differentiable; a masked slot gets gradient 0, whatever stands in it.
+
     Args:
         x: any shape; `mask` broadcasts to it.
         dim: the dimension to reduce, or None for all of them.
+
+    Returns:
+        A scalar, or `x` without `dim`.
+
+    Elsewhere: `(x * mask).sum()` makes NaN of a NaN under the mask.
     """
     mask = mask.expand_as(x)
     wide = torch.where(mask, widen(x), 0.0)
@@ -48,7 +60,13 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def masked_var(x: Tensor, mask: Tensor, unbiased: bool = False) -> Tensor:
     """Variance over all True slots: population, or with Bessel's correction if `unbiased`.
 
-    A single True slot, or none, gives 0.
+        sum of (x_i - mean)^2 over the n True slots / n, or / (n - 1)
+
+    Args:
+        x: any shape; `mask` broadcasts to it.
+
+    Returns:
+        A scalar; 0 for a single True slot, or none.
     """
     mask = mask.expand_as(x)
     wide = torch.where(mask, widen(x), 0.0)
@@ -74,6 +92,10 @@ def whiten(
     Returns:
         Like `x`; 0 in masked slots. Where nothing varies (one token, or all equal) the whitened
         value is exactly 0 before the mean is added back: rounding noise is never scaled up.
+
+    Elsewhere: TRL's PPO whitened every process by its own statistics, so the number of processes
+    changed the result; the RLHF book whitens the padding with the tokens; torchtune's `shift_mean`
+    means the opposite of what TRL's means, which is meant here.
     """
     mask = mask.expand_as(x)
     wide = torch.where(mask, widen(x), 0.0)

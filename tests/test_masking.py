@@ -30,6 +30,7 @@ def masked_numbers(draw, max_rows=4, max_width=6):
 # ------------------------------------------------------------------------------- completion_mask
 
 
+@pytest.mark.proves("rlhf_pg.masking.completion_mask")
 @pytest.mark.parametrize(
     ("row", "eos", "expected"),
     [
@@ -50,6 +51,7 @@ def test_completion_ends_with_its_first_eos(row, eos, expected):
     assert mask.int().tolist() == [expected]
 
 
+@pytest.mark.proves("rlhf_pg.masking.completion_mask")
 def test_each_row_ends_on_its_own():
     ids = torch.tensor([[5, EOS, EOS], [5, 6, EOS], [EOS, EOS, EOS]])
     assert completion_mask(ids, EOS).sum(dim=1).tolist() == [2, 3, 1]
@@ -68,6 +70,7 @@ def test_completion_mask_of_nothing_is_empty(shape):
 # --------------------------------------------------------------------------- mean and variance
 
 
+@pytest.mark.proves("rlhf_pg.masking.masked_mean")
 def test_masked_mean_by_hand():
     x, mask = f64([[1, 2, NAN], [6, NAN, NAN]]), torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
     assert masked_mean(x, mask).item() == 3  # (1 + 2 + 6) / 3
@@ -75,6 +78,7 @@ def test_masked_mean_by_hand():
     assert masked_mean(x, mask, dim=0).tolist() == [3.5, 2, 0]  # no True slot in the last column
 
 
+@pytest.mark.proves("rlhf_pg.masking.masked_var")
 def test_masked_var_by_hand():
     x, mask = f64([[1, 2, NAN], [3, 6, NAN]]), torch.tensor([[1, 1, 0], [1, 1, 0]]).bool()
     # mean 3; squares 4 + 1 + 0 + 9 = 14
@@ -82,6 +86,7 @@ def test_masked_var_by_hand():
     assert masked_var(x, mask, unbiased=True).item() == pytest.approx(14 / 3, rel=1e-15)
 
 
+@pytest.mark.proves("rlhf_pg.masking.masked_mean", "rlhf_pg.masking.masked_var")
 @few
 @given(case=masked_numbers())
 def test_mean_and_variance_are_those_of_the_true_slots_alone(case):
@@ -121,6 +126,7 @@ def test_a_mask_of_one_column_covers_whole_rows():
 # ------------------------------------------------------------------------------------- whiten
 
 
+@pytest.mark.proves("rlhf_pg.masking.whiten")
 def test_whiten_by_hand():
     x, mask = f64([[1, 2, NAN], [3, 6, NAN]]), torch.tensor([[1, 1, 0], [1, 1, 0]]).bool()
     scale = (14 / 4 + 1e-8) ** -0.5  # mean 3, population variance 14/4
@@ -136,6 +142,7 @@ def test_whiten_adds_its_epsilon_to_the_variance():
     torch.testing.assert_close(whitened, f64([[-(0.5**0.5), 0.5**0.5]]))
 
 
+@pytest.mark.proves("rlhf_pg.masking.whiten")
 @few
 @given(case=masked_numbers())
 def test_whitened_numbers_have_mean_zero_and_variance_one(case):
@@ -147,6 +154,7 @@ def test_whitened_numbers_have_mean_zero_and_variance_one(case):
     assert masked_var(whitened, mask).item() == pytest.approx(spread / (spread + 1e-8))
 
 
+@pytest.mark.proves("rlhf_pg.masking.whiten")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("row", [[5.3], [0.1] * 7, [1e6 + 0.1] * 3, []])
 def test_whiten_without_variance_gives_exactly_zero(row, dtype):
@@ -156,13 +164,14 @@ def test_whiten_without_variance_gives_exactly_zero(row, dtype):
     torch.testing.assert_close(kept, x[mask])
 
 
+@pytest.mark.proves("rlhf_pg.masking.whiten")
 def test_whiten_uses_the_given_statistics():
     x, mask = f64([[1, 5, NAN]]), torch.tensor([[True, True, False]])
-    stats = (f64(3), f64(4))
-    expected = f64([[-2, 2, 0]]) / (4 + 1e-8) ** 0.5
+    stats = (f64(2), f64(9))  # its own are 3 and 4
+    expected = f64([[-1, 3, 0]]) / (9 + 1e-8) ** 0.5
     torch.testing.assert_close(whiten(x, mask, stats=stats), expected)
     kept = whiten(x, mask, shift_mean=False, stats=stats)
-    torch.testing.assert_close(kept, torch.where(mask, expected + 3, 0.0))
+    torch.testing.assert_close(kept, torch.where(mask, expected + 2, 0.0))
 
 
 def test_whiten_scales_one_token_by_the_statistics_of_all_processes():
@@ -170,6 +179,7 @@ def test_whiten_scales_one_token_by_the_statistics_of_all_processes():
     assert one.item() == pytest.approx(1)
 
 
+@pytest.mark.proves("rlhf_pg.masking.whiten")
 @few
 @given(case=masked_numbers(), cut=st.integers(0, 4))
 def test_processes_that_share_statistics_whiten_like_one(case, cut):
