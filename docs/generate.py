@@ -56,9 +56,15 @@ class Entry:
 
     @property
     def source(self) -> str | None:
-        """The last parentheses of the docstring's first paragraph with a year or a name in them."""
+        """The last parentheses of the docstring's first paragraph with a year or a name in them; or
+        those of the function of the same name that the package passes on, which has the formula.
+        """
         found = re.findall(r"\(((?:[^()]|\([^()]*\))*)\)", " ".join(self.paragraphs[0].split()))
         sources = [text for text in found if re.search(r"(19|20)\d\d|[A-Z]\w{2,}", text)]
+        package = sys.modules[_package(self.object)]
+        formula = getattr(package, self.object.__name__, self.object)
+        if not sources and formula is not self.object:
+            return Entry(self.name, formula).source
         return sources[-1] if sources else None
 
     @property
@@ -96,16 +102,19 @@ def _is_record(x: Any) -> bool:
 
 def _dotted(x: Any) -> str:
     """The shortest name: that in the package, if the package passes it on."""
-    package = ".".join(x.__module__.split(".")[:2])
-    short = getattr(sys.modules[package], x.__name__, None) is x
-    return f"{package if short else x.__module__}.{x.__name__}"
+    short = getattr(sys.modules[_package(x)], x.__name__, None) is x
+    return f"{_package(x) if short else x.__module__}.{x.__name__}"
+
+
+def _package(x: Any) -> str:
+    return ".".join(x.__module__.split(".")[:2])
 
 
 def proofs() -> dict[Any, list[tuple[str, str]]]:
     """For every object that a test proves: the tests, as (path, name). A method counts for its
     class.
     """
-    found = defaultdict(list)
+    found: dict[Any, list[tuple[str, str]]] = defaultdict(list)
     for name, path, test in proof_names():
         owner = pkgutil.resolve_name(name.rpartition(".")[0])
         proved = owner if inspect.isclass(owner) else pkgutil.resolve_name(name)
@@ -180,7 +189,8 @@ def _section(entry: Entry, tests: list[tuple[str, str]]) -> str:
     lines = [f"### `{entry.name}`\n"]
     if entry.keys:
         lines.append(f"By the name {', '.join(f'`{key}`' for key in entry.keys)}.\n")
-    lines.append(f"```python\n{entry.object.__name__}{_signature(entry.object)}\n```\n")
+    # Not marked as Python, which ruff would format.
+    lines.append(f"```text\n{entry.object.__name__}{_signature(entry.object)}\n```\n")
     lines += [rendered(paragraph) for paragraph in entry.paragraphs]
     lines.append(f"Proved by: {_links(tests) or 'no test yet'}.\n")
     return "\n".join(lines)

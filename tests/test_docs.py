@@ -19,17 +19,17 @@ _spec.loader.exec_module(generate)
 
 ENTRIES = [entry for module in generate.modules() for entry in generate.entries(module)]
 
+# Dtypes: no formula, so nothing to prove.
+NO_FORMULA = {"rlhf_pg.masking.float_dtype", "rlhf_pg.masking.widen"}
 # Arithmetic that is in no paper.
-NO_SOURCE = {
+NO_SOURCE = NO_FORMULA | {
     "rlhf_pg.advantages.group_stats",
     "rlhf_pg.advantages.total_scores",
     "rlhf_pg.losses.weight_count",
     "rlhf_pg.masking.completion_mask",
-    "rlhf_pg.masking.float_dtype",
     "rlhf_pg.masking.masked_mean",
     "rlhf_pg.masking.masked_var",
     "rlhf_pg.masking.whiten",
-    "rlhf_pg.masking.widen",
 }
 
 
@@ -62,7 +62,8 @@ def test_what_a_test_claims_to_prove_exists() -> None:
 
 def test_every_function_has_a_proof() -> None:
     proved = generate.proofs()
-    lacking = [entry.name for entry in ENTRIES if not proved.get(entry.object)]
+    unproved = [entry.name for entry in ENTRIES if not proved.get(entry.object)]
+    lacking = [name for name in unproved if name not in NO_FORMULA]
     assert not lacking, f"no test with the marker `proves`: {', '.join(lacking)}"
 
 

@@ -8,6 +8,7 @@ import (which proves nothing), and a killer that does not pass without any mutan
 """
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -37,11 +38,14 @@ LIBRARIES = (
     "datasets",
     "hypothesis.strategies",
     "peft",
+    "rich.live",
+    "rich.progress",
     "torch",
     "transformers",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.gpt_neox.modeling_gpt_neox",
     "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
     "tyro",
 )
 
@@ -163,7 +167,8 @@ class Job:
 
 def each(jobs: Sequence[Job], at_once: int, timeout: float) -> Iterator[tuple[Job, Run]]:
     """Run all jobs, `at_once` at a time, and give each with its outcome as it ends."""
-    waiting, running = deque(jobs), []
+    waiting = deque(jobs)
+    running: list[Job] = []
     while waiting or running:
         while waiting and len(running) < at_once:
             running.append(waiting.popleft())
@@ -241,6 +246,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name in LIBRARIES:
         importlib.import_module(name)
+    gc.freeze()  # the children need not look through the libraries for garbage: half their time
     killers = sorted({killer for mutant in mutants for killer in mutant.killers})
     problems = check(mutated, mutants) or without_mutants(killers, args.jobs, args.timeout)
     problems = problems or with_mutants(mutants, args.jobs, args.timeout)
