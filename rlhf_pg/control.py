@@ -74,12 +74,12 @@ class EntropyController:
 
 @dataclass
 class KLAdaptiveRate:
-    """Scales the learning rate so that an update moves the policy by about `target`.
+    """Scales the learning rate to move the policy by about `target` (KLAdaptiveLR of skrl).
 
         scale <- max(scale / 1.5, 0.1)  if kl > 2 target
         scale <- min(scale * 1.5, 10)   if kl < target / 2
 
-    (KLAdaptiveLR of skrl.) `kl` estimates KL(pi_old || pi) per token, in nats: the mean of
+    `kl` estimates KL(pi_old || pi) per token, in nats: the mean of
     rho - 1 - log rho. `scale` multiplies whatever rate the schedule gives.
 
     Elsewhere: skrl bounds the rate itself, by default to [1e-6, 1e-2], far above what a language

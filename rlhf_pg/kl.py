@@ -64,7 +64,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 def kl_loss(
     logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str
 ) -> Tensor:
-    """The KL as a term of the loss, per token, with the gradient that its name promises.
+    """The KL as a term of the loss, with the gradient that its name promises (Schulman 2020).
 
                              value     gradient, times grad log pi(y_t)
         k2                   u^2 / 2   u

@@ -15,7 +15,10 @@ ROUNDING = 1e-6  # a std below this share of the mean is rounding, at float32's 
 
 @dataclass
 class RunningMoments:
-    """Count, mean and population variance of every number so far; mean 0, std 1 before any."""
+    """Count, mean and population variance of every number so far (Chan et al. 1979).
+
+    Before any, mean 0 and std 1.
+    """
 
     count: float = 0.0
     mean: float = 0.0

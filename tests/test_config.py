@@ -64,7 +64,6 @@ RANGES = {
     "dynamic_sampling_rounds": ([0, 1], [-1]),
     "overlong_buffer": ([1, None], [0]),
     "overlong_penalty": ([1e-3], [0.0, -1.0, NAN]),
-    "baseline_decay": ([0.0, 0.999], [1.0, -0.1, NAN]),
     "delta": ([1.3, None], [1.0, -0.1, NAN]),
     "sapo_temperature_pos": ([1e-3], [0.0, -1.0, NAN]),
     "sapo_temperature_neg": ([1e-3], [0.0, -1.0, NAN]),
@@ -171,7 +170,6 @@ def test_a_number_at_the_edge_of_its_range_is_taken(config, key, value):
         "delta": clipped,
         "overlong_penalty": {"overlong_buffer": 1},
         "dynamic_sampling_rounds": {"num_generations": 2},
-        "baseline_decay": {"advantage_estimator": "returns_minus_moving_average"},
         "sapo_temperature_pos": {"policy_loss": "sapo"},
         "sapo_temperature_neg": {"policy_loss": "sapo"},
         "old_kl_coef": {"policy_loss": "mdpo", **twice},
@@ -720,16 +718,15 @@ APART_IN = {
     SFTConfig: [],
     RewardModelConfig: [],
 }
-MOVING_AVERAGE = {
-    "advantage_estimator": "returns_minus_moving_average",
-    "baseline_decay": 0.5,
+BY_RETURNS = {
+    "advantage_estimator": "returns",
     "whiten_rewards": True,
     "skip_zero_advantages": True,
 }
 
 
 def apart(config):
-    return APART_IN.get(config, [*APART, MOVING_AVERAGE])
+    return APART_IN.get(config, [*APART, BY_RETURNS])
 
 
 @each_config

@@ -99,7 +99,10 @@ def returns(signals: Signals, *, gamma: float = 1.0) -> Tensor:
 
 
 def returns_minus_others(signals: Signals, *, gamma: float = 1.0) -> Tensor:
-    """A_t = G_t - b_i, where b_i is the mean score of the *other* rows of the batch: unbiased."""
+    """A_t = G_t - b_i, b_i the mean score of the *other* rows of the batch (Kool 2019).
+
+    Unbiased.
+    """
     everyone = torch.zeros_like(signals.groups)
     columns = signals.scores.unbind(1)
     above_others = torch.stack([in_group.leave_one_out(c, everyone) for c in columns]).sum(0)
@@ -108,7 +111,10 @@ def returns_minus_others(signals: Signals, *, gamma: float = 1.0) -> Tensor:
 
 
 def returns_minus_mean(signals: Signals, *, gamma: float = 1.0) -> Tensor:
-    """A_t = G_t - mean score of the N rows, own row included: the gradient times (1 - 1/N)."""
+    """A_t = G_t - mean score of the N rows, the own among them (Williams 1992).
+
+    Which shrinks the expected gradient by 1 - 1/N.
+    """
     scores = signals.scores
     baseline = torch.where(scores.isnan(), 0.0, scores.nanmean(0, keepdim=True)).sum(1)
     return returns(signals, gamma=gamma) - signals.per_token(baseline)

@@ -3,13 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_pg.advantages import ADVANTAGES
-from rlhf_pg.config.policy_gradient import (
-    CRITIC_FREE,
-    NEED_CRITIC,
-    KLEstimator,
-    PolicyGradientConfig,
-)
+from rlhf_pg.advantages import ADVANTAGES, NEED_VALUES
+from rlhf_pg.config.policy_gradient import KLEstimator, PolicyGradientConfig
 from rlhf_pg.fields import choice, number
 from rlhf_pg.losses import POLICY_LOSSES
 
@@ -144,10 +139,10 @@ class PPOConfig(PolicyGradientConfig):
             )
 
     def _check_estimator(self) -> None:
-        if self.advantage_estimator in CRITIC_FREE:
+        if self.advantage_estimator not in NEED_VALUES:
             raise ValueError(
                 f"advantage_estimator {self.advantage_estimator!r} makes no use of the critic that "
-                f"PPO trains: choose {', '.join(sorted(NEED_CRITIC))}, or another algorithm"
+                f"PPO trains: choose {', '.join(sorted(NEED_VALUES))}, or another algorithm"
             )
         super()._check_estimator()
         if self.lam_alpha is not None:

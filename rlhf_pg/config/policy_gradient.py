@@ -4,14 +4,19 @@ import inspect
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_pg.advantages import ADVANTAGES
+from rlhf_pg.advantages import ADVANTAGES, NEED_VALUES
 from rlhf_pg.config.run import RunConfig
 from rlhf_pg.fields import choice, number
 from rlhf_pg.losses import POLICY_LOSSES
 
-NEED_CRITIC = {"gae"}
-CRITIC_FREE = set(ADVANTAGES) - NEED_CRITIC
-BASELINES = CRITIC_FREE - {"returns"}
+# Estimators that compare completions, and so need several: of a prompt, or of the batch.
+IN_GROUP = {
+    "group_normalized",
+    "process_group_normalized",
+    "leave_one_out",
+    "returns_minus_optimal",
+}
+IN_BATCH = {"returns_minus_others", "returns_minus_mean"}
 
 KLEstimator = Literal["k1", "k2", "k3", "k1_to_go", "k2_straight_through", "k3_ratio"]
 
@@ -55,8 +60,6 @@ class PolicyGradientConfig(RunConfig):
     """A name in rlhf_pg.advantages.ADVANTAGES."""
     normalize_advantages: bool = False
     """Whiten advantages over all tokens of the step: mean 0, variance 1."""
-    baseline_decay: float = number(0.9, minimum=0, below=1)
-    """Of returns_minus_moving_average: the weight that its past keeps at each step."""
 
     policy_loss: str = choice("clipped_surrogate", POLICY_LOSSES)
     """A name in rlhf_pg.losses.POLICY_LOSSES."""
@@ -149,17 +152,19 @@ class PolicyGradientConfig(RunConfig):
 
     def _check_estimator(self) -> None:
         """Refuse an estimator with nothing to compare."""
-        if self.advantage_estimator in NEED_CRITIC and not self.has_critic:
+        name = self.advantage_estimator
+        if name in NEED_VALUES and not self.has_critic:
+            raise ValueError(f"advantage_estimator {name!r} needs a critic: only PPO has one")
+        compared = self.num_generations * (self.prompts_per_step if name in IN_BATCH else 1)
+        if compared < 2 and name in IN_GROUP | IN_BATCH:
             raise ValueError(
-                f"advantage_estimator {self.advantage_estimator!r} needs a critic: only PPO has one"
+                f"advantage_estimator {name!r} compares completions: raise num_generations (or "
+                "prompts_per_step, for one that compares over the batch)"
             )
-        rows = self.num_generations
-        if self.advantage_estimator in ("returns_minus_others", "returns_minus_mean"):
-            rows *= self.prompts_per_step
-        if rows < 2 and self.advantage_estimator in BASELINES:
+        if name == "process_group_normalized" and self.beta > 0 and self.kl_placement == "reward":
             raise ValueError(
-                f"advantage_estimator {self.advantage_estimator!r} compares completions: raise "
-                "num_generations (or prompts_per_step, for one that compares over the batch)"
+                f"advantage_estimator {name!r} looks at the steps alone and would lose the KL: set "
+                'kl_placement to "loss"'
             )
 
     def _check_updates(self) -> None:
@@ -218,12 +223,10 @@ class PolicyGradientConfig(RunConfig):
             self.policy_loss in ("kl_penalty", "mdpo"),
             self.kl_controller != "fixed",
         )
-        averaging = self.advantage_estimator == "returns_minus_moving_average"
         correcting, bonus = self.sampler_correction != "none", self.entropy_target is not None
         for needed, used, keys in (
             ("missing_eos_penalty", self.missing_eos_penalty is not None, "missing_eos_mode"),
             ("overlong_buffer", self.overlong_buffer is not None, "overlong_penalty"),
-            ("returns_minus_moving_average", averaging, "baseline_decay"),
             ("policy_loss kl_penalty or mdpo", penalized, "old_kl_target"),
             ("sampler_correction", correcting, "sampler_clip_max sampler_clip_min"),
             ("entropy_target", bonus, "entropy_coef_delta entropy_coef_min entropy_coef_max"),

@@ -14,7 +14,7 @@ class Mutant:
 
     name: str  # in-kebab-case
     mistake: str  # what is wrong, and where it is found: one line for docs/correctness.md
-    file: str  # for example "rlhf_pg/losses.py"
+    file: str  # for example "rlhf_pg/losses/policy.py"
     old: str
     new: str
     killers: tuple[str, ...]  # pytest node ids; with parameters only where all of them are slow

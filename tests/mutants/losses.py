@@ -1,8 +1,8 @@
-"""Mistakes in `rlhf_pg/losses.py`."""
+"""Mistakes in `rlhf_pg/losses/`."""
 
 from tests.mutants import Mutant
 
-FILE = "rlhf_pg/losses.py"
+POLICY, VALUE, WEIGHTS = (f"rlhf_pg/losses/{name}.py" for name in ("policy", "value", "weights"))
 OURS = "tests/test_losses.py::"
 FORMULA = "tests/test_policy_losses.py::"
 EXACT = "tests/test_policy_gradients.py::"
@@ -10,8 +10,10 @@ IS_ITS_FORMULA = (FORMULA + "test_every_loss_is_its_formula",)
 KINKS = (FORMULA + "test_both_sides_of_every_kink",)
 
 
-def mutant(name: str, mistake: str, old: str, new: str, *killers: str) -> Mutant:
-    return Mutant(name=name, mistake=mistake, file=FILE, old=old, new=new, killers=killers)
+def mutant(
+    name: str, mistake: str, old: str, new: str, *killers: str, file: str = POLICY
+) -> Mutant:
+    return Mutant(name=name, mistake=mistake, file=file, old=old, new=new, killers=killers)
 
 
 MUTANTS = [
@@ -255,6 +257,7 @@ MUTANTS = [
         "return 0.5 * torch.max(squares, clipped_squares)",
         "return 0.5 * clipped_squares + 0 * squares",
         OURS + "test_value_loss_by_hand",
+        file=VALUE,
     ),
     mutant(
         "value-minimum",
@@ -262,6 +265,7 @@ MUTANTS = [
         "return 0.5 * torch.max(squares, clipped_squares)",
         "return 0.5 * torch.min(squares, clipped_squares)",
         OURS + "test_value_loss_by_hand",
+        file=VALUE,
     ),
     mutant(
         "value-without-the-half",
@@ -269,6 +273,7 @@ MUTANTS = [
         "return 0.5 * squares, {}",
         "return squares, {}",
         OURS + "test_value_loss_by_hand",
+        file=VALUE,
     ),
     # -------------------------------------------------------------------------- weights
     mutant(
@@ -277,6 +282,7 @@ MUTANTS = [
         "count = own_count if denominator is None else denominator",
         "count = own_count",
         OURS + "test_any_split_into_micro_batches_adds_up_to_the_same",
+        file=WEIGHTS,
     ),
     mutant(
         "dr-grpo-by-padded-width",
@@ -284,6 +290,7 @@ MUTANTS = [
         "divisor = divisor * max_completion_length",
         "divisor = divisor * mask.shape[1]",
         OURS + "test_token_weights_by_hand",
+        file=WEIGHTS,
     ),
     mutant(
         "sequence-mean-over-rows-without-a-token",
@@ -291,6 +298,7 @@ MUTANTS = [
         'return mask.sum() if aggregation == "token_mean" else mask.any(dim=1).sum()',
         'return mask.sum() if aggregation == "token_mean" else torch.tensor(len(mask))',
         OURS + "test_token_weights_by_hand",
+        file=WEIGHTS,
     ),
     mutant(
         "sampler-weight-inverted",
@@ -298,13 +306,15 @@ MUTANTS = [
         "old_logprobs.detach() - sampler_logprobs.detach()",
         "sampler_logprobs.detach() - old_logprobs.detach()",
         FORMULA + "test_sampler_weights_by_hand",
+        file=WEIGHTS,
     ),
     mutant(
         "sampler-sequence-mean",
         "the geometric mean as the weight of a sequence: no correction of its probability",
-        "        log_weight = _row_sum(log_weight)\n",
-        "        log_weight = masked_mean(log_weight, mask, dim=1)[:, None]\n",
+        "widen(log_weight).sum(dim=1, keepdim=True).to",
+        "widen(log_weight).mean(dim=1, keepdim=True).to",
         EXACT + "test_whole_sequence_weights_without_a_bound_undo_the_mismatch",
+        file=WEIGHTS,
     ),
     mutant(
         "sampler-mask-truncates",
@@ -312,6 +322,7 @@ MUTANTS = [
         "clipped = torch.where(clipped == weight, weight, 0.0)",
         "clipped = torch.where(clipped == weight, weight, clip_max)",
         FORMULA + "test_sampler_weights_by_hand",
+        file=WEIGHTS,
     ),
     mutant(
         "sampler-weight-with-a-gradient",
@@ -319,5 +330,6 @@ MUTANTS = [
         "old_logprobs.detach() - sampler_logprobs.detach()",
         "old_logprobs - sampler_logprobs",
         FORMULA + "test_sampler_weights_by_hand",
+        file=WEIGHTS,
     ),
 ]

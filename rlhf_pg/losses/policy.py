@@ -1,16 +1,8 @@
-"""Per-token policy and value losses, and the weights that make one number of them.
+"""Policy losses per token: what a config chooses from, without a clip and with one.
 
-A loss returns (per_token, metrics), each (B,T): what is minimised at every token, and numbers to
-average over the mask for the log. It knows nothing of aggregation or of other processes:
-`loss = (per_token * token_weights(...)).sum()`, where the denominator of the weights counts the
-whole optimizer step on every rank, so any split into micro-batches has the same gradient.
-
-Throughout, rho_t = pi(y_t) / pi_old(y_t) for a token y_t that pi_old sampled, and sg stops the
-gradient. Masked slots may hold anything, NaN included, and are 0 in what comes out.
-
-`POLICY_LOSSES` at the end names the losses that a config can choose. To add one, write a function
-and give it a line there; its parameters beyond the first four are config keys of the same name
-(`groups`, of `p3o`, is the batch's).
+`POLICY_LOSSES` at the end names them. To add one, write a function and give it a line there; its
+parameters beyond the first four are config keys of the same name (`groups`, of `p3o`, is the
+batch's).
 """
 
 from collections.abc import Callable
@@ -21,9 +13,7 @@ from torch import Tensor
 
 from rlhf_pg.masking import masked_mean, widen
 
-AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 SAMPLING_LEVELS = ("token", "sequence")
-SAMPLER_CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 MAX_LOG_RATIO = 20.0
 
@@ -85,7 +75,7 @@ def _clip_metrics(low: Tensor, high: Tensor, dtype: torch.dtype) -> dict[str, Te
     }
 
 
-# ------------------------------------------------------------------- policy losses without a clip
+# -------------------------------------------------------------------------------- without a clip
 
 
 def vanilla(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Loss:
@@ -188,7 +178,7 @@ def mdpo(
     return penalty - start.ratio * start.advantages, start.metrics
 
 
-# ---------------------------------------------------------------------- policy losses with a clip
+# ----------------------------------------------------------------------------------- with a clip
 
 
 def clipped_surrogate(
@@ -234,10 +224,8 @@ def clipped_surrogate(
     too, Spinning Up logs -log rho_t.
     """
     if importance_sampling_level not in SAMPLING_LEVELS:
-        raise ValueError(
-            f"importance_sampling_level must be one of {', '.join(SAMPLING_LEVELS)}, "
-            f"got {importance_sampling_level!r}"
-        )
+        level, known = importance_sampling_level, ", ".join(SAMPLING_LEVELS)
+        raise ValueError(f"importance_sampling_level must be one of {known}, got {level!r}")
     if delta is not None and delta <= 1:
         raise ValueError(f"delta must be above 1, the ratio before the first update, got {delta}")
     start = _start(logprobs, old_logprobs, advantages, mask, importance_sampling_level)
@@ -419,146 +407,6 @@ def _pair_shares(groups: Tensor, mask: Tensor) -> Tensor:
     pairs = (groups[:, None] == groups) & rows[:, None] & rows
     pairs.fill_diagonal_(False)
     return pairs / pairs.sum(dim=1, keepdim=True).clamp(min=1)
-
-
-# -------------------------------------------------------------------------------------- value loss
-
-
-def value_loss(
-    values: Tensor,
-    old_values: Tensor,
-    returns: Tensor,
-    mask: Tensor,
-    clip_range: float | None = None,
-) -> Loss:
-    """Squared error of the critic, optionally with value clipping (OpenAI baselines, ppo2).
-
-        V_c = V_old + clip(V - V_old, -clip_range, clip_range)
-        loss_t = 1/2 max((V - R)^2, (V_c - R)^2)
-
-    The gradient is V - R, and exactly 0 where V has moved more than clip_range towards R.
-
-    Args:
-        values, old_values, returns: (B,T); only `values` gets a gradient.
-        clip_range: None: 1/2 (V - R)^2.
-
-    Returns:
-        per_token (B,T) and the metric `value_clip_ratio`, the tokens where the clipped term won.
-
-    Elsewhere: skrl has V_c alone, which is stuck where V has moved away from R.
-    """
-    values = torch.where(mask, values, 0.0)
-    returns = torch.where(mask, returns.detach(), 0.0)
-    squares = (values - returns) ** 2
-    if clip_range is None:
-        return 0.5 * squares, {}
-    old_values = torch.where(mask, old_values.detach(), 0.0)
-    clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
-    clipped_squares = (clipped - returns) ** 2
-    won = (clipped_squares > squares) & ((values - old_values).abs() > clip_range)
-    return 0.5 * torch.max(squares, clipped_squares), {"value_clip_ratio": won.to(squares.dtype)}
-
-
-# ------------------------------------------------------------------ how much every token counts
-
-
-def token_weights(
-    mask: Tensor,
-    aggregation: str,
-    max_completion_length: int | None = None,
-    denominator: Tensor | float | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """The weight of every token in the loss, (B,T), 0 where masked.
-
-        token_mean     1 / sum of mask        every token counts the same (DAPO)
-        sequence_mean  1 / (N len_i)          every completion counts the same (GRPO)
-        constant       1 / (N max_length)     no length in it at all: the unbiased one (Dr. GRPO)
-
-    N is the number of rows with a True slot. "constant" leaves an unbiased gradient unbiased, up to
-    its scale; the denominator of "token_mean" depends on the lengths that were drawn, and
-    "sequence_mean" weighs a completion by 1/length.
-
-    Args:
-        mask: (B,T) action tokens.
-        max_completion_length: for "constant".
-        denominator: the count over the whole optimizer step and all ranks, of tokens for
-            "token_mean" and of rows otherwise (see `weight_count`); by default that of `mask`.
-        dtype: of the result; by default torch's default dtype.
-
-    Raises:
-        ValueError: an unknown aggregation, or "constant" without `max_completion_length`.
-
-    Elsewhere: verl divides Dr. GRPO's sum by the padded width, so its scale depends on the longest
-    completion beside it; TRL's "bnpo" is a mean per micro-batch, so the split changes the gradient.
-    """
-    own_count = weight_count(mask, aggregation)
-    count = own_count if denominator is None else denominator
-    dtype = dtype or torch.get_default_dtype()
-    divisor = torch.as_tensor(count, device=mask.device).to(dtype).clamp(min=1)
-    if aggregation == "sequence_mean":
-        divisor = divisor * mask.sum(dim=1, keepdim=True).clamp(min=1)
-    elif aggregation == "constant":
-        if max_completion_length is None:
-            raise ValueError('aggregation "constant" needs max_completion_length')
-        divisor = divisor * max_completion_length
-    return torch.where(mask, 1 / divisor, 0.0)
-
-
-def weight_count(mask: Tensor, aggregation: str) -> Tensor:
-    """What the denominator of `token_weights` counts, for these rows alone: tokens or rows."""
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(
-            f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {aggregation!r}"
-        )
-    return mask.sum() if aggregation == "token_mean" else mask.any(dim=1).sum()
-
-
-def sampler_weights(
-    old_logprobs: Tensor,
-    sampler_logprobs: Tensor,
-    mask: Tensor,
-    mode: str,
-    clip_max: float = 3.0,
-    clip_min: float | None = None,
-) -> Tensor:
-    """Importance weights against an engine whose probabilities differ (TIS; Yao et al. 2025).
-
-        w_t = pi_old(y_t) / pi_sampler(y_t); for "sequence_*" the product of w_t over the row
-        *_truncate: clip(w, clip_min, clip_max)
-        *_mask:     w where clip_min <= w <= clip_max, else 0
-
-    To multiply the per-token policy loss with; its denominator stays. Only the row's whole product,
-    unbounded, makes the gradient unbiased: a token's own weight ignores how the sampler came to the
-    tokens before it, and every bound trades a bias for variance.
-
-    Args:
-        old_logprobs, sampler_logprobs: (B,T) of the policy before the update, by the trainer and by
-            the engine.
-        mask: (B,T) action tokens.
-        mode: a name in SAMPLER_CORRECTIONS.
-        clip_max, clip_min: bounds of w; None: 0.
-
-    Returns:
-        (B,T), detached, |log w| held at 20.
-
-    Raises:
-        ValueError: an unknown mode.
-
-    Elsewhere: TRL has the same four, by default "sequence_mask" with 3.0.
-    """
-    if mode not in SAMPLER_CORRECTIONS:
-        raise ValueError(f"mode must be one of {', '.join(SAMPLER_CORRECTIONS)}, got {mode!r}")
-    level, bound = mode.split("_")
-    log_weight = torch.where(mask, old_logprobs.detach() - sampler_logprobs.detach(), 0.0)
-    if level == "sequence":
-        log_weight = _row_sum(log_weight)
-    weight = _held(log_weight).exp()
-    low = 0.0 if clip_min is None else clip_min
-    clipped = weight.clamp(low, clip_max)
-    if bound == "mask":
-        clipped = torch.where(clipped == weight, weight, 0.0)
-    return torch.where(mask, clipped, 0.0)
 
 
 POLICY_LOSSES: dict[str, Callable[..., Loss]] = {

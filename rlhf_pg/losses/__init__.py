@@ -1,0 +1,56 @@
+"""Per-token policy and value losses, and the weights that make one number of them.
+
+A loss returns (per_token, metrics), each (B,T): what is minimised at every token, and numbers to
+average over the mask for the log. It knows nothing of aggregation or of other processes:
+`loss = (per_token * token_weights(...)).sum()`, where the denominator of the weights counts the
+whole optimizer step on every rank, so any split into micro-batches has the same gradient.
+
+Throughout, rho_t = pi(y_t) / pi_old(y_t) for a token y_t that pi_old sampled, and sg stops the
+gradient. Masked slots may hold anything, NaN included, and are 0 in what comes out.
+"""
+
+from rlhf_pg.losses.policy import (
+    MAX_LOG_RATIO,
+    POLICY_LOSSES,
+    SAMPLING_LEVELS,
+    Loss,
+    cispo,
+    clipped_surrogate,
+    gmpo,
+    kl_penalty,
+    mdpo,
+    p3o,
+    sapo,
+    surrogate,
+    vanilla,
+)
+from rlhf_pg.losses.value import value_loss
+from rlhf_pg.losses.weights import (
+    AGGREGATIONS,
+    SAMPLER_CORRECTIONS,
+    sampler_weights,
+    token_weights,
+    weight_count,
+)
+
+__all__ = [
+    "AGGREGATIONS",
+    "MAX_LOG_RATIO",
+    "POLICY_LOSSES",
+    "SAMPLER_CORRECTIONS",
+    "SAMPLING_LEVELS",
+    "Loss",
+    "cispo",
+    "clipped_surrogate",
+    "gmpo",
+    "kl_penalty",
+    "mdpo",
+    "p3o",
+    "sampler_weights",
+    "sapo",
+    "surrogate",
+    "token_weights",
+    "value_loss",
+    "vanilla",
+    "weight_count",
+]
