@@ -92,7 +92,7 @@ class PPOConfig(PolicyGradientConfig):
     lam_alpha: float | None = number(None, above=0)
     """GAE with lam = 1 - 1 / (lam_alpha * length) for each completion (VAPO); None: lam."""
     value_lam: float | None = number(None, minimum=0, maximum=1)
-    """Lam of the critic's targets (VAPO: 1); None: that of the advantages."""
+    """Lam of the critic's targets (VAPO: 1); None: they are advantage + value."""
     n_steps: int | None = number(1, minimum=1)
     """Of n_step: rewards before the critic takes over; None: all to the end."""
     bootstrap_truncated: bool = False
@@ -112,15 +112,17 @@ class PPOConfig(PolicyGradientConfig):
     value_model_name_or_path: str | None = None
     """Whose trunk a separate critic starts from (a reward model, say); None: the policy's."""
     value_init: Literal["pretrained", "random"] = "pretrained"
-    """Its trunk as it was trained, or the same architecture with random weights."""
+    """Its trunk as it was trained, or the policy's architecture with random weights."""
     value_learning_rate: float | None = number(None, above=0)
     """Peak learning rate of the critic; None: learning_rate."""
     value_warmup_steps: int | None = number(None, minimum=0)
     """Steps of linear warm-up of the critic; None: warmup_steps."""
     value_pretraining_steps: int = number(0, minimum=0)
-    """Steps at the start in which the critic alone is trained (VAPO)."""
+    """Steps at the start in which the critic alone is trained (VAPO); the schedule and the warm-up
+    of the policy come after them."""
     normalize_values: bool = False
-    """Let the critic predict returns less their running mean, over their running deviation."""
+    """Let the critic predict returns less their running mean, over their running deviation; the
+    value loss and cliprange_value are in these units."""
     vf_coef: float = number(0.1, minimum=0)
     """Coefficient of the value loss."""
     cliprange_value: float | None = number(0.2, above=0)
@@ -137,6 +139,15 @@ class PPOConfig(PolicyGradientConfig):
             raise ValueError(
                 "value_init random has no weights worth an adapter: leave out use_peft"
             )
+        if self.value_init == "random" and self.value_model_name_or_path is not None:
+            raise ValueError(
+                "value_init random takes the policy's architecture: leave out "
+                "value_model_name_or_path"
+            )
+        taught = ("value_lam", "value_pretraining_steps", "normalize_values")
+        self.refuse_idle(
+            taught, self.vf_coef > 0, "is for a critic that learns: set vf_coef, or leave it out"
+        )
 
     def _check_estimator(self) -> None:
         if self.advantage_estimator not in NEED_VALUES:

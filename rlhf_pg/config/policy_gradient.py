@@ -121,7 +121,7 @@ class PolicyGradientConfig(RunConfig):
     sync_ref_model: bool = False
     """Let the reference follow the policy."""
     ref_model_sync_steps: int = number(512, minimum=1)
-    """Every so many steps."""
+    """Every so many steps, after the updates."""
     ref_model_mixup_alpha: float = number(0.6, above=0, maximum=1)
     """Share of the policy in the new reference; 1 makes it a copy."""
 
