@@ -2,7 +2,7 @@
 
 A checkpoint is a directory that `from_pretrained` reads, with three files beside the model (or its
 adapter): `optimizer.safetensors` (by parameter name), `rng-rank{r}.safetensors` and `state.json`;
-and `critic/`, where there is one. Nothing is pickled.
+`critic/`, where there is one, and `reference/` where that moves. Nothing is pickled.
 """
 
 import json
@@ -112,6 +112,8 @@ class Checkpointer:
         self.tokenizer.save_pretrained(path)
         if self.critic is not None:
             self.critic.save(path / "critic")
+        if self.reference is not None and self.reference.moves:
+            self.reference.save(path / "reference")
         names = {p: name for name, p in self.parameters.items()}
         save_file(optimizer_tensors(self.optimizer, names), path / "optimizer.safetensors")
         state = {
@@ -168,6 +170,8 @@ class Checkpointer:
         load_weights(self.model, path)
         if self.critic is not None:
             self.critic.restore(path / "critic")
+        if self.reference is not None and self.reference.moves:
+            self.reference.restore(path / "reference")
         tensors = load_file(path / "optimizer.safetensors")
         restore_optimizer(self.optimizer, self.parameters, tensors)
         self.scheduler.load_state_dict(state["scheduler"])

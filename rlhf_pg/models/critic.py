@@ -17,6 +17,7 @@ from rlhf_pg.masking import widen
 from rlhf_pg.models.adapters import LOADED, add_adapter, load_weights, share_frozen, trunk
 from rlhf_pg.models.loading import check_vocabulary, has_tokenizer, load_model
 from rlhf_pg.models.policy import Policy, PolicyOutput, model_inputs
+from rlhf_pg.running import RunningMoments
 
 HEAD_FILE = "value_head.safetensors"
 MODULE_FILE = "model.safetensors"
@@ -33,6 +34,13 @@ class ValueHead(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         """(B,S,hidden) to (B,S)."""
         return super().forward(hidden.to(self.weight.dtype)).squeeze(-1)
+
+    def denormalized(self, moments: RunningMoments | None) -> dict[str, Tensor]:
+        """Its weights such that it gives V std + mean: (w h + b) std + mean."""
+        if moments is None:
+            return self.state_dict()
+        weight, bias = self.weight.detach(), self.bias.detach()
+        return {"weight": weight * moments.std, "bias": moments.denormalize(bias)}
 
 
 class Critic(nn.Module):
@@ -90,11 +98,16 @@ class Critic(nn.Module):
         states: Tensor = self.head(hidden)
         return states
 
-    def save(self, path: Path) -> None:
-        """Trunk or adapter as `from_pretrained` reads them, and the head beside them."""
+    def save(self, path: Path, moments: RunningMoments | None = None) -> None:
+        """Trunk or adapter as `from_pretrained` reads them, and the head beside them.
+
+        Args:
+            moments: of the returns, where the head predicts (R - mean) / std; the one that is saved
+                predicts R.
+        """
         path.mkdir(parents=True, exist_ok=True)
         if self.head is not None:
-            safetensors.save_file(self.head.state_dict(), path / HEAD_FILE)
+            safetensors.save_file(self.head.denormalized(moments), path / HEAD_FILE)
         if isinstance(self.model, LOADED):
             self.model.save_pretrained(path)
         elif self.model is not None:
@@ -147,6 +160,7 @@ def new_critic(
     shared: bool = False,
     value_model: str | os.PathLike[str] | nn.Module | None = None,
     peft_config: Any = None,
+    random_seed: int | None = None,
 ) -> Critic:
     """The critic of a policy.
 
@@ -159,12 +173,16 @@ def new_critic(
             along. Any other module gives the values itself (see `Critic`), and is trained in place.
         peft_config: train an adapter on the trunk of `value_model` instead of the trunk; by default
             that of the policy's own adapter, if it has one.
+        random_seed: of weights to start from in place of the policy's, in the same architecture.
 
     Raises:
-        ValueError: no such model, one with another vocabulary, or the policy itself.
+        ValueError: no such model, one with another vocabulary, or the policy itself; or random
+            weights under an adapter.
     """
     if shared:
         return Critic(None, _head(policy_model, dtype))
+    if random_seed is not None:
+        return Critic(_random(policy_model, dtype, random_seed), _head(policy_model, dtype))
     if value_model is None:
         return Critic(_copy(policy_model), _head(policy_model, dtype))
     if isinstance(value_model, nn.Module):
@@ -191,6 +209,19 @@ def _copy(policy_model: PreTrainedModel) -> Any:
     if not isinstance(policy_model, PeftModel):
         return share_frozen(trunk(policy_model))
     return _without_head(share_frozen(policy_model))
+
+
+def _random(policy_model: PreTrainedModel, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """A trunk like the policy's as it was before any training; no other random number changes."""
+    if isinstance(policy_model, PeftModel):
+        raise ValueError(
+            "value_init random has no weights worth an adapter, which the policy has: leave it out"
+        )
+    model: Any = trunk(policy_model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        fresh = type(model)(copy.deepcopy(model.config))
+    return load_model(fresh, dtype)
 
 
 def _without_head(model: PreTrainedModel) -> PreTrainedModel:

@@ -1,12 +1,13 @@
-"""The reference: the policy as it was when training began."""
+"""The reference: the policy as it was when training began, or what follows it at a distance."""
 
 import hashlib
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from rlhf_pg.experience import Rollout
-from rlhf_pg.models.adapters import adds_nothing, share_frozen
+from rlhf_pg.models.adapters import adds_nothing, load_weights, share_frozen
 from rlhf_pg.models.policy import Policy
 
 
@@ -15,13 +16,17 @@ class Reference(nn.Module):
     so it is the model that training really started from.
 
     Frozen weights are shared with the policy, so with LoRA it costs an adapter at most: a copy of
-    the initial one, or none where that was fresh.
+    the initial one, or none where that was fresh and the reference stays.
+
+    Args:
+        moves: it is going to `follow` the policy.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, moves: bool = False) -> None:
         super().__init__()
         self.policy = share_frozen(policy).eval().requires_grad_(False)
-        if adds_nothing(policy.model):
+        self.moves = moves
+        if adds_nothing(policy.model) and not moves:
             self.policy.model = self.policy.model.unload()
 
     @torch.no_grad()
@@ -30,19 +35,54 @@ class Reference(nn.Module):
         logprobs: Tensor = self.policy(batch).logprobs
         return logprobs
 
+    @torch.no_grad()
+    def follow(self, policy: Policy, alpha: float) -> None:
+        """Move towards the policy, in place (TR-DPO; Gorbatovski et al. 2024).
+
+            ref <- alpha policy + (1 - alpha) ref
+
+        Buffers move too. With 1 it becomes a copy, to the last bit; at every step with a small
+        `alpha` it is an exponential average, which bfloat16 rounds away once a move is below the
+        last bit of a weight. Of a LoRA the factors A and B are averaged, not their product: for
+        `alpha` below 1 the reference is not the average of the two models.
+
+        Elsewhere: TRL moves parameters alone, and saves no reference: after a resume it begins
+        anew from the initial model.
+        """
+        for theirs, own in zip(_tensors(policy), _tensors(self.policy), strict=True):
+            if own is theirs:  # frozen and shared
+                continue
+            if own.is_floating_point():
+                own.lerp_(theirs, alpha)
+            else:
+                own.copy_(theirs)
+
+    def save(self, path: Path) -> None:
+        """As `from_pretrained` reads it: the weights, or the adapter."""
+        self.policy.model.save_pretrained(path)
+
+    def restore(self, path: Path) -> None:
+        """The inverse of `save`, in place."""
+        load_weights(self.policy.model, path)
+
     def train(self, mode: bool = True) -> "Reference":
         """Stays in evaluation mode whatever is asked."""
         return super().train(False)
 
 
 def fingerprint(module: nn.Module) -> str:
-    """SHA-256 of the names and shapes of all tensors, and of the frozen parameters themselves.
+    """SHA-256 of the names and shapes of all tensors, and of the frozen parameters themselves, but
+    for a reference that moves.
 
     A resumed run must find the same: the saved weights fit then, and what was not saved is equal.
     """
-    digest = hashlib.sha256()
+    digest, stays = hashlib.sha256(), not (isinstance(module, Reference) and module.moves)
     for name, tensor in sorted(module.state_dict(keep_vars=True).items()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+        if stays and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
             digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rlhf_pg.experience import Rollout
-from rlhf_pg.models import Policy, Reference, fingerprint
-from tests.tiny import tiny_model
+from rlhf_pg.models import Policy, Reference, add_adapter, fingerprint
+from tests.tiny import adapter, stir, tiny_model
 
 ARCHS = ["gpt2", "llama"]
 
@@ -120,3 +120,106 @@ def test_a_model_with_a_scalar_buffer_has_a_fingerprint():
 def test_bfloat16_weights_give_single_precision_numbers():
     reference = Reference(Policy(tiny_model("gpt2", dtype=torch.bfloat16)))
     assert reference(rollout()).dtype == torch.float32
+
+
+# ------------------------------------------------------------------------------ one that follows
+
+
+def pair(kind, dtype=torch.float32):
+    """A policy and a reference that have drifted apart."""
+    torch.manual_seed(0)
+    model = tiny_model("llama", dtype=dtype, tie_word_embeddings=True)
+    if kind == "lora":
+        model = add_adapter(model, adapter())
+    model.register_buffer("scale", torch.tensor([1.0, 2.0], dtype=dtype))
+    model.register_buffer("count", torch.tensor(3))
+    policy = Policy(model)
+    reference = Reference(policy, moves=True)
+    stir(policy)
+    model.scale += 1
+    model.count += 1
+    return policy, reference
+
+
+def tensors(module):
+    return {n: t.detach().clone() for n, t in [*module.named_parameters(), *module.named_buffers()]}
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-14), (torch.bfloat16, 0.01)])
+@pytest.mark.parametrize("alpha", [0.25, 0.6])
+@pytest.mark.proves("rlhf_pg.models.Reference.follow")
+def test_it_moves_by_a_share_of_the_way_in_place(kind, dtype, close, alpha):
+    policy, reference = pair(kind, dtype)
+    theirs, before = tensors(policy), tensors(reference.policy)
+    where = [p.data_ptr() for p in reference.parameters()]
+    reference.follow(policy, alpha)
+    for name, now in tensors(reference.policy).items():
+        expected = theirs[name]
+        if now.is_floating_point():
+            expected = (alpha * theirs[name].double() + (1 - alpha) * before[name].double()).to(now)
+        torch.testing.assert_close(now, expected, rtol=close, atol=close)
+    assert [p.data_ptr() for p in reference.parameters()] == where
+    assert not any(p.requires_grad for p in reference.parameters())
+    assert all(t.equal(theirs[name]) for name, t in tensors(policy).items())
+    assert any(p.requires_grad for p in policy.parameters())
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_refresh_makes_it_agree_with_the_policy_to_the_last_bit(kind, dtype):
+    policy, reference = pair(kind, dtype)
+    assert not reference(rollout()).equal(policy(rollout()).logprobs)
+    reference.follow(policy, 1.0)
+    assert reference(rollout()).equal(policy(rollout()).logprobs)
+    now = tensors(policy)
+    assert all(t.equal(now[name]) for name, t in tensors(reference.policy).items())
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.6])
+def test_where_the_policy_has_not_moved_neither_does_it(alpha):
+    policy = Policy(tiny_model("llama"))
+    reference = Reference(policy, moves=True)
+    reference.follow(policy, alpha)
+    now = tensors(policy)
+    assert all(t.equal(now[name]) for name, t in tensors(reference.policy).items())
+
+
+def test_with_a_fresh_adapter_it_keeps_a_copy_of_that_and_shares_the_rest():
+    policy, reference = pair("lora")
+    own = {p.data_ptr() for p in reference.parameters()}
+    frozen = {p.data_ptr() for p in policy.parameters() if not p.requires_grad}
+    trained = {p.data_ptr() for p in policy.parameters() if p.requires_grad}
+    assert frozen < own
+    assert own.isdisjoint(trained)
+    assert len(own - frozen) == len(trained)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_the_fingerprint_does_not_cover_what_moves(kind):
+    policy, reference = pair(kind)
+    before = fingerprint(reference)
+    reference.follow(policy, 0.5)
+    assert fingerprint(reference) == before
+    del reference.policy.model.scale
+    assert fingerprint(reference) != before
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_saved_is_restored_in_place(kind, dtype, tmp_path):
+    torch.manual_seed(0)
+    model = tiny_model("llama", dtype=dtype)
+    policy = Policy(add_adapter(model, adapter()) if kind == "lora" else model)
+    reference = Reference(policy, moves=True)
+    start = tensors(reference)
+    reference.follow(stir(policy), 0.4)
+    moved, where = tensors(reference), [p.data_ptr() for p in reference.parameters()]
+    reference.save(tmp_path / "reference")
+    reference.follow(policy, 1.0)
+    reference.restore(tmp_path / "reference")
+    assert all(t.equal(moved[name]) for name, t in tensors(reference).items())
+    assert not all(t.equal(start[name]) for name, t in moved.items())
+    assert [p.data_ptr() for p in reference.parameters()] == where
+    assert not any(p.requires_grad for p in reference.parameters())
