@@ -33,6 +33,7 @@ from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.progress import Journal
 from rlhf_pg.rewards import Rewards, RewardSource
 from rlhf_pg.rollout import NativeEngine, RolloutEngine, SamplingParams
+from rlhf_pg.running import RunningMoments
 from rlhf_pg.runtime import Runtime, Trackers
 from rlhf_pg.trainers import inputs
 from rlhf_pg.trainers.callbacks import Callback
@@ -73,6 +74,7 @@ class PolicyGradientTrainer:
     """
 
     config_type: ClassVar[type[PolicyGradientConfig]]
+    value_moments: RunningMoments | None = None  # of the returns, where they are normalised
 
     def __init__(
         self,
@@ -157,12 +159,17 @@ class PolicyGradientTrainer:
     @property
     def running(self) -> dict[str, Any]:
         """Plain records that move with the run and are saved with it, by name."""
-        return dict(self.coefficients.controllers)
+        moments = {} if self.value_moments is None else {"value_moments": self.value_moments}
+        return self.coefficients.controllers | moments
 
     # -------------------------------------------------------------- what makes it an algorithm
 
     def advantages(self, signals: Signals) -> Tensor:
         """Advantages (B,T) of this rank's rows, from the scores of all ranks."""
+        raise NotImplementedError
+
+    def returns(self, signals: Signals, advantages: Tensor) -> Tensor:
+        """What a critic is to predict (B,T), from `advantages` before they are whitened."""
         raise NotImplementedError
 
     def loss(self, new: PolicyOutput, batch: Experience) -> Loss:
@@ -276,14 +283,17 @@ class PolicyGradientTrainer:
             experience, metrics = self.make_experience(samples.rollout, scores, meter)
         with meter.time("update"):
             metrics |= self.update(experience, meter)
+        alone = self.learner.trains_critic_alone(self.state.step)
         self.state.step += 1
+        self.learner.sync_reference(self.state.step)
         self.state.draws += len(draws)
         self.state.num_tokens += int(metrics["tokens"])
         if _due(self.state.step, self.args.log_completions_steps):
             shown = self.args.num_completions_to_print
             journal.completions(self.state.step, samples.records(scores, self.reward_names, shown))
         metrics |= meter.means(self.runtime.total(meter.sums())) | meter.seconds
-        self.coefficients.update(metrics, len(draws) * self.args.num_generations)
+        if not alone:  # a policy that stays does not answer to them
+            self.coefficients.update(metrics, len(draws) * self.args.num_generations)
         self.learner.next_rate(self.coefficients.learning_rate_scale)
         metrics |= self.coefficients.metrics()
         metrics["step"] = self.state.step
@@ -441,7 +451,7 @@ class PolicyGradientTrainer:
             self.model.save_pretrained(path)
             self.processing_class.save_pretrained(path)
             if self.critic is not None:
-                self.critic.save(path / "critic")
+                self.critic.save(path / "critic", self.value_moments)
             if self.args.save_merged:
                 models.merged(self.model).save_pretrained(path / "merged")
                 self.processing_class.save_pretrained(path / "merged")

@@ -7,14 +7,12 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, get_scheduler
+from transformers import PreTrainedModel
 
 from rlhf_pg.config import PolicyGradientConfig, PPOConfig
 from rlhf_pg.data import permutation
@@ -31,6 +29,7 @@ from rlhf_pg.models import (
     disable_dropout,
 )
 from rlhf_pg.runtime import Runtime
+from rlhf_pg.trainers.optimizer import Optimizers, optimizer_and_schedule, rate_of
 
 R = TypeVar("R", bound=Rollout)
 
@@ -61,7 +60,7 @@ class Learner:
         runtime: Runtime,
         loss: Callable[[PolicyOutput, Experience], Loss],
         total_steps: int,
-        optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+        optimizers: Optimizers = (None, None),
         critic: Critic | None = None,
     ) -> None:
         self.args, self.runtime, self.loss, self.critic = args, runtime, loss, critic
@@ -78,14 +77,12 @@ class Learner:
         if args.gradient_checkpointing:
             checkpoint_activations(model)
             checkpoint_activations(critic.model if critic else None)
-        self.reference = Reference(self.policy) if args.beta > 0 else None
+        self.reference: Reference | None = None
+        if args.beta > 0:
+            self.reference = Reference(self.policy, args.sync_ref_model)
         self.trained = runtime.prepare(self.module)
-        self.optimizer = optimizers[0] or _adamw(self.policy, critic, args)
-        _check_complete(self.optimizer, self.module)
-        if optimizers[1] is not None and args.kl_adaptive_lr is not None:
-            raise ValueError("kl_adaptive_lr would scale a scheduler of your own: leave one out")
-        self.scheduler: LRScheduler = optimizers[1] or get_scheduler(
-            args.lr_scheduler_type, self.optimizer, args.warmup_steps, total_steps
+        self.optimizer, self.scheduler = optimizer_and_schedule(
+            self.policy, critic, args, total_steps, optimizers
         )
 
     def describe(self) -> str:
@@ -125,26 +122,45 @@ class Learner:
         """Every optimizer update on one rollout batch."""
         norms: list[float] = []
         last_pass: deque[Meter] = deque(maxlen=self.args.num_mini_batches)
-        rate = self.optimizer.param_groups[0]["lr"]
+        rates = {"learning_rate": rate_of(self.policy, self.optimizer)}
+        if self.critic is not None:
+            rates["value_learning_rate"] = rate_of(self.critic, self.optimizer)
+        alone = self.trains_critic_alone(step)
         self.module.train()
         for minibatch in self._minibatches(experience, step):
             seen = Meter()
             self.accumulate(minibatch, seen)
             meter.absorb(seen)
             last_pass.append(seen)
-            if norms and self._has_drifted(seen):
+            if alone:
+                # After the exchange, in which DDP waits for every gradient, and before the norm
+                # is taken: neither that nor Adam's moments see where the policy does not go.
+                self.policy.zero_grad()
+            elif norms and self._has_drifted(seen):
                 self.optimizer.zero_grad()
                 break
             norms.append(self._apply_gradient())
         self.module.eval()
         metrics = {
             "grad_norm": sum(norms) / len(norms),
-            "learning_rate": rate,
+            **rates,
             "num_updates": len(norms),
         }
         if self.args.old_kl_target is not None or self.args.kl_adaptive_lr is not None:
             metrics["approx_kl/last_pass"] = self._approx_kl(last_pass)
         return metrics
+
+    def trains_critic_alone(self, step: int) -> bool:
+        """Whether the policy stays as it is in this step, counted from 0."""
+        args = self.args
+        return isinstance(args, PPOConfig) and step < args.value_pretraining_steps
+
+    def sync_reference(self, step: int) -> None:
+        """Let the reference follow the policy, if it is to after so many steps."""
+        args = self.args
+        if args.sync_ref_model and step % args.ref_model_sync_steps == 0:
+            assert self.reference is not None  # the config asks for a beta
+            self.reference.follow(self.policy, args.ref_model_mixup_alpha)
 
     def next_rate(self, scale: float) -> None:
         """Advance the learning-rate schedule by a step, and multiply what it says."""
@@ -245,36 +261,3 @@ class Learner:
             yield rows, batch.select(rows)
         for _ in range(self.runtime.most(len(chunks)) - len(chunks)):
             yield None, batch.blank_row()
-
-
-def _adamw(policy: nn.Module, critic: Critic | None, args: PolicyGradientConfig) -> AdamW:
-    """AdamW; biases and norms (vectors) do not decay, and the critic has its own rate."""
-    groups = _groups(policy, args, args.learning_rate)
-    if critic is not None:
-        assert isinstance(args, PPOConfig)
-        groups += _groups(critic, args, args.value_learning_rate or args.learning_rate)
-    betas = (args.adam_beta1, args.adam_beta2)
-    return AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
-
-
-def _check_complete(optimizer: Optimizer, module: nn.Module) -> None:
-    has = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and id(parameter) not in has:
-            raise ValueError(
-                f"optimizers: yours does not have the trained parameter {name}. A critic, or an "
-                "adapter that use_peft or peft_config makes, is not there yet when you make it: "
-                "leave optimizers out, or give a model with its adapter"
-            )
-
-
-def _groups(module: nn.Module, args: PolicyGradientConfig, rate: float) -> list[dict[str, Any]]:
-    trained = [p for p in module.parameters() if p.requires_grad]
-    return [
-        {
-            "params": [p for p in trained if p.ndim >= 2],
-            "weight_decay": args.weight_decay,
-            "lr": rate,
-        },
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0, "lr": rate},
-    ]

@@ -13,11 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlhf_pg import models
-from rlhf_pg.advantages import Signals
+from rlhf_pg.advantages import Signals, gae
 from rlhf_pg.config import PPOConfig
 from rlhf_pg.experience import Experience, Rollout
 from rlhf_pg.losses import Loss, value_loss
 from rlhf_pg.models import Critic, PolicyOutput
+from rlhf_pg.running import RunningMoments
 from rlhf_pg.trainers.base import PolicyGradientTrainer
 
 
@@ -45,6 +46,10 @@ class PPOTrainer(PolicyGradientTrainer):
         self.value_model = value_model
         super().__init__(*inputs, **options)
 
+    def _choose(self) -> None:
+        super()._choose()
+        self.value_moments = RunningMoments() if self.args.normalize_values else None
+
     def advantages(self, signals: Signals) -> Tensor:
         """Generalised advantage estimation (Schulman et al. 2016, Eq. 16).
 
@@ -53,10 +58,27 @@ class PPOTrainer(PolicyGradientTrainer):
             A_t     = delta_t + gamma lam A_{t+1}
 
         V_t is the value of the prefix before token t. After the last token it is 0, or the critic's
-        own if the completion was cut off and `bootstrap_truncated` is set. The critic's target is
-        A_t + V_t; the A_t in the loss are whitened (`normalize_advantages`).
+        own if the completion was cut off and `bootstrap_truncated` is set. The A_t in the loss are
+        whitened (`normalize_advantages`). Other estimators with a critic are `n_step` (A2C) and
+        `returns_minus_values` (VPG).
         """
         return self.estimator(signals)
+
+    def returns(self, signals: Signals, advantages: Tensor) -> Tensor:
+        """What the critic is to predict.
+
+            R_t = A_t + V_t
+
+        That is the lambda-return, the n-step target or the reward-to-go, as the estimator has it.
+        With `value_lam` it is the lambda-return of that lam, whatever the policy's (VAPO; Yue et
+        al. 2025: 1 for the critic).
+        """
+        args = self.args
+        assert signals.values is not None
+        if args.value_lam is None:
+            return advantages + signals.values
+        rewards, values, end = signals.rewards, signals.values, signals.bootstrap_value
+        return gae(rewards, values, signals.mask, args.gamma, args.value_lam, end)[1]
 
     def loss(self, new: PolicyOutput, batch: Experience) -> Loss:
         """The clipped surrogate, the clipped value loss and an entropy bonus (Eq. 9, negated).
@@ -64,6 +86,13 @@ class PPOTrainer(PolicyGradientTrainer):
         rho_t   = pi(y_t) / pi_old(y_t)
         loss_t  = -min(rho_t A_t, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A_t)
                   + vf_coef 1/2 max((V_t - R_t)^2, (V_clipped - R_t)^2) - entropy_coef H_t
+
+        With `normalize_values` V_t is what the critic says, before the step and now, and R_t the
+        return less the running mean of all returns, over their deviation, this step's among them.
+        When these move, the critic is left as it is, and its values move with them.
+
+        Elsewhere: skrl takes the old V_t in the units after the move and the new one in those
+        before it: a clip then holds back a critic that has not moved yet.
         """
         assert new.values is not None
         assert batch.values is not None
@@ -91,11 +120,23 @@ class PPOTrainer(PolicyGradientTrainer):
             value_model = args.value_model_name_or_path
         if value_model is not None and args.critic == "shared":
             raise ValueError("value_model is for a separate critic: leave it out with a shared one")
-        return models.new_critic(
+        random = args.value_init == "random"
+        if value_model is not None and random:
+            raise ValueError(
+                "value_init random takes the policy's architecture: leave value_model out"
+            )
+        critic = models.new_critic(
             self.model,
             self.processing_class,
             self.dtype,
             args.critic == "shared",
             value_model,
             self.peft_config,
+            args.seed if random else None,
         )
+        if args.normalize_values and (critic.head is None or critic.head.weight.any()):
+            raise ValueError(
+                "normalize_values is for a critic whose head begins at 0, and value_model brings "
+                "values in units of its own: leave one of them out"
+            )
+        return critic

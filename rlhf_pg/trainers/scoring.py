@@ -15,6 +15,7 @@ from rlhf_pg.experience import Experience, Rollout
 from rlhf_pg.kl import kl_estimate
 from rlhf_pg.masking import whiten
 from rlhf_pg.metrics import Meter, length_metrics, reward_metrics
+from rlhf_pg.running import RunningMoments
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.trainers.learner import Scored
 
@@ -28,6 +29,8 @@ def make_experience(
     """See `PolicyGradientTrainer.make_experience`."""
     args, runtime, mask = trainer.args, trainer.runtime, rollout.action_mask
     scored = trainer.learner.score(rollout)
+    predicted = scored.values  # in the critic's own units
+    scored = _denormalized(scored, trainer.value_moments, mask)
     weights = trainer.reward_weights.to(scores)
     paid = torch.zeros_like(rollout.sampler_logprobs)
     if scored.ref_logprobs is not None and args.kl_placement == "reward":
@@ -55,8 +58,9 @@ def make_experience(
         metrics["kl/completion"] = _kl_of_completions(runtime, scored)
     returns = None
     if scored.values is not None:
-        returns = advantages + scored.values
+        returns = trainer.returns(signals, advantages)
         metrics["explained_variance"] = _explained_variance(runtime, scored.values, returns, mask)
+        returns = _normalized(runtime, returns, trainer.value_moments, mask)
     if args.normalize_advantages:
         advantages = whiten(advantages, mask, stats=_mean_and_var(runtime, advantages, mask))
     experience = Experience.of(
@@ -65,10 +69,29 @@ def make_experience(
         # With one update per rollout the ratio is 1 by construction, not up to rounding.
         old_logprobs=scored.old_logprobs if args.updates_per_step > 1 else None,
         ref_logprobs=scored.ref_logprobs,
-        values=scored.values,
+        values=predicted,
         returns=returns,
     )
     return experience, metrics
+
+
+def _denormalized(scored: Scored, moments: RunningMoments | None, mask: Tensor) -> Scored:
+    """The critic's values in units of the reward."""
+    if moments is None or scored.values is None or scored.end_values is None:
+        return scored
+    values = torch.where(mask, moments.denormalize(scored.values), 0.0)
+    return scored._replace(values=values, end_values=moments.denormalize(scored.end_values))
+
+
+def _normalized(
+    runtime: Runtime, returns: Tensor, moments: RunningMoments | None, mask: Tensor
+) -> Tensor:
+    """The critic's targets in the units that it predicts, once the moments have seen them."""
+    if moments is None:
+        return returns
+    mean, var = _mean_and_var(runtime, returns, mask)
+    moments.update(float(runtime.total(mask.sum())), float(mean), float(var))
+    return torch.where(mask, moments.normalize(returns), 0.0)
 
 
 def _kl_of_completions(runtime: Runtime, scored: Scored) -> float:

@@ -18,9 +18,18 @@ RUNS = Path(__file__).with_name("runs.py")
 ROOT = RUNS.parents[2]
 ALGORITHMS: dict[str, dict[str, Any]] = {
     # 5 prompts on 2 processes, minibatches of 3 and 2: shares are uneven, and one is a single row.
-    "grpo": {"num_generations": 4, "prompts_per_step": 5, "num_mini_batches": 2, "beta": 0.05},
+    # The reference follows the policy.
+    "grpo": {
+        "num_generations": 4,
+        "prompts_per_step": 5,
+        "num_mini_batches": 2,
+        "beta": 0.05,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 2,
+    },
     "rloo": {"num_generations": 4, "prompts_per_step": 6, "micro_batch_tokens": 40},
-    # Shares as uneven as can be, several updates per step, and a step that stops before the last.
+    # Shares as uneven as can be, several updates per step, and a step that stops before the last;
+    # a critic that begins alone, in units that all processes share.
     "ppo": {
         "prompts_per_step": 5,
         "num_mini_batches": 2,
@@ -29,6 +38,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "beta": 0.05,
         "missing_eos_penalty": 0.5,
         "vf_coef": 0.5,
+        "normalize_values": True,
+        "value_pretraining_steps": 1,
     },
     # One prompt: the second process has none.
     "reinforce": {"num_generations": 4, "prompts_per_step": 1},
@@ -140,7 +151,8 @@ def test_steps_are_stopped_alike(outcomes) -> None:
 
 @pytest.mark.parametrize(("vf_coef", "moves"), [(0.0, False), (0.5, True)])
 def test_the_critic_moves_by_its_loss_alone(tmp_path, vf_coef, moves) -> None:
-    outcome = launch(tmp_path / "two", 2, config_of("ppo", tmp_path) | {"vf_coef": vf_coef})
+    plain = {"normalize_values": False, "value_pretraining_steps": 0, "vf_coef": vf_coef}
+    outcome = launch(tmp_path / "two", 2, config_of("ppo", tmp_path) | plain)
     head = 128 + 1
     size = (len(outcome.start) - head) // 2  # the policy, whose head is its embeddings, comes first
     critic = [weights[size:] for weights in (outcome.start, outcome.end)]

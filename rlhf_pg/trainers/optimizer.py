@@ -1,0 +1,128 @@
+"""AdamW and its schedule, where policy and critic have rates and warm-ups of their own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import get_scheduler
+
+from rlhf_pg.config import PolicyGradientConfig, PPOConfig
+from rlhf_pg.models import Critic
+
+Optimizers = tuple[Optimizer | None, LRScheduler | None]
+
+
+def optimizer_and_schedule(
+    policy: nn.Module,
+    critic: Critic | None,
+    args: PolicyGradientConfig,
+    total_steps: int,
+    given: Optimizers = (None, None),
+) -> tuple[Optimizer, LRScheduler]:
+    """What a run trains with.
+
+    Args:
+        total_steps: of the whole run.
+        given: what the user has made, instead of AdamW and the config's schedule.
+
+    Raises:
+        ValueError: the user's lacks a parameter, or the config has keys that it cannot follow; or
+            the run ends before the policy is trained.
+    """
+    if given[1] is not None and args.kl_adaptive_lr is not None:
+        raise ValueError("kl_adaptive_lr would scale a scheduler of your own: leave one out")
+    if isinstance(args, PPOConfig):
+        _check_value_steps(args, total_steps, given)
+    optimizer = given[0] or _adamw(policy, critic, args)
+    _check_complete(optimizer, policy, critic)
+    if given[1] is not None:
+        return optimizer, given[1]
+    if given[0] is not None or critic is None:
+        warmup = args.warmup_steps
+        return optimizer, get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_steps)
+    assert isinstance(args, PPOConfig)
+    return optimizer, _schedule(optimizer, critic, args, total_steps)
+
+
+def rate_of(module: nn.Module, optimizer: Optimizer) -> float:
+    """The learning rate of its first trained parameter."""
+    first = next(p for p in module.parameters() if p.requires_grad)
+    groups = optimizer.param_groups
+    return float(next(g["lr"] for g in groups if any(p is first for p in g["params"])))
+
+
+def _adamw(policy: nn.Module, critic: Critic | None, args: PolicyGradientConfig) -> AdamW:
+    """AdamW; biases and norms (vectors) do not decay, and the critic has its own rate."""
+    groups = _groups(policy, args, args.learning_rate)
+    if critic is not None:
+        assert isinstance(args, PPOConfig)
+        groups += _groups(critic, args, args.value_learning_rate or args.learning_rate)
+    betas = (args.adam_beta1, args.adam_beta2)
+    return AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
+
+
+def _groups(module: nn.Module, args: PolicyGradientConfig, rate: float) -> list[dict[str, Any]]:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return [
+        {
+            "params": [p for p in trained if p.ndim >= 2],
+            "weight_decay": args.weight_decay,
+            "lr": rate,
+        },
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0, "lr": rate},
+    ]
+
+
+def _schedule(optimizer: Optimizer, critic: Critic, args: PPOConfig, total_steps: int) -> LambdaLR:
+    """The critic's rate from the first step on, the policy's after `value_pretraining_steps`."""
+    alone, warmup = args.value_pretraining_steps, args.value_warmup_steps
+    later = _rates(args, args.warmup_steps, total_steps - alone)
+    value = _rates(args, args.warmup_steps if warmup is None else warmup, total_steps)
+
+    def policy(step: int) -> float:
+        return 0.0 if step < alone else later(step - alone)
+
+    values = {id(p) for p in critic.parameters()}
+    is_critic = [any(id(p) in values for p in g["params"]) for g in optimizer.param_groups]
+    return LambdaLR(optimizer, [value if own else policy for own in is_critic])
+
+
+def _rates(args: PolicyGradientConfig, warmup_steps: int, steps: int) -> Callable[[int], float]:
+    """Step to share of the peak rate, as `lr_scheduler_type` has it."""
+    unused = SGD([torch.zeros(())], lr=args.learning_rate)  # transformers asks for an optimizer
+    schedule: Any = get_scheduler(args.lr_scheduler_type, unused, warmup_steps, steps)
+    rates: Callable[[int], float] = schedule.lr_lambdas[0]
+    return rates
+
+
+def _check_complete(optimizer: Optimizer, policy: nn.Module, critic: Critic | None) -> None:
+    has = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    critics = () if critic is None else critic.named_parameters(prefix="critic")
+    for name, parameter in [*policy.named_parameters(), *critics]:
+        if parameter.requires_grad and id(parameter) not in has:
+            raise ValueError(
+                f"optimizers: yours does not have the trained parameter {name}. A critic, or an "
+                "adapter that use_peft or peft_config makes, is not there yet when you make it: "
+                "leave optimizers out, or give a model with its adapter"
+            )
+
+
+def _check_value_steps(args: PPOConfig, total_steps: int, given: Optimizers) -> None:
+    if args.value_pretraining_steps >= total_steps:
+        raise ValueError(
+            f"value_pretraining_steps must be below the {total_steps} steps of the run, or the "
+            f"policy never moves: got {args.value_pretraining_steps}"
+        )
+    keys = {
+        "value_pretraining_steps": args.value_pretraining_steps > 0,
+        "value_warmup_steps": args.value_warmup_steps is not None,
+    }
+    for key, used in keys.items():
+        if used and given != (None, None):
+            raise ValueError(
+                f"{key} is for the optimizer and the schedule that the trainer makes: leave it "
+                "out, or optimizers"
+            )

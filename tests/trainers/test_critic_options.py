@@ -1,0 +1,464 @@
+"""The critic's options: its targets, its units, its head start, and the estimators that ask it."""
+
+import json
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rlhf_pg import Callback, PPOConfig, PPOTrainer
+from rlhf_pg.metrics import Meter, read
+from rlhf_pg.models import new_critic
+from rlhf_pg.trainers.optimizer import rate_of
+from tests import enumeration
+from tests.enumeration import (
+    COMPLETIONS,
+    EOS,
+    MAX_LENGTH,
+    A,
+    B,
+    exact_gradient,
+    expected_gradient,
+    gradient_of,
+)
+from tests.tiny import adapter
+from tests.trainers.test_ppo import (
+    GOLDEN,
+    TWO,
+    assert_close,
+    experience_of,
+    of_the_policy,
+    ppo,
+    true_values,
+)
+from tests.trainers.test_run import untimed
+
+GAE = {"advantage_estimator": "gae", "lam": 0.5}
+STEPS_OF_TWO = {"advantage_estimator": "n_step", "n_steps": 2, "lam": 0.95}
+VPG = {"advantage_estimator": "returns_minus_values", "lam": 0.95}
+LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8.0}
+CRITICS = {"separate": {}, "shared": {"critic": "shared"}, "lora": LORA}
+
+
+def ascent(trainer: PPOTrainer) -> Tensor:
+    """What the trainer expects of the policy's gradient of J."""
+    return -MAX_LENGTH * of_the_policy(trainer, expected_gradient(trainer))
+
+
+def copies(module: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(a.equal(b) for a, b in zip(left, right, strict=True))
+
+
+# ------------------------------------------------------------------------------------- targets
+
+
+@pytest.mark.parametrize(
+    ("options", "advantages", "returns"),
+    [
+        # V = .5, .6, .7 and 1 paid at the end: delta = .1, .1, .3
+        (GAE, [0.225, 0.25, 0.3], [0.725, 0.85, 1.0]),
+        (GAE | {"value_lam": 1.0}, [0.225, 0.25, 0.3], [1.0, 1.0, 1.0]),
+        (GAE | {"value_lam": 0.0}, [0.225, 0.25, 0.3], [0.6, 0.7, 1.0]),
+        (STEPS_OF_TWO, [0.2, 0.4, 0.3], [0.7, 1.0, 1.0]),
+        (STEPS_OF_TWO | {"value_lam": 0.0}, [0.2, 0.4, 0.3], [0.6, 0.7, 1.0]),
+        (VPG, [0.5, 0.4, 0.3], [1.0, 1.0, 1.0]),
+        (VPG | {"gamma": 0.5}, [-0.25, -0.1, 0.3], [0.25, 0.5, 1.0]),
+        # V = .8 after the end: 1 + .5 * .8, and half of that, and half of that
+        (
+            GAE | {"lam": 0.0, "gamma": 0.5, "value_lam": 1.0, "bootstrap_truncated": True},
+            [-0.2, -0.25, 0.7],
+            [0.35, 0.7, 1.4],
+        ),
+    ],
+)
+@pytest.mark.proves("rlhf_pg.trainers.PPOTrainer.returns")
+def test_targets_by_hand(tmp_path, options, advantages, returns) -> None:
+    trainer = ppo(
+        tmp_path,
+        GOLDEN,
+        prompts=("a",),
+        reward=lambda prompts, **_: [1.0],
+        max_completion_length=3,
+        **options,
+    )
+    experience = experience_of(trainer, [(A, A, A)])
+    assert experience.advantages[0].tolist() == pytest.approx(advantages)
+    assert experience.returns[0].tolist() == pytest.approx(returns)
+
+
+@pytest.mark.parametrize(
+    "options", [VPG, STEPS_OF_TWO, STEPS_OF_TWO | {"n_steps": 1}, GAE | {"value_lam": 1.0}]
+)
+def test_a_critic_fitted_to_these_targets_converges_to_the_true_values(tmp_path, options) -> None:
+    """By the expected gradient of the value loss, while the policy stays."""
+    truth = true_values(("ab",))
+    start = dict.fromkeys(truth, 0.0)
+    trainer = ppo(tmp_path, start, vf_coef=2.0, cliprange_value=None, **options)
+    table = trainer.critic.model.values
+    for _ in range(150):
+        gradient = expected_gradient(trainer)[-len(table) :]
+        with torch.no_grad():
+            table -= MAX_LENGTH / 2.0 * gradient  # one whole error, times how often one is there
+    assert table[:-1].tolist() == pytest.approx(list(truth.values()), abs=1e-6)
+
+
+# ------------------------------------------------------------------ estimators with a critic
+
+
+@pytest.mark.parametrize("options", [VPG, STEPS_OF_TWO | {"n_steps": None}])
+def test_to_the_end_of_the_row_any_critic_leaves_the_gradient_exact(tmp_path, options) -> None:
+    trainer = ppo(tmp_path, prompts=TWO, **options)
+    assert_close(ascent(trainer), exact_gradient(trainer))
+
+
+@pytest.mark.parametrize("options", [VPG, STEPS_OF_TWO | {"n_steps": 1}])
+def test_with_the_true_values_the_gradient_is_exact(tmp_path, options) -> None:
+    trainer = ppo(tmp_path, true_values(TWO), prompts=TWO, **options)
+    assert_close(ascent(trainer), exact_gradient(trainer))
+
+
+def test_online_a2c_is_as_biased_as_its_critic(tmp_path) -> None:
+    """V off by d after the first token moves its advantage by d: by hand, on the exact gradient."""
+    values, off = true_values(("ab",)), 0.7
+    values[(A, B, A)] += off
+    trainer = ppo(tmp_path, values, **STEPS_OF_TWO | {"n_steps": 1})
+    first = enumeration.log_probs(trainer.model, "ab", (A, EOS))[0]
+    # The second token's advantage is off by -d whatever it is: no bias.
+    bias = off * enumeration.gradient(trainer.model, first.exp())
+    assert bias.norm() > 1e-2
+    assert_close(ascent(trainer) - exact_gradient(trainer), bias)
+
+
+@pytest.mark.parametrize("options", [GAE, VPG, STEPS_OF_TWO | {"n_steps": 1}])
+def test_with_the_true_values_every_expected_advantage_is_zero(tmp_path, options) -> None:
+    trainer = ppo(tmp_path, true_values(("ab",)), num_generations=len(COMPLETIONS), **options)
+    advantages = experience_of(trainer, COMPLETIONS).advantages
+    chances = enumeration.probabilities(trainer.model, "ab")
+    weighted = torch.stack([chances[said] for said in COMPLETIONS])[:, None] * advantages
+    for said in [(), (A,), (B,)]:
+        rows = [i for i, full in enumerate(COMPLETIONS) if full[: len(said)] == said]
+        assert weighted[rows, len(said)].abs().max() > 1e-3
+        assert weighted[rows, len(said)].sum().item() == pytest.approx(0, abs=1e-12)
+
+
+# -------------------------------------------------------------------------- values in units
+
+
+def set_moments(trainer: PPOTrainer, mean: float, var: float) -> None:
+    vars(trainer.value_moments).update(count=1e6, mean=mean, var=var)
+
+
+@pytest.mark.parametrize("options", [GAE, STEPS_OF_TWO | {"n_steps": 1}, GAE | {"value_lam": 0.3}])
+def test_advantages_are_those_of_the_denormalised_values(tmp_path, options) -> None:
+    """A plain critic with the head (3 w, 3 b + 0.7) says what a normalised one means."""
+    options = options | {"prompts": TWO, "num_generations": 2, "bootstrap_truncated": True}
+    plain, scaled = ppo(tmp_path, **options), ppo(tmp_path, normalize_values=True, **options)
+    set_moments(scaled, 0.7, 9.0)
+    with torch.no_grad():
+        plain.critic.head.weight *= 3
+        plain.critic.head.bias.mul_(3).add_(0.7)
+    says = [COMPLETIONS[i] for i in (2, 3, 6, 1)]  # ended and cut off
+    expected, actual = experience_of(plain, says), experience_of(scaled, says)
+    torch.testing.assert_close(actual.advantages, expected.advantages, rtol=1e-12, atol=1e-12)
+    assert expected.advantages.abs().max() > 0.1
+    moments = scaled.value_moments
+    targets = (expected.returns - moments.mean) / math.sqrt(moments.var)
+    mask = expected.action_mask
+    torch.testing.assert_close(actual.returns[mask], targets[mask], rtol=1e-12, atol=1e-12)
+    assert not actual.returns[~mask].any()
+
+
+def test_explained_variance_is_in_units_of_the_reward(tmp_path) -> None:
+    options = {"prompts": TWO, "lam": 1.0}
+    plain, scaled = ppo(tmp_path, **options), ppo(tmp_path, normalize_values=True, **options)
+    set_moments(scaled, 0.7, 9.0)
+    with torch.no_grad():
+        plain.critic.head.weight *= 3
+        plain.critic.head.bias.mul_(3).add_(0.7)
+    numbers = []
+    for trainer in (plain, scaled):
+        trainer.engine.says = [(A, B), (B, EOS)]
+        samples = trainer.roll_out(range(2))
+        _, metrics = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+        numbers.append(metrics["explained_variance"])
+    assert numbers[0] == pytest.approx(numbers[1])
+    assert abs(numbers[0]) > 0.01
+
+
+def test_targets_are_normalised_by_all_returns_so_far(tmp_path) -> None:
+    trainer = ppo(tmp_path, normalize_values=True, prompts=("a",), num_generations=2)
+    first = experience_of(trainer, [(EOS,), (A, EOS)])
+    # returns .3 | 1 1: mean 2.3 / 3, variance .98 / 9
+    mean, std = 2.3 / 3, math.sqrt(0.98) / 3
+    assert vars(trainer.value_moments) == pytest.approx({"count": 3, "mean": mean, "var": std**2})
+    expected = [[(0.3 - mean) / std, 0.0], [(1 - mean) / std] * 2]
+    assert first.returns.tolist() == [pytest.approx(row) for row in expected]
+
+    second = experience_of(trainer, [(A, A), (B, EOS)])
+    # -.7 -.7 | 2 2 as well: mean 4.9 / 7, variance (.16 + 2 * .09 + 2 * 1.96 + 2 * 1.69) / 7
+    std = math.sqrt(7.64 / 7)
+    moments = {"count": 7, "mean": 0.7, "var": 7.64 / 7}
+    assert vars(trainer.value_moments) == pytest.approx(moments)
+    expected = [[-1.4 / std] * 2, [1.3 / std] * 2]
+    assert second.returns.tolist() == [pytest.approx(row) for row in expected]
+
+
+def test_the_clip_is_about_the_critic_and_not_about_its_units(tmp_path) -> None:
+    """Before the first update it has not moved, however far the moments have: nothing is cut."""
+    options = {"normalize_values": True, "num_generations": 2, "vf_coef": 1.0}
+    clipped, free = (ppo(tmp_path, cliprange_value=c, **options) for c in (0.01, None))
+    says = [(A, B), (B, EOS)]
+    assert_close(gradient_of(clipped, says), gradient_of(free, says))
+    batch = experience_of(clipped, says)
+    raw, _ = clipped.critic(batch)
+    assert batch.values.equal(raw.detach())
+
+
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+def test_the_first_values_are_zero_with_normalisation_too(make, critic) -> None:
+    trainer = make(PPOTrainer, critic=critic, normalize_values=True, lam=1.0)
+    samples = trainer.roll_out(range(4))
+    scores = trainer.reward(samples)
+    experience, metrics = trainer.make_experience(samples.rollout, scores, Meter())
+    assert not experience.values.any()
+    assert metrics["explained_variance"] == 0
+    targets = experience.returns[experience.action_mask]
+    assert targets.mean().item() == pytest.approx(0, abs=1e-6)
+    assert targets.var(correction=0).item() == pytest.approx(1, rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, LORA], ids=["full", "lora"])
+def test_the_critic_that_a_run_leaves_gives_values_in_units_of_the_reward(
+    make, options, tmp_path
+) -> None:
+    trainer = make(
+        PPOTrainer, normalize_values=True, learning_rate=1e-2, num_generations=1, **options
+    )
+    trainer.train()
+    samples = trainer.roll_out(range(4))
+    path = str(tmp_path / "run" / "final" / "critic")
+    saved = new_critic(trainer.model, trainer.processing_class, torch.float32, value_model=path)
+    with torch.no_grad():
+        raw, end = trainer.critic(samples.rollout)
+        values, saved_end = saved.eval()(samples.rollout)
+    moments, mask = trainer.value_moments, samples.rollout.action_mask
+    assert (raw - values)[mask].abs().max() > 0.05
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    std = math.sqrt(moments.var)
+    torch.testing.assert_close(values[mask], raw[mask] * std + moments.mean, **close)
+    torch.testing.assert_close(saved_end, end * std + moments.mean, **close)
+
+
+# ------------------------------------------------------------------------- the critic first
+
+
+class Keep(Callback):
+    """Policy and critic after every step."""
+
+    def __init__(self) -> None:
+        self.policies: list[list[Tensor]] = []
+        self.heads: list[Tensor] = []
+
+    def on_step(self, trainer, metrics) -> None:
+        self.policies.append(copies(trainer.model))
+        self.heads.append(trainer.critic.head.weight.detach().clone())
+
+
+@pytest.mark.parametrize("critic", CRITICS)
+def test_the_policy_stays_to_the_last_bit_while_the_critic_begins(make, critic) -> None:
+    keep = Keep()
+    options = {"value_pretraining_steps": 2, "weight_decay": 0.1, "entropy_coef": 0.1}
+    trainer = make(PPOTrainer, max_steps=4, callbacks=[keep], **options, **CRITICS[critic])
+    start, head = copies(trainer.model), trainer.critic.head.weight.clone()
+    trainer.train()
+    stays = [same(start, now) for now in keep.policies]
+    assert stays == [True, True, False, False]
+    heads = [head, *keep.heads]
+    assert not any(a.equal(b) for a, b in pairwise(heads))
+
+
+def test_neither_the_norm_nor_adam_sees_a_policy_that_stays(make) -> None:
+    trainer = make(PPOTrainer, value_pretraining_steps=1, max_grad_norm=1e-3, num_iterations=2)
+    learner, policy = trainer.learner, list(trainer.model.parameters())
+    samples = trainer.roll_out(range(4))
+    experience, _ = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+    learner.accumulate(experience, Meter())
+    grads = [p.grad.double() for p in trainer.critic.parameters()]
+    norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt().item()
+    assert any(p.grad.any() for p in policy)
+    learner.optimizer.zero_grad()
+    # Of the two updates the first is the one with the critic as it is now.
+    norms, apply_gradient = [], learner._apply_gradient
+    learner._apply_gradient = lambda: norms.append(apply_gradient()) or norms[-1]
+    learner.update(experience, 0, Meter())
+    assert norms[0] == pytest.approx(norm)
+    assert not any(p in learner.optimizer.state for p in policy)
+    learner.update(experience, 1, Meter())
+    assert {int(learner.optimizer.state[p]["step"]) for p in policy} == {2}
+
+
+def test_policy_and_critic_have_schedules_of_their_own(make, tmp_path) -> None:
+    options = {"value_pretraining_steps": 2, "warmup_steps": 2, "value_warmup_steps": 1}
+    make(PPOTrainer, max_steps=6, value_learning_rate=2e-3, **options).train()
+    lines = read(tmp_path / "run" / "metrics.jsonl")
+    # The policy's four steps of linear decay begin at the third; the critic has all six.
+    rates = [0, 0, 0, 0.5e-3, 1e-3, 0.5e-3]
+    assert [line["learning_rate"] for line in lines] == pytest.approx(rates)
+    values = [0, 2e-3, 1.6e-3, 1.2e-3, 0.8e-3, 0.4e-3]
+    assert [line["value_learning_rate"] for line in lines] == pytest.approx(values)
+
+
+def test_by_default_the_critic_warms_up_as_the_policy_does(make, tmp_path) -> None:
+    make(PPOTrainer, max_steps=4, warmup_steps=2, lr_scheduler_type="cosine").train()
+    for line in read(tmp_path / "run" / "metrics.jsonl"):
+        assert line["value_learning_rate"] == line["learning_rate"]
+
+
+def test_a_rate_is_that_of_the_group_that_a_module_is_in() -> None:
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    one.weight.requires_grad_(False)
+    groups = [{"params": two.parameters(), "lr": 0.2}, {"params": [one.bias], "lr": 0.1}]
+    optimizer = torch.optim.SGD(groups)
+    assert [rate_of(one, optimizer), rate_of(two, optimizer)] == [0.1, 0.2]
+
+
+def test_coefficients_wait_for_the_policy(make, tmp_path) -> None:
+    """Its KL is 0 while it stays, which would make beta fall and the learning rate rise."""
+    options = {"kl_controller": "adaptive", "kl_horizon": 16, "kl_adaptive_lr": 1e-4}
+    make(PPOTrainer, max_steps=4, value_pretraining_steps=2, **options).train()
+    lines = read(tmp_path / "run" / "metrics.jsonl")
+    betas = [line["beta"] for line in lines]
+    assert betas[:2] == [0.05, 0.05]
+    assert betas[2] < 0.05
+    assert [line["learning_rate_scale"] for line in lines[:2]] == [1.0, 1.0]
+
+
+def test_a_limit_on_the_drift_does_not_stop_a_critic_that_is_alone(make, tmp_path) -> None:
+    """Dropout makes a policy seem to drift that stays."""
+    options = LORA | {"lora_dropout": 0.3, "disable_dropout": False, "target_kl": 1e-9}
+    make(PPOTrainer, value_pretraining_steps=3, max_steps=5, learning_rate=0.1, **options).train()
+    updates = [line["num_updates"] for line in read(tmp_path / "run" / "metrics.jsonl")]
+    assert updates[:3] == [4, 4, 4]
+    assert updates[4] < 4
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+@pytest.mark.parametrize("critic", CRITICS)
+def test_a_run_goes_on_bit_for_bit_inside_and_after_the_head_start(
+    make, critic, stop, tmp_path
+) -> None:
+    def build(name: str) -> PPOTrainer:
+        return make(PPOTrainer, output_dir=str(tmp_path / name), **options, **CRITICS[critic])
+
+    options = {"value_pretraining_steps": 2, "value_warmup_steps": 1, "warmup_steps": 1}
+    options |= {"normalize_values": True, "value_lam": 1.0, "kl_controller": "adaptive"}
+    options |= {"max_steps": 4, "save_steps": stop}
+    whole, part = build("whole"), build("part")
+    whole.train()
+    part.total_steps = stop
+    part.train()
+    torch.manual_seed(999)
+    rest = build("part")
+    rest.train(resume_from_checkpoint="latest")
+    assert same(copies(rest.learner.module), copies(whole.learner.module))
+    assert rest.running == whole.running
+    assert untimed(tmp_path / "part") == untimed(tmp_path / "whole")
+
+
+def test_the_moments_are_in_the_checkpoint_and_the_head_there_is_the_trained_one(
+    make, tmp_path
+) -> None:
+    trainer = make(PPOTrainer, normalize_values=True, save_steps=3)
+    trainer.train()
+    state = json.loads((trainer.checkpointer.latest() / "state.json").read_text())
+    assert state["running"]["value_moments"] == vars(trainer.value_moments)
+    assert state["running"]["value_moments"]["count"] > 3 * 16
+    fresh = make(PPOTrainer, normalize_values=True, output_dir=str(tmp_path / "fresh"))
+    fresh.checkpointer.restore(trainer.checkpointer.latest(), rank=0)
+    assert same(copies(fresh.critic), copies(trainer.critic))
+
+
+# ------------------------------------------------------------------------------ random weights
+
+
+def test_a_random_critic_has_the_architecture_of_the_policy_and_nothing_else_of_it(make) -> None:
+    options = {"value_init": "random", "normalize_advantages": False}
+    trainer, again = make(PPOTrainer, **options), make(PPOTrainer, **options)
+    other, plain = make(PPOTrainer, seed=7, **options), make(PPOTrainer)
+    trunk = dict(trainer.model.base_model.named_parameters())
+    own = dict(trainer.critic.model.named_parameters())
+    assert {n: p.shape for n, p in own.items()} == {n: p.shape for n, p in trunk.items()}
+    matrices = [name for name, p in own.items() if p.ndim == 2]
+    assert not any(own[name].equal(trunk[name]) for name in matrices)
+    assert all(own[name].std() > 1e-3 for name in matrices)
+    assert same(copies(again.critic), copies(trainer.critic))
+    assert not same(copies(other.critic), copies(trainer.critic))
+    assert same(copies(trainer.model), copies(plain.model))
+    samples = trainer.roll_out(range(4))
+    assert samples.completion_ids == plain.roll_out(range(4)).completion_ids
+    assert not any(numbers.any() for numbers in trainer.critic(samples.rollout))
+    trainer.train()
+    assert all(not own[name].equal(p) for name, p in again.critic.model.named_parameters())
+
+
+# ------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize("key", ["value_pretraining_steps", "value_warmup_steps"])
+@pytest.mark.parametrize("given", ["optimizer", "schedule"])
+def test_what_an_optimizer_of_the_users_cannot_follow_is_refused(make, key, given) -> None:
+    value_model = nn.Embedding(20, 1)
+    trained = make(PPOTrainer, value_model=value_model)
+    optimizer = torch.optim.SGD(trained.learner.module.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizers = (optimizer, schedule if given == "schedule" else None)
+    inputs = {"model": trained.model, "value_model": value_model, "optimizers": optimizers}
+    inputs["processing_class"] = trained.processing_class
+    make(PPOTrainer, **inputs)
+    with pytest.raises(ValueError, match=f"{key} is for the optimizer and the schedule that the"):
+        make(PPOTrainer, **inputs, **{key: 1})
+
+
+def test_a_run_that_would_never_reach_the_policy_is_refused(make) -> None:
+    make(PPOTrainer, max_steps=3, value_pretraining_steps=2)
+    with pytest.raises(ValueError, match=r"below the 3 steps of the run.*got 3"):
+        make(PPOTrainer, max_steps=3, value_pretraining_steps=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vf_coef": 0.0, "value_lam": 1.0}, "value_lam is for a critic that learns"),
+        ({"vf_coef": 0.0, "normalize_values": True}, "normalize_values is for a critic that"),
+        ({"vf_coef": 0.0, "value_pretraining_steps": 1}, "value_pretraining_steps is for a"),
+        (
+            {"value_init": "random", "value_model_name_or_path": "judge"},
+            "value_init random takes the policy's architecture: leave out value_model_name",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_model_loads(options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        PPOConfig(**options)
+
+
+def test_random_weights_are_for_a_whole_critic_like_the_policy(make) -> None:
+    value_model = nn.Embedding(20, 1)
+    with pytest.raises(ValueError, match="value_init random takes the policy's architecture"):
+        make(PPOTrainer, value_init="random", value_model=value_model)
+    with pytest.raises(ValueError, match="value_init random has no weights worth an adapter"):
+        make(PPOTrainer, value_init="random", peft_config=adapter())
+
+
+def test_normalisation_needs_a_head_that_begins_at_0(make, tmp_path) -> None:
+    make(PPOTrainer, num_generations=1).train()
+    trained = str(tmp_path / "run" / "final" / "critic")
+    for value_model in (nn.Embedding(20, 1), trained):
+        with pytest.raises(ValueError, match="normalize_values is for a critic whose head begins"):
+            make(PPOTrainer, normalize_values=True, value_model=value_model)

@@ -1,0 +1,100 @@
+"""A reference that follows the policy: when, how far, and over a stop."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_pg import Callback, GRPOTrainer, PPOTrainer, RLOOTrainer
+from rlhf_pg.metrics import read
+from tests.trainers.test_run import untimed
+
+LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8.0}
+KINDS = {"full": {}, "lora": LORA}
+
+
+def named(module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+class Keep(Callback):
+    """Policy and reference after every step."""
+
+    def __init__(self) -> None:
+        self.policies: list[dict[str, Tensor]] = []
+        self.references: list[dict[str, Tensor]] = []
+
+    def on_step(self, trainer, metrics) -> None:
+        self.policies.append(named(trainer.learner.policy))
+        self.references.append(named(trainer.learner.reference.policy))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_so_many_steps_it_moves_by_its_share_after_the_updates(make, kind) -> None:
+    keep = Keep()
+    sync = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.3}
+    options = {"beta": 0.1, "max_steps": 5, "learning_rate": 1e-2, "dtype": "float64"}
+    trainer = make(callbacks=[keep], **options, **sync, **KINDS[kind])
+    expected = named(trainer.learner.policy)
+    trainer.train()
+    for step, (policy, reference) in enumerate(
+        zip(keep.policies, keep.references, strict=True), start=1
+    ):
+        if step in (2, 4):
+            moved = {n: 0.3 * p + 0.7 * expected[n] for n, p in policy.items()}
+            assert max((moved[n] - expected[n]).abs().max() for n in moved) > 1e-4
+            expected = moved
+        assert reference.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(reference[name], tensor, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("trainer_type", [RLOOTrainer, GRPOTrainer, PPOTrainer])
+def test_the_kl_is_exactly_zero_after_a_refresh_and_only_then(
+    make, trainer_type, kind, tmp_path
+) -> None:
+    sync = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 1.0}
+    options = {"beta": 0.1, "num_iterations": 1, "learning_rate": 1e-2}
+    make(trainer_type, max_steps=5, **options, **sync, **KINDS[kind]).train()
+    kl = [line["kl"] for line in read(tmp_path / "run" / "metrics.jsonl")]
+    assert [k == 0 for k in kl] == [True, False, True, False, True]
+    assert min(abs(kl[1]), abs(kl[3])) > 1e-6
+
+
+@pytest.mark.parametrize("stop", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_four_steps_are_two_or_three_a_stop_and_the_rest(make, kind, stop, tmp_path) -> None:
+    """A reference made anew from the initial model would be another one."""
+
+    def build(name: str) -> RLOOTrainer:
+        return make(RLOOTrainer, output_dir=str(tmp_path / name), **options, **KINDS[kind])
+
+    options = {"beta": 0.1, "max_steps": 4, "save_steps": stop, "learning_rate": 1e-2}
+    options |= {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.25}
+    whole, part = build("whole"), build("part")
+    whole.train()
+    part.total_steps = stop
+    part.train()
+    torch.manual_seed(999)
+    rest = build("part")
+    rest.train(resume_from_checkpoint="latest")
+    for module in ("policy", "reference"):
+        final = named(getattr(whole.learner, module))
+        now = named(getattr(rest.learner, module))
+        assert all(p.equal(final[name]) for name, p in now.items())
+    assert untimed(tmp_path / "part") == untimed(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_it_is_saved_where_it_moves(make, moves) -> None:
+    trainer = make(beta=0.1, sync_ref_model=moves, max_steps=1, save_steps=1)
+    trainer.train()
+    reference = trainer.checkpointer.latest() / "reference"
+    assert (reference / "model.safetensors").exists() == moves
+
+
+def test_it_waits_for_its_step(make) -> None:
+    trainer = make(beta=0.1, sync_ref_model=True, ref_model_sync_steps=4)
+    start = named(trainer.learner.reference)
+    trainer.train()
+    assert all(p.equal(start[name]) for name, p in named(trainer.learner.reference).items())
