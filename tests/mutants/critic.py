@@ -1,0 +1,252 @@
+"""Mistakes in what the critic learns and when, and in a reference that follows the policy."""
+
+from tests.mutants import Mutant
+
+OPTIONS = "tests/trainers/test_critic_options.py"
+MOVING = "tests/trainers/test_moving_reference.py"
+REFERENCE = "tests/models/test_reference.py"
+TWO_PROCESSES = "tests/distributed/test_two_processes.py"
+LEARNER = "rlhf_pg/trainers/learner.py"
+SCORING = "rlhf_pg/trainers/scoring.py"
+
+TARGETS = [
+    Mutant(
+        name="value-target-instant-reward",
+        mistake="the critic regresses to its token's reward, not to the return (the RLHF book)",
+        file="rlhf_pg/trainers/ppo.py",
+        old="return advantages + signals.values",
+        new="return signals.rewards",
+        killers=(f"{OPTIONS}::test_targets_by_hand",),
+    ),
+    Mutant(
+        name="value-target-advantage",
+        mistake="the critic regresses to the advantage: the value is not added back",
+        file="rlhf_pg/trainers/ppo.py",
+        old="return advantages + signals.values",
+        new="return advantages",
+        killers=(f"{OPTIONS}::test_targets_by_hand",),
+    ),
+    Mutant(
+        name="value-target-with-the-policys-lambda",
+        mistake="the critic's targets take the policy's lambda (what VAPO decouples)",
+        file="rlhf_pg/trainers/ppo.py",
+        old="signals.mask, args.gamma, args.value_lam, end)[1]",
+        new="signals.mask, args.gamma, args.lam, end)[1]",
+        killers=(f"{OPTIONS}::test_targets_by_hand",),
+    ),
+    Mutant(
+        name="value-lam-moves-the-policy",
+        mistake="the lambda of the critic's targets is used for the advantages as well",
+        file="rlhf_pg/trainers/ppo.py",
+        old="return self.estimator(signals)",
+        new="return self.estimator(signals) if self.args.value_lam is None else "
+        "self.returns(signals, signals.values) - signals.values",
+        killers=(f"{OPTIONS}::test_targets_by_hand",),
+    ),
+    Mutant(
+        name="value-target-ends-at-the-cut",
+        mistake="the critic's targets end in 0 where a completion was cut off, the advantages in V",
+        file="rlhf_pg/trainers/ppo.py",
+        old="args.value_lam, end)[1]",
+        new="args.value_lam, None)[1]",
+        killers=(f"{OPTIONS}::test_targets_by_hand",),
+    ),
+]
+
+UNITS = [
+    Mutant(
+        name="values-not-denormalised",
+        mistake="advantages are taken of normalised values and plain rewards",
+        file=SCORING,
+        old="    scored = _denormalized(scored, trainer.value_moments, mask)\n",
+        new="",
+        killers=(f"{OPTIONS}::test_advantages_are_those_of_the_denormalised_values",),
+    ),
+    Mutant(
+        name="end-value-not-denormalised",
+        mistake="of the critic's values all but the one after a cut-off are denormalised",
+        file=SCORING,
+        old="end_values=moments.denormalize(scored.end_values))",
+        new="end_values=scored.end_values)",
+        killers=(f"{OPTIONS}::test_advantages_are_those_of_the_denormalised_values",),
+    ),
+    Mutant(
+        name="value-targets-not-normalised",
+        mistake="the critic's values are denormalised, and its targets were never normalised",
+        file=SCORING,
+        old="return torch.where(mask, moments.normalize(returns), 0.0)",
+        new="return returns",
+        killers=(f"{OPTIONS}::test_targets_are_normalised_by_all_returns_so_far",),
+    ),
+    Mutant(
+        name="old-value-in-other-units",
+        mistake="values before the step in units after the moments moved: the clip holds (skrl)",
+        file=SCORING,
+        old="        values=predicted,\n",
+        new="        values=predicted if trainer.value_moments is None\n"
+        "        else trainer.value_moments.normalize(scored.values),\n",
+        killers=(f"{OPTIONS}::test_the_clip_is_about_the_critic_and_not_about_its_units",),
+    ),
+    Mutant(
+        name="value-moments-per-rank",
+        mistake="every process normalises values by moments of its own rows",
+        file=SCORING,
+        old="    mean, var = _mean_and_var(runtime, returns, mask)\n"
+        "    moments.update(float(runtime.total(mask.sum())), float(mean), float(var))",
+        new="    own = returns[mask].double()\n"
+        "    moments.update(len(own), float(own.mean()), float(own.var(correction=0)))",
+        killers=(f"{TWO_PROCESSES}::test_logged_numbers_are_equal[ppo]",),
+    ),
+    Mutant(
+        name="value-moments-with-padding",
+        mistake="padded slots count as returns of 0 in the running moments",
+        file=SCORING,
+        old="moments.update(float(runtime.total(mask.sum())), float(mean), float(var))",
+        new="moments.update(float(mask.numel()), float(returns.mean()), "
+        "float(returns.var(correction=0)))",
+        killers=(f"{OPTIONS}::test_targets_are_normalised_by_all_returns_so_far",),
+    ),
+    Mutant(
+        name="value-moments-not-saved",
+        mistake="a resumed run starts its running moments anew",
+        file="rlhf_pg/trainers/base.py",
+        old="return self.coefficients.controllers | moments",
+        new="return dict(self.coefficients.controllers)",
+        killers=(
+            f"{OPTIONS}::test_a_run_goes_on_bit_for_bit_inside_and_after_the_head_start",
+            f"{OPTIONS}::test_the_moments_are_in_the_checkpoint_and_the_head_there_is_the_trained"
+            "_one",
+        ),
+    ),
+    Mutant(
+        name="critic-saved-in-its-own-units",
+        mistake="the critic that a run leaves gives normalised values, without a word",
+        file="rlhf_pg/trainers/base.py",
+        old='self.critic.save(path / "critic", self.value_moments)',
+        new='self.critic.save(path / "critic")',
+        killers=(
+            f"{OPTIONS}::test_the_critic_that_a_run_leaves_gives_values_in_units_of_the_reward",
+        ),
+    ),
+]
+
+HEAD_START = [
+    Mutant(
+        name="policy-moves-in-value-pretraining",
+        mistake="the policy is trained on a critic's first guesses although it was to wait",
+        file=LEARNER,
+        old="                self.policy.zero_grad()\n",
+        new="                pass\n",
+        killers=(f"{OPTIONS}::test_neither_the_norm_nor_adam_sees_a_policy_that_stays",),
+    ),
+    Mutant(
+        name="rate-zero-alone-holds-the-policy",
+        mistake="a rate of 0 holds the policy, while Adam's moments and the norm take its gradient",
+        file=LEARNER,
+        old="                self.policy.zero_grad()\n",
+        new='                self.optimizer.param_groups[0]["lr"] = 0.0\n',
+        killers=(f"{OPTIONS}::test_neither_the_norm_nor_adam_sees_a_policy_that_stays",),
+    ),
+    Mutant(
+        name="value-pretraining-one-step-long",
+        mistake="the policy waits one step more than it was told",
+        file=LEARNER,
+        old="step < args.value_pretraining_steps",
+        new="step <= args.value_pretraining_steps",
+        killers=(f"{OPTIONS}::test_the_policy_stays_to_the_last_bit_while_the_critic_begins",),
+    ),
+    Mutant(
+        name="warmup-spent-while-waiting",
+        mistake="the policy's warm-up passes while it waits, and it begins at the full rate",
+        file="rlhf_pg/trainers/optimizer.py",
+        old="return 0.0 if step < alone else later(step - alone)",
+        new="return 0.0 if step < alone else later(step)",
+        killers=(f"{OPTIONS}::test_policy_and_critic_have_schedules_of_their_own",),
+    ),
+    Mutant(
+        name="coefficients-move-without-the-policy",
+        mistake="a beta that moves falls in every step in which the policy is not allowed to",
+        file="rlhf_pg/trainers/base.py",
+        old="if not alone:",
+        new="if True:",
+        killers=(f"{OPTIONS}::test_coefficients_wait_for_the_policy",),
+    ),
+    Mutant(
+        name="random-critic-copies-the-policy",
+        mistake="a critic of random weights starts from the policy's",
+        file="rlhf_pg/trainers/ppo.py",
+        old="args.seed if random else None",
+        new="None",
+        killers=(
+            f"{OPTIONS}::test_a_random_critic_has_the_architecture_of_the_policy_and_nothing_else"
+            "_of_it",
+        ),
+    ),
+]
+
+FOLLOWING = [
+    Mutant(
+        name="reference-mixed-the-wrong-way-round",
+        mistake="ref_model_mixup_alpha taken as the share of the reference",
+        file="rlhf_pg/models/reference.py",
+        old="own.lerp_(theirs, alpha)",
+        new="own.lerp_(theirs, 1 - alpha)",
+        killers=(
+            f"{REFERENCE}::test_it_moves_by_a_share_of_the_way_in_place",
+            f"{MOVING}::test_the_kl_is_exactly_zero_after_a_refresh_and_only_then",
+        ),
+    ),
+    Mutant(
+        name="reference-synced-before-the-update",
+        mistake="the reference is refreshed from the policy as it was before the step's updates",
+        file="rlhf_pg/trainers/base.py",
+        old="            metrics |= self.update(experience, meter)\n"
+        "        alone = self.learner.trains_critic_alone(self.state.step)\n"
+        "        self.state.step += 1\n"
+        "        self.learner.sync_reference(self.state.step)\n",
+        new="            self.learner.sync_reference(self.state.step + 1)\n"
+        "            metrics |= self.update(experience, meter)\n"
+        "        alone = self.learner.trains_critic_alone(self.state.step)\n"
+        "        self.state.step += 1\n",
+        killers=(f"{MOVING}::test_the_kl_is_exactly_zero_after_a_refresh_and_only_then",),
+    ),
+    Mutant(
+        name="reference-not-saved",
+        mistake="a resumed run takes the initial model for a reference that had moved (TRL)",
+        file="rlhf_pg/checkpoint.py",
+        old='            self.reference.restore(path / "reference")\n',
+        new="            pass\n",
+        killers=(f"{MOVING}::test_four_steps_are_two_or_three_a_stop_and_the_rest",),
+    ),
+    Mutant(
+        name="reference-without-its-adapter",
+        mistake="with a fresh LoRA the reference is the base model, and has nothing to move",
+        file="rlhf_pg/models/reference.py",
+        old="if adds_nothing(policy.model) and not moves:",
+        new="if adds_nothing(policy.model):",
+        killers=(
+            f"{REFERENCE}::test_with_a_fresh_adapter_it_keeps_a_copy_of_that_and_shares_the_rest",
+        ),
+    ),
+    Mutant(
+        name="reference-buffers-stay",
+        mistake="the reference follows in its parameters and not in its buffers (TRL)",
+        file="rlhf_pg/models/reference.py",
+        old="return [*module.parameters(), *module.buffers()]",
+        new="return [*module.parameters()]",
+        killers=(f"{REFERENCE}::test_it_moves_by_a_share_of_the_way_in_place",),
+    ),
+    Mutant(
+        name="fingerprint-of-what-moves",
+        mistake="a run cannot go on, for its reference is no longer the one that it began with",
+        file="rlhf_pg/models/reference.py",
+        old="if stays and isinstance(",
+        new="if isinstance(",
+        killers=(
+            f"{REFERENCE}::test_the_fingerprint_does_not_cover_what_moves",
+            f"{MOVING}::test_four_steps_are_two_or_three_a_stop_and_the_rest",
+        ),
+    ),
+]
+
+MUTANTS = [*TARGETS, *UNITS, *HEAD_START, *FOLLOWING]
