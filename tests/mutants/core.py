@@ -198,7 +198,7 @@ MODELS = [
         name="reference-without-its-adapter",
         mistake="the reference is the base model although training began at an adapter (TRL #1340)",
         file="rlhf_pg/models/reference.py",
-        old="if adds_nothing(policy.model):",
+        old="if adds_nothing(policy.model) and not moves:",
         new='if hasattr(policy.model, "unload"):',
         killers=(
             "tests/models/test_adapters.py::"
@@ -539,9 +539,9 @@ LOOP = [
     Mutant(
         name="value-target-is-the-instant-reward",
         mistake="the critic regresses to the reward of the token (the RLHF book's code)",
-        file="rlhf_pg/trainers/scoring.py",
-        old="returns = advantages + scored.values",
-        new="returns = signals.rewards",
+        file="rlhf_pg/trainers/ppo.py",
+        old="return advantages + signals.values",
+        new="return signals.rewards",
         killers=(
             f"{PPO}::test_advantages_are_whitened_over_the_tokens_of_the_step_and_returns_are_not",
         ),
@@ -677,7 +677,7 @@ LOOP = [
     Mutant(
         name="adam-epsilon-ignored",
         mistake="Adam has the epsilon of the library and not the one that was set",
-        file="rlhf_pg/trainers/learner.py",
+        file="rlhf_pg/trainers/optimizer.py",
         old="betas=betas, eps=args.adam_epsilon)",
         new="betas=betas)",
         killers=(f"{STEP}::test_the_optimizer_is_as_configured",),

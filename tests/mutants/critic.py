@@ -11,14 +11,6 @@ SCORING = "rlhf_pg/trainers/scoring.py"
 
 TARGETS = [
     Mutant(
-        name="value-target-instant-reward",
-        mistake="the critic regresses to its token's reward, not to the return (the RLHF book)",
-        file="rlhf_pg/trainers/ppo.py",
-        old="return advantages + signals.values",
-        new="return signals.rewards",
-        killers=(f"{OPTIONS}::test_targets_by_hand",),
-    ),
-    Mutant(
         name="value-target-advantage",
         mistake="the critic regresses to the advantage: the value is not added back",
         file="rlhf_pg/trainers/ppo.py",
@@ -219,7 +211,7 @@ FOLLOWING = [
         killers=(f"{MOVING}::test_four_steps_are_two_or_three_a_stop_and_the_rest",),
     ),
     Mutant(
-        name="reference-without-its-adapter",
+        name="moving-reference-without-adapter",
         mistake="with a fresh LoRA the reference is the base model, and has nothing to move",
         file="rlhf_pg/models/reference.py",
         old="if adds_nothing(policy.model) and not moves:",
