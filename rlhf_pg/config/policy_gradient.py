@@ -41,11 +41,13 @@ class PolicyGradientConfig(RunConfig):
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward function; None weighs each by 1."""
     reward_clip_range: tuple[float, ...] | None = None
-    """Lowest and highest score of each reward function; what is beyond is set to it."""
+    """Lowest and highest score of each reward function, of a step or a completion; what is beyond
+    is set to it."""
     normalize_rewards: bool = False
     """Divide the scores of each reward function by their running standard deviation."""
     whiten_rewards: bool = False
-    """Scale the rewards of all tokens of the step to variance 1, keeping their mean."""
+    """Scale the rewards of all tokens of the step, the KL among them, to variance 1, keeping their
+    mean; for estimators that look at nothing else."""
     missing_eos_penalty: float | None = number(None, minimum=0)
     """For completions that were cut off by their length."""
     missing_eos_mode: Literal["subtract", "replace"] = "subtract"
@@ -127,12 +129,6 @@ class PolicyGradientConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.reward_clip_range is not None:
-            low_high = self.reward_clip_range
-            if len(low_high) != 2 or low_high[0] >= low_high[1]:
-                raise ValueError(
-                    f"reward_clip_range must be a lower and a higher number, got {low_high}"
-                )
         high = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
         if self.delta is not None and self.delta <= high:
             raise ValueError(
@@ -144,11 +140,32 @@ class PolicyGradientConfig(RunConfig):
                 f"entropy_coef_min must be at most entropy_coef_max ({self.entropy_coef_max}), "
                 f"got {self.entropy_coef_min}"
             )
+        self._check_rewards()
         self._check_estimator()
         self._check_updates()
         self._check_kl()
         self._check_sampling()
         self._check_idle()
+
+    def _check_rewards(self) -> None:
+        if self.reward_clip_range is not None:
+            low_high = self.reward_clip_range
+            if len(low_high) != 2 or low_high[0] >= low_high[1]:
+                raise ValueError(
+                    f"reward_clip_range must be a lower and a higher number, got {low_high}"
+                )
+        if (self.overlong_buffer or 0) > self.max_completion_length:
+            raise ValueError(
+                f"overlong_buffer must be at most max_completion_length "
+                f"({self.max_completion_length}), whose last tokens it is, got "
+                f"{self.overlong_buffer}"
+            )
+        if self.whiten_rewards and self.advantage_estimator not in {"returns", *NEED_VALUES}:
+            raise ValueError(
+                "whiten_rewards rescales what each token is paid, and advantage_estimator "
+                f"{self.advantage_estimator!r} looks at the scores of completions, which stay as "
+                'they are: choose "returns" or one with a critic, or leave it out'
+            )
 
     def _check_estimator(self) -> None:
         """Refuse an estimator with nothing to compare."""
