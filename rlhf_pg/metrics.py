@@ -78,24 +78,23 @@ class Meter:
 
 
 def reward_metrics(
-    scores: Tensor, weights: Tensor, names: Sequence[str], groups: Tensor | None = None
+    raw: Tensor, trained: Tensor, names: Sequence[str], groups: Tensor | None = None
 ) -> dict[str, float]:
-    """Rewards over all ranks.
+    """Rewards over all ranks, from the totals of completions.
 
     Args:
-        scores: (N,K) unweighted, one column per source; NaN where one does not apply.
-        weights: (K,).
+        raw: (N,K) as the sources gave them, one column each; NaN where one does not apply.
+        trained: (N,K) as they are trained on, weighted.
         groups: (N,); None where every row has a prompt of its own. The std is then that of all
             rows, and there is no share of groups without one.
     """
-    weighted = scores * weights
-    metrics = {"reward": weighted.nanmean(0).nansum().item()}
-    for name, column in zip(names, scores.unbind(1), strict=True):
+    metrics = {"reward": trained.nanmean(0).nansum().item()}
+    for name, column in zip(names, raw.unbind(1), strict=True):
         metrics[f"rewards/{name}/mean"] = column.nanmean().item()
     if groups is not None and len(torch.unique(groups)) == len(groups):
         groups = None
-    own = torch.zeros(len(scores), dtype=torch.int64) if groups is None else groups.cpu()
-    total = total_scores(weighted.cpu(), own)
+    own = torch.zeros(len(raw), dtype=torch.int64) if groups is None else groups.cpu()
+    total = total_scores(trained.cpu(), own)
     stats = group_stats(total, torch.ones(len(total), dtype=torch.bool), own)
     metrics["reward_std"] = stats.std.mean().item()
     if groups is not None:

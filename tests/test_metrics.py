@@ -89,14 +89,12 @@ def test_phases_add_up_their_seconds():
 
 # --------------------------------------------------------------------------- rewards and lengths
 
-ONE = torch.ones(1)
-
 
 def test_rewards_by_hand():
     scores = torch.tensor([[1, 4], [3, math.nan], [2, 2], [2, 2]], dtype=torch.float64)
     # Where b does not apply, its mean in the group (4) stands in: totals 9, 11, 6, 6.
     weights = torch.tensor([1.0, 2.0])
-    metrics = reward_metrics(scores, weights, ["a", "b"], torch.tensor([5, 5, 8, 8]))
+    metrics = reward_metrics(scores, scores * weights, ["a", "b"], torch.tensor([5, 5, 8, 8]))
     assert metrics == {
         "reward": pytest.approx(2 + 2 * 8 / 3),
         "rewards/a/mean": 2.0,
@@ -106,16 +104,25 @@ def test_rewards_by_hand():
     }
 
 
+def test_reward_is_of_what_is_trained_on_and_the_sources_are_raw():
+    raw = torch.tensor([[10.0, 0], [30, 0]])
+    trained = torch.tensor([[1.0, -1], [2, 0]])
+    metrics = reward_metrics(raw, trained, ["a", "b"], torch.tensor([4, 4]))
+    assert metrics["reward"] == 1.5 - 0.5
+    assert metrics["rewards/a/mean"] == 20
+    assert metrics["reward_std"] == pytest.approx(math.sqrt(2))  # of 0 and 2
+
+
 def test_the_groups_of_a_reward_need_not_be_neighbours():
     scores = torch.tensor([[1.0], [5.0], [1.0], [9.0]], dtype=torch.float64)
-    metrics = reward_metrics(scores, ONE, ["a"], torch.tensor([3, 4, 3, 4]))
+    metrics = reward_metrics(scores, scores, ["a"], torch.tensor([3, 4, 3, 4]))
     assert metrics["reward_std"] == pytest.approx(math.sqrt(8) / 2)
     assert metrics["frac_reward_zero_std"] == 0.5
 
 
 def test_without_groups_the_spread_is_that_of_all_rewards():
     scores = torch.tensor([[1.0], [2.0], [6.0]], dtype=torch.float64)
-    metrics = reward_metrics(scores, ONE, ["a"])
+    metrics = reward_metrics(scores, scores, ["a"])
     assert metrics == {
         "reward": 3,
         "rewards/a/mean": 3,
@@ -125,7 +132,7 @@ def test_without_groups_the_spread_is_that_of_all_rewards():
 
 def test_a_source_that_never_applied_has_no_mean():
     scores = torch.tensor([[1, math.nan]] * 2)
-    metrics = reward_metrics(scores, torch.ones(2), ["a", "b"], torch.tensor([0, 0]))
+    metrics = reward_metrics(scores, scores, ["a", "b"], torch.tensor([0, 0]))
     assert math.isnan(metrics["rewards/b/mean"])
     assert metrics["reward"] == 1
 
@@ -311,6 +318,6 @@ def test_a_long_line_is_not_folded_in_a_log(tmp_path, capsys):
 
 def test_completions_without_companions_are_compared_over_the_batch():
     scores = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64)
-    metrics = reward_metrics(scores, ONE, ["a"], torch.tensor([7, 8, 9]))
+    metrics = reward_metrics(scores, scores, ["a"], torch.tensor([7, 8, 9]))
     assert metrics["reward_std"] == 1.0
     assert "frac_reward_zero_std" not in metrics

@@ -3,6 +3,7 @@
 from rlhf_pg.rewards.bradley_terry import bradley_terry_loss, train_reward_model
 from rlhf_pg.rewards.functions import RewardFunction, Rewards, RewardSource
 from rlhf_pg.rewards.model import RewardModel
+from rlhf_pg.rewards.shaping import totals
 
 __all__ = [
     "RewardFunction",
@@ -10,5 +11,6 @@ __all__ = [
     "RewardSource",
     "Rewards",
     "bradley_terry_loss",
+    "totals",
     "train_reward_model",
 ]

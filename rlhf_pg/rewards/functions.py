@@ -14,9 +14,12 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_pg.experience import padded
 from rlhf_pg.rewards.model import RewardModel
+from rlhf_pg.rewards.shaping import ends
 
-Scores = Sequence[float | None]
+Score = float | None
+Scores = Sequence[Score | Sequence[Score]]
 RewardFunction = Callable[..., Scores | Awaitable[Scores]]
 RewardSource: TypeAlias = RewardFunction | str | PathLike[str] | PreTrainedModel
 Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
@@ -29,8 +32,10 @@ class Rewards:
 
     Args:
         functions: callables `(prompts, completions, completion_ids, **columns)` that return one
-            float per completion, or None where the reward does not apply; plain or async. A
-            sequence classifier, or the path or Hub id of one, becomes a `RewardModel`.
+            float per completion, or None where the reward does not apply; plain or async. In place
+            of a float, a list with one entry per token of `completion_ids` gives a score to every
+            step that ends at its token, and None to the other tokens. A sequence classifier, or the
+            path or Hub id of one, becomes a `RewardModel`.
         weights: one per function; None weighs each by 1.
         processing_classes: tokenizers of the reward models: one for all, or a list with one entry
             per function. None stands for the tokenizer saved beside the model.
@@ -74,19 +79,26 @@ class Rewards:
         completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
+        action_mask: Tensor | None = None,
     ) -> Tensor:
         """Score B completions.
 
+        Args:
+            action_mask: (B,T) True where the policy chose the token; by default it chose them all.
+
         Returns:
-            (B,K) float64 on the CPU, unweighted, one column per function; NaN where a function
-            said None.
+            (B,T,K) float64 on the CPU, unweighted, one slice per function and as wide as the widest
+            completion: a score stands at the token that ends its step, or for a whole completion
+            at its last action token. NaN elsewhere, and where a function said None.
 
         Raises:
-            ValueError: a function failed, returned the wrong number of scores or something that is
-                no finite number, or all of them said None of the same completion.
+            ValueError: a function failed, returned the wrong number of scores, something that is no
+                finite number, or a score for a token that the policy did not choose; or all of them
+                said None of the same completion.
         """
+        mask = padded(completion_ids, 0)[1] if action_mask is None else action_mask.cpu()
         if not prompts:
-            return torch.zeros((0, len(self.names)), dtype=torch.float64)
+            return torch.zeros((*mask.shape, len(self.names)), dtype=torch.float64)
         inputs: dict[str, Sequence[Any]] = {
             "prompts": prompts,
             "completions": completions,
@@ -99,12 +111,12 @@ class Rewards:
                 "given: rename it"
             )
         inputs |= columns
-        table = [
-            _checked(name, self._call(name, function, inputs), len(prompts))
+        tables = [
+            _placed(name, self._call(name, function, inputs), completion_ids, mask)
             for name, function in zip(self.names, self.functions, strict=True)
         ]
-        scores = torch.tensor(table, dtype=torch.float64).T
-        silent = scores.isnan().all(dim=1).nonzero().flatten().tolist()
+        scores = torch.stack(tables, dim=2)
+        silent = scores.flatten(1).isnan().all(dim=1).nonzero().flatten().tolist()
         if silent:
             raise ValueError(
                 f"no reward function applies to completion {silent[0]} of the batch: every one of "
@@ -158,18 +170,57 @@ def _wait_for(result: Awaitable[Any]) -> Any:
         return thread.submit(asyncio.run, outcome()).result()
 
 
-def _checked(name: str, scores: Any, count: int) -> list[float]:
-    scores = scores.tolist() if hasattr(scores, "tolist") else scores
-    if not isinstance(scores, Sequence) or len(scores) != count:
-        got = f"{len(scores)} scores" if isinstance(scores, Sequence) else repr(scores)
+def _placed(
+    name: str, result: Any, completion_ids: Sequence[Sequence[int]], mask: Tensor
+) -> Tensor:
+    """(B,T) what one function said, each score at its token; NaN elsewhere."""
+    scores = _plain(result)
+    if not _is_list(scores) or len(scores) != len(completion_ids):
+        got = f"{len(scores)} scores" if _is_list(scores) else repr(scores)
         raise ValueError(
-            f"reward function {name} must return a list of {count} scores, one per completion, "
-            f"got {got}"
+            f"reward function {name} must return a list of {len(completion_ids)} scores, one per "
+            f"completion, got {got}"
         )
-    return [_number(name, i, score) for i, score in enumerate(scores)]
+    table = torch.full(mask.shape, math.nan, dtype=torch.float64)
+    for i, (score, end) in enumerate(zip(scores, ends(mask).tolist(), strict=True)):
+        if _is_list(_plain(score)):
+            own = mask[i, : len(completion_ids[i])].tolist()
+            steps = _steps(name, i, _plain(score), own)
+            table[i, : len(own)] = torch.tensor(steps, dtype=torch.float64)
+        else:
+            table[i, end] = _number(name, f"completion {i}", score)
+    return table
 
 
-def _number(name: str, completion: int, score: Any) -> float:
+def _plain(x: Any) -> Any:
+    """Arrays and tensors as lists and numbers."""
+    return x.tolist() if hasattr(x, "tolist") else x
+
+
+def _is_list(x: Any) -> bool:
+    return isinstance(x, Sequence) and not isinstance(x, str | bytes)
+
+
+def _steps(name: str, completion: int, scores: Sequence[Any], own: Sequence[bool]) -> list[float]:
+    """One number per token, NaN for None; `own` says which tokens the policy chose."""
+    if len(scores) != len(own):
+        raise ValueError(
+            f"reward function {name} returned a list of {len(scores)} scores for completion "
+            f"{completion} of the batch, which has {len(own)} tokens: return one entry per token, "
+            "None where no step ends"
+        )
+    where = [f"token {t} of completion {completion}" for t in range(len(own))]
+    numbers = [_number(name, at, score) for at, score in zip(where, scores, strict=True)]
+    for at, number, chosen in zip(where, numbers, own, strict=True):
+        if not chosen and not math.isnan(number):
+            raise ValueError(
+                f"reward function {name} returned {number} for {at} of the batch, which the policy "
+                "did not choose: score the last token of its own before that one"
+            )
+    return numbers
+
+
+def _number(name: str, where: str, score: Any) -> float:
     if score is None:
         return math.nan
     try:
@@ -178,8 +229,8 @@ def _number(name: str, completion: int, score: Any) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(
-            f"reward function {name} returned {score!r} for completion {completion} of the batch: "
-            "return a finite number, or None where the reward does not apply"
+            f"reward function {name} returned {score!r} for {where} of the batch: return a finite "
+            "number, or None where the reward does not apply"
         )
     return number
 

@@ -42,6 +42,7 @@ from rlhf_pg.trainers.evaluation import evaluate
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.samples import Samples, collect
 from rlhf_pg.trainers.scoring import make_experience
+from rlhf_pg.trainers.shaping import Shaping
 
 
 class PolicyGradientTrainer:
@@ -52,7 +53,8 @@ class PolicyGradientTrainer:
             default `args.model_name_or_path`.
         reward_funcs: one callable `(prompts, completions, completion_ids, **columns)` returning a
             list of floats (or None where it does not apply), plain or async; or a reward model (a
-            sequence classifier with one output: path, Hub id or loaded); or several of these.
+            sequence classifier with one output: path, Hub id or loaded); or several of these. In
+            place of a float, a list with one float or None per token scores steps.
         args: the config; by default that of the algorithm.
         train_dataset: has a column `prompt`, of strings or of lists of chat messages. The other
             columns go to the reward functions, repeated for every completion.
@@ -102,6 +104,7 @@ class PolicyGradientTrainer:
         self.rewards = Rewards(
             reward_funcs, args.reward_weights, reward_processing_classes, self.runtime.device
         )
+        self.shaping = Shaping(args, self.rewards)
         set_seed(args.seed)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
         self.peft_config = inputs.adapter(args, peft_config)
@@ -160,7 +163,7 @@ class PolicyGradientTrainer:
     def running(self) -> dict[str, Any]:
         """Plain records that move with the run and are saved with it, by name."""
         moments = {} if self.value_moments is None else {"value_moments": self.value_moments}
-        return self.coefficients.controllers | moments
+        return self.coefficients.controllers | moments | self.shaping.moments
 
     # -------------------------------------------------------------- what makes it an algorithm
 
@@ -340,9 +343,8 @@ class PolicyGradientTrainer:
         )
 
     def reward(self, samples: Samples) -> Tensor:
-        """Unweighted scores (B,K), one column per source; NaN where it does not apply.
-
-        The sources are the reward functions, and `missing_eos_penalty` if it is set.
+        """Raw scores (B,T,K) of the sources in `reward_names`, at the tokens that end what they
+        judge; NaN elsewhere.
 
         Raises:
             ValueError: a reward function failed, on this process or on another. What was trained so
@@ -351,7 +353,11 @@ class PolicyGradientTrainer:
         scores, failure = None, None
         try:
             scores = self.rewards(
-                samples.prompts, samples.completions, samples.completion_ids, samples.columns
+                samples.prompts,
+                samples.completions,
+                samples.completion_ids,
+                samples.columns,
+                samples.rollout.action_mask,
             )
         except ValueError as error:
             failure = error
@@ -361,22 +367,13 @@ class PolicyGradientTrainer:
                 raise ValueError(str(reason)) from failure
             raise ValueError(f"{reason} (saved so far: {self.save_checkpoint()})") from failure
         assert scores is not None
-        if self.args.missing_eos_penalty is not None:
-            penalty = -self.args.missing_eos_penalty * samples.rollout.truncated.double()
-            scores = torch.cat([scores, penalty[:, None].to(scores)], dim=1)
-        return scores.to(samples.rollout.sampler_logprobs)
+        rollout = samples.rollout
+        return self.shaping.penalized(scores.to(rollout.sampler_logprobs), rollout)
 
     @property
     def reward_names(self) -> list[str]:
-        """Of the columns of `reward`."""
-        penalized = self.args.missing_eos_penalty is not None
-        return [*self.rewards.names, *(["missing_eos_penalty"] if penalized else [])]
-
-    @property
-    def reward_weights(self) -> Tensor:
-        """(K,) of the columns of `reward`."""
-        weights = self.rewards.weights
-        return torch.cat([weights, weights.new_ones(len(self.reward_names) - len(weights))])
+        """Of the sources of `reward`: the reward functions, and the penalties that are set."""
+        return self.shaping.names
 
     def make_experience(
         self, rollout: Rollout, scores: Tensor, meter: Meter
@@ -384,7 +381,7 @@ class PolicyGradientTrainer:
         """Score the rollout under policy and reference, and estimate advantages.
 
         Args:
-            scores: (B,K) from `reward`.
+            scores: (B,T,K) from `reward`.
 
         Returns:
             The experience of this rank, and metrics over all ranks.

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.data import Prompts
 from rlhf_pg.experience import Rollout
+from rlhf_pg.rewards import totals
 from rlhf_pg.rollout import RolloutEngine, SamplingParams
 
 
@@ -24,14 +25,17 @@ class Samples:
     columns: dict[str, list[Any]]  # the dataset's other columns
 
     def records(self, scores: Tensor, names: Sequence[str], count: int) -> list[dict[str, Any]]:
-        """The first completions of `count` prompts with their scores (B,K), for people to read."""
+        """The first completions of `count` prompts with the totals of their scores (B,T,K), for
+        people to read.
+        """
+        total = totals(scores)
         groups = self.rollout.groups.tolist()
         firsts = [i for i, group in enumerate(groups) if i == 0 or groups[i - 1] != group][:count]
         return [
             {
                 "prompt": self.prompts[i],
                 "completion": self.completions[i],
-                **{f"rewards/{name}": scores[i, k].item() for k, name in enumerate(names)},
+                **{f"rewards/{name}": total[i, k].item() for k, name in enumerate(names)},
             }
             for i in firsts
         ]

@@ -15,6 +15,7 @@ from rlhf_pg.experience import Experience, Rollout
 from rlhf_pg.kl import kl_estimate
 from rlhf_pg.masking import whiten
 from rlhf_pg.metrics import Meter, length_metrics, reward_metrics
+from rlhf_pg.rewards import totals
 from rlhf_pg.running import RunningMoments
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.trainers.learner import Scored
@@ -31,28 +32,37 @@ def make_experience(
     scored = trainer.learner.score(rollout)
     predicted = scored.values  # in the critic's own units
     scored = _denormalized(scored, trainer.value_moments, mask)
-    weights = trainer.reward_weights.to(scores)
-    paid = torch.zeros_like(rollout.sampler_logprobs)
+    minus_kl = torch.zeros_like(rollout.sampler_logprobs)
     if scored.ref_logprobs is not None and args.kl_placement == "reward":
         assert scored.old_logprobs is not None
         kl = kl_estimate(scored.old_logprobs, scored.ref_logprobs, args.kl_estimator)
         meter.add_masked("kl", kl, mask)
-        paid = -trainer.coefficients["beta"] * kl
-    everyone, rows = runtime.gather(torch.cat([scores, paid.sum(1, keepdim=True)], dim=1))
-    everyones_scores, everyones_kl = everyone[:, :-1], everyone[:, -1:]
+        minus_kl = -trainer.coefficients["beta"] * kl
+    trainer.shaping.observe(scores, runtime)
+    shaped = trainer.shaping(scores, rollout)
+    step_scores, step_mask = trainer.shaping.steps(shaped)
+    rewards = minus_kl + step_scores
+    if args.whiten_rewards:
+        stats = _mean_and_var(runtime, rewards, mask)
+        rewards = whiten(rewards, mask, shift_mean=False, stats=stats)
+    per_row = [totals(scores), totals(shaped), minus_kl.sum(1, keepdim=True)]
+    everyone, rows = runtime.gather(torch.cat(per_row, dim=1))
+    raw, trained = everyone.tensor_split([scores.shape[2]], dim=1)
     groups, _ = runtime.gather(rollout.groups)
     lengths, _ = runtime.gather(rollout.lengths())
     signals = Signals(
-        rewards=paid + _last(mask) * (scores * weights).nansum(1, keepdim=True),
+        rewards=rewards,
         mask=mask,
-        scores=torch.cat([everyones_scores * weights, everyones_kl], dim=1),
+        scores=trained,
         groups=groups,
         rows=rows,
         values=scored.values,
         bootstrap_value=trainer.bootstrap_value(rollout, scored.end_values),
+        step_scores=step_scores,
+        step_mask=step_mask,
     )
     advantages = trainer.advantages(signals)
-    metrics = reward_metrics(everyones_scores, weights, trainer.reward_names, groups)
+    metrics = reward_metrics(raw, trained[:, :-1], trainer.reward_names, groups)
     metrics |= length_metrics(lengths)
     if args.kl_controller != "fixed":
         metrics["kl/completion"] = _kl_of_completions(runtime, scored)
@@ -116,8 +126,3 @@ def _explained_variance(runtime: Runtime, values: Tensor, returns: Tensor, mask:
     _, unexplained = _mean_and_var(runtime, returns - values, mask)
     _, var = _mean_and_var(runtime, returns, mask)
     return (1 - unexplained / var).item()
-
-
-def _last(mask: Tensor) -> Tensor:
-    """(B,T) True at the last True slot of each row."""
-    return mask & (mask.flip(1).cumsum(1).flip(1) == 1)

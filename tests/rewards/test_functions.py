@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_pg.rewards import Rewards
+from rlhf_pg.rewards import Rewards, totals
 
 PROMPTS = ["p", "p", "q"]
 COMPLETIONS = ["a", "bb", "ccc"]
@@ -17,7 +17,13 @@ COLUMNS = {"answer": ["a", "a", "c"], "tags": [["x"], ["x"], ["y"]]}
 
 
 def call(*functions, weights=None, columns=COLUMNS):
-    return Rewards(list(functions), weights)(PROMPTS, COMPLETIONS, IDS, columns)
+    """(3,K) the totals."""
+    return totals(per_token(*functions, weights=weights, columns=columns))
+
+
+def per_token(*functions, weights=None, columns=COLUMNS, action_mask=None):
+    """(3,3,K)"""
+    return Rewards(list(functions), weights)(PROMPTS, COMPLETIONS, IDS, columns, action_mask)
 
 
 def says(scores, name="said"):
@@ -83,7 +89,7 @@ def test_a_function_is_given_everything_by_name():
 
 
 def test_one_function_needs_no_list():
-    assert Rewards(length)(PROMPTS, COMPLETIONS, IDS, {}).tolist() == [[1], [2], [3]]
+    assert totals(Rewards(length)(PROMPTS, COMPLETIONS, IDS, {})).tolist() == [[1], [2], [3]]
 
 
 def test_each_function_has_a_column_and_weights_stay_out_of_it():
@@ -95,7 +101,7 @@ def test_no_completions_call_nothing():
     def never(**_):
         raise AssertionError
 
-    assert Rewards([never, never])([], [], [], {"answer": []}).shape == (0, 2)
+    assert Rewards([never, never])([], [], [], {"answer": []}).shape == (0, 1, 2)
 
 
 def test_what_one_function_does_to_its_input_nobody_else_sees():
@@ -219,7 +225,6 @@ def test_it_must_be_one_score_per_completion(scores, got):
         (np.float32("nan"), r"np.float32\(nan\)"),
         (torch.tensor(math.inf), r"tensor\(inf\)"),
         ("good", "'good'"),
-        ([1.0], r"\[1.0\]"),
         (1 + 2j, r"\(1\+2j\)"),
         (10**400, "10000"),
     ],
@@ -255,6 +260,84 @@ def test_two_functions_may_share_the_work():
 def test_a_completion_that_no_function_scores_is_an_error():
     with pytest.raises(ValueError, match=r"completion 2 .* one, two returned None for prompt 'q'"):
         call(says([None, 1, None], "one"), says([1, 1, None], "two"))
+
+
+# -------------------------------------------------------------------------------- scores of steps
+
+NAN = pytest.approx(math.nan, nan_ok=True)
+STEPS = [[1.5], [None, 2], [0.5, None, -1.0]]
+PLACED = [[1.5, NAN, NAN], [NAN, 2, NAN], [0.5, NAN, -1.0]]
+
+
+def test_a_score_of_a_completion_stands_at_its_last_token():
+    assert per_token(length)[:, :, 0].tolist() == [[1, NAN, NAN], [NAN, 2, NAN], [NAN, NAN, 3]]
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        STEPS,
+        tuple(map(tuple, STEPS)),
+        [np.array([1.5]), [None, np.float32(2)], [torch.tensor(0.5), None, -1]],
+        [1.5, 2.0, STEPS[2]],  # of steps, of completions: as it comes
+    ],
+    ids=["lists", "tuples", "arrays", "mixed"],
+)
+def test_a_list_scores_each_step_at_its_last_token(scores):
+    assert per_token(says(scores))[:, :, 0].tolist() == PLACED
+    assert call(says(scores)).tolist() == [[1.5], [2.0], [-0.5]]
+
+
+def test_a_dense_reward_scores_every_token():
+    ids, dense = [[4, 4], [5, 5]], [[0.5, 1.0], [2.0, 4.0]]
+    for given in (np.array(dense), torch.tensor(dense), list(torch.tensor(dense))):
+        scores = Rewards(says(given))(["p"] * 2, ["a"] * 2, ids, {})
+        assert scores[:, :, 0].tolist() == dense
+
+
+def test_each_function_scores_its_own_steps():
+    scores = per_token(says(STEPS), length, says([None, [None, None], 7]))
+    assert scores.shape == (3, 3, 3)
+    assert scores[2].T.tolist() == [[0.5, NAN, -1], [NAN, NAN, 3], [NAN, NAN, 7]]
+    assert totals(scores)[:, 2].tolist() == [NAN, NAN, 7]  # a list of None is a None
+
+
+def test_a_list_with_its_score_at_the_end_is_a_score_bit_for_bit():
+    numbers = [0.1, -1e-300, 1 + 2**-52]
+    lists = [[None] * (len(ids) - 1) + [x] for ids, x in zip(IDS, numbers, strict=True)]
+    assert per_token(says(numbers)).numpy().tobytes() == per_token(says(lists)).numpy().tobytes()
+
+
+def test_a_score_of_a_completion_stands_at_the_last_token_that_the_policy_chose():
+    mask = torch.tensor([[1, 0, 0], [1, 0, 0], [1, 0, 1]]).bool()
+    scores = per_token(length, says([[1], [5, None], [3, None, 4]]), action_mask=mask)
+    assert scores[:, :, 0].tolist() == [[1, NAN, NAN], [2, NAN, NAN], [NAN, NAN, 3]]
+    assert scores[:, :, 1].tolist() == [[1, NAN, NAN], [5, NAN, NAN], [3, NAN, 4]]
+
+
+def test_a_score_for_a_token_that_the_policy_did_not_choose_is_an_error():
+    mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
+    message = "said returned 0.0 for token 1 of completion 2 of the batch, which the policy did not"
+    with pytest.raises(ValueError, match=message):
+        per_token(length, says([1, [1, 1], [None, 0.0, 1]]), action_mask=mask)
+
+
+@pytest.mark.parametrize("length_", [0, 1, 3])
+def test_a_list_has_one_entry_per_token(length_):
+    message = f"said returned a list of {length_} scores for completion 1 .* has 2 tokens"
+    with pytest.raises(ValueError, match=message):
+        call(length, says([1.0, [0.0] * length_, 1.0]))
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, "good", [1.0]], ids=str)
+def test_a_step_that_is_no_finite_number_names_function_token_and_completion(score):
+    with pytest.raises(ValueError, match=r"said returned .* for token 1 of completion 2 of the"):
+        call(length, says([1.0, 1.0, [0.0, score, 1.0]]))
+
+
+def test_lists_of_none_from_every_function_are_an_error():
+    with pytest.raises(ValueError, match=r"completion 1 .* one, two returned None for prompt 'p'"):
+        call(says([1, None, 1], "one"), says([1, [None, None], 1], "two"))
 
 
 # --------------------------------------------------------------------------------- it breaks down

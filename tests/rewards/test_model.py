@@ -222,7 +222,7 @@ def test_paths_models_and_functions_may_be_mixed(saved):
     rewards = Rewards([saved, length, judge, str(saved)], processing_classes=letters())
     expected = ["judge-1B", "length", "GPT2ForSequenceClassification", "judge-1B_2"]
     assert rewards.names == expected
-    scores = rewards(["ab", "b"], ["c", "cc"], [[1], [1]], {"topic": [1, 2]})
+    scores = rewards(["ab", "b"], ["c", "cc"], [[1], [1]], {"topic": [1, 2]})[:, 0]
     assert scores[:, 0].tolist() == RewardModel(saved)(["ab", "b"], ["c", "cc"])
     assert scores[:, 1].tolist() == [1, 2]
     assert scores[:, 2].tolist() == RewardModel(judge, letters())(["ab", "b"], ["c", "cc"])
@@ -233,13 +233,13 @@ def test_paths_models_and_functions_may_be_mixed(saved):
 def test_one_reward_model_needs_no_list(saved, one):
     source = saved if one == "path" else classifier()
     rewards = Rewards(source, processing_classes=letters(), device=torch.device("cpu"))
-    assert rewards(["ab"], ["c"], [[1]], {}).shape == (1, 1)
+    assert rewards(["ab"], ["c"], [[1]], {}).shape == (1, 1, 1)
 
 
 def test_each_function_may_have_its_own_tokenizer(saved):
     backwards = letters("zyxwvutsrqponmlkjihgfedcba .")
     rewards = Rewards([saved, length, saved], processing_classes=[None, None, backwards])
-    scores = rewards(["ab"], ["c"], [[1]], {})
+    scores = rewards(["ab"], ["c"], [[1]], {})[:, 0]
     assert scores[0, 0] == RewardModel(saved)(["ab"], ["c"])[0]
     assert scores[0, 2] == RewardModel(saved, backwards)(["ab"], ["c"])[0] != scores[0, 0]
 

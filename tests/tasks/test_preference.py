@@ -109,7 +109,7 @@ def test_it_is_a_reward_function_by_the_name_of_gold(task):
     rewards = Rewards(task.rewards(None))
     assert rewards.names == ["gold"]
     said = rewards([SOUP, TENT], ["hot .", "hot ."], [[1], [1]], {"answer": ["x", "y"]})
-    assert said.tolist() == [[1], [-1]]
+    assert said.tolist() == [[[1]], [[-1]]]
     assert task.reward is gold
 
 

@@ -1,0 +1,104 @@
+"""Scores before they are trained on: totals, clipping, penalties for length."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_pg.rewards.shaping import at_end, clipped, ends, overlong, replaced, totals
+
+NAN = math.nan
+MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 0, 1], [0, 1, 0]]).bool()
+SCORES = torch.tensor(
+    [
+        [[0.5, NAN], [NAN, NAN], [-2.0, 3.0]],
+        [[NAN, 0.0], [NAN, NAN], [NAN, NAN]],
+        [[1.0, NAN], [NAN, NAN], [NAN, NAN]],
+        [[NAN, NAN], [7.0, 1.0], [NAN, NAN]],
+    ],
+    dtype=torch.float64,
+)
+
+
+def same(actual, expected):
+    expected = torch.as_tensor(expected, dtype=actual.dtype)
+    assert actual.shape == expected.shape
+    assert actual.allclose(expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.proves("rlhf_pg.rewards.shaping.totals")
+def test_totals_are_sums_over_steps_and_nothing_where_nothing_was_said():
+    same(totals(SCORES), [[-1.5, 3.0], [NAN, 0.0], [1.0, NAN], [7.0, 1.0]])
+
+
+def test_no_rows_have_no_totals():
+    assert totals(torch.zeros(0, 1, 3)).shape == (0, 3)
+    assert at_end(torch.zeros(0), torch.zeros(0, 1).bool()).shape == (0, 1)
+
+
+def test_the_end_is_the_last_token_that_the_policy_chose():
+    assert ends(MASK).tolist() == [2, 0, 2, 1]
+    numbers = torch.tensor([1.0, 2.0, 3.0, 0.0])
+    placed = [[NAN, NAN, 1], [2, NAN, NAN], [NAN, NAN, 3], [NAN, 0, NAN]]
+    same(at_end(numbers, MASK), placed)
+    same(totals(at_end(numbers, MASK)[:, :, None])[:, 0], numbers)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "first", "last"), [(-1, 1, 0.5, -1), (-5, 0.25, 0.25, -2), (1, 2, 1, 1)]
+)
+def test_every_score_is_clipped_by_itself(low, high, first, last):
+    same(clipped(SCORES, low, high)[0, :, 0], [first, NAN, last])
+    same(clipped(SCORES, low, high)[0, 2, 1], float(min(high, 3)))
+
+
+@pytest.mark.proves("rlhf_pg.rewards.shaping.overlong")
+def test_overlong_by_hand():
+    lengths = torch.tensor([1, 5, 6, 7, 8, 9, 10, 11])
+    by_hand = [0, 0, 0, -0.25, -0.5, -0.75, -1, -1]  # L = 10, C = 4: from 6 on
+    same(overlong(lengths, 10, 4), by_hand)
+    same(overlong(lengths, 10, 4, penalty=8.0), [8 * x for x in by_hand])
+
+
+@pytest.mark.proves("rlhf_pg.rewards.shaping.overlong")
+@given(st.integers(1, 60), st.data())
+def test_overlong_is_equation_13(longest, data):
+    buffer = data.draw(st.integers(1, longest))
+
+    def punishment(length):
+        if length <= longest - buffer:
+            return 0.0
+        if length <= longest:
+            return ((longest - buffer) - length) / buffer
+        return -1.0
+
+    lengths = list(range(1, longest + 3))
+    expected = [punishment(length) for length in lengths]
+    assert overlong(torch.tensor(lengths), longest, buffer).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.proves("rlhf_pg.rewards.shaping.replaced")
+def test_a_replaced_row_is_worth_what_the_one_source_says():
+    rows = torch.tensor([True, False, True, False])
+    given_ = torch.cat([SCORES, at_end(torch.tensor([-9.0, 0, -9, 0]), MASK)[:, :, None]], dim=2)
+    out = replaced(given_, rows, MASK, 2)
+    same(totals(out), [[0, 0, -9], [NAN, 0, 0], [0, 0, -9], [7, 1, 0]])
+    same(out[0, :, 0], [NAN, NAN, 0])  # one 0, at the end, and no steps
+    same(out[[1, 3]], given_[[1, 3]])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        totals,
+        lambda scores: clipped(scores, -0.1, 0.1),
+        lambda scores: replaced(scores, torch.ones(4).bool(), MASK, 0),
+    ],
+    ids=["totals", "clipped", "replaced"],
+)
+def test_scores_stay_as_they_are(function):
+    scores = SCORES.clone()
+    function(scores)
+    same(scores, SCORES)

@@ -1,0 +1,428 @@
+"""From scores to what is trained on: steps, clipping, normalising, penalties, whitening."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_pg import (
+    GRPOConfig,
+    GRPOTrainer,
+    PPOConfig,
+    PPOTrainer,
+    ReinforceConfig,
+    ReinforceTrainer,
+)
+from rlhf_pg.advantages import Signals
+from rlhf_pg.metrics import Meter, read
+from rlhf_pg.tasks import arithmetic
+from rlhf_pg.trainers import PolicyGradientTrainer
+from tests import enumeration
+from tests.enumeration import (
+    COMPLETIONS,
+    EOS,
+    MAX_LENGTH,
+    A,
+    B,
+    expected_gradient,
+    gradient,
+    log_probs,
+    make_trainer,
+)
+from tests.trainers.conftest import digits
+
+NAN = math.nan
+# What each completion is paid, token by token: lists and floats mixed, and gaps. A step's score
+# does not look ahead: it is the same whatever follows.
+STEPS: dict[tuple[int, ...], Any] = {
+    (EOS,): 0.3,
+    (A, EOS): [1.5, -0.5],
+    (A, A): [1.5, None],
+    (A, B): [1.5, 2.5],
+    (B, EOS): -1.0,
+    (B, A): [None, 0.2],
+    (B, B): [None, 0.4],
+}
+PAID: dict[tuple[int, ...], list[float]] = {
+    (EOS,): [0.3],
+    (A, EOS): [1.5, -0.5],
+    (A, A): [1.5, 0.0],
+    (A, B): [1.5, 2.5],
+    (B, EOS): [0.0, -1.0],
+    (B, A): [0.0, 0.2],
+    (B, B): [0.0, 0.4],
+}
+
+
+def stepwise(completion_ids: list[list[int]], **_: Any) -> list[Any]:
+    return [STEPS[tuple(ids)] for ids in completion_ids]
+
+
+def says(*scores: Any, name: str = "said"):
+    """A reward function that gives these scores, in the order of the completions."""
+
+    def reward(prompts: list[str], **_: Any) -> list[Any]:
+        assert len(prompts) == len(scores)
+        return list(scores)
+
+    reward.__name__ = name
+    return reward
+
+
+def reinforce(tmp_path: Path, reward: Any, n: int, **options: Any) -> PolicyGradientTrainer:
+    defaults = {"num_generations": n, "advantage_estimator": "returns"}
+    return make_trainer(ReinforceTrainer, tmp_path, reward=reward, **(defaults | options))
+
+
+def look(
+    trainer: PolicyGradientTrainer, said: Sequence[tuple[int, ...]]
+) -> tuple[Signals, dict[str, float]]:
+    """What the estimator is given for these completions, and the metrics."""
+    trainer.engine.says = said
+    seen: list[Signals] = []
+
+    def spy(signals: Signals) -> Tensor:
+        seen.append(signals)
+        return torch.zeros_like(signals.rewards)
+
+    trainer.estimator = spy
+    samples = trainer.roll_out(range(trainer.args.prompts_per_step))
+    scores = trainer.reward(samples)
+    given = scores.clone()
+    _, metrics = trainer.make_experience(samples.rollout, scores, Meter())
+    assert scores.allclose(given, rtol=0, atol=0, equal_nan=True)  # left as they were
+    return seen[0], metrics
+
+
+def close(actual: Tensor, expected: Any) -> None:
+    expected = torch.as_tensor(expected, dtype=torch.float64)
+    assert actual.shape == expected.shape
+    assert actual.double().allclose(expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+# ------------------------------------------------------------------------------- scores of steps
+
+
+def test_every_step_is_paid_at_its_own_token(tmp_path) -> None:
+    one, two = says(1.0, [2.0, None], [None, None]), says(10.0, [None, 20.0], [30.0, 40.0])
+    options = {"reward_weights": (1.0, 0.5)}
+    trainer = reinforce(tmp_path, [one, two], 3, **options)
+    signals, metrics = look(trainer, [(EOS,), (A, EOS), (B, A)])
+    close(signals.rewards, [[6, 0], [2, 10], [15, 20]])
+    close(signals.step_scores, [[6, 0], [2, 10], [15, 20]])
+    assert signals.step_mask.tolist() == [[True, False], [True, True], [True, True]]
+    close(signals.scores, [[1, 5, 0], [2, 10, 0], [NAN, 35, 0]])  # the last: no KL
+    assert metrics["rewards/said/mean"] == 1.5
+    assert metrics["rewards/said_2/mean"] == 100 / 3
+    assert metrics["reward"] == pytest.approx(1.5 + 50 / 3)
+
+
+def test_the_kl_is_paid_beside_them_and_is_no_step(tmp_path) -> None:
+    trainer = reinforce(tmp_path, says([None, 2.0], 5.0), 2, beta=0.3)
+    said = [(A, B), (B, EOS)]
+    signals, _ = look(trainer, said)
+    reference = enumeration.model()
+    with torch.no_grad():
+        kl = [log_probs(trainer.model, "ab", y) - log_probs(reference, "ab", y) for y in said]
+    close(signals.rewards, torch.tensor([[0, 2.0], [0, 5.0]]) - 0.3 * torch.stack(kl))
+    close(signals.scores[:, 1], -0.3 * torch.stack(kl).sum(1))
+    close(signals.step_scores, [[0, 2], [0, 5]])
+    assert signals.step_mask.tolist() == [[False, True], [False, True]]
+
+
+def objective(trainer: PolicyGradientTrainer) -> Tensor:
+    """E[sum of what the tokens are paid]."""
+    total = torch.zeros((), dtype=torch.float64)
+    for said in COMPLETIONS:
+        total = total + log_probs(trainer.model, "ab", said).sum().exp() * sum(PAID[said])
+    return total
+
+
+@pytest.mark.proves("rlhf_pg.trainers.scoring.make_experience")
+@pytest.mark.parametrize("estimator", ["returns", "leave_one_out", "returns_minus_others"])
+def test_the_gradient_is_that_of_everything_that_is_paid(tmp_path, estimator) -> None:
+    trainer = reinforce(tmp_path, stepwise, 2, advantage_estimator=estimator)
+    truth = gradient(trainer.model, objective(trainer))
+    ascent = -MAX_LENGTH * expected_gradient(trainer)
+    assert truth.norm() > 1e-2
+    assert (ascent - truth).norm() <= 1e-8 * truth.norm()
+
+
+@pytest.mark.proves("rlhf_pg.trainers.scoring.make_experience")
+def test_a_token_is_credited_with_what_follows_it_alone(tmp_path) -> None:
+    """With a discount it also shows by how many tokens a reward is away."""
+    trainer = reinforce(tmp_path, stepwise, 1, gamma=0.5)
+    expected = torch.zeros_like(gradient(trainer.model, objective(trainer)))
+    for said, chance in enumeration.probabilities(trainer.model, "ab").items():
+        paid, log_p = PAID[said], log_probs(trainer.model, "ab", said)
+        to_go = [
+            sum(0.5 ** (i - t) * paid[i] for i in range(t, len(paid))) for t in range(len(paid))
+        ]
+        weighted = sum(g * log_p[t] for t, g in enumerate(to_go))
+        expected += chance * gradient(trainer.model, weighted)
+    ascent = -MAX_LENGTH * expected_gradient(trainer)
+    assert (ascent - expected).norm() <= 1e-8 * expected.norm()
+
+
+@pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
+def test_a_list_with_its_score_at_the_end_trains_like_the_score(
+    make, tmp_path, trainer_type
+) -> None:
+    def at_the_end(completions, completion_ids, **_):
+        pairs = zip(completion_ids, digits(completions), strict=True)
+        return [[None] * (len(ids) - 1) + [score] for ids, score in pairs]
+
+    runs = []
+    for name, reward in (("float", digits), ("list", at_the_end)):
+        run = tmp_path / name
+        trainer = make(trainer_type, reward_funcs=reward, output_dir=str(run), max_steps=2)
+        trainer.train()
+        line = read(run / "metrics.jsonl")[-1]
+        runs.append((line["loss"], line["grad_norm"], line["reward"], trainer.model))
+    assert runs[0][:3] == runs[1][:3]
+    pairs = zip(runs[0][3].parameters(), runs[1][3].parameters(), strict=True)
+    assert all(a.equal(b) for a, b in pairs)
+
+
+def test_process_supervision_counts_the_steps_that_were_scored(tmp_path) -> None:
+    """A penalty of 0 is none of them."""
+    options = {"missing_eos_penalty": 6.0, "advantage_estimator": "process_group_normalized"}
+    trainer = make_trainer(
+        GRPOTrainer,
+        tmp_path,
+        reward=says([1.0, None], [3.0, 2.0]),
+        num_generations=2,
+        **options,
+    )
+    trainer.engine.says = [(A, EOS), (B, A)]
+    samples = trainer.roll_out(range(1))
+    experience, _ = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+    steps = [1.0, 3.0, 2.0 - 6.0]
+    mean, std = statistics.mean(steps), statistics.stdev(steps) + 1e-4
+    a, b, c = ((step - mean) / std for step in steps)
+    close(experience.advantages, [[a, 0], [b + c, c]])
+
+
+def test_a_step_of_none_leaves_the_baseline_of_its_group(tmp_path) -> None:
+    trainer = make_trainer(
+        GRPOTrainer,
+        tmp_path,
+        reward=[says([1.0, 1.0], [None, None], 5.0), says(0.0, 0.0, 0.0)],
+        num_generations=3,
+        advantage_estimator="leave_one_out",
+    )
+    trainer.engine.says = [(A, EOS), (B, A), (B, B)]
+    samples = trainer.roll_out(range(1))
+    experience, _ = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+    close(experience.advantages, [[-3, -3], [0, 0], [3, 3]])
+
+
+# ---------------------------------------------------------------------------- clip and normalise
+
+
+def test_scores_are_clipped_before_their_weight_and_logged_as_they_were(tmp_path) -> None:
+    options = {"reward_clip_range": (-1.0, 2.0), "reward_weights": (3.0, 1.0)}
+    functions = [says([5.0, -4.0], 1.5), says(None, 2.5, name="b")]
+    trainer = reinforce(tmp_path, functions, 2, missing_eos_penalty=7.0, **options)
+    signals, metrics = look(trainer, [(A, EOS), (B, B)])
+    close(signals.rewards, [[6, -3], [0, 4.5 + 2 - 7]])
+    close(signals.scores, [[3, NAN, 0, 0], [4.5, 2, -7, 0]])
+    assert metrics["rewards/said/mean"] == (1 + 1.5) / 2
+    assert metrics["rewards/b/mean"] == 2.5
+    assert metrics["reward"] == (3 + 4.5) / 2 + 2 - 3.5
+
+
+def test_scores_are_divided_by_the_std_of_all_totals_so_far(tmp_path) -> None:
+    batches = [([1.0, 3.0], 2.0, None), (8.0, [None, -4.0], 0.5), (None, [0.25, 0.5], 1.0)]
+    totals = [[4.0, 2.0], [8.0, -4.0, 0.5], [0.75, 1.0]]
+    plain = says(100.0, 300.0, 200.0, name="plain")
+    trainer = reinforce(
+        tmp_path,
+        [says(), plain],
+        3,
+        normalize_rewards=True,
+        reward_weights=(2.0, 1.0),
+        missing_eos_penalty=1.0,
+    )
+    seen: list[float] = []
+    for batch, total in zip(batches, totals, strict=True):
+        trainer.rewards.functions[0] = says(*batch)
+        signals, metrics = look(trainer, [(A, EOS), (B, EOS), (A, B)])
+        seen += total  # this step's own are in it
+        std = statistics.pstdev(seen)
+        valid = [x for x in signals.scores[:, 0].tolist() if not math.isnan(x)]
+        assert valid == pytest.approx([2 * x / std for x in total])  # weighted after, not shifted
+        second = statistics.pstdev([100, 300, 200])
+        close(signals.scores[:, 1], [100 / second, 300 / second, 200 / second])
+        close(signals.scores[:, 2], [0, 0, -1])
+        assert metrics["rewards/said/mean"] == pytest.approx(statistics.mean(total))
+    paid = [0.5 * 2 / std, 1.0 * 2 / std - 1]
+    close(signals.rewards[1:, 1], [paid[0] + 300 / second, paid[1] + 200 / second])
+    assert signals.rewards[1, 0].item() == pytest.approx(0.25 * 2 / std)
+
+
+def test_what_is_normalised_has_been_clipped(tmp_path) -> None:
+    options = {"normalize_rewards": True, "reward_clip_range": (0.0, 1.0)}
+    signals, _ = look(reinforce(tmp_path, says(9.0, -9.0), 2, **options), [(A, B), (B, B)])
+    close(signals.scores[:, 0], [2, 0])  # of 1 and 0, whose std is 1/2
+
+
+def test_equal_scores_are_not_blown_up(tmp_path) -> None:
+    trainer = reinforce(tmp_path, says(0.1, 0.1), 2, normalize_rewards=True)
+    signals, _ = look(trainer, [(A, B), (B, B)])
+    close(signals.scores[:, 0], [0.1, 0.1])
+
+
+def test_a_resumed_run_normalises_alike(make, tmp_path) -> None:
+    options = {"normalize_rewards": True, "max_steps": 4, "lr_scheduler_type": "constant"}
+    whole = make(PPOTrainer, output_dir=str(tmp_path / "whole"), **options)
+    whole.train()
+    make(PPOTrainer, save_steps=2, **(options | {"max_steps": 2})).train()
+    rest = make(PPOTrainer, **options)
+    rest.train(resume_from_checkpoint="latest")
+    assert rest.running["rewards/digits"].count == 4 * 16
+    assert vars(rest.running["rewards/digits"]) == vars(whole.running["rewards/digits"])
+    pairs = zip(whole.model.parameters(), rest.model.parameters(), strict=True)
+    assert all(a.equal(b) for a, b in pairs)
+    last = [read(tmp_path / name / "metrics.jsonl")[-1] for name in ("whole", "run")]
+    assert last[0]["reward"] == last[1]["reward"] != last[0]["rewards/digits/mean"]
+
+
+# ------------------------------------------------------------------------------------- penalties
+
+CUT = [(A, EOS), (B, A)]  # the second is cut off
+
+
+@pytest.mark.parametrize(
+    ("mode", "paid"),
+    [("subtract", [[1, 3], [2, 4 + 10 - 5]]), ("replace", [[1, 3], [0, -5]])],
+)
+def test_what_was_cut_off_pays_or_is_worth_the_penalty(tmp_path, mode, paid) -> None:
+    functions = [says([1.0, 3.0], [2.0, 4.0]), says(None, 10.0, name="b")]
+    options = {"missing_eos_penalty": 5.0, "missing_eos_mode": mode}
+    signals, metrics = look(reinforce(tmp_path, functions, 2, **options), CUT)
+    close(signals.rewards, paid)
+    assert signals.scores[1].sum().item() == sum(paid[1])
+    assert metrics["reward"] == pytest.approx(
+        signals.scores[:, 0].mean().item() + signals.scores[1, 1].item() - 2.5
+    )
+    assert metrics["rewards/said/mean"] == 5
+    assert metrics["rewards/missing_eos_penalty/mean"] == -2.5
+
+
+def test_replacing_leaves_no_room_for_what_did_not_apply(tmp_path) -> None:
+    """Its place would be filled with the mean of the group."""
+    functions = [says(4.0, None, 8.0), says(0.0, 0.0, 0.0, name="b")]
+    options = {"missing_eos_penalty": 5.0, "missing_eos_mode": "replace", "overlong_buffer": 1}
+    said = [(EOS,), (A, B), (EOS,)]
+    signals, metrics = look(reinforce(tmp_path, functions, 3, **options), said)
+    close(signals.scores, [[4, 0, 0, 0, 0], [0, 0, -5, 0, 0], [8, 0, 0, 0, 0]])
+    assert signals.step_mask.tolist() == [[True, False], [False, True], [True, False]]
+    assert metrics["rewards/overlong_penalty/mean"] == pytest.approx(-1 / 3)  # raw
+
+
+def test_the_overlong_penalty_is_a_source_of_its_own(tmp_path) -> None:
+    options = {"overlong_buffer": 2, "overlong_penalty": 3.0, "reward_weights": (10.0,)}
+    signals, metrics = look(
+        reinforce(tmp_path, says(1.0, 1.0, 1.0), 3, **options), [(EOS,), (A, EOS), (A, B)]
+    )
+    close(signals.rewards, [[10 - 1.5, 0], [0, 10 - 3], [0, 10 - 3]])
+    assert metrics["rewards/overlong_penalty/mean"] == -2.5
+    assert metrics["reward"] == 7.5
+
+
+def test_penalties_are_logged_and_shown(make, tmp_path) -> None:
+    make(missing_eos_penalty=0.5, overlong_buffer=2, log_completions_steps=1).train()
+    assert all("rewards/overlong_penalty/mean" in x for x in read(tmp_path / "run/metrics.jsonl"))
+    shown = read(tmp_path / "run" / "completions.jsonl")[0]
+    assert {"rewards/digits", "rewards/missing_eos_penalty", "rewards/overlong_penalty"} <= {*shown}
+
+
+def test_a_process_without_completions_has_no_scores(make) -> None:
+    trainer = make(missing_eos_penalty=0.5, overlong_buffer=2)
+    assert trainer.reward(trainer.roll_out(range(0))).shape == (0, 1, 3)
+
+
+# --------------------------------------------------------------------------- whiten, and evaluate
+
+
+def test_whitened_rewards_have_variance_1_and_their_mean(tmp_path) -> None:
+    reward, said = says(3.0, [1.0, 5.0], [None, -2.0]), [(EOS,), (A, B), (B, B)]
+    plain, white = (
+        look(reinforce(tmp_path, reward, 3, beta=0.3, whiten_rewards=on), said)[0]
+        for on in (False, True)
+    )
+    tokens = plain.rewards[plain.mask].tolist()
+    assert len(tokens) == 5
+    mean, var = statistics.mean(tokens), statistics.pvariance(tokens)
+    expected = [(x - mean) / math.sqrt(var + 1e-8) + mean for x in tokens]
+    assert white.rewards[white.mask].tolist() == pytest.approx(expected)
+    assert white.rewards[0, 1] == 0
+    close(white.scores, plain.scores)  # what a completion is worth stays
+
+
+def test_evaluation_clips_and_penalises_but_does_not_normalise(make) -> None:
+    def reward(completions, **_):
+        return [2.0 * len(text) - 1 for text in completions]
+
+    options = {
+        "reward_clip_range": (0.0, 4.0),
+        "normalize_rewards": True,
+        "missing_eos_penalty": 100.0,
+        "missing_eos_mode": "replace",
+        "eval_dataset": arithmetic().eval_dataset.select(range(12)),
+    }
+    trainer = make(reward_funcs=reward, **options)
+    moments = trainer.running["rewards/reward"]
+    moments.update(10, 0.0, 1e6)
+    result = trainer.evaluate(temperature=1.0)
+    assert moments.count == 10  # held-out scores are not taken in
+    samples = trainer.sample(trainer.eval_prompts, range(12), [-1 - i for i in range(12)], 1, 1.0)
+    cut = samples.rollout.truncated.tolist()
+    raw = reward(samples.completions)
+    worth = [-100 if off else min(max(x, 0), 4) for x, off in zip(raw, cut, strict=True)]
+    assert {-100, 4} <= set(worth)
+    assert result["eval_reward"] == pytest.approx(statistics.mean(worth))
+    assert result["eval_rewards/reward/mean"] == pytest.approx(statistics.mean(raw))
+
+
+# ------------------------------------------------------------------------------------- is refused
+
+
+@pytest.mark.parametrize(
+    ("config_type", "options", "message"),
+    [
+        (GRPOConfig, {"overlong_buffer": 513}, r"overlong_buffer .* max_completion_length \(512\)"),
+        (
+            GRPOConfig,
+            {"overlong_buffer": 9, "max_completion_length": 8},
+            r"must be at most max_completion_length \(8\), .* got 9",
+        ),
+        (GRPOConfig, {"whiten_rewards": True}, "'group_normalized' looks at the scores of compl"),
+        (ReinforceConfig, {"whiten_rewards": True}, "'returns_minus_others' looks at the scores"),
+        (GRPOConfig, {"reward_clip_range": (1.0, 1.0)}, "reward_clip_range must be a lower and"),
+        (GRPOConfig, {"missing_eos_mode": "replace"}, "no effect without missing_eos_penalty"),
+        (GRPOConfig, {"overlong_penalty": 2.0}, "no effect without overlong_buffer"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(config_type, options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_type(**options)
+
+
+def test_the_largest_buffer_and_whitening_where_it_is_all_that_is_looked_at() -> None:
+    GRPOConfig(overlong_buffer=8, max_completion_length=8)
+    ReinforceConfig(whiten_rewards=True, advantage_estimator="returns")
+    PPOConfig(whiten_rewards=True)
+
+
+def test_a_function_named_like_a_penalty_is_refused(tmp_path) -> None:
+    reward = says(1.0, name="overlong_penalty")
+    reinforce(tmp_path, reward, 1)
+    with pytest.raises(ValueError, match="has the name of the penalty overlong_penalty: rename"):
+        reinforce(tmp_path, reward, 1, overlong_buffer=1)
