@@ -53,14 +53,15 @@ class PPOTrainer(PolicyGradientTrainer):
     def advantages(self, signals: Signals) -> Tensor:
         """Generalised advantage estimation (Schulman et al. 2016, Eq. 16).
 
-            r_t     = -beta (log pi_old(y_t) - log pi_ref(y_t)) + [t is the last token] R
+            r_t     = -beta (log pi_old(y_t) - log pi_ref(y_t)) + s_t
             delta_t = r_t + gamma V_{t+1} - V_t
             A_t     = delta_t + gamma lam A_{t+1}
 
-        V_t is the value of the prefix before token t. After the last token it is 0, or the critic's
-        own if the completion was cut off and `bootstrap_truncated` is set. The A_t in the loss are
-        whitened (`normalize_advantages`). Other estimators with a critic are `n_step` (A2C) and
-        `returns_minus_values` (VPG).
+        s_t is the score of the step that ends at token t; that of a whole completion is paid at its
+        last token. V_t is the value of the prefix before token t. After the last token it is 0, or
+        the critic's own if the completion was cut off and `bootstrap_truncated` is set. The A_t in
+        the loss are whitened (`normalize_advantages`). Other estimators with a critic are `n_step`
+        (A2C) and `returns_minus_values` (VPG).
         """
         return self.estimator(signals)
 
