@@ -27,7 +27,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "sync_ref_model": True,
         "ref_model_sync_steps": 2,
     },
-    "rloo": {"num_generations": 4, "prompts_per_step": 6, "micro_batch_tokens": 40},
+    "rloo": {
+        "num_generations": 4,
+        "prompts_per_step": 6,
+        "micro_batch_tokens": 40,
+        "normalize_rewards": True,
+    },
     # Shares as uneven as can be, several updates per step, and a step that stops before the last;
     # a critic that begins alone, in units that all processes share.
     "ppo": {
@@ -37,12 +42,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "target_kl": 1e-3,
         "beta": 0.05,
         "missing_eos_penalty": 0.5,
+        "overlong_buffer": 3,
+        "whiten_rewards": True,
         "vf_coef": 0.5,
         "normalize_values": True,
         "value_pretraining_steps": 1,
     },
     # One prompt: the second process has none.
-    "reinforce": {"num_generations": 4, "prompts_per_step": 1},
+    "reinforce": {"num_generations": 4, "prompts_per_step": 1, "normalize_rewards": True},
 }
 
 
