@@ -1,0 +1,269 @@
+"""Mistakes in rewards: where a score stands, and what is done to it before it is trained on."""
+
+from tests.mutants import Mutant
+
+FUNCTIONS = "rlhf_pg/rewards/functions.py"
+PURE = "rlhf_pg/rewards/shaping.py"
+SHAPING = "rlhf_pg/trainers/shaping.py"
+SCORING = "rlhf_pg/trainers/scoring.py"
+FUNCTIONS_TEST = "tests/rewards/test_functions.py::"
+PURE_TEST = "tests/rewards/test_shaping.py::"
+OPTIONS_TEST = "tests/trainers/test_reward_options.py::"
+
+MUTANTS: list[Mutant] = [
+    # --------------------------------------------------------------------- where a score stands
+    Mutant(
+        name="score-behind-the-last-token",
+        mistake="the score is paid in the slot after EOS, where no token is: TRL's PPO",
+        file=PURE,
+        old="    return mask.shape[1] - 1 - mask.flip(1).int().argmax(1)\n",
+        new="    return mask.shape[1] - mask.flip(1).int().argmax(1).clamp(min=1)\n",
+        killers=(PURE_TEST + "test_the_end_is_the_last_token_that_the_policy_chose",),
+    ),
+    Mutant(
+        name="score-at-the-count-of-tokens",
+        mistake="the last token is looked for at sum(mask) - 1: wrong where the mask has holes",
+        file=PURE,
+        old="    return mask.shape[1] - 1 - mask.flip(1).int().argmax(1)\n",
+        new="    return mask.sum(1) - 1\n",
+        killers=(PURE_TEST + "test_the_end_is_the_last_token_that_the_policy_chose",),
+    ),
+    Mutant(
+        name="score-on-tool-output",
+        mistake="the score stands at the last token, be it one that the policy did not choose",
+        file=FUNCTIONS,
+        old="            table[i, end] = _number(",
+        new="            table[i, len(completion_ids[i]) - 1] = _number(",
+        killers=(
+            FUNCTIONS_TEST
+            + "test_a_score_of_a_completion_stands_at_the_last_token_that_the_policy_chose",
+        ),
+    ),
+    Mutant(
+        name="step-one-token-late",
+        mistake="the score of a step is paid at the first token of the next one",
+        file=FUNCTIONS,
+        old="            table[i, : len(own)] = torch.tensor(steps, dtype=torch.float64)\n",
+        new="            table[i, 1 : len(own)] = torch.tensor(steps, dtype=torch.float64)[:-1]\n",
+        killers=(FUNCTIONS_TEST + "test_a_list_scores_each_step_at_its_last_token",),
+    ),
+    Mutant(
+        name="steps-summed-at-the-end",
+        mistake="step scores are added up and paid as one at the end: a discount takes too much",
+        file=FUNCTIONS,
+        old="            table[i, : len(own)] = torch.tensor(steps, dtype=torch.float64)\n",
+        new="            table[i, end] = sum(step for step in steps if step == step)\n",
+        killers=(OPTIONS_TEST + "test_a_token_is_credited_with_what_follows_it_alone",),
+    ),
+    Mutant(
+        name="step-on-tool-output-is-taken",
+        mistake="a step score on a token that the policy did not choose is lost without a word",
+        file=FUNCTIONS,
+        old="        if not chosen and not math.isnan(number):\n",
+        new="        if False:\n",
+        killers=(
+            FUNCTIONS_TEST + "test_a_score_for_a_token_that_the_policy_did_not_choose_is_an_error",
+        ),
+    ),
+    # ------------------------------------------------------------------------- does not apply
+    Mutant(
+        name="none-is-a-score-of-0",
+        mistake="None counts as 0, and pulls the baseline of its group down",
+        file=FUNCTIONS,
+        old="    if score is None:\n        return math.nan\n",
+        new="    if score is None:\n        return 0.0\n",
+        killers=(FUNCTIONS_TEST + "test_none_is_a_gap_in_its_column_alone",),
+    ),
+    Mutant(
+        name="total-of-nothing-is-0",
+        mistake="nansum makes a source that did not apply a score of 0 in the baseline",
+        file=PURE,
+        old="    return scores.nansum(1).masked_fill(scores.isnan().all(1), torch.nan)\n",
+        new="    return scores.nansum(1)\n",
+        killers=(
+            PURE_TEST + "test_totals_are_sums_over_steps_and_nothing_where_nothing_was_said",
+            OPTIONS_TEST + "test_a_step_of_none_leaves_the_baseline_of_its_group",
+        ),
+    ),
+    Mutant(
+        name="step-only-where-all-sources-have-one",
+        mistake="a step counts for process supervision only if every source scores it",
+        file=SHAPING,
+        old="~functions.isnan().all(2)",
+        new="~functions.isnan().any(2)",
+        killers=(OPTIONS_TEST + "test_every_step_is_paid_at_its_own_token",),
+    ),
+    Mutant(
+        name="no-penalty-is-a-step",
+        mistake="a penalty of 0 is one more step, worth 0, in the statistics of the group",
+        file=SHAPING,
+        old="(penalties.nansum(2) != 0)",
+        new="~penalties.isnan().all(2)",
+        killers=(OPTIONS_TEST + "test_process_supervision_counts_the_steps_that_were_scored",),
+    ),
+    # ---------------------------------------------------------------------- clip and normalise
+    Mutant(
+        name="clip-after-the-weight",
+        mistake="weighted scores are clipped: a weight moves the bounds",
+        file=SHAPING,
+        old="        scores = scores * self.weights.to(scores)\n",
+        new="        scores = self._clipped(scores * self.weights.to(scores))\n",
+        killers=(
+            OPTIONS_TEST + "test_scores_are_clipped_before_their_weight_and_logged_as_they_were",
+        ),
+    ),
+    Mutant(
+        name="clip-of-the-penalties",
+        mistake="the bounds of a reward function cut the penalty for a missing EOS too",
+        file=SHAPING,
+        old="        return torch.cat([shaping.clipped(functions, low, high), penalties], dim=2)\n",
+        new="        return shaping.clipped(scores, low, high)\n",
+        killers=(
+            OPTIONS_TEST + "test_scores_are_clipped_before_their_weight_and_logged_as_they_were",
+        ),
+    ),
+    Mutant(
+        name="normalise-before-the-clip",
+        mistake="outliers enter the running std that what is clipped is divided by",
+        file=SHAPING,
+        old="totals(self._clipped(scores)[:, :, : self.functions])",
+        new="totals(scores[:, :, : self.functions])",
+        killers=(OPTIONS_TEST + "test_what_is_normalised_has_been_clipped",),
+    ),
+    Mutant(
+        name="std-of-the-step",
+        mistake="scores are divided by the std of this step alone, as noisy as the step is small",
+        file=SHAPING,
+        old="                moments.update(len(valid), valid.mean().item(), var)\n",
+        new=(
+            "                moments.count = 0.0\n"
+            "                moments.update(len(valid), valid.mean().item(), var)\n"
+        ),
+        killers=(OPTIONS_TEST + "test_scores_are_divided_by_the_std_of_all_totals_so_far",),
+    ),
+    Mutant(
+        name="std-of-the-steps-before",
+        mistake="the first step is not normalised, since its scores enter the std after use",
+        file=SCORING,
+        old=(
+            "    trainer.shaping.observe(scores, runtime)\n"
+            "    shaped = trainer.shaping(scores, rollout)\n"
+        ),
+        new=(
+            "    shaped = trainer.shaping(scores, rollout)\n"
+            "    trainer.shaping.observe(scores, runtime)\n"
+        ),
+        killers=(OPTIONS_TEST + "test_scores_are_divided_by_the_std_of_all_totals_so_far",),
+    ),
+    Mutant(
+        name="normalise-subtracts-the-mean",
+        mistake="the running mean is subtracted from every step: length is paid, or fined",
+        file=SHAPING,
+        old="            scores = scores / scores.new_tensor(stds + ones)\n",
+        new=(
+            "            means = [m.mean for m in self.moments.values()] + [0.0] * len(ones)\n"
+            "            scores = scores - scores.new_tensor(means)\n"
+            "            scores = scores / scores.new_tensor(stds + ones)\n"
+        ),
+        killers=(OPTIONS_TEST + "test_scores_are_divided_by_the_std_of_all_totals_so_far",),
+    ),
+    Mutant(
+        name="moments-start-again",
+        mistake="the running std of the rewards is not in the checkpoint",
+        file="rlhf_pg/trainers/base.py",
+        old="self.coefficients.controllers | self.shaping.moments",
+        new="self.coefficients.controllers | {}",
+        killers=(OPTIONS_TEST + "test_a_resumed_run_normalises_alike",),
+    ),
+    # --------------------------------------------------------------------------- for the length
+    Mutant(
+        name="missing-eos-is-paid",
+        mistake="the penalty for a missing EOS is added",
+        file=SHAPING,
+        old="added.append(-args.missing_eos_penalty *",
+        new="added.append(args.missing_eos_penalty *",
+        killers=(OPTIONS_TEST + "test_what_was_cut_off_pays_or_is_worth_the_penalty",),
+    ),
+    Mutant(
+        name="replace-is-subtract",
+        mistake="the penalty is subtracted where it is to stand in place of the score",
+        file=SHAPING,
+        old='        if self.args.missing_eos_mode == "replace":\n',
+        new="        if False:\n",
+        killers=(OPTIONS_TEST + "test_what_was_cut_off_pays_or_is_worth_the_penalty",),
+    ),
+    Mutant(
+        name="replace-leaves-gaps",
+        mistake="a source that did not apply to what was cut off gets the mean of the group again",
+        file=PURE,
+        old="torch.where(rows[:, None, None] & others, blank, scores)",
+        new="torch.where(rows[:, None, None] & others & ~scores.isnan(), blank, scores)",
+        killers=(
+            PURE_TEST + "test_a_replaced_row_is_worth_what_the_one_source_says",
+            OPTIONS_TEST + "test_replacing_leaves_no_room_for_what_did_not_apply",
+        ),
+    ),
+    Mutant(
+        name="overlong-buffer-off-by-one",
+        mistake="the buffer begins one token early, so that the longest pays more than all",
+        file=PURE,
+        old="    beyond = lengths.double() - (longest - buffer)\n",
+        new="    beyond = lengths.double() - (longest - buffer - 1)\n",
+        killers=(PURE_TEST + "test_overlong_by_hand", PURE_TEST + "test_overlong_is_equation_13"),
+    ),
+    Mutant(
+        name="overlong-is-paid",
+        mistake="the soft overlong punishment has the sign of a bonus",
+        file=PURE,
+        old="    return -penalty * (beyond",
+        new="    return penalty * (beyond",
+        killers=(PURE_TEST + "test_overlong_by_hand",),
+    ),
+    # ---------------------------------------------------------------------- whiten, log, evaluate
+    Mutant(
+        name="whitened-rewards-lose-their-mean",
+        mistake="rewards are whitened like advantages, and average 0 however good they are",
+        file=SCORING,
+        old="whiten(rewards, mask, shift_mean=False, stats=stats)",
+        new="whiten(rewards, mask, stats=stats)",
+        killers=(OPTIONS_TEST + "test_whitened_rewards_have_variance_1_and_their_mean",),
+    ),
+    Mutant(
+        name="rewards-whitened-per-process",
+        mistake="each process whitens its own rewards: their number changes the update (TRL's PPO)",
+        file=SCORING,
+        old="whiten(rewards, mask, shift_mean=False, stats=stats)",
+        new="whiten(rewards, mask, shift_mean=False)",
+        killers=("tests/distributed/test_two_processes.py::test_the_first_gradient_is_equal[ppo]",),
+    ),
+    Mutant(
+        name="kl-behind-the-whitening",
+        mistake="rewards are whitened before the KL is subtracted, which keeps its own scale",
+        file=SCORING,
+        old="        rewards = whiten(rewards, mask, shift_mean=False, stats=stats)\n",
+        new=(
+            "        stats = _mean_and_var(runtime, step_scores, mask)\n"
+            "        white = whiten(step_scores, mask, shift_mean=False, stats=stats)\n"
+            "        rewards = minus_kl + white\n"
+        ),
+        killers=(OPTIONS_TEST + "test_whitened_rewards_have_variance_1_and_their_mean",),
+    ),
+    Mutant(
+        name="reward-is-logged-raw",
+        mistake="`reward` in the log is not what is trained on",
+        file="rlhf_pg/metrics.py",
+        old='"reward": trained.nanmean(0)',
+        new='"reward": raw.nanmean(0)',
+        killers=(
+            "tests/test_metrics.py::test_reward_is_of_what_is_trained_on_and_the_sources_are_raw",
+        ),
+    ),
+    Mutant(
+        name="evaluation-is-normalised",
+        mistake="held-out rewards are divided by a std that moves: the best step cannot be told",
+        file="rlhf_pg/trainers/evaluation.py",
+        old="trainer.shaping(scores, samples.rollout, normalize=False)",
+        new="trainer.shaping(scores, samples.rollout)",
+        killers=(OPTIONS_TEST + "test_evaluation_clips_and_penalises_but_does_not_normalise",),
+    ),
+]
