@@ -14,6 +14,7 @@ from torch import Tensor
 
 _PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
 _ROW_FIELDS = ("groups", "truncated")
+_ID_FIELDS = ("prompt_ids", "completion_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,20 @@ class Rollout:
 
         return type(self)(**{name: pick(name, value) for name, value in self._tensors()})
 
+    @classmethod
+    def concat(cls, parts: Sequence[Self], pad_token_id: int) -> Self:
+        """The rows of all parts, one after another, padded to the widest of them."""
+
+        def join(name: str) -> Tensor:
+            values = [getattr(part, name) for part in parts]
+            if name in _ROW_FIELDS:
+                return torch.cat(values)
+            width, left = max(value.shape[1] for value in values), name in _PROMPT_FIELDS
+            fill = pad_token_id if name in _ID_FIELDS else 0
+            return torch.cat([_widened(value, width, fill, left) for value in values])
+
+        return cls(**{name: join(name) for name, _ in parts[0]._tensors()})
+
     def blank_row(self) -> Self:
         """One row without action tokens: it costs a forward pass and adds nothing to a loss."""
 
@@ -106,10 +121,19 @@ class Rollout:
 
         return type(self)(**{name: blank(name, value) for name, value in self._tensors()})
 
-    def micro_batches(self, max_tokens: int) -> list[Tensor]:
-        """Row indices, split so that rows times the width of all rows stays within `max_tokens`."""
+    def micro_batches(self, max_tokens: int, whole_groups: bool = False) -> list[Tensor]:
+        """Row indices, split so that rows times the width of all rows stays within `max_tokens`.
+
+        Args:
+            whole_groups: never split rows next to each other with the same group; a group that is
+                beyond `max_tokens` is then a micro-batch of its own.
+        """
+        if not self.num_rows:
+            return []
         rows = torch.arange(self.num_rows, device=self.groups.device)
-        return list(torch.split(rows, max(1, max_tokens // self.width))) if self.num_rows else []
+        unit = self.groups if whole_groups else rows
+        sizes = torch.unique_consecutive(unit, return_counts=True)[1].tolist()
+        return list(torch.split(rows, _packed(sizes, max_tokens // self.width)))
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for field in dataclasses.fields(self):
@@ -145,6 +169,22 @@ def padded(rows: Sequence[Sequence[int]], pad: int, left: bool = False) -> tuple
         ids[i, where] = torch.tensor(row, dtype=torch.int64)
         mask[i, where] = True
     return ids, mask
+
+
+def _widened(x: Tensor, width: int, fill: int, left: bool) -> Tensor:
+    missing = x.new_full((len(x), width - x.shape[1]), fill)
+    return torch.cat([missing, x] if left else [x, missing], dim=1)
+
+
+def _packed(sizes: Sequence[int], limit: int) -> list[int]:
+    """Sums of neighbouring sizes, as large as they can be up to `limit`; a larger size is alone."""
+    packed: list[int] = []
+    for size in sizes:
+        if packed and packed[-1] + size <= limit:
+            packed[-1] += size
+        else:
+            packed.append(size)
+    return packed
 
 
 def _longest(mask: Tensor) -> int:

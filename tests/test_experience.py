@@ -132,6 +132,50 @@ def test_select_of_an_experience_cuts_its_numbers_too():
     assert e.returns is None
 
 
+# ----------------------------------------------------------------------------------------- concat
+
+ROWS = st.lists(
+    st.tuples(
+        st.lists(st.integers(1, 8), min_size=1, max_size=4),
+        st.lists(st.tuples(st.integers(0, 8), st.floats(-9, 0, width=32)), max_size=4),
+        st.booleans(),
+        st.integers(0, 99),
+    ),
+    max_size=3,
+)
+
+
+def of_rows(rows):
+    return Rollout.from_tokens(
+        prompts=[prompt for prompt, *_ in rows],
+        completions=[[token for token, _ in said] for _, said, *_ in rows],
+        logprobs=[[logprob for _, logprob in said] for _, said, *_ in rows],
+        truncated=[truncated for *_, truncated, _ in rows],
+        groups=[group for *_, group in rows],
+        pad_token_id=PAD,
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(parts=st.lists(ROWS, min_size=1, max_size=3))
+def test_concat_is_the_record_of_all_rows_at_once(parts):
+    together = Rollout.concat([of_rows(rows) for rows in parts], PAD)
+    at_once = tensors(of_rows([row for rows in parts for row in rows]))
+    for name, value in tensors(together).items():
+        assert value.dtype == at_once[name].dtype
+        assert value.equal(at_once[name]), name
+
+
+def test_concat_pads_what_an_experience_has_beside_it():
+    short = experience(values=torch.arange(9.0).view(3, 3) + 20).select(torch.tensor([1, 0]))
+    e = Experience.concat([short, experience(values=torch.ones(3, 3))], PAD)
+    assert isinstance(e, Experience)
+    assert e.values.tolist() == [[23, 24, 0], [20, 21, 0], *[[1, 1, 1]] * 3]
+    assert e.prompt_mask.int().tolist()[:2] == [[1, 1, 1], [0, 0, 1]]
+    assert e.completion_ids.tolist()[:2] == [[1, PAD, PAD], [7, 8, PAD]]
+    assert e.old_logprobs is None
+
+
 # ------------------------------------------------------------------------------ blank row, batches
 
 
@@ -182,6 +226,22 @@ def test_lengths_are_those_of_the_real_tokens():
     r = rollout(prompts=((PAD, 1), (2,), (3,)), completions=((1, PAD), (PAD,), (2, 3, 4)))
     assert r.lengths().tolist() == [[2, 2, 0], [1, 1, 1], [3, 1, 0]]
     assert r.lengths().dtype == torch.int64
+
+
+def test_micro_batches_of_whole_groups_by_hand():
+    # rows are 2 wide, and the groups have 2, 3, 1 and 1 of them
+    r = rollout(prompts=[[1]] * 7, completions=[[2]] * 7)
+    r = dataclasses.replace(r, groups=torch.tensor([5, 5, 6, 6, 6, 5, 7]))
+
+    def batches(max_tokens):
+        return [b.tolist() for b in r.micro_batches(max_tokens, whole_groups=True)]
+
+    assert batches(14) == [[0, 1, 2, 3, 4, 5, 6]]
+    assert batches(10) == [[0, 1, 2, 3, 4], [5, 6]]
+    assert batches(9) == batches(8) == [[0, 1], [2, 3, 4, 5], [6]]
+    assert batches(6) == [[0, 1], [2, 3, 4], [5, 6]]
+    assert batches(4) == [[0, 1], [2, 3, 4], [5, 6]]  # the second is beyond the limit, alone
+    assert batches(1) == [[0, 1], [2, 3, 4], [5], [6]]
 
 
 def test_experience_is_a_rollout_with_numbers():
