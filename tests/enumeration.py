@@ -14,6 +14,7 @@ from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.metrics import Meter
 from rlhf_pg.rollout import Completion, SamplingParams
 from rlhf_pg.trainers import PolicyGradientTrainer
+from rlhf_pg.trainers.drawing import draw_batch
 from tests.tiny import tiny_model
 
 EOS, A, B = 0, 1, 2
@@ -63,9 +64,10 @@ def score(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list
 
 
 class ListedEngine:
-    """Says what it is told to, in place of sampling."""
+    """Says what it is told to, in place of sampling; asked for temperature 0, what is likeliest."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: PreTrainedModel | None = None) -> None:
+        self.model = model
         self.says: Sequence[tuple[int, ...]] = ()
 
     def generate(
@@ -76,12 +78,26 @@ class ListedEngine:
         seed: int,
         prompt_ids: Sequence[int] | None = None,
     ) -> list[Completion]:
-        assert len(self.says) == n * len(prompts)
-        ends = ["stop" if said[-1] == EOS else "length" for said in self.says]
+        says = self.says
+        if params.temperature == 0:
+            assert self.model is not None
+            says = [likeliest(self.model, prompt) for prompt in prompts for _ in range(n)]
+        assert len(says) == n * len(prompts)
+        ends = ["stop" if said[-1] == EOS else "length" for said in says]
         return [
             Completion(list(said), [0.0] * len(said), end)
-            for said, end in zip(self.says, ends, strict=True)
+            for said, end in zip(says, ends, strict=True)
         ]
+
+
+@torch.no_grad()
+def likeliest(model: PreTrainedModel, prompt: Sequence[int]) -> tuple[int, ...]:
+    """The greedy completion of a prompt, token by token, from unpadded forward passes."""
+    said: list[int] = []
+    while len(said) < MAX_LENGTH and EOS not in said:
+        logits = model(torch.tensor([[*prompt, *said]])).logits[0, -1]
+        said.append(int(logits.argmax()))
+    return tuple(said)
 
 
 def make_trainer(
@@ -115,7 +131,7 @@ def make_trainer(
         processing_class=tokenizer(),
         **(inputs or {}),
     )
-    trainer.engine = ListedEngine()
+    trainer.engine = ListedEngine(trainer.model)
     critic = trainer.critic if trainer.critic is not None and trainer.critic.head else None
     with torch.no_grad():
         generator = torch.Generator().manual_seed(1)
@@ -151,9 +167,9 @@ def gradient_of(trainer: PolicyGradientTrainer, says: Sequence[tuple[int, ...]])
     """The gradient of one update on the given completions, by the trainer's own steps."""
     assert isinstance(trainer.engine, ListedEngine)
     trainer.engine.says = says
-    samples = trainer.roll_out(range(trainer.args.prompts_per_step))
-    scores = trainer.reward(samples)
-    experience, _ = trainer.make_experience(samples.rollout, scores, Meter())
+    batch = draw_batch(trainer, Meter())
+    samples, scores = batch.judged
+    experience, _ = trainer.make_experience(samples.rollout, scores, Meter(), batch.greedy)
     trainer.learner.module.zero_grad()
     trainer.learner.accumulate(experience, Meter())
     return flat_gradient(trainer)

@@ -32,11 +32,14 @@ class PolicyGradientConfig(RunConfig):
     temperature: float = number(1.0, above=0, because="training needs the sampled distribution")
     """Of the policy: it divides every logit, in sampling, scoring and training alike."""
     dynamic_sampling_rounds: int = number(0, minimum=0)
-    """How often a step draws new prompts in place of groups whose scores are all equal (DAPO)."""
+    """How often a step draws new prompts in place of groups whose scores are all equal (DAPO), a
+    KL in the reward left aside. num_train_epochs counts the prompts that train."""
     mask_truncated_completions: bool = False
-    """Leave completions that were cut off by their length out of the loss (DAPO's filtering)."""
+    """Leave completions that were cut off by their length out of the loss (DAPO's filtering), that
+    of a critic too; baselines, statistics and reward metrics have them."""
     skip_zero_advantages: bool = False
-    """Spare the update completions without advantage; the gradient stays the same."""
+    """Spare the update completions whose advantages are all 0. The gradient stays the same; metrics
+    of the update (entropy, ratios, KL), and what goes by them, are of the others alone."""
 
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward function; None weighs each by 1."""
@@ -223,9 +226,12 @@ class PolicyGradientConfig(RunConfig):
                 "dynamic_sampling_rounds draws again where all scores of a group are equal: raise "
                 "num_generations, or leave it out"
             )
+        takes = inspect.signature(POLICY_LOSSES[self.policy_loss]).parameters
         others = {
             "an entropy bonus": self.entropy_coef > 0 or self.entropy_target is not None,
             "a KL in the loss": self.beta > 0 and self.kl_placement == "loss",
+            f"the KL in policy_loss {self.policy_loss!r}": "old_kl_coef" in takes,
+            f"what policy_loss {self.policy_loss!r} compares": "groups" in takes,
             "a critic": self.has_critic,
         }
         for other, there in others.items():

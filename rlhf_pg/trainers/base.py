@@ -33,14 +33,15 @@ from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.progress import Journal
 from rlhf_pg.rewards import Rewards, RewardSource
 from rlhf_pg.rollout import NativeEngine, RolloutEngine, SamplingParams
-from rlhf_pg.running import RunningMoments
+from rlhf_pg.running import MovingAverage, RunningMoments
 from rlhf_pg.runtime import Runtime, Trackers
 from rlhf_pg.trainers import inputs
 from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.coefficients import Coefficients
+from rlhf_pg.trainers.drawing import draw_batch
 from rlhf_pg.trainers.evaluation import evaluate
 from rlhf_pg.trainers.learner import Learner
-from rlhf_pg.trainers.samples import Samples, collect
+from rlhf_pg.trainers.samples import Judged, Samples, collect
 from rlhf_pg.trainers.scoring import make_experience
 from rlhf_pg.trainers.shaping import Shaping
 
@@ -144,6 +145,8 @@ class PolicyGradientTrainer:
         self.policy_loss: Callable[..., Loss] = bound(policy_loss, args)
         self.loss_takes = set(inspect.signature(policy_loss).parameters)
         self.coefficients = Coefficients(args)
+        averaging = args.advantage_estimator == "returns_minus_moving_average"
+        self.moving_average = MovingAverage() if averaging else None
 
     def _checkpointer(self) -> Checkpointer:
         return Checkpointer(
@@ -162,8 +165,9 @@ class PolicyGradientTrainer:
     @property
     def running(self) -> dict[str, Any]:
         """Plain records that move with the run and are saved with it, by name."""
-        moments = {} if self.value_moments is None else {"value_moments": self.value_moments}
-        return self.coefficients.controllers | moments | self.shaping.moments
+        others = {"value_moments": self.value_moments, "moving_average": self.moving_average}
+        there = {name: record for name, record in others.items() if record is not None}
+        return self.coefficients.controllers | self.shaping.moments | there
 
     # -------------------------------------------------------------- what makes it an algorithm
 
@@ -277,32 +281,34 @@ class PolicyGradientTrainer:
     def step(self, journal: Journal) -> dict[str, Any]:
         """One rollout batch and every update on it; returns the line for metrics.jsonl."""
         start, meter = time.perf_counter(), Meter()
-        draws = range(self.state.draws, self.state.draws + self.args.prompts_per_step)
-        with meter.time("rollout"):
-            samples = self.roll_out(draws)
-        with meter.time("reward"):
-            scores = self.reward(samples)
+        batch = draw_batch(self, meter)
+        samples, scores = batch.judged
         with meter.time("score"):
-            experience, metrics = self.make_experience(samples.rollout, scores, meter)
+            experience, metrics = self.make_experience(samples.rollout, scores, meter, batch.greedy)
         with meter.time("update"):
             metrics |= self.update(experience, meter)
         alone = self.learner.trains_critic_alone(self.state.step)
+        tokens = int(metrics.pop("tokens")) + batch.other_tokens
         self.state.step += 1
         self.learner.sync_reference(self.state.step)
-        self.state.draws += len(draws)
-        self.state.num_tokens += int(metrics["tokens"])
+        self.state.draws += batch.draws
+        self.state.num_tokens += tokens
         if _due(self.state.step, self.args.log_completions_steps):
             shown = self.args.num_completions_to_print
             journal.completions(self.state.step, samples.records(scores, self.reward_names, shown))
+        metrics |= batch.metrics
         metrics |= meter.means(self.runtime.total(meter.sums())) | meter.seconds
         if not alone:  # a policy that stays does not answer to them
-            self.coefficients.update(metrics, len(draws) * self.args.num_generations)
+            completions = self.args.prompts_per_step * self.args.num_generations
+            self.coefficients.update(metrics, completions)
+        if self.moving_average is not None:
+            self.moving_average.update(metrics["return"])
         self.learner.next_rate(self.coefficients.learning_rate_scale)
         metrics |= self.coefficients.metrics()
         metrics["step"] = self.state.step
         metrics["num_tokens"] = self.state.num_tokens
         metrics["step_time"] = time.perf_counter() - start
-        metrics["perf/tokens_per_second"] = metrics.pop("tokens") / metrics["step_time"]
+        metrics["perf/tokens_per_second"] = tokens / metrics["step_time"]
         return dict.fromkeys(KEYS) | metrics
 
     def roll_out(self, draws: range) -> Samples:
@@ -376,17 +382,18 @@ class PolicyGradientTrainer:
         return self.shaping.names
 
     def make_experience(
-        self, rollout: Rollout, scores: Tensor, meter: Meter
+        self, rollout: Rollout, scores: Tensor, meter: Meter, greedy: Judged | None = None
     ) -> tuple[Experience, dict[str, float]]:
         """Score the rollout under policy and reference, and estimate advantages.
 
         Args:
             scores: (B,T,K) from `reward`.
+            greedy: one greedy completion per group, for an estimator that needs them.
 
         Returns:
             The experience of this rank, and metrics over all ranks.
         """
-        return make_experience(self, rollout, scores, meter)
+        return make_experience(self, rollout, scores, meter, greedy)
 
     # --------------------------------------------------------------------- evaluate, save, resume
 

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from inspect import signature
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from rlhf_pg.config import PolicyGradientConfig, PPOConfig
 from rlhf_pg.data import permutation
 from rlhf_pg.experience import Experience, Rollout
-from rlhf_pg.losses import Loss, token_weights, weight_count
+from rlhf_pg.losses import POLICY_LOSSES, Loss, token_weights, weight_count
 from rlhf_pg.metrics import Meter
 from rlhf_pg.models import (
     ActorCritic,
@@ -64,6 +65,8 @@ class Learner:
         critic: Critic | None = None,
     ) -> None:
         self.args, self.runtime, self.loss, self.critic = args, runtime, loss, critic
+        # A loss that takes `groups` looks at other rows: a micro-batch must have all of them.
+        self.compares_rows = "groups" in signature(POLICY_LOSSES[args.policy_loss]).parameters
         has_bonus = args.entropy_coef > 0 or args.entropy_target is not None
         self.policy = Policy(model, args.temperature, has_bonus)
         self.module: nn.Module = self.policy
@@ -198,6 +201,8 @@ class Learner:
         args = self.args
         # Counted over the whole update and all ranks, so no split of the rows changes the gradient.
         count = self.runtime.total(weight_count(minibatch.action_mask, args.aggregation))
+        if args.skip_zero_advantages:
+            minibatch = minibatch.select(_rows_with_advantage(minibatch))
         micro_batches = list(self._micro_batches(minibatch))
         for i, (_, batch) in enumerate(micro_batches):
             with self.runtime.micro_batch(self.trained, last=i + 1 == len(micro_batches)):
@@ -254,10 +259,16 @@ class Learner:
     def _micro_batches(self, batch: R) -> Iterator[tuple[Tensor | None, R]]:
         """Row indices and rows within the token budget; the same number on every process.
 
-        A process with fewer adds blank rows (indices None), so that none waits for another.
+        A process with fewer adds blank rows (indices None), so that none waits for another; where
+        no process has a row, one blank still gives every parameter a gradient.
         """
-        chunks = batch.micro_batches(self.args.micro_batch_tokens)
+        chunks = batch.micro_batches(self.args.micro_batch_tokens, self.compares_rows)
         for rows in chunks:
             yield rows, batch.select(rows)
-        for _ in range(self.runtime.most(len(chunks)) - len(chunks)):
+        for _ in range(max(1, self.runtime.most(len(chunks))) - len(chunks)):
             yield None, batch.blank_row()
+
+
+def _rows_with_advantage(batch: Experience) -> Tensor:
+    """Indices of the rows with an advantage other than 0: the others have no gradient."""
+    return ((batch.advantages != 0) & batch.action_mask).any(1).nonzero().squeeze(1)

@@ -1,8 +1,9 @@
 """From prompts to completions, as token ids for the learner and as text for the rewards."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -23,22 +24,68 @@ class Samples:
     completions: list[Any]  # likewise
     completion_ids: list[list[int]]
     columns: dict[str, list[Any]]  # the dataset's other columns
+    rows: list[int]  # of the dataset
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """Real tokens of prompts and completions, a number on the device."""
+        return self.rollout.prompt_mask.sum() + self.rollout.completion_mask.sum()
+
+    def firsts(self) -> list[int]:
+        """Where the groups begin."""
+        groups = self.rollout.groups.tolist()
+        return [i for i, group in enumerate(groups) if i == 0 or groups[i - 1] != group]
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self], pad_token_id: int) -> Self:
+        """The completions of all parts, one after another; a part may have none."""
+        names = dict.fromkeys(name for part in parts for name in part.columns)
+        return cls(
+            rollout=Rollout.concat([part.rollout for part in parts], pad_token_id),
+            prompts=_joined(part.prompts for part in parts),
+            completions=_joined(part.completions for part in parts),
+            completion_ids=_joined(part.completion_ids for part in parts),
+            # Without rows there are no columns.
+            columns={n: _joined(part.columns.get(n, []) for part in parts) for n in names},
+            rows=_joined(part.rows for part in parts),
+        )
+
+    def renumbered(self, groups: Mapping[int, int]) -> tuple[Self, Tensor]:
+        """The completions of these groups under their new numbers, and which rows they were."""
+        own = self.rollout.groups.tolist()
+        rows = [i for i, group in enumerate(own) if group in groups]
+        index = torch.tensor(rows, dtype=torch.int64, device=self.rollout.groups.device)
+        numbers = index.new_tensor([groups[own[i]] for i in rows])
+        samples = type(self)(
+            rollout=dataclasses.replace(self.rollout.select(index), groups=numbers),
+            prompts=[self.prompts[i] for i in rows],
+            completions=[self.completions[i] for i in rows],
+            completion_ids=[self.completion_ids[i] for i in rows],
+            columns={name: [column[i] for i in rows] for name, column in self.columns.items()},
+            rows=[self.rows[i] for i in rows],
+        )
+        return samples, index
 
     def records(self, scores: Tensor, names: Sequence[str], count: int) -> list[dict[str, Any]]:
         """The first completions of `count` prompts with the totals of their scores (B,T,K), for
         people to read.
         """
         total = totals(scores)
-        groups = self.rollout.groups.tolist()
-        firsts = [i for i, group in enumerate(groups) if i == 0 or groups[i - 1] != group][:count]
         return [
             {
                 "prompt": self.prompts[i],
                 "completion": self.completions[i],
                 **{f"rewards/{name}": total[i, k].item() for k, name in enumerate(names)},
             }
-            for i in firsts
+            for i in self.firsts()[:count]
         ]
+
+
+class Judged(NamedTuple):
+    """Completions of this rank and their raw scores (B,T,K), see `PolicyGradientTrainer.reward`."""
+
+    samples: Samples
+    scores: Tensor
 
 
 def collect(
@@ -85,4 +132,9 @@ def collect(
         ],
         completion_ids=ids,
         columns=columns,
+        rows=repeated,
     )
+
+
+def _joined(lists: Iterable[list[Any]]) -> list[Any]:
+    return [item for one in lists for item in one]

@@ -5,12 +5,14 @@ Shapes: B rows on this rank, N on all ranks, K sources of reward, T completion w
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_pg.advantages import Signals
+from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.experience import Experience, Rollout
 from rlhf_pg.kl import kl_estimate
 from rlhf_pg.masking import whiten
@@ -19,25 +21,25 @@ from rlhf_pg.rewards import totals
 from rlhf_pg.running import RunningMoments
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.trainers.learner import Scored
+from rlhf_pg.trainers.samples import Judged
 
 if TYPE_CHECKING:
     from rlhf_pg.trainers.base import PolicyGradientTrainer
 
 
 def make_experience(
-    trainer: PolicyGradientTrainer, rollout: Rollout, scores: Tensor, meter: Meter
+    trainer: PolicyGradientTrainer,
+    rollout: Rollout,
+    scores: Tensor,
+    meter: Meter,
+    greedy: Judged | None = None,
 ) -> tuple[Experience, dict[str, float]]:
     """See `PolicyGradientTrainer.make_experience`."""
     args, runtime, mask = trainer.args, trainer.runtime, rollout.action_mask
     scored = trainer.learner.score(rollout)
     predicted = scored.values  # in the critic's own units
     scored = _denormalized(scored, trainer.value_moments, mask)
-    minus_kl = torch.zeros_like(rollout.sampler_logprobs)
-    if scored.ref_logprobs is not None and args.kl_placement == "reward":
-        assert scored.old_logprobs is not None
-        kl = kl_estimate(scored.old_logprobs, scored.ref_logprobs, args.kl_estimator)
-        meter.add_masked("kl", kl, mask)
-        minus_kl = -trainer.coefficients["beta"] * kl
+    minus_kl = _minus_kl(trainer, rollout, scored, meter)
     trainer.shaping.observe(scores, runtime)
     shaped = trainer.shaping(scores, rollout)
     step_scores, step_mask = trainer.shaping.steps(shaped)
@@ -60,10 +62,12 @@ def make_experience(
         bootstrap_value=trainer.bootstrap_value(rollout, scored.end_values),
         step_scores=step_scores,
         step_mask=step_mask,
+        greedy_scores=None if greedy is None else _of_greedy(trainer, greedy, rollout.groups),
+        moving_average=trainer.moving_average.value if trainer.moving_average else 0.0,
     )
     advantages = trainer.advantages(signals)
     metrics = reward_metrics(raw, trained[:, :-1], trainer.reward_names, groups)
-    metrics |= length_metrics(lengths)
+    metrics |= length_metrics(lengths) | _baseline_metrics(trainer, signals)
     if args.kl_controller != "fixed":
         metrics["kl/completion"] = _kl_of_completions(runtime, scored)
     returns = None
@@ -82,7 +86,56 @@ def make_experience(
         values=predicted,
         returns=returns,
     )
-    return experience, metrics
+    return _without_truncated(experience, args), metrics
+
+
+def _minus_kl(
+    trainer: PolicyGradientTrainer, rollout: Rollout, scored: Scored, meter: Meter
+) -> Tensor:
+    """-beta KL_t, (B,T), where the KL is paid in the reward; otherwise 0."""
+    args = trainer.args
+    if scored.ref_logprobs is None or args.kl_placement != "reward":
+        return torch.zeros_like(rollout.sampler_logprobs)
+    assert scored.old_logprobs is not None
+    kl = kl_estimate(scored.old_logprobs, scored.ref_logprobs, args.kl_estimator)
+    meter.add_masked("kl", kl, rollout.action_mask)
+    return -trainer.coefficients["beta"] * kl
+
+
+def _without_truncated(experience: Experience, args: PolicyGradientConfig) -> Experience:
+    """With the tokens that train as its action tokens.
+
+    A completion that was cut off counts in every statistic up to here, and stays what a model may
+    attend to: only the loss, of the policy and of the critic, does not see it.
+    """
+    if not args.mask_truncated_completions:
+        return experience
+    mask = experience.action_mask & ~experience.truncated[:, None]
+    return dataclasses.replace(experience, action_mask=mask)
+
+
+def _of_greedy(trainer: PolicyGradientTrainer, greedy: Judged, groups: Tensor) -> Tensor:
+    """(B,K) what the greedy completion of each row's prompt is paid; nothing for its KL, the last.
+
+    Args:
+        greedy: one row per group.
+        groups: (B,) of the rows.
+    """
+    paid = totals(trainer.shaping(greedy.scores, greedy.samples.rollout))
+    _, place = torch.unique_consecutive(groups, return_inverse=True)
+    return nn.functional.pad(paid[place], (0, 1))
+
+
+def _baseline_metrics(trainer: PolicyGradientTrainer, signals: Signals) -> dict[str, float]:
+    """Baselines from beyond the batch, and the mean return that the moving average follows."""
+    metrics = {}
+    if signals.greedy_scores is not None:
+        greedy, _ = trainer.runtime.gather(signals.greedy_scores.nansum(1))
+        metrics["rewards/greedy"] = greedy.mean().item()
+    if trainer.moving_average is not None:
+        metrics["return"] = signals.scores.nansum(1).mean().item()
+        metrics["moving_average"] = signals.moving_average
+    return metrics
 
 
 def _denormalized(scored: Scored, moments: RunningMoments | None, mask: Tensor) -> Scored:

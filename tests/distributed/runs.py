@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.metrics import Meter
 from rlhf_pg.tasks import arithmetic
+from rlhf_pg.trainers.drawing import draw_batch
 
 TRAINERS = {
     "grpo": GRPOTrainer,
@@ -44,10 +45,9 @@ def main(out: Path, config: dict) -> None:
         eval_dataset=task.eval_dataset.select(range(33)),
     )
     start = weights(trainer.learner.module)
-    draws = range(trainer.args.prompts_per_step)
-    samples = trainer.roll_out(draws)
-    scores = trainer.reward(samples)
-    experience, _ = trainer.make_experience(samples.rollout, scores, Meter())
+    batch = draw_batch(trainer, Meter())
+    samples, scores = batch.judged
+    experience, _ = trainer.make_experience(samples.rollout, scores, Meter(), batch.greedy)
     exchanges: list[int] = []
     if trainer.runtime.world > 1:
 

@@ -27,10 +27,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "sync_ref_model": True,
         "ref_model_sync_steps": 2,
     },
+    # Groups of two are often equal: each process alone would draw again for others.
     "rloo": {
-        "num_generations": 4,
+        "num_generations": 2,
         "prompts_per_step": 6,
         "micro_batch_tokens": 40,
+        "dynamic_sampling_rounds": 2,
+        "skip_zero_advantages": True,
+        "beta": 0.0,
         "normalize_rewards": True,
     },
     # Shares as uneven as can be, several updates per step, and a step that stops before the last;
@@ -49,7 +53,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "value_pretraining_steps": 1,
     },
     # One prompt: the second process has none.
-    "reinforce": {"num_generations": 4, "prompts_per_step": 1, "normalize_rewards": True},
+    "reinforce": {
+        "num_generations": 4,
+        "prompts_per_step": 1,
+        "advantage_estimator": "returns_minus_greedy",
+    },
 }
 
 
@@ -154,6 +162,31 @@ def test_steps_are_stopped_alike(outcomes) -> None:
     assert updates == [line["num_updates"] for line in two.metrics]
     if "value_loss" in one.metrics[0]:  # PPO, with a target for the KL: not every step makes all 6
         assert min(updates) < 6
+
+
+def test_groups_are_kept_by_the_scores_of_all(outcomes) -> None:
+    one, two = outcomes
+    if "sampling/rounds" in one.metrics[0]:
+        kept = [line["sampling/kept_fraction"] for line in one.metrics]
+        assert kept == [line["sampling/kept_fraction"] for line in two.metrics]
+        assert min(kept) < 1
+        groups = sorted({row[0] for row in one.sampled})
+        assert groups == sorted({row[0] for row in two.sampled}) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_step_in_which_no_row_trains_is_taken_all_the_same(tmp_path) -> None:
+    """All rows were cut off: both processes still wait for the same gradients, which are 0."""
+    config = config_of("ppo", tmp_path) | {
+        "max_completion_length": 1,
+        "overlong_buffer": 1,
+        "mask_truncated_completions": True,
+        "max_steps": 1,
+        "seed": 1,
+    }
+    outcome = launch(tmp_path / "two", 2, config)
+    assert [line["completions/clipped_ratio"] for line in outcome.metrics] == [1.0]
+    assert outcome.gradient.equal(torch.zeros_like(outcome.gradient))
+    assert outcome.start.equal(outcome.end)
 
 
 @pytest.mark.parametrize(("vf_coef", "moves"), [(0.0, False), (0.5, True)])

@@ -1,0 +1,252 @@
+"""Groups without spread are drawn again: which prompts train then, and what the counters say."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from rlhf_pg import Callback, GRPOTrainer
+from rlhf_pg.metrics import Meter, read
+from rlhf_pg.trainers.drawing import Batch, draw_batch
+from tests.trainers.test_run import untimed
+
+# By draw, prompts in their order; the scores of an easy prompt are all 1.
+EASY = [True, False, True, False, False, True, False, True, True, False, False, True]
+DATA = Dataset.from_dict({"prompt": [f"{i}+1=" for i in range(12)], "easy": EASY})
+
+
+def spread(completions: list[str], easy: list[bool], **_: Any) -> list[float]:
+    return [1.0 if e else float(i % 2) for i, e in enumerate(easy)]
+
+
+@pytest.fixture
+def trainer_of(make) -> Callable[..., GRPOTrainer]:
+    """A trainer that takes four prompts of `DATA` a step, two completions each, in their order."""
+
+    def build(rounds: int, **options: Any) -> GRPOTrainer:
+        defaults = {
+            "train_dataset": DATA,
+            "reward_funcs": spread,
+            "shuffle_dataset": False,
+            "num_generations": 2,
+            "dynamic_sampling_rounds": rounds,
+        }
+        return make(GRPOTrainer, **(defaults | options))
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("rounds", "kept", "draws", "metrics"),
+    [
+        # 0 1 2 3, of which 1 and 3 have spread; 4 5 for the two others, then 6 for 5.
+        (2, [1, 3, 4, 6], 7, {"sampling/rounds": 2, "sampling/kept_fraction": 4 / 7}),
+        (5, [1, 3, 4, 6], 7, {"sampling/rounds": 2, "sampling/kept_fraction": 4 / 7}),
+        # One round too few: 0, the earliest that was set aside, is the fourth.
+        (1, [0, 1, 3, 4], 6, {"sampling/rounds": 1, "sampling/kept_fraction": 3 / 6}),
+        (0, [0, 1, 2, 3], 4, {}),
+    ],
+)
+def test_which_draws_are_kept(trainer_of, rounds, kept, draws, metrics) -> None:
+    trainer = trainer_of(rounds)
+    batch = draw_batch(trainer, Meter())
+    samples, scores = batch.judged
+    assert (batch.draws, batch.metrics) == (draws, metrics)
+    rows = [draw for draw in kept for _ in range(2)]
+    assert samples.rows == rows
+    assert samples.prompts == [DATA["prompt"][row] for row in rows]
+    assert samples.columns == {"easy": [EASY[row] for row in rows]}
+    assert samples.rollout.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+    alone = trainer.roll_out(range(draws))
+    places = [i for i, row in enumerate(alone.rows) if row in kept]
+    assert samples.completion_ids == [alone.completion_ids[i] for i in places]
+    assert samples.completions == [alone.completions[i] for i in places]
+    expected = alone.rollout.select(torch.tensor(places))
+    for name, value in expected._tensors():
+        if name != "groups":
+            torch.testing.assert_close(getattr(samples.rollout, name), value)
+    assert scores.shape[1] == samples.rollout.completion_ids.shape[1]
+    totals = scores.nansum(1).squeeze(1).tolist()
+    assert totals == [1.0 if EASY[row] else float(i % 2) for i, row in enumerate(rows)]
+
+
+def test_groups_go_on_from_the_cursor(trainer_of) -> None:
+    trainer = trainer_of(2)
+    trainer.state.draws = 4  # 4 5 6 7 -> 4 and 6; 8 9 -> 9; 10
+    batch = draw_batch(trainer, Meter())
+    assert batch.judged.samples.rows == [4, 4, 6, 6, 9, 9, 10, 10]
+    assert batch.judged.samples.rollout.groups.tolist() == [4, 4, 5, 5, 6, 6, 7, 7]
+    assert batch.draws == 7
+
+
+def test_minibatches_stay_even(trainer_of) -> None:
+    """Under their own numbers, 4, 6, 9 and 10, three groups of four would be in one minibatch."""
+    trainer = trainer_of(2, num_mini_batches=2)
+    trainer.state.draws = 4
+    groups = draw_batch(trainer, Meter()).judged.samples.rollout.groups
+    assert (groups % 2).bincount().tolist() == [4, 4]
+
+
+def test_the_whole_total_has_to_vary(trainer_of) -> None:
+    """A source of weight 0, or two that cancel out, is no spread."""
+
+    def minus_spread(**inputs: Any) -> list[float]:
+        return [-score for score in spread(**inputs)]
+
+    for functions, weights in (
+        ([spread, lambda easy, **_: [2.0] * len(easy)], (0.0, 1.0)),
+        ([spread, minus_spread], None),
+    ):
+        trainer = trainer_of(1, reward_funcs=functions, reward_weights=weights)
+        assert draw_batch(trainer, Meter()).metrics["sampling/kept_fraction"] == 0.0
+
+
+def test_one_valid_score_is_no_spread(trainer_of) -> None:
+    """A source that applies to one completion of a group compares it with nothing."""
+
+    def once(easy: list[bool], **_: Any) -> list[float | None]:
+        return [float(i) if i % 2 or not e else None for i, e in enumerate(easy)]
+
+    trainer = trainer_of(2, reward_funcs=[once, lambda easy, **_: [0.0] * len(easy)])
+    assert draw_batch(trainer, Meter()).judged.samples.rows == [1, 1, 3, 3, 4, 4, 6, 6]
+
+
+def test_without_any_spread_a_step_is_made_of_what_there_is(trainer_of, tmp_path) -> None:
+    trainer = trainer_of(1, reward_funcs=lambda easy, **_: [1.0] * len(easy), max_steps=2)
+    trainer.train()
+    assert trainer.state.draws == 2 * 8
+    for line in read(tmp_path / "run" / "metrics.jsonl"):
+        assert (line["sampling/rounds"], line["sampling/kept_fraction"]) == (1, 0.0)
+        assert (line["frac_reward_zero_std"], line["grad_norm"], line["loss"]) == (1.0, 0.0, 0.0)
+
+
+def test_every_draw_and_every_token_is_counted(trainer_of, tmp_path) -> None:
+    asked: list[str] = []
+    tokens: list[int] = []
+
+    def watched(prompts, completion_ids, **inputs):
+        asked.extend(prompts[::2])
+        tokens.extend(map(len, completion_ids))
+        return spread(**inputs)
+
+    trainer = trainer_of(2, reward_funcs=watched, max_steps=2)
+    trainer.train()
+    # 0 ... 6 as above; then 7 8 9 10, of which 9 and 10 have spread, 11 0, and 1 for 11 and 0.
+    assert asked == [DATA["prompt"][d % 12] for d in [*range(7), *range(7, 11), 11, 12, 13, 14]]
+    assert trainer.state.draws == 15
+    prompt_tokens = sum(2 * len(trainer.train_prompts.tokens[d % 12]) for d in range(15))
+    lines = read(tmp_path / "run" / "metrics.jsonl")
+    assert trainer.state.num_tokens == lines[-1]["num_tokens"] == sum(tokens) + prompt_tokens
+    assert [line["frac_reward_zero_std"] for line in lines] == [0.0, 0.25]
+    assert [line["sampling/kept_fraction"] for line in lines] == [4 / 7, 3 / 8]
+
+
+def test_four_steps_are_two_and_two_bit_for_bit(trainer_of, tmp_path) -> None:
+    options = {"max_steps": 4, "save_steps": 2, "num_mini_batches": 2}
+    whole = trainer_of(1, output_dir=str(tmp_path / "whole"), **options)
+    whole.train()
+    part = trainer_of(1, output_dir=str(tmp_path / "part"), **options)
+    part.total_steps = 2
+    part.train()
+    rest = trainer_of(1, output_dir=str(tmp_path / "part"), **options)
+    rest.train(resume_from_checkpoint="latest")
+    final = dict(rest.model.named_parameters())
+    assert all(p.equal(final[name]) for name, p in whole.model.named_parameters())
+    assert rest.state == whole.state
+    assert untimed(tmp_path / "part") == untimed(tmp_path / "whole")
+
+
+def test_a_reward_that_fails_in_a_later_round_loses_nothing(trainer_of, tmp_path) -> None:
+    calls = []
+
+    def fails(**inputs):
+        calls.append(len(inputs["easy"]))
+        if len(calls) == 4:  # the second round of the second step
+            raise RuntimeError("not today")
+        return spread(**inputs)
+
+    options = {"max_steps": 2, "output_dir": str(tmp_path / "part")}
+    with pytest.raises(ValueError, match=r"not today \(saved so far: .*step-00000001\)"):
+        trainer_of(1, reward_funcs=fails, **options).train()
+    assert calls == [8, 4, 8, 4]
+    assert [line["step"] for line in read(tmp_path / "part" / "metrics.jsonl")] == [1]
+
+    def as_before(**inputs):
+        return spread(**inputs)
+
+    as_before.__name__ = "fails"
+    rest = trainer_of(1, reward_funcs=as_before, **options)
+    rest.train(resume_from_checkpoint=True)
+    whole = trainer_of(1, reward_funcs=as_before, max_steps=2)
+    whole.train()
+    assert untimed(tmp_path / "part") == untimed(tmp_path / "run")
+
+
+class Meeting:
+    """Where two threads, each as one of two processes, exchange their rows."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=60)
+        self.rows: dict[int, torch.Tensor] = {}
+
+
+class Rank:
+    """As much of a `Runtime` as drawing needs."""
+
+    world, device = 2, torch.device("cpu")
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank, self.meeting = rank, meeting
+
+    def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, slice]:
+        self.meeting.rows[self.rank] = rows
+        self.meeting.barrier.wait()
+        first, second = self.meeting.rows[0], self.meeting.rows[1]
+        self.meeting.barrier.wait()
+        start = self.rank * len(first)
+        return torch.cat([first, second]), slice(start, start + len(rows))
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gather(x[None])[0].sum(0)
+
+    def most(self, x: int) -> int:
+        return int(self.gather(torch.tensor([x]))[0].max())
+
+
+def test_two_ranks_decide_on_the_scores_of_both(trainer_of) -> None:
+    """Each keeps the rows that it sampled; together they are those of one process."""
+    alone = draw_batch(trainer_of(2, num_mini_batches=2), Meter())
+    meeting = Meeting()
+    trainers = [trainer_of(2, num_mini_batches=2) for _ in range(2)]
+    for rank, trainer in enumerate(trainers):
+        trainer.runtime = Rank(rank, meeting)
+    with ThreadPoolExecutor(2) as pool:
+        parts = list(pool.map(lambda trainer: draw_batch(trainer, Meter()), trainers))
+    for part in parts:
+        assert (part.draws, part.other_tokens) == (alone.draws, alone.other_tokens)
+        assert part.metrics == alone.metrics
+    assert sorted(rows_of(parts[0]) + rows_of(parts[1])) == sorted(rows_of(alone))
+    assert all(0 < len(rows_of(part)) < 8 for part in parts)
+
+
+def rows_of(batch: Batch) -> list[tuple[int, int, list[int], float]]:
+    """Group, row of the dataset, completion and score of every row."""
+    samples, scores = batch.judged
+    groups, totals = samples.rollout.groups.tolist(), scores.nansum((1, 2)).tolist()
+    return list(zip(groups, samples.rows, samples.completion_ids, totals, strict=True))
+
+
+def test_nothing_of_it_is_logged_when_it_is_off(trainer_of) -> None:
+    keep = Keep()
+    trainer_of(0, max_steps=1, callbacks=[keep]).train()
+    assert not any(name.startswith("sampling/") for name in keep.last)
+
+
+class Keep(Callback):
+    def on_step(self, trainer, metrics) -> None:
+        self.last = metrics

@@ -1,0 +1,469 @@
+"""Which rows train, and baselines from beyond the batch, on listed completions in float64."""
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
+from rlhf_pg.config import GRPOConfig, PPOConfig
+from rlhf_pg.metrics import Meter, read
+from rlhf_pg.trainers import PolicyGradientTrainer
+from rlhf_pg.trainers.drawing import draw_batch
+from tests import enumeration
+from tests.enumeration import (
+    EOS,
+    MAX_LENGTH,
+    SCORES,
+    A,
+    B,
+    exact_gradient,
+    expected_gradient,
+    gradient_of,
+    likeliest,
+    log_probs,
+    make_trainer,
+)
+from tests.trainers.test_run import untimed
+
+TWO = ("ab", "bba")
+# Two prompts, three completions each; those without EOS are cut off.
+SAYS = [(A, EOS), (A, B), (EOS,), (B, EOS), (B, EOS), (A, A)]
+CUT = [(A, A), (B, B), (A, B), (B, A), (A, A), (A, B)]
+
+
+def assert_close(actual: Tensor, expected: Tensor, rel: float = 1e-10) -> None:
+    assert expected.norm() > 1e-3
+    assert (actual - expected).norm() <= rel * expected.norm()
+
+
+def say(trainer: PolicyGradientTrainer, says: list[tuple[int, ...]]) -> None:
+    assert isinstance(trainer.engine, enumeration.ListedEngine)
+    trainer.engine.says = says
+
+
+# ------------------------------------------------------------------- mask_truncated_completions
+
+
+def advantages_of(says: list[tuple[int, ...]]) -> list[float]:
+    """GRPO without the std, of all rows: those that were cut off are in the mean."""
+    result = []
+    for prompt, group in zip(TWO, (says[:3], says[3:]), strict=True):
+        scores = [SCORES[prompt][said] for said in group]
+        result += [score - statistics.mean(scores) for score in scores]
+    return result
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [5, 100])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_completions_that_were_cut_off_leave_loss_and_denominator(
+    aggregation: str, micro_batch_tokens: int, tmp_path: Path
+) -> None:
+    trainer = make_trainer(
+        GRPOTrainer,
+        tmp_path,
+        prompts=TWO,
+        num_generations=3,
+        scale_rewards="none",
+        aggregation=aggregation,
+        mask_truncated_completions=True,
+        micro_batch_tokens=micro_batch_tokens,
+    )
+    whole = [i for i, said in enumerate(SAYS) if said[-1] == EOS]
+    assert len(whole) == 4
+    loss = torch.zeros((), dtype=torch.float64)
+    advantages = advantages_of(SAYS)
+    for i in whole:
+        divisor = {
+            "token_mean": sum(len(SAYS[j]) for j in whole),
+            "sequence_mean": 4 * len(SAYS[i]),
+            "constant": 4 * MAX_LENGTH,
+        }[aggregation]
+        log_p = log_probs(trainer.model, TWO[i // 3], SAYS[i]).sum()
+        loss = loss - advantages[i] * log_p / divisor
+    expected = enumeration.gradient(trainer.model, loss)
+    assert_close(gradient_of(trainer, SAYS), expected)
+
+
+@pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
+def test_only_the_loss_does_not_see_what_was_cut_off(trainer_type, tmp_path: Path) -> None:
+    """Attention, advantages, returns and reward metrics are those of a run with everything."""
+    made = {}
+    for masked in (False, True):
+        trainer = make_trainer(
+            trainer_type,
+            tmp_path,
+            prompts=TWO,
+            num_generations=3,
+            normalize_advantages=True,
+            mask_truncated_completions=masked,
+        )
+        say(trainer, SAYS)
+        samples, scores = draw_batch(trainer, Meter()).judged
+        made[masked] = trainer.make_experience(samples.rollout, scores, Meter())
+    (everything, metrics), (experience, masked_metrics) = made[False], made[True]
+    assert masked_metrics == metrics
+    for name, value in everything._tensors():
+        if name != "action_mask":
+            assert torch.equal(getattr(experience, name), value), name
+    assert experience.completion_mask.sum(1).tolist() == [2, 2, 1, 2, 2, 2]
+    assert everything.action_mask.sum(1).tolist() == [2, 2, 1, 2, 2, 2]
+    assert experience.action_mask.sum(1).tolist() == [2, 0, 1, 2, 2, 0]
+
+
+def test_the_critic_does_not_learn_from_what_was_cut_off(tmp_path: Path) -> None:
+    """The gradient of its bias is vf_coef times the mean of V - R over the tokens that train."""
+    trainer = make_trainer(
+        PPOTrainer,
+        tmp_path,
+        prompts=TWO,
+        num_generations=3,
+        num_iterations=1,
+        aggregation="token_mean",
+        vf_coef=0.5,
+        mask_truncated_completions=True,
+    )
+    say(trainer, SAYS)
+    samples, scores = draw_batch(trainer, Meter()).judged
+    experience, _ = trainer.make_experience(samples.rollout, scores, Meter())
+    whole = torch.tensor([said[-1] == EOS for said in SAYS])
+    real = experience.completion_mask & whole[:, None]
+    bias = trainer.critic.head.bias
+    expected = 0.5 * (experience.values - experience.returns)[real].sum() / real.sum()
+    trainer.learner.accumulate(experience, Meter())
+    torch.testing.assert_close(bias.grad, expected.view_as(bias.grad))
+
+
+@pytest.mark.parametrize(
+    ("trainer_type", "options"),
+    [
+        (GRPOTrainer, {"entropy_target": 0.5}),
+        (RLOOTrainer, {"num_mini_batches": 2, "kl_adaptive_lr": 0.1, "beta": 0.1}),
+        (PPOTrainer, {"num_iterations": 2, "target_kl": 0.1}),
+    ],
+)
+def test_a_step_in_which_all_were_cut_off_changes_nothing(
+    trainer_type, options, tmp_path: Path
+) -> None:
+    trainer = make_trainer(
+        trainer_type,
+        tmp_path,
+        prompts=TWO,
+        num_generations=3,
+        max_steps=2,
+        mask_truncated_completions=True,
+        **options,
+    )
+    gradient = gradient_of(trainer, CUT)
+    assert torch.equal(gradient, torch.zeros_like(gradient))
+    assert all(p.grad is not None for p in trainer.learner.module.parameters())
+    trainer.learner.optimizer.zero_grad()
+    before = [p.clone() for p in trainer.learner.module.parameters()]
+    coefficients = trainer.coefficients.metrics()
+    trainer.train()
+    after = list(trainer.learner.module.parameters())
+    assert all(p.equal(q) for p, q in zip(before, after, strict=True))
+    moved = trainer.coefficients.metrics()
+    assert {k: v for k, v in moved.items() if k != "beta"} == coefficients
+    for line in read(tmp_path / "metrics.jsonl"):
+        assert (line["loss"], line["grad_norm"], line["entropy"]) == (0.0, 0.0, None)
+        assert line["completions/clipped_ratio"] == 1.0
+
+
+# ------------------------------------------------------------------------ skip_zero_advantages
+
+
+def forwarded(trainer: PolicyGradientTrainer) -> list[int]:
+    """The rows of every forward pass from here on."""
+    rows: list[int] = []
+    trainer.learner.trained.register_forward_pre_hook(lambda _, args: rows.append(args[0].num_rows))
+    return rows
+
+
+# The second group has equal scores; with RLOO the last row of the first is at the others' mean.
+DULL = [(A, EOS), (A, B), (EOS,), (B, EOS), (B, EOS), (B, EOS)]
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [5, 12, 100])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_rows_without_advantage_are_not_forwarded_and_not_missed(
+    aggregation: str, micro_batch_tokens: int, tmp_path: Path
+) -> None:
+    gradients, losses, rows = {}, {}, {}
+    for skip in (False, True):
+        trainer = make_trainer(
+            GRPOTrainer,
+            tmp_path,
+            prompts=TWO,
+            num_generations=3,
+            aggregation=aggregation,
+            micro_batch_tokens=micro_batch_tokens,
+            skip_zero_advantages=skip,
+        )
+        rows[skip] = forwarded(trainer)
+        gradients[skip] = gradient_of(trainer, DULL)
+        meter = Meter()
+        samples, scores = draw_batch(trainer, Meter()).judged
+        trainer.learner.accumulate(
+            trainer.make_experience(samples.rollout, scores, Meter())[0], meter
+        )
+        losses[skip] = meter.means(meter.sums())["loss"]
+    assert_close(gradients[True], gradients[False])
+    assert losses[True] == pytest.approx(losses[False], rel=1e-12)
+    assert (sum(rows[False]), sum(rows[True])) == (2 * 6, 2 * 3)
+
+
+def test_a_step_without_any_advantage_leaves_the_optimizer_as_it_would_be(tmp_path: Path) -> None:
+    """Momentum and weight decay go on through it, on one blank row."""
+    ends = {}
+    for skip in (False, True):
+        trainer = make_trainer(
+            GRPOTrainer,
+            tmp_path / str(skip),
+            prompts=TWO,
+            num_generations=3,
+            max_steps=3,
+            learning_rate=0.01,
+            weight_decay=0.1,
+            lr_scheduler_type="constant",
+            skip_zero_advantages=skip,
+            reward=EveryOther(),
+        )
+        say(trainer, SAYS)
+        rows = forwarded(trainer)
+        trainer.train()
+        ends[skip] = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    assert rows == [6, 1, 6]
+    assert_close(ends[True], ends[False], rel=1e-9)
+    lines = read(tmp_path / "True" / "metrics.jsonl")
+    assert [line["grad_norm"] > 0 for line in lines] == [True, False, True]
+    assert lines[1]["loss"] == 0.0
+
+
+class EveryOther:
+    """The listed scores, and every other time the same score for all."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, prompts: list[str], completion_ids: list[list[int]], **_: Any):
+        self.calls += 1
+        if self.calls % 2 == 0:
+            return [1.0] * len(prompts)
+        return enumeration.score(prompts, completion_ids)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "other"),
+    [
+        (GRPOConfig, {"entropy_coef": 0.1}, "entropy bonus"),
+        (GRPOConfig, {"beta": 0.1}, "KL in the loss"),
+        (PPOConfig, {}, "critic"),
+        (GRPOConfig, {"policy_loss": "p3o"}, "'p3o'"),
+        (GRPOConfig, {"policy_loss": "mdpo", "num_iterations": 2}, "'mdpo'"),
+        (GRPOConfig, {"policy_loss": "kl_penalty", "num_iterations": 2}, "'kl_penalty'"),
+    ],
+)
+def test_what_rows_without_advantage_have_a_gradient_from_is_refused(
+    config, options, other
+) -> None:
+    assert config(**options)
+    with pytest.raises(ValueError, match=f"skip_zero_advantages would skip .*{other}"):
+        config(skip_zero_advantages=True, **options)
+
+
+# ------------------------------------------------------------------- a loss that compares rows
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [5, 12, 17, 36])
+def test_micro_batches_keep_the_rows_that_a_loss_compares_together(
+    micro_batch_tokens: int, tmp_path: Path
+) -> None:
+    gradients = {}
+    for tokens in (100, micro_batch_tokens):
+        trainer = make_trainer(
+            GRPOTrainer,
+            tmp_path,
+            prompts=("ab", "a", "bba"),
+            num_generations=3,
+            scale_rewards="none",
+            policy_loss="p3o",
+            micro_batch_tokens=tokens,
+        )
+        rows = forwarded(trainer)
+        gradients[tokens] = gradient_of(trainer, [*SAYS, *DULL[:3]])
+        assert rows == {100: [9], 36: [6, 3]}.get(tokens, [3, 3, 3])
+    assert_close(gradients[micro_batch_tokens], gradients[100])
+
+
+# ------------------------------------------------------------------------------ greedy baseline
+
+REMAX: dict[str, Any] = {"advantage_estimator": "returns_minus_greedy"}
+
+
+def ascent(trainer: PolicyGradientTrainer) -> Tensor:
+    return -MAX_LENGTH * expected_gradient(trainer)
+
+
+@pytest.mark.proves("rlhf_pg.advantages.returns_minus_greedy")
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize("options", [{"prompts": TWO}, {"num_generations": 2}])
+def test_a_greedy_baseline_is_unbiased(options, beta: float, tmp_path: Path) -> None:
+    trainer = make_trainer(ReinforceTrainer, tmp_path, beta=beta, **REMAX, **options)
+    assert_close(ascent(trainer), exact_gradient(trainer, enumeration.model(), beta), rel=1e-8)
+
+
+def test_every_row_is_compared_with_the_greedy_completion_of_its_own_prompt(tmp_path) -> None:
+    """Penalties and weights apply to both alike, and the KL is not in the baseline."""
+    prompts = ("ab", "bba", "a")
+    trainer = make_trainer(
+        ReinforceTrainer,
+        tmp_path,
+        prompts=prompts,
+        num_generations=2,
+        missing_eos_penalty=0.25,
+        reward_weights=(2.0,),
+        beta=0.3,
+        **REMAX,
+    )
+    says = [*SAYS[:4], *SAYS[3:5]]
+
+    def paid(prompt: str, said: tuple[int, ...]) -> float:
+        return 2 * SCORES[prompt][said] - (0.25 if said[-1] != EOS else 0.0)
+
+    says_greedily = [likeliest(trainer.model, enumeration.PROMPTS[p]) for p in prompts]
+    greedy = [paid(p, said) for p, said in zip(prompts, says_greedily, strict=True)]
+    assert len(set(greedy)) == 3
+    say(trainer, says)
+    batch = draw_batch(trainer, Meter())
+    samples, scores = batch.judged
+    experience, metrics = trainer.make_experience(samples.rollout, scores, Meter(), batch.greedy)
+    assert metrics["rewards/greedy"] == pytest.approx(statistics.mean(greedy))
+    assert experience.num_rows == 6
+    for i, said in enumerate(says):
+        # At the last token the return is the score less that token's KL.
+        last = len(said) - 1
+        u = (log_probs(trainer.model, prompts[i // 2], said))[last] - log_probs(
+            enumeration.model(), prompts[i // 2], said
+        )[last]
+        expected = paid(prompts[i // 2], said) - 0.3 * u.item() - greedy[i // 2]
+        assert experience.advantages[i, last].item() == pytest.approx(expected, abs=1e-10)
+
+
+def test_greedy_completions_are_counted_and_never_trained_on(make, tmp_path) -> None:
+    calls: list[list[list[int]]] = []
+
+    def watched(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        calls.append(completion_ids)
+        return [float(len(set(ids))) for ids in completion_ids]
+
+    options = {"max_steps": 1, "num_generations": 2, "beta": 0.0, **REMAX}
+    trainer = make(ReinforceTrainer, reward_funcs=watched, **options)
+    rows = forwarded(trainer)
+    expected = trainer.sample(
+        trainer.train_prompts, trainer.prompt_order.rows(range(4)), [0, 1, 2, 3], 1, 0.0
+    )
+    trainer.train()
+    sampled, greedy = calls
+    assert (len(sampled), len(greedy), rows) == (8, 4, [8])
+    assert greedy == expected.completion_ids
+    (line,) = read(tmp_path / "run" / "metrics.jsonl")
+    assert line["rewards/greedy"] == statistics.mean(len(set(ids)) for ids in greedy)
+    tokens = trainer.train_prompts.tokens
+    prompts = sum(len(tokens[row]) for row in trainer.prompt_order.rows(range(4)))
+    assert line["num_tokens"] == sum(map(len, [*sampled, *greedy])) + 3 * prompts
+    assert line["completions/mean_length"] == statistics.mean(map(len, sampled))
+
+
+def test_a_greedy_baseline_needs_no_second_completion(make) -> None:
+    trainer = make(ReinforceTrainer, prompts_per_step=1, num_generations=1, max_steps=1, **REMAX)
+    trainer.train()
+
+
+def test_greedy_completions_are_of_the_prompts_that_dynamic_sampling_kept(make) -> None:
+    def first_digits(prompts: list[str], **_: Any) -> list[float]:
+        return [float(p[0] in "13579") * (i % 2) for i, p in enumerate(prompts)]
+
+    trainer = make(
+        ReinforceTrainer,
+        reward_funcs=first_digits,
+        num_generations=2,
+        dynamic_sampling_rounds=3,
+        **REMAX,
+    )
+    batch = draw_batch(trainer, Meter())
+    assert batch.draws > 4
+    assert batch.greedy.samples.rows == batch.judged.samples.rows[::2]
+    assert batch.greedy.samples.prompts == batch.judged.samples.prompts[::2]
+
+
+# ------------------------------------------------------------------------------- moving average
+
+AVERAGE: dict[str, Any] = {"advantage_estimator": "returns_minus_moving_average"}
+
+
+@pytest.mark.proves("rlhf_pg.advantages.returns_minus_moving_average")
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_a_moving_average_of_earlier_steps_is_unbiased(beta: float, tmp_path: Path) -> None:
+    trainer = make_trainer(ReinforceTrainer, tmp_path, prompts=TWO, beta=beta, **AVERAGE)
+    trainer.moving_average.update(-1.7)
+    assert_close(ascent(trainer), exact_gradient(trainer, enumeration.model(), beta), rel=1e-8)
+    assert trainer.moving_average.value == pytest.approx(-1.7)
+
+
+def test_it_is_the_average_of_the_returns_of_earlier_steps(tmp_path: Path) -> None:
+    """Weights 0.9^2, 0.9 and 1 from the oldest, over their sum; the KL is part of a return."""
+    trainer = make_trainer(
+        ReinforceTrainer,
+        tmp_path,
+        prompts=TWO,
+        num_generations=3,
+        max_steps=4,
+        learning_rate=0.05,
+        beta=0.3,
+        **AVERAGE,
+    )
+    say(trainer, SAYS)
+    returns = [SCORES[TWO[i // 3]][said] for i, said in enumerate(SAYS)]
+    u = [
+        log_probs(trainer.model, TWO[i // 3], said)
+        - log_probs(enumeration.model(), TWO[i // 3], said)
+        for i, said in enumerate(SAYS)
+    ]
+    first = statistics.mean(
+        score - 0.3 * k.sum().item() for score, k in zip(returns, u, strict=True)
+    )
+    trainer.train()
+    lines = read(tmp_path / "metrics.jsonl")
+    g = [line["return"] for line in lines]
+    assert g[0] == pytest.approx(first)
+    assert len({round(x, 6) for x in g}) == 4
+    expected = [0.0, g[0], (0.9 * g[0] + g[1]) / 1.9, (0.81 * g[0] + 0.9 * g[1] + g[2]) / 2.71]
+    assert [line["moving_average"] for line in lines] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("options", [AVERAGE, REMAX | {"dynamic_sampling_rounds": 1}])
+def test_four_steps_are_two_and_two_bit_for_bit(options, make: Callable, tmp_path) -> None:
+    def build(directory: str) -> PolicyGradientTrainer:
+        return make(
+            ReinforceTrainer,
+            max_steps=4,
+            save_steps=2,
+            num_generations=2,
+            output_dir=str(tmp_path / directory),
+            **options,
+        )
+
+    whole, part = build("whole"), build("part")
+    whole.train()
+    part.total_steps = 2
+    part.train()
+    rest = build("part")
+    rest.train(resume_from_checkpoint="latest")
+    final = dict(rest.model.named_parameters())
+    assert all(p.equal(final[name]) for name, p in whole.model.named_parameters())
+    assert untimed(tmp_path / "part") == untimed(tmp_path / "whole")
