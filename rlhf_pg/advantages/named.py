@@ -25,7 +25,7 @@ class Signals:
     Groups are whole on one rank.
     """
 
-    rewards: Tensor  # (B,T) paid per token: the score at the last action token, -beta KL at each
+    rewards: Tensor  # (B,T) paid per token: scores where their steps end, -beta KL at each
     mask: Tensor  # (B,T) action tokens
     scores: Tensor  # (N,K) weighted score per source, and -beta KL summed; NaN: does not apply
     groups: Tensor  # (N,)

@@ -102,8 +102,8 @@ UNITS = [
         name="value-moments-not-saved",
         mistake="a resumed run starts its running moments anew",
         file="rlhf_pg/trainers/base.py",
-        old="return self.coefficients.controllers | moments",
-        new="return dict(self.coefficients.controllers)",
+        old='"value_moments": self.value_moments',
+        new='"value_moments": None',
         killers=(
             f"{OPTIONS}::test_a_run_goes_on_bit_for_bit_inside_and_after_the_head_start",
             f"{OPTIONS}::test_the_moments_are_in_the_checkpoint_and_the_head_there_is_the_trained"
@@ -194,11 +194,13 @@ FOLLOWING = [
         file="rlhf_pg/trainers/base.py",
         old="            metrics |= self.update(experience, meter)\n"
         "        alone = self.learner.trains_critic_alone(self.state.step)\n"
+        '        tokens = int(metrics.pop("tokens")) + batch.other_tokens\n'
         "        self.state.step += 1\n"
         "        self.learner.sync_reference(self.state.step)\n",
         new="            self.learner.sync_reference(self.state.step + 1)\n"
         "            metrics |= self.update(experience, meter)\n"
         "        alone = self.learner.trains_critic_alone(self.state.step)\n"
+        '        tokens = int(metrics.pop("tokens")) + batch.other_tokens\n'
         "        self.state.step += 1\n",
         killers=(f"{MOVING}::test_the_kl_is_exactly_zero_after_a_refresh_and_only_then",),
     ),

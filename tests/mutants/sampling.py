@@ -184,7 +184,7 @@ MUTANTS: list[Mutant] = [
         killers=(f"{OPTIONS}every_row_is_compared_with_the_greedy_completion_of_its_own_prompt",),
     ),
     Mutant(
-        name="moving-average-of-this-step",
+        name="moving-average-updated-before-use",
         mistake="the moving average has this step's own returns in it before it is used: biased",
         file=SCORING,
         old="moving_average=trainer.moving_average.value if trainer.moving_average else 0.0",
@@ -204,8 +204,8 @@ MUTANTS: list[Mutant] = [
         name="moving-average-not-saved",
         mistake="a resumed run starts its moving average at 0 again",
         file=BASE,
-        old="return self.coefficients.controllers | self.shaping.moments | averages",
-        new="return self.coefficients.controllers | self.shaping.moments",
+        old='"moving_average": self.moving_average',
+        new='"moving_average": None',
         killers=(f"{OPTIONS}four_steps_are_two_and_two_bit_for_bit",),
     ),
 ]
