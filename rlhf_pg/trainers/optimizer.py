@@ -29,13 +29,12 @@ def optimizer_and_schedule(
         given: what the user has made, instead of AdamW and the config's schedule.
 
     Raises:
-        ValueError: the user's lacks a parameter, or the config has keys that it cannot follow; or
-            the run ends before the policy is trained.
+        ValueError: the user's lacks a parameter, or the config has keys that it cannot follow.
     """
     if given[1] is not None and args.kl_adaptive_lr is not None:
         raise ValueError("kl_adaptive_lr would scale a scheduler of your own: leave one out")
     if isinstance(args, PPOConfig):
-        _check_value_steps(args, total_steps, given)
+        _check_value_steps(args, given)
     optimizer = given[0] or _adamw(policy, critic, args)
     _check_complete(optimizer, policy, critic)
     if given[1] is not None:
@@ -79,7 +78,7 @@ def _groups(module: nn.Module, args: PolicyGradientConfig, rate: float) -> list[
 def _schedule(optimizer: Optimizer, critic: Critic, args: PPOConfig, total_steps: int) -> LambdaLR:
     """The critic's rate from the first step on, the policy's after `value_pretraining_steps`."""
     alone, warmup = args.value_pretraining_steps, args.value_warmup_steps
-    later = _rates(args, args.warmup_steps, total_steps - alone)
+    later = _rates(args, args.warmup_steps, max(1, total_steps - alone))
     value = _rates(args, args.warmup_steps if warmup is None else warmup, total_steps)
 
     def policy(step: int) -> float:
@@ -110,12 +109,7 @@ def _check_complete(optimizer: Optimizer, policy: nn.Module, critic: Critic | No
             )
 
 
-def _check_value_steps(args: PPOConfig, total_steps: int, given: Optimizers) -> None:
-    if args.value_pretraining_steps >= total_steps:
-        raise ValueError(
-            f"value_pretraining_steps must be below the {total_steps} steps of the run, or the "
-            f"policy never moves: got {args.value_pretraining_steps}"
-        )
+def _check_value_steps(args: PPOConfig, given: Optimizers) -> None:
     keys = {
         "value_pretraining_steps": args.value_pretraining_steps > 0,
         "value_warmup_steps": args.value_warmup_steps is not None,

@@ -1,0 +1,41 @@
+"""Every preset names its paper and its deviations, and trains."""
+
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlhf_pg import cli
+from rlhf_pg.metrics import KEYS, read
+
+PRESETS = Path(__file__).parents[2] / "recipes" / "presets"
+NAMES = """vpg a2c ppo ppo_penalty grpo dr_grpo dapo gspo cispo rloo reinforce_pp
+    reinforce_pp_baseline remax vapo""".split()
+each_preset = pytest.mark.parametrize("name", NAMES)
+
+
+def test_these_are_all_of_them() -> None:
+    assert {path.stem for path in PRESETS.glob("*.yaml")} == set(NAMES)
+
+
+@each_preset
+def test_it_names_its_paper_and_its_deviations(name: str) -> None:
+    text = (PRESETS / f"{name}.yaml").read_text()
+    comment = text[: text.index("algorithm:")]
+    assert any(f"{year}" in comment for year in range(1992, 2027))
+    assert "# Deviations: " in comment
+    assert yaml.safe_load(text)["output_dir"] == f"runs/{name}"
+
+
+@each_preset
+def test_three_steps(name: str, model_path: str, tmp_path: Path) -> None:
+    small = ["--max_steps=3", "--prompts_per_step=8", "--eval_steps=0", "--warmup_steps=0"]
+    where = ["--output_dir", str(tmp_path), "--model_name_or_path", model_path]
+    cli.main(["train", str(PRESETS / f"{name}.yaml"), *small, *where])
+    lines = read(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert set(KEYS) <= set(lines[0])
+    # A random model is seldom right: a step whose scores are all equal has no gradient.
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    assert (tmp_path / "final" / "model.safetensors").exists()
