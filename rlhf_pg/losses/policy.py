@@ -390,7 +390,7 @@ def p3o(
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
     first = mask.int().argmax(dim=1, keepdim=True)
     rho, score = (x.gather(1, first) for x in (start.ratio, start.advantages))
-    share = _pair_shares(groups, mask).to(rho.dtype)
+    share = _pair_shares(groups, mask, rho.dtype)
     gap = rho.detach().T * (score - score.T) * share
     low_bound, high_bound = _bounds(epsilon, epsilon_high)
     clipped = rho.clamp(low_bound, high_bound)
@@ -401,12 +401,12 @@ def p3o(
     return torch.where(mask, loss / lengths, 0.0), metrics
 
 
-def _pair_shares(groups: Tensor, mask: Tensor) -> Tensor:
+def _pair_shares(groups: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """(B,B): 1/(n-1) where j is another of the n rows of i's group that have a True slot."""
     rows = mask.any(dim=1)
     pairs = (groups[:, None] == groups) & rows[:, None] & rows
     pairs.fill_diagonal_(False)
-    return pairs / pairs.sum(dim=1, keepdim=True).clamp(min=1)
+    return pairs.to(dtype) / pairs.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 POLICY_LOSSES: dict[str, Callable[..., Loss]] = {

@@ -180,6 +180,7 @@ def test_a_step_in_which_no_row_trains_is_taken_all_the_same(tmp_path) -> None:
         "max_completion_length": 1,
         "overlong_buffer": 1,
         "mask_truncated_completions": True,
+        "value_pretraining_steps": 0,
         "max_steps": 1,
         "seed": 1,
     }

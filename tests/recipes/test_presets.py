@@ -10,8 +10,10 @@ from rlhf_pg import cli
 from rlhf_pg.metrics import KEYS, read
 
 PRESETS = Path(__file__).parents[2] / "recipes" / "presets"
-NAMES = """vpg a2c ppo ppo_penalty grpo dr_grpo dapo gspo cispo rloo reinforce_pp
-    reinforce_pp_baseline remax vapo""".split()
+NAMES = [
+    *("vpg", "a2c", "ppo", "ppo_penalty", "grpo", "dr_grpo", "dapo", "gspo", "cispo"),
+    *("rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "vapo"),
+]
 each_preset = pytest.mark.parametrize("name", NAMES)
 
 
