@@ -24,7 +24,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed  ## GRPO on the embedded task: a few minutes on a CPU
 	$(BIN)/rlhf-pg demo
 
-preference: $(VENV)/.installed  ## SFT, reward model, PPO: about ten minutes on a CPU
+preference: $(VENV)/.installed  ## SFT, reward model, PPO: about five minutes on a CPU
 	$(BIN)/rlhf-pg train recipes/sft_preference.yaml
 	$(BIN)/rlhf-pg train recipes/reward_model_preference.yaml
 	$(BIN)/rlhf-pg train recipes/ppo_preference.yaml

@@ -36,7 +36,7 @@ this page. All of it is the ground floor of the library, pure functions on tenso
 
 ## From the papers to the code
 
-"Elsewhere" marks where other libraries or well-known texts differ; what they do stands with the
+"Elsewhere" marks where something is said of other libraries or well-known texts; it stands with the
 function below.
 
 """
@@ -216,7 +216,7 @@ def rendered(paragraph: str) -> str:
     if head == "Returns:":
         return f"**{head}** {rest}\n"
     if head.startswith("Elsewhere:"):
-        return f"**Where others differ.**{paragraph.removeprefix('Elsewhere:')}\n"
+        return f"**Elsewhere:**{paragraph.removeprefix('Elsewhere:')}\n"
     return f"{paragraph}\n"
 
 

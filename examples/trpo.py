@@ -7,8 +7,9 @@ vectors, and is shortened until the surrogate really rises and the constraint re
 
     python examples/trpo.py --max_steps 20 --output_dir runs/trpo
 
-Where this differs from the paper: the advantage is REINFORCE's, without a critic, and means are
-over tokens, as `aggregation` says.
+Where this differs from the paper: the advantage is REINFORCE's, without a critic; means are over
+tokens, as `aggregation` says; the Fisher matrix is damped. `learning_rate` in the metrics is the
+share of the step that was taken.
 """
 
 from collections.abc import Callable, Iterator

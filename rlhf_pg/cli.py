@@ -37,7 +37,8 @@ TRAINERS: dict[str, type[PolicyGradientTrainer]] = {
 }
 
 USAGE = """\
-rlhf-pg train RECIPE.yaml [--key value ...]   train with a recipe; flags override its keys
+rlhf-pg train RECIPE.yaml [--key value ...]   train with a recipe; flags override its keys (--help)
+rlhf-pg train PRESET [--key value ...]        likewise, by the name of a preset: dapo, vapo ...
 rlhf-pg demo [--key value ...]                GRPO on the embedded task: a few minutes on a CPU
 rlhf-pg --version"""
 
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if command == "demo":
             demo(flags)
         else:
-            train(Path(flags[0]), flags[1:])
+            train(_recipe(flags[0]), flags[1:])
     except ValueError as error:  # what the library says of bad input is enough
         fail(str(error))
 
@@ -71,6 +72,12 @@ def train(recipe: Path, flags: Sequence[str]) -> None:
         make_reward_model(_config(RewardModelConfig, recipe, flags))
     else:
         make_trainer(recipe, flags).train()
+
+
+def _recipe(name: str) -> Path:
+    """The file of this name, or else the preset."""
+    preset = recipe_file(f"presets/{name}.yaml")
+    return preset if preset.exists() and not Path(name).exists() else Path(name)
 
 
 def make_reward_model(args: RewardModelConfig) -> None:

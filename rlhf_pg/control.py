@@ -54,9 +54,9 @@ class EntropyController:
 
     `entropy` is the mean per action token, in nats, of a whole step.
 
-    Elsewhere: TRL's GRPO (`use_adaptive_entropy`) raises the coefficient at the target too, and
-    leaves the bonus out of a step, whatever the coefficient, when the entropy of the step before
-    was above the target, and out of the first. Here it applies as it is: `minimum` 0 turns it off.
+    Elsewhere: the paper, and TRL's GRPO after it (`use_adaptive_entropy`), leave the bonus out of a
+    step, whatever the coefficient, while the entropy is above the target; TRL raises the
+    coefficient at the target too. Here it applies as it is: `minimum` 0 turns it off.
     """
 
     coef: float

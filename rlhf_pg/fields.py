@@ -85,7 +85,7 @@ def _check_range(field: dataclasses.Field[Any], value: Any) -> None:
     limits = field.metadata
     options = limits.get("options")
     if options is not None and value not in options:
-        near = difflib.get_close_matches(value, options, 1)
+        near = difflib.get_close_matches(value, options, 1, cutoff=0.8)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"{field.name} must be one of {', '.join(options)}, got {value!r}{hint}")
     if value is None or "minimum" not in limits:

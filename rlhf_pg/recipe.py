@@ -135,8 +135,9 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
             _refuse_elsewhere(key, "command line")
     from_file = None
     if known.config:
+        file_flags = _flags(known.config, config_type)
         try:
-            from_file = _cli(config_type, _flags(known.config, config_type), None, prog)
+            from_file = _cli(config_type, file_flags, None, prog)
         except SystemExit:
             if _is_main():
                 print(f"(in {known.config})", file=sys.stderr)

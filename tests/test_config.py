@@ -230,6 +230,25 @@ def test_vanilla_is_refused_for_several_updates_per_step(more):
     assert ReinforceConfig(policy_loss="clipped_surrogate", **more).updates_per_step == 2
 
 
+@pytest.mark.parametrize(
+    ("config", "options", "said"),
+    [
+        (PPOConfig, {"policy_loss": "gmpo"}, "'gae' gives one per token"),
+        (ReinforceConfig, {"policy_loss": "p3o", "num_generations": 4}, "gives one per token"),
+        (GRPOConfig, {"policy_loss": "p3o"}, "scale_rewards none"),
+        (RLOOConfig, {"policy_loss": "p3o"}, "scale_rewards none"),
+    ],
+)
+def test_advantages_that_a_loss_for_whole_rows_cannot_take_are_refused(config, options, said):
+    with pytest.raises(ValueError, match=said):
+        config(**options)
+
+
+def test_losses_for_whole_rows_take_those_of_the_group():
+    assert RLOOConfig(policy_loss="gmpo", epsilon=0.4).policy_loss == "gmpo"
+    assert GRPOConfig(policy_loss="p3o", scale_rewards="none").policy_loss == "p3o"
+
+
 def test_updates_per_step_are_passes_times_minibatches():
     assert GRPOConfig(num_iterations=3, num_mini_batches=2).updates_per_step == 6
 

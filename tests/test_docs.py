@@ -86,7 +86,7 @@ def test_the_functions_without_a_source_exist() -> None:
             "**Args:**\n\n- `x`: (B,T) or so.\n- `y, z`: others.\n",
         ),
         ("Returns:\n    (B,T).", "**Returns:** (B,T).\n"),
-        ("Elsewhere: TRL clips.", "**Where others differ.** TRL clips.\n"),
+        ("Elsewhere: TRL clips.", "**Elsewhere:** TRL clips.\n"),
     ],
 )
 def test_a_docstring_becomes_markdown(paragraph: str, expected: str) -> None:

@@ -8,7 +8,7 @@ from rlhf_pg.masking import widen
 
 @torch.no_grad()
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """Reward-to-go (Williams 1992; Sutton & Barto, 3.8).
+    """Reward-to-go (Williams 1992; Sutton & Barto, 3.9).
 
         G_t = r_t + gamma G_{t+1}
 

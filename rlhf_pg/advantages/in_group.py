@@ -142,7 +142,8 @@ def optimal_baseline(scores: Tensor, weights: Tensor, groups: Tensor) -> Tensor:
         others weigh nothing, as for a row without any: its own score would cancel its gradient,
         while 0 only leaves the variance as it is.
 
-    Elsewhere: verl's `opo` counts the row itself, which biases the gradient.
+    Elsewhere: the paper's estimate and verl's `opo` count the row itself, which biases the
+    gradient.
     """
     valid, wide = ~scores.isnan(), widen(scores)
     weights = torch.where(valid, weights.to(wide), 0.0)

@@ -4,7 +4,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_pg.advantages import ADVANTAGES, NEED_VALUES
+from rlhf_pg.advantages import ADVANTAGES, NEED_VALUES, READ_REWARDS
 from rlhf_pg.config.run import RunConfig
 from rlhf_pg.fields import choice, number
 from rlhf_pg.losses import POLICY_LOSSES
@@ -62,16 +62,17 @@ class PolicyGradientConfig(RunConfig):
     """Full size of that penalty."""
 
     advantage_estimator: str = choice("group_normalized", ADVANTAGES)
-    """A name in rlhf_pg.advantages.ADVANTAGES."""
+    """A name in rlhf_pg.advantages.ADVANTAGES; what each is stands in docs/algorithms.md."""
     normalize_advantages: bool = False
     """Whiten advantages over all tokens of the step: mean 0, variance 1."""
 
     policy_loss: str = choice("clipped_surrogate", POLICY_LOSSES)
-    """A name in rlhf_pg.losses.POLICY_LOSSES."""
+    """A name in rlhf_pg.losses.POLICY_LOSSES; whole methods (DAPO, GSPO) are in recipes/presets."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How tokens weigh in the loss: see rlhf_pg.losses.token_weights."""
     epsilon: float = number(0.2, above=0, maximum=1)
-    """Clip distance of the ratio: below 1 by epsilon (1: no bound), above 1 by epsilon_high."""
+    """Clip distance of the ratio: below 1 by epsilon (1: no bound), above 1 by epsilon_high. The
+    usual value goes by the loss: GMPO's paper has 0.4, GSPO's 3e-4, CISPO's 1."""
     epsilon_high: float | None = number(None, above=0)
     """Upper clip distance; None means epsilon."""
     delta: float | None = number(None, above=1)
@@ -145,6 +146,7 @@ class PolicyGradientConfig(RunConfig):
             )
         self._check_rewards()
         self._check_estimator()
+        self._check_loss()
         self._check_updates()
         self._check_kl()
         self._check_sampling()
@@ -185,6 +187,23 @@ class PolicyGradientConfig(RunConfig):
             raise ValueError(
                 f"advantage_estimator {name!r} looks at the steps alone and would lose the KL: set "
                 'kl_placement to "loss"'
+            )
+
+    def _check_loss(self) -> None:
+        """Refuse advantages that a loss for whole rows cannot take."""
+        loss, name = self.policy_loss, self.advantage_estimator
+        if loss not in ("gmpo", "p3o"):
+            return
+        if name in READ_REWARDS | {"process_group_normalized"}:
+            raise ValueError(
+                f"policy_loss {loss!r} takes one advantage per completion, and advantage_estimator "
+                f"{name!r} gives one per token: use group_normalized"
+            )
+        scale = getattr(self, "scale_rewards", "group")
+        if loss == "p3o" and (name == "leave_one_out" or scale != "none"):
+            raise ValueError(
+                "policy_loss 'p3o' compares the scores themselves: use GRPO with "
+                "advantage_estimator group_normalized and scale_rewards none"
             )
 
     def _check_updates(self) -> None:

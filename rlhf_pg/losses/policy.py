@@ -138,7 +138,7 @@ def kl_penalty(
 
     Args:
         logprobs, old_logprobs, advantages, mask: as in `clipped_surrogate`.
-        old_kl_coef: PPO's beta, which `rlhf_pg.kl.PenaltyKLController` adapts.
+        old_kl_coef: PPO's beta, which `rlhf_pg.control.PenaltyKLController` adapts.
 
     Returns:
         per_token (B,T) and the metrics `ratio`, `approx_kl` and `ratio_overflow` of it.
@@ -220,8 +220,8 @@ def clipped_surrogate(
         ValueError: an unknown level, or delta not above 1.
 
     Elsewhere: TRL caps rho_t at delta before the minimum, the same for delta >= 1 + epsilon; verl
-    always has delta = 3. TRL's PPO logs (log rho_t)^2 / 2 as approx_kl and averages it over padding
-    too, Spinning Up logs -log rho_t.
+    always has one, by default 3. TRL's PPO logs (log rho_t)^2 / 2 as approx_kl and averages it over
+    padding too, Spinning Up logs -log rho_t.
     """
     if importance_sampling_level not in SAMPLING_LEVELS:
         level, known = importance_sampling_level, ", ".join(SAMPLING_LEVELS)
@@ -260,7 +260,7 @@ def cispo(
 
     Args:
         logprobs, old_logprobs, advantages, mask: as in `clipped_surrogate`.
-        epsilon: 1 or more for no lower bound, as in the paper's experiments.
+        epsilon: 1 for no lower bound, as in the paper's experiments.
         epsilon_high: None means `epsilon`.
 
     Returns:
@@ -304,7 +304,7 @@ def gmpo(
     Returns:
         per_token (B,T) and the metrics of `clipped_surrogate`, `ratio` being the token's.
 
-    Elsewhere: TRL and verl are the same, with a small constant in verl's length.
+    Elsewhere: TRL and verl have it in this form, verl with a small constant in the length.
     """
     start = _start(logprobs, old_logprobs, advantages, mask)
     upper = epsilon if epsilon_high is None else epsilon_high
@@ -329,8 +329,9 @@ def sapo(
 
         loss_t = -(4 / tau) sigmoid(tau (rho_t - 1)) A_t
 
-    The gradient is 4 s (1 - s) rho_t times REINFORCE's, s being the sigmoid: all of it at rho = 1,
-    and less on either side, whatever the sign of A_t.
+    The gradient is that of `surrogate` times the gate 4 s (1 - s), s being the sigmoid: 1 at
+    rho = 1, and less on either side, whatever the sign of A_t. With rho_t in it, a token that has
+    become up to 3.4 times as likely still counts for more than at rho = 1 (tau = 1).
 
     Args:
         logprobs, old_logprobs, advantages, mask: as in `clipped_surrogate`.
@@ -341,7 +342,7 @@ def sapo(
         per_token (B,T) and the metrics `ratio`, `approx_kl` and `ratio_overflow` of
         `clipped_surrogate`.
 
-    Elsewhere: TRL is the same.
+    Elsewhere: TRL has it in this form.
     """
     start = _start(logprobs, old_logprobs, advantages, mask)
     positive = start.advantages > 0

@@ -18,7 +18,8 @@ def value_loss(
         V_c = V_old + clip(V - V_old, -clip_range, clip_range)
         loss_t = 1/2 max((V - R)^2, (V_c - R)^2)
 
-    The gradient is V - R, and exactly 0 where V has moved more than clip_range towards R.
+    The gradient is V - R, and exactly 0 where V has moved by more than clip_range and is nearer to
+    R than V_c is.
 
     Args:
         values, old_values, returns: (B,T); only `values` gets a gradient.

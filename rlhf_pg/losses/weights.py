@@ -93,7 +93,7 @@ def sampler_weights(
     Raises:
         ValueError: an unknown mode.
 
-    Elsewhere: TRL has the same four, by default "sequence_mask" with 3.0.
+    Elsewhere: TRL has these four too; its default is "sequence_mask" with 3.0.
     """
     if mode not in SAMPLER_CORRECTIONS:
         raise ValueError(f"mode must be one of {', '.join(SAMPLER_CORRECTIONS)}, got {mode!r}")

@@ -204,7 +204,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         name="opo-with-self",
-        mistake="the optimal baseline counts the row itself: verl's `opo`",
+        mistake="the optimal baseline counts the row itself (OPO's paper, verl's `opo`)",
         file=IN_GROUP,
         old="""total = _group_sum(weights, groups) - weights
     baseline = mean + (_group_sum(moments, groups) - moments) / total""",
