@@ -36,8 +36,16 @@ class TRPOConfig(ReinforceConfig):
 
     output_dir: str = "runs/trpo"
     """Directory of everything that the run leaves behind."""
-    policy_loss: str = "surrogate"
+    policy_loss: Literal["surrogate"] = "surrogate"
     """-rho_t A_t."""
+    num_iterations: int = number(1, minimum=1, maximum=1)
+    """One step per rollout: the line search is what repeats."""
+    num_mini_batches: int = number(1, minimum=1, maximum=1)
+    """And one batch."""
+    kl_placement: Literal["reward"] = "reward"
+    """A KL to a reference is paid in the reward; the line search would not see one in the loss."""
+    entropy_coef: float = number(0.0, minimum=0, maximum=0)
+    """Nor a bonus."""
     aggregation: Literal["token_mean"] = "token_mean"
     """Means are over tokens."""
     beta: float = 0.0

@@ -111,7 +111,7 @@ class Checkpointer:
         self.model.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
         if self.critic is not None:
-            self.critic.save(path / "critic")
+            self.critic.save(path / "critic", self.running.get("value_moments"))
         if self.reference is not None and self.reference.moves:
             self.reference.save(path / "reference")
         names = {p: name for name, p in self.parameters.items()}
@@ -167,6 +167,7 @@ class Checkpointer:
                 raise ValueError(
                     f"{path} was saved by a run with another {name}: resume with {remedy}"
                 )
+        self._check_running(path, state["running"])
         load_weights(self.model, path)
         if self.critic is not None:
             self.critic.restore(path / "critic")
@@ -185,6 +186,15 @@ class Checkpointer:
         rng = path / f"rng-rank{rank}.safetensors"
         if rng.exists():
             restore_rng(load_file(rng))
+
+    def _check_running(self, path: Path, saved: Mapping[str, Any]) -> None:
+        """What moves with a run has the name of its reward function, for one."""
+        theirs, ours = (", ".join(sorted(names)) or "nothing" for names in (saved, self.running))
+        if theirs != ours:
+            raise ValueError(
+                f"{path} was saved by a run that keeps {theirs}, and this one keeps {ours}: resume "
+                "with the same reward functions"
+            )
 
     def _check_config(self, path: Path, saved: Mapping[str, Any]) -> None:
         now = json.loads(json.dumps(self.config))

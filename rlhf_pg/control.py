@@ -66,31 +66,29 @@ class EntropyController:
     maximum: float
 
     def update(self, entropy: float) -> None:
-        if entropy < self.target:
-            self.coef = min(self.coef + self.delta, self.maximum)
-        elif entropy > self.target:
-            self.coef = max(self.coef - self.delta, self.minimum)
+        step = self.delta * ((entropy < self.target) - (entropy > self.target))
+        self.coef = min(max(self.coef + step, self.minimum), self.maximum)
 
 
 @dataclass
 class KLAdaptiveRate:
     """Scales the learning rate to move the policy by about `target` (KLAdaptiveLR of skrl).
 
-        scale <- max(scale / 1.5, 0.1)  if kl > 2 target
-        scale <- min(scale * 1.5, 10)   if kl < target / 2
+        coef <- max(coef / 1.5, 0.1)  if kl > 2 target
+        coef <- min(coef * 1.5, 10)   if kl < target / 2
 
     `kl` estimates KL(pi_old || pi) per token, in nats: the mean of
-    rho - 1 - log rho. `scale` multiplies whatever rate the schedule gives.
+    rho - 1 - log rho. `coef` multiplies whatever rate the schedule gives.
 
     Elsewhere: skrl bounds the rate itself, by default to [1e-6, 1e-2], far above what a language
     model bears.
     """
 
     target: float
-    scale: float = 1.0
+    coef: float = 1.0
 
     def update(self, kl: float) -> None:
         if kl > 2 * self.target:
-            self.scale = max(self.scale / 1.5, 0.1)
+            self.coef = max(self.coef / 1.5, 0.1)
         elif kl < self.target / 2:
-            self.scale = min(self.scale * 1.5, 10.0)
+            self.coef = min(self.coef * 1.5, 10.0)

@@ -55,6 +55,11 @@ def bound(function: Callable[..., Any], config: Any) -> Callable[..., Any]:
     return partial(function, **{name: getattr(config, name) for name in names if name in keys})
 
 
+def parameters(function: Callable[..., Any]) -> set[str]:
+    """Their names."""
+    return set(inspect.signature(function).parameters)
+
+
 def _checked_type(name: str, value: Any, hint: Any) -> Any:
     """The value, an int made a float and a list a tuple where that is what is wanted."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)

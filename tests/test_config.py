@@ -180,7 +180,7 @@ def test_a_number_at_the_edge_of_its_range_is_taken(config, key, value):
         "entropy_coef_min": bonus,
         "entropy_coef_max": bonus,
         "kl_target": moving,
-        "kl_horizon": moving,
+        "kl_horizon": moving | {"prompts_per_step": 1, "num_generations": 4},
         "kl_adaptive_lr": clipped | twice,
         "ref_model_sync_steps": following,
         "ref_model_mixup_alpha": following,
@@ -234,12 +234,55 @@ def test_vanilla_is_refused_for_several_updates_per_step(more):
     ("config", "options", "said"),
     [
         (PPOConfig, {"policy_loss": "gmpo"}, "'gae' gives one per token"),
+        (PPOConfig, {"importance_sampling_level": "sequence"}, "'gae' gives one per token"),
         (ReinforceConfig, {"policy_loss": "p3o", "num_generations": 4}, "gives one per token"),
         (GRPOConfig, {"policy_loss": "p3o"}, "scale_rewards none"),
         (RLOOConfig, {"policy_loss": "p3o"}, "scale_rewards none"),
     ],
 )
 def test_advantages_that_a_loss_for_whole_rows_cannot_take_are_refused(config, options, said):
+    with pytest.raises(ValueError, match=said):
+        config(**options)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "said"),
+    [
+        (
+            RLOOConfig,
+            {"kl_controller": "adaptive", "kl_horizon": 12},
+            "than a fifth of the 64",
+        ),
+        (
+            GRPOConfig,
+            {"sampler_correction": "token_mask", "sampler_clip_min": 3.0},
+            "sampler_clip_min must be below sampler_clip_max",
+        ),
+        (GRPOConfig, {"entropy_target": 1.0, "entropy_coef": 2.0}, "entropy_coef must be between"),
+        (GRPOConfig, {"entropy_target": 1.0, "entropy_coef_min": 0.1}, "must be between"),
+        (
+            GRPOConfig,
+            {
+                "dynamic_sampling_rounds": 1,
+                "advantage_estimator": "process_group_normalized",
+            },
+            "whose steps may differ",
+        ),
+        (RLOOConfig, {"kl_controller": "penalty", "kl_horizon": 5}, "kl_controller adaptive"),
+        (
+            PPOConfig,
+            {"policy_loss": "kl_penalty", "old_kl_coef": 0.0, "old_kl_target": 0.1},
+            "old_kl_target has no effect",
+        ),
+        (GRPOConfig, {"delta": 1.1}, "delta must be above"),
+        (GRPOConfig, {"reward_clip_range": (1.0, -1.0)}, "reward_clip_range must be"),
+        (GRPOConfig, {"beta": 0.1, "kl_estimator": "k1"}, "expected gradient of 0"),
+        (RLOOConfig, {"kl_estimator": "k3_ratio"}, "is a form of the loss"),
+        (GRPOConfig, {"sync_ref_model": True}, "no effect without beta"),
+        (GRPOConfig, {"policy_loss": "mdpo"}, "goes by how far"),
+    ],
+)
+def test_what_would_train_wrongly_or_not_at_all_is_refused(config, options, said):
     with pytest.raises(ValueError, match=said):
         config(**options)
 
@@ -661,7 +704,6 @@ OTHER_VALUES = {
     "dynamic_sampling_rounds": 2,
     "mask_truncated_completions": True,
     "delta": 4.0,
-    "importance_sampling_level": "sequence",
     "sampler_correction": "sequence_mask",
     "sampler_clip_max": 2.0,
     "sampler_clip_min": 0.5,
@@ -743,9 +785,16 @@ BY_RETURNS = {
     "skip_zero_advantages": True,
 }
 
+OF_ROWS = {
+    "importance_sampling_level": "sequence",
+    "policy_loss": "clipped_surrogate",
+    "advantage_estimator": "leave_one_out",
+    "num_generations": 4,
+}
+
 
 def apart(config):
-    return APART_IN.get(config, [*APART, BY_RETURNS])
+    return APART_IN.get(config, [*APART, BY_RETURNS, OF_ROWS])
 
 
 @each_config
@@ -760,6 +809,7 @@ def test_a_dumped_config_parses_back_to_itself(config, tmp_path):
 def test_that_dump_covers_every_key_that_can_have_another_value(config):
     default, others = dataclasses.asdict(config()), OTHERS[config]
     with_one_value = {"algorithm", "rollout_engine", "critic", "skip_zero_advantages"}
+    with_one_value |= {"importance_sampling_level"}  # for PPO
     tried = set(others).union(*apart(config))
     assert set(default) - tried <= with_one_value
     assert {key for key in others if others[key] == default[key]} <= {

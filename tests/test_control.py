@@ -103,22 +103,22 @@ def test_entropy_controller_lands_on_bounds_that_no_step_meets():
     ],
 )
 def test_rate_falls_above_twice_the_target_and_rises_below_half_of_it(kl, expected):
-    rate = KLAdaptiveRate(target=0.25, scale=1.5)
+    rate = KLAdaptiveRate(target=0.25, coef=1.5)
     rate.update(kl)
-    assert rate.scale == expected
+    assert rate.coef == expected
 
 
 def test_rate_begins_at_one_and_stays_within_a_factor_of_ten():
     rate = KLAdaptiveRate(target=0.01)
-    assert rate.scale == 1
+    assert rate.coef == 1
     for expected in (1.5, 2.25, 3.375, 5.0625, 7.59375, 10, 10):
         rate.update(0.0)
-        assert rate.scale == expected
-    rate = KLAdaptiveRate(target=0.01, scale=0.225)
+        assert rate.coef == expected
+    rate = KLAdaptiveRate(target=0.01, coef=0.225)
     for expected in (0.15, 0.1, 0.1):
         rate.update(1.0)
-        assert rate.scale == pytest.approx(expected, rel=1e-12)
-    assert rate.scale == 0.1
+        assert rate.coef == pytest.approx(expected, rel=1e-12)
+    assert rate.coef == 0.1
 
 
 CONTROLLERS = {

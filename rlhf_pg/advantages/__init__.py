@@ -36,8 +36,11 @@ from rlhf_pg.advantages.in_group import (
 )
 from rlhf_pg.advantages.named import (
     ADVANTAGES,
+    IN_BATCH,
+    IN_GROUP,
     NEED_GREEDY,
     NEED_VALUES,
+    PER_TOKEN,
     READ_REWARDS,
     Signals,
     total_scores,
@@ -45,8 +48,11 @@ from rlhf_pg.advantages.named import (
 
 __all__ = [
     "ADVANTAGES",
+    "IN_BATCH",
+    "IN_GROUP",
     "NEED_GREEDY",
     "NEED_VALUES",
+    "PER_TOKEN",
     "READ_REWARDS",
     "SCALES",
     "GroupStats",

@@ -207,3 +207,9 @@ NEED_VALUES = {"gae", "n_step", "returns_minus_values"}  # a critic
 NEED_GREEDY = {"returns_minus_greedy"}  # a greedy completion of every prompt, scored
 # Those that see when a token is paid; the others see a completion's scores alone.
 READ_REWARDS = NEED_VALUES | {name for name in ADVANTAGES if name.startswith("returns")}
+PER_TOKEN = READ_REWARDS | {"process_group_normalized"}  # not one advantage per completion
+# Those that compare completions, and so need several: of a prompt, or of the batch.
+IN_GROUP = {
+    *("group_normalized", "process_group_normalized", "leave_one_out", "returns_minus_optimal"),
+}
+IN_BATCH = {"returns_minus_others", "returns_minus_mean"}

@@ -1,22 +1,12 @@
 """What all algorithms share of the method: sampling, rewards, advantages, loss, KL."""
 
-import inspect
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from rlhf_pg.advantages import ADVANTAGES, NEED_VALUES, READ_REWARDS
+from rlhf_pg.advantages import ADVANTAGES, IN_BATCH, IN_GROUP, NEED_VALUES, PER_TOKEN
 from rlhf_pg.config.run import RunConfig
-from rlhf_pg.fields import choice, number
+from rlhf_pg.fields import choice, number, parameters
 from rlhf_pg.losses import POLICY_LOSSES
-
-# Estimators that compare completions, and so need several: of a prompt, or of the batch.
-IN_GROUP = {
-    "group_normalized",
-    "process_group_normalized",
-    "leave_one_out",
-    "returns_minus_optimal",
-}
-IN_BATCH = {"returns_minus_others", "returns_minus_mean"}
 
 KLEstimator = Literal["k1", "k2", "k3", "k1_to_go", "k2_straight_through", "k3_ratio"]
 
@@ -95,7 +85,7 @@ class PolicyGradientConfig(RunConfig):
     sampler_clip_max: float = number(3.0, above=0)
     """Largest of these weights."""
     sampler_clip_min: float | None = number(None, above=0)
-    """Smallest of them that a mask lets through; None: any."""
+    """Smallest of them: a mask drops what is below, truncation raises it; None: 0."""
     entropy_coef: float = number(0.0, minimum=0)
     """Coefficient of the entropy, which is maximised."""
     entropy_target: float | None = number(None, above=0)
@@ -122,8 +112,8 @@ class PolicyGradientConfig(RunConfig):
     target_kl: float | None = number(None, above=0)
     """Stop a step's updates once the mean KL(old || new) of a minibatch is above 1.5 times this."""
     kl_adaptive_lr: float | None = number(None, above=0)
-    """Scale the learning rate to keep the mean KL(old || new) of the updates between half and twice
-    this."""
+    """Scale the learning rates to keep the mean KL(old || new) of the updates between half and
+    twice this."""
     sync_ref_model: bool = False
     """Let the reference follow the policy."""
     ref_model_sync_steps: int = number(512, minimum=1)
@@ -139,10 +129,11 @@ class PolicyGradientConfig(RunConfig):
                 f"delta must be above the upper clip bound, 1 + epsilon_high = {high}, got "
                 f"{self.delta}"
             )
-        if self.entropy_target is not None and self.entropy_coef_min > self.entropy_coef_max:
+        low_to_high = (self.entropy_coef_min, self.entropy_coef, self.entropy_coef_max)
+        if self.entropy_target is not None and list(low_to_high) != sorted(low_to_high):
             raise ValueError(
-                f"entropy_coef_min must be at most entropy_coef_max ({self.entropy_coef_max}), "
-                f"got {self.entropy_coef_min}"
+                f"entropy_coef must be between entropy_coef_min ({low_to_high[0]}) and "
+                f"entropy_coef_max ({low_to_high[2]}), got {self.entropy_coef}"
             )
         self._check_rewards()
         self._check_estimator()
@@ -192,13 +183,16 @@ class PolicyGradientConfig(RunConfig):
     def _check_loss(self) -> None:
         """Refuse advantages that a loss for whole rows cannot take."""
         loss, name = self.policy_loss, self.advantage_estimator
-        if loss not in ("gmpo", "p3o"):
-            return
-        if name in READ_REWARDS | {"process_group_normalized"}:
-            raise ValueError(
-                f"policy_loss {loss!r} takes one advantage per completion, and advantage_estimator "
-                f"{name!r} gives one per token: use group_normalized"
-            )
+        of_rows = {
+            f"policy_loss {loss!r}": loss in ("gmpo", "p3o"),
+            "importance_sampling_level 'sequence'": self.importance_sampling_level == "sequence",
+        }
+        for what, chosen in of_rows.items():
+            if chosen and name in PER_TOKEN:
+                raise ValueError(
+                    f"{what} takes one advantage per completion, and advantage_estimator {name!r} "
+                    "gives one per token: use group_normalized or leave_one_out"
+                )
         scale = getattr(self, "scale_rewards", "group")
         if loss == "p3o" and (name == "leave_one_out" or scale != "none"):
             raise ValueError(
@@ -216,7 +210,7 @@ class PolicyGradientConfig(RunConfig):
         moved = {
             "target_kl": self.target_kl is not None,
             "kl_adaptive_lr": self.kl_adaptive_lr is not None,
-            f"policy_loss {self.policy_loss!r}": self.policy_loss in ("kl_penalty", "mdpo"),
+            f"policy_loss {self.policy_loss!r}": "old_kl_coef" in self.loss_options,
         }
         for what, wanted in moved.items():
             if wanted and self.updates_per_step == 1:
@@ -228,6 +222,12 @@ class PolicyGradientConfig(RunConfig):
     def _check_kl(self) -> None:
         if self.beta == 0:
             return
+        completions = self.prompts_per_step * self.num_generations
+        if self.kl_controller == "adaptive" and completions >= 5 * self.kl_horizon:
+            raise ValueError(
+                f"kl_horizon must be more than a fifth of the {completions} completions of a step, "
+                f"or one step could turn beta negative, got {self.kl_horizon}"
+            )
         if self.kl_placement == "loss" and self.kl_estimator == "k1":
             raise ValueError(
                 'kl_estimator "k1" in the loss has an expected gradient of 0: use "k1_to_go", or '
@@ -245,12 +245,23 @@ class PolicyGradientConfig(RunConfig):
                 "dynamic_sampling_rounds draws again where all scores of a group are equal: raise "
                 "num_generations, or leave it out"
             )
-        takes = inspect.signature(POLICY_LOSSES[self.policy_loss]).parameters
+        of_steps = self.advantage_estimator == "process_group_normalized"
+        if self.dynamic_sampling_rounds and of_steps:
+            raise ValueError(
+                "dynamic_sampling_rounds sets groups of equal total scores aside, whose steps may "
+                "differ: leave it out, or choose another advantage_estimator than "
+                "process_group_normalized"
+            )
+        if self.sampler_clip_min is not None and self.sampler_clip_min >= self.sampler_clip_max:
+            raise ValueError(
+                f"sampler_clip_min must be below sampler_clip_max ({self.sampler_clip_max}), got "
+                f"{self.sampler_clip_min}"
+            )
         others = {
             "an entropy bonus": self.entropy_coef > 0 or self.entropy_target is not None,
             "a KL in the loss": self.beta > 0 and self.kl_placement == "loss",
-            f"the KL in policy_loss {self.policy_loss!r}": "old_kl_coef" in takes,
-            f"what policy_loss {self.policy_loss!r} compares": "groups" in takes,
+            f"the KL in policy_loss {self.policy_loss!r}": "old_kl_coef" in self.loss_options,
+            f"what policy_loss {self.policy_loss!r} compares": "groups" in self.loss_options,
             "a critic": self.has_critic,
         }
         for other, there in others.items():
@@ -261,40 +272,37 @@ class PolicyGradientConfig(RunConfig):
 
     def _check_idle(self) -> None:
         """Refuse options that would be ignored."""
-        penalized, moving = (
-            self.policy_loss in ("kl_penalty", "mdpo"),
-            self.kl_controller != "fixed",
-        )
+        penalized = "old_kl_coef" in self.loss_options and self.old_kl_coef > 0
+        moving, adaptive = self.kl_controller != "fixed", self.kl_controller == "adaptive"
         correcting, bonus = self.sampler_correction != "none", self.entropy_target is not None
         for needed, used, keys in (
             ("missing_eos_penalty", self.missing_eos_penalty is not None, "missing_eos_mode"),
             ("overlong_buffer", self.overlong_buffer is not None, "overlong_penalty"),
-            ("policy_loss kl_penalty or mdpo", penalized, "old_kl_target"),
+            ("policy_loss kl_penalty or mdpo and old_kl_coef", penalized, "old_kl_target"),
             ("sampler_correction", correcting, "sampler_clip_max sampler_clip_min"),
             ("entropy_target", bonus, "entropy_coef_delta entropy_coef_min entropy_coef_max"),
             ("beta", self.beta > 0, "kl_controller sync_ref_model"),
-            ("kl_controller", moving, "kl_target kl_horizon"),
+            ("kl_controller", moving, "kl_target"),
+            ("kl_controller adaptive", adaptive, "kl_horizon"),
             ("sync_ref_model", self.sync_ref_model, "ref_model_sync_steps ref_model_mixup_alpha"),
         ):
             why = f"has no effect without {needed}: set that, or leave it out"
             self.refuse_idle(tuple(keys.split()), used, why)
-        for choice_, functions, options in (
-            ("advantage_estimator", ADVANTAGES, ESTIMATOR_KEYS),
-            ("policy_loss", POLICY_LOSSES, LOSS_KEYS),
-        ):
+        registries: dict[str, dict[str, Any]] = {
+            "advantage_estimator": ADVANTAGES,
+            "policy_loss": POLICY_LOSSES,
+        }
+        for choice_, functions in registries.items():
             name = getattr(self, choice_)
-            takes = inspect.signature(functions[name]).parameters
-            idle = tuple(key for key in options if key not in takes)
-            self.refuse_idle(idle, False, f"is not used by {choice_} {name!r}: leave it out")
+            options = set().union(*(parameters(function) for function in functions.values()))
+            idle = sorted(options - parameters(functions[name]))
+            self.refuse_idle(tuple(idle), False, f"is not used by {choice_} {name!r}: leave it out")
+
+    @property
+    def loss_options(self) -> set[str]:
+        """The parameters of the policy loss."""
+        return parameters(POLICY_LOSSES[self.policy_loss])
 
     @property
     def has_critic(self) -> bool:
         return False
-
-
-# Keys that are parameters of functions in ADVANTAGES and POLICY_LOSSES.
-ESTIMATOR_KEYS = ("gamma", "lam", "lam_alpha", "n_steps", "scale_rewards")
-LOSS_KEYS = (
-    *("epsilon", "epsilon_high", "delta", "importance_sampling_level"),
-    *("sapo_temperature_pos", "sapo_temperature_neg", "old_kl_coef"),
-)

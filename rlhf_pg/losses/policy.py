@@ -283,7 +283,7 @@ def gmpo(
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    epsilon: float = 0.4,
+    epsilon: float = 0.2,
     epsilon_high: float | None = None,
 ) -> Loss:
     """The geometric mean of a row's clipped ratios (GMPO; Zhao et al. 2025, arXiv 2507.20673).
@@ -298,7 +298,7 @@ def gmpo(
         logprobs, old_logprobs, mask: as in `clipped_surrogate`.
         advantages: (B,1), or (B,T) equal along a row.
         epsilon: in log space: rho_t is clipped to [exp(-epsilon), exp(epsilon_high)]. The paper
-            takes 0.4, twice PPO's, since one outlier weighs less in a geometric mean.
+            takes 0.4, since one outlier weighs less in a geometric mean.
         epsilon_high: None means `epsilon`.
 
     Returns:

@@ -20,6 +20,7 @@ from rlhf_pg.models.policy import Policy, PolicyOutput, model_inputs
 from rlhf_pg.running import RunningMoments
 
 HEAD_FILE = "value_head.safetensors"
+TRAINED_HEAD_FILE = "value_head_normalized.safetensors"
 MODULE_FILE = "model.safetensors"
 
 
@@ -102,12 +103,14 @@ class Critic(nn.Module):
         """Trunk or adapter as `from_pretrained` reads them, and the head beside them.
 
         Args:
-            moments: of the returns, where the head predicts (R - mean) / std; the one that is saved
-                predicts R.
+            moments: of the returns, where the head predicts (R - mean) / std. What is saved as the
+                head predicts R; the trained one lies beside it.
         """
         path.mkdir(parents=True, exist_ok=True)
         if self.head is not None:
             safetensors.save_file(self.head.denormalized(moments), path / HEAD_FILE)
+            if moments is not None:
+                safetensors.save_file(self.head.state_dict(), path / TRAINED_HEAD_FILE)
         if isinstance(self.model, LOADED):
             self.model.save_pretrained(path)
         elif self.model is not None:
@@ -116,7 +119,9 @@ class Critic(nn.Module):
     def restore(self, path: Path) -> None:
         """The inverse of `save`, in place."""
         if self.head is not None:
-            self.head.load_state_dict(safetensors.load_file(path / HEAD_FILE))
+            trained = path / TRAINED_HEAD_FILE
+            own = trained if trained.exists() else path / HEAD_FILE
+            self.head.load_state_dict(safetensors.load_file(own))
         if isinstance(self.model, LOADED):
             load_weights(self.model, path)
         elif self.model is not None:

@@ -3,7 +3,7 @@
 from rlhf_pg.rewards.bradley_terry import bradley_terry_loss, train_reward_model
 from rlhf_pg.rewards.functions import RewardFunction, Rewards, RewardSource
 from rlhf_pg.rewards.model import RewardModel
-from rlhf_pg.rewards.shaping import totals
+from rlhf_pg.rewards.scores import totals
 
 __all__ = [
     "RewardFunction",

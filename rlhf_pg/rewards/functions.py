@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.experience import padded
 from rlhf_pg.rewards.model import RewardModel
-from rlhf_pg.rewards.shaping import ends
+from rlhf_pg.rewards.scores import ends
 
 Score = float | None
 Scores = Sequence[Score | Sequence[Score]]

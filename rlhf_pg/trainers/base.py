@@ -5,7 +5,6 @@ ranks, T completion width; a row is one completion.
 """
 
 import dataclasses
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from os import PathLike
@@ -141,9 +140,7 @@ class PolicyGradientTrainer:
         self.estimator: Callable[[Signals], Tensor] = bound(
             ADVANTAGES[args.advantage_estimator], args
         )
-        policy_loss = POLICY_LOSSES[args.policy_loss]
-        self.policy_loss: Callable[..., Loss] = bound(policy_loss, args)
-        self.loss_takes = set(inspect.signature(policy_loss).parameters)
+        self.policy_loss: Callable[..., Loss] = bound(POLICY_LOSSES[args.policy_loss], args)
         self.coefficients = Coefficients(args)
         averaging = args.advantage_estimator == "returns_minus_moving_average"
         self.moving_average = MovingAverage() if averaging else None
@@ -186,7 +183,8 @@ class PolicyGradientTrainer:
     def surrogate(self, new: PolicyOutput, batch: Experience) -> Loss:
         """The policy loss that `args.policy_loss` names, weighed where the sampler was another."""
         changing = {"groups": batch.groups, "old_kl_coef": self.coefficients["old_kl_coef"]}
-        options = {name: value for name, value in changing.items() if name in self.loss_takes}
+        taken = self.args.loss_options
+        options = {name: value for name, value in changing.items() if name in taken}
         per_token, metrics = self.policy_loss(
             new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **options
         )

@@ -10,6 +10,14 @@ from rlhf_pg.control import (
     PenaltyKLController,
 )
 
+# What each goes by.
+MEASURED = {
+    "beta": "kl/completion",
+    "old_kl_coef": "approx_kl/last_pass",
+    "entropy_coef": "entropy",
+    "learning_rate_scale": "approx_kl/last_pass",
+}
+
 
 class Coefficients:
     """beta, old_kl_coef and entropy_coef as they are now, and the scale of the learning rate.
@@ -48,22 +56,17 @@ class Coefficients:
     @property
     def learning_rate_scale(self) -> float:
         mover = self.controllers.get("learning_rate_scale")
-        return 1.0 if mover is None else float(mover.scale)
+        return 1.0 if mover is None else float(mover.coef)
 
     def metrics(self) -> dict[str, float]:
         """Those that move, as the step that comes next will use them."""
-        rate = {"learning_rate_scale": self.learning_rate_scale}
-        others = {k: c.coef for k, c in self.controllers.items() if k not in rate}
-        return others | (rate if "learning_rate_scale" in self.controllers else {})
+        return {name: controller.coef for name, controller in self.controllers.items()}
 
     def update(self, metrics: dict[str, Any], num_completions: int) -> None:
         """Move them by the numbers of a step, which all processes share."""
         for name, controller in self.controllers.items():
-            if name == "entropy_coef":
-                controller.update(metrics["entropy"])
-            elif name != "beta":
-                controller.update(metrics["approx_kl/last_pass"])
-            elif isinstance(controller, AdaptiveKLController):
-                controller.update(metrics["kl/completion"], num_completions)
+            measured = metrics[MEASURED[name]]
+            if isinstance(controller, AdaptiveKLController):
+                controller.update(measured, num_completions)
             else:
-                controller.update(metrics["kl/completion"])
+                controller.update(measured)

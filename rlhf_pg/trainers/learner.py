@@ -7,7 +7,6 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from inspect import signature
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 from rlhf_pg.config import PolicyGradientConfig, PPOConfig
 from rlhf_pg.data import permutation
 from rlhf_pg.experience import Experience, Rollout
-from rlhf_pg.losses import POLICY_LOSSES, Loss, token_weights, weight_count
+from rlhf_pg.losses import Loss, token_weights, weight_count
 from rlhf_pg.metrics import Meter
 from rlhf_pg.models import (
     ActorCritic,
@@ -66,7 +65,7 @@ class Learner:
     ) -> None:
         self.args, self.runtime, self.loss, self.critic = args, runtime, loss, critic
         # A loss that takes `groups` looks at other rows: a micro-batch must have all of them.
-        self.compares_rows = "groups" in signature(POLICY_LOSSES[args.policy_loss]).parameters
+        self.compares_rows = "groups" in args.loss_options
         has_bonus = args.entropy_coef > 0 or args.entropy_target is not None
         self.policy = Policy(model, args.temperature, has_bonus)
         self.module: nn.Module = self.policy

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.experience import Rollout
-from rlhf_pg.rewards import Rewards, shaping, totals
+from rlhf_pg.rewards import Rewards, totals
+from rlhf_pg.rewards.scores import at_end, clipped, overlong, replaced
 from rlhf_pg.running import RunningMoments
 from rlhf_pg.runtime import Runtime
 
@@ -62,10 +63,8 @@ class Shaping:
             added.append(-args.missing_eos_penalty * rollout.truncated.double())
         if args.overlong_buffer is not None:
             lengths, longest = rollout.completion_mask.sum(1), args.max_completion_length
-            added.append(
-                shaping.overlong(lengths, longest, args.overlong_buffer, args.overlong_penalty)
-            )
-        columns = [shaping.at_end(penalty, rollout.action_mask) for penalty in added]
+            added.append(overlong(lengths, longest, args.overlong_buffer, args.overlong_penalty))
+        columns = [at_end(penalty, rollout.action_mask) for penalty in added]
         return torch.cat([scores, *(column[:, :, None].to(scores) for column in columns)], dim=2)
 
     def observe(self, scores: Tensor, runtime: Runtime) -> None:
@@ -93,7 +92,7 @@ class Shaping:
         scores = scores * self.weights.to(scores)
         if self.args.missing_eos_mode == "replace":
             source = self.names.index("missing_eos_penalty")
-            return shaping.replaced(scores, rollout.truncated, rollout.action_mask, source)
+            return replaced(scores, rollout.truncated, rollout.action_mask, source)
         return scores
 
     def steps(self, shaped: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,4 +110,4 @@ class Shaping:
             return scores
         functions, penalties = scores.tensor_split([self.functions], dim=2)
         low, high = self.args.reward_clip_range
-        return torch.cat([shaping.clipped(functions, low, high), penalties], dim=2)
+        return torch.cat([clipped(functions, low, high), penalties], dim=2)

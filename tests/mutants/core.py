@@ -515,7 +515,7 @@ LOOP = [
     Mutant(
         name="score-at-the-first-token",
         mistake="the score is paid at the first token instead of the last",
-        file="rlhf_pg/rewards/shaping.py",
+        file="rlhf_pg/rewards/scores.py",
         old="mask.shape[1] - 1 - mask.flip(1).int().argmax(1)",
         new="mask.int().argmax(1)",
         killers=(f"{PPO}::test_the_score_is_paid_at_the_last_token_and_nothing_comes_after_it",),
@@ -531,7 +531,7 @@ LOOP = [
     Mutant(
         name="score-in-the-last-column",
         mistake="the score is paid in the last column, which is padding where a row is shorter",
-        file="rlhf_pg/rewards/shaping.py",
+        file="rlhf_pg/rewards/scores.py",
         old="mask.shape[1] - 1 - mask.flip(1).int().argmax(1)",
         new="torch.full((len(mask),), mask.shape[1] - 1, device=mask.device)",
         killers=(f"{PPO}::test_explained_variance_by_hand",),

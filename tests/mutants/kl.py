@@ -197,8 +197,8 @@ MUTANTS = [
         name="entropy-controller-sign",
         mistake="the bonus eased as the entropy collapses",
         file=CONTROL,
-        old="        if entropy < self.target:\n",
-        new="        if -entropy < -self.target:\n",
+        old="self.coef = min(max(self.coef + step",
+        new="self.coef = min(max(self.coef - step",
         killers=(
             "tests/test_control.py::"
             "test_entropy_controller_pushes_below_the_target_and_eases_above_it",
@@ -208,8 +208,8 @@ MUTANTS = [
         name="entropy-controller-unbounded",
         mistake="a coefficient below 0: the bonus turns into a penalty on entropy",
         file=CONTROL,
-        old="max(self.coef - self.delta, self.minimum)",
-        new="self.coef - self.delta",
+        old="max(self.coef + step, self.minimum)",
+        new="self.coef + step",
         killers=(
             "tests/test_control.py::test_entropy_controller_lands_on_bounds_that_no_step_meets",
         ),
@@ -218,8 +218,8 @@ MUTANTS = [
         name="kl-rate-swapped",
         mistake="the learning rate raised where an update moved too far",
         file=CONTROL,
-        old="self.scale = max(self.scale / 1.5, 0.1)",
-        new="self.scale = min(self.scale * 1.5, 10.0)",
+        old="self.coef = max(self.coef / 1.5, 0.1)",
+        new="self.coef = min(self.coef * 1.5, 10.0)",
         killers=(
             "tests/test_control.py::"
             "test_rate_falls_above_twice_the_target_and_rises_below_half_of_it",
@@ -229,8 +229,8 @@ MUTANTS = [
         name="kl-rate-unbounded",
         mistake="no bound: while nothing is learnt the rate grows by 1.5 at every update",
         file=CONTROL,
-        old="min(self.scale * 1.5, 10.0)",
-        new="self.scale * 1.5",
+        old="min(self.coef * 1.5, 10.0)",
+        new="self.coef * 1.5",
         killers=(
             "tests/test_control.py::test_rate_begins_at_one_and_stays_within_a_factor_of_ten",
         ),

@@ -3,11 +3,11 @@
 from tests.mutants import Mutant
 
 FUNCTIONS = "rlhf_pg/rewards/functions.py"
-PURE = "rlhf_pg/rewards/shaping.py"
+PURE = "rlhf_pg/rewards/scores.py"
 SHAPING = "rlhf_pg/trainers/shaping.py"
 SCORING = "rlhf_pg/trainers/scoring.py"
 FUNCTIONS_TEST = "tests/rewards/test_functions.py::"
-PURE_TEST = "tests/rewards/test_shaping.py::"
+PURE_TEST = "tests/rewards/test_scores.py::"
 OPTIONS_TEST = "tests/trainers/test_reward_options.py::"
 
 MUTANTS: list[Mutant] = [
@@ -116,8 +116,8 @@ MUTANTS: list[Mutant] = [
         name="clip-of-the-penalties",
         mistake="the bounds of a reward function cut the penalty for a missing EOS too",
         file=SHAPING,
-        old="        return torch.cat([shaping.clipped(functions, low, high), penalties], dim=2)\n",
-        new="        return shaping.clipped(scores, low, high)\n",
+        old="        return torch.cat([clipped(functions, low, high), penalties], dim=2)\n",
+        new="        return clipped(scores, low, high)\n",
         killers=(
             OPTIONS_TEST + "test_scores_are_clipped_before_their_weight_and_logged_as_they_were",
         ),

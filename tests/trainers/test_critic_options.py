@@ -384,6 +384,17 @@ def test_the_moments_are_in_the_checkpoint_and_the_head_there_is_the_trained_one
     assert same(copies(fresh.critic), copies(trainer.critic))
 
 
+def test_a_critic_taken_from_a_checkpoint_gives_plain_values(make, tmp_path) -> None:
+    trainer = make(PPOTrainer, normalize_values=True, save_steps=3)
+    trainer.train()
+    moments, rollout = trainer.value_moments, trainer.roll_out(range(4)).rollout
+    checkpoint = trainer.checkpointer.latest() / "critic"
+    later = make(PPOTrainer, value_model=str(checkpoint), output_dir=str(tmp_path / "later"))
+    plain = torch.where(rollout.action_mask, moments.denormalize(trainer.critic(rollout)[0]), 0.0)
+    torch.testing.assert_close(later.critic(rollout)[0], plain)
+    assert abs(moments.mean) > 0.01
+
+
 # ------------------------------------------------------------------------------ random weights
 
 

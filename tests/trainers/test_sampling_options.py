@@ -263,7 +263,7 @@ class EveryOther:
         (GRPOConfig, {"entropy_coef": 0.1}, "entropy bonus"),
         (GRPOConfig, {"beta": 0.1}, "KL in the loss"),
         (PPOConfig, {}, "critic"),
-        (GRPOConfig, {"policy_loss": "p3o"}, "'p3o'"),
+        (GRPOConfig, {"policy_loss": "p3o", "scale_rewards": "none"}, "'p3o'"),
         (GRPOConfig, {"policy_loss": "mdpo", "num_iterations": 2}, "'mdpo'"),
         (GRPOConfig, {"policy_loss": "kl_penalty", "num_iterations": 2}, "'kl_penalty'"),
     ],

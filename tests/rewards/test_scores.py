@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_pg.rewards.shaping import at_end, clipped, ends, overlong, replaced, totals
+from rlhf_pg.rewards.scores import at_end, clipped, ends, overlong, replaced, totals
 
 NAN = math.nan
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 0, 1], [0, 1, 0]]).bool()
@@ -28,7 +28,7 @@ def same(actual, expected):
     assert actual.allclose(expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.proves("rlhf_pg.rewards.shaping.totals")
+@pytest.mark.proves("rlhf_pg.rewards.scores.totals")
 def test_totals_are_sums_over_steps_and_nothing_where_nothing_was_said():
     same(totals(SCORES), [[-1.5, 3.0], [NAN, 0.0], [1.0, NAN], [7.0, 1.0]])
 
@@ -54,7 +54,7 @@ def test_every_score_is_clipped_by_itself(low, high, first, last):
     same(clipped(SCORES, low, high)[0, 2, 1], float(min(high, 3)))
 
 
-@pytest.mark.proves("rlhf_pg.rewards.shaping.overlong")
+@pytest.mark.proves("rlhf_pg.rewards.scores.overlong")
 def test_overlong_by_hand():
     lengths = torch.tensor([1, 5, 6, 7, 8, 9, 10, 11])
     by_hand = [0, 0, 0, -0.25, -0.5, -0.75, -1, -1]  # L = 10, C = 4: from 6 on
@@ -62,7 +62,7 @@ def test_overlong_by_hand():
     same(overlong(lengths, 10, 4, penalty=8.0), [8 * x for x in by_hand])
 
 
-@pytest.mark.proves("rlhf_pg.rewards.shaping.overlong")
+@pytest.mark.proves("rlhf_pg.rewards.scores.overlong")
 @given(st.integers(1, 60), st.data())
 def test_overlong_is_equation_13(longest, data):
     buffer = data.draw(st.integers(1, longest))
@@ -79,7 +79,7 @@ def test_overlong_is_equation_13(longest, data):
     assert overlong(torch.tensor(lengths), longest, buffer).tolist() == pytest.approx(expected)
 
 
-@pytest.mark.proves("rlhf_pg.rewards.shaping.replaced")
+@pytest.mark.proves("rlhf_pg.rewards.scores.replaced")
 def test_a_replaced_row_is_worth_what_the_one_source_says():
     rows = torch.tensor([True, False, True, False])
     given_ = torch.cat([SCORES, at_end(torch.tensor([-9.0, 0, -9, 0]), MASK)[:, :, None]], dim=2)
