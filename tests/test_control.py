@@ -156,3 +156,10 @@ def test_the_state_goes_through_json_and_back(new):
 def test_the_kl_controllers_are_found_beside_the_estimators_too():
     assert kl_module.AdaptiveKLController is AdaptiveKLController
     assert kl_module.PenaltyKLController is PenaltyKLController
+
+
+@pytest.mark.parametrize(("start", "entropy", "expected"), [(0.0, 0.5, 0.1), (5.0, 2.0, 1.0)])
+def test_entropy_controller_comes_within_its_bounds_from_either_side(start, entropy, expected):
+    controller = EntropyController(start, target=1.0, delta=0.01, minimum=0.1, maximum=1.0)
+    controller.update(entropy)
+    assert controller.coef == expected

@@ -39,12 +39,45 @@ def make_experience(
     scored = trainer.learner.score(rollout)
     predicted = scored.values  # in the critic's own units
     scored = _denormalized(scored, trainer.value_moments, mask)
+    signals, metrics = _signals(trainer, rollout, scores, scored, meter, greedy)
+    advantages = trainer.advantages(signals)
+    if args.kl_controller != "fixed":
+        metrics["kl/completion"] = _kl_of_completions(runtime, scored)
+    returns = None
+    if scored.values is not None:
+        returns = trainer.returns(signals, advantages)
+        metrics["explained_variance"] = _explained_variance(runtime, scored.values, returns, mask)
+        returns = _normalized(runtime, returns, trainer.value_moments, mask)
+    if args.normalize_advantages:
+        advantages = whiten(advantages, mask, stats=_mean_and_var(runtime, advantages, mask))
+    experience = Experience.of(
+        rollout,
+        advantages=advantages,
+        # With one update per rollout the ratio is 1 by construction, not up to rounding.
+        old_logprobs=scored.old_logprobs if args.updates_per_step > 1 else None,
+        ref_logprobs=scored.ref_logprobs,
+        values=predicted,
+        returns=returns,
+    )
+    return _without_truncated(experience, args), metrics
+
+
+def _signals(
+    trainer: PolicyGradientTrainer,
+    rollout: Rollout,
+    scores: Tensor,
+    scored: Scored,
+    meter: Meter,
+    greedy: Judged | None,
+) -> tuple[Signals, dict[str, float]]:
+    """What an estimator may look at, from the raw scores (B,T,K); and the metrics of rewards."""
+    runtime, mask = trainer.runtime, rollout.action_mask
     minus_kl = _minus_kl(trainer, rollout, scored, meter)
     trainer.shaping.observe(scores, runtime)
     shaped = trainer.shaping(scores, rollout)
     step_scores, step_mask = trainer.shaping.steps(shaped)
     rewards = minus_kl + step_scores
-    if args.whiten_rewards:
+    if trainer.args.whiten_rewards:
         stats = _mean_and_var(runtime, rewards, mask)
         rewards = whiten(rewards, mask, shift_mean=False, stats=stats)
     per_row = [totals(scores), totals(shaped), minus_kl.sum(1, keepdim=True)]
@@ -65,28 +98,8 @@ def make_experience(
         greedy_scores=None if greedy is None else _of_greedy(trainer, greedy, rollout.groups),
         moving_average=trainer.moving_average.value if trainer.moving_average else 0.0,
     )
-    advantages = trainer.advantages(signals)
     metrics = reward_metrics(raw, trained[:, :-1], trainer.reward_names, groups)
-    metrics |= length_metrics(lengths) | _baseline_metrics(trainer, signals)
-    if args.kl_controller != "fixed":
-        metrics["kl/completion"] = _kl_of_completions(runtime, scored)
-    returns = None
-    if scored.values is not None:
-        returns = trainer.returns(signals, advantages)
-        metrics["explained_variance"] = _explained_variance(runtime, scored.values, returns, mask)
-        returns = _normalized(runtime, returns, trainer.value_moments, mask)
-    if args.normalize_advantages:
-        advantages = whiten(advantages, mask, stats=_mean_and_var(runtime, advantages, mask))
-    experience = Experience.of(
-        rollout,
-        advantages=advantages,
-        # With one update per rollout the ratio is 1 by construction, not up to rounding.
-        old_logprobs=scored.old_logprobs if args.updates_per_step > 1 else None,
-        ref_logprobs=scored.ref_logprobs,
-        values=predicted,
-        returns=returns,
-    )
-    return _without_truncated(experience, args), metrics
+    return signals, metrics | length_metrics(lengths) | _baseline_metrics(trainer, signals)
 
 
 def _minus_kl(

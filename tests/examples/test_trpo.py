@@ -130,3 +130,19 @@ def test_a_step_that_gains_nothing_is_not_taken(make):
 def test_it_needs_nothing_private() -> None:
     names = [n.attr for n in ast.walk(ast.parse(FILE.read_text())) if isinstance(n, ast.Attribute)]
     assert not [name for name in names if name.startswith("_")]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy_loss": "clipped_surrogate"},
+        {"num_mini_batches": 2},
+        {"entropy_coef": 0.1},
+        {"beta": 0.1, "kl_placement": "loss"},
+        {"kl_adaptive_lr": 0.1},
+        {"target_kl": 0.1},
+    ],
+)
+def test_what_the_line_search_would_not_see_is_refused(trpo, options) -> None:
+    with pytest.raises(ValueError, match=f"^({'|'.join(options)}) "):
+        trpo.TRPOConfig(**options)

@@ -241,6 +241,14 @@ FOLLOWING = [
             f"{MOVING}::test_four_steps_are_two_or_three_a_stop_and_the_rest",
         ),
     ),
+    Mutant(
+        name="checkpoint-critic-in-normalised-units",
+        mistake="a critic taken from a checkpoint gives (V - mean) / std for values",
+        file="rlhf_pg/checkpoint.py",
+        old='self.critic.save(path / "critic", self.running.get("value_moments"))',
+        new='self.critic.save(path / "critic")',
+        killers=(f"{OPTIONS}::test_a_critic_taken_from_a_checkpoint_gives_plain_values",),
+    ),
 ]
 
 MUTANTS = [*TARGETS, *UNITS, *HEAD_START, *FOLLOWING]

@@ -426,3 +426,15 @@ def test_a_function_named_like_a_penalty_is_refused(tmp_path) -> None:
     reinforce(tmp_path, reward, 1)
     with pytest.raises(ValueError, match="has the name of the penalty overlong_penalty: rename"):
         reinforce(tmp_path, reward, 1, overlong_buffer=1)
+
+
+def test_a_run_with_another_reward_function_does_not_resume(make) -> None:
+    def other(completions, **_):
+        return [float(len(text)) for text in completions]
+
+    make(normalize_rewards=True, save_steps=1, max_steps=1).train()
+    again = make(normalize_rewards=True, reward_funcs=other)
+    before = [p.clone() for p in again.model.parameters()]
+    with pytest.raises(ValueError, match="keeps rewards/digits, and this one keeps rewards/other"):
+        again.train(resume_from_checkpoint=True)
+    assert all(p.equal(b) for p, b in zip(again.model.parameters(), before, strict=True))
