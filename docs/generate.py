@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.mutants import all_mutants
 
 ROOT = Path(__file__).resolve().parents[1]
-PURE = ("advantages", "losses", "kl", "control", "running", "masking")
+PURE = ("advantages", "losses", "kl", "control", "running", "masking", "rewards.scores")
 # The keys by which a config chooses from a module's dict.
 REGISTRIES = {"ADVANTAGES": "advantage_estimator", "POLICY_LOSSES": "policy_loss"}
 TABLE = re.compile(r"(?<=<!-- mutants -->\n).*(?=<!-- end -->)", re.DOTALL)
@@ -31,7 +31,7 @@ INTRODUCTION = """\
 # The algorithms, function by function
 
 Made by `make docs` from the docstrings of the code and the markers of the tests: change those, not
-this page. All of it is the ground floor of the library, pure functions on tensors. Tensors are
+this page. All of it is pure functions on tensors. Tensors are
 (B,T), rows by completion tokens, unless said otherwise.
 
 ## From the papers to the code
@@ -169,7 +169,8 @@ def algorithms() -> str:
 
 def _row(entry: Entry, tests: list[tuple[str, str]]) -> str:
     link = f"[`{entry.name}`](#{_anchor(entry.name)})"
-    cells = [entry.source or "", link, _links(tests), "yes" if entry.differs else ""]
+    count = f"[{len(tests)} tests](#{_anchor(entry.name)})" if len(tests) > 1 else _links(tests)
+    cells = [entry.source or "", link, count, "yes" if entry.differs else ""]
     return f"| {' | '.join(_cell(text) for text in cells)} |"
 
 

@@ -30,6 +30,10 @@ NO_SOURCE = NO_FORMULA | {
     "rlhf_pg.masking.masked_mean",
     "rlhf_pg.masking.masked_var",
     "rlhf_pg.masking.whiten",
+    "rlhf_pg.rewards.scores.at_end",
+    "rlhf_pg.rewards.scores.clipped",
+    "rlhf_pg.rewards.scores.ends",
+    "rlhf_pg.rewards.totals",
 }
 
 

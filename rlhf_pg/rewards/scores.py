@@ -59,7 +59,7 @@ def overlong(lengths: Tensor, longest: int, buffer: int, penalty: float = 1.0) -
 
 
 def replaced(scores: Tensor, rows: Tensor, mask: Tensor, source: int) -> Tensor:
-    """The scores, with those of one source in place of all others in some rows.
+    """The scores, one source in place of all others in some rows (N Implementation Details).
 
     There every other source counts 0, once, at the last True slot: also one that did not apply,
     or the mean of its group would stand in for it.

@@ -38,6 +38,7 @@ def test_no_rows_have_no_totals():
     assert at_end(torch.zeros(0), torch.zeros(0, 1).bool()).shape == (0, 1)
 
 
+@pytest.mark.proves("rlhf_pg.rewards.scores.ends", "rlhf_pg.rewards.scores.at_end")
 def test_the_end_is_the_last_token_that_the_policy_chose():
     assert ends(MASK).tolist() == [2, 0, 2, 1]
     numbers = torch.tensor([1.0, 2.0, 3.0, 0.0])
@@ -46,6 +47,7 @@ def test_the_end_is_the_last_token_that_the_policy_chose():
     same(totals(at_end(numbers, MASK)[:, :, None])[:, 0], numbers)
 
 
+@pytest.mark.proves("rlhf_pg.rewards.scores.clipped")
 @pytest.mark.parametrize(
     ("low", "high", "first", "last"), [(-1, 1, 0.5, -1), (-5, 0.25, 0.25, -2), (1, 2, 1, 1)]
 )
