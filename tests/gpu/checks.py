@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +25,7 @@ from rlhf_pg.tasks import arithmetic
 from tests.tiny import ARCHS, tiny_model
 
 ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
 PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9]]
 SAMPLING = SamplingParams(max_tokens=12)
 SETUPS = {
@@ -83,19 +85,25 @@ def sampling(device: str) -> Iterator[Check]:
         yield f"sampled ids as on the CPU, {arch}", "equal" if same else "differ", same
 
 
+def save_model(directory: str) -> str:
+    """A random model of the embedded task."""
+    for part in arithmetic().new_model():
+        part.save_pretrained(f"{directory}/model")
+    return f"{directory}/model"
+
+
 def recipes(device: str) -> Iterator[Check]:
     """Every algorithm in each of `SETUPS`, by `accelerate launch`."""
     with tempfile.TemporaryDirectory() as directory:
-        model, tokenizer = arithmetic().new_model()
-        model.save_pretrained(f"{directory}/model")
-        tokenizer.save_pretrained(f"{directory}/model")
+        model = save_model(directory)
         for algorithm in ("grpo", "ppo", "rloo", "reinforce"):
             for setup, options in SETUPS.items():
                 if "load_in_4bit" in options and not find_spec("bitsandbytes"):
                     continue
                 out = Path(directory) / f"{algorithm}-{setup}"
-                flags = {"model_name_or_path": f"{directory}/model", **options}
-                launch(algorithm, device, {**flags, "output_dir": str(out)})
+                flags = {"model_name_or_path": model, "max_steps": 10, **options}
+                recipe = RECIPES / f"{algorithm}_arithmetic.yaml"
+                launch(recipe, algorithm, device, {**flags, "output_dir": str(out)})
                 lines = read(out / "metrics.jsonl")
                 seconds = sorted(line["step_time"] for line in lines)[len(lines) // 2]
                 speed = sorted(line["perf/tokens_per_second"] for line in lines)[len(lines) // 2]
@@ -104,12 +112,25 @@ def recipes(device: str) -> Iterator[Check]:
                 yield f"recipe {algorithm}, {setup}", figure, finite and len(lines) == 10
 
 
-def launch(algorithm: str, device: str, flags: dict[str, Any]) -> None:
+def presets(device: str) -> Iterator[Check]:
+    """Every preset, three steps of it."""
+    with tempfile.TemporaryDirectory() as directory:
+        model = save_model(directory)
+        for preset in sorted((RECIPES / "presets").glob("*.yaml")):
+            out = Path(directory) / preset.stem
+            flags = {"model_name_or_path": model, "max_steps": 3, "output_dir": str(out)}
+            launch(preset, yaml.safe_load(preset.read_text())["algorithm"], device, flags)
+            lines = read(out / "metrics.jsonl")
+            finite = all(line["grad_norm"] is not None for line in lines)
+            figure = f"{lines[-1]['step_time']:.3f} s/step"
+            yield f"preset {preset.stem}", figure, finite and len(lines) == 3
+
+
+def launch(recipe: Path, algorithm: str, device: str, flags: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
     command += ["--cpu"] if device == "cpu" else []
-    recipe = ROOT / "recipes" / f"{algorithm}.py"
-    command += [str(recipe), "--config", str(recipe.with_name(f"{algorithm}_arithmetic.yaml"))]
-    for key, value in {**flags, "max_steps": 10, "eval_steps": 0}.items():
+    command += [str(RECIPES / f"{algorithm}.py"), "--config", str(recipe)]
+    for key, value in {**flags, "eval_steps": 0}.items():
         command += [f"--{key}", str(value)]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=200)
 
@@ -125,7 +146,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device == "cuda" else device
     table = Table("check", "figure", "", title=f"{name}, torch {torch.__version__}")
     start, failed = time.perf_counter(), 0
-    groups: list[Callable[[str], Iterator[Check]]] = [agreement, sampling, recipes]
+    groups: list[Callable[[str], Iterator[Check]]] = [agreement, sampling, recipes, presets]
     for group in groups:
         for what, figure, passed in group(device):
             table.add_row(what, figure, "ok" if passed else "FAILED")
