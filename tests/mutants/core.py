@@ -644,7 +644,7 @@ LOOP = [
     Mutant(
         name="gradient-not-clipped",
         mistake="max_grad_norm is logged and not applied (TRL's PPO loop had no clipping)",
-        file="rlhf_pg/runtime.py",
+        file="rlhf_pg/runtime/processes.py",
         old="max_norm or torch.inf",
         new="torch.inf",
         killers=(f"{STEP}::test_the_gradient_is_scaled_down_to_the_norm_that_is_set",),
@@ -688,7 +688,7 @@ PROCESSES = [
     Mutant(
         name="gradient-averaged-over-processes",
         mistake="DDP's mean over processes is left in the gradient",
-        file="rlhf_pg/runtime.py",
+        file="rlhf_pg/runtime/processes.py",
         old="torch.autograd.backward(loss * self.world)",
         new="torch.autograd.backward(loss)",
         killers=(f"{TWO_PROCESSES}::test_the_first_gradient_is_equal[grpo]",),
