@@ -8,22 +8,22 @@ adapter): `optimizer.safetensors` (by parameter name), `rng-rank{r}.safetensors`
 import json
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from peft import PeftModel
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.models import Critic, Reference, fingerprint, load_weights
-from rlhf_pg.runtime import Runtime
+from rlhf_pg.models import load_weights
+from rlhf_pg.runtime import Runtime, State, Trained, Whole
 
 # Keys that a resumed run may change: how long, how often, where, and what never changes a result.
 MAY_CHANGE = {
@@ -56,31 +56,22 @@ class Checkpointer:
     """Saves and restores everything that a run needs to go on as if it had never stopped."""
 
     directory: Path
-    model: PreTrainedModel
+    parts: Mapping[str, Whole]  # "model", and if there are "critic" and "reference"
     tokenizer: PreTrainedTokenizerBase
-    optimizer: Optimizer
+    trained: Trained
     scheduler: LRScheduler
     state: TrainState
-    reference: Reference | None
     config: dict[str, Any]
-    critic: Critic | None = None
+    fingerprints: Callable[[], Mapping[str, str | None]]  # of what never changes in a run, by part
     running: Mapping[str, Any] = field(default_factory=dict)  # records that move, by name
-
-    @cached_property
-    def fingerprints(self) -> dict[str, str | None]:
-        """Of what never changes in a run, None for what there is not."""
-        parts: dict[str, nn.Module | None] = {
-            "model": self.model,
-            "reference": self.reference,
-            "critic": self.critic,
-        }
-        return {name: None if part is None else fingerprint(part) for name, part in parts.items()}
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter by name; those of the critic begin with "critic."."""
-        critic = () if self.critic is None else self.critic.named_parameters(prefix="critic")
-        return dict([*self.model.named_parameters(), *critic])
+        model = self.parts["model"].pieces.named_parameters()
+        if "critic" not in self.parts:
+            return dict(model)
+        return dict([*model, *self.parts["critic"].pieces.named_parameters(prefix="critic")])
 
     def path(self) -> Path:
         return self.directory / f"step-{self.state.step:08d}"
@@ -94,7 +85,13 @@ class Checkpointer:
         path = path or self.path()
         partial = path.with_name(f"partial-{path.name}")
         if runtime.is_main:
-            self._save_shared(partial)
+            shutil.rmtree(partial, ignore_errors=True)
+        self.save_models(runtime, partial)
+        names = {p: name for name, p in self.parameters.items()}
+        tensors = optimizer_tensors(self.trained, names, keep=runtime.is_main)
+        if runtime.is_main:
+            save_file(tensors, partial / "optimizer.safetensors")
+            (partial / "state.json").write_text(json.dumps(self._record(), indent=2))
         runtime.wait()
         save_file(rng_tensors(), partial / f"rng-rank{runtime.rank}.safetensors")
         runtime.wait()
@@ -104,27 +101,37 @@ class Checkpointer:
         runtime.wait()
         return path
 
-    def _save_shared(self, path: Path) -> None:
-        """What one process saves for all."""
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
-        self.model.save_pretrained(path)
-        self.tokenizer.save_pretrained(path)
-        if self.critic is not None:
-            self.critic.save(path / "critic", self.running.get("value_moments"))
-        if self.reference is not None and self.reference.moves:
-            self.reference.save(path / "reference")
-        names = {p: name for name, p in self.parameters.items()}
-        save_file(optimizer_tensors(self.optimizer, names), path / "optimizer.safetensors")
-        state = {
+    def save_models(self, runtime: Runtime, path: Path, final: bool = False) -> None:
+        """Model (or its adapter), tokenizer and critic, as `from_pretrained` reads them.
+
+        Args:
+            final: without a reference that moves, which only a resumed run needs.
+        """
+        for name, whole in self.parts.items():
+            part: Any = whole.module
+            if name == "reference" and (final or not part.moves):
+                continue
+            with whole.filled(runtime.main_host, _saves_adapter(part)):
+                if not runtime.is_main:
+                    continue
+                if name == "model":
+                    part.save_pretrained(path)
+                    self.tokenizer.save_pretrained(path)
+                elif name == "critic":
+                    part.save(path / name, self.running.get("value_moments"))
+                else:
+                    part.save(path / name)
+
+    def _record(self) -> dict[str, Any]:
+        """What is no tensor."""
+        return {
             "counters": asdict(self.state),
             "running": {name: vars(record) for name, record in self.running.items()},
             "scheduler": self.scheduler.state_dict(),
-            "learning_rates": [group["lr"] for group in self.optimizer.param_groups],
-            "fingerprints": self.fingerprints,
+            "learning_rates": [group["lr"] for group in self.trained.optimizer.param_groups],
+            "fingerprints": self.fingerprints(),
             "config": self.config,
         }
-        (path / "state.json").write_text(json.dumps(state, indent=2))
 
     def resume(self, choice: str | bool | None, rank: int) -> None:
         """Restore a checkpoint directory, or for True and "latest" the newest; nothing for None.
@@ -163,20 +170,16 @@ class Checkpointer:
         state = json.loads((path / "state.json").read_text())
         self._check_config(path, state["config"])
         for name, remedy in REMEDIES.items():
-            if state["fingerprints"][name] != self.fingerprints[name]:
+            if state["fingerprints"][name] != self.fingerprints()[name]:
                 raise ValueError(
                     f"{path} was saved by a run with another {name}: resume with {remedy}"
                 )
         self._check_running(path, state["running"])
-        load_weights(self.model, path)
-        if self.critic is not None:
-            self.critic.restore(path / "critic")
-        if self.reference is not None and self.reference.moves:
-            self.reference.restore(path / "reference")
-        tensors = load_file(path / "optimizer.safetensors")
-        restore_optimizer(self.optimizer, self.parameters, tensors)
+        self._load_models(path)
+        self.trained.load_state(stored_state(path / "optimizer.safetensors", self.parameters))
         self.scheduler.load_state_dict(state["scheduler"])
-        for group, rate in zip(self.optimizer.param_groups, state["learning_rates"], strict=True):
+        groups = self.trained.optimizer.param_groups
+        for group, rate in zip(groups, state["learning_rates"], strict=True):
             group["lr"] = rate
         vars(self.state).update(state["counters"])
         for name, record in self.running.items():
@@ -186,6 +189,18 @@ class Checkpointer:
         rng = path / f"rng-rank{rank}.safetensors"
         if rng.exists():
             restore_rng(load_file(rng))
+
+    def _load_models(self, path: Path) -> None:
+        """The inverse of `save_models`."""
+        for name, whole in self.parts.items():
+            part: Any = whole.module
+            if name == "reference" and not part.moves:
+                continue
+            with whole.changed(_saves_adapter(part)):
+                if name == "model":
+                    load_weights(part, path)
+                else:
+                    part.restore(path / name)
 
     def _check_running(self, path: Path, saved: Mapping[str, Any]) -> None:
         """What moves with a run has the name of its reward function, for one."""
@@ -210,25 +225,36 @@ class Checkpointer:
             )
 
 
-def optimizer_tensors(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-    """Optimizer state as `{parameter name}.{key}` -> tensor."""
+def optimizer_tensors(
+    trained: Trained, names: Mapping[Tensor, str], keep: bool = True
+) -> dict[str, Tensor]:
+    """Optimizer state as `{parameter name}.{key}` -> tensor, on the CPU.
+
+    Args:
+        keep: otherwise this process only helps another to gather it.
+    """
     return {
-        f"{names[parameter]}.{key}": torch.as_tensor(value).contiguous()
-        for parameter, values in optimizer.state.items()
-        for key, value in values.items()
+        f"{names[parameter]}.{key}": value.cpu().contiguous()
+        for parameter, key, value in trained.state()
+        if keep
     }
 
 
-def restore_optimizer(
-    optimizer: Optimizer, parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-) -> None:
-    """The inverse of `optimizer_tensors`; moments go to the device of their parameter."""
-    optimizer.state.clear()
-    for full_name, tensor in tensors.items():
-        name, key = full_name.rsplit(".", 1)
-        parameter = parameters[name]
-        place = parameter.device if tensor.shape == parameter.shape else tensor.device
-        optimizer.state[parameter][key] = tensor.to(place)
+def stored_state(path: Path, parameters: Mapping[str, Tensor]) -> Iterator[State]:
+    """What `optimizer_tensors` gave and `save_file` saved, tensor by tensor."""
+    with safe_open(path, framework="pt") as file:
+        for full_name in file.keys():  # noqa: SIM118 (it is no dict)
+            name, key = full_name.rsplit(".", 1)
+            yield parameters[name], key, file.get_tensor(full_name)
+
+
+def _saves_adapter(module: nn.Module) -> bool:
+    """Whether what is saved of it is what is trained."""
+    return any(isinstance(part, PeftModel) and _trains(part) for part in module.modules())
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
 
 
 def rng_tensors() -> dict[str, Tensor]:

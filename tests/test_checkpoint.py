@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
@@ -19,12 +20,12 @@ from rlhf_pg.checkpoint import (
     Checkpointer,
     TrainState,
     optimizer_tensors,
-    restore_optimizer,
     restore_rng,
     rng_tensors,
+    stored_state,
 )
-from rlhf_pg.models import Policy, Reference
-from rlhf_pg.runtime import Runtime
+from rlhf_pg.models import Policy, Reference, fingerprint
+from rlhf_pg.runtime import Runtime, Whole
 from tests.tiny import tiny_model
 
 IDS = torch.tensor([[5, 9, 3, 31, 17, 8], [2, 2, 7, 30, 1, 4]])
@@ -41,26 +42,34 @@ def make_checkpointer(directory, seed=0, arch="gpt2", dtype=torch.float32, refer
     optimizer = torch.optim.AdamW(
         [{"params": list(model.parameters()), "weight_decay": 0.1}], lr=1e-2
     )
+    parts = {"model": model} if reference is None else {"model": model, "reference": reference}
     return Checkpointer(
         directory=directory,
-        model=model,
+        parts={name: Whole(part, splits=False) for name, part in parts.items()},
         tokenizer=make_tokenizer(),
-        optimizer=optimizer,
+        trained=RUNTIME.prepare(model, optimizer),
         scheduler=get_scheduler("cosine", optimizer, 2, 10),
         state=TrainState(),
-        reference=reference,
         config={"seed": 1, "max_steps": 10},
+        fingerprints=lambda: {
+            name: fingerprint(parts[name]) if name in parts else None
+            for name in ("model", "reference", "critic")
+        },
     )
+
+
+def model_of(checkpointer):
+    return checkpointer.parts["model"].module
 
 
 def train(checkpointer, steps):
     """Steps that use every part of the state: weights, moments, schedule and random numbers."""
     for _ in range(steps):
         noise = torch.randn(IDS.shape).exp() * random.gauss(1, 0.1) * np.random.normal(1, 0.1)
-        losses = checkpointer.model(IDS).logits.logsumexp(-1) * noise
+        losses = model_of(checkpointer)(IDS).logits.logsumexp(-1) * noise
         losses.sum().backward()
-        checkpointer.optimizer.step()
-        checkpointer.optimizer.zero_grad()
+        checkpointer.trained.optimizer.step()
+        checkpointer.trained.optimizer.zero_grad()
         checkpointer.scheduler.step()
         checkpointer.state.step += 1
         checkpointer.state.draws += 16
@@ -69,16 +78,16 @@ def train(checkpointer, steps):
 
 def everything(checkpointer):
     """All that a step depends on, in a form that can be compared for equality."""
-    names = {p: name for name, p in checkpointer.model.named_parameters()}
+    names = {p: name for name, p in model_of(checkpointer).named_parameters()}
     tensors = {
-        **checkpointer.model.state_dict(),
-        **optimizer_tensors(checkpointer.optimizer, names),
+        **model_of(checkpointer).state_dict(),
+        **optimizer_tensors(checkpointer.trained, names),
         **rng_tensors(),
     }
     return {
         "state": vars(checkpointer.state).copy(),
         "scheduler": checkpointer.scheduler.state_dict(),
-        "rates": [group["lr"] for group in checkpointer.optimizer.param_groups],
+        "rates": [group["lr"] for group in checkpointer.trained.optimizer.param_groups],
         **{name: tensor.tolist() for name, tensor in tensors.items() if name != "python_gauss"},
     }
 
@@ -115,10 +124,10 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, arch, dtype):
 
 def test_the_weights_are_restored_in_place(tmp_path):
     checkpointer = make_checkpointer(tmp_path)
-    before = [p.data_ptr() for p in checkpointer.model.parameters()]
+    before = [p.data_ptr() for p in model_of(checkpointer).parameters()]
     path = checkpointer.save(RUNTIME)
     checkpointer.restore(path, rank=0)
-    assert [p.data_ptr() for p in checkpointer.model.parameters()] == before
+    assert [p.data_ptr() for p in model_of(checkpointer).parameters()] == before
 
 
 def test_the_generators_of_a_rank_that_was_not_there_are_left_alone(tmp_path):
@@ -156,18 +165,19 @@ def two_layers(seed=0):
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_an_optimizer_restored_by_name_takes_the_same_steps(make):
+def test_an_optimizer_restored_by_name_takes_the_same_steps(make, tmp_path):
     model = two_layers()
     optimizer = make(model.parameters())
     optimize(model, optimizer, 3)
     names = {p: name for name, p in model.named_parameters()}
-    tensors = {k: v.clone() for k, v in optimizer_tensors(optimizer, names).items()}
+    save_file(optimizer_tensors(RUNTIME.prepare(model, optimizer), names), tmp_path / "tensors")
 
     other = two_layers(seed=1)
     other.load_state_dict(model.state_dict())
     # The parameters come in another order: they are told apart by name.
     restored = make(list(other.parameters())[::-1])
-    restore_optimizer(restored, dict(other.named_parameters()), tensors)
+    state = stored_state(tmp_path / "tensors", dict(other.named_parameters()))
+    RUNTIME.prepare(other, restored).load_state(state)
     optimize(model, optimizer, 2)
     optimize(other, restored, 2)
     assert all(p.equal(q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
@@ -180,15 +190,16 @@ def test_the_names_of_optimizer_tensors_say_whose_they_are():
     names = {p: name for name, p in model.named_parameters()}
     keys = ("step", "exp_avg", "exp_avg_sq")
     expected = {f"{name}.{key}" for name in names.values() for key in keys}
-    assert set(optimizer_tensors(optimizer, names)) == expected
-    assert optimizer_tensors(torch.optim.AdamW(model.parameters()), names) == {}
+    assert set(optimizer_tensors(RUNTIME.prepare(model, optimizer), names)) == expected
+    fresh = RUNTIME.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert optimizer_tensors(fresh, names) == {}
 
 
 def test_restoring_forgets_the_moments_that_were_there():
     model = two_layers()
     optimizer = torch.optim.AdamW(model.parameters())
     optimize(model, optimizer, 1)
-    restore_optimizer(optimizer, dict(model.named_parameters()), {})
+    RUNTIME.prepare(model, optimizer).load_state([])
     assert not optimizer.state
 
 
@@ -235,7 +246,7 @@ def test_the_directory_is_one_that_from_pretrained_reads(tmp_path):
     path = checkpointer.save(RUNTIME)
     assert path == tmp_path / "step-00000002"
     model = AutoModelForCausalLM.from_pretrained(path)
-    assert model(IDS).logits.equal(checkpointer.model(IDS).logits)
+    assert model(IDS).logits.equal(model_of(checkpointer)(IDS).logits)
     assert AutoTokenizer.from_pretrained(path).get_vocab() == checkpointer.tokenizer.get_vocab()
 
 
@@ -256,7 +267,7 @@ def test_nothing_in_it_is_pickled(tmp_path):
 def test_a_directory_without_state_is_no_checkpoint(tmp_path, make_there):
     checkpointer, path = make_checkpointer(tmp_path), tmp_path / "elsewhere"
     if make_there:
-        checkpointer.model.save_pretrained(path)
+        model_of(checkpointer).save_pretrained(path)
     with pytest.raises(ValueError, match=r"elsewhere holds no checkpoint: it has no state\.json"):
         checkpointer.restore(path, rank=0)
 
@@ -281,7 +292,7 @@ def test_the_same_reference_is_taken(tmp_path):
     checkpointer = make_checkpointer(tmp_path, seed=5, reference=reference(3))
     checkpointer.restore(path, rank=0)
     expected = tiny_model("gpt2", seed=0).state_dict()
-    assert all(v.equal(expected[k]) for k, v in checkpointer.model.state_dict().items())
+    assert all(v.equal(expected[k]) for k, v in model_of(checkpointer).state_dict().items())
 
 
 # ------------------------------------------------------------------------------------- the newest
@@ -322,8 +333,8 @@ def test_a_run_resumes_from_the_newest_or_from_the_one_named(tmp_path, choice):
     second = make_checkpointer(tmp_path, seed=1)
     second.resume(str(tmp_path / choice) if choice == "step-00000005" else choice, rank=0)
     assert second.state.step == 5
-    expected = first.model.state_dict()
-    assert all(v.equal(expected[k]) for k, v in second.model.state_dict().items())
+    expected = model_of(first).state_dict()
+    assert all(v.equal(expected[k]) for k, v in model_of(second).state_dict().items())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from rlhf_pg.experience import Rollout
 from rlhf_pg.masking import widen
 from rlhf_pg.models.adapters import LOADED, add_adapter, load_weights, share_frozen, trunk
 from rlhf_pg.models.loading import check_vocabulary, has_tokenizer, load_model
-from rlhf_pg.models.policy import Policy, PolicyOutput, model_inputs
+from rlhf_pg.models.policy import Policy, model_inputs
 from rlhf_pg.running import RunningMoments
 
 HEAD_FILE = "value_head.safetensors"
@@ -143,8 +143,15 @@ class ActorCritic(nn.Module):
         self.critic = critic
         self.recompute = recompute
 
-    def forward(self, batch: Rollout) -> PolicyOutput:
-        """What `Policy` gives, with values."""
+    def forward(self, batch: Rollout, values_alone: bool = False) -> Any:
+        """What `Policy` gives, with values.
+
+        Args:
+            values_alone: what a separate critic gives, and nothing else is computed. (Asking it
+                here: FSDP2 wants every call to begin with the module that was wrapped.)
+        """
+        if values_alone:
+            return self.critic(batch)
         if self.critic.shares_trunk:
             output = self.policy.run(batch, output_hidden_states=True)
             values, end = self.critic(batch, output.hidden_states[-1])

@@ -1,7 +1,10 @@
 """The reference: the policy as it was when training began, or what follows it at a distance."""
 
 import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +39,12 @@ class Reference(nn.Module):
         return logprobs
 
     @torch.no_grad()
-    def follow(self, policy: Policy, alpha: float) -> None:
+    def follow(
+        self,
+        policy: Policy,
+        alpha: float,
+        gathered: Callable[..., AbstractContextManager[Any]] = lambda *_, write: nullcontext(),
+    ) -> None:
         """Move towards the policy, in place (TR-DPO; Gorbatovski et al. 2024).
 
             ref <- alpha policy + (1 - alpha) ref
@@ -46,16 +54,21 @@ class Reference(nn.Module):
         last bit of a weight. Of a LoRA the factors A and B are averaged, not their product: for
         `alpha` below 1 the reference is not the average of the two models.
 
+        Args:
+            gathered: `gathered(own, theirs, write=True)` is entered around each move, for tensors
+                that can only be written together.
+
         Elsewhere: TRL moves parameters alone, and saves no reference: after a resume it begins
         anew from the initial model.
         """
         for theirs, own in zip(_tensors(policy), _tensors(self.policy), strict=True):
             if own is theirs:  # frozen and shared
                 continue
-            if own.is_floating_point():
-                own.lerp_(theirs, alpha)
-            else:
-                own.copy_(theirs)
+            with gathered(own, theirs, write=True):
+                if own.is_floating_point():
+                    own.lerp_(theirs, alpha)
+                else:
+                    own.copy_(theirs)
 
     def save(self, path: Path) -> None:
         """As `from_pretrained` reads it: the weights, or the adapter."""

@@ -1,10 +1,13 @@
 """Processes and devices: the only package that knows how a model is distributed.
 
-Everything else sees a few verbs: prepare, micro_batch, backward, clip, gather and total. The
-trackers are here too, since it is accelerate that knows them.
+Everything else sees a few verbs: of all processes gather, total, most and wait; of what is trained
+micro_batch, backward and step; and a module that lies in pieces can be had whole. The trackers are
+here too, since it is accelerate that knows them.
 """
 
 from rlhf_pg.runtime.processes import Runtime
 from rlhf_pg.runtime.trackers import Trackers
+from rlhf_pg.runtime.trained import State, Trained
+from rlhf_pg.runtime.weights import Whole, gathered
 
-__all__ = ["Runtime", "Trackers"]
+__all__ = ["Runtime", "State", "Trackers", "Trained", "Whole", "gathered"]

@@ -1,17 +1,23 @@
 """Processes, their collectives, and how a module is shared among them."""
 
 import atexit
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
+from accelerate.utils import disable_fsdp_ram_efficient_loading
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers.integrations import unset_hf_deepspeed_config
+
+from rlhf_pg.runtime.trained import Trained
 
 
 class Runtime:
-    """This process among the others."""
+    """This process among the others.
+
+    Raises:
+        ValueError: the launcher asks for what is not supported here.
+    """
 
     def __init__(self) -> None:
         # The config decides on precision and accumulation, not what a launcher has in store; and
@@ -19,9 +25,7 @@ class Runtime:
         self._accelerator = Accelerator(
             cpu=not torch.cuda.is_available(), mixed_precision="no", gradient_accumulation_steps=1
         )
-        kind = self._accelerator.distributed_type
-        if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
-            raise ValueError(f"the launcher asks for {kind.value}; only plain DDP is supported yet")
+        self.kind, self._backend = _backend(self._accelerator)
         if self.world > 1:
             # Left to the end of the interpreter, the threads of gloo may abort a finished process.
             atexit.register(self._accelerator.state.destroy_process_group)
@@ -30,6 +34,11 @@ class Runtime:
     def device(self) -> torch.device:
         device: torch.device = self._accelerator.device
         return device
+
+    @property
+    def loading_device(self) -> torch.device:
+        """Where a model is loaded; a GPU that is to have a piece may not hold it all."""
+        return torch.device("cpu") if self.splits else self.device
 
     @property
     def rank(self) -> int:
@@ -43,41 +52,39 @@ class Runtime:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def main_host(self) -> torch.device | None:
+        """The memory of the main process's host; None on other processes. For `Whole.filled`."""
+        return torch.device("cpu") if self.is_main else None
+
     def describe(self) -> str:
-        """For example "2 processes (gloo), cpu"."""
+        """For example "2 processes (gloo, ZeRO-3), cpu"."""
         if self.world == 1:
             return f"1 process, {self.device.type}"
-        backend = torch.distributed.get_backend()
-        return f"{self.world} processes ({backend}), {self.device.type}"
+        how = f"{torch.distributed.get_backend()}, {self.kind}"
+        return f"{self.world} processes ({how}), {self.device.type}"
 
-    def prepare(self, module: nn.Module) -> nn.Module:
-        """The module on its device, wrapped so that its gradients are shared by all processes."""
-        wrapped: nn.Module = self._accelerator.prepare_model(module)
-        return wrapped
+    @property
+    def splits(self) -> bool:
+        """Whether every process has only a piece of each weight."""
+        return self.kind in ("FSDP2", "ZeRO-3")
 
-    def micro_batch(self, module: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one micro-batch: gradients are exchanged on the last.
+    def prepare(
+        self, module: nn.Module, optimizer: Optimizer, max_grad_norm: float = 0.0
+    ) -> Trained:
+        """What is trained: on its device, its gradient shared by all processes.
 
         Args:
-            module: what `prepare` returned.
+            max_grad_norm: 0 leaves the gradient as it is.
+
+        Raises:
+            ValueError: the launcher's config does not fit.
         """
-        if last:
-            return nullcontext()
-        hold_back: AbstractContextManager[Any] = self._accelerator.no_sync(module)
-        return hold_back
+        return self._backend(self._accelerator, module, optimizer, max_grad_norm)
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this process's share of the loss.
-
-        The shares of all processes sum to the loss, while DDP averages gradients: multiplying by
-        the number of processes undoes that, here and nowhere else.
-        """
-        torch.autograd.backward(loss * self.world)
-
-    def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-        """Scale the gradient to at most `max_norm` (0: leave it); returns its norm before that."""
-        norm: Tensor = nn.utils.clip_grad_norm_(parameters, max_norm or torch.inf)
-        return norm
+    def place(self, module: nn.Module) -> nn.Module:
+        """What is not trained: on its device, and in pieces if what is trained lies in pieces."""
+        return self._backend.place(self._accelerator, module)
 
     def gather(self, rows: Tensor) -> tuple[Tensor, slice]:
         """The rows of all processes in order of rank, and where this process's own are.
@@ -112,3 +119,29 @@ class Runtime:
     def wait(self) -> None:
         """Until every process is here."""
         self._accelerator.wait_for_everyone()
+
+
+def _backend(accelerator: Accelerator) -> tuple[str, type[Trained]]:
+    """How the launcher wants a model to be shared, by name, and what does that.
+
+    Every process loads the weights itself, whatever the launcher says: what is not in memory could
+    not be copied for a reference or a critic.
+    """
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        return "DDP", Trained
+    if kind == DistributedType.FSDP and accelerator.state.fsdp_plugin.fsdp_version == 2:
+        from rlhf_pg.runtime.fsdp import FullyShardedTrained
+
+        disable_fsdp_ram_efficient_loading()
+        accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
+        return "FSDP2", FullyShardedTrained
+    if kind == DistributedType.DEEPSPEED:
+        from rlhf_pg.runtime.zero import ZeroTrained
+
+        unset_hf_deepspeed_config()
+        return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}", ZeroTrained
+    raise ValueError(
+        f"the launcher asks for {kind.value}, which is not supported: use DDP, FSDP with "
+        "fsdp_version 2, or DeepSpeed (ZeRO), as in recipes/accelerate/"
+    )

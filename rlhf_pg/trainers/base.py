@@ -7,6 +7,7 @@ ranks, T completion width; a row is one completion.
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
@@ -109,7 +110,7 @@ class PolicyGradientTrainer:
         self.dtype: torch.dtype = getattr(torch, args.dtype)
         self.peft_config = inputs.adapter(args, peft_config)
         self.model = inputs.load_policy(
-            model, args, self.runtime.device, self.peft_config, quantization_config
+            model, args, self.runtime.loading_device, self.peft_config, quantization_config
         )
         self.processing_class = models.load_tokenizer(processing_class, self.model, args.pad_token)
         self._load_prompts(train_dataset, eval_dataset)
@@ -119,7 +120,7 @@ class PolicyGradientTrainer:
             self.model, args, self.runtime, self.loss, self.total_steps, optimizers, self.critic
         )
         self.engine: RolloutEngine = NativeEngine(
-            self.model,
+            self.learner.whole["model"].module,
             models.stop_token_ids(self.model, self.processing_class),
             self.processing_class.pad_token_id,
         )
@@ -148,14 +149,13 @@ class PolicyGradientTrainer:
     def _checkpointer(self) -> Checkpointer:
         return Checkpointer(
             directory=Path(self.args.output_dir) / "checkpoints",
-            model=self.model,
+            parts=self.learner.whole,
             tokenizer=self.processing_class,
-            optimizer=self.learner.optimizer,
+            trained=self.learner.trained,
             scheduler=self.learner.scheduler,
             state=self.state,
-            reference=self.learner.reference,
             config=dataclasses.asdict(self.args),
-            critic=self.critic,
+            fingerprints=lambda: self.learner.fingerprints,
             running=self.running,
         )
 
@@ -252,7 +252,7 @@ class PolicyGradientTrainer:
         if self.runtime.is_main:
             recipe.dump(self.args, directory / "config.yaml")
         journal.say(
-            f"{type(self).__name__}: {self.runtime.describe()}; {self.learner.describe()}; "
+            f"{type(self).__name__}: {self.runtime.describe()}; {self.learner.size}; "
             f"{len(self.train_prompts)} prompts, {self.total_steps} steps"
         )
         tracked = self.trackers.opened(directory, self.args.run_name, dataclasses.asdict(self.args))
@@ -279,7 +279,8 @@ class PolicyGradientTrainer:
     def step(self, journal: Journal) -> dict[str, Any]:
         """One rollout batch and every update on it; returns the line for metrics.jsonl."""
         start, meter = time.perf_counter(), Meter()
-        batch = draw_batch(self, meter)
+        with self.sampling():
+            batch = draw_batch(self, meter)
         samples, scores = batch.judged
         with meter.time("score"):
             experience, metrics = self.make_experience(samples.rollout, scores, meter, batch.greedy)
@@ -333,18 +334,23 @@ class PolicyGradientTrainer:
     ) -> Samples:
         """Sample `n` completions of dataset rows; the draws key the noise and name the groups."""
         params = SamplingParams(temperature=temperature, max_tokens=self.args.max_completion_length)
-        return collect(
-            self.engine,
-            self.processing_class,
-            prompts,
-            rows,
-            draws,
-            n,
-            params,
-            self.args.seed,
-            dtype=torch.promote_types(self.model.dtype, torch.float32),
-            device=self.runtime.device,
-        )
+        with self.sampling():
+            return collect(
+                self.engine,
+                self.processing_class,
+                prompts,
+                rows,
+                draws,
+                n,
+                params,
+                self.args.seed,
+                dtype=torch.promote_types(self.dtype, torch.float32),
+                device=self.runtime.device,
+            )
+
+    def sampling(self) -> AbstractContextManager[None]:
+        """Around several calls of `sample`: weights that lie in pieces are put together once."""
+        return self.learner.whole["model"].filled(self.runtime.device)
 
     def reward(self, samples: Samples) -> Tensor:
         """Raw scores (B,T,K) of the sources in `reward_names`, at the tokens that end what they
@@ -423,11 +429,12 @@ class PolicyGradientTrainer:
         temperatures = {"": self.args.temperature if temperature is None else temperature}
         if temperature is None:
             temperatures["greedy_"] = 0.0
-        return {
-            f"{metric_key_prefix}_{mode}{name}": value
-            for mode, heat in temperatures.items()
-            for name, value in evaluate(self, prompts, heat).items()
-        }
+        with self.sampling():
+            return {
+                f"{metric_key_prefix}_{mode}{name}": value
+                for mode, heat in temperatures.items()
+                for name, value in evaluate(self, prompts, heat).items()
+            }
 
     def _keep_if_best(self, reward: float) -> None:
         best = self.state.best_reward
@@ -448,15 +455,13 @@ class PolicyGradientTrainer:
         A critic goes to `critic/` in it, and with `save_merged` the model without an adapter, the
         same function of its input, to `merged/`.
         """
-        path = Path(path)
-        if self.runtime.is_main:
-            self.model.save_pretrained(path)
-            self.processing_class.save_pretrained(path)
-            if self.critic is not None:
-                self.critic.save(path / "critic", self.value_moments)
-            if self.args.save_merged:
-                models.merged(self.model).save_pretrained(path / "merged")
-                self.processing_class.save_pretrained(path / "merged")
+        path, whole = Path(path), self.learner.whole["model"]
+        self.checkpointer.save_models(self.runtime, path, final=True)
+        if self.args.save_merged:
+            with whole.filled(self.runtime.main_host):
+                if self.runtime.is_main:
+                    models.merged(whole.module).save_pretrained(path / "merged")
+                    self.processing_class.save_pretrained(path / "merged")
         self.runtime.wait()
 
     def _prompts(self, dataset: Dataset | None, name: str) -> Prompts:

@@ -7,11 +7,13 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from rlhf_pg.config import PolicyGradientConfig, PPOConfig
@@ -27,9 +29,10 @@ from rlhf_pg.models import (
     Reference,
     checkpoint_activations,
     disable_dropout,
+    fingerprint,
 )
-from rlhf_pg.runtime import Runtime
-from rlhf_pg.trainers.optimizer import Optimizers, optimizer_and_schedule, rate_of
+from rlhf_pg.runtime import Runtime, Whole, gathered
+from rlhf_pg.trainers.optimizer import Optimizers, group_of, optimizer_and_schedule
 
 R = TypeVar("R", bound=Rollout)
 
@@ -73,7 +76,7 @@ class Learner:
             # With adapters it is activations that memory goes to; checkpointing has its own way.
             recompute = isinstance(critic.model, PeftModel) and not args.gradient_checkpointing
             self.module = ActorCritic(self.policy, critic, recompute)
-        self.module.to(runtime.device).eval()
+        self.module.to(runtime.loading_device).eval()
         if args.disable_dropout:
             disable_dropout(self.module)
         if args.gradient_checkpointing:
@@ -82,12 +85,38 @@ class Learner:
         self.reference: Reference | None = None
         if args.beta > 0:
             self.reference = Reference(self.policy, args.sync_ref_model)
-        self.trained = runtime.prepare(self.module)
-        self.optimizer, self.scheduler = optimizer_and_schedule(
+        self.size = self._size()
+        self._share(total_steps, optimizers)
+
+    def _share(self, total_steps: int, optimizers: Optimizers) -> None:
+        """Give every process its part; what looks at whole weights has to look before."""
+        args, runtime, critic = self.args, self.runtime, self.critic
+        parts = {"model": self.policy.model, "critic": critic, "reference": self.reference}
+        self.whole = {n: Whole(part, runtime.splits) for n, part in parts.items() if part}
+        if runtime.splits:
+            _ = self.fingerprints
+        optimizer, self.scheduler = optimizer_and_schedule(
             self.policy, critic, args, total_steps, optimizers
         )
+        self._rates = {"learning_rate": group_of(self.policy, optimizer)}
+        if critic is not None:
+            self._rates["value_learning_rate"] = group_of(critic, optimizer)
+        self.trained = runtime.prepare(self.module, optimizer, args.max_grad_norm)
+        if self.reference is not None:
+            runtime.place(self.reference)
 
-    def describe(self) -> str:
+    @property
+    def optimizer(self) -> Optimizer:
+        """The one of `torch`, with the learning rates."""
+        return self.trained.optimizer
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str | None]:
+        """Of what never changes in a run, None for what there is not."""
+        parts = {"model": self.policy.model, "reference": self.reference, "critic": self.critic}
+        return {name: None if part is None else fingerprint(part) for name, part in parts.items()}
+
+    def _size(self) -> str:
         """For example "0.43M parameters in float32"."""
         total = sum(p.numel() for p in self.module.parameters())
         trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
@@ -115,18 +144,16 @@ class Learner:
 
     def _score_own(self, batch: Rollout, needs_old: bool) -> Scored:
         if self.critic is None or needs_old or self.critic.shares_trunk:
-            out: PolicyOutput = self.module(batch)
+            out: PolicyOutput = self.trained(batch)
             return Scored(out.logprobs, None, out.values, out.end_values)
-        values, end_values = self.critic(batch)
+        values, end_values = self.trained(batch, values_alone=True)
         return Scored(values=values, end_values=end_values)
 
     def update(self, experience: Experience, step: int, meter: Meter) -> dict[str, float]:
         """Every optimizer update on one rollout batch."""
         norms: list[float] = []
         last_pass: deque[Meter] = deque(maxlen=self.args.num_mini_batches)
-        rates = {"learning_rate": rate_of(self.policy, self.optimizer)}
-        if self.critic is not None:
-            rates["value_learning_rate"] = rate_of(self.critic, self.optimizer)
+        rates = {name: group["lr"] for name, group in self._rates.items()}
         alone = self.trains_critic_alone(step)
         self.module.train()
         for minibatch in self._minibatches(experience, step):
@@ -137,9 +164,10 @@ class Learner:
             if alone:
                 # After the exchange, in which DDP waits for every gradient, and before the norm
                 # is taken: neither that nor Adam's moments see where the policy does not go.
-                self.policy.zero_grad()
+                self.trained.forget(self.policy)
             elif norms and self._has_drifted(seen):
-                self.optimizer.zero_grad()
+                self.trained.forget(self.module)
+                self.trained.step()
                 break
             norms.append(self._apply_gradient())
         self.module.eval()
@@ -162,7 +190,7 @@ class Learner:
         args = self.args
         if args.sync_ref_model and step % args.ref_model_sync_steps == 0:
             assert self.reference is not None  # the config asks for a beta
-            self.reference.follow(self.policy, args.ref_model_mixup_alpha)
+            self.reference.follow(self.policy, args.ref_model_mixup_alpha, gathered)
 
     def next_rate(self, scale: float) -> None:
         """Advance the learning-rate schedule by a step, and multiply what it says."""
@@ -204,7 +232,7 @@ class Learner:
             minibatch = minibatch.select(_rows_with_advantage(minibatch))
         micro_batches = list(self._micro_batches(minibatch))
         for i, (_, batch) in enumerate(micro_batches):
-            with self.runtime.micro_batch(self.trained, last=i + 1 == len(micro_batches)):
+            with self.trained.micro_batch(last=i + 1 == len(micro_batches)):
                 new: PolicyOutput = self.trained(batch)
                 if batch.old_logprobs is None:
                     batch = dataclasses.replace(batch, old_logprobs=new.logprobs.detach())
@@ -217,7 +245,7 @@ class Learner:
                     per_token.dtype,
                 )
                 loss = (per_token * weights).sum()
-                self.runtime.backward(loss)
+                self.trained.backward(loss)
             meter.add("loss", loss, 1 / (self.runtime.world * len(micro_batches)))
             self._measure(new, batch, metrics, meter)
 
@@ -229,14 +257,12 @@ class Learner:
             meter.add_masked(name, values, batch.action_mask)
 
     def _apply_gradient(self) -> float:
-        norm = float(self.runtime.clip(self.module.parameters(), self.args.max_grad_norm))
+        norm = self.trained.step()
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient is not finite (norm {norm}); the weights were left as they were "
                 "before this update. Lower learning_rate or max_grad_norm, or use dtype float32"
             )
-        self.optimizer.step()
-        self.optimizer.zero_grad()
         return norm
 
     @torch.no_grad()

@@ -46,11 +46,10 @@ def optimizer_and_schedule(
     return optimizer, _schedule(optimizer, critic, args, total_steps)
 
 
-def rate_of(module: nn.Module, optimizer: Optimizer) -> float:
-    """The learning rate of its first trained parameter."""
+def group_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The options of its first trained parameter; its rate is `["lr"]`."""
     first = next(p for p in module.parameters() if p.requires_grad)
-    groups = optimizer.param_groups
-    return float(next(g["lr"] for g in groups if any(p is first for p in g["params"])))
+    return next(g for g in optimizer.param_groups if any(p is first for p in g["params"]))
 
 
 def _adamw(policy: nn.Module, critic: Critic | None, args: PolicyGradientConfig) -> AdamW:
@@ -65,14 +64,12 @@ def _adamw(policy: nn.Module, critic: Critic | None, args: PolicyGradientConfig)
 
 def _groups(module: nn.Module, args: PolicyGradientConfig, rate: float) -> list[dict[str, Any]]:
     trained = [p for p in module.parameters() if p.requires_grad]
-    return [
-        {
-            "params": [p for p in trained if p.ndim >= 2],
-            "weight_decay": args.weight_decay,
-            "lr": rate,
-        },
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0, "lr": rate},
+    matrices, vectors = ([p for p in trained if (p.ndim >= 2) == wide] for wide in (True, False))
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay, "lr": rate},
+        {"params": vectors, "weight_decay": 0.0, "lr": rate},
     ]
+    return [group for group in groups if group["params"]]  # DeepSpeed cannot have an empty one
 
 
 def _schedule(optimizer: Optimizer, critic: Critic, args: PPOConfig, total_steps: int) -> LambdaLR:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rlhf_pg import Callback, PPOConfig, PPOTrainer
 from rlhf_pg.metrics import Meter, read
 from rlhf_pg.models import new_critic
-from rlhf_pg.trainers.optimizer import rate_of
+from rlhf_pg.trainers.optimizer import group_of
 from tests import enumeration
 from tests.enumeration import (
     COMPLETIONS,
@@ -325,7 +325,7 @@ def test_a_rate_is_that_of_the_group_that_a_module_is_in() -> None:
     one.weight.requires_grad_(False)
     groups = [{"params": two.parameters(), "lr": 0.2}, {"params": [one.bias], "lr": 0.1}]
     optimizer = torch.optim.SGD(groups)
-    assert [rate_of(one, optimizer), rate_of(two, optimizer)] == [0.1, 0.2]
+    assert [group_of(one, optimizer)["lr"], group_of(two, optimizer)["lr"]] == [0.1, 0.2]
 
 
 def test_coefficients_wait_for_the_policy(make, tmp_path) -> None:

@@ -180,7 +180,7 @@ def test_a_step_in_which_all_were_cut_off_changes_nothing(
 def forwarded(trainer: PolicyGradientTrainer) -> list[int]:
     """The rows of every forward pass from here on."""
     rows: list[int] = []
-    trainer.learner.trained.register_forward_pre_hook(lambda _, args: rows.append(args[0].num_rows))
+    trainer.learner.module.register_forward_pre_hook(lambda _, args: rows.append(args[0].num_rows))
     return rows
 
 

@@ -107,11 +107,14 @@ def test_a_minibatch_counts_its_own_tokens_alone(tmp_path) -> None:
 
 def test_the_gradient_is_scaled_down_to_the_norm_that_is_set(make) -> None:
     runtime = make().runtime
-    parameter = torch.nn.Parameter(torch.zeros(2))
     for max_norm, expected in [(1.0, [0.6, 0.8]), (0.0, [3.0, 4.0]), (10.0, [3.0, 4.0])]:
-        parameter.grad = torch.tensor([3.0, 4.0])
-        assert runtime.clip([parameter], max_norm).item() == pytest.approx(5.0)
-        assert parameter.grad.tolist() == pytest.approx(expected, rel=1e-5)
+        layer = torch.nn.Linear(2, 1, bias=False)
+        before = layer.weight.detach().clone()
+        trained = runtime.prepare(layer, torch.optim.SGD(layer.parameters(), lr=1.0), max_norm)
+        layer.weight.grad = torch.tensor([[3.0, 4.0]])
+        assert trained.step() == pytest.approx(5.0)
+        assert (before - layer.weight).flatten().tolist() == pytest.approx(expected, rel=1e-5)
+        assert layer.weight.grad is None
 
 
 def test_the_optimizer_is_as_configured(make) -> None:

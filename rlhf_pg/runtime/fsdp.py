@@ -1,0 +1,55 @@
+"""FSDP2: every process has a piece of each weight, its gradient and its moments."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rlhf_pg.runtime.trained import Trained
+from rlhf_pg.runtime.weights import piece_like
+
+
+class FullyShardedTrained(Trained):
+    """Weights are gathered layer by layer, and gradients come back in pieces, at every micro-batch:
+    no process ever holds all of a gradient.
+    """
+
+    def _wrap(self) -> Any:
+        before = {id(p): name for name, p in self.module.named_parameters()}
+        wrapped = self.place(self._accelerator, self.module)
+        after = dict(self.module.named_parameters())
+        for group in self.optimizer.param_groups:
+            group["params"] = [after[before[id(p)]] for p in group["params"]]
+        return wrapped
+
+    @staticmethod
+    def place(accelerator: Accelerator, module: nn.Module) -> nn.Module:
+        """In pieces, each a layer of `transformers` or what is left over."""
+        module._no_split_modules = _layers(module)  # type: ignore[assignment]
+        # Not `Accelerator.prepare`, which takes one model, and that with its optimizer.
+        sharded: nn.Module = fsdp2_prepare_model(accelerator, module)
+        return sharded
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of one micro-batch."""
+        return nullcontext()
+
+    def _like(self, parameter: Tensor, value: Tensor) -> Tensor:
+        assert isinstance(parameter, DTensor)
+        own = piece_like(parameter, value)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return DTensor.from_local(
+            own, mesh, placements, shape=parameter.shape, stride=parameter.stride()
+        )
+
+
+def _layers(module: nn.Module) -> list[str]:
+    """Class names of the layers that every model in the module says must stay together."""
+    names = {
+        name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()
+    }
+    classes = {type(part).__name__ for part in module.modules()}
+    return sorted(names & classes)
