@@ -1,4 +1,5 @@
-"""Write docs/algorithms.md, and the table in docs/correctness.md, from the code: `make docs`.
+"""Write docs/algorithms.md, and the tables in docs/correctness.md and docs/scaling.md, from the
+code: `make docs`.
 
 What is said of a function is its docstring, and what proves it are the tests with the marker
 `@pytest.mark.proves("its.dotted.name")`.
@@ -17,7 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import scaling
 
 from tests.mutants import all_mutants
 
@@ -25,7 +29,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PURE = ("advantages", "losses", "kl", "control", "running", "masking", "rewards.scores")
 # The keys by which a config chooses from a module's dict.
 REGISTRIES = {"ADVANTAGES": "advantage_estimator", "POLICY_LOSSES": "policy_loss"}
-TABLE = re.compile(r"(?<=<!-- mutants -->\n).*(?=<!-- end -->)", re.DOTALL)
 
 INTRODUCTION = """\
 # The algorithms, function by function
@@ -243,12 +246,32 @@ def correctness() -> str:
         links = _links([(path, f"`{test}`") for path, test in tests])
         where = f"[{mutant.file.removeprefix('rlhf_pg/')}](../{mutant.file})"
         rows.append(f"| {_cell(mutant.mistake)} (`{mutant.name}`) | {where} | {links} |")
-    text = (ROOT / "docs" / "correctness.md").read_text()
-    return TABLE.sub(lambda _: "\n" + "\n".join(rows) + "\n\n", text)
+    return filled((ROOT / "docs" / "correctness.md").read_text(), "mutants", "\n".join(rows))
+
+
+def scaled() -> str:
+    """The text of scaling.md, with new tables in it."""
+    text = (ROOT / "docs" / "scaling.md").read_text()
+    for name, make in scaling.TABLES.items():
+        text = filled(text, name, make())
+    return text
+
+
+def filled(text: str, name: str, table: str) -> str:
+    """The text with this table in the place that has its name.
+
+    Raises:
+        ValueError: there is no such place, or more than one.
+    """
+    place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+    text, count = place.subn(lambda found: f"{found[1]}\n{table}\n\n{found[2]}", text)
+    if count != 1:
+        raise ValueError(f"a page needs one place <!-- {name} --> ... <!-- end -->, not {count}")
+    return text
 
 
 # Every page that is made, and how.
-PAGES = {"algorithms.md": algorithms, "correctness.md": correctness}
+PAGES = {"algorithms.md": algorithms, "correctness.md": correctness, "scaling.md": scaled}
 
 
 def main() -> None:

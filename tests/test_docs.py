@@ -95,3 +95,14 @@ def test_the_functions_without_a_source_exist() -> None:
 )
 def test_a_docstring_becomes_markdown(paragraph: str, expected: str) -> None:
     assert generate.rendered(paragraph) == expected
+
+
+def test_a_table_needs_one_place() -> None:
+    place = "<!-- a -->\nold\n<!-- end -->\n"
+    both = f"{place}<!-- b -->\nkept\n<!-- end -->\n"
+    expected = both.replace("old\n", "\nnew\n\n")
+    assert generate.filled(both, "a", "new") == expected
+    assert generate.filled(expected, "a", "new") == expected
+    for text in ("", place + place):
+        with pytest.raises(ValueError, match="one place <!-- a -->"):
+            generate.filled(text, "a", "new")
