@@ -116,6 +116,14 @@ class Runtime:
         everyone, _ = self.gather(torch.tensor([x], device=self.device))
         return int(everyone.max())
 
+    def agreed(self, failure: str | None) -> str | None:
+        """What failed on the first process where something did, on all; None where nothing did."""
+        if self.world == 1 or not self.most(int(failure is not None)):
+            return failure
+        mine = "" if failure is None else f"rank {self.rank}: {failure}\0"
+        texts, _ = self.gather(torch.tensor(list(mine.encode()), dtype=torch.uint8).to(self.device))
+        return bytes(texts.tolist()).decode().split("\0")[0]
+
     def wait(self) -> None:
         """Until every process is here."""
         self._accelerator.wait_for_everyone()

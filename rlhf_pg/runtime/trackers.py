@@ -62,8 +62,9 @@ class Trackers:
         """
         try:
             failure = self._start(directory, run_name, config)
-            if self._names and self._runtime.most(int(failure is not None)):
-                raise ValueError(failure or "a tracker could not start in the main process")
+            reason = self._runtime.agreed(failure) if self._names else None
+            if reason is not None:
+                raise ValueError(reason)
             yield
         except BaseException:
             if "wandb" in self._open:  # which otherwise shows the run as finished

@@ -371,10 +371,10 @@ class PolicyGradientTrainer:
             )
         except ValueError as error:
             failure = error
-        if self.runtime.most(int(failure is not None)):
-            reason = failure or "a reward function failed in another process"
+        reason = self.runtime.agreed(None if failure is None else str(failure))
+        if reason is not None:
             if self.state.step == 0:
-                raise ValueError(str(reason)) from failure
+                raise ValueError(reason) from failure
             raise ValueError(f"{reason} (saved so far: {self.save_checkpoint()})") from failure
         assert scores is not None
         rollout = samples.rollout
