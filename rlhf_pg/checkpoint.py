@@ -30,7 +30,7 @@ MAY_CHANGE = {
     *("output_dir", "resume_from_checkpoint", "model_name_or_path", "value_model_name_or_path"),
     *("max_steps", "num_train_epochs", "save_steps", "save_best", "save_merged", "eval_steps"),
     *("log_completions_steps", "num_completions_to_print", "report_to", "run_name"),
-    *("micro_batch_tokens", "gradient_checkpointing"),
+    *("micro_batch_tokens", "gradient_checkpointing", "ddp_timeout"),
 }
 
 # What has to be as it was when the run began, and where it comes from.

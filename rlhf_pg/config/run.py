@@ -101,6 +101,12 @@ class RunConfig(Checked):
     num_train_epochs: float = number(1.0, above=0)
     """Passes over the prompts, if max_steps is -1."""
 
+    ddp_timeout: int = number(1800, above=0)
+    """Seconds that a process waits for another; then all of them report where they are, and end.
+
+    One process may generate, reward or save for this much longer than the others, and no more.
+    """
+
     save_steps: int = number(0, minimum=0)
     """Save a checkpoint every so many steps; 0 saves none."""
     eval_steps: int = number(0, minimum=0)

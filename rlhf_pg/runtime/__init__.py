@@ -5,9 +5,10 @@ micro_batch, backward and step; and a module that lies in pieces can be had whol
 here too, since it is accelerate that knows them.
 """
 
+from rlhf_pg.runtime.failures import announced
 from rlhf_pg.runtime.processes import Runtime
 from rlhf_pg.runtime.trackers import Trackers
 from rlhf_pg.runtime.trained import State, Trained
 from rlhf_pg.runtime.weights import Whole, gathered
 
-__all__ = ["Runtime", "State", "Trackers", "Trained", "Whole", "gathered"]
+__all__ = ["Runtime", "State", "Trackers", "Trained", "Whole", "announced", "gathered"]

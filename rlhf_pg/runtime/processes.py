@@ -1,34 +1,48 @@
 """Processes, their collectives, and how a module is shared among them."""
 
 import atexit
+from datetime import timedelta
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import disable_fsdp_ram_efficient_loading
+from accelerate.utils import InitProcessGroupKwargs, disable_fsdp_ram_efficient_loading
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 from transformers.integrations import unset_hf_deepspeed_config
 
+from rlhf_pg.runtime.failures import Watch, waits
 from rlhf_pg.runtime.trained import Trained
+
+MARGIN = 30  # seconds that the process group waits longer, so that `Watch` reports stacks first
 
 
 class Runtime:
     """This process among the others.
 
+    Args:
+        timeout: `ddp_timeout`, in seconds; of the first `Runtime` also that of the process group.
+
     Raises:
         ValueError: the launcher asks for what is not supported here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: int = 1800) -> None:
         # The config decides on precision and accumulation, not what a launcher has in store; and
         # without CUDA the CPU, since float64 (sampling, metrics) is not to be had on Apple's GPUs.
         self._accelerator = Accelerator(
-            cpu=not torch.cuda.is_available(), mixed_precision="no", gradient_accumulation_steps=1
+            cpu=not torch.cuda.is_available(),
+            mixed_precision="no",
+            gradient_accumulation_steps=1,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=timeout + MARGIN))],
         )
         self.kind, self._backend = _backend(self._accelerator)
+        self.watch: Watch | None = None
         if self.world > 1:
             # Left to the end of the interpreter, the threads of gloo may abort a finished process.
             atexit.register(self._accelerator.state.destroy_process_group)
+            self.watch = Watch(_get_default_store(), self.rank, self.world, timeout)
+            atexit.register(self.watch.stop)  # before the group is destroyed
 
     @property
     def device(self) -> torch.device:
@@ -69,6 +83,7 @@ class Runtime:
         """Whether every process has only a piece of each weight."""
         return self.kind in ("FSDP2", "ZeRO-3")
 
+    @waits
     def prepare(
         self, module: nn.Module, optimizer: Optimizer, max_grad_norm: float = 0.0
     ) -> Trained:
@@ -80,12 +95,16 @@ class Runtime:
         Raises:
             ValueError: the launcher's config does not fit.
         """
-        return self._backend(self._accelerator, module, optimizer, max_grad_norm)
+        trained = self._backend(self._accelerator, module, optimizer, max_grad_norm)
+        trained.watch = self.watch
+        return trained
 
+    @waits
     def place(self, module: nn.Module) -> nn.Module:
         """What is not trained: on its device, and in pieces if what is trained lies in pieces."""
         return self._backend.place(self._accelerator, module)
 
+    @waits
     def gather(self, rows: Tensor) -> tuple[Tensor, slice]:
         """The rows of all processes in order of rank, and where this process's own are.
 
@@ -104,6 +123,7 @@ class Runtime:
         start = sum(counts[: self.rank])
         return everyone, slice(start, start + len(rows))
 
+    @waits
     def total(self, x: Tensor) -> Tensor:
         """Sum over processes."""
         if self.world == 1:
@@ -111,6 +131,7 @@ class Runtime:
         summed: Tensor = self._accelerator.reduce(x, reduction="sum")
         return summed
 
+    @waits
     def most(self, x: int) -> int:
         """Maximum over processes."""
         everyone, _ = self.gather(torch.tensor([x], device=self.device))
@@ -124,6 +145,7 @@ class Runtime:
         texts, _ = self.gather(torch.tensor(list(mine.encode()), dtype=torch.uint8).to(self.device))
         return bytes(texts.tolist()).decode().split("\0")[0]
 
+    @waits
     def wait(self) -> None:
         """Until every process is here."""
         self._accelerator.wait_for_everyone()

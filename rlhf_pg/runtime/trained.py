@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rlhf_pg.runtime.failures import Watch, waits
 from rlhf_pg.runtime.weights import full
 
 State = tuple[Tensor, str, Tensor]  # parameter, key, what the optimizer remembers of it
@@ -24,6 +25,8 @@ class Trained:
         optimizer: of its parameters; `self.optimizer` has the learning rates from here on.
         max_grad_norm: 0 leaves the gradient as it is.
     """
+
+    watch: Watch | None = None
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class Trained:
         """A module that is not trained, where it belongs."""
         return module.to(accelerator.device)
 
+    @waits
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """The module's output."""
         called = self._wrapped if torch.is_grad_enabled() else self.module
@@ -59,6 +63,7 @@ class Trained:
         hold_back: AbstractContextManager[Any] = self._accelerator.no_sync(self._wrapped)
         return hold_back
 
+    @waits
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this process's share of the loss.
 
@@ -72,6 +77,7 @@ class Trained:
         for parameter in module.parameters():
             parameter.grad = None
 
+    @waits
     def step(self) -> float:
         """Clip, update, and drop the gradient; returns its norm before that, of all processes.
 

@@ -19,6 +19,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rlhf_pg.runtime.failures import waits
 from rlhf_pg.runtime.trained import COUNTER, MASTER, State, Trained
 
 
@@ -60,6 +61,7 @@ class ZeroTrained(Trained):
         self._wrapped.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
+    @waits
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this process's share of the loss."""
         self._wrapped.backward(loss * self._world)
@@ -79,6 +81,7 @@ class ZeroTrained(Trained):
                 if (key := self._zero.get_param_id(parameter)) in norms:
                     norms[key] = norms[key] * 0
 
+    @waits
     def step(self) -> float:
         """Clip, update, and drop the gradient; returns its norm before that, of all processes."""
         self._wrapped.step()

@@ -34,7 +34,7 @@ from rlhf_pg.progress import Journal
 from rlhf_pg.rewards import Rewards, RewardSource
 from rlhf_pg.rollout import NativeEngine, RolloutEngine, SamplingParams
 from rlhf_pg.running import MovingAverage, RunningMoments
-from rlhf_pg.runtime import Runtime, Trackers
+from rlhf_pg.runtime import Runtime, Trackers, announced
 from rlhf_pg.trainers import inputs
 from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.coefficients import Coefficients
@@ -79,6 +79,7 @@ class PolicyGradientTrainer:
     config_type: ClassVar[type[PolicyGradientConfig]]
     value_moments: RunningMoments | None = None  # of the returns, where they are normalised
 
+    @announced
     def __init__(
         self,
         model: str | PathLike[str] | PreTrainedModel | None = None,
@@ -100,7 +101,7 @@ class PolicyGradientTrainer:
         self.args, model = inputs.resolve(args, model, eval_dataset)
         args = self.args
         self.callbacks = list(callbacks or ())
-        self.runtime = Runtime()
+        self.runtime = Runtime(args.ddp_timeout)
         self.trackers = Trackers(args.report_to, self.runtime)
         self.rewards = Rewards(
             reward_funcs, args.reward_weights, reward_processing_classes, self.runtime.device
@@ -233,6 +234,7 @@ class PolicyGradientTrainer:
 
     # --------------------------------------------------------------------------------- the run
 
+    @announced
     def train(self, resume_from_checkpoint: str | bool | None = None) -> None:
         """Train to the last step, and leave the run directory with `final/` behind.
 
@@ -401,6 +403,7 @@ class PolicyGradientTrainer:
 
     # --------------------------------------------------------------------- evaluate, save, resume
 
+    @announced
     def evaluate(
         self,
         eval_dataset: Dataset | None = None,
@@ -442,6 +445,7 @@ class PolicyGradientTrainer:
             self.state.best_reward = reward
             self.checkpointer.save(self.runtime, Path(self.args.output_dir) / "best")
 
+    @announced
     def save_checkpoint(self) -> Path:
         """Save everything that a resumed run needs, under `output_dir/checkpoints/`."""
         path = self.checkpointer.save(self.runtime)
@@ -449,6 +453,7 @@ class PolicyGradientTrainer:
             callback.on_save(self, path)
         return path
 
+    @announced
     def save_model(self, path: str | Path) -> None:
         """Save model (or its adapter) and tokenizer as `from_pretrained` reads them.
 

@@ -653,8 +653,8 @@ LOOP = [
         name="abandoned-gradient-kept",
         mistake="the gradient of the minibatch at which updates stopped enters the next step",
         file="rlhf_pg/trainers/learner.py",
-        old="                self.trained.forget(self.module)\n                self.trained.step()\n"
-        "                break",
+        old="                self.trained.forget(self.module)\n"
+        "                self.trained.step()\n                break",
         new="                break",
         killers=(f"{STEP}::test_a_minibatch_that_stops_the_updates_leaves_no_gradient",),
     ),

@@ -1,0 +1,75 @@
+"""A run in which the second process fails, for the tests beside this file to start.
+
+python failing.py OUT WHERE HOW
+"""
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from rlhf_pg import Callback, GRPOConfig, GRPOTrainer
+from rlhf_pg.tasks import arithmetic
+
+
+def raises() -> None:
+    raise RuntimeError("the judge is down")
+
+
+def is_interrupted() -> None:
+    raise KeyboardInterrupt("the judge has had enough")
+
+
+def is_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleeps_for_ever() -> None:
+    while True:
+        time.sleep(3600)
+
+
+def main(out: str, where: str, how: str) -> None:
+    """Train on the embedded task; in the second step, `how` is called in the process of rank 1.
+
+    Args:
+        where: it is called in: "reward", which all processes agree on, or "callback".
+    """
+    task = arithmetic()
+    model, tokenizer = task.new_model()
+
+    def fail(place: str) -> None:
+        if trainer.runtime.rank == 1 and trainer.state.step == 1 and place == where:
+            globals()[how]()
+
+    def judge(completions: list[str], **_: Any) -> list[float]:
+        fail("reward")
+        return [0.0] * len(completions)
+
+    class Failing(Callback):
+        def on_step(self, trainer: GRPOTrainer, metrics: dict[str, Any]) -> None:
+            fail("callback")
+
+    trainer = GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=judge,
+        args=GRPOConfig(
+            output_dir=out,
+            max_steps=3,
+            prompts_per_step=2,
+            max_completion_length=4,
+            ddp_timeout=8 if how == "sleeps_for_ever" else 300,
+        ),
+        train_dataset=task.train_dataset,
+        callbacks=[Failing()],
+    )
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        sleeps_for_ever()  # and its connections stay open, as those of NCCL seem to
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

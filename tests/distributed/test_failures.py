@@ -1,0 +1,96 @@
+"""Two processes, of which one fails: both end, and both say why."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FAILING = Path(__file__).with_name("failing.py")
+ENVIRONMENT = os.environ | {
+    "ACCELERATE_USE_CPU": "true",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(FAILING.parents[2]),
+}
+PATIENCE = 120  # seconds, far beyond what any of these takes
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Starts two processes that no launcher looks after."""
+    processes = []
+
+    def start(where: str, how: str) -> list[subprocess.Popen[str]]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank in (0, 1):
+            launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+            launcher |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, FAILING, tmp_path, where, how],
+                    env=ENVIRONMENT | {key: str(value) for key, value in launcher.items()},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        return processes
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    """All that a process that failed has said."""
+    output = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode != 0
+    return output
+
+
+def test_what_all_agree_on_ends_all_with_the_reason_and_a_checkpoint(tmp_path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    logs = ["--log-dir", tmp_path / "logs", "--redirects", "3"]
+    command = [*launcher, *logs, FAILING, tmp_path, "reward", "raises"]
+    assert subprocess.run(command, env=ENVIRONMENT, timeout=PATIENCE).returncode != 0
+    for rank in (0, 1):
+        (log,) = (tmp_path / "logs").glob(f"*/attempt_0/{rank}/stderr.log")
+        text = log.read_text()
+        assert "ValueError: rank 1: reward function judge raised RuntimeError: the judge is" in text
+        assert "cannot go on" not in text  # nobody was ended by another
+    state = json.loads((tmp_path / "checkpoints" / "step-00000001" / "state.json").read_text())
+    assert state["counters"]["step"] == 1
+    assert (tmp_path / "checkpoints" / "step-00000001" / "rng-rank1.safetensors").exists()
+
+
+def test_an_error_of_one_ends_the_other(started) -> None:
+    """Rank 1 keeps its connections: rank 0 waits in a collective that will not end by itself."""
+    first, _ = started("callback", "is_interrupted")
+    text = said(first)
+    assert "[rank 0] rank 1 (" in text
+    assert "failed: KeyboardInterrupt: the judge has had enough\n" in text
+    assert "[rank 0] cannot go on without the others\nStack of MainThread:\n" in text
+
+
+def test_a_process_that_is_killed_is_missed(started) -> None:
+    first, second = started("reward", "is_killed")
+    text = said(first)
+    assert "The connection to another process was lost: it was killed" in text
+    assert "no answer from ranks [1]" in text
+    assert said(second).count("Traceback") == 0
+
+
+def test_a_process_that_hangs_is_reported_with_the_stacks_of_all(started) -> None:
+    first, second = map(said, started("reward", "sleeps_for_ever"))
+    for rank, text in enumerate((first, second)):
+        assert f"[rank {rank}] rank 0 (" in text
+        assert "has waited 8 s in gather (ddp_timeout): another process hangs\nStack of" in text
+    assert ", in agreed\n" in first
+    assert ", in sleeps_for_ever\n" in second
+    assert "sleeps_for_ever" not in first
