@@ -1,5 +1,5 @@
-"""Write docs/algorithms.md, and the tables in docs/correctness.md and docs/scaling.md, from the
-code: `make docs`.
+"""Write docs/algorithms.md, and the tables in docs/correctness.md, docs/reliability.md and
+docs/scaling.md, from the code: `make docs`.
 
 What is said of a function is its docstring, and what proves it are the tests with the marker
 `@pytest.mark.proves("its.dotted.name")`.
@@ -8,6 +8,7 @@ What is said of a function is its docstring, and what proves it are the tests wi
 import importlib
 import importlib.util
 import inspect
+import json
 import pkgutil
 import re
 import sys
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import scaling
 
+from tests.distributed.layouts import LAYOUTS
 from tests.mutants import all_mutants
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -257,6 +259,24 @@ def scaled() -> str:
     return text
 
 
+def reliability() -> str:
+    """The text of reliability.md, with what the distributed tests have measured in it."""
+    found = json.loads((ROOT / "docs" / "invariance.json").read_text())
+    jobs = list(dict.fromkeys(job for layout in LAYOUTS for job in layout.jobs))
+    rows = [f"| | {' | '.join(jobs)} |", "|---" * (len(jobs) + 1) + "|"]
+    for layout in LAYOUTS:
+        cells = [_distances(found.get(str(layout), {}).get(job, {})) for job in jobs]
+        rows.append(f"| {layout.describe()} | {' | '.join(cells)} |")
+    return filled((ROOT / "docs" / "reliability.md").read_text(), "invariance", "\n".join(rows))
+
+
+def _distances(cell: dict[str, Any]) -> str:
+    """Empty where nothing was compared, or where ids or metrics were not found equal."""
+    if not (cell.get("sampled") and cell.get("metrics")):
+        return ""
+    return f"{cell['gradient']:.0e}, {cell['weights']:.0e}"
+
+
 def filled(text: str, name: str, table: str) -> str:
     """The text with this table in the place that has its name.
 
@@ -271,7 +291,12 @@ def filled(text: str, name: str, table: str) -> str:
 
 
 # Every page that is made, and how.
-PAGES = {"algorithms.md": algorithms, "correctness.md": correctness, "scaling.md": scaled}
+PAGES = {
+    "algorithms.md": algorithms,
+    "correctness.md": correctness,
+    "reliability.md": reliability,
+    "scaling.md": scaled,
+}
 
 
 def main() -> None:

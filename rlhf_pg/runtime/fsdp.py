@@ -18,6 +18,7 @@ class FullyShardedTrained(Trained):
     """
 
     def _wrap(self) -> Any:
+        _set_apart(self.module)
         before = {id(p): name for name, p in self.module.named_parameters()}
         wrapped = self.place(self._accelerator, self.module)
         after = dict(self.module.named_parameters())
@@ -30,8 +31,11 @@ class FullyShardedTrained(Trained):
         """In pieces, each a layer of `transformers` or what is left over."""
         module._no_split_modules = _layers(module)  # type: ignore[assignment]
         # Not `Accelerator.prepare`, which takes one model, and that with its optimizer.
-        sharded: nn.Module = fsdp2_prepare_model(accelerator, module)
-        return sharded
+        sharded: Any = fsdp2_prepare_model(accelerator, module)
+        # By default the outermost weights stay whole after a pass without gradients, and what is
+        # written to them then is lost.
+        sharded.set_reshard_after_forward(True, recurse=False)
+        return module
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch."""
@@ -44,6 +48,24 @@ class FullyShardedTrained(Trained):
         return DTensor.from_local(
             own, mesh, placements, shape=parameter.shape, stride=parameter.stride()
         )
+
+
+def _set_apart(module: nn.Module) -> None:
+    """Give each child its own copy of frozen weights that it shares with an earlier one: FSDP2 has
+    a weight in one place only. (Weights that are tied within a child stay so.)
+    """
+    taken: set[int] = set()
+    for child in module.children():
+        copies = {
+            id(p): nn.Parameter(p.detach().clone(), requires_grad=False)
+            for p in child.parameters()
+            if id(p) in taken
+        }
+        for part in child.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                if id(parameter) in copies:
+                    setattr(part, name, copies[id(parameter)])
+        taken |= {id(p) for p in child.parameters()}
 
 
 def _layers(module: nn.Module) -> list[str]:

@@ -42,8 +42,10 @@ class ZeroTrained(Trained):
         self._zero: Any = engine.optimizer
         self._three = engine.zero_optimization_stage() == 3
         self.optimizer = self._zero.optimizer
-        self.optimizer.register_step_pre_hook(self._pass_over)
-        self._forgotten: list[Tensor] = []
+        self._forgotten: list[Tensor] = []  # pieces of what the next step leaves alone
+        self._buffers: list[Tensor | None] = []  # for the gradients of these
+        self.optimizer.register_step_pre_hook(self._hide)
+        self.optimizer.register_step_post_hook(self._show)
         return engine
 
     @staticmethod
@@ -76,7 +78,7 @@ class ZeroTrained(Trained):
             # What the norm is taken of; with offloading it is kept by parameter.
             for gradient in self._zero.averaged_gradients.get(i) or ():
                 gradient.zero_()
-            norms = self._zero.norm_for_param_grads
+            norms = getattr(self._zero, "norm_for_param_grads", {})
             for parameter in parameters:
                 if (key := self._zero.get_param_id(parameter)) in norms:
                     norms[key] = norms[key] * 0
@@ -90,9 +92,15 @@ class ZeroTrained(Trained):
             return torch.inf
         return float(self._wrapped.get_global_grad_norm())
 
-    def _pass_over(self, *_: Any) -> None:
+    def _hide(self, *_: Any) -> None:
+        """A parameter without a gradient is one that `torch.optim` passes over."""
+        self._buffers = [piece.grad for piece in self._forgotten]
         for piece in self._forgotten:
             piece.grad = None
+
+    def _show(self, *_: Any) -> None:
+        for piece, buffer in zip(self._forgotten, self._buffers, strict=True):
+            piece.grad = buffer
 
     def state(self) -> Iterator[State]:
         """What the optimizer remembers, tensor by tensor and each of them whole; collective."""

@@ -288,9 +288,11 @@ class Learner:
         no process has a row, one blank still gives every parameter a gradient.
         """
         chunks = batch.micro_batches(self.args.micro_batch_tokens, self.compares_rows)
+        # Asked before the first: a forward pass may itself wait for the other processes.
+        count = max(1, self.runtime.most(len(chunks)))
         for rows in chunks:
             yield rows, batch.select(rows)
-        for _ in range(max(1, self.runtime.most(len(chunks))) - len(chunks)):
+        for _ in range(count - len(chunks)):
             yield None, batch.blank_row()
 
 

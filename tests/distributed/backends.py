@@ -60,8 +60,9 @@ def _deepspeed(backend: str, cpu: bool, **options: Any) -> Accelerator:
         "gradient_accumulation_steps": 1,
         "zero_optimization": ZERO[backend],
     }
-    plugin = DeepSpeedPlugin(hf_ds_config=config)
-    accelerator = Accelerator(deepspeed_plugin=plugin, **options)
+    if not AcceleratorState._shared_state:
+        options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
+    accelerator = Accelerator(**options)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for state in (PartialState, AcceleratorState):
         state._shared_state |= {

@@ -1,21 +1,30 @@
-"""A run of a trainer in any number of processes, for the tests beside this file to start.
+"""Runs of trainers in any number of processes and on any backend, for the tests to start.
 
-python runs.py OUT CONFIG.json
+python -m tests.distributed.runs JOBS.json
+
+Jobs: `{"backend": ..., "jobs": [{"out": directory, "algorithm": ..., "model": path, ...}]}`, one
+run after another in the same processes; what is left of a job are options of its trainer's config.
 """
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
+from torch import Tensor
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.metrics import Meter
+from rlhf_pg.runtime.weights import full
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.drawing import draw_batch
+from tests.distributed import backends
 
 TRAINERS = {
     "grpo": GRPOTrainer,
@@ -23,6 +32,8 @@ TRAINERS = {
     "rloo": RLOOTrainer,
     "reinforce": ReinforceTrainer,
 }
+# Padded tokens of a micro-batch: a row, two of the longest rows, all of them.
+SPLITS = {"one": 6 + 6, "two": 2 * (6 + 6), "all": 100_000}
 
 
 def even_digits(completions: list[str], **_: Any) -> list[float]:
@@ -30,59 +41,135 @@ def even_digits(completions: list[str], **_: Any) -> list[float]:
     return [sum(c in "02468" for c in text) / 6 for text in completions]
 
 
-def main(out: Path, config: dict) -> None:
-    """Save what is sampled first, the first unclipped gradient, and the weights before and after
-    training; of policy and critic, where there is one.
-    """
-    trainer_type = TRAINERS[config.pop("algorithm")]
-    model = config.pop("model")
-    task = arithmetic()
-    trainer = trainer_type(
+def new_trainer(out: Path, algorithm: str, model: str, **options: Any) -> Any:
+    """On the embedded task; `lora` is "fresh", or "random" for an adapter that is not 0."""
+    trainer_type, task = TRAINERS[algorithm], arithmetic()
+    peft_config, lora = None, options.pop("lora", None)
+    if lora is not None:
+        fresh = lora == "fresh"
+        peft_config = LoraConfig(
+            r=4, target_modules="all-linear", init_lora_weights=fresh, task_type="CAUSAL_LM"
+        )
+    return trainer_type(
         model=model,
         reward_funcs=even_digits,
-        args=trainer_type.config_type(output_dir=str(out / "run"), **config),
+        args=trainer_type.config_type(output_dir=str(out / "run"), **options),
         train_dataset=task.train_dataset,
         eval_dataset=task.eval_dataset.select(range(33)),
+        peft_config=peft_config,
     )
-    start = weights(trainer.learner.module)
-    batch = draw_batch(trainer, Meter())
+
+
+def run(out: Path, resume: str | None = None, gradients: bool = True, **options: Any) -> None:
+    """Leave behind what is sampled first, the first unclipped gradient with every split, and the
+    weights before and after training; of policy and critic, where there is one.
+    """
+    trainer = new_trainer(out, **options)
+    main = trainer.runtime.is_main
+    out.mkdir(exist_ok=True, parents=True)
+    tensors = {"start": weights(trainer)}
+    if gradients:
+        tensors["gradients"] = first_gradients(trainer, out)
+    evaluated = trainer.evaluate()
+    trainer.train(resume_from_checkpoint=resume)
+    tensors["end"] = weights(trainer)
+    if main:
+        torch.save(tensors, out / "tensors.pt")
+        (out / "eval.json").write_text(json.dumps(evaluated))
+
+
+def run_into_nan(out: Path, **options: Any) -> None:
+    """Leave behind what every process says of a loss that is NaN in the last one alone."""
+    trainer = new_trainer(out, **options)
+    out.mkdir(exist_ok=True, parents=True)
+    runtime, loss, start = trainer.runtime, trainer.learner.loss, weights(trainer)
+
+    def broken(new: Any, batch: Any) -> Any:
+        per_token, metrics = loss(new, batch)
+        return per_token * float("nan"), metrics
+
+    if runtime.rank == runtime.world - 1:
+        trainer.learner.loss = broken
+    try:
+        trainer.train()
+    except FloatingPointError as error:
+        (out / f"error-{runtime.rank}").write_text(str(error))
+    tensors = {"start": start, "end": weights(trainer)}
+    if runtime.is_main:
+        torch.save(tensors, out / "tensors.pt")
+
+
+def first_gradients(trainer: Any, out: Path) -> dict[str, Tensor]:
+    """Of the whole first batch, with its rows split into micro-batches in three ways."""
+    with trainer.sampling():
+        batch = draw_batch(trainer, Meter())
     samples, scores = batch.judged
     experience, _ = trainer.make_experience(samples.rollout, scores, Meter(), batch.greedy)
-    exchanges: list[int] = []
-    if trainer.runtime.world > 1:
-
-        def count(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-            exchanges.append(bucket.index())
-            return default_hooks.allreduce_hook(None, bucket)
-
-        trainer.learner.trained.register_comm_hook(None, count)
-    trainer.learner.accumulate(experience, Meter())
-    (out / "exchanges.json").write_text(json.dumps(exchanges))
-    gradient = torch.cat([p.grad.flatten() for p in trainer.learner.module.parameters()])
-    trainer.learner.optimizer.zero_grad()
+    learner, rank = trainer.learner, trainer.runtime.rank
     sampled = [
         [group, *ids]
         for group, ids in zip(samples.rollout.groups.tolist(), samples.completion_ids, strict=True)
     ]
-    rank = trainer.runtime.rank
     (out / f"sampled-{rank}.json").write_text(json.dumps(sampled))
-    evaluated = trainer.evaluate()
-    trainer.train()
-    if rank == 0:
-        torch.save(
-            {
-                "gradient": gradient,
-                "start": start,
-                "end": weights(trainer.learner.module),
-            },
-            out / "tensors.pt",
-        )
-        (out / "eval.json").write_text(json.dumps(evaluated))
+    gradients, args = {}, learner.args
+    exchanges = count_exchanges(learner.trained._wrapped)
+    for split, tokens in SPLITS.items():
+        exchanges.clear()
+        learner.args = dataclasses.replace(args, micro_batch_tokens=tokens)
+        learner.accumulate(experience, Meter())
+        gradients[split] = flat(gradient_of(p) for p in parameters(trainer))
+        learner.trained.forget(learner.module)
+        learner.trained.step()
+    (out / "exchanges.json").write_text(json.dumps(exchanges))
+    learner.args = args
+    return gradients
 
 
-def weights(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+def count_exchanges(wrapped: Any) -> list[int]:
+    """The buckets of gradients that DDP exchanges from here on, by number."""
+    exchanges: list[int] = []
+
+    def count(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        exchanges.append(bucket.index())
+        return default_hooks.allreduce_hook(None, bucket)
+
+    if isinstance(wrapped, DistributedDataParallel):
+        wrapped.register_comm_hook(None, count)
+    return exchanges
+
+
+def gradient_of(parameter: Any) -> Tensor:
+    """All of it, wherever its pieces are."""
+    if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
+        from deepspeed.utils import safe_get_full_grad
+
+        gradient = safe_get_full_grad(parameter)
+    else:
+        gradient = None if parameter.grad is None else full(parameter.grad)
+    return torch.zeros_like(full(parameter)) if gradient is None else gradient
+
+
+def parameters(trainer: Any) -> list[Any]:
+    """What is trained; what is frozen may be there once or several times."""
+    return [p for p in trainer.learner.module.parameters() if p.requires_grad]
+
+
+def weights(trainer: Any) -> Tensor:
+    return flat(full(p) for p in parameters(trainer))
+
+
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([tensor.flatten().cpu() for tensor in tensors]).clone()
+
+
+def main(path: Path) -> None:
+    plan = json.loads(path.read_text())
+    backends.install(plan["backend"])
+    for job in plan["jobs"]:
+        torch.manual_seed(0)
+        go = run_into_nan if job.pop("nan", False) else run
+        go(Path(job.pop("out")), **job)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()))
+    main(Path(sys.argv[1]))

@@ -1,0 +1,103 @@
+"""Starting runs in several processes, and reading what they leave behind."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_pg.metrics import read
+from rlhf_pg.tasks import arithmetic
+from tests.distributed.backends import environment
+from tests.tiny import tiny_model
+
+ROOT = Path(__file__).parents[2]
+COMMON = {
+    "max_steps": 5,
+    "learning_rate": 1e-3,
+    "max_grad_norm": 0.0,
+    "max_completion_length": 6,
+}
+
+
+@dataclass
+class Outcome:
+    """What a run left behind."""
+
+    sampled: list[list[int]]
+    gradients: dict[str, Tensor]  # by split into micro-batches
+    start: Tensor
+    end: Tensor
+    metrics: list[dict[str, Any]]
+    evaluated: dict[str, float]
+    exchanges: list[int]
+    directory: Path
+
+    @classmethod
+    def of(cls, out: Path) -> "Outcome":
+        files = sorted(out.glob("sampled-*.json"))
+        tensors = torch.load(out / "tensors.pt", weights_only=True)
+        return cls(
+            sampled=sorted(row for file in files for row in read_json(file)),
+            gradients=tensors.get("gradients", {}),
+            start=tensors["start"],
+            end=tensors["end"],
+            metrics=read(out / "run" / "metrics.jsonl"),
+            evaluated=read_json(out / "eval.json"),
+            exchanges=read_json(out / "exchanges.json") if files else [],
+            directory=out / "run",
+        )
+
+    def numbers(self) -> list[dict[str, float]]:
+        """Of every step what was computed, and does not depend on the clock."""
+        clock = ("step_time", "time/", "perf/")
+        return [
+            {k: v for k, v in line.items() if v is not None and not k.startswith(clock)}
+            for line in self.metrics
+        ]
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def launch(
+    root: Path, jobs: dict[str, dict[str, Any]], backend: str = "ddp", processes: int = 1
+) -> dict[str, Outcome]:
+    """Run the jobs, one after another in the same processes; each leaves a directory in `root`."""
+    root.mkdir()
+    listed = [{"out": str(root / name), **job} for name, job in jobs.items()]
+    (root / "jobs.json").write_text(json.dumps({"backend": backend, "jobs": listed}))
+    command = [sys.executable]
+    if processes > 1 or backend != "ddp":
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command += ["-m", "tests.distributed.runs", str(root / "jobs.json")]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment(backend)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")} | own
+    log = root / "log"
+    with log.open("w") as file:
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, timeout=900, stdout=file, stderr=subprocess.STDOUT
+        )
+    assert done.returncode == 0, log.read_text()[-10_000:]
+    return {name: Outcome.of(root / name) for name, job in jobs.items() if "nan" not in job}
+
+
+def saved_model(path: Path, arch: str | None = None) -> str:
+    """The embedded task's model and tokenizer, with random weights.
+
+    Args:
+        arch: of another model in its place, one of `tests.tiny.ARCHS`.
+    """
+    torch.manual_seed(0)
+    model, tokenizer = arithmetic().new_model()
+    if arch is not None:
+        model = tiny_model(arch, vocab_size=len(tokenizer))
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)

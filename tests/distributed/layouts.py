@@ -1,0 +1,121 @@
+"""What is compared with what: runs of every kind, and the ways in which they are distributed."""
+
+from dataclasses import dataclass
+from typing import Any
+
+# 5 prompts are shared unevenly by 2 and by 4 processes, in minibatches of 3 and 2.
+JOBS: dict[str, dict[str, Any]] = {
+    # The reference follows the policy.
+    "grpo": {
+        "algorithm": "grpo",
+        "num_generations": 4,
+        "prompts_per_step": 5,
+        "num_mini_batches": 2,
+        "beta": 0.05,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 2,
+    },
+    # Groups of two are often equal: each process alone would draw again for others.
+    "rloo": {
+        "algorithm": "rloo",
+        "num_generations": 2,
+        "prompts_per_step": 6,
+        "dynamic_sampling_rounds": 2,
+        "skip_zero_advantages": True,
+        "beta": 0.0,
+        "normalize_rewards": True,
+    },
+    # One prompt: other processes have none.
+    "reinforce": {
+        "algorithm": "reinforce",
+        "num_generations": 4,
+        "prompts_per_step": 1,
+        "advantage_estimator": "returns_minus_greedy",
+    },
+    # Several updates per step, and a step that stops before the last; a critic that begins alone,
+    # in units that all processes share.
+    "ppo": {
+        "algorithm": "ppo",
+        "prompts_per_step": 5,
+        "num_mini_batches": 2,
+        "num_iterations": 3,
+        "target_kl": 1e-3,
+        "beta": 0.05,
+        "missing_eos_penalty": 0.5,
+        "overlong_buffer": 3,
+        "whiten_rewards": True,
+        "vf_coef": 0.5,
+        "normalize_values": True,
+        "value_pretraining_steps": 1,
+    },
+    "ppo, shared critic": {
+        "algorithm": "ppo",
+        "prompts_per_step": 5,
+        "num_mini_batches": 2,
+        "critic": "shared",
+    },
+    # Weights that policy and reference (and critic) share are split up once for each.
+    "grpo, LoRA": {
+        "algorithm": "grpo",
+        "lora": "fresh",
+        "num_generations": 4,
+        "prompts_per_step": 5,
+        "beta": 0.05,
+    },
+    "ppo, LoRA": {
+        "algorithm": "ppo",
+        "lora": "random",
+        "prompts_per_step": 5,
+        "num_mini_batches": 2,
+        "beta": 0.05,
+    },
+}
+# On GPT-2, which computes in float64 throughout; DeepSpeed does not.
+DOUBLE = {
+    f"{name}, float64": JOBS[name] | {"dtype": "float64", "arch": "gpt2"}
+    for name in ("grpo", "ppo")
+}
+# The micro-batches that the five steps are taken with.
+TRAINED_WITH = dict(zip(JOBS, ["two", "one", "two", "all", "two", "one", "all"], strict=True))
+
+
+NAMES = {
+    "ddp": "DDP",
+    "fsdp2": "FSDP2",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+    "zero2_offload": "ZeRO-2, offloaded",
+    "zero3_offload": "ZeRO-3, offloaded",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    backend: str
+    processes: int
+
+    def __str__(self) -> str:
+        return f"{self.backend}-{self.processes}"
+
+    def describe(self) -> str:
+        """For example "ZeRO-3, offloaded, 2 processes"."""
+        return f"{NAMES[self.backend]}, {self.processes} processes"
+
+    @property
+    def jobs(self) -> dict[str, dict[str, Any]]:
+        return JOBS if self.backend.startswith("zero") else JOBS | DOUBLE
+
+
+ONE = Layout("ddp", 1)
+LAYOUTS = [
+    Layout("ddp", 2),
+    Layout("ddp", 4),
+    Layout("fsdp2", 2),
+    Layout("fsdp2", 4),
+    Layout("zero1", 2),
+    Layout("zero2", 2),
+    Layout("zero3", 2),
+    Layout("zero2_offload", 2),
+    Layout("zero3_offload", 2),
+]

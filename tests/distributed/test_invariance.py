@@ -1,0 +1,109 @@
+"""The update is the same whatever the number of processes, the backend and the micro-batches.
+
+Every cell compares a layout (backend and processes) with one process: what is sampled, the gradient
+of one update split into micro-batches in three ways, the weights after five steps, and the metrics.
+With INVARIANCE=file the distances are added to that file, for docs/reliability.md.
+"""
+
+import functools
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launching import COMMON, Outcome, launch, saved_model
+from tests.distributed.layouts import DOUBLE, LAYOUTS, ONE, TRAINED_WITH, Layout
+from tests.distributed.runs import SPLITS
+
+# Those that are compared with every change; the others by `make test-distributed`.
+ALWAYS = {Layout("ddp", 2), Layout("fsdp2", 2), Layout("zero3", 2)}
+CELLS = [
+    pytest.param(
+        layout,
+        job,
+        id=f"{layout}-{job}",
+        marks=() if layout in ALWAYS else pytest.mark.distributed,
+    )
+    for layout in LAYOUTS
+    for job in layout.jobs
+]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """Layout -> outcomes by job; each layout is launched once."""
+    root = tmp_path_factory.mktemp("layouts")
+    models = {arch: saved_model(root / f"model-{arch}", arch) for arch in (None, "gpt2")}
+
+    @functools.cache
+    def attempt(layout: Layout) -> dict[str, Outcome] | AssertionError:
+        jobs = {
+            name: {
+                **COMMON,
+                "micro_batch_tokens": SPLITS[
+                    "all" if layout == ONE else TRAINED_WITH.get(name, "two")
+                ],
+                **{key: value for key, value in job.items() if key != "arch"},
+                "model": models[job.get("arch")],
+            }
+            for name, job in layout.jobs.items()
+        }
+        try:
+            return launch(root / str(layout), jobs, layout.backend, layout.processes)
+        except AssertionError as error:
+            return error
+
+    def outcomes(layout: Layout) -> dict[str, Outcome]:
+        done = attempt(layout)
+        if isinstance(done, AssertionError):
+            raise done
+        return done
+
+    return outcomes
+
+
+def noted(layout: Layout, job: str, **found: float) -> None:
+    """For the table in docs/reliability.md."""
+    if "INVARIANCE" in os.environ:
+        file = Path(os.environ["INVARIANCE"])
+        table = json.loads(file.read_text()) if file.exists() else {}
+        table.setdefault(str(layout), {}).setdefault(job, {}).update(found)
+        file.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+
+
+@pytest.mark.parametrize(("layout", "job"), CELLS)
+def test_the_same_is_sampled(launched, layout, job) -> None:
+    one, own = launched(ONE)[job], launched(layout)[job]
+    assert own.sampled == one.sampled
+    assert len({tuple(row) for row in one.sampled}) > len(one.sampled) / 2  # no repeated noise
+    noted(layout, job, sampled=True)
+
+
+@pytest.mark.parametrize(("layout", "job"), CELLS)
+def test_the_gradient_of_an_update_is_the_same(launched, layout, job) -> None:
+    expected = launched(ONE)[job].gradients["all"]
+    assert expected.norm() > 0
+    gradients = launched(layout)[job].gradients
+    distance = max(float((g - expected).norm() / expected.norm()) for g in gradients.values())
+    noted(layout, job, gradient=distance)
+    assert gradients.keys() == SPLITS.keys()
+    assert distance <= (1e-10 if job in DOUBLE else 1e-5)
+
+
+@pytest.mark.parametrize(("layout", "job"), CELLS)
+def test_five_steps_end_at_the_same_weights(launched, layout, job) -> None:
+    one, own = launched(ONE)[job], launched(layout)[job]
+    assert own.start.equal(one.start)
+    distance = float((own.end - one.end).norm() / (one.end - one.start).norm())
+    noted(layout, job, weights=distance)
+    assert distance <= (1e-9 if job in DOUBLE else 1e-4)
+
+
+@pytest.mark.parametrize(("layout", "job"), CELLS)
+def test_the_metrics_are_the_same(launched, layout, job) -> None:
+    one, own = launched(ONE)[job], launched(layout)[job]
+    for line, other in zip(one.numbers(), own.numbers(), strict=True):
+        assert other == pytest.approx(line, rel=1e-3, abs=1e-6)
+    assert own.evaluated == pytest.approx(one.evaluated)
+    noted(layout, job, metrics=True)

@@ -1,0 +1,76 @@
+"""A run goes on under another backend and another number of processes, where it stopped."""
+
+import pytest
+import torch
+
+from tests.distributed.launching import COMMON, launch, saved_model
+from tests.distributed.layouts import JOBS, ONE, Layout
+
+STEP = "checkpoints/step-00000003"
+RESUMED = ["ppo", "grpo", "ppo, LoRA"]  # a critic in units of its own, a reference that moves
+LAYOUTS = [Layout("ddp", 2), Layout("fsdp2", 2), Layout("zero2", 2), Layout("zero3", 2)]
+ALWAYS = Layout("zero3", 2)
+
+
+def layouts() -> list:
+    marks = {layout: () if layout == ALWAYS else pytest.mark.distributed for layout in LAYOUTS}
+    return [pytest.param(layout, id=str(layout), marks=marks[layout]) for layout in LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def common(tmp_path_factory) -> dict:
+    model = saved_model(tmp_path_factory.mktemp("model") / "model")
+    return {"model": model, **COMMON, "save_steps": 3, "gradients": False}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, common) -> dict:
+    """One process, never interrupted."""
+    jobs = {name: common | JOBS[name] for name in RESUMED}
+    return launch(tmp_path_factory.mktemp("whole") / "one", jobs)
+
+
+@pytest.fixture(scope="module", params=layouts())
+def there_and_back(request, tmp_path_factory, common, whole) -> tuple[dict, dict]:
+    """Begun in one process and finished in the layout, and the other way round."""
+    layout, root = request.param, tmp_path_factory.mktemp("resumed")
+
+    def resumed(outcomes: dict) -> dict:
+        return {
+            name: common | JOBS[name] | {"resume": str(outcomes[name].directory / STEP)}
+            for name in RESUMED
+        }
+
+    finished = resumed(whole)
+    begun = {f"{name}, begun": common | JOBS[name] for name in RESUMED}
+    there = launch(root / "there", finished | begun, layout.backend, layout.processes)
+    started = {name: there[f"{name}, begun"] for name in RESUMED}
+    return there, launch(root / "back", resumed(started), ONE.backend, ONE.processes)
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["there", "back"])
+@pytest.mark.parametrize("job", RESUMED)
+def test_a_resumed_run_ends_where_it_would_have(there_and_back, whole, job, way) -> None:
+    resumed, expected = there_and_back[way][job], whole[job]
+    assert [line["step"] for line in resumed.metrics] == [4, 5]
+    moved = (expected.end - expected.start).norm()
+    assert (resumed.end - expected.end).norm() <= 1e-4 * moved
+    for line, other in zip(expected.numbers()[3:], resumed.numbers(), strict=True):
+        assert other == pytest.approx(line, rel=1e-3, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory, common) -> dict:
+    """In bfloat16 under ZeRO-3: never interrupted, and resumed after three steps."""
+    root, job = tmp_path_factory.mktemp("narrow"), common | JOBS["ppo"] | {"dtype": "bfloat16"}
+    whole = launch(root / "whole", {"ppo": job}, "zero3", 2)
+    job = job | {"resume": str(whole["ppo"].directory / STEP)}
+    return {"whole": whole["ppo"]} | launch(root / "rest", {"rest": job}, "zero3", 2)
+
+
+@pytest.mark.distributed
+def test_float32_masters_are_resumed_bit_for_bit(narrow) -> None:
+    """A bfloat16 weight alone has lost what its updates added below the last bit."""
+    assert narrow["rest"].end.equal(narrow["whole"].end)
+    assert narrow["rest"].start.dtype == torch.bfloat16
+    assert not narrow["whole"].end.equal(narrow["whole"].start)
