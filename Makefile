@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 PURE_TESTS := $(wildcard $(patsubst %,tests/test_%*.py,\
 	masking kl control advantages losses policy_ experience running)) tests/rewards/test_scores.py
 
-.PHONY: help demo preference test test-slow coverage mutants docs lint format clean
+.PHONY: help demo preference test test-distributed test-slow coverage mutants docs lint format clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -29,11 +29,14 @@ preference: $(VENV)/.installed  ## SFT, reward model, PPO: about five minutes on
 	$(BIN)/rlhf-pg train recipes/reward_model_preference.yaml
 	$(BIN)/rlhf-pg train recipes/ppo_preference.yaml
 
-test: $(VENV)/.installed  ## every test that is not slow
-	$(BIN)/pytest
+test: $(VENV)/.installed  ## every test that is not slow, two files at a time
+	$(BIN)/pytest -n 2 --dist loadfile
+
+test-distributed: $(VENV)/.installed  ## every backend, on CPUs; leaves the table for `make docs`
+	INVARIANCE=docs/invariance.json $(BIN)/pytest -m "distributed or not slow" tests/distributed
 
 test-slow: $(VENV)/.installed  ## the slow tests too
-	$(BIN)/pytest -m "slow or not slow"
+	$(BIN)/pytest -m "not distributed"
 
 coverage: $(VENV)/.installed  ## every line of the pure modules is run by their own tests
 	$(BIN)/pytest $(PURE_TESTS) --cov=rlhf_pg --cov-report=term-missing --cov-fail-under=100

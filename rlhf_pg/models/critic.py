@@ -27,6 +27,8 @@ MODULE_FILE = "model.safetensors"
 class ValueHead(nn.Linear):
     """Hidden states to values, in at least float32. It begins at 0, and so do the values."""
 
+    _no_split_modules = ("ValueHead",)  # FSDP2 wants weights of one dtype in a unit
+
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__(hidden_size, 1, dtype=torch.promote_types(dtype, torch.float32))
         nn.init.zeros_(self.weight)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rlhf_pg.runtime.trained import Trained
-from rlhf_pg.runtime.weights import piece_like
+from rlhf_pg.runtime.weights import check_floating, piece_like
 
 
 class FullyShardedTrained(Trained):
@@ -18,6 +18,7 @@ class FullyShardedTrained(Trained):
     """
 
     def _wrap(self) -> Any:
+        check_floating(self.module)
         _set_apart(self.module)
         before = {id(p): name for name, p in self.module.named_parameters()}
         wrapped = self.place(self._accelerator, self.module)
@@ -30,8 +31,12 @@ class FullyShardedTrained(Trained):
     def place(accelerator: Accelerator, module: nn.Module) -> nn.Module:
         """In pieces, each a layer of `transformers` or what is left over."""
         module._no_split_modules = _layers(module)  # type: ignore[assignment]
+        plugin = accelerator.state.fsdp_plugin
+        wanted = plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap
         # Not `Accelerator.prepare`, which takes one model, and that with its optimizer.
         sharded: Any = fsdp2_prepare_model(accelerator, module)
+        # The plugin now says what fits this module, and the next one has other layers.
+        plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = wanted
         # By default the outermost weights stay whole after a pass without gradients, and what is
         # written to them then is lost.
         sharded.set_reshard_after_forward(True, recurse=False)
@@ -43,7 +48,7 @@ class FullyShardedTrained(Trained):
 
     def _like(self, parameter: Tensor, value: Tensor) -> Tensor:
         assert isinstance(parameter, DTensor)
-        own = piece_like(parameter, value)
+        own = piece_like(parameter, value).to(parameter.to_local().device)
         mesh, placements = parameter.device_mesh, parameter.placements
         return DTensor.from_local(
             own, mesh, placements, shape=parameter.shape, stride=parameter.stride()

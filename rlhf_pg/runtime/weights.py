@@ -17,6 +17,16 @@ from torch.utils import swap_tensors
 CPU = torch.device("cpu")
 
 
+def check_floating(module: nn.Module) -> None:
+    """Refuse what only DDP can share.
+
+    Raises:
+        ValueError: weights are quantized.
+    """
+    if not all(p.is_floating_point() for p in module.parameters()):
+        raise ValueError("4-bit weights are for one process or DDP: launch without FSDP, DeepSpeed")
+
+
 def full(tensor: Tensor) -> Tensor:
     """All of a tensor that may lie in pieces, detached; collective."""
     if isinstance(tensor, DTensor):
@@ -82,18 +92,12 @@ class Whole:
         self._users += 1
         try:
             if self._users == 1:
-                for own, piece in self._pairs(trained):
-                    # One at a time: no more than a parameter lies there twice.
-                    value = full(piece)
-                    if device is not None:
-                        _fill(own, value.to(device))
+                self._fill(device, trained)
             yield
         finally:
             self._users -= 1
             if not self._users:
-                for own, _ in self._pairs():
-                    if not own.is_meta:
-                        _fill(own, own.to("meta"))
+                self._empty()
 
     @contextmanager
     def changed(self, trained: bool = False) -> Iterator[None]:
@@ -102,6 +106,22 @@ class Whole:
             yield
             for own, piece in self._pairs(trained):
                 put(piece, own)
+
+    def _fill(self, device: torch.device | None, trained: bool) -> None:
+        pairs = self._pairs(trained)
+        for own, piece in pairs:
+            value = full(piece)  # one at a time: what is not kept needs no more room than that
+            if device is not None:
+                _put_in_place(own, value.to(device))
+        if pairs and device is not None:
+            for part in self.module.modules():
+                for name, buffer in part.named_buffers(recurse=False):
+                    part._buffers[name] = buffer.to(device)
+
+    def _empty(self) -> None:
+        for own, _ in self._pairs():
+            if not own.is_meta:
+                _put_in_place(own, own.to("meta"))
 
     def _pairs(self, trained: bool = False) -> list[tuple[Tensor, Tensor]]:
         """Parameters of `module`, and those in pieces; tied ones once."""
@@ -123,7 +143,7 @@ def _outline(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, empty)
 
 
-def _fill(parameter: Tensor, value: Tensor) -> None:
-    """Put a tensor in a parameter's place, wherever it is used."""
+def _put_in_place(parameter: Tensor, value: Tensor) -> None:
+    """Let a parameter be another tensor, wherever it is used."""
     swap: Any = swap_tensors
     swap(parameter, nn.Parameter(value, parameter.requires_grad))

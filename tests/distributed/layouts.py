@@ -21,6 +21,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "num_generations": 2,
         "prompts_per_step": 6,
         "dynamic_sampling_rounds": 2,
+        "gradient_checkpointing": True,
         "skip_zero_advantages": True,
         "beta": 0.0,
         "normalize_rewards": True,
@@ -76,7 +77,17 @@ DOUBLE = {
     for name in ("grpo", "ppo")
 }
 # The micro-batches that the five steps are taken with.
-TRAINED_WITH = dict(zip(JOBS, ["two", "one", "two", "all", "two", "one", "all"], strict=True))
+TRAINED_WITH = {
+    "grpo": "two",
+    "rloo": "one",
+    "reinforce": "two",
+    "ppo": "all",
+    "ppo, shared critic": "two",
+    "grpo, LoRA": "one",
+    "ppo, LoRA": "all",
+    "grpo, float64": "one",
+    "ppo, float64": "two",
+}
 
 
 NAMES = {

@@ -8,22 +8,28 @@ With INVARIANCE=file the distances are added to that file, for docs/reliability.
 import functools
 import json
 import os
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.distributed.launching import COMMON, Outcome, launch, saved_model
-from tests.distributed.layouts import DOUBLE, LAYOUTS, ONE, TRAINED_WITH, Layout
+from tests.distributed.layouts import DOUBLE, JOBS, LAYOUTS, ONE, TRAINED_WITH, Layout
 from tests.distributed.runs import SPLITS
 
-# Those that are compared with every change; the others by `make test-distributed`.
-ALWAYS = {Layout("ddp", 2), Layout("fsdp2", 2), Layout("zero3", 2)}
+# What is compared with every change; the rest is for `make test-distributed`.
+ALWAYS = {
+    Layout("ddp", 2): [*JOBS, *DOUBLE],
+    Layout("fsdp2", 2): ["grpo", "ppo, LoRA"],
+    Layout("zero3", 2): ["ppo", "grpo, LoRA"],
+}
 CELLS = [
     pytest.param(
         layout,
         job,
         id=f"{layout}-{job}",
-        marks=() if layout in ALWAYS else pytest.mark.distributed,
+        marks=() if job in ALWAYS.get(layout, ()) else pytest.mark.distributed,
     )
     for layout in LAYOUTS
     for job in layout.jobs
@@ -31,24 +37,24 @@ CELLS = [
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory):
-    """Layout -> outcomes by job; each layout is launched once."""
+def launched(request, tmp_path_factory):
+    """Layout -> outcomes by job; each layout is launched once, for the jobs of the chosen tests."""
+    wanted: dict[Layout, set[str]] = defaultdict(set)
+    for item in request.session.items:
+        if item.path == request.path:
+            wanted[item.callspec.params["layout"]].add(item.callspec.params["job"])
+    wanted[ONE] = set().union(*wanted.values())
     root = tmp_path_factory.mktemp("layouts")
     models = {arch: saved_model(root / f"model-{arch}", arch) for arch in (None, "gpt2")}
 
+    def options(layout: Layout, name: str) -> dict[str, Any]:
+        job = COMMON | (JOBS | DOUBLE)[name]
+        split = "all" if layout == ONE else TRAINED_WITH[name]
+        return job | {"model": models[job.pop("arch", None)], "micro_batch_tokens": SPLITS[split]}
+
     @functools.cache
     def attempt(layout: Layout) -> dict[str, Outcome] | AssertionError:
-        jobs = {
-            name: {
-                **COMMON,
-                "micro_batch_tokens": SPLITS[
-                    "all" if layout == ONE else TRAINED_WITH.get(name, "two")
-                ],
-                **{key: value for key, value in job.items() if key != "arch"},
-                "model": models[job.get("arch")],
-            }
-            for name, job in layout.jobs.items()
-        }
+        jobs = {name: options(layout, name) for name in sorted(wanted[layout])}
         try:
             return launch(root / str(layout), jobs, layout.backend, layout.processes)
         except AssertionError as error:

@@ -13,7 +13,7 @@ REFERENCE = "tests/models/test_reference.py"
 NATIVE = "tests/rollout/test_native.py"
 SAMPLING = "tests/rollout/test_sampling.py"
 REWARDS = "tests/rewards/test_functions.py"
-TWO_PROCESSES = "tests/distributed/test_two_processes.py"
+DISTRIBUTED = "tests/distributed/test_invariance.py"
 
 RECORDS = [
     Mutant(
@@ -692,7 +692,7 @@ PROCESSES = [
         file="rlhf_pg/runtime/trained.py",
         old="torch.autograd.backward(loss * self._world)",
         new="torch.autograd.backward(loss)",
-        killers=(f"{TWO_PROCESSES}::test_the_first_gradient_is_equal[grpo]",),
+        killers=(f"{DISTRIBUTED}::test_the_gradient_of_an_update_is_the_same[ddp-2-grpo]",),
     ),
     Mutant(
         name="tokens-counted-per-process",
@@ -700,7 +700,7 @@ PROCESSES = [
         file="rlhf_pg/trainers/learner.py",
         old="self.runtime.total(weight_count(minibatch.action_mask, args.aggregation))",
         new="weight_count(minibatch.action_mask, args.aggregation) * self.runtime.world",
-        killers=(f"{TWO_PROCESSES}::test_the_first_gradient_is_equal[grpo]",),
+        killers=(f"{DISTRIBUTED}::test_the_gradient_of_an_update_is_the_same[ddp-2-grpo]",),
     ),
     Mutant(
         name="whitening-per-process",
@@ -708,7 +708,7 @@ PROCESSES = [
         file="rlhf_pg/trainers/scoring.py",
         old="whiten(advantages, mask, stats=_mean_and_var(runtime, advantages, mask))",
         new="whiten(advantages, mask)",
-        killers=(f"{TWO_PROCESSES}::test_the_first_gradient_is_equal[ppo]",),
+        killers=(f"{DISTRIBUTED}::test_the_gradient_of_an_update_is_the_same[ddp-2-ppo]",),
     ),
 ]
 

@@ -5,7 +5,7 @@ from tests.mutants import Mutant
 OPTIONS = "tests/trainers/test_critic_options.py"
 MOVING = "tests/trainers/test_moving_reference.py"
 REFERENCE = "tests/models/test_reference.py"
-TWO_PROCESSES = "tests/distributed/test_two_processes.py"
+DISTRIBUTED = "tests/distributed/test_invariance.py"
 LEARNER = "rlhf_pg/trainers/learner.py"
 SCORING = "rlhf_pg/trainers/scoring.py"
 
@@ -87,7 +87,7 @@ UNITS = [
         "    moments.update(float(runtime.total(mask.sum())), float(mean), float(var))",
         new="    own = returns[mask].double()\n"
         "    moments.update(len(own), float(own.mean()), float(own.var(correction=0)))",
-        killers=(f"{TWO_PROCESSES}::test_logged_numbers_are_equal[ppo]",),
+        killers=(f"{DISTRIBUTED}::test_the_metrics_are_the_same[ddp-2-ppo]",),
     ),
     Mutant(
         name="value-moments-with-padding",

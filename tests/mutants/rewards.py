@@ -234,7 +234,9 @@ MUTANTS: list[Mutant] = [
         file=SCORING,
         old="whiten(rewards, mask, shift_mean=False, stats=stats)",
         new="whiten(rewards, mask, shift_mean=False)",
-        killers=("tests/distributed/test_two_processes.py::test_the_first_gradient_is_equal[ppo]",),
+        killers=(
+            "tests/distributed/test_invariance.py::test_the_gradient_of_an_update_is_the_same[ddp-2-ppo]",
+        ),
     ),
     Mutant(
         name="kl-behind-the-whitening",

@@ -146,8 +146,8 @@ MUTANTS: list[Mutant] = [
         name="skipped-rows-leave-no-gradient",
         mistake="a step whose rows are all skipped has no backward pass: momentum stands still",
         file=LEARNER,
-        old="range(max(1, self.runtime.most(len(chunks))) - len(chunks))",
-        new="range(self.runtime.most(len(chunks)) - len(chunks))",
+        old="count = max(1, self.runtime.most(len(chunks)))",
+        new="count = self.runtime.most(len(chunks))",
         killers=(f"{OPTIONS}a_step_without_any_advantage_leaves_the_optimizer_as_it_would_be",),
     ),
     Mutant(

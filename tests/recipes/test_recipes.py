@@ -66,7 +66,7 @@ def test_recipe_under_accelerate_launch(processes: int, model_path: str, tmp_pat
         capture_output=True,
         text=True,
     )
-    described = "1 process, cpu" if processes == 1 else "2 processes (gloo), cpu"
+    described = "1 process, cpu" if processes == 1 else "2 processes (gloo, DDP), cpu"
     assert f"GRPOTrainer: {described}" in done.stdout
     lines = read(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]

@@ -209,7 +209,7 @@ def test_scores_keep_their_digits():
         ({"a": 1, "b": 2, "c": 3}, "{'a': 1"),
         ((x for x in (1.0, 2.0, 3.0)), "<generator"),
     ],
-    ids=str,
+    ids=lambda value: str(value).partition(" at ")[0],
 )
 def test_it_must_be_one_score_per_completion(scores, got):
     with pytest.raises(ValueError, match=rf"reward function said .* list of 3 scores.* got {got}"):

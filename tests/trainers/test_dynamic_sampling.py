@@ -217,6 +217,10 @@ class Rank:
     def most(self, x: int) -> int:
         return int(self.gather(torch.tensor([x]))[0].max())
 
+    def agreed(self, failure: str | None) -> str | None:
+        assert failure is None
+        return None
+
 
 def test_two_ranks_decide_on_the_scores_of_both(trainer_of) -> None:
     """Each keeps the rows that it sampled; together they are those of one process."""
