@@ -1,5 +1,5 @@
 """What CPU tests cannot see: the same numbers on a GPU, the recipes in bfloat16 and with adapters,
-and step times.
+the backends with NCCL, and step times.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import torch
 import yaml
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoModelForCausalLM
 
 from rlhf_pg.experience import Rollout
 from rlhf_pg.metrics import read
@@ -126,13 +127,45 @@ def presets(device: str) -> Iterator[Check]:
             yield f"preset {preset.stem}", figure, finite and len(lines) == 3
 
 
-def launch(recipe: Path, algorithm: str, device: str, flags: dict[str, Any]) -> None:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
-    command += ["--cpu"] if device == "cpu" else []
+def backends(device: str) -> Iterator[Check]:
+    """PPO (policy, critic and reference) by every file of recipes/accelerate, on all GPUs: norms of
+    its first gradients against those of one process. On CPUs tests/distributed does that.
+    """
+    if device == "cpu":
+        return
+    recipe, norms = RECIPES / "ppo_arithmetic.yaml", {}
+    with tempfile.TemporaryDirectory() as directory:
+        flags = {"model_name_or_path": save_model(directory), "max_steps": 3, "save_steps": 3}
+        for config in (None, *sorted((RECIPES / "accelerate").glob("*.yaml"))):
+            name = config.stem if config else "one process"
+            if name.startswith("cpu") or (name.startswith("zero") and not find_spec("deepspeed")):
+                continue
+            out = Path(directory) / name
+            launch(recipe, "ppo", device, {**flags, "output_dir": str(out)}, config)
+            norms[name] = [line["grad_norm"] for line in read(out / "metrics.jsonl")]
+            off = max(
+                abs(a / b - 1) for a, b in zip(norms[name], norms["one process"], strict=True)
+            )
+            saved = AutoModelForCausalLM.from_pretrained(out / "final").num_parameters() > 0
+            yield f"gradient norms, {name}", f"{off:.1e}", saved and off <= 1e-3
+
+
+def launch(
+    recipe: Path, algorithm: str, device: str, flags: dict[str, Any], config: Path | None = None
+) -> None:
+    """Run a recipe script in one process, or on all GPUs by a file of recipes/accelerate."""
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    if config is not None:
+        command += ["--config_file", str(config)]
+    processes = 1 if config is None else torch.cuda.device_count()
+    command += ["--num_processes", str(processes), *(["--cpu"] if device == "cpu" else [])]
     command += [str(RECIPES / f"{algorithm}.py"), "--config", str(recipe)]
     for key, value in {**flags, "eval_steps": 0}.items():
         command += [f"--{key}", str(value)]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=200)
+
+
+GROUPS: list[Callable[[str], Iterator[Check]]] = [agreement, sampling, recipes, presets, backends]
 
 
 def main() -> None:
@@ -146,8 +179,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device == "cuda" else device
     table = Table("check", "figure", "", title=f"{name}, torch {torch.__version__}")
     start, failed = time.perf_counter(), 0
-    groups: list[Callable[[str], Iterator[Check]]] = [agreement, sampling, recipes, presets]
-    for group in groups:
+    for group in GROUPS:
         for what, figure, passed in group(device):
             table.add_row(what, figure, "ok" if passed else "FAILED")
             failed += not passed
