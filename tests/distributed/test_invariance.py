@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.distributed.launching import COMMON, Outcome, launch, saved_model
 from tests.distributed.layouts import DOUBLE, JOBS, LAYOUTS, ONE, TRAINED_WITH, Layout
-from tests.distributed.runs import SPLITS
+from tests.distributed.runs import SPLITS, flat
 
 # What is compared with every change; the rest is for `make test-distributed`.
 ALWAYS = {
@@ -113,3 +117,19 @@ def test_the_metrics_are_the_same(launched, layout, job) -> None:
         assert other == pytest.approx(line, rel=1e-3, abs=1e-6)
     assert own.evaluated == pytest.approx(one.evaluated)
     noted(layout, job, metrics=True)
+
+
+@pytest.mark.parametrize(("layout", "job"), CELLS)
+def test_what_it_leaves_behind_loads_as_any_other_model(launched, layout, job) -> None:
+    own = launched(layout)[job]
+    final = own.directory / "final"
+    if "LoRA" in job:
+        model = AutoPeftModelForCausalLM.from_pretrained(final, is_trainable=True)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(final, dtype=own.end.dtype)
+    policy = flat(p for p in model.parameters() if p.requires_grad)
+    assert policy.equal(own.end[: len(policy)])
+    if job in ("ppo, shared critic", "ppo, LoRA"):
+        head = load_file(final / "critic" / "value_head.safetensors")
+        last = torch.cat([head["weight"].flatten(), head["bias"]])
+        assert last.equal(own.end[-len(last) :])

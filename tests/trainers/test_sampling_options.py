@@ -467,3 +467,22 @@ def test_four_steps_are_two_and_two_bit_for_bit(options, make: Callable, tmp_pat
     final = dict(rest.model.named_parameters())
     assert all(p.equal(final[name]) for name, p in whole.model.named_parameters())
     assert untimed(tmp_path / "part") == untimed(tmp_path / "whole")
+
+
+def test_the_number_of_micro_batches_is_agreed_on_before_the_first(tmp_path, monkeypatch) -> None:
+    """A forward pass may wait for the other processes, and they for the number."""
+    trainer = make_trainer(GRPOTrainer, tmp_path, prompts=TWO, num_generations=3)
+    trainer.engine.says = DULL
+    order: list[str] = []
+
+    def most(x: int) -> int:
+        order.append("agreed")
+        return x
+
+    monkeypatch.setattr(trainer.runtime, "most", most)
+    batch, _ = draw_batch(trainer, Meter()).judged
+    order.clear()
+    for _ in trainer.learner._micro_batches(batch.rollout):
+        order.append("forward")
+    assert order[0] == "agreed"
+    assert order.count("agreed") == 1

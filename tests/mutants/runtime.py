@@ -1,0 +1,92 @@
+"""Mistakes in how a model is shared among processes."""
+
+from tests.mutants import Mutant
+
+WEIGHTS = "tests/runtime/test_weights.py"
+BACKENDS = "tests/runtime/test_backends.py"
+CHECKPOINT = "tests/test_checkpoint.py"
+
+MUTANTS = [
+    Mutant(
+        name="micro-batches-counted-late",
+        mistake="a process with fewer micro-batches asks how many there are while others still "
+        "compute: under FSDP or ZeRO-3 they wait for each other's other operation",
+        file="rlhf_pg/trainers/learner.py",
+        old="        for rows in chunks:\n            yield rows, batch.select(rows)\n"
+        "        for _ in range(count - len(chunks)):",
+        new="        for rows in chunks:\n            yield rows, batch.select(rows)\n"
+        "        for _ in range(max(1, self.runtime.most(len(chunks))) - len(chunks)):",
+        killers=(
+            "tests/trainers/test_sampling_options.py"
+            "::test_the_number_of_micro_batches_is_agreed_on_before_the_first",
+        ),
+    ),
+    Mutant(
+        name="step-with-nan",
+        mistake="a gradient that is not finite is reported after the weights are lost",
+        file="rlhf_pg/runtime/trained.py",
+        old="if norm.isfinite():",
+        new="if True:",
+        killers=(
+            "tests/trainers/test_bad_input.py"
+            "::test_a_gradient_that_is_not_finite_leaves_the_weights",
+        ),
+    ),
+    Mutant(
+        name="old-moments-kept",
+        mistake="a resumed run keeps moments of its own for parameters that had none",
+        file="rlhf_pg/runtime/trained.py",
+        old="        self.optimizer.state.clear()\n",
+        new="",
+        killers=(f"{CHECKPOINT}::test_restoring_forgets_the_moments_that_were_there",),
+    ),
+    Mutant(
+        name="whole-copy-kept",
+        mistake="the copy that sampling needs stays in memory through the update",
+        file="rlhf_pg/runtime/weights.py",
+        old="                self._empty()\n",
+        new="                pass\n",
+        killers=(f"{WEIGHTS}::test_a_whole_is_the_module_as_it_is_now",),
+    ),
+    Mutant(
+        name="whole-emptied-by-an-inner-use",
+        mistake="a second use within a rollout takes the weights away from the first",
+        file="rlhf_pg/runtime/weights.py",
+        old="            if not self._users:\n",
+        new="            if True:\n",
+        killers=(f"{WEIGHTS}::test_it_is_emptied_by_the_outermost_use",),
+    ),
+    Mutant(
+        name="helper-keeps-a-copy",
+        mistake="every process holds all weights in host memory while one of them saves",
+        file="rlhf_pg/runtime/weights.py",
+        old="            if device is not None:\n"
+        "                _put_in_place(own, value.to(device))",
+        new="            _put_in_place(own, value.to(device or CPU))",
+        killers=(f"{WEIGHTS}::test_a_process_that_only_helps_keeps_nothing",),
+    ),
+    Mutant(
+        name="changes-not-put-back",
+        mistake="loaded weights stay in a copy, and the run goes on from those it began with",
+        file="rlhf_pg/runtime/weights.py",
+        old="                put(piece, own)\n",
+        new="                pass\n",
+        killers=(f"{WEIGHTS}::test_what_is_changed_is_put_back_into_the_pieces",),
+    ),
+    Mutant(
+        name="tied-weights-set-apart",
+        mistake="what makes frozen weights of the critic its own unties the policy's embeddings",
+        file="rlhf_pg/runtime/fsdp.py",
+        old="            if id(p) in taken\n",
+        new="",
+        killers=(f"{WEIGHTS}::test_frozen_weights_of_two_models_are_set_apart_and_nothing_else",),
+    ),
+    Mutant(
+        name="deepspeed-config-decides",
+        mistake="DeepSpeed divides the loss by the accumulation steps of its own config",
+        file="rlhf_pg/runtime/zero.py",
+        old='        "gradient_accumulation_steps": 1,\n',
+        new="",
+        killers=(f"{BACKENDS}::test_the_recipe_decides_and_not_the_deepspeed_config",),
+    ),
+]

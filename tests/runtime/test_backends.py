@@ -1,0 +1,103 @@
+"""What a launcher may ask for, and what it may not: one clear error."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import DistributedType
+
+from rlhf_pg.runtime.processes import _backend
+
+
+def accelerator(kind: DistributedType, **state: Any) -> Any:
+    return SimpleNamespace(distributed_type=kind, state=SimpleNamespace(**state))
+
+
+def deepspeed_with(stage: int, **config: Any) -> Any:
+    plugin = SimpleNamespace(
+        zero_stage=stage,
+        deepspeed_config={"zero_optimization": {"stage": stage}, **config},
+    )
+    return accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=plugin)
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        (accelerator(DistributedType.NO), "DDP"),
+        (accelerator(DistributedType.MULTI_CPU), "DDP"),
+        (accelerator(DistributedType.MULTI_GPU), "DDP"),
+        (deepspeed_with(2), "ZeRO-2"),
+        (deepspeed_with(3), "ZeRO-3"),
+    ],
+)
+def test_backends_have_names(asked, name) -> None:
+    if name.startswith("ZeRO"):
+        pytest.importorskip("deepspeed")
+    assert _backend(asked)[0] == name
+
+
+def test_every_process_loads_the_weights_under_fsdp2(monkeypatch) -> None:
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    plugin = SimpleNamespace(fsdp_version=2, cpu_ram_efficient_loading=True)
+    assert _backend(accelerator(DistributedType.FSDP, fsdp_plugin=plugin))[0] == "FSDP2"
+    assert not plugin.cpu_ram_efficient_loading
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        accelerator(DistributedType.MEGATRON_LM),
+        accelerator(DistributedType.FSDP, fsdp_plugin=SimpleNamespace(fsdp_version=1)),
+    ],
+)
+def test_what_is_not_supported_is_refused(asked) -> None:
+    with pytest.raises(ValueError, match="not supported: use DDP, FSDP with fsdp_version 2"):
+        _backend(asked)
+
+
+def test_the_recipe_decides_and_not_the_deepspeed_config() -> None:
+    zero = pytest.importorskip("rlhf_pg.runtime.zero")
+    asked = deepspeed_with(
+        2,
+        train_batch_size="auto",
+        gradient_clipping="auto",
+        gradient_accumulation_steps=8,
+        fp16={"enabled": "auto"},
+        bf16={"enabled": False},
+        zero_hpz_partition_size=1,
+    )
+    sections = asked.state.deepspeed_plugin.deepspeed_config
+    sections["zero_optimization"]["reduce_bucket_size"] = "auto"
+    assert zero._config(asked, bf16=True) == {
+        "zero_optimization": {"stage": 2},
+        "zero_hpz_partition_size": 1,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "fp16": {"enabled": False},
+        "bf16": {"enabled": True, "check_grad_overflow": True},
+    }
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (deepspeed_with(2, optimizer={"type": "AdamW"}), "section 'optimizer'"),
+        (deepspeed_with(2, scheduler={"type": "WarmupLR"}), "section 'scheduler'"),
+        (deepspeed_with(0), "plain DDP"),
+    ],
+)
+def test_a_deepspeed_config_that_does_not_fit_is_refused(asked, message) -> None:
+    zero = pytest.importorskip("rlhf_pg.runtime.zero")
+    with pytest.raises(ValueError, match=message):
+        zero._config(asked, bf16=False)
+
+
+def test_deepspeed_does_not_train_in_float64() -> None:
+    zero = pytest.importorskip("rlhf_pg.runtime.zero")
+    layer = torch.nn.Linear(2, 1).double()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    asked = SimpleNamespace(num_processes=1)
+    with pytest.raises(ValueError, match="set dtype to float32"):
+        zero.ZeroTrained(asked, layer, optimizer)

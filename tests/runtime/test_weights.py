@@ -1,0 +1,108 @@
+"""A module whose weights lie elsewhere can be had whole, for as long as it is used."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from rlhf_pg.models import ActorCritic, Policy, add_adapter, new_critic
+from rlhf_pg.runtime import Whole
+from rlhf_pg.runtime.fsdp import _set_apart
+from rlhf_pg.runtime.weights import check_floating
+from rlhf_pg.tasks.tiny import character_tokenizer
+from tests.tiny import ARCHS, tiny_model
+
+CPU = torch.device("cpu")
+IDS = torch.tensor([[3, 4, 5, 6]])
+
+
+def adapted(**overrides):
+    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    return add_adapter(tiny_model("qwen3", **overrides), config)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_whole_is_the_module_as_it_is_now(arch) -> None:
+    model = tiny_model(arch)
+    whole = Whole(model, splits=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)  # after the outline was made
+        expected = model(IDS).logits
+        with whole.filled(CPU):
+            assert whole.module(IDS).logits.equal(expected)
+    assert all(p.is_meta for p in whole.module.parameters())
+
+
+def test_nothing_is_copied_of_what_is_whole_anyway() -> None:
+    model = tiny_model("gpt2")
+    whole = Whole(model, splits=False)
+    with whole.filled(CPU):
+        assert whole.module is model
+    assert not any(p.is_meta for p in model.parameters())
+
+
+def test_a_process_that_only_helps_keeps_nothing() -> None:
+    whole = Whole(tiny_model("gpt2"), splits=True)
+    with whole.filled(None):
+        assert all(p.is_meta for p in whole.module.parameters())
+
+
+def test_it_is_emptied_by_the_outermost_use() -> None:
+    whole = Whole(tiny_model("gpt2"), splits=True)
+    with whole.filled(CPU):
+        with whole.filled(CPU):
+            pass
+        assert not any(p.is_meta for p in whole.module.parameters())
+    with pytest.raises(KeyError), whole.filled(CPU):
+        raise KeyError
+    assert all(p.is_meta for p in whole.module.parameters())
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = tiny_model("qwen3", tie_word_embeddings=True)
+    whole = Whole(model, splits=True)
+    with whole.filled(CPU):
+        own = whole.module
+        assert own.get_input_embeddings().weight is own.get_output_embeddings().weight
+
+
+def test_the_trained_weights_can_be_had_alone() -> None:
+    whole = Whole(adapted(), splits=True)
+    with whole.filled(CPU, trained=True):
+        for name, parameter in whole.module.named_parameters():
+            assert parameter.is_meta != ("lora_" in name), name
+
+
+def test_what_is_changed_is_put_back_into_the_pieces() -> None:
+    model = tiny_model("gpt2")
+    whole = Whole(model, splits=True)
+    expected = [p.detach() + 1 for p in model.parameters()]
+    with whole.changed():
+        for parameter in whole.module.parameters():
+            parameter.data = parameter.data + 1
+    assert all(p.equal(e) for p, e in zip(model.parameters(), expected, strict=True))
+
+
+def test_frozen_weights_of_two_models_are_set_apart_and_nothing_else() -> None:
+    policy = adapted(tie_word_embeddings=True)
+    critic = new_critic(policy, character_tokenizer("ab"), torch.float32)
+    module = ActorCritic(Policy(policy), critic)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    shared = {id(p) for p in policy.parameters()} & {id(p) for p in critic.parameters()}
+    assert shared
+    trained = [p for p in module.parameters() if p.requires_grad]
+    _set_apart(module)
+    assert not {id(p) for p in policy.parameters()} & {id(p) for p in critic.parameters()}
+    assert policy.get_input_embeddings().weight is policy.get_output_embeddings().weight
+    assert [p for p in module.parameters() if p.requires_grad] == trained
+    after = dict(module.named_parameters())
+    assert all(after[name].equal(value) for name, value in before.items())
+
+
+def test_quantized_weights_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    check_floating(model)
+    model.weight = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(ValueError, match="4-bit weights are for one process or DDP"):
+        check_floating(model)
