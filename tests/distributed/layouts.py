@@ -126,7 +126,9 @@ LAYOUTS = [
     Layout("fsdp2", 4),
     Layout("zero1", 2),
     Layout("zero2", 2),
+    Layout("zero2", 4),
     Layout("zero3", 2),
+    Layout("zero3", 4),
     Layout("zero2_offload", 2),
     Layout("zero3_offload", 2),
 ]
