@@ -265,7 +265,8 @@ def reliability() -> str:
     jobs = list(dict.fromkeys(job for layout in LAYOUTS for job in layout.jobs))
     rows = [f"| | {' | '.join(jobs)} |", "|---" * (len(jobs) + 1) + "|"]
     for layout in LAYOUTS:
-        cells = [_distances(found.get(str(layout), {}).get(job, {})) for job in jobs]
+        own = found.get(str(layout), {})
+        cells = [_distances(own.get(job, {})) if job in layout.jobs else "refused" for job in jobs]
         rows.append(f"| {layout.describe()} | {' | '.join(cells)} |")
     return filled((ROOT / "docs" / "reliability.md").read_text(), "invariance", "\n".join(rows))
 
