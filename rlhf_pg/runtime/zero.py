@@ -57,7 +57,8 @@ class ZeroTrained(Trained):
             return module.to(accelerator.device)
         bf16 = any(p.dtype == torch.bfloat16 for p in module.parameters())
         engine, *_ = deepspeed.initialize(model=module, config=_config(accelerator, bf16))
-        module.engine = engine  # has the hooks that gather the weights
+        # It has the hooks that gather the weights; as a child it would be the parent of its parent.
+        object.__setattr__(module, "engine", engine)
         return module
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:

@@ -72,6 +72,8 @@ def run(out: Path, resume: str | None = None, gradients: bool = True, **options:
         tensors["gradients"] = first_gradients(trainer, out)
     evaluated = trainer.evaluate()
     trainer.train(resume_from_checkpoint=resume)
+    if trainer.learner.reference is not None:
+        trainer.learner.reference.state_dict()  # still a module like any other
     tensors["end"] = weights(trainer)
     if main:
         torch.save(tensors, out / "tensors.pt")
