@@ -3,13 +3,13 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from rlhf_pg.runtime.trained import Trained
-from rlhf_pg.runtime.weights import check_floating, piece_like
+from rlhf_pg.runtime.weights import check_floating, put
 
 
 class FullyShardedTrained(Trained):
@@ -47,12 +47,10 @@ class FullyShardedTrained(Trained):
         return nullcontext()
 
     def _like(self, parameter: Tensor, value: Tensor) -> Tensor:
-        assert isinstance(parameter, DTensor)
-        own = piece_like(parameter, value).to(parameter.to_local().device)
-        mesh, placements = parameter.device_mesh, parameter.placements
-        return DTensor.from_local(
-            own, mesh, placements, shape=parameter.shape, stride=parameter.stride()
-        )
+        # As the optimizer makes it: `DTensor.from_local` would take it from an offloaded weight's CPU.
+        moment = torch.empty_like(parameter, dtype=value.dtype)
+        put(moment, value)
+        return moment
 
 
 def _set_apart(module: nn.Module) -> None:
