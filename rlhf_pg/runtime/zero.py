@@ -17,7 +17,7 @@ from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from rlhf_pg.runtime.failures import waits
 from rlhf_pg.runtime.trained import COUNTER, MASTER, State, Trained
@@ -198,9 +198,21 @@ def _decided(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _offloaded(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
-    """An optimizer that updates on the CPU, if that is where its state is to be."""
+    """An optimizer that updates on the CPU, if that is where its state is to be.
+
+    Raises:
+        ValueError: there is none of that kind.
+    """
     where = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
-    if where == "none" or not config.get("zero_force_ds_cpu_optimizer", True):
+    there = isinstance(optimizer, DeepSpeedCPUAdam)
+    if where == "none" or there or not config.get("zero_force_ds_cpu_optimizer", True):
         return optimizer
+    kind = type(optimizer)
+    if kind not in (Adam, AdamW):  # which accelerate would take for Adam
+        raise ValueError(
+            f"the DeepSpeed config offloads the optimizer, and there is no {kind.__name__} for "
+            "that: use Adam or AdamW, leave offload_optimizer out, or set "
+            "zero_force_ds_cpu_optimizer to false there"
+        )
     faster: Optimizer = map_pytorch_optim_to_deepspeed(optimizer)
     return faster

@@ -94,6 +94,18 @@ def test_a_deepspeed_config_that_does_not_fit_is_refused(asked, message) -> None
         zero._config(asked, bf16=False)
 
 
+def test_an_offloaded_optimizer_stays_what_it_is_or_is_refused() -> None:
+    """accelerate makes Adam of whatever it does not know."""
+    zero = pytest.importorskip("rlhf_pg.runtime.zero")
+    weights = [torch.nn.Parameter(torch.zeros(2))]
+    optimizer = torch.optim.SGD(weights, lr=1.0, momentum=0.9)
+    config: dict[str, Any] = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    with pytest.raises(ValueError, match="there is no SGD for that: use Adam or AdamW"):
+        zero._offloaded(optimizer, config)
+    assert zero._offloaded(optimizer, config | {"zero_force_ds_cpu_optimizer": False}) is optimizer
+    assert zero._offloaded(optimizer, {"zero_optimization": {"stage": 3}}) is optimizer
+
+
 def test_deepspeed_does_not_train_in_float64() -> None:
     zero = pytest.importorskip("rlhf_pg.runtime.zero")
     layer = torch.nn.Linear(2, 1).double()
