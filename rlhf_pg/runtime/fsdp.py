@@ -21,7 +21,7 @@ class FullyShardedTrained(Trained):
         check_floating(self.module)
         _set_apart(self.module)
         before = {id(p): name for name, p in self.module.named_parameters()}
-        wrapped = self.place(self._accelerator, self.module)
+        wrapped = _sharded(self._accelerator, self.module)
         after = dict(self.module.named_parameters())
         for group in self.optimizer.param_groups:
             group["params"] = [after[before[id(p)]] for p in group["params"]]
@@ -29,17 +29,8 @@ class FullyShardedTrained(Trained):
 
     @staticmethod
     def place(accelerator: Accelerator, module: nn.Module) -> nn.Module:
-        """In pieces, each a layer of `transformers` or what is left over."""
-        module._no_split_modules = _layers(module)  # type: ignore[assignment]
-        plugin = accelerator.state.fsdp_plugin
-        wanted = plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap
-        # Not `Accelerator.prepare`, which takes one model, and that with its optimizer.
-        sharded: Any = fsdp2_prepare_model(accelerator, module)
-        # The plugin now says what fits this module, and the next one has other layers.
-        plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = wanted
-        # By default the outermost weights stay whole after a pass without gradients, and what is
-        # written to them then is lost.
-        sharded.set_reshard_after_forward(True, recurse=False)
+        """In pieces, whatever the launcher wants to stay whole: no backward pass takes it apart."""
+        _sharded(accelerator, module).set_reshard_after_forward(True)
         return module
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
@@ -47,10 +38,25 @@ class FullyShardedTrained(Trained):
         return nullcontext()
 
     def _like(self, parameter: Tensor, value: Tensor) -> Tensor:
-        # As the optimizer makes it: `DTensor.from_local` would take it from an offloaded weight's CPU.
+        # As the optimizer makes it: `DTensor.from_local` would move an offloaded one to the GPU.
         moment = torch.empty_like(parameter, dtype=value.dtype)
         put(moment, value)
         return moment
+
+
+def _sharded(accelerator: Accelerator, module: nn.Module) -> Any:
+    """In pieces, each a layer of `transformers` or what is left over; in place."""
+    module._no_split_modules = _layers(module)  # type: ignore[assignment]
+    plugin = accelerator.state.fsdp_plugin
+    wanted = plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap
+    # Not `Accelerator.prepare`, which takes one model, and that with its optimizer.
+    sharded: Any = fsdp2_prepare_model(accelerator, module)
+    # The plugin now says what fits this module, and the next one has other layers.
+    plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = wanted
+    # By default the outermost weights stay whole after a pass without gradients, and what is
+    # written to them then is lost.
+    sharded.set_reshard_after_forward(True, recurse=False)
+    return sharded
 
 
 def _set_apart(module: nn.Module) -> None:

@@ -21,26 +21,29 @@ ZERO: dict[str, dict[str, Any]] = {
     "zero2_offload": {"stage": 2, "offload_optimizer": OFFLOAD},
     "zero3_offload": {"stage": 3, "offload_optimizer": OFFLOAD, "offload_param": OFFLOAD},
 }
-BACKENDS = ("ddp", "fsdp2", *ZERO)
+BACKENDS = ("ddp", "fsdp2", "fsdp2_kept", *ZERO)
 
 
 def environment(backend: str) -> dict[str, str]:
     """What a process has to find in its environment when it starts."""
     if backend == "ddp":
         return {"ACCELERATE_USE_CPU": "true"}
-    if backend == "fsdp2":
+    if backend.startswith("fsdp2"):
+        # Kept are the weights of a layer, from its forward pass to its backward pass.
+        reshards = "false" if backend == "fsdp2_kept" else "true"
         return {
             "ACCELERATE_USE_CPU": "true",
             "ACCELERATE_USE_FSDP": "true",
             "FSDP_VERSION": "2",
             "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+            "FSDP_RESHARD_AFTER_FORWARD": reshards,
         }
     return {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"}
 
 
 def install(backend: str) -> None:
     """Make `Runtime` find this backend."""
-    if backend == "fsdp2":
+    if backend.startswith("fsdp2"):
         processes.Accelerator = _fsdp2  # type: ignore[attr-defined]
     elif backend in ZERO:
         processes.Accelerator = lambda **options: _deepspeed(backend, **options)  # type: ignore

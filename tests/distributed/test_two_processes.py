@@ -77,3 +77,11 @@ def test_the_critic_moves_by_its_loss_alone(outcomes, case, moves) -> None:
     critic = [weights[size:] for weights in (outcome.start, outcome.end)]
     assert not outcome.start[:size].equal(outcome.end[:size])
     assert critic[0].equal(critic[1]) != moves
+
+
+@pytest.mark.distributed
+def test_a_reference_follows_where_layers_stay_whole_after_a_forward_pass(tmp_path) -> None:
+    job = COMMON | JOBS["grpo"] | {"model": saved_model(tmp_path / "model"), "gradients": False}
+    one = launch(tmp_path / "one", {"grpo": job})["grpo"]
+    kept = launch(tmp_path / "kept", {"grpo": job}, "fsdp2_kept", 2)["grpo"]
+    assert (kept.end - one.end).norm() <= 1e-4 * (one.end - one.start).norm()
