@@ -87,6 +87,7 @@ class Checkpointer:
         if runtime.is_main:
             shutil.rmtree(partial, ignore_errors=True)
         self.save_models(runtime, partial)
+        runtime.wait()  # who is late, is missed here
         names = {p: name for name, p in self.parameters.items()}
         tensors = optimizer_tensors(self.trained, names, keep=runtime.is_main)
         if runtime.is_main:

@@ -2,6 +2,7 @@
 
 import atexit
 from datetime import timedelta
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -103,6 +104,11 @@ class Runtime:
     def place(self, module: nn.Module) -> nn.Module:
         """What is not trained: on its device, and in pieces if what is trained lies in pieces."""
         return self._backend.place(self._accelerator, module)
+
+    @waits
+    def output(self, placed: nn.Module, *inputs: Any) -> Any:
+        """What a module gives that was placed, whose weights may have to come from others."""
+        return placed(*inputs)
 
     @waits
     def gather(self, rows: Tensor) -> tuple[Tensor, slice]:

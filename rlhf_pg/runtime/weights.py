@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import swap_tensors
 
+from rlhf_pg.runtime.failures import Watch, waits
+
 CPU = torch.device("cpu")
 
 
@@ -72,10 +74,11 @@ class Whole:
     Args:
         module: before it is split up; in pieces it is `pieces`.
         splits: it is going to be. Otherwise this is the module itself, and nothing is copied.
+        watch: of this process, which may have to wait for the others.
     """
 
-    def __init__(self, module: nn.Module, splits: bool) -> None:
-        self.pieces = module
+    def __init__(self, module: nn.Module, splits: bool, watch: Watch | None = None) -> None:
+        self.pieces, self.watch = module, watch
         self.module = _outline(module) if splits else module
         self._users = 0
 
@@ -104,9 +107,14 @@ class Whole:
         """Around a change of `module`, by every process alike, on the CPU; collective."""
         with self.filled(CPU, trained):
             yield
-            for own, piece in self._pairs(trained):
-                put(piece, own)
+            self._spread(trained)
 
+    @waits
+    def _spread(self, trained: bool) -> None:
+        for own, piece in self._pairs(trained):
+            put(piece, own)
+
+    @waits
     def _fill(self, device: torch.device | None, trained: bool) -> None:
         pairs = self._pairs(trained)
         for own, piece in pairs:

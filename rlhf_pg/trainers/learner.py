@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -92,7 +92,9 @@ class Learner:
         """Give every process its part; what looks at whole weights has to look before."""
         args, runtime, critic = self.args, self.runtime, self.critic
         parts = {"model": self.policy.model, "critic": critic, "reference": self.reference}
-        self.whole = {n: Whole(part, runtime.splits) for n, part in parts.items() if part}
+        self.whole = {
+            n: Whole(part, runtime.splits, runtime.watch) for n, part in parts.items() if part
+        }
         if runtime.splits:
             _ = self.fingerprints
         optimizer, self.scheduler = optimizer_and_schedule(
@@ -137,8 +139,8 @@ class Learner:
         if needs_old or self.critic is not None:
             scored = self._over(rollout, lambda batch: self._score_own(batch, needs_old))
         if self.reference is not None:
-            reference = self.reference
-            judged = self._over(rollout, lambda batch: Scored(ref_logprobs=reference(batch)))
+            ask = partial(self.runtime.output, self.reference)
+            judged = self._over(rollout, lambda batch: Scored(ref_logprobs=ask(batch)))
             scored = scored._replace(ref_logprobs=judged.ref_logprobs)
         return scored
 

@@ -1,6 +1,6 @@
 """A run in which the second process fails, for the tests beside this file to start.
 
-python failing.py OUT WHERE HOW
+python failing.py OUT WHERE HOW [BACKEND]
 """
 
 import os
@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf_pg import Callback, GRPOConfig, GRPOTrainer
 from rlhf_pg.tasks import arithmetic
+from tests.distributed import backends
 
 
 def raises() -> None:
@@ -30,12 +31,13 @@ def sleeps_for_ever() -> None:
         time.sleep(3600)
 
 
-def main(out: str, where: str, how: str) -> None:
+def main(out: str, where: str, how: str, backend: str = "ddp") -> None:
     """Train on the embedded task; in the second step, `how` is called in the process of rank 1.
 
     Args:
         where: it is called in: "reward", which all processes agree on, or "callback".
     """
+    backends.install(backend)
     task = arithmetic()
     model, tokenizer = task.new_model()
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.backends import environment
+
 FAILING = Path(__file__).with_name("failing.py")
 ENVIRONMENT = os.environ | {
     "ACCELERATE_USE_CPU": "true",
@@ -23,7 +25,7 @@ def started(tmp_path):
     """Starts two processes that no launcher looks after."""
     processes = []
 
-    def start(where: str, how: str) -> list[subprocess.Popen[str]]:
+    def start(where: str, how: str, backend: str = "ddp") -> list[subprocess.Popen[str]]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -32,8 +34,10 @@ def started(tmp_path):
             launcher |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, FAILING, tmp_path, where, how],
-                    env=ENVIRONMENT | {key: str(value) for key, value in launcher.items()},
+                    [sys.executable, FAILING, tmp_path, where, how, backend],
+                    env=ENVIRONMENT
+                    | environment(backend)
+                    | {key: str(value) for key, value in launcher.items()},
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,
@@ -94,3 +98,13 @@ def test_a_process_that_hangs_is_reported_with_the_stacks_of_all(started) -> Non
     assert ", in agreed\n" in first
     assert ", in sleeps_for_ever\n" in second
     assert "sleeps_for_ever" not in first
+
+
+@pytest.mark.distributed
+def test_it_is_missed_where_weights_are_put_together(started) -> None:
+    """The other has gone on to the next step, and begins with what it needs for sampling."""
+    first, second = map(said, started("callback", "sleeps_for_ever", "fsdp2"))
+    for text in (first, second):
+        assert "has waited 8 s in _fill (ddp_timeout): another process hangs\nStack of" in text
+    assert ", in full_tensor\n" in first
+    assert ", in sleeps_for_ever\n" in second
