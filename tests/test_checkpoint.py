@@ -195,6 +195,19 @@ def test_the_names_of_optimizer_tensors_say_whose_they_are():
     assert optimizer_tensors(fresh, names) == {}
 
 
+def test_weights_that_were_saved_in_fewer_bits_are_restored_from_their_masters():
+    model = two_layers().float()
+    model["b"].to(torch.bfloat16)
+    trained = RUNTIME.prepare(model, torch.optim.AdamW(model.parameters()))
+    parameters = [model["a"].weight, model["b"].weight]
+    masters = [torch.full(p.shape, 1.001) for p in parameters]
+    bits = model["b"].weight.clone()
+    trained.load_state(zip(parameters, ["master", "master"], masters, strict=True))
+    assert model["a"].weight.equal(masters[0])
+    assert model["b"].weight.equal(bits)  # as the weights were saved
+    assert not trained.optimizer.state
+
+
 def test_restoring_forgets_the_moments_that_were_there():
     model = two_layers()
     optimizer = torch.optim.AdamW(model.parameters())

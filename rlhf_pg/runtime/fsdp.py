@@ -9,7 +9,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
 
 from rlhf_pg.runtime.trained import Trained
-from rlhf_pg.runtime.weights import check_floating, put
+from rlhf_pg.runtime.weights import check_divisible, put
 
 
 class FullyShardedTrained(Trained):
@@ -18,7 +18,7 @@ class FullyShardedTrained(Trained):
     """
 
     def _wrap(self) -> Any:
-        check_floating(self.module)
+        check_divisible(self.module, self.optimizer)
         _set_apart(self.module)
         before = {id(p): name for name, p in self.module.named_parameters()}
         wrapped = _sharded(self._accelerator, self.module)

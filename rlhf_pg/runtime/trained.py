@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlhf_pg.runtime.failures import Watch, waits
-from rlhf_pg.runtime.weights import full
+from rlhf_pg.runtime.weights import full, put
 
 State = tuple[Tensor, str, Tensor]  # parameter, key, what the optimizer remembers of it
 COUNTER = "step"  # the key that is no tensor like the parameter
@@ -102,9 +102,11 @@ class Trained:
         """The inverse of `state`; whole tensors that every process has. After loading weights."""
         self.optimizer.state.clear()
         for parameter, key, value in state:
-            if key != MASTER:  # the weights are updated themselves here
+            if key != MASTER:
                 own = value if key == COUNTER else self._like(parameter, value)
                 self.optimizer.state[parameter][key] = own
+            elif parameter.dtype == torch.float32:  # it was saved in fewer bits
+                put(parameter, value)
 
     def _like(self, parameter: Tensor, value: Tensor) -> Tensor:
         """A moment where its parameter is."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 from torch.utils import swap_tensors
 
 from rlhf_pg.runtime.failures import Watch, waits
@@ -19,14 +20,19 @@ from rlhf_pg.runtime.failures import Watch, waits
 CPU = torch.device("cpu")
 
 
-def check_floating(module: nn.Module) -> None:
-    """Refuse what only DDP can share.
+def check_divisible(module: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse what FSDP and DeepSpeed cannot split up.
 
     Raises:
-        ValueError: weights are quantized.
+        ValueError: weights are quantized, or the optimizer has been used.
     """
     if not all(p.is_floating_point() for p in module.parameters()):
         raise ValueError("4-bit weights are for one process or DDP: launch without FSDP, DeepSpeed")
+    if optimizer.state:
+        raise ValueError(
+            "optimizers: yours has moments already, which FSDP and DeepSpeed would lose: give a "
+            "new one, or launch with DDP"
+        )
 
 
 def full(tensor: Tensor) -> Tensor:

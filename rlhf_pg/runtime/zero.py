@@ -21,7 +21,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from rlhf_pg.runtime.failures import waits
 from rlhf_pg.runtime.trained import COUNTER, MASTER, State, Trained
-from rlhf_pg.runtime.weights import check_floating
+from rlhf_pg.runtime.weights import check_divisible
 
 
 class ZeroTrained(Trained):
@@ -30,7 +30,7 @@ class ZeroTrained(Trained):
     """
 
     def _wrap(self) -> Any:
-        check_floating(self.module)
+        check_divisible(self.module, self.optimizer)
         self._bf16 = any(p.dtype == torch.bfloat16 for p in self.module.parameters())
         if any(p.dtype == torch.float64 for p in self.module.parameters()):
             raise ValueError("DeepSpeed does not train in float64: set dtype to float32")

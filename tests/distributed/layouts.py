@@ -57,13 +57,17 @@ JOBS: dict[str, dict[str, Any]] = {
         # Where a gradient is rounding alone, Adam makes it as long as any other, but for this.
         "adam_epsilon": 1e-6,
     },
-    # Weights that policy and reference (and critic) share are split up once for each.
+    # Weights that policy and reference (and critic) share are split up once for each. Here the
+    # gradient is clipped, and the rate rises and falls.
     "grpo, LoRA": {
         "algorithm": "grpo",
         "lora": "fresh",
         "num_generations": 4,
         "prompts_per_step": 5,
         "beta": 0.05,
+        "max_grad_norm": 0.05,
+        "warmup_steps": 2,
+        "lr_scheduler_type": "cosine",
     },
     "ppo, LoRA": {
         "algorithm": "ppo",

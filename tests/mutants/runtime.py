@@ -69,8 +69,8 @@ MUTANTS = [
         name="changes-not-put-back",
         mistake="loaded weights stay in a copy, and the run goes on from those it began with",
         file="rlhf_pg/runtime/weights.py",
-        old="                put(piece, own)\n",
-        new="                pass\n",
+        old="            self._spread(trained)\n",
+        new="",
         killers=(f"{WEIGHTS}::test_what_is_changed_is_put_back_into_the_pieces",),
     ),
     Mutant(

@@ -8,7 +8,7 @@ from torch import nn
 from rlhf_pg.models import ActorCritic, Policy, add_adapter, new_critic
 from rlhf_pg.runtime import Whole
 from rlhf_pg.runtime.fsdp import _set_apart
-from rlhf_pg.runtime.weights import check_floating
+from rlhf_pg.runtime.weights import check_divisible
 from rlhf_pg.tasks.tiny import character_tokenizer
 from tests.tiny import ARCHS, tiny_model
 
@@ -102,7 +102,17 @@ def test_frozen_weights_of_two_models_are_set_apart_and_nothing_else() -> None:
 
 def test_quantized_weights_are_refused() -> None:
     model = nn.Linear(2, 2)
-    check_floating(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    check_divisible(model, optimizer)
     model.weight = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(ValueError, match="4-bit weights are for one process or DDP"):
-        check_floating(model)
+        check_divisible(model, optimizer)
+
+
+def test_an_optimizer_that_has_been_used_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="yours has moments already"):
+        check_divisible(model, optimizer)
