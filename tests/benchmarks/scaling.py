@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.scaling [--rounds 3] [--backend ddp]
 
-Both take the same steps of GRPO on a model of 6.5M parameters; the figure is the ratio of their
+Both take the same steps of GRPO on a model of 6.8M parameters; the figure is the ratio of their
 median step times. Two free cores are assumed.
 """
 
