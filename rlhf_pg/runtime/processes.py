@@ -75,7 +75,8 @@ class Runtime:
     def describe(self) -> str:
         """For example "2 processes (gloo, ZeRO-3), cpu"."""
         if self.world == 1:
-            return f"1 process, {self.device.type}"
+            how = "" if self.kind == "DDP" else f" ({self.kind})"
+            return f"1 process{how}, {self.device.type}"
         how = f"{torch.distributed.get_backend()}, {self.kind}"
         return f"{self.world} processes ({how}), {self.device.type}"
 

@@ -93,7 +93,9 @@ class Learner:
         args, runtime, critic = self.args, self.runtime, self.critic
         parts = {"model": self.policy.model, "critic": critic, "reference": self.reference}
         self.whole = {
-            n: Whole(part, runtime.splits, runtime.watch) for n, part in parts.items() if part
+            name: Whole(part, runtime.splits, runtime.watch)
+            for name, part in parts.items()
+            if part is not None
         }
         if runtime.splits:
             _ = self.fingerprints
