@@ -11,6 +11,8 @@ from datasets import Dataset
 
 from rlhf_pg import Callback, GRPOTrainer
 from rlhf_pg.metrics import Meter, read
+from rlhf_pg.progress import Journal
+from rlhf_pg.runtime import Whole
 from rlhf_pg.trainers.drawing import Batch, draw_batch
 from tests.trainers.test_run import untimed
 
@@ -254,3 +256,13 @@ def test_nothing_of_it_is_logged_when_it_is_off(trainer_of) -> None:
 class Keep(Callback):
     def on_step(self, trainer, metrics) -> None:
         self.last = metrics
+
+
+def test_weights_are_put_together_once_for_all_rounds(trainer_of, tmp_path, monkeypatch) -> None:
+    """And for the greedy completions: it is the dearest thing to do where they lie in pieces."""
+    trainer = trainer_of(2, advantage_estimator="returns_minus_greedy")
+    fills: list[Whole] = []
+    monkeypatch.setattr(Whole, "_fill", lambda whole, *_: fills.append(whole))
+    metrics = trainer.step(Journal(tmp_path, 0, is_main=False))
+    assert metrics["sampling/rounds"] == 2
+    assert fills == [trainer.learner.whole["model"]]
