@@ -68,6 +68,8 @@ class TRPOTrainer(ReinforceTrainer):
 
     def update(self, experience: Experience, meter: Meter) -> dict[str, float]:
         """One step of length sqrt(2 max_kl / d'Fd) along d = F^-1 g, halved until it is good."""
+        if self.runtime.kind != "DDP":
+            raise ValueError("this example moves whole weights itself: launch it with DDP")
         self.learner.accumulate(experience, meter)
         ascent = -torch.cat([p.grad.flatten() for p in self.parameters])
         self.learner.optimizer.zero_grad()
