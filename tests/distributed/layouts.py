@@ -120,8 +120,16 @@ class Layout:
         return f"{NAMES[self.backend]}, {self.processes} processes"
 
     @property
-    def jobs(self) -> dict[str, dict[str, Any]]:
-        return JOBS if self.backend.startswith("zero") else JOBS | DOUBLE
+    def jobs(self) -> list[str]:
+        """All of them in two processes, the four algorithms in four."""
+        if self.processes == 4:
+            return ["grpo", "rloo", "reinforce", "ppo"]
+        if self.backend == "zero1" or self.backend.endswith("offload"):
+            return ["grpo", "ppo", "ppo, LoRA"]
+        return [job for job in JOBS | DOUBLE if not self.refuses(job)]
+
+    def refuses(self, job: str) -> bool:
+        return job in DOUBLE and self.backend.startswith("zero")
 
 
 ONE = Layout("ddp", 1)
