@@ -60,18 +60,14 @@ def gathered(*parameters: Tensor, write: bool = False) -> AbstractContextManager
 def put(parameter: Tensor, value: Tensor) -> None:
     """Set a parameter to a value that every process has; collective."""
     if isinstance(parameter, DTensor):
-        parameter.to_local().detach().copy_(piece_like(parameter, value))
+        mesh = parameter.device_mesh
+        value = value.to(mesh.device_type)
+        # Every process has the value: none has to send it.
+        own = distribute_tensor(value, mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().detach().copy_(own.to_local())
         return
     with gathered(parameter, write=True):
         parameter.detach().copy_(value)
-
-
-def piece_like(tensor: DTensor, value: Tensor) -> Tensor:
-    """What this process has of a value that is split up like another tensor."""
-    mesh = tensor.device_mesh
-    value = value.to(mesh.device_type)
-    # Every process has the value: none has to send it.
-    return distribute_tensor(value, mesh, tensor.placements, src_data_rank=None).to_local()
 
 
 class Whole:

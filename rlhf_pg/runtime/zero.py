@@ -84,7 +84,7 @@ class ZeroTrained(Trained):
             norms = getattr(self._zero, "norm_for_param_grads", {})
             for parameter in parameters:
                 if (key := self._zero.get_param_id(parameter)) in norms:
-                    norms[key] = norms[key] * 0
+                    norms[key] = torch.zeros_like(norms[key])  # times 0, NaN stays
 
     @waits
     def step(self) -> float:

@@ -11,9 +11,8 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
 from rlhf_pg.tasks import arithmetic
+from tests.benchmarks.ppo import model
 from tests.distributed.backends import BACKENDS
 from tests.distributed.launching import launch
 
@@ -23,20 +22,7 @@ STEPS, WARM = 6, 2  # steps of a run, and those that are not counted
 def save_model(path: Path) -> str:
     """A random model, large enough that computing takes longer than anything else."""
     _, tokenizer = arithmetic().new_model()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path)
+    model(hidden=256, layers=8, vocabulary=len(tokenizer)).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
 

@@ -69,6 +69,13 @@ JOBS: dict[str, dict[str, Any]] = {
         "warmup_steps": 2,
         "lr_scheduler_type": "cosine",
     },
+    "rloo, LoRA": {
+        "algorithm": "rloo",
+        "lora": "fresh",
+        "num_generations": 4,
+        "prompts_per_step": 5,
+    },
+    "reinforce, LoRA": {"algorithm": "reinforce", "lora": "random", "prompts_per_step": 5},
     "ppo, LoRA": {
         "algorithm": "ppo",
         "lora": "random",
@@ -90,6 +97,8 @@ TRAINED_WITH = {
     "ppo": "all",
     "ppo, shared critic": "two",
     "grpo, LoRA": "one",
+    "rloo, LoRA": "two",
+    "reinforce, LoRA": "one",
     "ppo, LoRA": "all",
     "grpo, float64": "one",
     "ppo, float64": "two",

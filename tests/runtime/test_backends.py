@@ -1,5 +1,6 @@
 """What a launcher may ask for, and what it may not: one clear error."""
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,7 @@ def test_every_process_loads_the_weights_under_fsdp2(monkeypatch) -> None:
     plugin = SimpleNamespace(fsdp_version=2, cpu_ram_efficient_loading=True)
     assert _backend(accelerator(DistributedType.FSDP, fsdp_plugin=plugin))[0] == "FSDP2"
     assert not plugin.cpu_ram_efficient_loading
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"].lower() == "false"  # what transformers asks
 
 
 @pytest.mark.parametrize(
