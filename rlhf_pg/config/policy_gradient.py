@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf_pg.advantages import ADVANTAGES, IN_BATCH, IN_GROUP, NEED_VALUES, PER_TOKEN
-from rlhf_pg.config.run import RunConfig
+from rlhf_pg.config.sampling import SamplingConfig
 from rlhf_pg.fields import choice, number, parameters
 from rlhf_pg.losses import POLICY_LOSSES
 
@@ -12,15 +12,9 @@ KLEstimator = Literal["k1", "k2", "k3", "k1_to_go", "k2_straight_through", "k3_r
 
 
 @dataclass(kw_only=True)
-class PolicyGradientConfig(RunConfig):
+class PolicyGradientConfig(SamplingConfig):
     """What all algorithms share. One step is one rollout batch and every update on it."""
 
-    rollout_engine: Literal["native"] = "native"
-    """What samples: the policy itself, in this process."""
-    max_completion_length: int = number(512, minimum=1)
-    """Longest completion in tokens, EOS included."""
-    temperature: float = number(1.0, above=0, because="training needs the sampled distribution")
-    """Of the policy: it divides every logit, in sampling, scoring and training alike."""
     dynamic_sampling_rounds: int = number(0, minimum=0)
     """How often a step draws new prompts in place of groups whose scores are all equal (DAPO), a
     KL in the reward left aside. num_train_epochs counts the prompts that train."""

@@ -1,6 +1,21 @@
 """Rollouts: prompts in, sampled completions with their log-probabilities out."""
 
-from rlhf_pg.rollout.engine import Completion, RolloutEngine, SamplingParams
+from rlhf_pg.rollout.engine import (
+    Completion,
+    Finished,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    Session,
+)
 from rlhf_pg.rollout.native import NativeEngine
 
-__all__ = ["Completion", "NativeEngine", "RolloutEngine", "SamplingParams"]
+__all__ = [
+    "Completion",
+    "Finished",
+    "NativeEngine",
+    "Request",
+    "RolloutEngine",
+    "SamplingParams",
+    "Session",
+]

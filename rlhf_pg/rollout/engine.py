@@ -1,8 +1,10 @@
 """What every rollout engine takes and gives: token ids in, token ids out."""
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,64 @@ class Completion:
     finish_reason: Literal["stop", "length"]
 
 
-class RolloutEngine(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Tokens to continue, once per sample.
+
+    Attributes:
+        tokens: of the prompt, or of a whole episode so far.
+        draw: the number of the prompt, which keys its noise.
+        samples: the numbers of the continuations wanted, which key theirs.
+        position: the place of the first new token in its row, counted from the end of the prompt.
+        max_tokens: if it is less than that of the `SamplingParams`.
+    """
+
+    tokens: Sequence[int]
+    draw: int
+    samples: Sequence[int] = (0,)
+    position: int = 0
+    max_tokens: int | None = None
+
+
+class Finished(NamedTuple):
+    """A completion, and what it was asked for by."""
+
+    request: Request
+    sample: int
+    completion: Completion
+
+
+class Session(Protocol):
+    """Requests that are sampled together, each entering and leaving when it is its time."""
+
+    def add(self, request: Request) -> None:
+        """Ask for completions.
+
+        Raises:
+            ValueError: the request cannot be met (it is too long for the model, say).
+        """
+        ...
+
+    def step(self) -> list[Finished]:
+        """Sample for a moment: whatever has finished by then, often nothing."""
+        ...
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was asked for has been returned."""
+        ...
+
+
+class RolloutEngine(ABC):
     """Anything that can sample."""
+
+    _users = 0
+
+    @abstractmethod
+    def session(self, params: SamplingParams, seed: int) -> AbstractContextManager[Session]:
+        """Around sampling: what is sampled depends on (seed, draw, sample, position), the request's
+        tokens and the model alone.
+        """
 
     def generate(
         self,
@@ -78,7 +136,47 @@ class RolloutEngine(Protocol):
 
         Args:
             prompts: token ids.
-            prompt_ids: the number that keys each prompt's noise, by default its place in the list.
-                What is sampled depends on (seed, prompt id, sample, position) and the model alone.
+            prompt_ids: the draw of every prompt, by default its place in the list.
+
+        Raises:
+            ValueError: n below 1, not one prompt id per prompt, or a prompt that is empty or too
+                long.
         """
-        ...
+        draws = range(len(prompts)) if prompt_ids is None else prompt_ids
+        if n < 1:
+            raise ValueError(f"n must be at least 1, got {n}")
+        if len(draws) != len(prompts):
+            raise ValueError(f"prompt_ids has {len(draws)} entries for {len(prompts)} prompts")
+        requests = [
+            Request(tokens=tokens, draw=draw, samples=range(n))
+            for tokens, draw in zip(prompts, draws, strict=True)
+        ]
+        places = {id(request): i for i, request in enumerate(requests)}
+        completions: dict[int, Completion] = {}
+        with self.synced(), self.session(params, seed) as session:
+            for i, request in enumerate(requests):
+                try:
+                    session.add(request)
+                except ValueError as error:
+                    raise ValueError(f"prompt {i}: {error}") from error
+            while not session.idle:
+                for request, sample, completion in session.step():
+                    completions[places[id(request)] * n + sample] = completion
+        return [completions[i] for i in range(len(prompts) * n)]
+
+    @contextmanager
+    def synced(self) -> Iterator[None]:
+        """Around sampling from the weights as they are now; within another one it does nothing.
+
+        Whatever an engine has to copy is copied once on entering, and dropped on leaving.
+        """
+        self._users += 1
+        try:
+            with self._taking_over() if self._users == 1 else nullcontext():
+                yield
+        finally:
+            self._users -= 1
+
+    def _taking_over(self) -> AbstractContextManager[None]:
+        """Take over the policy's weights; on leaving, give back what only sampling needs."""
+        return nullcontext()
