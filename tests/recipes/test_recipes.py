@@ -57,6 +57,7 @@ def test_recipe_under_accelerate_launch(processes: int, model_path: str, tmp_pat
     recipe = [str(RECIPES / "grpo.py"), "--config", str(RECIPES / "grpo_arithmetic.yaml")]
     flags = [*SMALL, "--model_name_or_path", model_path, "--output_dir", str(tmp_path / "run")]
     flags += ["--report_to", "tensorboard"]
+    setup += ["--main_process_port", "0"]  # whichever is free: other tests may be running
     done = subprocess.run(
         [*accelerate, *setup, *recipe, *flags],
         env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
