@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.metrics import Meter
-from rlhf_pg.rollout import Completion, SamplingParams
+from rlhf_pg.rollout import Completion, RolloutEngine, SamplingParams
 from rlhf_pg.trainers import PolicyGradientTrainer
 from rlhf_pg.trainers.drawing import draw_batch
 from tests.tiny import tiny_model
@@ -63,12 +63,15 @@ def score(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list
     return [SCORES[p][tuple(ids)] for p, ids in zip(prompts, completion_ids, strict=True)]
 
 
-class ListedEngine:
+class ListedEngine(RolloutEngine):
     """Says what it is told to, in place of sampling; asked for temperature 0, what is likeliest."""
 
     def __init__(self, model: PreTrainedModel | None = None) -> None:
         self.model = model
         self.says: Sequence[tuple[int, ...]] = ()
+
+    def session(self, params: SamplingParams, seed: int) -> Any:
+        raise NotImplementedError
 
     def generate(
         self,

@@ -1,6 +1,6 @@
 """The policy, its frozen reference and its critic, and how they are loaded."""
 
-from rlhf_pg.models.adapters import add_adapter, load_weights, lora_config, merged
+from rlhf_pg.models.adapters import add_adapter, load_weights, lora_config, merged, quantized
 from rlhf_pg.models.critic import ActorCritic, Critic, ValueHead, new_critic
 from rlhf_pg.models.loading import (
     check_directory,
@@ -39,5 +39,6 @@ __all__ = [
     "merged",
     "new_critic",
     "quantization",
+    "quantized",
     "stop_token_ids",
 ]

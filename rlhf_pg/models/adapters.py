@@ -19,6 +19,7 @@ from peft import (
     get_peft_model_state_dict,
     set_peft_model_state_dict,
 )
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -146,9 +147,26 @@ def trunk(model: PreTrainedModel) -> nn.Module:
     return module
 
 
+def quantized(model: nn.Module) -> bool:
+    """Whether weights are kept in fewer bits than they compute in."""
+    return not all(p.is_floating_point() for p in model.parameters())
+
+
 def merged(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy with the adapter added into the weights, a model like any other."""
-    return copy.deepcopy(model).merge_and_unload() if isinstance(model, PeftModel) else model
+    """The model with its adapter added into the weights, a model like any other.
+
+    Weights that the adapter changes are copied; the others are the very tensors of the original.
+    """
+    if not isinstance(model, PeftModel):
+        return model
+    changed = {
+        id(p)
+        for layer in model.modules()
+        if isinstance(layer, BaseTunerLayer)
+        for p in layer.parameters()
+    }
+    shared: dict[int, Any] = {id(p): p for p in model.parameters() if id(p) not in changed}
+    return copy.deepcopy(model, shared).merge_and_unload()
 
 
 def load_weights(model: PreTrainedModel, path: Path) -> None:

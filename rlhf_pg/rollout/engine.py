@@ -99,7 +99,8 @@ class Session(Protocol):
         """Ask for completions.
 
         Raises:
-            ValueError: the request cannot be met (it is too long for the model, say).
+            ValueError: the request cannot be met; the message goes on from the name of its prompt
+                ("is empty: ...").
         """
         ...
 
@@ -158,7 +159,7 @@ class RolloutEngine(ABC):
                 try:
                     session.add(request)
                 except ValueError as error:
-                    raise ValueError(f"prompt {i}: {error}") from error
+                    raise ValueError(f"prompt {i} {error}") from error
             while not session.idle:
                 for request, sample, completion in session.step():
                     completions[places[id(request)] * n + sample] = completion

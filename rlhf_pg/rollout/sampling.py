@@ -1,7 +1,7 @@
 """Drawing a token: the distribution, and noise that depends on nothing but its own coordinates."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -11,6 +11,8 @@ from transformers import (
 
 from rlhf_pg.masking import widen
 from rlhf_pg.rollout.engine import SamplingParams
+
+BLOCK = 512  # tokens whose probabilities are summed before any of them is looked at
 
 
 def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,17 +29,36 @@ def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tenso
     logits = widen(logits)
     if params.temperature == 0:
         ids = logits.argmax(dim=-1)
-        return ids, _pick(logits.log_softmax(dim=-1), ids)
-    logprobs = _truncate(logits / params.temperature, params).log_softmax(dim=-1)
-    cdf = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
-    # noise < 1 and `right` skip every token of probability 0, at either end of the vocabulary.
-    ids = torch.searchsorted(cdf, noise[:, None] * cdf[:, -1:], right=True).squeeze(1)
-    ids = ids.clamp(max=logits.shape[1] - 1)  # only NaN logits get there
-    return ids, _pick(logprobs, ids)
+        return ids, _pick(logits, ids) - logits.logsumexp(dim=-1)
+    if params.temperature != 1:
+        logits = logits / params.temperature
+    logits = _truncate(logits, params)
+    top = logits.amax(dim=-1, keepdim=True)
+    missing = -logits.shape[1] % BLOCK
+    weights = nn.functional.pad((logits - top).exp_(), (0, missing)).view(len(logits), -1, BLOCK)
+    # The block first and then the token in it: the whole vocabulary is summed once, not scanned.
+    blocks = weights.sum(dim=-1).double().cumsum(dim=-1)
+    block, rest = _invert(blocks, noise)
+    inside = weights[torch.arange(len(block), device=block.device), block].double().cumsum(dim=-1)
+    token, _ = _invert(inside, rest)
+    ids = (block * BLOCK + token).clamp(max=logits.shape[1] - 1)  # only NaN logits get there
+    return ids, _pick(logits, ids) - top.squeeze(1) - blocks[:, -1].log().to(logits.dtype)
 
 
-def _pick(logprobs: Tensor, ids: Tensor) -> Tensor:
-    return logprobs.gather(1, ids[:, None]).squeeze(1)
+def _invert(cdf: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Where `noise` in [0, 1) falls in each row of a cumulative distribution, summing to anything;
+    and where in that step, again in [0, 1).
+    """
+    aim = noise[:, None] * cdf[:, -1:]
+    # noise < 1 and `right` skip every step of width 0, at either end.
+    place = torch.searchsorted(cdf, aim, right=True).clamp(max=cdf.shape[1] - 1)
+    end = cdf.gather(1, place)
+    start = torch.where(place > 0, cdf.gather(1, (place - 1).clamp(min=0)), 0.0)
+    return place.squeeze(1), ((aim - start) / (end - start)).clamp(0, 1 - 2**-53).squeeze(1)
+
+
+def _pick(x: Tensor, ids: Tensor) -> Tensor:
+    return x.gather(1, ids[:, None]).squeeze(1)
 
 
 def _truncate(scores: Tensor, params: SamplingParams) -> Tensor:
@@ -53,14 +74,14 @@ def _truncate(scores: Tensor, params: SamplingParams) -> Tensor:
     return truncated
 
 
-def uniform(seed: int, draws: Tensor, samples: Tensor, position: int) -> Tensor:
+def uniform(seed: int, draws: Tensor, samples: Tensor, position: int | Tensor) -> Tensor:
     """Noise in [0, 1), float64: a pure function of (seed, draw, sample, position).
 
     A counter-based generator (SplitMix64; Steele et al. 2014, after Salmon et al. 2011), so what a
     row is given does not depend on the other rows, their order or the number of processes.
 
     Args:
-        draws, samples: (R,) int64.
+        draws, samples: (R,) int64, and position too, or one for all.
     """
     state = _mix(torch.full_like(draws, _signed(seed)))
     state = _mix(state + draws)

@@ -6,8 +6,8 @@ ranks, T completion width; a row is one completion.
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
@@ -350,9 +350,13 @@ class PolicyGradientTrainer:
                 device=self.runtime.device,
             )
 
-    def sampling(self) -> AbstractContextManager[None]:
-        """Around several calls of `sample`: weights that lie in pieces are put together once."""
-        return self.learner.whole["model"].filled(self.runtime.device)
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Around several calls of `sample`: the engine takes over the weights once, put together
+        before where they lie in pieces.
+        """
+        with self.learner.whole["model"].filled(self.runtime.device), self.engine.synced():
+            yield
 
     def reward(self, samples: Samples) -> Tensor:
         """Raw scores (B,T,K) of the sources in `reward_names`, at the tokens that end what they

@@ -1,0 +1,268 @@
+"""Attention over keys and values in two parts: a prompt's, stored once, and those of each row.
+
+`transformers` lets a model's attention be any registered function. Here every token of a forward
+pass lies in one packed row, and where it belongs travels with the pass as the argument `layout`.
+
+Shapes: N tokens of the pass, H query and K key-value heads, D their width; G prompts, R rows (one
+per completion that is being sampled), M rows of the prompt that has most.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+
+NAME = "rlhf_pg_rollout"
+
+
+class Layout(Protocol):
+    """Where the tokens of a forward pass belong."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """(N,H,D) from query (H,N,D), and key and value (K,N,D) of the same tokens."""
+        ...
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: Layout,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What `transformers` calls: (1,H,N,D) -> (1,N,H,D); `layout` is what the model was given."""
+    unknown = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
+    if unknown:
+        raise NotImplementedError(f"attention with {unknown[0]}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = layout.attend(int(module.layer_idx), query[0], key[0], value[0], scale)  # type: ignore[arg-type]
+    return out[None], None
+
+
+AttentionInterface.register(NAME, _attention)
+
+
+@contextmanager
+def replaced_attention(model: PreTrainedModel) -> Iterator[None]:
+    """The function of this file in the whole model inside; its own again afterwards."""
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    own = {key: config._attn_implementation for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config._attn_implementation = NAME
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = own[key]
+
+
+def why_not(model: PreTrainedModel) -> str | None:
+    """What keeps this model from being sampled in two parts, if anything does."""
+    if not model._supports_attention_backend:
+        return "its attention cannot be replaced"
+    layers = DynamicCache(config=model.config.get_text_config()).layers
+    for layer in layers:
+        if not hasattr(layer, "batch_select_indices"):
+            return f"it has recurrent layers ({type(layer).__name__})"
+    return _why_not_called(model, len(layers))
+
+
+def window(model: PreTrainedModel) -> float:
+    """The shortest sliding window of its layers, in tokens; without one, infinite."""
+    layers = DynamicCache(config=model.config.get_text_config()).layers
+    return min(getattr(layer, "sliding_window", None) or math.inf for layer in layers)
+
+
+class _Probe:
+    def __init__(self) -> None:
+        self.layers: set[int] = set()
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        self.layers.add(layer)
+        return torch.zeros_like(query.transpose(0, 1))[..., : value.shape[-1]]
+
+
+@torch.no_grad()
+def _why_not_called(model: PreTrainedModel, layers: int) -> str | None:
+    """One token through the trunk: whether every layer calls the function, in a form it knows."""
+    probe, token = _Probe(), torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    trunk: Any = model.base_model
+    try:
+        with replaced_attention(model):
+            trunk(input_ids=token, position_ids=token, use_cache=False, layout=probe)
+    except (NotImplementedError, TypeError) as error:
+        return f"its attention cannot be replaced ({error})"
+    return None if len(probe.layers) == layers else "only some of its layers can be replaced"
+
+
+class KeyValues:
+    """Keys and values of every layer in slots, (slots, K, width, D) each, with room that grows."""
+
+    def __init__(self) -> None:
+        self.slots = self.width = 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def reserve(self, slots: int, width: int) -> None:
+        """Make room for so many slots of so many tokens; what is there stays.
+
+        Room is doubled, so that growing bit by bit copies each of them a few times at most.
+        """
+        if slots <= self.slots and width <= self.width:
+            return
+        if slots > self.slots:
+            self.slots = max(2 * self.slots, slots)
+        if width > self.width:
+            self.width = max(2 * self.width, -(-width // 64) * 64)
+        self._layers = {
+            layer: (self._grown(keys), self._grown(values))
+            for layer, (keys, values) in self._layers.items()
+        }
+
+    def of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, whose newest are key and value (K,N,D)."""
+        if layer not in self._layers:
+            self._layers[layer] = (self._empty(key), self._empty(value))
+        return self._layers[layer]
+
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """Copy whole slots over others."""
+        for pair in self._layers.values():
+            for tensor in pair:
+                tensor[targets] = tensor[sources]
+
+    def _empty(self, like: Tensor) -> Tensor:
+        # Zeros: what is masked has weight 0, and 0 times what lies about in memory may be NaN.
+        return like.new_zeros(self.slots, like.shape[0], self.width, like.shape[2])
+
+    def _grown(self, old: Tensor) -> Tensor:
+        new = self._empty(old[0])
+        new[: old.shape[0], :, : old.shape[2]] = old
+        return new
+
+
+class Prefill:
+    """Prompts one after another in a packed row, each attending to itself.
+
+    Args:
+        store: takes their keys and values.
+        slots: of the prompts there.
+        lengths: of the prompts; neighbours of one length are computed together.
+    """
+
+    def __init__(self, store: KeyValues, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        self.store = store
+        self.runs: list[tuple[list[int], int, int]] = []  # slots, first token, length of each
+        start = 0
+        for slot, length in zip(slots, lengths, strict=True):
+            if self.runs and self.runs[-1][2] == length:
+                self.runs[-1][0].append(slot)
+            else:
+                self.runs.append(([slot], start, length))
+            start += length
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `Layout`."""
+        keys, values = self.store.of(layer, key, value)
+        parts = []
+        for slots, start, length in self.runs:
+            q, k, v = (
+                x[:, start : start + len(slots) * length]
+                .reshape(x.shape[0], len(slots), length, -1)
+                .transpose(0, 1)
+                for x in (query, key, value)
+            )
+            index = torch.tensor(slots, device=q.device)
+            keys[index, :, :length] = k
+            values[index, :, :length] = v
+            copies = q.shape[1] // k.shape[1]  # query heads that share a key head
+            k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))
+            out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+            parts.append(out.transpose(1, 2).flatten(0, 1))
+        return torch.cat(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decode:
+    """The newest token of every row, attending to its prompt and to its own earlier tokens.
+
+    Row r is in slot r of `own`, prompt g in slot g of `prompts`.
+    """
+
+    prompts: KeyValues
+    own: KeyValues
+    columns: Tensor  # (R,) of each row's newest token in its slot
+    members: Tensor  # (G,M) the rows of each prompt; any row where there are fewer
+    places: Tensor  # (R,) of each row in `members`, flattened
+    prompt_mask: Tensor  # (G,P) what is prompt, of the first P columns
+    own_mask: Tensor  # (R,T) what has been written, of the first T columns
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `Layout`."""
+        rows, heads = query.shape[1], key.shape[0]
+        own_keys, own_values = self.own.of(layer, key, value)
+        index = torch.arange(rows, device=query.device)
+        own_keys[index, :, self.columns] = key.transpose(0, 1)
+        own_values[index, :, self.columns] = value.transpose(0, 1)
+        keys, values = self.prompts.of(layer, key, value)
+        # Query heads that share a key head are so many more queries of it: (R,K,H/K,D).
+        q = (query * scale).view(heads, -1, rows, query.shape[2]).permute(2, 0, 1, 3)
+        own = _weigh(q, own_keys, own_values, self.own_mask)
+        of_prompt = q[self.members].transpose(1, 2)  # (G,K,M,H/K,D)
+        most, shared = of_prompt.shape[2:4]
+        prompt = _weigh(of_prompt.flatten(2, 3), keys, values, self.prompt_mask)
+        back = _Weighed(
+            *(
+                x.view(-1, heads, most, shared, x.shape[3])
+                .transpose(1, 2)
+                .flatten(0, 1)[self.places]
+                for x in prompt
+            )
+        )
+        return _together(back, own).flatten(1, 2).to(query.dtype)
+
+
+class _Weighed(NamedTuple):
+    """A softmax that waits for its other part; what follows (..., queries, D), D or 1."""
+
+    values: Tensor  # sum of exp(score - top) value
+    total: Tensor  # sum of exp(score - top)
+    top: Tensor  # largest score
+
+
+def _weigh(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> _Weighed:
+    """Query (B,K,Q,D), already scaled, on keys and values of B slots where mask (B,W) is True."""
+    slots, width = mask.shape
+    keys, values = keys[:slots, :, :width], values[:slots, :, :width]
+    scores = _product(query, keys.transpose(2, 3))
+    scores.masked_fill_(~mask[:, None, None], -torch.inf)
+    top = scores.amax(dim=-1, keepdim=True)
+    weights = scores.sub_(top).exp_()
+    return _Weighed(_product(weights, values), weights.sum(dim=-1, keepdim=True), top)
+
+
+def _together(a: _Weighed, b: _Weighed) -> Tensor:
+    """The softmax over both parts (online softmax; Milakov and Gimelshein 2018, section 3)."""
+    top = torch.maximum(a.top, b.top)
+    of_a, of_b = (a.top - top).exp(), (b.top - top).exp()
+    return (a.values * of_a + b.values * of_b) / (a.total * of_a + b.total * of_b)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, summed and returned in at least float32; `b` is what lies in memory."""
+    wide = torch.promote_types(b.dtype, torch.float32)
+    if b.dtype == wide:
+        return a.to(wide) @ b
+    if b.is_cuda:
+        flat: Tensor = torch.bmm(a.to(b.dtype).flatten(0, 1), b.flatten(0, 1), out_dtype=wide)
+        return flat.view(*b.shape[:2], *flat.shape[1:])
+    return a.to(wide) @ b.to(wide)

@@ -1,0 +1,263 @@
+"""Rows that enter, wait, continue and leave: nothing but the time they take may change."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlhf_pg.models import add_adapter
+from rlhf_pg.rollout import NativeEngine, Request, SamplingParams, batching
+from rlhf_pg.rollout.graphs import rounded
+from tests.rollout.test_native import EOS, PAD, PARAMS, PROMPTS, assert_same, assert_teacher_forced
+from tests.tiny import ARCHS, adapter, stir, tiny_model
+
+
+def forward_sizes(model) -> list[int]:
+    """Grows by the number of tokens of every forward pass."""
+    sizes: list[int] = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    return sizes
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("cache_tokens", [1, 40, 100, 250])
+def test_a_small_cache_makes_rows_wait_and_changes_nothing(arch, cache_tokens):
+    model = tiny_model(arch)
+    expected = NativeEngine(model, EOS, PAD).generate(PROMPTS, 6, PARAMS, seed=0)
+    sizes = forward_sizes(model)
+    engine = NativeEngine(model, EOS, PAD, cache_tokens=cache_tokens)
+    assert_same(engine.generate(PROMPTS, 6, PARAMS, seed=0), expected)
+    # Prompts have seven tokens at most: a pass of more than the rows that fit computes prompts.
+    fitting = max(1, cache_tokens // PARAMS.max_tokens)
+    decoding = [size for size in sizes if size <= fitting]
+    assert sum(decoding) >= sum(len(c.tokens) - 1 for c in expected)
+    # Each prompt is computed once for all its samples, however late the last of them enters.
+    assert sum(sizes) == sum(len(p) for p in PROMPTS) + sum(len(c.tokens) - 1 for c in expected)
+
+
+def test_more_rows_than_there_may_be_take_turns(monkeypatch):
+    model = tiny_model("llama")
+    expected = NativeEngine(model, EOS, PAD).generate(PROMPTS * 4, 5, PARAMS, seed=0)
+    monkeypatch.setattr(batching, "MAX_ROWS", 7)
+    sizes = forward_sizes(model)
+    assert_same(NativeEngine(model, EOS, PAD).generate(PROMPTS * 4, 5, PARAMS, seed=0), expected)
+    assert max(sizes) < 30  # 100 rows
+    assert len(sizes) < sum(len(c.tokens) for c in expected) / 4  # which are mostly in use
+
+
+def test_prompts_are_computed_a_few_at_a_time(monkeypatch):
+    model = tiny_model("qwen2")
+    expected = NativeEngine(model, EOS, PAD).generate(PROMPTS, 2, PARAMS, seed=0)
+    monkeypatch.setattr(batching, "PREFILL_TOKENS", 6)  # less than the longest prompt
+    sizes = forward_sizes(model)
+    assert_same(NativeEngine(model, EOS, PAD).generate(PROMPTS, 2, PARAMS, seed=0), expected)
+    assert sizes[:3] == [1 + 1 + 2, 4, 7]
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "phi"])
+@pytest.mark.parametrize("looks", [1, 3, 8])
+@pytest.mark.parametrize("stop", [None, ["bd", "k"]])
+def test_the_shapes_and_the_looks_of_a_gpu_change_nothing(monkeypatch, arch, looks, stop):
+    """Shapes rounded up to few sizes, and rows that go on for a while behind their end."""
+    from tests.rollout.test_native import char_tokenizer
+
+    class AsOnGPU(batching.BatchingSession):
+        def __init__(self, *args) -> None:
+            super().__init__(*args)
+            self.tokens_per_look, self.size = looks, rounded
+            self.graphs = self._forward
+
+    model, tokenizer = tiny_model(arch), char_tokenizer()
+    params = replace(PARAMS, stop=stop, max_tokens=21)
+    for cache_tokens in (None, 200):
+        engine = NativeEngine(model, EOS, PAD, tokenizer, cache_tokens)
+        expected = engine.generate(PROMPTS, 6, params, seed=0)
+        with monkeypatch.context() as patch:
+            patch.setattr("rlhf_pg.rollout.native.BatchingSession", AsOnGPU)
+            assert_same(engine.generate(PROMPTS, 6, params, seed=0), expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "next_size"), [(0, 0), (1, 1), (3, 4), (31, 32), (33, 64), (65, 96)]
+)
+def test_rounded(size, next_size):
+    assert rounded(size) == next_size
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_a_row_goes_on_where_it_stopped(arch):
+    """A later request with what was sampled so far, at its position, draws the same tokens."""
+    engine = NativeEngine(tiny_model(arch), [], PAD)
+    whole = engine.generate(PROMPTS, 3, PARAMS, seed=5)
+    with engine.session(PARAMS, seed=5) as session:
+        for draw, prompt in enumerate(PROMPTS):
+            session.add(Request(tokens=prompt, draw=draw, samples=range(3), max_tokens=4))
+        completions = {}
+        while not session.idle:
+            for request, sample, completion in session.step():
+                key = (request.draw, sample)
+                tokens, logprobs = completions.get(key, ([], []))
+                tokens, logprobs = tokens + completion.tokens, logprobs + completion.logprobs
+                completions[key] = (tokens, logprobs)
+                if len(tokens) == PARAMS.max_tokens:
+                    continue
+                # Some go on at once, others share their prompt with nobody any more.
+                session.add(
+                    Request(
+                        tokens=[*PROMPTS[request.draw], *tokens],
+                        draw=request.draw,
+                        samples=[sample],
+                        position=len(tokens),
+                        max_tokens=min(4 + sample, PARAMS.max_tokens - len(tokens)),
+                    )
+                )
+    for i, completion in enumerate(whole):
+        tokens, logprobs = completions[divmod(i, 3)]
+        assert tokens == completion.tokens
+        assert logprobs == pytest.approx(completion.logprobs, abs=1e-5)
+
+
+def test_samples_of_a_request_may_have_any_numbers():
+    engine = NativeEngine(tiny_model("llama"), EOS, PAD)
+    all_four = engine.generate([[17, 4]], 4, PARAMS, seed=0, prompt_ids=[9])
+    with engine.session(PARAMS, seed=0) as session:
+        session.add(Request(tokens=[17, 4], draw=9, samples=[3, 1]))
+        finished = []
+        while not session.idle:
+            finished += session.step()
+        assert session.step() == []
+    by_sample = {sample: completion for _, sample, completion in finished}
+    assert_same([by_sample[3], by_sample[1]], [all_four[3], all_four[1]])
+
+
+def test_a_session_refuses_a_request_and_goes_on():
+    engine = NativeEngine(tiny_model("llama", max_position_embeddings=16), EOS, PAD)
+    with engine.session(PARAMS, seed=0) as session:
+        session.add(Request(tokens=[5], draw=0))
+        with pytest.raises(ValueError, match="has 7 tokens"):
+            session.add(Request(tokens=[5] * 7, draw=1))
+        finished = []
+        while not session.idle:
+            finished += session.step()
+    assert [f.request.draw for f in finished] == [0]
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_an_adapter_is_merged_into_a_copy_and_the_policy_is_left_alone(arch):
+    model = stir(add_adapter(tiny_model(arch), adapter()))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine = NativeEngine(model, EOS, PAD)
+    with engine.synced():
+        merged = engine.weights
+        assert merged is not model
+        assert not any("lora" in name for name, _ in merged.named_modules())
+        # What the adapter does not change is not copied.
+        assert merged.get_input_embeddings().weight is model.get_input_embeddings().weight
+        completions = engine.generate(PROMPTS, 4, PARAMS, seed=0)
+        assert engine.weights is merged  # once for all that is sampled
+    assert engine.weights is model
+    assert_teacher_forced(model, PROMPTS, completions)
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_weights_are_taken_over_anew_each_time():
+    model = stir(add_adapter(tiny_model("llama"), adapter()))
+    engine = NativeEngine(model, EOS, PAD)
+    engine.generate(PROMPTS, 2, PARAMS, seed=0)
+    stir(model, seed=1)
+    completions = engine.generate(PROMPTS, 2, PARAMS, seed=0)
+    assert_teacher_forced(model, PROMPTS, completions)
+
+
+# --- the plain way --------------------------------------------------------------------------------
+
+PLAIN = {
+    "bloom": {"n_head": 4, "n_layer": 2},  # an attention of its own, with ALiBi
+    "falcon": {"new_decoder_architecture": False, "alibi": False},
+    "mamba": {"state_size": 4},  # no attention at all
+    "lfm2": {  # layers of both kinds
+        "layer_types": ["conv", "full_attention"],
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+    },
+}
+
+
+@pytest.mark.parametrize("arch", PLAIN)
+def test_other_architectures_are_sampled_by_generate_and_the_log_says_so(arch, caplog):
+    model = tiny_model(arch, **PLAIN[arch])
+    completions = NativeEngine(model, EOS, PAD).generate(PROMPTS, 4, PARAMS, seed=0)
+    assert "sampled by generate, which is slower" in caplog.text
+    assert_teacher_forced(model, PROMPTS, completions)
+    assert len({tuple(c.tokens) for c in completions}) > 12
+
+
+def test_a_short_window_is_sampled_by_generate_and_a_long_one_is_not(caplog):
+    model = tiny_model("mistral", sliding_window=17)
+    engine = NativeEngine(model, EOS, PAD)
+    assert_teacher_forced(model, PROMPTS, engine.generate(PROMPTS, 2, PARAMS, seed=0))
+    assert not caplog.text  # seven and ten tokens just fit
+    params = SamplingParams(max_tokens=11, temperature=0.8)
+    assert_teacher_forced(model, PROMPTS, engine.generate(PROMPTS, 2, params, seed=0))
+    assert "its sliding window is shorter than a row of 18 tokens" in caplog.text
+
+
+def plainly(monkeypatch, engine: NativeEngine) -> NativeEngine:
+    monkeypatch.setattr(engine, "obstacle", lambda longest: "of this test")
+    return engine
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("stop", [None, ["bd", "k"]])
+def test_both_ways_sample_the_same(monkeypatch, arch, temperature, stop):
+    from tests.rollout.test_native import char_tokenizer
+
+    model = tiny_model(arch)
+    params = replace(PARAMS, temperature=temperature, stop=stop)
+    engine = NativeEngine(model, EOS, PAD, char_tokenizer())
+    fast = engine.generate(PROMPTS, 4, params, seed=0)
+    model.generation_config.repetition_penalty = 5.0  # what a hub's model may come with
+    model.generation_config.eos_token_id = [9, 12]
+    configured = model.generation_config
+    assert_same(plainly(monkeypatch, engine).generate(PROMPTS, 4, params, seed=0), fast)
+    assert model.generation_config is configured
+
+
+def test_the_plain_way_keeps_limits_and_positions_of_requests(monkeypatch):
+    engine = NativeEngine(tiny_model("llama"), [], PAD)
+    requests = [
+        Request(tokens=[5, 9], draw=3, samples=[2], position=7, max_tokens=3),
+        Request(tokens=[8], draw=1, samples=[0, 4]),
+    ]
+
+    def results():
+        with engine.session(PARAMS, seed=0) as session:
+            for request in requests:
+                session.add(request)
+            finished = []
+            while not session.idle:
+                finished += session.step()
+        ordered = sorted(finished, key=lambda f: (f.request.draw, f.sample))
+        return [f.completion for f in ordered]
+
+    fast = results()
+    assert [len(c.tokens) for c in fast] == [10, 10, 3]
+    plainly(monkeypatch, engine)
+    assert_same(results(), fast)
+
+
+def test_the_plain_way_takes_turns(monkeypatch):
+    from rlhf_pg.rollout import plain
+
+    engine = NativeEngine(tiny_model("llama"), EOS, PAD)
+    fast = engine.generate(PROMPTS, 3, PARAMS, seed=0)
+    monkeypatch.setattr(plain, "MAX_ROWS", 4)
+    assert_same(plainly(monkeypatch, engine).generate(PROMPTS, 3, PARAMS, seed=0), fast)
