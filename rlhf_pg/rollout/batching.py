@@ -7,7 +7,7 @@ nothing else moves.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from rlhf_pg.rollout.attention import Decode, KeyValues, Layout, Prefill, replaced_attention
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
 from rlhf_pg.rollout.graphs import Graphs, rounded
-from rlhf_pg.rollout.sampling import sample, uniform
+from rlhf_pg.rollout.sampling import ids_of, kept, sample, uniform
 from rlhf_pg.rollout.stopping import Stopping
 
 MAX_ROWS = 256
@@ -48,6 +48,7 @@ class _Row:
     sample: int
     length: int = 0  # tokens drawn; fewer count if one of them was an end
     read: int = 0  # tokens that were searched for stop strings
+    support: list[Tensor] = field(default_factory=list)  # as in `Completion`, and beyond an end
 
 
 class BatchingSession:
@@ -211,6 +212,11 @@ class BatchingSession:
         noise = uniform(self.seed, drawn.draws[rows], drawn.samples[rows], positions)
         ids, logprobs = sample(logits, self.params, noise)
         drawn.append(rows, ids, logprobs, self.eos)
+        if self.params.truncates:  # which waits for a GPU at every token
+            for row, support in zip(
+                self.rows[rows], ids_of(kept(logits, self.params)), strict=True
+            ):
+                row.support.append(support)
         for row in self.rows[rows]:
             row.length = min(row.length + 1, row.prompt.limit)
 
@@ -242,7 +248,10 @@ class BatchingSession:
         for i, (tokens, logprobs) in zip(done, self.drawn.read(done), strict=True):
             row, length = self.rows[i], lengths[i]
             completion = Completion(
-                tokens[:length], logprobs[:length], "stop" if ended[i] else "length"
+                tokens[:length],
+                logprobs[:length],
+                "stop" if ended[i] else "length",
+                row.support[:length] or None,
             )
             finished.append(Finished(row.prompt.request, row.sample, completion))
         self._remove(done)

@@ -3,8 +3,10 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,12 @@ class SamplingParams:
             raise ValueError("stop holds an empty string, which would end every completion at once")
 
     @property
+    def truncates(self) -> bool:
+        """Whether tokens may be left out of the distribution."""
+        cuts = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return cuts and self.temperature > 0
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
@@ -58,11 +66,14 @@ class Completion:
         logprobs: one per token, under the distribution that it was really drawn from.
         finish_reason: "stop" if an EOS id or a stop string ended it, even as the last allowed
             token; otherwise "length".
+        support: per token the ids that it was drawn from, int32 on the CPU, where
+            `SamplingParams.truncates`; None where that was the whole vocabulary.
     """
 
     tokens: list[int]
     logprobs: list[float]
     finish_reason: Literal["stop", "length"]
+    support: list[Tensor] | None = field(default=None, compare=False)  # tensors have no one ==
 
 
 @dataclass(frozen=True, kw_only=True)

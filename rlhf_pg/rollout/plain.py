@@ -18,7 +18,7 @@ from transformers import (
 
 from rlhf_pg.experience import padded
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
-from rlhf_pg.rollout.sampling import sample, uniform
+from rlhf_pg.rollout.sampling import ids_of, kept, sample, uniform
 from rlhf_pg.rollout.stopping import Stopping
 
 MAX_ROWS = 256
@@ -83,6 +83,7 @@ class _Chooser:
         self.criteria = _AllOver(self)
         self.tokens: list[list[int]] = [[] for _ in rows]
         self.logprobs: list[list[float]] = [[] for _ in rows]
+        self.supports: list[list[Tensor]] = [[] for _ in rows]
         self.lengths: list[int | None] = [None for _ in rows]  # of those that have stopped
         numbers = [(r.draw, number, r.position) for r, number in rows]
         self.keys = torch.tensor(numbers, device=device).T
@@ -101,6 +102,9 @@ class _Chooser:
                 and self.stopping.ends(self.tokens[i])
             ):
                 self.lengths[i] = length
+        if self.params.truncates:
+            for own, support in zip(self.supports, ids_of(kept(scores, self.params)), strict=True):
+                own.append(support)
         return torch.full_like(scores, -torch.inf).scatter(1, ids[:, None], 0.0)
 
     def finished(self) -> list[Finished]:
@@ -112,6 +116,7 @@ class _Chooser:
                 self.tokens[i][:length],
                 self.logprobs[i][:length],
                 "length" if stopped is None else "stop",
+                self.supports[i][:length] or None,
             )
             results.append(Finished(request, number, completion))
         return results

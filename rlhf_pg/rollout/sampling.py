@@ -45,6 +45,22 @@ def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tenso
     return ids, _pick(logits, ids) - top.squeeze(1) - blocks[:, -1].log().to(logits.dtype)
 
 
+def kept(logits: Tensor, params: SamplingParams) -> Tensor:
+    """(R,V) bool: the tokens that `sample` draws from, given the same (R,V) logits.
+
+    At temperature 0, where nothing is truncated, all of them.
+    """
+    if not params.truncates:
+        return torch.ones_like(logits, dtype=torch.bool)
+    return _truncate(widen(logits) / params.temperature, params) > -torch.inf
+
+
+def ids_of(kept: Tensor) -> list[Tensor]:
+    """The ids of the True tokens of each row of (R,V), int32 on the CPU."""
+    ids = kept.nonzero()[:, 1].int().cpu()
+    return list(torch.split(ids, kept.sum(dim=1).tolist()))
+
+
 def _invert(cdf: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Where `noise` in [0, 1) falls in each row of a cumulative distribution, summing to anything;
     and where in that step, again in [0, 1).
