@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
 _ROW_FIELDS = ("groups", "truncated")
@@ -29,6 +29,7 @@ class Rollout:
     groups: Tensor  # (B,) int64; the prompt's draw number, shared by its completions
     truncated: Tensor  # (B,) bool; stopped by length, not by a stop token
     sampler_logprobs: Tensor  # (B,T) as the engine saw them
+    support_ids: Tensor | None = None  # (B,T,K) int32; see `from_tokens`
 
     @classmethod
     def from_tokens(
@@ -41,11 +42,20 @@ class Rollout:
         pad_token_id: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        supports: Sequence[Sequence[Tensor] | None] | None = None,
     ) -> Self:
-        """Pad lists, one entry per row, into a record; `dtype` is that of the log-probabilities.
+        """Pad lists, one entry per row, into a record.
+
+        Args:
+            dtype: of the log-probabilities.
+            supports: where the sampler truncates its distribution, for every token the ids that it
+                was drawn from; none stand for the whole vocabulary. They become `support_ids`,
+                padded with -1 to the K of the widest set of the batch. That is 4 B T K bytes:
+                little with top_k, and with top_p alone up to the vocabulary at every token.
 
         Raises:
-            ValueError: a completion does not have one log-probability per token.
+            ValueError: a completion does not have one log-probability, or one support, per token;
+                or a token is not in its own.
         """
         for row, (tokens, numbers) in enumerate(zip(completions, logprobs, strict=True)):
             if len(tokens) != len(numbers):
@@ -68,6 +78,8 @@ class Rollout:
             "truncated": torch.tensor(truncated, dtype=torch.bool),
             "sampler_logprobs": sampler_logprobs,
         }
+        if supports is not None:
+            fields["support_ids"] = _padded_supports(supports, completion_ids, completion_mask)
         return cls(**{name: value.to(device) for name, value in fields.items()})
 
     @property
@@ -93,6 +105,8 @@ class Rollout:
             value = value[rows]
             if name in _ROW_FIELDS:
                 return value
+            if name == "support_ids":
+                return value[:, :width, : _widest(value)]
             return value[:, -prompt_width:] if name in _PROMPT_FIELDS else value[:, :width]
 
         return type(self)(**{name: pick(name, value) for name, value in self._tensors()})
@@ -105,6 +119,8 @@ class Rollout:
             values = [getattr(part, name) for part in parts]
             if name in _ROW_FIELDS:
                 return torch.cat(values)
+            if name == "support_ids":
+                return _joined_supports(values)
             width, left = max(value.shape[1] for value in values), name in _PROMPT_FIELDS
             fill = pad_token_id if name in _ID_FIELDS else 0
             return torch.cat([_widened(value, width, fill, left) for value in values])
@@ -115,9 +131,9 @@ class Rollout:
         """One row without action tokens: it costs a forward pass and adds nothing to a loss."""
 
         def blank(name: str, value: Tensor) -> Tensor:
-            shape = (1,) if name in _ROW_FIELDS else (1, 1)
-            real = name in ("prompt_mask", "completion_mask")
-            return torch.full(shape, int(real), dtype=value.dtype, device=value.device)
+            shape = (1,) if name in _ROW_FIELDS else (1,) * value.ndim
+            filled = {"prompt_mask": 1, "completion_mask": 1, "support_ids": -1}
+            return torch.full(shape, filled.get(name, 0), dtype=value.dtype, device=value.device)
 
         return type(self)(**{name: blank(name, value) for name, value in self._tensors()})
 
@@ -169,6 +185,46 @@ def padded(rows: Sequence[Sequence[int]], pad: int, left: bool = False) -> tuple
         ids[i, where] = torch.tensor(row, dtype=torch.int64)
         mask[i, where] = True
     return ids, mask
+
+
+def _padded_supports(
+    supports: Sequence[Sequence[Tensor] | None], ids: Tensor, mask: Tensor
+) -> Tensor:
+    """(B,T,K) int32, from one list of id tensors per row; ids and mask of the completions (B,T)."""
+    for row, (support, length) in enumerate(zip(supports, mask.sum(1).tolist(), strict=True)):
+        if support is None or len(support) != length:
+            given = "none" if support is None else len(support)
+            raise ValueError(
+                f"row {row} was sampled from a truncated distribution and has {length} tokens but "
+                f"{given} supports: the engine must say which ids each token was drawn from"
+            )
+    tokens = [kept for support in supports for kept in support or ()]
+    counts = torch.zeros_like(ids)
+    counts[mask] = torch.tensor([len(kept) for kept in tokens], dtype=counts.dtype)
+    columns = torch.arange(max(int(counts.max()) if counts.numel() else 0, 1))
+    support_ids = torch.full((*ids.shape, len(columns)), -1, dtype=torch.int32)
+    if tokens:
+        support_ids[columns < counts[:, :, None]] = torch.cat(tokens).int()
+    drawn = (support_ids == ids[:, :, None]).any(2) | (counts == 0)
+    if not drawn.all():
+        row, token = (~drawn).nonzero()[0].tolist()
+        raise ValueError(f"row {row}: token {token} is not in the support that it was drawn from")
+    return support_ids
+
+
+def _joined_supports(supports: Sequence[Tensor]) -> Tensor:
+    """Padded to the longest row and to the widest set."""
+    longest, widest = (max(part.shape[dim] for part in supports) for dim in (1, 2))
+    padded = [
+        nn.functional.pad(part, (0, widest - part.shape[2], 0, longest - part.shape[1]), value=-1)
+        for part in supports
+    ]
+    return torch.cat(padded)
+
+
+def _widest(support_ids: Tensor) -> int:
+    """Ids in the widest set: at least 1."""
+    return max(int((support_ids >= 0).sum(2).max()) if support_ids.numel() else 0, 1)
 
 
 def _widened(x: Tensor, width: int, fill: int, left: bool) -> Tensor:

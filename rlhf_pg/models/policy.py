@@ -46,10 +46,18 @@ class Policy(nn.Module):
         return self.model(**model_inputs(batch), logits_to_keep=columns, **options)
 
     def score(self, batch: Rollout, output: Any) -> PolicyOutput:
-        """What the logits in the output of `run` say of the completions."""
+        """What the logits in the output of `run` say of the completions.
+
+        Where the sampler kept some tokens of a slot, S, and left out the others, this is all about
+        the policy renormalised on them:
+
+            pi_S(y) = pi(y) / sum_{v in S} pi(v)
+        """
         columns = batch.completion_ids.shape[1] + 1
         # The logits in column t are about token t+1; those of the last column are about no token.
         logits = widen(output.logits[:, -columns:-1]) / self.temperature
+        if batch.support_ids is not None:
+            logits = _within(logits, batch.support_ids)
         everywhere = logits.log_softmax(dim=-1)
         logprobs = everywhere.gather(2, batch.completion_ids[:, :, None]).squeeze(2)
         with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
@@ -67,6 +75,17 @@ def model_inputs(batch: Rollout) -> dict[str, Any]:
         "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
         "use_cache": False,
     }
+
+
+def _within(logits: Tensor, support_ids: Tensor) -> Tensor:
+    """The logits (B,T,V), -inf beyond the support of their slot; one without any keeps them all."""
+    given = support_ids >= 0
+    vocabulary = logits.shape[-1]
+    # Padding is sent to a column of its own, behind the vocabulary.
+    columns = torch.where(given, support_ids, vocabulary).long()
+    kept = torch.zeros((*logits.shape[:-1], vocabulary + 1), dtype=torch.bool, device=logits.device)
+    kept = kept.scatter(2, columns, True)[:, :, :-1] | ~given.any(dim=2, keepdim=True)
+    return logits.masked_fill(~kept, -torch.inf)
 
 
 def _entropy(logprobs: Tensor) -> Tensor:
