@@ -28,7 +28,7 @@ from tests.distributed.layouts import LAYOUTS, Layout
 from tests.mutants import all_mutants
 
 ROOT = Path(__file__).resolve().parents[1]
-PURE = ("advantages", "losses", "kl", "control", "running", "masking", "rewards.scores")
+PURE = ("advantages", "losses", "kl", "control", "running", "masking", "rewards.scores", "attempts")
 # The keys by which a config chooses from a module's dict.
 REGISTRIES = {"ADVANTAGES": "advantage_estimator", "POLICY_LOSSES": "policy_loss"}
 

@@ -10,7 +10,7 @@ import rlhf_pg
 
 ROOT = Path(rlhf_pg.__file__).parent
 FLOORS = [
-    {"masking", "kl", "control", "advantages", "losses", "experience", "running"},
+    {"masking", "kl", "control", "advantages", "losses", "experience", "running", "attempts"},
     {"fields", "config", "recipe"},
     {"models", "data", "rewards", "tasks"},
     {"rollout", "runtime", "checkpoint", "metrics", "progress"},
