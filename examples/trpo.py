@@ -48,6 +48,8 @@ class TRPOConfig(ReinforceConfig):
     """Nor a bonus."""
     aggregation: Literal["token_mean"] = "token_mean"
     """Means are over tokens."""
+    truncated_sampling: Literal["refuse"] = "refuse"
+    """The KL that bounds a step looks at all tokens."""
     beta: float = 0.0
     """Coefficient of KL(policy || reference); at 0 no reference is kept."""
     max_kl: float = number(0.01, above=0)

@@ -88,10 +88,8 @@ ELSEWHERE = {
     **dict.fromkeys(
         ("logging_steps", "write_interval"), "metrics.jsonl, which has a line for every step"
     ),
-    **dict.fromkeys(
-        ("top_p", "top_k", "min_p", "repetition_penalty"),
-        "temperature; training on a truncated distribution would bias the gradient",
-    ),
+    "repetition_penalty": "temperature; the policy that trains knows of no penalty on what was "
+    "said before, and sampling with one would bias the gradient",
 }
 
 # What texts on reinforcement learning offer, and why it has no meaning here.

@@ -39,6 +39,9 @@ RANGES = {
     "max_completion_length": ([1], [0]),
     "max_prompt_length": ([1, None], [0, -3]),
     "temperature": ([1e-3], [0.0, -1.0, NAN]),
+    "top_k": ([0, 1], [-1]),
+    "top_p": ([1e-3, 1.0], [0.0, 1.001, NAN]),
+    "min_p": ([0.0, 1.0], [-1e-3, 1.001, NAN]),
     "epsilon": ([1e-3, 1.0], [0.0, 1.001, -0.2, NAN]),
     "epsilon_high": ([1e-3, 5.0, None], [0.0, -0.1, NAN]),
     "beta": ([0.0], [-1e-3, NAN]),
@@ -167,7 +170,11 @@ def test_a_number_at_the_edge_of_its_range_is_taken(config, key, value):
     following = {"beta": 0.1, "sync_ref_model": True}
     corrected = {"sampler_correction": "token_mask"}
     bonus = {"entropy_target": 1.0}
+    saved = {"truncated_sampling": "saved_support"}
     with_it = {
+        "top_k": saved | {"top_p": 0.9},
+        "top_p": saved | {"top_k": 5},
+        "min_p": saved | {"top_k": 5},
         "delta": clipped,
         "overlong_penalty": {"overlong_buffer": 1},
         "dynamic_sampling_rounds": {"num_generations": 2},
@@ -275,6 +282,11 @@ def test_advantages_that_a_loss_for_whole_rows_cannot_take_are_refused(config, o
             {"policy_loss": "kl_penalty", "old_kl_coef": 0.0, "old_kl_target": 0.1},
             "old_kl_target has no effect",
         ),
+        (GRPOConfig, {"top_k": 50}, 'top_k 50 .* set truncated_sampling to "saved_support"'),
+        (PPOConfig, {"top_p": 0.9}, "top_p 0.9 .* or leave top_p out"),
+        (RLOOConfig, {"min_p": 0.1}, "min_p 0.1 leaves tokens out"),
+        (GRPOConfig, {"truncated_sampling": "saved_support"}, "no effect without top_k, top_p"),
+        (GRPOConfig, {"stop": ["a", ""]}, "stop must not hold an empty string"),
         (GRPOConfig, {"delta": 1.1}, "delta must be above"),
         (GRPOConfig, {"reward_clip_range": (1.0, -1.0)}, "reward_clip_range must be"),
         (GRPOConfig, {"beta": 0.1, "kl_estimator": "k1"}, "expected gradient of 0"),
@@ -291,6 +303,19 @@ def test_what_would_train_wrongly_or_not_at_all_is_refused(config, options, said
 def test_losses_for_whole_rows_take_those_of_the_group():
     assert RLOOConfig(policy_loss="gmpo", epsilon=0.4).policy_loss == "gmpo"
     assert GRPOConfig(policy_loss="p3o", scale_rewards="none").policy_loss == "p3o"
+
+
+def test_an_engine_that_cannot_tell_what_was_kept_is_refused():
+    """Every other one can sample from a truncated distribution, and not say which that was."""
+
+    @dataclasses.dataclass(kw_only=True)
+    class Elsewhere(GRPOConfig):
+        rollout_engine: str = "another"
+
+    cut = {"top_k": 5, "truncated_sampling": "saved_support"}
+    with pytest.raises(ValueError, match="rollout_engine 'another' does not tell"):
+        Elsewhere(**cut)
+    assert GRPOConfig(**cut).top_k == 5
 
 
 def test_updates_per_step_are_passes_times_minibatches():
@@ -334,6 +359,9 @@ def test_updates_per_step_are_passes_times_minibatches():
         ("report_to", ["wandb", "neptune"]),
         ("report_to", None),
         ("run_name", 3),
+        ("stop", 3),
+        ("stop", ["a", 3]),
+        ("truncated_sampling", True),
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused_by_name(key, value):
@@ -479,6 +507,9 @@ def test_the_config_flag_may_stand_anywhere(recipe):
         ("report_to: none", "report_to", ()),
         ("report_to: []", "report_to", ()),
         ("run_name: third try", "run_name", "third try"),
+        ("stop: </answer>", "stop", ("</answer>",)),
+        ('stop: ["\\n\\n", "User: "]', "stop", ("\n\n", "User: ")),
+        ("stop: null", "stop", None),
     ],
 )
 def test_yaml_values_arrive_with_their_type(recipe, line, key, value):
@@ -663,6 +694,11 @@ OTHER_VALUES = {
     "micro_batch_tokens": 1000,
     "max_completion_length": 33,
     "temperature": 0.7,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.01,
+    "truncated_sampling": "saved_support",
+    "stop": ("\n", "a: b # c"),
     "advantage_estimator": "returns",
     "policy_loss": "clipped_surrogate",
     "aggregation": "sequence_mean",

@@ -17,3 +17,48 @@ class SamplingConfig(RunConfig):
     """Longest completion in tokens, EOS included."""
     temperature: float = number(1.0, above=0, because="training needs the sampled distribution")
     """Of the policy: it divides every logit, in sampling, scoring and training alike."""
+    top_k: int = number(0, minimum=0)
+    """Sample from the k likeliest tokens; 0 from all."""
+    top_p: float = number(1.0, above=0, maximum=1)
+    """Sample from the smallest set of likeliest tokens whose mass reaches this; 1 from all."""
+    min_p: float = number(0.0, minimum=0, maximum=1)
+    """Sample from tokens at least this fraction as likely as the likeliest; 0 from all."""
+    truncated_sampling: Literal["refuse", "saved_support"] = "refuse"
+    """What to do with top_k, top_p and min_p, which sample from another distribution than the
+    policy's: refuse them, or save which tokens were kept and renormalise the policy (new and old),
+    the reference and the entropy on them."""
+    stop: tuple[str, ...] | None = None
+    """Strings that end a completion, as an EOS does; their tokens stay in it."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = (self.stop,)
+        super().__post_init__()
+        if "" in (self.stop or ()):
+            raise ValueError(
+                "stop must not hold an empty string, which would end every completion at once"
+            )
+        self._check_truncation()
+
+    def _check_truncation(self) -> None:
+        """Refuse to compare the policy with a truncation of itself."""
+        cuts = {"top_k": self.top_k > 0, "top_p": self.top_p < 1, "min_p": self.min_p > 0}
+        saved = self.truncated_sampling == "saved_support"
+        for key, truncates in cuts.items():
+            if truncates and not saved:
+                raise ValueError(
+                    f"{key} {getattr(self, key)} leaves tokens out of what is sampled, and the "
+                    "ratio would compare the policy with that: set truncated_sampling to "
+                    f'"saved_support", or leave {key} out'
+                )
+        self.refuse_idle(
+            ("truncated_sampling",),
+            any(cuts.values()),
+            "has no effect without top_k, top_p or min_p: set one of them, or leave it out",
+        )
+        if saved and self.rollout_engine != "native":
+            raise ValueError(
+                'truncated_sampling "saved_support" needs to know which tokens were kept, and '
+                f"rollout_engine {self.rollout_engine!r} does not tell: set rollout_engine to "
+                '"native", or leave out top_k, top_p and min_p'
+            )

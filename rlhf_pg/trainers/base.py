@@ -124,6 +124,7 @@ class PolicyGradientTrainer:
             self.learner.whole["model"].module,
             models.stop_token_ids(self.model, self.processing_class),
             self.processing_class.pad_token_id,
+            self.processing_class,
         )
         self.state = TrainState()
         self.checkpointer = self._checkpointer()
@@ -335,7 +336,15 @@ class PolicyGradientTrainer:
         self, prompts: Prompts, rows: list[int], draws: list[int], n: int, temperature: float
     ) -> Samples:
         """Sample `n` completions of dataset rows; the draws key the noise and name the groups."""
-        params = SamplingParams(temperature=temperature, max_tokens=self.args.max_completion_length)
+        args = self.args
+        params = SamplingParams(
+            temperature=temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            min_p=args.min_p,
+            max_tokens=args.max_completion_length,
+            stop=args.stop,
+        )
         with self.sampling():
             return collect(
                 self.engine,

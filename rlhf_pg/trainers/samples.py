@@ -117,6 +117,7 @@ def collect(
         pad_token_id=tokenizer.pad_token_id,
         dtype=dtype,
         device=device,
+        supports=[c.support for c in sampled] if params.truncates else None,
     )
     ids = [c.tokens for c in sampled]
     repeated = [row for row in rows for _ in range(n)]
