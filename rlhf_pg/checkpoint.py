@@ -29,6 +29,7 @@ from rlhf_pg.runtime import Runtime, State, Trained, Whole
 MAY_CHANGE = {
     *("output_dir", "resume_from_checkpoint", "model_name_or_path", "value_model_name_or_path"),
     *("max_steps", "num_train_epochs", "save_steps", "save_best", "save_merged", "eval_steps"),
+    *("num_generations_eval", "eval_success_threshold"),
     *("log_completions_steps", "num_completions_to_print", "report_to", "run_name"),
     *("micro_batch_tokens", "gradient_checkpointing", "ddp_timeout"),
 }

@@ -57,6 +57,8 @@ RANGES = {
     "ddp_timeout": ([1], [0, -1]),
     "save_steps": ([0], [-1]),
     "eval_steps": ([0], [-1]),
+    "num_generations_eval": ([1], [0]),
+    "eval_success_threshold": ([-1.0, 2.5], [NAN]),
     "log_completions_steps": ([0], [-1]),
     "num_completions_to_print": ([1], [0]),
     "lora_r": ([1], [0]),
@@ -172,6 +174,7 @@ def test_a_number_at_the_edge_of_its_range_is_taken(config, key, value):
     bonus = {"entropy_target": 1.0}
     saved = {"truncated_sampling": "saved_support"}
     with_it = {
+        "eval_success_threshold": {"num_generations_eval": 2},
         "top_k": saved | {"top_p": 0.9},
         "top_p": saved | {"top_k": 5},
         "min_p": saved | {"top_k": 5},
@@ -286,6 +289,7 @@ def test_advantages_that_a_loss_for_whole_rows_cannot_take_are_refused(config, o
         (PPOConfig, {"top_p": 0.9}, "top_p 0.9 .* or leave top_p out"),
         (RLOOConfig, {"min_p": 0.1}, "min_p 0.1 leaves tokens out"),
         (GRPOConfig, {"truncated_sampling": "saved_support"}, "no effect without top_k, top_p"),
+        (GRPOConfig, {"eval_success_threshold": 0.5}, "set num_generations_eval above 1"),
         (GRPOConfig, {"stop": ["a", ""]}, "stop must not hold an empty string"),
         (GRPOConfig, {"delta": 1.1}, "delta must be above"),
         (GRPOConfig, {"reward_clip_range": (1.0, -1.0)}, "reward_clip_range must be"),
@@ -721,6 +725,8 @@ OTHER_VALUES = {
     "ddp_timeout": 60,
     "save_steps": 1,
     "eval_steps": 2,
+    "num_generations_eval": 6,
+    "eval_success_threshold": 0.5,
     "log_completions_steps": 3,
     "num_completions_to_print": 4,
     "use_peft": True,

@@ -111,6 +111,12 @@ class RunConfig(Checked):
     """Save a checkpoint every so many steps; 0 saves none."""
     eval_steps: int = number(0, minimum=0)
     """Evaluate every so many steps, sampled and greedy; 0 never does."""
+    num_generations_eval: int = number(1, minimum=1)
+    """Sampled completions per prompt in evaluation; with several there is eval_pass@k and
+    eval_majority@n."""
+    eval_success_threshold: float = number(1.0)
+    """A completion is right, for eval_pass@k, if its reward is at least this: the weighted sum of
+    the reward functions, as they gave it."""
     save_best: bool = True
     """Keep the checkpoint with the highest eval_reward so far, in `best/`."""
     log_completions_steps: int = number(10, minimum=0)
@@ -138,6 +144,11 @@ class RunConfig(Checked):
                 f"num_mini_batches must be at most prompts_per_step ({self.prompts_per_step}), "
                 f"since a minibatch is whole groups, got {self.num_mini_batches}"
             )
+        self.refuse_idle(
+            ("eval_success_threshold",),
+            self.num_generations_eval > 1,
+            "is for eval_pass@k: set num_generations_eval above 1, or leave it out",
+        )
         lora = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
         self.refuse_idle(lora, self.use_peft, "is for LoRA: set use_peft to true, or leave it out")
         if self.lora_dropout and self.disable_dropout:

@@ -39,7 +39,7 @@ from rlhf_pg.trainers import inputs
 from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.coefficients import Coefficients
 from rlhf_pg.trainers.drawing import draw_batch
-from rlhf_pg.trainers.evaluation import evaluate
+from rlhf_pg.trainers.evaluation import Answer, evaluate, stripped_text
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.samples import Judged, Samples, collect
 from rlhf_pg.trainers.scoring import make_experience
@@ -422,21 +422,33 @@ class PolicyGradientTrainer:
         eval_dataset: Dataset | None = None,
         temperature: float | None = None,
         metric_key_prefix: str = "eval",
+        answer: Answer | None = None,
     ) -> dict[str, float]:
-        """Score one completion of every evaluation prompt, with the same noise at every call.
+        """Score completions of every evaluation prompt, with the same noise at every call: one, or
+        `args.num_generations_eval` if they are sampled.
 
         Args:
             eval_dataset: by default the one given to the trainer.
             temperature: 0 is greedy. By default both: that of training, and greedy under
                 `eval_greedy_`.
+            answer: what a completion, as the reward functions see it, says: a string or a number,
+                for the majority vote. By default all of its text, without the spaces around it.
 
         Returns:
             `eval_reward`, `eval_rewards/{name}/mean`, `eval_completions/mean_length` and so on,
-            and `eval_greedy_reward` and so on, over all processes.
+            and `eval_greedy_reward` and so on, over all processes. With several completions per
+            prompt, n, also `eval_pass@k` for k = 1, 2, 4 ... n, and `eval_majority@n`, the reward
+            of the most frequent answer: see `rlhf_pg.attempts`.
 
         Raises:
-            ValueError: there is no evaluation dataset, or a reward function failed.
+            ValueError: there is no evaluation dataset, a reward function failed, or there is an
+                `answer` and one completion.
         """
+        if answer is not None and self.args.num_generations_eval == 1:
+            raise ValueError(
+                "answer is for the vote among several completions: set num_generations_eval to "
+                "how many, or leave it out"
+            )
         prompts = self.eval_prompts
         if eval_dataset is not None:
             prompts = self._prompts(eval_dataset, "eval_dataset")
@@ -449,7 +461,7 @@ class PolicyGradientTrainer:
             return {
                 f"{metric_key_prefix}_{mode}{name}": value
                 for mode, heat in temperatures.items()
-                for name, value in evaluate(self, prompts, heat).items()
+                for name, value in evaluate(self, prompts, heat, answer or stripped_text).items()
             }
 
     def _keep_if_best(self, reward: float) -> None:

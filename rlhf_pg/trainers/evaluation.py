@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from rlhf_pg.attempts import majority_score, pass_at_k
 from rlhf_pg.data import Prompts, batches
 from rlhf_pg.metrics import length_metrics, reward_metrics
 from rlhf_pg.rewards import totals
@@ -13,31 +16,95 @@ from rlhf_pg.rewards import totals
 if TYPE_CHECKING:
     from rlhf_pg.trainers.base import PolicyGradientTrainer
 
+Answer = Callable[[Any], Hashable]
+
+
+def stripped_text(completion: Any) -> str:
+    """Of a completion, or of the last message of one that is a chat."""
+    text: str = completion if isinstance(completion, str) else completion[-1]["content"]
+    return text.strip()
+
 
 def evaluate(
-    trainer: PolicyGradientTrainer, prompts: Prompts, temperature: float
+    trainer: PolicyGradientTrainer,
+    prompts: Prompts,
+    temperature: float,
+    answer: Answer = stripped_text,
 ) -> dict[str, float]:
-    """Sample one completion of every prompt, shared among the processes, and score it.
+    """Sample `num_generations_eval` completions of every prompt, all on one process, and score
+    them; at temperature 0 there is one.
+
+    Args:
+        answer: of a completion, for the majority vote.
 
     Returns:
         Metrics over all processes, named as in training; `rlhf_pg.trainers.shaping` says of which
-        scores.
+        scores. With several completions also what their prompts make of them.
     """
     runtime, args = trainer.runtime, trainer.args
-    rows, lengths = [], []
+    n = args.num_generations_eval if temperature > 0 else 1
+    rows, groups, lengths, attempts = [], [], [], []
     # Every process goes through the same batches, be its share of one empty: none waits for ever.
-    for batch in batches(range(len(prompts)), args.prompts_per_step * args.num_generations):
+    at_once = max(1, args.prompts_per_step * args.num_generations // n)
+    for batch in batches(range(len(prompts)), at_once):
         mine = list(batch[runtime.rank :: runtime.world])
         # Negative draws: noise that training never uses.
         draws = [-1 - row for row in mine]
-        samples = trainer.sample(prompts, mine, draws, 1, temperature)
+        samples = trainer.sample(prompts, mine, draws, n, temperature)
         scores = trainer.reward(samples)
         shaped = trainer.shaping(scores, samples.rollout, normalize=False)
         rows.append(torch.cat([totals(scores), totals(shaped)], dim=1))
+        groups.append(samples.rollout.groups)
         lengths.append(samples.rollout.lengths())
+        if n > 1:
+            paid = _paid(trainer, totals(scores)).view(len(mine), n)
+            attempts.append(_judged(paid, samples.completions, args.eval_success_threshold, answer))
     everyone, _ = runtime.gather(torch.cat(rows))
     raw, trained = everyone.chunk(2, dim=1)
-    metrics = reward_metrics(raw, trained, trainer.reward_names)
+    owners, _ = runtime.gather(torch.cat(groups))
+    metrics = reward_metrics(raw, trained, trainer.reward_names, owners)
     metrics |= length_metrics(runtime.gather(torch.cat(lengths))[0])
     metrics.pop("tokens")
+    if n > 1:
+        metrics |= _attempt_metrics(runtime.gather(torch.cat(attempts))[0], n)
     return metrics
+
+
+def _paid(trainer: PolicyGradientTrainer, raw: Tensor) -> Tensor:
+    """(B,) float64, what the reward functions gave, weighted, from the totals (B,K) of all sources:
+    without penalties, clipping or scaling.
+    """
+    weights = trainer.rewards.weights.to(raw.device)
+    return (raw[:, : len(weights)] * weights).nansum(dim=1)
+
+
+def _judged(paid: Tensor, completions: Sequence[Any], threshold: float, answer: Answer) -> Tensor:
+    """(P,2) float64 of P prompts: how many completions are right, and what the majority is paid.
+
+    Args:
+        paid: (P,n).
+        completions: P n of them, in the order prompt * n + sample.
+    """
+    n = paid.shape[1]
+    # Scores are rounded to float32: a sum that should reach the threshold may fall just short.
+    right = (paid > threshold - 1e-6).sum(dim=1)
+    answers = [_counted(answer(completion), answer) for completion in completions]
+    votes = [majority_score(answers[i * n : (i + 1) * n], p) for i, p in enumerate(paid.tolist())]
+    return torch.stack([right.to(paid), paid.new_tensor(votes)], dim=1)
+
+
+def _counted(given: Hashable, answer: Answer) -> Hashable:
+    if not isinstance(given, Hashable):
+        raise ValueError(
+            f"{getattr(answer, '__name__', answer)} must return answers that can be counted, "
+            f"strings or numbers say, got {given!r}"
+        )
+    return given
+
+
+def _attempt_metrics(judged: Tensor, n: int) -> dict[str, float]:
+    """pass@1, 2, 4 ... n and majority@n, means over the rows of `_judged`."""
+    right, majority = judged.unbind(dim=1)
+    sizes = [2**i for i in range(n.bit_length()) if 2**i < n]
+    metrics = {f"pass@{k}": pass_at_k(right, n, k).mean().item() for k in (*sizes, n)}
+    return metrics | {f"majority@{n}": majority.mean().item()}

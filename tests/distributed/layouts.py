@@ -5,9 +5,11 @@ from typing import Any
 
 # 5 prompts are shared unevenly by 2 and by 4 processes, in minibatches of 3 and 2.
 JOBS: dict[str, dict[str, Any]] = {
-    # The reference follows the policy.
+    # The reference follows the policy. Evaluation has several completions of each prompt.
     "grpo": {
         "algorithm": "grpo",
+        "num_generations_eval": 3,
+        "eval_success_threshold": 0.5,
         "num_generations": 4,
         "prompts_per_step": 5,
         "num_mini_batches": 2,

@@ -1,13 +1,16 @@
 """Held-out rewards, greedy and sampled, and the best checkpoint by them."""
 
 import json
+from collections.abc import Sequence
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 from rlhf_pg import Callback, PPOTrainer
+from rlhf_pg.attempts import majority_score
 from rlhf_pg.metrics import read
 from rlhf_pg.tasks import arithmetic
+from rlhf_pg.trainers.evaluation import stripped_text
 
 HELD_OUT = arithmetic().eval_dataset.select(range(9))
 
@@ -59,6 +62,138 @@ def test_greedy_takes_the_likeliest_tokens(make, model_path) -> None:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         full = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
         assert tokenizer.decode(full, skip_special_tokens=True) == said
+
+
+# -------------------------------------------------------------------------- several completions
+
+
+class Listed:
+    """Pays the four completions of a prompt what is listed, in turn for every prompt; nothing where
+    there is one. Keeps the texts of the four.
+    """
+
+    def __init__(self, *rewards: Sequence[float]) -> None:
+        places = {prompt: i % len(rewards) for i, prompt in enumerate(HELD_OUT["prompt"])}
+        assert len(places) == len(HELD_OUT)
+        self.paid = {prompt: rewards[place] for prompt, place in places.items()}
+        self.seen: list[str] = []
+
+    def __call__(self, prompts, completions, **columns) -> list[float]:
+        if len(set(prompts)) == len(prompts):
+            return [0.0] * len(prompts)
+        self.seen += completions
+        return [paid for prompt in prompts[::4] for paid in self.paid[prompt]]
+
+
+def test_pass_at_k_counts_what_reaches_the_threshold(make) -> None:
+    # 1, 2 and 0 of 4 are right, 3 prompts each
+    reward = Listed((0.2, 0.5, 0.0, 0.4), (0.5, 0.0, 0.9, 0.0), (0.49, 0.0, 0.0, 0.3))
+    options = {"num_generations_eval": 4, "eval_success_threshold": 0.5}
+    metrics = make(eval_dataset=HELD_OUT, reward_funcs=reward, **options).evaluate()
+    assert metrics["eval_pass@1"] == pytest.approx((1 / 4 + 1 / 2 + 0) / 3)
+    assert metrics["eval_pass@2"] == pytest.approx((1 / 2 + 5 / 6 + 0) / 3)
+    assert metrics["eval_pass@4"] == pytest.approx(2 / 3)
+    assert metrics["eval_reward"] == pytest.approx((1.1 + 1.4 + 0.79) / 12)
+    assert not {"eval_greedy_pass@1", "eval_pass@3", "eval_greedy_majority@4"} & set(metrics)
+
+
+@pytest.mark.parametrize(
+    ("n", "sizes"), [(1, []), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (6, [1, 2, 4, 6])]
+)
+def test_sizes_are_powers_of_two_and_all(make, n, sizes) -> None:
+    metrics = make(eval_dataset=HELD_OUT, num_generations_eval=n).evaluate(temperature=1.0)
+    names = {name for name in metrics if "@" in name}
+    assert names == {f"eval_pass@{k}" for k in sizes} | ({f"eval_majority@{n}"} if sizes else set())
+
+
+def test_the_answer_that_is_given_most_often_is_scored(make) -> None:
+    reward = Listed((1.0, 0.0, 0.0, 0.5))
+    trainer = make(eval_dataset=HELD_OUT, reward_funcs=reward, num_generations_eval=4)
+    plain = trainer.evaluate()["eval_majority@4"]
+    said = list(reward.seen)
+    by_hand = [majority_score(said[i : i + 4], (1.0, 0.0, 0.0, 0.5)) for i in range(0, 36, 4)]
+    assert plain == pytest.approx(sum(by_hand) / 9)
+    asked = []
+
+    def answer(completion):
+        asked.append(completion)
+        return "the same" if len(asked) % 4 in (2, 3) else len(asked)  # of four, two in the middle
+
+    assert trainer.evaluate(answer=answer)["eval_majority@4"] == pytest.approx(0.0)
+    assert asked == said
+
+
+def test_what_is_right_goes_by_the_reward_functions_alone(make) -> None:
+    """Weighted, as they gave it: neither penalties nor clipping make an answer right or wrong."""
+
+    def half(completions, **_):
+        return [0.5] * len(completions)
+
+    def wrong(completions, **_):
+        return [-9.0 if text else None for text in completions]
+
+    trainer = make(
+        eval_dataset=HELD_OUT,
+        reward_funcs=[half, wrong],
+        reward_weights=(2.0, 0.0),
+        missing_eos_penalty=5.0,
+        missing_eos_mode="replace",
+        reward_clip_range=(-0.1, 0.1),
+        num_generations_eval=2,
+    )
+    metrics = trainer.evaluate()
+    assert metrics["eval_pass@1"] == metrics["eval_pass@2"] == metrics["eval_majority@2"] == 1
+    assert metrics["eval_reward"] < 0.5
+
+
+def test_rounding_to_float32_makes_no_answer_wrong(make) -> None:
+    rewards = [lambda completions, **_: [0.9] * len(completions) for _ in range(3)]
+    weights = (0.5, 0.25, 1 / 0.9 - 0.75)
+    trainer = make(
+        eval_dataset=HELD_OUT, reward_funcs=rewards, reward_weights=weights, num_generations_eval=2
+    )
+    assert trainer.evaluate()["eval_pass@1"] == 1
+
+
+def test_the_first_completion_is_the_one_there_is_alone(make) -> None:
+    seen = {}
+    for n in (1, 3):
+        script = Script(1.0)
+        make(eval_dataset=HELD_OUT, reward_funcs=script, num_generations_eval=n).evaluate()
+        seen[n] = [text for batch in script.seen[:-1] for text in batch]
+    assert seen[3][::3] == seen[1]
+    assert len(seen[3]) == 27
+
+
+def test_the_spread_is_that_within_a_prompt(make) -> None:
+    reward = Listed((0.0, 1.0, 0.0, 1.0), (5.0, 5.0, 5.0, 5.0))
+    trainer = make(eval_dataset=HELD_OUT, reward_funcs=reward, num_generations_eval=4)
+    metrics = trainer.evaluate(temperature=1.0)
+    assert metrics["eval_reward_std"] == pytest.approx(5 / 9 * (1 / 3) ** 0.5)
+    assert metrics["eval_frac_reward_zero_std"] == pytest.approx(4 / 9)
+
+
+def test_an_answer_that_is_not_counted_is_refused(make) -> None:
+    with pytest.raises(ValueError, match=r"answer .* set num_generations_eval"):
+        make(eval_dataset=HELD_OUT).evaluate(answer=str.lower)
+
+    def letters(completion):
+        return list(completion)
+
+    trainer = make(eval_dataset=HELD_OUT, num_generations_eval=2)
+    with pytest.raises(ValueError, match=r"letters must return answers that can be counted"):
+        trainer.evaluate(answer=letters)
+
+
+@pytest.mark.parametrize(
+    ("completion", "text"),
+    [(" 42\n", "42"), ([{"role": "assistant", "content": "so: 4 2 "}], "so: 4 2"), ("", "")],
+)
+def test_the_answer_of_a_text_is_the_text(completion, text) -> None:
+    assert stripped_text(completion) == text
+
+
+# ------------------------------------------------------------------------- in the course of a run
 
 
 def test_eval_steps_write_both_into_the_line_of_the_step(make, tmp_path) -> None:
