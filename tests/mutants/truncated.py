@@ -1,0 +1,157 @@
+"""Mistakes in training on truncated distributions, and in what several completions say."""
+
+from tests.mutants import Mutant
+
+POLICY = "rlhf_pg/models/policy.py"
+LEARNER = "rlhf_pg/trainers/learner.py"
+EXPERIENCE = "rlhf_pg/experience.py"
+BASE = "rlhf_pg/trainers/base.py"
+EVALUATION = "rlhf_pg/trainers/evaluation.py"
+ATTEMPTS = "rlhf_pg/attempts.py"
+
+TRAINING = "tests/trainers/test_truncated_sampling.py::test_"
+SUPPORT = "tests/models/test_support.py::test_"
+RECORDS = "tests/test_experience.py::test_"
+EVALUATING = "tests/trainers/test_evaluation.py::test_"
+PURE = "tests/test_attempts.py::test_"
+
+MUTANTS: list[Mutant] = [
+    # ------------------------------------------------------------------------ the saved support
+    Mutant(
+        name="support-not-for-new",
+        mistake="the sampler truncates, and the policy that trains has all tokens (TRL #6789)",
+        file=LEARNER,
+        old="new: PolicyOutput = self.trained(batch)",
+        new="new: PolicyOutput = self.trained(dataclasses.replace(batch, support_ids=None))",
+        killers=(f"{TRAINING}unbiased_for_the_truncated_policy",),
+    ),
+    Mutant(
+        name="support-not-for-old",
+        mistake="the old log-probabilities are not renormalised: a ratio is 1 over the kept mass",
+        file=LEARNER,
+        old="out: PolicyOutput = self.trained(batch)",
+        new="out: PolicyOutput = self.trained(dataclasses.replace(batch, support_ids=None))",
+        killers=(f"{TRAINING}the_ratio_of_an_unchanged_policy_is_one",),
+    ),
+    Mutant(
+        name="support-not-for-the-reference",
+        mistake="a truncated policy is compared with a whole reference: the KL is never 0",
+        file="rlhf_pg/models/reference.py",
+        old="logprobs: Tensor = self.policy(batch).logprobs",
+        new="import dataclasses\n\n"
+        "        whole = dataclasses.replace(batch, support_ids=None)\n"
+        "        logprobs: Tensor = self.policy(whole).logprobs",
+        killers=(
+            f"{SUPPORT}the_reference_is_renormalised_too",
+            f"{TRAINING}sampler_policy_and_reference_agree_in_the_first_step",
+        ),
+    ),
+    Mutant(
+        name="support-not-for-the-entropy",
+        mistake="the entropy, and a bonus for it, is that of all tokens",
+        file=POLICY,
+        old="_entropy(everywhere)",
+        new="_entropy((widen(output.logits[:, -columns:-1]) / self.temperature).log_softmax(-1))",
+        killers=(
+            f"{TRAINING}the_bonus_is_for_the_entropy_of_the_truncated_policy",
+            f"{SUPPORT}log_probabilities_and_entropy_are_those_of_the_kept_tokens",
+        ),
+    ),
+    Mutant(
+        name="support-padding-is-a-token",
+        mistake="the padding of a support lets token 0 in",
+        file=POLICY,
+        old="torch.where(given, support_ids, vocabulary)",
+        new="torch.where(given, support_ids, 0)",
+        killers=(f"{SUPPORT}log_probabilities_and_entropy_are_those_of_the_kept_tokens",),
+    ),
+    Mutant(
+        name="support-none-is-nothing",
+        mistake="a slot without a support, padding or tool output, has no token at all: NaN",
+        file=POLICY,
+        old=" | ~given.any(dim=2, keepdim=True)",
+        new="",
+        killers=(f"{SUPPORT}the_whole_vocabulary_as_a_support_changes_nothing",),
+    ),
+    Mutant(
+        name="support-cut-to-the-first-row",
+        mistake="the supports of a micro-batch are cut to the width of its first row",
+        file=EXPERIENCE,
+        old=": _widest(value)]",
+        new=": _widest(value[:1])]",
+        killers=(f"{RECORDS}select_cuts_supports_to_the_widest_that_is_left",),
+    ),
+    Mutant(
+        name="support-joined-with-token-zero",
+        mistake="supports of another round are padded with the id 0",
+        file=EXPERIENCE,
+        old="longest - part.shape[1]), value=-1)",
+        new="longest - part.shape[1]), value=0)",
+        killers=(f"{RECORDS}concat_pads_supports_with_no_id",),
+    ),
+    Mutant(
+        name="evaluation-from-all-tokens",
+        mistake="training samples from the likeliest tokens, evaluation from all",
+        file=BASE,
+        old="top_k=args.top_k,",
+        new="top_k=args.top_k if rows and min(draws) >= 0 else 0,",
+        killers=(f"{TRAINING}evaluation_samples_what_training_does_and_greedy_stays",),
+    ),
+    # ---------------------------------------------------------------------- several completions
+    Mutant(
+        name="pass-at-k-with-replacement",
+        mistake="pass@k as 1 - (1 - c/n)^k, which draws an attempt twice and is too low",
+        file=ATTEMPTS,
+        old="((wrong - drawn) / (n - drawn)).prod(dim=1)",
+        new="((wrong / n).expand(-1, k)).prod(dim=1)",
+        killers=(f"{PURE}pass_at_k_is_the_share_of_subsets_with_a_right_attempt",),
+    ),
+    Mutant(
+        name="majority-by-the-first",
+        mistake="of equally frequent answers the first one wins, and so does the order",
+        file=ATTEMPTS,
+        old="if votes[answer] == most]",
+        new="if answer == votes.most_common(1)[0][0]]",
+        killers=(f"{PURE}majority_by_hand", f"{PURE}majority_does_not_depend_on_the_order"),
+    ),
+    Mutant(
+        name="majority-is-the-best",
+        mistake="the majority vote takes the best score: that is pass@n",
+        file=ATTEMPTS,
+        old="sum(winning) / len(winning)",
+        new="max(scores)",
+        killers=(f"{PURE}majority_by_hand",),
+    ),
+    Mutant(
+        name="right-by-the-trained-reward",
+        mistake="penalties, weights and all make an answer right or wrong",
+        file=EVALUATION,
+        old="paid = _paid(trainer, totals(scores))",
+        new="paid = totals(shaped).nansum(dim=1).double()",
+        killers=(f"{EVALUATING}what_is_right_goes_by_the_reward_functions_alone",),
+    ),
+    Mutant(
+        name="right-without-the-weights",
+        mistake="what makes an answer right is the plain sum of all reward functions",
+        file=EVALUATION,
+        old="(raw[:, : len(weights)] * weights)",
+        new="raw[:, : len(weights)].double()",
+        killers=(f"{EVALUATING}what_is_right_goes_by_the_reward_functions_alone",),
+    ),
+    Mutant(
+        name="right-but-for-rounding",
+        mistake="rewards that add up to the threshold fall short of it in float32",
+        file=EVALUATION,
+        old="(paid > threshold - 1e-6)",
+        new="(paid >= threshold)",
+        killers=(f"{EVALUATING}rounding_to_float32_makes_no_answer_wrong",),
+    ),
+    Mutant(
+        name="completions-of-other-prompts",
+        mistake="the votes of a prompt are counted among completions of others",
+        file=EVALUATION,
+        old="answers[i * n : (i + 1) * n]",
+        new="answers[i :: len(paid)]",
+        killers=(f"{EVALUATING}the_answer_that_is_given_most_often_is_scored",),
+    ),
+]
