@@ -32,17 +32,17 @@ def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tenso
         return ids, _pick(logits, ids) - logits.logsumexp(dim=-1)
     if params.temperature != 1:
         logits = logits / params.temperature
-    logits = _truncate(logits, params)
-    top = logits.amax(dim=-1, keepdim=True)
-    missing = -logits.shape[1] % BLOCK
-    weights = nn.functional.pad((logits - top).exp_(), (0, missing)).view(len(logits), -1, BLOCK)
+    scores = _truncate(logits, params)
+    top = scores.amax(dim=-1, keepdim=True)
+    missing = -scores.shape[1] % BLOCK
+    weights = nn.functional.pad((scores - top).exp_(), (0, missing)).view(len(scores), -1, BLOCK)
     # The block first and then the token in it: the whole vocabulary is summed once, not scanned.
     blocks = weights.sum(dim=-1).double().cumsum(dim=-1)
     block, rest = _invert(blocks, noise)
     inside = weights[torch.arange(len(block), device=block.device), block].double().cumsum(dim=-1)
     token, _ = _invert(inside, rest)
-    ids = (block * BLOCK + token).clamp(max=logits.shape[1] - 1)  # only NaN logits get there
-    return ids, _pick(logits, ids) - top.squeeze(1) - blocks[:, -1].log().to(logits.dtype)
+    ids = (block * BLOCK + token).clamp(max=scores.shape[1] - 1)  # only NaN logits get there
+    return ids, _pick(scores, ids) - top.squeeze(1) - blocks[:, -1].log().to(scores.dtype)
 
 
 def kept(logits: Tensor, params: SamplingParams) -> Tensor:

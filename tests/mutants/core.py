@@ -374,101 +374,6 @@ SOURCES = [
     ),
 ]
 
-ENGINE = [
-    Mutant(
-        name="sampler-positions-from-the-column",
-        mistake="in sampling, left padding shifts the positions (OpenRLHF #217)",
-        file="rlhf_pg/rollout/native.py",
-        old="(self.mask.cumsum(1) - 1).clamp(min=0)",
-        new="columns.expand_as(self.mask)",
-        killers=(f"{NATIVE}::test_a_prompt_is_continued_alone_as_in_a_batch",),
-    ),
-    Mutant(
-        name="eos-forced",
-        mistake="a completion that was cut off is given an EOS it never sampled (OpenRLHF #238)",
-        file="rlhf_pg/rollout/native.py",
-        old="            rows.append(live, ids, logprobs)",
-        new="            if position + 1 == params.max_tokens and len(eos):\n"
-        "                ids = eos[0].expand_as(ids)\n"
-        "            rows.append(live, ids, logprobs)",
-        killers=(f"{NATIVE}::test_an_eos_only_cuts_the_completion_short",),
-    ),
-    Mutant(
-        name="one-eos-of-several",
-        mistake="of several EOS ids one ends a completion",
-        file="rlhf_pg/rollout/native.py",
-        old="torch.tensor(self.eos_token_ids,",
-        new="torch.tensor(self.eos_token_ids[:1],",
-        killers=(f"{NATIVE}::test_every_token_as_eos_gives_one_token",),
-    ),
-    Mutant(
-        name="eos-of-the-generation-config",
-        mistake="the EOS ids of the generation config (a chat's end of turn) are not read",
-        file="rlhf_pg/models/loading.py",
-        old="*(i for i in ids if i is not None)}",
-        new="}",
-        killers=(
-            "tests/models/test_loading.py::test_every_eos_of_tokenizer_and_generation_config_stops",
-        ),
-    ),
-    Mutant(
-        name="last-allowed-eos-is-truncated",
-        mistake="a completion that ends with the last allowed token is called truncated",
-        file="rlhf_pg/rollout/native.py",
-        old="rows.stopped[live] = stopped",
-        new="rows.stopped[live] = stopped & (position + 1 < params.max_tokens)",
-        killers=(f"{NATIVE}::test_eos_as_the_last_allowed_token_is_a_stop",),
-    ),
-    Mutant(
-        name="dropout-in-sampling",
-        mistake="completions are sampled in train mode",
-        file="rlhf_pg/rollout/native.py",
-        old="    model.eval()\n    try:",
-        new="    try:",
-        killers=(f"{NATIVE}::test_dropout_has_no_part_in_sampling",),
-    ),
-    Mutant(
-        name="mode-lost-after-an-error",
-        mistake="the mode is not restored when sampling fails",
-        file="rlhf_pg/rollout/native.py",
-        old="    try:\n        yield\n    finally:",
-        new="    yield\n    if True:",
-        killers=(f"{NATIVE}::test_the_mode_of_every_module_is_restored_after_an_error",),
-    ),
-    Mutant(
-        name="temperature-not-in-sampling",
-        mistake="the temperature does not reach the logits that are sampled from",
-        file="rlhf_pg/rollout/sampling.py",
-        old="_truncate(logits / params.temperature, params)",
-        new="_truncate(logits, params)",
-        killers=(f"{SAMPLING}::test_temperature_has_its_closed_form",),
-    ),
-    Mutant(
-        name="truncated-mass-not-renormalised",
-        mistake="log-probabilities of a top-p sample are those of all tokens (TRL #7269)",
-        file="rlhf_pg/rollout/sampling.py",
-        old="return ids, _pick(logprobs, ids)",
-        new="return ids, _pick((logits / params.temperature).log_softmax(dim=-1), ids)",
-        killers=(f"{SAMPLING}::test_log_probabilities_are_renormalised_on_the_kept_set",),
-    ),
-    Mutant(
-        name="noise-without-the-draw",
-        mistake="every prompt is given the same noise, as ranks with one seed are",
-        file="rlhf_pg/rollout/sampling.py",
-        old="_mix(state + draws)",
-        new="_mix(state + 0 * draws)",
-        killers=(f"{SAMPLING}::test_every_coordinate_gives_its_own_noise",),
-    ),
-    Mutant(
-        name="noise-of-the-step",
-        mistake="the noise is keyed by the place in the batch, so every step and rank has the same",
-        file="rlhf_pg/trainers/samples.py",
-        old="seed, prompt_ids=draws)",
-        new="seed)",
-        killers=(f"{STEP}::test_the_noise_of_a_step_is_its_own",),
-    ),
-]
-
 LOOP = [
     Mutant(
         name="kl-reward-with-the-wrong-sign",
@@ -712,4 +617,4 @@ PROCESSES = [
     ),
 ]
 
-MUTANTS = [*RECORDS, *MODELS, *CRITICS, *SOURCES, *ENGINE, *LOOP, *PROCESSES]
+MUTANTS = [*RECORDS, *MODELS, *CRITICS, *SOURCES, *LOOP, *PROCESSES]

@@ -1,0 +1,162 @@
+"""Mistakes in sampling: rows, prompts, noise and ends."""
+
+from tests.mutants import Mutant
+
+BATCHING = "tests/rollout/test_batching.py"
+NATIVE = "tests/rollout/test_native.py"
+SAMPLING = "tests/rollout/test_sampling.py"
+STEP = "tests/trainers/test_step.py"
+
+MUTANTS = [
+    Mutant(
+        name="sampler-positions-from-the-column",
+        mistake="in sampling, positions do not count the prompt",
+        file="rlhf_pg/rollout/batching.py",
+        old="groups.positions + last, layout",
+        new="last, layout",
+        killers=(f"{NATIVE}::test_log_probabilities_equal_a_teacher_forced_forward",),
+    ),
+    Mutant(
+        name="eos-forced",
+        mistake="a completion that was cut off is given an EOS it never sampled (OpenRLHF #238)",
+        file="rlhf_pg/rollout/batching.py",
+        old="        drawn.append(rows, ids, logprobs, self.eos)",
+        new="        if len(self.eos):\n"
+        "            ids = torch.where(lengths + 1 == drawn.limits[rows], self.eos[0], ids)\n"
+        "        drawn.append(rows, ids, logprobs, self.eos)",
+        killers=(f"{NATIVE}::test_an_eos_only_cuts_the_completion_short",),
+    ),
+    Mutant(
+        name="one-eos-of-several",
+        mistake="of several EOS ids one ends a completion",
+        file="rlhf_pg/rollout/batching.py",
+        old="list(stopping.eos_token_ids)",
+        new="list(stopping.eos_token_ids)[:1]",
+        killers=(f"{NATIVE}::test_every_token_as_eos_gives_one_token",),
+    ),
+    Mutant(
+        name="eos-of-the-generation-config",
+        mistake="the EOS ids of the generation config (a chat's end of turn) are not read",
+        file="rlhf_pg/models/loading.py",
+        old="*(i for i in ids if i is not None)}",
+        new="}",
+        killers=(
+            "tests/models/test_loading.py::test_every_eos_of_tokenizer_and_generation_config_stops",
+        ),
+    ),
+    Mutant(
+        name="last-allowed-eos-is-truncated",
+        mistake="a completion that ends with the last allowed token is called truncated",
+        file="rlhf_pg/rollout/batching.py",
+        old='"stop" if ended[i] else',
+        new='"stop" if ended[i] and lengths[i] < row.prompt.limit else',
+        killers=(f"{NATIVE}::test_eos_as_the_last_allowed_token_is_a_stop",),
+    ),
+    Mutant(
+        name="dropout-in-sampling",
+        mistake="completions are sampled in train mode",
+        file="rlhf_pg/rollout/native.py",
+        old="    model.eval()\n    try:",
+        new="    try:",
+        killers=(f"{NATIVE}::test_dropout_has_no_part_in_sampling",),
+    ),
+    Mutant(
+        name="mode-lost-after-an-error",
+        mistake="the mode is not restored when sampling fails",
+        file="rlhf_pg/rollout/native.py",
+        old="    try:\n        yield\n    finally:",
+        new="    yield\n    if True:",
+        killers=(f"{NATIVE}::test_the_mode_of_every_module_is_restored_after_an_error",),
+    ),
+    Mutant(
+        name="temperature-not-in-sampling",
+        mistake="the temperature does not reach the logits that are sampled from",
+        file="rlhf_pg/rollout/sampling.py",
+        old="        logits = logits / params.temperature\n",
+        new="        logits = logits * 1\n",
+        killers=(f"{SAMPLING}::test_temperature_has_its_closed_form",),
+    ),
+    Mutant(
+        name="truncated-mass-not-renormalised",
+        mistake="log-probabilities of a top-p sample are those of all tokens (TRL #7269)",
+        file="rlhf_pg/rollout/sampling.py",
+        old="return ids, _pick(scores, ids) - top.squeeze(1)",
+        new="return ids, _pick(logits, ids) - logits.logsumexp(1)\n"
+        "    return ids, _pick(scores, ids) - top.squeeze(1)",
+        killers=(f"{SAMPLING}::test_log_probabilities_are_renormalised_on_the_kept_set",),
+    ),
+    Mutant(
+        name="noise-without-the-draw",
+        mistake="every prompt is given the same noise, as ranks with one seed are",
+        file="rlhf_pg/rollout/sampling.py",
+        old="_mix(state + draws)",
+        new="_mix(state + 0 * draws)",
+        killers=(f"{SAMPLING}::test_every_coordinate_gives_its_own_noise",),
+    ),
+    Mutant(
+        name="noise-of-the-step",
+        mistake="the noise is keyed by the place in the batch, so every step and rank has the same",
+        file="rlhf_pg/trainers/samples.py",
+        old="seed, prompt_ids=draws)",
+        new="seed)",
+        killers=(f"{STEP}::test_the_noise_of_a_step_is_its_own",),
+    ),
+    Mutant(
+        name="padding-of-prompts-is-attended-to",
+        mistake="rows attend to what is behind their prompt, where another is longer",
+        file="rlhf_pg/rollout/batching.py",
+        old="columns < lengths[:, None],",
+        new="(columns < lengths.max()).expand(len(lengths), -1),",
+        killers=(f"{NATIVE}::test_padding_to_any_width_changes_nothing",),
+    ),
+    Mutant(
+        name="later-rows-attend-to-nothing-yet",
+        mistake="rows that entered late attend to what they have not written yet",
+        file="rlhf_pg/rollout/batching.py",
+        old="<= last[:, None]",
+        new="<= last.max().expand(len(last), 1)",
+        killers=(f"{BATCHING}::test_a_small_cache_makes_rows_wait_and_changes_nothing",),
+    ),
+    Mutant(
+        name="a-moved-row-leaves-its-keys-behind",
+        mistake="the row that fills a hole is given the keys and values of the one that left",
+        file="rlhf_pg/rollout/batching.py",
+        old="        self.own_cache.move(sources, holes)\n",
+        new="",
+        killers=(f"{NATIVE}::test_log_probabilities_equal_a_teacher_forced_forward",),
+    ),
+    Mutant(
+        name="a-moved-prompt-leaves-its-keys-behind",
+        mistake="the prompt that fills a hole is given the keys and values of the one that left",
+        file="rlhf_pg/rollout/batching.py",
+        old="            self.prompt_cache.move([last.slot], [prompt.slot])\n",
+        new="",
+        killers=(f"{BATCHING}::test_a_small_cache_makes_rows_wait_and_changes_nothing",),
+    ),
+    Mutant(
+        name="a-continued-row-repeats-its-noise",
+        mistake="an episode's next turn draws with the noise of its first",
+        file="rlhf_pg/rollout/batching.py",
+        old="positions = drawn.first[rows] + lengths",
+        new="positions = lengths",
+        killers=(f"{BATCHING}::test_a_row_goes_on_where_it_stopped",),
+    ),
+    Mutant(
+        name="adapter-merged-into-the-policy",
+        mistake="for sampling, the adapter is merged into the weights that it trains on",
+        file="rlhf_pg/models/adapters.py",
+        old="return copy.deepcopy(model, shared).merge_and_unload()",
+        new="return model.merge_and_unload()",
+        killers=(
+            f"{BATCHING}::test_an_adapter_is_merged_into_a_copy_and_the_policy_is_left_alone",
+        ),
+    ),
+    Mutant(
+        name="parts-of-attention-not-weighed",
+        mistake="prompt and completion are each attended to as if the other were not there",
+        file="rlhf_pg/rollout/attention.py",
+        old="of_a, of_b = (a.top - top).exp(), (b.top - top).exp()",
+        new="of_a, of_b = 1 / a.total, 1 / b.total",
+        killers=(f"{NATIVE}::test_log_probabilities_equal_a_teacher_forced_forward",),
+    ),
+]
