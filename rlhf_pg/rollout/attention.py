@@ -203,8 +203,8 @@ class Decode:
     columns: Tensor  # (R,) of each row's newest token in its slot
     members: Tensor  # (G,M) the rows of each prompt; any row where there are fewer
     places: Tensor  # (R,) of each row in `members`, flattened
-    prompt_mask: Tensor  # (G,P) what is prompt, of the first P columns
-    own_mask: Tensor  # (R,T) what has been written, of the first T columns
+    prompt_bias: Tensor  # (G,P) see `bias`: what is prompt, of the first P columns
+    own_bias: Tensor  # (R,T) what has been written, of the first T columns
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `Layout`."""
@@ -216,10 +216,10 @@ class Decode:
         keys, values = self.prompts.of(layer, key, value)
         # Query heads that share a key head are so many more queries of it: (R,K,H/K,D).
         q = (query * scale).view(heads, -1, rows, query.shape[2]).permute(2, 0, 1, 3)
-        own = _weigh(q, own_keys, own_values, self.own_mask)
+        own = _weigh(q, own_keys, own_values, self.own_bias)
         of_prompt = q[self.members].transpose(1, 2)  # (G,K,M,H/K,D)
         most, shared = of_prompt.shape[2:4]
-        prompt = _weigh(of_prompt.flatten(2, 3), keys, values, self.prompt_mask)
+        prompt = _weigh(of_prompt.flatten(2, 3), keys, values, self.prompt_bias)
         back = _Weighed(
             *(
                 x.view(-1, heads, most, shared, x.shape[3])
@@ -239,12 +239,18 @@ class _Weighed(NamedTuple):
     top: Tensor  # largest score
 
 
-def _weigh(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> _Weighed:
-    """Query (B,K,Q,D), already scaled, on keys and values of B slots where mask (B,W) is True."""
-    slots, width = mask.shape
+def bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What scores are raised by: 0 where the mask is True, or else minus infinity."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return torch.zeros_like(mask, dtype=wide).masked_fill_(~mask, -torch.inf)
+
+
+def _weigh(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> _Weighed:
+    """Query (B,K,Q,D), already scaled, on keys and values of B slots, scores raised by (B,W)."""
+    slots, width = bias.shape
     keys, values = keys[:slots, :, :width], values[:slots, :, :width]
     scores = _product(query, keys.transpose(2, 3))
-    scores.masked_fill_(~mask[:, None, None], -torch.inf)
+    scores.add_(bias[:, None, None])
     top = scores.amax(dim=-1, keepdim=True)
     weights = scores.sub_(top).exp_()
     return _Weighed(_product(weights, values), weights.sum(dim=-1, keepdim=True), top)

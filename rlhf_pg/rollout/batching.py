@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_pg.rollout.attention import Decode, KeyValues, Layout, Prefill, replaced_attention
+from rlhf_pg.rollout.attention import Decode, KeyValues, Layout, Prefill, bias, replaced_attention
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
 from rlhf_pg.rollout.graphs import Graphs, rounded
 from rlhf_pg.rollout.sampling import ids_of, kept, sample, uniform
@@ -184,7 +184,7 @@ class BatchingSession:
         """One more token of every row."""
         if self._groups is None:
             width = self.prompt_cache.width if self.graphs else 0
-            self._groups = _Groups.of(self.prompts, self.rows, self.size, width, self.model.device)
+            self._groups = _Groups.of(self.prompts, self.rows, self.size, width, self.model)
         groups, longest = self._groups, max(row.length for row in self.rows)
         rows = len(groups.places)  # with those that only fill up
         self.own_cache.reserve(0, longest)
@@ -196,8 +196,10 @@ class BatchingSession:
             columns=last,
             members=groups.members,
             places=groups.places,
-            prompt_mask=groups.mask,
-            own_mask=torch.arange(width, device=last.device) <= last[:, None],
+            prompt_bias=groups.bias,
+            own_bias=bias(
+                torch.arange(width, device=last.device) <= last[:, None], self.model.dtype
+            ),
         )
         ids = self.drawn.tokens[:rows].gather(1, last[:, None]).squeeze(1)
         forward = self.graphs or self._forward
@@ -353,7 +355,7 @@ class _Groups:
 
     members: Tensor  # (G,M)
     places: Tensor  # (R,)
-    mask: Tensor  # (G,P)
+    bias: Tensor  # (G,P)
     positions: Tensor  # (R,) of the first new token
 
     @classmethod
@@ -363,7 +365,7 @@ class _Groups:
         rows: Sequence[_Row],
         size: Callable[[int], int],
         width: int,
-        device: torch.device,
+        model: PreTrainedModel,
     ) -> "_Groups":
         """Filled up to the next `size` with row 0, and to this width at least."""
         groups: list[list[int]] = [[] for _ in prompts]
@@ -381,10 +383,10 @@ class _Groups:
         tensors = (
             torch.tensor([group + [0] * (most - len(group)) for group in groups + empty]),
             torch.tensor([places[i] for i in range(len(rows))] + unused),
-            columns < lengths[:, None],
+            bias(columns < lengths[:, None], model.dtype),
             torch.tensor([row.prompt.length for row in rows] + unused),
         )
-        return cls(*(tensor.to(device) for tensor in tensors))
+        return cls(*(tensor.to(model.device) for tensor in tensors))
 
 
 def _chunks(prompts: Sequence[_Prompt]) -> list[list[_Prompt]]:

@@ -12,7 +12,7 @@ from transformers import (
 from rlhf_pg.masking import widen
 from rlhf_pg.rollout.engine import SamplingParams
 
-BLOCK = 512  # tokens whose probabilities are summed before any of them is looked at
+BLOCK = 128  # tokens whose probabilities are summed before any of them is looked at
 
 
 def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,8 +34,10 @@ def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tenso
         logits = logits / params.temperature
     scores = _truncate(logits, params)
     top = scores.amax(dim=-1, keepdim=True)
-    missing = -scores.shape[1] % BLOCK
-    weights = nn.functional.pad((scores - top).exp_(), (0, missing)).view(len(scores), -1, BLOCK)
+    weights = (scores - top).exp_()
+    if weights.shape[1] % BLOCK:
+        weights = nn.functional.pad(weights, (0, -weights.shape[1] % BLOCK))
+    weights = weights.view(len(scores), -1, BLOCK)
     # The block first and then the token in it: the whole vocabulary is summed once, not scanned.
     blocks = weights.sum(dim=-1).double().cumsum(dim=-1)
     block, rest = _invert(blocks, noise)
