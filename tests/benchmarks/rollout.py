@@ -12,7 +12,7 @@ returns log-probabilities.
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -162,6 +162,23 @@ def paged(model: PreTrainedModel, case: Case) -> Callable[[], int]:
     return run
 
 
+WAYS = {"native": native, "generate": generate, "paged": paged}
+
+
+def speeds(
+    model: PreTrainedModel, case: Case, ways: Sequence[str], rounds: int
+) -> dict[str, float]:
+    """Median tokens per second of each way, which take turns."""
+    runs = {way: WAYS[way](model, case) for way in ways}
+    measured: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, run in runs.items():
+            start = time.perf_counter()
+            tokens = run()
+            measured[way].append(tokens / (time.perf_counter() - start))
+    return {way: statistics.median(values) for way, values in measured.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
@@ -169,19 +186,12 @@ def main() -> None:
     parser.add_argument("--paged", action="store_true")
     flags = parser.parse_args()
     model = new_model(torch.cuda.is_available())
-    ways = {"native": native, "generate": generate} | ({"paged": paged} if flags.paged else {})
+    ways = ["native", "generate", *(["paged"] if flags.paged else [])]
     print(f"{'case':10}{'way':10}{'tokens/s':>10}{'against generate':>18}")
     for name in flags.case:
-        runs = {way: make(model, CASES[name]) for way, make in ways.items()}
-        speeds: dict[str, list[float]] = {way: [] for way in runs}
-        for _ in range(flags.rounds):
-            for way, run in runs.items():
-                start = time.perf_counter()
-                tokens = run()
-                speeds[way].append(tokens / (time.perf_counter() - start))
-        medians = {way: statistics.median(values) for way, values in speeds.items()}
-        for way, speed in medians.items():
-            ratio = speed / medians["generate"]
+        measured = speeds(model, CASES[name], ways, flags.rounds)
+        for way, speed in measured.items():
+            ratio = speed / measured["generate"]
             print(f"{name:10}{way:10}{speed:10.0f}{ratio:17.2f}x", flush=True)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import yaml
@@ -22,7 +23,9 @@ from rlhf_pg.experience import Rollout
 from rlhf_pg.metrics import read
 from rlhf_pg.models import Policy
 from rlhf_pg.rollout import NativeEngine, SamplingParams
+from rlhf_pg.rollout.graphs import Graphs
 from rlhf_pg.tasks import arithmetic
+from tests.benchmarks import rollout as rollout_benchmark
 from tests.tiny import ARCHS, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -38,8 +41,8 @@ SETUPS = {
 Check = tuple[str, str, bool]  # what, figure, passed
 
 
-def rollout_of(engine: NativeEngine) -> Rollout:
-    sampled = engine.generate(PROMPTS, 4, SAMPLING, seed=0)
+def rollout_of(engine: NativeEngine, params: SamplingParams = SAMPLING) -> Rollout:
+    sampled = engine.generate(PROMPTS, 4, params, seed=0)
     return Rollout.from_tokens(
         prompts=[prompt for prompt in PROMPTS for _ in range(4)],
         completions=[c.tokens for c in sampled],
@@ -84,6 +87,39 @@ def sampling(device: str) -> Iterator[Check]:
         ids = rollout_of(NativeEngine(here, 2, 0)).completion_ids
         same = ids.equal(rollout.completion_ids)
         yield f"sampled ids as on the CPU, {arch}", "equal" if same else "differ", same
+
+
+def decoding(device: str) -> Iterator[Check]:
+    """Long completions, with decoding steps recorded and replayed, against a scoring pass."""
+    for arch in ARCHS:
+        made: list[Graphs] = []
+
+        class Kept(Graphs):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                made.append(self)  # noqa: B023
+
+        model = tiny_model(arch, max_position_embeddings=128).to(device)
+        with patch("rlhf_pg.rollout.batching.Graphs", Kept):
+            rollout = rollout_of(NativeEngine(model, [], 0), SamplingParams(max_tokens=100))
+        with torch.no_grad():
+            scored = Policy(model)(on(rollout, device)).logprobs.cpu()
+        off = (scored - rollout.sampler_logprobs).abs().max().item()
+        recorded = sum(len(graphs.recorded) for graphs in made)
+        fine = off <= 1e-4 and (recorded > 0 or device == "cpu")
+        yield f"decoding by CUDA graphs, {arch}", f"{recorded} recorded, {off:.1e}", fine
+
+
+def rollouts(device: str) -> Iterator[Check]:
+    """Tokens per second, see tests/benchmarks/rollout.py."""
+    if device == "cpu":
+        return
+    model = rollout_benchmark.new_model(on_gpu=True)
+    for name, case in rollout_benchmark.CASES.items():
+        measured = rollout_benchmark.speeds(model, case, list(rollout_benchmark.WAYS), rounds=2)
+        figure = ", ".join(f"{way} {speed:.0f}" for way, speed in measured.items())
+        faster = measured["native"] >= max(measured["generate"], measured["paged"])
+        yield f"rollout, {name}, tokens/s", figure, faster
 
 
 def save_model(directory: str) -> str:
@@ -165,7 +201,10 @@ def launch(
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=200)
 
 
-GROUPS: list[Callable[[str], Iterator[Check]]] = [agreement, sampling, recipes, presets, backends]
+GROUPS: list[Callable[[str], Iterator[Check]]] = [
+    *(agreement, sampling, decoding, rollouts),
+    *(recipes, presets, backends),
+]
 
 
 def main() -> None:
