@@ -96,10 +96,11 @@ class _Probe:
 def _why_not_called(model: PreTrainedModel, layers: int) -> str | None:
     """One token through the trunk: whether every layer calls the function, in a form it knows."""
     probe, token = _Probe(), torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    inputs = {"input_ids": token, "attention_mask": token + 1, "position_ids": token}
     trunk: Any = model.base_model
     try:
         with replaced_attention(model):
-            trunk(input_ids=token, position_ids=token, use_cache=False, layout=probe)
+            trunk(**inputs, use_cache=False, layout=probe)
     except (NotImplementedError, TypeError) as error:
         return f"its attention cannot be replaced ({error})"
     return None if len(probe.layers) == layers else "only some of its layers can be replaced"

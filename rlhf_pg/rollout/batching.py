@@ -228,6 +228,7 @@ class BatchingSession:
         """Logits (N,V) of N tokens in a packed row, or of those that are kept."""
         output = self.model(
             input_ids=ids[None],
+            attention_mask=torch.ones_like(ids[None]),  # or some models look for padding first
             position_ids=positions[None],
             use_cache=False,
             logits_to_keep=keep,
