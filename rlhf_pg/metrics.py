@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,13 @@ KEYS = (
 
 
 class Meter:
-    """Means as sums and counts, which add up over micro-batches and processes."""
+    """Means as sums and counts, which add up over micro-batches and processes; and extremes, for
+    names that end in /min or /max.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, list[Tensor]] = {}
+        self._highest: dict[str, list[Tensor]] = {}  # of a /min that of the negative
         self.seconds: dict[str, float] = {}
 
     def add(self, name: str, total: Tensor, count: Tensor | float) -> None:
@@ -52,12 +55,18 @@ class Meter:
 
     def add_masked(self, name: str, x: Tensor, mask: Tensor) -> None:
         """Add the True slots of a (B,T) tensor."""
-        self.add(name, torch.where(mask, x.detach(), 0.0).sum(), mask.sum())
+        if not name.endswith(("/min", "/max")):
+            self.add(name, torch.where(mask, x.detach(), 0.0).sum(), mask.sum())
+            return
+        upward = -x.detach() if name.endswith("/min") else x.detach()
+        highest = torch.where(mask, upward.to(torch.float64), -math.inf).amax()
+        self._highest.setdefault(name, []).append(highest)
 
     def absorb(self, other: "Meter") -> None:
         """Add all that another has seen."""
-        for name, pairs in other._sums.items():
-            self._sums.setdefault(name, []).extend(pairs)
+        for own, theirs in ((self._sums, other._sums), (self._highest, other._highest)):
+            for name, parts in theirs.items():
+                own.setdefault(name, []).extend(parts)
 
     def sums(self) -> Tensor:
         """(names, 2) sums and counts in the order of the names, which all processes share."""
@@ -67,6 +76,20 @@ class Meter:
         """The means, from `sums` reduced over processes."""
         pairs = zip(sorted(self._sums), sums.tolist(), strict=True)
         return {name: total / count if count else math.nan for name, (total, count) in pairs}
+
+    def extremes(self, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Minima and maxima over processes; NaN where there was no slot.
+
+        Args:
+            gather: from (1, names) of this process to the rows of all.
+        """
+        if not self._highest:
+            return {}
+        names = sorted(self._highest)
+        own = torch.stack([torch.stack(self._highest[name]).amax() for name in names])
+        highest = zip(names, gather(own[None]).amax(0).tolist(), strict=True)
+        signed = {name: -top if name.endswith("/min") else top for name, top in highest}
+        return {name: x if math.isfinite(x) else math.nan for name, x in signed.items()}
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:

@@ -86,6 +86,9 @@ RANGES = {
     "kl_adaptive_lr": ([1e-3, None], [0.0, -1.0, NAN]),
     "ref_model_sync_steps": ([1], [0]),
     "ref_model_mixup_alpha": ([1e-3, 1.0], [0.0, 1.001, NAN]),
+    "vllm_gpu_memory_utilization": ([1e-3, 1.0], [0.0, 1.001, NAN]),
+    "vllm_max_model_length": ([1, None], [0]),
+    "vllm_server_timeout": ([1e-3], [0.0, -1.0, NAN]),
 }
 OF_ONE = {
     GRPOConfig: {"num_generations": ([2], [1])},
@@ -195,6 +198,9 @@ def test_a_number_at_the_edge_of_its_range_is_taken(config, key, value):
         "kl_adaptive_lr": clipped | twice,
         "ref_model_sync_steps": following,
         "ref_model_mixup_alpha": following,
+        "vllm_gpu_memory_utilization": {"rollout_engine": "vllm"},
+        "vllm_max_model_length": {"rollout_engine": "vllm"},
+        "vllm_server_timeout": {"rollout_engine": "vllm_server"},
         "n_steps": {"advantage_estimator": "n_step"},
         "lam_alpha": {"advantage_estimator": "gae"},
         "epsilon": {"policy_loss": "clipped_surrogate"},
@@ -763,6 +769,10 @@ OTHER_VALUES = {
     "ref_model_sync_steps": 3,
     "ref_model_mixup_alpha": 0.5,
     "save_best": False,
+    "rollout_engine": "vllm",
+    "vllm_gpu_memory_utilization": 0.5,
+    "vllm_enable_sleep_mode": True,
+    "vllm_max_model_length": 99,
     "report_to": ("tensorboard", "trackio"),
     "run_name": "third: try",
 }
@@ -810,6 +820,12 @@ OTHERS = {
 
 # What does not go together with the values above.
 APART = [
+    {
+        "rollout_engine": "vllm_server",
+        "vllm_server_base_url": "https://there:1",
+        "vllm_server_timeout": 9.0,
+        "vllm_sync_directory": "/dev/shm/x",
+    },
     {"policy_loss": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
     {"policy_loss": "mdpo", "old_kl_coef": 2.0, "old_kl_target": 0.1, "num_iterations": 2},
 ]
@@ -852,7 +868,7 @@ def test_a_dumped_config_parses_back_to_itself(config, tmp_path):
 @each_config
 def test_that_dump_covers_every_key_that_can_have_another_value(config):
     default, others = dataclasses.asdict(config()), OTHERS[config]
-    with_one_value = {"algorithm", "rollout_engine", "critic", "skip_zero_advantages"}
+    with_one_value = {"algorithm", "critic", "skip_zero_advantages"}
     with_one_value |= {"importance_sampling_level"}  # for PPO
     tried = set(others).union(*apart(config))
     assert set(default) - tried <= with_one_value
@@ -912,6 +928,17 @@ def test_a_value_that_begins_with_a_dash_is_no_flag(recipe):
         ),
         (GRPOConfig, {"target_kl": 0.1}, "raise num_iterations or num_mini_batches"),
         (GRPOConfig, {"lora_r": 8}, "lora_r is for LoRA: set use_peft"),
+        (GRPOConfig, {"vllm_max_model_length": 9}, "no effect without rollout_engine vllm:"),
+        (
+            GRPOConfig,
+            {"rollout_engine": "vllm", "vllm_server_timeout": 9.0},
+            "vllm_server_timeout has no effect without rollout_engine vllm_server",
+        ),
+        (
+            GRPOConfig,
+            {"rollout_engine": "vllm_server", "vllm_server_base_url": "localhost:8000"},
+            "vllm_server_base_url must begin with http:// or https://, got 'localhost:8000'",
+        ),
         (GRPOConfig, {"lora_target_modules": ["q_proj"]}, "lora_target_modules is for LoRA"),
         (GRPOConfig, {"use_peft": True, "lora_dropout": 0.1}, "needs disable_dropout: false"),
         (GRPOConfig, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type must be"),

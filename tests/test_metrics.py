@@ -33,6 +33,23 @@ def test_only_true_slots_count_whatever_the_others_hold():
     assert means(meter) == {"x": 14 / 8}  # by token: neither by row nor by call
 
 
+def test_extremes_are_those_of_the_true_slots_of_all_processes():
+    meter, other = Meter(), Meter()
+    x = torch.tensor([[1.0, math.nan, -2.0], [math.inf, 6.0, 100.0]])
+    mask = torch.tensor([[True, False, True], [False, True, False]])
+    for name in ("x/min", "x/max", "x/mean", "none/max"):
+        meter.add_masked(name, x, mask & (name != "none/max"))
+        other.add_masked(name, torch.full((1, 2), 5.0), torch.tensor([[True, False]]))
+    theirs = torch.tensor([[-math.inf, 7.0, 3.0]], dtype=torch.float64)  # none/max, x/max, x/min
+    alone = meter.extremes(lambda own: own)
+    assert math.isnan(alone.pop("none/max"))
+    assert alone == {"x/min": -2.0, "x/max": 6.0}
+    meter.absorb(other)
+    everyone = meter.extremes(lambda own: torch.cat([own, theirs]))
+    assert everyone == {"none/max": 5.0, "x/min": -3.0, "x/max": 7.0}
+    assert means(meter) == {"x/mean": (1 - 2 + 6 + 5) / 4}
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float64])
 def test_flags_and_numbers_of_any_dtype_are_averaged(dtype):
     meter, x = Meter(), torch.tensor([[1, 0, 1]]).to(dtype)

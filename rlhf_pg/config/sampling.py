@@ -1,5 +1,6 @@
 """How completions are sampled: by what, from which distribution, how long."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,8 +12,20 @@ from rlhf_pg.fields import number
 class SamplingConfig(RunConfig):
     """One step is one rollout batch and every update on it."""
 
-    rollout_engine: Literal["native"] = "native"
-    """What samples: the policy itself, in this process."""
+    rollout_engine: Literal["native", "vllm", "vllm_server"] = "native"
+    """What samples: the policy itself, vLLM in this process, or a `vllm serve`."""
+    vllm_gpu_memory_utilization: float = number(0.3, above=0, maximum=1)
+    """Share of the GPU's memory that vLLM takes for weights, keys and values."""
+    vllm_enable_sleep_mode: bool = False
+    """Give that memory back while vLLM does not sample."""
+    vllm_max_model_length: int | None = number(None, minimum=1)
+    """Longest prompt and completion together, which need room at once; None: what the model can."""
+    vllm_server_base_url: str = "http://localhost:8000"
+    """Where the server is."""
+    vllm_server_timeout: float = number(300.0, above=0)
+    """Seconds that it may take over one answer; it is asked three times."""
+    vllm_sync_directory: str | None = None
+    """Where weights are put for it, under a path that it sees too; None: sync/ in output_dir."""
     max_completion_length: int = number(512, minimum=1)
     """Longest completion in tokens, EOS included."""
     temperature: float = number(1.0, above=0, because="training needs the sampled distribution")
@@ -39,6 +52,7 @@ class SamplingConfig(RunConfig):
                 "stop must not hold an empty string, which would end every completion at once"
             )
         self._check_truncation()
+        self._check_vllm()
 
     def _check_truncation(self) -> None:
         """Refuse to compare the policy with a truncation of itself."""
@@ -61,4 +75,17 @@ class SamplingConfig(RunConfig):
                 'truncated_sampling "saved_support" needs to know which tokens were kept, and '
                 f"rollout_engine {self.rollout_engine!r} does not tell: set rollout_engine to "
                 '"native", or leave out top_k, top_p and min_p'
+            )
+
+    def _check_vllm(self) -> None:
+        keys = [field.name for field in dataclasses.fields(self)]
+        of_server = {"vllm_sync_directory", *(k for k in keys if k.startswith("vllm_server_"))}
+        in_process = {key for key in keys if key.startswith("vllm_")} - of_server
+        for engine, own in (("vllm", in_process), ("vllm_server", of_server)):
+            why = f"has no effect without rollout_engine {engine}: set that, or leave it out"
+            self.refuse_idle(tuple(sorted(own)), self.rollout_engine == engine, why)
+        if not self.vllm_server_base_url.startswith(("http://", "https://")):
+            raise ValueError(
+                "vllm_server_base_url must begin with http:// or https://, got "
+                f"{self.vllm_server_base_url!r}"
             )

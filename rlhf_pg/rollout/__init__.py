@@ -5,6 +5,7 @@ from rlhf_pg.rollout.engine import (
     Finished,
     Request,
     RolloutEngine,
+    RolloutError,
     SamplingParams,
     Session,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "NativeEngine",
     "Request",
     "RolloutEngine",
+    "RolloutError",
     "SamplingParams",
     "Session",
 ]

@@ -76,6 +76,10 @@ class Completion:
     support: list[Tensor] | None = field(default=None, compare=False)  # tensors have no one ==
 
 
+class RolloutError(RuntimeError):
+    """An engine cannot sample any more, because its server is gone, say."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """Tokens to continue, once per sample.

@@ -101,11 +101,20 @@ def uniform(seed: int, draws: Tensor, samples: Tensor, position: int | Tensor) -
     Args:
         draws, samples: (R,) int64, and position too, or one for all.
     """
+    return _shift(_state(seed, draws, samples, position), 12).to(torch.float64) * 2.0**-52
+
+
+def request_seed(seed: int, draw: int, sample: int, position: int) -> int:
+    """For an engine that makes its own noise: a seed in [0, 2**63), by the same coordinates."""
+    state = _state(seed, torch.tensor([draw]), torch.tensor([sample]), position)
+    return int(_shift(state, 1))
+
+
+def _state(seed: int, draws: Tensor, samples: Tensor, position: int) -> Tensor:
     state = _mix(torch.full_like(draws, _signed(seed)))
     state = _mix(state + draws)
     state = _mix(state + samples)
-    state = _mix(state + position)
-    return _shift(state, 12).to(torch.float64) * 2.0**-52
+    return _mix(state + position)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ ranks, T completion width; a row is one completion.
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,12 +27,13 @@ from rlhf_pg.data import Prompts, PromptSampler
 from rlhf_pg.experience import Experience, Rollout
 from rlhf_pg.fields import bound
 from rlhf_pg.kl import kl_loss
-from rlhf_pg.losses import POLICY_LOSSES, Loss, sampler_weights
+from rlhf_pg.losses import POLICY_LOSSES, Loss
 from rlhf_pg.metrics import KEYS, Meter
 from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.progress import Journal
 from rlhf_pg.rewards import Rewards, RewardSource
-from rlhf_pg.rollout import NativeEngine, RolloutEngine, SamplingParams
+from rlhf_pg.rollout import RolloutEngine, RolloutError, SamplingParams
+from rlhf_pg.rollout.choose import new_engine
 from rlhf_pg.running import MovingAverage, RunningMoments
 from rlhf_pg.runtime import Runtime, Trackers, announced
 from rlhf_pg.trainers import inputs
@@ -41,6 +42,7 @@ from rlhf_pg.trainers.coefficients import Coefficients
 from rlhf_pg.trainers.drawing import draw_batch
 from rlhf_pg.trainers.evaluation import Answer, evaluate, stripped_text
 from rlhf_pg.trainers.learner import Learner
+from rlhf_pg.trainers.mismatch import against_sampler
 from rlhf_pg.trainers.samples import Judged, Samples, collect
 from rlhf_pg.trainers.scoring import make_experience
 from rlhf_pg.trainers.shaping import Shaping
@@ -120,11 +122,12 @@ class PolicyGradientTrainer:
         self.learner = Learner(
             self.model, args, self.runtime, self.loss, self.total_steps, optimizers, self.critic
         )
-        self.engine: RolloutEngine = NativeEngine(
+        self.engine = new_engine(
+            args,
             self.learner.whole["model"].module,
             models.stop_token_ids(self.model, self.processing_class),
-            self.processing_class.pad_token_id,
             self.processing_class,
+            self.runtime.is_main,
         )
         self.state = TrainState()
         self.checkpointer = self._checkpointer()
@@ -190,21 +193,10 @@ class PolicyGradientTrainer:
         per_token, metrics = self.policy_loss(
             new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **options
         )
-        if self.args.sampler_correction == "none":
+        if self.args.sampler_correction == "none" and self.args.rollout_engine == "native":
             return per_token, metrics
-        assert batch.old_logprobs is not None
-        weights = sampler_weights(
-            batch.old_logprobs,
-            batch.sampler_logprobs,
-            batch.action_mask,
-            self.args.sampler_correction,
-            self.args.sampler_clip_max,
-            self.args.sampler_clip_min,
-        )
-        difference = (batch.old_logprobs - batch.sampler_logprobs).abs()
-        metrics["sampling/importance_sampling_ratio/mean"] = weights
-        metrics["sampling/sampling_logp_difference/mean"] = difference
-        return per_token * weights, metrics
+        weights, measured = against_sampler(self.args, batch)
+        return per_token if weights is None else per_token * weights, metrics | measured
 
     def regularizer(self, new: PolicyOutput, batch: Experience) -> Loss:
         """beta KL_t - entropy_coef H_t, (B,T); the KL only where it is part of the loss."""
@@ -300,6 +292,7 @@ class PolicyGradientTrainer:
             journal.completions(self.state.step, samples.records(scores, self.reward_names, shown))
         metrics |= batch.metrics
         metrics |= meter.means(self.runtime.total(meter.sums())) | meter.seconds
+        metrics |= meter.extremes(lambda own: self.runtime.gather(own)[0])
         if not alone:  # a policy that stays does not answer to them
             completions = self.args.prompts_per_step * self.args.num_generations
             self.coefficients.update(metrics, completions)
@@ -345,7 +338,7 @@ class PolicyGradientTrainer:
             max_tokens=args.max_completion_length,
             stop=args.stop,
         )
-        with self.sampling():
+        with self.sampling(), self.guarded(RolloutError):
             return collect(
                 self.engine,
                 self.processing_class,
@@ -364,8 +357,32 @@ class PolicyGradientTrainer:
         """Around several calls of `sample`: the engine takes over the weights once, put together
         before where they lie in pieces.
         """
-        with self.learner.whole["model"].filled(self.runtime.device), self.engine.synced():
+        with ExitStack() as weights:
+            # Nobody samples before every process is here: one may speak for all to a server.
+            with self.guarded(RolloutError):
+                weights.enter_context(self.learner.whole["model"].filled(self.runtime.device))
+                weights.enter_context(self.engine.synced())
             yield
+
+    @contextmanager
+    def guarded(self, kind: type[Exception]) -> Iterator[None]:
+        """Around what may fail on one process; collective.
+
+        Raises:
+            kind: it was raised here, or on another process. What was trained so far has been saved
+                by then.
+        """
+        failure = None
+        try:
+            yield
+        except kind as error:
+            failure = error
+        reason = self.runtime.agreed(None if failure is None else str(failure))
+        if reason is None:
+            return
+        if self.state.step:
+            reason = f"{reason} (saved so far: {self.save_checkpoint()})"
+        raise kind(reason) from failure
 
     def reward(self, samples: Samples) -> Tensor:
         """Raw scores (B,T,K) of the sources in `reward_names`, at the tokens that end what they
@@ -375,8 +392,7 @@ class PolicyGradientTrainer:
             ValueError: a reward function failed, on this process or on another. What was trained so
                 far has been saved by then.
         """
-        scores, failure = None, None
-        try:
+        with self.guarded(ValueError):
             scores = self.rewards(
                 samples.prompts,
                 samples.completions,
@@ -384,14 +400,6 @@ class PolicyGradientTrainer:
                 samples.columns,
                 samples.rollout.action_mask,
             )
-        except ValueError as error:
-            failure = error
-        reason = self.runtime.agreed(None if failure is None else str(failure))
-        if reason is not None:
-            if self.state.step == 0:
-                raise ValueError(reason) from failure
-            raise ValueError(f"{reason} (saved so far: {self.save_checkpoint()})") from failure
-        assert scores is not None
         rollout = samples.rollout
         return self.shaping.penalized(scores.to(rollout.sampler_logprobs), rollout)
 

@@ -1,0 +1,318 @@
+"""The engine that samples with vLLM in this process, on its own copy of the policy's weights."""
+
+import copy
+import itertools
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_pg import models
+from rlhf_pg.rollout.engine import (
+    Completion,
+    Finished,
+    Request,
+    RolloutEngine,
+    RolloutError,
+    SamplingParams,
+)
+from rlhf_pg.rollout.sampling import request_seed
+
+OLDEST, TOO_NEW = (0, 32), (0, 33)  # as the extra [vllm] of pyproject.toml has it
+LEAST_TEMPERATURE = 0.01  # what is between 0 and it, vLLM silently raises to it
+
+# Read by vLLM when it is imported, or when an engine is made.
+NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the weights are handed over as they lie here
+DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; by itself vLLM takes a share of all memory
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # training has these threads too
+}
+
+
+class VllmEngine(RolloutEngine):
+    """Samples with vLLM, which is given the weights, adapters merged, by each `synced`.
+
+    Several processes have an engine each.
+
+    Args:
+        model: a causal language model; only its config is looked at here.
+        eos_token_ids: each ends a completion.
+        tokenizer: of the model, for stop strings.
+        max_model_length: longest prompt and completion; None: as many tokens as there are
+            positions.
+        memory: share of the GPU's memory that vLLM takes, weights included.
+        sleeps: give that memory back between two `synced`.
+        seed: of the process, which vLLM sets anew.
+
+    Raises:
+        ValueError: vLLM is not installed, is of another version, or cannot take the weights.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        eos_token_ids: Sequence[int],
+        tokenizer: PreTrainedTokenizerBase,
+        max_model_length: int | None = None,
+        memory: float = 0.3,
+        sleeps: bool = False,
+        seed: int = 0,
+    ) -> None:
+        os.environ.update(NEEDED)
+        for name, value in DEFAULTS.items():
+            os.environ.setdefault(name, value)
+        check_version(_installed(), "the installed vLLM")
+        if getattr(model, "is_quantized", False):
+            raise ValueError(
+                "rollout_engine vllm cannot be given quantized weights: set load_in_4bit to false, "
+                "or rollout_engine to native or vllm_server"
+            )
+        self.model, self.eos_token_ids, self.sleeps = model, list(eos_token_ids), sleeps
+        self.numbers = itertools.count()  # of vLLM's requests
+        with TemporaryDirectory() as directory:
+            _describe(model, directory)
+            tokenizer.save_pretrained(directory)
+            self.llm = _new_llm(
+                model=directory,
+                dtype=str(_dtype(model)).removeprefix("torch."),
+                max_model_len=max_model_length,
+                gpu_memory_utilization=memory,
+                enable_sleep_mode=sleeps,
+                enforce_eager=not torch.cuda.is_available(),
+                seed=seed % 2**32,
+            )
+        config = self.llm.llm_engine.model_config
+        if config.using_transformers_backend():
+            raise ValueError(
+                f"vLLM has no {type(model).__name__} of its own, and would change the class that "
+                "is trained: set rollout_engine to native or vllm_server"
+            )
+        self.max_model_length: int = config.max_model_len
+        self._sleep()
+
+    @contextmanager
+    def session(self, params: SamplingParams, seed: int) -> Iterator["_Session"]:
+        """See `RolloutEngine`.
+
+        Raises:
+            ValueError: a temperature that vLLM would change.
+            RolloutError: vLLM gave a request up.
+            FloatingPointError: the model's log-probabilities are NaN.
+        """
+        session = _Session(self, params, seed)
+        try:
+            yield session
+        finally:
+            session.abort()
+
+    @contextmanager
+    def _taking_over(self) -> Iterator[None]:
+        if self.sleeps:
+            torch.cuda.empty_cache()
+            self.llm.wake_up(["weights"])
+        self._load(models.merged(self.model))
+        if self.sleeps:
+            self.llm.wake_up(["kv_cache"])
+        try:
+            yield
+        finally:
+            self._sleep()
+
+    def _load(self, policy: nn.Module) -> None:
+        """Copy the weights, layer by layer; vLLM casts and fuses them."""
+        weights = ((name, p.detach()) for name, p in policy.named_parameters())
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self.llm.apply_model(_repack_head)
+        if not self.llm.reset_prefix_cache():  # keys and values of the old weights
+            raise RuntimeError("vLLM keeps old keys and values: the session before has not ended")
+
+    def _sleep(self) -> None:
+        if self.sleeps:
+            self.llm.sleep(level=2)  # the next weights come from the policy: these are not kept
+
+
+class _Session:
+    """Every sample is a request of vLLM's own, with its own seed."""
+
+    def __init__(self, engine: VllmEngine, params: SamplingParams, seed: int) -> None:
+        self._engine, self._params, self._seed = engine, params, seed
+        self._options = options(params, engine.eos_token_ids)
+        self._asked: dict[str, tuple[Request, int]] = {}
+
+    def add(self, request: Request) -> None:
+        from vllm import SamplingParams as VllmSamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        max_tokens = room(request, self._params, self._engine.max_model_length)
+        for sample in request.samples:
+            name = str(next(self._engine.numbers))
+            wanted = VllmSamplingParams(
+                **self._options,
+                max_tokens=max_tokens,
+                seed=request_seed(self._seed, request.draw, sample, request.position),
+                detokenize=bool(self._params.stop_strings),
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            prompt = {"prompt_token_ids": list(request.tokens)}
+            self._engine.llm.llm_engine.add_request(name, prompt, wanted)
+            self._asked[name] = request, sample
+
+    def step(self) -> list[Finished]:
+        return [
+            Finished(*self._asked.pop(output.request_id), _completion(output.outputs[0]))
+            for output in self._engine.llm.llm_engine.step()
+            if output.finished
+        ]
+
+    @property
+    def idle(self) -> bool:
+        return not self._asked
+
+    def abort(self) -> None:
+        """Give up what has not finished."""
+        self._engine.llm.llm_engine.abort_request(list(self._asked))
+        self._asked.clear()
+
+
+# ------------------------------------------------------------- what the server is asked likewise
+
+
+def check_version(version: str, what: str) -> None:
+    """Refuse a vLLM that was never tried.
+
+    Raises:
+        ValueError: the version is outside the range.
+    """
+    oldest, too_new = (".".join(map(str, v)) for v in (OLDEST, TOO_NEW))
+    if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) < TOO_NEW:
+        raise ValueError(f'{what} is version {version}: use "vllm>={oldest},<{too_new}"')
+
+
+def options(params: SamplingParams, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+    """What vLLM calls the sampling parameters; none is left to a default of the model's.
+
+    Raises:
+        ValueError: a temperature that vLLM would change.
+    """
+    if 0 < params.temperature < LEAST_TEMPERATURE:
+        raise ValueError(
+            f"temperature must be 0 or at least {LEAST_TEMPERATURE} with vLLM, which would raise "
+            f"it to that, got {params.temperature}"
+        )
+    return {
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repetition_penalty": 1.0,
+        "stop": list(params.stop_strings),
+        # The model's own EOS is only one of ours, or none.
+        "ignore_eos": True,
+        "stop_token_ids": list(eos_token_ids),
+        "skip_special_tokens": False,  # they may be in a stop string
+        "logprobs": 0,  # that of the sampled token alone
+    }
+
+
+def room(request: Request, params: SamplingParams, limit: int) -> int:
+    """How many tokens may be sampled: beyond its limit vLLM would silently cut.
+
+    Raises:
+        ValueError: the tokens are none, or too many for the limit.
+    """
+    wanted = params.max_tokens
+    if request.max_tokens is not None:
+        wanted = min(wanted, request.max_tokens)
+    if not len(request.tokens):
+        raise ValueError("it is empty: a model needs at least one token to continue")
+    if len(request.tokens) + wanted > limit:
+        raise ValueError(
+            f"it has {len(request.tokens)} tokens; with {wanted} to be sampled that exceeds vLLM's "
+            f"longest sequence of {limit} (vllm_max_model_length, or --max-model-len of a server)"
+        )
+    return wanted
+
+
+def completion(tokens: list[int], logprobs: list[float], reason: str | None) -> Completion:
+    """A completion of vLLM's.
+
+    Raises:
+        RolloutError: it was given up.
+        FloatingPointError: log-probabilities are NaN.
+    """
+    if any(map(math.isnan, logprobs)):
+        raise FloatingPointError("the model's logits are NaN: its weights have diverged")
+    if reason not in ("stop", "length"):
+        raise RolloutError(f"vLLM gave a request up ({reason}): its log says why")
+    ending: Literal["stop", "length"] = "stop" if reason == "stop" else "length"
+    return Completion(tokens, logprobs, ending)
+
+
+# ------------------------------------------------------------------------------------- vLLM's own
+
+
+def _installed() -> str:
+    try:
+        import vllm
+    except ImportError as error:
+        raise ValueError(
+            f"rollout_engine vllm needs vLLM, which cannot be imported ({error}): pip install "
+            '"rlhf-pg[vllm]"'
+        ) from error
+    version: str = vllm.__version__
+    return version
+
+
+def _new_llm(**arguments: Any) -> Any:
+    from vllm import LLM
+
+    several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    if several:  # each of which is to have an engine of its own
+        arguments["distributed_executor_backend"] = "external_launcher"
+    llm = LLM(
+        **arguments,
+        load_format="dummy",
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        disable_log_stats=True,
+    )
+    if several:  # at its end it would destroy the process group, which is not its own
+        llm.llm_engine.engine_core._finalizer.detach()
+    return llm
+
+
+def _describe(model: PreTrainedModel, directory: str) -> None:
+    """Save the config with the name of the model's class, by which vLLM finds its own."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    config = copy.deepcopy(base.config)
+    config.architectures = [type(base).__name__]
+    config.save_pretrained(directory)
+
+
+def _dtype(model: PreTrainedModel) -> torch.dtype:
+    """Of the weights; vLLM knows no float64."""
+    return torch.float32 if model.dtype == torch.float64 else model.dtype
+
+
+def _repack_head(model: nn.Module) -> None:
+    """On a CPU vLLM packs a copy of each matrix, and forgets a head that is tied to the input."""
+    head: Any = getattr(model, "lm_head", None)
+    if hasattr(head, "cpu_linear"):
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _completion(output: Any) -> Completion:
+    chosen: Iterator[tuple[int, Mapping[int, Any]]] = zip(
+        output.token_ids, output.logprobs, strict=True
+    )
+    return completion(
+        list(output.token_ids), [at[token].logprob for token, at in chosen], output.finish_reason
+    )

@@ -1,0 +1,262 @@
+"""The engine of `vllm serve` against a server that fails; a real one is in tests/vllm."""
+
+import importlib.util
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import get_peft_model
+from safetensors.torch import load_file
+
+from rlhf_pg.rollout import Request, RolloutError, SamplingParams, http
+from rlhf_pg.rollout.vllm import VllmEngine
+from rlhf_pg.rollout.vllm_server import VllmServerEngine
+from tests.rollout.fake_vllm import FakeVllm
+from tests.tiny import adapter, stir, tiny_model
+
+PARAMS = SamplingParams(temperature=0.5, max_tokens=6)
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllm]:
+    monkeypatch.setattr(http, "PAUSE", 0.0)
+    server = FakeVllm()
+    yield server
+    server.close()
+
+
+def engine_of(fake: FakeVllm, path: Path, model: Any = None, **options: Any) -> VllmServerEngine:
+    model = model or tiny_model("llama")
+    return VllmServerEngine(model, [3, 7], fake.url, path / "sync", **options)
+
+
+# ------------------------------------------------------------------------------- what is sampled
+
+
+def test_completions_are_what_the_server_says_in_the_order_of_the_prompts(fake, tmp_path):
+    engine = engine_of(fake, tmp_path)
+    completions = engine.generate([[5], [8, 9]], 20, PARAMS, seed=0)
+    for completion in completions:
+        tokens = completion.tokens
+        assert completion.logprobs == [-2.0] * len(tokens)
+        assert not {3, 7} & set(tokens[:-1])
+        ended = tokens[-1] in (3, 7)
+        assert (completion.finish_reason == "stop") == ended
+        assert ended or len(tokens) == 6
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    backward = engine.generate([[8, 9], [5]], 20, PARAMS, seed=0, prompt_ids=[1, 0])
+    assert backward == completions[20:] + completions[:20]
+    other = engine.generate([[5], [8, 9]], 20, PARAMS, seed=1)
+    assert other != completions
+
+
+def test_a_request_says_where_its_tokens_stand_and_how_many_there_may_be(fake, tmp_path):
+    engine, seeds = engine_of(fake, tmp_path), []
+    for position, samples in ((0, (4,)), (1, (4,)), (0, (5,))):
+        request = Request(tokens=[5, 6], draw=2, samples=samples, position=position, max_tokens=2)
+        with engine.synced(), engine.session(PARAMS, seed=0) as session:
+            session.add(request)
+            while not session.idle:
+                for finished in session.step():
+                    assert finished.request is request
+                    assert finished.sample == samples[0]
+                    assert len(finished.completion.tokens) <= 2
+        assert fake.asked[-1][1]["max_tokens"] == 2
+        seeds.append(fake.asked[-1][1]["seed"])
+    assert len(set(seeds)) == 3
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "said"),
+    [
+        ([], PARAMS, "prompt 1: it is empty"),
+        ([5] * 35, PARAMS, r"35 tokens; with 6 .* longest sequence of 40"),
+        ([5], SamplingParams(temperature=0.001), "temperature must be 0 or at least 0.01"),
+    ],
+)
+def test_what_vllm_would_change_without_a_word_is_refused(fake, tmp_path, prompt, params, said):
+    with pytest.raises(ValueError, match=said):
+        engine_of(fake, tmp_path).generate([[5], prompt], 1, params, seed=0)
+
+
+# ------------------------------------------------------------------------------------ the weights
+
+
+def test_weights_are_loaded_once_for_all_that_is_sampled_from_them(fake, tmp_path):
+    engine = engine_of(fake, tmp_path, model := tiny_model("llama"))
+    loaded = []
+
+    def reload(body: Any) -> None:
+        assert body["method"] == "reload_weights"
+        loaded.append(load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors"))
+
+    fake.answers["/collective_rpc"] = reload
+    for _ in range(2):
+        stir(model)
+        with engine.synced():
+            engine.generate([[5]], 1, PARAMS, seed=0)
+            engine.generate([[5]], 1, PARAMS, seed=0)
+        assert loaded[-1]["model.norm.weight"].equal(model.model.norm.weight)
+    assert len(loaded) == fake.count("/reset_prefix_cache") == 2
+    assert not list((tmp_path / "sync").iterdir())
+
+
+def test_an_adapter_has_a_name_of_its_own_for_every_value(fake, tmp_path):
+    model = get_peft_model(tiny_model("llama"), adapter())
+    engine = engine_of(fake, tmp_path, model)
+    for names in (1, 1, 2):
+        if names == 2:
+            stir(model)
+        engine.generate([[5]], 1, PARAMS, seed=0)
+        assert fake.count("/v1/load_lora_adapter") == names
+    assert len(fake.models) == 2  # the base, and the newest
+    [*_, (_, load)] = [asked for asked in fake.asked if asked[0] == "/v1/load_lora_adapter"]
+    assert fake.models[1] == load["lora_name"] == fake.asked[-1][1]["model"]
+    saved = load_file(Path(load["lora_path"]) / "adapter_model.safetensors")
+    own = {name.replace(".default", ""): p for name, p in model.named_parameters()}
+    assert all(tensor.equal(own[name]) for name, tensor in saved.items())
+    assert [path.name for path in (tmp_path / "sync").iterdir()] == [load["lora_name"]]
+
+
+def test_another_process_knows_the_name_and_loads_nothing(fake, tmp_path):
+    model = stir(get_peft_model(tiny_model("llama"), adapter()))
+    main, other = (engine_of(fake, tmp_path, model, is_main=here) for here in (True, False))
+    with main.synced():
+        assert other.generate([[5]], 2, PARAMS, 0) == main.generate([[5]], 2, PARAMS, 0)
+    assert fake.count("/v1/load_lora_adapter") == 1
+
+
+# --------------------------------------------------------------------- a server that is not right
+
+
+def test_raw_log_probabilities_are_refused(fake, tmp_path):
+    fake.raw = True
+    with pytest.raises(ValueError, match=f"{fake.url}.*--logprobs-mode processed_logprobs"):
+        engine_of(fake, tmp_path)
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0"])
+def test_a_version_that_was_not_tried_is_refused(fake, tmp_path, version):
+    fake.answers["/version"] = lambda body: (200, {"version": version})
+    with pytest.raises(ValueError, match=f"{fake.url} is version {version}: use .*>=0.32,<0.33"):
+        engine_of(fake, tmp_path)
+
+
+@pytest.mark.parametrize("answer", [(404, {"detail": "Not Found"}), (200, b"<html>"), (200, {})])
+def test_a_server_that_is_no_vllm_is_refused(fake, tmp_path, answer):
+    fake.answers["/version"] = lambda body: answer
+    with pytest.raises(ValueError, match=f"vllm_server_base_url: at {fake.url} is no vLLM"):
+        engine_of(fake, tmp_path)
+
+
+def test_a_server_that_takes_no_weights_is_refused_and_may_have_an_adapter(fake, tmp_path):
+    fake.answers["/server_info"] = lambda body: (404, {"detail": "Not Found"})
+    with pytest.raises(ValueError, match=r"VLLM_SERVER_DEV_MODE=1.*use_peft"):
+        engine_of(fake, tmp_path)
+    engine_of(fake, tmp_path, get_peft_model(tiny_model("llama"), adapter()))
+
+
+def test_a_tied_head_is_refused_where_vllm_would_keep_the_old_one(fake, tmp_path):
+    tied = tiny_model("llama", tie_word_embeddings=True)
+    engine_of(fake, tmp_path, tied)
+    fake.device = "cpu"
+    engine_of(fake, tmp_path, tiny_model("llama", tie_word_embeddings=False))
+    with pytest.raises(ValueError, match="head that is tied"):
+        engine_of(fake, tmp_path, tied)
+
+
+def test_an_adapter_that_the_server_refuses_is_explained(fake, tmp_path):
+    engine = engine_of(fake, tmp_path, get_peft_model(tiny_model("llama"), adapter()))
+    fake.answers["/v1/load_lora_adapter"] = lambda body: (
+        400,
+        {"error": {"message": "LoRA rank 2 is greater than max_lora_rank 1."}},
+    )
+    with pytest.raises(RolloutError, match=r"rank 2 is greater.*--enable-lora.*vllm_sync_dir"):
+        engine.generate([[5]], 1, PARAMS, seed=0)
+    assert fake.count("/v1/load_lora_adapter") == 1
+
+
+def test_a_server_at_work_for_others_is_refused(fake, tmp_path):
+    fake.answers["/reset_prefix_cache"] = lambda body: (200, {"success": False})
+    with pytest.raises(RolloutError, match="keys and values of old weights"):
+        engine_of(fake, tmp_path).generate([[5]], 1, PARAMS, seed=0)
+
+
+# ------------------------------------------------------------- a server that dies, hangs, is short
+
+
+def short(**changes: Any) -> dict[str, Any]:
+    whole = {
+        "token_ids": [5] * 6,
+        "logprobs": {"token_logprobs": [-1.0] * 6},
+        "finish_reason": "length",
+    }
+    return {"choices": [whole | changes]}
+
+
+FAULTS = {
+    "status 500: out of order": (500, {"error": {"message": "out of order"}}),
+    "status 503: busy": (503, b"busy"),
+    "no answer": (200, b"{"),  # cut off within the body
+    "an answer that is not whole": (200, b"{}}"),
+    "KeyError": (200, {"id": "cmpl-1"}),
+    "not enough values": (200, {"choices": []}),
+    "5 tokens with 6 log-prob": (200, short(token_ids=[5] * 5)),
+    "4 of 6 tokens, and no stop": (
+        200,
+        short(token_ids=[5] * 4, logprobs={"token_logprobs": [-1.0] * 4}),
+    ),
+    "NoneType": (200, short(logprobs=None)),
+    "finish_reason 'abort'": (200, short(finish_reason="abort")),
+}
+
+
+@pytest.mark.parametrize("said", FAULTS)
+def test_a_fault_that_passes_is_survived_and_one_that_stays_is_one_error(fake, tmp_path, said):
+    engine = engine_of(fake, tmp_path)
+    expected = engine.generate([[5]], 1, PARAMS, seed=0)
+    before, failures = fake.count(COMPLETIONS), [FAULTS[said]] * 2
+    fake.answers[COMPLETIONS] = lambda body: failures.pop() if failures else None
+    assert engine.generate([[5]], 1, PARAMS, seed=0) == expected
+    assert fake.count(COMPLETIONS) == before + 3
+    failures += [FAULTS[said]] * 4
+    with pytest.raises(RolloutError) as error:
+        engine.generate([[5]], 1, PARAMS, seed=0)
+    assert fake.count(COMPLETIONS) == before + 6
+    for part in (fake.url, said, "3 attempts", "start it again, and resume"):
+        assert part in str(error.value)
+
+
+def test_what_the_server_refuses_is_asked_once(fake, tmp_path):
+    engine = engine_of(fake, tmp_path)
+    before = fake.count(COMPLETIONS)
+    fake.answers[COMPLETIONS] = lambda body: (400, {"error": {"message": "out of vocabulary"}})
+    with pytest.raises(RolloutError, match=r"refuses with status 400: out of vocabulary"):
+        engine.generate([[5]], 1, PARAMS, seed=0)
+    assert fake.count(COMPLETIONS) == before + 1
+
+
+def test_a_server_that_hangs_is_given_up(fake, tmp_path):
+    engine = engine_of(fake, tmp_path, timeout=0.3)
+    fake.answers[COMPLETIONS] = lambda body: time.sleep(1.0)
+    with pytest.raises(RolloutError, match=r"no answer within 0\.3 s.*3 attempts"):
+        engine.generate([[5]], 1, PARAMS, seed=0)
+
+
+def test_a_server_that_is_not_there_is_one_error(fake, tmp_path):
+    engine = engine_of(fake, tmp_path)
+    fake.close()
+    with pytest.raises(RolloutError, match=f"{fake.url} gave no answer .*refused.*3 attempts"):
+        engine.generate([[5]], 1, PARAMS, seed=0)
+    with pytest.raises(RolloutError, match=f"{fake.url} gave no answer"):
+        engine_of(fake, tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="it is installed")
+def test_vllm_that_is_not_installed_is_one_error():
+    with pytest.raises(ValueError, match=r'needs vLLM.*pip install "rlhf-pg\[vllm\]"'):
+        VllmEngine(tiny_model("llama"), [3], None)

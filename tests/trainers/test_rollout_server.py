@@ -1,0 +1,55 @@
+"""Runs whose completions come from a server, which is there, or dies."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rlhf_pg.metrics import read
+from rlhf_pg.rollout import RolloutError, http
+from tests.rollout.fake_vllm import FakeVllm
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture
+def speaking(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllm]:
+    """A server with the vocabulary of the embedded model, which is tied."""
+    monkeypatch.setattr(http, "PAUSE", 0.0)
+    server = FakeVllm(vocab_size=20)
+    yield server
+    server.close()
+
+
+def test_a_run_measures_how_far_the_server_is_from_the_policy(speaking, make, tmp_path):
+    make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url).train()
+    lines = read(tmp_path / "run/metrics.jsonl")
+    assert len(lines) == speaking.count("/collective_rpc") == 3
+    for line in lines:
+        ratio, off = "sampling/importance_sampling_ratio/", "sampling/sampling_logp_difference/"
+        # The server says that every token has probability 1/e: the model thinks far less of them.
+        assert 0 < line[ratio + "min"] < line[ratio + "mean"] < line[ratio + "max"] < 1
+        assert 0.5 < line[off + "mean"] < line[off + "max"]
+
+
+def test_what_was_trained_is_saved_when_the_server_dies(speaking, make, tmp_path):
+    trainer = make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url, max_steps=4)
+    reload = iter([None, None, (500, {"error": {"message": "EngineCore died"}})])
+    speaking.answers["/collective_rpc"] = lambda body: next(reload, (500, b"dead"))
+    with pytest.raises(RolloutError, match=r"(?s)status 500: dead.*saved so far: .*step-00000002"):
+        trainer.train()
+    del speaking.answers["/collective_rpc"]
+    again = make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url, max_steps=4)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.step == 4
+
+
+def test_what_was_trained_is_saved_when_the_server_dies_while_it_samples(speaking, make, tmp_path):
+    trainer = make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url)
+
+    def die_in_the_second_step(body: Any) -> Any:
+        return (500, b"dead") if trainer.state.step == 1 else None
+
+    speaking.answers[COMPLETIONS] = die_in_the_second_step
+    with pytest.raises(RolloutError, match=r"status 500: dead.*saved so far: .*step-00000001"):
+        trainer.train()
