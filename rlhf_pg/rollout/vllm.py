@@ -1,13 +1,14 @@
 """The engine that samples with vLLM in this process, on its own copy of the policy's weights."""
 
 import copy
+import gc
 import itertools
-import math
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -20,13 +21,10 @@ from rlhf_pg.rollout.engine import (
     Finished,
     Request,
     RolloutEngine,
-    RolloutError,
     SamplingParams,
 )
 from rlhf_pg.rollout.sampling import request_seed
-
-OLDEST, TOO_NEW = (0, 32), (0, 33)  # as the extra [vllm] of pyproject.toml has it
-LEAST_TEMPERATURE = 0.01  # what is between 0 and it, vLLM silently raises to it
+from rlhf_pg.rollout.vllm_requests import check_version, completion, options, room
 
 # Read by vLLM when it is imported, or when an engine is made.
 NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the weights are handed over as they lie here
@@ -89,6 +87,8 @@ class VllmEngine(RolloutEngine):
                 enforce_eager=not torch.cuda.is_available(),
                 seed=seed % 2**32,
             )
+        core = self.llm.llm_engine.engine_core.engine_core
+        weakref.finalize(self, _free, core).atexit = False
         config = self.llm.llm_engine.model_config
         if config.using_transformers_backend():
             raise ValueError(
@@ -182,83 +182,6 @@ class _Session:
         self._asked.clear()
 
 
-# ------------------------------------------------------------- what the server is asked likewise
-
-
-def check_version(version: str, what: str) -> None:
-    """Refuse a vLLM that was never tried.
-
-    Raises:
-        ValueError: the version is outside the range.
-    """
-    oldest, too_new = (".".join(map(str, v)) for v in (OLDEST, TOO_NEW))
-    if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) < TOO_NEW:
-        raise ValueError(f'{what} is version {version}: use "vllm>={oldest},<{too_new}"')
-
-
-def options(params: SamplingParams, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """What vLLM calls the sampling parameters; none is left to a default of the model's.
-
-    Raises:
-        ValueError: a temperature that vLLM would change.
-    """
-    if 0 < params.temperature < LEAST_TEMPERATURE:
-        raise ValueError(
-            f"temperature must be 0 or at least {LEAST_TEMPERATURE} with vLLM, which would raise "
-            f"it to that, got {params.temperature}"
-        )
-    return {
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "repetition_penalty": 1.0,
-        "stop": list(params.stop_strings),
-        # The model's own EOS is only one of ours, or none.
-        "ignore_eos": True,
-        "stop_token_ids": list(eos_token_ids),
-        "skip_special_tokens": False,  # they may be in a stop string
-        "logprobs": 0,  # that of the sampled token alone
-    }
-
-
-def room(request: Request, params: SamplingParams, limit: int) -> int:
-    """How many tokens may be sampled: beyond its limit vLLM would silently cut.
-
-    Raises:
-        ValueError: the tokens are none, or too many for the limit.
-    """
-    wanted = params.max_tokens
-    if request.max_tokens is not None:
-        wanted = min(wanted, request.max_tokens)
-    if not len(request.tokens):
-        raise ValueError("it is empty: a model needs at least one token to continue")
-    if len(request.tokens) + wanted > limit:
-        raise ValueError(
-            f"it has {len(request.tokens)} tokens; with {wanted} to be sampled that exceeds vLLM's "
-            f"longest sequence of {limit} (vllm_max_model_length, or --max-model-len of a server)"
-        )
-    return wanted
-
-
-def completion(tokens: list[int], logprobs: list[float], reason: str | None) -> Completion:
-    """A completion of vLLM's.
-
-    Raises:
-        RolloutError: it was given up.
-        FloatingPointError: log-probabilities are NaN.
-    """
-    if any(map(math.isnan, logprobs)):
-        raise FloatingPointError("the model's logits are NaN: its weights have diverged")
-    if reason not in ("stop", "length"):
-        raise RolloutError(f"vLLM gave a request up ({reason}): its log says why")
-    ending: Literal["stop", "length"] = "stop" if reason == "stop" else "length"
-    return Completion(tokens, logprobs, ending)
-
-
-# ------------------------------------------------------------------------------------- vLLM's own
-
-
 def _installed() -> str:
     try:
         import vllm
@@ -274,8 +197,8 @@ def _installed() -> str:
 def _new_llm(**arguments: Any) -> Any:
     from vllm import LLM
 
-    several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-    if several:  # each of which is to have an engine of its own
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        # Processes that are there already, each of which is to have an engine of its own.
         arguments["distributed_executor_backend"] = "external_launcher"
     llm = LLM(
         **arguments,
@@ -284,9 +207,17 @@ def _new_llm(**arguments: Any) -> Any:
         generation_config="vllm",
         disable_log_stats=True,
     )
-    if several:  # at its end it would destroy the process group, which is not its own
-        llm.llm_engine.engine_core._finalizer.detach()
+    # At its end it would destroy the process groups, which others use: training, or another engine.
+    llm.llm_engine.engine_core._finalizer.detach()
     return llm
+
+
+def _free(core: Any) -> None:
+    """The rest of what it would do: give the memory back."""
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    gc.unfreeze()
+    gc.collect()
 
 
 def _describe(model: PreTrainedModel, directory: str) -> None:

@@ -23,7 +23,7 @@ from rlhf_pg.rollout.engine import (
 )
 from rlhf_pg.rollout.http import Refused, Server
 from rlhf_pg.rollout.sampling import request_seed
-from rlhf_pg.rollout.vllm import check_version, completion, options, room
+from rlhf_pg.rollout.vllm_requests import check_version, completion, options, room
 
 CONNECTIONS = 256  # requests that a server is given at once
 MOMENT = 0.05  # seconds that a step waits for an answer
@@ -92,34 +92,34 @@ class VllmServerEngine(RolloutEngine):
 
     @contextmanager
     def _taking_over(self) -> Iterator[None]:
-        if isinstance(self.model, PeftModel):
-            self._load_adapter(self.model)
-        elif self.is_main:
-            self._replace_weights()
+        if not isinstance(self.model, PeftModel):
+            if self.is_main:
+                self._replace_weights()
+        elif (name := f"policy-{_digest(self.model)}") != self.name:
+            if self.is_main:
+                self._load_adapter(self.model, name)
+            self.name = name
         yield
 
-    def _load_adapter(self, model: PeftModel) -> None:
-        before, self.name = self.name, f"policy-{_digest(model)}"
-        if self.name == before or not self.is_main:
-            return
-        place = self.directory / self.name
+    def _load_adapter(self, model: PeftModel, name: str) -> None:
+        place = self.directory / name
         model.save_pretrained(place)
-        if self.name not in self._models():
+        if name not in self._models():
             try:
                 self.server.post(
-                    "/v1/load_lora_adapter", {"lora_name": self.name, "lora_path": str(place)}
+                    "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(place)}
                 )
-            except Refused as error:
+            except RolloutError as error:
                 raise RolloutError(
                     f"{error}. The server needs --enable-lora, a --max-lora-rank that is not below "
                     f"lora_r, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, and to see "
                     f"{place} (vllm_sync_directory)"
                 ) from error
-        if before != self.served:
+        if self.name != self.served:
             # It is only memory: a server that has lost the old one has done what is asked.
             with suppress(Refused):
-                self.server.post("/v1/unload_lora_adapter", {"lora_name": before})
-            shutil.rmtree(self.directory / before, ignore_errors=True)
+                self.server.post("/v1/unload_lora_adapter", {"lora_name": self.name})
+            shutil.rmtree(self.directory / self.name, ignore_errors=True)
 
     def _replace_weights(self) -> None:
         place = self.directory / "policy"
@@ -152,8 +152,8 @@ class VllmServerEngine(RolloutEngine):
         return [model["id"] for model in self.server.get("/v1/models")["data"]]
 
     def _check_logprobs(self) -> None:
-        """Raw log-probabilities do not depend on the temperature."""
-        cold, hot = (self._likeliest(temperature) for temperature in (0.1, 10.0))
+        """Raw log-probabilities do not depend on the temperature, which may be up to 2."""
+        cold, hot = (self._likeliest(temperature) for temperature in (0.1, 2.0))
         if abs(cold - hot) < 1e-3:
             raise ValueError(
                 f"the server at {self.server.url} gives raw log-probabilities, not those of the "

@@ -186,6 +186,26 @@ def backends(device: str) -> Iterator[Check]:
             yield f"gradient norms, {name}", f"{off:.1e}", saved and off <= 1e-3
 
 
+def vllm(device: str) -> Iterator[Check]:
+    """GRPO with vLLM in its process, asleep during updates: its log-probabilities, in every step,
+    against those of the weights that it was handed over.
+    """
+    if device == "cpu" or not find_spec("vllm"):
+        return
+    bounds = {"float32": 1e-3, "bfloat16": 5e-2}  # of the mean: kernels differ in both
+    with tempfile.TemporaryDirectory() as directory:
+        model = save_model(directory)
+        for dtype, use_peft in ((d, p) for d in bounds for p in (False, True)):
+            out = Path(directory) / f"vllm-{dtype}-{use_peft}"
+            flags = {"rollout_engine": "vllm", "vllm_enable_sleep_mode": True, "max_steps": 5}
+            flags |= {"model_name_or_path": model, "dtype": dtype, "use_peft": use_peft}
+            launch(RECIPES / "grpo_arithmetic.yaml", "grpo", device, {**flags, "output_dir": out})
+            name = "sampling/sampling_logp_difference/mean"
+            off = max(line[name] for line in read(out / "metrics.jsonl"))
+            what = f"vLLM against the policy, {dtype}{', LoRA' if use_peft else ''}"
+            yield what, f"{off:.1e}", off <= bounds[dtype]
+
+
 def launch(
     recipe: Path, algorithm: str, device: str, flags: dict[str, Any], config: Path | None = None
 ) -> None:
@@ -203,7 +223,7 @@ def launch(
 
 GROUPS: list[Callable[[str], Iterator[Check]]] = [
     *(agreement, sampling, decoding, rollouts),
-    *(recipes, presets, backends),
+    *(recipes, presets, backends, vllm),
 ]
 
 

@@ -169,15 +169,14 @@ def test_a_tied_head_is_refused_where_vllm_would_keep_the_old_one(fake, tmp_path
         engine_of(fake, tmp_path, tied)
 
 
-def test_an_adapter_that_the_server_refuses_is_explained(fake, tmp_path):
+@pytest.mark.parametrize(("status", "times"), [(404, 1), (500, 3)])
+def test_an_adapter_that_the_server_does_not_take_is_explained(fake, tmp_path, status, times):
     engine = engine_of(fake, tmp_path, get_peft_model(tiny_model("llama"), adapter()))
-    fake.answers["/v1/load_lora_adapter"] = lambda body: (
-        400,
-        {"error": {"message": "LoRA rank 2 is greater than max_lora_rank 1."}},
-    )
+    answer = {"error": {"message": "LoRA rank 2 is greater than max_lora_rank 1."}}
+    fake.answers["/v1/load_lora_adapter"] = lambda body: (status, answer)
     with pytest.raises(RolloutError, match=r"rank 2 is greater.*--enable-lora.*vllm_sync_dir"):
         engine.generate([[5]], 1, PARAMS, seed=0)
-    assert fake.count("/v1/load_lora_adapter") == 1
+    assert fake.count("/v1/load_lora_adapter") == times
 
 
 def test_a_server_at_work_for_others_is_refused(fake, tmp_path):

@@ -37,7 +37,7 @@ ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
 }
-LORA = ["--enable-lora", "--max-lora-rank", "8"]
+LORA = ["--enable-lora", "--max-lora-rank", "16"]
 PROCESSED = ["--logprobs-mode", "processed_logprobs"]
 PROMPTS = [[5, 9, 2, 14], [17], [8, 3, 18, 12, 15, 6, 19]]
 PARAMS = SamplingParams(temperature=0.8, max_tokens=10)
@@ -52,7 +52,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     model, tokenizer = arithmetic().new_model()
     model.config.tie_word_embeddings = False
     path = tmp_path_factory.mktemp("model")
-    stir(type(model)(model.config)).save_pretrained(path)
+    type(model)(model.config).save_pretrained(path)
     tokenizer.backend_tokenizer.model.unk_token = tokenizer.pad_token
     tokenizer.save_pretrained(path)
     return str(path)
