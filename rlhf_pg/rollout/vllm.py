@@ -88,7 +88,7 @@ class VllmEngine(RolloutEngine):
                 seed=seed % 2**32,
             )
         core = self.llm.llm_engine.engine_core.engine_core
-        weakref.finalize(self, _free, core).atexit = False
+        weakref.finalize(self, _free, core)
         config = self.llm.llm_engine.model_config
         if config.using_transformers_backend():
             raise ValueError(
