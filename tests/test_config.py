@@ -769,10 +769,6 @@ OTHER_VALUES = {
     "ref_model_sync_steps": 3,
     "ref_model_mixup_alpha": 0.5,
     "save_best": False,
-    "rollout_engine": "vllm",
-    "vllm_gpu_memory_utilization": 0.5,
-    "vllm_enable_sleep_mode": True,
-    "vllm_max_model_length": 99,
     "report_to": ("tensorboard", "trackio"),
     "run_name": "third: try",
 }
@@ -820,6 +816,12 @@ OTHERS = {
 
 # What does not go together with the values above.
 APART = [
+    {
+        "rollout_engine": "vllm",
+        "vllm_gpu_memory_utilization": 0.5,
+        "vllm_enable_sleep_mode": True,
+        "vllm_max_model_length": 99,
+    },
     {
         "rollout_engine": "vllm_server",
         "vllm_server_base_url": "https://there:1",

@@ -110,7 +110,7 @@ def request_seed(seed: int, draw: int, sample: int, position: int) -> int:
     return int(_shift(state, 1))
 
 
-def _state(seed: int, draws: Tensor, samples: Tensor, position: int) -> Tensor:
+def _state(seed: int, draws: Tensor, samples: Tensor, position: int | Tensor) -> Tensor:
     state = _mix(torch.full_like(draws, _signed(seed)))
     state = _mix(state + draws)
     state = _mix(state + samples)

@@ -57,10 +57,10 @@ def room(request: Request, params: SamplingParams, limit: int) -> int:
     if request.max_tokens is not None:
         wanted = min(wanted, request.max_tokens)
     if not len(request.tokens):
-        raise ValueError("it is empty: a model needs at least one token to continue")
+        raise ValueError("is empty: a model needs at least one token to continue")
     if len(request.tokens) + wanted > limit:
         raise ValueError(
-            f"it has {len(request.tokens)} tokens; with {wanted} to be sampled that exceeds vLLM's "
+            f"has {len(request.tokens)} tokens; with {wanted} to be sampled that exceeds vLLM's "
             f"longest sequence of {limit} (vllm_max_model_length, or --max-model-len of a server)"
         )
     return wanted

@@ -32,7 +32,7 @@ from rlhf_pg.metrics import KEYS, Meter
 from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.progress import Journal
 from rlhf_pg.rewards import Rewards, RewardSource
-from rlhf_pg.rollout import RolloutEngine, RolloutError, SamplingParams
+from rlhf_pg.rollout import RolloutError, SamplingParams
 from rlhf_pg.rollout.choose import new_engine
 from rlhf_pg.running import MovingAverage, RunningMoments
 from rlhf_pg.runtime import Runtime, Trackers, announced

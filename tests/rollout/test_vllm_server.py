@@ -73,7 +73,7 @@ def test_a_request_says_where_its_tokens_stand_and_how_many_there_may_be(fake, t
 @pytest.mark.parametrize(
     ("prompt", "params", "said"),
     [
-        ([], PARAMS, "prompt 1: it is empty"),
+        ([], PARAMS, "prompt 1 is empty"),
         ([5] * 35, PARAMS, r"35 tokens; with 6 .* longest sequence of 40"),
         ([5], SamplingParams(temperature=0.001), "temperature must be 0 or at least 0.01"),
     ],

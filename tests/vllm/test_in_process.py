@@ -180,7 +180,7 @@ def test_requests_come_and_go(engine):
 
 
 def test_what_cannot_be_sampled_is_one_error(engine):
-    for prompt, said in (([], "prompt 0: it is empty"), ([5] * 55, "longest sequence of 64")):
+    for prompt, said in (([], "prompt 0 is empty"), ([5] * 55, "longest sequence of 64")):
         with pytest.raises(ValueError, match=said):
             engine.generate([prompt], 1, PARAMS, seed=0)
     with pytest.raises(ValueError, match="temperature must be 0 or at least"):
