@@ -36,6 +36,7 @@ RANGES = {
     "num_iterations": ([1], [0]),
     "num_mini_batches": ([1], [0]),
     "micro_batch_tokens": ([1], [0]),
+    "rollout_cache_tokens": ([1, None], [0]),
     "max_completion_length": ([1], [0]),
     "max_prompt_length": ([1, None], [0, -3]),
     "temperature": ([1e-3], [0.0, -1.0, NAN]),
@@ -702,6 +703,7 @@ OTHER_VALUES = {
     "num_iterations": 2,
     "num_mini_batches": 4,
     "micro_batch_tokens": 1000,
+    "rollout_cache_tokens": 999,
     "max_completion_length": 33,
     "temperature": 0.7,
     "top_k": 40,
@@ -931,6 +933,11 @@ def test_a_value_that_begins_with_a_dash_is_no_flag(recipe):
         (GRPOConfig, {"target_kl": 0.1}, "raise num_iterations or num_mini_batches"),
         (GRPOConfig, {"lora_r": 8}, "lora_r is for LoRA: set use_peft"),
         (GRPOConfig, {"vllm_max_model_length": 9}, "no effect without rollout_engine vllm:"),
+        (
+            GRPOConfig,
+            {"rollout_engine": "vllm", "rollout_cache_tokens": 9},
+            "rollout_cache_tokens has no effect without rollout_engine native",
+        ),
         (
             GRPOConfig,
             {"rollout_engine": "vllm", "vllm_server_timeout": 9.0},

@@ -14,6 +14,9 @@ class SamplingConfig(RunConfig):
 
     rollout_engine: Literal["native", "vllm", "vllm_server"] = "native"
     """What samples: the policy itself, vLLM in this process, or a `vllm serve`."""
+    rollout_cache_tokens: int | None = number(None, minimum=1)
+    """Tokens whose keys and values the native engine keeps at a time; other completions wait. None:
+    what half of a GPU's free memory holds, or 4 GiB of a CPU's. It never changes the result."""
     vllm_gpu_memory_utilization: float = number(0.3, above=0, maximum=1)
     """Share of the GPU's memory that vLLM takes for weights, keys and values."""
     vllm_enable_sleep_mode: bool = False
@@ -52,7 +55,7 @@ class SamplingConfig(RunConfig):
                 "stop must not hold an empty string, which would end every completion at once"
             )
         self._check_truncation()
-        self._check_vllm()
+        self._check_engine()
 
     def _check_truncation(self) -> None:
         """Refuse to compare the policy with a truncation of itself."""
@@ -77,11 +80,13 @@ class SamplingConfig(RunConfig):
                 '"native", or leave out top_k, top_p and min_p'
             )
 
-    def _check_vllm(self) -> None:
+    def _check_engine(self) -> None:
         keys = [field.name for field in dataclasses.fields(self)]
         of_server = {"vllm_sync_directory", *(k for k in keys if k.startswith("vllm_server_"))}
         in_process = {key for key in keys if key.startswith("vllm_")} - of_server
-        for engine, own in (("vllm", in_process), ("vllm_server", of_server)):
+        native = {"rollout_cache_tokens"}
+        of_engines = {"native": native, "vllm": in_process, "vllm_server": of_server}
+        for engine, own in of_engines.items():
             why = f"has no effect without rollout_engine {engine}: set that, or leave it out"
             self.refuse_idle(tuple(sorted(own)), self.rollout_engine == engine, why)
         if not self.vllm_server_base_url.startswith(("http://", "https://")):

@@ -49,4 +49,6 @@ def new_engine(
             timeout=args.vllm_server_timeout,
             is_main=is_main,
         )
-    return NativeEngine(model, eos_token_ids, tokenizer.pad_token_id, tokenizer)
+    return NativeEngine(
+        model, eos_token_ids, tokenizer.pad_token_id, tokenizer, args.rollout_cache_tokens
+    )
