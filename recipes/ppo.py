@@ -17,5 +17,7 @@ if __name__ == "__main__":
         args=args,
         train_dataset=task.train_dataset,
         eval_dataset=task.eval_dataset,
+        tools=task.tools,
+        environment_factory=task.environment_factory,
     )
     trainer.train()

@@ -102,6 +102,8 @@ def make_trainer(recipe: Path, flags: Sequence[str]) -> PolicyGradientTrainer:
         args=args,
         train_dataset=task.train_dataset,
         eval_dataset=task.eval_dataset,
+        tools=task.tools,
+        environment_factory=task.environment_factory,
     )
 
 

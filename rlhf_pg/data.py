@@ -11,6 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
+# What an assistant says where only what follows it is wanted: of no language, with no blanks.
+MARK = "\ue000\ue001\ue002"
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -32,6 +35,7 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_length: int | None = None,
     long_prompts: str = "error",
+    tools: Sequence[dict[str, Any]] = (),
 ) -> Prompts:
     """Tokenize every prompt and apply the length rule.
 
@@ -39,6 +43,7 @@ def load_prompts(
         dataset: has a column `prompt` of strings or of lists of chat messages.
         max_prompt_length: in tokens.
         long_prompts: "error" refuses a longer prompt; "drop" leaves it out and logs how many.
+        tools: schemas of the functions that the chats may call.
 
     Raises:
         ValueError: no `prompt` column, no rows, an empty or a too long prompt (the row is named).
@@ -55,7 +60,9 @@ def load_prompts(
             f"the dataset has no column 'prompt' (it has {', '.join(dataset.column_names)}): "
             "rename the one that holds the prompts"
         )
-    tokens = [encode(prompt, tokenizer, row) for row, prompt in enumerate(dataset["prompt"])]
+    tokens = [
+        encode(prompt, tokenizer, row, tools=tools) for row, prompt in enumerate(dataset["prompt"])
+    ]
     long = [
         row for row, ids in enumerate(tokens) if max_prompt_length and len(ids) > max_prompt_length
     ]
@@ -104,6 +111,7 @@ def encode(
     row: int = 0,
     what: str = "prompt",
     open_turn: bool = True,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> list[int]:
     """Token ids of a string, or of chat messages.
 
@@ -112,21 +120,13 @@ def encode(
     Args:
         row, what: how an error calls the text.
         open_turn: end a chat with the opening of the assistant's turn, for the model to continue.
+        tools: schemas of the functions that a chat may call.
     """
     where = f"{what} in row {row}"
     if isinstance(text, str):
         ids = _tokenize(tokenizer, text, where, add_special_tokens=True)
     elif isinstance(text, list) and text and isinstance(text[0], dict):
-        if not tokenizer.chat_template:
-            raise ValueError(
-                f"{where} is a list of messages, but the tokenizer has no chat_template"
-            )
-        try:
-            chat = tokenizer.apply_chat_template(
-                text, add_generation_prompt=open_turn, tokenize=False
-            )
-        except Exception as error:  # a template raises what it likes
-            raise ValueError(f"{where} does not fit the chat template: {error}") from error
+        chat = _rendered(tokenizer, text, where, open_turn, tools)
         ids = _tokenize(tokenizer, chat, where, add_special_tokens=False)
     else:
         raise ValueError(f"{where} must be a string or a list of messages, got {text!r}")
@@ -135,6 +135,57 @@ def encode(
     if not ids:
         raise ValueError(f"{where} is empty: a model needs at least one token")
     return ids
+
+
+def encode_answer(
+    messages: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Any,
+    stop_id: int | None,
+    tools: Sequence[dict[str, Any]] = (),
+) -> list[int]:
+    """Token ids of the answer to an assistant's turn, through the opening of its next turn.
+
+    Args:
+        messages: text, which is taken as it is; or chat messages, with all that the chat template
+            has between two turns of the assistant.
+        prompt: of the chat.
+        stop_id: the token that ended the turn, if one did: it is there already.
+        tools: as in `encode`.
+
+    Raises:
+        ValueError: the messages do not fit the chat template, or it leaves no trace of the turn.
+    """
+    where = "the answer to a turn"
+    text = messages
+    if not isinstance(messages, str):
+        turn = {"role": "assistant", "content": MARK}
+        chat = _rendered(tokenizer, [*prompt, turn, *messages], where, True, tools)
+        _, mark, text = chat.rpartition(MARK)
+        if not mark:
+            raise ValueError("the chat template does not show what the assistant said last")
+        if stop_id is not None:
+            text = text.removeprefix(tokenizer.decode([stop_id]))
+    return _tokenize(tokenizer, text, where, add_special_tokens=False)
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Any],
+    where: str,
+    open_turn: bool,
+    tools: Sequence[dict[str, Any]],
+) -> str:
+    """Chat messages by the chat template."""
+    if not tokenizer.chat_template:
+        raise ValueError(f"{where} is a list of messages, but the tokenizer has no chat_template")
+    try:
+        chat: str = tokenizer.apply_chat_template(
+            messages, tools=list(tools) or None, add_generation_prompt=open_turn, tokenize=False
+        )
+    except Exception as error:  # a template raises what it likes
+        raise ValueError(f"{where} does not fit the chat template: {error}") from error
+    return chat
 
 
 def _tokenize(

@@ -40,6 +40,7 @@ class Rollout:
         truncated: Sequence[bool],
         groups: Sequence[int],
         pad_token_id: int,
+        actions: Sequence[Sequence[bool]] | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         supports: Sequence[Sequence[Tensor] | None] | None = None,
@@ -47,6 +48,7 @@ class Rollout:
         """Pad lists, one entry per row, into a record.
 
         Args:
+            actions: which tokens the policy chose; by default all of them.
             dtype: of the log-probabilities.
             supports: where the sampler truncates its distribution, for every token the ids that it
                 was drawn from; none stand for the whole vocabulary. They become `support_ids`,
@@ -54,26 +56,33 @@ class Rollout:
                 little with top_k, and with top_p alone up to the vocabulary at every token.
 
         Raises:
-            ValueError: a completion does not have one log-probability, or one support, per token;
-                or a token is not in its own.
+            ValueError: a completion does not have one log-probability (or action, or support) per
+                token; or a token is not in its own.
         """
         for row, (tokens, numbers) in enumerate(zip(completions, logprobs, strict=True)):
             if len(tokens) != len(numbers):
                 raise ValueError(
                     f"row {row} has {len(tokens)} tokens but {len(numbers)} log-probabilities"
                 )
+        for row, (tokens, own) in enumerate(zip(completions, actions or completions, strict=True)):
+            if len(tokens) != len(own):
+                raise ValueError(f"row {row} has {len(tokens)} tokens but {len(own)} actions")
         prompt_ids, prompt_mask = padded(prompts, pad_token_id, left=True)
         completion_ids, completion_mask = padded(completions, pad_token_id)
         sampler_logprobs = torch.zeros(completion_ids.shape, dtype=dtype)
         sampler_logprobs[completion_mask] = torch.tensor(
             [value for row in logprobs for value in row], dtype=dtype
         )
+        action_mask = completion_mask.clone()
+        if actions is not None:
+            flat = [own for row in actions for own in row]
+            action_mask[completion_mask] = torch.tensor(flat, dtype=torch.bool)
         fields = {
             "prompt_ids": prompt_ids,
             "prompt_mask": prompt_mask,
             "completion_ids": completion_ids,
             "completion_mask": completion_mask,
-            "action_mask": completion_mask,
+            "action_mask": action_mask,
             "groups": torch.tensor(groups, dtype=torch.int64),
             "truncated": torch.tensor(truncated, dtype=torch.bool),
             "sampler_logprobs": sampler_logprobs,

@@ -111,15 +111,17 @@ def reward_metrics(
         groups: (N,); None where every row has a prompt of its own. The std is then that of all
             rows, and there is no share of groups without one.
     """
-    metrics = {"reward": trained.nanmean(0).nansum().item()}
+    means = trained.nanmean(0)
+    metrics = {"reward": math.nan if means.isnan().all() else means.nansum().item()}
     for name, column in zip(names, raw.unbind(1), strict=True):
         metrics[f"rewards/{name}/mean"] = column.nanmean().item()
     if groups is not None and len(torch.unique(groups)) == len(groups):
         groups = None
     own = torch.zeros(len(raw), dtype=torch.int64) if groups is None else groups.cpu()
     total = total_scores(trained.cpu(), own)
-    stats = group_stats(total, torch.ones(len(total), dtype=torch.bool), own)
-    metrics["reward_std"] = stats.std.mean().item()
+    valid = ~total.isnan()
+    stats = group_stats(total, valid, own)
+    metrics["reward_std"] = stats.std[valid].mean().item()
     if groups is not None:
         metrics["frac_reward_zero_std"] = stats.constant.double().mean().item()
     return metrics

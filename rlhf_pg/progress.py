@@ -105,8 +105,8 @@ class Journal:
 
 
 def _text(turns: Any) -> str:
-    """A string, or the last message of a chat, shortened and escaped."""
-    text = turns if isinstance(turns, str) else turns[-1]["content"]
+    """A string, or the last message of a chat (if there is one), shortened and escaped."""
+    text = turns if isinstance(turns, str) else turns[-1]["content"] if turns else ""
     return repr(text if len(text) <= 200 else f"{text[:100]} ... {text[-95:]}")
 
 

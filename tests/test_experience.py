@@ -85,6 +85,25 @@ def test_logprobs_that_do_not_fit_their_tokens_are_refused(logprobs):
         Rollout.from_tokens([[1], [1]], [[2, 3], [4]], logprobs, [False] * 2, [0, 0], PAD)
 
 
+def test_actions_have_holes_where_the_policy_was_answered():
+    r = Rollout.from_tokens(
+        [[1], [1]],
+        [[2, 3, 4], [5, PAD]],
+        [[-0.5, 0.0, -1.5], [-2.5, -3.5]],
+        [False] * 2,
+        [0, 0],
+        PAD,
+        actions=[[True, False, True], [False, True]],
+    )
+    assert r.completion_mask.int().tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert r.action_mask.int().tolist() == [[1, 0, 1], [0, 1, 0]]
+    assert r.sampler_logprobs.tolist() == [[-0.5, 0, -1.5], [-2.5, -3.5, 0]]
+    with pytest.raises(ValueError, match="row 1 has 2 tokens but 1 actions"):
+        Rollout.from_tokens(
+            [[1]] * 2, [[2], [3, 4]], [[0.0], [0.0] * 2], [False] * 2, [0, 0], PAD, [[True]] * 2
+        )
+
+
 def test_records_are_frozen_and_take_keywords_only():
     with pytest.raises(dataclasses.FrozenInstanceError):
         rollout().groups = torch.zeros(3)

@@ -27,7 +27,9 @@ class Signals:
 
     rewards: Tensor  # (B,T) paid per token: scores where their steps end, -beta KL at each
     mask: Tensor  # (B,T) action tokens
-    scores: Tensor  # (N,K) weighted score per source, and -beta KL summed; NaN: does not apply
+    # (N,K) weighted score per source, and -beta KL summed. NaN: does not apply; where the policy
+    # chose no token of a row, nothing does.
+    scores: Tensor
     groups: Tensor  # (N,)
     rows: slice  # this rank's B rows among the N
     values: Tensor | None = None  # (B,T) V of the state before each token, where there is a critic
@@ -47,16 +49,17 @@ class Signals:
 
 
 def total_scores(scores: Tensor, groups: Tensor) -> Tensor:
-    """Sum of the sources, (N,K) -> (N,).
+    """Sum of the sources, (N,K) -> (N,); NaN where none applies to a row.
 
     Where a source does not apply to a row (NaN), the mean of that source in the row's group stands
     in: after the group mean is subtracted, the row is neutral in that source.
     """
+    nothing = scores.isnan().all(1)
     columns = []
     for column in widen(scores).unbind(1):
         valid = ~column.isnan()
         columns.append(column.where(valid, in_group.group_stats(column, valid, groups).mean))
-    return torch.stack(columns, dim=1).sum(1).to(scores.dtype)
+    return torch.stack(columns, dim=1).sum(1).masked_fill(nothing, torch.nan).to(scores.dtype)
 
 
 # ----------------------------------------------------------------------------- against the group

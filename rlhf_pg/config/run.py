@@ -23,8 +23,8 @@ class RunConfig(Checked):
 
     model_name_or_path: str | None = None
     """Path or Hub id of the model to train; without one, the task's own tiny model."""
-    task: Literal["arithmetic", "preference"] = "arithmetic"
-    """The embedded task that a recipe trains on: prompts and reward."""
+    task: Literal["arithmetic", "preference", "guess", "calculator"] = "arithmetic"
+    """The embedded task that a recipe trains on: prompts and reward, environment or tools."""
     reward_model_name_or_path: str | None = None
     """A sequence-classification model, path or Hub id, that a recipe trains on; the task's own
     reward comes second: with reward_weights 1 and 0 it is tracked and has no effect."""

@@ -31,6 +31,11 @@ class SamplingConfig(RunConfig):
     """Where weights are put for it, under a path that it sees too; None: sync/ in output_dir."""
     max_completion_length: int = number(512, minimum=1)
     """Longest completion in tokens, EOS included."""
+    max_turns: int | None = number(None, minimum=1)
+    """Turns of the policy in an episode with an environment or tools; None: as many as
+    max_completion_length allows, which counts all turns and answers together."""
+    environment_timeout: float = number(60.0, above=0)
+    """Seconds for each answer of an environment or a tool."""
     temperature: float = number(1.0, above=0, because="training needs the sampled distribution")
     """Of the policy: it divides every logit, in sampling, scoring and training alike."""
     top_k: int = number(0, minimum=0)

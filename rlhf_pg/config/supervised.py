@@ -12,8 +12,8 @@ class SFTConfig(Checked):
 
     algorithm: Literal["sft"] = "sft"
     """Which algorithm a recipe file is for."""
-    task: Literal["arithmetic", "preference"] = "arithmetic"
-    """The embedded task: its training split gives prompts and answers."""
+    task: Literal["arithmetic", "preference", "guess", "calculator"] = "arithmetic"
+    """The embedded task: its training split gives prompts and answers, or whole episodes."""
     output_dir: str = "runs/sft_arithmetic"
     """Where the model goes, in `final/`."""
     seed: int = number(42, minimum=0, maximum=2**32 - 1)

@@ -25,6 +25,7 @@ RewardSource: TypeAlias = RewardFunction | str | PathLike[str] | PreTrainedModel
 Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
 
 MODELS = (str, PathLike, PreTrainedModel)
+ENVIRONMENT = "environment"  # the name of what an environment pays
 
 
 class Rewards:
@@ -40,9 +41,10 @@ class Rewards:
         processing_classes: tokenizers of the reward models: one for all, or a list with one entry
             per function. None stands for the tokenizer saved beside the model.
         device: of the reward models; None leaves a model where it is.
+        environment: an environment pays too: it is the last source, "environment".
 
     Raises:
-        ValueError: no functions, another number of weights or tokenizers, or a reward model that
+        ValueError: no source, another number of weights or tokenizers, or a reward model that
             cannot be used.
         TypeError: something that cannot be called.
     """
@@ -53,23 +55,32 @@ class Rewards:
         weights: Sequence[float] | None = None,
         processing_classes: Tokenizers = None,
         device: torch.device | None = None,
+        environment: bool = False,
     ) -> None:
         given: Any = functions
         one = callable(given) or isinstance(given, MODELS)
         sources = [given] if one else list(given)
-        if not sources:
-            raise ValueError("reward_funcs is empty: give at least one reward function")
+        if not sources and not environment:
+            raise ValueError(
+                "reward_funcs is empty: give at least one reward function (or an environment)"
+            )
         tokenizers = _one_each(processing_classes, len(sources))
         self.functions = [
             _function(source, tokenizer, device)
             for source, tokenizer in zip(sources, tokenizers, strict=True)
         ]
         self.names = _unique_names(self.functions)
+        if environment and ENVIRONMENT in self.names:
+            raise ValueError(
+                f"a reward function has the name of the source {ENVIRONMENT}: rename it"
+            )
+        self.names += [ENVIRONMENT] * environment
+        self.has_environment = environment
         weights = [1.0] * len(self.names) if weights is None else weights
         self.weights = torch.tensor(weights, dtype=torch.float64)
         if len(self.weights) != len(self.names):
             raise ValueError(
-                f"reward_weights must have one entry per reward function, got {len(self.weights)} "
+                f"reward_weights must have one entry per source of reward, got {len(self.weights)} "
                 f"for {', '.join(self.names)}"
             )
 
@@ -80,14 +91,17 @@ class Rewards:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
         action_mask: Tensor | None = None,
+        paid: Tensor | None = None,
     ) -> Tensor:
         """Score B completions.
 
         Args:
             action_mask: (B,T) True where the policy chose the token; by default it chose them all.
+                What has no such token is shown to nobody, and has no score.
+            paid: (B,T) by the environment, where there is one; NaN for nothing.
 
         Returns:
-            (B,T,K) float64 on the CPU, unweighted, one slice per function and as wide as the widest
+            (B,T,K) float64 on the CPU, unweighted, one slice per source and as wide as the widest
             completion: a score stands at the token that ends its step, or for a whole completion
             at its last action token. NaN elsewhere, and where a function said None.
 
@@ -97,8 +111,12 @@ class Rewards:
                 said None of the same completion.
         """
         mask = padded(completion_ids, 0)[1] if action_mask is None else action_mask.cpu()
-        if not prompts:
-            return torch.zeros((*mask.shape, len(self.names)), dtype=torch.float64)
+        scores = torch.full((*mask.shape, len(self.names)), math.nan, dtype=torch.float64)
+        if paid is not None:
+            scores[:, :, -1] = paid.cpu()
+        rows = mask.any(1).nonzero().flatten().tolist()
+        if not rows:
+            return scores
         inputs: dict[str, Sequence[Any]] = {
             "prompts": prompts,
             "completions": completions,
@@ -111,12 +129,12 @@ class Rewards:
                 "given: rename it"
             )
         inputs |= columns
-        tables = [
-            _placed(name, self._call(name, function, inputs), completion_ids, mask)
-            for name, function in zip(self.names, self.functions, strict=True)
-        ]
-        scores = torch.stack(tables, dim=2)
-        silent = scores.flatten(1).isnan().all(dim=1).nonzero().flatten().tolist()
+        inputs = {name: [column[i] for i in rows] for name, column in inputs.items()}
+        for k, function in enumerate(self.functions):
+            said = self._call(self.names[k], function, inputs)
+            ids = [completion_ids[i] for i in rows]
+            scores[rows, :, k] = _placed(self.names[k], said, ids, mask[rows])
+        silent = [i for i in rows if scores[i].isnan().all()]
         if silent:
             raise ValueError(
                 f"no reward function applies to completion {silent[0]} of the batch: every one of "

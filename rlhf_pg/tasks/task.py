@@ -1,11 +1,19 @@
 """What a task is: prompts to learn from, prompts held out, a reward, and a model to start from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+
+class Demonstration(NamedTuple):
+    """An episode to imitate: turn, answer, turn, answer, turn. The turns alone are learnt."""
+
+    prompt: Any  # text or chat messages
+    turns: Sequence[str]
+    answers: Sequence[Any]  # each text or chat messages, one less than the turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,9 +21,13 @@ class Task:
     """A task that needs nothing from a hub.
 
     Attributes:
-        train_dataset, eval_dataset: columns `prompt` and `answer`, no problem in both.
-        reward: `(prompts, completions, completion_ids, **columns)` -> one float per completion.
+        train_dataset, eval_dataset: columns `prompt` and `answer`, no problem in both (but for the
+            few of `guess`).
         new_model: a freshly initialised model and its tokenizer; the seed is torch's.
+        reward: `(prompts, completions, completion_ids, **columns)` -> one float per completion;
+            None where the environment pays.
+        tools, environment_factory: see `PolicyGradientTrainer`.
+        demonstrate: episodes for the warm start; None: the training set's prompts and answers.
         draw_pairs: training and held-out preference pairs, columns `prompt`, `chosen` and
             `rejected`; None where the task has none.
     """
@@ -23,13 +35,22 @@ class Task:
     name: str
     train_dataset: Dataset
     eval_dataset: Dataset
-    reward: Callable[..., list[float]]
     new_model: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerFast]]
+    reward: Callable[..., list[float]] | None = None
+    tools: Sequence[Callable[..., Any]] = ()
+    environment_factory: Callable[[], Any] | None = None
+    demonstrate: Callable[[], list[Demonstration]] | None = None
     draw_pairs: Callable[[], tuple[Dataset, Dataset]] | None = None
 
     def rewards(self, reward_model: str | None) -> list[Any]:
         """What a recipe trains on: the reward model first where it names one, then the reward."""
-        return [self.reward] if reward_model is None else [reward_model, self.reward]
+        return [source for source in (reward_model, self.reward) if source is not None]
+
+    def demonstrations(self) -> list[Demonstration]:
+        """What the warm start imitates."""
+        if self.demonstrate is not None:
+            return self.demonstrate()
+        return [Demonstration(row["prompt"], [row["answer"]], []) for row in self.train_dataset]
 
     def pairs(self) -> tuple[Dataset, Dataset]:
         """Training and held-out preference pairs.

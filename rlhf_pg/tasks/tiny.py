@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
     PreTrainedModel,
@@ -13,10 +13,19 @@ from transformers import (
 
 PAD, EOS, USER, ASSISTANT = "<pad>", "<eos>", "<user>", "<assistant>"
 
+TOOLS, TOOL = "<tools>", "<tool>"
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+# In front of the chat the names of the tools, which is all that a tiny model is told of them.
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ '<tools>' }}{% for tool in tools %}{{ tool['function']['name'] }}{% endfor %}"
+    "{% endif %}" + CHAT_TEMPLATE
 )
 
 
@@ -26,6 +35,19 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return _fast(tokenizer)
+
+
+def tool_tokenizer(characters: str, pieces: Sequence[str]) -> PreTrainedTokenizerFast:
+    """One token per character and one for each of the longer `pieces` that calls of tools are made
+    of, and pad, EOS and the marks of a chat's turns.
+    """
+    tokenizer = character_tokenizer(characters)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [USER, ASSISTANT, TOOLS, TOOL]},
+    )
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
+    tokenizer.chat_template = TOOL_TEMPLATE
+    return tokenizer
 
 
 def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:

@@ -5,16 +5,19 @@ recipe is given no model.
 import os
 import subprocess
 import sys
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
+from transformers.utils import get_json_schema
 
 from rlhf_pg.config import SFTConfig
+from rlhf_pg.data import encode, encode_answer
 from rlhf_pg.recipe import parse, recipe_file
-from rlhf_pg.tasks import TASKS, Task
+from rlhf_pg.tasks import TASKS, Demonstration, Task
 
 Examples = list[dict[str, list[int]]]
 
@@ -84,14 +87,24 @@ def ensure_model(task: str, path: str | None) -> str:
 
 
 def _examples(task: Task, tokenizer: PreTrainedTokenizerFast) -> Examples:
-    """Prompt, answer and EOS as ids; only answer and EOS have labels."""
-    examples = []
-    for row in task.train_dataset:
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        answer = [*tokenizer(row["answer"])["input_ids"], tokenizer.eos_token_id]
-        labels = [-100] * len(prompt) + answer
-        examples.append({"input_ids": prompt + answer, "labels": labels})
-    return examples
+    """Each demonstration as ids; only the turns, through their EOS, have labels."""
+    tools = [get_json_schema(tool) for tool in task.tools]
+    return [_example(one, tokenizer, tools) for one in task.demonstrations()]
+
+
+def _example(
+    demonstration: Demonstration, tokenizer: PreTrainedTokenizerFast, tools: list[dict[str, Any]]
+) -> dict[str, list[int]]:
+    prompt, turns, answers = demonstration
+    ids = encode(prompt, tokenizer, tools=tools)
+    labels = [-100] * len(ids)
+    for turn, answer in zip_longest(turns, answers):
+        said = [*tokenizer(turn)["input_ids"], tokenizer.eos_token_id]
+        ids, labels = ids + said, labels + said
+        if answer is not None:
+            heard = encode_answer(answer, tokenizer, prompt, tokenizer.eos_token_id, tools)
+            ids, labels = ids + heard, labels + [-100] * len(heard)
+    return {"input_ids": ids, "labels": labels}
 
 
 def _collate(rows: Examples, pad: int) -> dict[str, Any]:

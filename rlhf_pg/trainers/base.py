@@ -5,9 +5,11 @@ ranks, T completion width; a row is one completion.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,7 +34,7 @@ from rlhf_pg.metrics import KEYS, Meter
 from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.progress import Journal
 from rlhf_pg.rewards import Rewards, RewardSource
-from rlhf_pg.rollout import RolloutError, SamplingParams
+from rlhf_pg.rollout import EnvironmentFactory, RolloutError, SamplingParams, Tool
 from rlhf_pg.rollout.choose import new_engine
 from rlhf_pg.running import MovingAverage, RunningMoments
 from rlhf_pg.runtime import Runtime, Trackers, announced
@@ -40,6 +42,7 @@ from rlhf_pg.trainers import inputs
 from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.coefficients import Coefficients
 from rlhf_pg.trainers.drawing import draw_batch
+from rlhf_pg.trainers.episodes import collect_episodes, episode_counts, episode_metrics, paid
 from rlhf_pg.trainers.evaluation import Answer, evaluate, stripped_text
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.mismatch import against_sampler
@@ -73,6 +76,11 @@ class PolicyGradientTrainer:
         optimizers: an optimizer (of everything that is trained) and a learning-rate scheduler of
             your own, or None for AdamW and
             `args.lr_scheduler_type`. The scheduler advances once per step.
+        tools: functions with type hints and docstrings, plain or async, that the policy may call in
+            a chat, as its chat template has it.
+        environment_factory: makes the `Environment` of one episode, which answers the policy's
+            turns. What it pays is the source of reward "environment", behind the reward functions,
+            of which there may then be none.
 
     Raises:
         ValueError: whatever is wrong with the input, by name, before anything is computed.
@@ -95,6 +103,8 @@ class PolicyGradientTrainer:
         callbacks: Sequence[Callback] | None = None,
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
         quantization_config: Any = None,
+        tools: Sequence[Tool] | None = None,
+        environment_factory: EnvironmentFactory | None = None,
     ) -> None:
         args = self.config_type() if args is None else args
         if not isinstance(args, self.config_type):
@@ -106,7 +116,11 @@ class PolicyGradientTrainer:
         self.runtime = Runtime(args.ddp_timeout)
         self.trackers = Trackers(args.report_to, self.runtime)
         self.rewards = Rewards(
-            reward_funcs, args.reward_weights, reward_processing_classes, self.runtime.device
+            reward_funcs,
+            args.reward_weights,
+            reward_processing_classes,
+            self.runtime.device,
+            environment=environment_factory is not None,
         )
         self.shaping = Shaping(args, self.rewards)
         set_seed(args.seed)
@@ -116,6 +130,9 @@ class PolicyGradientTrainer:
             model, args, self.runtime.loading_device, self.peft_config, quantization_config
         )
         self.processing_class = models.load_tokenizer(processing_class, self.model, args.pad_token)
+        self.player = inputs.player(
+            args, tools, environment_factory, self.model, self.processing_class
+        )
         self._load_prompts(train_dataset, eval_dataset)
         self._choose()
         self.critic = self.new_critic()
@@ -290,13 +307,13 @@ class PolicyGradientTrainer:
         if _due(self.state.step, self.args.log_completions_steps):
             shown = self.args.num_completions_to_print
             journal.completions(self.state.step, samples.records(scores, self.reward_names, shown))
-        metrics |= batch.metrics
+        metrics |= batch.metrics | self.episode_metrics([samples])
         metrics |= meter.means(self.runtime.total(meter.sums())) | meter.seconds
         metrics |= meter.extremes(lambda own: self.runtime.gather(own)[0])
         if not alone:  # a policy that stays does not answer to them
             completions = self.args.prompts_per_step * self.args.num_generations
             self.coefficients.update(metrics, completions)
-        if self.moving_average is not None:
+        if self.moving_average is not None and math.isfinite(metrics["return"]):
             self.moving_average.update(metrics["return"])
         self.learner.next_rate(self.coefficients.learning_rate_scale)
         metrics |= self.coefficients.metrics()
@@ -338,8 +355,9 @@ class PolicyGradientTrainer:
             max_tokens=args.max_completion_length,
             stop=args.stop,
         )
+        gather = partial(collect_episodes, player=self.player) if self.player else collect
         with self.sampling(), self.guarded(RolloutError):
-            return collect(
+            return gather(
                 self.engine,
                 self.processing_class,
                 prompts,
@@ -399,9 +417,17 @@ class PolicyGradientTrainer:
                 samples.completion_ids,
                 samples.columns,
                 samples.rollout.action_mask,
+                paid(samples.episodes) if self.rewards.has_environment else None,
             )
         rollout = samples.rollout
         return self.shaping.penalized(scores.to(rollout.sampler_logprobs), rollout)
+
+    def episode_metrics(self, parts: Sequence[Samples]) -> dict[str, float]:
+        """Over all processes, for a run with an environment or tools."""
+        if self.player is None:
+            return {}
+        counts, _ = self.runtime.gather(torch.cat([episode_counts(part) for part in parts]))
+        return episode_metrics(counts, tools=bool(self.player.tools))
 
     @property
     def reward_names(self) -> list[str]:
@@ -503,7 +529,8 @@ class PolicyGradientTrainer:
         self.runtime.wait()
 
     def _prompts(self, dataset: Dataset | None, name: str) -> Prompts:
-        return inputs.prompts(dataset, name, self.model, self.processing_class, self.args)
+        tools = self.player.tools if self.player else ()
+        return inputs.prompts(dataset, name, self.model, self.processing_class, self.args, tools)
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,5 +1,6 @@
 """Coefficients that move during a run, each by its controller in `rlhf_pg.control`."""
 
+import math
 from typing import Any
 
 from rlhf_pg.config import PolicyGradientConfig
@@ -66,6 +67,8 @@ class Coefficients:
         """Move them by the numbers of a step, which all processes share."""
         for name, controller in self.controllers.items():
             measured = metrics[MEASURED[name]]
+            if math.isnan(measured):  # a step without a token of the policy's own
+                continue
             if isinstance(controller, AdaptiveKLController):
                 controller.update(measured, num_completions)
             else:

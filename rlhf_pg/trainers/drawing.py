@@ -102,7 +102,7 @@ def _constant_groups(trainer: PolicyGradientTrainer, judged: Judged) -> set[int]
     # On the CPU, where sums have one order: processes that disagreed would wait for ever.
     paid, groups = paid.cpu(), groups.cpu()
     scores = total_scores(paid, groups)
-    constant = group_stats(scores, torch.ones_like(groups, dtype=torch.bool), groups).constant
+    constant = group_stats(scores, ~scores.isnan(), groups).constant
     return set(groups[constant].tolist())
 
 

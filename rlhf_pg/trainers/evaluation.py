@@ -20,8 +20,10 @@ Answer = Callable[[Any], Hashable]
 
 
 def stripped_text(completion: Any) -> str:
-    """Of a completion, or of the last message of one that is a chat."""
-    text: str = completion if isinstance(completion, str) else completion[-1]["content"]
+    """Of a completion, or of the last message of one that is a chat; "" if it has none."""
+    if isinstance(completion, str):
+        return completion.strip()
+    text: str = completion[-1]["content"] if completion else ""
     return text.strip()
 
 
@@ -43,7 +45,7 @@ def evaluate(
     """
     runtime, args = trainer.runtime, trainer.args
     n = args.num_generations_eval if temperature > 0 else 1
-    rows, groups, lengths, attempts = [], [], [], []
+    rows, groups, lengths, attempts, parts = [], [], [], [], []
     # Every process goes through the same batches, be its share of one empty: none waits for ever.
     at_once = max(1, args.prompts_per_step * args.num_generations // n)
     for batch in batches(range(len(prompts)), at_once):
@@ -56,6 +58,7 @@ def evaluate(
         rows.append(torch.cat([totals(scores), totals(shaped)], dim=1))
         groups.append(samples.rollout.groups)
         lengths.append(samples.rollout.lengths())
+        parts.append(samples)
         if n > 1:
             paid = _paid(trainer, totals(scores)).view(len(mine), n)
             attempts.append(_judged(paid, samples.completions, args.eval_success_threshold, answer))
@@ -67,7 +70,7 @@ def evaluate(
     metrics.pop("tokens")
     if n > 1:
         metrics |= _attempt_metrics(runtime.gather(torch.cat(attempts))[0], n)
-    return metrics
+    return metrics | trainer.episode_metrics(parts)
 
 
 def _paid(trainer: PolicyGradientTrainer, raw: Tensor) -> Tensor:

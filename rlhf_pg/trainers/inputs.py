@@ -1,6 +1,8 @@
 """What a trainer is given, checked and made ready: model, adapter, prompts."""
 
 import dataclasses
+from collections.abc import Sequence
+from functools import partial
 from os import PathLike
 from typing import Any, TypeAlias
 
@@ -12,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_pg import models
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data import Prompts, check_fit, load_prompts
+from rlhf_pg.rollout import EnvironmentFactory, Player, Tool, Toolbox, ToolEnvironment
 
 Model: TypeAlias = str | PathLike[str] | PreTrainedModel
 
@@ -70,14 +73,21 @@ def prompts(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     args: PolicyGradientConfig,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> Prompts:
-    """The dataset's prompts as tokens.
+    """The dataset's prompts as tokens, with the schemas of the tools in them.
 
     Raises:
         ValueError: what is wrong with the dataset `name`.
     """
     try:
-        loaded = load_prompts(dataset, tokenizer, args.max_prompt_length, args.long_prompts)
+        loaded = load_prompts(dataset, tokenizer, args.max_prompt_length, args.long_prompts, tools)
+        texts = [row for row, p in enumerate(loaded.rows["prompt"]) if isinstance(p, str)]
+        if tools and texts:
+            raise ValueError(
+                f"the prompt in row {texts[0]} is a string, and tools are called in a chat: make "
+                "it a list of messages"
+            )
         check_fit(
             loaded,
             args.max_completion_length,
@@ -87,3 +97,48 @@ def prompts(
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     return loaded
+
+
+def player(
+    args: PolicyGradientConfig,
+    tools: Sequence[Tool] | None,
+    environment_factory: EnvironmentFactory | None,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Player | None:
+    """What plays episodes, for a run with tools or an environment.
+
+    Raises:
+        ValueError: there are both, something that cannot be called, or keys of episodes for a run
+            that has none.
+    """
+    has_episodes = bool(tools) or environment_factory is not None
+    why = "is for episodes: give tools or environment_factory to the trainer, or leave it out"
+    args.refuse_idle(("max_turns", "environment_timeout"), has_episodes, why)
+    if not has_episodes:
+        return None
+    if tools and environment_factory is not None:
+        raise ValueError(
+            "give tools or environment_factory, not both: an environment can call what it likes"
+        )
+    options: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "stop_token_ids": models.stop_token_ids(model, tokenizer),
+        "max_turns": args.max_turns,
+    }
+    if environment_factory is not None:
+        if not callable(environment_factory):
+            raise ValueError(
+                "environment_factory must be a class or function that makes an environment, got "
+                f"{environment_factory!r}"
+            )
+        timeout = args.environment_timeout
+        return Player(environment_factory=environment_factory, timeout=timeout, **options)
+    box = Toolbox.of(tools or (), tokenizer, args.environment_timeout)
+    return Player(
+        environment_factory=partial(ToolEnvironment, box),
+        timeout=None,  # it keeps to that of its tools
+        tools=box.schemas,
+        special_tokens=box.reads_tokens,
+        **options,
+    )

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pg.data import Prompts
 from rlhf_pg.experience import Rollout
 from rlhf_pg.rewards import totals
-from rlhf_pg.rollout import RolloutEngine, SamplingParams
+from rlhf_pg.rollout import Episode, RolloutEngine, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,7 @@ class Samples:
     completion_ids: list[list[int]]
     columns: dict[str, list[Any]]  # the dataset's other columns
     rows: list[int]  # of the dataset
+    episodes: list[Episode] = field(default_factory=list)  # where there is an environment or tools
 
     @property
     def num_tokens(self) -> Tensor:
@@ -48,6 +49,7 @@ class Samples:
             # Without rows there are no columns.
             columns={n: _joined(part.columns.get(n, []) for part in parts) for n in names},
             rows=_joined(part.rows for part in parts),
+            episodes=_joined(part.episodes for part in parts),
         )
 
     def renumbered(self, groups: Mapping[int, int]) -> tuple[Self, Tensor]:
@@ -63,22 +65,30 @@ class Samples:
             completion_ids=[self.completion_ids[i] for i in rows],
             columns={name: [column[i] for i in rows] for name, column in self.columns.items()},
             rows=[self.rows[i] for i in rows],
+            episodes=[self.episodes[i] for i in rows] if self.episodes else [],
         )
         return samples, index
 
     def records(self, scores: Tensor, names: Sequence[str], count: int) -> list[dict[str, Any]]:
         """The first completions of `count` prompts with the totals of their scores (B,T,K), for
-        people to read.
+        people to read; of episodes also the first `count` that failed.
         """
         total = totals(scores)
+        failed = [i for i, episode in enumerate(self.episodes) if episode.error is not None]
         return [
             {
                 "prompt": self.prompts[i],
                 "completion": self.completions[i],
                 **{f"rewards/{name}": total[i, k].item() for k, name in enumerate(names)},
+                **self._episode(i),
             }
-            for i in self.firsts()[:count]
+            for i in sorted({*self.firsts()[:count], *failed[:count]})
         ]
+
+    def _episode(self, i: int) -> dict[str, Any]:
+        if not self.episodes:
+            return {}
+        return {"turns": self.episodes[i].turns, "error": self.episodes[i].error}
 
 
 class Judged(NamedTuple):

@@ -42,7 +42,7 @@ def make_experience(
     signals, metrics = _signals(trainer, rollout, scores, scored, meter, greedy)
     advantages = trainer.advantages(signals)
     if args.kl_controller != "fixed":
-        metrics["kl/completion"] = _kl_of_completions(runtime, scored)
+        metrics["kl/completion"] = _kl_of_completions(runtime, scored, mask)
     returns = None
     if scored.values is not None:
         returns = trainer.returns(signals, advantages)
@@ -80,7 +80,9 @@ def _signals(
     if trainer.args.whiten_rewards:
         stats = _mean_and_var(runtime, rewards, mask)
         rewards = whiten(rewards, mask, shift_mean=False, stats=stats)
-    per_row = [totals(scores), totals(shaped), minus_kl.sum(1, keepdim=True)]
+    # A row without a token of its own has no score, and no KL either.
+    kl_of_row = minus_kl.sum(1).masked_fill(~mask.any(1), torch.nan)
+    per_row = [totals(scores), totals(shaped), kl_of_row[:, None]]
     everyone, rows = runtime.gather(torch.cat(per_row, dim=1))
     raw, trained = everyone.tensor_split([scores.shape[2]], dim=1)
     groups, _ = runtime.gather(rollout.groups)
@@ -146,7 +148,8 @@ def _baseline_metrics(trainer: PolicyGradientTrainer, signals: Signals) -> dict[
         greedy, _ = trainer.runtime.gather(signals.greedy_scores.nansum(1))
         metrics["rewards/greedy"] = greedy.mean().item()
     if trainer.moving_average is not None:
-        metrics["return"] = signals.scores.nansum(1).mean().item()
+        there = ~signals.scores.isnan().all(1)
+        metrics["return"] = signals.scores.nansum(1)[there].mean().item()
         metrics["moving_average"] = signals.moving_average
     return metrics
 
@@ -170,12 +173,12 @@ def _normalized(
     return torch.where(mask, moments.normalize(returns), 0.0)
 
 
-def _kl_of_completions(runtime: Runtime, scored: Scored) -> float:
+def _kl_of_completions(runtime: Runtime, scored: Scored, mask: Tensor) -> float:
     """Mean over the completions of all processes of k1 summed: what moves beta."""
     assert scored.old_logprobs is not None
     assert scored.ref_logprobs is not None
     sums = (scored.old_logprobs - scored.ref_logprobs).double().sum(1)  # 0 in masked slots
-    total, count = runtime.total(torch.stack([sums.sum(), sums.new_tensor(len(sums))]))
+    total, count = runtime.total(torch.stack([sums.sum(), mask.any(1).sum().to(sums)]))
     return float(total / count)
 
 

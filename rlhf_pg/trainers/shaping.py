@@ -64,6 +64,9 @@ class Shaping:
         if args.overlong_buffer is not None:
             lengths, longest = rollout.completion_mask.sum(1), args.max_completion_length
             added.append(overlong(lengths, longest, args.overlong_buffer, args.overlong_penalty))
+        # Where the policy chose nothing, nothing is to be said of it.
+        silent = ~rollout.action_mask.any(1)
+        added = [penalty.masked_fill(silent, torch.nan) for penalty in added]
         columns = [at_end(penalty, rollout.action_mask) for penalty in added]
         return torch.cat([scores, *(column[:, :, None].to(scores) for column in columns)], dim=2)
 

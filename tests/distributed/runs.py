@@ -41,8 +41,27 @@ def even_digits(completions: list[str], **_: Any) -> list[float]:
     return [sum(c in "02468" for c in text) / 6 for text in completions]
 
 
+class TwoTurns:
+    """Answers a first turn with a digit, pays for both, and fails where an answer begins with 7."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    def reset(self, example: dict[str, Any]) -> str:
+        return str(example["prompt"])
+
+    def step(self, completion: str) -> tuple[str, float, bool]:
+        self.turns += 1
+        if completion.startswith("7"):
+            raise OSError("gone")
+        return "5", even_digits([completion])[0], self.turns == 2
+
+
 def new_trainer(out: Path, algorithm: str, model: str, **options: Any) -> Any:
-    """On the embedded task; `lora` is "fresh", or "random" for an adapter that is not 0."""
+    """On the embedded task; `lora` is "fresh", or "random" for an adapter that is not 0, and
+    `environment` asks for `TwoTurns` beside the reward.
+    """
+    factory = TwoTurns if options.pop("environment", False) else None
     trainer_type, task = TRAINERS[algorithm], arithmetic()
     peft_config, lora = None, options.pop("lora", None)
     if lora is not None:
@@ -57,6 +76,7 @@ def new_trainer(out: Path, algorithm: str, model: str, **options: Any) -> Any:
         train_dataset=task.train_dataset,
         eval_dataset=task.eval_dataset.select(range(33)),
         peft_config=peft_config,
+        environment_factory=factory,
     )
 
 

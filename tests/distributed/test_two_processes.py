@@ -16,6 +16,7 @@ PLAIN = {
     "num_iterations": 3,
     "target_kl": 1e-3,
 }
+EPISODES = JOBS["rloo"] | {"environment": True, "max_turns": 2}
 CASES = {
     "ppo": JOBS["ppo"],
     "rloo": JOBS["rloo"],
@@ -30,6 +31,7 @@ CASES = {
     },
     "idle critic": PLAIN | {"vf_coef": 0.0},
     "trained critic": PLAIN | {"vf_coef": 0.5},
+    "episodes": EPISODES,
 }
 
 
@@ -77,6 +79,22 @@ def test_the_critic_moves_by_its_loss_alone(outcomes, case, moves) -> None:
     critic = [weights[size:] for weights in (outcome.start, outcome.end)]
     assert not outcome.start[:size].equal(outcome.end[:size])
     assert critic[0].equal(critic[1]) != moves
+
+
+def test_episodes_are_those_of_one_process(outcomes, tmp_path) -> None:
+    """Some of which fail, in one process or in the other."""
+    job = COMMON | EPISODES | {"model": saved_model(tmp_path / "model"), "micro_batch_tokens": 1000}
+    one, two = launch(tmp_path / "run", {"one": job})["one"], outcomes["episodes"]
+    assert one.sampled == two.sampled
+    norm = one.gradients["all"].norm()
+    assert norm > 0
+    assert (one.gradients["all"] - two.gradients["all"]).norm() <= 1e-4 * norm
+    assert sum(line["episodes/failed"] for line in two.metrics) > 0
+    assert max(line["episodes/turns"] for line in two.metrics) > 1
+    for a, b in zip(one.metrics, two.metrics, strict=True):
+        assert a["episodes/failed"] == b["episodes/failed"]
+        assert a["episodes/turns"] == b["episodes/turns"]
+        assert a["reward"] == pytest.approx(b["reward"], rel=1e-5)
 
 
 @pytest.mark.distributed

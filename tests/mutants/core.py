@@ -20,17 +20,16 @@ RECORDS = [
         name="mask-from-pad-id",
         mistake="the mask is read off the ids: an EOS that is also pad is not trained (TRL #4970)",
         file="rlhf_pg/experience.py",
-        old='"completion_mask": completion_mask,\n            "action_mask": completion_mask,',
-        new='"completion_mask": completion_mask,\n'
-        '            "action_mask": completion_mask & (completion_ids != pad_token_id),',
+        old='"action_mask": action_mask,',
+        new='"action_mask": action_mask & (completion_ids != pad_token_id),',
         killers=("tests/test_experience.py::test_a_real_token_equal_to_pad_is_still_real",),
     ),
     Mutant(
         name="last-token-is-no-action",
         mistake="the last token of a completion, its EOS, does not enter the loss",
         file="rlhf_pg/experience.py",
-        old='"action_mask": completion_mask,',
-        new='"action_mask": completion_mask & completion_mask.roll(-1, 1),',
+        old='"action_mask": action_mask,',
+        new='"action_mask": action_mask & action_mask.roll(-1, 1),',
         killers=(f"{EXACT}::test_unbiased",),
     ),
     Mutant(
@@ -56,8 +55,8 @@ RECORDS = [
         name="long-prompts-cut",
         mistake="a prompt that is too long loses its beginning without a word",
         file="rlhf_pg/data.py",
-        old="[encode(prompt, tokenizer, row) for row,",
-        new="[encode(prompt, tokenizer, row)[-(max_prompt_length or 0) :] for row,",
+        old="encode(prompt, tokenizer, row, tools=tools) for row,",
+        new="encode(prompt, tokenizer, row, tools=tools)[-(max_prompt_length or 0) :] for row,",
         killers=("tests/test_data.py::test_longer_prompts_are_an_error_that_names_the_first",),
     ),
     Mutant(

@@ -254,8 +254,8 @@ MUTANTS: list[Mutant] = [
         name="reward-is-logged-raw",
         mistake="`reward` in the log is not what is trained on",
         file="rlhf_pg/metrics.py",
-        old='"reward": trained.nanmean(0)',
-        new='"reward": raw.nanmean(0)',
+        old="means = trained.nanmean(0)",
+        new="means = raw.nanmean(0)",
         killers=(
             "tests/test_metrics.py::test_reward_is_of_what_is_trained_on_and_the_sources_are_raw",
         ),

@@ -20,7 +20,7 @@ from rlhf_pg.config import (
 )
 from rlhf_pg.metrics import KEYS, read
 from rlhf_pg.recipe import parse
-from rlhf_pg.tasks import preference
+from rlhf_pg.tasks import TASKS, preference
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 CONFIGS = {
@@ -103,6 +103,22 @@ def test_train_command_makes_a_warm_start_a_reward_model_and_trains_on_it(tmp_pa
     assert all(line["reward"] != line["rewards/gold/mean"] for line in lines)
     assert "eval_rewards/gold/mean" in lines[1]
     assert "eval_accuracy" in (runs["judge"] / "metrics.json").read_text()
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "reinforce", "ppo"])
+@pytest.mark.parametrize("task", ["guess", "calculator"])
+def test_train_command_plays_episodes(algorithm: str, task: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    for part in TASKS[task]().new_model():
+        part.save_pretrained(tmp_path / "start")
+    own = RECIPES / f"{algorithm}_{task}.yaml"
+    recipe = own if own.exists() else RECIPES / f"{algorithm}_arithmetic.yaml"
+    limits = ["--max_turns=3", "--max_completion_length=16"]
+    paths = ["--model_name_or_path", str(tmp_path / "start"), "--output_dir", str(tmp_path / "run")]
+    cli.main(["train", str(recipe), *SMALL, "--task", task, *limits, *paths])
+    lines = read(tmp_path / "run" / "metrics.jsonl")
+    assert [line["episodes/failed"] for line in lines] == [0, 0]
+    assert ("tools/call_frequency" in lines[0]) == (task == "calculator")
 
 
 @pytest.mark.parametrize("script", ["reward_model", "rloo"])

@@ -5,16 +5,17 @@ import re
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import get_json_schema
 
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.data import encode
 from rlhf_pg.models import load_tokenizer, max_positions, stop_token_ids
 from rlhf_pg.recipe import parse
 from rlhf_pg.rewards import Rewards
-from rlhf_pg.tasks import TASKS, arithmetic
+from rlhf_pg.tasks import TASKS, Demonstration, arithmetic, calculator, guess
 from rlhf_pg.tasks.arithmetic import exact_match
 from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder
-from rlhf_pg.tasks.warm_start import _collate, _examples, ensure_model, warm_start
+from rlhf_pg.tasks.warm_start import _collate, _example, _examples, ensure_model, warm_start
 
 SPECIAL = {"<pad>": 0, "<eos>": 1, "<user>": 2, "<assistant>": 3}
 
@@ -227,7 +228,7 @@ def test_two_steps_of_warm_start_leave_a_model_that_loads_and_has_learnt(tmp_pat
     assert loss(model) < loss(untrained) - 0.05
 
 
-@pytest.mark.parametrize("task", ["arithmetic", "preference"])
+@pytest.mark.parametrize("task", list(TASKS))
 def test_each_task_is_warm_started_once_by_its_own_recipe(task, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RANK", "1")
@@ -247,3 +248,52 @@ def test_each_task_is_warm_started_once_by_its_own_recipe(task, tmp_path, monkey
     assert parse(SFTConfig, command[3:]).task == task
     assert "RANK" not in env
     assert ensure_model(task, "org/model") == "org/model"
+
+
+# ------------------------------------------------------------------------------------- episodes
+
+
+def test_only_the_turns_of_a_demonstration_are_learnt():
+    task = guess()
+    _, tokenizer = task.new_model()
+    shown = Demonstration("1-9:", ["5", "12", "6"], [">", "<"])
+    example = _example(shown, tokenizer, [])
+    assert tokenizer.decode(example["input_ids"]) == "1-9:5<eos>>12<eos><6<eos>"
+    learnt = [label for label in example["labels"] if label != -100]
+    assert tokenizer.decode(learnt) == "5<eos>12<eos>6<eos>"
+    assert [i for i, label in enumerate(example["labels"]) if label == -100] == [0, 1, 2, 3, 6, 10]
+
+
+def test_a_chat_is_demonstrated_as_it_is_played():
+    task = calculator()
+    _, tokenizer = task.new_model()
+    answers = [[{"role": "tool", "content": "42"}]]
+    shown = Demonstration([{"role": "user", "content": "6*7"}], ["<tool_call>", "42"], answers)
+    example = _example(shown, tokenizer, [get_json_schema(task.tools[0])])
+    row = "<tools>calculate<user>6*7<assistant><tool_call><eos><tool>42<assistant>42<eos>"
+    assert tokenizer.decode(example["input_ids"]) == row
+    learnt = [label for label in example["labels"] if label != -100]
+    assert tokenizer.decode(learnt) == "<tool_call><eos>42<eos>"
+
+
+def test_problems_for_the_calculator_are_held_out():
+    task = calculator()
+    keys = [
+        {str(prompt) for prompt in data["prompt"]}
+        for data in (task.train_dataset, task.eval_dataset)
+    ]
+    assert not keys[0] & keys[1]
+    assert len(keys[1]) == len(task.eval_dataset) == 256
+
+
+@pytest.mark.parametrize("name", ["guess", "calculator"])
+def test_demonstrations_are_episodes_that_fit_the_model(name):
+    task = TASKS[name]()
+    _, tokenizer = task.new_model()
+    shown = task.demonstrations()
+    assert shown == task.demonstrations()
+    assert all(len(turns) == len(answers) + 1 for _, turns, answers in shown)
+    assert len({len(turns) for _, turns, _ in shown}) > 1
+    tools = [get_json_schema(tool) for tool in task.tools]
+    longest = max(len(_example(one, tokenizer, tools)["input_ids"]) for one in shown[:500])
+    assert longest <= 64

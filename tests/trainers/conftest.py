@@ -37,6 +37,8 @@ def make(model_path: str, tmp_path: Path) -> Callable[..., PolicyGradientTrainer
                 "quantization_config": None,
                 "reward_processing_classes": None,
                 "optimizers": (None, None),
+                "tools": None,
+                "environment_factory": None,
             }.items()
         }
         if trainer_type is PPOTrainer:

@@ -1,0 +1,115 @@
+"""Sums that are too hard to do in one's head, in a chat with a calculator: "37*48" is 1776."""
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from rlhf_pg.tasks.task import Demonstration, Task
+from rlhf_pg.tasks.tiny import tiny_decoder, tool_tokenizer
+
+LIMIT = 100
+PROBLEMS, HELD_OUT = 8192, 256
+LONGEST = 32  # characters of an expression
+# Any text without line breaks has tokens, an error message say; a call has few.
+CHARACTERS = "".join(map(chr, range(32, 127)))
+PIECES = [
+    *("<tool_call>", '{"name": "', "calculate", '", "arguments": {"', "expression", '": "'),
+    *('"}}', "</tool_call>"),
+]
+BY_HEAD = 0.4  # how often a demonstrated answer is made up without the calculator
+MISREAD = 0.1  # how often one figure of what is typed into it is another
+
+
+def calculator() -> Task:
+    """Problems a?b of numbers below 100, where ? is +, - or *: 256 of about 8000 are held out."""
+    chance = random.Random(0)
+    problems = list(dict.fromkeys(_problem(chance) for _ in range(PROBLEMS)))
+    train = problems[HELD_OUT:]
+    return Task(
+        name="calculator",
+        train_dataset=_dataset(train),
+        eval_dataset=_dataset(problems[:HELD_OUT]),
+        reward=last_word,
+        new_model=_new_model,
+        tools=(calculate,),
+        demonstrate=lambda: _demonstrations(train, random.Random(1)),
+    )
+
+
+def calculate(expression: str) -> str:
+    """Work out an expression of whole numbers with +, - and *.
+
+    Args:
+        expression: for example 37*48-5
+
+    Returns:
+        Its value.
+    """
+    if len(expression) > LONGEST or not re.fullmatch(r"\d+([-+*]\d+)*", expression, re.ASCII):
+        raise ValueError("not an expression")
+    total = 0
+    for sign, product in re.findall(r"(^|[-+])([\d*]+)", expression):
+        value = 1
+        for factor in product.split("*"):
+            value *= int(factor)
+        total += -value if sign == "-" else value
+    return str(total)
+
+
+def last_word(
+    prompts: Sequence[Any],
+    completions: Sequence[list[dict[str, str]]],
+    answer: Sequence[str],
+    **columns: Any,
+) -> list[float]:
+    """1 if the last message is the answer, 0 otherwise."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(messages[-1]["content"] == right) for messages, right in pairs]
+
+
+def _problem(chance: random.Random) -> str:
+    return f"{chance.randrange(LIMIT)}{chance.choice('+-*')}{chance.randrange(LIMIT)}"
+
+
+def _dataset(problems: Sequence[str]) -> Dataset:
+    return Dataset.from_dict(
+        {
+            "prompt": [_asked(problem) for problem in problems],
+            "answer": [calculate(problem) for problem in problems],
+        }
+    )
+
+
+def _asked(problem: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": problem}]
+
+
+def _demonstrations(problems: Sequence[str], chance: random.Random) -> list[Demonstration]:
+    """Some make an answer up, some type the wrong thing, and some do it right."""
+    return [_worked(problem, chance) for problem in problems]
+
+
+def _worked(problem: str, chance: random.Random) -> Demonstration:
+    if chance.random() < BY_HEAD:
+        return Demonstration(_asked(problem), [calculate(_problem(chance))], [])
+    typed = _misread(problem, chance) if chance.random() < MISREAD else problem
+    call = {"name": "calculate", "arguments": {"expression": typed}}
+    result = calculate(typed)
+    told = [{"role": "tool", "name": "calculate", "content": result}]
+    turns = [f"<tool_call>{json.dumps(call)}</tool_call>", result]
+    return Demonstration(_asked(problem), turns, [told])
+
+
+def _misread(problem: str, chance: random.Random) -> str:
+    place = chance.choice([i for i, character in enumerate(problem) if character.isdigit()])
+    return problem[:place] + chance.choice("0123456789") + problem[place + 1 :]
+
+
+def _new_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    tokenizer = tool_tokenizer(CHARACTERS, PIECES)
+    return tiny_decoder(tokenizer, max_positions=128), tokenizer

@@ -1,0 +1,115 @@
+"""Guessing a hidden number from "higher" and "lower": "1-13:" may go on "6>10<8".
+
+The policy's turns are guesses; the environment answers ">" where the number is greater, "<" where
+it is less and "?" where it was told no number. It pays each guess for what it has found out, and a
+reward function pays for the right one at the end.
+"""
+
+import math
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from rlhf_pg.tasks.task import Demonstration, Task
+from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder
+
+HIGHEST = range(8, 16)  # 15 = 2^4 - 1: four guesses find any number, if each halves what is left
+TURNS = 4
+DEMONSTRATIONS = 4096
+BLIND = 0.5  # how often a demonstrated guess pays no heed to the answers
+
+
+def guess() -> Task:
+    """Every number from 1 to n for every n in `HIGHEST`: 92 pairs.
+
+    None are held out: a player would learn that these numbers never come up.
+    """
+    pairs = [(highest, number) for highest in HIGHEST for number in range(1, highest + 1)]
+    return Task(
+        name="guess",
+        train_dataset=_problems(pairs),
+        eval_dataset=_problems(pairs),
+        reward=found,
+        new_model=_new_model,
+        environment_factory=Guess,
+        demonstrate=lambda: _demonstrations(pairs, random.Random(1)),
+    )
+
+
+def found(
+    prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **columns: Any
+) -> list[float]:
+    """1 if the last guess is the number, 0 otherwise."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(re.split("[<>?]", text)[-1] == number) for text, number in pairs]
+
+
+class Guess:
+    """The environment of one number: which of 1 to n, and what has been found out so far."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.low = self.high = self.highest = 1
+
+    def reset(self, example: dict[str, str]) -> str:
+        """The prompt as it is: the range of the number."""
+        self.number = int(example["answer"])
+        self.high = self.highest = int(example["prompt"].strip(":").split("-")[1])
+        return example["prompt"]
+
+    def step(self, completion: str) -> tuple[str, float, bool]:
+        """Whether the number is greater or less than the guess.
+
+        The reward is log(left before / left after) / log n, of the numbers that the answers leave:
+        those of an episode add up to 1 when there is one number left, whatever the way.
+        """
+        if not re.fullmatch("[0-9]{1,2}", completion):
+            return "?", 0.0, False
+        said, before = int(completion), self.high - self.low + 1
+        if said == self.number:
+            self.low = self.high = said
+        elif said < self.number:
+            self.low = max(self.low, said + 1)
+        else:
+            self.high = min(self.high, said - 1)
+        reward = math.log(before / (self.high - self.low + 1), self.highest)
+        return (">" if self.number > said else "<"), reward, said == self.number
+
+
+def _problems(pairs: list[tuple[int, int]]) -> Dataset:
+    return Dataset.from_dict(
+        {
+            "prompt": [f"1-{highest}:" for highest, _ in pairs],
+            "answer": [str(number) for _, number in pairs],
+        }
+    )
+
+
+def _demonstrations(pairs: list[tuple[int, int]], chance: random.Random) -> list[Demonstration]:
+    """Players who listen now and then: they know the form of the game, and little of its point."""
+    return [_played(*chance.choice(pairs), chance) for _ in range(DEMONSTRATIONS)]
+
+
+def _played(highest: int, number: int, chance: random.Random) -> Demonstration:
+    environment = Guess()
+    prompt = environment.reset({"prompt": f"1-{highest}:", "answer": str(number)})
+    turns: list[str] = []
+    answers: list[str] = []
+    for _ in range(TURNS):
+        blind = chance.random() < BLIND
+        bounds = (1, highest) if blind else (environment.low, environment.high)
+        turns.append(str(chance.randint(*bounds)))
+        answer, _, done = environment.step(turns[-1])
+        if done:
+            break
+        answers.append(answer)
+    return Demonstration(prompt, turns, answers[: len(turns) - 1])
+
+
+def _new_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    tokenizer = character_tokenizer("0123456789-:<>?")
+    return tiny_decoder(tokenizer), tokenizer

@@ -1,0 +1,138 @@
+"""Mistakes in episodes: whose tokens they are, what is carried on, where a reward stands."""
+
+from tests.mutants import Mutant
+
+EPISODES = "rlhf_pg/rollout/episodes.py"
+DATA = "rlhf_pg/data.py"
+NAMED = "rlhf_pg/advantages/named.py"
+SCORING = "rlhf_pg/trainers/scoring.py"
+SHAPING = "rlhf_pg/trainers/shaping.py"
+TRAINED = "rlhf_pg/trainers/episodes.py"
+TOKENS = "tests/rollout/test_episodes.py::test_"
+GRADIENTS = "tests/trainers/test_episodes.py::test_"
+FAILED = GRADIENTS + "an_episode_that_failed_is_in_no_baseline_statistic_or_loss"
+TURNS_AND_ANSWERS = TOKENS + "turns_and_answers_stand_in_one_row_with_what_was_paid_for_each"
+EXACT = GRADIENTS + "the_expected_gradient_is_that_of_the_policys_own_tokens"
+
+MUTANTS: list[Mutant] = [
+    Mutant(
+        name="observations-in-the-loss",
+        mistake="what the environment answered is trained on, as if the policy had said it",
+        file=EPISODES,
+        old="self._append(tokens, [0.0] * len(tokens), own=False)",
+        new="self._append(tokens, [0.0] * len(tokens), own=True)",
+        killers=(TURNS_AND_ANSWERS, EXACT),
+    ),
+    Mutant(
+        name="observations-in-the-record",
+        mistake="the record counts all tokens of an episode as the policy's own",
+        file=TRAINED,
+        old="        actions=[episode.trained for episode in episodes],\n",
+        new="",
+        killers=(EXACT,),
+    ),
+    Mutant(
+        name="turns-tokenised-again",
+        mistake="the next turn is asked for with the text of the last ones: other ids (TRL #5224)",
+        file=EPISODES,
+        old="            tokens=[*first.prompt_ids, *first.tokens],\n",
+        new=(
+            "            tokens=self.player.tokenizer(\n"
+            "                self.player.tokenizer.decode([*first.prompt_ids, *first.tokens])\n"
+            '            )["input_ids"],\n'
+        ),
+        killers=(TOKENS + "turns_are_carried_as_they_were_sampled",),
+    ),
+    Mutant(
+        name="turn-paid-at-its-first-token",
+        mistake="the reward of a turn stands at the first token of the row",
+        file=EPISODES,
+        old="            self.rewards[-1] = reward\n",
+        new="            self.rewards[0] = reward\n",
+        killers=(TURNS_AND_ANSWERS, EXACT),
+    ),
+    Mutant(
+        name="turn-paid-behind-the-answer",
+        mistake="the reward of a turn stands at the last token of its answer, where it is not paid",
+        file=EPISODES,
+        old="                episode.observe(messages, ids)\n",
+        new=(
+            "                episode.observe(messages, ids)\n"
+            "                episode.rewards = episode.rewards[-len(ids) :] "
+            "+ episode.rewards[: -len(ids)]\n"
+        ),
+        killers=(EXACT,),
+    ),
+    Mutant(
+        name="noise-begins-again-with-every-turn",
+        mistake="every turn of an episode is sampled with the noise of the first one",
+        file=EPISODES,
+        old="            position=position,\n",
+        new="            position=0,\n",
+        killers=(TOKENS + "each_turn_is_asked_for_with_all_before_it_and_noise_of_its_own_place",),
+    ),
+    Mutant(
+        name="end-of-turn-twice",
+        mistake="the end of a turn stands in the row twice, as sampled and from the chat template",
+        file=DATA,
+        old="            text = text.removeprefix(tokenizer.decode([stop_id]))\n",
+        new="            pass\n",
+        killers=(TOKENS + "between_two_turns_of_a_chat_stands_what_the_template_has_there",),
+    ),
+    Mutant(
+        name="cut-off-episodes-do-not-apply",
+        mistake="what was cut off unpaid has no score, and is spared the comparison with the rest",
+        file=EPISODES,
+        old="            self.pay(0.0)\n",
+        new="            pass\n",
+        killers=(TOKENS + "what_was_cut_off_before_anything_was_paid_has_earned_nothing",),
+    ),
+    Mutant(
+        name="turns-without-limit",
+        mistake="max_turns ends no episode",
+        file=EPISODES,
+        old="(not done and episode.turns == player.max_turns)",
+        new="(not done and False)",
+        killers=(TOKENS + "the_limit_on_turns",),
+    ),
+    Mutant(
+        name="failed-episodes-train",
+        mistake="an episode whose environment failed is trained on as if it had earned nothing",
+        file=EPISODES,
+        old="return self.actions if self.error is None else [False] * len(self.actions)",
+        new="return self.actions",
+        killers=(GRADIENTS + "reward_functions_are_not_asked_about_what_has_failed",),
+    ),
+    Mutant(
+        name="failed-episodes-in-the-std",
+        mistake="what no source applies to is given the mean of its group, and counts in its std",
+        file=NAMED,
+        old=".masked_fill(nothing, torch.nan).to(scores.dtype)",
+        new=".to(scores.dtype)",
+        killers=(FAILED,),
+    ),
+    Mutant(
+        name="failed-episodes-in-the-kl",
+        mistake="an episode that failed has a KL of 0, which the others are compared with",
+        file=SCORING,
+        old="minus_kl.sum(1).masked_fill(~mask.any(1), torch.nan)",
+        new="minus_kl.sum(1)",
+        killers=(FAILED,),
+    ),
+    Mutant(
+        name="failed-episodes-fined",
+        mistake="an episode that failed has a penalty of 0, which is a score",
+        file=SHAPING,
+        old="        added = [penalty.masked_fill(silent, torch.nan) for penalty in added]\n",
+        new="",
+        killers=(FAILED,),
+    ),
+    Mutant(
+        name="failed-episodes-move-beta",
+        mistake="episodes that failed count in the mean KL that moves beta",
+        file=SCORING,
+        old="mask.any(1).sum().to(sums)",
+        new="sums.new_tensor(len(sums))",
+        killers=(GRADIENTS + "metrics_and_controllers_leave_out_what_has_failed",),
+    ),
+]

@@ -1,0 +1,97 @@
+"""What an environment may return, and the two embedded ones by hand."""
+
+import math
+
+import pytest
+
+from rlhf_pg.rollout import Observation
+from rlhf_pg.rollout.environment import checked_observation, checked_prompt
+from rlhf_pg.tasks.calculator import calculate, last_word
+from rlhf_pg.tasks.guess import Guess, found
+
+CHAT = [{"role": "user", "content": "q"}]
+
+
+@pytest.mark.parametrize("prompt", ["q", CHAT, tuple(CHAT)])
+def test_prompts_are_text_or_chat(prompt):
+    assert checked_prompt(prompt) == prompt
+
+
+@pytest.mark.parametrize("prompt", [None, 3, [], ["q"], [{"content": "q"}]])
+def test_what_is_no_prompt_is_refused(prompt):
+    with pytest.raises(ValueError, match="reset must return a string or a list of messages"):
+        checked_prompt(prompt)
+
+
+@pytest.mark.parametrize(
+    ("answer", "prompt", "expected"),
+    [
+        (("up", 1, False), "q", ("up", 1.0, False)),
+        (Observation(CHAT), CHAT, (CHAT, None, False)),
+        ((CHAT, None, True), "q", (CHAT, None, True)),  # nobody reads it
+        ((None, 0, True), CHAT, (None, 0.0, True)),
+    ],
+)
+def test_observations(answer, prompt, expected):
+    assert checked_observation(answer, prompt) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "prompt", "message"),
+    [
+        (None, "q", "step must return Observation"),
+        (("up", 1.0), "q", "step must return Observation"),
+        (["up", 1.0, False], "q", "step must return Observation"),
+        ((CHAT, 1.0, False), "q", "must answer with a string"),
+        (("up", 1.0, False), CHAT, "must answer with a list of messages"),
+        (("up", math.inf, False), "q", "finite number or None, got inf"),
+        (("up", [1.0], False), "q", "finite number or None"),
+        (("up", "1", False), "q", "finite number or None"),
+    ],
+)
+def test_what_is_no_observation_is_refused(answer, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        checked_observation(answer, prompt)
+
+
+def test_guessing():
+    environment = Guess()
+    assert environment.reset({"prompt": "1-9:", "answer": "6"}) == "1-9:"
+    assert environment.step("5") == (">", pytest.approx(math.log(9 / 4) / math.log(9)), False)
+    assert environment.step("12") == ("<", 0.0, False)
+    assert environment.step("3") == (">", 0.0, False)
+    for nonsense in ("", "5>6", "six", "006", "٦"):
+        assert environment.step(nonsense) == ("?", 0.0, False)
+    assert environment.step("6")[1:] == (pytest.approx(math.log(4) / math.log(9)), True)
+
+
+def test_whatever_the_way_what_is_found_out_adds_up_to_1():
+    for guesses in (["9", "1", "2", "3"], ["3"], ["5", "2", "3"], ["x", "4", "4", "2"]):
+        environment = Guess()
+        environment.reset({"prompt": "1-9:", "answer": "3"})
+        assert sum(environment.step(said)[1] for said in guesses) == pytest.approx(1)
+
+
+def test_the_last_guess_counts():
+    assert found([], ["3", "5<3", "3>5", "", "3?3"], answer=["3"] * 5) == [1, 1, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("7", "7"), ("37*48-5", "1771"), ("2-3*4", "-10"), ("1-2-3", "-4"), ("2*3*4+5*6", "54")],
+)
+def test_calculating(expression, value):
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression", ["", "1+", "-1", "2**9", "1/2", "__import__", "1 + 1", "٣+1", "9*" * 20 + "9"]
+)
+def test_what_is_no_expression_is_refused(expression):
+    with pytest.raises(ValueError, match="not an expression"):
+        calculate(expression)
+
+
+def test_the_last_word_counts():
+    said = [[{"content": "4"}], [{"content": "4"}, {"content": "5"}]]
+    assert last_word([], said, answer=["4", "4"]) == [1.0, 0.0]

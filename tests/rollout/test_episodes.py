@@ -1,0 +1,363 @@
+"""Episodes, token by token, on an engine that says what it is told to."""
+
+import asyncio
+import math
+import threading
+
+import pytest
+
+from rlhf_pg.rollout import Observation, Player, SamplingParams
+from tests.rollout.scripted import ScriptedEngine, letters
+
+TOKENIZER = letters()
+EOS = TOKENIZER.eos_token_id
+NAN = math.nan
+
+
+def ids(text):
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def text(tokens):
+    return TOKENIZER.decode(tokens)
+
+
+class Listed:
+    """Answers turn after turn with what it is given; remembers what it heard."""
+
+    def __init__(self, *answers, prompt=None):
+        self.answers, self.prompt = list(answers), prompt
+        self.heard = []
+
+    def reset(self, example):
+        return example["prompt"] if self.prompt is None else self.prompt
+
+    def step(self, completion):
+        self.heard.append(completion)
+        answer = self.answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def sayer(*turns, **options):
+    """An engine that says the k-th of `turns` where k stop tokens stand behind the prompt."""
+
+    def script(request, sample):
+        row = request.tokens[len(request.tokens) - request.position :]
+        turn = turns[sum(token == EOS for token in row)]
+        return ids(turn) if isinstance(turn, str) else turn
+
+    return ScriptedEngine(script, EOS, **options)
+
+
+def play(
+    engine,
+    *environments,
+    prompt="q?",
+    n=1,
+    max_tokens=40,
+    tokenizer=TOKENIZER,
+    draws=(7,),
+    **options,
+):
+    made = iter(environments)
+    player = Player(
+        environment_factory=lambda: next(made),
+        tokenizer=tokenizer,
+        stop_token_ids=[EOS],
+        **options,
+    )
+    examples = [{"prompt": prompt, "answer": "a"} for _ in draws]
+    tokens = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else [5] for _ in draws]
+    params = SamplingParams(max_tokens=max_tokens)
+    return player.play(engine, examples, tokens, list(draws), n, params, seed=0)
+
+
+# ------------------------------------------------------------------------------ what a row is
+
+
+def test_turns_and_answers_stand_in_one_row_with_what_was_paid_for_each():
+    environment = Listed(("up!", 0.5, False), ("no", None, False), ("bye", 2.0, True))
+    [episode] = play(sayer("ab<eos>", "c<eos>", "de<eos>"), environment)
+    assert text(episode.tokens) == "ab<eos>up!c<eos>node<eos>"
+    own = [1, 1, 1, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1]
+    assert episode.actions == episode.trained == [bool(x) for x in own]
+    assert episode.logprobs == [-i / 10 if chosen else 0.0 for i, chosen in enumerate(own)]
+    paid = {i: reward for i, reward in enumerate(episode.rewards) if not math.isnan(reward)}
+    assert paid == {2: 0.5, 12: 2.0}  # the last tokens of the first and of the third turn
+    assert environment.heard == ["ab", "c", "de"]
+    assert (episode.turns, episode.truncated, episode.error) == (3, False, None)
+    assert (episode.prompt, list(episode.prompt_ids)) == ("q?", ids("q?"))
+
+
+def test_each_turn_is_asked_for_with_all_before_it_and_noise_of_its_own_place():
+    engine = sayer("ab<eos>", "c<eos>")
+    play(engine, Listed(("up", 0.0, False), ("", 1.0, True)), max_tokens=9)
+    first, second = engine.requests
+    assert (first.draw, list(first.samples), first.position, first.max_tokens) == (7, [0], 0, 9)
+    assert text(second.tokens) == "q?ab<eos>up"
+    assert (second.draw, list(second.samples)) == (7, [0])
+    assert (second.position, second.max_tokens) == (5, 4)
+
+
+def test_turns_are_carried_as_they_were_sampled():
+    """ "he" and "llo" would be read as "hello" if they were tokenised again."""
+    merges = [("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo")]
+    tokenizer = letters(merges)
+    he, llo = (tokenizer.convert_tokens_to_ids(token) for token in ("he", "llo"))
+    assert tokenizer("hello")["input_ids"] != [he, llo]
+    engine = sayer([he, llo, EOS], [llo, EOS])
+    environment = Listed(("hello", 0.0, False), ("", 1.0, True))
+    [episode] = play(engine, environment, tokenizer=tokenizer)
+    answer = tokenizer("hello")["input_ids"]
+    assert episode.tokens == [he, llo, EOS, *answer, llo, EOS]
+    assert list(engine.requests[1].tokens) == [*tokenizer("q?")["input_ids"], *episode.tokens[:4]]
+    assert environment.heard == ["hello", "llo"]
+
+
+# ----------------------------------------------------------------------------------------- chat
+
+ASKED = [{"role": "user", "content": "q"}]
+
+
+def tool(content):
+    return {"role": "tool", "content": content}
+
+
+def test_between_two_turns_of_a_chat_stands_what_the_template_has_there():
+    answers = [tool("up"), {"role": "user", "content": "go"}]
+    environment = Listed((answers, 0.0, False), ([], 1.0, True), prompt=ASKED)
+    engine = sayer("ab<eos>", "c<eos>")
+    [episode] = play(engine, environment, prompt=ASKED)
+    # The <eos> that the template has behind "ab" was sampled already.
+    assert text(episode.tokens) == "ab<eos><tool>up<user>go<assistant>c<eos>"
+    assert sum(episode.actions) == 5
+    assert episode.messages == [
+        {"role": "assistant", "content": "ab"},
+        *answers,
+        {"role": "assistant", "content": "c"},
+    ]
+
+
+def test_what_ends_a_turn_is_appended_where_another_stop_token_was_sampled():
+    stop = TOKENIZER.convert_tokens_to_ids("z")
+    engine = sayer("ab<eos>")
+    engine.eos = stop
+    engine.script = lambda request, sample: ids("abz" if request.position == 0 else "cz")
+    player = Player(
+        environment_factory=lambda: Listed(([tool("up")], 0.0, False), ([], 1.0, True)),
+        tokenizer=TOKENIZER,
+        stop_token_ids=[EOS, stop],
+    )
+    params = SamplingParams(max_tokens=40)
+    [episode] = player.play(engine, [{"prompt": ASKED}], [[5]], [0], 1, params, 0)
+    assert text(episode.tokens) == "abz<eos><tool>up<assistant>cz"
+    assert [i for i, own in enumerate(episode.actions) if not own] == list(range(3, 8))
+
+
+# --------------------------------------------------------------------------- groups, first turns
+
+
+def test_a_group_with_one_prompt_is_asked_for_at_once():
+    engine = sayer("a<eos>")
+    play(engine, *(Listed(("", 1.0, True)) for _ in range(4)), n=2, draws=(3, 8))
+    assert [(r.draw, list(r.samples)) for r in engine.requests] == [(3, [0, 1]), (8, [0, 1])]
+
+
+def test_samples_with_prompts_of_their_own_are_asked_for_apart():
+    engine = sayer("a<eos>")
+    prompts = ("x", "y", "x")
+    environments = [Listed(("", i, True), prompt=prompt) for i, prompt in enumerate(prompts)]
+    episodes = play(engine, *environments, n=3)
+    assert [(text(r.tokens), list(r.samples)) for r in engine.requests] == [
+        ("x", [0, 2]),
+        ("y", [1]),
+    ]
+    assert [episode.prompt for episode in episodes] == list(prompts)
+    assert [episode.rewards[-1] for episode in episodes] == [0, 1, 2]
+
+
+def test_an_environment_sees_the_row_of_its_prompt_and_spoils_nobody_elses():
+    seen = []
+
+    class Spoiling(Listed):
+        def reset(self, example):
+            seen.append(dict(example))
+            example.clear()
+            return "q?"
+
+    play(sayer("a<eos>"), Spoiling(("", 1.0, True)), Spoiling(("", 1.0, True)), n=2)
+    assert seen == [{"prompt": "q?", "answer": "a"}] * 2
+
+
+# --------------------------------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize(
+    ("limit", "row", "truncated"),
+    [
+        (40, "ab<eos>up!c<eos>", False),
+        (8, "ab<eos>up!c<eos>", False),
+        (7, "ab<eos>up!c", True),  # cut off in its turn
+        (6, "ab<eos>", True),  # no room for a turn behind the answer
+        (4, "ab<eos>", True),
+        (2, "ab", True),
+    ],
+)
+def test_the_limit_on_tokens_counts_turns_and_answers(limit, row, truncated):
+    environment = Listed(("up!", None, False), ("", None, True))
+    [episode] = play(sayer("ab<eos>", "c<eos>"), environment, max_tokens=limit)
+    assert (text(episode.tokens), episode.truncated) == (row, truncated)
+    assert episode.actions[-1]
+
+
+def test_what_was_cut_off_before_anything_was_paid_has_earned_nothing():
+    [cut] = play(sayer("ab<eos>"), Listed(("up!", None, False)), max_tokens=4)
+    assert cut.rewards[-1] == 0
+    [paid] = play(sayer("ab<eos>"), Listed(("up!", 0.5, False)), max_tokens=4)
+    assert paid.rewards[-1] == 0.5
+    [ended] = play(sayer("ab<eos>"), Listed(("up!", None, True)))
+    assert math.isnan(ended.rewards[-1])  # it is for others to judge
+
+
+def test_a_turn_that_was_cut_off_is_heard_and_may_be_paid():
+    environment = Listed(("", -1.0, True))
+    [episode] = play(sayer("ab<eos>"), environment, max_tokens=2)
+    assert environment.heard == ["ab"]
+    assert episode.truncated
+    assert episode.rewards[-1] == -1
+
+
+@pytest.mark.parametrize(("max_turns", "turns", "truncated"), [(1, 1, True), (2, 2, False)])
+def test_the_limit_on_turns(max_turns, turns, truncated):
+    environment = Listed(("up", 0.0, False), ("", 1.0, True))
+    [episode] = play(sayer("a<eos>", "c<eos>"), environment, max_turns=max_turns)
+    assert (episode.turns, episode.truncated) == (turns, truncated)
+
+
+# --------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (OSError("gone"), "OSError: gone"),
+        (SystemExit(1), "SystemExit: 1"),
+        ("up", "must return Observation"),
+        ((["up"], 0.0, False), "must answer with a string"),
+        (("up", NAN, False), "finite number or None, got nan"),
+        (("up", "much", True), "finite number or None, got 'much'"),
+    ],
+)
+def test_an_environment_that_fails_ends_its_own_episode_alone(answer, error):
+    failing = Listed(answer, ("", 1.0, True))
+    sound = Listed(("up", 0.0, False), ("", 1.0, True))
+    broken, whole = play(sayer("ab<eos>", "c<eos>"), failing, sound, n=2)
+    assert whole.error is None
+    assert whole.turns == 2
+    assert error in broken.error
+    assert text(broken.tokens) == "ab<eos>"
+    assert broken.actions == [True] * 3
+    assert broken.trained == [False] * 3
+
+
+def test_a_beginning_that_fails_leaves_the_prompt_of_the_dataset_and_its_group_goes_on():
+    class Broken(Listed):
+        def reset(self, example):
+            raise ValueError("no beginning")
+
+    engine = sayer("a<eos>")
+    broken, whole = play(engine, Broken(), Listed(("", 1.0, True)), n=2)
+    assert broken.error == "ValueError: no beginning"
+    assert (broken.prompt, broken.tokens) == ("q?", [])
+    assert whole.error is None
+    assert [list(r.samples) for r in engine.requests] == [[1]]
+
+
+def test_a_factory_that_fails_is_an_error_of_its_episode():
+    player = Player(environment_factory=lambda: 1 / 0, tokenizer=TOKENIZER, stop_token_ids=[EOS])
+    params = SamplingParams(max_tokens=4)
+    episodes = player.play(sayer("a<eos>"), [{"prompt": "q?"}], [ids("q?")], [0], 2, params, 0)
+    assert [episode.error for episode in episodes] == ["ZeroDivisionError: division by zero"] * 2
+
+
+class Waiting(Listed):
+    """Answers when it is let go."""
+
+    def __init__(self, *answers):
+        super().__init__(*answers)
+        self.go = threading.Event()
+
+    def step(self, completion):
+        assert self.go.wait(30)
+        return super().step(completion)
+
+
+class AsyncWaiting(Waiting):
+    async def reset(self, example):
+        return example["prompt"]
+
+    async def step(self, completion):
+        while not self.go.is_set():
+            await asyncio.sleep(0.001)
+        return Listed.step(self, completion)
+
+
+@pytest.mark.parametrize("kind", [Waiting, AsyncWaiting])
+def test_an_episode_goes_on_while_another_waits_for_its_answer(kind):
+    """The second one lets the first go, and only when it has come to its own end."""
+    slow = kind(("", 1.0, True))
+
+    class Freeing(Listed):
+        def step(self, completion):
+            answer = super().step(completion)
+            if answer[2]:
+                slow.go.set()
+            return answer
+
+    quick = Freeing(("up", 0.0, False), ("up", 0.0, False), ("", 1.0, True))
+    episodes = play(sayer("a<eos>", "b<eos>", "c<eos>"), slow, quick, n=2)
+    assert [episode.turns for episode in episodes] == [1, 3]
+    assert [episode.error for episode in episodes] == [None, None]
+
+
+@pytest.mark.parametrize("kind", [Waiting, AsyncWaiting])
+def test_an_answer_that_does_not_come_in_time_is_an_error(kind):
+    never, sound = kind(("", 1.0, True)), Listed(("", 1.0, True))
+    broken, whole = play(sayer("a<eos>"), never, sound, n=2, timeout=0.2)
+    assert broken.error == "TimeoutError: no answer within 0.2 s"
+    assert whole.error is None
+    never.go.set()
+
+
+def test_results_do_not_depend_on_who_is_first():
+    def environments():
+        return [Listed((f"{c}", i, False), ("", 1.0, True)) for i, c in enumerate("xyz")]
+
+    one, other = (
+        play(sayer("a<eos>", "b<eos>", latest_first=latest), *environments(), n=3)
+        for latest in (False, True)
+    )
+    for a, b in zip(one, other, strict=True):
+        assert (a.tokens, a.logprobs, a.actions) == (b.tokens, b.logprobs, b.actions)
+        assert a.rewards[1] == b.rewards[1]
+    assert [text(episode.tokens) for episode in one] == [f"a<eos>{c}b<eos>" for c in "xyz"]
+
+
+def test_many_slow_environments_wait_side_by_side():
+    """Each answers only when all of them have been asked."""
+    barrier = threading.Barrier(40)
+
+    class Together(Listed):
+        def step(self, completion):
+            barrier.wait(30)
+            return super().step(completion)
+
+    episodes = play(sayer("a<eos>"), *(Together(("", 1.0, True)) for _ in range(40)), n=40)
+    assert all(episode.error is None for episode in episodes)
+
+
+def test_an_observation_may_be_named():
+    [episode] = play(sayer("a<eos>"), Listed(Observation(reward=1.5, done=True)))
+    assert episode.rewards == [pytest.approx(NAN, nan_ok=True), 1.5]

@@ -1,0 +1,161 @@
+"""Tools: what the policy writes is read, checked and answered, whatever it is."""
+
+import asyncio
+import threading
+
+import pytest
+
+from rlhf_pg.rollout import Toolbox, ToolEnvironment
+from rlhf_pg.tasks.tiny import tool_tokenizer
+from tests.rollout.scripted import letters
+
+TOKENIZER = letters()
+
+# What a tokenizer may come with: how `parse_response` of transformers is to read its answers.
+TEMPLATE = {
+    "start_anchor": "<assistant>",
+    "defaults": {"role": "assistant"},
+    "fields": {
+        "content": {},
+        "tool_calls": {"open": "<call>", "close": "</call>", "content": "json", "repeats": True},
+    },
+}
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: one.
+        b: another.
+    """
+    return a + b
+
+
+async def shout(text: str) -> str:
+    """Make a text loud.
+
+    Args:
+        text: what to say.
+    """
+    await asyncio.sleep(0)
+    return text.upper()
+
+
+def broken(text: str) -> str:
+    """Fail.
+
+    Args:
+        text: why.
+    """
+    raise OSError(text)
+
+
+def environment(*tools, timeout=30.0, tokenizer=TOKENIZER):
+    playing = ToolEnvironment(Toolbox.of(tools or (add, shout, broken), tokenizer, timeout))
+    assert playing.reset({"prompt": [{"role": "user", "content": "q"}]})[0]["content"] == "q"
+    return playing
+
+
+def called(text):
+    return f"<tool_call>{text}</tool_call>"
+
+
+def answers(playing, completion):
+    messages, reward, done = playing.step(completion)
+    assert reward is None
+    assert done == (not messages)
+    return [message["content"] for message in messages]
+
+
+def test_a_turn_with_calls_is_answered_and_one_without_ends_the_episode():
+    playing = environment()
+    said = "so " + called('{"name": "add", "arguments": {"a": 2, "b": 3}}')
+    said += called(' {"name": "shout", "arguments": {"text": "no"}}\n')
+    messages, reward, done = playing.step(said)
+    assert messages == [
+        {"role": "tool", "name": "add", "content": "5"},
+        {"role": "tool", "name": "shout", "content": "NO"},
+    ]
+    assert (reward, done) == (None, False)
+    assert playing.step("it is 5").done
+    assert (playing.calls, playing.failures) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ("{", "the call is no JSON"),
+        ("[" * 10000, "the call is no JSON"),
+        ("7", 'a call needs a "name" and "arguments"'),
+        ('{"name": 3}', 'a call needs a "name"'),
+        ('{"name": "add", "arguments": [1]}', 'a call needs a "name"'),
+        ('{"name": "exec", "arguments": {}}', "there is no tool 'exec', only add, shout, broken"),
+        ('{"name": "add", "arguments": {"a": 1, "c": 2}}', "add has no argument 'c'"),
+        ('{"name": "add", "arguments": {"b": 1}}', "add needs the argument 'a'"),
+        ('{"name": "add", "arguments": {"a": "x"}}', "TypeError"),
+        ('{"name": "broken", "arguments": {"text": "gone"}}', "OSError: gone"),
+    ],
+)
+def test_the_policy_is_told_what_is_wrong_with_a_call(call, told):
+    playing = environment()
+    [answer] = answers(playing, called(call))
+    assert answer.startswith("Error: ")
+    assert told in answer
+    assert (playing.calls, playing.failures) == (1, 1)
+    assert answers(playing, called('{"name": "add", "arguments": {"a": 1}}')) == ["2"]
+
+
+def test_a_tool_that_takes_too_long_is_an_error_and_its_neighbour_is_not():
+    go = threading.Event()
+
+    def wait() -> str:
+        """Wait."""
+        go.wait(30)
+        return "late"
+
+    playing = environment(wait, add, timeout=0.2)
+    both = called('{"name": "wait"}') + called('{"name": "add", "arguments": {"a": 1}}')
+    assert answers(playing, both) == ["Error: no result within 0.2 s", "2"]
+    assert playing.failures == 1
+    go.set()
+
+
+def test_results_that_are_no_text_are_json():
+    def table() -> dict:
+        """Numbers."""
+        return {"a": [1, None]}
+
+    assert answers(environment(table), called('{"name": "table"}')) == ['{"a": [1, null]}']
+
+
+def test_a_tokenizer_that_reads_calls_itself_is_asked():
+    """In its own form."""
+    tokenizer = letters()
+    tokenizer.response_template = TEMPLATE
+    playing = environment(add, tokenizer=tokenizer)
+    assert playing.toolbox.reads_tokens
+    assert answers(playing, '<call>{"name": "add", "arguments": {"a": 4}}</call>') == ["5"]
+    assert answers(playing, "so it is 5") == []
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ([add, add], "tools has two functions named add"),
+        ([lambda x: x], "the tool <lambda> cannot be described"),
+        (["add"], "tools must be functions, got 'add'"),
+    ],
+)
+def test_tools_that_cannot_be_offered_are_refused(tools, message):
+    with pytest.raises(ValueError, match=message):
+        Toolbox.of(tools, TOKENIZER, 1.0)
+
+
+def test_a_template_shows_the_tools_it_is_given():
+    tokenizer = tool_tokenizer("q", ["add"])
+    chat = [{"role": "user", "content": "q"}]
+    schemas = Toolbox.of([add], tokenizer, 1.0).schemas
+    shown = tokenizer.apply_chat_template(chat, tools=list(schemas), tokenize=False)
+    assert shown == "<tools>add<user>q"
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "<user>q"

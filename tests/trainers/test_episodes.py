@@ -1,0 +1,579 @@
+"""What trainers make of episodes: exact gradients by enumeration, failures, metrics, options."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
+from rlhf_pg.metrics import Meter, read
+from rlhf_pg.rollout import Request
+from rlhf_pg.tasks import calculator, guess
+from rlhf_pg.trainers import PolicyGradientTrainer
+from rlhf_pg.trainers.drawing import draw_batch
+from tests import enumeration
+from tests.enumeration import EOS, PROMPTS, A, B, make_trainer
+from tests.rollout.scripted import ScriptedEngine
+
+TRAINERS = [GRPOTrainer, RLOOTrainer, ReinforceTrainer, PPOTrainer]
+
+
+FIRST = {"": 0.7, "a": -1.0, "b": 0.4, "aa": 1.3, "ab": -0.2, "ba": 0.9, "bb": 0.1}
+SECOND = {"": 1.0, "a": -0.6, "b": 0.8}
+
+
+class TwoTurns:
+    """Pays for the first turn by its text, answers "b" or "ab", and pays for the second by both."""
+
+    def __init__(self) -> None:
+        self.first: str | None = None
+
+    def reset(self, example: dict[str, Any]) -> str:
+        return str(example["prompt"])
+
+    def step(self, completion: str) -> tuple[str, float | None, bool]:
+        if self.first is None:
+            self.first = completion
+            return self.answer(completion), FIRST.get(completion, 0.3), False
+        return "", SECOND.get(completion, -0.5) + len(self.first), True
+
+    @staticmethod
+    def answer(first: str) -> str:
+        return "ab" if first == "a" else "b"
+
+
+class Row(NamedTuple):
+    """One way that an episode can go."""
+
+    tokens: tuple[int, ...]
+    own: tuple[bool, ...]
+    paid: tuple[float, ...]  # by token
+    ended: bool
+
+
+def said(tokens: Sequence[int]) -> str:
+    return "".join({EOS: "", A: "a", B: "b"}[token] for token in tokens)
+
+
+def all_rows(limit: int) -> Iterator[Row]:
+    """Every episode of `TwoTurns` within `limit` tokens."""
+    for first in turns(limit):
+        paid = [0.0] * (len(first) - 1) + [FIRST.get(said(first), 0.3)]
+        answer = [{"a": A, "b": B}[c] for c in TwoTurns.answer(said(first))]
+        room = limit - len(first) - len(answer)
+        if first[-1] != EOS or room < 1:
+            yield Row(first, (True,) * len(first), tuple(paid), False)
+            continue
+        for second in turns(room):
+            tokens = (*first, *answer, *second)
+            own = (True,) * len(first) + (False,) * len(answer) + (True,) * len(second)
+            last = SECOND.get(said(second), -0.5) + len(said(first))
+            rewards = (*paid, *[0.0] * (len(answer) + len(second) - 1), last)
+            yield Row(tokens, own, rewards, second[-1] == EOS)
+
+
+def turns(limit: int) -> Iterator[tuple[int, ...]]:
+    """Every turn of at most `limit` tokens."""
+    yield (EOS,)
+    for token in (A, B):
+        if limit == 1:
+            yield (token,)
+        else:
+            yield from ((token, *rest) for rest in turns(limit - 1))
+
+
+def says(rows: Sequence[Row]) -> ScriptedEngine:
+    """An engine whose sample i goes through the i-th of these rows."""
+
+    def script(request: Request, sample: int) -> list[int]:
+        row, start = rows[sample], request.position
+        assert tuple(request.tokens)[len(request.tokens) - start :] == row.tokens[:start]
+        turn = row.own[start:]
+        length = turn.index(False) if False in turn else len(turn)
+        return list(row.tokens[start : start + length])
+
+    return ScriptedEngine(script, EOS)
+
+
+def play(
+    trainer_type: type[PolicyGradientTrainer],
+    tmp_path: Path,
+    environment: Callable[[], Any] = TwoTurns,
+    **options: Any,
+) -> PolicyGradientTrainer:
+    options = {"prompts": ("a",), "reward": (), "max_completion_length": 4} | options
+    return make_trainer(
+        trainer_type, tmp_path, inputs={"environment_factory": environment}, **options
+    )
+
+
+def experience_of(trainer: PolicyGradientTrainer, rows: Sequence[Row]):
+    trainer.engine = says(rows)
+    samples, scores = draw_batch(trainer, Meter()).judged
+    return trainer.make_experience(samples.rollout, scores, Meter())
+
+
+def gradient_of(trainer: PolicyGradientTrainer, rows: Sequence[Row]) -> Tensor:
+    """Of the policy, by the trainer's own steps."""
+    experience, _ = experience_of(trainer, rows)
+    trainer.learner.module.zero_grad()
+    trainer.learner.accumulate(experience, Meter())
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainer.model.parameters()]
+    return torch.cat([grad.flatten() for grad in grads]).clone()
+
+
+def log_prob(model: Any, row: Row) -> Tensor:
+    """Of the row's own tokens, given all before each of them."""
+    return log_probs(model, row)[torch.tensor(row.own)].sum()
+
+
+def log_probs(model: Any, row: Row) -> Tensor:
+    prompt = PROMPTS["a"]
+    logits = model(torch.tensor([[*prompt, *row.tokens]])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1)[torch.arange(len(row.tokens)), torch.tensor(row.tokens)]
+
+
+def assert_close(actual: Tensor, expected: Tensor, rel: float = 1e-8) -> None:
+    assert expected.norm() > 1e-2
+    assert (actual - expected).norm() <= rel * expected.norm()
+
+
+# ------------------------------------------------------------------------------ exact gradients
+
+
+@pytest.mark.parametrize(
+    ("trainer_type", "options"),
+    [
+        (ReinforceTrainer, {"advantage_estimator": "returns"}),
+        (ReinforceTrainer, {"advantage_estimator": "returns", "beta": 0.3}),
+        (ReinforceTrainer, {"num_generations": 2, "max_completion_length": 3}),
+        (RLOOTrainer, {"num_generations": 2, "max_completion_length": 3}),
+        (RLOOTrainer, {"num_generations": 2, "max_completion_length": 3, "beta": 0.3}),
+        (PPOTrainer, {"num_generations": 1, "lam": 1.0, "normalize_advantages": False}),
+        (PPOTrainer, {"num_generations": 1, "advantage_estimator": "returns_minus_values"}),
+    ],
+)
+def test_the_expected_gradient_is_that_of_the_policys_own_tokens(
+    trainer_type, options, tmp_path: Path
+) -> None:
+    """grad of E[all that is paid, less beta KL], over every way that two turns can go."""
+    if trainer_type is PPOTrainer:
+        options = options | {"num_mini_batches": 1, "normalize_advantages": False}
+    trainer = play(trainer_type, tmp_path, **options)
+    limit, n, beta = (
+        trainer.args.max_completion_length,
+        trainer.args.num_generations,
+        options.get("beta", 0.0),
+    )
+    rows = list(all_rows(limit))
+    objective, chances = torch.zeros((), dtype=torch.float64), []
+    for row in rows:
+        log_p = log_prob(trainer.model, row)
+        with torch.no_grad():
+            paid = sum(row.paid) - beta * (log_p - log_prob(enumeration.model(), row))
+        objective = objective + log_p.exp() * paid
+        chances.append(log_p.exp().item())
+    assert sum(chances) == pytest.approx(1, abs=1e-12)
+    expected = torch.zeros_like(exact := enumeration.gradient(trainer.model, objective))
+    for picks in torch.cartesian_prod(*[torch.arange(len(rows))] * n).view(-1, n).tolist():
+        chance = math.prod(chances[i] for i in picks)
+        expected += chance * gradient_of(trainer, [rows[i] for i in picks])
+    assert_close(-limit * expected, exact)
+
+
+def test_a_discount_and_lambda_count_the_policys_own_tokens(tmp_path: Path) -> None:
+    """By hand: two tokens, an answer of two, one token; paid 2 and 3."""
+    row = Row((A, EOS, A, B, EOS), (True, True, False, False, True), (0, -1.0, 0, 0, 2.0), True)
+    options = {"max_completion_length": 6, "gamma": 0.5}
+    trainer = play(ReinforceTrainer, tmp_path, advantage_estimator="returns", **options)
+    experience, _ = experience_of(trainer, [row])
+    # The second turn: said "", which is worth 1.0, and 1 more for the first turn's one letter.
+    assert experience.advantages.tolist() == [[-0.5 + 0.25 * 2, -1 + 0.5 * 2, 0, 0, 2]]
+    trainer = play(PPOTrainer, tmp_path, normalize_advantages=False, lam=0.9, **options)
+    experience, _ = experience_of(trainer, [row])
+    v = experience.values[0].tolist()
+    assert v[2:4] == [0, 0]
+    delta = [0.5 * v[1] - v[0], -1 + 0.5 * v[4] - v[1], 2 - v[4]]
+    last = delta[1] + 0.45 * delta[2]
+    expected = [delta[0] + 0.45 * last, last, 0, 0, delta[2]]
+    assert experience.advantages[0].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_cut_off_episode_ends_with_the_value_behind_its_last_own_token(tmp_path: Path) -> None:
+    """Its answer left no room: what follows is the critic's opinion of the state before it."""
+    rows = [row for row in all_rows(3) if row.tokens == (A, EOS)]
+    trainer = play(PPOTrainer, tmp_path, max_completion_length=3, bootstrap_truncated=True)
+    trainer.engine = says(rows)
+    rollout = trainer.roll_out(range(1)).rollout
+    assert rollout.truncated.tolist() == [True]
+    scored = trainer.learner.score(rollout)
+    ids = torch.tensor([[*PROMPTS["a"], *rows[0].tokens]])
+    hidden = trainer.critic.model(ids).last_hidden_state
+    end = trainer.critic.head(hidden)[0, -1]
+    assert trainer.bootstrap_value(rollout, scored.end_values).item() == pytest.approx(end.item())
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_denominators_count_the_policys_own_tokens(aggregation: str, tmp_path: Path) -> None:
+    rows = [
+        Row((EOS, B, A, EOS), (True, False, True, True), (0.7, 0, 0, -0.6), True),
+        Row((A, B, A, B), (True,) * 4, (0, 0, 0, 0.3), False),
+    ]
+    trainer = play(
+        GRPOTrainer, tmp_path, num_generations=2, scale_rewards="none", aggregation=aggregation
+    )
+    objective = torch.zeros((), dtype=torch.float64)
+    for sign, row in zip((-0.1, 0.1), rows, strict=True):  # 0.1 and 0.3 about their mean
+        length = sum(row.own)
+        divisor = {"token_mean": 7, "sequence_mean": 2 * length, "constant": 2 * 4}[aggregation]
+        objective = objective - sign * log_prob(trainer.model, row) / divisor
+    assert_close(gradient_of(trainer, rows), enumeration.gradient(trainer.model, objective))
+
+
+# ------------------------------------------------------------------------------- what has failed
+
+
+class Failing(TwoTurns):
+    """`TwoTurns`, of which those that said "bb" first have no second turn."""
+
+    def step(self, completion: str) -> tuple[str, float | None, bool]:
+        if completion == "bb":
+            raise OSError("gone")
+        return super().step(completion)
+
+
+GOOD = [
+    Row((EOS, B, A, EOS), (True, False, True, True), (0.7, 0, 0, -0.6), True),
+    Row((EOS, B, EOS), (True, False, True), (0.7, 0, 1.0), True),
+    Row((B, EOS, B, A), (True, True, False, True), (0, 0.4, 0, 0.4), False),
+]
+BROKEN = Row((B, B, EOS), (True, True, True), (0, 0, 0), True)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize(
+    ("trainer_type", "options"),
+    [
+        (GRPOTrainer, {"beta": 0.1}),
+        (GRPOTrainer, {"scale_rewards": "batch", "entropy_coef": 0.1}),
+        (RLOOTrainer, {"beta": 0.1}),
+        (RLOOTrainer, {"missing_eos_penalty": 1.0, "overlong_buffer": 2}),
+        (ReinforceTrainer, {"beta": 0.1, "whiten_rewards": True, "advantage_estimator": "returns"}),
+        (ReinforceTrainer, {"normalize_rewards": True}),
+        (PPOTrainer, {"beta": 0.1, "normalize_advantages": True, "normalize_values": True}),
+    ],
+)
+def test_an_episode_that_failed_is_in_no_baseline_statistic_or_loss(
+    trainer_type, options, aggregation: str, tmp_path: Path
+) -> None:
+    """The gradient is that of the others alone."""
+    gradients = []
+    for rows in (GOOD, [GOOD[0], BROKEN, *GOOD[1:]]):
+        trainer = play(
+            trainer_type,
+            tmp_path,
+            Failing,
+            num_generations=len(rows),
+            aggregation=aggregation,
+            **options,
+        )
+        gradients.append(gradient_of(trainer, rows))
+    assert_close(gradients[1], gradients[0], rel=1e-10)
+
+
+def test_metrics_and_controllers_leave_out_what_has_failed(tmp_path: Path) -> None:
+    options = {"beta": 0.1, "kl_controller": "adaptive", "kl_target": 1.0}
+    seen = []
+    for rows in (GOOD, [GOOD[0], BROKEN, *GOOD[1:]]):
+        trainer = play(ReinforceTrainer, tmp_path, Failing, num_generations=len(rows), **options)
+        seen.append(experience_of(trainer, rows)[1])
+    for key in ("reward", "reward_std", "rewards/environment/mean", "kl/completion"):
+        assert seen[1][key] == pytest.approx(seen[0][key], rel=1e-12), key
+
+
+def test_reward_functions_are_not_asked_about_what_has_failed(tmp_path: Path) -> None:
+    asked = []
+
+    def length(completions, answer, **_):
+        asked.append(list(zip(completions, answer, strict=True)))
+        return [float(len(text)) for text in completions]
+
+    trainer = play(RLOOTrainer, tmp_path, Failing, num_generations=2, reward=length)
+    rows = Dataset.from_dict({"prompt": ["a"], "answer": [4]})
+    trainer.train_prompts = dataclasses.replace(trainer.train_prompts, rows=rows)
+    trainer.engine = says([BROKEN, GOOD[1]])
+    samples, scores = draw_batch(trainer, Meter()).judged
+    assert asked == [[("b", 4)]]
+    assert scores[0].isnan().all()
+    assert scores[1, 2].tolist() == [1.0, 1.0]
+    assert samples.rollout.completion_mask.sum(1).tolist() == [3, 3]  # they are still there
+    assert samples.rollout.action_mask.sum(1).tolist() == [0, 2]
+
+
+class Broken:
+    def reset(self, example: dict[str, Any]) -> str:
+        raise OSError("gone")
+
+    def step(self, completion: str) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("trainer_type", "options"),
+    [
+        (GRPOTrainer, {}),
+        (GRPOTrainer, {"dynamic_sampling_rounds": 1, "entropy_target": 1.0}),
+        (RLOOTrainer, {"beta": 0.1, "kl_controller": "adaptive"}),
+        (ReinforceTrainer, {"advantage_estimator": "returns_minus_moving_average"}),
+        (ReinforceTrainer, {"advantage_estimator": "returns_minus_greedy"}),
+        (PPOTrainer, {"normalize_values": True, "normalize_rewards": True}),
+        (PPOTrainer, {"kl_adaptive_lr": 0.1, "num_iterations": 2, "whiten_rewards": True}),
+    ],
+)
+def test_a_step_of_failures_alone_changes_nothing(trainer_type, options, tmp_path: Path) -> None:
+    trainer = play(
+        trainer_type,
+        tmp_path,
+        Broken,
+        num_generations=2,
+        max_steps=2,
+        output_dir=str(tmp_path),
+        log_completions_steps=1,
+        **options,
+    )
+    trainer.engine = says([])
+    before = [parameter.detach().clone() for parameter in trainer.learner.module.parameters()]
+    trainer.train()
+    after = trainer.learner.module.parameters()
+    assert all(map(torch.equal, before, after))
+    lines = read(tmp_path / "metrics.jsonl")
+    assert [line["episodes/failed"] for line in lines] == [2, 2]
+    assert [line["reward"] for line in lines] == [None, None]
+    shown = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert {record["error"] for record in shown} == {"OSError: gone"}
+
+
+# ---------------------------------------------------------------------- sampled for real, options
+
+
+def number() -> Any:
+    """A game of numbers below 16, in which an answer to anything is worth something."""
+
+    class Closer(guess().environment_factory):  # type: ignore[misc]
+        def step(self, completion: str) -> tuple[str, float, bool]:
+            messages, reward, done = super().step(completion)
+            return messages, reward + len(completion) / 10, done
+
+    return Closer()
+
+
+def player(make, trainer_type=GRPOTrainer, **options: Any) -> PolicyGradientTrainer:
+    """A trainer on `number`, with the engine that samples in the same process."""
+    torch.manual_seed(0)
+    model, tokenizer = guess().new_model()
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *tokenizer("<>?:")["input_ids"]]
+    defaults = {
+        "model": model,
+        "processing_class": tokenizer,
+        "reward_funcs": (),
+        "environment_factory": number,
+        "train_dataset": guess().train_dataset,
+        "eval_dataset": guess().eval_dataset.select(range(5)),
+        "max_completion_length": 16,
+        "log_completions_steps": 1,
+    }
+    return make(trainer_type, **(defaults | options))
+
+
+@pytest.mark.parametrize("trainer_type", TRAINERS)
+def test_what_was_sampled_is_what_the_policy_says_of_the_whole_row(make, trainer_type) -> None:
+    """Under teacher forcing, at every token of its own, whatever was answered in between."""
+    trainer = player(make, trainer_type, temperature=0.7)
+    rollout = trainer.roll_out(range(4)).rollout
+    holes = rollout.completion_mask & ~rollout.action_mask
+    assert holes.any(1).sum() > 4
+    with torch.no_grad():
+        scored = trainer.learner.policy(rollout)
+    torch.testing.assert_close(scored.logprobs, rollout.sampler_logprobs, atol=1e-5, rtol=0)
+    assert (rollout.sampler_logprobs[rollout.action_mask] < 0).all()
+
+
+def test_turns_from_a_truncated_distribution_are_scored_on_what_it_kept(make) -> None:
+    """An answer was drawn from nothing: it stands in a set of its own."""
+    trainer = player(make, top_k=4, truncated_sampling="saved_support")
+    rollout = trainer.roll_out(range(4)).rollout
+    sizes = (rollout.support_ids >= 0).sum(2)
+    assert set(sizes[rollout.action_mask].tolist()) == {4}
+    assert set(sizes[rollout.completion_mask & ~rollout.action_mask].tolist()) == {1}
+    with torch.no_grad():
+        scored = trainer.learner.policy(rollout)
+    torch.testing.assert_close(scored.logprobs, rollout.sampler_logprobs, atol=1e-5, rtol=0)
+
+
+def test_attempts_at_a_prompt_are_episodes(make) -> None:
+    """And one that has failed is no success."""
+    trainer = player(make, environment_factory=Broken, num_generations_eval=2)
+    metrics = trainer.evaluate(temperature=1.0)
+    assert metrics["eval_pass@2"] == metrics["eval_majority@2"] == 0
+    assert metrics["eval_episodes/failed"] == 10
+
+
+def test_episodes_do_not_depend_on_which_others_are_played(make) -> None:
+    trainer = player(make)
+    together = trainer.sample(trainer.train_prompts, [3, 8, 5], [10, 11, 12], 4, 1.0)
+    alone = trainer.sample(trainer.train_prompts, [8], [11], 4, 1.0)
+    assert together.completion_ids[4:8] == alone.completion_ids
+    assert len(set(map(tuple, alone.completion_ids))) == 4
+
+
+@pytest.mark.parametrize("trainer_type", TRAINERS)
+def test_every_algorithm_trains_on_episodes(make, trainer_type, tmp_path: Path) -> None:
+    trainer = player(make, trainer_type, max_turns=3, eval_steps=2, max_steps=2)
+    before = trainer.model.lm_head.weight.detach().clone()
+    trainer.train()
+    assert not before.equal(trainer.model.lm_head.weight)
+    lines = read(tmp_path / "run" / "metrics.jsonl")
+    for line in lines:
+        assert line["reward"] == line["rewards/environment/mean"] > 0
+        assert 1 < line["episodes/turns"] <= 3
+        assert line["episodes/failed"] == 0
+    assert 1 < lines[1]["eval_episodes/turns"] <= 3
+    assert lines[1]["eval_greedy_rewards/environment/mean"] > 0
+    shown = (tmp_path / "run" / "completions.jsonl").read_text().splitlines()
+    assert {json.loads(record)["turns"] for record in shown} <= {1, 2, 3}
+
+
+def test_groups_drawn_again_and_greedy_baselines_are_episodes_too(make, tmp_path: Path) -> None:
+    """With an environment that pays nothing to half of the groups."""
+
+    class Odd(guess().environment_factory):  # type: ignore[misc]
+        def step(self, completion: str) -> tuple[str, float, bool]:
+            messages, _, done = super().step(completion)
+            return messages, len(completion) * (self.number % 2) / 10, done
+
+    trainer = player(
+        make,
+        ReinforceTrainer,
+        environment_factory=Odd,
+        advantage_estimator="returns_minus_greedy",
+        dynamic_sampling_rounds=3,
+        max_steps=4,
+    )
+    trainer.train()
+    lines = read(tmp_path / "run" / "metrics.jsonl")
+    assert min(line["sampling/kept_fraction"] for line in lines) < 1
+    assert all(line["rewards/greedy"] > 0 for line in lines)
+    assert all(line["episodes/turns"] > 1 for line in lines)
+
+
+def test_the_environment_is_a_source_of_reward_behind_the_functions(make) -> None:
+    def length(completions, **_):
+        return [float(len(text)) for text in completions]
+
+    trainer = player(make, reward_funcs=length, reward_weights=(0.0, 2.0))
+    assert trainer.reward_names == ["length", "environment"]
+    samples = trainer.roll_out(range(2))
+    scores = trainer.reward(samples)
+    shaped = trainer.shaping(scores, samples.rollout)
+    total = scores.nansum(1)
+    assert total[:, 0].tolist() == [len(text) for text in samples.completions]
+    torch.testing.assert_close(shaped.nansum(dim=(1, 2)), 2 * total[:, 1])
+    per_turn = (~scores[:, :, 1].isnan()).sum(1).tolist()
+    assert per_turn == [episode.turns for episode in samples.episodes]
+
+
+def test_tools_are_called_in_training(make, tmp_path: Path) -> None:
+    """The model types what it is told to: a sum and its result, a wrong call, no call at all."""
+    task = calculator()
+    torch.manual_seed(0)
+    model, tokenizer = task.new_model()
+    trainer = make(
+        RLOOTrainer,
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=task.reward,
+        train_dataset=task.train_dataset.select([0]),
+        tools=task.tools,
+        max_turns=3,
+        max_completion_length=100,
+        prompts_per_step=1,
+        num_generations=3,
+        max_steps=1,
+    )
+    problem, answer = (trainer.train_prompts.rows[0][key] for key in ("prompt", "answer"))
+    asked = problem[0]["content"]
+    calls = [_call({"expression": asked}), _call({"sum": asked}), answer]
+
+    def script(request: Request, sample: int) -> list[int]:
+        text = answer if request.position else calls[sample]
+        return [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+
+    trainer.engine = ScriptedEngine(script, tokenizer.eos_token_id)
+    samples = trainer.roll_out(range(1))
+    prompt = trainer.train_prompts.tokens[0]
+    assert tokenizer.decode(prompt) == f"<tools>calculate<user>{asked}<assistant>"
+    right, wrong, none = samples.completions
+    assert [message["role"] for message in right] == ["assistant", "tool", "assistant"]
+    assert right[1]["content"] == answer
+    assert wrong[1]["content"] == "Error: calculate has no argument 'sum'"
+    assert [message["content"] for message in none] == [answer]
+    rollout = samples.rollout
+    observed = rollout.completion_ids[0][rollout.completion_mask[0] & ~rollout.action_mask[0]]
+    assert tokenizer.decode(observed) == f"<tool>{answer}<assistant>"
+    trainer.train()
+    (line,) = read(tmp_path / "run" / "metrics.jsonl")
+    assert line["reward"] == 1
+    assert line["tools/call_frequency"] == pytest.approx(2 / 3)
+    assert line["tools/failure_frequency"] == 0.5
+
+
+def _call(arguments: dict[str, str]) -> str:
+    call = {"name": "calculate", "arguments": arguments}
+    return f"<tool_call>{json.dumps(call)}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_turns": 3}, "max_turns is for episodes: give tools or environment_factory"),
+        ({"environment_timeout": 3.0}, "environment_timeout is for episodes"),
+        (
+            {"tools": calculator().tools, "environment_factory": TwoTurns},
+            "tools or environment_factory, not both",
+        ),
+        ({"tools": calculator().tools}, "the prompt in row 0 is a string"),
+        ({"environment_factory": "guess"}, "environment_factory must be a class or function"),
+        (
+            {"environment_factory": TwoTurns, "reward_weights": (1.0,)},
+            "one entry per source of reward, got 1 for digits, environment",
+        ),
+    ],
+)
+def test_bad_input(make, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_a_function_with_the_name_of_the_source_is_refused(make) -> None:
+    def environment(completions, **_):
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match="name of the source environment: rename it"):
+        make(reward_funcs=environment, environment_factory=TwoTurns)
+
+
+def test_an_episode_that_nobody_judges_is_an_error(make) -> None:
+    class Silent(TwoTurns):
+        def step(self, completion: str) -> tuple[str, None, bool]:
+            return "", None, True
+
+    trainer = player(make, environment_factory=Silent)
+    with pytest.raises(ValueError, match="no reward function applies"):
+        trainer.train()
