@@ -59,7 +59,7 @@ class Case:
 CASES = {
     "short": Case(prompts=16, shortest=32, longest=128, n=8, new=128),
     "shared": Case(prompts=8, shortest=480, longest=480, n=16, new=64),
-    "long": Case(prompts=8, shortest=32, longest=128, n=8, new=384),
+    "long": Case(prompts=8, shortest=32, longest=128, n=16, new=384),
 }
 
 
