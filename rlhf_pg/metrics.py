@@ -153,9 +153,11 @@ class JsonLines:
         self.path = path
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line; NaN and infinities, which JSON does not know, become null."""
+        """Append one line; NaN and infinities, which JSON does not know, become null, and what else
+        it does not know text.
+        """
         with self.path.open("a") as file:
-            file.write(json.dumps(finite(record), allow_nan=False) + "\n")
+            file.write(json.dumps(finite(record), allow_nan=False, default=str) + "\n")
 
 
 def _step(line: str) -> float:

@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -185,6 +186,11 @@ def test_lines_are_read_back_to_the_last_digit(tmp_path):
 def test_numbers_that_json_does_not_know_become_null(tmp_path, number):
     JsonLines(tmp_path / "m.jsonl", 0).write({"step": 1, "kl": number, "loss": 0.0})
     assert (tmp_path / "m.jsonl").read_text() == '{"step": 1, "kl": null, "loss": 0.0}\n'
+
+
+def test_what_json_does_not_know_becomes_text(tmp_path):
+    JsonLines(tmp_path / "c.jsonl", 0).write({"step": 1, "completion": [{"at": Path("x")}]})
+    assert read(tmp_path / "c.jsonl") == [{"step": 1, "completion": [{"at": "x"}]}]
 
 
 def test_a_mean_of_nothing_becomes_null(tmp_path):
