@@ -132,8 +132,7 @@ class Rewards:
         inputs = {name: [column[i] for i in rows] for name, column in inputs.items()}
         for k, function in enumerate(self.functions):
             said = self._call(self.names[k], function, inputs)
-            ids = [completion_ids[i] for i in rows]
-            scores[rows, :, k] = _placed(self.names[k], said, ids, mask[rows])
+            scores[:, :, k] = _placed(self.names[k], said, rows, completion_ids, mask)
         silent = [i for i in rows if scores[i].isnan().all()]
         if silent:
             raise ValueError(
@@ -189,24 +188,29 @@ def _wait_for(result: Awaitable[Any]) -> Any:
 
 
 def _placed(
-    name: str, result: Any, completion_ids: Sequence[Sequence[int]], mask: Tensor
+    name: str,
+    result: Any,
+    rows: Sequence[int],
+    completion_ids: Sequence[Sequence[int]],
+    mask: Tensor,
 ) -> Tensor:
-    """(B,T) what one function said, each score at its token; NaN elsewhere."""
+    """(B,T) what one function said of these rows, each score at its token; NaN elsewhere."""
     scores = _plain(result)
-    if not _is_list(scores) or len(scores) != len(completion_ids):
+    if not _is_list(scores) or len(scores) != len(rows):
         got = f"{len(scores)} scores" if _is_list(scores) else repr(scores)
         raise ValueError(
-            f"reward function {name} must return a list of {len(completion_ids)} scores, one per "
+            f"reward function {name} must return a list of {len(rows)} scores, one per "
             f"completion, got {got}"
         )
     table = torch.full(mask.shape, math.nan, dtype=torch.float64)
-    for i, (score, end) in enumerate(zip(scores, ends(mask).tolist(), strict=True)):
+    last = ends(mask).tolist()
+    for i, score in zip(rows, scores, strict=True):
         if _is_list(_plain(score)):
             own = mask[i, : len(completion_ids[i])].tolist()
             steps = _steps(name, i, _plain(score), own)
             table[i, : len(own)] = torch.tensor(steps, dtype=torch.float64)
         else:
-            table[i, end] = _number(name, f"completion {i}", score)
+            table[i, last[i]] = _number(name, f"completion {i}", score)
     return table
 
 

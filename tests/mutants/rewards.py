@@ -32,7 +32,7 @@ MUTANTS: list[Mutant] = [
         name="score-on-tool-output",
         mistake="the score stands at the last token, be it one that the policy did not choose",
         file=FUNCTIONS,
-        old="            table[i, end] = _number(",
+        old="            table[i, last[i]] = _number(",
         new="            table[i, len(completion_ids[i]) - 1] = _number(",
         killers=(
             FUNCTIONS_TEST

@@ -317,6 +317,15 @@ def test_reward_functions_are_not_asked_about_what_has_failed(tmp_path: Path) ->
     assert samples.rollout.action_mask.sum(1).tolist() == [0, 2]
 
 
+def test_an_error_of_a_reward_function_names_the_completion(tmp_path: Path) -> None:
+    """Counted with those that have failed, which it is not shown."""
+    reward = lambda completions, **_: [math.nan]  # noqa: E731
+    trainer = play(RLOOTrainer, tmp_path, Failing, num_generations=2, reward=reward)
+    trainer.engine = says([BROKEN, GOOD[1]])
+    with pytest.raises(ValueError, match="returned nan for completion 1 of the batch"):
+        draw_batch(trainer, Meter())
+
+
 class Broken:
     def reset(self, example: dict[str, Any]) -> str:
         raise OSError("gone")
