@@ -73,7 +73,9 @@ class Toolbox:
         <tool_call> and </tool_call>, in the JSON of Hermes and Qwen.
         """
         if not self.reads_tokens:
-            return [_tagged(text) for text in TAGGED.findall(completion)]
+            # Behind the last tag that closes, each that opens would be searched to the end.
+            closed = "".join(completion.rpartition("</tool_call>")[:2])
+            return [_tagged(text) for text in TAGGED.findall(closed)]
         opened = self.tokenizer.apply_chat_template(
             prompt, tools=list(self.schemas), add_generation_prompt=True, tokenize=False
         )
@@ -159,7 +161,10 @@ class ToolEnvironment:
         elif (error := made.exception()) is not None:
             fault = f"{type(error).__name__}: {error}"
         else:
-            return _text(made.result())
+            try:
+                return _text(made.result())
+            except Exception as unspeakable:
+                fault = f"{type(unspeakable).__name__}: {unspeakable}"
         self.failures += 1
         return f"Error: {fault}"
 
@@ -197,4 +202,7 @@ def _call(call: Any) -> ToolCall:
 
 
 def _text(result: Any) -> str:
-    return result if isinstance(result, str) else json.dumps(result, default=str)
+    if not isinstance(result, str):
+        result = json.dumps(result, default=str, ensure_ascii=False)
+    text: str = result.encode(errors="replace").decode()  # half a surrogate pair has no token
+    return text

@@ -129,6 +129,30 @@ def test_results_that_are_no_text_are_json():
     assert answers(environment(table), called('{"name": "table"}')) == ['{"a": [1, null]}']
 
 
+def test_results_are_shown_as_they_are_read_and_none_ends_the_episode():
+    def table(kind: int) -> dict:
+        """Numbers.
+
+        Args:
+            kind: which.
+        """
+        return [{"a": "größer"}, {(1, 2): 3}, "\ud800"][kind]
+
+    playing = environment(table)
+    said = [called(f'{{"name": "table", "arguments": {{"kind": {kind}}}}}') for kind in range(3)]
+    right, wrong, half = answers(playing, "".join(said))
+    assert right == '{"a": "größer"}'
+    assert wrong.startswith("Error: TypeError: keys must be str")
+    assert half == "?"
+    assert playing.failures == 1
+
+
+def test_calls_that_do_not_end_are_none():
+    good = called('{"name": "add", "arguments": {"a": 1}}')
+    assert answers(environment(), good + "<tool_call>" * 3) == ["2"]
+    assert answers(environment(), "<tool_call>" * 3) == []
+
+
 def test_a_tokenizer_that_reads_calls_itself_is_asked():
     """In its own form."""
     tokenizer = letters()
