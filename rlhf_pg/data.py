@@ -165,7 +165,9 @@ def encode_answer(
         if not mark:
             raise ValueError("the chat template does not show what the assistant said last")
         if stop_id is not None:
-            text = text.removeprefix(tokenizer.decode([stop_id]))
+            blank, stop, rest = text.partition(tokenizer.decode([stop_id]))
+            if stop and not blank.strip():  # some templates have a blank in front of it
+                text = rest
     return _tokenize(tokenizer, text, where, add_special_tokens=False)
 
 

@@ -56,8 +56,10 @@ def checked_prompt(prompt: Any) -> Messages:
     Raises:
         ValueError: it is neither text nor chat messages.
     """
-    if isinstance(prompt, str) or (prompt and _is_chat(prompt)):
+    if isinstance(prompt, str):
         return prompt
+    if _is_chat(prompt) and prompt:
+        return [dict(message) for message in prompt]
     raise ValueError(f"reset must return a string or a list of messages, got {prompt!r}")
 
 
@@ -71,17 +73,25 @@ def checked_observation(answer: Any, prompt: Messages) -> Observation:
     if not isinstance(answer, tuple) or len(answer) != 3:
         raise ValueError(f"step must return Observation(messages, reward, done), got {answer!r}")
     messages, reward, done = answer
+    done = _over(done)
     fits = isinstance(messages, str) if isinstance(prompt, str) else _is_chat(messages)
     if not done and not fits:
         kind = "a string" if isinstance(prompt, str) else "a list of messages"
         raise ValueError(f"step must answer with {kind}, as the prompt is, got {messages!r}")
-    return Observation(messages, None if reward is None else _finite(reward), bool(done))
+    return Observation(messages, None if reward is None else _finite(reward), done)
 
 
 def _is_chat(messages: Any) -> bool:
     return isinstance(messages, list | tuple) and all(
         isinstance(message, Mapping) and "role" in message for message in messages
     )
+
+
+def _over(done: Any) -> bool:
+    try:
+        return bool(done)
+    except Exception as error:  # an array of several
+        raise ValueError(f"done must be true or false, got {done!r}") from error
 
 
 def _finite(reward: Any) -> float:

@@ -79,7 +79,7 @@ class Episode:
         if self.support:
             self.support += [torch.tensor([token], dtype=torch.int32) for token in tokens]
         if not isinstance(messages, str):
-            self.messages += messages
+            self.messages += [dict(message) for message in messages]
 
     def pay(self, reward: float | None) -> None:
         """For the turn that was last."""
@@ -251,9 +251,10 @@ class _Game:
         self._call(row, reset, copy.deepcopy(dict(row.example)), self._prompted)
 
     def _prompted(self, row: _Row, prompt: Any) -> None:
+        prompt = checked_prompt(prompt)
         if prompt == row.example["prompt"]:
             return
-        ids = encode(checked_prompt(prompt), self.player.tokenizer, tools=self.player.tools)
+        ids = encode(prompt, self.player.tokenizer, tools=self.player.tools)
         row.episode.prompt, row.episode.prompt_ids = prompt, ids
 
     def _start(self, draw: int) -> None:

@@ -75,8 +75,8 @@ MUTANTS: list[Mutant] = [
         name="end-of-turn-twice",
         mistake="the end of a turn stands in the row twice, as sampled and from the chat template",
         file=DATA,
-        old="            text = text.removeprefix(tokenizer.decode([stop_id]))\n",
-        new="            pass\n",
+        old="                text = rest\n",
+        new="                pass\n",
         killers=(TOKENS + "between_two_turns_of_a_chat_stands_what_the_template_has_there",),
     ),
     Mutant(

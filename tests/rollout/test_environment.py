@@ -14,7 +14,7 @@ CHAT = [{"role": "user", "content": "q"}]
 
 @pytest.mark.parametrize("prompt", ["q", CHAT, tuple(CHAT)])
 def test_prompts_are_text_or_chat(prompt):
-    assert checked_prompt(prompt) == prompt
+    assert checked_prompt(prompt) == (prompt if isinstance(prompt, str) else CHAT)
 
 
 @pytest.mark.parametrize("prompt", [None, 3, [], ["q"], [{"content": "q"}]])

@@ -5,6 +5,7 @@ import math
 import threading
 
 import pytest
+import torch
 
 from rlhf_pg.rollout import Observation, Player, SamplingParams
 from tests.rollout.scripted import ScriptedEngine, letters
@@ -140,6 +141,25 @@ def test_between_two_turns_of_a_chat_stands_what_the_template_has_there():
     ]
 
 
+def test_a_blank_in_front_of_the_end_of_a_turn_does_not_double_it():
+    """As the templates of Llama 2 and the first Mistral have it."""
+    tokenizer = letters()
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ '<eos>' }}", "{{ ' <eos>' }}")
+    environment = Listed(([tool("up")], 0.0, False), ([], 1.0, True), prompt=ASKED)
+    [episode] = play(sayer("ab<eos>", "c<eos>"), environment, prompt=ASKED, tokenizer=tokenizer)
+    assert text(episode.tokens) == "ab<eos><tool>up<assistant>c<eos>"
+
+
+def test_messages_may_be_any_sequence_and_are_kept_as_they_were_given():
+    asked, answer = ({"role": "user", "content": "x"},), ({"role": "tool", "content": "up"},)
+    environment = Listed((answer, 0.0, False), ([], 1.0, True), prompt=asked)
+    [episode] = play(sayer("ab<eos>", "c<eos>"), environment, prompt=ASKED)
+    assert episode.error is None
+    assert episode.prompt == list(asked)
+    answer[0]["content"] = "down"
+    assert episode.messages[1]["content"] == "up"
+
+
 def test_what_ends_a_turn_is_appended_where_another_stop_token_was_sampled():
     stop = TOKENIZER.convert_tokens_to_ids("z")
     engine = sayer("ab<eos>")
@@ -248,6 +268,7 @@ def test_the_limit_on_turns(max_turns, turns, truncated):
         ((["up"], 0.0, False), "must answer with a string"),
         (("up", NAN, False), "finite number or None, got nan"),
         (("up", "much", True), "finite number or None, got 'much'"),
+        (("up", 1.0, torch.tensor([True, False])), "done must be true or false"),
     ],
 )
 def test_an_environment_that_fails_ends_its_own_episode_alone(answer, error):
@@ -273,6 +294,13 @@ def test_a_beginning_that_fails_leaves_the_prompt_of_the_dataset_and_its_group_g
     assert (broken.prompt, broken.tokens) == ("q?", [])
     assert whole.error is None
     assert [list(r.samples) for r in engine.requests] == [[1]]
+
+
+def test_a_beginning_that_is_no_text_is_an_error_of_its_episode():
+    odd, whole = (Listed(("", 1.0, True), prompt=p) for p in (torch.zeros(2), None))
+    odd, whole = play(sayer("a<eos>"), odd, whole, n=2)
+    assert odd.error.startswith("ValueError: reset must return a string or a list of messages")
+    assert whole.error is None
 
 
 def test_a_factory_that_fails_is_an_error_of_its_episode():
