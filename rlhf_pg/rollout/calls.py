@@ -16,10 +16,12 @@ from typing import Any, Self
 
 Task = tuple[Future[Any], Callable[[], Any]]
 
+PATIENCE = 1.0  # seconds after which an event loop that does not answer is given up
+
 
 class Calls:
-    """Each call has its own thread or, of an `async` function, a place on one event loop, so that
-    none waits for another; and a time limit.
+    """Each call has its own thread or, of an `async` function, a place on the event loop of the
+    process, so that none waits for another; and a time limit.
 
     A plain function that is late cannot be stopped: its thread is left behind, and does not keep
     the process from ending.
@@ -34,8 +36,6 @@ class Calls:
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._threads = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._starting = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -48,8 +48,8 @@ class Calls:
     ) -> None:
         for _ in range(self._threads):
             self._tasks.put(None)
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        for future in self._deadlines:
+            future.cancel()
 
     @property
     def pending(self) -> int:
@@ -60,7 +60,7 @@ class Calls:
         """Call a function, plain or async; the future gets what it returns or raises."""
         call = partial(function, *arguments, **keywords)
         if inspect.iscoroutinefunction(function):
-            future = asyncio.run_coroutine_threadsafe(call(), self._running_loop())
+            future = asyncio.run_coroutine_threadsafe(_outcome(call), _event_loop())
         else:
             future = Future()
             self._tasks.put((future, call))
@@ -98,22 +98,42 @@ class Calls:
             try:
                 outcome = call()
                 if inspect.isawaitable(outcome):
-                    outcome = self._awaited(outcome)
+                    outcome = _awaited(outcome)
             except BaseException as error:  # whatever it is, it is not for this thread
                 settle, outcome = future.set_exception, error
             with suppress(InvalidStateError):  # it was late
                 settle(outcome)
             self._idle.release()
 
-    def _awaited(self, awaitable: Awaitable[Any]) -> Any:
-        async def outcome() -> Any:
-            return await awaitable
 
-        return asyncio.run_coroutine_threadsafe(outcome(), self._running_loop()).result()
+def _awaited(awaitable: Awaitable[Any]) -> Any:
+    outcome = _outcome(lambda: awaitable)
+    return asyncio.run_coroutine_threadsafe(outcome, _event_loop()).result()
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        with self._starting:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, daemon=True).start()
-            return self._loop
+
+async def _outcome(call: Callable[[], Awaitable[Any]]) -> Any:
+    try:
+        return await call()
+    except (KeyboardInterrupt, SystemExit) as error:  # which end a loop, and all that is on it
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+_starting = threading.Lock()
+_loops: list[asyncio.AbstractEventLoop] = []
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """One for all calls: a client or a semaphore that they share is bound to the loop of its first
+    use. Another one follows where a call that does not await anything holds it up.
+    """
+    with _starting:
+        if not _loops or not _answers(_loops[-1]):
+            _loops.append(asyncio.new_event_loop())
+            threading.Thread(target=_loops[-1].run_forever, daemon=True).start()
+        return _loops[-1]
+
+
+def _answers(loop: asyncio.AbstractEventLoop) -> bool:
+    answered = threading.Event()
+    loop.call_soon_threadsafe(answered.set)
+    return answered.wait(PATIENCE)

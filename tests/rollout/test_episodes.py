@@ -303,6 +303,71 @@ def test_a_beginning_that_is_no_text_is_an_error_of_its_episode():
     assert whole.error is None
 
 
+class Leaving(Listed):
+    async def step(self, completion):
+        raise SystemExit(1)
+
+
+class AsyncListed(Listed):
+    async def step(self, completion):
+        await asyncio.sleep(0.1)
+        return super().step(completion)
+
+
+class WithoutArgument(Listed):
+    async def step(self):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(("failing", "error"), [(Leaving, "SystemExit"), (WithoutArgument, "Type")])
+def test_an_async_environment_that_fails_ends_its_own_episode_alone(failing, error):
+    broken, whole = play(sayer("a<eos>"), failing(), AsyncListed(("", 1.0, True)), n=2, timeout=20)
+    assert error in broken.error
+    assert whole.error is None
+
+
+def test_async_environments_of_all_steps_can_share_what_is_bound_to_a_loop():
+    one_at_a_time = asyncio.Semaphore(1)
+
+    class Sharing(Listed):
+        async def step(self, completion):
+            async with one_at_a_time:
+                await asyncio.sleep(0.01)
+            return super().step(completion)
+
+    for _ in range(2):
+        episodes = play(sayer("a<eos>"), *(Sharing(("", 1.0, True)) for _ in range(3)), n=3)
+        assert [episode.error for episode in episodes] == [None] * 3
+
+
+def test_an_async_environment_that_is_late_may_clean_up():
+    cleaned = threading.Event()
+
+    class Late(Listed):
+        async def step(self, completion):
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                cleaned.set()
+
+    play(sayer("a<eos>"), Late(), timeout=0.2)
+    assert cleaned.wait(30)
+
+
+def test_an_async_environment_that_hangs_without_awaiting_holds_up_no_later_one():
+    go = threading.Event()
+
+    class Holding(Listed):
+        async def step(self, completion):
+            go.wait(60)
+
+    [broken] = play(sayer("a<eos>"), Holding(), timeout=0.2)
+    [whole] = play(sayer("a<eos>"), AsyncListed(("", 1.0, True)), timeout=20)
+    go.set()
+    assert broken.error == "TimeoutError: no answer within 0.2 s"
+    assert whole.error is None
+
+
 def test_a_factory_that_fails_is_an_error_of_its_episode():
     player = Player(environment_factory=lambda: 1 / 0, tokenizer=TOKENIZER, stop_token_ids=[EOS])
     params = SamplingParams(max_tokens=4)
