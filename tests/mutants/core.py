@@ -428,7 +428,7 @@ LOOP = [
         name="score-at-every-token",
         mistake="the score is paid at every token",
         file="rlhf_pg/rewards/functions.py",
-        old="table[i, end] = ",
+        old="table[i, last[i]] = ",
         new="table[i] = ",
         killers=(f"{PPO}::test_the_score_is_paid_at_the_last_token_and_nothing_comes_after_it",),
     ),

@@ -52,7 +52,7 @@ MUTANTS: list[Mutant] = [
         mistake="step scores are added up and paid as one at the end: a discount takes too much",
         file=FUNCTIONS,
         old="            table[i, : len(own)] = torch.tensor(steps, dtype=torch.float64)\n",
-        new="            table[i, end] = sum(step for step in steps if step == step)\n",
+        new="            table[i, last[i]] = sum(step for step in steps if step == step)\n",
         killers=(OPTIONS_TEST + "test_a_token_is_credited_with_what_follows_it_alone",),
     ),
     Mutant(
