@@ -26,7 +26,7 @@ class Environment(Protocol):
     """One episode's surroundings; both methods may be `async`.
 
     What raises, returns something else or takes longer than `environment_timeout` ends its episode
-    with an error that is recorded: such an episode is in no statistic and no loss.
+    with an error that is recorded: such an episode is in no loss and no statistic of rewards.
     """
 
     def reset(self, example: dict[str, Any]) -> Messages | Awaitable[Messages]:

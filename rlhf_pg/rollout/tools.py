@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
+from rlhf_pg.data import encode, encode_answer
 from rlhf_pg.rollout.calls import Calls
 from rlhf_pg.rollout.environment import Messages, Observation
 
@@ -167,6 +168,25 @@ class ToolEnvironment:
                 fault = f"{type(unspeakable).__name__}: {unspeakable}"
         self.failures += 1
         return f"Error: {fault}"
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]]) -> None:
+    """Make sure that the model is shown the tools, and can be told what they return.
+
+    Raises:
+        ValueError: the chat template does not do it.
+    """
+    chat = [{"role": "user", "content": "?"}]
+    if encode(chat, tokenizer, tools=schemas) == encode(chat, tokenizer):
+        raise ValueError(
+            "tools: the chat template of the tokenizer does not show them to the model: give a "
+            "processing_class with one that does"
+        )
+    result = {"role": "tool", "name": schemas[0]["function"]["name"], "content": "!"}
+    try:
+        encode_answer([result], tokenizer, chat, None, schemas)
+    except ValueError as error:
+        raise ValueError(f"tools: what one returns cannot be told to the model: {error}") from error
 
 
 def _schema(tool: Tool) -> dict[str, Any]:

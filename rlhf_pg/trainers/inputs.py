@@ -15,6 +15,7 @@ from rlhf_pg import models
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data import Prompts, check_fit, load_prompts
 from rlhf_pg.rollout import EnvironmentFactory, Player, Tool, Toolbox, ToolEnvironment
+from rlhf_pg.rollout.tools import check_template
 
 Model: TypeAlias = str | PathLike[str] | PreTrainedModel
 
@@ -110,7 +111,7 @@ def player(
 
     Raises:
         ValueError: there are both, something that cannot be called, or keys of episodes for a run
-            that has none.
+            that has none; or a chat template that does not know tools.
     """
     has_episodes = bool(tools) or environment_factory is not None
     why = "is for episodes: give tools or environment_factory to the trainer, or leave it out"
@@ -135,6 +136,7 @@ def player(
         timeout = args.environment_timeout
         return Player(environment_factory=environment_factory, timeout=timeout, **options)
     box = Toolbox.of(tools or (), tokenizer, args.environment_timeout)
+    check_template(tokenizer, box.schemas)
     return Player(
         environment_factory=partial(ToolEnvironment, box),
         timeout=None,  # it keeps to that of its tools

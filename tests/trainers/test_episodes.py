@@ -557,7 +557,7 @@ def _call(arguments: dict[str, str]) -> str:
             {"tools": calculator().tools, "environment_factory": TwoTurns},
             "tools or environment_factory, not both",
         ),
-        ({"tools": calculator().tools}, "the prompt in row 0 is a string"),
+        ({"tools": calculator().tools}, "the chat template .* does not show them to the model"),
         ({"environment_factory": "guess"}, "environment_factory must be a class or function"),
         (
             {"environment_factory": TwoTurns, "reward_weights": (1.0,)},
@@ -568,6 +568,25 @@ def _call(arguments: dict[str, str]) -> str:
 def test_bad_input(make, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**options)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "the prompt in row 0 is a string, and tools are called in a chat"),
+        (
+            "{% if tools %}T{% endif %}{% for m in messages %}{% if m.role == 'tool' %}"
+            "{{ raise_exception('roles alternate') }}{% endif %}{{ m.content }}{% endfor %}",
+            "what one returns cannot be told to the model: .*roles alternate",
+        ),
+    ],
+)
+def test_tools_need_chats_and_a_template_that_takes_their_results(make, template, message) -> None:
+    task = calculator()
+    model, tokenizer = task.new_model()
+    tokenizer.chat_template = template or tokenizer.chat_template
+    with pytest.raises(ValueError, match=message):
+        make(model=model, processing_class=tokenizer, tools=task.tools)
 
 
 def test_a_function_with_the_name_of_the_source_is_refused(make) -> None:
