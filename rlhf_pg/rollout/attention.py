@@ -44,6 +44,8 @@ def _attention(
     unknown = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
     if unknown:
         raise NotImplementedError(f"attention with {unknown[0]}")
+    if attention_mask is not None:  # none is made for a function that `transformers` does not know
+        raise NotImplementedError("attention with a mask of its own")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = layout.attend(int(module.layer_idx), query[0], key[0], value[0], scale)  # type: ignore[arg-type]
     return out[None], None
@@ -83,24 +85,39 @@ def window(model: PreTrainedModel) -> float:
     return min(getattr(layer, "sliding_window", None) or math.inf for layer in layers)
 
 
+def bytes_per_token(model: PreTrainedModel) -> int:
+    """What the keys and values of a token take in all layers, as the model makes them."""
+    return _probed(model).size
+
+
 class _Probe:
     def __init__(self) -> None:
         self.layers: set[int] = set()
+        self.size = 0  # bytes
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        if layer in self.layers:
+            raise NotImplementedError("a layer that attends twice")
         self.layers.add(layer)
+        self.size += key.nbytes + value.nbytes
         return torch.zeros_like(query.transpose(0, 1))[..., : value.shape[-1]]
 
 
 @torch.no_grad()
-def _why_not_called(model: PreTrainedModel, layers: int) -> str | None:
-    """One token through the trunk: whether every layer calls the function, in a form it knows."""
+def _probed(model: PreTrainedModel) -> _Probe:
+    """After one token went through the trunk."""
     probe, token = _Probe(), torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     inputs = {"input_ids": token, "attention_mask": token + 1, "position_ids": token}
     trunk: Any = model.base_model
+    with replaced_attention(model):
+        trunk(**inputs, use_cache=False, layout=probe)
+    return probe
+
+
+def _why_not_called(model: PreTrainedModel, layers: int) -> str | None:
+    """Whether every layer calls the function, in a form it knows."""
     try:
-        with replaced_attention(model):
-            trunk(**inputs, use_cache=False, layout=probe)
+        probe = _probed(model)
     except (NotImplementedError, TypeError) as error:
         return f"its attention cannot be replaced ({error})"
     return None if len(probe.layers) == layers else "only some of its layers can be replaced"

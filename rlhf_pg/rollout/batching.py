@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_pg.rollout.attention import Decode, KeyValues, Layout, Prefill, bias, replaced_attention
+from rlhf_pg.rollout.attention import (
+    Decode,
+    KeyValues,
+    Layout,
+    Prefill,
+    bias,
+    bytes_per_token,
+    replaced_attention,
+)
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
 from rlhf_pg.rollout.graphs import Graphs, rounded
 from rlhf_pg.rollout.sampling import ids_of, kept, sample, uniform
@@ -405,10 +413,6 @@ def _chunks(prompts: Sequence[_Prompt]) -> list[list[_Prompt]]:
 
 def room_for_tokens(model: PreTrainedModel) -> int:
     """Tokens whose keys and values fit half of a GPU's free memory, or 4 GiB of a CPU's."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    size = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
     on_gpu = model.device.type == "cuda"
     room = torch.cuda.mem_get_info(model.device)[0] // 2 if on_gpu else 4 * 2**30
-    return int(room // size)
+    return int(room // bytes_per_token(model))
