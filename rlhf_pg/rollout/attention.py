@@ -124,27 +124,35 @@ def _why_not_called(model: PreTrainedModel, layers: int) -> str | None:
 
 
 class KeyValues:
-    """Keys and values of every layer in slots, (slots, K, width, D) each, with room that grows."""
+    """Keys and values of every layer in slots, (slots, K, width, D) each, with room that grows.
 
-    def __init__(self) -> None:
+    Args:
+        spare: tokens up to which room may be more than is needed.
+    """
+
+    def __init__(self, spare: int) -> None:
+        self.spare = spare
         self.slots = self.width = 0
+        self.grown = 0  # times, each to another place in memory
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def reserve(self, slots: int, width: int) -> None:
-        """Make room for so many slots of so many tokens; what is there stays.
+        """Make room for so many slots of so many tokens; what is there of them stays.
 
-        Room is doubled, so that growing bit by bit copies each of them a few times at most.
+        Room is doubled while it is small, so that growing bit by bit copies each of them a few
+        times at most; and where it grows one way, what is beyond in the other is given back.
         """
         if slots <= self.slots and width <= self.width:
             return
-        if slots > self.slots:
-            self.slots = max(2 * self.slots, slots)
-        if width > self.width:
-            self.width = max(2 * self.width, -(-width // 64) * 64)
-        self._layers = {
-            layer: (self._grown(keys), self._grown(values))
-            for layer, (keys, values) in self._layers.items()
-        }
+        wide = -(-width // 64) * 64
+        if slots > self.slots and 2 * self.slots * wide <= self.spare:
+            slots = max(2 * self.slots, slots)
+        if width > self.width and slots * 2 * self.width <= self.spare:
+            wide = max(2 * self.width, wide)
+        self.slots, self.width = slots, wide
+        self.grown += 1
+        for layer, (keys, values) in self._layers.items():  # one by one: not all are there twice
+            self._layers[layer] = (self._resized(keys), self._resized(values))
 
     def of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, whose newest are key and value (K,N,D)."""
@@ -162,9 +170,10 @@ class KeyValues:
         # Zeros: what is masked has weight 0, and 0 times what lies about in memory may be NaN.
         return like.new_zeros(self.slots, like.shape[0], self.width, like.shape[2])
 
-    def _grown(self, old: Tensor) -> Tensor:
+    def _resized(self, old: Tensor) -> Tensor:
         new = self._empty(old[0])
-        new[: old.shape[0], :, : old.shape[2]] = old
+        slots, width = min(len(old), self.slots), min(old.shape[2], self.width)
+        new[:slots, :, :width] = old[:slots, :, :width]
         return new
 
 

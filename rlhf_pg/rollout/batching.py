@@ -86,7 +86,7 @@ class BatchingSession:
         # Shapes of few sizes, each recorded once and replayed.
         self.graphs = Graphs(self._forward) if on_gpu else None
         self.size = rounded if on_gpu else int
-        self.prompt_cache, self.own_cache = KeyValues(), KeyValues()
+        self.prompt_cache, self.own_cache = (KeyValues(self.cache_tokens // 2) for _ in range(2))
         self._groups: _Groups | None = None
 
     def add(self, request: Request) -> None:
@@ -153,7 +153,7 @@ class BatchingSession:
         """Keys and values of new prompts, and the logits of what follows them."""
         if fresh:
             room = self.size(len(self.prompts))
-            self.prompt_cache.reserve(room, max(prompt.length for prompt in fresh))
+            self.prompt_cache.reserve(room, max(prompt.length for prompt in self.prompts))
         for chunk in _chunks(sorted(fresh, key=lambda prompt: prompt.length)):
             lengths = [prompt.length for prompt in chunk]
             slots = [prompt.slot for prompt in chunk if prompt.slot is not None]
@@ -178,7 +178,7 @@ class BatchingSession:
         logits = torch.stack(known)[index.to(self.model.device)]
         start = len(self.rows)
         self.rows += entering
-        self.own_cache.reserve(self.size(len(self.rows)), 1)
+        self._reserve()
         self.drawn.start(start, entering)
         self._draw(start, logits)
         for prompt in prompts.values():
@@ -195,7 +195,7 @@ class BatchingSession:
             self._groups = _Groups.of(self.prompts, self.rows, self.size, width, self.model)
         groups, longest = self._groups, max(row.length for row in self.rows)
         rows = len(groups.places)  # with those that only fill up
-        self.own_cache.reserve(0, longest)
+        self._reserve()
         last = (self.drawn.lengths[:rows] - 1).clamp(min=0)
         width = self.own_cache.width if self.graphs else longest
         layout = Decode(
@@ -213,6 +213,11 @@ class BatchingSession:
         forward = self.graphs or self._forward
         logits = forward(ids, groups.positions + last, layout)
         self._draw(0, logits[: len(self.rows)])
+
+    def _reserve(self) -> None:
+        """Room for the tokens of every row."""
+        longest = max(row.length for row in self.rows)
+        self.own_cache.reserve(self.size(len(self.rows)), max(longest, 1))
 
     def _draw(self, start: int, logits: Tensor) -> None:
         """The next token of the rows from `start` on, (R,V)."""
@@ -291,6 +296,7 @@ class BatchingSession:
         for source, hole in zip(sources, holes, strict=True):
             self.rows[hole] = self.rows[source]
         del self.rows[count:]
+        self.drawn.lengths[count:] = 0  # a row that only fills up writes to its first column
         self._groups = None
 
     def _remove_prompt(self, prompt: _Prompt) -> None:

@@ -33,7 +33,7 @@ class Graphs:
     def __init__(self, forward: Forward) -> None:
         self.forward = forward
         self.pool = torch.cuda.graph_pool_handle()
-        self.stores: list[tuple[int, int]] = []
+        self.stores: list[int] = []
         self.seen: Counter[tuple[Any, ...]] = Counter()
         self.recorded: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]] = {}
         self.works = True
@@ -41,11 +41,12 @@ class Graphs:
     def __call__(self, ids: Tensor, positions: Tensor, layout: Decode) -> Tensor:
         """The logits (R,V), valid until the next call."""
         inputs = [ids, positions, *_tensors(layout).values()]
-        stores = [(store.slots, store.width) for store in (layout.prompts, layout.own)]
+        stores = [store.grown for store in (layout.prompts, layout.own)]
         if stores != self.stores:  # they lie elsewhere now
             self.stores = stores
             self.seen.clear()
             self.recorded.clear()
+            self.pool = torch.cuda.graph_pool_handle()  # one without graphs is not taken up again
         key = tuple(tensor.shape for tensor in inputs)
         self.seen[key] += 1
         if not self.works or self.seen[key] < WORTH_RECORDING:

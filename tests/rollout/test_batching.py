@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_pg.models import add_adapter
 from rlhf_pg.rollout import NativeEngine, Request, SamplingParams, batching
@@ -261,3 +262,27 @@ def test_the_plain_way_takes_turns(monkeypatch):
     fast = engine.generate(PROMPTS, 3, PARAMS, seed=0)
     monkeypatch.setattr(plain, "MAX_ROWS", 4)
     assert_same(plainly(monkeypatch, engine).generate(PROMPTS, 3, PARAMS, seed=0), fast)
+
+
+def test_what_is_kept_stays_near_what_may_be_kept(monkeypatch):
+    """A long prompt leaves no wide slots behind for the short ones that follow it."""
+    reserved = []
+
+    class Watched(batching.BatchingSession):
+        def step(self):
+            finished = super().step()
+            stores = (self.prompt_cache, self.own_cache)
+            reserved.append(sum(store.slots * store.width for store in stores))
+            return finished
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(vocab_size=40, num_attention_heads=2, **sizes)
+    model = LlamaForCausalLM(config).eval()
+    prompts = [[5, 9] * 640, *([7, 2, i] * 20 for i in range(40))]
+    params = SamplingParams(max_tokens=60)
+    expected = NativeEngine(model, [], PAD).generate(prompts, 1, params, seed=0)
+    monkeypatch.setattr("rlhf_pg.rollout.native.BatchingSession", Watched)
+    engine = NativeEngine(model, [], PAD, cache_tokens=4000)
+    assert_same(engine.generate(prompts, 1, params, seed=0), expected)
+    assert max(reserved) < 1.6 * 4000
