@@ -91,6 +91,8 @@ class BatchingSession:
 
     def add(self, request: Request) -> None:
         """See `Session`."""
+        if not request.samples:
+            return
         limit = min(request.max_tokens or self.params.max_tokens, self.params.max_tokens)
         self.queue.append(_Prompt(request, limit, deque(request.samples)))
 

@@ -87,37 +87,31 @@ class NativeEngine(RolloutEngine):
 
 
 class _Session:
-    """Checks requests, and knows from the first ones which way to sample.
-
-    Later requests are the same rows, longer by what has been sampled and said since.
-    """
+    """Checks requests, and gives each to the way in which rows of its length can be sampled."""
 
     def __init__(
         self, engine: NativeEngine, params: SamplingParams, seed: int, stopping: Stopping
     ) -> None:
         self.engine, self.params, self.seed, self.stopping = engine, params, seed, stopping
-        self.early: list[Request] = []
-        self.chosen: Session | None = None
+        self.fast: BatchingSession | None = None
+        self.plain: PlainSession | None = None
 
     def add(self, request: Request) -> None:
         """See `Session`."""
-        self._longest(request)
-        self.early.append(request)
+        self._way(self._longest(request)).add(request)
 
     @property
     def idle(self) -> bool:
         """See `Session`."""
-        return not self.early and (self.chosen is None or self.chosen.idle)
+        return all(session.idle for session in self._sessions)
 
     def step(self) -> list[Finished]:
         """See `Session`."""
-        if self.chosen is None and self.early:
-            self.chosen = self._choose(max(self._longest(request) for request in self.early))
-        if self.chosen is None:
-            return []
-        while self.early:
-            self.chosen.add(self.early.pop(0))
-        return self.chosen.step()
+        return [finished for session in self._sessions for finished in session.step()]
+
+    @property
+    def _sessions(self) -> list[Session]:
+        return [session for session in (self.fast, self.plain) if session is not None]
 
     def _longest(self, request: Request) -> int:
         """Tokens that a row of the request may come to."""
@@ -132,14 +126,17 @@ class _Session:
             )
         return longest
 
-    def _choose(self, longest: int) -> Session:
+    def _way(self, longest: int) -> Session:
         engine = self.engine
         common = (engine.weights, self.params, self.seed, self.stopping)
         reason = engine.obstacle(longest)
         if reason is None:
-            return BatchingSession(*common, engine.cache_tokens)
-        logger.warning("the model is sampled by generate, which is slower: %s", reason)
-        return PlainSession(*common, engine.pad_token_id)
+            self.fast = self.fast or BatchingSession(*common, engine.cache_tokens)
+            return self.fast
+        if self.plain is None:
+            logger.warning("the model is sampled by generate, which is slower: %s", reason)
+            self.plain = PlainSession(*common, engine.pad_token_id)
+        return self.plain
 
 
 @contextmanager

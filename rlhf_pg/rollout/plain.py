@@ -3,6 +3,7 @@
 It is slower: every sample computes its prompt again, and all wait for the longest.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -112,6 +113,8 @@ class _Chooser:
         for i, (request, number) in enumerate(self.rows):
             stopped = self.lengths[i]
             length = self.limits[i] if stopped is None else stopped
+            if any(map(math.isnan, self.logprobs[i][:length])):
+                raise FloatingPointError("the model's logits are NaN: its weights have diverged")
             completion = Completion(
                 self.tokens[i][:length],
                 self.logprobs[i][:length],

@@ -210,6 +210,19 @@ def test_a_short_window_is_sampled_by_generate_and_a_long_one_is_not(caplog):
     assert "its sliding window is shorter than a row of 18 tokens" in caplog.text
 
 
+def test_a_row_that_outgrows_the_window_is_continued_within_it():
+    model = tiny_model("mistral", sliding_window=17)
+    engine = NativeEngine(model, EOS, PAD)
+    prompts = [PROMPTS[0], PROMPTS[0] * 3]
+    with engine.session(PARAMS, seed=0) as session:
+        completions = []
+        for prompt in prompts:
+            session.add(Request(tokens=prompt, draw=0, samples=range(4)))
+            while not session.idle:
+                completions += sorted(session.step(), key=lambda f: f.sample)
+    assert_teacher_forced(model, prompts, [f.completion for f in completions])
+
+
 def plainly(monkeypatch, engine: NativeEngine) -> NativeEngine:
     monkeypatch.setattr(engine, "obstacle", lambda longest: "of this test")
     return engine
@@ -253,6 +266,19 @@ def test_the_plain_way_keeps_limits_and_positions_of_requests(monkeypatch):
     assert [len(c.tokens) for c in fast] == [10, 10, 3]
     plainly(monkeypatch, engine)
     assert_same(results(), fast)
+
+
+def test_nan_logits_are_an_error_the_plain_way_too(monkeypatch):
+    model = tiny_model("llama")
+    model.lm_head.weight.data.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="NaN"):
+        plainly(monkeypatch, NativeEngine(model, EOS, PAD)).generate(PROMPTS, 2, PARAMS, seed=0)
+
+
+def test_a_request_without_samples_is_done_at_once():
+    with NativeEngine(tiny_model("llama"), EOS, PAD).session(PARAMS, seed=0) as session:
+        session.add(Request(tokens=[5], draw=0, samples=()))
+        assert session.idle
 
 
 def test_the_plain_way_takes_turns(monkeypatch):
