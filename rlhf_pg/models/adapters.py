@@ -7,6 +7,7 @@ weights are in memory once.
 import copy
 import difflib
 import re
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -166,7 +167,20 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
         for p in layer.parameters()
     }
     shared: dict[int, Any] = {id(p): p for p in model.parameters() if id(p) not in changed}
-    return copy.deepcopy(model, shared).merge_and_unload()
+    copied = copy.deepcopy(model, shared)
+    _untie(copied)
+    return copied.merge_and_unload()
+
+
+def _untie(model: PeftModel) -> None:
+    """Make weights that an adapter changes their layer's own: what is tied to them stays."""
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            base = layer.get_base_layer()
+            if owners[id(getattr(base, "weight", None))] > 1:
+                base.weight = nn.Parameter(base.weight.detach().clone(), base.weight.requires_grad)
+                model.get_base_model().config.tie_word_embeddings = False
 
 
 def load_weights(model: PreTrainedModel, path: Path) -> None:

@@ -356,6 +356,18 @@ def test_merged_is_the_same_function_with_copies_of_what_the_adapter_changes_alo
     assert logits(model).equal(expected)
 
 
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_merging_one_end_of_tied_weights_leaves_the_other(target, tmp_path):
+    base = stir(tiny_model("llama", tie_word_embeddings=True))
+    model = stir(add_adapter(base, adapter(target_modules=["q_proj", target])))
+    plain = merged(model)
+    torch.testing.assert_close(logits(plain), logits(model), rtol=0, atol=1e-4)
+    assert base.config.tie_word_embeddings
+    plain.save_pretrained(tmp_path)
+    restored = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(restored), logits(model), rtol=0, atol=1e-4)
+
+
 def test_without_an_adapter_merged_is_the_model_itself():
     model = tiny_model("llama")
     assert merged(model) is model
