@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -36,7 +37,9 @@ class PlainSession:
         stopping: Stopping,
         pad_token_id: int,
     ) -> None:
-        self.model, self.params, self.seed, self.stopping = model, params, seed, stopping
+        # Adapters work inside it; the `generate` of peft would leave another generation config.
+        self.model = model.get_base_model() if isinstance(model, PeftModel) else model
+        self.params, self.seed, self.stopping = params, seed, stopping
         self.pad_token_id = pad_token_id
         self.waiting: list[tuple[Request, int]] = []
 

@@ -268,6 +268,18 @@ def test_the_plain_way_keeps_limits_and_positions_of_requests(monkeypatch):
     assert_same(results(), fast)
 
 
+def test_an_adapter_that_cannot_be_merged_leaves_the_generation_config(monkeypatch):
+    monkeypatch.setattr("rlhf_pg.rollout.native.quantized", lambda model: True)
+    base = tiny_model("llama")
+    configured = base.generation_config
+    model = stir(add_adapter(base, adapter()))
+    completions = plainly(monkeypatch, NativeEngine(model, EOS, PAD)).generate(
+        PROMPTS, 3, PARAMS, seed=0
+    )
+    assert base.generation_config is configured
+    assert_teacher_forced(model, PROMPTS, completions)
+
+
 def test_nan_logits_are_an_error_the_plain_way_too(monkeypatch):
     model = tiny_model("llama")
     model.lm_head.weight.data.fill_(float("nan"))
