@@ -135,7 +135,7 @@ class _Session:
             return self.fast
         if self.plain is None:
             logger.warning("the model is sampled by generate, which is slower: %s", reason)
-            self.plain = PlainSession(*common, engine.pad_token_id)
+            self.plain = PlainSession(*common, engine.pad_token_id, engine.cache_tokens)
         return self.plain
 
 

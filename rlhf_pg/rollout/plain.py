@@ -27,7 +27,9 @@ MAX_ROWS = 256
 
 
 class PlainSession:
-    """What was asked for until a step is sampled together in it, MAX_ROWS at a time."""
+    """What was asked for until a step is sampled together in it, MAX_ROWS at a time or as many as
+    `cache_tokens` (see `NativeEngine`) has room for.
+    """
 
     def __init__(
         self,
@@ -36,11 +38,12 @@ class PlainSession:
         seed: int,
         stopping: Stopping,
         pad_token_id: int,
+        cache_tokens: int | None = None,
     ) -> None:
         # Adapters work inside it; the `generate` of peft would leave another generation config.
         self.model = model.get_base_model() if isinstance(model, PeftModel) else model
         self.params, self.seed, self.stopping = params, seed, stopping
-        self.pad_token_id = pad_token_id
+        self.pad_token_id, self.cache_tokens = pad_token_id, cache_tokens
         self.waiting: list[tuple[Request, int]] = []
 
     def add(self, request: Request) -> None:
@@ -52,9 +55,13 @@ class PlainSession:
 
     def step(self) -> list[Finished]:
         """The next rows, to their ends."""
-        rows, self.waiting = self.waiting[:MAX_ROWS], self.waiting[MAX_ROWS:]
-        if not rows:
+        if not self.waiting:
             return []
+        count = MAX_ROWS
+        if self.cache_tokens is not None:
+            longest = max(len(request.tokens) for request, _ in self.waiting[:count])
+            count = min(count, self.cache_tokens // (longest + self.params.max_tokens)) or 1
+        rows, self.waiting = self.waiting[:count], self.waiting[count:]
         chooser = _Chooser(rows, self.params, self.seed, self.stopping, self.model.device)
         device = self.model.device
         ids, mask = padded([request.tokens for request, _ in rows], self.pad_token_id, left=True)

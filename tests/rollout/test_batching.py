@@ -280,6 +280,19 @@ def test_an_adapter_that_cannot_be_merged_leaves_the_generation_config(monkeypat
     assert_teacher_forced(model, PROMPTS, completions)
 
 
+@pytest.mark.parametrize(("cache_tokens", "rows"), [(1, 1), (17 * 4, 4)])
+def test_the_plain_way_keeps_to_the_cache_tokens(monkeypatch, cache_tokens, rows):
+    model = tiny_model("llama")  # prompts of seven tokens at most, completions of ten
+    fast = NativeEngine(model, EOS, PAD).generate(PROMPTS, 3, PARAMS, seed=0)
+    shapes = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    engine = plainly(monkeypatch, NativeEngine(model, EOS, PAD, cache_tokens=cache_tokens))
+    assert_same(engine.generate(PROMPTS, 3, PARAMS, seed=0), fast)
+    assert max(shapes) == rows
+
+
 def test_nan_logits_are_an_error_the_plain_way_too(monkeypatch):
     model = tiny_model("llama")
     model.lm_head.weight.data.fill_(float("nan"))
