@@ -145,8 +145,8 @@ MUTANTS = [
         name="adapter-merged-into-the-policy",
         mistake="for sampling, the adapter is merged into the weights that it trains on",
         file="rlhf_pg/models/adapters.py",
-        old="return copy.deepcopy(model, shared).merge_and_unload()",
-        new="return model.merge_and_unload()",
+        old="copied = copy.deepcopy(model, shared)",
+        new="copied = model",
         killers=(
             f"{BATCHING}::test_an_adapter_is_merged_into_a_copy_and_the_policy_is_left_alone",
         ),
