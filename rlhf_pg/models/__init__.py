@@ -1,6 +1,13 @@
 """The policy, its frozen reference and its critic, and how they are loaded."""
 
-from rlhf_pg.models.adapters import add_adapter, load_weights, lora_config, merged, quantized
+from rlhf_pg.models.adapters import (
+    adapts_tied_weights,
+    add_adapter,
+    load_weights,
+    lora_config,
+    merged,
+    quantized,
+)
 from rlhf_pg.models.critic import ActorCritic, Critic, ValueHead, new_critic
 from rlhf_pg.models.loading import (
     check_directory,
@@ -24,6 +31,7 @@ __all__ = [
     "PolicyOutput",
     "Reference",
     "ValueHead",
+    "adapts_tied_weights",
     "add_adapter",
     "check_directory",
     "check_vocabulary",

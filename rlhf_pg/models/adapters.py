@@ -8,7 +8,7 @@ import copy
 import difflib
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -172,15 +172,26 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     return copied.merge_and_unload()
 
 
-def _untie(model: PeftModel) -> None:
-    """Make weights that an adapter changes their layer's own: what is tied to them stays."""
+def adapts_tied_weights(model: nn.Module) -> bool:
+    """Whether an adapter changes one end of weights that are tied to another."""
+    return any(_tied_layers(model))
+
+
+def _tied_layers(model: nn.Module) -> Iterator[Any]:
+    """The layers below an adapter whose weight is another's too."""
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     for layer in model.modules():
         if isinstance(layer, BaseTunerLayer):
-            base = layer.get_base_layer()
+            base: Any = layer.get_base_layer()
             if owners[id(getattr(base, "weight", None))] > 1:
-                base.weight = nn.Parameter(base.weight.detach().clone(), base.weight.requires_grad)
-                model.get_base_model().config.tie_word_embeddings = False
+                yield base
+
+
+def _untie(model: PeftModel) -> None:
+    """Make weights that an adapter changes their layer's own: what is tied to them stays."""
+    for base in list(_tied_layers(model)):
+        base.weight = nn.Parameter(base.weight.detach().clone(), base.weight.requires_grad)
+        model.get_base_model().config.tie_word_embeddings = False
 
 
 def load_weights(model: PreTrainedModel, path: Path) -> None:

@@ -80,9 +80,14 @@ def why_not(model: PreTrainedModel) -> str | None:
 
 
 def window(model: PreTrainedModel) -> float:
-    """The shortest sliding window of its layers, in tokens; without one, infinite."""
-    layers = DynamicCache(config=model.config.get_text_config()).layers
-    return min(getattr(layer, "sliding_window", None) or math.inf for layer in layers)
+    """Tokens of a row up to which its layers attend to all of it; infinite without a limit."""
+    config = model.config.get_text_config()
+    layers = DynamicCache(config=config).layers
+    windows = [getattr(layer, "sliding_window", None) or math.inf for layer in layers]
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        # Beyond it the positions of a whole batch turn faster, once one of its rows is there.
+        windows.append(config.rope_parameters["original_max_position_embeddings"])
+    return min(windows)
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:
@@ -242,11 +247,11 @@ class Decode:
         own_values[index, :, self.columns] = value.transpose(0, 1)
         keys, values = self.prompts.of(layer, key, value)
         # Query heads that share a key head are so many more queries of it: (R,K,H/K,D).
-        q = (query * scale).view(heads, -1, rows, query.shape[2]).permute(2, 0, 1, 3)
-        own = _weigh(q, own_keys, own_values, self.own_bias)
+        q = query.view(heads, -1, rows, query.shape[2]).permute(2, 0, 1, 3)
+        own = _weigh(q, own_keys, own_values, self.own_bias, scale)
         of_prompt = q[self.members].transpose(1, 2)  # (G,K,M,H/K,D)
         most, shared = of_prompt.shape[2:4]
-        prompt = _weigh(of_prompt.flatten(2, 3), keys, values, self.prompt_bias)
+        prompt = _weigh(of_prompt.flatten(2, 3), keys, values, self.prompt_bias, scale)
         back = _Weighed(
             *(
                 x.view(-1, heads, most, shared, x.shape[3])
@@ -272,12 +277,12 @@ def bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=wide).masked_fill_(~mask, -torch.inf)
 
 
-def _weigh(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> _Weighed:
-    """Query (B,K,Q,D), already scaled, on keys and values of B slots, scores raised by (B,W)."""
+def _weigh(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> _Weighed:
+    """Query (B,K,Q,D) on keys and values of B slots; scores are scaled and raised by (B,W)."""
     slots, width = bias.shape
     keys, values = keys[:slots, :, :width], values[:slots, :, :width]
     scores = _product(query, keys.transpose(2, 3))
-    scores.add_(bias[:, None, None])
+    scores = torch.add(bias[:, None, None], scores, alpha=scale)
     top = scores.amax(dim=-1, keepdim=True)
     weights = scores.sub_(top).exp_()
     return _Weighed(_product(weights, values), weights.sum(dim=-1, keepdim=True), top)

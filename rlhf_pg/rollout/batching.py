@@ -1,13 +1,9 @@
 """Continuous batching: prompts that wait enter as soon as there is room, rows that end leave.
 
-Shapes: R rows being sampled, of G prompts; T tokens of a completion at most; V ids. Rows and
-prompts lie in the first slots of their stores: the last takes the place of one that leaves, and
-nothing else moves.
+Shapes: R rows being sampled, of G prompts; V ids.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,39 +20,13 @@ from rlhf_pg.rollout.attention import (
 )
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
 from rlhf_pg.rollout.graphs import Graphs, rounded
+from rlhf_pg.rollout.rows import Drawn, Groups, Prompt, Row, chunks
 from rlhf_pg.rollout.sampling import ids_of, kept, sample, uniform
 from rlhf_pg.rollout.stopping import Stopping
 
 MAX_ROWS = 256
 PREFILL_TOKENS = 8192  # of prompts, computed in one forward pass
 TOKENS_PER_LOOK = 8  # on a GPU, which would have to wait for every look at what has ended
-
-
-@dataclass(eq=False)
-class _Prompt:
-    """A request, and what of it is still to be sampled."""
-
-    request: Request
-    limit: int  # tokens of a completion
-    waiting: deque[int]  # samples without a row
-    rows: int = 0  # samples with one
-    slot: int | None = None  # in the store, once it has been computed
-    logits: Tensor | None = None  # (V,) of the first new token, while samples wait
-
-    @property
-    def length(self) -> int:
-        return len(self.request.tokens)
-
-
-@dataclass(eq=False)
-class _Row:
-    """One sample being drawn."""
-
-    prompt: _Prompt
-    sample: int
-    length: int = 0  # tokens drawn; fewer count if one of them was an end
-    read: int = 0  # tokens that were searched for stop strings
-    support: list[Tensor] = field(default_factory=list)  # as in `Completion`, and beyond an end
 
 
 class BatchingSession:
@@ -76,10 +46,10 @@ class BatchingSession:
     ) -> None:
         self.model, self.params, self.seed, self.stopping = model, params, seed, stopping
         self.cache_tokens = room_for_tokens(model) if cache_tokens is None else cache_tokens
-        self.queue: deque[_Prompt] = deque()
-        self.prompts: list[_Prompt] = []  # by slot
-        self.rows: list[_Row] = []  # by slot
-        self.drawn = _Drawn(params.max_tokens, model)
+        self.queue: deque[Prompt] = deque()
+        self.prompts: list[Prompt] = []  # by slot
+        self.rows: list[Row] = []  # by slot
+        self.drawn = Drawn(MAX_ROWS, params.max_tokens, model)
         self.eos = torch.tensor(list(stopping.eos_token_ids), device=model.device)
         on_gpu = model.device.type == "cuda"
         self.tokens_per_look = TOKENS_PER_LOOK if on_gpu else 1
@@ -87,14 +57,14 @@ class BatchingSession:
         self.graphs = Graphs(self._forward) if on_gpu else None
         self.size = rounded if on_gpu else int
         self.prompt_cache, self.own_cache = (KeyValues(self.cache_tokens // 2) for _ in range(2))
-        self._groups: _Groups | None = None
+        self._groups: Groups | None = None
 
     def add(self, request: Request) -> None:
         """See `Session`."""
         if not request.samples:
             return
         limit = min(request.max_tokens or self.params.max_tokens, self.params.max_tokens)
-        self.queue.append(_Prompt(request, limit, deque(request.samples)))
+        self.queue.append(Prompt(request, limit, deque(request.samples)))
 
     @property
     def idle(self) -> bool:
@@ -121,8 +91,8 @@ class BatchingSession:
         waiting = sum(len(prompt.waiting) for prompt in self.queue)
         if not waiting or self._room(self.queue[0], 0) < min(waiting, 1 + len(self.rows) // 8):
             return False
-        entering: list[_Row] = []
-        fresh: list[_Prompt] = []
+        entering: list[Row] = []
+        fresh: list[Prompt] = []
         while self.queue:
             prompt = self.queue[0]
             room = self._room(prompt, len(entering))
@@ -133,7 +103,7 @@ class BatchingSession:
                 self.prompts.append(prompt)
                 fresh.append(prompt)
             taken = [prompt.waiting.popleft() for _ in range(min(room, len(prompt.waiting)))]
-            entering += [_Row(prompt, number) for number in taken]
+            entering += [Row(prompt, number) for number in taken]
             prompt.rows += len(taken)
             if not prompt.waiting:
                 self.queue.popleft()
@@ -141,7 +111,7 @@ class BatchingSession:
         self._enter(entering)
         return True
 
-    def _room(self, prompt: _Prompt, entering: int) -> int:
+    def _room(self, prompt: Prompt, entering: int) -> int:
         """How many samples of a prompt may enter, each with room for all that it may become."""
         lengths = [other.length for other in self.prompts]
         if prompt.slot is None:
@@ -151,12 +121,12 @@ class BatchingSession:
         room = min(MAX_ROWS, fitting) - rows
         return room if rows else max(room, 1)  # one at a time always goes
 
-    def _compute(self, fresh: list[_Prompt]) -> None:
+    def _compute(self, fresh: list[Prompt]) -> None:
         """Keys and values of new prompts, and the logits of what follows them."""
         if fresh:
             room = self.size(len(self.prompts))
             self.prompt_cache.reserve(room, max(prompt.length for prompt in self.prompts))
-        for chunk in _chunks(sorted(fresh, key=lambda prompt: prompt.length)):
+        for chunk in chunks(sorted(fresh, key=lambda prompt: prompt.length), PREFILL_TOKENS):
             lengths = [prompt.length for prompt in chunk]
             slots = [prompt.slot for prompt in chunk if prompt.slot is not None]
             tensor = torch.tensor([t for p in chunk for t in p.request.tokens])
@@ -171,7 +141,7 @@ class BatchingSession:
             for prompt, row in zip(chunk, logits, strict=True):
                 prompt.logits = row
 
-    def _enter(self, entering: list[_Row]) -> None:
+    def _enter(self, entering: list[Row]) -> None:
         """Draw the first token of new rows."""
         prompts = {id(row.prompt): row.prompt for row in entering}
         places = {key: i for i, key in enumerate(prompts)}
@@ -194,7 +164,7 @@ class BatchingSession:
         """One more token of every row."""
         if self._groups is None:
             width = self.prompt_cache.width if self.graphs else 0
-            self._groups = _Groups.of(self.prompts, self.rows, self.size, width, self.model)
+            self._groups = Groups.of(self.prompts, self.rows, self.size, width, self.model)
         groups, longest = self._groups, max(row.length for row in self.rows)
         rows = len(groups.places)  # with those that only fill up
         self._reserve()
@@ -301,122 +271,13 @@ class BatchingSession:
         self.drawn.lengths[count:] = 0  # a row that only fills up writes to its first column
         self._groups = None
 
-    def _remove_prompt(self, prompt: _Prompt) -> None:
+    def _remove_prompt(self, prompt: Prompt) -> None:
         last = self.prompts.pop()
         if last is not prompt:
             assert prompt.slot is not None
             assert last.slot is not None
             self.prompt_cache.move([last.slot], [prompt.slot])
             self.prompts[prompt.slot], last.slot = last, prompt.slot
-
-
-class _Drawn:
-    """What has been drawn, by slot, on the model's device."""
-
-    def __init__(self, max_tokens: int, model: PreTrainedModel) -> None:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=model.device)
-
-        wide = torch.promote_types(model.dtype, torch.float32)
-        self.tokens = zeros(MAX_ROWS, max_tokens)
-        self.logprobs = zeros(MAX_ROWS, max_tokens, dtype=wide)
-        self.lengths, self.limits = zeros(MAX_ROWS), zeros(MAX_ROWS)
-        self.draws, self.samples, self.first = zeros(MAX_ROWS), zeros(MAX_ROWS), zeros(MAX_ROWS)
-        self.ended = zeros(MAX_ROWS, dtype=torch.bool)
-
-    def start(self, slot: int, rows: Sequence[_Row]) -> None:
-        """Make the slots from here on those of new rows."""
-        numbers = [
-            (0, r.prompt.limit, r.prompt.request.draw, r.sample, r.prompt.request.position)
-            for r in rows
-        ]
-        columns = torch.tensor(numbers).T.to(self.lengths.device)
-        mine = slice(slot, slot + len(rows))
-        fields = (self.lengths, self.limits, self.draws, self.samples, self.first)
-        for own, values in zip(fields, columns, strict=True):
-            own[mine] = values
-        self.ended[mine] = False
-
-    def append(self, rows: slice, ids: Tensor, logprobs: Tensor, eos: Tensor) -> None:
-        """Add (R,) tokens to those rows that have not ended."""
-        lengths = self.lengths[rows]
-        going = ~self.ended[rows] & (lengths < self.limits[rows])
-        column = lengths.clamp(max=self.tokens.shape[1] - 1)[:, None]
-        for store, new in ((self.tokens[rows], ids), (self.logprobs[rows], logprobs)):
-            old = store.gather(1, column).squeeze(1)
-            store.scatter_(1, column, torch.where(going, new, old)[:, None])
-        lengths += going
-        self.ended[rows] |= going & (ids[:, None] == eos).any(dim=1)
-
-    def look(self, rows: int) -> tuple[list[int], list[bool]]:
-        """Lengths, and whether an EOS was drawn."""
-        lengths, ended = torch.stack([self.lengths[:rows], self.ended[:rows]]).tolist()
-        return lengths, [bool(end) for end in ended]
-
-    def read(self, rows: list[int]) -> list[tuple[list[int], list[float]]]:
-        """Tokens and log-probabilities of rows, in their whole width."""
-        logprobs = self.logprobs[rows]
-        if logprobs.isnan().any():
-            raise FloatingPointError("the model's logits are NaN: its weights have diverged")
-        return list(zip(self.tokens[rows].tolist(), logprobs.tolist(), strict=True))
-
-    def move(self, sources: list[int], targets: list[int]) -> None:
-        """Copy slots over others."""
-        for tensor in vars(self).values():
-            tensor[targets] = tensor[sources]
-
-
-@dataclass(frozen=True)
-class _Groups:
-    """Which rows share a prompt: see `Decode`."""
-
-    members: Tensor  # (G,M)
-    places: Tensor  # (R,)
-    bias: Tensor  # (G,P)
-    positions: Tensor  # (R,) of the first new token
-
-    @classmethod
-    def of(
-        cls,
-        prompts: Sequence[_Prompt],
-        rows: Sequence[_Row],
-        size: Callable[[int], int],
-        width: int,
-        model: PreTrainedModel,
-    ) -> "_Groups":
-        """Filled up to the next `size` with row 0, and to this width at least."""
-        groups: list[list[int]] = [[] for _ in prompts]
-        for i, row in enumerate(rows):
-            assert row.prompt.slot is not None
-            groups[row.prompt.slot].append(i)
-        most = size(max(len(group) for group in groups))
-        places = {
-            row: g * most + j for g, group in enumerate(groups) for j, row in enumerate(group)
-        }
-        empty: list[list[int]] = [[] for _ in range(size(len(groups)) - len(groups))]
-        unused = [0] * (size(len(rows)) - len(rows))
-        lengths = torch.tensor([prompt.length for prompt in prompts] + [1] * len(empty))
-        columns = torch.arange(max(width, int(lengths.max())))
-        tensors = (
-            torch.tensor([group + [0] * (most - len(group)) for group in groups + empty]),
-            torch.tensor([places[i] for i in range(len(rows))] + unused),
-            bias(columns < lengths[:, None], model.dtype),
-            torch.tensor([row.prompt.length for row in rows] + unused),
-        )
-        return cls(*(tensor.to(model.device) for tensor in tensors))
-
-
-def _chunks(prompts: Sequence[_Prompt]) -> list[list[_Prompt]]:
-    """Runs of at most PREFILL_TOKENS, or of one prompt."""
-    chunks: list[list[_Prompt]] = []
-    tokens = 0
-    for prompt in prompts:
-        if not chunks or tokens + prompt.length > PREFILL_TOKENS:
-            chunks.append([])
-            tokens = 0
-        chunks[-1].append(prompt)
-        tokens += prompt.length
-    return chunks
 
 
 def room_for_tokens(model: PreTrainedModel) -> int:

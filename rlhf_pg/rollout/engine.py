@@ -1,5 +1,6 @@
 """What every rollout engine takes and gives: token ids in, token ids out."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -68,12 +69,19 @@ class Completion:
             token; otherwise "length".
         support: per token the ids that it was drawn from, int32 on the CPU, where
             `SamplingParams.truncates`; None where that was the whole vocabulary.
+
+    Raises:
+        FloatingPointError: a log-probability is NaN.
     """
 
     tokens: list[int]
     logprobs: list[float]
     finish_reason: Literal["stop", "length"]
     support: list[Tensor] | None = field(default=None, compare=False)  # tensors have no one ==
+
+    def __post_init__(self) -> None:
+        if any(map(math.isnan, self.logprobs)):
+            raise FloatingPointError("the model's logits are NaN: its weights have diverged")
 
 
 class RolloutError(RuntimeError):
@@ -90,6 +98,9 @@ class Request:
         samples: the numbers of the continuations wanted, which key theirs.
         position: the place of the first new token in its row, counted from the end of the prompt.
         max_tokens: if it is less than that of the `SamplingParams`.
+
+    Raises:
+        ValueError: max_tokens is below 1.
     """
 
     tokens: Sequence[int]
@@ -97,6 +108,10 @@ class Request:
     samples: Sequence[int] = (0,)
     position: int = 0
     max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
 
 
 class Finished(NamedTuple):

@@ -77,8 +77,8 @@ class NativeEngine(RolloutEngine):
 
     def obstacle(self, longest: int) -> str | None:
         """What keeps rows of so many tokens from being sampled in the fast way, if anything."""
-        if window(self.weights) < longest:
-            return f"its sliding window is shorter than a row of {longest} tokens"
+        if (limit := window(self.weights)) < longest:
+            return f"a row of {longest} tokens is longer than its window of {limit}"
         return self._own_obstacle
 
     @cached_property

@@ -3,7 +3,6 @@
 It is slower: every sample computes its prompt again, and all wait for the longest.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -123,8 +122,6 @@ class _Chooser:
         for i, (request, number) in enumerate(self.rows):
             stopped = self.lengths[i]
             length = self.limits[i] if stopped is None else stopped
-            if any(map(math.isnan, self.logprobs[i][:length])):
-                raise FloatingPointError("the model's logits are NaN: its weights have diverged")
             completion = Completion(
                 self.tokens[i][:length],
                 self.logprobs[i][:length],

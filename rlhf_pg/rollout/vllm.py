@@ -73,6 +73,11 @@ class VllmEngine(RolloutEngine):
                 "rollout_engine vllm cannot be given quantized weights: set load_in_4bit to false, "
                 "or rollout_engine to native or vllm_server"
             )
+        if models.adapts_tied_weights(model):
+            raise ValueError(
+                "rollout_engine vllm keeps the ends of tied weights alike, and the adapter changes "
+                "one: leave it out of lora_target_modules, or set rollout_engine to native"
+            )
         self.model, self.eos_token_ids, self.sleeps = model, list(eos_token_ids), sleeps
         self.numbers = itertools.count()  # of vLLM's requests
         with TemporaryDirectory() as directory:
@@ -115,13 +120,13 @@ class VllmEngine(RolloutEngine):
 
     @contextmanager
     def _taking_over(self) -> Iterator[None]:
-        if self.sleeps:
-            torch.cuda.empty_cache()
-            self.llm.wake_up(["weights"])
-        self._load(models.merged(self.model))
-        if self.sleeps:
-            self.llm.wake_up(["kv_cache"])
         try:
+            if self.sleeps:
+                torch.cuda.empty_cache()
+                self.llm.wake_up(["weights"])
+            self._load(models.merged(self.model))
+            if self.sleeps:
+                self.llm.wake_up(["kv_cache"])
             yield
         finally:
             self._sleep()

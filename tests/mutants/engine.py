@@ -104,7 +104,7 @@ MUTANTS = [
     Mutant(
         name="padding-of-prompts-is-attended-to",
         mistake="rows attend to what is behind their prompt, where another is longer",
-        file="rlhf_pg/rollout/batching.py",
+        file="rlhf_pg/rollout/rows.py",
         old="columns < lengths[:, None],",
         new="(columns < lengths.max()).expand(len(lengths), -1),",
         killers=(f"{NATIVE}::test_padding_to_any_width_changes_nothing",),

@@ -207,7 +207,7 @@ def test_a_short_window_is_sampled_by_generate_and_a_long_one_is_not(caplog):
     assert not caplog.text  # seven and ten tokens just fit
     params = SamplingParams(max_tokens=11, temperature=0.8)
     assert_teacher_forced(model, PROMPTS, engine.generate(PROMPTS, 2, params, seed=0))
-    assert "its sliding window is shorter than a row of 18 tokens" in caplog.text
+    assert "a row of 18 tokens is longer than its window of 17" in caplog.text
 
 
 def test_a_row_that_outgrows_the_window_is_continued_within_it():
@@ -221,6 +221,29 @@ def test_a_row_that_outgrows_the_window_is_continued_within_it():
             while not session.idle:
                 completions += sorted(session.step(), key=lambda f: f.sample)
     assert_teacher_forced(model, prompts, [f.completion for f in completions])
+
+
+def test_a_request_for_less_than_a_token_is_refused():
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        Request(tokens=[5], draw=0, max_tokens=0)
+
+
+@pytest.mark.parametrize("max_tokens", [10, 20])
+def test_positions_that_turn_faster_in_long_batches_are_not_batched(caplog, max_tokens):
+    """longrope (Phi-3): one row beyond the original length changes the factors of all others."""
+    rope = {"rope_type": "longrope", "long_factor": [4.0] * 4, "short_factor": [1.0] * 4}
+    model = tiny_model(
+        "phi3",
+        intermediate_size=48,
+        num_key_value_heads=2,
+        rope_scaling=rope,
+        original_max_position_embeddings=20,
+    )
+    params = replace(PARAMS, max_tokens=max_tokens)
+    completions = NativeEngine(model, [], PAD).generate(PROMPTS, 2, params, seed=0)
+    assert ("longer than its window of 20" in caplog.text) == (max_tokens == 20)
+    if max_tokens == 10:
+        assert_teacher_forced(model, PROMPTS, completions)
 
 
 def plainly(monkeypatch, engine: NativeEngine) -> NativeEngine:
