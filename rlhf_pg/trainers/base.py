@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
@@ -42,7 +41,7 @@ from rlhf_pg.trainers import inputs
 from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.coefficients import Coefficients
 from rlhf_pg.trainers.drawing import draw_batch
-from rlhf_pg.trainers.episodes import collect_episodes, episode_counts, episode_metrics, paid
+from rlhf_pg.trainers.episodes import episode_counts, episode_metrics, paid
 from rlhf_pg.trainers.evaluation import Answer, evaluate, stripped_text
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.mismatch import against_sampler
@@ -355,9 +354,8 @@ class PolicyGradientTrainer:
             max_tokens=args.max_completion_length,
             stop=args.stop,
         )
-        gather = partial(collect_episodes, player=self.player) if self.player else collect
         with self.sampling(), self.guarded(RolloutError):
-            return gather(
+            return collect(
                 self.engine,
                 self.processing_class,
                 prompts,
@@ -368,6 +366,7 @@ class PolicyGradientTrainer:
                 self.args.seed,
                 dtype=torch.promote_types(self.dtype, torch.float32),
                 device=self.runtime.device,
+                player=self.player,
             )
 
     @contextmanager

@@ -1,72 +1,18 @@
-"""Episodes as a step trains on them: their record, what their environments paid, their metrics."""
+"""Episodes as a step trains on them: what their environments paid, and their metrics."""
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.data import Prompts
-from rlhf_pg.experience import Rollout, padded
+from rlhf_pg.experience import padded
 from rlhf_pg.rollout import (
     Environment,
     Episode,
-    Player,
-    RolloutEngine,
-    SamplingParams,
     ToolEnvironment,
 )
 from rlhf_pg.trainers.samples import Samples
-
-
-def collect_episodes(
-    engine: RolloutEngine,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Prompts,
-    rows: Sequence[int],
-    draws: Sequence[int],
-    n: int,
-    params: SamplingParams,
-    seed: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    player: Player,
-) -> Samples:
-    """Play `n` episodes of the given dataset rows; the other arguments are those of `collect`."""
-    examples = [prompts.rows[row] for row in rows]
-    tokens = [prompts.tokens[row] for row in rows]
-    episodes = player.play(engine, examples, tokens, draws, n, params, seed)
-    rollout = Rollout.from_tokens(
-        prompts=[episode.prompt_ids for episode in episodes],
-        completions=[episode.tokens for episode in episodes],
-        logprobs=[episode.logprobs for episode in episodes],
-        truncated=[episode.truncated for episode in episodes],
-        groups=[draw for draw in draws for _ in range(n)],
-        pad_token_id=tokenizer.pad_token_id,
-        actions=[episode.trained for episode in episodes],
-        dtype=dtype,
-        device=device,
-        supports=[episode.support for episode in episodes] if params.truncates else None,
-    )
-    repeated = [row for row in rows for _ in range(n)]
-    columns: dict[str, list[Any]] = prompts.rows[repeated] if repeated else {}
-    columns.pop("prompt", None)
-    return Samples(
-        rollout=rollout,
-        prompts=[episode.prompt for episode in episodes],
-        completions=[
-            tokenizer.decode(episode.tokens, skip_special_tokens=True)
-            if isinstance(episode.prompt, str)
-            else episode.messages
-            for episode in episodes
-        ],
-        completion_ids=[episode.tokens for episode in episodes],
-        columns=columns,
-        rows=repeated,
-        episodes=episodes,
-    )
 
 
 def paid(episodes: Sequence[Episode]) -> Tensor:

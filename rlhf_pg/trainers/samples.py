@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pg.data import Prompts
 from rlhf_pg.experience import Rollout
 from rlhf_pg.rewards import totals
-from rlhf_pg.rollout import Episode, RolloutEngine, SamplingParams
+from rlhf_pg.rollout import Completion, Episode, Player, RolloutEngine, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,42 +109,68 @@ def collect(
     seed: int,
     dtype: torch.dtype,
     device: torch.device,
+    player: Player | None = None,
 ) -> Samples:
-    """Sample `n` completions of the given dataset rows.
+    """Sample `n` completions of the given dataset rows, or play `n` episodes of each.
 
     Args:
         draws: one number per row, which keys its noise and names its group.
         dtype: of the log-probabilities.
+        player: of episodes.
     """
+    examples = [prompts.rows[row] for row in rows]
     tokens = [prompts.tokens[row] for row in rows]
-    sampled = engine.generate(tokens, n, params, seed, prompt_ids=draws)
+    if player is None:
+        sampled = engine.generate(tokens, n, params, seed, prompt_ids=draws)
+        episodes = _single_turns(sampled, examples, tokens, tokenizer)
+    else:
+        episodes = player.play(engine, examples, tokens, draws, n, params, seed)
     rollout = Rollout.from_tokens(
-        prompts=[ids for ids in tokens for _ in range(n)],
-        completions=[c.tokens for c in sampled],
-        logprobs=[c.logprobs for c in sampled],
-        truncated=[c.finish_reason == "length" for c in sampled],
+        prompts=[episode.prompt_ids for episode in episodes],
+        completions=[episode.tokens for episode in episodes],
+        logprobs=[episode.logprobs for episode in episodes],
+        truncated=[episode.truncated for episode in episodes],
         groups=[draw for draw in draws for _ in range(n)],
         pad_token_id=tokenizer.pad_token_id,
+        actions=[episode.trained for episode in episodes],
         dtype=dtype,
         device=device,
-        supports=[c.support for c in sampled] if params.truncates else None,
+        supports=[episode.support for episode in episodes] if params.truncates else None,
     )
-    ids = [c.tokens for c in sampled]
     repeated = [row for row in rows for _ in range(n)]
     columns: dict[str, list[Any]] = prompts.rows[repeated] if repeated else {}
-    asked = columns.pop("prompt", [])
-    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ids]
+    columns.pop("prompt", None)
     return Samples(
         rollout=rollout,
-        prompts=asked,
+        prompts=[episode.prompt for episode in episodes],
         completions=[
-            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in zip(asked, texts, strict=True)
+            tokenizer.decode(episode.tokens, skip_special_tokens=True)
+            if isinstance(episode.prompt, str)
+            else episode.messages
+            for episode in episodes
         ],
-        completion_ids=ids,
+        completion_ids=[episode.tokens for episode in episodes],
         columns=columns,
         rows=repeated,
+        episodes=[] if player is None else episodes,
     )
+
+
+def _single_turns(
+    sampled: Sequence[Completion],
+    examples: Sequence[Mapping[str, Any]],
+    tokens: Sequence[Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Episode]:
+    """Completions, in the order example * n + sample, as episodes of one turn."""
+    episodes = []
+    for i, completion in enumerate(sampled):
+        place = i * len(examples) // len(sampled)
+        episode = Episode(prompt=examples[place]["prompt"], prompt_ids=tokens[place])
+        episode.act(completion, tokenizer.decode(completion.tokens, skip_special_tokens=True))
+        episode.truncated = completion.finish_reason == "length"
+        episodes.append(episode)
+    return episodes
 
 
 def _joined(lists: Iterable[list[Any]]) -> list[Any]:

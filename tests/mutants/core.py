@@ -87,8 +87,9 @@ RECORDS = [
         name="completions-retokenized",
         mistake="rewards see the ids of the decoded text, not those that were sampled (TRL #5224)",
         file="rlhf_pg/trainers/samples.py",
-        old="completion_ids=ids,",
-        new='completion_ids=[tokenizer(text)["input_ids"] for text in texts],',
+        old="completion_ids=[episode.tokens for episode in episodes],",
+        new="completion_ids=[tokenizer(tokenizer.decode(e.tokens, skip_special_tokens=True))"
+        '["input_ids"] for e in episodes],',
         killers=(f"{STEP}::test_rewards_see_the_ids_that_were_sampled",),
     ),
 ]

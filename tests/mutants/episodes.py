@@ -26,7 +26,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="observations-in-the-record",
         mistake="the record counts all tokens of an episode as the policy's own",
-        file=TRAINED,
+        file="rlhf_pg/trainers/samples.py",
         old="        actions=[episode.trained for episode in episodes],\n",
         new="",
         killers=(EXACT,),
