@@ -340,7 +340,7 @@ def test_a_trained_prompt_is_refused():
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"modules_to_save": ["norm"]}])
 def test_merged_is_the_same_function_with_copies_of_what_the_adapter_changes_alone(options):
-    model = stir(add_adapter(tiny_model("llama"), adapter(**options)))
+    model = stir(add_adapter(tiny_model("llama"), adapter(lora_alpha=1, **options)))
     weights = {name: (p, p.clone()) for name, p in model.named_parameters()}
     expected, plain = logits(model), merged(model)
     assert not isinstance(plain, PeftModel)
@@ -359,7 +359,7 @@ def test_merged_is_the_same_function_with_copies_of_what_the_adapter_changes_alo
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 def test_merging_one_end_of_tied_weights_leaves_the_other(target, tmp_path):
     base = stir(tiny_model("llama", tie_word_embeddings=True))
-    model = stir(add_adapter(base, adapter(target_modules=["q_proj", target])))
+    model = stir(add_adapter(base, adapter(lora_alpha=1, target_modules=["q_proj", target])))
     plain = merged(model)
     torch.testing.assert_close(logits(plain), logits(model), rtol=0, atol=1e-4)
     assert base.config.tie_word_embeddings

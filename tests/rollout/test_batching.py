@@ -7,9 +7,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_pg.models import add_adapter
-from rlhf_pg.rollout import NativeEngine, Request, SamplingParams, batching
+from rlhf_pg.rollout import NativeEngine, Request, SamplingParams, batching, plain
 from rlhf_pg.rollout.graphs import rounded
-from tests.rollout.test_native import EOS, PAD, PARAMS, PROMPTS, assert_same, assert_teacher_forced
+from tests.rollout.test_native import (
+    EOS,
+    PAD,
+    PARAMS,
+    PROMPTS,
+    assert_same,
+    assert_teacher_forced,
+    char_tokenizer,
+)
 from tests.tiny import ARCHS, adapter, stir, tiny_model
 
 
@@ -62,7 +70,6 @@ def test_prompts_are_computed_a_few_at_a_time(monkeypatch):
 @pytest.mark.parametrize("stop", [None, ["bd", "k"]])
 def test_the_shapes_and_the_looks_of_a_gpu_change_nothing(monkeypatch, arch, looks, stop):
     """Shapes rounded up to few sizes, and rows that go on for a while behind their end."""
-    from tests.rollout.test_native import char_tokenizer
 
     class AsOnGPU(batching.BatchingSession):
         def __init__(self, *args) -> None:
@@ -150,7 +157,7 @@ def test_a_session_refuses_a_request_and_goes_on():
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_an_adapter_is_merged_into_a_copy_and_the_policy_is_left_alone(arch):
-    model = stir(add_adapter(tiny_model(arch), adapter()))
+    model = stir(add_adapter(tiny_model(arch), adapter(lora_alpha=1)))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     engine = NativeEngine(model, EOS, PAD)
     with engine.synced():
@@ -169,7 +176,7 @@ def test_an_adapter_is_merged_into_a_copy_and_the_policy_is_left_alone(arch):
 
 
 def test_weights_are_taken_over_anew_each_time():
-    model = stir(add_adapter(tiny_model("llama"), adapter()))
+    model = stir(add_adapter(tiny_model("llama"), adapter(lora_alpha=1)))
     engine = NativeEngine(model, EOS, PAD)
     engine.generate(PROMPTS, 2, PARAMS, seed=0)
     stir(model, seed=1)
@@ -255,8 +262,6 @@ def plainly(monkeypatch, engine: NativeEngine) -> NativeEngine:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("stop", [None, ["bd", "k"]])
 def test_both_ways_sample_the_same(monkeypatch, arch, temperature, stop):
-    from tests.rollout.test_native import char_tokenizer
-
     model = tiny_model(arch)
     params = replace(PARAMS, temperature=temperature, stop=stop)
     engine = NativeEngine(model, EOS, PAD, char_tokenizer())
@@ -295,7 +300,7 @@ def test_an_adapter_that_cannot_be_merged_leaves_the_generation_config(monkeypat
     monkeypatch.setattr("rlhf_pg.rollout.native.quantized", lambda model: True)
     base = tiny_model("llama")
     configured = base.generation_config
-    model = stir(add_adapter(base, adapter()))
+    model = stir(add_adapter(base, adapter(lora_alpha=1)))
     completions = plainly(monkeypatch, NativeEngine(model, EOS, PAD)).generate(
         PROMPTS, 3, PARAMS, seed=0
     )
@@ -330,8 +335,6 @@ def test_a_request_without_samples_is_done_at_once():
 
 
 def test_the_plain_way_takes_turns(monkeypatch):
-    from rlhf_pg.rollout import plain
-
     engine = NativeEngine(tiny_model("llama"), EOS, PAD)
     fast = engine.generate(PROMPTS, 3, PARAMS, seed=0)
     monkeypatch.setattr(plain, "MAX_ROWS", 4)
