@@ -54,29 +54,46 @@ def _attention(
 AttentionInterface.register(NAME, _attention)
 
 
+def configs_of(model: PreTrainedModel) -> list[Any]:
+    """Those that its modules look at, each once."""
+    return list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
+
+
 @contextmanager
-def replaced_attention(model: PreTrainedModel) -> Iterator[None]:
+def replaced_attention(configs: Sequence[Any]) -> Iterator[None]:
     """The function of this file in the whole model inside; its own again afterwards."""
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    own = {key: config._attn_implementation for key, config in configs.items()}
+    own = [config._attn_implementation for config in configs]
     try:
-        for config in configs.values():
+        for config in configs:
             config._attn_implementation = NAME
         yield
     finally:
-        for key, config in configs.items():
-            config._attn_implementation = own[key]
+        for config, name in zip(configs, own, strict=True):
+            config._attn_implementation = name
 
 
-def why_not(model: PreTrainedModel) -> str | None:
-    """What keeps this model from being sampled in two parts, if anything does."""
+class Fitness(NamedTuple):
+    """What a model is like for attention in two parts."""
+
+    obstacle: str | None  # what keeps it from that, if anything does
+    bytes_per_token: int = 0  # of keys and values, in all layers, as the model makes them
+
+
+def fitness(model: PreTrainedModel) -> Fitness:
+    """Whether every layer calls the function, in a form it knows: one token tells."""
     if not model._supports_attention_backend:
-        return "its attention cannot be replaced"
+        return Fitness("its attention cannot be replaced")
     layers = DynamicCache(config=model.config.get_text_config()).layers
     for layer in layers:
         if not hasattr(layer, "batch_select_indices"):
-            return f"it has recurrent layers ({type(layer).__name__})"
-    return _why_not_called(model, len(layers))
+            return Fitness(f"it has recurrent layers ({type(layer).__name__})")
+    try:
+        probe = _probed(model)
+    except (NotImplementedError, TypeError) as error:
+        return Fitness(f"its attention cannot be replaced ({error})")
+    if len(probe.layers) != len(layers):
+        return Fitness("only some of its layers can be replaced")
+    return Fitness(None, probe.size)
 
 
 def window(model: PreTrainedModel) -> float:
@@ -88,11 +105,6 @@ def window(model: PreTrainedModel) -> float:
         # Beyond it the positions of a whole batch turn faster, once one of its rows is there.
         windows.append(config.rope_parameters["original_max_position_embeddings"])
     return min(windows)
-
-
-def bytes_per_token(model: PreTrainedModel) -> int:
-    """What the keys and values of a token take in all layers, as the model makes them."""
-    return _probed(model).size
 
 
 class _Probe:
@@ -114,18 +126,9 @@ def _probed(model: PreTrainedModel) -> _Probe:
     probe, token = _Probe(), torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     inputs = {"input_ids": token, "attention_mask": token + 1, "position_ids": token}
     trunk: Any = model.base_model
-    with replaced_attention(model):
+    with replaced_attention(configs_of(model)):
         trunk(**inputs, use_cache=False, layout=probe)
     return probe
-
-
-def _why_not_called(model: PreTrainedModel, layers: int) -> str | None:
-    """Whether every layer calls the function, in a form it knows."""
-    try:
-        probe = _probed(model)
-    except (NotImplementedError, TypeError) as error:
-        return f"its attention cannot be replaced ({error})"
-    return None if len(probe.layers) == layers else "only some of its layers can be replaced"
 
 
 class KeyValues:

@@ -15,7 +15,7 @@ from rlhf_pg.rollout.attention import (
     Layout,
     Prefill,
     bias,
-    bytes_per_token,
+    configs_of,
     replaced_attention,
 )
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
@@ -33,7 +33,7 @@ class BatchingSession:
     """A `Session` on a model whose attention can be replaced.
 
     Args:
-        cache_tokens: see `NativeEngine`.
+        cache_tokens: most tokens whose keys and values are kept at a time.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class BatchingSession:
         params: SamplingParams,
         seed: int,
         stopping: Stopping,
-        cache_tokens: int | None = None,
+        cache_tokens: int,
     ) -> None:
         self.model, self.params, self.seed, self.stopping = model, params, seed, stopping
-        self.cache_tokens = room_for_tokens(model) if cache_tokens is None else cache_tokens
+        self.cache_tokens, self.configs = cache_tokens, configs_of(model)
         self.queue: deque[Prompt] = deque()
         self.prompts: list[Prompt] = []  # by slot
         self.rows: list[Row] = []  # by slot
@@ -63,8 +63,7 @@ class BatchingSession:
         """See `Session`."""
         if not request.samples:
             return
-        limit = min(request.max_tokens or self.params.max_tokens, self.params.max_tokens)
-        self.queue.append(Prompt(request, limit, deque(request.samples)))
+        self.queue.append(Prompt(request, request.limit(self.params), deque(request.samples)))
 
     @property
     def idle(self) -> bool:
@@ -77,7 +76,7 @@ class BatchingSession:
         Raises:
             FloatingPointError: the model's logits are NaN.
         """
-        with replaced_attention(self.model):
+        with replaced_attention(self.configs):
             if not self._admit():
                 left = max((row.prompt.limit - row.length for row in self.rows), default=0)
                 for _ in range(min(left, self.tokens_per_look)):
@@ -278,10 +277,3 @@ class BatchingSession:
             assert last.slot is not None
             self.prompt_cache.move([last.slot], [prompt.slot])
             self.prompts[prompt.slot], last.slot = last, prompt.slot
-
-
-def room_for_tokens(model: PreTrainedModel) -> int:
-    """Tokens whose keys and values fit half of a GPU's free memory, or 4 GiB of a CPU's."""
-    on_gpu = model.device.type == "cuda"
-    room = torch.cuda.mem_get_info(model.device)[0] // 2 if on_gpu else 4 * 2**30
-    return int(room // bytes_per_token(model))

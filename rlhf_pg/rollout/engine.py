@@ -113,6 +113,10 @@ class Request:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
 
+    def limit(self, params: SamplingParams) -> int:
+        """Tokens that each continuation may have."""
+        return min(self.max_tokens or params.max_tokens, params.max_tokens)
+
 
 class Finished(NamedTuple):
     """A completion, and what it was asked for by."""

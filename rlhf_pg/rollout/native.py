@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.models import max_positions, merged, quantized
-from rlhf_pg.rollout.attention import why_not, window
+from rlhf_pg.rollout.attention import Fitness, fitness, window
 from rlhf_pg.rollout.batching import BatchingSession
 from rlhf_pg.rollout.engine import Finished, Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.plain import PlainSession
@@ -77,13 +77,26 @@ class NativeEngine(RolloutEngine):
 
     def obstacle(self, longest: int) -> str | None:
         """What keeps rows of so many tokens from being sampled in the fast way, if anything."""
-        if (limit := window(self.weights)) < longest:
-            return f"a row of {longest} tokens is longer than its window of {limit}"
-        return self._own_obstacle
+        if self._window < longest:
+            return f"a row of {longest} tokens is longer than its window of {self._window}"
+        return self._fitness.obstacle
 
     @cached_property
-    def _own_obstacle(self) -> str | None:
-        return why_not(self.weights)
+    def _window(self) -> float:
+        return window(self.model)
+
+    @cached_property
+    def _fitness(self) -> Fitness:
+        return fitness(self.weights)
+
+    def room(self) -> int:
+        """Tokens whose keys and values there is room for."""
+        if self.cache_tokens is not None:
+            return self.cache_tokens
+        device = self.model.device
+        on_gpu = device.type == "cuda"
+        room = torch.cuda.mem_get_info(device)[0] // 2 if on_gpu else 4 * 2**30
+        return int(room // self._fitness.bytes_per_token)
 
 
 class _Session:
@@ -117,7 +130,7 @@ class _Session:
         """Tokens that a row of the request may come to."""
         if not len(request.tokens):
             raise ValueError("is empty: a model needs at least one token to continue")
-        most = min(request.max_tokens or self.params.max_tokens, self.params.max_tokens)
+        most = request.limit(self.params)
         longest, limit = len(request.tokens) + most, max_positions(self.engine.model)
         if limit and longest > limit:
             raise ValueError(
@@ -131,7 +144,7 @@ class _Session:
         common = (engine.weights, self.params, self.seed, self.stopping)
         reason = engine.obstacle(longest)
         if reason is None:
-            self.fast = self.fast or BatchingSession(*common, engine.cache_tokens)
+            self.fast = self.fast or BatchingSession(*common, engine.room())
             return self.fast
         if self.plain is None:
             logger.warning("the model is sampled by generate, which is slower: %s", reason)

@@ -88,8 +88,7 @@ class _Chooser:
         device: torch.device,
     ) -> None:
         self.rows, self.params, self.seed, self.stopping = rows, params, seed, stopping
-        most = params.max_tokens
-        self.limits = [min(most, request.max_tokens or most) for request, _ in rows]
+        self.limits = [request.limit(params) for request, _ in rows]
         self.criteria = _AllOver(self)
         self.tokens: list[list[int]] = [[] for _ in rows]
         self.logprobs: list[list[float]] = [[] for _ in rows]

@@ -6,7 +6,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -103,8 +103,7 @@ class VllmEngine(RolloutEngine):
         self.max_model_length: int = config.max_model_len
         self._sleep()
 
-    @contextmanager
-    def session(self, params: SamplingParams, seed: int) -> Iterator["_Session"]:
+    def session(self, params: SamplingParams, seed: int) -> closing["_Session"]:
         """See `RolloutEngine`.
 
         Raises:
@@ -112,11 +111,7 @@ class VllmEngine(RolloutEngine):
             RolloutError: vLLM gave a request up.
             FloatingPointError: the model's log-probabilities are NaN.
         """
-        session = _Session(self, params, seed)
-        try:
-            yield session
-        finally:
-            session.abort()
+        return closing(_Session(self, params, seed))
 
     @contextmanager
     def _taking_over(self) -> Iterator[None]:
@@ -181,7 +176,7 @@ class _Session:
     def idle(self) -> bool:
         return not self._asked
 
-    def abort(self) -> None:
+    def close(self) -> None:
         """Give up what has not finished."""
         self._engine.llm.llm_engine.abort_request(list(self._asked))
         self._asked.clear()

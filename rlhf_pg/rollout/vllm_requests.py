@@ -53,9 +53,7 @@ def room(request: Request, params: SamplingParams, limit: int) -> int:
     Raises:
         ValueError: the tokens are none, or too many for the limit.
     """
-    wanted = params.max_tokens
-    if request.max_tokens is not None:
-        wanted = min(wanted, request.max_tokens)
+    wanted = request.limit(params)
     if not len(request.tokens):
         raise ValueError("is empty: a model needs at least one token to continue")
     if len(request.tokens) + wanted > limit:

@@ -5,7 +5,7 @@ import queue
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,7 @@ class VllmServerEngine(RolloutEngine):
         if not isinstance(model, PeftModel):
             self._check_replaceable(model)
 
-    @contextmanager
-    def session(self, params: SamplingParams, seed: int) -> Iterator["_Session"]:
+    def session(self, params: SamplingParams, seed: int) -> closing["_Session"]:
         """See `RolloutEngine`.
 
         Raises:
@@ -82,11 +81,7 @@ class VllmServerEngine(RolloutEngine):
             RolloutError: the server fails.
             FloatingPointError: the model's log-probabilities are NaN.
         """
-        session = _Session(self, params, seed)
-        try:
-            yield session
-        finally:
-            session.abort()
+        return closing(_Session(self, params, seed))
 
     # ------------------------------------------------------------------------------- the weights
 
@@ -221,7 +216,7 @@ class _Session:
     def idle(self) -> bool:
         return not self._waiting
 
-    def abort(self) -> None:
+    def close(self) -> None:
         """Ask for nothing more; what is under way ends by itself."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -7,11 +7,7 @@ import torch
 from torch import Tensor
 
 from rlhf_pg.experience import padded
-from rlhf_pg.rollout import (
-    Environment,
-    Episode,
-    ToolEnvironment,
-)
+from rlhf_pg.rollout import Environment, Episode, ToolEnvironment
 from rlhf_pg.trainers.samples import Samples
 
 

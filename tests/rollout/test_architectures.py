@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from rlhf_pg.rollout import NativeEngine, Request
-from rlhf_pg.rollout.attention import bytes_per_token, why_not
+from rlhf_pg.rollout.attention import fitness
 from rlhf_pg.rollout.batching import BatchingSession
 from rlhf_pg.rollout.stopping import Stopping
 from tests.rollout.test_native import EOS, PAD, PARAMS, PROMPTS, assert_teacher_forced
@@ -61,7 +61,7 @@ def two_widths():
 def test_keys_and_values_of_any_width(make):
     """Values narrower than keys; layers of two widths."""
     model = make()
-    assert why_not(model) is None
+    assert fitness(model).obstacle is None
     completions = NativeEngine(model, EOS, PAD).generate(PROMPTS, 3, PARAMS, seed=0)
     assert_teacher_forced(model, PROMPTS, completions)
 
@@ -75,7 +75,7 @@ def test_the_size_of_a_token_is_what_is_stored(make):
         session.step()
     store = session.prompt_cache
     size = sum(x.nbytes for pair in store._layers.values() for x in pair)
-    assert bytes_per_token(model) == size / (store.slots * store.width)
+    assert fitness(model).bytes_per_token == size / (store.slots * store.width)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,6 @@ def test_the_size_of_a_token_is_what_is_stored(make):
 )
 def test_attention_of_another_kind_is_not_replaced(name, config, options, reason):
     model = model_of(name, config, **options)
-    assert reason in why_not(model)
+    assert reason in fitness(model).obstacle
     completions = NativeEngine(model, EOS, PAD).generate(PROMPTS, 2, PARAMS, seed=0)
     assert_teacher_forced(model, PROMPTS, completions)
