@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_pg.models import max_positions, merged, quantized
+from rlhf_pg.models import evaluating, max_positions, merged, quantized
 from rlhf_pg.rollout.attention import Fitness, fitness, window
 from rlhf_pg.rollout.batching import BatchingSession
 from rlhf_pg.rollout.engine import Finished, Request, RolloutEngine, SamplingParams, Session
@@ -63,7 +63,7 @@ class NativeEngine(RolloutEngine):
             FloatingPointError: from `step`: the model's logits are NaN.
         """
         stopping = Stopping(self.eos_token_ids, params.stop_strings, self.tokenizer)
-        with self.synced(), _evaluating(self.weights), torch.no_grad():
+        with self.synced(), evaluating(self.weights), torch.no_grad():
             yield _Session(self, params, seed, stopping)
 
     @contextmanager
@@ -150,15 +150,3 @@ class _Session:
             logger.warning("the model is sampled by generate, which is slower: %s", reason)
             self.plain = PlainSession(*common, engine.pad_token_id, engine.cache_tokens)
         return self.plain
-
-
-@contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; every module's own mode again afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
