@@ -9,6 +9,8 @@ from rlhf_pg.models.adapters import (
     quantized,
 )
 from rlhf_pg.models.critic import ActorCritic, Critic, ValueHead, new_critic
+from rlhf_pg.models.finish import Finish, finish_of
+from rlhf_pg.models.head import Head, parts_for, token_scores
 from rlhf_pg.models.loading import (
     check_directory,
     check_vocabulary,
@@ -28,6 +30,8 @@ from rlhf_pg.models.reference import Reference, fingerprint
 __all__ = [
     "ActorCritic",
     "Critic",
+    "Finish",
+    "Head",
     "Policy",
     "PolicyOutput",
     "Reference",
@@ -40,6 +44,7 @@ __all__ = [
     "disable_dropout",
     "evaluating",
     "fingerprint",
+    "finish_of",
     "load_model",
     "load_policy",
     "load_tokenizer",
@@ -48,7 +53,9 @@ __all__ = [
     "max_positions",
     "merged",
     "new_critic",
+    "parts_for",
     "quantization",
     "quantized",
     "stop_token_ids",
+    "token_scores",
 ]

@@ -1,0 +1,86 @@
+"""What a model does between its head and its logits: nothing, or a scale, or a soft cap."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf_pg.models.adapters import LOADED, trunk
+from rlhf_pg.models.loading import evaluating
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What a model does with the output x of its head: s x, or c tanh(s x / c)."""
+
+    scale: float = 1.0  # s
+    cap: float | None = None  # c
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The model's logits."""
+        scaled = x * self.scale
+        return scaled if self.cap is None else self.cap * (scaled / self.cap).tanh()
+
+
+NOTHING = Finish()
+
+
+def output_layer(model: PreTrainedModel) -> nn.Module | None:
+    """The head of the model below any adapter, itself adapted perhaps."""
+    bare = model.get_base_model() if isinstance(model, PeftModel) else model
+    layer: nn.Module | None = bare.get_output_embeddings()
+    return layer
+
+
+@torch.no_grad()
+def finish_of(model: nn.Module) -> Finish | None:
+    """What the model does after its head, measured: the head's output is exchanged for numbers of
+    which it is seen what the model makes of them.
+
+    To be called while the weights are whole: it runs the model.
+
+    Returns:
+        None if `Head` cannot stand for it: what a module of another kind does, or a model whose
+        head reads something else than the trunk's last hidden states, or with more behind it.
+    """
+    layer = output_layer(model) if isinstance(model, LOADED) else None
+    if layer is None:
+        return None
+    read: list[Any] = []
+    shown: list[Tensor] = []
+
+    def exchange(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        read.extend(inputs[:1])
+        shown.append(_probe(output))
+        return shown[-1]
+
+    ids = torch.tensor([[0, 1, 2]], device=next(model.parameters()).device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    with evaluating(model):
+        hidden = trunk(model)(**inputs).last_hidden_state
+        hook = layer.register_forward_hook(exchange)
+        try:
+            made = model(**inputs).logits
+        finally:
+            hook.remove()
+    if len(shown) != 1 or len(read) != 1 or not torch.equal(read[0], hidden):
+        return None
+    return _fitted(shown[0], made.double())
+
+
+def _probe(output: Tensor) -> Tensor:
+    """Numbers in place of the head's output, none of which any dtype rounds."""
+    x = (torch.arange(output.numel(), dtype=torch.float64) * 7 % 129 - 64).reshape(output.shape)
+    x[..., 0], x[..., 1] = 2.0**-20, 2.0**100  # where tanh is a line, and where it is flat
+    return x.to(output.device)
+
+
+def _fitted(x: Tensor, made: Tensor) -> Finish | None:
+    if made.shape != x.shape:
+        return None
+    scale, limit = float(made[0, 0, 0] / x[0, 0, 0]), float(made[0, 0, 1])
+    finish = Finish(scale, limit if abs(limit) < 2.0**50 else None)
+    return finish if torch.allclose(finish(x), made, rtol=1e-6, atol=0) else None

@@ -1,0 +1,93 @@
+"""What stands between a head and the logits, measured on models that are known to do it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_pg.models.adapters import add_adapter, trunk
+from rlhf_pg.models.finish import Finish, finish_of
+from rlhf_pg.models.head import Head
+from tests.tiny import ARCHS, adapter, stir, tiny_model
+
+GROUPED = {"intermediate_size": 48, "num_key_value_heads": 2}
+FINISHED: dict[str, tuple[dict[str, Any], Finish]] = {
+    "cohere": (GROUPED | {"logit_scale": 0.3}, Finish(0.3)),
+    "granite": (GROUPED | {"logits_scaling": 13.0}, Finish(1 / 13)),
+    "gemma2": (GROUPED | {"head_dim": 8, "final_logit_softcapping": 1.5}, Finish(1.0, 1.5)),
+}
+
+
+def close(finish, other):
+    assert finish is not None
+    return finish.scale == pytest.approx(other.scale) and finish.cap == pytest.approx(other.cap)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_most_models_do_nothing(arch) -> None:
+    assert finish_of(tiny_model(arch)) == Finish()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("arch", FINISHED)
+def test_a_scale_and_a_soft_cap_are_measured_whatever_the_logits_are(arch, dtype) -> None:
+    """Logits far below the cap look as if there were none."""
+    options, expected = FINISHED[arch]
+    assert close(finish_of(tiny_model(arch, dtype=dtype, scale=0.001, **options)), expected)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("arch", FINISHED)
+def test_scores_are_those_of_the_models_own_logits(arch, parts) -> None:
+    options, _ = FINISHED[arch]
+    model = tiny_model(arch, **options)
+    ids, tokens = torch.arange(9)[None], torch.arange(9).flip(0)
+    finish = finish_of(model)
+    assert finish is not None
+    hidden = trunk(model)(ids).last_hidden_state[0]
+    logprobs, entropies = Head(model, 0.7, True, parts, finish)(hidden, tokens)
+    everywhere = (model(ids).logits[0].double() / 0.7).log_softmax(-1)
+    expected = everywhere[torch.arange(9), tokens]
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+    spread = -(everywhere.exp() * everywhere).sum(-1)
+    torch.testing.assert_close(entropies.double(), spread, rtol=1e-5, atol=1e-5)
+    weights = list(model.parameters())
+    slopes = torch.linspace(-1, 2, 9)
+    found = torch.autograd.grad((slopes * (logprobs + entropies)).sum(), weights)
+    wanted = torch.autograd.grad((slopes * (expected + spread)).sum(), weights)
+    for own, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
+
+
+def test_a_head_that_reads_something_else_is_left_to_its_model() -> None:
+    assert finish_of(tiny_model("minicpm3")) is None  # it scales the hidden states first
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x + 1, lambda x: x.square(), lambda x: x.clamp(-9, 9), lambda x: x[1:]]
+)
+def test_more_than_a_scale_and_a_cap_is_left_to_the_model(monkeypatch, change) -> None:
+    model = tiny_model("llama")
+    forward = model.forward
+
+    def changed(**inputs):
+        output = forward(**inputs)
+        output.logits = change(output.logits)
+        return output
+
+    monkeypatch.setattr(model, "forward", changed)
+    assert finish_of(model) is None
+
+
+def test_a_module_of_another_kind_is_left_to_itself() -> None:
+    assert finish_of(torch.nn.Linear(2, 2)) is None
+
+
+def test_adapters_dropout_and_modes_mean_nothing() -> None:
+    options = {"target_modules": ["lm_head", "q_proj"], "lora_dropout": 0.5}
+    model = stir(add_adapter(tiny_model("llama"), adapter(**options))).train()
+    model.get_base_model().lm_head.eval()
+    modes = [part.training for part in model.modules()]
+    assert finish_of(model) == Finish()
+    assert [part.training for part in model.modules()] == modes
+    assert not model.get_output_embeddings()._forward_hooks

@@ -1,0 +1,320 @@
+"""Log-probabilities and entropies from hidden states, against softmax written out row by row."""
+
+import math
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rlhf_pg.models import head as module
+from rlhf_pg.models.adapters import add_adapter, trunk
+from rlhf_pg.models.finish import Finish
+from rlhf_pg.models.head import Head, parts_for, token_scores
+from tests.tiny import adapter, stir, tiny_model
+
+N, V = 11, 40
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def rows(count=N, width=32, seed=0, dtype=torch.float64):
+    """Hidden states and tokens; row 3 has the token of row 2 again."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(count, width, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(0, V, (count,), generator=generator)
+    tokens[3:4] = tokens[2:3]
+    return hidden.to(dtype).requires_grad_(), tokens
+
+
+def supports(tokens, seed=0):
+    """Per row its token and up to four others; every third row has none."""
+    generator = torch.Generator().manual_seed(seed)
+    sets = [
+        []
+        if i % 3 == 2
+        else sorted({token, *torch.randperm(V, generator=generator)[: i % 5].tolist()})
+        for i, token in enumerate(tokens.tolist())
+    ]
+    padded = torch.full((len(sets), 6), -1, dtype=torch.int32)
+    for row, ids in zip(padded, sets, strict=True):
+        row[: len(ids)] = torch.tensor(ids)
+    return sets, padded
+
+
+def by_hand(logits, tokens, temperature=1.0, sets=None):
+    """The same from logits, one row after another, in float64."""
+    logprobs, entropies = [], []
+    for i, (row, token) in enumerate(zip(logits.double(), tokens.tolist(), strict=True)):
+        ids = [v for v in (sets and sets[i]) or range(len(row)) if row[v] > -math.inf]
+        z = row[ids] / temperature
+        logprob = z - (z - z.max()).exp().sum().log() - z.max()
+        logprobs.append(logprob[ids.index(token)])
+        entropies.append(-(logprob.exp() * logprob).sum())
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+def loss(scores, entropy=True):
+    """Every row with a weight of its own, of either sign."""
+    logprobs, entropies = scores
+    weights = torch.linspace(-1, 2, len(logprobs), dtype=torch.float64)
+    return (weights * logprobs).sum() + ((weights + 0.3) * entropies).sum() * entropy
+
+
+def assert_same(found, expected, inputs, tolerances, entropy=True):
+    """Values, and gradients of `inputs`."""
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own.detach().double(), other.detach(), **tolerances)
+    own = torch.autograd.grad(loss(found, entropy), inputs)
+    other = torch.autograd.grad(loss(expected, entropy), inputs)
+    for a, b in zip(own, other, strict=True):
+        assert b.any()
+        torch.testing.assert_close(a.double(), b.double(), **tolerances)
+
+
+# ------------------------------------------------------------------------------ the right numbers
+
+
+@pytest.mark.parametrize("parts", [1, 3, 7, N + 4])
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_equals_softmax_written_out(monkeypatch, parts, entropy, kept, temperature) -> None:
+    monkeypatch.setattr(module, "BLOCK", 2 * V + 1)  # two rows at a time
+    model = tiny_model("llama", dtype=torch.float64)
+    hidden, tokens = rows()
+    sets, support_ids = supports(tokens) if kept else (None, None)
+    found = Head(model, temperature, entropy, parts)(hidden, tokens, support_ids)
+    assert found[0].shape == found[1].shape == tokens.shape
+    assert found[1].requires_grad == entropy
+    expected = by_hand(hidden @ model.lm_head.weight.T, tokens, temperature, sets)
+    assert_same(found, expected, [hidden, model.lm_head.weight], EXACT, entropy)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_tied_weights_get_the_gradient_of_both_ends(parts) -> None:
+    model = tiny_model("gpt2", dtype=torch.float64)
+    ids = torch.arange(N)[None]
+    _, tokens = rows()
+    hidden = trunk(model)(ids).last_hidden_state[0]
+    expected = by_hand(model(ids).logits[0], tokens)
+    found = Head(model, 1.0, True, parts)(hidden, tokens)
+    assert_same(found, expected, [model.get_input_embeddings().weight, model.lm_head.weight], EXACT)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_head_with_an_adapter(parts) -> None:
+    model = tiny_model("llama", dtype=torch.float64)
+    adapted = stir(add_adapter(model, adapter(target_modules=["lm_head"], lora_alpha=6)))
+    weights = dict(adapted.named_parameters())
+    [a] = [w for name, w in weights.items() if "lora_A" in name]
+    [b] = [w for name, w in weights.items() if "lora_B" in name]
+    [base] = [w for name, w in weights.items() if "lm_head.base_layer" in name]
+    hidden, tokens = rows()
+    expected = by_hand(hidden @ (base + 3 * b @ a).T, tokens)
+    assert_same(Head(adapted, 1.0, True, parts)(hidden, tokens), expected, [hidden, a, b], EXACT)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_head_that_is_trained_whole_beside_an_adapter(parts) -> None:
+    model = tiny_model("llama", dtype=torch.float64)
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    adapted = stir(add_adapter(model, adapter(**options)))
+    [copy] = [w for n, w in adapted.named_parameters() if "lm_head" in n and w.requires_grad]
+    hidden, tokens = rows()
+    expected = by_hand(hidden @ copy.T, tokens)
+    assert_same(Head(adapted, 1.0, True, parts)(hidden, tokens), expected, [hidden, copy], EXACT)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_dropout_on_the_head_is_the_same_forward_and_backward(parts) -> None:
+    model = tiny_model("llama", dtype=torch.float64)
+    options = {"target_modules": ["lm_head"], "lora_dropout": 0.5}
+    adapted = stir(add_adapter(model, adapter(**options))).train()
+    made = []
+    adapted.get_output_embeddings().register_forward_hook(lambda _, __, out: made.append(out))
+    hidden, tokens = rows()
+    found = Head(adapted, 1.0, True, parts)(hidden, tokens)
+    logits = torch.cat([out.detach() for out in made]).requires_grad_()  # with this dropout
+    for own, other in zip(found, by_hand(logits, tokens), strict=True):
+        torch.testing.assert_close(own, other, **EXACT)
+    [expected] = torch.autograd.grad(loss(by_hand(logits, tokens)), [logits])
+    gradients = []
+    for out in made:
+        out.register_hook(gradients.append)
+    loss(found).backward()
+    torch.testing.assert_close(torch.cat(gradients[::-1]), expected, **EXACT)
+
+
+def test_without_gradients_it_is_the_same() -> None:
+    model = tiny_model("llama", dtype=torch.float64)
+    hidden, tokens = rows()
+    expected = Head(model, 0.8, False, 3)(hidden, tokens)
+    with torch.no_grad():
+        found = Head(model, 0.8, False, 3)(hidden, tokens)
+    assert found[0].equal(expected[0])
+    assert found[1].equal(expected[1])
+    assert not found[0].requires_grad
+
+
+# ---------------------------------------------------------------------------- from logits, exactly
+
+
+@pytest.mark.parametrize("finish", [Finish(), Finish(0.4), Finish(1.0, 2.0), Finish(3.0, 1.5)])
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("entropy", [True, False])
+def test_the_gradient_is_that_of_finite_differences(finish, kept, entropy) -> None:
+    logits = torch.randn(N, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    _, tokens = rows()
+    support_ids = supports(tokens)[1] if kept else None
+
+    def scores(x):
+        def again():
+            return x.detach().clone()
+
+        found = token_scores(
+            again() + (x - x.detach()), tokens, support_ids, 0.7, entropy, finish, again
+        )
+        return found if entropy else found[0]
+
+    assert torch.autograd.gradcheck(scores, [logits.requires_grad_()])
+
+
+def test_impossible_logits_leave_numbers_and_gradients_finite() -> None:
+    logits = torch.randn(N, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    _, tokens = rows()
+    logits[:, ::3] = -math.inf
+    logits[torch.arange(N), tokens] = 2.0
+    logits[0] = torch.where(torch.arange(V) == tokens[0], 2.0, -math.inf)  # no rival
+    logits[1, (tokens[1] + 1) % V] = -1e6  # finite, and impossible
+    logits.requires_grad_()
+    found = token_scores(logits.clone(), tokens, entropy_gradient=True)
+    assert found[0][0] == found[1][0] == 0
+    assert_same(found, by_hand(logits, tokens), [logits], EXACT)
+    logits.grad = None
+    loss(token_scores(logits.clone(), tokens, entropy_gradient=True)).backward()
+    assert not logits.grad[logits == -math.inf].any()
+
+
+def test_a_token_that_is_nearly_impossible_has_its_log_probability() -> None:
+    logits = torch.tensor([[0.0, -3e5]], dtype=torch.float64)
+    assert token_scores(logits, torch.tensor([1]))[0].item() == pytest.approx(-3e5, abs=1e-9)
+
+
+def test_a_second_backward_pass_is_an_error_and_not_another_gradient() -> None:
+    logits, tokens = torch.randn(2, 5, requires_grad=True), torch.tensor([1, 2])
+    logprobs, _ = token_scores(logits * 1, tokens)
+    logprobs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprobs.sum().backward()
+
+
+def test_no_rows_are_no_numbers_and_a_gradient_of_0() -> None:
+    model = tiny_model("llama")
+    hidden, tokens = rows(0, dtype=torch.float32)
+    logprobs, entropies = Head(model, 1.0, True, 3)(hidden, tokens)
+    assert logprobs.shape == entropies.shape == (0,)
+    (logprobs.sum() + entropies.sum()).backward()
+    assert model.lm_head.weight.grad is not None
+    assert not model.lm_head.weight.grad.any()
+
+
+# -------------------------------------------------------------------------------------- precision
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_half_precision_is_scored_in_single(parts) -> None:
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    hidden, tokens = rows(dtype=torch.bfloat16)
+    made = []
+    model.lm_head.register_forward_hook(lambda _, __, out: made.append(out))
+    found = Head(model, 0.7, True, parts)(hidden, tokens)
+    assert found[0].dtype == found[1].dtype == torch.float32
+    logits = torch.cat([out.detach().double() for out in made]).requires_grad_()
+    expected = by_hand(logits, tokens, 0.7)
+    torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1].double(), expected[1], rtol=1e-5, atol=1e-5)
+    gradients = []
+    for out in made:
+        out.register_hook(gradients.append)
+    loss(found).backward()
+    [exact] = torch.autograd.grad(loss(expected), [logits])
+    # What bfloat16 keeps of a number, and no more is lost: 1 - p of a likely token, for one.
+    rounded = torch.cat(gradients[::-1]).double()
+    torch.testing.assert_close(rounded, exact, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_single_precision_keeps_its_digits_over_a_large_vocabulary(offset) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(4, 50_000, generator=generator) + offset).requires_grad_()
+    tokens = torch.tensor([1, 7, 4, 49_999])
+    tolerances = {"rtol": 1e-5, "atol": 1e-8}
+    found = token_scores(logits * 1, tokens, None, 1.0, True)
+    assert_same(found, by_hand(logits, tokens), [logits], tolerances)
+
+
+# ------------------------------------------------------------------------------------- the memory
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of tensors that were alive at a time, of those that are made inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.bytes = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.alive = {key: of for key, of in self.alive.items() if not of[0].expired()}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.bytes = max(self.bytes, sum(size for _, size in self.alive.values()))
+        return out
+
+
+def peak(model, count, parts, entropy=True):
+    hidden, tokens = rows(count, dtype=torch.float32)
+    with Peak() as measured:
+        loss(Head(model, 0.7, entropy, parts)(hidden, tokens)).backward()
+    return measured.bytes
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+def test_memory_is_that_of_one_piece(monkeypatch, entropy) -> None:
+    monkeypatch.setattr(module, "BLOCK", 2000)
+    model, piece = tiny_model("llama", vocab_size=2000), 4 * 64 * 2000
+    weight = 4 * 32 * 2000  # its gradient: of this piece, of those before, and their sum
+    assert peak(model, 512, 8, entropy) < 1.3 * piece + 3 * weight
+    assert peak(model, 1024, 16, entropy) < 1.2 * peak(model, 512, 8, entropy)
+
+
+def test_kept_logits_become_their_own_gradient(monkeypatch) -> None:
+    monkeypatch.setattr(module, "BLOCK", 2000)
+    model, logits, weight = tiny_model("llama", vocab_size=2000), 4 * 512 * 2000, 4 * 32 * 2000
+    assert logits < peak(model, 512, 1) < 1.1 * logits + 2 * weight
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 11])
+def test_the_head_is_called_as_often_whatever_the_rows(count) -> None:
+    model, calls = tiny_model("llama"), []
+    model.lm_head.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    hidden, tokens = rows(count, dtype=torch.float32)
+    logprobs, _ = Head(model, 1.0, False, 4)(hidden, tokens)
+    assert calls == [True] * 4
+    logprobs.sum().backward()
+    assert calls == [True] * 4 + [False] * 4  # computed again
+
+
+def test_a_full_micro_batch_is_split_by_the_size_of_its_logits() -> None:
+    assert parts_for(8192, 256) == 1
+    assert parts_for(0, 32_768) == 1
+    assert parts_for(5, 10**9) == 5  # no piece without a row
+    for tokens, vocabulary in ((8192, 32_768), (8191, 151_936), (600, 32_769)):
+        parts = parts_for(tokens, vocabulary)
+        assert parts > 1
+        assert (
+            (tokens // parts) * vocabulary <= module.PIECE < -(-tokens // (parts - 1)) * vocabulary
+        )
