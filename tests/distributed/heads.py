@@ -1,0 +1,69 @@
+"""The gradient through a head, where processes have different numbers of rows.
+
+python -m tests.distributed.heads OUT BACKEND
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_pg.models.adapters import add_adapter, trunk
+from rlhf_pg.models.head import Head
+from rlhf_pg.runtime.processes import Runtime
+from tests.distributed import backends
+from tests.distributed.runs import flat, gradient_of
+from tests.tiny import adapter, stir, tiny_model
+
+ROWS = (1, 9)  # of each process; with three pieces the first process has two without any
+KINDS = ("plain", "tied", "LoRA")
+TEMPERATURE = 0.7
+
+
+def model_of(kind: str) -> Any:
+    model = tiny_model("llama", tie_word_embeddings=kind == "tied")
+    torch.manual_seed(0)
+    if kind == "LoRA":
+        model = add_adapter(model, adapter(target_modules=["q_proj", "lm_head"]))
+    return stir(model)
+
+
+def rows_of(rank: int) -> tuple[Tensor, Tensor]:
+    """A sequence (1,S), and what follows each of its tokens."""
+    ids = torch.arange(rank + 3, rank + 4 + ROWS[rank])
+    return ids[None, :-1], ids[1:]
+
+
+def loss(logprobs: Tensor, entropies: Tensor) -> Tensor:
+    return (logprobs * torch.linspace(1, 2, len(logprobs)) + 0.5 * entropies).sum()
+
+
+class Scorer(nn.Module):
+    def __init__(self, model: Any, parts: int) -> None:
+        super().__init__()
+        self.model = model
+        self.head = Head(model, TEMPERATURE, True, parts)
+
+    def forward(self, ids: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = trunk(self.model)(ids, use_cache=False).last_hidden_state[0]
+        return self.head(hidden, tokens)
+
+
+def main(out: Path, backend: str) -> None:
+    backends.install(backend)
+    runtime = Runtime(timeout=60)
+    for kind in KINDS:
+        scorer = Scorer(model_of(kind), parts=3)
+        trained = [p for p in scorer.parameters() if p.requires_grad]
+        wrapped = runtime.prepare(scorer, torch.optim.SGD(trained, lr=0.1))
+        with wrapped.micro_batch(last=True):
+            wrapped.backward(loss(*wrapped(*rows_of(runtime.rank))))
+        found = flat(gradient_of(p) for p in scorer.parameters() if p.requires_grad)
+        if runtime.is_main:
+            torch.save(found, out / f"{kind}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

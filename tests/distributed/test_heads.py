@@ -1,0 +1,45 @@
+"""Processes with different numbers of rows call the head as often, and the gradient is exact."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.distributed.backends import environment
+from tests.distributed.heads import KINDS, TEMPERATURE, loss, model_of, rows_of
+from tests.distributed.launching import ROOT
+from tests.distributed.runs import flat
+
+
+def expected(kind):
+    """From all logits of both sequences, in one process."""
+    model, total = model_of(kind), 0.0
+    for rank in range(2):
+        ids, tokens = rows_of(rank)
+        everywhere = (model(ids).logits[0] / TEMPERATURE).log_softmax(-1)
+        logprobs = everywhere[torch.arange(len(tokens)), tokens]
+        total = total + loss(logprobs, -(everywhere.exp() * everywhere).sum(-1))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return flat(torch.autograd.grad(total, trained))
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("ddp", marks=pytest.mark.distributed),
+        pytest.param("fsdp2", marks=pytest.mark.distributed),
+        "zero3",
+    ],
+)
+def test_the_gradient_is_that_of_all_logits(tmp_path, backend) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["-m", "tests.distributed.heads", str(tmp_path), backend]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment(backend)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")} | own
+    done = subprocess.run(command, cwd=ROOT, env=env, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    for kind in KINDS:
+        found, exact = torch.load(tmp_path / f"{kind}.pt", weights_only=True), expected(kind)
+        assert float((found - exact).norm() / exact.norm()) < 1e-5, kind
