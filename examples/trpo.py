@@ -109,11 +109,9 @@ class TRPOTrainer(ReinforceTrainer):
 
     def forward(self, experience: Experience) -> Iterator[tuple[Experience, Tensor]]:
         """Micro-batches, and in each log pi(. | x, y_<t), (B,T,V), for all of its columns."""
-        for rows in experience.micro_batches(self.args.micro_batch_tokens):
+        for rows in experience.micro_batches(self.args.micro_batch_tokens, packs=False):
             batch = experience.select(rows)
-            columns = batch.completion_ids.shape[1] + 1
-            # The logits in column t are about token t+1; those of the last are about no token.
-            logits = self.learner.policy.run(batch).logits[:, -columns:-1]
+            logits = self.learner.policy.logits(batch)
             yield batch, (logits / self.args.temperature).log_softmax(dim=-1)
 
     def mean(self, total: Tensor, experience: Experience) -> Tensor:

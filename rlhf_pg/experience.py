@@ -12,6 +12,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from rlhf_pg import micro_batches
+
 _PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
 _ROW_FIELDS = ("groups", "truncated")
 _ID_FIELDS = ("prompt_ids", "completion_ids")
@@ -146,19 +148,39 @@ class Rollout:
 
         return type(self)(**{name: blank(name, value) for name, value in self._tensors()})
 
-    def micro_batches(self, max_tokens: int, whole_groups: bool = False) -> list[Tensor]:
-        """Row indices, split so that rows times the width of all rows stays within `max_tokens`.
+    @property
+    def longest(self) -> int:
+        """Real tokens of the longest row, prompt and completion together."""
+        return int(self.lengths()[:, :2].sum(1).max())
+
+    def families(self) -> Tensor:
+        """(B,) int64, from 0: neighbours with the same group and the same prompt share a number.
+
+        (An environment may give every episode of a group a prompt of its own.)
+        """
+        prompts = torch.where(self.prompt_mask, self.prompt_ids, -1)
+        columns = torch.cat([self.groups[:, None], prompts], dim=1)
+        differs = (columns[1:] != columns[:-1]).any(1)
+        return nn.functional.pad(differs.cumsum(0), (1, 0))
+
+    def micro_batches(
+        self, max_tokens: int, whole_groups: bool = False, packs: bool = True
+    ) -> list[Tensor]:
+        """Row indices, split so that what is computed stays within `max_tokens`.
 
         Args:
-            whole_groups: never split rows next to each other with the same group; a group that is
-                beyond `max_tokens` is then a micro-batch of its own.
+            whole_groups: see `rlhf_pg.micro_batches`.
+            packs: prompts are computed once and nothing is padded.
         """
         if not self.num_rows:
             return []
-        rows = torch.arange(self.num_rows, device=self.groups.device)
-        unit = self.groups if whole_groups else rows
-        sizes = torch.unique_consecutive(unit, return_counts=True)[1].tolist()
-        return list(torch.split(rows, _packed(sizes, max_tokens // self.width)))
+        columns = torch.stack([self.groups, self.families(), *self.lengths()[:, [1, 0]].T])
+        rows = [micro_batches.Row(*row) for row in columns.T.tolist()]
+        split = micro_batches.packed if packs else micro_batches.padded
+        return [
+            torch.tensor(own, device=self.groups.device)
+            for own in split(rows, max_tokens, whole_groups)
+        ]
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for field in dataclasses.fields(self):
@@ -239,17 +261,6 @@ def _widest(support_ids: Tensor) -> int:
 def _widened(x: Tensor, width: int, fill: int, left: bool) -> Tensor:
     missing = x.new_full((len(x), width - x.shape[1]), fill)
     return torch.cat([missing, x] if left else [x, missing], dim=1)
-
-
-def _packed(sizes: Sequence[int], limit: int) -> list[int]:
-    """Sums of neighbouring sizes, as large as they can be up to `limit`; a larger size is alone."""
-    packed: list[int] = []
-    for size in sizes:
-        if packed and packed[-1] + size <= limit:
-            packed[-1] += size
-        else:
-            packed.append(size)
-    return packed
 
 
 def _longest(mask: Tensor) -> int:

@@ -281,49 +281,28 @@ def test_a_blank_row_can_be_attended_to_and_adds_nothing(make):
             assert not getattr(blank, name).any()
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    rows=st.integers(1, 9),
-    prompt=st.integers(1, 4),
-    completion=st.integers(1, 4),
-    max_tokens=st.integers(1, 60),
-)
-def test_micro_batches_cover_every_row_once_within_the_limit(rows, prompt, completion, max_tokens):
-    r = rollout(prompts=[[1] * prompt] * rows, completions=[[2] * completion] * rows)
-    batches = r.micro_batches(max_tokens)
-    assert torch.cat(batches).tolist() == list(range(rows))
-    sizes = [len(batch) for batch in batches]
-    assert all(size == 1 or size * r.width <= max_tokens for size in sizes)
-    assert all((size + 1) * r.width > max_tokens for size in sizes[:-1])  # no smaller than needed
+def test_neighbours_with_one_group_and_one_prompt_are_a_family():
+    r = rollout(prompts=[[1], [1], [2, 1], [1], [1]], completions=[[2]] * 5)
+    r = dataclasses.replace(r, groups=torch.tensor([5, 5, 5, 5, 6]))
+    assert r.families().tolist() == [0, 0, 1, 2, 3]
+    assert r.longest == 3
+    garbage = torch.where(r.prompt_mask, r.prompt_ids, torch.arange(10).view(5, 2))
+    assert dataclasses.replace(r, prompt_ids=garbage).families().tolist() == [0, 0, 1, 2, 3]
 
 
-def test_micro_batches_by_hand():
-    # rows are 6 wide
-    assert [b.tolist() for b in rollout().micro_batches(12)] == [[0, 1], [2]]
-    assert [b.tolist() for b in rollout().micro_batches(11)] == [[0], [1], [2]]
-    assert [b.tolist() for b in rollout().micro_batches(1)] == [[0], [1], [2]]
+def test_micro_batches_are_row_indices():
+    # prompts of 1, 3 and 2 tokens, completions of 2, 1 and 3; the widest two are 3 and 3
+    assert [b.tolist() for b in rollout().micro_batches(12)] == [[2, 1, 0]]
+    assert [b.tolist() for b in rollout().micro_batches(9)] == [[2, 1], [0]]
+    assert [b.tolist() for b in rollout().micro_batches(12, packs=False)] == [[2, 1], [0]]
+    together = dataclasses.replace(rollout(), groups=torch.zeros(3, dtype=torch.int64))
+    assert [b.tolist() for b in together.micro_batches(1, whole_groups=True)] == [[0, 1, 2]]
 
 
 def test_lengths_are_those_of_the_real_tokens():
     r = rollout(prompts=((PAD, 1), (2,), (3,)), completions=((1, PAD), (PAD,), (2, 3, 4)))
     assert r.lengths().tolist() == [[2, 2, 0], [1, 1, 1], [3, 1, 0]]
     assert r.lengths().dtype == torch.int64
-
-
-def test_micro_batches_of_whole_groups_by_hand():
-    # rows are 2 wide, and the groups have 2, 3, 1 and 1 of them
-    r = rollout(prompts=[[1]] * 7, completions=[[2]] * 7)
-    r = dataclasses.replace(r, groups=torch.tensor([5, 5, 6, 6, 6, 5, 7]))
-
-    def batches(max_tokens):
-        return [b.tolist() for b in r.micro_batches(max_tokens, whole_groups=True)]
-
-    assert batches(14) == [[0, 1, 2, 3, 4, 5, 6]]
-    assert batches(10) == [[0, 1, 2, 3, 4], [5, 6]]
-    assert batches(9) == batches(8) == [[0, 1], [2, 3, 4, 5], [6]]
-    assert batches(6) == [[0, 1], [2, 3, 4], [5, 6]]
-    assert batches(4) == [[0, 1], [2, 3, 4], [5, 6]]  # the second is beyond the limit, alone
-    assert batches(1) == [[0, 1], [2, 3, 4], [5], [6]]
 
 
 def test_experience_is_a_rollout_with_numbers():

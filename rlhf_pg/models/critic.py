@@ -16,7 +16,8 @@ from rlhf_pg.experience import Rollout
 from rlhf_pg.masking import widen
 from rlhf_pg.models.adapters import LOADED, add_adapter, load_weights, share_frozen, trunk
 from rlhf_pg.models.loading import check_vocabulary, has_tokenizer, load_model
-from rlhf_pg.models.policy import Policy, model_inputs
+from rlhf_pg.models.packing import can_pack, hidden_states, padded
+from rlhf_pg.models.policy import Policy
 from rlhf_pg.running import RunningMoments
 
 HEAD_FILE = "value_head.safetensors"
@@ -35,7 +36,7 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(B,S,hidden) to (B,S)."""
+        """(N,hidden) to (N,)."""
         return super().forward(hidden.to(self.weight.dtype)).squeeze(-1)
 
     def denormalized(self, moments: RunningMoments | None) -> dict[str, Tensor]:
@@ -60,46 +61,50 @@ class Critic(nn.Module):
         super().__init__()
         self.model = model
         self.head = head
+        self.packs = head is not None and model is not None and can_pack(trunk(model))
 
     @property
     def shares_trunk(self) -> bool:
         return self.model is None
 
-    def forward(self, batch: Rollout, policy_hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, batch: Rollout, of_policy: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Values of the states before each token (B,T), and of the state after the last one (B,).
 
         Args:
-            policy_hidden: (B,P+T,hidden) where the trunk is the policy's.
+            of_policy: its `hidden_states`, where the trunk is the policy's.
         """
-        everywhere = self._everywhere(batch, policy_hidden)
-        # Column P-1 has seen the prompt alone: it is the state before the first token.
-        states = everywhere[:, -batch.completion_ids.shape[1] - 1 :]
+        values, states = self._everywhere(batch, of_policy)
         mask = batch.action_mask
         columns = torch.arange(1, states.shape[1], device=mask.device)
         end = torch.where(mask, columns, 0).amax(dim=1, keepdim=True)
-        return torch.where(mask, states[:, :-1], 0.0), states.gather(1, end).squeeze(1)
+        before = torch.where(mask, values[states[:, :-1]], 0.0)
+        return before, values[states.gather(1, end).squeeze(1)]
 
-    def _everywhere(self, batch: Rollout, policy_hidden: Tensor | None) -> Tensor:
-        """(B,P+T)."""
+    def _everywhere(
+        self, batch: Rollout, of_policy: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Values of all tokens that are computed, and which of them are those of the states."""
         if self.head is None:
-            assert self.model is not None
-            inputs = model_inputs(batch)
-            del inputs["use_cache"]
-            given: Tensor = self.model(**inputs)
-            values = given.squeeze(-1) if given.ndim == 3 else given
-            if values.shape != inputs["input_ids"].shape:
-                raise ValueError(
-                    f"value_model must give one value per token, {tuple(inputs['input_ids'].shape)}"
-                    f", got {tuple(given.shape)}"
-                )
-            return widen(values)
-        if self.model is None:
-            assert policy_hidden is not None
-            hidden = policy_hidden
-        else:
-            hidden = trunk(self.model)(**model_inputs(batch)).last_hidden_state
-        states: Tensor = self.head(hidden)
-        return states
+            return self._given(batch)
+        if of_policy is None:
+            of_policy = hidden_states(trunk(self.model), batch, self.packs)
+        hidden, states = of_policy
+        return self.head(hidden), states
+
+    def _given(self, batch: Rollout) -> tuple[Tensor, Tensor]:
+        """By a module that gives the values itself."""
+        assert self.model is not None
+        inputs, states = padded(batch)
+        given: Tensor = self.model(**inputs)
+        values = given.squeeze(-1) if given.ndim == 3 else given
+        if values.shape != inputs["input_ids"].shape:
+            raise ValueError(
+                f"value_model must give one value per token, {tuple(inputs['input_ids'].shape)}, "
+                f"got {tuple(given.shape)}"
+            )
+        return widen(values).flatten(), states
 
     def save(self, path: Path, moments: RunningMoments | None = None) -> None:
         """Trunk or adapter as `from_pretrained` reads them, and the head beside them.
@@ -155,9 +160,9 @@ class ActorCritic(nn.Module):
         if values_alone:
             return self.critic(batch)
         if self.critic.shares_trunk:
-            output = self.policy.run(batch, output_hidden_states=True)
-            values, end = self.critic(batch, output.hidden_states[-1])
-            scored = self.policy.score(batch, output)
+            hidden_states = self.policy.hidden_states(batch)
+            values, end = self.critic(batch, hidden_states)
+            scored = self.policy.score(batch, *hidden_states)
         else:
             if self.recompute and torch.is_grad_enabled():
                 values, end = checkpoint(self.critic, batch, use_reentrant=False)

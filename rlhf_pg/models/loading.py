@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import (
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_pg.models.adapters import LOADED, add_adapter, check_adapter, check_kind
+from rlhf_pg.models.attention import configs_of, replaced_attention
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -240,8 +241,16 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 def checkpoint_activations(model: nn.Module | None) -> None:
     """Recompute activations in the backward pass, in a model of `transformers`."""
-    if isinstance(model, LOADED):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if not isinstance(model, LOADED):
+        return
+    configs = configs_of(model)
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Of the forward pass, and of the recomputation, which has to attend as that did."""
+        as_now = configs[0]._attn_implementation
+        return nullcontext(), replaced_attention(configs, as_now)
+
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -9,15 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_pg.rollout.attention import (
-    Decode,
-    KeyValues,
-    Layout,
-    Prefill,
-    bias,
-    configs_of,
-    replaced_attention,
-)
+from rlhf_pg.models.attention import Layout, configs_of, replaced_attention
+from rlhf_pg.rollout.attention import Decode, KeyValues, Prefill, bias
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
 from rlhf_pg.rollout.graphs import Graphs, rounded
 from rlhf_pg.rollout.rows import Drawn, Groups, Prompt, Row, chunks

@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.models import evaluating, max_positions, merged, quantized
-from rlhf_pg.rollout.attention import Fitness, fitness, window
+from rlhf_pg.models.attention import Fitness, fitness, window
 from rlhf_pg.rollout.batching import BatchingSession
 from rlhf_pg.rollout.engine import Finished, Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.plain import PlainSession

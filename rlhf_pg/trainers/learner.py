@@ -70,7 +70,7 @@ class Learner:
         # A loss that takes `groups` looks at other rows: a micro-batch must have all of them.
         self.compares_rows = "groups" in args.loss_options
         has_bonus = args.entropy_coef > 0 or args.entropy_target is not None
-        self.policy = Policy(model, args.temperature, has_bonus)
+        self.policy = Policy(model, args.temperature, has_bonus, args.micro_batch_tokens)
         self.module: nn.Module = self.policy
         if critic is not None:
             # With adapters it is activations that memory goes to; checkpointing has its own way.
@@ -79,9 +79,10 @@ class Learner:
         self.module.to(runtime.loading_device).eval()
         if args.disable_dropout:
             disable_dropout(self.module)
-        if args.gradient_checkpointing:
-            checkpoint_activations(model)
-            checkpoint_activations(critic.model if critic else None)
+        for part in (model, critic.model if critic else None):
+            # The user may have asked the model itself, in another form than ours.
+            if args.gradient_checkpointing or getattr(part, "is_gradient_checkpointing", False):
+                checkpoint_activations(part)
         self.reference: Reference | None = None
         if args.beta > 0:
             self.reference = Reference(self.policy, args.sync_ref_model)
@@ -291,7 +292,9 @@ class Learner:
         A process with fewer adds blank rows (indices None), so that none waits for another; where
         no process has a row, one blank still gives every parameter a gradient.
         """
-        chunks = batch.micro_batches(self.args.micro_batch_tokens, self.compares_rows)
+        chunks = batch.micro_batches(
+            self.args.micro_batch_tokens, self.compares_rows, self.policy.packs
+        )
         # Asked before the first: a forward pass may itself wait for the other processes.
         count = max(1, self.runtime.most(len(chunks)))
         for rows in chunks:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rlhf_pg.experience import Rollout
-from rlhf_pg.models import Policy, disable_dropout
+from rlhf_pg.models import Policy, checkpoint_activations, disable_dropout
 from tests.tiny import ARCHS, tiny_model
 
 EOS = 2
@@ -79,9 +79,13 @@ def assert_teacher_forced(model, batch, atol, temperature=1.0, completions=COMPL
 
 def gradient(model, batch, weights=None):
     """Of the weighted sum of the log-probabilities, flat."""
-    logprobs = Policy(model)(batch).logprobs
+    return gradient_of(Policy(model), batch, weights)
+
+
+def gradient_of(policy, batch, weights=None):
+    logprobs = policy(batch).logprobs
     weights = torch.arange(1.0, logprobs.numel() + 1) if weights is None else weights.flatten()
-    grads = torch.autograd.grad((logprobs.flatten() * weights).sum(), list(model.parameters()))
+    grads = torch.autograd.grad((logprobs.flatten() * weights).sum(), list(policy.parameters()))
     return torch.cat([grad.flatten() for grad in grads])
 
 
@@ -278,11 +282,12 @@ def test_gradient_checkpointing_leaves_the_gradient_alone(arch):
     model = tiny_model(arch, dtype=torch.float64)
     disable_dropout(model.train())
     plain = gradient(model, rollout(left=2))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model)
+    policy = Policy(model)
     model.get_input_embeddings().register_forward_hook(lambda *_: calls.append("embedding"))
     layer = next(m for m in model.modules() if isinstance(m, nn.ModuleList))[0]
     inner = next(m for m in layer.modules() if not list(m.children()))
     inner.register_forward_hook(lambda *_: calls.append("layer"))
-    checkpointed = gradient(model, rollout(left=2))
+    checkpointed = gradient_of(policy, rollout(left=2))
     assert calls.count("layer") == 2 * calls.count("embedding")  # it was computed again
     torch.testing.assert_close(checkpointed, plain, rtol=0, atol=1e-9)

@@ -4,8 +4,8 @@ import pytest
 import torch
 import transformers
 
+from rlhf_pg.models.attention import fitness
 from rlhf_pg.rollout import NativeEngine, Request
-from rlhf_pg.rollout.attention import fitness
 from rlhf_pg.rollout.batching import BatchingSession
 from rlhf_pg.rollout.stopping import Stopping
 from tests.rollout.test_native import EOS, PAD, PARAMS, PROMPTS, assert_teacher_forced

@@ -53,6 +53,23 @@ def test_micro_batch_split(trainer_type, aggregation, budget, tmp_path) -> None:
     assert_equal(gradient_of(split, SAYS), whole)
 
 
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"use_peft": True}])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("trainer_type", TRAINERS)
+def test_a_prompt_computed_once(trainer_type, aggregation, options, tmp_path) -> None:
+    """As by one padded row per completion."""
+    trainer = trainer_for(trainer_type, tmp_path, aggregation=aggregation, **options)
+    experience = experience_of(trainer)
+    shared = accumulated(trainer, experience)
+    models = [trainer.learner.policy, trainer.learner.reference.policy, trainer.critic]
+    for model in filter(None, models):
+        assert model.packs
+        model.packs = False
+    scored = experience_of(trainer)
+    assert_equal(shared, accumulated(trainer, scored))
+    assert_equal(experience.ref_logprobs, scored.ref_logprobs)
+
+
 @pytest.mark.parametrize("trainer_type", TRAINERS)
 def test_order_of_rows(trainer_type, tmp_path) -> None:
     trainer = trainer_for(trainer_type, tmp_path)

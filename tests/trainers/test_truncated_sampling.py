@@ -184,7 +184,7 @@ def test_without_the_support_the_ratio_is_the_mass_that_was_kept(make, cuts) -> 
     assert rollout.support_ids.dtype == torch.int32
     full = trainer.learner.policy(dataclasses.replace(rollout, support_ids=None)).logprobs
     ratio = (full - rollout.sampler_logprobs).exp()
-    everywhere = (trainer.learner.policy.run(rollout).logits[:, :-1] / 1.3).softmax(-1)
+    everywhere = (trainer.learner.policy.logits(rollout) / 1.3).softmax(-1)
     mass = torch.zeros_like(ratio)
     for i, t in rollout.action_mask.nonzero().tolist():
         ids = [token for token in rollout.support_ids[i, t].tolist() if token >= 0]

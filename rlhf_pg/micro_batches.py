@@ -1,0 +1,84 @@
+"""Which rows are computed together: as many as a budget of tokens allows, in as few batches."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """A completion and its prompt."""
+
+    group: int
+    family: int  # shared by neighbours whose prompt, too, is the same
+    prompt: int  # tokens
+    completion: int
+
+
+def packed(rows: Sequence[Row], max_tokens: int, whole_groups: bool = False) -> list[list[int]]:
+    """Indices of rows, where a prompt is computed once for all rows of its family in a batch, and
+    nothing is padded.
+
+    What does not fit `max_tokens` by itself is a batch of its own.
+
+    Args:
+        whole_groups: never split neighbours of one group; otherwise families are split where they
+            do not fit.
+    """
+    whole = [(_tokens(rows, own), own) for own in _neighbours(rows, "group")]
+    pieces = whole if whole_groups else list(_pieces(rows, max_tokens))
+    batches: list[list[int]] = []
+    room: list[int] = []
+    # First fit, the largest first: at most 11/9 of the batches that are needed (Johnson 1973).
+    for size, own in sorted(pieces, key=lambda piece: -piece[0]):
+        place = next((i for i, left in enumerate(room) if size <= left), len(room))
+        if place == len(room):
+            batches.append([])
+            room.append(max_tokens)
+        batches[place] += own
+        room[place] -= size
+    return batches
+
+
+def padded(rows: Sequence[Row], max_tokens: int, whole_groups: bool = False) -> list[list[int]]:
+    """Likewise, where all prompts of a batch are as wide as the longest, and so are completions."""
+    units = list(_neighbours(rows, "group")) if whole_groups else [[i] for i in range(len(rows))]
+    batches: list[list[int]] = []
+    for own in sorted(units, key=lambda own: -_width(rows, own)):
+        if batches and _area(rows, batches[-1] + own) <= max_tokens:
+            batches[-1] += own
+        else:
+            batches.append(list(own))
+    return batches
+
+
+def _pieces(rows: Sequence[Row], max_tokens: int) -> Iterator[tuple[int, list[int]]]:
+    """Families, or parts of them, and their tokens; the longest completions first."""
+    for family in _neighbours(rows, "family"):
+        prompt = rows[family[0]].prompt
+        size, piece = prompt, list[int]()
+        for i in sorted(family, key=lambda i: -rows[i].completion):
+            if piece and size + rows[i].completion > max_tokens:
+                yield size, piece
+                size, piece = prompt, []
+            size += rows[i].completion
+            piece.append(i)
+        yield size, piece
+
+
+def _neighbours(rows: Sequence[Row], name: str) -> Iterator[list[int]]:
+    """Indices of the rows in a row that agree in something."""
+    for _, run in groupby(range(len(rows)), key=lambda i: getattr(rows[i], name)):
+        yield list(run)
+
+
+def _tokens(rows: Sequence[Row], own: Sequence[int]) -> int:
+    prompts = {rows[i].family: rows[i].prompt for i in own}
+    return sum(prompts.values()) + sum(rows[i].completion for i in own)
+
+
+def _width(rows: Sequence[Row], own: Sequence[int]) -> int:
+    return max(rows[i].prompt for i in own) + max(rows[i].completion for i in own)
+
+
+def _area(rows: Sequence[Row], own: Sequence[int]) -> int:
+    return len(own) * _width(rows, own)

@@ -1,0 +1,128 @@
+"""Attention of our own in a model of `transformers`, which lets it be any registered function.
+
+Every token of a forward pass lies in one packed row, and where it belongs travels with the pass as
+the argument `layout`.
+
+Shapes: N tokens of the pass, H query and K key-value heads, D their width.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+
+NAME = "rlhf_pg"
+
+
+class Layout(Protocol):
+    """Where the tokens of a forward pass belong."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """(N,H,D) from query (H,N,D), and key and value (K,N,D) of the same tokens."""
+        ...
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: Layout,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What `transformers` calls: (1,H,N,D) -> (1,N,H,D); `layout` is what the model was given."""
+    unknown = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
+    if unknown:
+        raise NotImplementedError(f"attention with {unknown[0]}")
+    if attention_mask is not None:  # none is made for a function that `transformers` does not know
+        raise NotImplementedError("attention with a mask of its own")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = layout.attend(int(module.layer_idx), query[0], key[0], value[0], scale)  # type: ignore[arg-type]
+    return out[None], None
+
+
+AttentionInterface.register(NAME, _attention)
+
+
+def configs_of(model: PreTrainedModel) -> list[Any]:
+    """Those that its modules look at, each once."""
+    return list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
+
+
+@contextmanager
+def replaced_attention(configs: Sequence[Any], name: str = NAME) -> Iterator[None]:
+    """The function of this file in the whole model inside; its own again afterwards."""
+    own = [config._attn_implementation for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation = name
+        yield
+    finally:
+        for config, before in zip(configs, own, strict=True):
+            config._attn_implementation = before
+
+
+class Fitness(NamedTuple):
+    """What a model is like for attention in two parts."""
+
+    obstacle: str | None  # what keeps it from that, if anything does
+    bytes_per_token: int = 0  # of keys and values, in all layers, as the model makes them
+
+
+def fitness(model: PreTrainedModel) -> Fitness:
+    """Whether every layer calls the function, in a form it knows: one token tells."""
+    if not model._supports_attention_backend:
+        return Fitness("its attention cannot be replaced")
+    layers = DynamicCache(config=model.config.get_text_config()).layers
+    for layer in layers:
+        if not hasattr(layer, "batch_select_indices"):
+            return Fitness(f"it has recurrent layers ({type(layer).__name__})")
+    try:
+        probe = _probed(model)
+    except (NotImplementedError, TypeError) as error:
+        return Fitness(f"its attention cannot be replaced ({error})")
+    if len(probe.layers) != len(layers):
+        return Fitness("only some of its layers can be replaced")
+    return Fitness(None, probe.size)
+
+
+def window(model: PreTrainedModel) -> float:
+    """Tokens of a row up to which its layers attend to all of it; infinite without a limit."""
+    config = model.config.get_text_config()
+    layers = DynamicCache(config=config).layers
+    windows = [getattr(layer, "sliding_window", None) or math.inf for layer in layers]
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        # Beyond it the positions of a whole batch turn faster, once one of its rows is there.
+        windows.append(config.rope_parameters["original_max_position_embeddings"])
+    return min(windows)
+
+
+class _Probe:
+    def __init__(self) -> None:
+        self.layers: set[int] = set()
+        self.size = 0  # bytes
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        if layer in self.layers:
+            raise NotImplementedError("a layer that attends twice")
+        self.layers.add(layer)
+        self.size += key.nbytes + value.nbytes
+        return torch.zeros_like(query.transpose(0, 1))[..., : value.shape[-1]]
+
+
+@torch.no_grad()
+def _probed(model: PreTrainedModel) -> _Probe:
+    """After one token went through the trunk."""
+    probe, token = _Probe(), torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    inputs = {"input_ids": token, "attention_mask": token + 1, "position_ids": token}
+    trunk: Any = model.base_model
+    with replaced_attention(configs_of(model)):
+        trunk(**inputs, use_cache=False, layout=probe)
+    return probe

@@ -1,0 +1,85 @@
+"""How a batch goes through a model: every prompt once, and without padding, where the model allows.
+
+Shapes: B rows, P prompt width, T completion width; N tokens that are computed; H hidden width.
+"""
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf_pg.experience import Rollout
+from rlhf_pg.models.attention import configs_of, fitness, replaced_attention, window
+from rlhf_pg.models.shared_prefix import Family, SharedPrefix
+
+
+class Tokens(NamedTuple):
+    """A batch as a `transformers` decoder takes it, and where its states are in what comes out."""
+
+    inputs: dict[str, Any]  # (rows, columns) each
+    states: Tensor  # (B,T+1) of the N = rows * columns: the one before each token, and the last
+
+
+def hidden_states(trunk: nn.Module, batch: Rollout, packs: bool) -> tuple[Tensor, Tensor]:
+    """Last hidden states (N,H), and which of them are the states of the batch: see `Tokens`.
+
+    Args:
+        packs: the trunk's attention can be replaced. (What is longer than its window is padded.)
+    """
+    packs = packs and batch.longest <= window(trunk)
+    tokens = packed(batch) if packs else padded(batch)
+    with replaced_attention(configs_of(trunk)) if packs else nullcontext():
+        hidden: Tensor = trunk(**tokens.inputs, use_cache=False).last_hidden_state
+    return hidden.flatten(0, 1), tokens.states
+
+
+def can_pack(trunk: nn.Module) -> bool:
+    """Whether its attention can be replaced."""
+    return isinstance(trunk, PreTrainedModel) and fitness(trunk).obstacle is None
+
+
+def padded(batch: Rollout) -> Tokens:
+    """Prompt and completion side by side, (B,P+T)."""
+    mask = torch.cat([batch.prompt_mask, batch.completion_mask], dim=1).long()
+    inputs = {
+        "input_ids": torch.cat([batch.prompt_ids, batch.completion_ids], dim=1),
+        "attention_mask": mask,
+        # Positions count real tokens, not columns: models with absolute positions notice.
+        "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
+    }
+    rows, width = mask.shape
+    columns = torch.arange(batch.prompt_ids.shape[1] - 1, width, device=mask.device)
+    return Tokens(inputs, torch.arange(rows, device=mask.device)[:, None] * width + columns)
+
+
+def packed(batch: Rollout) -> Tokens:
+    """All real tokens one after another, (1,N): families, see `rlhf_pg.models.shared_prefix`."""
+    family = batch.families()
+    first = torch.ones_like(batch.truncated)
+    first[1:] = family[1:] != family[:-1]
+    prompt_width = batch.prompt_ids.shape[1]
+    there = torch.cat([batch.prompt_mask, batch.completion_mask], dim=1)
+    kept = torch.cat([batch.prompt_mask & first[:, None], batch.completion_mask], dim=1)
+    ids = torch.cat([batch.prompt_ids, batch.completion_ids], dim=1)[kept]
+    inputs = {
+        "input_ids": ids[None],
+        "attention_mask": torch.ones_like(ids[None]),  # or some models look for padding first
+        "position_ids": (there.cumsum(dim=1) - 1)[kept][None],
+        "layout": SharedPrefix(_families(batch, family), ids.device),
+    }
+    # In padding this is the last token before: any state will do there.
+    places = (kept.flatten().cumsum(0) - 1).view_as(kept)
+    prompt_end = places[first, prompt_width - 1][family]
+    return Tokens(inputs, torch.cat([prompt_end[:, None], places[:, prompt_width:]], dim=1))
+
+
+def _families(batch: Rollout, family: Tensor) -> list[Family]:
+    families: list[Family] = []
+    columns = torch.cat([batch.lengths()[:, :2], family[:, None]], dim=1)
+    for completion, prompt, number in columns.tolist():
+        if number == len(families):
+            families.append(Family(prompt, []))
+        families[number].completions.append(completion)
+    return families

@@ -1,0 +1,198 @@
+"""Attention of completions to themselves and to a prompt that they share, with exact gradients.
+
+A packed row holds families: a prompt and after it its completions, each of which continues the
+prompt and does not see its siblings. So the keys of a token are in two places, and its softmax has
+two parts, over its own row and over its prompt, which are weighed by what each adds up to (online
+softmax; Milakov and Gimelshein 2018). With o and l the outputs and log-sums of exponentials:
+
+    l = log(e^l_own + e^l_prompt),    o = e^(l_own - l) o_own + e^(l_prompt - l) o_prompt
+
+Given o and l of both, the backward pass of either part is that of ordinary attention
+(FlashAttention-2; Dao 2023, section 3.1): e^(scores - l) and D = rowsum(dO * O) are those of the
+whole softmax.
+
+Shapes: N tokens of the packed row, H query and K key-value heads, D their width.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_compiled_flex_attention = torch.compile(flex_attention, dynamic=True)
+
+
+class Family(NamedTuple):
+    """Lengths of a prompt and of its completions, as they lie one after another."""
+
+    prompt: int
+    completions: list[int]
+
+
+class _Block(NamedTuple):
+    """Neighbouring sequences of one length, each of which attends to one of the keys."""
+
+    queries: slice
+    keys: slice
+    sequences: int
+    causal: bool  # queries and keys are the same tokens; otherwise every query sees every key
+
+
+class SharedPrefix:
+    """The `Layout` of a packed row of families.
+
+    Args:
+        families: in the order of the row.
+        device: of the row.
+    """
+
+    def __init__(self, families: Sequence[Family], device: torch.device) -> None:
+        self.families, self.device = families, device
+        self.blocks = list(_blocks(families))
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `Layout`."""
+        missing = query.shape[2] - value.shape[2]
+        wide = nn.functional.pad(value, (0, missing)) if missing else value
+        attend = self._by_kernel if self.device.type == "cuda" else self._by_blocks
+        return attend(query, key, wide, scale)[..., : value.shape[2]]
+
+    def _by_blocks(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        out: Tensor = _Attention.apply(query, key, value, scale, self.blocks)  # type: ignore[no-untyped-call]
+        return out.transpose(0, 1)
+
+    def _by_kernel(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """One fused kernel that skips what no query sees (FlexAttention; Dong et al. 2024)."""
+        attend: Any = _compiled_flex_attention if query.is_cuda else flex_attention
+        out: Tensor = attend(
+            query[None],
+            key[None],
+            value[None],
+            block_mask=self._mask,
+            scale=scale,
+            enable_gqa=query.shape[0] != key.shape[0],
+        )
+        return out[0].transpose(0, 1)
+
+    @cached_property
+    def _mask(self) -> BlockMask:
+        """Token q sees token k if k is not later, in the same family, and in q's row or prompt."""
+        family, row = self._places()
+        total = len(family)
+
+        def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q >= k) & (family[q] == family[k]) & ((row[k] == row[q]) | (row[k] == 0))
+
+        return create_block_mask(sees, None, None, total, total, device=str(self.device))
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """The family of every token, and its row there: 0 for the prompt; (N,) each."""
+        lengths = [[prompt, *completions] for prompt, completions in self.families]
+        family = [i for i, rows in enumerate(lengths) for _ in range(sum(rows))]
+        row = [j for rows in lengths for j, length in enumerate(rows) for _ in range(length)]
+        return torch.tensor(family, device=self.device), torch.tensor(row, device=self.device)
+
+
+def _blocks(families: Sequence[Family]) -> Iterator[_Block]:
+    """Every token is a query of one causal block, and in a completion of one other, its prompt."""
+    start = 0
+    for prompt, completions in families:
+        keys = slice(start, start + prompt)
+        yield _Block(keys, keys, 1, causal=True)
+        start = first = keys.stop
+        for count, length in _runs(completions):
+            own = slice(start, start + count * length)
+            if length:
+                yield _Block(own, own, count, causal=True)
+            start = own.stop
+        if start > first:
+            yield _Block(slice(first, start), keys, 1, causal=False)
+
+
+def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """How often a length is repeated, and the length."""
+    counted = torch.unique_consecutive(torch.tensor(lengths), return_counts=True)
+    return [(int(count), int(length)) for length, count in zip(*counted, strict=True)]
+
+
+class _Attention(torch.autograd.Function):
+    """The blocks of a packed row, by the fused kernel for CPUs: (H,N,D)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, blocks: list[_Block]
+    ) -> Tensor:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        out = torch.empty(query.shape, dtype=wide)
+        logsum = torch.empty(query.shape[:2], dtype=wide)
+        for block in blocks:
+            part, own = _forward(
+                *_operands(block, query, key, value), 0.0, block.causal, scale=scale
+            )
+            part, own = _joined(part), _joined(own[..., None])[..., 0]
+            if block.causal:
+                out[:, block.queries], logsum[:, block.queries] = part, own
+            else:
+                _add(out[:, block.queries], logsum[:, block.queries], part, own)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, logsum)
+        ctx.scale, ctx.blocks = scale, blocks
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, logsum = ctx.saved_tensors
+        grads = [torch.empty(x.shape, dtype=logsum.dtype) for x in (query, key, value)]
+        for block in ctx.blocks:
+            parts = _backward(
+                _split(grad[:, block.queries], block.sequences),
+                *_operands(block, query, key, value),
+                _split(out[:, block.queries], block.sequences),
+                _split(logsum[:, block.queries, None], block.sequences)[..., 0],
+                0.0,
+                block.causal,
+                scale=ctx.scale,
+            )
+            places = (block.queries, block.keys, block.keys)
+            for total, place, part in zip(grads, places, parts, strict=True):
+                of_heads = _joined(part).to(total.dtype)
+                copies = len(of_heads) // len(total)  # of a key head: see `_operands`
+                if copies > 1:
+                    of_heads = of_heads.view(-1, copies, *of_heads.shape[1:]).sum(1)
+                if block.causal:  # the first block of its tokens
+                    total[:, place] = of_heads
+                else:
+                    total[:, place] += of_heads
+        return *(total.to(query.dtype) for total in grads), None, None
+
+
+def _operands(block: _Block, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """What the kernel takes, (sequences,H,length,D) each: a key head once for every query head."""
+    copies = query.shape[0] // key.shape[0]
+    keys = (_split(x[:, block.keys], block.sequences) for x in (key, value))
+    repeated = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in keys)
+    return [_split(query[:, block.queries], block.sequences), *repeated]
+
+
+def _split(x: Tensor, count: int) -> Tensor:
+    """(H,count * length,D) to (count,H,length,D)."""
+    return x.view(x.shape[0], count, x.shape[1] // count, x.shape[2]).transpose(0, 1)
+
+
+def _joined(x: Tensor) -> Tensor:
+    """The inverse of `_split`."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def _add(out: Tensor, logsum: Tensor, part: Tensor, own: Tensor) -> None:
+    """Weigh another part of the softmax in, in place: (H,L,D) and (H,L) each."""
+    both = torch.logaddexp(logsum, own)
+    out.mul_((logsum - both).exp_()[..., None]).add_(part * (own - both).exp_()[..., None])
+    logsum.copy_(both)

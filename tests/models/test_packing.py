@@ -1,0 +1,259 @@
+"""Prompts that are computed once, against a forward pass of their own for every row."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from rlhf_pg.experience import Rollout
+from rlhf_pg.models import (
+    Critic,
+    Policy,
+    ValueHead,
+    add_adapter,
+    checkpoint_activations,
+    disable_dropout,
+)
+from rlhf_pg.models.attention import replaced_attention
+from rlhf_pg.models.packing import packed, padded
+from rlhf_pg.models.shared_prefix import Family, SharedPrefix
+from tests.models.test_policy import EXACT, gradient_of, teacher_forced, with_garbage
+from tests.tiny import ARCHS, adapter, stir, tiny_model
+
+PROMPTS = [[5, 9, 2, 31], [17], [8, 3, 30, 12, 25, 6, 39]]
+COMPLETIONS = [
+    [[7, 2], [4, 11, 19, 35, 36], [2], [9, 9]],
+    [[33, 1, 28, 2], [6, 4, 4, 2]],
+    [[3], [14, 22, 23, 24, 25, 26, 27, 20, 3, 4, 5], [12, 13]],
+]
+
+
+def batch_of(prompts=PROMPTS, completions=COMPLETIONS):
+    groups = [(i, c) for i, rows in enumerate(completions) for c in rows]
+    return Rollout.from_tokens(
+        prompts=[prompts[i] for i, _ in groups],
+        completions=[c for _, c in groups],
+        logprobs=[[0.0] * len(c) for _, c in groups],
+        truncated=[False] * len(groups),
+        groups=[i for i, _ in groups],
+        pad_token_id=0,
+    )
+
+
+def one_by_one(model, batch):
+    """The gradient of `gradient_of`, from rows that know nothing of each other."""
+    weights = torch.arange(1.0, batch.action_mask.numel() + 1).view(batch.action_mask.shape)
+    total = []
+    for i, mask in enumerate(batch.completion_mask):
+        prompt = batch.prompt_ids[i][batch.prompt_mask[i]].tolist()
+        logprobs, _ = teacher_forced(model, prompt, batch.completion_ids[i][mask].tolist())
+        total.append((logprobs * weights[i][mask]).sum())
+    grads = torch.autograd.grad(torch.stack(total).sum(), list(model.parameters()))
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+def assert_close(actual, expected, rel):
+    assert (actual - expected).norm() <= rel * expected.norm()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gradients_are_those_of_rows_alone(arch):
+    dtype, _ = EXACT.get(arch, (torch.float32, 0))
+    model = tiny_model(arch, dtype=dtype)
+    policy, batch = Policy(model), with_garbage(batch_of())
+    assert policy.packs
+    expected = one_by_one(model, batch)
+    assert_close(gradient_of(policy, batch), expected, 1e-10 if arch in EXACT else 1e-5)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("arch", ["gpt2", "qwen2"])
+def test_with_checkpointing_and_adapters(arch, checkpointing, lora):
+    def build():
+        model = tiny_model(arch, dtype=torch.float64)
+        if lora:
+            torch.manual_seed(0)
+            model = stir(add_adapter(model, adapter()), seed=1).double()
+        disable_dropout(model.train())
+        return model
+
+    plain = Policy(build())
+    plain.packs = False
+    fast = Policy(build())
+    if checkpointing:
+        checkpoint_activations(fast.model)
+    # RMSNorm computes in float32 in Qwen2, whatever the dtype.
+    rel = 1e-10 if arch == "gpt2" else 1e-5
+    assert_close(trained_gradient(fast), trained_gradient(plain), rel)
+
+
+def trained_gradient(policy):
+    logprobs = policy(batch_of()).logprobs
+    weights = torch.arange(1.0, logprobs.numel() + 1).view_as(logprobs)
+    (logprobs * weights).sum().backward()
+    grads = [p.grad.flatten() for p in policy.parameters() if p.requires_grad]
+    assert all(grad.isfinite().all() for grad in grads)
+    return torch.cat(grads)
+
+
+def test_every_real_token_is_computed_once():
+    inputs, states = packed(batch_of())
+    ids = [t for p, rows in zip(PROMPTS, COMPLETIONS, strict=True) for t in sum(rows, p)]
+    assert inputs["input_ids"].tolist() == [ids]
+    rows = zip(PROMPTS, COMPLETIONS, strict=True)
+    positions = [
+        t
+        for p, completions in rows
+        for t in [*range(len(p)), *(len(p) + t for c in completions for t in range(len(c)))]
+    ]
+    assert inputs["position_ids"].tolist() == [positions]
+    assert states[:2, :3].tolist() == [[3, 4, 5], [3, 6, 7]]  # the prompt ends at 3
+    assert states.shape == (9, 12)
+    assert padded(batch_of()).inputs["input_ids"].numel() == 9 * 18
+
+
+def test_prompts_that_differ_within_a_group_are_not_shared():
+    batch = batch_of([[5, 9], [5, 8], [6, 8]], [[[7], [8]], [[7, 7]], [[9], [2]]])
+    batch = replace(batch, groups=torch.zeros_like(batch.groups))
+    assert batch.families().tolist() == [0, 0, 1, 2, 2]
+    assert packed(batch).inputs["input_ids"].numel() == 3 * 2 + 6
+    model = tiny_model("gpt2", dtype=torch.float64)
+    assert_close(gradient_of(Policy(model), batch), one_by_one(model, batch), 1e-10)
+
+
+def test_rows_longer_than_a_sliding_window_are_padded():
+    model = tiny_model("mistral", sliding_window=17)
+    batch, seen = batch_of(), []
+    model.base_model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[0]), with_kwargs=True
+    )
+    policy = Policy(model)
+    seen.clear()
+    policy(batch.select(torch.arange(6)))
+    assert seen == [1]
+    policy(batch)  # of 18 tokens
+    assert seen == [1, 9]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_critic_shares_prompts_too(shared):
+    model = tiny_model("gpt2", dtype=torch.float64)
+    own = None if shared else tiny_model("gpt2", dtype=torch.float64, seed=1).base_model
+    critic = Critic(own, stir(ValueHead(32, torch.float64)))
+    policy, batch = Policy(model), batch_of()
+    states = policy.hidden_states(batch) if shared else None
+    values, end = critic(batch, states)
+    critic.packs = policy.packs = False
+    states = policy.hidden_states(batch) if shared else None
+    torch.testing.assert_close((values, end), critic(batch, states), rtol=0, atol=1e-10)
+
+
+# ---------------------------------------------------------------------------- the attention alone
+
+FAMILIES = [Family(4, [2, 5, 0, 2, 2]), Family(1, []), Family(3, [1]), Family(2, [3, 3])]
+
+
+def visible(families):
+    """Which token sees which: (N,N)."""
+    places = [
+        (f, row, t)
+        for f, (prompt, completions) in enumerate(families)
+        for row, length in enumerate([prompt, *completions])
+        for t in range(length)
+    ]
+
+    def sees(q, k):
+        in_prompt, in_row = k[1] == 0 < q[1], k[1] == q[1] and k[2] <= q[2]
+        return k[0] == q[0] and (in_prompt or in_row)
+
+    return torch.tensor([[sees(q, k) for k in places] for q in places])
+
+
+def explicit(query, key, value, scale):
+    copies = len(query) // len(key)
+    key, value = (x.repeat_interleave(copies, 0) for x in (key, value))
+    scores = (query @ key.transpose(1, 2) * scale).masked_fill(~visible(FAMILIES), -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(0, 1)
+
+
+@pytest.mark.parametrize("way", ["_by_blocks", "_by_kernel"])
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.filterwarnings("ignore:.*flex_attention")
+def test_attention_is_a_softmax_over_what_is_seen(way, heads, key_heads):
+    count = len(visible(FAMILIES))
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.float64 if way == "_by_blocks" else torch.float32
+    shapes = [(heads, count, 8), (key_heads, count, 8), (key_heads, count, 8)]
+    operands = [
+        torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(way == "_by_blocks")
+        for shape in shapes
+    ]
+    layout = SharedPrefix(FAMILIES, torch.device("cpu"))
+    out = getattr(layout, way)(*operands, 0.7)
+    expected = explicit(*operands, 0.7)
+    tolerance = {"rtol": 0, "atol": 1e-11 if dtype == torch.float64 else 1e-5}
+    torch.testing.assert_close(out, expected, **tolerance)
+    if way == "_by_kernel":  # which has a backward pass on GPUs alone
+        return
+    weights = torch.randn(out.shape, generator=generator, dtype=dtype)
+    grads = torch.autograd.grad((out * weights).sum(), operands)
+    torch.testing.assert_close(
+        grads, torch.autograd.grad((expected * weights).sum(), operands), **tolerance
+    )
+
+
+def test_values_narrower_than_keys():
+    count = len(visible(FAMILIES))
+    query, key, value = (torch.randn(2, count, width).double() for width in (8, 8, 5))
+    out = SharedPrefix(FAMILIES, torch.device("cpu")).attend(0, query, key, value, 0.3)
+    torch.testing.assert_close(out, explicit(query, key, value, 0.3))
+
+
+def test_bfloat16_is_weighed_in_float32():
+    count = len(visible(FAMILIES))
+    operands = [torch.randn(2, count, 8).bfloat16() for _ in range(3)]
+    layout = SharedPrefix(FAMILIES, torch.device("cpu"))
+    out = layout.attend(0, *operands, 0.5)
+    assert out.dtype == torch.bfloat16
+    expected = explicit(*(x.double() for x in operands), 0.5)
+    assert (out - expected).abs().max() < 2e-2
+
+
+def test_a_model_has_its_own_attention_back():
+    model = tiny_model("gpt2")
+    before = model.config._attn_implementation
+    Policy(model)(batch_of())
+    assert model.config._attn_implementation == before
+    with pytest.raises(ZeroDivisionError), replaced_attention([model.config]):
+        _ = 1 / 0
+    assert model.config._attn_implementation == before
+
+
+def test_what_is_saved_for_the_backward_pass_does_not_grow_with_the_prompt_per_row():
+    """Sixteen completions of one prompt: its keys are kept once."""
+
+    def saved(n):
+        kept = {}
+        model = tiny_model("qwen2", max_position_embeddings=512)
+        batch = batch_of([[7] * 400], [[[5] * 3] * n])
+        keep = torch.autograd.graph.saved_tensors_hooks(
+            lambda x: kept.setdefault(x.untyped_storage().data_ptr(), x), lambda x: x
+        )
+        with keep:
+            Policy(model)(batch)
+        weights = {p.data_ptr() for p in model.parameters()}
+        storages = [x.untyped_storage() for key, x in kept.items() if key not in weights]
+        return sum(storage.nbytes() for storage in storages)
+
+    assert saved(16) < 1.25 * saved(1)
+
+
+def test_numbers_do_not_depend_on_what_else_is_in_the_row():
+    policy, batch = Policy(tiny_model("gpt2", dtype=torch.float64)), batch_of()
+    whole = policy(batch).logprobs
+    for i in range(batch.num_rows):
+        alone = policy(batch.select(torch.tensor([i]))).logprobs[0]
+        torch.testing.assert_close(whole[i, : len(alone)], alone, rtol=0, atol=1e-12)
+    assert isinstance(policy, nn.Module)

@@ -1,0 +1,99 @@
+"""Which rows are computed together."""
+
+from itertools import groupby
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_pg.micro_batches import Row, packed, padded
+
+# Two families of group 5, one of group 6: prompts of 10, 4 and 3 tokens.
+ROWS = [
+    *(Row(5, 0, 10, completion) for completion in (1, 4, 2)),
+    Row(5, 1, 4, 3),
+    *(Row(6, 2, 3, completion) for completion in (5, 6)),
+]
+
+
+def tokens(rows, own):
+    """Of a packed batch: the prompt of a family counts where its first row begins."""
+    total, before = 0, None
+    for i in own:
+        total += rows[i].completion + (rows[i].prompt if rows[i].family != before else 0)
+        before = rows[i].family
+    return total
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (38, [[1, 2, 0, 5, 4, 3]]),  # 17 + 14 + 7: everything
+        (37, [[1, 2, 0, 5, 4], [3]]),
+        (24, [[1, 2, 0, 3], [5, 4]]),  # the piece of 7 fits beside the 17
+        (16, [[1, 2], [5, 4], [0], [3]]),  # a family is split, its prompt computed twice
+        (14, [[1], [5, 4], [2, 0], [3]]),
+        (1, [[1], [2], [0], [5], [4], [3]]),
+    ],
+)
+def test_packed_by_hand(limit, expected):
+    assert packed(ROWS, limit) == expected
+
+
+def test_whole_groups_by_hand():
+    assert packed(ROWS, 38, whole_groups=True) == [[0, 1, 2, 3, 4, 5]]
+    assert packed(ROWS, 37, whole_groups=True) == [[0, 1, 2, 3], [4, 5]]
+    assert packed(ROWS, 1, whole_groups=True) == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_padded_by_hand():
+    # Widths 11, 14, 12, 7, 8, 9: the widest first, each batch as wide as its widest two parts.
+    assert padded(ROWS, 42) == [[1, 2, 0], [5, 4, 3]]
+    assert padded(ROWS, 41) == [[1, 2], [0, 5], [4, 3]]
+    assert padded(ROWS, 1) == [[1], [2], [0], [5], [4], [3]]
+    assert padded(ROWS, 84, whole_groups=True) == [[0, 1, 2, 3], [5, 4][::-1]]
+    assert padded(ROWS, 96, whole_groups=True) == [[0, 1, 2, 3, 4, 5]]
+
+
+@st.composite
+def some_rows(draw):
+    rows, family = [], 0
+    for group in range(draw(st.integers(1, 4))):
+        for _ in range(draw(st.integers(1, 2))):
+            prompt = draw(st.integers(1, 9))
+            lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=5))
+            rows += [Row(group, family, prompt, length) for length in lengths]
+            family += 1
+    return rows
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=some_rows(), limit=st.integers(1, 60), whole=st.booleans())
+def test_every_row_once_within_the_limit(rows, limit, whole):
+    for split in (packed, padded):
+        batches = split(rows, limit, whole)
+        assert sorted(i for own in batches for i in own) == list(range(len(rows)))
+        for own in batches:
+            groups = {rows[i].group for i in own}
+            if whole:
+                assert [i for i in range(len(rows)) if rows[i].group in groups] == sorted(own)
+            width = max(rows[i].prompt for i in own) + max(rows[i].completion for i in own)
+            cost = tokens(rows, own) if split is packed else len(own) * width
+            assert cost <= limit or len(groups if whole else own) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=some_rows(), limit=st.integers(1, 60))
+def test_a_family_lies_together_the_longest_first(rows, limit):
+    for own in packed(rows, limit):
+        families = [family for family, _ in groupby(rows[i].family for i in own)]
+        assert len(families) == len(set(families))
+        for _, part in groupby(own, key=lambda i: rows[i].family):
+            lengths = [rows[i].completion for i in part]
+            assert lengths == sorted(lengths, reverse=True)
+
+
+def test_a_prompt_is_computed_once_where_its_family_fits():
+    rows = [Row(0, 0, 500, 60) for _ in range(16)]
+    assert len(packed(rows, 500 + 16 * 60)) == 1
+    assert len(padded(rows, 500 + 16 * 60)) == 8
