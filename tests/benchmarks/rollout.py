@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -91,19 +92,27 @@ def force(logits: Tensor, lengths: Tensor, position: Tensor | int) -> Tensor:
     return logits
 
 
-def native(model: PreTrainedModel, case: Case) -> Callable[[], int]:
-    prompts, lengths = case.draw(model.config.vocab_size)
-    wanted = torch.tensor(lengths, device=model.device)
+def forced(wanted: Tensor) -> AbstractContextManager[Any]:
+    """Inside, completions of the native engine have the lengths `wanted` (P,n); draw d those of
+    prompt d mod P.
+    """
 
     class Forced(BatchingSession):
         def _draw(self, start: int, logits: Tensor) -> None:
             rows = slice(start, len(self.rows))
             drawn = self.drawn
-            ends = wanted[drawn.draws[rows], drawn.samples[rows]]
+            ends = wanted[drawn.draws[rows] % len(wanted), drawn.samples[rows]]
             super()._draw(start, force(logits, ends, drawn.lengths[rows]))
 
+    return patch("rlhf_pg.rollout.native.BatchingSession", Forced)
+
+
+def native(model: PreTrainedModel, case: Case) -> Callable[[], int]:
+    prompts, lengths = case.draw(model.config.vocab_size)
+    wanted = torch.tensor(lengths, device=model.device)
+
     def run() -> int:
-        with patch("rlhf_pg.rollout.native.BatchingSession", Forced):
+        with forced(wanted):
             engine = NativeEngine(model, EOS, PAD)
             done = engine.generate(prompts, case.n, SamplingParams(max_tokens=case.new), seed=0)
         assert [len(c.tokens) for c in done] == wanted.flatten().tolist()

@@ -1,0 +1,51 @@
+"""The gradients of both sides on one identical batch."""
+
+import math
+
+import torch
+
+from rlhf_pg.experience import Experience, Rollout
+from tests.benchmarks.peer import ours, theirs
+from tests.benchmarks.peer.workload import MARKS, Job, device
+from tests.benchmarks.rollout import EOS, PAD
+
+
+def new_batch(job: Job) -> Experience:
+    """Random completions of the workload's lengths, advantages and reference."""
+    workload, vocabulary = job.workload, job.vocabulary
+    generator = torch.Generator().manual_seed(1)
+
+    def words(count: int) -> list[int]:
+        return torch.randint(MARKS, vocabulary, (count,), generator=generator).tolist()
+
+    lengths = workload.lengths.flatten().tolist()
+    prompts = [ids for ids in workload.prompt_ids(vocabulary) for _ in range(workload.n)]
+    rollout = Rollout.from_tokens(
+        prompts,
+        [[*words(length - 1), EOS] for length in lengths],
+        [[0.0] * length for length in lengths],
+        truncated=[False] * workload.rows,
+        groups=[i // workload.n for i in range(workload.rows)],
+        pad_token_id=PAD,
+        device=device(),
+    )
+    mask = rollout.action_mask
+    advantages = torch.randn(workload.rows, 1, generator=generator).to(device())
+    # About as likely as random weights make them, so that the KL has a gradient of its own.
+    drift = torch.randn(mask.shape, generator=generator).to(device())
+    ref_logprobs = torch.where(mask, drift - math.log(vocabulary), 0.0)
+    return Experience.of(
+        rollout,
+        advantages=torch.where(mask, advantages, 0.0),
+        ref_logprobs=ref_logprobs if job.beta and job.algorithm == "grpo" else None,
+    )
+
+
+def difference(job: Job) -> float:
+    """||ours - TRL's|| / ||TRL's||, over all weights."""
+    batch = new_batch(job)
+    own, other = (side.gradient(job, job.load(), batch) for side in (ours, theirs))
+    assert own.keys() == other.keys()
+    between = sum((own[name] - other[name]).double().square().sum() for name in own)
+    norm = sum(gradient.double().square().sum() for gradient in other.values())
+    return math.sqrt(between / norm)

@@ -1,0 +1,81 @@
+"""This library's side."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_pg import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from rlhf_pg.experience import Experience
+from rlhf_pg.metrics import Meter
+from rlhf_pg.progress import Journal
+from rlhf_pg.trainers import PolicyGradientTrainer
+from tests.benchmarks.peer.workload import LEARNING_RATE, Job, device, synchronize
+from tests.benchmarks.rollout import forced
+
+TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
+
+
+def new_trainer(job: Job, model: PreTrainedModel) -> PolicyGradientTrainer:
+    kind, config = TRAINERS[job.algorithm]
+    return kind(
+        model=model,
+        reward_funcs=job.reward,
+        args=config(
+            output_dir=f"{job.output_dir}/ours",
+            dtype=job.dtype,
+            prompts_per_step=job.workload.prompts,
+            num_generations=job.workload.n,
+            max_completion_length=job.workload.new,
+            beta=job.beta,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            shuffle_dataset=False,
+            log_completions_steps=0,
+            max_steps=1000,
+        ),
+        train_dataset=job.dataset(),
+        processing_class=job.tokenizer(),
+    )
+
+
+def stepper(job: Job, model: PreTrainedModel) -> Callable[[], dict[str, float]]:
+    """One whole step, as `train` takes it; returns the seconds of its phases, and of all of it."""
+    trainer = new_trainer(job, model)
+    journal = Journal(Path(trainer.args.output_dir), 0, is_main=True)
+    wanted = job.workload.lengths.to(device())
+
+    def step() -> dict[str, float]:
+        synchronize()
+        start = time.perf_counter()
+        with forced(wanted):
+            metrics = trainer.step(journal)
+        journal.step(metrics)
+        synchronize()
+        seconds = {name: metrics[f"time/{name}"] for name in ("rollout", "reward", "score")}
+        return seconds | {"update": metrics["time/update"], "step": time.perf_counter() - start}
+
+    return step
+
+
+def train(job: Job, model: PreTrainedModel, steps: int) -> None:
+    step = stepper(job, model)
+    for _ in range(steps):
+        step()
+
+
+def gradient(job: Job, model: PreTrainedModel, batch: Experience) -> dict[str, Tensor]:
+    """Of the loss on all rows of the batch, by the name of the weight."""
+    trainer = new_trainer(job, model)
+    trainer.learner.accumulate(batch, Meter())
+    # RLOO divides by the longest length too ("constant"), TRL does not.
+    scale = job.workload.new if job.algorithm == "rloo" else 1
+    return {name: scale * _of(weight) for name, weight in trainer.model.named_parameters()}
+
+
+def _of(weight: torch.nn.Parameter) -> Tensor:
+    assert weight.grad is not None
+    return weight.grad
