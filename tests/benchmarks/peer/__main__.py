@@ -75,7 +75,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    return parser.parse_args()
+    flags = parser.parse_args()
+    rows = WORKLOADS[flags.workload].rows
+    if any(rows % batch for batch in flags.batches):
+        parser.error(f"--batches must divide the {rows} completions of {flags.workload}")
+    return flags
 
 
 def main() -> None:

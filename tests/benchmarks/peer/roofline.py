@@ -3,9 +3,9 @@
 Counted is what no arrangement spares: a prompt's tokens once per group, a completion's but its last
 (nothing follows EOS), attention to what is before a token, the head where a token is predicted; in
 an update three times a forward pass. An old policy is not scored: the sampler has its
-log-probabilities. Bytes are those of weights (read at every decoding step, and nine more times with
-gradients and the moments of AdamW in an update) and in the rollout of keys and values, a prompt's
-once per group. Activations are not counted.
+log-probabilities. Bytes are those of weights, read once per decoding step and per forward or
+backward pass; of the gradients, and of what AdamW reads and writes; and in the rollout of keys and
+values, a prompt's once per group and step. Activations are not counted.
 """
 
 import time
@@ -39,6 +39,7 @@ def needed(job: Job, config: PreTrainedConfig) -> dict[str, Work]:
     return {
         "rollout": Work(forward, decoding),
         "score": Work(forward, weights) if job.beta else Work(0, 0),
+        # Two passes, the gradient written, and AdamW: 4 tensors read and 3 written.
         "update": Work(3 * forward, 10 * weights),
     }
 

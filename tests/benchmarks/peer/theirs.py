@@ -24,9 +24,10 @@ OPTIONS = {"grpo": {"use_bias_correction_kl": False}, "rloo": {}}
 
 
 def new_trainer(job: Job, model: PreTrainedModel, batch: int, steps: int) -> Any:
-    """Args:
-    batch: completions per forward and backward pass.
-    steps: after which `train()` ends.
+    """A trainer of TRL whose `train()` ends after so many steps.
+
+    Args:
+        batch: completions per forward and backward pass.
     """
     kind, config = TRAINERS[job.algorithm]
     trainer = kind(
