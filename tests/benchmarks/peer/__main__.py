@@ -25,6 +25,8 @@ def alternate(job: Job, batch: int, rounds: int) -> tuple[Seconds, Seconds]:
     def between(seconds: Seconds) -> None:
         other.append(seconds)
         own.append(step())
+        what = f"round {len(own) - 1}" if own[1:] else "warm-up"
+        print(f"{what}: ours {own[-1]['step']:.2f} s, TRL {seconds['step']:.2f} s", flush=True)
 
     theirs.train(job, job.load(), 1 + rounds, batch, between)
     return medians(own[1:]), medians(other[1:])
