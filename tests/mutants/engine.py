@@ -55,7 +55,7 @@ MUTANTS = [
     Mutant(
         name="dropout-in-sampling",
         mistake="completions are sampled in train mode",
-        file="rlhf_pg/rollout/native.py",
+        file="rlhf_pg/models/loading.py",
         old="    model.eval()\n    try:",
         new="    try:",
         killers=(f"{NATIVE}::test_dropout_has_no_part_in_sampling",),
@@ -63,7 +63,7 @@ MUTANTS = [
     Mutant(
         name="mode-lost-after-an-error",
         mistake="the mode is not restored when sampling fails",
-        file="rlhf_pg/rollout/native.py",
+        file="rlhf_pg/models/loading.py",
         old="    try:\n        yield\n    finally:",
         new="    yield\n    if True:",
         killers=(f"{NATIVE}::test_the_mode_of_every_module_is_restored_after_an_error",),

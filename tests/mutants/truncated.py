@@ -2,7 +2,7 @@
 
 from tests.mutants import Mutant
 
-POLICY = "rlhf_pg/models/policy.py"
+HEAD = "rlhf_pg/models/head.py"
 LEARNER = "rlhf_pg/trainers/learner.py"
 EXPERIENCE = "rlhf_pg/experience.py"
 BASE = "rlhf_pg/trainers/base.py"
@@ -49,9 +49,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="support-not-for-the-entropy",
         mistake="the entropy, and a bonus for it, is that of all tokens",
-        file=POLICY,
-        old="_entropy(everywhere)",
-        new="_entropy((widen(output.logits[:, -columns:-1]) / self.temperature).log_softmax(-1))",
+        file=HEAD,
+        old="everywhere.clamp_(min=IMPOSSIBLE)\n            entropies",
+        new="everywhere = (widen(output[rows]) * law.slope).log_softmax(-1)\n            entropies",
         killers=(
             f"{TRAINING}the_bonus_is_for_the_entropy_of_the_truncated_policy",
             f"{SUPPORT}log_probabilities_and_entropy_are_those_of_the_kept_tokens",
@@ -60,7 +60,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="support-padding-is-a-token",
         mistake="the padding of a support lets token 0 in",
-        file=POLICY,
+        file=HEAD,
         old="torch.where(given, support_ids, vocabulary)",
         new="torch.where(given, support_ids, 0)",
         killers=(f"{SUPPORT}log_probabilities_and_entropy_are_those_of_the_kept_tokens",),
@@ -68,8 +68,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="support-none-is-nothing",
         mistake="a slot without a support, padding or tool output, has no token at all: NaN",
-        file=POLICY,
-        old=" | ~given.any(dim=2, keepdim=True)",
+        file=HEAD,
+        old=" | ~given.any(dim=1, keepdim=True)",
         new="",
         killers=(f"{SUPPORT}the_whole_vocabulary_as_a_support_changes_nothing",),
     ),
