@@ -297,6 +297,11 @@ def test_advantages_that_a_loss_for_whole_rows_cannot_take_are_refused(config, o
         (GRPOConfig, {"top_k": 50}, 'top_k 50 .* set truncated_sampling to "saved_support"'),
         (PPOConfig, {"top_p": 0.9}, "top_p 0.9 .* or leave top_p out"),
         (RLOOConfig, {"min_p": 0.1}, "min_p 0.1 leaves tokens out"),
+        (
+            GRPOConfig,
+            {"old_logprobs_source": "sampler", "rollout_engine": "vllm"},
+            "old_logprobs_source is .* whose weights are a copy",
+        ),
         (GRPOConfig, {"truncated_sampling": "saved_support"}, "no effect without top_k, top_p"),
         (GRPOConfig, {"eval_success_threshold": 0.5}, "set num_generations_eval above 1"),
         (GRPOConfig, {"stop": ["a", ""]}, "stop must not hold an empty string"),
@@ -822,6 +827,7 @@ OTHERS = {
 
 # What does not go together with the values above.
 APART = [
+    {"old_logprobs_source": "sampler"},
     {
         "rollout_engine": "vllm",
         "vllm_gpu_memory_utilization": 0.5,

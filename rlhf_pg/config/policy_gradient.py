@@ -72,6 +72,10 @@ class PolicyGradientConfig(SamplingConfig):
     old_kl_target: float | None = number(None, above=0)
     """Halve or double that coefficient after a step to keep this KL (PPO, section 4); None: fix it.
     """
+    old_logprobs_source: Literal["policy", "sampler"] = "policy"
+    """Where the policy's log-probabilities before the update come from, if something needs them: a
+    forward pass, or what the native engine saw when it sampled, which spares that pass. The two
+    differ by rounding: little in float32, up to a few percent of the ratio in bfloat16."""
     sampler_correction: Literal[
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "none"
@@ -266,6 +270,12 @@ class PolicyGradientConfig(SamplingConfig):
 
     def _check_idle(self) -> None:
         """Refuse options that would be ignored."""
+        self.refuse_idle(
+            ("old_logprobs_source",),
+            self.rollout_engine == "native",
+            f'is "policy" with rollout_engine {self.rollout_engine!r}, whose weights are a copy: '
+            "weigh what it saw by sampler_correction",
+        )
         penalized = "old_kl_coef" in self.loss_options and self.old_kl_coef > 0
         moving, adaptive = self.kl_controller != "fixed", self.kl_controller == "adaptive"
         correcting, bonus = self.sampler_correction != "none", self.entropy_target is not None

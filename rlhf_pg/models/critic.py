@@ -154,15 +154,15 @@ class ActorCritic(nn.Module):
         """What `Policy` gives, with values.
 
         Args:
-            values_alone: what a separate critic gives, and nothing else is computed. (Asking it
-                here: FSDP2 wants every call to begin with the module that was wrapped.)
+            values_alone: what the critic gives, and nothing else is computed. (Asking it here:
+                FSDP2 wants every call to begin with the module that was wrapped.)
         """
+        shared = self.policy.hidden_states(batch) if self.critic.shares_trunk else None
         if values_alone:
-            return self.critic(batch)
-        if self.critic.shares_trunk:
-            hidden_states = self.policy.hidden_states(batch)
-            values, end = self.critic(batch, hidden_states)
-            scored = self.policy.score(batch, *hidden_states)
+            return self.critic(batch, shared)
+        if shared is not None:
+            values, end = self.critic(batch, shared)
+            scored = self.policy.score(batch, *shared)
         else:
             if self.recompute and torch.is_grad_enabled():
                 values, end = checkpoint(self.critic, batch, use_reentrant=False)

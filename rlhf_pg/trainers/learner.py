@@ -139,16 +139,20 @@ class Learner:
         args, scored = self.args, Scored()
         paid = args.kl_placement == "reward" or args.kl_controller != "fixed"
         needs_old = args.updates_per_step > 1 or (self.reference is not None and paid)
-        if needs_old or self.critic is not None:
-            scored = self._over(rollout, lambda batch: self._score_own(batch, needs_old))
+        computes_old = needs_old and args.old_logprobs_source == "policy"
+        if computes_old or self.critic is not None:
+            scored = self._over(rollout, lambda batch: self._score_own(batch, computes_old))
+        if needs_old and not computes_old:
+            seen = torch.where(rollout.action_mask, rollout.sampler_logprobs, 0.0)
+            scored = scored._replace(old_logprobs=seen)
         if self.reference is not None:
             ask = partial(self.runtime.output, self.reference)
             judged = self._over(rollout, lambda batch: Scored(ref_logprobs=ask(batch)))
             scored = scored._replace(ref_logprobs=judged.ref_logprobs)
         return scored
 
-    def _score_own(self, batch: Rollout, needs_old: bool) -> Scored:
-        if self.critic is None or needs_old or self.critic.shares_trunk:
+    def _score_own(self, batch: Rollout, computes_old: bool) -> Scored:
+        if computes_old:
             out: PolicyOutput = self.trained(batch)
             return Scored(out.logprobs, None, out.values, out.end_values)
         values, end_values = self.trained(batch, values_alone=True)

@@ -1,6 +1,7 @@
 """What one step hands from sampling to scoring to the update."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,21 @@ def test_the_ratio_of_a_single_update_is_1_by_construction(make, iterations, is_
     """Even where the KL in the reward has made the old log-probabilities known."""
     trainer = make(RLOOTrainer, beta=0.1, num_iterations=iterations)
     assert (experience_of(trainer).old_logprobs is not None) == is_scored
+
+
+@pytest.mark.parametrize("trainer_type", [RLOOTrainer, PPOTrainer])
+def test_the_sampler_spares_the_policy_a_pass(make, trainer_type) -> None:
+    """It has the same weights, and so the same log-probabilities before the update."""
+    options = {"dtype": "float64", "num_iterations": 2, "beta": 0.1}
+    trainer = make(trainer_type, old_logprobs_source="sampler", **options)
+    rollout = trainer.roll_out(range(4)).rollout
+    computed = make(trainer_type, **options).learner.score(rollout)
+    heads: list[Any] = []
+    trainer.model.get_output_embeddings().register_forward_hook(lambda *_: heads.append(1))
+    scored = trainer.learner.score(rollout)
+    assert not heads
+    assert not scored.old_logprobs[~rollout.action_mask].any()
+    torch.testing.assert_close(scored, computed, rtol=0, atol=1e-5)
 
 
 def test_a_kl_that_is_paid_in_the_reward_is_not_in_the_loss_too(make) -> None:

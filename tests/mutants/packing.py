@@ -1,0 +1,76 @@
+"""Mistakes of prompts that are computed once, and of attention in two parts."""
+
+from tests.mutants import Mutant
+
+ATTENTION = "rlhf_pg/models/shared_prefix.py"
+PACKING = "rlhf_pg/models/packing.py"
+TEST = "tests/models/test_packing.py::"
+GRADIENTS = f"{TEST}test_gradients_are_those_of_rows_alone"
+SOFTMAX = f"{TEST}test_attention_is_a_softmax_over_what_is_seen"
+
+MUTANTS = [
+    Mutant(
+        name="completions-see-their-siblings",
+        mistake="the completions of a prompt are one long row",
+        file=ATTENTION,
+        old="for count, length in _runs(completions):",
+        new="for count, length in [(1, sum(completions))]:",
+        killers=(SOFTMAX, GRADIENTS),
+    ),
+    Mutant(
+        name="prompt-not-seen",
+        mistake="a completion attends to itself alone",
+        file=ATTENTION,
+        old="if start > first:",
+        new="if False:",
+        killers=(SOFTMAX, GRADIENTS),
+    ),
+    Mutant(
+        name="positions-begin-anew",
+        mistake="but for the first, completions are at positions from 0 on",
+        file=PACKING,
+        old="(there.cumsum(dim=1) - 1)[kept]",
+        new="(kept.cumsum(dim=1) - 1)[kept]",
+        killers=(f"{TEST}test_every_real_token_is_computed_once", GRADIENTS),
+    ),
+    Mutant(
+        name="part-of-a-softmax-for-the-whole",
+        mistake="the backward pass of a part normalises by that part alone",
+        file=ATTENTION,
+        old="logsum.copy_(both)",
+        new="pass",
+        killers=(SOFTMAX, GRADIENTS),
+    ),
+    Mutant(
+        name="first-token-after-the-first-prompt",
+        mistake="every completion's first token is scored after the prompt of the first family",
+        file=PACKING,
+        old="places[first, prompt_width - 1][family]",
+        new="places[first, prompt_width - 1][family * 0]",
+        killers=(GRADIENTS,),
+    ),
+    Mutant(
+        name="any-prompt-of-the-group",
+        mistake="episodes of a group are all scored after the prompt of the first",
+        file="rlhf_pg/experience.py",
+        old="columns = torch.cat([self.groups[:, None], prompts], dim=1)",
+        new="columns = self.groups[:, None]",
+        killers=(f"{TEST}test_prompts_that_differ_within_a_group_are_not_shared",),
+    ),
+    Mutant(
+        name="recomputed-by-another-attention",
+        mistake="gradient checkpointing computes layers again as if there were no packing",
+        file="rlhf_pg/models/loading.py",
+        old="return nullcontext(), replaced_attention(configs, as_now)",
+        new="return nullcontext(), nullcontext()",
+        killers=(f"{TEST}test_with_checkpointing_and_adapters",),
+    ),
+    Mutant(
+        name="beyond-the-window",
+        mistake="rows longer than a sliding window attend to all of themselves",
+        file=PACKING,
+        old="packs = packs and batch.longest <= window(trunk)",
+        new="packs = packs and True",
+        killers=(f"{TEST}test_rows_longer_than_a_sliding_window_are_padded",),
+    ),
+]
