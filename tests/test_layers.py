@@ -20,6 +20,7 @@ FLOORS = [
         "micro_batches",
         "running",
         "attempts",
+        "noise",
     },
     {"fields", "config", "recipe"},
     {"models", "data", "rewards", "tasks"},

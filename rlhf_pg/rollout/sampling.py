@@ -10,6 +10,7 @@ from transformers import (
 )
 
 from rlhf_pg.masking import widen
+from rlhf_pg.noise import mix, shift, signed
 from rlhf_pg.rollout.engine import SamplingParams
 
 BLOCK = 128  # tokens whose probabilities are summed before any of them is looked at
@@ -101,35 +102,17 @@ def uniform(seed: int, draws: Tensor, samples: Tensor, position: int | Tensor) -
     Args:
         draws, samples: (R,) int64, and position too, or one for all.
     """
-    return _shift(_state(seed, draws, samples, position), 12).to(torch.float64) * 2.0**-52
+    return shift(_state(seed, draws, samples, position), 12).to(torch.float64) * 2.0**-52
 
 
 def request_seed(seed: int, draw: int, sample: int, position: int) -> int:
     """For an engine that makes its own noise: a seed in [0, 2**63), by the same coordinates."""
     state = _state(seed, torch.tensor([draw]), torch.tensor([sample]), position)
-    return int(_shift(state, 1))
+    return int(shift(state, 1))
 
 
 def _state(seed: int, draws: Tensor, samples: Tensor, position: int | Tensor) -> Tensor:
-    state = _mix(torch.full_like(draws, _signed(seed)))
-    state = _mix(state + draws)
-    state = _mix(state + samples)
-    return _mix(state + position)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """One step of SplitMix64; int64 arithmetic wraps around."""
-    x = x + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift (torch's own keeps the sign)."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(x: int) -> int:
-    """The int64 with the low 64 bits of `x`."""
-    return (x + 2**63) % 2**64 - 2**63
+    state = mix(torch.full_like(draws, signed(seed)))
+    state = mix(state + draws)
+    state = mix(state + samples)
+    return mix(state + position)

@@ -89,8 +89,8 @@ MUTANTS = [
         name="noise-without-the-draw",
         mistake="every prompt is given the same noise, as ranks with one seed are",
         file="rlhf_pg/rollout/sampling.py",
-        old="_mix(state + draws)",
-        new="_mix(state + 0 * draws)",
+        old="mix(state + draws)",
+        new="mix(state + 0 * draws)",
         killers=(f"{SAMPLING}::test_every_coordinate_gives_its_own_noise",),
     ),
     Mutant(
