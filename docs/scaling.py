@@ -83,16 +83,14 @@ class Part(NamedTuple):
 
 def parts(layout: Layout, b: int, processes: int) -> dict[str, Part]:
     """What one process keeps of a model that trains in full, in bytes per parameter."""
-    # The moments of torch's AdamW have the dtype of the weights; those of DeepSpeed are float32.
-    moments = 8 if layout.deepspeed else 2 * b
     # In float32 ZeRO-3 updates its share of the weights itself; ZeRO-1 and ZeRO-2 copy it first.
-    masters = 4 if layout.deepspeed and (b < 4 or not layout.weights) else 0
+    masters = 4 if b < 4 or (layout.deepspeed and not layout.weights) else 0
     return {
         "weights": Part(b, layout.weights),
         # ZeRO-3 never gives back the memory of its gradients.
         "gradients": Part(b, layout.gradients, stays=layout is ZERO3),
         "buckets": Part(b if layout is DDP and processes > 1 else 0, False),
-        "moments": Part(moments, layout.moments),
+        "moments": Part(8, layout.moments),
         "masters": Part(masters, layout.moments),
         "copy": Part(b if layout.weights else 0, False),
     }

@@ -37,7 +37,9 @@ def make_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<2>", pad_token="<0>")
 
 
-def make_checkpointer(directory, seed=0, arch="gpt2", dtype=torch.float32, reference=None):
+def make_checkpointer(
+    directory, seed=0, arch="gpt2", dtype=torch.float32, reference=None, update="master_weights"
+):
     model = tiny_model(arch, seed=seed, dtype=dtype)
     optimizer = torch.optim.AdamW(
         [{"params": list(model.parameters()), "weight_decay": 0.1}], lr=1e-2
@@ -47,7 +49,7 @@ def make_checkpointer(directory, seed=0, arch="gpt2", dtype=torch.float32, refer
         directory=directory,
         parts={name: Whole(part, splits=False) for name, part in parts.items()},
         tokenizer=make_tokenizer(),
-        trained=RUNTIME.prepare(model, optimizer),
+        trained=RUNTIME.prepare(model, optimizer, bfloat16_update=update),
         scheduler=get_scheduler("cosine", optimizer, 2, 10),
         state=TrainState(),
         config={"seed": 1, "max_steps": 10},
@@ -68,8 +70,7 @@ def train(checkpointer, steps):
         noise = torch.randn(IDS.shape).exp() * random.gauss(1, 0.1) * np.random.normal(1, 0.1)
         losses = model_of(checkpointer)(IDS).logits.logsumexp(-1) * noise
         losses.sum().backward()
-        checkpointer.trained.optimizer.step()
-        checkpointer.trained.optimizer.zero_grad()
+        checkpointer.trained.step()
         checkpointer.scheduler.step()
         checkpointer.state.step += 1
         checkpointer.state.draws += 16
@@ -102,10 +103,19 @@ def seed_everything(seed):
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "qwen3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, arch, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "update"),
+    [
+        (torch.float32, "master_weights"),
+        (torch.float64, "master_weights"),
+        (torch.bfloat16, "master_weights"),
+        (torch.bfloat16, "stochastic_rounding"),
+        (torch.bfloat16, "nearest"),
+    ],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, arch, dtype, update):
     seed_everything(0)
-    first = make_checkpointer(tmp_path, arch=arch, dtype=dtype)
+    first = make_checkpointer(tmp_path, arch=arch, dtype=dtype, update=update)
     train(first, 3)
     path = first.save(RUNTIME)
     saved = everything(first)
@@ -113,7 +123,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, arch, dtype):
     expected = everything(first)
 
     seed_everything(99)
-    second = make_checkpointer(tmp_path, seed=1, arch=arch, dtype=dtype)
+    second = make_checkpointer(tmp_path, seed=1, arch=arch, dtype=dtype, update=update)
     train(second, 1)  # moments, schedule and counters that are to be replaced
     second.restore(path, rank=0)
     assert everything(second) == saved

@@ -311,6 +311,8 @@ def test_advantages_that_a_loss_for_whole_rows_cannot_take_are_refused(config, o
         (RLOOConfig, {"kl_estimator": "k3_ratio"}, "is a form of the loss"),
         (GRPOConfig, {"sync_ref_model": True}, "no effect without beta"),
         (GRPOConfig, {"policy_loss": "mdpo"}, "goes by how far"),
+        (GRPOConfig, {"bfloat16_update": "nearest"}, "set dtype to bfloat16, or leave it out"),
+        (GRPOConfig, {"dtype": "float64", "optim": "adamw_8bit"}, "updates no float64 weights"),
     ],
 )
 def test_what_would_train_wrongly_or_not_at_all_is_refused(config, options, said):
@@ -698,7 +700,9 @@ OTHER_VALUES = {
     "output_dir": "runs/a: b # c",
     "resume_from_checkpoint": "latest",
     "seed": 7,
-    "dtype": "float64",
+    "dtype": "bfloat16",
+    "bfloat16_update": "nearest",
+    "optim": "adamw_8bit",
     "disable_dropout": False,
     "gradient_checkpointing": True,
     "pad_token": "<|pad|>",

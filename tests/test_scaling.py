@@ -16,6 +16,8 @@ from transformers import (
     Qwen2Config,
 )
 
+from rlhf_pg.runtime import Runtime
+
 # `docs` is no package.
 _spec = importlib.util.spec_from_file_location(
     "docs_scaling", Path(__file__).parents[1] / "docs" / "scaling.py"
@@ -75,10 +77,14 @@ def test_the_share_of_an_adapter() -> None:
 def test_bytes_of_one_process_are_what_torch_takes(dtype: torch.dtype, b: int) -> None:
     layer = nn.Linear(64, 64, dtype=dtype)
     optimizer = torch.optim.AdamW(layer.parameters())
-    layer(torch.ones(1, 64, dtype=dtype)).sum().backward()
-    optimizer.step()
+    trained = Runtime().prepare(layer, optimizer)
+    for _ in range(2):  # the second time for the gradient
+        layer(torch.ones(1, 64, dtype=dtype)).sum().backward()
+        if not optimizer.state:
+            trained.step()
     moments = [s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
-    tensors = [*layer.parameters(), *(p.grad for p in layer.parameters()), *moments]
+    masters = [p for p in optimizer.state if p not in set(layer.parameters())]
+    tensors = [*layer.parameters(), *(p.grad for p in layer.parameters()), *moments, *masters]
     count = sum(p.numel() for p in layer.parameters())
     bytes_each = sum(t.numel() * t.element_size() for t in tensors) / count
     assert scaling.update_bytes(BY_NAME["DDP"], b, 1) == bytes_each
@@ -91,15 +97,15 @@ def test_bytes_of_one_process_are_what_torch_takes(dtype: torch.dtype, b: int) -
     [
         # Weights, gradients, buckets, moments; without gradients.
         ("DDP", 4, 4 + 4 + 4 + 8, 4 + 4 + 8),
-        ("DDP", 2, 2 + 2 + 2 + 4, 2 + 2 + 4),
-        # The masters and moments of ZeRO are float32: 12 bytes among 8.
+        # Masters and moments are float32: 12 bytes, or those among 8.
+        ("DDP", 2, 2 + 2 + 2 + 12, 2 + 2 + 12),
         ("ZeRO-1", 2, 2 + 2 + 1.5, 2 + 1.5),
         ("ZeRO-2", 2, 2 + 0.25 + 1.5, 2 + 1.5),
         ("ZeRO-2", 4, 4 + 0.5 + 1.5, 4 + 1.5),
         # Everything among 8; then the copy, beside what there is.
         ("ZeRO-3", 2, 0.25 + 0.25 + 1.5, 0.25 + 0.25 + 1.5 + 2),
         ("ZeRO-3", 4, 0.5 + 0.5 + 1, 0.5 + 0.5 + 1 + 4),
-        ("FSDP2", 2, 0.25 + 0.25 + 0.5, 0.25 + 0.5 + 2),
+        ("FSDP2", 2, 0.25 + 0.25 + 1.5, 0.25 + 1.5 + 2),
         ("FSDP2", 4, 0.5 + 0.5 + 1, 0.5 + 1 + 4),
     ],
 )

@@ -35,9 +35,11 @@ class RunConfig(Checked):
     seed: int = number(42, minimum=0, maximum=2**32 - 1)
     """Seed of prompt order, sampling noise and minibatch order."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Of the weights and of the computation; log-probabilities are in float32 at least.
-
-    Weights in bfloat16 lose updates below their last bit, about 0.4 % of a weight.
+    """Of the weights and of the computation; log-probabilities are in float32 at least."""
+    bfloat16_update: Literal["master_weights", "stochastic_rounding", "nearest"] = "master_weights"
+    """How an update reaches weights in bfloat16, which have 8 bits: through float32 copies, which
+    stay in memory; rounded up or down at random, so that the mean is exact; or rounded to the
+    nearest, which loses most updates. Adapters are in float32.
     """
     disable_dropout: bool = True
     """Set every dropout of the model to 0, so that scoring and training see one policy."""
@@ -79,6 +81,8 @@ class RunConfig(Checked):
     micro_batch_tokens: int = number(16384, minimum=1)
     """Padded tokens that one process forwards at a time; it never changes the result."""
 
+    optim: Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit"] = "adamw_torch_fused"
+    """AdamW of torch, in one kernel or in several, or with moments in 8 bits (bitsandbytes)."""
     learning_rate: float = number(1e-6, above=0)
     """Peak learning rate of AdamW."""
     lr_scheduler_type: str = choice("linear", SCHEDULES)
@@ -151,6 +155,13 @@ class RunConfig(Checked):
         )
         lora = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
         self.refuse_idle(lora, self.use_peft, "is for LoRA: set use_peft to true, or leave it out")
+        self.refuse_idle(
+            ("bfloat16_update",),
+            self.dtype == "bfloat16",
+            "is for weights in bfloat16: set dtype to bfloat16, or leave it out",
+        )
+        if self.optim == "adamw_8bit" and self.dtype == "float64":
+            raise ValueError("optim adamw_8bit updates no float64 weights: change dtype or optim")
         if self.lora_dropout and self.disable_dropout:
             raise ValueError("lora_dropout needs disable_dropout: false, which sets it to 0")
 

@@ -87,17 +87,26 @@ class Runtime:
 
     @waits
     def prepare(
-        self, module: nn.Module, optimizer: Optimizer, max_grad_norm: float = 0.0
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_grad_norm: float = 0.0,
+        bfloat16_update: str = "master_weights",
+        seed: int = 0,
     ) -> Trained:
         """What is trained: on its device, its gradient shared by all processes.
 
         Args:
             max_grad_norm: 0 leaves the gradient as it is.
+            bfloat16_update: of the config; weights in other dtypes are updated in their own.
+            seed: of stochastic rounding.
 
         Raises:
             ValueError: the launcher's config does not fit.
         """
-        trained = self._backend(self._accelerator, module, optimizer, max_grad_norm)
+        trained = self._backend(
+            self._accelerator, module, optimizer, max_grad_norm, bfloat16_update, seed
+        )
         trained.watch = self.watch
         return trained
 

@@ -24,10 +24,15 @@ def check_divisible(module: nn.Module, optimizer: Optimizer) -> None:
     """Refuse what FSDP and DeepSpeed cannot split up.
 
     Raises:
-        ValueError: weights are quantized, or the optimizer has been used.
+        ValueError: weights are quantized, or the optimizer has been used or has 8-bit moments.
     """
     if not all(p.is_floating_point() for p in module.parameters()):
         raise ValueError("4-bit weights are for one process or DDP: launch without FSDP, DeepSpeed")
+    if getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8:  # of bitsandbytes
+        raise ValueError(
+            "8-bit moments are for one process or DDP: launch without FSDP, DeepSpeed, or set "
+            "optim to adamw_torch_fused"
+        )
     if optimizer.state:
         raise ValueError(
             "optimizers: yours has moments already, which FSDP and DeepSpeed would lose: give a "

@@ -19,8 +19,9 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from rlhf_pg.runtime.bfloat16 import MASTER, Nearest
 from rlhf_pg.runtime.failures import waits
-from rlhf_pg.runtime.trained import COUNTER, MASTER, State, Trained
+from rlhf_pg.runtime.trained import COUNTER, State, Trained, count
 from rlhf_pg.runtime.weights import check_divisible
 
 
@@ -49,6 +50,19 @@ class ZeroTrained(Trained):
         self.optimizer.register_step_pre_hook(self._hide)
         self.optimizer.register_step_post_hook(self._show)
         return engine
+
+    def _new_updates(self, bfloat16_update: str, seed: int) -> Nearest:
+        """DeepSpeed has masters of its own.
+
+        Raises:
+            ValueError: the recipe wants none.
+        """
+        if bfloat16_update != "master_weights":
+            raise ValueError(
+                f"bfloat16_update {bfloat16_update}: DeepSpeed keeps float32 masters whatever is "
+                "set: leave it out, or launch with DDP or FSDP2"
+            )
+        return Nearest(self.optimizer)
 
     @staticmethod
     def place(accelerator: Accelerator, module: nn.Module) -> nn.Module:
@@ -131,7 +145,7 @@ class ZeroTrained(Trained):
                 self._set(parameter, None, value)
             elif key == COUNTER:
                 on_cpu = isinstance(self.optimizer, DeepSpeedCPUAdam)  # which counts in integers
-                values[key] = int(value) if on_cpu else value
+                values[key] = int(value) if on_cpu else count(self.optimizer, piece, value)
             elif key != MASTER:
                 values.setdefault(key, torch.zeros_like(piece))
                 _link(parameter, piece, values)

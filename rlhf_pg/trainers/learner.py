@@ -106,7 +106,9 @@ class Learner:
         self._rates = {"learning_rate": group_of(self.policy, optimizer)}
         if critic is not None:
             self._rates["value_learning_rate"] = group_of(critic, optimizer)
-        self.trained = runtime.prepare(self.module, optimizer, args.max_grad_norm)
+        self.trained = runtime.prepare(
+            self.module, optimizer, args.max_grad_norm, args.bfloat16_update, args.seed
+        )
         if self.reference is not None:
             runtime.place(self.reference)
 

@@ -52,14 +52,29 @@ def group_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return next(g for g in optimizer.param_groups if any(p is first for p in g["params"]))
 
 
-def _adamw(policy: nn.Module, critic: Critic | None, args: PolicyGradientConfig) -> AdamW:
+def _adamw(policy: nn.Module, critic: Critic | None, args: PolicyGradientConfig) -> Optimizer:
     """AdamW; biases and norms (vectors) do not decay, and the critic has its own rate."""
     groups = _groups(policy, args, args.learning_rate)
     if critic is not None:
         assert isinstance(args, PPOConfig)
         groups += _groups(critic, args, args.value_learning_rate or args.learning_rate)
     betas = (args.adam_beta1, args.adam_beta2)
-    return AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
+    rest: Any = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+    if args.optim == "adamw_8bit":
+        return _adamw_8bit(groups, rest)
+    return AdamW(groups, fused=args.optim == "adamw_torch_fused" or None, **rest)
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], rest: dict[str, Any]) -> Optimizer:
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise ValueError(
+            "optim adamw_8bit needs bitsandbytes, which is not installed: pip install "
+            "bitsandbytes, or set optim to adamw_torch_fused"
+        ) from error
+    eight_bit: Optimizer = AdamW8bit(groups, **rest)
+    return eight_bit
 
 
 def _groups(module: nn.Module, args: PolicyGradientConfig, rate: float) -> list[dict[str, Any]]:

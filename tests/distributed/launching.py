@@ -85,7 +85,7 @@ def launch(
             command, cwd=ROOT, env=env, timeout=900, stdout=file, stderr=subprocess.STDOUT
         )
     assert done.returncode == 0, log.read_text()[-10_000:]
-    return {name: Outcome.of(root / name) for name, job in jobs.items() if "nan" not in job}
+    return {name: Outcome.of(root / name) for name, job in jobs.items() if "kind" not in job}
 
 
 def saved_model(path: Path, arch: str | None = None) -> str:

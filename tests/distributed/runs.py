@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.metrics import Meter
-from rlhf_pg.runtime.weights import full
+from rlhf_pg.runtime import Runtime
+from rlhf_pg.runtime.weights import full, put
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.drawing import draw_batch
 from tests.distributed import backends
@@ -121,6 +122,56 @@ def run_into_nan(out: Path, **options: Any) -> None:
         torch.save(tensors, out / "tensors.pt")
 
 
+class Numbers(nn.Module):
+    """Weights that pieces do not divide evenly, and a loss whose gradient is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        shapes = {"tall": (7, 5), "wide": (1, 600), "vector": (3,)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape).bfloat16()))
+
+    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
+        return sum((p * gradients[name]).sum() for name, p in self.named_parameters())
+
+
+def run_updates(out: Path, bfloat16_update: str, resume: str | None = None) -> None:
+    """Leave behind weights and state after each of 6 updates, or what is left of them after 3.
+
+    The gradients are whole numbers, of which every process has those of its own positions, and the
+    factors powers of 2: nothing is rounded but the weights.
+    """
+    runtime, module = Runtime(), Numbers()
+    shapes = {name: p.shape for name, p in module.named_parameters()}
+    optimizer = torch.optim.SGD(module.parameters(), lr=2.0**-10, momentum=0.5)
+    trained = runtime.prepare(module, optimizer, 0.0, bfloat16_update, seed=7)
+    named = dict(module.named_parameters())
+    if resume is not None:
+        saved = torch.load(resume, weights_only=True)
+        for name, parameter in named.items():
+            put(parameter, saved[3][name])
+        flat_state = ((*key.rsplit("."), value) for key, value in saved[3].items() if "." in key)
+        trained.load_state((named[name], key, value) for name, key, value in flat_state)
+    left = {}
+    for update in range(1 if resume is None else 4, 7):
+        noise = torch.Generator().manual_seed(update)
+        gradients = {}
+        for name, shape in shapes.items():
+            whole = torch.randint(-8, 9, shape, generator=noise).bfloat16()
+            own = torch.arange(whole.numel()).view(shape) % runtime.world == runtime.rank
+            gradients[name] = whole * own
+        with trained.micro_batch(last=True):
+            trained.backward(trained(gradients))
+        trained.step()
+        names = {p: name for name, p in named.items()}
+        state = {f"{names[p]}.{key}": value.clone() for p, key, value in trained.state()}
+        left[update] = {name: full(p).clone() for name, p in named.items()} | state
+    if runtime.is_main:
+        out.mkdir(exist_ok=True, parents=True)
+        torch.save(left, out / "updates.pt")
+
+
 def first_gradients(trainer: Any, out: Path) -> dict[str, Tensor]:
     """Of the whole first batch, with its rows split into micro-batches in three ways."""
     with trainer.sampling():
@@ -189,8 +240,8 @@ def main(path: Path) -> None:
     backends.install(plan["backend"])
     for job in plan["jobs"]:
         torch.manual_seed(0)
-        go = run_into_nan if job.pop("nan", False) else run
-        go(Path(job.pop("out")), **job)
+        kind = {"nan": run_into_nan, "updates": run_updates}.get(job.pop("kind", ""), run)
+        kind(Path(job.pop("out")), **job)
 
 
 if __name__ == "__main__":

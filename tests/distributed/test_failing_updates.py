@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", CASES)
 def test_the_weights_stay_as_they_were_and_every_process_says_why(tmp_path, layout) -> None:
-    job = {"algorithm": "ppo", "model": saved_model(tmp_path / "model"), "nan": True, **COMMON}
+    job = {"algorithm": "ppo", "model": saved_model(tmp_path / "model"), "kind": "nan", **COMMON}
     jobs = {kind: job | options for kind, options in KINDS.items()}
     launch(tmp_path / "runs", jobs, layout.backend, layout.processes)
     for kind in KINDS:

@@ -34,6 +34,8 @@ PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9]]
 SAMPLING = SamplingParams(max_tokens=12)
 SETUPS = {
     "bfloat16": {"dtype": "bfloat16"},
+    "stochastic rounding": {"dtype": "bfloat16", "bfloat16_update": "stochastic_rounding"},
+    "8 bits": {"dtype": "bfloat16", "optim": "adamw_8bit"},
     "float32": {"dtype": "float32"},
     "LoRA": {"dtype": "bfloat16", "use_peft": True, "gradient_checkpointing": True},
     "QLoRA": {"dtype": "bfloat16", "use_peft": True, "load_in_4bit": True},
@@ -135,7 +137,7 @@ def recipes(device: str) -> Iterator[Check]:
         model = save_model(directory)
         for algorithm in ("grpo", "ppo", "rloo", "reinforce"):
             for setup, options in SETUPS.items():
-                if "load_in_4bit" in options and not find_spec("bitsandbytes"):
+                if {"load_in_4bit", "optim"} & set(options) and not find_spec("bitsandbytes"):
                     continue
                 out = Path(directory) / f"{algorithm}-{setup}"
                 flags = {"model_name_or_path": model, "max_steps": 10, **options}

@@ -1,0 +1,46 @@
+"""bfloat16 weights are updated alike in one process, in two, and in pieces: bit for bit, where
+nothing else is rounded.
+"""
+
+import pytest
+import torch
+
+from tests.distributed.launching import launch
+
+UPDATES = ["master_weights", "stochastic_rounding", "nearest"]
+JOBS = {update: {"kind": "updates", "bfloat16_update": update} for update in UPDATES}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("bfloat16")
+
+
+@pytest.fixture(scope="module")
+def whole(root) -> dict:
+    launch(root / "one", JOBS)
+    return {job: root / "one" / job / "updates.pt" for job in JOBS}
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp2"])
+def pieces(request, root, whole) -> dict:
+    """In two processes from the start, and resumed there from what one process saved."""
+    resumed = {f"{job}, resumed": JOBS[job] | {"resume": str(whole[job])} for job in JOBS}
+    launch(root / request.param, JOBS | resumed, request.param, 2)
+    return {job: root / request.param / job / "updates.pt" for job in JOBS | resumed}
+
+
+@pytest.mark.parametrize("suffix", ["", ", resumed"])
+@pytest.mark.parametrize("update", UPDATES)
+def test_pieces_are_updated_as_the_whole(whole, pieces, update, suffix) -> None:
+    expected, actual = (torch.load(f) for f in (whole[update], pieces[update + suffix]))
+    for step, tensors in actual.items():
+        assert tensors.keys() == expected[step].keys()
+        assert all(tensors[name].equal(expected[step][name]) for name in tensors)
+    assert not actual[6]["tall"].equal(actual[5]["tall"])
+
+
+def test_the_three_ways_differ(whole) -> None:
+    ends = [torch.load(path)[6] for path in whole.values()]
+    assert len({tuple(end["wide"].flatten().tolist()) for end in ends}) == 3
+    assert [any(name.endswith(".master") for name in end) for end in ends] == [True, False, False]

@@ -1,0 +1,111 @@
+"""AdamW in its three forms, and bfloat16 weights in theirs, in whole runs."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rlhf_pg import PPOTrainer
+from rlhf_pg.runtime.weights import check_divisible
+
+installed = pytest.mark.skipif(not find_spec("bitsandbytes"), reason="needs bitsandbytes")
+absent = pytest.mark.skipif(bool(find_spec("bitsandbytes")), reason="bitsandbytes is here")
+STEP = "checkpoints/step-00000002"
+
+
+def flat(trainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().float() for p in trainer.learner.module.parameters()])
+
+
+def test_the_fused_kernel_makes_the_same_updates(make, tmp_path) -> None:
+    ends = {}
+    for optim in ("adamw_torch_fused", "adamw_torch"):
+        trainer = make(optim=optim, output_dir=str(tmp_path / optim))
+        start = flat(trainer)
+        trainer.train()
+        ends[optim] = flat(trainer)
+    fused, plain = ends.values()
+    assert trainer.learner.optimizer.defaults["fused"] is None
+    assert (fused - plain).norm() <= 1e-4 * (plain - start).norm()
+
+
+@absent
+def test_without_bitsandbytes_8_bits_are_refused_by_name(make) -> None:
+    with pytest.raises(ValueError, match="optim adamw_8bit needs bitsandbytes"):
+        make(optim="adamw_8bit")
+
+
+EIGHT_BIT = {"optim": "adamw_8bit"}
+NARROW = {"dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        NARROW,
+        NARROW | {"bfloat16_update": "stochastic_rounding"},
+        pytest.param(EIGHT_BIT, marks=installed),
+        pytest.param(EIGHT_BIT | NARROW, marks=installed),
+        pytest.param(
+            EIGHT_BIT | NARROW | {"bfloat16_update": "stochastic_rounding"}, marks=installed
+        ),
+    ],
+    ids=lambda options: ", ".join(map(str, options.values())),
+)
+def test_a_resumed_run_ends_at_the_same_bits(make, tmp_path, options) -> None:
+    """With a critic, whose head is in float32."""
+    common = {"save_steps": 2, "max_steps": 4, "num_mini_batches": 2, **options}
+    whole = make(PPOTrainer, **common, output_dir=str(tmp_path / "whole"))
+    start = flat(whole)
+    whole.train()
+    rest = make(PPOTrainer, **common, output_dir=str(tmp_path / "rest"))
+    rest.train(resume_from_checkpoint=str(tmp_path / "whole" / STEP))
+    assert flat(rest).equal(flat(whole))
+    assert not flat(whole).equal(start)
+
+
+def test_without_trained_weights_in_bfloat16_there_is_nothing_to_round(make) -> None:
+    options = {"dtype": "bfloat16", "use_peft": True, "bfloat16_update": "stochastic_rounding"}
+    with pytest.raises(ValueError, match="stochastic_rounding has no effect: no trained weight"):
+        make(**options)
+
+
+def test_a_checkpoint_has_masters_and_a_model_their_rounding(make, tmp_path) -> None:
+    trainer = make(**NARROW, save_steps=2, learning_rate=1e-5)
+    trainer.train()
+    path = tmp_path / "run" / STEP
+    tensors = load_file(path / "optimizer.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    finer = 0
+    for name, weight in model.named_parameters():
+        master = tensors[f"{name}.master"]
+        assert master.bfloat16().equal(weight)
+        finer += int((master != weight.float()).sum())
+    assert finer > 0
+
+
+@installed
+def test_moments_in_8_bits_follow_those_in_32(make, tmp_path) -> None:
+    moved = {}
+    for optim in ("adamw_torch_fused", "adamw_8bit"):
+        trainer = make(optim=optim, output_dir=str(tmp_path / optim))
+        start = flat(trainer)
+        trainer.train()
+        moved[optim] = flat(trainer) - start
+    assert torch.nn.functional.cosine_similarity(*moved.values(), dim=0) > 0.95
+    assert not moved["adamw_8bit"].equal(moved["adamw_torch_fused"])
+    large = [s["state1"] for p, s in trainer.learner.optimizer.state.items() if p.numel() >= 4096]
+    assert {moments.dtype for moments in large} == {torch.uint8}
+
+
+def test_moments_in_8_bits_cannot_be_split_up() -> None:
+    """They come in blocks of 256 numbers that no piece ends with."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.args = type("Args", (), {"optim_bits": 8})()  # as bitsandbytes has it
+    with pytest.raises(ValueError, match="8-bit moments are for one process or DDP"):
+        check_divisible(model, optimizer)
+    optimizer.args.optim_bits = 32
+    check_divisible(model, optimizer)
