@@ -72,14 +72,14 @@ class MasterWeights(Nearest):
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
-        for group in optimizer.param_groups:
-            group["params"] = [self._copied(p) for p in group["params"]]
-        self._weights = {master: weight for weight, master in self._of.items()}
-        if self._of and optimizer.state:
+        if any(p.dtype == torch.bfloat16 for p in optimizer.state):
             raise ValueError(
                 "optimizers: yours has moments already, of bfloat16 weights: give a new one, or "
                 "set bfloat16_update to nearest"
             )
+        for group in optimizer.param_groups:
+            group["params"] = [self._copied(p) for p in group["params"]]
+        self._weights = {master: weight for weight, master in self._of.items()}
 
     def _copied(self, weight: Tensor) -> Tensor:
         if weight.dtype == torch.bfloat16:

@@ -534,8 +534,8 @@ LOOP = [
         name="norm-of-the-policy-alone",
         mistake="the gradient is clipped by the policy's norm, the critic's is left out",
         file="rlhf_pg/runtime/trained.py",
-        old="            self.module.parameters(), self.max_grad_norm",
-        new="            self.module.policy.parameters(), self.max_grad_norm",
+        old="for p in self.module.parameters()]",
+        new="for p in self.module.policy.parameters()]",
         killers=(f"{PPO}::test_policy_and_critic_have_one_gradient_norm",),
     ),
     Mutant(
@@ -568,8 +568,8 @@ LOOP = [
         name="adam-epsilon-ignored",
         mistake="Adam has the epsilon of the library and not the one that was set",
         file="rlhf_pg/trainers/optimizer.py",
-        old="betas=betas, eps=args.adam_epsilon)",
-        new="betas=betas)",
+        old='"betas": betas, "eps": args.adam_epsilon}',
+        new='"betas": betas}',
         killers=(f"{STEP}::test_the_optimizer_is_as_configured",),
     ),
     Mutant(
