@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from rlhf_pg.runtime.layouts import LAYOUTS, Layout, parts
+
 GB = 1e9
 
 # Of an H100 with 80 GB in a machine of eight, as its makers state them.
@@ -47,53 +49,7 @@ MODELS = (
 )
 
 
-class Layout(NamedTuple):
-    """What a backend shares out among the processes, and what each of them has whole."""
-
-    name: str
-    weights: bool
-    gradients: bool
-    moments: bool
-    deepspeed: bool
-
-
-LAYOUTS = (
-    Layout("DDP", False, False, False, False),
-    Layout("ZeRO-1", False, False, True, True),
-    Layout("ZeRO-2", False, True, True, True),
-    Layout("ZeRO-3", True, True, True, True),
-    Layout("FSDP2", True, True, True, False),
-)
 DDP, _, ZERO2, ZERO3, _ = LAYOUTS
-
-
-class Part(NamedTuple):
-    """A kind of number that training keeps: so many bytes per parameter."""
-
-    size: float
-    shared: bool  # one N-th on each process
-    stays: bool = True  # during the rollout too
-
-    def on_each(self, processes: int) -> float:
-        return self.size / (processes if self.shared else 1)
-
-    def __str__(self) -> str:
-        return f"{self.size:g}{'/N' if self.shared and self.size else ''}"
-
-
-def parts(layout: Layout, b: int, processes: int) -> dict[str, Part]:
-    """What one process keeps of a model that trains in full, in bytes per parameter."""
-    # In float32 ZeRO-3 updates its share of the weights itself; ZeRO-1 and ZeRO-2 copy it first.
-    masters = 4 if b < 4 or (layout.deepspeed and not layout.weights) else 0
-    return {
-        "weights": Part(b, layout.weights),
-        # ZeRO-3 never gives back the memory of its gradients.
-        "gradients": Part(b, layout.gradients, stays=layout is ZERO3),
-        "buckets": Part(b if layout is DDP and processes > 1 else 0, False),
-        "moments": Part(8, layout.moments),
-        "masters": Part(masters, layout.moments),
-        "copy": Part(b if layout.weights else 0, False),
-    }
 
 
 def update_bytes(layout: Layout, b: int, processes: int) -> float:

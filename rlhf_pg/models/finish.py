@@ -49,6 +49,8 @@ def finish_of(model: nn.Module) -> Finish | None:
     layer = output_layer(model) if isinstance(model, LOADED) else None
     if layer is None:
         return None
+    if next(model.parameters()).is_meta:  # without data there is nothing to be seen
+        return NOTHING
     read: list[Any] = []
     shown: list[Tensor] = []
 

@@ -1,5 +1,6 @@
 """The policy: from a rollout to the log-probability and entropy of each of its actions."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -46,9 +47,15 @@ class Policy(nn.Module):
         self.packs = False
         finish = finish_of(model)
         if finish is not None:
-            parts = parts_for(most_tokens, model.config.get_text_config().vocab_size)
-            self.head = Head(model, temperature, entropy_gradient, parts, finish)
+            self.head = Head(model, temperature, entropy_gradient, 1, finish)
+            self.expect(most_tokens)
             self.packs = can_pack(trunk(model))
+
+    def expect(self, most_tokens: int) -> None:
+        """Have room for the logits of so many tokens, as on every other process."""
+        if self.head is not None:
+            parts = parts_for(most_tokens, self.model.config.get_text_config().vocab_size)
+            self.head = replace(self.head, parts=parts)
 
     def forward(self, batch: Rollout) -> PolicyOutput:
         """log pi(y_t | x, y_<t) and H(pi(. | x, y_<t)) for every action token of the batch.

@@ -6,9 +6,21 @@ here too, since it is accelerate that knows them.
 """
 
 from rlhf_pg.runtime.failures import announced
+from rlhf_pg.runtime.layouts import LAYOUTS, Layout, kept
 from rlhf_pg.runtime.processes import Runtime
 from rlhf_pg.runtime.trackers import Trackers
 from rlhf_pg.runtime.trained import State, Trained
 from rlhf_pg.runtime.weights import Whole, gathered
 
-__all__ = ["Runtime", "State", "Trackers", "Trained", "Whole", "announced", "gathered"]
+__all__ = [
+    "LAYOUTS",
+    "Layout",
+    "Runtime",
+    "State",
+    "Trackers",
+    "Trained",
+    "Whole",
+    "announced",
+    "gathered",
+    "kept",
+]

@@ -1,0 +1,75 @@
+"""What each way of sharing a model out among processes keeps on every one of them, in bytes."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """What a backend shares out among the processes, and what each of them has whole."""
+
+    name: str
+    weights: bool
+    gradients: bool
+    moments: bool
+    deepspeed: bool
+
+
+LAYOUTS = (
+    Layout("DDP", False, False, False, False),
+    Layout("ZeRO-1", False, False, True, True),
+    Layout("ZeRO-2", False, True, True, True),
+    Layout("ZeRO-3", True, True, True, True),
+    Layout("FSDP2", True, True, True, False),
+)
+
+
+class Part(NamedTuple):
+    """A kind of number that training keeps: so many bytes per parameter."""
+
+    size: float
+    shared: bool  # one N-th on each process
+    stays: bool = True  # during the rollout too
+
+    def on_each(self, processes: int) -> float:
+        """Bytes per parameter on one process."""
+        return self.size / (processes if self.shared else 1)
+
+    def __str__(self) -> str:
+        return f"{self.size:g}{'/N' if self.shared and self.size else ''}"
+
+
+def parts(layout: Layout, b: int, processes: int) -> dict[str, Part]:
+    """What one process keeps of a model that trains in full, in bytes per parameter of `b`."""
+    # Of torch's AdamW they have the dtype of what it updates: masters, where weights have 16 bits.
+    moments = 8 if layout.deepspeed else 2 * max(b, 4)
+    # In float32 ZeRO-3 updates its share of the weights itself; ZeRO-1 and ZeRO-2 copy it first.
+    masters = 4 if b < 4 or (layout.deepspeed and not layout.weights) else 0
+    return {
+        "weights": Part(b, layout.weights),
+        # ZeRO-3 never gives back the memory of its gradients.
+        "gradients": Part(b, layout.gradients, stays=layout.name == "ZeRO-3"),
+        "buckets": Part(b if layout.name == "DDP" and processes > 1 else 0, False),
+        "moments": Part(moments, layout.moments),
+        "masters": Part(masters, layout.moments),
+        "copy": Part(b if layout.weights else 0, False),
+    }
+
+
+def kept(
+    parameters: Iterable[Tensor], layout: Layout, processes: int, rollout: bool = False
+) -> dict[str, float]:
+    """Bytes of each part of these parameters on one process, in an update or in a rollout.
+
+    Frozen ones have weights alone.
+    """
+    total: dict[str, float] = {}
+    for parameter in {id(p): p for p in parameters}.values():
+        own = parts(layout, parameter.element_size(), processes)
+        for name, part in own.items():
+            present = part.stays if rollout else name != "copy"
+            if present and (parameter.requires_grad or name in ("weights", "copy")):
+                size = part.on_each(processes) * parameter.numel()
+                total[name] = total.get(name, 0.0) + size
+    return total
