@@ -138,8 +138,11 @@ class Checkpointer:
             "config": self.config,
         }
 
-    def resume(self, choice: str | bool | None, rank: int) -> None:
+    def resume(self, choice: str | bool | None, rank: int) -> dict[str, Any]:
         """Restore a checkpoint directory, or for True and "latest" the newest; nothing for None.
+
+        Returns:
+            The config that was saved there; empty for None.
 
         Raises:
             ValueError: there is none, or a new run would mix with the checkpoints of another.
@@ -148,23 +151,25 @@ class Checkpointer:
         if choice in (True, "latest"):
             if latest is None:
                 raise ValueError(f"{self.directory.parent} has no checkpoint to resume from")
-            self.restore(latest, rank)
-        elif choice:
+            return self.restore(latest, rank)
+        if choice:
             path = Path(str(choice))
-            self.restore(path, rank)
+            saved = self.restore(path, rank)
             if latest is not None and int(latest.name.split("-")[1]) > self.state.step:
                 raise ValueError(
                     f"{self.directory} holds checkpoints of later steps, up to {latest.name}: move "
                     "them away, resume from the latest, or choose another output_dir"
                 )
-        elif latest is not None and self.state.step == 0:
+            return saved
+        if latest is not None and self.state.step == 0:
             raise ValueError(
                 f"{self.directory.parent} holds the checkpoints of another run: resume it with "
                 "resume_from_checkpoint latest, or choose another output_dir"
             )
+        return {}
 
-    def restore(self, path: Path, rank: int) -> None:
-        """Put a saved state back, in place.
+    def restore(self, path: Path, rank: int) -> dict[str, Any]:
+        """Put a saved state back, in place; returns the config that was saved with it.
 
         Raises:
             ValueError: no checkpoint there, or model, reference or critic are not those of the
@@ -194,6 +199,8 @@ class Checkpointer:
         rng = path / f"rng-rank{rank}.safetensors"
         if rng.exists():
             restore_rng(load_file(rng))
+        saved: dict[str, Any] = state["config"]
+        return saved
 
     def _load_models(self, path: Path) -> None:
         """The inverse of `save_models`."""

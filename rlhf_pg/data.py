@@ -84,7 +84,10 @@ def load_prompts(
 
 
 def check_fit(
-    prompts: Prompts, max_completion_length: int, positions: int | None, micro_batch_tokens: int
+    prompts: Prompts,
+    max_completion_length: int,
+    positions: int | None,
+    micro_batch_tokens: int | str,
 ) -> None:
     """Make sure that the widest row has a position for every token, and fits a micro-batch.
 
@@ -98,7 +101,7 @@ def check_fit(
             f"{row}, beyond the model's max_position_embeddings of {positions}: lower "
             "max_completion_length, or set max_prompt_length with long_prompts drop"
         )
-    if width > micro_batch_tokens:
+    if isinstance(micro_batch_tokens, int) and width > micro_batch_tokens:
         raise ValueError(
             f"{row}, more than micro_batch_tokens {micro_batch_tokens}: a micro-batch must hold at "
             "least one row"

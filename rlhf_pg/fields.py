@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 
 def number(
-    default: float | None,
+    default: float | str | None,
     *,
     minimum: float | None = None,
     maximum: float | None = None,
@@ -22,7 +22,8 @@ def number(
     below: float | None = None,
     because: str = "",
 ) -> Any:
-    """A numeric field with its range; `because` is added to the error."""
+    """A numeric field with its range, or a word in place of a number; `because` is added to the
+    error."""
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
     return dataclasses.field(default=default, metadata={**limits, "because": because})
 
@@ -62,7 +63,9 @@ def parameters(function: Callable[..., Any]) -> set[str]:
 
 def _checked_type(name: str, value: Any, hint: Any) -> Any:
     """The value, an int made a float and a list a tuple where that is what is wanted."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    # With a Literal in it a union is one of `typing`, whatever it is written as.
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    options = typing.get_args(hint) if is_union else (hint,)
     for option in options:
         if typing.get_origin(option) is Literal:
             if value in typing.get_args(option):
@@ -83,6 +86,8 @@ def _checked_type(name: str, value: Any, hint: Any) -> Any:
 def _spelled(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(repr(option) for option in typing.get_args(hint))
+    if typing.get_origin(hint) is typing.Union:
+        return " or ".join(_spelled(option) for option in typing.get_args(hint))
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("NoneType", "None")
 
 
@@ -93,7 +98,7 @@ def _check_range(field: dataclasses.Field[Any], value: Any) -> None:
         near = difflib.get_close_matches(value, options, 1, cutoff=0.8)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"{field.name} must be one of {', '.join(options)}, got {value!r}{hint}")
-    if value is None or "minimum" not in limits:
+    if value is None or isinstance(value, str) or "minimum" not in limits:
         return
     comparisons = {
         "minimum": (operator.ge, "at least"),

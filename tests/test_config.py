@@ -35,7 +35,7 @@ RANGES = {
     "num_generations": ([2], [0, -1]),
     "num_iterations": ([1], [0]),
     "num_mini_batches": ([1], [0]),
-    "micro_batch_tokens": ([1], [0]),
+    "micro_batch_tokens": ([1, "auto"], [0]),
     "rollout_cache_tokens": ([1, None], [0]),
     "max_completion_length": ([1], [0]),
     "max_turns": ([1, None], [0, -1]),
@@ -220,11 +220,12 @@ def test_a_number_at_the_edge_of_its_range_is_taken(config, key, value):
 
 @each_config
 def test_every_numeric_key_is_tried_above(config):
+    unions = (types.UnionType, typing.Union)  # of a Literal it is the latter
     numeric = {
         name
         for name, hint in typing.get_type_hints(config).items()
         if {int, float}
-        & {hint, *(typing.get_args(hint) if isinstance(hint, types.UnionType) else ())}
+        & {hint, *(typing.get_args(hint) if typing.get_origin(hint) in unions else ())}
     }
     tried = {key for other, table in TABLES if other is config for key in table}
     assert numeric == tried & set(keys(config))

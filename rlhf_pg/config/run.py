@@ -78,8 +78,10 @@ class RunConfig(Checked):
     """Passes over each rollout batch (PPO epochs)."""
     num_mini_batches: int = number(1, minimum=1)
     """Optimizer updates per pass; each minibatch is whole groups."""
-    micro_batch_tokens: int = number(16384, minimum=1)
-    """Padded tokens that one process forwards at a time; it never changes the result."""
+    micro_batch_tokens: int | Literal["auto"] = number("auto", minimum=1)
+    """Padded tokens that one process forwards at a time; it never changes the result. auto: what a
+    GPU's free memory holds, or a quarter of a CPU's, up to where more is not faster; a resumed run
+    goes on with the number that was found."""
 
     optim: Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit"] = "adamw_torch_fused"
     """AdamW of torch, in one kernel or in several, or with moments in 8 bits (bitsandbytes)."""
@@ -182,6 +184,13 @@ class RunConfig(Checked):
         if self.max_steps > 0:
             return self.max_steps
         return math.ceil(self.num_train_epochs * num_prompts / self.prompts_per_step)
+
+    @property
+    def token_budget(self) -> int:
+        """`micro_batch_tokens`, once there is a number: a trainer's config has one."""
+        if isinstance(self.micro_batch_tokens, str):
+            raise ValueError("micro_batch_tokens is auto, for a trainer to find: give a number")
+        return self.micro_batch_tokens
 
     @property
     def updates_per_step(self) -> int:

@@ -135,9 +135,7 @@ class PolicyGradientTrainer:
         self._load_prompts(train_dataset, eval_dataset)
         self._choose()
         self.critic = self.new_critic()
-        self.learner = Learner(
-            self.model, args, self.runtime, self.loss, self.total_steps, optimizers, self.critic
-        )
+        self._new_learner(optimizers)
         self.engine = new_engine(
             args,
             self.learner.whole["model"].module,
@@ -155,6 +153,22 @@ class PolicyGradientTrainer:
         self.eval_prompts = self._prompts(eval_dataset, "eval_dataset") if has_eval else None
         self.prompt_order = PromptSampler(len(self.train_prompts), args.seed, args.shuffle_dataset)
         self.total_steps = args.total_steps(len(self.train_prompts))
+
+    def _new_learner(self, optimizers: tuple[Optimizer | None, LRScheduler | None]) -> None:
+        """And with it a number for `micro_batch_tokens: auto`."""
+        args, longest = self.args, self.train_prompts.longest
+        self.has_found_budget = args.micro_batch_tokens == "auto"
+        self.learner = Learner(
+            self.model,
+            args,
+            self.runtime,
+            self.loss,
+            self.total_steps,
+            optimizers,
+            self.critic,
+            longest,
+        )
+        self.args = self.learner.args
 
     def _choose(self) -> None:
         """The functions that the config names, and the coefficients that move."""
@@ -257,7 +271,9 @@ class PolicyGradientTrainer:
         """
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
-        self.checkpointer.resume(resume_from_checkpoint, self.runtime.rank)
+        saved = self.checkpointer.resume(resume_from_checkpoint, self.runtime.rank)
+        if self.has_found_budget and "micro_batch_tokens" in saved:
+            self._set_budget(saved["micro_batch_tokens"])
         directory = Path(self.args.output_dir)
         journal = Journal(directory, self.state.step, self.runtime.is_main)
         if self.runtime.is_main:
@@ -286,6 +302,12 @@ class PolicyGradientTrainer:
         journal.say(f"saved {directory / 'final'}")
         for callback in self.callbacks:
             callback.on_end(self)
+
+    def _set_budget(self, tokens: int) -> None:
+        """Split rows as the run that is resumed did: sums in another order round otherwise."""
+        self.learner.set_budget(tokens)
+        self.args = self.learner.args
+        self.checkpointer.config["micro_batch_tokens"] = tokens
 
     def step(self, journal: Journal) -> dict[str, Any]:
         """One rollout batch and every update on it; returns the line for metrics.jsonl."""

@@ -32,6 +32,7 @@ from rlhf_pg.models import (
     fingerprint,
 )
 from rlhf_pg.runtime import Runtime, Whole, gathered
+from rlhf_pg.trainers.budget import MOST, with_budget
 from rlhf_pg.trainers.optimizer import Optimizers, group_of, optimizer_and_schedule
 
 R = TypeVar("R", bound=Rollout)
@@ -54,6 +55,7 @@ class Learner:
         total_steps: of the whole run, for the learning-rate schedule.
         optimizers: an optimizer and a scheduler to use instead of AdamW and the config's.
         critic: of PPO.
+        longest_prompt: in tokens, for `micro_batch_tokens: auto`.
     """
 
     def __init__(
@@ -65,24 +67,16 @@ class Learner:
         total_steps: int,
         optimizers: Optimizers = (None, None),
         critic: Critic | None = None,
+        longest_prompt: int = 1,
     ) -> None:
         self.args, self.runtime, self.loss, self.critic = args, runtime, loss, critic
         # A loss that takes `groups` looks at other rows: a micro-batch must have all of them.
         self.compares_rows = "groups" in args.loss_options
-        has_bonus = args.entropy_coef > 0 or args.entropy_target is not None
-        self.policy = Policy(model, args.temperature, has_bonus, args.micro_batch_tokens)
-        self.module: nn.Module = self.policy
-        if critic is not None:
-            # With adapters it is activations that memory goes to; checkpointing has its own way.
-            recompute = isinstance(critic.model, PeftModel) and not args.gradient_checkpointing
-            self.module = ActorCritic(self.policy, critic, recompute)
+        most = MOST[runtime.device.type] if args.micro_batch_tokens == "auto" else args.token_budget
+        self.policy, self.module = assembled(model, args, critic, most)
         self.module.to(runtime.loading_device).eval()
-        if args.disable_dropout:
-            disable_dropout(self.module)
-        for part in (model, critic.model if critic else None):
-            # The user may have asked the model itself, in another form than ours.
-            if args.gradient_checkpointing or getattr(part, "is_gradient_checkpointing", False):
-                checkpoint_activations(part)
+        self.args = args = with_budget(args, self.module, runtime, longest_prompt)
+        self.policy.expect(args.token_budget)
         self.reference: Reference | None = None
         if args.beta > 0:
             self.reference = Reference(self.policy, args.sync_ref_model)
@@ -191,6 +185,13 @@ class Learner:
             metrics["approx_kl/last_pass"] = self._approx_kl(last_pass)
         return metrics
 
+    def set_budget(self, tokens: int) -> None:
+        """Of another run, in place of what was found here."""
+        self.args = dataclasses.replace(self.args, micro_batch_tokens=tokens)
+        self.policy.expect(tokens)
+        if self.reference is not None:
+            self.reference.policy.expect(tokens)
+
     def trains_critic_alone(self, step: int) -> bool:
         """Whether the policy stays as it is in this step, counted from 0."""
         args = self.args
@@ -298,15 +299,37 @@ class Learner:
         A process with fewer adds blank rows (indices None), so that none waits for another; where
         no process has a row, one blank still gives every parameter a gradient.
         """
-        chunks = batch.micro_batches(
-            self.args.micro_batch_tokens, self.compares_rows, self.policy.packs
-        )
+        chunks = batch.micro_batches(self.args.token_budget, self.compares_rows, self.policy.packs)
         # Asked before the first: a forward pass may itself wait for the other processes.
         count = max(1, self.runtime.most(len(chunks)))
         for rows in chunks:
             yield rows, batch.select(rows)
         for _ in range(count - len(chunks)):
             yield None, batch.blank_row()
+
+
+def assembled(
+    model: PreTrainedModel, args: PolicyGradientConfig, critic: Critic | None, most_tokens: int
+) -> tuple[Policy, nn.Module]:
+    """The policy, and the module that is trained: the policy, or it and its critic.
+
+    Args:
+        most_tokens: see `Policy`.
+    """
+    has_bonus = args.entropy_coef > 0 or args.entropy_target is not None
+    policy = Policy(model, args.temperature, has_bonus, most_tokens)
+    module: nn.Module = policy
+    if critic is not None:
+        # With adapters it is activations that memory goes to; checkpointing has its own way.
+        recompute = isinstance(critic.model, PeftModel) and not args.gradient_checkpointing
+        module = ActorCritic(policy, critic, recompute)
+    if args.disable_dropout:
+        disable_dropout(module)
+    for part in (model, critic.model if critic else None):
+        # The user may have asked the model itself, in another form than ours.
+        if args.gradient_checkpointing or getattr(part, "is_gradient_checkpointing", False):
+            checkpoint_activations(part)
+    return policy, module
 
 
 def _rows_with_advantage(batch: Experience) -> Tensor:

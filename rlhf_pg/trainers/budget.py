@@ -1,0 +1,103 @@
+"""How many tokens one process forwards at a time, where the config leaves it open."""
+
+import dataclasses
+import logging
+import os
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.models import Policy
+from rlhf_pg.models.memory import Growth, blueprint, growth, probe, size
+from rlhf_pg.runtime import LAYOUTS, Layout, Runtime, kept
+
+logger = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=PolicyGradientConfig)
+
+# More tokens at a time are not faster: then the kernels are busy anyway.
+MOST = {"cuda": 65536, "cpu": 4096}
+# Parameters of a model with which so few tokens take less than a gigabyte.
+SMALL = 1_000_000
+# Of what is free on a GPU: the rest is lost between blocks, and to the kernels' own work space. Of
+# a CPU's memory a part that is the same in every run, and with it the sums of the same rows.
+SHARE = {"cuda": 0.9, "cpu": 0.25}
+
+
+def with_budget(args: C, module: nn.Module, runtime: Runtime, longest_prompt: int) -> C:
+    """The config with a number for `micro_batch_tokens`, the same on all processes; collective.
+
+    Args:
+        module: what trains, before it is shared out, and before there is a reference.
+    """
+    if args.micro_batch_tokens != "auto":
+        return args
+    row = longest_prompt + args.max_completion_length
+    kind = runtime.device.type
+    tokens = MOST[kind]
+    if kind == "cuda" or sum(p.numel() for p in module.parameters()) > SMALL:
+        grown = of_update(module, args, longest_prompt, runtime.device)
+        tokens = within(grown, _room(args, module, runtime), kind)
+    tokens = -runtime.most(-max(row, tokens))
+    return dataclasses.replace(args, micro_batch_tokens=tokens)
+
+
+def within(grown: Growth, room: float, kind: str) -> int:
+    """Tokens of a micro-batch that fits so many bytes on a device of this kind; at least 1."""
+    return max(1, min(MOST[kind], grown.tokens_within(room)))
+
+
+def of_update(
+    module: nn.Module, args: PolicyGradientConfig, longest_prompt: int, device: torch.device
+) -> Growth:
+    """What the micro-batches of an update take, in groups of the longest rows."""
+    rows = args.num_generations
+    try:
+        drawn = blueprint(module, device)
+        return growth(drawn, lambda n: probe(n, rows, longest_prompt, args.max_completion_length))
+    except Exception as error:  # a kernel, or a value model, that asks for data
+        logger.debug("measured with data, since without: %s", error)
+        short = min(longest_prompt, 16), min(args.max_completion_length, 16)
+        return growth(module, lambda n: probe(n, min(rows, 4), *short))
+
+
+def _room(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> float:
+    """Bytes that a micro-batch may take on this process."""
+    if runtime.device.type == "cpu":
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return SHARE["cpu"] * memory / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free, total = torch.cuda.mem_get_info(runtime.device)
+    reserved, taken = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    awake = args.rollout_engine == "vllm" and not args.vllm_enable_sleep_mode
+    engine = args.vllm_gpu_memory_utilization * total if awake else 0.0
+    due = _due(args, module, runtime)
+    return SHARE["cuda"] * (free + reserved - taken - engine - due)
+
+
+def _due(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> float:
+    """Bytes that training is still going to keep on the device of this process."""
+    layout = next(layout for layout in LAYOUTS if layout.name == runtime.kind)
+    own = kept(module.parameters(), layout, runtime.world)
+    if not runtime.splits:
+        del own["weights"]  # which are there
+    policy = next(part for part in module.modules() if isinstance(part, Policy))
+    return sum(own.values()) + reference_bytes(args, policy, layout, runtime.world)
+
+
+def reference_bytes(
+    args: PolicyGradientConfig, policy: Policy, layout: Layout, processes: int
+) -> float:
+    """What the reference does not share with the policy, on one process.
+
+    A fresh adapter (of `use_peft`) adds nothing, so a reference that stays needs none.
+    """
+    if args.beta == 0:
+        return 0.0
+    own = list(policy.parameters())
+    fresh = args.use_peft and not args.sync_ref_model
+    copied = 0 if fresh else size(p for p in own if p.requires_grad)
+    if not layout.weights:
+        return float(copied)
+    return (copied + size(p for p in own if not p.requires_grad)) / processes

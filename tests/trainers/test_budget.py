@@ -1,0 +1,79 @@
+"""`micro_batch_tokens: auto`."""
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from rlhf_pg import GRPOConfig, GRPOTrainer, PPOTrainer
+from rlhf_pg.recipe import parse
+from rlhf_pg.trainers import budget
+from rlhf_pg.trainers.budget import of_update
+from rlhf_pg.trainers.learner import Learner
+
+
+def test_a_run_leaves_the_number_that_was_found(make) -> None:
+    trainer = make(max_steps=1)
+    found = trainer.args.micro_batch_tokens
+    assert found == trainer.learner.args.micro_batch_tokens == budget.MOST["cpu"]
+    trainer.train()
+    path = Path(trainer.args.output_dir) / "config.yaml"
+    assert parse(GRPOConfig, ["--config", str(path)]).micro_batch_tokens == found
+
+
+@pytest.mark.parametrize(("given", "expected"), [("auto", 100), (50, 50)])
+def test_a_resumed_run_keeps_the_number_unless_it_is_given_one(make, given, expected) -> None:
+    with patch.dict(budget.MOST, cpu=100):
+        first = make(max_steps=1, save_steps=1)
+        first.train()
+    assert first.args.micro_batch_tokens == 100
+    second = make(max_steps=2, micro_batch_tokens=given)
+    second.train(resume_from_checkpoint=True)
+    assert second.args.micro_batch_tokens == expected
+    assert second.learner.args.micro_batch_tokens == expected
+    assert second.checkpointer.config["micro_batch_tokens"] == expected
+
+
+def test_a_number_that_is_given_is_kept(make) -> None:
+    with patch.dict(budget.MOST, cpu=100):
+        assert make(micro_batch_tokens=300).args.micro_batch_tokens == 300
+
+
+def measured(make, room: float, **options) -> Learner:
+    """The learner of a model that is measured, in so many bytes."""
+    with patch.object(budget, "SMALL", 0), patch.object(budget, "_room", lambda *_: room):
+        learner: Learner = make(**options).learner
+    return learner
+
+
+@pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
+def test_what_was_found_fits_and_more_would_not(make, trainer_type) -> None:
+    learner = measured(make, 4e6, trainer_type=trainer_type)
+    found, row = learner.args.token_budget, 12
+    assert row < found < budget.MOST["cpu"]
+    grown = of_update(learner.module, learner.args, 6, learner.runtime.device)
+    assert grown.at(found).peak <= 4e6 < grown.at(found + 1).peak
+
+
+def test_a_row_always_fits(make) -> None:
+    assert measured(make, 0.0).args.token_budget == 12  # 6 of the prompt and 6 of the completion
+
+
+def test_what_asks_for_data_is_measured_with_data(make) -> None:
+    """A model whose forward pass looks at a weight, which without data is an error."""
+    expected = measured(make, 4e6).args.token_budget
+
+    def looks(module, *_) -> None:
+        assert float(module.weight.detach().sum()) != 0.0
+
+    trainer = make()
+    trainer.model.lm_head.register_forward_pre_hook(looks)
+    learner = measured(make, 4e6, model=trainer.model)
+    assert learner.args.token_budget == pytest.approx(expected, rel=0.2)
+    assert all(p.grad is None for p in learner.module.parameters())
+
+
+@pytest.mark.parametrize("value", ["most", 1.5, None])
+def test_it_is_a_number_or_auto(value) -> None:
+    with pytest.raises(ValueError, match="micro_batch_tokens must be int or one of 'auto', got"):
+        GRPOConfig(micro_batch_tokens=value)
