@@ -1,22 +1,26 @@
 """The `rlhf-pg` command."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
 import rlhf_pg
+from rlhf_pg import plan as planning
 from rlhf_pg.config import RewardModelConfig, SFTConfig
 from rlhf_pg.recipe import fail, load, parse, recipe_file
 from rlhf_pg.report import save_curve, show_curve
 from rlhf_pg.rewards import train_reward_model
+from rlhf_pg.runtime import LAYOUTS
 from rlhf_pg.tasks import TASKS
 from rlhf_pg.tasks.warm_start import ensure_model, warm_start
 from rlhf_pg.trainers import (
@@ -36,9 +40,12 @@ TRAINERS: dict[str, type[PolicyGradientTrainer]] = {
     "reinforce": ReinforceTrainer,
 }
 
+SHARDINGS = {layout.name.replace("-", "").lower(): layout for layout in LAYOUTS}
+
 USAGE = """\
 rlhf-pg train RECIPE.yaml [--key value ...]   train with a recipe; flags override its keys (--help)
 rlhf-pg train PRESET [--key value ...]        likewise, by the name of a preset: dapo, vapo ...
+rlhf-pg plan --config RECIPE.yaml --gpus N    memory and seconds that it would take (plan --help)
 rlhf-pg demo [--key value ...]                GRPO on the embedded task: a few minutes on a CPU
 rlhf-pg --version"""
 
@@ -47,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; exits with status 2 on wrong usage."""
     parser = argparse.ArgumentParser(prog="rlhf-pg", usage=USAGE, add_help=True)
     parser.add_argument("--version", action="version", version=rlhf_pg.__version__)
-    parser.add_argument("command", choices=["train", "demo"])
+    parser.add_argument("command", choices=["train", "plan", "demo"])
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = parser.parse_args(arguments[:1]).command
     flags = arguments[1:]
@@ -57,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if command == "demo":
             demo(flags)
+        elif command == "plan":
+            plan(flags)
         else:
             train(_recipe(flags[0]), flags[1:])
     except ValueError as error:  # what the library says of bad input is enough
@@ -117,6 +126,106 @@ def _algorithm(recipe: Path) -> str:
         known = ", ".join(["sft", "reward_model", *TRAINERS])
         fail(f"{recipe}: the key algorithm must be one of {known}, got {algorithm!r}")
     return algorithm
+
+
+# -------------------------------------------------------------------------------------------- plan
+
+
+def plan(flags: Sequence[str]) -> None:
+    """Show what a recipe would take on each process; no weights are loaded."""
+    options, keys = _plan_options(flags)
+    recipe = _recipe(options.config)
+    args = _config(TRAINERS[_algorithm(recipe)].config_type, recipe, keys)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    room, kind = _room(device), device.type
+    if options.memory is not None:
+        room, kind = options.memory * 1e9, "cuda"
+    drawn = planning.draw(args, device, kind)
+    layout = SHARDINGS[options.sharding]
+    memory = planning.predicted_memory(drawn, layout, options.gpus, room, kind)
+    rates = planning.Rates(options.tflops * 1e12, options.bandwidth * 1e9)
+    if not (options.tflops and options.bandwidth):
+        here = planning.measured_rates(device, getattr(torch, args.dtype))
+        rates = planning.Rates(rates.work or here.work, rates.bytes or here.bytes)
+    console = Console()
+    console.print(_memory_table(memory))
+    console.print(_pace_table(planning.predicted_pace(drawn, memory, options.gpus), rates))
+    console.print(Text(_assumptions(drawn, memory, rates)))
+
+
+def _plan_options(flags: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Those of the plan itself, and the keys of the recipe that are set."""
+    parser = argparse.ArgumentParser(
+        prog="rlhf-pg plan",
+        allow_abbrev=False,
+        epilog="Other flags are keys of the recipe, as in rlhf-pg train.",
+    )
+    add = parser.add_argument
+    add("--config", required=True, help="a recipe, or the name of a preset")
+    add("--gpus", type=_count, default=1, metavar="N", help="processes, one per GPU")
+    add("--sharding", choices=SHARDINGS, default="ddp", help="what the launcher's config asks for")
+    add("--memory", type=_positive, metavar="GB", help="of a GPU; default: of this machine")
+    add("--tflops", type=_positive, default=0.0, help="of large matrix products; default: measured")
+    add("--bandwidth", type=_positive, default=0.0, metavar="GB/S", help="default: measured")
+    return parser.parse_known_args(list(flags))
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number
+
+
+def _positive(text: str) -> float:
+    if not (number := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return number
+
+
+def _room(device: torch.device) -> float:
+    """Bytes of the device, or those of a CPU's memory that a run takes by itself."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[1])
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _memory_table(memory: planning.Memory) -> Table:
+    totals = [sum(phase.values()) for phase in (memory.update, memory.rollout)]
+    unit, name = (1e9, "GB") if max(totals) >= 1e9 else (1e6, "MB")
+    table = Table(f"{name} on each process", "update", "rollout")
+    for part in dict.fromkeys([*memory.update, *memory.rollout]):
+        sizes = [phase.get(part, 0.0) for phase in (memory.update, memory.rollout)]
+        if any(sizes):
+            table.add_row(part, *(_short(size / unit) for size in sizes))
+    table.add_row("total", *(_short(total / unit) for total in totals), style="bold")
+    return table
+
+
+def _pace_table(phases: dict[str, planning.Pace], rates: planning.Rates) -> Table:
+    table = Table("a step", "TFLOP", "GB moved", "seconds", "share")
+    whole = sum(pace.seconds(rates) for pace in phases.values())
+    for phase, pace in phases.items():
+        seconds = pace.seconds(rates)
+        numbers = (pace.work / 1e12, pace.bytes / 1e9, seconds)
+        table.add_row(phase, *map(_short, numbers), f"{100 * seconds / whole:.0f} %")
+    table.add_row("total", "", "", _short(whole), "", style="bold")
+    return table
+
+
+def _assumptions(drawn: planning.Drawn, memory: planning.Memory, rates: planning.Rates) -> str:
+    width = drawn.args.max_completion_length
+    return (
+        f"prompts of {drawn.prompt} and completions of {width} tokens, the most there may be; "
+        f"micro_batch_tokens {memory.micro_batch_tokens}; {memory.rows} completions sampled at a "
+        f"time; {_short(rates.work / 1e12)} TFLOP/s, {_short(rates.bytes / 1e9)} GB/s. Rewards, "
+        "and exchanges between processes, are not in it."
+    )
+
+
+def _short(number: float) -> str:
+    """Three digits."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 # -------------------------------------------------------------------------------------------- demo

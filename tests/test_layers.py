@@ -25,7 +25,7 @@ FLOORS = [
     {"fields", "config", "recipe"},
     {"models", "data", "rewards", "tasks"},
     {"rollout", "runtime", "checkpoint", "metrics", "progress"},
-    {"trainers", "report"},
+    {"trainers", "report", "plan"},
     {"cli"},
 ]
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 C = TypeVar("C", bound=PolicyGradientConfig)
 
 # More tokens at a time are not faster: then the kernels are busy anyway.
-MOST = {"cuda": 65536, "cpu": 4096}
+MOST = {"cuda": 65536, "cpu": 1536}
 # Parameters of a model with which so few tokens take less than a gigabyte.
 SMALL = 1_000_000
 # Of what is free on a GPU: the rest is lost between blocks, and to the kernels' own work space. Of

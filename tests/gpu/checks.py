@@ -15,16 +15,21 @@ from unittest.mock import patch
 
 import torch
 import yaml
+from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config
 
+from rlhf_pg import GRPOConfig, GRPOTrainer
 from rlhf_pg.experience import Rollout
-from rlhf_pg.metrics import read
+from rlhf_pg.metrics import Meter, read
 from rlhf_pg.models import Policy
+from rlhf_pg.plan import draw, predicted_memory
 from rlhf_pg.rollout import NativeEngine, SamplingParams
 from rlhf_pg.rollout.graphs import Graphs
+from rlhf_pg.runtime import LAYOUTS
 from rlhf_pg.tasks import arithmetic
+from rlhf_pg.tasks.tiny import character_tokenizer
 from tests.benchmarks import rollout as rollout_benchmark
 from tests.tiny import ARCHS, tiny_model
 
@@ -39,6 +44,15 @@ SETUPS = {
     "float32": {"dtype": "float32"},
     "LoRA": {"dtype": "bfloat16", "use_peft": True, "gradient_checkpointing": True},
     "QLoRA": {"dtype": "bfloat16", "use_peft": True, "load_in_4bit": True},
+}
+# Two prompts, with eight completions each that fill several micro-batches.
+PLANNED: dict[str, Any] = {
+    "max_prompt_length": 256,
+    "max_completion_length": 256,
+    "prompts_per_step": 2,
+    "num_generations": 8,
+    "micro_batch_tokens": 4096,
+    "max_steps": 1,
 }
 Check = tuple[str, str, bool]  # what, figure, passed
 
@@ -165,6 +179,50 @@ def presets(device: str) -> Iterator[Check]:
             yield f"preset {preset.stem}", figure, finite and len(lines) == 3
 
 
+def plans(device: str) -> Iterator[Check]:
+    """Bytes that the plan foretells for an update, against the most that were allocated in one."""
+    if device == "cpu":
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        model = save_wide_model(directory)
+        for setup, options in SETUPS.items():
+            if "load_in_4bit" in options:  # whose kernels have work space of their own
+                continue
+            args = GRPOConfig(
+                model_name_or_path=model,
+                output_dir=f"{directory}/{setup}",
+                **{**PLANNED, **options},
+            )
+            room = float(torch.cuda.get_device_properties(device).total_memory)
+            memory = predicted_memory(draw(args, device, "cuda"), LAYOUTS[0], 1, room, "cuda")
+            prompts = Dataset.from_dict({"prompt": ["1" * 256, "2" * 256]})
+            trainer = GRPOTrainer(reward_funcs=lengths, args=args, train_dataset=prompts)
+            trainer.engine.eos_token_ids = []  # all completions have their full length
+            samples = trainer.roll_out(range(2))
+            scores = trainer.reward(samples)
+            experience, _ = trainer.make_experience(samples.rollout, scores, Meter())
+            torch.cuda.reset_peak_memory_stats()
+            trainer.update(experience, Meter())
+            most = torch.cuda.max_memory_allocated()
+            off = sum(memory.update.values()) / most - 1
+            yield f"plan, {setup}", f"{most / 1e9:.2f} GB, {100 * off:+.0f} %", abs(off) <= 0.2
+            del trainer, experience, samples
+
+
+def lengths(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def save_wide_model(directory: str) -> str:
+    """Of 0.2 billion parameters, with a large vocabulary and a tokenizer of digits."""
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 32768}
+    config = Qwen2Config(**shape, **heads)
+    AutoModelForCausalLM.from_config(config).save_pretrained(f"{directory}/wide")
+    character_tokenizer("0123456789").save_pretrained(f"{directory}/wide")
+    return f"{directory}/wide"
+
+
 def backends(device: str) -> Iterator[Check]:
     """PPO (policy, critic and reference) by every file of recipes/accelerate, on all GPUs: norms of
     its first gradients against those of one process. On CPUs tests/distributed does that.
@@ -225,7 +283,7 @@ def launch(
 
 GROUPS: list[Callable[[str], Iterator[Check]]] = [
     *(agreement, sampling, decoding, rollouts),
-    *(recipes, presets, backends, vllm),
+    *(recipes, presets, plans, backends, vllm),
 ]
 
 

@@ -1,0 +1,199 @@
+"""What the plan says of memory, against the tensors of a trainer that takes a step."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from rlhf_pg import GRPOTrainer, PPOTrainer
+from rlhf_pg.metrics import Meter
+from rlhf_pg.plan import Drawn, Memory, draw, predicted_memory
+from rlhf_pg.rollout import batching
+from rlhf_pg.rollout.attention import KeyValues
+from rlhf_pg.runtime import LAYOUTS
+from rlhf_pg.tasks.tiny import character_tokenizer
+from rlhf_pg.trainers import PolicyGradientTrainer
+
+LENGTH = 40  # of prompts and of completions
+COMMON: dict[str, Any] = {
+    "max_prompt_length": LENGTH,
+    "max_completion_length": LENGTH,
+    "prompts_per_step": 2,
+    "num_generations": 4,
+    "micro_batch_tokens": 400,
+    "max_steps": 1,
+}
+# The width, the vocabulary and the layers of a Qwen2, and what trains it.
+CASES: dict[str, tuple[type[PolicyGradientTrainer], int, dict[str, Any]]] = {
+    "in full": (GRPOTrainer, 256, {}),
+    "a large vocabulary": (GRPOTrainer, 32768, {"beta": 0.05}),
+    "LoRA, a critic and a reference": (PPOTrainer, 256, {"use_peft": True}),
+    "a separate critic": (PPOTrainer, 256, {}),
+    "a shared critic": (PPOTrainer, 256, {"critic": "shared"}),
+    "checkpointing": (GRPOTrainer, 32768, {"gradient_checkpointing": True}),
+    "bfloat16": (GRPOTrainer, 32768, {"dtype": "bfloat16"}),
+}
+
+
+@pytest.fixture(params=CASES, scope="module")
+def case(request, tmp_path_factory) -> tuple[PolicyGradientTrainer, Drawn, Memory]:
+    """A trainer, and what is drawn and predicted of it from its files."""
+    trainer_type, vocabulary, options = CASES[request.param]
+    layers = 6 if not options else 2
+    directory = tmp_path_factory.mktemp("plan")
+    path, tokenizer = str(directory / "model"), character_tokenizer("0123456789")
+    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": vocabulary}
+    AutoModelForCausalLM.from_config(Qwen2Config(**shape, **heads)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    outputs = {"model_name_or_path": path, "output_dir": str(directory / "run")}
+    args = trainer_type.config_type(**(COMMON | outputs | options))
+    drawn = draw(args, "cpu")
+    trainer = trainer_type(
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": ["1" * LENGTH, "2" * LENGTH]}),
+    )
+    # All completions have their full length.
+    trainer.engine.eos_token_ids = []
+    return trainer, drawn, predicted_memory(drawn, LAYOUTS[0], 1, 0.0, "cpu")
+
+
+def taken(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of their memory, each storage once."""
+    storages = [t.untyped_storage() for t in tensors if t is not None]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+class Seen:
+    """What is there in a trainer's step."""
+
+    def __init__(self, trainer: PolicyGradientTrainer) -> None:
+        self.trainer = trainer
+        self.sizes: dict[str, float] = {}
+        self.saved = 0  # bytes that one forward pass keeps for its backward pass
+        self.stores: list[KeyValues] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around the step."""
+        trained, seen = self.trainer.learner.trained, self
+
+        class Kept(KeyValues):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                seen.stores.append(self)
+
+        call, step = type(trained).__call__, trained.step
+
+        def forward(*inputs: Any, **options: Any) -> Any:
+            kept: list[Tensor] = []
+            own = {t.untyped_storage().data_ptr() for t in self.trainer.learner.module.parameters()}
+
+            def keep(tensor: Tensor) -> Tensor:
+                if tensor.untyped_storage().data_ptr() not in own:
+                    kept.append(tensor)
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                out = call(*inputs, **options)
+            self.saved = max(self.saved, taken(kept))
+            return out
+
+        def update() -> float:
+            module = self.trainer.learner.module
+            self.sizes["gradients"] = taken(p.grad for p in module.parameters())
+            return step()
+
+        with (
+            patch.object(batching, "KeyValues", Kept),
+            patch.object(type(trained), "__call__", forward),
+            patch.object(trained, "step", update),
+        ):
+            yield
+
+    def measure(self) -> None:
+        """After the step."""
+        learner = self.trainer.learner
+        policy = list(learner.policy.parameters())
+        states = [v for state in learner.optimizer.state.values() for v in state.values()]
+        everything = [*learner.module.parameters()]
+        shared = {id(p) for p in everything}
+        reference = learner.reference.parameters() if learner.reference else ()
+        self.sizes |= {
+            "weights": taken(policy),
+            "all weights": taken(everything),
+            "optimizer": taken(x for x in states if x.numel() > 1),
+            "reference": taken(p for p in reference if id(p) not in shared),
+            "keys and values": taken(
+                t for store in self.stores for pair in store._layers.values() for t in pair
+            ),
+        }
+
+
+def close(a: float, b: float) -> bool:
+    return a == pytest.approx(b, rel=0.2, abs=1000)
+
+
+def test_parts_are_what_a_step_has(case) -> None:
+    trainer, _, memory = case
+    seen = Seen(trainer)
+    with seen.watched():
+        samples = trainer.roll_out(range(2))
+        experience, _ = trainer.make_experience(
+            samples.rollout, trainer.reward(samples), Meter(), None
+        )
+        trainer.update(experience, Meter())
+    seen.measure()
+    update, sizes = memory.update, seen.sizes
+    critic = update.get("critic", 0.0)
+    assert close(update["weights"], sizes["weights"])
+    assert close(update["reference"], sizes["reference"])
+    # A critic has weights, gradients and moments of its own.
+    kept = update["weights"] + update["gradients"] + update["optimizer"] + critic
+    assert close(kept, sizes["all weights"] + sizes["gradients"] + sizes["optimizer"])
+    if not critic:
+        assert close(update["gradients"], sizes["gradients"])
+        assert close(update["optimizer"], sizes["optimizer"])
+    assert close(memory.rollout["keys and values"], sizes["keys and values"])
+
+
+def test_activations_are_what_a_forward_pass_keeps(case) -> None:
+    """Of a micro-batch of the largest size: two prompts and eight completions."""
+    trainer, drawn, _ = case
+    seen, rollout = Seen(trainer), trainer.roll_out(range(2)).rollout
+    trainer.learner.module.train()
+    with seen.watched():
+        trainer.learner.trained(rollout)
+    assert close(drawn.update.at(10 * LENGTH).forward, seen.saved)
+
+
+def test_the_peak_is_what_the_allocator_has_given(case) -> None:
+    """Forward and backward, by the profiler of torch: kernels' own work space is in it."""
+    trainer, drawn, memory = case
+    rollout, module = trainer.roll_out(range(2)).rollout, trainer.learner.module.train()
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run(module, rollout)
+    now = most = 0
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    predicted = memory.update["activations"] + memory.update["head, loss, backward"]
+    assert predicted == drawn.update.at(10 * LENGTH).peak
+    assert close(predicted, most)
+
+
+def run(module: nn.Module, rollout: Any) -> None:
+    numbers = [x for x in module(rollout) if x is not None and x.requires_grad]
+    sum(x.sum() for x in numbers).backward()

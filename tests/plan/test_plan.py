@@ -1,0 +1,117 @@
+"""`rlhf-pg plan`, and the seconds it foretells."""
+
+import re
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlhf_pg import GRPOConfig, PPOConfig, cli
+from rlhf_pg.plan import Pace, Rates, draw, measured_rates, predicted_memory, predicted_pace
+from rlhf_pg.runtime import LAYOUTS
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+BY_NAME = {layout.name: layout for layout in LAYOUTS}
+
+
+def plan(capsys, *flags: str) -> str:
+    cli.main(["plan", *flags])
+    text: str = capsys.readouterr().out
+    return text
+
+
+def cells(text: str, name: str) -> list[str]:
+    """The numbers of a row."""
+    line = next(line for line in text.splitlines() if re.match(rf"\W+{name}\b", line))
+    return re.findall(r"[\d.]+(?:e-\d+)?", line.split(name)[1])
+
+
+def test_the_command_shows_parts_and_phases(capsys, model_path) -> None:
+    recipe = ["--config", str(RECIPES / "ppo_arithmetic.yaml"), "--model_name_or_path", model_path]
+    text = plan(capsys, *recipe, "--tflops", "1", "--bandwidth", "100")
+    for part in ("weights", "gradients", "optimizer", "critic", "activations", "keys and values"):
+        assert cells(text, part)
+    assert [float(x) for x in cells(text, "gradients")][1] == 0.0
+    assert all(float(cells(text, phase)[2]) > 0 for phase in ("rollout", "score", "update"))
+    assert "1 TFLOP/s, 100 GB/s" in text.replace("\n", " ")
+
+
+def test_no_weights_are_loaded(model_path) -> None:
+    def refuse(*_, **__):
+        raise AssertionError("loads")
+
+    with patch.object(AutoModelForCausalLM, "from_pretrained", refuse):
+        drawn = draw(GRPOConfig(model_name_or_path=model_path, max_completion_length=6), "cpu")
+    assert all(p.untyped_storage().device.type == "meta" for p in drawn.policy.parameters())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--gpus", "0"], "at least 1"),
+        (["--memory", "-3"], "above 0"),
+        (["--sharding", "zero4"], "invalid choice"),
+        (["--no_such_key", "1"], "no_such_key"),
+        (["--model_name_or_path", "no/such/directory"], "no model directory"),
+    ],
+)
+def test_wrong_usage_is_one_message(capsys, flags, message) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["plan", "--config", str(RECIPES / "grpo_arithmetic.yaml"), *flags])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    args = PPOConfig(prompts_per_step=8, num_generations=4, max_completion_length=6)
+    return draw(args, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "of_reference"),
+    [
+        # float32: weights, gradients (and DDP's buckets), moments (and masters), per parameter.
+        ("DDP", (4, 8, 8), 4),
+        ("ZeRO-2", (4, 4 / 8, 12 / 8), 4),
+        ("ZeRO-3", (4 / 8, 4 / 8, 8 / 8), 4 / 8),
+        ("FSDP2", (4 / 8, 4 / 8, 8 / 8), 4 / 8),
+    ],
+)
+def test_parts_on_eight_processes_by_hand(drawn, name, own, of_reference) -> None:
+    memory = predicted_memory(drawn, BY_NAME[name], 8, 80e9, "cuda")
+    count = sum(p.numel() for p in drawn.policy.parameters())
+    critic = sum(p.numel() for p in drawn.critic.parameters())
+    parts = [memory.update[part] for part in ("weights", "gradients", "optimizer")]
+    assert parts == pytest.approx([size * count for size in own])
+    assert memory.update["critic"] == pytest.approx(sum(own) * critic)
+    assert memory.update["reference"] == pytest.approx(of_reference * count)
+
+
+def test_work_by_hand(drawn) -> None:
+    """2 operations per weight of a matrix and token, 3 times as many with the backward pass; and a
+    little for attention.
+    """
+    memory = predicted_memory(drawn, BY_NAME["DDP"], 1, 80e9, "cuda")
+    pace = predicted_pace(drawn, memory, 1)
+    model = drawn.policy.model
+    layers = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
+    # Policy and critic read 8 prompts and 32 completions, the head of the policy the completions.
+    tokens = 8 * drawn.prompt + 32 * 6
+    forward = 2 * layers * 2 * tokens + 2 * model.lm_head.weight.numel() * 32 * 6
+    assert pace["update"].work == pytest.approx(4 * 3 * forward, rel=0.1)
+    assert pace["score"].work == pytest.approx(1.5 * forward, rel=0.1)
+
+
+def test_the_slower_of_computing_and_reading_counts() -> None:
+    rates = Rates(100.0, 10.0)
+    assert Pace(200.0, 10.0).seconds(rates) == 2.0
+    assert Pace(200.0, 50.0).seconds(rates) == 5.0
+
+
+def test_rates_are_those_of_a_machine() -> None:
+    rates = measured_rates(torch.device("cpu"), torch.float32)
+    assert 1e8 < rates.work < 1e15
+    assert 1e7 < rates.bytes < 1e13
