@@ -117,7 +117,7 @@ class Decode:
 
     prompts: KeyValues
     own: KeyValues
-    columns: Tensor  # (R,) of each row's newest token in its slot
+    columns: Tensor | int  # (R,) of each row's newest token in its slot, or of all of them
     members: Tensor  # (G,M) the rows of each prompt; any row where there are fewer
     places: Tensor  # (R,) of each row in `members`, flattened
     prompt_bias: Tensor  # (G,P) see `bias`: what is prompt, of the first P columns
@@ -127,7 +127,8 @@ class Decode:
         """See `Layout`."""
         rows, heads = query.shape[1], key.shape[0]
         own_keys, own_values = self.own.of(layer, key, value)
-        index = torch.arange(rows, device=query.device)
+        one = isinstance(self.columns, int)  # a slice is written faster
+        index = slice(rows) if one else torch.arange(rows, device=query.device)
         own_keys[index, :, self.columns] = key.transpose(0, 1)
         own_values[index, :, self.columns] = value.transpose(0, 1)
         keys, values = self.prompts.of(layer, key, value)

@@ -165,7 +165,7 @@ class BatchingSession:
         layout = Decode(
             prompts=self.prompt_cache,
             own=self.own_cache,
-            columns=last,
+            columns=_common(last),
             members=groups.members,
             places=groups.places,
             prompt_bias=groups.bias,
@@ -270,3 +270,10 @@ class BatchingSession:
             assert last.slot is not None
             self.prompt_cache.move([last.slot], [prompt.slot])
             self.prompts[prompt.slot], last.slot = last, prompt.slot
+
+
+def _common(columns: Tensor) -> Tensor | int:
+    """The one number of which all are, on a CPU; a GPU would have to be waited for."""
+    if columns.device.type == "cpu" and (columns == columns[0]).all():
+        return int(columns[0])
+    return columns
