@@ -5,6 +5,7 @@ are left-padded and completions right-padded, so every completion starts in the 
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -164,23 +165,28 @@ class Rollout:
         return nn.functional.pad(differs.cumsum(0), (1, 0))
 
     def micro_batches(
-        self, max_tokens: int, whole_groups: bool = False, packs: bool = True
+        self, max_tokens: int, whole_groups: bool = False, window: float = math.inf
     ) -> list[Tensor]:
         """Row indices, split so that what is computed stays within `max_tokens`.
 
         Args:
             whole_groups: see `rlhf_pg.micro_batches`.
-            packs: prompts are computed once and nothing is padded.
+            window: tokens of a row up to which prompts are computed once and nothing is padded. One
+                longer row has its whole micro-batch padded, so shorter ones keep away from it.
         """
         if not self.num_rows:
             return []
         columns = torch.stack([self.groups, self.families(), *self.lengths()[:, [1, 0]].T])
         rows = [micro_batches.Row(*row) for row in columns.T.tolist()]
-        split = micro_batches.packed if packs else micro_batches.padded
-        return [
-            torch.tensor(own, device=self.groups.device)
-            for own in split(rows, max_tokens, whole_groups)
-        ]
+        long = [row.prompt + row.completion > window for row in rows]
+        if whole_groups:  # which may have rows of both kinds
+            long = [any(long)] * len(rows)
+        batches: list[Tensor] = []
+        for split, kind in ((micro_batches.packed, False), (micro_batches.padded, True)):
+            places = torch.tensor([i for i, is_long in enumerate(long) if is_long == kind])
+            own = [row for row, is_long in zip(rows, long, strict=True) if is_long == kind]
+            batches += [places[part] for part in split(own, max_tokens, whole_groups)]
+        return [rows.to(self.groups.device) for rows in batches]
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for field in dataclasses.fields(self):

@@ -1,6 +1,7 @@
 """The critic of PPO: what the rest of a completion is expected to be paid."""
 
 import copy
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTo
 from rlhf_pg.experience import Rollout
 from rlhf_pg.masking import widen
 from rlhf_pg.models.adapters import LOADED, add_adapter, load_weights, share_frozen, trunk
+from rlhf_pg.models.attention import window
 from rlhf_pg.models.loading import check_vocabulary, has_tokenizer, load_model
 from rlhf_pg.models.packing import can_pack, hidden_states, padded
 from rlhf_pg.models.policy import Policy
@@ -66,6 +68,13 @@ class Critic(nn.Module):
     @property
     def shares_trunk(self) -> bool:
         return self.model is None
+
+    @property
+    def window(self) -> float:
+        """Tokens of a row up to which it is packed, if its trunk is not the policy's."""
+        if self.shares_trunk:
+            return math.inf
+        return window(trunk(self.model)) if self.packs else 0
 
     def forward(
         self, batch: Rollout, of_policy: tuple[Tensor, Tensor] | None = None

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from rlhf_pg.experience import Rollout
 from rlhf_pg.models.adapters import trunk
+from rlhf_pg.models.attention import window
 from rlhf_pg.models.finish import finish_of
 from rlhf_pg.models.head import Head, parts_for, token_scores
 from rlhf_pg.models.packing import can_pack, hidden_states, padded
@@ -50,6 +51,11 @@ class Policy(nn.Module):
             self.head = Head(model, temperature, entropy_gradient, 1, finish)
             self.expect(most_tokens)
             self.packs = can_pack(trunk(model))
+
+    @property
+    def window(self) -> float:
+        """Tokens of a row up to which it is packed: 0 where none is."""
+        return window(trunk(self.model)) if self.packs else 0
 
     def expect(self, most_tokens: int) -> None:
         """Have room for the logits of so many tokens, as on every other process."""

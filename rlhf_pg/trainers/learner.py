@@ -299,7 +299,9 @@ class Learner:
         A process with fewer adds blank rows (indices None), so that none waits for another; where
         no process has a row, one blank still gives every parameter a gradient.
         """
-        chunks = batch.micro_batches(self.args.token_budget, self.compares_rows, self.policy.packs)
+        models = filter(None, (self.policy, self.critic))
+        window = min(model.window for model in models)  # what one of them pads must fit
+        chunks = batch.micro_batches(self.args.token_budget, self.compares_rows, window)
         # Asked before the first: a forward pass may itself wait for the other processes.
         count = max(1, self.runtime.most(len(chunks)))
         for rows in chunks:

@@ -70,6 +70,16 @@ def test_a_prompt_computed_once(trainer_type, aggregation, options, tmp_path) ->
     assert_equal(experience.ref_logprobs, scored.ref_logprobs)
 
 
+def test_what_a_critic_pads_stays_within_the_budget(tmp_path) -> None:
+    """A value model of another kind is not packed, though the policy is."""
+    trainer = trainer_for(PPOTrainer, tmp_path, micro_batch_tokens=12)
+    trainer.critic.packs = False
+    experience = experience_of(trainer)
+    batches = [batch for _, batch in trainer.learner._micro_batches(experience)]
+    assert sum(batch.num_rows for batch in batches) == len(SAYS)
+    assert max(batch.num_rows * batch.width for batch in batches) <= 12
+
+
 @pytest.mark.parametrize("trainer_type", TRAINERS)
 def test_order_of_rows(trainer_type, tmp_path) -> None:
     trainer = trainer_for(trainer_type, tmp_path)
