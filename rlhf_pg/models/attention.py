@@ -41,11 +41,13 @@ def _attention(
     unknown = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
     if unknown:
         raise NotImplementedError(f"attention with {unknown[0]}")
+    if options.get("dropout"):
+        raise NotImplementedError("attention with dropout")
     if attention_mask is not None:  # none is made for a function that `transformers` does not know
         raise NotImplementedError("attention with a mask of its own")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = layout.attend(int(module.layer_idx), query[0], key[0], value[0], scale)  # type: ignore[arg-type]
-    return out[None], None
+    return out.contiguous()[None], None  # as other functions' is, which some models rely on
 
 
 AttentionInterface.register(NAME, _attention)

@@ -76,6 +76,10 @@ class Critic(nn.Module):
             return math.inf
         return window(trunk(self.model)) if self.packs else 0
 
+    def pad_if_dropping(self) -> None:
+        """As in `Policy`."""
+        self.packs = self.packs and can_pack(trunk(self.model), training=True)
+
     def forward(
         self, batch: Rollout, of_policy: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:

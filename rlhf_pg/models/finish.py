@@ -47,7 +47,8 @@ def finish_of(model: nn.Module) -> Finish | None:
         head reads something else than the trunk's last hidden states, or with more behind it.
     """
     layer = output_layer(model) if isinstance(model, LOADED) else None
-    if layer is None:
+    # A model that does not say where its trunk is, Llama4ForCausalLM for one, says it is all trunk.
+    if layer is None or layer in trunk(model).modules():
         return None
     if next(model.parameters()).is_meta:  # without data there is nothing to be seen
         return NOTHING

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from rlhf_pg.experience import Rollout
 from rlhf_pg.models.attention import configs_of, fitness, replaced_attention, window
+from rlhf_pg.models.loading import evaluating
 from rlhf_pg.models.shared_prefix import Family, SharedPrefix
 
 
@@ -35,9 +36,13 @@ def hidden_states(trunk: nn.Module, batch: Rollout, packs: bool) -> tuple[Tensor
     return hidden.flatten(0, 1), tokens.states
 
 
-def can_pack(trunk: nn.Module) -> bool:
-    """Whether its attention can be replaced."""
-    return isinstance(trunk, PreTrainedModel) and fitness(trunk).obstacle is None
+def can_pack(trunk: nn.Module, training: bool = False) -> bool:
+    """Whether its attention can be replaced: in training, only if it has no dropout."""
+    if not isinstance(trunk, PreTrainedModel):
+        return False
+    with evaluating(trunk):
+        trunk.train(training)
+        return fitness(trunk).obstacle is None
 
 
 def padded(batch: Rollout) -> Tokens:

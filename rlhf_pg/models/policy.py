@@ -63,6 +63,10 @@ class Policy(nn.Module):
             parts = parts_for(most_tokens, self.model.config.get_text_config().vocab_size)
             self.head = replace(self.head, parts=parts)
 
+    def pad_if_dropping(self) -> None:
+        """Pack no more if the attention has dropout in training, which ours has not."""
+        self.packs = self.packs and can_pack(trunk(self.model), training=True)
+
     def forward(self, batch: Rollout) -> PolicyOutput:
         """log pi(y_t | x, y_<t) and H(pi(. | x, y_<t)) for every action token of the batch.
 

@@ -327,6 +327,9 @@ def assembled(
         module = ActorCritic(policy, critic, recompute)
     if args.disable_dropout:
         disable_dropout(module)
+    else:
+        for scoring in filter(None, (policy, critic)):
+            scoring.pad_if_dropping()
     for part in (model, critic.model if critic else None):
         # The user may have asked the model itself, in another form than ours.
         if args.gradient_checkpointing or getattr(part, "is_gradient_checkpointing", False):

@@ -28,6 +28,12 @@ def test_most_models_do_nothing(arch) -> None:
     assert finish_of(tiny_model(arch)) == Finish()
 
 
+def test_a_model_that_does_not_say_where_its_trunk_is() -> None:
+    model = tiny_model("llama4_text", **GROUPED, num_local_experts=2, attention_chunk_size=16)
+    assert trunk(model) is model
+    assert finish_of(model) is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("arch", FINISHED)
 def test_a_scale_and_a_soft_cap_are_measured_whatever_the_logits_are(arch, dtype) -> None:

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from rlhf_pg.experience import Rollout
 from rlhf_pg.models import (
@@ -96,6 +95,26 @@ def trained_gradient(policy):
     grads = [p.grad.flatten() for p in policy.parameters() if p.requires_grad]
     assert all(grad.isfinite().all() for grad in grads)
     return torch.cat(grads)
+
+
+def test_a_model_that_takes_attention_to_be_contiguous():
+    grouped = {"intermediate_size": 48, "num_key_value_heads": 2}
+    model = tiny_model("jetmoe", num_local_experts=2, kv_channels=8, **grouped)
+    policy, batch = Policy(model), batch_of()
+    assert policy.packs
+    assert_close(gradient_of(policy, batch), one_by_one(model, batch), 1e-4)
+
+
+def test_attention_with_dropout_is_padded_in_training():
+    """Ours has none; that of other modules is theirs."""
+    dropping, others = (tiny_model("gpt2", attn_pdrop=p, resid_pdrop=0.5) for p in (0.1, 0.0))
+    for model, packs in ((dropping, False), (others, True)):
+        for mode in (False, True):
+            policy = Policy(model.train(mode))
+            assert policy.packs
+            policy.pad_if_dropping()
+            assert policy.packs == packs
+            assert model.training == mode
 
 
 def test_every_real_token_is_computed_once():
@@ -256,4 +275,3 @@ def test_numbers_do_not_depend_on_what_else_is_in_the_row():
     for i in range(batch.num_rows):
         alone = policy(batch.select(torch.tensor([i]))).logprobs[0]
         torch.testing.assert_close(whole[i, : len(alone)], alone, rtol=0, atol=1e-12)
-    assert isinstance(policy, nn.Module)
