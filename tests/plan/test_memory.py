@@ -124,6 +124,10 @@ class Seen:
         learner = self.trainer.learner
         policy = list(learner.policy.parameters())
         states = [v for state in learner.optimizer.state.values() for v in state.values()]
+        # Of weights in 16 bits it updates masters.
+        updated = [p for group in learner.optimizer.param_groups for p in group["params"]]
+        weights = {id(p) for p in learner.module.parameters()}
+        states += [p for p in updated if id(p) not in weights]
         everything = [*learner.module.parameters()]
         shared = {id(p) for p in everything}
         reference = learner.reference.parameters() if learner.reference else ()

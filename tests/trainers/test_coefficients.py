@@ -101,7 +101,7 @@ def test_an_entropy_coefficient_that_rises_from_0_has_a_gradient(tmp_path) -> No
     trainer = make_trainer(GRPOTrainer, tmp_path, **options)
     plain = make_trainer(GRPOTrainer, tmp_path, num_generations=2)
     says = [(1, 0), (2, 2)]
-    assert torch.equal(gradient_of(trainer, says), gradient_of(plain, says))
+    torch.testing.assert_close(gradient_of(trainer, says), gradient_of(plain, says))
     trainer.coefficients.controllers["entropy_coef"].coef = 0.1
     assert not torch.allclose(gradient_of(trainer, says), gradient_of(plain, says))
 
