@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+BLOCK = 128  # tokens that the fused kernel on GPUs skips or computes together
 _compiled_flex_attention = torch.compile(flex_attention, dynamic=True)
 
 
@@ -89,7 +90,20 @@ class SharedPrefix:
         def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (q >= k) & (family[q] == family[k]) & ((row[k] == row[q]) | (row[k] == 0))
 
-        return create_block_mask(sees, None, None, total, total, device=str(self.device))
+        # A few blocks of queries at a time: all at once takes several times N * N bytes.
+        tokens, none = torch.arange(total, device=self.device), torch.zeros(())
+        parts = [
+            _seen_blocks(sees(none, none, queries[:, None], tokens))
+            for queries in tokens.split(8 * BLOCK)
+        ]
+        some, every = (torch.cat(part)[None, None] for part in zip(*parts, strict=True))
+        return BlockMask.from_kv_blocks(
+            *_ordered(some & ~every),
+            *_ordered(every),
+            BLOCK_SIZE=BLOCK,
+            mask_mod=sees,
+            seq_lengths=(total, total),
+        )
 
     def _places(self) -> tuple[Tensor, Tensor]:
         """The family of every token, and its row there: 0 for the prompt; (N,) each."""
@@ -97,6 +111,22 @@ class SharedPrefix:
         family = [i for i, rows in enumerate(lengths) for _ in range(sum(rows))]
         row = [j for rows in lengths for j, length in enumerate(rows) for _ in range(length)]
         return torch.tensor(family, device=self.device), torch.tensor(row, device=self.device)
+
+
+def _seen_blocks(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each pair of blocks in (n,N), whether any query sees any key, and every query every key;
+    what is missing of a last block sees nothing.
+    """
+    missing = [-length % BLOCK for length in seen.shape]
+    seen = nn.functional.pad(seen, (0, missing[1], 0, missing[0]))
+    pairs = seen.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    return pairs.any(3).any(1), pairs.all(3).all(1)
+
+
+def _ordered(pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """How many key blocks belong to each query block, and their numbers in front of the others."""
+    order = pairs.int().argsort(dim=-1, descending=True, stable=True)
+    return pairs.sum(-1, dtype=torch.int32), order.int()
 
 
 def _blocks(families: Sequence[Family]) -> Iterator[_Block]:

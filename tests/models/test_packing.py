@@ -4,6 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rlhf_pg.experience import Rollout
 from rlhf_pg.models import (
@@ -16,7 +19,7 @@ from rlhf_pg.models import (
 )
 from rlhf_pg.models.attention import replaced_attention
 from rlhf_pg.models.packing import packed, padded
-from rlhf_pg.models.shared_prefix import Family, SharedPrefix
+from rlhf_pg.models.shared_prefix import BLOCK, Family, SharedPrefix
 from tests.models.test_policy import EXACT, gradient_of, teacher_forced, with_garbage
 from tests.tiny import ARCHS, adapter, stir, tiny_model
 
@@ -221,6 +224,35 @@ def test_attention_is_a_softmax_over_what_is_seen(way, heads, key_heads):
     torch.testing.assert_close(
         grads, torch.autograd.grad((expected * weights).sum(), operands), **tolerance
     )
+
+
+LONG = [Family(300, [100, 7, 0, 260]), Family(1, []), Family(900, [1, 300]), Family(2000, [90] * 3)]
+
+
+@pytest.mark.parametrize("families", [FAMILIES, LONG])
+def test_the_kernel_is_told_the_blocks_that_torch_finds(families):
+    own = SharedPrefix(families, torch.device("cpu"))._mask
+    found = create_block_mask(own.mask_mod, None, None, *own.shape[2:], device="cpu")
+    for name in ("num_blocks", "indices"):
+        for kind in ("kv", "full_kv", "q", "full_q"):
+            assert getattr(own, f"{kind}_{name}").equal(getattr(found, f"{kind}_{name}"))
+    assert own.BLOCK_SIZE == found.BLOCK_SIZE
+
+
+def test_what_the_kernel_is_told_takes_no_square_of_tokens():
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+            self.numel = max(self.numel, *sizes, 0)
+            return out
+
+    count = sum(prompt + sum(completions) for prompt, completions in LONG)
+    with Largest() as largest:
+        _ = SharedPrefix(LONG, torch.device("cpu"))._mask
+    assert 8 * BLOCK * count <= largest.numel <= 8 * BLOCK * (count + BLOCK) < count**2 / 2
 
 
 def test_values_narrower_than_keys():
