@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
@@ -197,9 +198,11 @@ class _Scores(torch.autograd.Function):
 def _blocks(output: Tensor) -> Iterator[slice]:
     """The rows in blocks that a CPU's caches hold; a GPU is better off with all of them."""
     count, vocabulary = output.shape
-    block = count if output.is_cuda else BLOCK * torch.get_num_threads() // vocabulary
-    for start in range(0, count, max(block, 1)):
-        yield slice(start, start + max(block, 1))
+    block = max(1, count if output.is_cuda else BLOCK * torch.get_num_threads() // vocabulary)
+    # Without data every block takes what the first one takes, and there may be thousands.
+    end = min(count, block) if isinstance(output, FakeTensor) else count
+    for start in range(0, end, block):
+        yield slice(start, start + block)
 
 
 def _within(logits: Tensor, support_ids: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ from unittest.mock import patch
 import pytest
 
 from rlhf_pg import GRPOConfig, GRPOTrainer, PPOTrainer
+from rlhf_pg.models import head
+from rlhf_pg.models.memory import blueprint, footprint, probe
 from rlhf_pg.recipe import parse
 from rlhf_pg.trainers import budget
 from rlhf_pg.trainers.budget import of_update
@@ -71,6 +73,18 @@ def test_what_asks_for_data_is_measured_with_data(make) -> None:
     learner = measured(make, 4e6, model=trainer.model)
     assert learner.args.token_budget == pytest.approx(expected, rel=0.2)
     assert all(p.grad is None for p in learner.module.parameters())
+
+
+def test_without_data_the_blocks_of_the_head_are_measured_once(make) -> None:
+    """With a large vocabulary there are thousands, and each takes the same."""
+    learner = make().learner
+    batch = probe(2, 4, 6, 6)
+    with patch.object(head, "BLOCK", 1), patch.object(head, "widen", wraps=head.widen) as blocks:
+        data = footprint(learner.module, batch)
+        assert blocks.call_count > 2 * batch.action_mask.sum()
+        blocks.reset_mock()
+        assert footprint(blueprint(learner.module, "cpu"), batch) == data
+        assert blocks.call_count < 10
 
 
 @pytest.mark.parametrize("value", ["most", 1.5, None])
