@@ -253,6 +253,15 @@ def checkpoint_activations(model: nn.Module | None) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
 
 
+def checkpoints(model: nn.Module | None) -> bool:
+    """Whether any part of it recomputes its activations.
+
+    (`transformers` has a property for that, under another name in every other version.)
+    """
+    parts = () if model is None else model.modules()
+    return any(getattr(part, "gradient_checkpointing", False) for part in parts)
+
+
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout to 0: the modules, and the rates that attention functions read."""
     for module in model.modules():

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from rlhf_pg.experience import Rollout
 from rlhf_pg.models.adapters import LOADED, trunk
 from rlhf_pg.models.attention import window
-from rlhf_pg.models.loading import checkpoint_activations
+from rlhf_pg.models.loading import checkpoint_activations, checkpoints
 from rlhf_pg.models.policy import Policy
 
 
@@ -141,7 +141,7 @@ def blueprint(module: nn.Module, device: torch.device | str) -> nn.Module:
     drawn |= {id(buffer): empty(buffer) for buffer in module.buffers()}
     copied = copy.deepcopy(module, drawn)
     for part in copied.modules():
-        if isinstance(part, LOADED) and part.is_gradient_checkpointing:
+        if isinstance(part, LOADED) and checkpoints(part):
             checkpoint_activations(part)  # the function that a model is given knows that model
     return copied
 

@@ -28,6 +28,7 @@ from rlhf_pg.models import (
     PolicyOutput,
     Reference,
     checkpoint_activations,
+    checkpoints,
     disable_dropout,
     fingerprint,
 )
@@ -332,7 +333,7 @@ def assembled(
             scoring.pad_if_dropping()
     for part in (model, critic.model if critic else None):
         # The user may have asked the model itself, in another form than ours.
-        if args.gradient_checkpointing or getattr(part, "is_gradient_checkpointing", False):
+        if args.gradient_checkpointing or checkpoints(part):
             checkpoint_activations(part)
     return policy, module
 

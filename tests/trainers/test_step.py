@@ -81,6 +81,11 @@ def test_the_ratio_of_a_single_update_is_1_by_construction(make, iterations, is_
     assert (experience_of(trainer).old_logprobs is not None) == is_scored
 
 
+def test_making_a_trainer_warns_of_nothing_in_transformers(make, recwarn) -> None:
+    make()
+    assert not [w for w in recwarn if w.category is FutureWarning]
+
+
 @pytest.mark.parametrize("trainer_type", [RLOOTrainer, PPOTrainer])
 def test_the_sampler_spares_the_policy_a_pass(make, trainer_type) -> None:
     """It has the same weights, and so the same log-probabilities before the update."""
