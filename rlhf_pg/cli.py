@@ -120,10 +120,11 @@ def _config(config_type: type[C], recipe: Path, flags: Sequence[str]) -> C:
     return parse(config_type, ["--config", str(recipe), *flags], f"rlhf-pg train {recipe}")
 
 
-def _algorithm(recipe: Path) -> str:
+def _algorithm(recipe: Path, others: Sequence[str] = ("sft", "reward_model")) -> str:
+    """The key `algorithm`, which here is that of a trainer; elsewhere `others` are known, too."""
     algorithm = str(load(recipe).get("algorithm"))
     if algorithm not in TRAINERS:
-        known = ", ".join(["sft", "reward_model", *TRAINERS])
+        known = ", ".join([*others, *TRAINERS])
         fail(f"{recipe}: the key algorithm must be one of {known}, got {algorithm!r}")
     return algorithm
 
@@ -135,7 +136,7 @@ def plan(flags: Sequence[str]) -> None:
     """Show what a recipe would take on each process; no weights are loaded."""
     options, keys = _plan_options(flags)
     recipe = _recipe(options.config)
-    args = _config(TRAINERS[_algorithm(recipe)].config_type, recipe, keys)
+    args = _config(TRAINERS[_algorithm(recipe, ())].config_type, recipe, keys)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     room, kind = _room(device), device.type

@@ -303,6 +303,11 @@ def test_advantages_that_a_loss_for_whole_rows_cannot_take_are_refused(config, o
             {"old_logprobs_source": "sampler", "rollout_engine": "vllm"},
             "old_logprobs_source is .* whose weights are a copy",
         ),
+        (
+            GRPOConfig,
+            {"old_logprobs_source": "sampler", "sampler_correction": "token_mask"},
+            "sampler_correction would compare the sampler with itself",
+        ),
         (GRPOConfig, {"truncated_sampling": "saved_support"}, "no effect without top_k, top_p"),
         (GRPOConfig, {"eval_success_threshold": 0.5}, "set num_generations_eval above 1"),
         (GRPOConfig, {"stop": ["a", ""]}, "stop must not hold an empty string"),

@@ -276,6 +276,12 @@ class PolicyGradientConfig(SamplingConfig):
             f'is "policy" with rollout_engine {self.rollout_engine!r}, whose weights are a copy: '
             "weigh what it saw by sampler_correction",
         )
+        self.refuse_idle(
+            ("sampler_correction",),
+            self.old_logprobs_source == "policy",
+            "would compare the sampler with itself under old_logprobs_source sampler: leave one of "
+            "them out",
+        )
         penalized = "old_kl_coef" in self.loss_options and self.old_kl_coef > 0
         moving, adaptive = self.kl_controller != "fixed", self.kl_controller == "adaptive"
         correcting, bonus = self.sampler_correction != "none", self.entropy_target is not None
@@ -301,6 +307,14 @@ class PolicyGradientConfig(SamplingConfig):
             options = set().union(*(parameters(function) for function in functions.values()))
             idle = sorted(options - parameters(functions[name]))
             self.refuse_idle(tuple(idle), False, f"is not used by {choice_} {name!r}: leave it out")
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Of the policy before its update: with one update per rollout the ratio is 1 by
+        construction, and then only a KL that is paid or measured asks for them.
+        """
+        paid = self.kl_placement == "reward" or self.kl_controller != "fixed"
+        return self.updates_per_step > 1 or (self.beta > 0 and paid)
 
     @property
     def loss_options(self) -> set[str]:

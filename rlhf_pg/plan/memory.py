@@ -12,7 +12,7 @@ from rlhf_pg.plan.drawn import Drawn
 from rlhf_pg.rollout.attention import KeyValues
 from rlhf_pg.rollout.batching import MAX_ROWS
 from rlhf_pg.runtime import Layout, kept
-from rlhf_pg.trainers.budget import SHARE, reference_bytes, within
+from rlhf_pg.trainers.budget import SHARE, reference_bytes, update_options, within
 
 FOUR_BITS = 0.6  # bytes of a weight in NF4, with its scales and the layers that are left alone
 CPU_CACHE = 4 * 2**30  # bytes that the native engine takes of a CPU's memory
@@ -60,7 +60,8 @@ def _budget(drawn: Drawn, room: float, kind: str) -> int:
 def _kept(drawn: Drawn, layout: Layout, processes: int, sampling: bool) -> dict[str, float]:
     """Of policy, critic and reference, without activations."""
     policy = list(drawn.policy.parameters())
-    own = kept(policy, layout, processes, sampling)
+    options = update_options(drawn.args)
+    own = kept(policy, layout, processes, sampling, **options)
     if drawn.args.load_in_4bit:
         frozen = [p for p in policy if not p.requires_grad]
         own["weights"] -= size(frozen) - FOUR_BITS * sum(p.numel() for p in frozen)
@@ -74,7 +75,7 @@ def _kept(drawn: Drawn, layout: Layout, processes: int, sampling: bool) -> dict[
     if drawn.critic is not None:
         shared = set() if layout.weights else {id(p) for p in policy}
         rest = [p for p in drawn.critic.parameters() if id(p) not in shared]
-        critic = kept(rest, layout, processes, sampling)
+        critic = kept(rest, layout, processes, sampling, **options)
         critic.pop("copy", None)  # nothing is sampled from it
         parts["critic"] = sum(critic.values())
     parts["reference"] = reference_bytes(drawn.args, drawn.policy, layout, processes)

@@ -60,9 +60,8 @@ def _score(drawn: Drawn, groups: int) -> Pace:
     args = drawn.args
     policy = forward_work(drawn.policy, _group(drawn)) * groups
     together = drawn.update.first.forward_work * groups
-    paid = args.kl_placement == "reward" or args.kl_controller != "fixed"
-    needs_old = args.updates_per_step > 1 or (args.beta > 0 and paid)
-    asks = needs_old or (drawn.critic is not None and drawn.critic.shares_trunk)
+    computes_old = args.needs_old_logprobs and args.old_logprobs_source == "policy"
+    asks = computes_old or (drawn.critic is not None and drawn.critic.shares_trunk)
     work = together if asks else together - policy if drawn.critic is not None else 0.0
     models = int(asks) + int(args.beta > 0)
     work += policy if args.beta > 0 else 0.0

@@ -40,12 +40,25 @@ class Part(NamedTuple):
         return f"{self.size:g}{'/N' if self.shared and self.size else ''}"
 
 
-def parts(layout: Layout, b: int, processes: int) -> dict[str, Part]:
-    """What one process keeps of a model that trains in full, in bytes per parameter of `b`."""
+def parts(
+    layout: Layout,
+    b: int,
+    processes: int,
+    bfloat16_update: str = "master_weights",
+    optim: str = "adamw_torch_fused",
+) -> dict[str, Part]:
+    """What one process keeps of a model that trains in full, in bytes per parameter of `b`.
+
+    Args:
+        bfloat16_update: of the config, as is `optim`; DeepSpeed has masters whatever they say.
+    """
+    own = layout.deepspeed or bfloat16_update == "master_weights"
     # Of torch's AdamW they have the dtype of what it updates: masters, where weights have 16 bits.
-    moments = 8 if layout.deepspeed else 2 * max(b, 4)
+    moments = 8 if layout.deepspeed else 2 * (b if bfloat16_update == "nearest" else max(b, 4))
+    if optim == "adamw_8bit":
+        moments = 2
     # In float32 ZeRO-3 updates its share of the weights itself; ZeRO-1 and ZeRO-2 copy it first.
-    masters = 4 if b < 4 or (layout.deepspeed and not layout.weights) else 0
+    masters = 4 if (b < 4 and own) or (layout.deepspeed and not layout.weights) else 0
     return {
         "weights": Part(b, layout.weights),
         # ZeRO-3 never gives back the memory of its gradients.
@@ -58,15 +71,22 @@ def parts(layout: Layout, b: int, processes: int) -> dict[str, Part]:
 
 
 def kept(
-    parameters: Iterable[Tensor], layout: Layout, processes: int, rollout: bool = False
+    parameters: Iterable[Tensor],
+    layout: Layout,
+    processes: int,
+    rollout: bool = False,
+    **options: str,
 ) -> dict[str, float]:
     """Bytes of each part of these parameters on one process, in an update or in a rollout.
 
     Frozen ones have weights alone.
+
+    Args:
+        options: see `parts`.
     """
     total: dict[str, float] = {}
     for parameter in {id(p): p for p in parameters}.values():
-        own = parts(layout, parameter.element_size(), processes)
+        own = parts(layout, parameter.element_size(), processes, **options)
         for name, part in own.items():
             present = part.stays if rollout else name != "copy"
             if present and (parameter.requires_grad or name in ("weights", "copy")):

@@ -80,11 +80,16 @@ def _room(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> fl
 def _due(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> float:
     """Bytes that training is still going to keep on the device of this process."""
     layout = next(layout for layout in LAYOUTS if layout.name == runtime.kind)
-    own = kept(module.parameters(), layout, runtime.world)
+    own = kept(module.parameters(), layout, runtime.world, **update_options(args))
     if not runtime.splits:
         del own["weights"]  # which are there
     policy = next(part for part in module.modules() if isinstance(part, Policy))
     return sum(own.values()) + reference_bytes(args, policy, layout, runtime.world)
+
+
+def update_options(args: PolicyGradientConfig) -> dict[str, str]:
+    """What decides how much an update keeps of a weight."""
+    return {"bfloat16_update": args.bfloat16_update, "optim": args.optim}
 
 
 def reference_bytes(

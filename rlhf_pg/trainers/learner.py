@@ -130,12 +130,11 @@ class Learner:
     def score(self, rollout: Rollout) -> Scored:
         """Whatever the algorithm needs to know of a rollout before the update.
 
-        The policy's log-probabilities are not needed with one update per rollout (the ratio is then
-        1 by construction) and no KL in the reward, the reference's without KL.
+        The policy's log-probabilities may not be (`needs_old_logprobs`), the reference's without KL
+        are not.
         """
         args, scored = self.args, Scored()
-        paid = args.kl_placement == "reward" or args.kl_controller != "fixed"
-        needs_old = args.updates_per_step > 1 or (self.reference is not None and paid)
+        needs_old = args.needs_old_logprobs
         computes_old = needs_old and args.old_logprobs_source == "policy"
         if computes_old or self.critic is not None:
             scored = self._over(rollout, lambda batch: self._score_own(batch, computes_old))

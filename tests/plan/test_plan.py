@@ -90,6 +90,40 @@ def test_parts_on_eight_processes_by_hand(drawn, name, own, of_reference) -> Non
     assert memory.update["reference"] == pytest.approx(of_reference * count)
 
 
+@pytest.mark.parametrize(
+    ("update", "optim", "moments_and_masters"),
+    [
+        ("master_weights", "adamw_torch", 8 + 4),
+        ("stochastic_rounding", "adamw_torch", 8),
+        ("nearest", "adamw_torch", 4),
+        ("master_weights", "adamw_8bit", 2 + 4),
+        ("stochastic_rounding", "adamw_8bit", 2),
+    ],
+)
+def test_the_optimizer_takes_what_its_options_say(update, optim, moments_and_masters) -> None:
+    args = GRPOConfig(
+        dtype="bfloat16", bfloat16_update=update, optim=optim, max_completion_length=6
+    )
+    own = draw(args, "cpu")
+    memory = predicted_memory(own, BY_NAME["DDP"], 1, 80e9, "cuda")
+    count = sum(p.numel() for p in own.policy.parameters())
+    assert memory.update["optimizer"] == pytest.approx(moments_and_masters * count)
+
+
+@pytest.mark.parametrize(("source", "is_scored"), [("policy", True), ("sampler", False)])
+def test_the_sampler_spares_a_pass_here_too(source, is_scored) -> None:
+    args = GRPOConfig(num_iterations=2, old_logprobs_source=source, max_completion_length=6)
+    own = draw(args, "cpu")
+    memory = predicted_memory(own, BY_NAME["DDP"], 1, 80e9, "cuda")
+    assert (predicted_pace(own, memory, 1)["score"].work > 0) == is_scored
+
+
+def test_only_what_a_trainer_does_is_planned(capsys) -> None:
+    with pytest.raises(SystemExit):
+        plan(capsys, "--config", str(RECIPES / "sft_arithmetic.yaml"))
+    assert "must be one of grpo, ppo, rloo, reinforce, got 'sft'" in capsys.readouterr().err
+
+
 def test_work_by_hand(drawn) -> None:
     """2 operations per weight of a matrix and token, 3 times as many with the backward pass; and a
     little for attention.
