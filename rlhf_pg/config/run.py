@@ -79,7 +79,7 @@ class RunConfig(Checked):
     num_mini_batches: int = number(1, minimum=1)
     """Optimizer updates per pass; each minibatch is whole groups."""
     micro_batch_tokens: int | Literal["auto"] = number("auto", minimum=1)
-    """Padded tokens that one process forwards at a time; it never changes the result. auto: what a
+    """Tokens that one process forwards at a time; it never changes the result. auto: what a
     GPU's free memory holds, or a quarter of a CPU's, up to where more is not faster; a resumed run
     goes on with the number that was found."""
 

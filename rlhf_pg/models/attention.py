@@ -43,6 +43,8 @@ def _attention(
         raise NotImplementedError(f"attention with {unknown[0]}")
     if options.get("dropout"):
         raise NotImplementedError("attention with dropout")
+    if not getattr(module, "is_causal", True):
+        raise NotImplementedError("attention to what comes later")
     if attention_mask is not None:  # none is made for a function that `transformers` does not know
         raise NotImplementedError("attention with a mask of its own")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -88,7 +90,7 @@ def fitness(model: PreTrainedModel) -> Fitness:
             return Fitness(f"it has recurrent layers ({type(layer).__name__})")
     try:
         probe = _probed(model)
-    except (NotImplementedError, TypeError) as error:
+    except (AttributeError, NotImplementedError, TypeError) as error:
         return Fitness(f"its attention cannot be replaced ({error})")
     if len(probe.layers) != len(layers):
         return Fitness("only some of its layers can be replaced")

@@ -94,7 +94,7 @@ class SharedPrefix:
         tokens, none = torch.arange(total, device=self.device), torch.zeros(())
         parts = [
             _seen_blocks(sees(none, none, queries[:, None], tokens))
-            for queries in tokens.split(8 * BLOCK)
+            for queries in torch.split(tokens, 8 * BLOCK)
         ]
         some, every = (torch.cat(part)[None, None] for part in zip(*parts, strict=True))
         return BlockMask.from_kv_blocks(
@@ -119,7 +119,8 @@ def _seen_blocks(seen: Tensor) -> tuple[Tensor, Tensor]:
     """
     missing = [-length % BLOCK for length in seen.shape]
     seen = nn.functional.pad(seen, (0, missing[1], 0, missing[0]))
-    pairs = seen.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    queries, keys = (length // BLOCK for length in seen.shape)
+    pairs = seen.view(queries, BLOCK, keys, BLOCK)
     return pairs.any(3).any(1), pairs.all(3).all(1)
 
 

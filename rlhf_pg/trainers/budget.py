@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import os
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -87,7 +87,7 @@ def _due(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> flo
     return sum(own.values()) + reference_bytes(args, policy, layout, runtime.world)
 
 
-def update_options(args: PolicyGradientConfig) -> dict[str, str]:
+def update_options(args: PolicyGradientConfig) -> dict[str, Any]:
     """What decides how much an update keeps of a weight."""
     return {"bfloat16_update": args.bfloat16_update, "optim": args.optim}
 

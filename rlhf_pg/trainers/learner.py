@@ -299,8 +299,9 @@ class Learner:
         A process with fewer adds blank rows (indices None), so that none waits for another; where
         no process has a row, one blank still gives every parameter a gradient.
         """
-        models = filter(None, (self.policy, self.critic))
-        window = min(model.window for model in models)  # what one of them pads must fit
+        window = self.policy.window
+        if self.critic is not None:  # what one of them pads must fit
+            window = min(window, self.critic.window)
         chunks = batch.micro_batches(self.args.token_budget, self.compares_rows, window)
         # Asked before the first: a forward pass may itself wait for the other processes.
         count = max(1, self.runtime.most(len(chunks)))
@@ -328,8 +329,9 @@ def assembled(
     if args.disable_dropout:
         disable_dropout(module)
     else:
-        for scoring in filter(None, (policy, critic)):
-            scoring.pad_if_dropping()
+        policy.pad_if_dropping()
+        if critic is not None:
+            critic.pad_if_dropping()
     for part in (model, critic.model if critic else None):
         # The user may have asked the model itself, in another form than ours.
         if args.gradient_checkpointing or checkpoints(part):

@@ -17,7 +17,7 @@ from rlhf_pg.models import (
     checkpoint_activations,
     disable_dropout,
 )
-from rlhf_pg.models.attention import replaced_attention
+from rlhf_pg.models.attention import fitness, replaced_attention
 from rlhf_pg.models.packing import packed, padded
 from rlhf_pg.models.shared_prefix import BLOCK, Family, SharedPrefix
 from tests.models.test_policy import EXACT, gradient_of, teacher_forced, with_garbage
@@ -270,6 +270,13 @@ def test_bfloat16_is_weighed_in_float32():
     assert out.dtype == torch.bfloat16
     expected = explicit(*(x.double() for x in operands), 0.5)
     assert (out - expected).abs().max() < 2e-2
+
+
+def test_attention_to_what_comes_later_is_not_replaced():
+    model = tiny_model("bert-generation", intermediate_size=48)
+    assert "what comes later" in fitness(model.base_model).obstacle
+    decoder = tiny_model("bert-generation", intermediate_size=48, is_decoder=True)
+    assert fitness(decoder.base_model).obstacle is None
 
 
 def test_a_model_has_its_own_attention_back():
