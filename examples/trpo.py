@@ -109,7 +109,7 @@ class TRPOTrainer(ReinforceTrainer):
 
     def forward(self, experience: Experience) -> Iterator[tuple[Experience, Tensor]]:
         """Micro-batches, and in each log pi(. | x, y_<t), (B,T,V), for all of its columns."""
-        for rows in experience.micro_batches(self.args.token_budget, packs=False):
+        for rows in experience.micro_batches(self.args.token_budget, window=0):
             batch = experience.select(rows)
             logits = self.learner.policy.logits(batch)
             yield batch, (logits / self.args.temperature).log_softmax(dim=-1)
