@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 
 # The tests of the pure modules, which pyproject.toml lists ([tool.coverage.report]).
 PURE_TESTS := $(wildcard $(patsubst %,tests/test_%*.py,\
-	masking kl control advantages attempts losses policy_ experience micro_batches running)) tests/rewards/test_scores.py
+	masking kl control advantages attempts losses policy_ experience micro_batches noise running)) tests/rewards/test_scores.py
 
 .PHONY: help demo preference test test-distributed test-slow test-vllm coverage mutants docs lint format clean
 
