@@ -16,9 +16,8 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTo
 from rlhf_pg.experience import Rollout
 from rlhf_pg.masking import widen
 from rlhf_pg.models.adapters import LOADED, add_adapter, load_weights, share_frozen, trunk
-from rlhf_pg.models.attention import window
 from rlhf_pg.models.loading import check_vocabulary, has_tokenizer, load_model
-from rlhf_pg.models.packing import can_pack, hidden_states, padded
+from rlhf_pg.models.packing import hidden_states, packing_window, padded
 from rlhf_pg.models.policy import Policy
 from rlhf_pg.running import RunningMoments
 
@@ -63,22 +62,19 @@ class Critic(nn.Module):
         super().__init__()
         self.model = model
         self.head = head
-        self.packs = head is not None and model is not None and can_pack(trunk(model))
+        # Tokens of a row up to which it is packed, if its trunk is not the policy's.
+        self.window = math.inf if model is None else 0.0
+        if model is not None and head is not None:
+            self.window = packing_window(trunk(model))
 
     @property
     def shares_trunk(self) -> bool:
         return self.model is None
 
-    @property
-    def window(self) -> float:
-        """Tokens of a row up to which it is packed, if its trunk is not the policy's."""
-        if self.shares_trunk:
-            return math.inf
-        return window(trunk(self.model)) if self.packs else 0
-
     def pad_if_dropping(self) -> None:
         """As in `Policy`."""
-        self.packs = self.packs and can_pack(trunk(self.model), training=True)
+        if self.model is not None:
+            self.window = self.window and packing_window(trunk(self.model), training=True)
 
     def forward(
         self, batch: Rollout, of_policy: tuple[Tensor, Tensor] | None = None
@@ -102,7 +98,7 @@ class Critic(nn.Module):
         if self.head is None:
             return self._given(batch)
         if of_policy is None:
-            of_policy = hidden_states(trunk(self.model), batch, self.packs)
+            of_policy = hidden_states(trunk(self.model), batch, self.window)
         hidden, states = of_policy
         return self.head(hidden), states
 

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from rlhf_pg.experience import Rollout
 from rlhf_pg.models.adapters import LOADED, trunk
-from rlhf_pg.models.attention import window
 from rlhf_pg.models.loading import checkpoint_activations, checkpoints
+from rlhf_pg.models.packing import fits
 from rlhf_pg.models.policy import Policy
 
 
@@ -91,7 +91,7 @@ def footprint(module: nn.Module, batch: Rollout) -> Footprint:
 
 def tokens(policy: Policy, batch: Rollout) -> int:
     """That the policy computes: prompts once and no padding, where it packs."""
-    if not policy.packs or batch.longest > window(trunk(policy.model)):
+    if not fits(batch, policy.window):
         return batch.num_rows * batch.width
     completion, prompt = batch.lengths()[:, 0], batch.lengths()[:, 1]
     is_first = batch.families().diff(prepend=torch.full((1,), -1, device=prompt.device)) > 0

@@ -3,6 +3,7 @@
 Shapes: B rows, P prompt width, T completion width; N tokens that are computed; H hidden width.
 """
 
+import math
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -23,26 +24,33 @@ class Tokens(NamedTuple):
     states: Tensor  # (B,T+1) of the N = rows * columns: the one before each token, and the last
 
 
-def hidden_states(trunk: nn.Module, batch: Rollout, packs: bool) -> tuple[Tensor, Tensor]:
+def hidden_states(trunk: nn.Module, batch: Rollout, window: float) -> tuple[Tensor, Tensor]:
     """Last hidden states (N,H), and which of them are the states of the batch: see `Tokens`.
 
     Args:
-        packs: the trunk's attention can be replaced. (What is longer than its window is padded.)
+        window: of `packing_window`; what is longer is padded.
     """
-    packs = packs and batch.longest <= window(trunk)
+    packs = fits(batch, window)
     tokens = packed(batch) if packs else padded(batch)
     with replaced_attention(configs_of(trunk)) if packs else nullcontext():
         hidden: Tensor = trunk(**tokens.inputs, use_cache=False).last_hidden_state
     return hidden.flatten(0, 1), tokens.states
 
 
-def can_pack(trunk: nn.Module, training: bool = False) -> bool:
-    """Whether its attention can be replaced: in training, only if it has no dropout."""
+def fits(batch: Rollout, window: float) -> bool:
+    """Whether a batch is packed; a GPU is waited for only if there is a limit."""
+    return window == math.inf or batch.longest <= window
+
+
+def packing_window(trunk: nn.Module, training: bool = False) -> float:
+    """Tokens of a row up to which the trunk may be given packed rows: 0 where its attention cannot
+    be replaced, or in training where that has dropout.
+    """
     if not isinstance(trunk, PreTrainedModel):
-        return False
+        return 0.0
     with evaluating(trunk):
         trunk.train(training)
-        return fitness(trunk).obstacle is None
+        return window(trunk) if fitness(trunk).obstacle is None else 0.0
 
 
 def padded(batch: Rollout) -> Tokens:

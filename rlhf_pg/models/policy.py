@@ -8,10 +8,9 @@ from transformers import PreTrainedModel
 
 from rlhf_pg.experience import Rollout
 from rlhf_pg.models.adapters import trunk
-from rlhf_pg.models.attention import window
 from rlhf_pg.models.finish import finish_of
 from rlhf_pg.models.head import Head, parts_for, token_scores
-from rlhf_pg.models.packing import can_pack, hidden_states, padded
+from rlhf_pg.models.packing import hidden_states, packing_window, padded
 
 
 class PolicyOutput(NamedTuple):
@@ -45,17 +44,12 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.entropy_gradient = entropy_gradient
         self.head: Head | None = None
-        self.packs = False
+        self.window = 0.0  # tokens of a row up to which it is packed
         finish = finish_of(model)
         if finish is not None:
             self.head = Head(model, temperature, entropy_gradient, 1, finish)
             self.expect(most_tokens)
-            self.packs = can_pack(trunk(model))
-
-    @property
-    def window(self) -> float:
-        """Tokens of a row up to which it is packed: 0 where none is."""
-        return window(trunk(self.model)) if self.packs else 0
+            self.window = packing_window(trunk(model))
 
     def expect(self, most_tokens: int) -> None:
         """Have room for the logits of so many tokens, as on every other process."""
@@ -65,7 +59,7 @@ class Policy(nn.Module):
 
     def pad_if_dropping(self) -> None:
         """Pack no more if the attention has dropout in training, which ours has not."""
-        self.packs = self.packs and can_pack(trunk(self.model), training=True)
+        self.window = self.window and packing_window(trunk(self.model), training=True)
 
     def forward(self, batch: Rollout) -> PolicyOutput:
         """log pi(y_t | x, y_<t) and H(pi(. | x, y_<t)) for every action token of the batch.
@@ -81,7 +75,7 @@ class Policy(nn.Module):
 
     def hidden_states(self, batch: Rollout) -> tuple[Tensor, Tensor]:
         """See `rlhf_pg.models.packing`."""
-        return hidden_states(trunk(self.model), batch, self.packs)
+        return hidden_states(trunk(self.model), batch, self.window)
 
     def score(self, batch: Rollout, hidden: Tensor, states: Tensor) -> PolicyOutput:
         """What the head says of the completions, given the `hidden_states` of the batch."""

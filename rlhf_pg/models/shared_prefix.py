@@ -15,7 +15,8 @@ Shapes: N tokens of the packed row, H query and K key-value heads, D their width
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 BLOCK = 128  # tokens that the fused kernel on GPUs skips or computes together
-_compiled_flex_attention = torch.compile(flex_attention, dynamic=True)
 
 
 class Family(NamedTuple):
@@ -55,7 +55,6 @@ class SharedPrefix:
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
         self.families, self.device = families, device
-        self.blocks = list(_blocks(families))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `Layout`."""
@@ -65,12 +64,16 @@ class SharedPrefix:
         return attend(query, key, wide, scale)[..., : value.shape[2]]
 
     def _by_blocks(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        out: Tensor = _Attention.apply(query, key, value, scale, self.blocks)  # type: ignore[no-untyped-call]
+        out: Tensor = _Attention.apply(query, key, value, scale, self._blocks)  # type: ignore[no-untyped-call]
         return out.transpose(0, 1)
+
+    @cached_property
+    def _blocks(self) -> list[_Block]:
+        return list(_blocks(self.families))
 
     def _by_kernel(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """One fused kernel that skips what no query sees (FlexAttention; Dong et al. 2024)."""
-        attend: Any = _compiled_flex_attention if query.is_cuda else flex_attention
+        attend: Any = _compiled() if query.is_cuda else flex_attention
         out: Tensor = attend(
             query[None],
             key[None],
@@ -113,6 +116,12 @@ class SharedPrefix:
         return torch.tensor(family, device=self.device), torch.tensor(row, device=self.device)
 
 
+@cache
+def _compiled() -> Any:
+    """When it is first needed: what compiles takes a second to import."""
+    return torch.compile(flex_attention, dynamic=True)
+
+
 def _seen_blocks(seen: Tensor) -> tuple[Tensor, Tensor]:
     """Of each pair of blocks in (n,N), whether any query sees any key, and every query every key;
     what is missing of a last block sees nothing.
@@ -137,19 +146,14 @@ def _blocks(families: Sequence[Family]) -> Iterator[_Block]:
         keys = slice(start, start + prompt)
         yield _Block(keys, keys, 1, causal=True)
         start = first = keys.stop
-        for count, length in _runs(completions):
+        for length, run in groupby(completions):
+            count = len(list(run))
             own = slice(start, start + count * length)
             if length:
                 yield _Block(own, own, count, causal=True)
             start = own.stop
         if start > first:
             yield _Block(slice(first, start), keys, 1, causal=False)
-
-
-def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """How often a length is repeated, and the length."""
-    counted = torch.unique_consecutive(torch.tensor(lengths), return_counts=True)
-    return [(int(count), int(length)) for length, count in zip(*counted, strict=True)]
 
 
 class _Attention(torch.autograd.Function):

@@ -64,7 +64,7 @@ def test_gradients_are_those_of_rows_alone(arch):
     dtype, _ = EXACT.get(arch, (torch.float32, 0))
     model = tiny_model(arch, dtype=dtype)
     policy, batch = Policy(model), with_garbage(batch_of())
-    assert policy.packs
+    assert policy.window
     expected = one_by_one(model, batch)
     assert_close(gradient_of(policy, batch), expected, 1e-10 if arch in EXACT else 1e-5)
 
@@ -82,7 +82,7 @@ def test_with_checkpointing_and_adapters(arch, checkpointing, lora):
         return model
 
     plain = Policy(build())
-    plain.packs = False
+    plain.window = 0
     fast = Policy(build())
     if checkpointing:
         checkpoint_activations(fast.model)
@@ -104,7 +104,7 @@ def test_a_model_that_takes_attention_to_be_contiguous():
     grouped = {"intermediate_size": 48, "num_key_value_heads": 2}
     model = tiny_model("jetmoe", num_local_experts=2, kv_channels=8, **grouped)
     policy, batch = Policy(model), batch_of()
-    assert policy.packs
+    assert policy.window
     assert_close(gradient_of(policy, batch), one_by_one(model, batch), 1e-4)
 
 
@@ -114,9 +114,9 @@ def test_attention_with_dropout_is_padded_in_training():
     for model, packs in ((dropping, False), (others, True)):
         for mode in (False, True):
             policy = Policy(model.train(mode))
-            assert policy.packs
+            assert policy.window
             policy.pad_if_dropping()
-            assert policy.packs == packs
+            assert (policy.window > 0) == packs
             assert model.training == mode
 
 
@@ -167,7 +167,7 @@ def test_a_critic_shares_prompts_too(shared):
     policy, batch = Policy(model), batch_of()
     states = policy.hidden_states(batch) if shared else None
     values, end = critic(batch, states)
-    critic.packs = policy.packs = False
+    critic.window = policy.window = 0
     states = policy.hidden_states(batch) if shared else None
     torch.testing.assert_close((values, end), critic(batch, states), rtol=0, atol=1e-10)
 

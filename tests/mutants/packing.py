@@ -13,8 +13,8 @@ MUTANTS = [
         name="completions-see-their-siblings",
         mistake="the completions of a prompt are one long row",
         file=ATTENTION,
-        old="for count, length in _runs(completions):",
-        new="for count, length in [(1, sum(completions))]:",
+        old="for length, run in groupby(completions):",
+        new="for length, run in groupby([sum(completions)]):",
         killers=(SOFTMAX, GRADIENTS),
     ),
     Mutant(
@@ -69,8 +69,8 @@ MUTANTS = [
         name="beyond-the-window",
         mistake="rows longer than a sliding window attend to all of themselves",
         file=PACKING,
-        old="packs = packs and batch.longest <= window(trunk)",
-        new="packs = packs and True",
+        old="return window == math.inf or batch.longest <= window",
+        new="return window > 0",
         killers=(f"{TEST}test_rows_longer_than_a_sliding_window_are_padded",),
     ),
 ]

@@ -63,8 +63,8 @@ def test_a_prompt_computed_once(trainer_type, aggregation, options, tmp_path) ->
     shared = accumulated(trainer, experience)
     models = [trainer.learner.policy, trainer.learner.reference.policy, trainer.critic]
     for model in filter(None, models):
-        assert model.packs
-        model.packs = False
+        assert model.window
+        model.window = 0
     scored = experience_of(trainer)
     assert_equal(shared, accumulated(trainer, scored))
     assert_equal(experience.ref_logprobs, scored.ref_logprobs)
@@ -73,7 +73,7 @@ def test_a_prompt_computed_once(trainer_type, aggregation, options, tmp_path) ->
 def test_what_a_critic_pads_stays_within_the_budget(tmp_path) -> None:
     """A value model of another kind is not packed, though the policy is."""
     trainer = trainer_for(PPOTrainer, tmp_path, micro_batch_tokens=12)
-    trainer.critic.packs = False
+    trainer.critic.window = 0
     experience = experience_of(trainer)
     batches = [batch for _, batch in trainer.learner._micro_batches(experience)]
     assert sum(batch.num_rows for batch in batches) == len(SAYS)
