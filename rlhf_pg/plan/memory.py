@@ -102,7 +102,8 @@ def _cache(drawn: Drawn, processes: int, room: float) -> tuple[float, int]:
     tokens = args.rollout_cache_tokens or int(room // max(each, 1))
     fitting = (tokens - groups * drawn.prompt) // args.max_completion_length
     rows = max(1, min(MAX_ROWS, fitting, groups * args.num_generations))
-    prompts, own = (KeyValues(tokens // 2) for _ in range(2))
+    prompts = KeyValues(tokens // 2, longest=tokens)
+    own = KeyValues(tokens // 2, longest=args.max_completion_length)
     prompts.reserve(math.ceil(rows / args.num_generations), drawn.prompt)
     for width in range(1, args.max_completion_length + 1):
         own.reserve(rows, width)

@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
 
 class KeyValues:
     """Keys and values of every layer in slots, (slots, K, width, D) each, with room that grows.
 
     Args:
         spare: tokens up to which room may be more than is needed.
+        longest: tokens that a slot may come to.
     """
 
-    def __init__(self, spare: int) -> None:
-        self.spare = spare
+    def __init__(self, spare: int, longest: int) -> None:
+        self.spare, self.longest = spare, longest
         self.slots = self.width = 0
         self.grown = 0  # times, each to another place in memory
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -38,7 +41,7 @@ class KeyValues:
         if slots > self.slots and 2 * self.slots * wide <= self.spare:
             slots = max(2 * self.slots, slots)
         if width > self.width and slots * 2 * self.width <= self.spare:
-            wide = max(2 * self.width, wide)
+            wide = max(min(2 * self.width, self.longest), wide)
         self.slots, self.width = slots, wide
         self.grown += 1
         for layer, (keys, values) in self._layers.items():  # one by one: not all are there twice
@@ -152,9 +155,8 @@ class Decode:
 class _Weighed(NamedTuple):
     """A softmax that waits for its other part; what follows (..., queries, D), D or 1."""
 
-    values: Tensor  # sum of exp(score - top) value
-    total: Tensor  # sum of exp(score - top)
-    top: Tensor  # largest score
+    values: Tensor  # weighed mean
+    logsum: Tensor  # log of the sum of exp(score)
 
 
 def bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -167,18 +169,17 @@ def _weigh(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: flo
     """Query (B,K,Q,D) on keys and values of B slots; scores are scaled and raised by (B,W)."""
     slots, width = bias.shape
     keys, values = keys[:slots, :, :width], values[:slots, :, :width]
-    scores = _product(query, keys.transpose(2, 3))
-    scores = torch.add(bias[:, None, None], scores, alpha=scale)
-    top = scores.amax(dim=-1, keepdim=True)
-    weights = scores.sub_(top).exp_()
-    return _Weighed(_product(weights, values), weights.sum(dim=-1, keepdim=True), top)
+    if keys.device.type == "cpu" and keys.dtype == bias.dtype and keys.shape == values.shape:
+        out, logsum = _fused(query, keys, values, attn_mask=bias[:, None, None], scale=scale)
+        return _Weighed(out, logsum[..., None])
+    scores = torch.add(bias[:, None, None], _product(query, keys.transpose(2, 3)), alpha=scale)
+    logsum = scores.logsumexp(dim=-1, keepdim=True)
+    return _Weighed(_product(scores.sub_(logsum).exp_(), values), logsum)
 
 
 def _together(a: _Weighed, b: _Weighed) -> Tensor:
     """The softmax over both parts (online softmax; Milakov and Gimelshein 2018, section 3)."""
-    top = torch.maximum(a.top, b.top)
-    of_a, of_b = (a.top - top).exp(), (b.top - top).exp()
-    return (a.values * of_a + b.values * of_b) / (a.total * of_a + b.total * of_b)
+    return torch.lerp(a.values, b.values, torch.sigmoid(b.logsum - a.logsum))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -49,7 +49,8 @@ class BatchingSession:
         # Shapes of few sizes, each recorded once and replayed.
         self.graphs = Graphs(self._forward) if on_gpu else None
         self.size = rounded if on_gpu else int
-        self.prompt_cache, self.own_cache = (KeyValues(self.cache_tokens // 2) for _ in range(2))
+        self.prompt_cache = KeyValues(cache_tokens // 2, longest=cache_tokens)
+        self.own_cache = KeyValues(cache_tokens // 2, longest=params.max_tokens)
         self._groups: Groups | None = None
 
     def add(self, request: Request) -> None:

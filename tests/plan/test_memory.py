@@ -87,8 +87,8 @@ class Seen:
         trained, seen = self.trainer.learner.trained, self
 
         class Kept(KeyValues):
-            def __init__(self, *args: Any) -> None:
-                super().__init__(*args)
+            def __init__(self, *args: Any, **options: Any) -> None:
+                super().__init__(*args, **options)
                 seen.stores.append(self)
 
         call, step = type(trained).__call__, trained.step
