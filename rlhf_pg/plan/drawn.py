@@ -16,7 +16,7 @@ from rlhf_pg.models import Critic, Policy
 from rlhf_pg.models.memory import Growth, blueprint
 from rlhf_pg.tasks import TASKS
 from rlhf_pg.trainers import inputs
-from rlhf_pg.trainers.budget import MOST, of_update
+from rlhf_pg.trainers.budget import most, of_update
 from rlhf_pg.trainers.learner import assembled
 
 META = torch.device("meta")
@@ -47,14 +47,14 @@ def draw(args: PolicyGradientConfig, device: torch.device | str, kind: str = "cp
     tokenizer, model = _model(args)
     dtype: torch.dtype = getattr(torch, args.dtype)
     adapter = inputs.adapter(args, None)
+    task = TASKS[args.task]()
+    prompt = args.max_prompt_length or load_prompts(task.train_dataset, tokenizer).longest
     with META:
         model = models.load_policy(model, dtype, META, adapter)
         critic = _critic(args, model, tokenizer, dtype, adapter)
-        found = args.micro_batch_tokens == "auto"
-        most = MOST[kind] if found else args.token_budget
-        _, module = assembled(model, args, critic, most)
-    task = TASKS[args.task]()
-    prompt = args.max_prompt_length or load_prompts(task.train_dataset, tokenizer).longest
+        row, found = prompt + args.max_completion_length, args.micro_batch_tokens == "auto"
+        tokens = most(kind, row) if found else args.token_budget
+        _, module = assembled(model, args, critic, tokens)
     drawn: Any = blueprint(module, device)
     policy = drawn if critic is None else drawn.policy
     update = of_update(drawn, args, prompt, torch.device(device))

@@ -12,7 +12,7 @@ from rlhf_pg.plan.drawn import Drawn
 from rlhf_pg.rollout.attention import KeyValues
 from rlhf_pg.rollout.batching import MAX_ROWS
 from rlhf_pg.runtime import Layout, kept
-from rlhf_pg.trainers.budget import SHARE, reference_bytes, update_options, within
+from rlhf_pg.trainers.budget import SHARE, most, reference_bytes, update_options, within
 
 FOUR_BITS = 0.6  # bytes of a weight in NF4, with its scales and the layers that are left alone
 CPU_CACHE = 4 * 2**30  # bytes that the native engine takes of a CPU's memory
@@ -54,7 +54,7 @@ def _budget(drawn: Drawn, room: float, kind: str) -> int:
     if drawn.args.micro_batch_tokens != "auto":
         return drawn.args.token_budget
     row = drawn.prompt + drawn.args.max_completion_length
-    return max(row, within(drawn.update, room, kind))
+    return max(row, within(drawn.update, room, most(kind, row)))
 
 
 def _kept(drawn: Drawn, layout: Layout, processes: int, sampling: bool) -> dict[str, float]:

@@ -20,6 +20,8 @@ C = TypeVar("C", bound=PolicyGradientConfig)
 # More tokens at a time are not much faster: then the kernels are busy anyway. (On a CPU, of 6M
 # parameters: 512 tokens cost 20 % more time than 2048, 1024 cost 4 %, and 16384 are as fast.)
 MOST = {"cuda": 65536, "cpu": 1024}
+# Of rows as long as they may be, so many are not too many: fewer compute a prompt more often.
+ROWS = 4
 # Parameters of a model with which so few tokens take less than a gigabyte.
 SMALL = 1_000_000
 # Of what is free on a GPU: the rest is lost between blocks, and to the kernels' own work space. Of
@@ -37,17 +39,22 @@ def with_budget(args: C, module: nn.Module, runtime: Runtime, longest_prompt: in
         return args
     row = longest_prompt + args.max_completion_length
     kind = runtime.device.type
-    tokens = MOST[kind]
+    tokens = most(kind, row)
     if kind == "cuda" or sum(p.numel() for p in module.parameters()) > SMALL:
         grown = of_update(module, args, longest_prompt, runtime.device)
-        tokens = within(grown, _room(args, module, runtime), kind)
+        tokens = within(grown, _room(args, module, runtime), tokens)
     tokens = -runtime.most(-max(row, tokens))
     return dataclasses.replace(args, micro_batch_tokens=tokens)
 
 
-def within(grown: Growth, room: float, kind: str) -> int:
-    """Tokens of a micro-batch that fits so many bytes on a device of this kind; at least 1."""
-    return max(1, min(MOST[kind], grown.tokens_within(room)))
+def most(kind: str, row: int) -> int:
+    """Tokens beyond which more are hardly faster on such a device, for rows of this length."""
+    return max(MOST[kind], ROWS * row)
+
+
+def within(grown: Growth, room: float, most: int) -> int:
+    """Tokens of a micro-batch that fits so many bytes, at most so many; at least 1."""
+    return max(1, min(most, grown.tokens_within(room)))
 
 
 def of_update(

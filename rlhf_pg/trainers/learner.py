@@ -33,7 +33,7 @@ from rlhf_pg.models import (
     fingerprint,
 )
 from rlhf_pg.runtime import Runtime, Whole, gathered
-from rlhf_pg.trainers.budget import MOST, with_budget
+from rlhf_pg.trainers.budget import most, with_budget
 from rlhf_pg.trainers.optimizer import Optimizers, group_of, optimizer_and_schedule
 
 R = TypeVar("R", bound=Rollout)
@@ -73,8 +73,9 @@ class Learner:
         self.args, self.runtime, self.loss, self.critic = args, runtime, loss, critic
         # A loss that takes `groups` looks at other rows: a micro-batch must have all of them.
         self.compares_rows = "groups" in args.loss_options
-        most = MOST[runtime.device.type] if args.micro_batch_tokens == "auto" else args.token_budget
-        self.policy, self.module = assembled(model, args, critic, most)
+        row, found = longest_prompt + args.max_completion_length, args.micro_batch_tokens == "auto"
+        tokens = most(runtime.device.type, row) if found else args.token_budget
+        self.policy, self.module = assembled(model, args, critic, tokens)
         self.module.to(runtime.loading_device).eval()
         self.args = args = with_budget(args, self.module, runtime, longest_prompt)
         self.policy.expect(args.token_budget)

@@ -36,6 +36,11 @@ def test_a_resumed_run_keeps_the_number_unless_it_is_given_one(make, given, expe
     assert second.checkpointer.config["micro_batch_tokens"] == expected
 
 
+def test_four_of_the_longest_rows_are_not_too_many(make) -> None:
+    with patch.dict(budget.MOST, cpu=10):
+        assert make().args.micro_batch_tokens == 4 * (6 + 6)  # of the prompt and the completion
+
+
 def test_a_number_that_is_given_is_kept(make) -> None:
     with patch.dict(budget.MOST, cpu=100):
         assert make(micro_batch_tokens=300).args.micro_batch_tokens == 300
