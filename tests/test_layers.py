@@ -23,7 +23,7 @@ FLOORS = [
         "noise",
     },
     {"fields", "config", "recipe"},
-    {"models", "data", "rewards", "tasks"},
+    {"models", "data", "rewards", "tasks", "faults"},
     {"rollout", "runtime", "checkpoint", "metrics", "progress"},
     {"trainers", "report", "plan"},
     {"cli"},

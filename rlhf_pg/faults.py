@@ -1,0 +1,79 @@
+"""Failpoints: places where a run can be made to fail, as machines do.
+
+`RLHF_PG_FAULT=<point>:<action>` does so when the point is passed for the first time, and
+`<point>:<action>@<n>` when it is passed for the n-th time. Without it a failpoint does nothing.
+"""
+
+import errno
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+
+# Every point there is, and where.
+POINTS = {
+    "rollout": "before the completions of a step are sampled",
+    "reward": "before they are scored",
+    "backward": "before the backward pass of a micro-batch",
+    "step": "before the optimizer's step",
+    "stepped": "after a step, before its line in metrics.jsonl",
+    "save-begin": "before the first file of a checkpoint is written",
+    "save-models": "when the models are written",
+    "save-optimizer": "when the optimizer is written",
+    "save-rng": "when the random states are written",
+    "save-manifest": "before the manifest is written",
+    "save-rename": "before a complete checkpoint gets its name",
+    "save-renamed": "after that",
+    "prune": "before an old checkpoint is removed",
+    "pruning": "after the first file of it is",
+    "save-final": "before final/ is written",
+}
+
+
+def _signal(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+ACTIONS: dict[str, Callable[[], None]] = {
+    "kill": lambda: _signal(signal.SIGKILL),
+    "term": lambda: _signal(signal.SIGTERM),
+    "raise": lambda: _raise(RuntimeError("RLHF_PG_FAULT raised this")),
+    "enospc": lambda: _raise(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+    "eio": lambda: _raise(OSError(errno.EIO, os.strerror(errno.EIO))),
+    "hang": lambda: time.sleep(3600),
+}
+
+_passed: Counter[str] = Counter()
+
+
+def failpoint(point: str) -> None:
+    """Fail here, if `RLHF_PG_FAULT` says so.
+
+    Raises:
+        ValueError: it names no point or action that there is.
+    """
+    wanted = os.environ.get("RLHF_PG_FAULT")
+    if not wanted:
+        return
+    name, action, number = _parsed(wanted)
+    if name != point:
+        return
+    _passed[point] += 1
+    if _passed[point] == number:
+        ACTIONS[action]()
+
+
+def _parsed(wanted: str) -> tuple[str, str, int]:
+    name, _, rest = wanted.partition(":")
+    action, _, number = rest.partition("@")
+    if name not in POINTS or action not in ACTIONS or not (number or "1").isdigit():
+        raise ValueError(
+            f"RLHF_PG_FAULT must be <point>:<action>[@<n>], got {wanted!r}; points are "
+            f"{', '.join(POINTS)}; actions are {', '.join(ACTIONS)}"
+        )
+    return name, action, int(number or 1)
