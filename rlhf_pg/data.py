@@ -1,8 +1,10 @@
 """Prompts: checked and tokenized once, drawn in an order that a single number resumes."""
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 # What an assistant says where only what follows it is wanted: of no language, with no blanks.
 MARK = "\ue000\ue001\ue002"
+# Around the number of a special token's name that is only text.
+QUOTE = re.compile("\ue003([0-9]+)\ue004")
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,8 @@ def encode(
 ) -> list[int]:
     """Token ids of a string, or of chat messages.
 
-    A BOS that both the text and the tokenizer put in front is kept once.
+    A BOS that both the text and the tokenizer put in front is kept once. The name of a special
+    token is one in a string, which may have been rendered before, and only text in a message.
 
     Args:
         row, what: how an error calls the text.
@@ -130,7 +135,7 @@ def encode(
         ids = _tokenize(tokenizer, text, where, add_special_tokens=True)
     elif isinstance(text, list) and text and isinstance(text[0], dict):
         chat = _rendered(tokenizer, text, where, open_turn, tools)
-        ids = _tokenize(tokenizer, chat, where, add_special_tokens=False)
+        ids = _tokenize_chat(tokenizer, chat, where)
     else:
         raise ValueError(f"{where} must be a string or a list of messages, got {text!r}")
     if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
@@ -160,18 +165,18 @@ def encode_answer(
         ValueError: the messages do not fit the chat template, or it leaves no trace of the turn.
     """
     where = "the answer to a turn"
-    text = messages
-    if not isinstance(messages, str):
-        turn = {"role": "assistant", "content": MARK}
-        chat = _rendered(tokenizer, [*prompt, turn, *messages], where, True, tools)
-        _, mark, text = chat.rpartition(MARK)
-        if not mark:
-            raise ValueError("the chat template does not show what the assistant said last")
-        if stop_id is not None:
-            blank, stop, rest = text.partition(tokenizer.decode([stop_id]))
-            if stop and not blank.strip():  # some templates have a blank in front of it
-                text = rest
-    return _tokenize(tokenizer, text, where, add_special_tokens=False)
+    if isinstance(messages, str):
+        return _tokenize(tokenizer, messages, where, add_special_tokens=False)
+    turn = {"role": "assistant", "content": MARK}
+    chat = _rendered(tokenizer, [*prompt, turn, *messages], where, True, tools)
+    _, mark, text = chat.rpartition(MARK)
+    if not mark:
+        raise ValueError("the chat template does not show what the assistant said last")
+    if stop_id is not None:
+        blank, stop, rest = text.partition(tokenizer.decode([stop_id]))
+        if stop and not blank.strip():  # some templates have a blank in front of it
+            text = rest
+    return _tokenize_chat(tokenizer, text, where)
 
 
 def _rendered(
@@ -181,23 +186,60 @@ def _rendered(
     open_turn: bool,
     tools: Sequence[dict[str, Any]],
 ) -> str:
-    """Chat messages by the chat template."""
+    """Chat messages by the chat template; for `_tokenize_chat`."""
     if not tokenizer.chat_template:
         raise ValueError(f"{where} is a list of messages, but the tokenizer has no chat_template")
+    quoted = _quoted(messages, _special(tokenizer, len(tokenizer)))
     try:
         chat: str = tokenizer.apply_chat_template(
-            messages, tools=list(tools) or None, add_generation_prompt=open_turn, tokenize=False
+            quoted, tools=list(tools) or None, add_generation_prompt=open_turn, tokenize=False
         )
     except Exception as error:  # a template raises what it likes
         raise ValueError(f"{where} does not fit the chat template: {error}") from error
     return chat
 
 
+@lru_cache(maxsize=4)
+def _special(tokenizer: PreTrainedTokenizerBase, size: int) -> list[str]:
+    """What a `QUOTE` stands for: the names of special tokens, longer ones before their beginnings.
+
+    Args:
+        size: `len(tokenizer)`: when tokens have been added, they are looked up anew.
+    """
+    added = tokenizer.added_tokens_decoder.values()
+    names = {str(token) for token in added if token.special}
+    return sorted(names | {"\ue003"}, reverse=True)  # nor does a text forge a quote
+
+
+def _quoted(value: Any, names: list[str]) -> Any:
+    """What messages say, with a `QUOTE` in place of every name."""
+    if isinstance(value, list):
+        return [_quoted(item, names) for item in value]
+    if isinstance(value, dict):
+        return {key: item if key == "role" else _quoted(item, names) for key, item in value.items()}
+    if isinstance(value, str):
+        found = re.compile("|".join(map(re.escape, names)))
+        return found.sub(lambda match: f"\ue003{names.index(match.group())}\ue004", value)
+    return value
+
+
+def _tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) -> list[int]:
+    """Ids of what `_rendered` gave: a `QUOTE` stands for a name, letter by letter."""
+    names = _special(tokenizer, len(tokenizer))
+    first, *rest = QUOTE.split(chat)
+    ids = _tokenize(tokenizer, first, where, add_special_tokens=False)
+    for number, text in zip(rest[::2], rest[1::2], strict=True):
+        plain = {"add_special_tokens": False, "split_special_tokens": True}
+        ids += _tokenize(tokenizer, names[int(number)], where, **plain)
+        ids += _tokenize(tokenizer, text, where, add_special_tokens=False)
+    return ids
+
+
 def _tokenize(
-    tokenizer: PreTrainedTokenizerBase, text: str, where: str, add_special_tokens: bool
+    tokenizer: PreTrainedTokenizerBase, text: str, where: str, **options: bool
 ) -> list[int]:
     try:
-        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        ids: list[int] = tokenizer(text, **options)["input_ids"]
     except Exception as error:  # a character without a token, say
         raise ValueError(f"{where} cannot be tokenized: {error}") from error
     return ids

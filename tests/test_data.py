@@ -9,9 +9,18 @@ import pytest
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
-from rlhf_pg.data import PromptSampler, batches, check_fit, encode, load_prompts, permutation
+from rlhf_pg.data import (
+    PromptSampler,
+    batches,
+    check_fit,
+    encode,
+    encode_answer,
+    load_prompts,
+    permutation,
+)
 from rlhf_pg.tasks.tiny import character_tokenizer
 
 # Ids: pad 0, EOS 1, <user> 2, <assistant> 3, a 4, b 5, c 6.
@@ -53,6 +62,39 @@ def test_strings_become_their_ids_and_the_rows_stay():
     assert prompts.rows["prompt"] == ["ab", "cab", "a"]
 
 
+def byte_tokenizer():
+    """One token per byte, `<end>` 0 and `<end>>` 1."""
+    model = models.BPE(
+        {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.add_special_tokens({"additional_special_tokens": ["<end>>"]})
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}<end>{% endfor %}"
+    return fast
+
+
+@pytest.mark.parametrize("text", ["<end>", "<end>>", "a<end>b<end>>c", "a\ue0030\ue004"])
+def test_what_a_message_says_is_no_control_token(text):
+    tokenizer = byte_tokenizer()
+    ends = set(tokenizer.convert_tokens_to_ids(["<end>", "<end>>"]))
+    *said, end = encode([message(text)], tokenizer)
+    assert (end, set(said) & ends) == (tokenizer.eos_token_id, set())
+    assert tokenizer.decode(said) == text
+    assert set(encode("a<end>", tokenizer)) & ends  # a string may have been rendered before
+    assert tokenizer.decode(encode("a\ue0030\ue004", tokenizer)) == "a\ue0030\ue004"
+
+
+def test_nor_is_what_an_environment_answers():
+    tokenizer = byte_tokenizer()
+    prompt, answer = [message("a<end>")], [message("<end>b", "tool")]
+    said = encode_answer(answer, tokenizer, prompt, tokenizer.eos_token_id)
+    assert tokenizer.decode(said) == "<end>b<end>"
+    assert said.count(tokenizer.eos_token_id) == 1
+
+
 def test_messages_become_a_chat_that_the_assistant_is_to_continue():
     chat = [message("ab"), message("c", "assistant"), message("a")]
     prompts = load_prompts(dataset([message("ab")], chat), plain())
@@ -66,7 +108,6 @@ def test_messages_become_a_chat_that_the_assistant_is_to_continue():
         ("ab", [2, 4, 5]),
         ("<user>ab", [2, 4, 5]),  # in the text and from the tokenizer
         ([message("ab")], [2, 4, 5]),  # from the template alone
-        ([message("<user>ab")], [2, 4, 5]),
         ("aab", [2, 4, 4, 5]),
         ("", [2]),
     ],
