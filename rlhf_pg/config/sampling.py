@@ -99,3 +99,8 @@ class SamplingConfig(RunConfig):
                 "vllm_server_base_url must begin with http:// or https://, got "
                 f"{self.vllm_server_base_url!r}"
             )
+        if "@" in self.vllm_server_base_url:
+            raise ValueError(
+                "vllm_server_base_url holds a user or password, which would be saved with the "
+                "config: leave it out, and let a proxy on this machine add it"
+            )

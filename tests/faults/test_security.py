@@ -1,0 +1,96 @@
+"""Nobody is let in: what a file, a dataset or a model says is data, and is never run."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import rlhf_pg
+from rlhf_pg import GRPOConfig
+from rlhf_pg.models import load_policy
+from rlhf_pg.recipe import parse
+from tests.tiny import tiny_model
+
+SOURCES = sorted(Path(rlhf_pg.__file__).parent.rglob("*.py"))
+# What runs or unpickles what it is given, or may.
+CALLS = {"eval", "exec", "compile", "__import__", "import_module", "system", "popen"}
+MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "code", "runpy"}
+HARMLESS = {"torch.compile", "re.compile"}
+OPTIONS = {"shell", "trust_remote_code", "allow_pickle"}
+
+
+def misuses(tree: ast.AST) -> list[str]:
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
+            found += [name for name in modules if name.split(".")[0] in MODULES]
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        # `module.eval()` takes nothing that it could run.
+        last = name if name.endswith(".eval") else name.rsplit(".", 1)[-1]
+        if name == "torch.load" or (last in CALLS and name not in HARMLESS):
+            found.append(name)
+        found += [key.arg for key in node.keywords if key.arg in OPTIONS]
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_no_line_runs_or_unpickles_what_it_is_given(path) -> None:
+    assert misuses(ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "eval(x)",
+        "import pickle",
+        "from pickle import loads",
+        "torch.load(path)",
+        "subprocess.run(x, shell=True)",
+        "os.system(x)",
+        "AutoModel.from_pretrained(x, trust_remote_code=True)",
+        "importlib.import_module(x)",
+    ],
+)
+def test_such_lines_are_found(line) -> None:
+    assert misuses(ast.parse(line))
+
+
+@pytest.mark.parametrize("tag", ["!!python/object/apply:os.mkdir", "!!python/name:os.mkdir"])
+def test_a_recipe_makes_no_objects(tmp_path, capsys, tag) -> None:
+    recipe, planted = tmp_path / "recipe.yaml", tmp_path / "planted"
+    recipe.write_text(f"run_name: {tag} ['{planted}']\n")
+    with pytest.raises(SystemExit):
+        parse(GRPOConfig, ["--config", str(recipe)])
+    assert "not valid YAML" in capsys.readouterr().err
+    assert not planted.exists()
+
+
+def test_the_code_beside_a_model_is_not_run(tmp_path) -> None:
+    planted = tmp_path / "planted"
+    model = tmp_path / "model"
+    tiny_model("llama").save_pretrained(model)
+    (model / "theirs.py").write_text(f"open({str(planted)!r}, 'w')\n")
+    config = json.loads((model / "config.json").read_text())
+    config["model_type"] = "theirs"
+    config["auto_map"] = {
+        "AutoConfig": "theirs.Config",
+        "AutoModelForCausalLM": "theirs.Model",
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_policy(str(model), torch.float32, torch.device("cpu"))
+    assert not planted.exists()
+
+
+@pytest.mark.parametrize("url", ["http://me:secret@localhost:8000", "https://token@host"])
+def test_a_password_is_not_taken_into_a_config_that_is_saved(url) -> None:
+    with pytest.raises(ValueError, match="vllm_server_base_url holds a user or password") as caught:
+        GRPOConfig(rollout_engine="vllm_server", vllm_server_base_url=url)
+    assert "secret" not in str(caught.value)
+    assert "token" not in str(caught.value)
