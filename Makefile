@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 PURE_TESTS := $(wildcard $(patsubst %,tests/test_%*.py,\
 	masking kl control advantages attempts losses policy_ experience micro_batches noise running)) tests/rewards/test_scores.py
 
-.PHONY: help demo preference test test-distributed test-slow test-vllm coverage mutants docs lint format clean
+.PHONY: help demo preference soak test test-distributed test-slow test-vllm coverage mutants docs lint format clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -38,6 +38,9 @@ test-distributed: $(VENV)/.installed  ## every backend, on CPUs; leaves the tabl
 
 test-slow: $(VENV)/.installed  ## the slow tests too
 	$(BIN)/pytest -m "not distributed and not vllm"
+
+soak: $(VENV)/.installed  ## an hour in which a run is killed again and again
+	PYTHONPATH=. $(BIN)/python -m tests.faults.soak --minutes 60 --kills 30
 
 $(VLLM)/.installed: pyproject.toml
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
