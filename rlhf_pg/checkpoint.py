@@ -2,18 +2,19 @@
 
 A checkpoint is a directory that `from_pretrained` reads, with three files beside the model (or its
 adapter): `optimizer.safetensors` (by parameter name), `rng-rank{r}.safetensors` and `state.json`;
-`critic/`, where there is one, and `reference/` where that moves. Nothing is pickled.
+`critic/`, where there is one, and `reference/` where that moves. Nothing is pickled. It is sealed
+(`rlhf_pg.sealed`): a run resumes from what was saved, to the last bit, or not from there.
 """
 
+import hashlib
 import json
-import random
-import shutil
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from peft import PeftModel
 from safetensors import safe_open
@@ -22,27 +23,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_pg import same_run, sealed
+from rlhf_pg.faults import failpoint
 from rlhf_pg.models import load_weights
-from rlhf_pg.runtime import Runtime, State, Trained, Whole
+from rlhf_pg.random_states import restore_rng, rng_tensors
+from rlhf_pg.runtime import Runtime, State, Trained, Whole, Writing
 
-# Keys that a resumed run may change: how long, how often, where, and what never changes a result.
-MAY_CHANGE = {
-    *("output_dir", "resume_from_checkpoint", "model_name_or_path", "value_model_name_or_path"),
-    *("max_steps", "num_train_epochs", "save_steps", "save_best", "save_merged", "eval_steps"),
-    *("num_generations_eval", "eval_success_threshold"),
-    *("log_completions_steps", "num_completions_to_print", "report_to", "run_name"),
-    *("micro_batch_tokens", "rollout_cache_tokens", "gradient_checkpointing", "ddp_timeout"),
-    "environment_timeout",
-    *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"),
-    *("vllm_server_base_url", "vllm_server_timeout", "vllm_sync_directory"),
-}
-
-# What has to be as it was when the run began, and where it comes from.
-REMEDIES = {
-    "model": "the same base model and peft_config",
-    "reference": "the model that training started from, and with the same beta",
-    "critic": "the same value_model",
-}
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -68,6 +55,7 @@ class Checkpointer:
     config: dict[str, Any]
     fingerprints: Callable[[], Mapping[str, str | None]]  # of what never changes in a run, by part
     running: Mapping[str, Any] = field(default_factory=dict)  # records that move, by name
+    limit: int | None = None  # of checkpoints to keep; None keeps all
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -78,54 +66,106 @@ class Checkpointer:
         return dict([*model, *self.parts["critic"].pieces.named_parameters(prefix="critic")])
 
     def path(self) -> Path:
-        return self.directory / f"step-{self.state.step:08d}"
+        return self._at(self.state.step)
+
+    def _at(self, step: int) -> Path:
+        return self.directory / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Of all checkpoints, whole or not, in order."""
+        found = self.directory.glob("step-" + "[0-9]" * 8)
+        return sorted(int(path.name.removeprefix("step-")) for path in found)
 
     def latest(self) -> Path | None:
         """The newest checkpoint, by number."""
-        return max(self.directory.glob("step-" + "[0-9]" * 8), default=None)
+        return max(map(self._at, self.steps()), default=None)
 
     def save(self, runtime: Runtime, path: Path | None = None) -> Path:
-        """Write a checkpoint, by default under its step; it gets its name when it is complete."""
+        """Write a checkpoint, by default under its step; it gets its name when it is complete.
+
+        Raises:
+            OSError: on all processes, it could not be written: there is nothing of it, and what was
+                there before is as it was.
+        """
         path = path or self.path()
-        partial = path.with_name(f"partial-{path.name}")
-        if runtime.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
-        self.save_models(runtime, partial)
+        writing, unnamed = Writing(runtime, path), sealed.partial_of(path)
+        writing.main(lambda: sealed.remove_leftovers(self.directory))
+        writing.main(lambda: sealed.begin(path))
+        self.save_models(writing, unnamed)
         runtime.wait()  # who is late, is missed here
         names = {p: name for name, p in self.parameters.items()}
         tensors = optimizer_tensors(self.trained, names, keep=runtime.is_main)
-        if runtime.is_main:
-            save_file(tensors, partial / "optimizer.safetensors")
-            (partial / "state.json").write_text(json.dumps(self._record(), indent=2))
-        runtime.wait()
-        save_file(rng_tensors(), partial / f"rng-rank{runtime.rank}.safetensors")
-        runtime.wait()
-        if runtime.is_main:
-            shutil.rmtree(path, ignore_errors=True)
-            partial.rename(path)
+        writing.main(lambda: self._save_optimizer(unnamed, tensors))
+        runtime.wait()  # the directory is there
+        writing.do(lambda: _save_rng(unnamed, runtime.rank))
+        writing.check(undo=lambda: sealed.abandon(path))
+        writing.main(lambda: self._complete(unnamed, path, runtime.world))
+        writing.check(undo=lambda: sealed.abandon(path))
+        if runtime.is_main and path == self.path():
+            self._prune()
         runtime.wait()
         return path
 
-    def save_models(self, runtime: Runtime, path: Path, final: bool = False) -> None:
+    def _save_optimizer(self, unnamed: Path, tensors: dict[str, Tensor]) -> None:
+        """And what is no tensor."""
+        failpoint("save-optimizer")
+        save_file(tensors, unnamed / "optimizer.safetensors")
+        (unnamed / "state.json").write_text(json.dumps(self._record(), indent=2))
+
+    def _complete(self, unnamed: Path, path: Path, world: int) -> None:
+        """Seal what all processes have written, and give it its name.
+
+        Raises:
+            OSError: not all of it is to be seen here.
+        """
+        for rank in range(world):
+            if not _rng_file(unnamed, rank).exists():
+                raise OSError(f"rank {rank} wrote elsewhere: all processes must share output_dir")
+        config = json.dumps(self.config, sort_keys=True)
+        digest = hashlib.sha256(config.encode()).hexdigest()
+        facts = {"step": self.state.step, "world_size": world, "config_sha256": digest}
+        sealed.seal(unnamed, facts)
+        sealed.publish(path)
+
+    def _prune(self) -> None:
+        """Remove what is beyond `limit`, once the newest checkpoint is known to be whole."""
+        older = [step for step in self.steps() if step < self.state.step]
+        kept = len(older) if self.limit is None else self.limit - 1
+        doomed = older[: max(0, len(older) - kept)]
+        if not doomed:
+            return
+        reason = sealed.verified(self.path())
+        try:
+            if reason is not None:
+                raise OSError(f"{self.path()} is not whole: {reason}")
+            for step in doomed:
+                sealed.remove(self._at(step))
+        except OSError as error:
+            logger.warning("older checkpoints were not removed (save_total_limit): %s", error)
+
+    def save_models(self, writing: Writing, path: Path, final: bool = False) -> None:
         """Model (or its adapter), tokenizer and critic, as `from_pretrained` reads them.
 
         Args:
+            path: a directory.
             final: without a reference that moves, which only a resumed run needs.
         """
         for name, whole in self.parts.items():
             part: Any = whole.module
             if name == "reference" and (final or not part.moves):
                 continue
-            with whole.filled(runtime.main_host, _saves_adapter(part)):
-                if not runtime.is_main:
-                    continue
-                if name == "model":
-                    part.save_pretrained(path)
-                    self.tokenizer.save_pretrained(path)
-                elif name == "critic":
-                    part.save(path / name, self.running.get("value_moments"))
-                else:
-                    part.save(path / name)
+            with whole.filled(writing.runtime.main_host, _saves_adapter(part)):
+                writing.main(partial(self._save_part, name, part, path))
+
+    def _save_part(self, name: str, part: Any, path: Path) -> None:
+        if name == "model":
+            failpoint("save-models")
+            part.save_pretrained(path)
+            self.tokenizer.save_pretrained(path)
+        elif name == "critic":
+            part.save(path / name, self.running.get("value_moments"))
+        else:
+            part.save(path / name)
 
     def _record(self) -> dict[str, Any]:
         """What is no tensor."""
@@ -138,53 +178,97 @@ class Checkpointer:
             "config": self.config,
         }
 
-    def resume(self, choice: str | bool | None, rank: int) -> dict[str, Any]:
-        """Restore a checkpoint directory, or for True and "latest" the newest; nothing for None.
+    def resume(self, choice: str | bool | None, runtime: Runtime) -> dict[str, Any]:
+        """Restore a checkpoint directory, or for True and "latest" the newest that is whole;
+        nothing for None. Collective.
 
         Returns:
             The config that was saved there; empty for None.
 
         Raises:
-            ValueError: there is none, or a new run would mix with the checkpoints of another.
+            ValueError: there is none, it is not whole, or a new run would mix with the checkpoints
+                of another.
         """
-        latest = self.latest()
+        if runtime.is_main:
+            sealed.recover(self.directory.parent / "best")
+            sealed.recover_all(self.directory)
+        runtime.wait()
+        newest = self._newest(runtime)
         if choice in (True, "latest"):
-            if latest is None:
-                raise ValueError(f"{self.directory.parent} has no checkpoint to resume from")
-            return self.restore(latest, rank)
+            return self.restore(self._newest_whole(newest, runtime), runtime.rank)
         if choice:
             path = Path(str(choice))
-            saved = self.restore(path, rank)
-            if latest is not None and int(latest.name.split("-")[1]) > self.state.step:
+            reason = self._fault(path, runtime)
+            if reason is not None:
                 raise ValueError(
-                    f"{self.directory} holds checkpoints of later steps, up to {latest.name}: move "
-                    "them away, resume from the latest, or choose another output_dir"
+                    f"{path} holds no checkpoint that is whole: {reason}. Resume with latest, "
+                    "which takes the newest whole one, or from another directory"
+                )
+            saved = self.restore(path, runtime.rank)
+            if newest > self.state.step:
+                raise ValueError(
+                    f"{self.directory} holds checkpoints of later steps, up to "
+                    f"{self._at(newest).name}: move them away, resume from the latest, or choose "
+                    "another output_dir"
                 )
             return saved
-        if latest is not None and self.state.step == 0:
+        if newest >= 0 and self.state.step == 0:
             raise ValueError(
                 f"{self.directory.parent} holds the checkpoints of another run: resume it with "
                 "resume_from_checkpoint latest, or choose another output_dir"
             )
         return {}
 
+    def _newest(self, runtime: Runtime, below: int | None = None) -> int:
+        """The largest step that any process sees a checkpoint of; -1 if there is none."""
+        own = [step for step in self.steps() if below is None or step < below]
+        return runtime.most(max(own, default=-1))
+
+    def _newest_whole(self, newest: int, runtime: Runtime) -> Path:
+        """The newest checkpoint that is whole on every process; says which ones are not.
+
+        Raises:
+            ValueError: there is none.
+        """
+        broken: list[str] = []
+        while newest >= 0:
+            path = self._at(newest)
+            reason = self._fault(path, runtime)
+            if reason is None:
+                if broken and runtime.is_main:
+                    logger.warning("going on from %s: %s", path, "; ".join(broken))
+                return path
+            broken.append(f"{path.name} is not whole ({reason})")
+            newest = self._newest(runtime, below=newest)
+        if not broken:
+            raise ValueError(f"{self.directory.parent} has no checkpoint to resume from")
+        raise ValueError(
+            f"{self.directory} has no whole checkpoint to resume from: {'; '.join(broken)}. Put "
+            "one back from a copy, or begin anew in another output_dir"
+        )
+
+    def _fault(self, path: Path, runtime: Runtime) -> str | None:
+        """Why not every process can resume from a checkpoint; None if they can. Collective.
+
+        The main process reads all of it; the others look whether they see the same.
+        """
+        reason = sealed.verified(path, contents=runtime.is_main)
+        seal = torch.tensor(list(sealed.seal_of(path)), device=runtime.device)
+        everyone, _ = runtime.gather(seal)
+        if reason is None and not seal.equal(everyone[: len(seal)]):
+            reason = f"its {sealed.MANIFEST} is not the one that rank 0 sees"
+        return runtime.agreed(reason)
+
     def restore(self, path: Path, rank: int) -> dict[str, Any]:
         """Put a saved state back, in place; returns the config that was saved with it.
 
         Raises:
-            ValueError: no checkpoint there, or model, reference or critic are not those of the
+            ValueError: config, model, reference, critic, tokenizer or dataset are not those of the
                 saved run.
         """
-        if not (path / "state.json").exists():
-            raise ValueError(f"{path} holds no checkpoint: it has no state.json")
         state = json.loads((path / "state.json").read_text())
-        self._check_config(path, state["config"])
-        for name, remedy in REMEDIES.items():
-            if state["fingerprints"][name] != self.fingerprints()[name]:
-                raise ValueError(
-                    f"{path} was saved by a run with another {name}: resume with {remedy}"
-                )
-        self._check_running(path, state["running"])
+        now = self.fingerprints()
+        same_run.check(path, state, self.config, now, self.running)
         self._load_models(path)
         self.trained.load_state(stored_state(path / "optimizer.safetensors", self.parameters))
         self.scheduler.load_state_dict(state["scheduler"])
@@ -196,7 +280,7 @@ class Checkpointer:
             vars(record).update(state["running"][name])
         if state["config"].get("output_dir") != self.config.get("output_dir"):
             self.state.best_reward = None  # the best checkpoint stayed there
-        rng = path / f"rng-rank{rank}.safetensors"
+        rng = _rng_file(path, rank)
         if rng.exists():
             restore_rng(load_file(rng))
         saved: dict[str, Any] = state["config"]
@@ -213,28 +297,6 @@ class Checkpointer:
                     load_weights(part, path)
                 else:
                     part.restore(path / name)
-
-    def _check_running(self, path: Path, saved: Mapping[str, Any]) -> None:
-        """What moves with a run has the name of its reward function, for one."""
-        theirs, ours = (", ".join(sorted(names)) or "nothing" for names in (saved, self.running))
-        if theirs != ours:
-            raise ValueError(
-                f"{path} was saved by a run that keeps {theirs}, and this one keeps {ours}: resume "
-                "with the same reward functions"
-            )
-
-    def _check_config(self, path: Path, saved: Mapping[str, Any]) -> None:
-        now = json.loads(json.dumps(self.config))
-        changed = [
-            f"{key} was {saved[key]!r} and is {now[key]!r}"
-            for key in saved.keys() & now.keys() - MAY_CHANGE
-            if saved[key] != now[key]
-        ]
-        if changed:
-            raise ValueError(
-                f"{path} was saved by a run with another config: {'; '.join(sorted(changed))}. "
-                "Resume with the same, or start a new run from its weights"
-            )
 
 
 def optimizer_tensors(
@@ -260,6 +322,16 @@ def stored_state(path: Path, parameters: Mapping[str, Tensor]) -> Iterator[State
             yield parameters[name], key, file.get_tensor(full_name)
 
 
+def _save_rng(path: Path, rank: int) -> None:
+    failpoint("save-rng")
+    save_file(rng_tensors(), _rng_file(path, rank))
+    sealed.sync_file(_rng_file(path, rank))  # the main process may be on another machine
+
+
+def _rng_file(path: Path, rank: int) -> Path:
+    return path / f"rng-rank{rank}.safetensors"
+
+
 def _saves_adapter(module: nn.Module) -> bool:
     """Whether what is saved of it is what is trained."""
     return any(isinstance(part, PeftModel) and _trains(part) for part in module.modules())
@@ -267,35 +339,3 @@ def _saves_adapter(module: nn.Module) -> bool:
 
 def _trains(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters())
-
-
-def rng_tensors() -> dict[str, Tensor]:
-    """The states of every generator of this process, as tensors."""
-    version, numbers, gauss = random.getstate()
-    twister: Any = np.random.get_state(legacy=True)
-    kind, keys, position, has_gauss, cached = twister
-    assert version == 3
-    assert kind == "MT19937"
-    states = {
-        "torch": torch.get_rng_state(),
-        "python": torch.tensor(numbers, dtype=torch.int64),
-        "python_gauss": torch.tensor([torch.nan if gauss is None else gauss], dtype=torch.float64),
-        "numpy": torch.from_numpy(keys.astype(np.int64)),
-        "numpy_rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def restore_rng(states: Mapping[str, Any]) -> None:
-    """The inverse of `rng_tensors`."""
-    torch.set_rng_state(states["torch"])
-    gauss = states["python_gauss"].item()
-    numbers = tuple(states["python"].tolist())
-    random.setstate((3, numbers, None if gauss != gauss else gauss))
-    position, has_gauss, cached = states["numpy_rest"].tolist()
-    keys = states["numpy"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])

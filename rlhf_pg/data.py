@@ -1,10 +1,12 @@
 """Prompts: checked and tokenized once, drawn in an order that a single number resumes."""
 
+import hashlib
+import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,17 @@ class Prompts:
     @property
     def longest(self) -> int:
         return max(len(tokens) for tokens in self.tokens)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the tokens and of all columns, row by row: a resumed run needs the same."""
+        digest = hashlib.sha256()
+        for tokens in self.tokens:
+            digest.update(f"{tokens}\n".encode())
+        for table in self.rows.with_format("arrow").iter(1000):  # as stored: nothing is decoded
+            for row in table.to_pylist():
+                digest.update(json.dumps(row, sort_keys=True, default=repr).encode())
+        return digest.hexdigest()
 
 
 def load_prompts(
@@ -85,6 +98,12 @@ def load_prompts(
             "the dataset has no prompts" + (" left: all were too long" if long else "")
         )
     return Prompts(dataset, tokens)
+
+
+def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of all that makes tokens of a chat: vocabulary, special tokens and chat template."""
+    parts = (tokenizer.get_vocab(), tokenizer.special_tokens_map, tokenizer.chat_template)
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def check_fit(

@@ -16,15 +16,9 @@ from transformers import (
     get_scheduler,
 )
 
-from rlhf_pg.checkpoint import (
-    Checkpointer,
-    TrainState,
-    optimizer_tensors,
-    restore_rng,
-    rng_tensors,
-    stored_state,
-)
+from rlhf_pg.checkpoint import Checkpointer, TrainState, optimizer_tensors, stored_state
 from rlhf_pg.models import Policy, Reference, fingerprint
+from rlhf_pg.random_states import restore_rng, rng_tensors
 from rlhf_pg.runtime import Runtime, Whole
 from tests.tiny import tiny_model
 
@@ -53,10 +47,13 @@ def make_checkpointer(
         scheduler=get_scheduler("cosine", optimizer, 2, 10),
         state=TrainState(),
         config={"seed": 1, "max_steps": 10},
-        fingerprints=lambda: {
-            name: fingerprint(parts[name]) if name in parts else None
-            for name in ("model", "reference", "critic")
-        },
+        fingerprints=lambda: (
+            {
+                name: fingerprint(parts[name]) if name in parts else None
+                for name in ("model", "reference", "critic")
+            }
+            | {"tokenizer": "a", "train_dataset": "b"}
+        ),
     )
 
 
@@ -287,12 +284,14 @@ def test_nothing_in_it_is_pickled(tmp_path):
 
 
 @pytest.mark.parametrize("make_there", [False, True])
-def test_a_directory_without_state_is_no_checkpoint(tmp_path, make_there):
+def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path, make_there):
     checkpointer, path = make_checkpointer(tmp_path), tmp_path / "elsewhere"
     if make_there:
         model_of(checkpointer).save_pretrained(path)
-    with pytest.raises(ValueError, match=r"elsewhere holds no checkpoint: it has no state\.json"):
-        checkpointer.restore(path, rank=0)
+    with pytest.raises(
+        ValueError, match="elsewhere holds no checkpoint that is whole: it has no man"
+    ):
+        checkpointer.resume(str(path), RUNTIME)
 
 
 def reference(seed):
@@ -354,7 +353,7 @@ def test_a_run_resumes_from_the_newest_or_from_the_one_named(tmp_path, choice):
     for step in (3, 5):
         save_at(first, step)
     second = make_checkpointer(tmp_path, seed=1)
-    second.resume(str(tmp_path / choice) if choice == "step-00000005" else choice, rank=0)
+    second.resume(str(tmp_path / choice) if choice == "step-00000005" else choice, RUNTIME)
     assert second.state.step == 5
     expected = model_of(first).state_dict()
     assert all(v.equal(expected[k]) for k, v in model_of(second).state_dict().items())
@@ -365,21 +364,21 @@ def test_a_run_resumes_from_the_newest_or_from_the_one_named(tmp_path, choice):
     [
         (True, "no checkpoint to resume from"),
         ("latest", "no checkpoint to resume from"),
-        ("elsewhere", "elsewhere holds no checkpoint"),
+        ("elsewhere", r"elsewhere holds no checkpoint that is whole: it has no manifest\.json"),
     ],
 )
 def test_a_run_cannot_resume_from_what_is_not_there(tmp_path, choice, message):
     with pytest.raises(ValueError, match=message):
-        make_checkpointer(tmp_path).resume(choice, rank=0)
+        make_checkpointer(tmp_path).resume(choice, RUNTIME)
 
 
 def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(tmp_path):
     checkpointer = make_checkpointer(tmp_path)
-    checkpointer.resume(None, rank=0)  # nothing there yet
+    checkpointer.resume(None, RUNTIME)  # nothing there yet
     save_at(checkpointer, 3)
-    checkpointer.resume(None, rank=0)  # its own
+    checkpointer.resume(None, RUNTIME)  # its own
     with pytest.raises(ValueError, match="holds the checkpoints of another run"):
-        make_checkpointer(tmp_path).resume(None, rank=0)
+        make_checkpointer(tmp_path).resume(None, RUNTIME)
 
 
 class DiskFull:
@@ -419,7 +418,7 @@ def test_an_earlier_checkpoint_does_not_leave_later_ones_to_be_picked_up(tmp_pat
     for step in (3, 5):
         save_at(first, step)
     with pytest.raises(ValueError, match=r"later steps, up to step-00000005: move them away"):
-        make_checkpointer(tmp_path).resume(str(tmp_path / "step-00000003"), rank=0)
+        make_checkpointer(tmp_path).resume(str(tmp_path / "step-00000003"), RUNTIME)
 
 
 @pytest.mark.parametrize(("key", "refused"), [("seed", True), ("max_steps", False)])
@@ -429,7 +428,7 @@ def test_another_config_is_refused_by_key(tmp_path, key, refused):
     other.config[key] = 77
     if refused:
         with pytest.raises(ValueError, match="another config: seed was 1 and is 77"):
-            other.resume("latest", rank=0)
+            other.resume("latest", RUNTIME)
     else:
-        other.resume("latest", rank=0)
+        other.resume("latest", RUNTIME)
         assert other.state.step == 3

@@ -59,6 +59,7 @@ RANGES = {
     "num_train_epochs": ([1e-3], [0.0, -1.0, NAN]),
     "ddp_timeout": ([1], [0, -1]),
     "save_steps": ([0], [-1]),
+    "save_total_limit": ([1, None], [0, -1]),
     "eval_steps": ([0], [-1]),
     "num_generations_eval": ([1], [0]),
     "eval_success_threshold": ([-1.0, 2.5], [NAN]),
@@ -790,6 +791,7 @@ OTHER_VALUES = {
     "ref_model_sync_steps": 3,
     "ref_model_mixup_alpha": 0.5,
     "save_best": False,
+    "save_total_limit": 3,
     "report_to": ("tensorboard", "trackio"),
     "run_name": "third: try",
 }

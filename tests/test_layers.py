@@ -23,8 +23,8 @@ FLOORS = [
         "noise",
     },
     {"fields", "config", "recipe"},
-    {"models", "data", "rewards", "tasks", "faults"},
-    {"rollout", "runtime", "checkpoint", "metrics", "progress"},
+    {"models", "data", "rewards", "tasks", "faults", "sealed", "random_states", "same_run"},
+    {"rollout", "runtime", "checkpoint", "output", "metrics", "progress"},
     {"trainers", "report", "plan"},
     {"cli"},
 ]

@@ -115,6 +115,8 @@ class RunConfig(Checked):
 
     save_steps: int = number(0, minimum=0)
     """Save a checkpoint every so many steps; 0 saves none."""
+    save_total_limit: int | None = number(None, minimum=1)
+    """Keep so many checkpoints, the newest; None keeps all. `best/` is none of them."""
     eval_steps: int = number(0, minimum=0)
     """Evaluate every so many steps, sampled and greedy; 0 never does."""
     num_generations_eval: int = number(1, minimum=1)

@@ -210,5 +210,5 @@ def load_weights(model: PreTrainedModel, path: Path) -> None:
                 )
         set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))
     else:
-        saved = type(model).from_pretrained(path, dtype=model.dtype)
+        saved = type(model).from_pretrained(path, dtype=model.dtype, use_safetensors=True)
         model.load_state_dict(saved.state_dict())

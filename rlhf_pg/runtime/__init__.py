@@ -11,6 +11,7 @@ from rlhf_pg.runtime.processes import Runtime
 from rlhf_pg.runtime.trackers import Trackers
 from rlhf_pg.runtime.trained import State, Trained
 from rlhf_pg.runtime.weights import Whole, gathered
+from rlhf_pg.runtime.writing import Writing
 
 __all__ = [
     "LAYOUTS",
@@ -20,6 +21,7 @@ __all__ = [
     "Trackers",
     "Trained",
     "Whole",
+    "Writing",
     "announced",
     "gathered",
     "kept",

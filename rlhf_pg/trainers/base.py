@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,19 +25,21 @@ from rlhf_pg import models, recipe
 from rlhf_pg.advantages import ADVANTAGES, Signals
 from rlhf_pg.checkpoint import Checkpointer, TrainState
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.data import Prompts, PromptSampler
+from rlhf_pg.data import Prompts, PromptSampler, vocabulary_fingerprint
 from rlhf_pg.experience import Experience, Rollout
+from rlhf_pg.faults import failpoint
 from rlhf_pg.fields import bound
 from rlhf_pg.kl import kl_loss
 from rlhf_pg.losses import POLICY_LOSSES, Loss
 from rlhf_pg.metrics import KEYS, Meter
 from rlhf_pg.models import Critic, PolicyOutput
+from rlhf_pg.output import occupying
 from rlhf_pg.progress import Journal
 from rlhf_pg.rewards import Rewards, RewardSource
 from rlhf_pg.rollout import EnvironmentFactory, RolloutError, SamplingParams, Tool
 from rlhf_pg.rollout.choose import new_engine
 from rlhf_pg.running import MovingAverage, RunningMoments
-from rlhf_pg.runtime import Runtime, Trackers, announced
+from rlhf_pg.runtime import Runtime, Trackers, Writing, announced
 from rlhf_pg.trainers import inputs
 from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.coefficients import Coefficients
@@ -189,10 +192,24 @@ class PolicyGradientTrainer:
             trained=self.learner.trained,
             scheduler=self.learner.scheduler,
             state=self.state,
-            config=dataclasses.asdict(self.args),
-            fingerprints=lambda: self.learner.fingerprints,
+            config=dataclasses.asdict(self.args) | {"algorithm": self.algorithm},
+            fingerprints=lambda: self.learner.fingerprints | self.fingerprints,
             running=self.running,
+            limit=self.args.save_total_limit,
         )
+
+    @property
+    def algorithm(self) -> str:
+        """For example "GRPO"."""
+        return self.config_type.__name__.removesuffix("Config")
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Of what a resumed run has to be given again."""
+        return {
+            "tokenizer": vocabulary_fingerprint(self.processing_class),
+            "train_dataset": self.train_prompts.fingerprint,
+        }
 
     @property
     def running(self) -> dict[str, Any]:
@@ -258,6 +275,7 @@ class PolicyGradientTrainer:
     # --------------------------------------------------------------------------------- the run
 
     @announced
+    @occupying
     def train(self, resume_from_checkpoint: str | bool | None = None) -> None:
         """Train to the last step, and leave the run directory with `final/` behind.
 
@@ -266,12 +284,12 @@ class PolicyGradientTrainer:
                 in `output_dir`; by default `args.resume_from_checkpoint`.
 
         Raises:
-            ValueError: no such checkpoint, `output_dir` holds those of another run, or a tracker
-                cannot start.
+            ValueError: no such checkpoint, or none that is whole; `output_dir` holds those of
+                another run, is in use by one or cannot be written to; or a tracker cannot start.
         """
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
-        saved = self.checkpointer.resume(resume_from_checkpoint, self.runtime.rank)
+        saved = self.checkpointer.resume(resume_from_checkpoint, self.runtime)
         if self.has_found_budget and "micro_batch_tokens" in saved:
             self._set_budget(saved["micro_batch_tokens"])
         directory = Path(self.args.output_dir)
@@ -539,14 +557,19 @@ class PolicyGradientTrainer:
 
         A critic goes to `critic/` in it, and with `save_merged` the model without an adapter, the
         same function of its input, to `merged/`.
+
+        Raises:
+            OSError: on all processes, it could not be written.
         """
         path, whole = Path(path), self.learner.whole["model"]
-        self.checkpointer.save_models(self.runtime, path, final=True)
+        writing = Writing(self.runtime, path)
+        writing.main(lambda: failpoint("save-final"))
+        self.checkpointer.save_models(writing, path, final=True)
         if self.args.save_merged:
             with whole.filled(self.runtime.main_host):
-                if self.runtime.is_main:
-                    models.merged(whole.module).save_pretrained(path / "merged")
-                    self.processing_class.save_pretrained(path / "merged")
+                writing.main(lambda: models.merged(whole.module).save_pretrained(path / "merged"))
+                writing.main(lambda: self.processing_class.save_pretrained(path / "merged"))
+        writing.check()
         self.runtime.wait()
 
     def _prompts(self, dataset: Dataset | None, name: str) -> Prompts:

@@ -1,0 +1,69 @@
+"""Whether a checkpoint is one of this run: what a resumed run may change, and what it may not."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+# Keys that a resumed run may change: how long, how often, where, and what never changes a result.
+MAY_CHANGE = {
+    *("output_dir", "resume_from_checkpoint", "model_name_or_path", "value_model_name_or_path"),
+    *("max_steps", "num_train_epochs", "save_steps", "save_best", "save_merged", "eval_steps"),
+    "save_total_limit",
+    *("num_generations_eval", "eval_success_threshold"),
+    *("log_completions_steps", "num_completions_to_print", "report_to", "run_name"),
+    *("micro_batch_tokens", "rollout_cache_tokens", "gradient_checkpointing", "ddp_timeout"),
+    "environment_timeout",
+    *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"),
+    *("vllm_server_base_url", "vllm_server_timeout", "vllm_sync_directory"),
+}
+
+# What has to be as it was when the run began, and where it comes from.
+REMEDIES = {
+    "model": "the same base model and peft_config",
+    "reference": "the model that training started from, and with the same beta",
+    "critic": "the same value_model",
+    "tokenizer": "the same processing_class, vocabulary and chat template",
+    "train_dataset": "the same rows in the same order, or start a new run from its weights",
+}
+
+
+def check(
+    path: Path,
+    saved: Mapping[str, Any],
+    config: Mapping[str, Any],
+    fingerprints: Mapping[str, str | None],
+    running: Iterable[str],
+) -> None:
+    """Refuse to go on with another run's state.
+
+    Args:
+        saved: what was in `state.json`.
+        config, fingerprints, running: of this run.
+
+    Raises:
+        ValueError: something is not as it was; it is named, with the remedy.
+    """
+    _check_config(path, saved["config"], json.loads(json.dumps(config)))
+    for name, remedy in REMEDIES.items():
+        if saved["fingerprints"][name] != fingerprints[name]:
+            raise ValueError(f"{path} was saved by a run with another {name}: resume with {remedy}")
+    theirs, ours = (", ".join(sorted(names)) or "nothing" for names in (saved["running"], running))
+    if theirs != ours:  # what moves with a run has the name of its reward function, for one
+        raise ValueError(
+            f"{path} was saved by a run that keeps {theirs}, and this one keeps {ours}: resume "
+            "with the same reward functions"
+        )
+
+
+def _check_config(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    changed = [
+        f"{key} was {saved[key]!r} and is {now[key]!r}"
+        for key in saved.keys() & now.keys() - MAY_CHANGE
+        if saved[key] != now[key]
+    ]
+    if changed:
+        raise ValueError(
+            f"{path} was saved by a run with another config: {'; '.join(sorted(changed))}. "
+            "Resume with the same, or start a new run from its weights"
+        )
