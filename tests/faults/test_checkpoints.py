@@ -1,0 +1,308 @@
+"""Damage on the disk, and who may not go on from a checkpoint."""
+
+import errno
+import json
+import os
+import pickle
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from rlhf_pg import PPOConfig, faults
+from rlhf_pg.sealed import MANIFEST, partial_of, verified
+from tests.faults.job import ROOT, build
+from tests.tiny import tiny_model
+
+OPTIONS = {"max_steps": 3, "eval_steps": 0, "save_total_limit": None}
+NAMES = [f"step-{step:08d}" for step in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of three steps and as many checkpoints."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    build(str(output), **OPTIONS).train()
+    return output
+
+
+@pytest.fixture
+def output(whole, tmp_path):
+    """A copy to damage; the trainer that resumes it does not mind where it is."""
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def resume(output, choice="latest", **options):
+    trainer = build(str(output), **(OPTIONS | options))
+    trainer.checkpointer.resume(choice, trainer.runtime)
+    return trainer.state.step
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def cut(file):
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def link(file):
+    file.rename(file.with_name("elsewhere"))
+    file.symlink_to("elsewhere")
+
+
+DAMAGE = {
+    "cut": (cut, "model.safetensors", "model.safetensors has"),
+    "flipped": (flip, "optimizer.safetensors", "optimizer.safetensors has changed"),
+    "missing": (Path.unlink, "rng-rank0.safetensors", "rng-rank0.safetensors is missing"),
+    "link": (link, "state.json", "state.json is a link"),
+    "unsealed": (Path.unlink, MANIFEST, "it has no manifest.json"),
+    "not JSON": (cut, MANIFEST, "its manifest.json cannot be read"),
+}
+
+
+@pytest.mark.fault(9, "passed over with a warning: the newest whole checkpoint is resumed")
+@pytest.mark.fault(10, "passed over with a warning: the newest whole checkpoint is resumed")
+@pytest.mark.fault(11, "passed over with a warning: the newest whole checkpoint is resumed")
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_the_newest_whole_checkpoint_is_resumed(output, caplog, damage) -> None:
+    how, name, reason = DAMAGE[damage]
+    how(output / "checkpoints" / NAMES[2] / name)
+    assert resume(output) == 2
+    (warning,) = [r.getMessage() for r in caplog.records if r.name == "rlhf_pg.checkpoint"]
+    assert f"{NAMES[2]} is not whole ({reason}" in warning
+    with pytest.raises(ValueError, match=f"holds no checkpoint that is whole: {reason}"):
+        resume(output, str(output / "checkpoints" / NAMES[2]))
+
+
+@pytest.mark.fault(12, "one error that says what is wrong with each; never a new start")
+def test_if_none_is_whole_nothing_begins(output) -> None:
+    for name in NAMES:
+        flip(output / "checkpoints" / name / "model.safetensors")
+    for trial in ("latest", True):
+        with pytest.raises(ValueError, match=f"no whole checkpoint.*{NAMES[2]}.*{NAMES[0]}"):
+            resume(output, trial)
+    with pytest.raises(ValueError, match="holds the checkpoints of another run"):
+        resume(output, None)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../x", "a/../../x", ""])
+def test_a_manifest_that_leads_out_of_its_directory_is_refused(output, name) -> None:
+    path = output / "checkpoints" / NAMES[2]
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["files"][name] = {"size": 0, "sha256": ""}
+    (path / MANIFEST).write_text(json.dumps(manifest))
+    assert verified(path) == f"its manifest.json names {name!r}, which is not inside it"
+
+
+def test_the_manifest_names_every_file_and_what_made_it(output) -> None:
+    path = output / "checkpoints" / NAMES[2]
+    manifest = json.loads((path / MANIFEST).read_text())
+    files = {str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()}
+    assert manifest["files"].keys() == files - {MANIFEST}
+    assert (manifest["format"], manifest["step"], manifest["world_size"]) == (1, 3, 1)
+    assert len(manifest["config_sha256"]) == 64
+
+
+# ---------------------------------------------------------------------------------------- the disk
+
+
+def fail_at(monkeypatch, fault):
+    monkeypatch.setattr(faults, "_passed", faults.Counter())
+    monkeypatch.setenv("RLHF_PG_FAULT", fault)
+
+
+SAVING = ["save-begin", "save-models", "save-optimizer", "save-rng", "save-manifest", "save-rename"]
+
+
+@pytest.mark.fault(7, "one error with path and remedy; earlier checkpoints stay, nothing half-made")
+@pytest.mark.parametrize("point", SAVING)
+def test_a_full_disk_costs_no_checkpoint(output, monkeypatch, point) -> None:
+    trainer = build(str(output), **OPTIONS)
+    trainer.checkpointer.resume("latest", trainer.runtime)
+    trainer.state.step = 4
+    fail_at(monkeypatch, f"{point}:enospc")
+    with pytest.raises(
+        OSError, match=rf"step-00000004 could not.*{os.strerror(errno.ENOSPC)}.*room"
+    ):
+        trainer.save_checkpoint()
+    checkpoints = output / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == NAMES
+    assert all(verified(checkpoints / name) is None for name in NAMES)
+    assert verified(trainer.save_checkpoint()) is None  # there is room again
+
+
+@pytest.mark.fault(7, "what was to be replaced is there again")
+def test_what_cannot_be_replaced_is_taken_back(output, monkeypatch) -> None:
+    trainer = build(str(output), **OPTIONS)
+    trainer.checkpointer.resume("latest", trainer.runtime)
+    before = (output / "checkpoints" / NAMES[2] / MANIFEST).read_bytes()
+    fail_at(monkeypatch, "save-aside:eio")
+    with pytest.raises(OSError, match="could not be saved"):
+        trainer.save_checkpoint()
+    assert (output / "checkpoints" / NAMES[2] / MANIFEST).read_bytes() == before
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == NAMES
+
+
+@pytest.mark.fault(8, "one error before the first step")
+@pytest.mark.parametrize("action", ["enospc", "eio"])
+def test_a_directory_that_cannot_be_written_to_is_found_first(tmp_path, monkeypatch, action):
+    trainer = build(str(tmp_path / "run"), **OPTIONS)
+    fail_at(monkeypatch, f"probe:{action}")
+    with pytest.raises(
+        ValueError, match=r"run cannot be written to: .*Make room, or choose another"
+    ):
+        trainer.train()
+    assert trainer.state.step == 0
+
+
+@pytest.mark.fault(8, "one error before the first step")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_directory_is_found_first(tmp_path) -> None:
+    (tmp_path / "run").mkdir(mode=0o500)
+    trainer = build(str(tmp_path / "run"), **OPTIONS)
+    with pytest.raises(ValueError, match="cannot be written to: .*Permission denied"):
+        trainer.train()
+    assert trainer.state.step == 0
+
+
+def test_the_directory_is_private_if_the_run_makes_it(whole, tmp_path) -> None:
+    assert stat.S_IMODE(whole.stat().st_mode) == 0o700
+    (tmp_path / "run").mkdir(mode=0o755)
+    build(str(tmp_path / "run"), **OPTIONS | {"max_steps": 1, "save_steps": 0}).train()
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o755
+
+
+# ----------------------------------------------------------------------------------------- pruning
+
+
+def test_older_checkpoints_stay_while_the_newest_is_not_whole(output, caplog, monkeypatch) -> None:
+    trainer = build(str(output), **OPTIONS | {"save_total_limit": 1})
+    trainer.checkpointer.resume("latest", trainer.runtime)
+    trainer.state.step = 4
+    monkeypatch.setattr("rlhf_pg.sealed.verified", lambda path: "the disk lies")
+    trainer.save_checkpoint()
+    checkpoints = output / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == [*NAMES, "step-00000004"]
+    assert "older checkpoints were not removed (save_total_limit)" in caplog.text
+    monkeypatch.undo()
+    partial_of(checkpoints / NAMES[0]).mkdir()  # of a removal that was interrupted
+    trainer.save_checkpoint()
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000004"]
+
+
+def test_checkpoints_that_were_passed_over_do_not_count(output) -> None:
+    """They are the newest by number."""
+    for name in NAMES[1:]:
+        flip(output / "checkpoints" / name / "model.safetensors")
+    trainer = build(str(output), **OPTIONS | {"save_total_limit": 1})
+    trainer.checkpointer.resume("latest", trainer.runtime)
+    assert trainer.state.step == 1
+    trainer.state.step = 2
+    trainer.save_checkpoint()
+    assert verified(output / "checkpoints" / NAMES[1]) is None
+
+
+# ------------------------------------------------------------------------------------- who else is
+
+HOLD = """
+import sys
+from pathlib import Path
+from rlhf_pg.output import occupied
+from rlhf_pg.runtime import Runtime
+with occupied(Path(sys.argv[1]), Runtime()):
+    print("here", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.fault(15, "an error that names host and process; the lock ends with the process")
+def test_a_directory_is_of_one_run_at_a_time(tmp_path) -> None:
+    trainer = build(str(tmp_path), **OPTIONS | {"max_steps": 1})
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as other:
+        assert other.stdout.readline() == "here\n"
+        with pytest.raises(
+            ValueError, match=rf"in use by another run \(host .*, pid {other.pid}\)"
+        ):
+            trainer.train()
+        other.kill()
+    trainer.train()
+    assert trainer.state.step == 1
+
+
+# -------------------------------------------------------------------------------- of another run
+
+
+@pytest.mark.fault(17, "refused, with what is different")
+def test_another_model_is_refused(output) -> None:
+    with pytest.raises(ValueError, match="by a run with another model: resume with the same base"):
+        resume(output, model=tiny_model("gpt2"))
+
+
+@pytest.mark.fault(17, "refused, with what is different")
+@pytest.mark.parametrize("change", ["vocabulary", "chat template"])
+def test_another_tokenizer_is_refused(output, change) -> None:
+    trainer = build(str(output), **OPTIONS)
+    tokenizer = trainer.processing_class
+    if change == "vocabulary":
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        vocab = backend["model"]["vocab"]
+        vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
+        tokenizer._tokenizer = Tokenizer.from_str(json.dumps(backend))
+    else:
+        tokenizer.chat_template = "{{ messages }}"
+    with pytest.raises(ValueError, match="by a run with another tokenizer: resume with the same"):
+        trainer.checkpointer.resume("latest", trainer.runtime)
+
+
+@pytest.mark.fault(17, "refused, with what is different")
+def test_another_algorithm_is_refused(output) -> None:
+    trainer = build(str(output), **OPTIONS)
+    assert trainer.algorithm == "GRPO"
+    trainer.config_type = PPOConfig
+    trainer.checkpointer = trainer._checkpointer()
+    with pytest.raises(ValueError, match="algorithm was 'GRPO' and is 'PPO'"):
+        trainer.checkpointer.resume("latest", trainer.runtime)
+
+
+def changed_row(rows):
+    return rows.map(lambda row, i: row | {"answer": "0"} if i == 5 else row, with_indices=True)
+
+
+@pytest.mark.fault(19, "refused, with the remedy")
+@pytest.mark.parametrize("change", [changed_row, lambda rows: rows.select([1, 0, 2, 3, 4, 5])])
+def test_another_dataset_is_refused(output, change) -> None:
+    trainer = build(str(output), **OPTIONS)
+    trainer._load_prompts(change(trainer.train_prompts.rows), None)
+    with pytest.raises(ValueError, match="another train_dataset: resume with the same rows"):
+        trainer.checkpointer.resume("latest", trainer.runtime)
+
+
+class Planted:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+def test_nothing_in_a_checkpoint_is_unpickled(output, tmp_path) -> None:
+    fired = tmp_path / "fired"
+    for name in ("pytorch_model.bin", "adapter_model.bin", "optimizer.pt", "training_args.bin"):
+        torch.save(Planted(fired), output / "checkpoints" / NAMES[2] / name)
+    (output / "checkpoints" / NAMES[2] / "rng_state.pth").write_bytes(pickle.dumps(Planted(fired)))
+    assert resume(output) == 3
+    assert not fired.exists()
+    torch.load(output / "checkpoints" / NAMES[2] / "optimizer.pt", weights_only=False)
+    assert fired.exists()  # it would have been noticed
