@@ -168,7 +168,7 @@ def test_a_directory_that_cannot_be_written_to_is_found_first(tmp_path, monkeypa
 def test_a_read_only_directory_is_found_first(tmp_path) -> None:
     (tmp_path / "run").mkdir(mode=0o500)
     trainer = build(str(tmp_path / "run"), **OPTIONS)
-    with pytest.raises(ValueError, match="cannot be written to: .*Permission denied"):
+    with pytest.raises(ValueError, match=r"cannot be written to: .*Permission denied"):
         trainer.train()
     assert trainer.state.step == 0
 
