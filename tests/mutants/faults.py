@@ -1,0 +1,81 @@
+"""Mistakes in what keeps a run through interruptions."""
+
+from tests.mutants import Mutant
+
+FAULTS = "tests/faults/test_checkpoints.py"
+
+MUTANTS = [
+    Mutant(
+        name="sizes-compared-alone",
+        mistake="a flipped byte in a checkpoint is resumed from: its file is as long as it was",
+        file="rlhf_pg/sealed.py",
+        old="        if contents and _sha256(file) != sha256:\n",
+        new="        if False:\n",
+        killers=(f"{FAULTS}::test_the_newest_whole_checkpoint_is_resumed",),
+    ),
+    Mutant(
+        name="newest-by-number",
+        mistake="the newest checkpoint is resumed without a look at it (transformers)",
+        file="rlhf_pg/checkpoint.py",
+        old="            reason = self._fault(path, runtime)\n            if reason is None:\n"
+        "                if broken",
+        new="            reason = None\n            if reason is None:\n                if broken",
+        killers=(f"{FAULTS}::test_the_newest_whole_checkpoint_is_resumed",),
+    ),
+    Mutant(
+        name="links-in-a-manifest-followed",
+        mistake="a link in a checkpoint is followed to wherever it leads",
+        file="rlhf_pg/sealed.py",
+        old="        if file.is_symlink():\n",
+        new="        if False:\n",
+        killers=(f"{FAULTS}::test_the_newest_whole_checkpoint_is_resumed",),
+    ),
+    Mutant(
+        name="manifest-leads-outside",
+        mistake="a manifest may name files outside of its directory",
+        file="rlhf_pg/sealed.py",
+        old='or ".." in parts:',
+        new="or False:",
+        killers=(f"{FAULTS}::test_a_manifest_that_leads_out_of_its_directory_is_refused",),
+    ),
+    Mutant(
+        name="pruned-unverified",
+        mistake="older checkpoints are removed although the newest cannot be read back",
+        file="rlhf_pg/checkpoint.py",
+        old="            if reason is not None:\n                raise OSError(",
+        new="            if False:\n                raise OSError(",
+        killers=(f"{FAULTS}::test_older_checkpoints_stay_while_the_newest_is_not_whole",),
+    ),
+    Mutant(
+        name="damaged-checkpoints-counted",
+        mistake="damaged checkpoints with larger numbers are kept, and the whole one is removed",
+        file="rlhf_pg/checkpoint.py",
+        old="        older = [step for step in self.steps() if step < self.state.step]\n",
+        new="        older = self.steps()[:-1]\n",
+        killers=(f"{FAULTS}::test_checkpoints_that_were_passed_over_do_not_count",),
+    ),
+    Mutant(
+        name="aside-not-taken-back",
+        mistake="a save that breaks off leaves nothing under the name of what it was to replace",
+        file="rlhf_pg/sealed.py",
+        old="        aside.rename(path)\n        sync_directory(path.parent)\n",
+        new="        shutil.rmtree(aside)\n",
+        killers=(f"{FAULTS}::test_what_cannot_be_replaced_is_taken_back",),
+    ),
+    Mutant(
+        name="half-saved-left",
+        mistake="a save that breaks off on a full disk leaves its files there, and the disk full",
+        file="rlhf_pg/sealed.py",
+        old="    shutil.rmtree(partial_of(path), ignore_errors=True)\n    try:\n",
+        new="    try:\n",
+        killers=(f"{FAULTS}::test_a_full_disk_costs_no_checkpoint",),
+    ),
+    Mutant(
+        name="dataset-unchecked",
+        mistake="a resumed run goes on with other rows, in places that meant others",
+        file="rlhf_pg/data.py",
+        old="            for row in table.to_pylist():\n",
+        new="            for row in []:\n",
+        killers=(f"{FAULTS}::test_another_dataset_is_refused",),
+    ),
+]
