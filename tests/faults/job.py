@@ -1,34 +1,28 @@
-"""A tiny run of four steps in a process of its own, which the tests beside this file make fail.
-
-python -m tests.faults.job OUTPUT_DIR [KEY=VALUE ...]
-"""
+"""A tiny run of four steps in a process of its own, which the tests beside this file make fail."""
 
 import hashlib
-import json
 import os
-import subprocess
 import sys
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from rlhf_pg.metrics import read
+import torch
+from transformers import set_seed
 
-ROOT = Path(__file__).parents[2]
+from rlhf_pg import GRPOConfig, GRPOTrainer, faults
+from rlhf_pg.metrics import read
+from rlhf_pg.tasks import arithmetic
+
 STEPS = 4
 PATIENCE = 120  # seconds, far beyond what any of these takes
 
 
 def build(output_dir: str, **options: Any) -> Any:
     """A trainer that uses every save point: checkpoints, a best one that is replaced, pruning."""
-    import torch
-    from transformers import set_seed
-
-    from rlhf_pg import GRPOConfig, GRPOTrainer
-    from rlhf_pg.tasks import arithmetic
-
     task = arithmetic()
     set_seed(0)
-    torch.set_num_threads(1)
     model, tokenizer = task.new_model()
 
     def judge(completions: list[str], **_: Any) -> list[float]:
@@ -57,18 +51,35 @@ def build(output_dir: str, **options: Any) -> Any:
     return trainer
 
 
-def start(output: Path, fault: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run it to its end, which a fault (as in `RLHF_PG_FAULT`) may bring about early."""
-    given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RLHF_PG_FAULT": fault}
-    return subprocess.run(
-        [sys.executable, "-m", "tests.faults.job", str(output), *given],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+@dataclass
+class Ended:
+    """A process that has ended: `returncode` is negative for a signal."""
+
+    returncode: int | None
+    said: str
+
+
+def start(output: Path, fault: str = "", **options: Any) -> Ended:
+    """Run it to its end, which a fault (as in `RLHF_PG_FAULT`) may bring about early.
+
+    In a fork, which has nothing to import: that takes longer than the run.
+    """
+    log = output.with_name(f"{output.name}.log")
+    process = get_context("fork").Process(target=_child, args=(output, log, fault, options))
+    process.start()
+    process.join(PATIENCE)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    return Ended(process.exitcode, log.read_text())
+
+
+def _child(output: Path, log: Path, fault: str, options: dict[str, Any]) -> None:
+    sys.stdout = sys.stderr = log.open("a", buffering=1)
+    os.environ["RLHF_PG_FAULT"] = fault
+    faults._passed.clear()
+    torch.manual_seed(os.getpid())  # no process begins like another
+    build(str(output), **options).train()
 
 
 def left(output: Path) -> tuple[str, list[dict[str, Any]]]:
@@ -79,12 +90,3 @@ def left(output: Path) -> tuple[str, list[dict[str, Any]]]:
         for line in read(output / "metrics.jsonl")
     ]
     return hashlib.sha256(weights).hexdigest(), lines
-
-
-def main(output: str, *given: str) -> None:
-    options = {key: json.loads(value) for key, _, value in (text.partition("=") for text in given)}
-    build(output, **options).train()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

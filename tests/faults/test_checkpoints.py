@@ -6,8 +6,7 @@ import os
 import pickle
 import shutil
 import stat
-import subprocess
-import sys
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,10 @@ import torch
 from tokenizers import Tokenizer
 
 from rlhf_pg import PPOConfig, faults
+from rlhf_pg.output import occupied
+from rlhf_pg.runtime import Runtime
 from rlhf_pg.sealed import MANIFEST, partial_of, verified
-from tests.faults.job import ROOT, build
+from tests.faults.job import build
 from tests.tiny import tiny_model
 
 OPTIONS = {"max_steps": 3, "eval_steps": 0, "save_total_limit": None}
@@ -212,29 +213,25 @@ def test_checkpoints_that_were_passed_over_do_not_count(output) -> None:
 
 # ------------------------------------------------------------------------------------- who else is
 
-HOLD = """
-import sys
-from pathlib import Path
-from rlhf_pg.output import occupied
-from rlhf_pg.runtime import Runtime
-with occupied(Path(sys.argv[1]), Runtime()):
-    print("here", flush=True)
-    sys.stdin.read()
-"""
+
+def hold(directory, told):
+    with occupied(directory, Runtime()):
+        told.send("here")
+        told.recv()
 
 
 @pytest.mark.fault(15, "an error that names host and process; the lock ends with the process")
 def test_a_directory_is_of_one_run_at_a_time(tmp_path) -> None:
     trainer = build(str(tmp_path), **OPTIONS | {"max_steps": 1})
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as other:
-        assert other.stdout.readline() == "here\n"
-        with pytest.raises(
-            ValueError, match=rf"in use by another run \(host .*, pid {other.pid}\)"
-        ):
-            trainer.train()
-        other.kill()
+    context = get_context("fork")
+    ours, theirs = context.Pipe()
+    other = context.Process(target=hold, args=(tmp_path, theirs))
+    other.start()
+    assert ours.recv() == "here"
+    with pytest.raises(ValueError, match=rf"in use by another run \(host .*, pid {other.pid}\)"):
+        trainer.train()
+    other.kill()
+    other.join()
     trainer.train()
     assert trainer.state.step == 1
 

@@ -35,7 +35,7 @@ def test_every_point_is_passed_somewhere() -> None:
 def unbroken(tmp_path_factory):
     output = tmp_path_factory.mktemp("unbroken") / "run"
     done = start(output)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.said
     return left(output)
 
 
@@ -51,13 +51,13 @@ def passage(point: str) -> int:
 def test_a_run_that_is_killed_ends_as_the_unbroken_one(tmp_path, unbroken, point) -> None:
     output = tmp_path / "run"
     killed = start(output, f"{point}:kill@{passage(point)}")
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert killed.returncode == -signal.SIGKILL, killed.said
     assert not (output / "final" / "model.safetensors").exists()
     checkpoints = output / "checkpoints"
     begun = any(checkpoints.glob("step-*"))
     assert begun or point in {"probe", *WITHIN_A_STEP}
     resumed = start(output, resume_from_checkpoint="latest" if begun else None)
-    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.returncode == 0, resumed.said
     assert left(output) == unbroken
     names = sorted(path.name for path in checkpoints.iterdir())
     assert names == [f"step-{step:08d}" for step in (STEPS - 1, STEPS)]
