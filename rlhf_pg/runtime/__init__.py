@@ -5,9 +5,10 @@ micro_batch, backward and step; and a module that lies in pieces can be had whol
 here too, since it is accelerate that knows them.
 """
 
-from rlhf_pg.runtime.failures import announced
+from rlhf_pg.runtime.failures import Terminated, announced
 from rlhf_pg.runtime.layouts import LAYOUTS, Layout, kept
 from rlhf_pg.runtime.processes import Runtime
+from rlhf_pg.runtime.signals import Termination
 from rlhf_pg.runtime.trackers import Trackers
 from rlhf_pg.runtime.trained import State, Trained
 from rlhf_pg.runtime.weights import Whole, gathered
@@ -18,6 +19,8 @@ __all__ = [
     "Layout",
     "Runtime",
     "State",
+    "Terminated",
+    "Termination",
     "Trackers",
     "Trained",
     "Whole",

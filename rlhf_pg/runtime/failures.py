@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -32,6 +33,13 @@ NUMBERS = itertools.count()  # of watches: the same in every process
 # What gloo says when the process at the other end is gone.
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 GONE = "The connection to another process was lost: it was killed (out of memory?), or has left."
+
+
+class Terminated(SystemExit):
+    """All processes leave together, after SIGTERM: that is no failure of one of them."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)  # as a shell has it
 
 
 class Failure(NamedTuple):
@@ -220,7 +228,8 @@ def announced(method: Callable[P, R]) -> Callable[P, R]:
             return method(*args, **kwargs)
         except BaseException as error:
             runtime = getattr(args[0], "runtime", None)
-            if runtime is not None and runtime.watch is not None:
+            together = isinstance(error, Terminated)
+            if runtime is not None and runtime.watch is not None and not together:
                 runtime.watch.tell(error)
             raise
 

@@ -39,7 +39,7 @@ from rlhf_pg.rewards import Rewards, RewardSource
 from rlhf_pg.rollout import EnvironmentFactory, RolloutError, SamplingParams, Tool
 from rlhf_pg.rollout.choose import new_engine
 from rlhf_pg.running import MovingAverage, RunningMoments
-from rlhf_pg.runtime import Runtime, Trackers, Writing, announced
+from rlhf_pg.runtime import Runtime, Terminated, Termination, Trackers, Writing, announced
 from rlhf_pg.trainers import inputs
 from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.coefficients import Coefficients
@@ -117,6 +117,7 @@ class PolicyGradientTrainer:
         self.callbacks = list(callbacks or ())
         self.runtime = Runtime(args.ddp_timeout)
         self.trackers = Trackers(args.report_to, self.runtime)
+        self.termination = Termination(self.runtime)
         self.rewards = Rewards(
             reward_funcs,
             args.reward_weights,
@@ -286,6 +287,8 @@ class PolicyGradientTrainer:
         Raises:
             ValueError: no such checkpoint, or none that is whole; `output_dir` holds those of
                 another run, is in use by one or cannot be written to; or a tracker cannot start.
+            SystemExit: with code 143 (128 + SIGTERM), after SIGTERM to any process: the step has
+                been finished, and a checkpoint saved.
         """
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
@@ -301,9 +304,10 @@ class PolicyGradientTrainer:
             f"{len(self.train_prompts)} prompts, {self.total_steps} steps"
         )
         tracked = self.trackers.opened(directory, self.args.run_name, dataclasses.asdict(self.args))
-        with tracked, journal.progress(self.total_steps):
+        with self.termination.awaited(), tracked, journal.progress(self.total_steps):
             while self.state.step < self.total_steps:
                 metrics = self.step(journal)
+                failpoint("stepped")
                 try:
                     if _due(self.state.step, self.args.eval_steps):
                         metrics |= self.evaluate()
@@ -313,8 +317,13 @@ class PolicyGradientTrainer:
                 finally:  # a step that was taken has its line, whatever fails after it
                     journal.step(metrics)
                     self.trackers.log(metrics)
-                if _due(self.state.step, self.args.save_steps):
-                    self.save_checkpoint()
+                saves = _due(self.state.step, self.args.save_steps)
+                terminated = self.termination.agreed()
+                if saves or terminated:
+                    path = self.save_checkpoint()
+                if terminated:
+                    journal.say(f"SIGTERM: the run goes on from {path}")
+                    raise Terminated
             # Before the trackers are closed, which may wait for a network.
             self.save_model(directory / "final")
         journal.say(f"saved {directory / 'final'}")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rlhf_pg.advantages import NEED_GREEDY, group_stats, total_scores
+from rlhf_pg.faults import failpoint
 from rlhf_pg.metrics import Meter
 from rlhf_pg.rewards import totals
 from rlhf_pg.trainers.samples import Judged, Samples
@@ -49,8 +50,10 @@ def draw_batch(trainer: PolicyGradientTrainer, meter: Meter) -> Batch:
 
 
 def _draw(trainer: PolicyGradientTrainer, draws: range, meter: Meter) -> Judged:
+    failpoint("rollout")
     with meter.time("rollout"):
         samples = trainer.roll_out(draws)
+    failpoint("reward")
     with meter.time("reward"):
         return Judged(samples, trainer.reward(samples))
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from rlhf_pg.config import PolicyGradientConfig, PPOConfig
 from rlhf_pg.data import permutation
 from rlhf_pg.experience import Experience, Rollout
+from rlhf_pg.faults import failpoint
 from rlhf_pg.losses import Loss, token_weights, weight_count
 from rlhf_pg.metrics import Meter
 from rlhf_pg.models import (
@@ -258,6 +259,7 @@ class Learner:
                     per_token.dtype,
                 )
                 loss = (per_token * weights).sum()
+                failpoint("backward")
                 self.trained.backward(loss)
             meter.add("loss", loss, 1 / (self.runtime.world * len(micro_batches)))
             self._measure(new, batch, metrics, meter)
@@ -270,6 +272,7 @@ class Learner:
             meter.add_masked(name, values, batch.action_mask)
 
     def _apply_gradient(self) -> float:
+        failpoint("step")
         norm = self.trained.step()
         if not math.isfinite(norm):
             raise FloatingPointError(

@@ -26,6 +26,10 @@ def is_killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def is_terminated() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def sleeps_for_ever() -> None:
     while True:
         time.sleep(3600)

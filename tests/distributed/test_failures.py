@@ -73,6 +73,17 @@ def test_what_all_agree_on_ends_all_with_the_reason_and_a_checkpoint(tmp_path) -
     assert (tmp_path / "checkpoints" / "step-00000001" / "rng-rank1.safetensors").exists()
 
 
+@pytest.mark.fault(6, "all finish the same step, save it and exit with 143")
+def test_sigterm_to_one_ends_all_after_the_same_step(started, tmp_path) -> None:
+    for process in started("reward", "is_terminated"):
+        output = said(process)
+        assert process.returncode == 143
+        assert "cannot go on" not in output
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    assert json.loads((saved / "state.json").read_text())["counters"]["step"] == 2
+    assert (saved / "rng-rank1.safetensors").exists()
+
+
 def test_an_error_of_one_ends_the_other(started) -> None:
     """Rank 1 keeps its connections: rank 0 waits in a collective that will not end by itself."""
     first, _ = started("callback", "is_interrupted")

@@ -1,0 +1,115 @@
+"""SIGTERM and SIGINT during a run. (Several processes: `tests/distributed/test_failures.py`.)"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from rlhf_pg.metrics import read
+from tests.trainers.conftest import digits
+
+ROOT = Path(__file__).parents[2]
+CLOCK = ("step_time", "time/", "perf/")
+
+
+def steps_of(run: Path) -> list[dict[str, object]]:
+    """The lines of metrics.jsonl, without what depends on the clock."""
+    return [
+        {k: v for k, v in line.items() if not k.startswith(CLOCK)}
+        for line in read(run / "metrics.jsonl")
+    ]
+
+
+def signalled(number: int, step: int):
+    """The reward, which sends this process a signal in a step counted from 1."""
+    calls = []
+
+    def reward(completions, **columns):
+        calls.append(1)
+        if len(calls) == step:
+            os.kill(os.getpid(), number)
+        return digits(completions, **columns)
+
+    reward.__name__ = "digits"
+    return reward
+
+
+@pytest.mark.fault(4, "the step is finished, a checkpoint saved, and the exit code is 143")
+def test_sigterm_saves_and_what_follows_is_as_if_it_had_never_come(make, tmp_path) -> None:
+    whole = make(max_steps=4, output_dir=str(tmp_path / "whole"))
+    whole.train()
+    before = signal.getsignal(signal.SIGTERM)
+    broken = make(max_steps=4, reward_funcs=signalled(signal.SIGTERM, 2))
+    with pytest.raises(SystemExit) as left:
+        broken.train()
+    assert left.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert (broken.state.step, len(steps_of(tmp_path / "run"))) == (2, 2)
+    resumed = make(max_steps=4)
+    resumed.train(resume_from_checkpoint="latest")
+    assert steps_of(tmp_path / "run") == steps_of(tmp_path / "whole")
+    pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
+    assert all(a.equal(b) for a, b in pairs)
+
+
+def test_a_step_that_is_saved_anyway_is_saved_once(make) -> None:
+    trainer = make(save_steps=1, reward_funcs=signalled(signal.SIGTERM, 1))
+    saved, save = [], trainer.checkpointer.save
+    trainer.checkpointer.save = lambda *args: saved.append(1) or save(*args)
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert saved == [1]
+
+
+def test_the_next_run_of_a_trainer_does_not_end_for_it(make) -> None:
+    trainer = make(reward_funcs=signalled(signal.SIGTERM, 1))
+    with pytest.raises(SystemExit):
+        trainer.train()
+    trainer.train(resume_from_checkpoint="latest")
+    assert trainer.state.step == 3
+
+
+@pytest.mark.fault(5, "SIGINT ends the run at once, and nothing is saved")
+def test_sigint_ends_it_at_once(make, tmp_path) -> None:
+    trainer = make(save_steps=1, reward_funcs=signalled(signal.SIGINT, 2))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000001"]
+    make().train(resume_from_checkpoint="latest")
+    assert len(steps_of(tmp_path / "run")) == 3
+
+
+@pytest.mark.fault(5, "a second SIGTERM ends the process at once; the last checkpoint is whole")
+def test_the_second_sigterm_ends_it_at_once(tmp_path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.runs", tmp_path, "SIGTERM", "SIGTERM"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGTERM
+    assert "still here" not in done.stdout
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert (tmp_path / "checkpoints" / "step-00000001" / "state.json").exists()
+
+
+def test_in_another_thread_the_handlers_stay(make) -> None:
+    seen = []
+
+    def reward(completions, **_):
+        seen.append(signal.getsignal(signal.SIGTERM))
+        return [0.0] * len(completions)
+
+    trainer = make(max_steps=1, reward_funcs=reward)
+    thread = threading.Thread(target=trainer.train)
+    thread.start()
+    thread.join()
+    assert trainer.state.step == 1
+    assert seen == [signal.getsignal(signal.SIGTERM)]
