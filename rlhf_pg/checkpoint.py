@@ -40,6 +40,7 @@ class TrainState:
     draws: int = 0  # prompts drawn so far: the data cursor, and the key of the next noise
     num_tokens: int = 0  # prompt and completion tokens so far
     best_reward: float | None = None  # highest eval_reward so far
+    skipped_in_a_row: int = 0  # updates, the last ones, whose gradient was not finite
 
 
 @dataclass

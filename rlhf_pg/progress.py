@@ -17,7 +17,7 @@ SHOWN = ("reward", "kl", "entropy")
 # What a run leaves in its directory, checkpoints aside.
 RUN_FILES = (
     *("config.yaml", "metrics.jsonl", "completions.jsonl", "best", "final", "reward.png"),
-    *("tensorboard", "wandb", "run-id"),
+    *("tensorboard", "wandb", "run-id", "skipped"),
 )
 
 

@@ -51,6 +51,7 @@ from rlhf_pg.trainers.mismatch import against_sampler
 from rlhf_pg.trainers.samples import Judged, Samples, collect
 from rlhf_pg.trainers.scoring import make_experience
 from rlhf_pg.trainers.shaping import Shaping
+from rlhf_pg.trainers.skipping import Skips
 
 
 class PolicyGradientTrainer:
@@ -139,6 +140,7 @@ class PolicyGradientTrainer:
         self._load_prompts(train_dataset, eval_dataset)
         self._choose()
         self.critic = self.new_critic()
+        self.state = TrainState()
         self._new_learner(optimizers)
         self.engine = new_engine(
             args,
@@ -147,7 +149,6 @@ class PolicyGradientTrainer:
             self.processing_class,
             self.runtime.is_main,
         )
-        self.state = TrainState()
         self.checkpointer = self._checkpointer()
 
     def _load_prompts(self, train_dataset: Dataset | None, eval_dataset: Dataset | None) -> None:
@@ -168,6 +169,7 @@ class PolicyGradientTrainer:
             self.runtime,
             self.loss,
             self.total_steps,
+            Skips(args, self.state, self.processing_class, self.runtime.rank),
             optimizers,
             self.critic,
             longest,
@@ -363,7 +365,8 @@ class PolicyGradientTrainer:
             self.coefficients.update(metrics, completions)
         if self.moving_average is not None and math.isfinite(metrics["return"]):
             self.moving_average.update(metrics["return"])
-        self.learner.next_rate(self.coefficients.learning_rate_scale)
+        if metrics.get("num_updates") != 0:  # all of them skipped: the schedule waits too
+            self.learner.next_rate(self.coefficients.learning_rate_scale)
         metrics |= self.coefficients.metrics()
         metrics["step"] = self.state.step
         metrics["num_tokens"] = self.state.num_tokens

@@ -67,7 +67,8 @@ class Coefficients:
         """Move them by the numbers of a step, which all processes share."""
         for name, controller in self.controllers.items():
             measured = metrics[MEASURED[name]]
-            if math.isnan(measured):  # a step without a token of the policy's own
+            # A step without a token of the policy's own, or without an update.
+            if not math.isfinite(measured):
                 continue
             if isinstance(controller, AdaptiveKLController):
                 controller.update(measured, num_completions)

@@ -36,6 +36,7 @@ from rlhf_pg.models import (
 from rlhf_pg.runtime import Runtime, Whole, gathered
 from rlhf_pg.trainers.budget import most, with_budget
 from rlhf_pg.trainers.optimizer import Optimizers, group_of, optimizer_and_schedule
+from rlhf_pg.trainers.skipping import Skips
 
 R = TypeVar("R", bound=Rollout)
 
@@ -55,6 +56,7 @@ class Learner:
     Args:
         loss: of the algorithm, per token: (policy output, batch) -> (B,T) and metrics.
         total_steps: of the whole run, for the learning-rate schedule.
+        skips: the updates that are not made.
         optimizers: an optimizer and a scheduler to use instead of AdamW and the config's.
         critic: of PPO.
         longest_prompt: in tokens, for `micro_batch_tokens: auto`.
@@ -67,11 +69,13 @@ class Learner:
         runtime: Runtime,
         loss: Callable[[PolicyOutput, Experience], Loss],
         total_steps: int,
+        skips: Skips,
         optimizers: Optimizers = (None, None),
         critic: Critic | None = None,
         longest_prompt: int = 1,
     ) -> None:
         self.args, self.runtime, self.loss, self.critic = args, runtime, loss, critic
+        self.skips = skips
         # A loss that takes `groups` looks at other rows: a micro-batch must have all of them.
         self.compares_rows = "groups" in args.loss_options
         row, found = longest_prompt + args.max_completion_length, args.micro_batch_tokens == "auto"
@@ -159,11 +163,12 @@ class Learner:
     def update(self, experience: Experience, step: int, meter: Meter) -> dict[str, float]:
         """Every optimizer update on one rollout batch."""
         norms: list[float] = []
+        skipped = 0
         last_pass: deque[Meter] = deque(maxlen=self.args.num_mini_batches)
         rates = {name: group["lr"] for name, group in self._rates.items()}
         alone = self.trains_critic_alone(step)
         self.module.train()
-        for minibatch in self._minibatches(experience, step):
+        for number, minibatch in enumerate(self._minibatches(experience, step)):
             seen = Meter()
             self.accumulate(minibatch, seen)
             meter.absorb(seen)
@@ -176,15 +181,23 @@ class Learner:
                 self.trained.forget(self.module)
                 self.trained.step()
                 break
-            norms.append(self._apply_gradient())
+            norm = self._apply_gradient()
+            if math.isfinite(norm):
+                self.skips.made()
+                norms.append(norm)
+            else:
+                self.skips.skip(minibatch, norm, step + 1, number)
+                skipped += 1
+                last_pass.pop()
         self.module.eval()
         metrics = {
-            "grad_norm": sum(norms) / len(norms),
+            "grad_norm": sum(norms) / len(norms) if norms else math.nan,
             **rates,
             "num_updates": len(norms),
+            "skipped_updates": skipped,
         }
         if self.args.old_kl_target is not None or self.args.kl_adaptive_lr is not None:
-            metrics["approx_kl/last_pass"] = self._approx_kl(last_pass)
+            metrics["approx_kl/last_pass"] = self._approx_kl(last_pass) if last_pass else math.nan
         return metrics
 
     def set_budget(self, tokens: int) -> None:
@@ -260,7 +273,9 @@ class Learner:
                 )
                 loss = (per_token * weights).sum()
                 failpoint("backward")
-                self.trained.backward(loss)
+                # A loss that is not finite makes the gradient so, and with it the norm of all
+                # processes; 0 is added to the others.
+                self.trained.backward(loss * (1 + (loss - loss).detach()))
             meter.add("loss", loss, 1 / (self.runtime.world * len(micro_batches)))
             self._measure(new, batch, metrics, meter)
 
@@ -273,13 +288,7 @@ class Learner:
 
     def _apply_gradient(self) -> float:
         failpoint("step")
-        norm = self.trained.step()
-        if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient is not finite (norm {norm}); the weights were left as they were "
-                "before this update. Lower learning_rate or max_grad_norm, or use dtype float32"
-            )
-        return norm
+        return self.trained.step()
 
     @torch.no_grad()
     def _over(self, rollout: Rollout, score: Callable[[Rollout], Scored]) -> Scored:

@@ -19,7 +19,7 @@ from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
+from rlhf_pg import Callback, GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.metrics import Meter
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.runtime.weights import full, put
@@ -102,22 +102,38 @@ def run(out: Path, resume: str | None = None, gradients: bool = True, **options:
 
 
 def run_into_nan(out: Path, **options: Any) -> None:
-    """Leave behind what every process says of a loss that is NaN in the last one alone."""
+    """The loss is NaN in the last process alone, in step 2 and from step 4 on. Leave behind whether
+    step 2 changed anything and step 3 did, the weights after step 3 and at the end, and what every
+    process says of it.
+    """
     trainer = new_trainer(out, **options)
     out.mkdir(exist_ok=True, parents=True)
-    runtime, loss, start = trainer.runtime, trainer.learner.loss, weights(trainer)
+    runtime, loss = trainer.runtime, trainer.learner.loss
+    left: list[list[Tensor]] = []
 
     def broken(new: Any, batch: Any) -> Any:
         per_token, metrics = loss(new, batch)
-        return per_token * float("nan"), metrics
+        bad = trainer.state.step in (1, 3, 4) and runtime.rank == runtime.world - 1
+        return per_token * (float("nan") if bad else 1.0), metrics
 
-    if runtime.rank == runtime.world - 1:
-        trainer.learner.loss = broken
+    class Keep(Callback):
+        def on_step(self, trainer: Any, metrics: dict[str, Any]) -> None:
+            state = [value.cpu().clone() for _, _, value in trainer.learner.trained.state()]
+            left.append([weights(trainer), *state])
+
+    trainer.learner.loss = broken
+    trainer.callbacks.append(Keep())
     try:
         trainer.train()
     except FloatingPointError as error:
         (out / f"error-{runtime.rank}").write_text(str(error))
-    tensors = {"start": start, "end": weights(trainer)}
+    if runtime.is_main:
+        first, second, third = left[:3]
+        same = all(a.equal(b) for a, b in zip(first, second, strict=True))
+        (out / "trace.json").write_text(
+            json.dumps({"same": same, "moves": not second[0].equal(third[0])})
+        )
+    tensors = {"good": left[2][0], "end": weights(trainer)}
     if runtime.is_main:
         torch.save(tensors, out / "tensors.pt")
 

@@ -1,10 +1,12 @@
-"""A gradient that is not finite in one process is one in all: nobody takes the step."""
+"""A gradient that is not finite in one process is one in all: nobody makes the update."""
 
+import json
 from typing import Any
 
 import pytest
 import torch
 
+from rlhf_pg.metrics import read
 from tests.distributed.launching import COMMON, launch, saved_model
 from tests.distributed.layouts import LAYOUTS, Layout
 
@@ -22,15 +24,22 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.fault(21, "all processes skip the update together, and it leaves no trace")
 @pytest.mark.parametrize("layout", CASES)
-def test_the_weights_stay_as_they_were_and_every_process_says_why(tmp_path, layout) -> None:
+def test_it_is_skipped_by_all_and_after_too_many_every_process_says_why(tmp_path, layout) -> None:
     job = {"algorithm": "ppo", "model": saved_model(tmp_path / "model"), "kind": "nan", **COMMON}
+    job |= {"num_iterations": 2, "max_skipped_updates": 3}
     jobs = {kind: job | options for kind, options in KINDS.items()}
     launch(tmp_path / "runs", jobs, layout.backend, layout.processes)
     for kind in KINDS:
         out = tmp_path / "runs" / kind
+        lines = read(out / "run" / "metrics.jsonl")
+        assert [line["skipped_updates"] for line in lines] == [0, 2, 0, 2]
+        assert json.loads((out / "trace.json").read_text()) == {"same": True, "moves": True}
+        kept = [path.name for path in (out / "run" / "skipped").glob("step-00000002/update1*.json")]
+        assert sorted(kept) == ["update1-rank0.json", "update1-rank1.json"]
         for rank in range(layout.processes):
             assert "the gradient is not finite" in (out / f"error-{rank}").read_text()
         tensors = torch.load(out / "tensors.pt", weights_only=True)
-        assert tensors["start"].equal(tensors["end"])
+        assert tensors["good"].equal(tensors["end"])
         assert tensors["end"].isfinite().all()

@@ -33,6 +33,42 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        name="inf-loss-trained",
+        mistake="a loss that is not finite is trained on where its gradient is",
+        file="rlhf_pg/trainers/learner.py",
+        old="self.trained.backward(loss * (1 + (loss - loss).detach()))",
+        new="self.trained.backward(loss)",
+        killers=("tests/faults/test_updates.py::test_it_is_skipped_without_a_trace",),
+    ),
+    Mutant(
+        name="schedule-moves-without-update",
+        mistake="a step whose updates were all skipped advances the learning rate",
+        file="rlhf_pg/trainers/base.py",
+        old='if metrics.get("num_updates") != 0:',
+        new="if True:",
+        killers=("tests/faults/test_updates.py::test_it_is_skipped_without_a_trace",),
+    ),
+    Mutant(
+        name="skips-never-forgotten",
+        mistake="skipped updates count as in a row although others were made between them",
+        file="rlhf_pg/trainers/skipping.py",
+        old="        self._state.skipped_in_a_row = 0\n",
+        new="        pass\n",
+        killers=(
+            "tests/faults/test_updates.py::test_too_many_in_a_row_end_the_run_also_across_a_resume",
+        ),
+    ),
+    Mutant(
+        name="sigterm-of-another-ignored",
+        mistake="SIGTERM to one process ends that one alone: the others wait for it",
+        file="rlhf_pg/runtime/signals.py",
+        old="return bool(self._runtime.total(asked) > 0)",
+        new="return bool(asked > 0)",
+        killers=(
+            "tests/distributed/test_failures.py::test_sigterm_to_one_ends_all_after_the_same_step",
+        ),
+    ),
+    Mutant(
         name="old-moments-kept",
         mistake="a resumed run keeps moments of its own for parameters that had none",
         file="rlhf_pg/runtime/trained.py",

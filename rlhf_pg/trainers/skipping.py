@@ -1,0 +1,93 @@
+"""Updates that are skipped, since the loss or the gradient is not finite."""
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_pg.checkpoint import TrainState
+from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.experience import Experience
+
+logger = logging.getLogger(__name__)
+
+
+class Skips:
+    """Counts them, and keeps what they would have trained on, in `output_dir/skipped/step-N/`.
+
+    All processes skip together, since the norm that they go by is that of all.
+
+    Args:
+        state: has the number of updates in a row, which a resumed run goes on with.
+    """
+
+    def __init__(
+        self,
+        args: PolicyGradientConfig,
+        state: TrainState,
+        tokenizer: PreTrainedTokenizerBase,
+        rank: int,
+    ) -> None:
+        self._most, self._state = args.max_skipped_updates, state
+        self._directory = Path(args.output_dir) / "skipped"
+        self._tokenizer, self._rank = tokenizer, rank
+
+    def made(self) -> None:
+        """An update was made: what is skipped from here on is another row."""
+        self._state.skipped_in_a_row = 0
+
+    def skip(self, minibatch: Experience, norm: float, step: int, update: int) -> None:
+        """An update was not made.
+
+        Args:
+            step: counted from 1.
+            update: of this step, counted from 0.
+
+        Raises:
+            FloatingPointError: it is one more in a row than `max_skipped_updates`.
+        """
+        place = self._directory / f"step-{step:08d}"
+        self._dump(minibatch, place, {"step": step, "update": update, "norm": str(norm)})
+        said = f"step {step}, update {update}: the gradient is not finite (norm {norm})"
+        if self._state.skipped_in_a_row >= self._most:
+            raise FloatingPointError(
+                f"{said}, like those of {self._state.skipped_in_a_row} updates right before it "
+                f"(max_skipped_updates); the weights are as before these, and the batch is in "
+                f"{place}. Lower learning_rate or max_grad_norm, or use dtype float32"
+            )
+        self._state.skipped_in_a_row += 1
+        if self._rank == 0:
+            logger.warning("%s; the update is skipped, and its batch is in %s", said, place)
+
+    def _dump(self, minibatch: Experience, place: Path, what: dict[str, Any]) -> None:
+        """This process's rows, if it has any; a full disk is no reason to end a run either."""
+        if not len(minibatch.groups):
+            return
+        stem = f"update{what['update']}-rank{self._rank}"
+        fields = {field.name for field in dataclasses.fields(minibatch)}
+        there = {name: x for name in sorted(fields) if (x := getattr(minibatch, name)) is not None}
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            tensors = {name: x.detach().cpu().contiguous() for name, x in there.items()}
+            save_file(tensors, place / f"{stem}.safetensors")
+            # Whatever is not printable ASCII is escaped.
+            text = json.dumps(what | {"rows": self._texts(minibatch)}, indent=2)
+            (place / f"{stem}.json").write_text(text)
+        except (OSError, SafetensorError) as error:
+            logger.warning("the batch of a skipped update cannot be kept: %s", error)
+
+    def _texts(self, minibatch: Experience) -> list[dict[str, Any]]:
+        parts = {
+            "prompt": (minibatch.prompt_ids, minibatch.prompt_mask),
+            "completion": (minibatch.completion_ids, minibatch.completion_mask),
+        }
+        return [
+            {"group": group}
+            | {name: self._tokenizer.decode(ids[i][mask[i]]) for name, (ids, mask) in parts.items()}
+            for i, group in enumerate(minibatch.groups.tolist())
+        ]

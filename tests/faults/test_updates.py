@@ -1,0 +1,139 @@
+"""Losses and gradients that are not finite. (Of one process alone:
+`tests/distributed/test_failing_updates.py`.)"""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rlhf_pg import Callback
+from rlhf_pg.metrics import read
+
+SHIFTS = {"nan": lambda x: x * math.nan, "inf gradient": lambda x: x * math.inf}
+# The gradient alone would not tell: a constant has none.
+SHIFTS["inf loss"] = lambda x: x + math.inf
+
+
+class Break(Callback):
+    """Breaks the loss of the steps in `steps`, counted from 1; keeps what every step left."""
+
+    def __init__(self, trainer, steps, shift="nan") -> None:
+        self.loss, self.steps, self.shift = trainer.learner.loss, steps, SHIFTS[shift]
+        self.left = []
+        self.prepare(trainer, trainer.state.step + 1)
+        trainer.callbacks.append(self)
+
+    def prepare(self, trainer, step) -> None:
+        def broken(new, batch):
+            per_token, metrics = self.loss(new, batch)
+            return self.shift(per_token), metrics
+
+        trainer.learner.loss = broken if step in self.steps else self.loss
+
+    def on_step(self, trainer, metrics) -> None:
+        state = [(key, value.clone()) for _, key, value in trainer.learner.trained.state()]
+        weights = [("", p.detach().clone()) for p in trainer.model.parameters()]
+        self.left.append((weights + state, trainer.learner.optimizer.param_groups[0]["lr"]))
+        self.prepare(trainer, metrics["step"] + 1)
+
+
+def same(some, others) -> bool:
+    (tensors, rate), (more, other_rate) = some, others
+    equal = all(a == b and x.equal(y) for (a, x), (b, y) in zip(tensors, more, strict=True))
+    return equal and rate == other_rate
+
+
+@pytest.mark.fault(20, "the update is skipped and counted, and its batch kept; the run goes on")
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_it_is_skipped_without_a_trace(make, tmp_path, shift) -> None:
+    trainer = make(max_steps=3)
+    left = Break(trainer, {2}, shift).left
+    trainer.train()
+    assert same(left[0], left[1])
+    assert not any(a[1].equal(b[1]) for a, b in zip(left[1][0], left[2][0], strict=True) if b[0])
+    lines = read(tmp_path / "run" / "metrics.jsonl")
+    assert [line["skipped_updates"] for line in lines] == [0, 1, 0]
+    assert [line["num_updates"] for line in lines] == [1, 0, 1]
+    assert [line["grad_norm"] is None for line in lines] == [False, True, False]
+    assert [path.name for path in (tmp_path / "run" / "skipped").iterdir()] == ["step-00000002"]
+
+
+def test_what_is_kept_is_the_batch(make, tmp_path) -> None:
+    seen = []
+
+    def reward(prompts, completions, completion_ids, **_):
+        seen.append((prompts, completion_ids))
+        return [float(len(text)) for text in completions]
+
+    trainer = make(max_steps=1, reward_funcs=reward)
+    Break(trainer, {1})
+    trainer.train()
+    place = tmp_path / "run" / "skipped" / "step-00000001"
+    assert {path.name for path in place.iterdir()} == {
+        "update0-rank0.json",
+        "update0-rank0.safetensors",
+    }
+    text = (place / "update0-rank0.json").read_text()
+    assert text.isascii()
+    assert all(c.isprintable() or c == "\n" for c in text)
+    kept = json.loads(text)
+    assert (kept["step"], kept["update"], kept["norm"]) == (1, 0, "nan")
+    assert len(kept["rows"]) == len(seen[0][0]) == 16
+    for row, prompt, ids in zip(kept["rows"], *seen[0], strict=True):
+        assert row["prompt"].endswith(prompt)
+        assert row["completion"] == trainer.processing_class.decode(ids)
+    tensors = load_file(place / "update0-rank0.safetensors")
+    assert len(tensors["advantages"]) == 16
+    assert tensors["advantages"].isfinite().all()
+
+
+def test_only_the_update_that_is_not_finite_is_skipped(make, tmp_path) -> None:
+    trainer = make(max_steps=1, num_mini_batches=4)
+    loss, calls = trainer.learner.loss, []
+
+    def broken(new, batch):
+        calls.append(1)
+        per_token, metrics = loss(new, batch)
+        return per_token * (math.nan if len(calls) == 2 else 1.0), metrics
+
+    trainer.learner.loss = broken
+    trainer.train()
+    (line,) = read(tmp_path / "run" / "metrics.jsonl")
+    assert (line["num_updates"], line["skipped_updates"]) == (3, 1)
+    assert math.isfinite(line["grad_norm"])
+
+
+@pytest.mark.fault(22, "after max_skipped_updates the run ends; the last checkpoint is good")
+def test_too_many_in_a_row_end_the_run_also_across_a_resume(make) -> None:
+    trainer = make(max_steps=9, save_steps=1, max_skipped_updates=2)
+    Break(trainer, {1, 2, 4, 5, 6})
+    with pytest.raises(FloatingPointError, match=r"step 6, .* 2 updates right before.*step-0*6\."):
+        trainer.train()
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+    resumed = make(max_steps=9, save_steps=1, max_skipped_updates=2)
+    resumed.checkpointer.resume("latest", 0)
+    assert (resumed.state.step, resumed.state.skipped_in_a_row) == (5, 2)
+    Break(resumed, {6})
+    with pytest.raises(FloatingPointError, match="step 6, "):
+        resumed.train("latest")
+    assert make(max_steps=6).checkpointer.resume("latest", 0)
+
+
+@pytest.mark.fault(30, "the error of torch ends the run; the weights are as before the update")
+def test_out_of_memory_leaves_no_half_of_an_update(make) -> None:
+    trainer = make(micro_batch_tokens=24)
+    backward, calls = trainer.learner.trained.backward, []
+
+    def lacking(loss):
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        backward(loss)
+
+    trainer.learner.trained.backward = lacking
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+    assert all(p.equal(q) for p, q in zip(before, trainer.model.parameters(), strict=True))
