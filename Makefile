@@ -11,7 +11,8 @@ export OMP_NUM_THREADS ?= 1
 PURE_TESTS := $(wildcard $(patsubst %,tests/test_%*.py,\
 	masking kl control advantages attempts losses policy_ experience micro_batches noise running)) tests/rewards/test_scores.py
 
-.PHONY: help demo preference soak test test-distributed test-slow test-vllm coverage mutants docs lint format clean
+.PHONY: help demo preference soak test test-distributed test-faults test-slow test-vllm \
+	coverage mutants docs lint format clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -35,6 +36,9 @@ test: $(VENV)/.installed  ## every test that is not slow, two files at a time
 
 test-distributed: $(VENV)/.installed  ## every backend, on CPUs; leaves the table for `make docs`
 	INVARIANCE=docs/invariance.json $(BIN)/pytest -m "distributed or not slow" tests/distributed
+
+test-faults: $(VENV)/.installed  ## every fault of docs/reliability.md, injected
+	$(BIN)/pytest -m fault
 
 test-slow: $(VENV)/.installed  ## the slow tests too
 	$(BIN)/pytest -m "not distributed and not vllm"

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import scaling
 
 from tests.distributed.layouts import LAYOUTS, Layout
+from tests.faults.rows import ROWS, UNSHOWN
 from tests.mutants import all_mutants
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,15 +134,21 @@ def proof_names() -> Iterator[tuple[str, str, str]]:
 
     Read off the functions and not off their text, where a name may be made by an f-string.
     """
+    for path, name, marks in marked("proves"):
+        for proved in _proved(marks):
+            yield proved, path, name
+
+
+def marked(marker: str) -> Iterator[tuple[str, str, Any]]:
+    """(path, name, all its markers) of the tests in files with this marker."""
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        if "mark.proves(" not in path.read_text():
+        if f"mark.{marker}(" not in path.read_text():
             continue
         place = path.relative_to(ROOT)
         module = importlib.import_module(".".join(place.with_suffix("").parts))
         for name, function in vars(module).items():
             if name.startswith("test_") and function.__module__ == module.__name__:
-                for proved in _proved(getattr(function, "pytestmark", [])):
-                    yield proved, str(place), name
+                yield str(place), name, getattr(function, "pytestmark", [])
 
 
 def _proved(marks: Any) -> Iterator[str]:
@@ -260,14 +267,15 @@ def scaled() -> str:
 
 
 def reliability() -> str:
-    """The text of reliability.md, with what the distributed tests have measured in it."""
+    """The text of reliability.md, with what the distributed tests have measured, and the faults."""
     found = json.loads((ROOT / "docs" / "invariance.json").read_text())
     jobs = list(dict.fromkeys(job for layout in LAYOUTS for job in layout.jobs))
     rows = [f"| | {' | '.join(jobs)} |", "|---" * (len(jobs) + 1) + "|"]
     for layout in LAYOUTS:
         cells = [_distances(found, layout, job) for job in jobs]
         rows.append(f"| {layout.describe()} | {' | '.join(cells)} |")
-    return filled((ROOT / "docs" / "reliability.md").read_text(), "invariance", "\n".join(rows))
+    text = filled((ROOT / "docs" / "reliability.md").read_text(), "invariance", "\n".join(rows))
+    return filled(text, "faults", faults())
 
 
 def _distances(found: dict[str, Any], layout: Layout, job: str) -> str:
@@ -278,6 +286,27 @@ def _distances(found: dict[str, Any], layout: Layout, job: str) -> str:
     if cell.keys() != {"sampled", "gradient", "weights", "metrics"}:
         return "failed"
     return f"{cell['gradient']:.0e}, {cell['weights']:.0e}"
+
+
+def fault_tests() -> Iterator[tuple[int, str, str, str]]:
+    """(number, outcome, path of the test, its name) for every marker `fault`."""
+    for path, name, marks in marked("fault"):
+        for mark in marks:
+            if mark.name == "fault":
+                number, outcome = mark.args
+                yield number, outcome, path, name
+
+
+def faults() -> str:
+    """What happens in every fault, and the test that shows it or the reason why none does."""
+    shown = defaultdict(list)
+    for number, outcome, path, name in fault_tests():
+        shown[number].append(f"{outcome} ({_links([(path, name)])})")
+    rows = ["| | Fault | What happens |", "|---|---|---|"]
+    for number, fault in ROWS.items():
+        happens = "; ".join(shown[number]) or f"No test: {UNSHOWN.get(number, 'none yet')}"
+        rows.append(f"| {number} | {_cell(fault)} | {_cell(happens)} |")
+    return "\n".join(rows)
 
 
 def filled(text: str, name: str, table: str) -> str:

@@ -1,10 +1,12 @@
 """Numbers of a step: summed where they arise, reduced over processes once, kept as JSON lines."""
 
 import json
+import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch
 from torch import Tensor
 
 from rlhf_pg.advantages import group_stats, total_scores
+
+logger = logging.getLogger(__name__)
 
 # Every line of metrics.jsonl has these keys; null where a number was not computed.
 KEYS = (
@@ -146,18 +150,36 @@ class JsonLines:
         """Opens the file, keeping the lines up to a step: a resumed run repeats none.
 
         A last line that a crash has cut off goes too.
+
+        Raises:
+            OSError: it cannot be written; what was there stays.
         """
         lines = path.read_text().splitlines() if path.exists() and keep_through_step else []
         kept = [line for line in lines if _step(line) <= keep_through_step]
-        path.write_text("".join(f"{line}\n" for line in kept))
+        whole = path.with_name(f"partial-{path.name}")
+        whole.write_text("".join(f"{line}\n" for line in kept))
+        whole.replace(path)
         self.path = path
+        self._has_failed = False
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line; NaN and infinities, which JSON does not know, become null, and what else
-        it does not know text.
+        it does not know text. On a full disk the line is missing, and the first time a warning says
+        so.
         """
-        with self.path.open("a") as file:
-            file.write(json.dumps(finite(record), allow_nan=False, default=str) + "\n")
+        line = json.dumps(finite(record), allow_nan=False, default=str) + "\n"
+        size = None
+        try:
+            with self.path.open("a") as file:
+                size = file.tell()
+                file.write(line)
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning("%s lacks lines from here on: %s", self.path, error)
+            self._has_failed = True
+            if size is not None:
+                with suppress(OSError):  # or half of the line would spoil the next
+                    os.truncate(self.path, size)
 
 
 def _step(line: str) -> float:

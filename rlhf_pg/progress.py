@@ -1,5 +1,6 @@
 """What a run shows while it goes on, and the two files of lines that it keeps."""
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from rlhf_pg.metrics import JsonLines
+
+logger = logging.getLogger(__name__)
 
 SHOWN = ("reward", "kl", "entropy")
 
@@ -61,7 +64,11 @@ class Journal:
             self._completions = JsonLines(directory / "completions.jsonl", after_step)
 
     def say(self, line: str) -> None:
-        self.console.print(Text(line), soft_wrap=True)
+        try:
+            self.console.print(Text(line), soft_wrap=True)
+        except OSError as error:  # it goes to a file, on a disk that is full
+            self.console.quiet = True
+            logger.warning("the run says nothing from here on: %s", error)
 
     @contextmanager
     def progress(self, total_steps: int) -> Iterator[None]:

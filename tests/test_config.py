@@ -166,6 +166,7 @@ def recipe(tmp_path):
 # ---------------------------------------------------------------------------------------- ranges
 
 
+@pytest.mark.fault(33, "refused by name when it is read")
 @pytest.mark.parametrize(("config", "key", "value"), cases(1))
 def test_a_number_outside_its_range_is_refused_by_name(config, key, value):
     with pytest.raises(ValueError, match=rf"^{key} must be .*got {re.escape(str(value))}"):
@@ -233,6 +234,7 @@ def test_every_numeric_key_is_tried_above(config):
     assert numeric == tried & set(keys(config))
 
 
+@pytest.mark.fault(33, "refused with the reason")
 @pytest.mark.parametrize("config", [GRPOConfig, RLOOConfig])
 def test_a_group_of_one_is_refused_with_the_reason(config):
     with pytest.raises(ValueError, match=r"num_generations must be at least 2 \(.+ to compare\)"):
@@ -564,6 +566,7 @@ def test_trackers_may_be_one_name_none_or_one_name_twice():
 # ------------------------------------------------------------------------------------- refusals
 
 
+@pytest.mark.fault(32, "one error names key and file, and the nearest key")
 @pytest.mark.parametrize(
     ("text", "said"),
     [

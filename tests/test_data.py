@@ -129,6 +129,7 @@ def test_without_a_bos_token_nothing_is_taken_away(prompt):
 # -------------------------------------------------------------------------------- what is refused
 
 
+@pytest.mark.fault(37, "refused by its row")
 @pytest.mark.parametrize(
     ("prompts", "row"),
     [
@@ -152,12 +153,14 @@ def test_a_chat_needs_a_template():
     assert load_prompts(dataset("a"), tokenizer).tokens == [[4]]
 
 
+@pytest.mark.fault(37, "an error names the columns that are there")
 def test_a_missing_prompt_column_names_those_that_are_there():
     data = Dataset.from_dict({"question": ["a"], "answer": ["b"]})
     with pytest.raises(ValueError, match=r"no column 'prompt'.*question, answer"):
         load_prompts(data, plain())
 
 
+@pytest.mark.fault(34, "refused")
 def test_an_empty_dataset_is_refused():
     with pytest.raises(ValueError, match=r"the dataset has no prompts$"):
         load_prompts(dataset(), plain())
@@ -174,12 +177,14 @@ def test_prompts_up_to_the_limit_are_kept(limit, caplog):
     assert not caplog.records
 
 
+@pytest.mark.fault(36, "an error names the first")
 def test_longer_prompts_are_an_error_that_names_the_first():
     data = dataset("a", "abc", "ab", "abcabc")
     with pytest.raises(ValueError, match=r"^2 prompts .* 2; the first is row 1 with 3 tokens"):
         load_prompts(data, plain(), max_prompt_length=2)
 
 
+@pytest.mark.fault(36, "or they are dropped and counted (long_prompts)")
 def test_longer_prompts_are_dropped_with_their_columns_and_counted(caplog):
     data = dataset("a", "abc", "ab", "abcabc", answer=[1, 2, 3, 4])
     with caplog.at_level(logging.WARNING):
@@ -190,6 +195,7 @@ def test_longer_prompts_are_dropped_with_their_columns_and_counted(caplog):
     assert "dropped 2 of 4 prompts" in caplog.text
 
 
+@pytest.mark.fault(34, "refused")
 def test_dropping_every_prompt_is_an_error():
     with pytest.raises(ValueError, match="no prompts left: all were too long"):
         load_prompts(dataset("abc", "abcabc"), plain(), 2, "drop")
@@ -246,6 +252,7 @@ def test_without_shuffling_the_rows_come_as_they_are():
     assert PromptSampler(3, seed=1, shuffle=False).rows(range(7)) == [0, 1, 2, 0, 1, 2, 0]
 
 
+@pytest.mark.fault(35, "prompts come again, in the order of the next epoch")
 def test_a_step_larger_than_the_dataset_goes_round_it():
     rows = PromptSampler(3, seed=1).rows(range(8))
     assert set(Counter(rows).values()) == {2, 3}

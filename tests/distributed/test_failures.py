@@ -58,6 +58,7 @@ def said(process: subprocess.Popen[str]) -> str:
     return output
 
 
+@pytest.mark.fault(25, "all raise it with its process; what was trained is saved")
 def test_what_all_agree_on_ends_all_with_the_reason_and_a_checkpoint(tmp_path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     logs = ["--log-dir", tmp_path / "logs", "--redirects", "3"]
@@ -93,6 +94,7 @@ def test_an_error_of_one_ends_the_other(started) -> None:
     assert "[rank 0] cannot go on without the others\nStack of MainThread:\n" in text
 
 
+@pytest.mark.fault(3, "the other says which process is gone, and ends")
 def test_a_process_that_is_killed_is_missed(started) -> None:
     first, second = started("reward", "is_killed")
     text = said(first)
@@ -101,6 +103,11 @@ def test_a_process_that_is_killed_is_missed(started) -> None:
     assert said(second).count("Traceback") == 0
 
 
+@pytest.mark.fault(
+    26,
+    "after ddp_timeout all processes report their stacks and end; one that is alone waits",
+)
+@pytest.mark.fault(29, "after ddp_timeout all report their stacks and end")
 def test_a_process_that_hangs_is_reported_with_the_stacks_of_all(started) -> None:
     first, second = map(said, started("reward", "sleeps_for_ever"))
     for rank, text in enumerate((first, second)):

@@ -104,6 +104,7 @@ def test_no_completions_call_nothing():
     assert Rewards([never, never])([], [], [], {"answer": []}).shape == (0, 1, 2)
 
 
+@pytest.mark.fault(28, "every function has copies")
 def test_what_one_function_does_to_its_input_nobody_else_sees():
     def vandal(prompts, completions, completion_ids, answer, tags):
         prompts[0][0]["content"] = completions[0] = answer[0] = "gone"
@@ -196,6 +197,7 @@ def test_scores_keep_their_digits():
     assert call(says([0.1, 1e-300, 1 + 2**-52])).flatten().tolist() == [0.1, 1e-300, 1 + 2**-52]
 
 
+@pytest.mark.fault(24, "an error names the function")
 @pytest.mark.parametrize(
     ("scores", "got"),
     [
@@ -216,6 +218,7 @@ def test_it_must_be_one_score_per_completion(scores, got):
         call(length, says(scores))
 
 
+@pytest.mark.fault(23, "an error names function and completion; None of one source does not apply")
 @pytest.mark.parametrize(
     ("score", "shown"),
     [
@@ -257,6 +260,7 @@ def test_two_functions_may_share_the_work():
     assert scores.nansum(1).tolist() == [1, 2, 3]
 
 
+@pytest.mark.fault(23, "None from every source is an error")
 def test_a_completion_that_no_function_scores_is_an_error():
     with pytest.raises(ValueError, match=r"completion 2 .* one, two returned None for prompt 'q'"):
         call(says([None, 1, None], "one"), says([1, 1, None], "two"))

@@ -118,6 +118,7 @@ def test_one_valid_score_is_no_spread(trainer_of) -> None:
     assert draw_batch(trainer, Meter()).judged.samples.rows == [1, 1, 3, 3, 4, 4, 6, 6]
 
 
+@pytest.mark.fault(40, "the run goes on")
 def test_without_any_spread_a_step_is_made_of_what_there_is(trainer_of, tmp_path) -> None:
     trainer = trainer_of(1, reward_funcs=lambda easy, **_: [1.0] * len(easy), max_steps=2)
     trainer.train()

@@ -298,6 +298,7 @@ def test_a_resumed_run_normalises_alike(make, tmp_path) -> None:
 CUT = [(A, EOS), (B, A)]  # the second is cut off
 
 
+@pytest.mark.fault(39, "they pay missing_eos_penalty")
 @pytest.mark.parametrize(
     ("mode", "paid"),
     [("subtract", [[1, 3], [2, 4 + 10 - 5]]), ("replace", [[1, 3], [0, -5]])],

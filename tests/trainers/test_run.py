@@ -169,6 +169,7 @@ def test_resume_needs_a_checkpoint(make, tmp_path) -> None:
         make().train(resume_from_checkpoint=str(tmp_path))
 
 
+@pytest.mark.fault(31, "a run is not resumed with another one")
 def test_resume_refuses_another_reference(make) -> None:
     make(beta=0.1, save_steps=1).train()
     trainer = make(beta=0.1)

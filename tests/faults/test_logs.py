@@ -1,0 +1,73 @@
+"""Disks that are full under what a run writes beside its checkpoints."""
+
+import logging
+import os
+import resource
+import signal
+from contextlib import suppress
+
+import pytest
+from rich.console import Console
+
+from rlhf_pg.metrics import JsonLines, read
+from rlhf_pg.progress import Journal
+from tests.trainers.conftest import digits
+
+
+def warnings_of(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name.startswith("rlhf_pg")]
+
+
+@pytest.mark.fault(46, "one warning for each file, and the run goes on to its end")
+def test_a_full_disk_under_the_logs_never_stops_a_run(make, tmp_path, caplog) -> None:
+    run = tmp_path / "run"
+
+    def reward(completions, **columns):
+        if trainer.state.step == 1:
+            for name in ("metrics", "completions"):
+                (run / f"{name}.jsonl").unlink()
+                os.symlink("/dev/full", run / f"{name}.jsonl")
+        return digits(completions, **columns)
+
+    trainer = make(max_steps=4, log_completions_steps=1, reward_funcs=reward)
+    with caplog.at_level(logging.WARNING, "rlhf_pg"):
+        trainer.train()
+    assert trainer.state.step == 4
+    assert (run / "final" / "model.safetensors").exists()
+    said = warnings_of(caplog)
+    assert len(said) == 2
+    assert all("lacks lines from here on: " in line and "No space left" in line for line in said)
+
+
+def test_half_a_line_does_not_spoil_the_next(tmp_path, caplog) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl", 0)
+    lines.write({"step": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # EFBIG instead
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30, hard))
+        lines.write({"step": 2, "text": "x" * 100})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, old)
+    lines.write({"step": 3})
+    assert read(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 3}]
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_resuming_on_a_full_disk_keeps_the_lines(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    os.symlink("/dev/full", tmp_path / "partial-metrics.jsonl")
+    with pytest.raises(OSError, match="No space left"):
+        JsonLines(path, 1)
+    assert read(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_full_disk_under_the_console_silences_it(tmp_path, caplog) -> None:
+    journal = Journal(tmp_path, 0, is_main=True)
+    with suppress(OSError), open("/dev/full", "w") as full:  # what is left cannot be closed either
+        journal.console = Console(file=full)
+        for _ in range(3):
+            journal.say("hello")
+    assert len(warnings_of(caplog)) == 1
