@@ -77,7 +77,11 @@ def load_model(
     if find_adapter_config_file(name) is not None:
         return _load_adapter(name, dtype, auto_class, quantization_config)
     if quantization_config is None:
-        return auto_class.from_pretrained(model, dtype=dtype)
+        try:
+            return auto_class.from_pretrained(model, dtype=dtype)
+        except OSError as error:
+            error.add_note(f"This is about the model {name!r}.")  # transformers may not say so
+            raise
     try:
         loaded = auto_class.from_pretrained(
             model, dtype=dtype, quantization_config=quantization_config

@@ -56,5 +56,4 @@ ROWS = {
 UNSHOWN = {
     27: "reward functions run in the trainer's process, which they take with them: the run goes on "
     "from its last checkpoint. A judge that may crash belongs behind a server.",
-    43: "loading is `from_pretrained` of transformers, whose cache and errors these are",
 }

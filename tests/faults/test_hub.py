@@ -1,0 +1,13 @@
+"""Models that would have to come from the Hub."""
+
+import pytest
+
+
+@pytest.mark.fault(43, "an error names the model that is not in the cache; what is local works")
+def test_without_the_hub_what_is_not_there_is_named(make, monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(OSError, match="nobody/nothing"):
+        make(model="nobody/nothing")
+    trainer = make(max_steps=1)
+    trainer.train()
+    assert trainer.state.step == 1
