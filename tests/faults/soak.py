@@ -23,7 +23,7 @@ from typing import Any
 from rlhf_pg.metrics import read
 
 CLOCK = ("step_time", "time/", "perf/")
-STARTING = 10.0  # seconds: imports, and the checkpoint that is read
+STARTING = 8.0  # seconds: imports, and the checkpoint that is read
 JOB = "--job"
 
 
