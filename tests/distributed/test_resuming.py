@@ -48,6 +48,7 @@ def there_and_back(request, tmp_path_factory, common, whole) -> tuple[dict, dict
     return there, launch(root / "back", resumed(started), ONE.backend, ONE.processes)
 
 
+@pytest.mark.fault(18, "the same data and noise; it ends within 1e-4 of the distance moved")
 @pytest.mark.parametrize("way", [0, 1], ids=["there", "back"])
 @pytest.mark.parametrize("job", RESUMED)
 def test_a_resumed_run_ends_where_it_would_have(there_and_back, whole, job, way) -> None:

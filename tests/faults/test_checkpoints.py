@@ -72,6 +72,7 @@ DAMAGE = {
 @pytest.mark.fault(9, "passed over with a warning: the newest whole checkpoint is resumed")
 @pytest.mark.fault(10, "passed over with a warning: the newest whole checkpoint is resumed")
 @pytest.mark.fault(11, "passed over with a warning: the newest whole checkpoint is resumed")
+@pytest.mark.fault(13, "passed over with a warning, by all processes")
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_the_newest_whole_checkpoint_is_resumed(output, caplog, damage) -> None:
     how, name, reason = DAMAGE[damage]
@@ -237,6 +238,12 @@ def test_a_directory_is_of_one_run_at_a_time(tmp_path) -> None:
 
 
 # -------------------------------------------------------------------------------- of another run
+
+
+@pytest.mark.fault(16, "refused, with both values")
+def test_another_learning_rate_is_refused(output) -> None:
+    with pytest.raises(ValueError, match=r"another config: learning_rate was .* and is 0\.5"):
+        resume(output, learning_rate=0.5)
 
 
 @pytest.mark.fault(17, "refused, with what is different")

@@ -113,12 +113,13 @@ def test_too_many_in_a_row_end_the_run_also_across_a_resume(make) -> None:
         trainer.train()
     assert all(p.isfinite().all() for p in trainer.model.parameters())
     resumed = make(max_steps=9, save_steps=1, max_skipped_updates=2)
-    resumed.checkpointer.resume("latest", 0)
+    resumed.checkpointer.resume("latest", resumed.runtime)
     assert (resumed.state.step, resumed.state.skipped_in_a_row) == (5, 2)
     Break(resumed, {6})
     with pytest.raises(FloatingPointError, match="step 6, "):
         resumed.train("latest")
-    assert make(max_steps=6).checkpointer.resume("latest", 0)
+    fresh = make(max_steps=6)
+    assert fresh.checkpointer.resume("latest", fresh.runtime)
 
 
 @pytest.mark.fault(30, "the error of torch ends the run; the weights are as before the update")
