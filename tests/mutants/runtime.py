@@ -59,16 +59,6 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        name="sigterm-of-another-ignored",
-        mistake="SIGTERM to one process ends that one alone: the others wait for it",
-        file="rlhf_pg/runtime/signals.py",
-        old="return bool(self._runtime.total(asked) > 0)",
-        new="return bool(asked > 0)",
-        killers=(
-            "tests/distributed/test_failures.py::test_sigterm_to_one_ends_all_after_the_same_step",
-        ),
-    ),
-    Mutant(
         name="old-moments-kept",
         mistake="a resumed run keeps moments of its own for parameters that had none",
         file="rlhf_pg/runtime/trained.py",
