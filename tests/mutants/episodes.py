@@ -72,11 +72,19 @@ MUTANTS: list[Mutant] = [
         killers=(TOKENS + "each_turn_is_asked_for_with_all_before_it_and_noise_of_its_own_place",),
     ),
     Mutant(
+        name="words-that-are-control-tokens",
+        mistake="the name of a special token in a message closes the turn",
+        file=DATA,
+        old="    quoted = _quoted(messages, _special(tokenizer, len(tokenizer)))",
+        new="    quoted = messages",
+        killers=("tests/test_data.py::test_what_a_message_says_is_no_control_token",),
+    ),
+    Mutant(
         name="end-of-turn-twice",
         mistake="the end of a turn stands in the row twice, as sampled and from the chat template",
         file=DATA,
-        old="                text = rest\n",
-        new="                pass\n",
+        old="            text = rest\n",
+        new="            pass\n",
         killers=(TOKENS + "between_two_turns_of_a_chat_stands_what_the_template_has_there",),
     ),
     Mutant(
