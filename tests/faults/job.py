@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from rlhf_pg import GRPOConfig, GRPOTrainer, faults
+from rlhf_pg import GRPOTrainer, faults
 from rlhf_pg.metrics import read
 from rlhf_pg.tasks import arithmetic
 
@@ -40,11 +40,12 @@ def build(output_dir: str, **options: Any) -> Any:
         "save_total_limit": 2,
         "eval_steps": 1,
     }
-    trainer = GRPOTrainer(
+    trainer_type = options.pop("trainer_type", GRPOTrainer)
+    trainer = trainer_type(
         model=options.pop("model", model),
         processing_class=options.pop("processing_class", tokenizer),
         reward_funcs=judge,
-        args=GRPOConfig(output_dir=output_dir, **(defaults | options)),
+        args=trainer_type.config_type(output_dir=output_dir, **(defaults | options)),
         train_dataset=task.train_dataset.select(range(6)),
         eval_dataset=task.eval_dataset.select(range(2)),
     )
@@ -84,9 +85,15 @@ def _child(output: Path, log: Path, fault: str, options: dict[str, Any]) -> None
 
 def left(output: Path) -> tuple[str, list[dict[str, Any]]]:
     """SHA-256 of the final weights, and the lines of metrics.jsonl without what the clock says."""
-    weights = (output / "final" / "model.safetensors").read_bytes()
+    files = sorted((output / "final").rglob("*.safetensors"))
+    weights = b"".join(file.read_bytes() for file in files)
+    assert weights
     lines = [
         {k: v for k, v in line.items() if not k.startswith(("time/", "perf/", "step_time"))}
         for line in read(output / "metrics.jsonl")
     ]
     return hashlib.sha256(weights).hexdigest(), lines
+
+
+if __name__ == "__main__":
+    build(sys.argv[1]).train(*sys.argv[2:])
