@@ -34,13 +34,17 @@ def job(out: Path, steps: int) -> None:
     from rlhf_pg import GRPOConfig, GRPOTrainer
     from rlhf_pg.tasks import arithmetic
 
+    def judge(completions: list[str], **_: Any) -> list[float]:
+        """Even digits, of which even a model that knows nothing has some: all weights move."""
+        return [sum(c in "02468" for c in text) / 6 for text in completions]
+
     task = arithmetic()
     torch.manual_seed(0)
     model, tokenizer = task.new_model()
     trainer = GRPOTrainer(
         model=model,
         processing_class=tokenizer,
-        reward_funcs=task.reward,
+        reward_funcs=judge,
         args=GRPOConfig(
             output_dir=str(out),
             max_steps=steps,
