@@ -208,7 +208,9 @@ def _rendered(
     """Chat messages by the chat template; for `_tokenize_chat`."""
     if not tokenizer.chat_template:
         raise ValueError(f"{where} is a list of messages, but the tokenizer has no chat_template")
-    quoted = _quoted(messages, _special(tokenizer, len(tokenizer)))
+    names = _special(tokenizer, len(tokenizer))
+    _refuse_split(messages, names, where)
+    quoted = _quoted(messages, names)
     try:
         chat: str = tokenizer.apply_chat_template(
             quoted, tools=list(tools) or None, add_generation_prompt=open_turn, tokenize=False
@@ -230,12 +232,34 @@ def _special(tokenizer: PreTrainedTokenizerBase, size: int) -> list[str]:
     return sorted(names | {"\ue003"}, reverse=True)  # nor does a text forge a quote
 
 
+def _refuse_split(messages: list[Any], names: list[str], where: str) -> None:
+    """Parts of a message, which a template may join, must not spell a name together.
+
+    Raises:
+        ValueError: they do.
+    """
+    found = re.compile("|".join(map(re.escape, names)))
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, list):
+            continue
+        texts = [part["text"] for part in content if isinstance(part, dict) and "text" in part]
+        if len(found.findall("".join(texts))) > sum(len(found.findall(text)) for text in texts):
+            raise ValueError(
+                f"{where} spells the name of a special token in neighbouring parts of a message: "
+                "make one part of them"
+            )
+
+
 def _quoted(value: Any, names: list[str]) -> Any:
     """What messages say, with a `QUOTE` in place of every name."""
     if isinstance(value, list):
         return [_quoted(item, names) for item in value]
     if isinstance(value, dict):
-        return {key: item if key == "role" else _quoted(item, names) for key, item in value.items()}
+        return {
+            _quoted(key, names): item if key == "role" else _quoted(item, names)
+            for key, item in value.items()
+        }
     if isinstance(value, str):
         found = re.compile("|".join(map(re.escape, names)))
         return found.sub(lambda match: f"\ue003{names.index(match.group())}\ue004", value)
@@ -248,9 +272,18 @@ def _tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) ->
     first, *rest = QUOTE.split(chat)
     ids = _tokenize(tokenizer, first, where, add_special_tokens=False)
     for number, text in zip(rest[::2], rest[1::2], strict=True):
-        plain = {"add_special_tokens": False, "split_special_tokens": True}
-        ids += _tokenize(tokenizer, names[int(number)], where, **plain)
+        ids += _spelled(tokenizer, names[int(number)], where)
         ids += _tokenize(tokenizer, text, where, add_special_tokens=False)
+    return ids
+
+
+def _spelled(tokenizer: PreTrainedTokenizerBase, name: str, where: str) -> list[int]:
+    """Ids of a special token's name, of which none is a special token."""
+    special = set(tokenizer.convert_tokens_to_ids(_special(tokenizer, len(tokenizer))))
+    plain = {"add_special_tokens": False, "split_special_tokens": True}
+    ids = _tokenize(tokenizer, name, where, **plain)
+    if special & set(ids):  # some vocabularies have it among their pieces
+        ids = [i for letter in name for i in _tokenize(tokenizer, letter, where, **plain)]
     return ids
 
 

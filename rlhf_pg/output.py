@@ -39,7 +39,8 @@ def occupying(method: Callable[P, R]) -> Callable[P, R]:
 def occupied(directory: Path, runtime: Runtime) -> Iterator[None]:
     """Around a run: no other one can begin in the directory, which is made if it is not there.
 
-    The lock is the system's (flock), so it ends with the main process, however that ends.
+    The lock is the system's (flock), so it ends with the main process and those that it has
+    forked, however they end.
 
     Raises:
         ValueError: on all processes: another run has the directory, or it cannot be written to.
@@ -57,6 +58,7 @@ def occupied(directory: Path, runtime: Runtime) -> Iterator[None]:
         yield
     finally:
         if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked has it open too
             lock.close()
 
 

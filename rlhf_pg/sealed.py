@@ -5,6 +5,7 @@ every file, and only then its name. Everything is on the disk before that, since
 power at any moment. What it replaces is called `aside-{name}` until then.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -133,9 +134,11 @@ def verified(path: Path, contents: bool = True) -> str | None:
 
 
 def seal_of(path: Path) -> bytes:
-    """SHA-256 of the manifest, which tells two directories apart; zeros if there is none."""
-    manifest = path / MANIFEST
-    return hashlib.sha256(manifest.read_bytes()).digest() if manifest.is_file() else bytes(32)
+    """SHA-256 of the manifest, which tells two directories apart; zeros if it cannot be read."""
+    try:
+        return hashlib.sha256((path / MANIFEST).read_bytes()).digest()
+    except OSError:
+        return bytes(32)
 
 
 def _difference(path: Path, name: str, size: int, sha256: str, contents: bool) -> str | None:
@@ -167,12 +170,16 @@ def sync_file(file: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Return when the names in a directory are on the disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    """Return when the names in a directory are on the disk, where the file system can tell."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+            raise
 
 
 def _entry(file: Path) -> dict[str, Any]:

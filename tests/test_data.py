@@ -87,6 +87,28 @@ def test_what_a_message_says_is_no_control_token(text):
     assert tokenizer.decode(encode("a\ue0030\ue004", tokenizer)) == "a\ue0030\ue004"
 
 
+def test_nor_where_the_vocabulary_has_its_name_among_its_pieces():
+    pieces = [("<end>", 0.0), *((letter, -9.0) for letter in "<end>ab")]
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.Unigram(pieces)), eos_token="<end>"
+    )
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}<end>{% endfor %}"
+    said = encode([message("a<end>b")], fast)
+    assert said.count(fast.eos_token_id) == 1
+    assert fast.convert_ids_to_tokens(said) == [*"a<end>b", "<end>"]
+
+
+def test_parts_of_a_message_do_not_spell_one_together():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endfor %}"
+    )
+    parts = [{"type": "text", "text": text} for text in ("a<e", "nd>b", "<end>")]
+    assert tokenizer.eos_token_id not in encode([message(parts[2:])], tokenizer)
+    with pytest.raises(ValueError, match="row 0 spells the name of a special token"):
+        encode([message(parts)], tokenizer)
+
+
 def test_nor_is_what_an_environment_answers():
     tokenizer = byte_tokenizer()
     prompt, answer = [message("a<end>")], [message("<end>b", "tool")]

@@ -328,6 +328,8 @@ class PolicyGradientTrainer:
                     raise Terminated
             # Before the trackers are closed, which may wait for a network.
             self.save_model(directory / "final")
+            if self.termination.agreed():  # whoever called is to end as well
+                raise Terminated
         journal.say(f"saved {directory / 'final'}")
         for callback in self.callbacks:
             callback.on_end(self)
@@ -365,8 +367,7 @@ class PolicyGradientTrainer:
             self.coefficients.update(metrics, completions)
         if self.moving_average is not None and math.isfinite(metrics["return"]):
             self.moving_average.update(metrics["return"])
-        if metrics.get("num_updates") != 0:  # all of them skipped: the schedule waits too
-            self.learner.next_rate(self.coefficients.learning_rate_scale)
+        self.learner.next_rate(self.coefficients.learning_rate_scale)
         metrics |= self.coefficients.metrics()
         metrics["step"] = self.state.step
         metrics["num_tokens"] = self.state.num_tokens
@@ -450,7 +451,10 @@ class PolicyGradientTrainer:
         if reason is None:
             return
         if self.state.step:
-            reason = f"{reason} (saved so far: {self.save_checkpoint()})"
+            try:
+                reason = f"{reason} (saved so far: {self.save_checkpoint()})"
+            except OSError as error:  # which is not what ends the run
+                reason = f"{reason} (and {error})"
         raise kind(reason) from failure
 
     def reward(self, samples: Samples) -> Tensor:

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from rlhf_pg import GRPOConfig, GRPOTrainer
+from rlhf_pg.runtime.signals import SAME
 from rlhf_pg.tasks import arithmetic
 
 
@@ -24,7 +25,7 @@ def main(out: str, *names: str) -> None:
         if trainer.state.step == 1:
             for name in names:
                 os.kill(os.getpid(), getattr(signal, name))
-                time.sleep(0)  # where Python looks for signals
+                time.sleep(SAME + 0.1)
             print("still here", flush=True)
         return [float(len(text)) for text in completions]
 

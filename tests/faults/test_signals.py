@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,51 @@ def test_sigint_ends_it_at_once(make, tmp_path) -> None:
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000001"]
     make().train(resume_from_checkpoint="latest")
     assert len(steps_of(tmp_path / "run")) == 3
+
+
+def test_sigterm_that_comes_twice_at_once_is_one(make) -> None:
+    """A launcher passes it on to processes that were sent it themselves."""
+
+    def reward(completions, **_):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return [0.0] * len(completions)
+
+    trainer = make(reward_funcs=reward)
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert trainer.state.step == 1
+
+
+def test_a_fork_of_a_reward_function_ends_by_sigterm(make) -> None:
+    codes = []
+
+    def reward(completions, **_):
+        fork = get_context("fork")
+        runs = fork.Event()
+        child = fork.Process(target=lambda: (runs.set(), time.sleep(60)))
+        child.start()
+        runs.wait()
+        child.terminate()
+        child.join(10)
+        codes.append(child.exitcode)
+        child.kill()
+        return [0.0] * len(completions)
+
+    trainer = make(max_steps=1, reward_funcs=reward)
+    trainer.train()
+    assert codes == [-signal.SIGTERM]
+
+
+def test_sigterm_while_the_model_is_saved_ends_the_caller_too(make, tmp_path, monkeypatch) -> None:
+    trainer = make(max_steps=1)
+    save = trainer.save_model
+    monkeypatch.setattr(
+        trainer, "save_model", lambda path: [os.kill(os.getpid(), signal.SIGTERM), save(path)]
+    )
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 
 
 @pytest.mark.fault(5, "a second SIGTERM ends the process at once; the last checkpoint is whole")

@@ -41,12 +41,12 @@ MUTANTS = [
         killers=("tests/faults/test_updates.py::test_it_is_skipped_without_a_trace",),
     ),
     Mutant(
-        name="schedule-moves-without-update",
-        mistake="a step whose updates were all skipped advances the learning rate",
-        file="rlhf_pg/trainers/base.py",
-        old='if metrics.get("num_updates") != 0:',
-        new="if True:",
-        killers=("tests/faults/test_updates.py::test_it_is_skipped_without_a_trace",),
+        name="forks-outlive-sigterm",
+        mistake="a process that a reward function has forked notes SIGTERM and goes on",
+        file="rlhf_pg/runtime/signals.py",
+        old="os.getpid() != self._process or ",
+        new="",
+        killers=("tests/faults/test_signals.py::test_a_fork_of_a_reward_function_ends_by_sigterm",),
     ),
     Mutant(
         name="skips-never-forgotten",
