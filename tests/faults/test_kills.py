@@ -70,6 +70,7 @@ def test_a_run_that_is_killed_ends_as_the_unbroken_one(tmp_path, unbroken, point
     assert verified(output / "best") is None
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     2, "ten steps are five, a kill, and five, bit for bit: every algorithm, LoRA too"
 )
