@@ -77,6 +77,8 @@ def test_the_next_run_of_a_trainer_does_not_end_for_it(make) -> None:
 
 @pytest.mark.fault(5, "SIGINT ends the run at once, and nothing is saved")
 def test_sigint_ends_it_at_once(make, tmp_path) -> None:
+    # A shell starts what it puts into the background with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     trainer = make(save_steps=1, reward_funcs=signalled(signal.SIGINT, 2))
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
