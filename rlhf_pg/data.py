@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
@@ -208,9 +208,9 @@ def _rendered(
     """Chat messages by the chat template; for `_tokenize_chat`."""
     if not tokenizer.chat_template:
         raise ValueError(f"{where} is a list of messages, but the tokenizer has no chat_template")
-    names = _special(tokenizer, len(tokenizer))
-    _refuse_split(messages, names, where)
-    quoted = _quoted(messages, names)
+    special = _special(tokenizer)
+    _refuse_split(messages, special, where)
+    quoted = _quoted(messages, special)
     try:
         chat: str = tokenizer.apply_chat_template(
             quoted, tools=list(tools) or None, add_generation_prompt=open_turn, tokenize=False
@@ -220,55 +220,65 @@ def _rendered(
     return chat
 
 
+class _Special(NamedTuple):
+    """The special tokens of a tokenizer, and what a `QUOTE` of their names stands for."""
+
+    names: list[str]
+    found: re.Pattern[str]  # any of the names
+    ids: set[int]
+
+
+def _special(tokenizer: PreTrainedTokenizerBase) -> _Special:
+    """Looked up anew when tokens have been added."""
+    return _looked_up(tokenizer, len(tokenizer))
+
+
 @lru_cache(maxsize=4)
-def _special(tokenizer: PreTrainedTokenizerBase, size: int) -> list[str]:
-    """What a `QUOTE` stands for: the names of special tokens, longer ones before their beginnings.
-
-    Args:
-        size: `len(tokenizer)`: when tokens have been added, they are looked up anew.
-    """
-    added = tokenizer.added_tokens_decoder.values()
-    names = {str(token) for token in added if token.special}
-    return sorted(names | {"\ue003"}, reverse=True)  # nor does a text forge a quote
+def _looked_up(tokenizer: PreTrainedTokenizerBase, size: int) -> _Special:
+    added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    # Longer ones before what they begin with; and no text forges a quote.
+    names = sorted({*added.values(), "\ue003"}, reverse=True)
+    return _Special(names, re.compile("|".join(map(re.escape, names))), set(added))
 
 
-def _refuse_split(messages: list[Any], names: list[str], where: str) -> None:
+def _refuse_split(messages: list[Any], special: _Special, where: str) -> None:
     """Parts of a message, which a template may join, must not spell a name together.
 
     Raises:
         ValueError: they do.
     """
-    found = re.compile("|".join(map(re.escape, names)))
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
         if not isinstance(content, list):
             continue
         texts = [part["text"] for part in content if isinstance(part, dict) and "text" in part]
-        if len(found.findall("".join(texts))) > sum(len(found.findall(text)) for text in texts):
+        apart = sum(len(special.found.findall(text)) for text in texts)
+        if len(special.found.findall("".join(texts))) > apart:
             raise ValueError(
                 f"{where} spells the name of a special token in neighbouring parts of a message: "
                 "make one part of them"
             )
 
 
-def _quoted(value: Any, names: list[str]) -> Any:
+def _quoted(value: Any, special: _Special) -> Any:
     """What messages say, with a `QUOTE` in place of every name."""
     if isinstance(value, list):
-        return [_quoted(item, names) for item in value]
+        return [_quoted(item, special) for item in value]
     if isinstance(value, dict):
         return {
-            _quoted(key, names): item if key == "role" else _quoted(item, names)
+            _quoted(key, special): item if key == "role" else _quoted(item, special)
             for key, item in value.items()
         }
     if isinstance(value, str):
-        found = re.compile("|".join(map(re.escape, names)))
-        return found.sub(lambda match: f"\ue003{names.index(match.group())}\ue004", value)
+        return special.found.sub(
+            lambda match: f"\ue003{special.names.index(match.group())}\ue004", value
+        )
     return value
 
 
 def _tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) -> list[int]:
     """Ids of what `_rendered` gave: a `QUOTE` stands for a name, letter by letter."""
-    names = _special(tokenizer, len(tokenizer))
+    names = _special(tokenizer).names
     first, *rest = QUOTE.split(chat)
     ids = _tokenize(tokenizer, first, where, add_special_tokens=False)
     for number, text in zip(rest[::2], rest[1::2], strict=True):
@@ -279,10 +289,9 @@ def _tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) ->
 
 def _spelled(tokenizer: PreTrainedTokenizerBase, name: str, where: str) -> list[int]:
     """Ids of a special token's name, of which none is a special token."""
-    special = set(tokenizer.convert_tokens_to_ids(_special(tokenizer, len(tokenizer))))
     plain = {"add_special_tokens": False, "split_special_tokens": True}
     ids = _tokenize(tokenizer, name, where, **plain)
-    if special & set(ids):  # some vocabularies have it among their pieces
+    if _special(tokenizer).ids & set(ids):  # some vocabularies have it among their pieces
         ids = [i for letter in name for i in _tokenize(tokenizer, letter, where, **plain)]
     return ids
 

@@ -28,7 +28,7 @@ def test_it_fails_there_at_that_passage_and_only_then(monkeypatch) -> None:
     failpoint("step")
 
 
-@pytest.mark.parametrize("wanted", ["stop:kill", "step:explode", "step", "step:raise@x", ":"])
+@pytest.mark.parametrize("wanted", ["stop:kill", "step:explode", "step", "step:kill@x", ":"])
 def test_what_there_is_not_is_refused_where_any_point_is_passed(monkeypatch, wanted) -> None:
     monkeypatch.setenv("RLHF_PG_FAULT", wanted)
     with pytest.raises(ValueError, match=r"points are rollout, .*; actions are kill"):

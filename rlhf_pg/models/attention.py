@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 NAME = "rlhf_pg"
+# Attention by blocks, and the log of what each row of the softmax was divided by; (B,H,L,D).
+fused_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class Layout(Protocol):

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+from rlhf_pg.models.attention import fused_on_cpu
+
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 BLOCK = 128  # tokens that the fused kernel on GPUs skips or computes together
 
@@ -167,7 +168,7 @@ class _Attention(torch.autograd.Function):
         out = torch.empty(query.shape, dtype=wide)
         logsum = torch.empty(query.shape[:2], dtype=wide)
         for block in blocks:
-            part, own = _forward(
+            part, own = fused_on_cpu(
                 *_operands(block, query, key, value), 0.0, block.causal, scale=scale
             )
             part, own = _joined(part), _joined(own[..., None])[..., 0]

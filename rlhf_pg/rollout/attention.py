@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+from rlhf_pg.models.attention import fused_on_cpu
 
 
 class KeyValues:
@@ -170,7 +170,7 @@ def _weigh(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: flo
     slots, width = bias.shape
     keys, values = keys[:slots, :, :width], values[:slots, :, :width]
     if keys.device.type == "cpu" and keys.dtype == bias.dtype and keys.shape == values.shape:
-        out, logsum = _fused(query, keys, values, attn_mask=bias[:, None, None], scale=scale)
+        out, logsum = fused_on_cpu(query, keys, values, attn_mask=bias[:, None, None], scale=scale)
         return _Weighed(out, logsum[..., None])
     scores = torch.add(bias[:, None, None], _product(query, keys.transpose(2, 3)), alpha=scale)
     logsum = scores.logsumexp(dim=-1, keepdim=True)

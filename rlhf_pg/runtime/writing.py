@@ -47,7 +47,7 @@ class Writing:
         if self.runtime.is_main:
             undo()
         raise OSError(
-            f"{self.path} could not be saved ({reason}). What was saved before it is whole: make "
-            "sure that the disk has room and can be written to by every process, then resume "
-            "with resume_from_checkpoint latest"
+            f"{self.path} could not be saved ({reason}). Checkpoints that were saved before are "
+            "whole: make sure that the disk has room and can be written to by every process, then "
+            "resume with resume_from_checkpoint latest"
         ) from error

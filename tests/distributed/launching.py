@@ -15,6 +15,7 @@ from rlhf_pg.metrics import read
 from rlhf_pg.tasks import arithmetic
 from tests.distributed.backends import environment
 from tests.tiny import tiny_model
+from tests.untimed import without_times
 
 ROOT = Path(__file__).parents[2]
 COMMON = {
@@ -55,10 +56,8 @@ class Outcome:
 
     def numbers(self) -> list[dict[str, float]]:
         """Of every step what was computed, and does not depend on the clock."""
-        clock = ("step_time", "time/", "perf/")
         return [
-            {k: v for k, v in line.items() if v is not None and not k.startswith(clock)}
-            for line in self.metrics
+            {k: v for k, v in without_times(line).items() if v is not None} for line in self.metrics
         ]
 
 

@@ -9,7 +9,6 @@ SHA-256 and `metrics.jsonl` the same numbers, times aside.
 """
 
 import argparse
-import hashlib
 import os
 import random
 import signal
@@ -18,48 +17,17 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-from rlhf_pg.metrics import read
+from tests.faults.job import build, left
 
-CLOCK = ("step_time", "time/", "perf/")
 STARTING = 8.0  # seconds: imports, and the checkpoint that is read
 JOB = "--job"
 
 
 def job(out: Path, steps: int) -> None:
     """The run, from wherever it is."""
-    import torch
-
-    from rlhf_pg import GRPOConfig, GRPOTrainer
-    from rlhf_pg.tasks import arithmetic
-
-    def judge(completions: list[str], **_: Any) -> list[float]:
-        """Even digits, of which even a model that knows nothing has some: all weights move."""
-        return [sum(c in "02468" for c in text) / 6 for text in completions]
-
-    task = arithmetic()
-    torch.manual_seed(0)
-    model, tokenizer = task.new_model()
-    trainer = GRPOTrainer(
-        model=model,
-        processing_class=tokenizer,
-        reward_funcs=judge,
-        args=GRPOConfig(
-            output_dir=str(out),
-            max_steps=steps,
-            save_steps=1,
-            save_total_limit=3,
-            prompts_per_step=4,
-            num_generations=4,
-            max_completion_length=6,
-            learning_rate=1e-4,
-            beta=0.02,
-            log_completions_steps=0,
-        ),
-        train_dataset=task.train_dataset,
-    )
     saved = any((out / "checkpoints").glob("step-*"))
+    trainer = build(str(out), max_steps=steps, eval_steps=0, beta=0.02, log_completions_steps=0)
     trainer.train(resume_from_checkpoint="latest" if saved else None)
 
 
@@ -67,17 +35,6 @@ def started(out: Path, steps: int) -> "subprocess.Popen[bytes]":
     log = (out.parent / f"{out.name}.log").open("ab")
     command = [sys.executable, "-m", "tests.faults.soak", JOB, str(out), str(steps)]
     return subprocess.Popen(command, stdout=log, stderr=log)
-
-
-def numbers(out: Path) -> list[dict[str, Any]]:
-    return [
-        {key: value for key, value in line.items() if not key.startswith(CLOCK)}
-        for line in read(out / "metrics.jsonl")
-    ]
-
-
-def digest(out: Path) -> str:
-    return hashlib.sha256((out / "final" / "model.safetensors").read_bytes()).hexdigest()
 
 
 def newest(out: Path) -> str:
@@ -131,11 +88,12 @@ def main() -> None:
     count = disturb(broken, flags.steps, flags.kills, took)
     if count < flags.kills:
         raise SystemExit(f"it ended after {count} signals: raise --steps")
-    assert numbers(whole) == numbers(broken), "the metrics differ"
-    assert digest(whole) == digest(broken), "the weights differ"
+    (weights, lines), (other_weights, other_lines) = left(whole), left(broken)
+    assert lines == other_lines, "the metrics differ"
+    assert weights == other_weights, "the weights differ"
     print(
         f"{count} signals in {(time.monotonic() - begun) / 60:.0f} minutes: the same metrics, and "
-        f"the same weights, SHA-256 {digest(whole)}"
+        f"the same weights, SHA-256 {weights}"
     )
 
 

@@ -11,19 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pg.metrics import read
 from tests.trainers.conftest import digits
+from tests.untimed import untimed
 
 ROOT = Path(__file__).parents[2]
-CLOCK = ("step_time", "time/", "perf/")
-
-
-def steps_of(run: Path) -> list[dict[str, object]]:
-    """The lines of metrics.jsonl, without what depends on the clock."""
-    return [
-        {k: v for k, v in line.items() if not k.startswith(CLOCK)}
-        for line in read(run / "metrics.jsonl")
-    ]
 
 
 def signalled(number: int, step: int):
@@ -50,10 +41,10 @@ def test_sigterm_saves_and_what_follows_is_as_if_it_had_never_come(make, tmp_pat
         broken.train()
     assert left.value.code == 143
     assert signal.getsignal(signal.SIGTERM) is before
-    assert (broken.state.step, len(steps_of(tmp_path / "run"))) == (2, 2)
+    assert (broken.state.step, len(untimed(tmp_path / "run"))) == (2, 2)
     resumed = make(max_steps=4)
     resumed.train(resume_from_checkpoint="latest")
-    assert steps_of(tmp_path / "run") == steps_of(tmp_path / "whole")
+    assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
     pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
     assert all(a.equal(b) for a, b in pairs)
 
@@ -76,16 +67,17 @@ def test_the_next_run_of_a_trainer_does_not_end_for_it(make) -> None:
 
 
 @pytest.mark.fault(5, "SIGINT ends the run at once, and nothing is saved")
-def test_sigint_ends_it_at_once(make, tmp_path) -> None:
+def test_sigint_ends_it_at_once(make, tmp_path, request) -> None:
     # A shell starts what it puts into the background with SIGINT ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     trainer = make(save_steps=1, reward_funcs=signalled(signal.SIGINT, 2))
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     checkpoints = tmp_path / "run" / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000001"]
     make().train(resume_from_checkpoint="latest")
-    assert len(steps_of(tmp_path / "run")) == 3
+    assert len(untimed(tmp_path / "run")) == 3
 
 
 def test_sigterm_that_comes_twice_at_once_is_one(make) -> None:

@@ -75,7 +75,7 @@ MUTANTS: list[Mutant] = [
         name="words-that-are-control-tokens",
         mistake="the name of a special token in a message closes the turn",
         file=DATA,
-        old="    quoted = _quoted(messages, names)",
+        old="    quoted = _quoted(messages, special)",
         new="    quoted = messages",
         killers=("tests/test_data.py::test_what_a_message_says_is_no_control_token",),
     ),

@@ -33,7 +33,7 @@ from tests.trainers.test_ppo import (
     ppo,
     true_values,
 )
-from tests.trainers.test_run import untimed
+from tests.untimed import untimed
 
 GAE = {"advantage_estimator": "gae", "lam": 0.5}
 STEPS_OF_TWO = {"advantage_estimator": "n_step", "n_steps": 2, "lam": 0.95}

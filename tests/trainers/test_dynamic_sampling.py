@@ -14,7 +14,7 @@ from rlhf_pg.metrics import Meter, read
 from rlhf_pg.progress import Journal
 from rlhf_pg.runtime import Whole
 from rlhf_pg.trainers.drawing import Batch, draw_batch
-from tests.trainers.test_run import untimed
+from tests.untimed import untimed
 
 # By draw, prompts in their order; the scores of an easy prompt are all 1.
 EASY = [True, False, True, False, False, True, False, True, True, False, False, True]

@@ -14,7 +14,7 @@ from rlhf_pg.metrics import read
 from rlhf_pg.models import add_adapter, load_model
 from rlhf_pg.tasks import arithmetic
 from tests.tiny import adapter, stir, tiny_model
-from tests.trainers.test_run import untimed
+from tests.untimed import untimed
 
 TRAINERS = [GRPOTrainer, RLOOTrainer, ReinforceTrainer, PPOTrainer]
 IDS = torch.tensor([[5, 6, 13, 9, 4, 16]])

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rlhf_pg import Callback, GRPOTrainer, PPOTrainer, RLOOTrainer
 from rlhf_pg.metrics import read
-from tests.trainers.test_run import untimed
+from tests.untimed import untimed
 
 LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8.0}
 KINDS = {"full": {}, "lora": LORA}

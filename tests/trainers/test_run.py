@@ -12,18 +12,9 @@ from rlhf_pg import Callback, GRPOConfig, GRPOTrainer, PPOTrainer, ReinforceTrai
 from rlhf_pg.metrics import KEYS, read
 from rlhf_pg.recipe import parse
 from rlhf_pg.tasks import arithmetic
+from tests.untimed import untimed, without_times
 
 TRAINERS = [GRPOTrainer, RLOOTrainer, ReinforceTrainer, PPOTrainer]
-TIMES = {"step_time", "perf/tokens_per_second"}
-
-
-def untimed(path: Path) -> list[dict]:
-    """The lines of metrics.jsonl without what depends on the clock."""
-    lines = read(path / "metrics.jsonl")
-    return [
-        {k: v for k, v in line.items() if k not in TIMES and not k.startswith("time/")}
-        for line in lines
-    ]
 
 
 @pytest.mark.parametrize("trainer_type", TRAINERS)
@@ -210,11 +201,11 @@ def test_evaluate_is_repeatable_and_does_not_disturb_training(make, tmp_path) ->
     assert set(trainer.evaluate()) >= {"eval_reward", "eval_rewards/digits/mean"}
     assert trainer.evaluate(temperature=0.0) != trainer.evaluate()
     trainer.train()
-    keys = set(KEYS) - TIMES
+    keys = without_times(dict.fromkeys(KEYS))
     ours, theirs = untimed(tmp_path / "run"), untimed(tmp_path / "plain")
     assert all("eval_reward" in line for line in ours)
     for line, other in zip(ours, theirs, strict=True):
-        assert all(line[k] == other[k] for k in keys if not k.startswith("time/"))
+        assert all(line[k] == other[k] for k in keys)
 
 
 def test_an_evaluation_that_fails_leaves_the_line_of_its_step(make, tmp_path) -> None:

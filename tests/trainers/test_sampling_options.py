@@ -28,7 +28,7 @@ from tests.enumeration import (
     log_probs,
     make_trainer,
 )
-from tests.trainers.test_run import untimed
+from tests.untimed import untimed
 
 TWO = ("ab", "bba")
 # Two prompts, three completions each; those without EOS are cut off.
