@@ -77,10 +77,6 @@ class Checkpointer:
         found = self.directory.glob("step-" + "[0-9]" * 8)
         return sorted(int(path.name.removeprefix("step-")) for path in found)
 
-    def latest(self) -> Path | None:
-        """The newest checkpoint, by number."""
-        return max(map(self._at, self.steps()), default=None)
-
     def save(self, runtime: Runtime, path: Path | None = None) -> Path:
         """Write a checkpoint, by default under its step; it gets its name when it is complete.
 
@@ -269,13 +265,12 @@ class Checkpointer:
         """
         state = json.loads((path / "state.json").read_text())
         now = self.fingerprints()
-        same_run.check(path, state, self.config, now, self.running)
+        changed = same_run.check(path, state, self.config, now, self.running)
+        if changed and rank == 0:
+            logger.warning("%s goes on with another learning rate: %s", path, changed)
         self._load_models(path)
         self.trained.load_state(stored_state(path / "optimizer.safetensors", self.parameters))
-        self.scheduler.load_state_dict(state["scheduler"])
-        groups = self.trained.optimizer.param_groups
-        for group, rate in zip(groups, state["learning_rates"], strict=True):
-            group["lr"] = rate
+        self._load_schedule(state["scheduler"], state["learning_rates"])
         vars(self.state).update(state["counters"])
         for name, record in self.running.items():
             vars(record).update(state["running"][name])
@@ -286,6 +281,19 @@ class Checkpointer:
             restore_rng(load_file(rng))
         saved: dict[str, Any] = state["config"]
         return saved
+
+    def _load_schedule(self, saved: dict[str, Any], rates: list[float]) -> None:
+        """Where it was; the peaks are those of this run, which may be others."""
+        peaks = getattr(self.scheduler, "base_lrs", None)  # not every scheduler has them
+        self.scheduler.load_state_dict(saved)
+        if peaks is not None:
+            before, self.scheduler.base_lrs = self.scheduler.base_lrs, peaks
+            rates = [
+                rate * new / old if old not in (0, new) else rate
+                for rate, new, old in zip(rates, peaks, before, strict=True)
+            ]
+        for group, rate in zip(self.trained.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     def _load_models(self, path: Path) -> None:
         """The inverse of `save_models`."""

@@ -17,6 +17,8 @@ MAY_CHANGE = {
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"),
     *("vllm_server_base_url", "vllm_server_timeout", "vllm_sync_directory"),
 }
+# Keys that one may change too, which it says: its schedule goes on with the new peak.
+PEAKS = {"learning_rate", "value_learning_rate"}
 
 # What has to be as it was when the run began, and where it comes from.
 REMEDIES = {
@@ -34,17 +36,21 @@ def check(
     config: Mapping[str, Any],
     fingerprints: Mapping[str, str | None],
     running: Iterable[str],
-) -> None:
+) -> str:
     """Refuse to go on with another run's state.
 
     Args:
         saved: what was in `state.json`.
         config, fingerprints, running: of this run.
 
+    Returns:
+        Which learning rates are others than before, if any: one may change them on purpose.
+
     Raises:
         ValueError: something is not as it was; it is named, with the remedy.
     """
-    _check_config(path, saved["config"], json.loads(json.dumps(config)))
+    now = json.loads(json.dumps(config))
+    _check_config(path, saved["config"], now)
     for name, remedy in REMEDIES.items():
         if saved["fingerprints"][name] != fingerprints[name]:
             raise ValueError(f"{path} was saved by a run with another {name}: resume with {remedy}")
@@ -54,16 +60,21 @@ def check(
             f"{path} was saved by a run that keeps {theirs}, and this one keeps {ours}: resume "
             "with the same reward functions"
         )
+    return _changed(saved["config"], now, PEAKS)
 
 
 def _check_config(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    changed = [
-        f"{key} was {saved[key]!r} and is {now[key]!r}"
-        for key in saved.keys() & now.keys() - MAY_CHANGE
-        if saved[key] != now[key]
-    ]
+    changed = _changed(saved, now, saved.keys() - MAY_CHANGE - PEAKS)
     if changed:
         raise ValueError(
-            f"{path} was saved by a run with another config: {'; '.join(sorted(changed))}. "
-            "Resume with the same, or start a new run from its weights"
+            f"{path} was saved by a run with another config: {changed}. Resume with the same, or "
+            "start a new run from its weights"
         )
+
+
+def _changed(saved: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> str:
+    return "; ".join(
+        f"{key} was {saved[key]!r} and is {now[key]!r}"
+        for key in sorted(saved.keys() & now.keys() & set(keys))
+        if saved[key] != now[key]
+    )

@@ -2,8 +2,10 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from tests.tiny import tiny_model
 from tests.untimed import without_times
 
 ROOT = Path(__file__).parents[2]
+OWN = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 COMMON = {
     "max_steps": 5,
     "learning_rate": 1e-3,
@@ -61,6 +64,38 @@ class Outcome:
         ]
 
 
+def start_two(
+    module: str,
+    arguments: Sequence[Sequence[str]],
+    backend: str = "ddp",
+    faults: Sequence[str] = ("", ""),
+) -> list["subprocess.Popen[str]"]:
+    """Two processes that no launcher looks after.
+
+    Args:
+        module: what they run.
+        arguments, faults: command line and `RLHF_PG_FAULT` of each.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= OWN | environment(backend)
+
+    def start(rank: int) -> "subprocess.Popen[str]":
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "RLHF_PG_FAULT": faults[rank]}
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments[rank]],
+            env=os.environ | common | own,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return [start(rank) for rank in (0, 1)]
+
+
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
@@ -76,7 +111,7 @@ def launch(
     if processes > 1 or backend != "ddp":
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command += ["-m", "tests.distributed.runs", str(root / "jobs.json")]
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment(backend)
+    own = OWN | environment(backend)
     env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")} | own
     log = root / "log"
     with log.open("w") as file:

@@ -2,14 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.backends import environment
+from tests.distributed.launching import start_two
 
 FAILING = Path(__file__).with_name("failing.py")
 ENVIRONMENT = os.environ | {
@@ -26,23 +25,8 @@ def started(tmp_path):
     processes = []
 
     def start(where: str, how: str, backend: str = "ddp") -> list[subprocess.Popen[str]]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        for rank in (0, 1):
-            launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-            launcher |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, FAILING, tmp_path, where, how, backend],
-                    env=ENVIRONMENT
-                    | environment(backend)
-                    | {key: str(value) for key, value in launcher.items()},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
+        arguments = [str(tmp_path), where, how, backend]
+        processes.extend(start_two("tests.distributed.failing", [arguments] * 2, backend))
         return processes
 
     yield start

@@ -13,12 +13,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from rlhf_pg import PPOConfig, faults
+from rlhf_pg import PPOConfig, PPOTrainer, faults
 from rlhf_pg.output import occupied
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.sealed import MANIFEST, partial_of, verified
 from tests.faults.job import build
 from tests.tiny import tiny_model
+from tests.untimed import untimed
 
 OPTIONS = {"max_steps": 3, "eval_steps": 0, "save_total_limit": None}
 NAMES = [f"step-{step:08d}" for step in (1, 2, 3)]
@@ -240,10 +241,36 @@ def test_a_directory_is_of_one_run_at_a_time(tmp_path) -> None:
 # -------------------------------------------------------------------------------- of another run
 
 
-@pytest.mark.fault(16, "refused, with both values")
-def test_another_learning_rate_is_refused(output) -> None:
-    with pytest.raises(ValueError, match=r"another config: learning_rate was .* and is 0\.5"):
-        resume(output, learning_rate=0.5)
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A PPO run of four steps, without its last checkpoint; and its rates in the last two steps."""
+    output = tmp_path_factory.mktemp("stopped") / "run"
+    build(str(output), **FOUR).train()
+    shutil.rmtree(output / "checkpoints" / "step-00000004")
+    return output, rates(output)
+
+
+FOUR = OPTIONS | {"trainer_type": PPOTrainer, "max_steps": 4, "save_steps": 2}
+FOUR |= {"value_learning_rate": 2e-3, "lr_scheduler_type": "linear"}
+
+
+def rates(output):
+    keys = ("learning_rate", "value_learning_rate")
+    return {key: [line[key] for line in untimed(output)[2:]] for key in keys}
+
+
+@pytest.mark.fault(16, "a warning with both values; the schedule goes on with the new peak")
+@pytest.mark.parametrize("key", ["learning_rate", "value_learning_rate"])
+def test_another_learning_rate_is_taken_with_a_warning(stopped, tmp_path, caplog, key) -> None:
+    output, before = tmp_path / "run", stopped[1]
+    shutil.copytree(stopped[0], output)
+    changed = {"learning_rate": 1e-3, "value_learning_rate": 2e-3}
+    changed[key] *= 4
+    build(str(output), **FOUR | changed).train("latest")
+    assert f"{key} was {changed[key] / 4} and is {changed[key]}" in caplog.text
+    assert len(set(before[key])) == 2  # the schedule moves
+    expected = before | {key: [4 * rate for rate in before[key]]}
+    assert rates(output) == {name: pytest.approx(values) for name, values in expected.items()}
 
 
 @pytest.mark.fault(17, "refused, with what is different")

@@ -23,6 +23,14 @@ MUTANTS = [
         killers=(f"{FAULTS}::test_the_newest_whole_checkpoint_is_resumed",),
     ),
     Mutant(
+        name="peak-of-the-saved-run",
+        mistake="a resumed run goes back to the learning rate that it was to leave (transformers)",
+        file="rlhf_pg/checkpoint.py",
+        old="before, self.scheduler.base_lrs = self.scheduler.base_lrs, peaks",
+        new="before = self.scheduler.base_lrs",
+        killers=(f"{FAULTS}::test_another_learning_rate_is_taken_with_a_warning",),
+    ),
+    Mutant(
         name="links-in-a-manifest-followed",
         mistake="a link in a checkpoint is followed to wherever it leads",
         file="rlhf_pg/sealed.py",

@@ -376,11 +376,11 @@ def test_the_moments_are_in_the_checkpoint_and_the_head_there_is_the_trained_one
 ) -> None:
     trainer = make(PPOTrainer, normalize_values=True, save_steps=3)
     trainer.train()
-    state = json.loads((trainer.checkpointer.latest() / "state.json").read_text())
+    state = json.loads((trainer.checkpointer.path() / "state.json").read_text())
     assert state["running"]["value_moments"] == vars(trainer.value_moments)
     assert state["running"]["value_moments"]["count"] > 3 * 16
     fresh = make(PPOTrainer, normalize_values=True, output_dir=str(tmp_path / "fresh"))
-    fresh.checkpointer.restore(trainer.checkpointer.latest(), rank=0)
+    fresh.checkpointer.restore(trainer.checkpointer.path(), rank=0)
     assert same(copies(fresh.critic), copies(trainer.critic))
 
 
@@ -388,7 +388,7 @@ def test_a_critic_taken_from_a_checkpoint_gives_plain_values(make, tmp_path) -> 
     trainer = make(PPOTrainer, normalize_values=True, save_steps=3)
     trainer.train()
     moments, rollout = trainer.value_moments, trainer.roll_out(range(4)).rollout
-    checkpoint = trainer.checkpointer.latest() / "critic"
+    checkpoint = trainer.checkpointer.path() / "critic"
     later = make(PPOTrainer, value_model=str(checkpoint), output_dir=str(tmp_path / "later"))
     plain = torch.where(rollout.action_mask, moments.denormalize(trainer.critic(rollout)[0]), 0.0)
     torch.testing.assert_close(later.critic(rollout)[0], plain)

@@ -89,7 +89,7 @@ def test_four_steps_are_two_or_three_a_stop_and_the_rest(make, kind, stop, tmp_p
 def test_it_is_saved_where_it_moves(make, moves) -> None:
     trainer = make(beta=0.1, sync_ref_model=moves, max_steps=1, save_steps=1)
     trainer.train()
-    reference = trainer.checkpointer.latest() / "reference"
+    reference = trainer.checkpointer.path() / "reference"
     assert (reference / "model.safetensors").exists() == moves
 
 

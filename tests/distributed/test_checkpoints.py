@@ -1,0 +1,62 @@
+"""Checkpoints of two processes, of which one has another disk."""
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launching import start_two
+from tests.faults.job import STEPS, left
+
+PATIENCE = 120  # seconds, far beyond what any of these takes
+
+
+def run(
+    outputs: Sequence[Path], *resume: str, faults: Sequence[str] = ("", "")
+) -> list[tuple[int, str]]:
+    """Exit status of both processes, and all that they said; each has its own `output_dir`."""
+    processes = start_two(
+        "tests.faults.job", [[str(output), *resume] for output in outputs], faults=faults
+    )
+    try:
+        said = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.kill()
+        raise
+    return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+
+
+def names(output: Path) -> list[str]:
+    return sorted(path.name for path in (output / "checkpoints").iterdir())
+
+
+@pytest.mark.fault(7, "on one of two processes: the same error on both")
+@pytest.mark.fault(13, "passed over with a warning, by all processes")
+def test_a_file_that_one_process_could_not_write_or_has_lost(tmp_path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert [code for code, _ in run([whole] * 2)] == [0, 0]
+    for code, text in run([broken] * 2, faults=("", "save-rng:enospc@4")):
+        assert code not in (None, 0)
+        assert "step-00000002 could not be saved (rank 1: OSError: [Errno 28]" in text
+        assert "cannot go on" not in text  # nobody was ended by another
+    assert names(broken) == ["step-00000001"]
+    assert [code for code, _ in run([broken] * 2, "latest")] == [0, 0]
+    assert left(broken) == left(whole)
+
+    newest = broken / "checkpoints" / f"step-{STEPS:08d}"
+    (newest / "rng-rank1.safetensors").unlink()
+    (first, text), (second, _) = run([broken] * 2, "latest")
+    assert (first, second) == (0, 0)
+    assert "is not whole (rank 0: rng-rank1.safetensors is missing" in text
+    assert left(broken) == left(whole)
+
+
+def test_processes_that_do_not_share_a_directory_save_nothing(tmp_path) -> None:
+    outputs = [tmp_path / "one", tmp_path / "two"]
+    for code, text in run(outputs):
+        assert code not in (None, 0)
+        assert "could not be saved (rank 1: " in text
+        assert "can be written to by every process" in text
+    assert not list(tmp_path.rglob("*.safetensors"))
