@@ -44,7 +44,7 @@ test-slow: $(VENV)/.installed  ## the slow tests too
 	$(BIN)/pytest -m "not distributed and not vllm"
 
 soak: $(VENV)/.installed  ## an hour in which a run is killed again and again
-	PYTHONPATH=. $(BIN)/python -m tests.faults.soak --steps 10000 --kills 30
+	PYTHONPATH=. $(BIN)/python -m tests.faults.soak --steps 24000 --kills 45
 
 $(VLLM)/.installed: pyproject.toml
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)

@@ -44,7 +44,7 @@ def build(output_dir: str, **options: Any) -> Any:
     trainer = trainer_type(
         model=options.pop("model", model),
         processing_class=options.pop("processing_class", tokenizer),
-        reward_funcs=judge,
+        reward_funcs=options.pop("reward_funcs", judge),
         args=trainer_type.config_type(output_dir=output_dir, **(defaults | options)),
         train_dataset=task.train_dataset.select(range(6)),
         eval_dataset=task.eval_dataset.select(range(2)),

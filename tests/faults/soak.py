@@ -1,6 +1,6 @@
 """A run that is killed again and again, beside one that is not: both must end the same.
 
-    python -m tests.faults.soak --steps 10000 --kills 30
+    python -m tests.faults.soak --steps 24000 --kills 45
 
 trains a small GRPO run that saves after every step, once undisturbed and once with signals at
 random moments (three of four SIGKILL, the others SIGTERM), each followed by a resume from the

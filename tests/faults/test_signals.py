@@ -2,19 +2,17 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from multiprocessing import get_context
-from pathlib import Path
 
 import pytest
 
+from rlhf_pg.runtime.signals import SAME
+from rlhf_pg.sealed import verified
+from tests.faults.job import start
 from tests.trainers.conftest import digits
 from tests.untimed import untimed
-
-ROOT = Path(__file__).parents[2]
 
 
 def signalled(number: int, step: int):
@@ -127,18 +125,21 @@ def test_sigterm_while_the_model_is_saved_ends_the_caller_too(make, tmp_path, mo
 
 @pytest.mark.fault(5, "a second SIGTERM ends the process at once; the last checkpoint is whole")
 def test_the_second_sigterm_ends_it_at_once(tmp_path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.runs", tmp_path, "SIGTERM", "SIGTERM"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == -signal.SIGTERM
-    assert "still here" not in done.stdout
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
-    assert (tmp_path / "checkpoints" / "step-00000001" / "state.json").exists()
+    checkpoints = tmp_path / "run" / "checkpoints"
+
+    def reward(completions, **_):
+        if checkpoints.exists():  # in the second step
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(SAME + 0.1)
+            print("still here")
+        return [0.0] * len(completions)
+
+    done = start(tmp_path / "run", reward_funcs=reward, eval_steps=0)
+    assert done.returncode == -signal.SIGTERM, done.said
+    assert "still here" not in done.said
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000001"]
+    assert verified(checkpoints / "step-00000001") is None
 
 
 def test_in_another_thread_the_handlers_stay(make) -> None:
