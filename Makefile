@@ -38,7 +38,7 @@ test-distributed: $(VENV)/.installed  ## every backend, on CPUs; leaves the tabl
 	INVARIANCE=docs/invariance.json $(BIN)/pytest -m "distributed or not slow" tests/distributed
 
 test-faults: $(VENV)/.installed  ## every fault of docs/reliability.md, injected
-	$(BIN)/pytest -m fault
+	$(BIN)/pytest -n 2 --dist loadfile -m "fault and not distributed"
 
 test-slow: $(VENV)/.installed  ## the slow tests too
 	$(BIN)/pytest -m "not distributed and not vllm"

@@ -40,7 +40,7 @@ class TrainState:
     draws: int = 0  # prompts drawn so far: the data cursor, and the key of the next noise
     num_tokens: int = 0  # prompt and completion tokens so far
     best_reward: float | None = None  # highest eval_reward so far
-    skipped_in_a_row: int = 0  # updates, the last ones, whose gradient was not finite
+    skipped_in_a_row: int = 0  # steps, the last ones, all of whose updates were skipped
 
 
 @dataclass
@@ -57,6 +57,7 @@ class Checkpointer:
     fingerprints: Callable[[], Mapping[str, str | None]]  # of what never changes in a run, by part
     running: Mapping[str, Any] = field(default_factory=dict)  # records that move, by name
     limit: int | None = None  # of checkpoints to keep; None keeps all
+    saved: int | None = None  # the last step that was saved, by this process
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -81,8 +82,8 @@ class Checkpointer:
         """Write a checkpoint, by default under its step; it gets its name when it is complete.
 
         Raises:
-            OSError: on all processes, it could not be written: there is nothing of it, and what was
-                there before is as it was.
+            OSError: on all processes, it could not be written. There is nothing of it, and what was
+                there before is as it was; or, if only its name could not be synced, all of it.
         """
         path = path or self.path()
         writing, unnamed = Writing(runtime, path), sealed.partial_of(path)
@@ -98,8 +99,10 @@ class Checkpointer:
         writing.check(undo=lambda: sealed.abandon(path))
         writing.main(lambda: self._complete(unnamed, path, runtime.world))
         writing.check(undo=lambda: sealed.abandon(path))
-        if runtime.is_main and path == self.path():
-            self._prune()
+        if path == self.path():
+            self.saved = self.state.step
+            if runtime.is_main:
+                self._prune()
         runtime.wait()
         return path
 
@@ -187,7 +190,8 @@ class Checkpointer:
                 of another.
         """
         if runtime.is_main:
-            sealed.recover(self.directory.parent / "best")
+            for name in ("best", "final"):
+                sealed.recover(self.directory.parent / name)
             sealed.recover_all(self.directory)
         runtime.wait()
         newest = self._newest(runtime)
@@ -269,12 +273,14 @@ class Checkpointer:
         if changed and rank == 0:
             logger.warning("%s goes on with another learning rate: %s", path, changed)
         self._load_models(path)
+        self.trained.reset()
         self.trained.load_state(stored_state(path / "optimizer.safetensors", self.parameters))
         self._load_schedule(state["scheduler"], state["learning_rates"])
         vars(self.state).update(state["counters"])
+        self.saved = None
         for name, record in self.running.items():
             vars(record).update(state["running"][name])
-        if state["config"].get("output_dir") != self.config.get("output_dir"):
+        if not path.resolve().is_relative_to(self.directory.parent.resolve()):
             self.state.best_reward = None  # the best checkpoint stayed there
         rng = _rng_file(path, rank)
         if rng.exists():

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 MARK = "\ue000\ue001\ue002"
 # Around the number of a special token's name that is only text.
 QUOTE = re.compile("\ue003([0-9]+)\ue004")
+# What templates compare a role with, even where a special token has the same name.
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -266,8 +268,8 @@ def _quoted(value: Any, special: _Special) -> Any:
         return [_quoted(item, special) for item in value]
     if isinstance(value, dict):
         return {
-            _quoted(key, special): item if key == "role" else _quoted(item, special)
-            for key, item in value.items()
+            _quoted(k, special): v if k == "role" and v in ROLES else _quoted(v, special)
+            for k, v in value.items()
         }
     if isinstance(value, str):
         return special.found.sub(

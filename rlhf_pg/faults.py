@@ -18,17 +18,17 @@ POINTS = {
     "step": "before the optimizer's step",
     "stepped": "after a step, before its line in metrics.jsonl",
     "probe": "before the first step, when output_dir is tried",
-    "save-begin": "before the first file of a checkpoint is written",
+    # Of a checkpoint, of best/ or of final/.
+    "save-begin": "before the first file is written",
     "save-models": "when the models are written",
     "save-optimizer": "when the optimizer is written",
     "save-rng": "when the random states are written",
     "save-manifest": "before the manifest is written",
-    "save-rename": "before a complete checkpoint gets its name",
-    "save-aside": "after the one that it replaces was moved aside",
+    "save-rename": "before what is complete gets its name",
+    "save-aside": "after what it replaces was moved aside",
     "save-renamed": "after it has its name",
     "prune": "before an old checkpoint is removed",
-    "pruning": "after the first file of it is",
-    "save-final": "before final/ is written",
+    "pruning": "after it has lost its name",
 }
 
 

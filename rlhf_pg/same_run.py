@@ -13,7 +13,7 @@ MAY_CHANGE = {
     *("num_generations_eval", "eval_success_threshold"),
     *("log_completions_steps", "num_completions_to_print", "report_to", "run_name"),
     *("micro_batch_tokens", "rollout_cache_tokens", "gradient_checkpointing", "ddp_timeout"),
-    *("environment_timeout", "max_skipped_updates"),
+    *("environment_timeout", "max_skipped_steps"),
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"),
     *("vllm_server_base_url", "vllm_server_timeout", "vllm_sync_directory"),
 }

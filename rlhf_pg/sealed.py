@@ -34,7 +34,8 @@ def begin(path: Path) -> Path:
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    sync_directory(path.parent.parent)  # the parent may be new
+    for directory in path.parents[1:3]:  # the parent may be new, and its own too
+        sync_directory(directory)
     return partial
 
 
@@ -101,9 +102,7 @@ def remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
     sync_directory(path.parent)
-    for first in [file for file in doomed.rglob("*") if file.is_file()][:1]:
-        first.unlink()
-        failpoint("pruning")
+    failpoint("pruning")
     shutil.rmtree(doomed)
 
 

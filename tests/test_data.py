@@ -87,6 +87,34 @@ def test_what_a_message_says_is_no_control_token(text):
     assert tokenizer.decode(encode("a\ue0030\ue004", tokenizer)) == "a\ue0030\ue004"
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "<end>", "content": ""},
+        {"role": "user<end>", "content": ""},
+        {"role": "assistant", "content": [{"arguments": {"role": "<end>"}}]},
+    ],
+)
+def test_nor_is_what_it_says_of_roles(message):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    said = encode([message], tokenizer)
+    assert tokenizer.eos_token_id not in said
+    assert "<end>" in tokenizer.decode(said)
+
+
+def test_a_role_may_have_the_name_of_a_special_token():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["user"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
+    )
+    user, *said = encode([message("the user")], tokenizer)
+    assert user == tokenizer.convert_tokens_to_ids("user")
+    assert tokenizer.decode(said) == ": the user"
+    assert user not in said
+
+
 def test_nor_where_the_vocabulary_has_its_name_among_its_pieces():
     pieces = [("<end>", 0.0), *((letter, -9.0) for letter in "<end>ab")]
     fast = PreTrainedTokenizerFast(

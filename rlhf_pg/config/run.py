@@ -102,9 +102,10 @@ class RunConfig(Checked):
     """Of AdamW, as torch places it: outside the square root."""
     max_grad_norm: float = number(1.0, minimum=0)
     """Clip the gradient to this global norm; 0 does not clip."""
-    max_skipped_updates: int = number(3, minimum=0)
+    max_skipped_steps: int = number(3, minimum=0)
     """An update whose loss or gradient is not finite is skipped, in all processes, and its batch
-    kept in skipped/ in output_dir; one more in a row than this ends the run."""
+    kept in skipped/ in output_dir; one step more in a row than this without any update ends the
+    run."""
     max_steps: int = number(-1, minimum=-1)
     """Steps to train; -1 goes by num_train_epochs."""
     num_train_epochs: float = number(1.0, above=0)

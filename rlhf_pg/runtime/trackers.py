@@ -48,7 +48,7 @@ class Trackers:
 
     @contextmanager
     def opened(
-        self, directory: Path, run_name: str | None, config: dict[str, Any]
+        self, directory: Path, run_name: str | None, config: dict[str, Any], resumed: bool = False
     ) -> Iterator[None]:
         """Around a run: its trackers are closed however it ends.
 
@@ -56,12 +56,16 @@ class Trackers:
             directory: of the run; one that is resumed goes on in the trackers too.
             run_name: None leaves it to them.
             config: logged as hyper-parameters.
+            resumed: it has more to lose than its curves: one that cannot start is left out.
 
         Raises:
             ValueError: one cannot start; on all processes, since the others would wait for ever.
         """
         try:
             failure = self._start(directory, run_name, config)
+            if failure is not None and resumed:
+                logger.warning("%s; it gets nothing of this run", failure)
+                failure = None
             reason = self._runtime.agreed(failure) if self._names else None
             if reason is not None:
                 raise ValueError(reason)
@@ -72,8 +76,7 @@ class Trackers:
             raise
         finally:
             for name in list(self._open):
-                self._try(name, lambda tracker: tracker.finish())
-            self._open.clear()
+                self._close(name)
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Report the line of a step, less the numbers that were not computed."""
@@ -83,23 +86,32 @@ class Trackers:
             self._try(name, lambda tracker: tracker.log(values, step=step))
 
     def _start(self, directory: Path, run_name: str | None, config: dict[str, Any]) -> str | None:
-        """Open all of them; returns what went wrong."""
+        """Open all that can start; returns what went wrong."""
         if not (self._names and self._runtime.is_main):
             return None
         plain = {
             k: v if isinstance(v, str | int | float) else json.dumps(v) for k, v in config.items()
         }
-        name = ""
         try:
             makers = _trackers(directory, run_name)
-            for name in self._names:
+        except OSError as error:
+            return f"report_to: the trackers cannot start: {error}"
+        failures = []
+        for name in self._names:
+            try:
                 tracker = makers[name]()
                 tracker.start()
                 self._open[name] = tracker
                 tracker.store_init_configuration(plain)
-        except Exception as error:  # of whatever kind its library raises
-            return f"report_to: {name or 'the trackers'} cannot start: {error}"
-        return None
+            except Exception as error:  # of whatever kind its library raises
+                failures.append(f"report_to: {name} cannot start: {error}")
+                self._close(name)
+        return "; ".join(failures) or None
+
+    def _close(self, name: str) -> None:
+        if name in self._open:
+            self._try(name, lambda tracker: tracker.finish())
+        self._open.pop(name, None)
 
     def _try(self, name: str, act: Callable[[GeneralTracker], None]) -> None:
         """Do something with a tracker; one that fails is left out of the rest of the run."""

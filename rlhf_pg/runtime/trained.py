@@ -101,6 +101,11 @@ class Trained:
         for parameter in module.parameters():
             parameter.grad = None
 
+    def reset(self) -> None:
+        """Drop what is left of an update that was broken off."""
+        self.forget(self.module)
+        self.module.eval()
+
     @waits
     def step(self) -> float:
         """Clip, update, and drop the gradient; returns its norm before that, of all processes.

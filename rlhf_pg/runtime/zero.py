@@ -100,6 +100,11 @@ class ZeroTrained(Trained):
                 if (key := self._zero.get_param_id(parameter)) in norms:
                     norms[key] = torch.zeros_like(norms[key])  # times 0, NaN stays
 
+    def reset(self) -> None:
+        """See `Trained`."""
+        self._zero.zero_grad()
+        self.module.eval()
+
     @waits
     def step(self) -> float:
         """Clip, update, and drop the gradient; returns its norm before that, of all processes."""

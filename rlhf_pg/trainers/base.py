@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from rlhf_pg import models, recipe
+from rlhf_pg import models, recipe, sealed
 from rlhf_pg.advantages import ADVANTAGES, Signals
 from rlhf_pg.checkpoint import Checkpointer, TrainState
 from rlhf_pg.config import PolicyGradientConfig
@@ -35,6 +35,7 @@ from rlhf_pg.metrics import KEYS, Meter
 from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.output import occupying
 from rlhf_pg.progress import Journal
+from rlhf_pg.random_states import restore_rng, rng_tensors
 from rlhf_pg.rewards import Rewards, RewardSource
 from rlhf_pg.rollout import EnvironmentFactory, RolloutError, SamplingParams, Tool
 from rlhf_pg.rollout.choose import new_engine
@@ -141,6 +142,7 @@ class PolicyGradientTrainer:
         self._choose()
         self.critic = self.new_critic()
         self.state = TrainState()
+        self._begun: dict[str, Tensor] | None = None  # random states, of a step that is not over
         self._new_learner(optimizers)
         self.engine = new_engine(
             args,
@@ -305,7 +307,9 @@ class PolicyGradientTrainer:
             f"{type(self).__name__}: {self.runtime.describe()}; {self.learner.size}; "
             f"{len(self.train_prompts)} prompts, {self.total_steps} steps"
         )
-        tracked = self.trackers.opened(directory, self.args.run_name, dataclasses.asdict(self.args))
+        tracked = self.trackers.opened(
+            directory, self.args.run_name, dataclasses.asdict(self.args), self.state.step > 0
+        )
         with self.termination.awaited(), tracked, journal.progress(self.total_steps):
             while self.state.step < self.total_steps:
                 metrics = self.step(journal)
@@ -321,18 +325,21 @@ class PolicyGradientTrainer:
                     self.trackers.log(metrics)
                 saves = _due(self.state.step, self.args.save_steps)
                 terminated = self.termination.agreed()
-                if saves or terminated:
-                    path = self.save_checkpoint()
+                if saves:
+                    self.save_checkpoint()
                 if terminated:
-                    journal.say(f"SIGTERM: the run goes on from {path}")
-                    raise Terminated
+                    self._end_by_sigterm(journal)
             # Before the trackers are closed, which may wait for a network.
-            self.save_model(directory / "final")
+            self._save_final(directory / "final")
             if self.termination.agreed():  # whoever called is to end as well
-                raise Terminated
+                self._end_by_sigterm(journal)
         journal.say(f"saved {directory / 'final'}")
         for callback in self.callbacks:
             callback.on_end(self)
+
+    def _end_by_sigterm(self, journal: Journal) -> None:
+        journal.say(f"SIGTERM: the run goes on from {self._checkpoint()}")
+        raise Terminated
 
     def _set_budget(self, tokens: int) -> None:
         """Split rows as the run that is resumed did: sums in another order round otherwise."""
@@ -343,6 +350,7 @@ class PolicyGradientTrainer:
     def step(self, journal: Journal) -> dict[str, Any]:
         """One rollout batch and every update on it; returns the line for metrics.jsonl."""
         start, meter = time.perf_counter(), Meter()
+        self._begun = rng_tensors()
         with self.sampling():
             batch = draw_batch(self, meter)
         samples, scores = batch.judged
@@ -353,6 +361,7 @@ class PolicyGradientTrainer:
         alone = self.learner.trains_critic_alone(self.state.step)
         tokens = int(metrics.pop("tokens")) + batch.other_tokens
         self.state.step += 1
+        self._begun = None
         self.learner.sync_reference(self.state.step)
         self.state.draws += batch.draws
         self.state.num_tokens += tokens
@@ -451,8 +460,10 @@ class PolicyGradientTrainer:
         if reason is None:
             return
         if self.state.step:
+            if self._begun is not None:  # the step will be taken again from where it began
+                restore_rng(self._begun)
             try:
-                reason = f"{reason} (saved so far: {self.save_checkpoint()})"
+                reason = f"{reason} (saved so far: {self._checkpoint()})"
             except OSError as error:  # which is not what ends the run
                 reason = f"{reason} (and {error})"
         raise kind(reason) from failure
@@ -559,6 +570,11 @@ class PolicyGradientTrainer:
             self.state.best_reward = reward
             self.checkpointer.save(self.runtime, Path(self.args.output_dir) / "best")
 
+    def _checkpoint(self) -> Path:
+        """Of the last step that was finished, which is saved unless it is there."""
+        saved = self.checkpointer.saved == self.state.step
+        return self.checkpointer.path() if saved else self.save_checkpoint()
+
     @announced
     def save_checkpoint(self) -> Path:
         """Save everything that a resumed run needs, under `output_dir/checkpoints/`."""
@@ -577,16 +593,28 @@ class PolicyGradientTrainer:
         Raises:
             OSError: on all processes, it could not be written.
         """
-        path, whole = Path(path), self.learner.whole["model"]
-        writing = Writing(self.runtime, path)
-        writing.main(lambda: failpoint("save-final"))
+        writing = Writing(self.runtime, Path(path))
+        self._write_model(writing, writing.path)
+        writing.check()
+        self.runtime.wait()
+
+    def _save_final(self, path: Path) -> None:
+        """`save_model`, sealed like a checkpoint: all of it is there, or what was there before."""
+        writing, unnamed = Writing(self.runtime, path), sealed.partial_of(path)
+        writing.main(lambda: sealed.begin(path))
+        self._write_model(writing, unnamed)
+        writing.main(lambda: sealed.seal(unnamed, {"step": self.state.step}))
+        writing.main(lambda: sealed.publish(path))
+        writing.check(undo=lambda: sealed.abandon(path))
+        self.runtime.wait()
+
+    def _write_model(self, writing: Writing, path: Path) -> None:
+        whole = self.learner.whole["model"]
         self.checkpointer.save_models(writing, path, final=True)
         if self.args.save_merged:
             with whole.filled(self.runtime.main_host):
                 writing.main(lambda: models.merged(whole.module).save_pretrained(path / "merged"))
                 writing.main(lambda: self.processing_class.save_pretrained(path / "merged"))
-        writing.check()
-        self.runtime.wait()
 
     def _prompts(self, dataset: Dataset | None, name: str) -> Prompts:
         tools = self.player.tools if self.player else ()

@@ -183,13 +183,13 @@ class Learner:
                 break
             norm = self._apply_gradient()
             if math.isfinite(norm):
-                self.skips.made()
                 norms.append(norm)
             else:
                 self.skips.skip(minibatch, norm, step + 1, number)
                 skipped += 1
                 last_pass.pop()
         self.module.eval()
+        self.skips.end(step + 1, len(norms))
         metrics = {
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
             **rates,

@@ -169,7 +169,8 @@ def _normalized(
     if moments is None:
         return returns
     mean, var = _mean_and_var(runtime, returns, mask)
-    moments.update(float(runtime.total(mask.sum())), float(mean), float(var))
+    if var.isfinite():  # else no update is made with these returns
+        moments.update(float(runtime.total(mask.sum())), float(mean), float(var))
     return torch.where(mask, moments.normalize(returns), 0.0)
 
 

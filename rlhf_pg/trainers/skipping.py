@@ -23,7 +23,7 @@ class Skips:
     All processes skip together, since the norm that they go by is that of all.
 
     Args:
-        state: has the number of updates in a row, which a resumed run goes on with.
+        state: has the number of steps in a row, which a resumed run goes on with.
     """
 
     def __init__(
@@ -33,36 +33,48 @@ class Skips:
         tokenizer: PreTrainedTokenizerBase,
         rank: int,
     ) -> None:
-        self._most, self._state = args.max_skipped_updates, state
+        self._most, self._state = args.max_skipped_steps, state
         self._directory = Path(args.output_dir) / "skipped"
         self._tokenizer, self._rank = tokenizer, rank
 
-    def made(self) -> None:
-        """An update was made: what is skipped from here on is another row."""
-        self._state.skipped_in_a_row = 0
-
     def skip(self, minibatch: Experience, norm: float, step: int, update: int) -> None:
-        """An update was not made.
+        """An update was not made: keep its batch, and say so.
 
         Args:
             step: counted from 1.
             update: of this step, counted from 0.
+        """
+        place = self._of(step)
+        self._dump(minibatch, place, {"step": step, "update": update, "norm": str(norm)})
+        if self._rank == 0:
+            logger.warning(
+                "step %d, update %d: the gradient is not finite (norm %s); the update is skipped, "
+                "and its batch is in %s",
+                *(step, update, norm, place),
+            )
+
+    def end(self, step: int, updates: int) -> None:
+        """A step is over.
+
+        Args:
+            updates: how many of it were made.
 
         Raises:
-            FloatingPointError: it is one more in a row than `max_skipped_updates`.
+            FloatingPointError: it is one more in a row than `max_skipped_steps` without any. What
+                one batch has wrong, all passes over it may have: only another batch tells more.
         """
-        place = self._directory / f"step-{step:08d}"
-        self._dump(minibatch, place, {"step": step, "update": update, "norm": str(norm)})
-        said = f"step {step}, update {update}: the gradient is not finite (norm {norm})"
-        if self._state.skipped_in_a_row >= self._most:
+        before = self._state.skipped_in_a_row
+        self._state.skipped_in_a_row = 0 if updates else before + 1
+        if self._state.skipped_in_a_row > self._most:
             raise FloatingPointError(
-                f"{said}, like those of {self._state.skipped_in_a_row} updates right before it "
-                f"(max_skipped_updates); the weights are as before these, and the batch is in "
-                f"{place}. Lower learning_rate or max_grad_norm, or use dtype float32"
+                f"step {step}: the gradient is not finite in any update, like those of {before} "
+                "steps right before it (max_skipped_steps); the weights are as before these, and "
+                f"the batch is in {self._of(step)}. Lower learning_rate or max_grad_norm, or use "
+                "dtype float32"
             )
-        self._state.skipped_in_a_row += 1
-        if self._rank == 0:
-            logger.warning("%s; the update is skipped, and its batch is in %s", said, place)
+
+    def _of(self, step: int) -> Path:
+        return self._directory / f"step-{step:08d}"
 
     def _dump(self, minibatch: Experience, place: Path, what: dict[str, Any]) -> None:
         """This process's rows, if it has any; a full disk is no reason to end a run either."""

@@ -1,5 +1,6 @@
-"""Checkpoints of two processes, of which one has another disk."""
+"""Checkpoints of two processes that are killed, or of which one has another disk."""
 
+import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,15 +29,22 @@ def run(
     return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run that nothing happened to."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    assert [code for code, _ in run([output] * 2)] == [0, 0]
+    return output
+
+
 def names(output: Path) -> list[str]:
     return sorted(path.name for path in (output / "checkpoints").iterdir())
 
 
 @pytest.mark.fault(7, "on one of two processes: the same error on both")
 @pytest.mark.fault(13, "passed over with a warning, by all processes")
-def test_a_file_that_one_process_could_not_write_or_has_lost(tmp_path) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert [code for code, _ in run([whole] * 2)] == [0, 0]
+def test_a_file_that_one_process_could_not_write_or_has_lost(whole, tmp_path) -> None:
+    broken = tmp_path / "broken"
     for code, text in run([broken] * 2, faults=("", "save-rng:enospc@4")):
         assert code not in (None, 0)
         assert "step-00000002 could not be saved (rank 1: OSError: [Errno 28]" in text
@@ -50,6 +58,16 @@ def test_a_file_that_one_process_could_not_write_or_has_lost(tmp_path) -> None:
     (first, text), (second, _) = run([broken] * 2, "latest")
     assert (first, second) == (0, 0)
     assert "is not whole (rank 0: rng-rank1.safetensors is missing" in text
+    assert left(broken) == left(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.fault(2, "in two processes too")
+def test_two_processes_that_are_killed_end_as_those_that_are_not(whole, tmp_path) -> None:
+    broken = tmp_path / "broken"
+    killed = run([broken] * 2, faults=("stepped:kill@3", "stepped:kill@3"))
+    assert [code for code, _ in killed] == [-signal.SIGKILL, -signal.SIGKILL]
+    assert [code for code, _ in run([broken] * 2, "latest")] == [0, 0]
     assert left(broken) == left(whole)
 
 

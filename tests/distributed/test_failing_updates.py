@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("layout", CASES)
 def test_it_is_skipped_by_all_and_after_too_many_every_process_says_why(tmp_path, layout) -> None:
     job = {"algorithm": "ppo", "model": saved_model(tmp_path / "model"), "kind": "nan", **COMMON}
-    job |= {"num_iterations": 2, "max_skipped_updates": 3}
+    job |= {"num_iterations": 2, "max_skipped_steps": 1}
     jobs = {kind: job | options for kind, options in KINDS.items()}
     launch(tmp_path / "runs", jobs, layout.backend, layout.processes)
     for kind in KINDS:

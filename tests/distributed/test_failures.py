@@ -89,7 +89,8 @@ def test_a_process_that_is_killed_is_missed(started) -> None:
 
 @pytest.mark.fault(
     26,
-    "after ddp_timeout all processes report their stacks and end; one that is alone waits",
+    "after ddp_timeout all processes report their stacks and end; one that is alone waits, since "
+    "reward functions run in its own process: give a judge that may hang a timeout of its own",
 )
 @pytest.mark.fault(29, "after ddp_timeout all report their stacks and end")
 def test_a_process_that_hangs_is_reported_with_the_stacks_of_all(started) -> None:

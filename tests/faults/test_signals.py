@@ -114,13 +114,18 @@ def test_a_fork_of_a_reward_function_ends_by_sigterm(make) -> None:
 
 def test_sigterm_while_the_model_is_saved_ends_the_caller_too(make, tmp_path, monkeypatch) -> None:
     trainer = make(max_steps=1)
-    save = trainer.save_model
-    monkeypatch.setattr(
-        trainer, "save_model", lambda path: [os.kill(os.getpid(), signal.SIGTERM), save(path)]
-    )
-    with pytest.raises(SystemExit):
+    save = trainer.checkpointer.save_models
+
+    def signalled(*args, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        save(*args, **options)
+
+    monkeypatch.setattr(trainer.checkpointer, "save_models", signalled)
+    with pytest.raises(SystemExit) as left:
         trainer.train()
-    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+    assert left.value.code == 143
+    assert verified(tmp_path / "run" / "final") is None
+    make(max_steps=1).train("latest")  # whatever started it may begin it again
 
 
 @pytest.mark.fault(5, "a second SIGTERM ends the process at once; the last checkpoint is whole")

@@ -3,13 +3,15 @@
 
 import json
 import math
+import random
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_pg import Callback
+from rlhf_pg import Callback, PPOTrainer
 from rlhf_pg.metrics import read
+from tests.untimed import untimed
 
 SHIFTS = {"nan": lambda x: x * math.nan, "inf gradient": lambda x: x * math.inf}
 # The gradient alone would not tell: a constant has none.
@@ -105,36 +107,108 @@ def test_only_the_update_that_is_not_finite_is_skipped(make, tmp_path) -> None:
     assert math.isfinite(line["grad_norm"])
 
 
-@pytest.mark.fault(22, "after max_skipped_updates the run ends; the last checkpoint is good")
+@pytest.mark.fault(22, "after max_skipped_steps the run ends; the last checkpoint is good")
 def test_too_many_in_a_row_end_the_run_also_across_a_resume(make) -> None:
-    trainer = make(max_steps=9, save_steps=1, max_skipped_updates=2)
+    trainer = make(max_steps=9, save_steps=1, max_skipped_steps=2)
     Break(trainer, {1, 2, 4, 5, 6})
-    with pytest.raises(FloatingPointError, match=r"step 6, .* 2 updates right before.*step-0*6\."):
+    with pytest.raises(FloatingPointError, match=r"step 6: .* 2 steps right before.*step-0*6\."):
         trainer.train()
     assert all(p.isfinite().all() for p in trainer.model.parameters())
-    resumed = make(max_steps=9, save_steps=1, max_skipped_updates=2)
+    resumed = make(max_steps=9, save_steps=1, max_skipped_steps=2)
     resumed.checkpointer.resume("latest", resumed.runtime)
     assert (resumed.state.step, resumed.state.skipped_in_a_row) == (5, 2)
     Break(resumed, {6})
-    with pytest.raises(FloatingPointError, match="step 6, "):
+    with pytest.raises(FloatingPointError, match="step 6: "):
         resumed.train("latest")
     fresh = make(max_steps=6)
     assert fresh.checkpointer.resume("latest", fresh.runtime)
 
 
+def test_all_passes_over_one_bad_batch_are_one_step(make, tmp_path) -> None:
+    options = {"num_iterations": 4, "max_skipped_steps": 1, "normalize_values": True}
+    bad = make(PPOTrainer, max_steps=3, **options)
+    estimator, moments = bad.estimator, []
+
+    def broken(signals):
+        moments.append(dict(vars(bad.value_moments)))
+        return estimator(signals) * (math.nan if bad.state.step == 1 else 1.0)
+
+    bad.estimator = broken
+    bad.train()
+    lines = read(tmp_path / "run" / "metrics.jsonl")
+    assert [line["skipped_updates"] for line in lines] == [0, 4, 0]
+    assert moments[1] == moments[2] != moments[0]  # a mean of what is no number is none
+    assert all(p.isfinite().all() for p in bad.learner.module.parameters())
+
+
 @pytest.mark.fault(30, "the error of torch ends the run; the weights are as before the update")
-def test_out_of_memory_leaves_no_half_of_an_update(make) -> None:
-    trainer = make(micro_batch_tokens=24)
-    backward, calls = trainer.learner.trained.backward, []
+def test_out_of_memory_leaves_no_half_of_an_update(make, tmp_path) -> None:
+    whole = make(micro_batch_tokens=24, output_dir=str(tmp_path / "whole"))
+    whole.train()
+    trainer = make(micro_batch_tokens=24, save_steps=1)
+    backward, before = trainer.learner.trained.backward, []
 
     def lacking(loss):
-        calls.append(1)
-        if len(calls) == 2:
+        if trainer.state.step == 1 and not before:
+            before.extend(p.detach().clone() for p in trainer.model.parameters())
+        elif trainer.state.step == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         backward(loss)
 
     trainer.learner.trained.backward = lacking
-    before = [p.detach().clone() for p in trainer.model.parameters()]
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
     assert all(p.equal(q) for p, q in zip(before, trainer.model.parameters(), strict=True))
+    trainer.learner.trained.backward = backward
+    trainer.train("latest")  # nor is the first micro-batch in what follows
+    pairs = zip(whole.model.parameters(), trainer.model.parameters(), strict=True)
+    assert all(p.equal(q) for p, q in pairs)
+
+
+def test_what_breaks_a_step_off_saves_the_one_before_as_it_was(make, tmp_path) -> None:
+    """A step is taken again from where it began, random numbers included."""
+    broken = []
+
+    def reward(completions, **_):
+        scores = [random.random() for _ in completions]
+        if broken:
+            raise RuntimeError("not today")
+        return scores
+
+    options = {"reward_funcs": reward, "save_steps": 2}
+    make(**options, output_dir=str(tmp_path / "whole")).train()
+    trainer = make(**options)
+    step = trainer.step
+
+    def second(journal):
+        broken.extend([True] * (trainer.state.step == 1))
+        return step(journal)
+
+    trainer.step = second
+    with pytest.raises(ValueError, match=r"not today.*saved so far: .*step-00000001\)"):
+        trainer.train()
+    broken.clear()
+    make(**options).train("latest")
+    assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
+
+
+def test_a_checkpoint_that_is_there_is_not_saved_again(make, tmp_path) -> None:
+    calls = []
+
+    def reward(completions, **_):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("not today")
+        return [1.0] * len(completions)
+
+    def saved():
+        return (tmp_path / "run" / "checkpoints" / "step-00000001").stat().st_ino
+
+    class Look(Callback):
+        def on_save(self, trainer, path) -> None:
+            seen.append(saved())
+
+    seen = []
+    with pytest.raises(ValueError, match=r"not today.*saved so far: .*step-00000001\)"):
+        make(reward_funcs=reward, save_steps=1, callbacks=[Look()]).train()
+    assert seen == [saved()]

@@ -209,6 +209,38 @@ def plans(device: str) -> Iterator[Check]:
             del trainer, experience, samples
 
 
+def resuming(device: str) -> Iterator[Check]:
+    """Four steps are two, a stop and two, to the last bit, by torch's deterministic algorithms."""
+    torch.use_deterministic_algorithms(True)  # run.sh sets what cuBLAS needs for it
+    with tempfile.TemporaryDirectory() as directory:
+        model = save_model(directory)
+        for dtype, use_peft in (("float32", False), ("bfloat16", True)):
+            ends = []
+            for name, stops in (("whole", [4]), ("broken", [2, 4])):
+                for steps in stops:
+                    trainer = GRPOTrainer(
+                        model=model,
+                        reward_funcs=lengths,
+                        args=GRPOConfig(
+                            output_dir=f"{directory}/{name}-{dtype}",
+                            dtype=dtype,
+                            use_peft=use_peft,
+                            beta=0.05,
+                            max_steps=steps,
+                            save_steps=2,
+                            learning_rate=1e-3,
+                            max_completion_length=16,
+                            lr_scheduler_type="constant",
+                        ),
+                        train_dataset=arithmetic().train_dataset,
+                    )
+                    trainer.train("latest" if len(stops) > 1 and steps == 4 else None)
+                ends.append([p.detach().cpu() for p in trainer.model.parameters()])
+            same = all(a.equal(b) for a, b in zip(*ends, strict=True))
+            yield f"resumed, {dtype}{', LoRA' * use_peft}", "equal" if same else "differs", same
+    torch.use_deterministic_algorithms(False)
+
+
 def lengths(completions: list[str], **_: Any) -> list[float]:
     return [float(len(text)) for text in completions]
 
@@ -283,7 +315,7 @@ def launch(
 
 GROUPS: list[Callable[[str], Iterator[Check]]] = [
     *(agreement, sampling, decoding, rollouts),
-    *(recipes, presets, plans, backends, vllm),
+    *(resuming, recipes, presets, plans, backends, vllm),
 ]
 
 

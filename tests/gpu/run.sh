@@ -5,4 +5,5 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=python3
 if [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
+export CUBLAS_WORKSPACE_CONFIG=:4096:8  # without it cuBLAS may sum in another order each time
 PYTHONPATH=. exec "$python" -m tests.gpu.checks "$@"

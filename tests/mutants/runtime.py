@@ -50,10 +50,10 @@ MUTANTS = [
     ),
     Mutant(
         name="skips-never-forgotten",
-        mistake="skipped updates count as in a row although others were made between them",
+        mistake="skipped steps count as in a row although updates were made between them",
         file="rlhf_pg/trainers/skipping.py",
-        old="        self._state.skipped_in_a_row = 0\n",
-        new="        pass\n",
+        old="skipped_in_a_row = 0 if updates else before + 1",
+        new="skipped_in_a_row = before if updates else before + 1",
         killers=(
             "tests/faults/test_updates.py::test_too_many_in_a_row_end_the_run_also_across_a_resume",
         ),

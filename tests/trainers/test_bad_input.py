@@ -111,7 +111,7 @@ def test_a_reward_that_fails_late_loses_nothing(make, tmp_path) -> None:
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights(make) -> None:
-    trainer = make(max_skipped_updates=0)
+    trainer = make(max_skipped_steps=0)
     before = {name: p.clone() for name, p in trainer.model.named_parameters()}
     trainer.estimator = lambda signals: signals.rewards * math.inf
     with pytest.raises(FloatingPointError, match=r"not finite.*learning_rate"):

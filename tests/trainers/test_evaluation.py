@@ -245,6 +245,14 @@ def test_a_run_can_go_on_from_the_best(make, tmp_path) -> None:
     assert json.loads((best / "state.json").read_text())["counters"]["step"] == 2
 
 
+def test_the_best_stays_whatever_the_directory_is_called(make, tmp_path) -> None:
+    options = {"eval_dataset": HELD_OUT, "eval_steps": 1, "reward_funcs": Script(0.5)}
+    make(save_steps=2, max_steps=2, **options).train()
+    before = (tmp_path / "run" / "best" / "manifest.json").read_bytes()
+    make(output_dir=f"{tmp_path}/run/../run", max_steps=3, **options).train("latest")
+    assert (tmp_path / "run" / "best" / "manifest.json").read_bytes() == before  # .5 is no better
+
+
 def test_going_on_in_another_directory_there_is_a_best_there_too(make, tmp_path) -> None:
     options = {"eval_dataset": HELD_OUT, "eval_steps": 1, "reward_funcs": Script(0.5)}
     make(save_steps=2, max_steps=2, **options).train()

@@ -257,6 +257,21 @@ def test_a_tracker_that_cannot_start_stops_the_run_before_its_first_step(make, t
     assert trainer.state.step == 0
 
 
+@pytest.mark.fault(
+    42,
+    "one that cannot start is an error before the first step; a run that is "
+    "resumed goes on without it, with a warning",
+)
+def test_a_run_is_resumed_without_the_tracker_that_cannot_start(make, tmp_path, caplog) -> None:
+    run = tmp_path / "run"
+    make(save_steps=1, max_steps=1).train()
+    (run / "tensorboard").write_text("in the way")
+    make(report_to=["tensorboard", "trackio"], max_steps=2).train("latest")
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "rlhf_pg.runtime.trackers"]
+    assert said.startswith("report_to: tensorboard cannot start: ")
+    assert set(trackio_steps(run)) == {2}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tracker_that_is_not_installed_names_the_extra(make, monkeypatch, name) -> None:
     for package in (name, "tensorboardX"):
