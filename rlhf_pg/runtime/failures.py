@@ -34,6 +34,9 @@ NUMBERS = itertools.count()  # of watches: the same in every process
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 GONE = "The connection to another process was lost: it was killed (out of memory?), or has left."
 
+# What a stream raises that is not there, is closed, or goes to a disk that is full.
+UNHEARD = (AttributeError, ValueError, OSError)
+
 
 class Terminated(SystemExit):
     """All processes leave together, after SIGTERM: that is no failure of one of them."""
@@ -186,13 +189,15 @@ class Watch:
         """End the process, although its main thread cannot be interrupted."""
         self._say(f"{why}\n{stacks()}")
         self._answer()
-        sys.stdout.flush()
+        with suppress(*UNHEARD):
+            sys.stdout.flush()
         os._exit(1)
 
     def _say(self, text: str) -> None:
-        """In one piece, since processes share the terminal."""
-        sys.stderr.write(f"[rank {self._rank}] {text.rstrip()}\n")
-        sys.stderr.flush()
+        """In one piece, since processes share the terminal; if nobody can hear it, not at all."""
+        with suppress(*UNHEARD):
+            sys.stderr.write(f"[rank {self._rank}] {text.rstrip()}\n")
+            sys.stderr.flush()
 
 
 def stacks() -> str:
