@@ -39,8 +39,7 @@ def occupying(method: Callable[P, R]) -> Callable[P, R]:
 def occupied(directory: Path, runtime: Runtime) -> Iterator[None]:
     """Around a run: no other one can begin in the directory, which is made if it is not there.
 
-    The lock is the system's (flock), so it ends with the main process and those that it has
-    forked, however they end.
+    The lock is the system's (flock), so it ends with the main process, however that ends.
 
     Raises:
         ValueError: on all processes: another run has the directory, or it cannot be written to.
@@ -58,7 +57,6 @@ def occupied(directory: Path, runtime: Runtime) -> Iterator[None]:
         yield
     finally:
         if lock is not None:
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked has it open too
             lock.close()
 
 
@@ -87,6 +85,7 @@ def _locked(directory: Path) -> TextIO:
     lock.truncate(0)
     lock.write(f"host {socket.gethostname()}, pid {os.getpid()}\n")
     lock.flush()
+    os.register_at_fork(after_in_child=lock.close)  # a fork would hold the lock, and outlive us
     return lock
 
 

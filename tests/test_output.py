@@ -1,0 +1,62 @@
+"""The lock on a run's directory, and the processes that a run forks."""
+
+import errno
+import fcntl
+import os
+import signal
+import time
+from contextlib import ExitStack
+from multiprocessing import get_context
+
+import pytest
+
+from rlhf_pg.output import occupied
+from rlhf_pg.runtime import Runtime
+
+FORK = get_context("fork")
+
+
+def hold_and_fork(directory, told):
+    with occupied(directory, Runtime()):
+        if os.fork() == 0:
+            told.send(os.getpid())
+        time.sleep(600)
+
+
+@pytest.mark.fault(15, "forks of a run that was killed do not hold its lock")
+def test_a_fork_of_a_run_that_was_killed_does_not_hold_its_lock(tmp_path) -> None:
+    ours, theirs = FORK.Pipe()
+    run = FORK.Process(target=hold_and_fork, args=(tmp_path, theirs))
+    run.start()
+    fork = ours.recv()
+    run.kill()
+    run.join()
+    try:
+        with occupied(tmp_path, Runtime()):
+            assert (tmp_path / "lock").read_text().endswith(f", pid {os.getpid()}\n")
+            os.kill(fork, 0)  # it lives
+    finally:
+        os.kill(fork, signal.SIGKILL)
+
+
+def test_a_fork_that_leaves_the_run_does_not_end_it(tmp_path) -> None:
+    with ExitStack() as run:
+        run.enter_context(occupied(tmp_path, Runtime()))
+        fork = FORK.Process(target=run.close)
+        fork.start()
+        fork.join()
+        assert fork.exitcode == 0
+        other = occupied(tmp_path, Runtime())  # in the same process
+        with pytest.raises(ValueError, match=rf"in use .*pid {os.getpid()}\)"), other:
+            pass
+
+
+def test_a_file_system_without_locks_is_one_warning(tmp_path, monkeypatch, caplog) -> None:
+    def flock(*_) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with occupied(tmp_path, Runtime()):
+        pass
+    (warning,) = [r.getMessage() for r in caplog.records if r.name.startswith("rlhf_pg")]
+    assert f"{tmp_path} cannot be locked" in warning
