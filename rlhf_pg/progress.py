@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 SHOWN = ("reward", "kl", "entropy")
 
-# What a run leaves in its directory, checkpoints aside.
+# What a run leaves in its directory, checkpoints aside. What tells that there was one is the last.
 RUN_FILES = (
-    *("config.yaml", "metrics.jsonl", "completions.jsonl", "best", "final", "reward.png"),
-    *("tensorboard", "wandb", "run-id", "skipped"),
+    *("config.yaml", "completions.jsonl", "best", "final", "reward.png"),
+    *("tensorboard", "wandb", "run-id", "skipped", "metrics.jsonl"),
 )
 
 
@@ -32,7 +32,9 @@ def set_aside(directory: Path) -> Path | None:
     """
     if not (directory / "metrics.jsonl").exists():
         return None
-    place = directory / f"earlier-{1 + len(list(directory.glob('earlier-*')))}"
+    numbers = [path.name.removeprefix("earlier-") for path in directory.glob("earlier-*")]
+    last = max((int(number) for number in numbers if number.isdecimal()), default=0)
+    place = directory / f"earlier-{last + 1}"
     place.mkdir()
     for name in RUN_FILES:
         if (directory / name).exists():

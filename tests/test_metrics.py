@@ -3,13 +3,14 @@
 import math
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from rlhf_pg.metrics import KEYS, JsonLines, Meter, length_metrics, read, reward_metrics
-from rlhf_pg.progress import Journal
+from rlhf_pg.progress import RUN_FILES, Journal, set_aside
 
 # ----------------------------------------------------------------------------------------- Meter
 
@@ -301,6 +302,34 @@ def test_a_resumed_journal_goes_on_after_its_step(tmp_path, capsys):
     Journal(tmp_path, 2, is_main=True).step(metrics_of(3, reward=9.0))
     assert [line["reward"] for line in read(tmp_path / "metrics.jsonl")] == [None, None, 9.0]
     assert [line["step"] for line in read(tmp_path / "completions.jsonl")] == [2]
+
+
+@pytest.mark.parametrize("moves", range(len(RUN_FILES) + 1))
+def test_an_earlier_run_is_set_aside_whole_whenever_that_is_interrupted(
+    tmp_path, monkeypatch, moves
+):
+    for name in RUN_FILES:
+        (tmp_path / name).write_text("earlier")
+    rename, left = Path.rename, iter(range(moves))
+
+    def interrupted(path, target):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
+        patched.setattr(Path, "rename", interrupted)
+        set_aside(tmp_path)
+    set_aside(tmp_path)
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith("earlier-")]
+    assert sorted(path.name for path in tmp_path.glob("*/*")) == sorted(RUN_FILES)
+
+
+def test_earlier_runs_are_numbered_after_the_last_that_is_there(tmp_path):
+    for name in ("earlier-2", "earlier-10", "earlier-one"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert set_aside(tmp_path) == tmp_path / "earlier-11"
 
 
 @pytest.mark.parametrize(
