@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf_pg.advantages import group_stats, total_scores
+from rlhf_pg.sealed import sync_directory, sync_file
 
 logger = logging.getLogger(__name__)
 
@@ -158,14 +159,16 @@ class JsonLines:
         kept = [line for line in lines if _step(line) <= keep_through_step]
         whole = path.with_name(f"partial-{path.name}")
         whole.write_text("".join(f"{line}\n" for line in kept))
+        sync_file(whole)
         whole.replace(path)
+        sync_directory(path.parent)
         self.path = path
         self._has_failed = False
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line; NaN and infinities, which JSON does not know, become null, and what else
-        it does not know text. On a full disk the line is missing, and the first time a warning says
-        so.
+        it does not know text. It is on the disk when this returns, before a checkpoint of its step
+        is. On a full disk it is missing, and the first time a warning says so.
         """
         line = json.dumps(finite(record), allow_nan=False, default=str) + "\n"
         size = None
@@ -173,6 +176,8 @@ class JsonLines:
             with self.path.open("a") as file:
                 size = file.tell()
                 file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
         except OSError as error:
             if not self._has_failed:
                 logger.warning("%s lacks lines from here on: %s", self.path, error)

@@ -1,5 +1,6 @@
 """Disks that are full under what a run writes beside its checkpoints."""
 
+import errno
 import logging
 import os
 import resource
@@ -60,6 +61,47 @@ def test_resuming_on_a_full_disk_keeps_the_lines(tmp_path, monkeypatch) -> None:
     path.write_text('{"step": 1}\n{"step": 2}\n')
     os.symlink("/dev/full", tmp_path / "partial-metrics.jsonl")
     with pytest.raises(OSError, match="No space left"):
+        JsonLines(path, 1)
+    assert read(path) == [{"step": 1}, {"step": 2}]
+
+
+@pytest.fixture
+def synced(monkeypatch) -> dict[int, int]:
+    """How long a file was when it was last synced, by its inode; a directory is there too."""
+    sizes = {}
+
+    def fsync(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        sizes[status.st_ino] = status.st_size
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return sizes
+
+
+def test_every_line_is_on_the_disk_when_it_is_written(tmp_path, synced) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path, 0)
+    for step in (1, 2):
+        lines.write({"step": step})
+        assert synced[path.stat().st_ino] == path.stat().st_size > 0
+
+
+def test_the_lines_that_a_resumed_run_keeps_are_on_the_disk(tmp_path, synced) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    JsonLines(path, 1)
+    assert synced[path.stat().st_ino] == path.stat().st_size > 0
+    assert tmp_path.stat().st_ino in synced
+
+
+def test_resuming_on_a_disk_that_fails_keeps_the_lines(tmp_path, monkeypatch) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="Input/output error"):
         JsonLines(path, 1)
     assert read(path) == [{"step": 1}, {"step": 2}]
 
