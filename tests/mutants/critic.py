@@ -83,10 +83,9 @@ UNITS = [
         name="value-moments-per-rank",
         mistake="every process normalises values by moments of its own rows",
         file=SCORING,
-        old="    mean, var = _mean_and_var(runtime, returns, mask)\n"
-        "    moments.update(float(runtime.total(mask.sum())), float(mean), float(var))",
-        new="    own = returns[mask].double()\n"
-        "    moments.update(len(own), float(own.mean()), float(own.var(correction=0)))",
+        old="        moments.update(float(runtime.total(mask.sum())), float(mean), float(var))",
+        new="        own = returns[mask].double()\n"
+        "        moments.update(len(own), float(own.mean()), float(own.var(correction=0)))",
         killers=(f"{DISTRIBUTED}::test_the_metrics_are_the_same[ddp-2-ppo]",),
     ),
     Mutant(
@@ -197,6 +196,7 @@ FOLLOWING = [
         "        alone = self.learner.trains_critic_alone(self.state.step)\n"
         '        tokens = int(metrics.pop("tokens")) + batch.other_tokens\n'
         "        self.state.step += 1\n"
+        "        self._begun = None\n"
         "        self.learner.sync_reference(self.state.step)\n",
         new="            self.learner.sync_reference(self.state.step + 1)\n"
         "            metrics |= self.update(experience, meter)\n"
