@@ -215,8 +215,8 @@ class Checkpointer:
             return saved
         if newest >= 0 and self.state.step == 0:
             raise ValueError(
-                f"{self.directory.parent} holds the checkpoints of another run: resume it with "
-                "resume_from_checkpoint latest, or choose another output_dir"
+                f"{self.directory.parent} holds the checkpoints of an earlier run: go on with "
+                "it (--resume_from_checkpoint latest), or choose another output_dir"
             )
         return {}
 

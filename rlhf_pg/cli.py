@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = parser.parse_args(arguments[:1]).command
     flags = arguments[1:]
     disable_progress_bar()  # of loading and saving, which would break ours
+    if not torch.accelerator.is_available():  # which DeepSpeed, where it is there, says in between
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if command == "train" and (not flags or flags[0].startswith("-")):
         parser.error("train needs a recipe: rlhf-pg train recipes/grpo_arithmetic.yaml")
     try:
@@ -70,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             train(_recipe(flags[0]), flags[1:])
     except ValueError as error:  # what the library says of bad input is enough
         fail(str(error))
+    except KeyboardInterrupt:
+        print("interrupted: a run goes on from its last checkpoint, if it has one", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
 
 
 def train(recipe: Path, flags: Sequence[str]) -> None:

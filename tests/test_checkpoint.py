@@ -378,7 +378,7 @@ def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(tmp_path):
     checkpointer.resume(None, RUNTIME)  # nothing there yet
     save_at(checkpointer, 3)
     checkpointer.resume(None, RUNTIME)  # its own
-    with pytest.raises(ValueError, match="holds the checkpoints of another run"):
+    with pytest.raises(ValueError, match="holds the checkpoints of an earlier run"):
         make_checkpointer(tmp_path).resume(None, RUNTIME)
 
 

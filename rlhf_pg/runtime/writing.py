@@ -49,5 +49,5 @@ class Writing:
         raise OSError(
             f"{self.path} could not be saved ({reason}). Checkpoints that were saved before are "
             "whole: make sure that the disk has room and can be written to by every process, then "
-            "resume with resume_from_checkpoint latest"
+            "go on with --resume_from_checkpoint latest"
         ) from error

@@ -289,14 +289,21 @@ class PolicyGradientTrainer:
                 in `output_dir`; by default `args.resume_from_checkpoint`.
 
         Raises:
-            ValueError: no such checkpoint, or none that is whole; `output_dir` holds those of
-                another run, is in use by one or cannot be written to; or a tracker cannot start.
+            ValueError: no such checkpoint, none that is whole, or one beyond the last step;
+                `output_dir` holds those of another run, is in use by one or cannot be written to;
+                or a tracker cannot start.
             SystemExit: with code 143 (128 + SIGTERM), after SIGTERM to any process: the step has
                 been finished, and a checkpoint saved.
         """
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
         saved = self.checkpointer.resume(resume_from_checkpoint, self.runtime)
+        if self.state.step > self.total_steps:
+            raise ValueError(
+                f"the checkpoint is of step {self.state.step}, and the run is to have "
+                f"{self.total_steps} steps (max_steps or num_train_epochs): raise them, or load it "
+                "as a model"
+            )
         if self.has_found_budget and "micro_batch_tokens" in saved:
             self._set_budget(saved["micro_batch_tokens"])
         directory = Path(self.args.output_dir)

@@ -92,8 +92,16 @@ def test_if_none_is_whole_nothing_begins(output) -> None:
     for trial in ("latest", True):
         with pytest.raises(ValueError, match=f"no whole checkpoint.*{NAMES[2]}.*{NAMES[0]}"):
             resume(output, trial)
-    with pytest.raises(ValueError, match="holds the checkpoints of another run"):
+    with pytest.raises(ValueError, match="holds the checkpoints of an earlier run"):
         resume(output, None)
+
+
+def test_a_run_does_not_go_on_from_beyond_its_last_step(output) -> None:
+    before = [(output / name).read_bytes() for name in ("metrics.jsonl", "final/manifest.json")]
+    with pytest.raises(ValueError, match=r"of step 3, and the run is to have 2 steps.*raise them"):
+        build(str(output), **OPTIONS | {"max_steps": 2}).train("latest")
+    after = [(output / name).read_bytes() for name in ("metrics.jsonl", "final/manifest.json")]
+    assert after == before
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../x", "a/../../x", ""])

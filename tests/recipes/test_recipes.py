@@ -182,6 +182,17 @@ def test_help_shows_the_values_of_the_recipe(capsys) -> None:
     assert "(default: 0.0004)" in shown
 
 
+def test_an_interrupted_run_says_so_in_one_line(monkeypatch, capsys) -> None:
+    def interrupted(flags) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "demo", interrupted)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["demo"])
+    assert exit_.value.code == 130
+    assert capsys.readouterr().err.startswith("interrupted: a run goes on from")
+
+
 def test_bad_input_is_one_line_and_no_traceback(capsys) -> None:
     recipe = str(RECIPES / "rloo_arithmetic.yaml")
     with pytest.raises(SystemExit) as exit_:
