@@ -273,20 +273,24 @@ class Checkpointer:
         if changed and rank == 0:
             logger.warning("%s goes on with another learning rate: %s", path, changed)
         self._load_models(path)
-        self.trained.reset()
         self.trained.load_state(stored_state(path / "optimizer.safetensors", self.parameters))
         self._load_schedule(state["scheduler"], state["learning_rates"])
         vars(self.state).update(state["counters"])
         self.saved = None
         for name, record in self.running.items():
             vars(record).update(state["running"][name])
-        if not path.resolve().is_relative_to(self.directory.parent.resolve()):
+        if not self._has_best(path.resolve()):
             self.state.best_reward = None  # the best checkpoint stayed there
         rng = _rng_file(path, rank)
         if rng.exists():
             restore_rng(load_file(rng))
         saved: dict[str, Any] = state["config"]
         return saved
+
+    def _has_best(self, path: Path) -> bool:
+        """Whether the best checkpoint so far of the run that saved `path` is in this directory."""
+        best = self.directory.parent.resolve() / "best"
+        return best.exists() and path.parent in (best.parent, self.directory.resolve())
 
     def _load_schedule(self, saved: dict[str, Any], rates: list[float]) -> None:
         """Where it was; the peaks are those of this run, which may be others."""

@@ -167,8 +167,8 @@ class JsonLines:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line; NaN and infinities, which JSON does not know, become null, and what else
-        it does not know text. It is on the disk when this returns, before a checkpoint of its step
-        is. On a full disk it is missing, and the first time a warning says so.
+        it does not know text. It is on the disk when this returns. On a full disk it is missing,
+        and the first time a warning says so.
         """
         line = json.dumps(finite(record), allow_nan=False, default=str) + "\n"
         size = None

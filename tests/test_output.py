@@ -28,6 +28,7 @@ def test_a_fork_of_a_run_that_was_killed_does_not_hold_its_lock(tmp_path) -> Non
     ours, theirs = FORK.Pipe()
     run = FORK.Process(target=hold_and_fork, args=(tmp_path, theirs))
     run.start()
+    theirs.close()  # or the line below waits for one that has died
     fork = ours.recv()
     run.kill()
     run.join()

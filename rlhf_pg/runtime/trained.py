@@ -101,10 +101,9 @@ class Trained:
         for parameter in module.parameters():
             parameter.grad = None
 
-    def reset(self) -> None:
+    def abandon(self) -> None:
         """Drop what is left of an update that was broken off."""
         self.forget(self.module)
-        self.module.eval()
 
     @waits
     def step(self) -> float:

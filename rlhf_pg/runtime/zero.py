@@ -45,6 +45,7 @@ class ZeroTrained(Trained):
         self._zero: Any = engine.optimizer
         self._three = engine.zero_optimization_stage() == 3
         self.optimizer = self._zero.optimizer
+        self._is_broken = False  # an update was broken off
         self._forgotten: list[Tensor] = []  # pieces of what the next step leaves alone
         self._buffers: list[Tensor | None] = []  # for the gradients of these
         self.optimizer.register_step_pre_hook(self._hide)
@@ -82,7 +83,16 @@ class ZeroTrained(Trained):
 
     @waits
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this process's share of the loss."""
+        """Add the gradient of this process's share of the loss.
+
+        Raises:
+            ValueError: an update was broken off before.
+        """
+        if self._is_broken:
+            raise ValueError(
+                "an update was broken off, and DeepSpeed keeps half of its gradient: go on from a "
+                "checkpoint in a new process"
+            )
         self._wrapped.backward(loss * self._world)
 
     def forget(self, module: nn.Module) -> None:
@@ -100,10 +110,9 @@ class ZeroTrained(Trained):
                 if (key := self._zero.get_param_id(parameter)) in norms:
                     norms[key] = torch.zeros_like(norms[key])  # times 0, NaN stays
 
-    def reset(self) -> None:
-        """See `Trained`."""
-        self._zero.zero_grad()
-        self.module.eval()
+    def abandon(self) -> None:
+        """Gradients are in buffers of DeepSpeed, which cannot take back half of them."""
+        self._is_broken = True
 
     @waits
     def step(self) -> float:

@@ -142,7 +142,7 @@ class PolicyGradientTrainer:
         self._choose()
         self.critic = self.new_critic()
         self.state = TrainState()
-        self._begun: dict[str, Tensor] | None = None  # random states, of a step that is not over
+        self._begun: dict[str, Tensor] | None = None  # random states, while a step draws its batch
         self._new_learner(optimizers)
         self.engine = new_engine(
             args,
@@ -297,15 +297,7 @@ class PolicyGradientTrainer:
         """
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
-        saved = self.checkpointer.resume(resume_from_checkpoint, self.runtime)
-        if self.state.step > self.total_steps:
-            raise ValueError(
-                f"the checkpoint is of step {self.state.step}, and the run is to have "
-                f"{self.total_steps} steps (max_steps or num_train_epochs): raise them, or load it "
-                "as a model"
-            )
-        if self.has_found_budget and "micro_batch_tokens" in saved:
-            self._set_budget(saved["micro_batch_tokens"])
+        self._resume(resume_from_checkpoint)
         directory = Path(self.args.output_dir)
         journal = Journal(directory, self.state.step, self.runtime.is_main)
         if self.runtime.is_main:
@@ -344,6 +336,17 @@ class PolicyGradientTrainer:
         for callback in self.callbacks:
             callback.on_end(self)
 
+    def _resume(self, choice: str | bool | None) -> None:
+        saved = self.checkpointer.resume(choice, self.runtime)
+        if self.state.step > self.total_steps:
+            raise ValueError(
+                f"the checkpoint is of step {self.state.step}, and the run is to have "
+                f"{self.total_steps} steps (max_steps or num_train_epochs): raise them, or load it "
+                "as a model"
+            )
+        if self.has_found_budget and "micro_batch_tokens" in saved:
+            self._set_budget(saved["micro_batch_tokens"])
+
     def _end_by_sigterm(self, journal: Journal) -> None:
         journal.say(f"SIGTERM: the run goes on from {self._checkpoint()}")
         raise Terminated
@@ -358,8 +361,11 @@ class PolicyGradientTrainer:
         """One rollout batch and every update on it; returns the line for metrics.jsonl."""
         start, meter = time.perf_counter(), Meter()
         self._begun = rng_tensors()
-        with self.sampling():
-            batch = draw_batch(self, meter)
+        try:
+            with self.sampling():
+                batch = draw_batch(self, meter)
+        finally:
+            self._begun = None
         samples, scores = batch.judged
         with meter.time("score"):
             experience, metrics = self.make_experience(samples.rollout, scores, meter, batch.greedy)
@@ -368,7 +374,6 @@ class PolicyGradientTrainer:
         alone = self.learner.trains_critic_alone(self.state.step)
         tokens = int(metrics.pop("tokens")) + batch.other_tokens
         self.state.step += 1
-        self._begun = None
         self.learner.sync_reference(self.state.step)
         self.state.draws += batch.draws
         self.state.num_tokens += tokens

@@ -161,13 +161,28 @@ class Learner:
         return Scored(values=values, end_values=end_values)
 
     def update(self, experience: Experience, step: int, meter: Meter) -> dict[str, float]:
-        """Every optimizer update on one rollout batch."""
+        """Every optimizer update on one rollout batch; one that breaks off leaves nothing behind.
+
+        Raises:
+            FloatingPointError: see `Skips.end`.
+        """
+        self.module.train()
+        try:
+            metrics = self._updates(experience, step, meter)
+        except BaseException:
+            self.trained.abandon()
+            raise
+        finally:
+            self.module.eval()
+        self.skips.end(step + 1, int(metrics["num_updates"]))
+        return metrics
+
+    def _updates(self, experience: Experience, step: int, meter: Meter) -> dict[str, float]:
         norms: list[float] = []
         skipped = 0
         last_pass: deque[Meter] = deque(maxlen=self.args.num_mini_batches)
         rates = {name: group["lr"] for name, group in self._rates.items()}
         alone = self.trains_critic_alone(step)
-        self.module.train()
         for number, minibatch in enumerate(self._minibatches(experience, step)):
             seen = Meter()
             self.accumulate(minibatch, seen)
@@ -188,8 +203,6 @@ class Learner:
                 self.skips.skip(minibatch, norm, step + 1, number)
                 skipped += 1
                 last_pass.pop()
-        self.module.eval()
-        self.skips.end(step + 1, len(norms))
         metrics = {
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
             **rates,

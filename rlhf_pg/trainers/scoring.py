@@ -169,7 +169,7 @@ def _normalized(
     if moments is None:
         return returns
     mean, var = _mean_and_var(runtime, returns, mask)
-    if var.isfinite():  # else no update is made with these returns
+    if var.isfinite():  # else the updates that have these returns are skipped
         moments.update(float(runtime.total(mask.sum())), float(mean), float(var))
     return torch.where(mask, moments.normalize(returns), 0.0)
 

@@ -66,7 +66,10 @@ def test_a_file_that_one_process_could_not_write_or_has_lost(whole, tmp_path) ->
 def test_two_processes_that_are_killed_end_as_those_that_are_not(whole, tmp_path) -> None:
     broken = tmp_path / "broken"
     killed = run([broken] * 2, faults=("stepped:kill@3", "stepped:kill@3"))
-    assert [code for code, _ in killed] == [-signal.SIGKILL, -signal.SIGKILL]
+    codes = {code for code, _ in killed}  # one may be killed while the other still needs it
+    assert -signal.SIGKILL in codes
+    assert 0 not in codes
+    assert names(broken) == ["step-00000001", "step-00000002"]
     assert [code for code, _ in run([broken] * 2, "latest")] == [0, 0]
     assert left(broken) == left(whole)
 

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -211,8 +212,7 @@ def plans(device: str) -> Iterator[Check]:
 
 def resuming(device: str) -> Iterator[Check]:
     """Four steps are two, a stop and two, to the last bit, by torch's deterministic algorithms."""
-    torch.use_deterministic_algorithms(True)  # run.sh sets what cuBLAS needs for it
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, deterministic():
         model = save_model(directory)
         for dtype, use_peft in (("float32", False), ("bfloat16", True)):
             ends = []
@@ -231,6 +231,7 @@ def resuming(device: str) -> Iterator[Check]:
                             learning_rate=1e-3,
                             max_completion_length=16,
                             lr_scheduler_type="constant",
+                            micro_batch_tokens=512,
                         ),
                         train_dataset=arithmetic().train_dataset,
                     )
@@ -238,7 +239,15 @@ def resuming(device: str) -> Iterator[Check]:
                 ends.append([p.detach().cpu() for p in trainer.model.parameters()])
             same = all(a.equal(b) for a, b in zip(*ends, strict=True))
             yield f"resumed, {dtype}{', LoRA' * use_peft}", "equal" if same else "differs", same
-    torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # run.sh sets what cuBLAS needs for it
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def lengths(completions: list[str], **_: Any) -> list[float]:

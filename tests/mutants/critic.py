@@ -196,7 +196,6 @@ FOLLOWING = [
         "        alone = self.learner.trains_critic_alone(self.state.step)\n"
         '        tokens = int(metrics.pop("tokens")) + batch.other_tokens\n'
         "        self.state.step += 1\n"
-        "        self._begun = None\n"
         "        self.learner.sync_reference(self.state.step)\n",
         new="            self.learner.sync_reference(self.state.step + 1)\n"
         "            metrics |= self.update(experience, meter)\n"

@@ -33,8 +33,8 @@ MUTANTS = [
     Mutant(
         name="half-an-update-stays",
         mistake="a run that goes on after an error adds the gradient of the update that broke off",
-        file="rlhf_pg/checkpoint.py",
-        old="        self.trained.reset()\n",
+        file="rlhf_pg/trainers/learner.py",
+        old="            self.trained.abandon()\n",
         new="",
         killers=("tests/faults/test_updates.py::test_out_of_memory_leaves_no_half_of_an_update",),
     ),

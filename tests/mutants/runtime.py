@@ -119,8 +119,8 @@ MUTANTS = [
         name="gathered-for-every-round",
         mistake="weights that lie in pieces are put together for every call of the engine",
         file="rlhf_pg/trainers/base.py",
-        old="        with self.sampling():\n            batch = draw_batch(self, meter)\n",
-        new="        batch = draw_batch(self, meter)\n",
+        old="            with self.sampling():\n                batch = draw_batch(self, meter)\n",
+        new="            batch = draw_batch(self, meter)\n",
         killers=(
             "tests/trainers/test_dynamic_sampling.py"
             "::test_weights_are_put_together_once_for_all_rounds",

@@ -115,3 +115,12 @@ def test_deepspeed_does_not_train_in_float64() -> None:
     asked = SimpleNamespace(num_processes=1)
     with pytest.raises(ValueError, match="set dtype to float32"):
         zero.ZeroTrained(asked, layer, optimizer)
+
+
+def test_deepspeed_does_not_go_on_with_half_an_update() -> None:
+    zero = pytest.importorskip("rlhf_pg.runtime.zero")
+    engine = object.__new__(zero.ZeroTrained)
+    engine.watch = None
+    engine.abandon()
+    with pytest.raises(ValueError, match=r"an update was broken off.*in a new process"):
+        engine.backward(torch.zeros(()))

@@ -139,7 +139,7 @@ def test_dropout_is_off_by_default(make) -> None:
 
 def test_checkpoints_of_another_run_are_not_mixed_in(make) -> None:
     make(save_steps=1).train()
-    with pytest.raises(ValueError, match=r"another run.*resume_from_checkpoint latest"):
+    with pytest.raises(ValueError, match=r"earlier run.*--resume_from_checkpoint latest"):
         make().train()
 
 
