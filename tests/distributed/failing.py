@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from rlhf_pg import Callback, GRPOConfig, GRPOTrainer
@@ -39,7 +40,8 @@ def main(out: str, where: str, how: str, backend: str = "ddp") -> None:
     """Train on the embedded task; in the second step, `how` is called in the process of rank 1.
 
     Args:
-        where: it is called in: "reward", which all processes agree on, or "callback".
+        where: it is called in: "reward", which all processes agree on, "callback", or "save", the
+            callback after a checkpoint.
     """
     backends.install(backend)
     task = arithmetic()
@@ -57,6 +59,9 @@ def main(out: str, where: str, how: str, backend: str = "ddp") -> None:
         def on_step(self, trainer: GRPOTrainer, metrics: dict[str, Any]) -> None:
             fail("callback")
 
+        def on_save(self, trainer: GRPOTrainer, path: Path) -> None:
+            fail("save")
+
     trainer = GRPOTrainer(
         model=model,
         processing_class=tokenizer,
@@ -64,6 +69,7 @@ def main(out: str, where: str, how: str, backend: str = "ddp") -> None:
         args=GRPOConfig(
             output_dir=out,
             max_steps=3,
+            save_steps=int(where == "save"),
             prompts_per_step=2,
             max_completion_length=4,
             ddp_timeout=8 if how == "sleeps_for_ever" else 300,

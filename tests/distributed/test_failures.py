@@ -106,7 +106,7 @@ def test_a_process_that_hangs_is_reported_with_the_stacks_of_all(started) -> Non
 @pytest.mark.distributed
 def test_it_is_missed_where_weights_are_put_together(started) -> None:
     """The other has gone on to the next step, and begins with what it needs for sampling."""
-    first, second = map(said, started("callback", "sleeps_for_ever", "fsdp2"))
+    first, second = map(said, started("save", "sleeps_for_ever", "fsdp2"))
     for text in (first, second):
         assert "has waited 8 s in _fill (ddp_timeout): another process hangs\nStack of" in text
     assert ", in full_tensor\n" in first
