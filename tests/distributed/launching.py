@@ -21,6 +21,7 @@ from tests.untimed import without_times
 
 ROOT = Path(__file__).parents[2]
 OWN = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+PATIENCE = 120  # seconds, far beyond what any run here takes that ends by itself
 COMMON = {
     "max_steps": 5,
     "learning_rate": 1e-3,
@@ -79,7 +80,7 @@ def start_two(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     common |= OWN | environment(backend)
 

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launching import start_two
+from tests.distributed.launching import PATIENCE, start_two
 from tests.faults.job import STEPS, left
-
-PATIENCE = 120  # seconds, far beyond what any of these takes
 
 
 def run(

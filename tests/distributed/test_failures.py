@@ -8,15 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launching import start_two
+from tests.distributed.backends import environment
+from tests.distributed.launching import OWN, PATIENCE, start_two
 
 FAILING = Path(__file__).with_name("failing.py")
-ENVIRONMENT = os.environ | {
-    "ACCELERATE_USE_CPU": "true",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(FAILING.parents[2]),
-}
-PATIENCE = 120  # seconds, far beyond what any of these takes
+ENVIRONMENT = os.environ | OWN | environment("ddp")
 
 
 @pytest.fixture
