@@ -112,7 +112,9 @@ def forward_work(module: nn.Module, batch: Rollout) -> int:
     return work
 
 
-def probe(groups: int, rows: int, prompt: int, completion: int) -> Rollout:
+def probe(
+    groups: int, rows: int, prompt: int, completion: int, device: torch.device | str = "cpu"
+) -> Rollout:
     """Groups of so many rows each, with prompts and completions of so many tokens, all the same."""
     count = groups * rows
     return Rollout.from_tokens(
@@ -122,6 +124,7 @@ def probe(groups: int, rows: int, prompt: int, completion: int) -> Rollout:
         truncated=[False] * count,
         groups=[group for group in range(groups) for _ in range(rows)],
         pad_token_id=0,
+        device=device,
     )
 
 
@@ -158,6 +161,8 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     gradients were there before.
     """
 
+    supports_higher_order_operators = True  # FlexAttention is one
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.alive = self.peak = self.work = 0
@@ -166,7 +171,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        count = _WORK.get(func._overloadpacket)
+        count = _WORK.get(getattr(func, "_overloadpacket", None))
         if count is not None:
             self.work += count(*args, **(kwargs or {}), out_val=out)
         for tensor in tree_leaves(out):

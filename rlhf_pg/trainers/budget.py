@@ -64,11 +64,13 @@ def of_update(
     rows = args.num_generations
     try:
         drawn = blueprint(module, device)
-        return growth(drawn, lambda n: probe(n, rows, longest_prompt, args.max_completion_length))
+        return growth(
+            drawn, lambda n: probe(n, rows, longest_prompt, args.max_completion_length, device)
+        )
     except Exception as error:  # a kernel, or a value model, that asks for data
         logger.debug("measured with data, since without: %s", error)
         short = min(longest_prompt, 16), min(args.max_completion_length, 16)
-        return growth(module, lambda n: probe(n, min(rows, 4), *short))
+        return growth(module, lambda n: probe(n, min(rows, 4), *short, device))
 
 
 def _room(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> float:

@@ -1,0 +1,1 @@
+"""The trainers on a pretend CUDA device: see `tests.device.pretend`."""

@@ -1,0 +1,213 @@
+"""Runs of every kind, two steps each, which end in the same numbers on the CPU and on a GPU.
+
+`python -m tests.device.runs FILE NAME ...` makes them on this machine's own device, a JSON line each.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForSequenceClassification
+
+from rlhf_pg import (
+    GRPOConfig,
+    GRPOTrainer,
+    PPOConfig,
+    PPOTrainer,
+    ReinforceConfig,
+    ReinforceTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
+from rlhf_pg.metrics import read
+from rlhf_pg.tasks import TASKS
+from tests.tiny import tiny_model
+
+TRAINERS: dict[str, tuple[Any, Any]] = {
+    "grpo": (GRPOConfig, GRPOTrainer),
+    "ppo": (PPOConfig, PPOTrainer),
+    "rloo": (RLOOConfig, RLOOTrainer),
+    "reinforce": (ReinforceConfig, ReinforceTrainer),
+}
+COMMON: dict[str, Any] = {
+    "max_steps": 2,
+    "prompts_per_step": 4,
+    "num_generations": 4,
+    "max_completion_length": 16,
+    "log_completions_steps": 1,
+    "learning_rate": 1e-3,
+    "micro_batch_tokens": 160,
+}
+METRICS = ("reward", "loss", "grad_norm", "entropy", "kl", "value_loss", "num_tokens")
+
+
+@dataclass(frozen=True)
+class Run:
+    """An algorithm, keys of its config, and what else a trainer is given."""
+
+    algorithm: str = "grpo"
+    options: dict[str, Any] = field(default_factory=dict)
+    task: str = "arithmetic"
+    arch: dict[str, Any] | None = None  # of `tiny_model`; None: the task's own model
+    reward_model: bool = False
+    resumes: bool = False  # after the first step
+
+    @property
+    def dtype(self) -> str:
+        return str(self.options.get("dtype", "float32"))
+
+
+BF16, LORA, AUTO = {"dtype": "bfloat16"}, {"use_peft": True}, {"micro_batch_tokens": "auto"}
+WINDOW = {"arch": "mistral", "vocab_size": 64, "sliding_window": 6, "hidden_size": 64}
+GPT2 = {"arch": "gpt2", "vocab_size": 64, "hidden_size": 64}
+ROUNDS = {"num_iterations": 2, "num_mini_batches": 2}
+
+RUNS: dict[str, Run] = {
+    "grpo": Run(options={"beta": 0.05, "eval_steps": 1, "weight_decay": 0.1, **ROUNDS}),
+    "grpo, auto": Run(options={**AUTO, "beta": 0.1, "sync_ref_model": True, "entropy_coef": 0.01}),
+    "grpo, reward model": Run(reward_model=True),
+    "grpo, checkpointing": Run(options={"gradient_checkpointing": True}),
+    "grpo, LoRA": Run(options={**LORA, **AUTO, "beta": 0.05, "save_merged": True}),
+    "grpo, bfloat16": Run(options={**BF16, **AUTO}),
+    "grpo, bfloat16, LoRA": Run(options={**BF16, **LORA, "gradient_checkpointing": True}),
+    "grpo, stochastic rounding": Run(
+        options={**BF16, "bfloat16_update": "stochastic_rounding", "optim": "adamw_torch"}
+    ),
+    "grpo, float64": Run(options={"dtype": "float64"}),
+    "grpo, top-p": Run(options={"top_p": 0.9, "truncated_sampling": "saved_support"}),
+    "grpo, dynamic sampling": Run(options={"dynamic_sampling_rounds": 2, "stop": ("12",)}),
+    "grpo, small cache": Run(options={"rollout_cache_tokens": 120, "skip_zero_advantages": True}),
+    "grpo, sequences": Run(
+        options={
+            "temperature": 0.7,
+            "importance_sampling_level": "sequence",
+            "aggregation": "sequence_mean",
+        }
+    ),
+    "grpo, penalties": Run(
+        options={
+            "overlong_buffer": 4,
+            "missing_eos_penalty": 1.0,
+            "mask_truncated_completions": True,
+            "normalize_rewards": True,
+        }
+    ),
+    "grpo, tools": Run(options={"max_completion_length": 32}, task="calculator"),
+    "grpo, environment": Run(task="guess"),
+    "grpo, GPT-2": Run(arch=GPT2),
+    "grpo, padded": Run(arch=WINDOW),
+    "grpo, resumed": Run(options={"save_steps": 1}, resumes=True),
+    "rloo": Run("rloo"),
+    "reinforce": Run("reinforce", {"advantage_estimator": "returns_minus_moving_average"}),
+    "remax": Run("reinforce", {"advantage_estimator": "returns_minus_greedy"}),
+    "ppo": Run("ppo", {**AUTO, "normalize_values": True, "bootstrap_truncated": True}),
+    "ppo, shared critic": Run("ppo", {"critic": "shared", "lam_alpha": 0.05}),
+    "ppo, n-step": Run("ppo", {"advantage_estimator": "n_step", "n_steps": 2}),
+    "ppo, padded": Run("ppo", {"kl_controller": "adaptive"}, arch=WINDOW),
+    "ppo, critic first": Run("ppo", {"value_pretraining_steps": 1, "value_init": "random"}),
+    "ppo, bfloat16, LoRA, resumed": Run("ppo", {**BF16, **LORA, "save_steps": 1}, resumes=True),
+}
+
+
+def score(completions: list[Any], **_: Any) -> list[float]:
+    """A number that every character of the text changes."""
+    return [float(sum(map(ord, str(text))) % 7) for text in completions]
+
+
+def trainer(run: Run, directory: Path, steps: int | None = None) -> Any:
+    """The trainer of a run, with the models that it needs saved in the directory."""
+    config_type, trainer_type = TRAINERS[run.algorithm]
+    task = TASKS[run.task]()
+    torch.manual_seed(0)
+    model, tokenizer = task.new_model()
+    if run.arch is not None:
+        model = tiny_model(**run.arch)
+        model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    save(directory / "model", model, tokenizer)
+    rewards: list[Any] = [score]
+    if run.reward_model:
+        save(directory / "rewards", sequence_classifier(tokenizer), tokenizer)
+        rewards.append(str(directory / "rewards"))
+    options = {**COMMON, **run.options} | ({} if steps is None else {"max_steps": steps})
+    paths = {"model_name_or_path": str(directory / "model"), "output_dir": str(directory / "out")}
+    return trainer_type(
+        reward_funcs=rewards,
+        args=config_type(**paths, task=task.name, **options),
+        train_dataset=task.train_dataset,
+        eval_dataset=task.eval_dataset.select(range(4)) if "eval_steps" in options else None,
+        tools=task.tools,
+        environment_factory=task.environment_factory,
+    )
+
+
+def save(path: Path, model: PreTrainedModel, tokenizer: Any) -> None:
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def sequence_classifier(tokenizer: Any) -> PreTrainedModel:
+    """A reward model with random weights."""
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_labels": 1}
+    torch.manual_seed(1)
+    model = Qwen3ForSequenceClassification(
+        Qwen3Config(
+            vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **shape, **heads
+        )
+    )
+    return model
+
+
+def numbers(name: str) -> dict[str, Any]:
+    """Metrics of every step, completions, weights at the end, and where they were."""
+    run = RUNS[name]
+    with TemporaryDirectory() as path, contextlib.redirect_stdout(io.StringIO()):
+        directory = Path(path)
+        if run.resumes:
+            trainer(run, directory, steps=1).train()
+        trained = trainer(run, directory)
+        trained.train("latest" if run.resumes else None)
+        out = directory / "out"
+        lines = read(out / "metrics.jsonl")
+        samples = [line["completion"] for line in read(out / "completions.jsonl")]
+    weights = [p.detach().double().abs().sum().item() for p in trained.model.parameters()]
+    return {
+        "device": str(trained.model.device),
+        "metrics": {key: [line.get(key) for line in lines] for key in METRICS},
+        "eval": [value for line in lines for key, value in line.items() if "eval_rew" in key],
+        "samples": samples,
+        "weights": weights,
+    }
+
+
+def quiet() -> None:
+    """No progress bars, and no warnings of libraries."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("rlhf_pg").setLevel(logging.ERROR)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file", type=Path)
+    parser.add_argument("names", nargs="+")
+    args = parser.parse_args()
+    quiet()
+    with args.file.open("a") as file:
+        for name in args.names:
+            file.write(json.dumps({"name": name, **numbers(name)}) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    main()
