@@ -120,10 +120,10 @@ def _moved(engine: Engine, device: Device, shape: Shape, rows: int, tokens: floa
 
 def rounded(rows: int) -> int:
     """Rows of the graph that the native engine replays: a power of two, or a multiple of 32."""
-    return -(-rows // 32) * 32 if rows > 32 else 2 ** (rows - 1).bit_length()
+    return -(-rows // 32) * 32 if rows > 32 else 1 << (rows - 1).bit_length()
 
 
 def padded(width: int, longest: int) -> int:
     """Tokens that the native engine has room for: 64, doubled until they fit, or the longest."""
     most = -(-longest // 64) * 64
-    return min(most, max(64, 2 ** (width - 1).bit_length()))
+    return min(most, max(64, 1 << (width - 1).bit_length()))

@@ -116,7 +116,7 @@ def engine_gpus(library: Library, device: Device, shape: Shape, job: Job) -> int
         ValueError: there are not as many.
     """
     room = (1 - CACHE_SHARE) * device.memory
-    gpus = 2 ** max(0, math.ceil(math.log2(2 * shape.parameters / room)))
+    gpus = 1 << max(0, math.ceil(math.log2(2 * shape.parameters / room)))
     if gpus > (min(job.processes, MACHINE) if library.parallel else 1):
         raise ValueError(f"{library.name}: the engine's weights do not fit in {room / 1e9:.0f} GB")
     return gpus

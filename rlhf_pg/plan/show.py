@@ -66,10 +66,10 @@ def said_beside(job: Job) -> str:
     """The assumptions, and how far the model is off on what others have published."""
     found = agreement()
     return (
-        f"On paper, none of it measured: bfloat16; {len(job.lengths)} completions on each GPU, of 1 "
-        f"to {max(job.lengths)} tokens, after prompts of {job.prompt}; {job.micro_batch} tokens at a "
-        "time; the same sharding everywhere; TRL and verl with gradient checkpointing and a "
-        "scoring pass, their defaults; rewards are not in it. On the "
-        f"{found.count} published throughputs in docs/scaling.md this model is off by a factor of "
+        f"On paper, none of it measured: bfloat16; {len(job.lengths)} completions on each GPU, "
+        f"of 1 to {max(job.lengths)} tokens, after prompts of {job.prompt}; {job.micro_batch} "
+        "tokens at a time; the same sharding everywhere; TRL and verl with gradient checkpointing "
+        "and a scoring pass, as they are by default; rewards are not in it. On "
+        f"{found.points} published throughputs (docs/scaling.md) this model is off by a factor of "
         f"{found.median:.2f} in the median and {found.worst:.2f} at worst."
     )
