@@ -64,7 +64,7 @@ class Point:
 
 
 def _decode(gpu: Device, shape: Shape, setup: dict[str, Any], fitted: Fitted) -> float:
-    """Milliseconds of a token, the first of a row apart; GPUs that share a model have a row each."""
+    """Milliseconds of a token, the first apart; GPUs that share a model have a row each."""
     gpus, width = setup.get("gpus", 1), setup["width"]
     rows = max(1, setup["rows"] // gpus)
     seconds = [
