@@ -47,6 +47,7 @@ USAGE = """\
 rlhf-pg train RECIPE.yaml [--key value ...]   train with a recipe; flags override its keys (--help)
 rlhf-pg train PRESET [--key value ...]        likewise, by the name of a preset: dapo, vapo ...
 rlhf-pg plan --config RECIPE.yaml --gpus N    memory and seconds that it would take (plan --help)
+rlhf-pg plan --config RECIPE.yaml --device h100   likewise of a GPU that is not here, on paper
 rlhf-pg demo [--key value ...]                GRPO on the embedded task: a few minutes on a CPU
 rlhf-pg --version"""
 
@@ -146,17 +147,26 @@ def plan(flags: Sequence[str]) -> None:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     room, kind = _room(device), device.type
+    if options.device is not None:
+        room, kind = planning.DEVICES[options.device].memory, "cuda"
     if options.memory is not None:
         room, kind = options.memory * 1e9, "cuda"
     drawn = planning.draw(args, device, kind)
     layout = SHARDINGS[options.sharding]
     memory = planning.predicted_memory(drawn, layout, options.gpus, room, kind)
+    console = Console()
+    console.print(_memory_table(memory))
+    if options.device is not None:
+        job = planning.job_of(drawn, memory, layout, options.gpus)
+        shape = planning.shape_of(drawn.policy.model)
+        gpu = planning.DEVICES[options.device]
+        console.print(planning.paper_table(gpu, shape, job, drawn.critic is not None))
+        console.print(Text(planning.said_beside(job)))
+        return
     rates = planning.Rates(options.tflops * 1e12, options.bandwidth * 1e9)
     if not (options.tflops and options.bandwidth):
         here = planning.measured_rates(device, getattr(torch, args.dtype))
         rates = planning.Rates(rates.work or here.work, rates.bytes or here.bytes)
-    console = Console()
-    console.print(_memory_table(memory))
     console.print(_pace_table(planning.predicted_pace(drawn, memory, options.gpus), rates))
     console.print(Text(_assumptions(drawn, memory, rates)))
 
@@ -172,10 +182,17 @@ def _plan_options(flags: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--config", required=True, help="a recipe, or the name of a preset")
     add("--gpus", type=_count, default=1, metavar="N", help="processes, one per GPU")
     add("--sharding", choices=SHARDINGS, default="ddp", help="what the launcher's config asks for")
+    devices = planning.DEVICES
+    add(
+        "--device", choices=devices, help="whose seconds to work out on paper, beside TRL's, verl's"
+    )
     add("--memory", type=_positive, metavar="GB", help="of a GPU; default: of this machine")
     add("--tflops", type=_positive, default=0.0, help="of large matrix products; default: measured")
     add("--bandwidth", type=_positive, default=0.0, metavar="GB/S", help="default: measured")
-    return parser.parse_known_args(list(flags))
+    options, keys = parser.parse_known_args(list(flags))
+    if options.device and (options.tflops or options.bandwidth):
+        parser.error("--device says what --tflops and --bandwidth would: give it alone")
+    return options, keys
 
 
 def _count(text: str) -> int:

@@ -1,16 +1,24 @@
 """What a run will take, before anything is loaded: memory by part, and the time of a step."""
 
+from rlhf_pg.plan.devices import DEVICES
 from rlhf_pg.plan.drawn import Drawn, draw
 from rlhf_pg.plan.memory import Memory, predicted_memory
 from rlhf_pg.plan.pace import Pace, Rates, measured_rates, predicted_pace
+from rlhf_pg.plan.shapes import shape_of
+from rlhf_pg.plan.show import job_of, paper_table, said_beside
 
 __all__ = [
+    "DEVICES",
     "Drawn",
     "Memory",
     "Pace",
     "Rates",
     "draw",
+    "job_of",
     "measured_rates",
+    "paper_table",
     "predicted_memory",
     "predicted_pace",
+    "said_beside",
+    "shape_of",
 ]

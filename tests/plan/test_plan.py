@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_pg import GRPOConfig, PPOConfig, cli
 from rlhf_pg.plan import Pace, Rates, draw, measured_rates, predicted_memory, predicted_pace
+from rlhf_pg.plan.published import agreement
 from rlhf_pg.runtime import LAYOUTS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -38,6 +39,32 @@ def test_the_command_shows_parts_and_phases(capsys, model_path) -> None:
     assert "1 TFLOP/s, 100 GB/s" in text.replace("\n", " ")
 
 
+def test_a_device_that_is_not_here(capsys, model_path) -> None:
+    recipe = ["--config", str(RECIPES / "grpo_arithmetic.yaml"), "--model_name_or_path", model_path]
+    text = plan(capsys, *recipe, "--device", "h100", "--gpus", "8", "--sharding", "fsdp2")
+    assert cells(text, "copy to sample from")
+    header = next(line for line in text.splitlines() if "seconds, on paper" in line)
+    for name in ("ours, native", "ours, vLLM", "TRL, vLLM", "verl"):
+        assert name in header
+    stages = ("rollout", "weights handed over", "score", "update", "exchange")
+    columns = [[float(x) for x in cells(text.split("on paper")[1], name)] for name in stages]
+    totals = [float(x) for x in cells(text.split("on paper")[1], "total")]
+    assert len(totals) == 4
+    assert [sum(column) for column in zip(*columns, strict=True)] == pytest.approx(totals, rel=0.06)
+    words = " ".join(text.split())
+    assert "On paper, none of it measured" in words
+    found = agreement()
+    assert f"off by a factor of {found.median:.2f} in the median and {found.worst:.2f}" in words
+
+
+def test_trl_has_no_ppo(capsys, model_path) -> None:
+    recipe = ["--config", str(RECIPES / "ppo_arithmetic.yaml"), "--model_name_or_path", model_path]
+    text = plan(capsys, *recipe, "--device", "a100").split("on paper")[1]
+    line = next(line for line in text.splitlines() if re.match(r"\W+total\b", line))
+    filled = [cell.strip() != "-" for cell in re.split("[│|]", line)[2:-1]]
+    assert filled == [True, True, False, True]
+
+
 def test_no_weights_are_loaded(model_path) -> None:
     def refuse(*_, **__):
         raise AssertionError("loads")
@@ -54,6 +81,8 @@ def test_no_weights_are_loaded(model_path) -> None:
         (["--memory", "-3"], "above 0"),
         (["--sharding", "zero4"], "invalid choice"),
         (["--no_such_key", "1"], "no_such_key"),
+        (["--device", "h900"], "invalid choice: 'h900' (choose from"),
+        (["--device", "h100", "--tflops", "1"], "give it alone"),
         (["--model_name_or_path", "no/such/directory"], "no model directory"),
     ],
 )

@@ -1,0 +1,129 @@
+"""The seconds of a rollout on paper: kernels launched, bytes read, operations."""
+
+import math
+from dataclasses import dataclass
+
+from rlhf_pg.plan.devices import Device
+from rlhf_pg.plan.job import Job, positions
+from rlhf_pg.plan.learning import EFFICIENCY, LAUNCH, MEMORY, body_seconds
+from rlhf_pg.plan.shapes import Shape
+
+KERNEL = 2.0e-6  # seconds of a small kernel in a CUDA graph, its gap included: an assumption
+OUTSIDE = 21  # kernels of a position that are in no layer
+LOOK = 8  # positions after which the native engine looks for rows that have ended
+REDUCE = 10e-6  # seconds of a small sum over the GPUs of one machine: an assumption
+# What vLLM's host adds to a position, in seconds. Fitted: see `published.py`.
+HOST = 1.7e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """How an engine makes one token of every row.
+
+    Args:
+        kernels: of a layer, in a graph.
+        launched: kernels of a position in no graph.
+        host: seconds that the host adds to a position.
+        captures: graphs are recorded anew in every rollout.
+        moves: operations of a layer that make room for rows, every `LOOK` positions.
+        cache_rate: share of the bandwidth at which keys and values are read.
+        padded: they are read at the width of the longest row, rounded up.
+        shares_prompts: those of a prompt are read once for all its completions.
+        logits: times that logits are read or written.
+    """
+
+    kernels: int
+    launched: int
+    host: float
+    captures: bool
+    moves: int
+    cache_rate: float
+    padded: bool
+    shares_prompts: bool
+    logits: int
+
+
+NATIVE = Engine(
+    kernels=20,
+    launched=120,
+    host=0.0,
+    captures=False,
+    moves=4,
+    cache_rate=0.55,
+    padded=True,
+    shares_prompts=True,
+    logits=12,
+)
+VLLM = Engine(
+    kernels=12,
+    launched=0,
+    host=HOST,
+    captures=False,
+    moves=0,
+    cache_rate=0.8,
+    padded=False,
+    shares_prompts=False,
+    logits=4,
+)
+
+
+def rollout_seconds(
+    engine: Engine, device: Device, shape: Shape, job: Job, gpus: int = 1, host: float | None = None
+) -> float:
+    """Of sampling all completions: prompts once, then position after position.
+
+        prompts    2 (body + head) groups P / rate, and what is read and written between products
+        position   (L k + 21) KERNEL + launched LAUNCH + host
+                   + max(2 N / (0.85 bandwidth), 2 N rows / rate)
+                   + tokens cached / (cache_rate bandwidth) + logits 4 rows V / bandwidth
+        captures   shapes (4 (L k + 160) LAUNCH + 0.05)
+        looks      (25 + moves L) 15 us, every 8 positions
+
+    N are the parameters that a token passes through; with `gpus` that share a model all of it but
+    kernels is divided among them, and 2 L sums are added.
+
+    Args:
+        host: in place of the engine's.
+    """
+    longest, recorded = max(job.lengths), set[tuple[int, int]]()
+    host = engine.host if host is None else host
+    look = (25 + engine.moves * shape.layers) * 15e-6 / LOOK if engine.moves else 0.0
+    fixed = (shape.layers * engine.kernels + OUTSIDE) * KERNEL + engine.launched * LAUNCH
+    fixed += host + look + (2 * shape.layers * REDUCE if gpus > 1 else 0.0)
+    prompts = job.groups * gpus * job.prompt
+    seconds = body_seconds(device, shape, prompts, prompts * job.prompt / 2) / gpus
+    for step, (rows, tokens) in enumerate(positions(job.lengths * gpus, job.rows * gpus)):
+        read = math.ceil(rows / job.generations) if engine.shares_prompts else rows
+        if engine.padded:
+            rows, width = rounded(rows), padded(min(step + 1, longest), longest)
+            read, tokens = rounded(read), rows * width
+            recorded.add((rows, width))
+        seconds += fixed + _moved(engine, device, shape, rows, read * job.prompt + tokens) / gpus
+    if engine.captures:
+        eager = (shape.layers * engine.kernels + 160) * LAUNCH
+        seconds += len(recorded) * (4 * eager + 0.05)
+    return seconds
+
+
+def _moved(engine: Engine, device: Device, shape: Shape, rows: int, tokens: float) -> float:
+    """Seconds of one position's bytes and operations, on one GPU.
+
+    Args:
+        tokens: whose keys and values are read.
+    """
+    weights = 2 * shape.read / (MEMORY * device.bandwidth)
+    products = 2 * shape.read * rows / (EFFICIENCY * device.flops)
+    cache = tokens * shape.cached / (engine.cache_rate * device.bandwidth)
+    logits = engine.logits * 4 * rows * shape.vocabulary / device.bandwidth
+    return max(weights, products) + cache + logits
+
+
+def rounded(rows: int) -> int:
+    """Rows of the graph that the native engine replays: a power of two, or a multiple of 32."""
+    return -(-rows // 32) * 32 if rows > 32 else 1 << (rows - 1).bit_length()
+
+
+def padded(width: int, longest: int) -> int:
+    """Tokens that the native engine has room for: 64, doubled until they fit, or the longest."""
+    most = -(-longest // 64) * 64
+    return min(most, max(64, 1 << (width - 1).bit_length()))

@@ -1,0 +1,73 @@
+"""One GPU's share of a training step, whatever the library that takes it."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from rlhf_pg.runtime import LAYOUTS, Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is sampled and learnt from on one GPU, in tokens.
+
+    Args:
+        prompt: tokens of each.
+        lengths: tokens of every completion.
+        generations: completions of a prompt.
+        rows: sampled at a time.
+        micro_batch: tokens that a learner forwards at a time.
+        recomputes: gradient checkpointing.
+        trained: share of the parameters that is trained; less than 1 with adapters.
+        old: the policy is scored before its update, or a critic on its trunk.
+        references: models beside the policy that are scored.
+        models: as large as the policy that learn, a separate critic among them.
+    """
+
+    prompt: int
+    lengths: tuple[int, ...]
+    generations: int
+    rows: int = 256
+    micro_batch: int = 16384
+    processes: int = 1
+    layout: Layout = LAYOUTS[0]
+    recomputes: bool = False
+    trained: float = 1.0
+    old: bool = False
+    references: int = 0
+    epochs: int = 1
+    updates: int = 1
+    models: int = 1
+
+    @property
+    def groups(self) -> int:
+        return math.ceil(len(self.lengths) / self.generations)
+
+
+def spread(count: int, longest: int) -> tuple[int, ...]:
+    """Lengths as even as `count` rows allow, from `longest / count` to `longest`."""
+    return tuple(math.ceil(longest * (i + 1) / count) for i in range(count))
+
+
+def long_tailed(count: int, mean: float, longest: int) -> tuple[int, ...]:
+    """Quantiles of an exponential distribution, cut at `longest`."""
+    shares = ((i + 0.5) / count for i in range(count))
+    return tuple(min(longest, math.ceil(-mean * math.log(1 - share))) for share in shares)
+
+
+def positions(lengths: Sequence[int], room: int) -> Iterator[tuple[int, int]]:
+    """(rows, tokens that they have already) at every position of a rollout.
+
+    At most `room` rows at a time; one that waits begins where another has ended.
+    """
+    waiting, active = list(reversed(lengths)), list[tuple[int, int]]()
+    step = begun = 0  # begun: sum of the steps at which the active rows began
+    while waiting or active:
+        while waiting and len(active) < room:
+            heappush(active, (step + waiting.pop(), step))
+            begun += step
+        yield len(active), len(active) * step - begun
+        step += 1
+        while active and active[0][0] <= step:
+            begun -= heappop(active)[1]

@@ -1,0 +1,188 @@
+"""How far the paper model is off on the throughputs of published.yaml.
+
+The constants that are neither from a data sheet nor assumed are fitted to them: EFFICIENCY and
+TRAFFIC to the rows of `train`, HOST to those of `decode`. The other rows fit nothing.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import yaml
+
+from rlhf_pg.plan.decoding import HOST, VLLM, rollout_seconds
+from rlhf_pg.plan.devices import DEVICES, Device
+from rlhf_pg.plan.job import Job, long_tailed
+from rlhf_pg.plan.learning import (
+    EFFICIENCY,
+    EXPOSED,
+    TRAFFIC,
+    body_seconds,
+    gather_seconds,
+    head_seconds,
+)
+from rlhf_pg.plan.paper import VERL, learner_seconds, stages
+from rlhf_pg.plan.shapes import SHAPES, Shape
+from rlhf_pg.runtime import LAYOUTS
+
+
+class Fitted(NamedTuple):
+    """The constants that are fitted."""
+
+    efficiency: float = EFFICIENCY
+    traffic: float = TRAFFIC
+    host: float = HOST
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One published number, in the unit of its kind, and the set-up it was measured in."""
+
+    kind: str
+    what: str
+    source: str
+    published: float
+    device: str
+    model: str
+    bandwidth: float | None = None
+    setup: dict[str, Any] = field(default_factory=dict)
+
+    def predicted(self, fitted: Fitted | None = None) -> float:
+        """By the formula of its kind."""
+        gpu = DEVICES[self.device]
+        gpu = gpu._replace(bandwidth=self.bandwidth or gpu.bandwidth)
+        return KINDS[self.kind](gpu, SHAPES[self.model], self.setup, fitted or Fitted())
+
+    def off(self, fitted: Fitted | None = None) -> float:
+        """The larger of published and predicted, divided by the smaller."""
+        return math.exp(abs(math.log(self.predicted(fitted) / self.published)))
+
+
+def _decode(gpu: Device, shape: Shape, setup: dict[str, Any], fitted: Fitted) -> float:
+    """Milliseconds of a token, the first apart; GPUs that share a model have a row each."""
+    gpus, width = setup.get("gpus", 1), setup["width"]
+    rows = max(1, setup["rows"] // gpus)
+    seconds = [
+        rollout_seconds(VLLM, gpu, shape, _requested(setup, rows, n), gpus, fitted.host)
+        for n in (width, 1)
+    ]
+    return float(1e3 * (seconds[0] - seconds[1]) / (width - 1))
+
+
+def _requests(gpu: Device, shape: Shape, setup: dict[str, Any], fitted: Fitted) -> float:
+    """Per second."""
+    rows: int = setup["rows"]
+    job = _requested(setup, rows, setup["width"])
+    return float(rows / rollout_seconds(VLLM, gpu, shape, job, 1, fitted.host))
+
+
+def _requested(setup: dict[str, Any], rows: int, width: int) -> Job:
+    return Job(prompt=setup["prompt"], lengths=(width,) * rows, generations=1)
+
+
+def _train(gpu: Device, shape: Shape, setup: dict[str, Any], fitted: Fitted) -> float:
+    """Tokens per second on each GPU: forward, backward, and what is gathered for them."""
+    tokens: int = setup["tokens"]
+    passes, pairs = 3 + setup["recomputed"], tokens * setup["length"] / 2
+    body = body_seconds(gpu, shape, tokens, pairs, passes, fitted.efficiency, fitted.traffic)
+    piece = tokens * shape.vocabulary
+    head = head_seconds(gpu, shape, tokens, piece, 3, efficiency=fitted.efficiency)
+    sent = gather_seconds(gpu, shape, setup["gpus"], 3)
+    return float(tokens / (body + head + max(EXPOSED * sent, sent - body - head)))
+
+
+def _score(gpu: Device, shape: Shape, setup: dict[str, Any], fitted: Fitted) -> float:
+    return learner_seconds(VERL, gpu, shape, _job(setup))[0]
+
+
+def _update(gpu: Device, shape: Shape, setup: dict[str, Any], fitted: Fitted) -> float:
+    return sum(learner_seconds(VERL, gpu, shape, _job(setup))[1:])
+
+
+def _step(gpu: Device, shape: Shape, setup: dict[str, Any], fitted: Fitted) -> float:
+    """Without padding, and recomputing only what the set-up says."""
+    return stages(replace(VERL, recomputes=False), gpu, shape, _job(setup))["total"]
+
+
+def _job(setup: dict[str, Any]) -> Job:
+    rest = dict(setup)
+    lengths = long_tailed(rest.pop("rows"), rest.pop("mean"), rest.pop("longest"))
+    layout = {each.name: each for each in LAYOUTS}[rest.pop("layout")]
+    return Job(lengths=lengths, layout=layout, processes=rest.pop("gpus"), **rest)
+
+
+KINDS: dict[str, Callable[[Device, Shape, dict[str, Any], Fitted], float]] = {
+    "decode": _decode,
+    "requests": _requests,
+    "train": _train,
+    "learn": _train,
+    "score": _score,
+    "update": _update,
+    "step": _step,
+}
+UNITS = {
+    "decode": "ms a token",
+    "requests": "requests/s",
+    "train": "tokens/s per GPU",
+    "learn": "tokens/s per GPU",
+    "score": "s",
+    "update": "s",
+    "step": "s",
+}
+
+
+@cache
+def points() -> tuple[Point, ...]:
+    """All of published.yaml, in its order."""
+    found = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+    return tuple(Point(kind=kind, **row) for kind, rows in found.items() for row in rows)
+
+
+class Agreement(NamedTuple):
+    """By which factor the model is off on so many points."""
+
+    points: int
+    median: float
+    worst: float
+
+
+def _agreement(off: Iterable[float]) -> Agreement:
+    found = list(off)
+    return Agreement(len(found), median(found), max(found))
+
+
+@cache
+def agreement() -> Agreement:
+    """With the constants as they are."""
+    return _agreement(point.off() for point in points())
+
+
+# What is tried for each constant. No product is taken to reach more than 0.8 of a peak.
+GRIDS = {
+    "train": [Fitted(e / 100, float(t)) for e, t in product(range(40, 81, 2), range(0, 81, 2))],
+    "decode": [Fitted(host=h * 1e-4) for h in range(51)],
+}
+
+
+@cache
+def _losses(kind: str) -> list[list[float]]:
+    """The squared logarithm by which each point is off, for everything that is tried."""
+    chosen = [point for point in points() if point.kind == kind]
+    return [[math.log(p.off(tried)) ** 2 for p in chosen] for tried in GRIDS[kind]]
+
+
+def fit(kind: str, without: int | None = None) -> Fitted:
+    """What is least off on the points of a kind, or on all of them but one."""
+    losses = [sum(row) - (row[without] if without is not None else 0) for row in _losses(kind)]
+    return GRIDS[kind][losses.index(min(losses))]
+
+
+def left_out(kind: str) -> Agreement:
+    """Each point of a kind foretold with constants that are fitted to the others."""
+    chosen = [point for point in points() if point.kind == kind]
+    return _agreement(point.off(fit(kind, i)) for i, point in enumerate(chosen))

@@ -1,0 +1,75 @@
+"""The step on paper as a table, and what has to be said beside it."""
+
+from rich.table import Table
+
+from rlhf_pg.plan.devices import Device
+from rlhf_pg.plan.drawn import Drawn
+from rlhf_pg.plan.job import Job, spread
+from rlhf_pg.plan.memory import Memory
+from rlhf_pg.plan.paper import LIBRARIES, Library, stages
+from rlhf_pg.plan.published import agreement
+from rlhf_pg.plan.shapes import Shape
+from rlhf_pg.runtime import Layout
+
+
+def job_of(drawn: Drawn, memory: Memory, layout: Layout, processes: int) -> Job:
+    """One GPU's share of a step of the recipe, with completions of 1 token to the most."""
+    args = drawn.args
+    groups = -(-args.prompts_per_step // processes)
+    policy = list(drawn.policy.parameters())
+    trained = sum(p.numel() for p in policy if p.requires_grad) / sum(p.numel() for p in policy)
+    shares_trunk = drawn.critic is not None and drawn.critic.shares_trunk
+    computes_old = args.needs_old_logprobs and args.old_logprobs_source == "policy"
+    return Job(
+        prompt=drawn.prompt,
+        lengths=spread(groups * args.num_generations, args.max_completion_length),
+        generations=args.num_generations,
+        rows=memory.rows,
+        micro_batch=memory.micro_batch_tokens,
+        processes=processes,
+        layout=layout,
+        recomputes=args.gradient_checkpointing,
+        trained=trained,
+        old=computes_old or shares_trunk,
+        references=int(args.beta > 0),
+        epochs=args.num_iterations,
+        updates=args.updates_per_step,
+        models=1 if drawn.critic is None or shares_trunk else 2,
+    )
+
+
+def paper_table(device: Device, shape: Shape, job: Job, has_critic: bool) -> Table:
+    """Seconds by stage and library; "-" where a library cannot take such a step."""
+    columns = [_seconds(library, device, shape, job, has_critic) for library in LIBRARIES]
+    table = Table("seconds, on paper", *(library.name for library in LIBRARIES))
+    for stage in next((column for column in columns if column), {}):
+        cells = [_short(column[stage]) if column else "-" for column in columns]
+        table.add_row(stage, *cells, style="bold" if stage == "total" else None)
+    return table
+
+
+def _seconds(
+    library: Library, device: Device, shape: Shape, job: Job, has_critic: bool
+) -> dict[str, float]:
+    """Empty where it cannot."""
+    try:
+        return stages(library, device, shape, job) if library.critics >= has_critic else {}
+    except ValueError:
+        return {}
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 100 else f"{seconds:.2g}"
+
+
+def said_beside(job: Job) -> str:
+    """The assumptions, and how far the model is off on what others have published."""
+    found = agreement()
+    return (
+        f"On paper, none of it measured: bfloat16; {len(job.lengths)} completions on each GPU, "
+        f"of 1 to {max(job.lengths)} tokens, after prompts of {job.prompt}; {job.micro_batch} "
+        "tokens at a time; the same sharding everywhere; TRL and verl with gradient checkpointing "
+        "and a scoring pass, as they are by default; rewards are not in it. On "
+        f"{found.points} published throughputs (docs/scaling.md) this model is off by a factor of "
+        f"{found.median:.2f} in the median and {found.worst:.2f} at worst."
+    )
