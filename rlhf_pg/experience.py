@@ -33,6 +33,7 @@ class Rollout:
     truncated: Tensor  # (B,) bool; stopped by length, not by a stop token
     sampler_logprobs: Tensor  # (B,T) as the engine saw them
     support_ids: Tensor | None = None  # (B,T,K) int32; see `from_tokens`
+    host_rows: tuple[micro_batches.Row, ...] | None = None  # see `counted`
 
     @classmethod
     def from_tokens(
@@ -92,7 +93,8 @@ class Rollout:
         }
         if supports is not None:
             fields["support_ids"] = _padded_supports(supports, completion_ids, completion_mask)
-        return cls(**{name: value.to(device) for name, value in fields.items()})
+        there: dict[str, Any] = {name: value.to(device) for name, value in fields.items()}
+        return cls(**there)
 
     @property
     def num_rows(self) -> int:
@@ -108,10 +110,38 @@ class Rollout:
         lengths = [self.completion_mask.sum(1), self.prompt_mask.sum(1), self.truncated.long()]
         return torch.stack(lengths, dim=1)
 
+    def counted(self) -> Self:
+        """The same with the lengths of its rows on the host.
+
+        A GPU is waited for here, and not again by who cuts it into micro-batches or packs them.
+        """
+        if self.host_rows is not None:
+            return self
+        lengths = [*self.lengths()[:, [1, 0]].T, self.action_mask.sum(1)]
+        columns = torch.stack([self.groups, self.families(), *lengths])
+        rows = tuple(micro_batches.Row(*row) for row in columns.T.tolist())
+        return dataclasses.replace(self, host_rows=rows)
+
+    def action_slots(self) -> Tensor:
+        """(M,) int64: where the action tokens are in (B,T), flattened."""
+        mask = self.action_mask.flatten()
+        if self.host_rows is None:
+            return mask.nonzero().squeeze(1)
+        return mask.nonzero_static(size=sum(row.actions for row in self.host_rows)).squeeze(1)
+
     def select(self, rows: Tensor) -> Self:
-        """These rows (int64 indices), with columns that are padding in all of them cut off."""
-        prompt_width = _longest(self.prompt_mask[rows])
-        width = _longest(self.completion_mask[rows])
+        """These rows (int64 indices), with columns that are padding in all of them cut off.
+
+        Of a batch that is `counted`, indices on the host spare a GPU every wait.
+        """
+        host_rows = self.host_rows and tuple(self.host_rows[i] for i in rows.tolist())
+        rows = to_device(rows, self.groups.device)
+        if host_rows is None:
+            prompt_width = _longest(self.prompt_mask[rows])
+            width = _longest(self.completion_mask[rows])
+        else:
+            prompt_width = max((row.prompt for row in host_rows), default=0) or 1
+            width = max((row.completion for row in host_rows), default=0) or 1
 
         def pick(name: str, value: Tensor) -> Tensor:
             value = value[rows]
@@ -121,7 +151,8 @@ class Rollout:
                 return value[:, :width, : _widest(value)]
             return value[:, -prompt_width:] if name in _PROMPT_FIELDS else value[:, :width]
 
-        return type(self)(**{name: pick(name, value) for name, value in self._tensors()})
+        picked: dict[str, Any] = {name: pick(name, value) for name, value in self._tensors()}
+        return type(self)(**picked, host_rows=host_rows)
 
     @classmethod
     def concat(cls, parts: Sequence[Self], pad_token_id: int) -> Self:
@@ -137,7 +168,8 @@ class Rollout:
             fill = pad_token_id if name in _ID_FIELDS else 0
             return torch.cat([_widened(value, width, fill, left) for value in values])
 
-        return cls(**{name: join(name) for name, _ in parts[0]._tensors()})
+        joined: dict[str, Any] = {name: join(name) for name, _ in parts[0]._tensors()}
+        return cls(**joined)
 
     def blank_row(self) -> Self:
         """One row without action tokens: it costs a forward pass and adds nothing to a loss."""
@@ -147,11 +179,15 @@ class Rollout:
             filled = {"prompt_mask": 1, "completion_mask": 1, "support_ids": -1}
             return torch.full(shape, filled.get(name, 0), dtype=value.dtype, device=value.device)
 
-        return type(self)(**{name: blank(name, value) for name, value in self._tensors()})
+        row = micro_batches.Row(group=0, family=0, prompt=1, completion=1, actions=0)
+        blanks: dict[str, Any] = {name: blank(name, value) for name, value in self._tensors()}
+        return type(self)(**blanks, host_rows=(row,))
 
     @property
     def longest(self) -> int:
         """Real tokens of the longest row, prompt and completion together."""
+        if self.host_rows is not None:
+            return max(row.prompt + row.completion for row in self.host_rows)
         return int(self.lengths()[:, :2].sum(1).max())
 
     def families(self) -> Tensor:
@@ -167,7 +203,7 @@ class Rollout:
     def micro_batches(
         self, max_tokens: int, whole_groups: bool = False, window: float = math.inf
     ) -> list[Tensor]:
-        """Row indices, split so that what is computed stays within `max_tokens`.
+        """Row indices on the host, split so that what is computed stays within `max_tokens`.
 
         Args:
             whole_groups: see `rlhf_pg.micro_batches`.
@@ -176,8 +212,7 @@ class Rollout:
         """
         if not self.num_rows:
             return []
-        columns = torch.stack([self.groups, self.families(), *self.lengths()[:, [1, 0]].T])
-        rows = [micro_batches.Row(*row) for row in columns.T.tolist()]
+        rows = self.counted().host_rows or ()
         long = [row.prompt + row.completion > window for row in rows]
         if whole_groups:  # which may have rows of both kinds
             long = [any(long)] * len(rows)
@@ -186,12 +221,12 @@ class Rollout:
             places = torch.tensor([i for i, is_long in enumerate(long) if is_long == kind])
             own = [row for row, is_long in zip(rows, long, strict=True) if is_long == kind]
             batches += [places[part] for part in split(own, max_tokens, whole_groups)]
-        return [rows.to(self.groups.device) for rows in batches]
+        return batches
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is not None:
+            if isinstance(value, Tensor):
                 yield field.name, value
 
 
@@ -222,6 +257,13 @@ def padded(rows: Sequence[Sequence[int]], pad: int, left: bool = False) -> tuple
         ids[i, where] = torch.tensor(row, dtype=torch.int64)
         mask[i, where] = True
     return ids, mask
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """A copy, for which a GPU is not waited for, of a tensor that is not changed any more."""
+    if device.type != "cuda" or x.device.type != "cpu":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 def _padded_supports(

@@ -54,8 +54,10 @@ class Meter:
 
     def add(self, name: str, total: Tensor, count: Tensor | float) -> None:
         """Add to the sum and the count of a mean."""
-        count = torch.as_tensor(count, dtype=torch.float64, device=total.device)
-        pair = torch.stack([total.detach().to(torch.float64), count])
+        total = total.detach().to(torch.float64)
+        # A number is filled in: copied to a GPU it would be waited for.
+        count = count.to(total) if isinstance(count, Tensor) else torch.full_like(total, count)
+        pair = torch.stack([total, count])
         self._sums.setdefault(name, []).append(pair)
 
     def add_masked(self, name: str, x: Tensor, mask: Tensor) -> None:

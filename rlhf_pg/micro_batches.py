@@ -12,6 +12,7 @@ class Row(NamedTuple):
     family: int  # shared by neighbours whose prompt, too, is the same
     prompt: int  # tokens
     completion: int
+    actions: int = 0  # tokens of the completion that the policy chose
 
 
 def packed(rows: Sequence[Row], max_tokens: int, whole_groups: bool = False) -> list[list[int]]:

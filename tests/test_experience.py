@@ -180,7 +180,8 @@ def of_rows(rows):
 def test_concat_is_the_record_of_all_rows_at_once(parts):
     together = Rollout.concat([of_rows(rows) for rows in parts], PAD)
     at_once = tensors(of_rows([row for rows in parts for row in rows]))
-    assert (together.support_ids, at_once.pop("support_ids")) == (None, None)
+    for name in ("support_ids", "host_rows"):
+        assert (getattr(together, name), at_once.pop(name)) == (None, None)
     for name in at_once:
         value = getattr(together, name)
         assert value.dtype == at_once[name].dtype
@@ -273,7 +274,7 @@ def test_a_blank_row_can_be_attended_to_and_adds_nothing(make):
     for name, value in tensors(record).items():
         shape = (1,) if name in ("groups", "truncated") else (1, 1)
         if value is None:
-            assert getattr(blank, name) is None
+            assert name == "host_rows" or getattr(blank, name) is None
             continue
         assert getattr(blank, name).shape == shape
         assert getattr(blank, name).dtype == value.dtype
@@ -323,3 +324,19 @@ def test_experience_is_a_rollout_with_numbers():
     for name, value in base._tensors():
         assert torch.equal(getattr(e, name), value)
     assert (e.old_logprobs, e.ref_logprobs, e.values, e.returns) == (None,) * 4
+
+
+def test_counted_rows_are_those_of_the_masks():
+    r = rollout(prompts=[[1], [1], [2, 1]], completions=[[2], [3, 4], [5]])
+    own = r.completion_mask & (r.completion_ids != 3)
+    r = dataclasses.replace(r, groups=torch.tensor([7, 7, 8]), action_mask=own).counted()
+    rows = [(row.family, row.prompt, row.completion, row.actions) for row in r.host_rows]
+    assert rows == [(0, 1, 1, 1), (0, 1, 2, 1), (1, 2, 1, 1)]
+    plain = dataclasses.replace(r, host_rows=None)
+    assert r.action_slots().tolist() == plain.action_slots().tolist() == [0, 3, 4]
+    picked = torch.tensor([2, 0])
+    one, other = r.select(picked), plain.select(picked)
+    assert one.host_rows == (r.host_rows[2], r.host_rows[0])
+    for name, value in other._tensors():
+        assert getattr(one, name).equal(value), name
+    assert one.longest == other.longest == 3

@@ -4,14 +4,17 @@ Shapes: B rows, P prompt width, T completion width; N tokens that are computed; 
 """
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_pg.experience import Rollout
+from rlhf_pg.experience import Rollout, to_device
+from rlhf_pg.micro_batches import Row
 from rlhf_pg.models.attention import configs_of, fitness, replaced_attention, window
 from rlhf_pg.models.loading import evaluating
 from rlhf_pg.models.shared_prefix import Family, SharedPrefix
@@ -38,7 +41,7 @@ def hidden_states(trunk: nn.Module, batch: Rollout, window: float) -> tuple[Tens
 
 
 def fits(batch: Rollout, window: float) -> bool:
-    """Whether a batch is packed; a GPU is waited for only if there is a limit."""
+    """Whether a batch is packed."""
     return window == math.inf or batch.longest <= window
 
 
@@ -68,31 +71,38 @@ def padded(batch: Rollout) -> Tokens:
 
 
 def packed(batch: Rollout) -> Tokens:
-    """All real tokens one after another, (1,N): families, see `rlhf_pg.models.shared_prefix`."""
-    family = batch.families()
-    first = torch.ones_like(batch.truncated)
+    """All real tokens one after another, (1,N): families, see `rlhf_pg.models.shared_prefix`.
+
+    Where they are is worked out on the host, and handed to the device in one piece.
+    """
+    rows = batch.counted().host_rows or ()
+    device, width = batch.completion_ids.device, batch.prompt_ids.shape[1]
+    prompt, completion = torch.tensor([(row.prompt, row.completion) for row in rows]).T
+    family = torch.tensor([row.family for row in rows])
+    first = torch.ones(len(rows), dtype=torch.bool)
     first[1:] = family[1:] != family[:-1]
-    prompt_width = batch.prompt_ids.shape[1]
-    there = torch.cat([batch.prompt_mask, batch.completion_mask], dim=1)
-    kept = torch.cat([batch.prompt_mask & first[:, None], batch.completion_mask], dim=1)
-    ids = torch.cat([batch.prompt_ids, batch.completion_ids], dim=1)[kept]
+    columns = torch.arange(batch.width)
+    there = (columns >= (width - prompt)[:, None]) & (columns < (width + completion)[:, None])
+    kept = there & (first[:, None] | (columns >= width))
+    # In padding this is the last token before: any state will do there.
+    places = (kept.flatten().cumsum(0) - 1).view_as(kept)
+    prompt_end = places[first, width - 1][first.cumsum(0) - 1]
+    states = torch.cat([prompt_end[:, None], places[:, width:]], dim=1)
+    positions = (there.cumsum(dim=1) - 1)[kept]
+    sources = kept.flatten().nonzero().squeeze(1)
+    count = len(sources)
+    together = to_device(torch.cat([sources, positions, states.flatten()]), device)
+    sources, positions, flat = together.tensor_split([count, 2 * count])
+    ids = torch.cat([batch.prompt_ids, batch.completion_ids], dim=1).flatten()[sources]
     inputs = {
         "input_ids": ids[None],
         "attention_mask": torch.ones_like(ids[None]),  # or some models look for padding first
-        "position_ids": (there.cumsum(dim=1) - 1)[kept][None],
-        "layout": SharedPrefix(_families(batch, family), ids.device),
+        "position_ids": positions[None],
+        "layout": SharedPrefix(_families(rows), device),
     }
-    # In padding this is the last token before: any state will do there.
-    places = (kept.flatten().cumsum(0) - 1).view_as(kept)
-    prompt_end = places[first, prompt_width - 1][family]
-    return Tokens(inputs, torch.cat([prompt_end[:, None], places[:, prompt_width:]], dim=1))
+    return Tokens(inputs, flat.view_as(states))
 
 
-def _families(batch: Rollout, family: Tensor) -> list[Family]:
-    families: list[Family] = []
-    columns = torch.cat([batch.lengths()[:, :2], family[:, None]], dim=1)
-    for completion, prompt, number in columns.tolist():
-        if number == len(families):
-            families.append(Family(prompt, []))
-        families[number].completions.append(completion)
-    return families
+def _families(rows: Sequence[Row]) -> list[Family]:
+    runs = [list(run) for _, run in groupby(rows, key=lambda row: row.family)]
+    return [Family(run[0].prompt, [row.completion for row in run]) for run in runs]

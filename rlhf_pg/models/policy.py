@@ -69,9 +69,10 @@ class Policy(nn.Module):
         """
         if self.head is not None:
             return self.score(batch, *self.hidden_states(batch))
-        logits = self.logits(batch)[batch.action_mask]
+        slots = batch.action_slots()
+        logits = self.logits(batch).flatten(0, 1)[slots]
         options = (self.temperature, self.entropy_gradient)
-        return _spread(batch.action_mask, *token_scores(logits, *_drawn(batch), *options))
+        return _spread(batch, slots, *token_scores(logits, *_drawn(batch, slots), *options))
 
     def hidden_states(self, batch: Rollout) -> tuple[Tensor, Tensor]:
         """See `rlhf_pg.models.packing`."""
@@ -80,8 +81,9 @@ class Policy(nn.Module):
     def score(self, batch: Rollout, hidden: Tensor, states: Tensor) -> PolicyOutput:
         """What the head says of the completions, given the `hidden_states` of the batch."""
         assert self.head is not None
-        mask = batch.action_mask
-        return _spread(mask, *self.head(hidden[states[:, :-1][mask]], *_drawn(batch)))
+        slots = batch.action_slots()
+        before = hidden[states[:, :-1].flatten()[slots]]
+        return _spread(batch, slots, *self.head(before, *_drawn(batch, slots)))
 
     def logits(self, batch: Rollout) -> Tensor:
         """Of every token of the completions, (B,T,V), as the model gives them; all at once."""
@@ -93,12 +95,16 @@ class Policy(nn.Module):
         return logits
 
 
-def _drawn(batch: Rollout) -> tuple[Tensor, Tensor | None]:
+def _drawn(batch: Rollout, slots: Tensor) -> tuple[Tensor, Tensor | None]:
     """The action tokens (M,), and what each was drawn from (M,K)."""
-    mask, support = batch.action_mask, batch.support_ids
-    return batch.completion_ids[mask], None if support is None else support[mask]
+    support = batch.support_ids
+    tokens = batch.completion_ids.flatten()[slots]
+    return tokens, None if support is None else support.flatten(0, 1)[slots]
 
 
-def _spread(mask: Tensor, *numbers: Tensor) -> PolicyOutput:
-    """Numbers of the True slots in their places, 0 elsewhere: (B,T) each."""
-    return PolicyOutput(*(x.new_zeros(mask.shape).masked_scatter(mask, x) for x in numbers))
+def _spread(batch: Rollout, slots: Tensor, *numbers: Tensor) -> PolicyOutput:
+    """Numbers of the action tokens in their slots, 0 elsewhere: (B,T) each."""
+    mask = batch.action_mask
+    return PolicyOutput(
+        *(x.new_zeros(mask.numel()).scatter(0, slots, x).view(mask.shape) for x in numbers)
+    )

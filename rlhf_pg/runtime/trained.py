@@ -1,5 +1,6 @@
 """A module and its optimizer, of which every process has all: one process, or DDP."""
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -113,11 +114,11 @@ class Trained:
         """
         self._updates.take_gradients()
         updated = [self._updates.of(p) for p in self.module.parameters()]
-        norm = full(nn.utils.clip_grad_norm_(updated, self.max_grad_norm or torch.inf))
-        if norm.isfinite():
+        norm = float(full(nn.utils.clip_grad_norm_(updated, self.max_grad_norm or torch.inf)))
+        if math.isfinite(norm):
             self._updates.step()
         self.optimizer.zero_grad()
-        return float(norm)
+        return norm
 
     def state(self) -> Iterator[State]:
         """What the optimizer remembers, tensor by tensor and each of them whole; collective."""

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from rlhf_pg.config import PolicyGradientConfig, PPOConfig
 from rlhf_pg.data import permutation
-from rlhf_pg.experience import Experience, Rollout
+from rlhf_pg.experience import Experience, Rollout, to_device
 from rlhf_pg.faults import failpoint
 from rlhf_pg.losses import Loss, token_weights, weight_count
 from rlhf_pg.metrics import Meter
@@ -307,7 +307,8 @@ class Learner:
     def _over(self, rollout: Rollout, score: Callable[[Rollout], Scored]) -> Scored:
         """What `score` gives, micro-batch by micro-batch."""
         whole: dict[str, Tensor] = {}
-        for rows, batch in self._micro_batches(rollout):
+        for indices, batch in self._micro_batches(rollout):
+            rows = None if indices is None else to_device(indices, rollout.groups.device)
             for name, part in score(batch)._asdict().items():
                 if part is None:
                     continue
@@ -328,6 +329,7 @@ class Learner:
         window = self.policy.window
         if self.critic is not None:  # what one of them pads must fit
             window = min(window, self.critic.window)
+        batch = batch.counted()
         chunks = batch.micro_batches(self.args.token_budget, self.compares_rows, window)
         # Asked before the first: a forward pass may itself wait for the other processes.
         count = max(1, self.runtime.most(len(chunks)))

@@ -1,6 +1,7 @@
 """Runs of every kind, two steps each, which end in the same numbers on the CPU and on a GPU.
 
-`python -m tests.device.runs FILE NAME ...` makes them on this machine's own device, a JSON line each.
+`python -m tests.device.runs FILE NAME ...` makes them on this machine's own device, and
+writes a JSON line each.
 """
 
 import argparse
@@ -8,10 +9,10 @@ import contextlib
 import io
 import json
 import logging
+import os
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from rlhf_pg import (
     RLOOTrainer,
 )
 from rlhf_pg.metrics import read
+from rlhf_pg.runtime.weights import full
 from rlhf_pg.tasks import TASKS
 from tests.tiny import tiny_model
 
@@ -123,22 +125,28 @@ def score(completions: list[Any], **_: Any) -> list[float]:
     return [float(sum(map(ord, str(text))) % 7) for text in completions]
 
 
+def prepared(run: Run, directory: Path) -> tuple[Path, list[Any]]:
+    """The model of a run, saved in the directory, and its sources of reward."""
+    own = directory / os.environ.get("RANK", "0")  # a process waits for no other
+    model_path, rewards_path = own / "model", own / "rewards"
+    if not own.exists():
+        torch.manual_seed(0)
+        model, tokenizer = TASKS[run.task]().new_model()
+        if run.arch is not None:
+            model, ends = tiny_model(**run.arch), tokenizer.eos_token_id
+            model.config.eos_token_id = model.generation_config.eos_token_id = ends
+        save(model_path, model, tokenizer)
+        save(rewards_path, sequence_classifier(tokenizer), tokenizer)
+    return model_path, [score, *([str(rewards_path)] if run.reward_model else [])]
+
+
 def trainer(run: Run, directory: Path, steps: int | None = None) -> Any:
-    """The trainer of a run, with the models that it needs saved in the directory."""
+    """The trainer of a run."""
     config_type, trainer_type = TRAINERS[run.algorithm]
     task = TASKS[run.task]()
-    torch.manual_seed(0)
-    model, tokenizer = task.new_model()
-    if run.arch is not None:
-        model = tiny_model(**run.arch)
-        model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-    save(directory / "model", model, tokenizer)
-    rewards: list[Any] = [score]
-    if run.reward_model:
-        save(directory / "rewards", sequence_classifier(tokenizer), tokenizer)
-        rewards.append(str(directory / "rewards"))
+    model, rewards = prepared(run, directory)
     options = {**COMMON, **run.options} | ({} if steps is None else {"max_steps": steps})
-    paths = {"model_name_or_path": str(directory / "model"), "output_dir": str(directory / "out")}
+    paths = {"model_name_or_path": str(model), "output_dir": str(directory / "out")}
     return trainer_type(
         reward_funcs=rewards,
         args=config_type(**paths, task=task.name, **options),
@@ -159,19 +167,21 @@ def sequence_classifier(tokenizer: Any) -> PreTrainedModel:
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_labels": 1}
     torch.manual_seed(1)
-    model = Qwen3ForSequenceClassification(
+    return Qwen3ForSequenceClassification(
         Qwen3Config(
             vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **shape, **heads
         )
     )
-    return model
 
 
-def numbers(name: str) -> dict[str, Any]:
-    """Metrics of every step, completions, weights at the end, and where they were."""
+def numbers(name: str, directory: Path) -> dict[str, Any]:
+    """Metrics of every step, completions, weights at the end, and where they were.
+
+    Args:
+        directory: one that all processes of the run share.
+    """
     run = RUNS[name]
-    with TemporaryDirectory() as path, contextlib.redirect_stdout(io.StringIO()):
-        directory = Path(path)
+    with contextlib.redirect_stdout(io.StringIO()):
         if run.resumes:
             trainer(run, directory, steps=1).train()
         trained = trainer(run, directory)
@@ -179,7 +189,8 @@ def numbers(name: str) -> dict[str, Any]:
         out = directory / "out"
         lines = read(out / "metrics.jsonl")
         samples = [line["completion"] for line in read(out / "completions.jsonl")]
-    weights = [p.detach().double().abs().sum().item() for p in trained.model.parameters()]
+    trainable = (full(p) for p in trained.learner.module.parameters() if p.requires_grad)
+    weights = [p.detach().double().abs().sum().item() for p in trainable]
     return {
         "device": str(trained.model.device),
         "metrics": {key: [line.get(key) for line in lines] for key in METRICS},
@@ -203,10 +214,14 @@ def main() -> None:
     parser.add_argument("names", nargs="+")
     args = parser.parse_args()
     quiet()
-    with args.file.open("a") as file:
-        for name in args.names:
-            file.write(json.dumps({"name": name, **numbers(name)}) + "\n")
-            file.flush()
+    places = {name: args.file.parent / f"run-{i}" for i, name in enumerate(args.names)}
+    for name, place in places.items():  # while every process still saves what it is told to
+        prepared(RUNS[name], place)
+    for name, place in places.items():
+        made = {"name": name, **numbers(name, place)}
+        if os.environ.get("RANK", "0") == "0":
+            with args.file.open("a") as file:
+                file.write(json.dumps(made) + "\n")
 
 
 if __name__ == "__main__":

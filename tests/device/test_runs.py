@@ -1,5 +1,6 @@
 """Whole runs give the CPU's numbers, and are really on the device."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +14,17 @@ TOLERANCE = {"float32": 1e-4, "float64": 1e-12, "bfloat16": 2e-2}
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_run_gives_the_cpu_s_numbers(expected: Any, run: str, record_property: Any) -> None:
-    there, here = numbers(run), expected[run]
+def test_run_gives_the_cpu_s_numbers(
+    expected: Any, run: str, record_property: Any, tmp_path: Path
+) -> None:
+    there, here = numbers(run, tmp_path), expected[run]
     assert (there["device"], here["device"]) == ("cuda:0", "cpu")
     dtype = RUNS[run].dtype
     if dtype == "bfloat16":  # from the second step on it is another policy's sample
         there, here = _first_step(there), _first_step(here)
-    record_property("distance", _distance(there, here))
+    record_property("distance", distance(there, here))
     assert there["samples"] == here["samples"]
-    assert _distance(there, here) <= TOLERANCE[dtype]
+    assert distance(there, here) <= TOLERANCE[dtype]
 
 
 def _first_step(of: dict[str, Any]) -> dict[str, Any]:
@@ -35,7 +38,7 @@ def _flat(of: dict[str, Any]) -> torch.Tensor:
     return torch.tensor([*metrics, *of["eval"], *of["weights"]], dtype=torch.float64)
 
 
-def _distance(a: dict[str, Any], b: dict[str, Any]) -> float:
+def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
     """The largest difference of two numbers, relative to them; to 1e-2 where both are small."""
     x, y = _flat(a), _flat(b)
     return float(((x - y).abs() / y.abs().clamp(min=1e-2)).max())

@@ -18,8 +18,9 @@ from rlhf_pg.models import (
     disable_dropout,
 )
 from rlhf_pg.models.attention import fitness, replaced_attention
+from rlhf_pg.models.gpu_attention import BLOCK, OnGPU
 from rlhf_pg.models.packing import packed, padded
-from rlhf_pg.models.shared_prefix import BLOCK, Family, SharedPrefix
+from rlhf_pg.models.shared_prefix import Family, SharedPrefix
 from tests.models.test_policy import EXACT, gradient_of, teacher_forced, with_garbage
 from tests.tiny import ARCHS, adapter, stir, tiny_model
 
@@ -200,24 +201,25 @@ def explicit(query, key, value, scale):
     return (scores.softmax(-1) @ value).transpose(0, 1)
 
 
-@pytest.mark.parametrize("way", ["_by_blocks", "_by_kernel"])
+@pytest.mark.parametrize("way", ["by_blocks", "by_rows", "by_flex"])
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.filterwarnings("ignore:.*flex_attention")
 def test_attention_is_a_softmax_over_what_is_seen(way, heads, key_heads):
     count = len(visible(FAMILIES))
     generator = torch.Generator().manual_seed(0)
-    dtype = torch.float64 if way == "_by_blocks" else torch.float32
+    dtype = torch.float32 if way == "by_flex" else torch.float64
     shapes = [(heads, count, 8), (key_heads, count, 8), (key_heads, count, 8)]
     operands = [
-        torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(way == "_by_blocks")
+        torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(way != "by_flex")
         for shape in shapes
     ]
-    layout = SharedPrefix(FAMILIES, torch.device("cpu"))
-    out = getattr(layout, way)(*operands, 0.7)
+    on_cpu, on_gpu = (kind(FAMILIES, torch.device("cpu")) for kind in (SharedPrefix, OnGPU))
+    attend = on_cpu.by_blocks if way == "by_blocks" else getattr(on_gpu, way)
+    out = attend(*operands, 0.7)
     expected = explicit(*operands, 0.7)
     tolerance = {"rtol": 0, "atol": 1e-11 if dtype == torch.float64 else 1e-5}
     torch.testing.assert_close(out, expected, **tolerance)
-    if way == "_by_kernel":  # which has a backward pass on GPUs alone
+    if way == "by_flex":  # which has a backward pass on GPUs alone
         return
     weights = torch.randn(out.shape, generator=generator, dtype=dtype)
     grads = torch.autograd.grad((out * weights).sum(), operands)
@@ -231,7 +233,7 @@ LONG = [Family(300, [100, 7, 0, 260]), Family(1, []), Family(900, [1, 300]), Fam
 
 @pytest.mark.parametrize("families", [FAMILIES, LONG])
 def test_the_kernel_is_told_the_blocks_that_torch_finds(families):
-    own = SharedPrefix(families, torch.device("cpu"))._mask
+    own = OnGPU(families, torch.device("cpu")).mask
     found = create_block_mask(own.mask_mod, None, None, *own.shape[2:], device="cpu")
     for name in ("num_blocks", "indices"):
         for kind in ("kv", "full_kv", "q", "full_q"):
@@ -251,7 +253,7 @@ def test_what_the_kernel_is_told_takes_no_square_of_tokens():
 
     count = sum(prompt + sum(completions) for prompt, completions in LONG)
     with Largest() as largest:
-        _ = SharedPrefix(LONG, torch.device("cpu"))._mask
+        _ = OnGPU(LONG, torch.device("cpu")).mask
     assert 8 * BLOCK * count <= largest.numel <= 8 * BLOCK * (count + BLOCK) < count**2 / 2
 
 

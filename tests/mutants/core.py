@@ -99,8 +99,9 @@ MODELS = [
         name="attention-cut-with-the-loss-mask",
         mistake="what does not enter the loss is not attended to either (TRL's completion_mask)",
         file="rlhf_pg/models/packing.py",
-        old="kept = torch.cat([batch.prompt_mask & first[:, None], batch.completion_mask], dim=1)",
-        new="kept = torch.cat([batch.prompt_mask & first[:, None], batch.action_mask], dim=1)",
+        old="kept = there & (first[:, None] | (columns >= width))",
+        new="kept = there & (first[:, None] & (columns < width) | (columns >= width))\n"
+        "    kept[:, width:] &= batch.action_mask.cpu()",
         killers=(f"{POLICY}::test_tool_tokens_are_attended_to_and_not_scored",),
     ),
     Mutant(

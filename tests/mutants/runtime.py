@@ -25,7 +25,7 @@ MUTANTS = [
         name="step-with-nan",
         mistake="a gradient that is not finite is reported after the weights are lost",
         file="rlhf_pg/runtime/trained.py",
-        old="if norm.isfinite():",
+        old="if math.isfinite(norm):",
         new="if True:",
         killers=(
             "tests/trainers/test_bad_input.py"

@@ -4,6 +4,7 @@ One kernel each, in float32, and as strict as CUDA's about dtypes and shapes.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,9 +45,9 @@ def _check(tensors: dict[str, Tensor], ends: dict[str, Tensor | None]) -> None:
 def _sequences(
     query_ends: Tensor, key_ends: Tensor, used: Tensor | None, most: tuple[int, int]
 ) -> Iterator[tuple[slice, slice]]:
-    """Queries and keys of each sequence; beyond the longest that was promised nothing is computed."""
+    """Queries and keys of each sequence; nothing is computed beyond the promised longest."""
     starts, keys = query_ends.tolist(), key_ends.tolist()
-    lengths = used.tolist() if used is not None else [b - a for a, b in zip(keys, keys[1:])]  # noqa: B905
+    lengths = used.tolist() if used is not None else [b - a for a, b in pairwise(keys)]
     for i, length in enumerate(lengths):
         rows = min(starts[i + 1] - starts[i], most[0])
         yield slice(starts[i], starts[i] + rows), slice(keys[i], keys[i] + min(length, most[1]))

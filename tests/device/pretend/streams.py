@@ -1,4 +1,4 @@
-"""Streams, events and CUDA graphs of the pretend device: streams have one order, that of the CPU."""
+"""Streams, events and CUDA graphs of the pretend device, where everything is in one order."""
 
 import time
 from typing import Any

@@ -1,0 +1,83 @@
+"""What scoring and updates wait for, and what they are given to wait for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_pg.metrics import Meter
+from rlhf_pg.plan import draw
+from tests.device.pretend.extension import ext
+from tests.device.runs import COMMON, Run, trainer
+
+# FlexAttention is one kernel on a GPU. Here it is computed operation by operation, some of which
+# copy numbers from the host: twice per attention that is forwarded, and twice per one backward.
+TRACED = 2
+
+
+def waits(algorithm: str, tokens: int, path: Path) -> tuple[int, int, int]:
+    """Micro-batches of an update on 32 completions, and waits in scoring and in updating."""
+    options = {"prompts_per_step": 8, "max_completion_length": 24, "beta": 0.05}
+    one = {"num_iterations": 1, "num_mini_batches": 1, "micro_batch_tokens": tokens}
+    made = trainer(Run(algorithm, {**options, **one, "dtype": "bfloat16"}), path)
+    made.engine.eos_token_ids = []  # every completion has its full length
+    samples = made.roll_out(range(8))
+    scores = made.reward(samples)
+    for _ in range(2):  # the first time something is compiled
+        before = ext.syncs()
+        experience, _ = made.make_experience(samples.rollout, scores, Meter())
+        scored = ext.syncs()
+        made.update(experience, Meter())
+        updated = ext.syncs()
+    count = len(list(made.learner._micro_batches(experience)))
+    return count, scored - before, updated - scored
+
+
+@pytest.mark.parametrize(("algorithm", "passes"), [("grpo", (1, 1)), ("ppo", (3, 2))])
+def test_micro_batch_waits_for_nothing(algorithm: str, passes: tuple[int, int], tmp_path) -> None:
+    """Beyond what the first costs: where its tokens lie was worked out on the host.
+
+    Args:
+        passes: of attention layers' kinds in scoring (policy, reference, critic) and updating.
+    """
+    few, many = (waits(algorithm, tokens, tmp_path / str(tokens)) for tokens in (4096, 200))
+    more = many[0] - few[0]
+    assert more >= 2
+    assert (many[1] - few[1]) / more <= passes[0] * TRACED
+    assert (many[2] - few[2]) / more <= passes[1] * 2 * TRACED
+    assert few[2] - passes[1] * 2 * TRACED <= 8  # a whole update
+
+
+def test_update_leaves_nothing_behind_but_state(tmp_path: Path) -> None:
+    """Activations and gradients are gone when the next rollout asks how much room there is."""
+    made = trainer(Run(options={"micro_batch_tokens": 200}), tmp_path)
+    samples = made.roll_out(range(4))
+    experience, _ = made.make_experience(samples.rollout, made.reward(samples), Meter())
+    made.update(experience, Meter())
+    before = torch.cuda.memory_allocated()
+    made.update(experience, Meter())
+    assert torch.cuda.memory_allocated() <= before
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_budget_is_found_without_data(algorithm: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """`auto` measures on tensors that have shapes alone: the device computes nothing for it."""
+    from rlhf_pg.trainers import budget
+
+    made = trainer(Run(algorithm, {"micro_batch_tokens": 200}), tmp_path)
+    allocated, kernels = ext.allocated(), ext.kernels()
+    args = made.args
+    grown = budget.of_update(made.learner.module, args, 8, torch.device("cuda"))
+    assert ext.kernels() - kernels < 400  # masks and lengths, which are real
+    assert ext.allocated() - allocated < 2**20
+    assert grown.first.peak > grown.first.layers > 0
+    assert grown.first.work > grown.first.forward_work > 0
+
+
+def test_plan_is_made_on_the_device(tmp_path: Path) -> None:
+    run = Run(options={"micro_batch_tokens": "auto"})
+    made = trainer(run, tmp_path)
+    drawn = draw(made.args, torch.device("cuda"), "cuda")
+    assert drawn.update.first.peak > 0
+    assert COMMON["max_completion_length"] == drawn.args.max_completion_length
