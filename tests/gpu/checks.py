@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,93 +23,110 @@ import torch
 from rich.console import Console
 
 from tests.gpu import report
+from tests.gpu.check import Group
 from tests.gpu.groups import GROUPS
 from tests.gpu.report import ROOT, Row
 
-LIMIT = 300.0  # seconds for one check
 POLL = 0.1
+STARTING = 120.0  # seconds, also between two checks
+
+
+@dataclass(frozen=True)
+class Job:
+    """A group that is to run.
+
+    Args:
+        until: by `time.monotonic`, when it has to end.
+        logs: directory of what its processes print.
+        module: that has the group.
+    """
+
+    name: str
+    group: Group
+    device: str
+    until: float
+    logs: Path
+    module: str = "tests.gpu.groups"
+
+    @property
+    def log(self) -> Path:
+        return self.logs / f"{self.name}.log"
 
 
 @dataclass
-class Attended:
+class Heard:
     """What one process of a group has told."""
 
     begun: int = 0
     running: str | None = None
-    since: float = 0.0  # when it began, or the process
+    since: float = field(default_factory=time.monotonic)  # of the check, or of what is between two
     done: bool = False
 
     def hear(self, event: dict[str, Any]) -> Row | None:
         """Take note of an event; returns the row, if it is one."""
+        self.since = time.monotonic()
         if "begins" in event:
-            self.begun, self.running, self.since = self.begun + 1, event["begins"], time.monotonic()
+            self.begun, self.running = self.begun + 1, event["begins"]
         self.done = self.done or event.get("done", False)
         if "row" not in event:
             return None
-        self.running, self.since = None, time.monotonic()
+        self.running = None
         return Row(**event["row"])
 
 
-def run_group(
-    name: str, device: str, until: float, logs: Path, limit: float = LIMIT
-) -> Iterator[Row]:
-    """The rows of a group as they come, by as many processes as it takes.
-
-    Args:
-        until: by `time.monotonic`, when the group has to end.
-        limit: seconds for one check.
-    """
+def run(job: Job) -> Iterator[Row]:
+    """The rows of a group as they come, by as many processes as it takes."""
     first = 0
     while True:
-        told = Attended(since=time.monotonic())
-        why = yield from _attend(name, device, first, until, logs, limit, told)
-        first += told.begun
-        if told.done:
+        heard = Heard()
+        why = yield from _attend(job, first, heard)
+        if heard.done:
             return
-        seconds = round(time.monotonic() - told.since, 2)
-        late = time.monotonic() >= until
-        if told.running is not None or not told.begun:
-            what = told.running or "starting a process"
-            yield Row(name, what, why, None, None if late else False, seconds)
+        late = time.monotonic() >= job.until
+        if heard.running is not None or not heard.begun:
+            what, seconds = heard.running or "starting", round(time.monotonic() - heard.since, 2)
+            yield Row(job.name, what, why, None, None if late else False, seconds)
         if late:
-            yield Row(name, "what comes after", "no time left for it", None, None, 0.0)
-        if late or not told.begun:
+            yield Row(job.name, "what comes after", "no time left for it", None, None, 0.0)
+        if late or not heard.begun:
             return
+        first += heard.begun
 
 
-def _attend(
-    name: str, device: str, first: int, until: float, logs: Path, limit: float, told: Attended
-) -> Iterator[Row]:
+def _attend(job: Job, first: int, heard: Heard) -> Iterator[Row]:
     """Rows of one process until it ends or is ended; returns why it did."""
-    log = logs / f"{name}.log"
-    with tempfile.NamedTemporaryFile("r") as lines, log.open("a") as output:
-        process = _start(name, device, first, lines.name, output)
-        why = None
+    with tempfile.NamedTemporaryFile("r") as lines, job.log.open("a") as output:
+        process = _start(job, first, lines.name, output)
         try:
-            while why is None:
-                ended = process.poll() is not None
+            while True:
+                why = _reason(process, job, heard)
                 for line in lines:
-                    if (row := told.hear(json.loads(line))) is not None:
+                    if (row := heard.hear(json.loads(line))) is not None:
                         yield row
-                now = time.monotonic()
-                if ended:
-                    why = f"its process ended by {_by(process.returncode)}, see {log}"
-                elif now >= until:
-                    why = "stopped: no time left"
-                elif now - told.since > limit:
-                    why = f"stopped after {limit:.0f} s, see {log}"
-                else:
-                    time.sleep(POLL)
+                if why is not None:
+                    return why
+                time.sleep(POLL)
         finally:
             _end(process)
-    return why
 
 
-def _start(name: str, device: str, first: int, lines: str, output: Any) -> subprocess.Popen[bytes]:
-    """A group's process, at the head of a session of its own so that all it starts ends with it."""
-    command = [sys.executable, "-m", "tests.gpu.group", name, "--device", device]
-    command += ["--first", str(first), "--lines", lines]
-    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+def _reason(process: subprocess.Popen[bytes], job: Job, heard: Heard) -> str | None:
+    """Why there is nothing more to wait for, if so."""
+    code, now = process.poll(), time.monotonic()
+    if code is not None:
+        by = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return f"its process ended by {by}, see {job.log}"
+    if now >= job.until:
+        return "stopped: no time left"
+    limit = job.group.limit if heard.running is not None else STARTING
+    return f"stopped after {limit:.0f} s, see {job.log}" if now - heard.since > limit else None
+
+
+def _start(job: Job, first: int, lines: str, output: Any) -> subprocess.Popen[bytes]:
+    """A group's process, at the head of a session, so that all it starts can be ended with it."""
+    command = [sys.executable, "-m", "tests.gpu.group", job.module, job.name]
+    command += ["--device", job.device, "--first", str(first), "--lines", lines]
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if job.device == "cpu" else {})
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
     )
@@ -122,12 +139,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _by(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="tests/gpu/run.sh", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests/gpu/run.sh")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="GROUP")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which it ends")
@@ -142,23 +155,19 @@ def main() -> None:
         return
     start, rows = time.monotonic(), list[Row]()
     where, logs = report.environment(flags.device), Path(tempfile.mkdtemp(prefix="gpu-checks-"))
-    console.print(f"{where['device']}; what the checks say goes to {logs}")
-
-    def save(done: bool) -> None:
-        report.write(flags.json, where, rows, time.monotonic() - start, done)
-
+    console.print(f"{where['device']}; what the checks print is in {logs}")
     for name in flags.only:
-        now = time.monotonic()
-        until = min(start + 60 * flags.minutes, now + 60 * GROUPS[name].minutes)
-        for row in run_group(name, flags.device, until, logs):
+        group, now = GROUPS[name], time.monotonic()
+        until = min(start + 60 * flags.minutes, now + 60 * group.minutes)
+        for row in run(Job(name, group, flags.device, until, logs)):
             rows.append(row)
             line = f"{row.group}: {row.what}: {row.figure} [{row.verdict}]"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-            save(done=False)
-    save(done=True)
+            report.write(flags.json, where, rows, time.monotonic() - start, done=False)
+    seconds, failed = time.monotonic() - start, sum(row.passed is False for row in rows)
+    report.write(flags.json, where, rows, seconds, done=True)
     console.print(report.table(where, rows))
-    failed = sum(row.passed is False for row in rows)
-    console.print(f"{time.monotonic() - start:.0f} s, {failed} failed; report: {flags.json}")
+    console.print(f"{seconds:.0f} s, {failed} failed; report: {flags.json}")
     sys.exit(min(failed, 1))
 
 

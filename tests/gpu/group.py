@@ -1,6 +1,6 @@
 """One group of checks in a process of its own, which tells of each as soon as it is known.
 
-    python -m tests.gpu.group NAME --device cuda --first 0 --lines FILE
+    python -m tests.gpu.group tests.gpu.groups NAME --device cuda --first 0 --lines FILE
 
 An error in a check is a failed row, and the next check follows. After one that leaves the device
 unusable (an illegal access poisons the context of its process) the process ends, and whoever
@@ -8,18 +8,20 @@ started it starts another, with `--first` behind the check that did it.
 """
 
 import argparse
+import importlib
 import json
 import math
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.gpu.groups import GROUPS, Check, Result
+from tests.gpu.check import Check, Result
 from tests.gpu.report import ROOT, Row
 
 Tell = Callable[[dict[str, Any]], None]
@@ -80,14 +82,16 @@ def row(group: str, what: str, result: Result, start: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("name", choices=GROUPS)
+    parser.add_argument("groups", help="the module that has them")
+    parser.add_argument("name")
     parser.add_argument("--device", required=True)
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--lines", type=Path, required=True)
     flags = parser.parse_args()
+    group = importlib.import_module(flags.groups).GROUPS[flags.name]
     with flags.lines.open("a", buffering=1) as lines:
-        checks = GROUPS[flags.name].checks(flags.device)
-        go(flags.name, checks, flags.first, lambda event: print(json.dumps(event), file=lines))
+        tell = partial(print, file=lines)
+        go(flags.name, group.checks(flags.device), flags.first, lambda e: tell(json.dumps(e)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The groups of checks, what is least sure first: each has its share of an hour."""
 
+from tests.gpu.check import Group
 from tests.gpu.groups import correctness, runs, times, unsure
-from tests.gpu.groups.common import Check, Group, Result
 
 GROUPS = {
     "bfloat16": Group(unsure.bfloat16, minutes=5),
@@ -13,10 +13,8 @@ GROUPS = {
     "resuming": Group(correctness.resuming, minutes=4),
     "recipes": Group(runs.recipes, minutes=8),
     "presets": Group(runs.presets, minutes=5),
-    "backends": Group(runs.backends, minutes=8),
-    "vllm": Group(runs.vllm, minutes=8),
+    "backends": Group(runs.backends, minutes=8, limit=240),
+    "vllm": Group(runs.vllm, minutes=8, limit=240),
     "rollouts": Group(times.rollouts, minutes=6),
-    "steps": Group(times.steps, minutes=10),
+    "steps": Group(times.steps, minutes=10, limit=240),
 }
-
-__all__ = ["GROUPS", "Check", "Group", "Result"]

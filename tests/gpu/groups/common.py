@@ -1,8 +1,6 @@
 """What the groups share."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,30 +14,6 @@ from rlhf_pg.tasks.tiny import character_tokenizer
 
 PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9]]
 SAMPLING = SamplingParams(max_tokens=12)
-
-
-class Result(NamedTuple):
-    """What a check has found."""
-
-    figure: str
-    passed: bool | None  # None: there was nothing to check
-    value: float | None = None
-
-
-Check = tuple[str, Callable[[], Result]]
-
-
-@dataclass(frozen=True)
-class Group:
-    """Checks that one process makes, one after the other, given the device."""
-
-    checks: Callable[[str], Iterator[Check]]
-    minutes: float  # it may take
-
-
-def within(value: float, bound: float) -> Result:
-    """A number that may be so large; NaN is too large."""
-    return Result(f"{value:.1e}", value <= bound, value)
 
 
 def rollout_of(engine: NativeEngine, params: SamplingParams = SAMPLING) -> Rollout:

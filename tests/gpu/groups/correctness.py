@@ -12,15 +12,13 @@ from torch import Tensor
 from rlhf_pg import GRPOConfig, GRPOTrainer
 from rlhf_pg.rollout import NativeEngine
 from rlhf_pg.tasks import arithmetic
+from tests.gpu.check import Check, Result, within
 from tests.gpu.groups.common import (
-    Check,
-    Result,
     gradient,
     lengths,
     rollout_of,
     save_model,
     scored,
-    within,
 )
 from tests.tiny import ARCHS, tiny_model
 

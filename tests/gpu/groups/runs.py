@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_pg.cli import make_trainer
 from rlhf_pg.metrics import read
-from tests.gpu.groups.common import Check, Result, save_model
+from tests.gpu.check import Check, Result
+from tests.gpu.groups.common import save_model
 from tests.gpu.groups.unsure import SETUPS
 from tests.gpu.report import ROOT
 
@@ -99,7 +100,8 @@ def launch(algorithm: str, flags: Flags, device: str, config: Path | None) -> No
     """Run a recipe script by `accelerate launch`, in one process or on all GPUs.
 
     Raises:
-        RuntimeError: it failed; the last line of what it said.
+        RuntimeError: it failed; the first error that it told of.
+        TimeoutExpired: it was not done after 200 seconds.
     """
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", str(config)] if config is not None else []
@@ -109,11 +111,17 @@ def launch(algorithm: str, flags: Flags, device: str, config: Path | None) -> No
     command += [str(RECIPES / f"{algorithm}.py"), "--config", str(recipe), "--eval_steps", "0"]
     for key, value in flags.items():
         command += [f"--{key}", str(value)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    print(done.stdout, done.stderr)
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "Error" in line]
-        raise RuntimeError(said[0] if said else f"exit code {done.returncode}")
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+        try:
+            said = process.communicate(timeout=200)[0]
+        except subprocess.TimeoutExpired:
+            process.terminate()  # which a launcher of several processes hands on to them
+            raise
+    print(said)
+    if process.returncode:
+        errors = [line for line in said.splitlines() if "Error: " in line]
+        raise RuntimeError(errors[0] if errors else f"exit code {process.returncode}")
 
 
 def vllm(device: str) -> Iterator[Check]:

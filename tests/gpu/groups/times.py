@@ -10,7 +10,7 @@ from typing import Any
 from tests.benchmarks import rollout as benchmark
 from tests.benchmarks.peer import ours
 from tests.benchmarks.peer.workload import WORKLOADS, Job, Workload, save_model
-from tests.gpu.groups.common import Check, Result
+from tests.gpu.check import Check, Result
 
 ROUNDS = 2
 TINY = Workload(prompts=2, shortest=4, longest=8, n=2, new=8)

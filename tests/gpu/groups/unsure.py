@@ -21,16 +21,14 @@ from rlhf_pg.plan import draw, predicted_memory
 from rlhf_pg.progress import Journal
 from rlhf_pg.rollout import NativeEngine, SamplingParams
 from rlhf_pg.runtime import LAYOUTS
+from tests.gpu.check import Check, Result, within
 from tests.gpu.groups.common import (
-    Check,
-    Result,
     gradient,
     lengths,
     random_rollout,
     rollout_of,
     save_wide_model,
     scored,
-    within,
 )
 from tests.tiny import ARCHS, tiny_model
 
