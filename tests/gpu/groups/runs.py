@@ -3,8 +3,8 @@
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_pg.cli import make_trainer
 from rlhf_pg.metrics import read
-from tests.gpu.check import Check, Result
+from tests.gpu.check import Check, Result, within
 from tests.gpu.groups.common import save_model
 from tests.gpu.groups.unsure import SETUPS
 from tests.gpu.report import ROOT
@@ -68,32 +68,29 @@ def backends(device: str) -> Iterator[Check]:
     """
     with tempfile.TemporaryDirectory() as directory:
         flags = {"model_name_or_path": save_model(directory), "max_steps": 3, "save_steps": 3}
-        alone: list[float] = []
-        yield "one process, launched", partial(launched, None, flags, directory, alone, device)
-        configs = sorted((RECIPES / "accelerate").glob("*.yaml"))
-        for config in configs if device == "cuda" else ():
+        alone = cache(partial(norms, None, flags, directory, device))
+        yield "one process, launched", lambda: Result("done", min(alone()) > 0)
+        for config in sorted((RECIPES / "accelerate").glob("*.yaml")) if device == "cuda" else ():
             if not config.stem.startswith("cpu"):
-                check = partial(launched, config, flags, directory, alone, device)
+                check = partial(compared, config, flags, directory, alone)
                 yield f"gradient norms, {config.stem}", check
 
 
-def launched(
-    config: Path | None, flags: Flags, directory: str, alone: list[float], device: str
+def compared(
+    config: Path, flags: Flags, directory: str, alone: Callable[[], list[float]]
 ) -> Result:
-    """`alone` is filled by the run in one process, and is what the others are compared with."""
-    name = config.stem if config else "one process"
-    if name.startswith("zero") and not find_spec("deepspeed"):
+    if config.stem.startswith("zero") and not find_spec("deepspeed"):
         return Result("deepspeed is not installed", None)
-    out = Path(directory) / name
+    found = norms(config, flags, directory, "cuda")
+    return within(max(abs(a / b - 1) for a, b in zip(found, alone(), strict=True)), 1e-3)
+
+
+def norms(config: Path | None, flags: Flags, directory: str, device: str) -> list[float]:
+    """Of the gradients of a run, whose model can be loaded afterwards."""
+    out = Path(directory) / (config.stem if config else "one process")
     launch("ppo", {**flags, "output_dir": out}, device, config)
-    norms = [line["grad_norm"] for line in read(out / "metrics.jsonl")]
-    saved = AutoModelForCausalLM.from_pretrained(out / "final").num_parameters() > 0
-    if config is None:
-        alone[:] = norms
-    if not alone:
-        return Result("ran, but one process did not, to compare with", None)
-    off = max(abs(a / b - 1) for a, b in zip(norms, alone, strict=True))
-    return Result(f"{off:.1e}", saved and off <= 1e-3, off)
+    AutoModelForCausalLM.from_pretrained(out / "final")
+    return [line["grad_norm"] for line in read(out / "metrics.jsonl")]
 
 
 def launch(algorithm: str, flags: Flags, device: str, config: Path | None) -> None:
