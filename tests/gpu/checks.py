@@ -156,6 +156,7 @@ def main() -> None:
     start, rows = time.monotonic(), list[Row]()
     where, logs = report.environment(flags.device), Path(tempfile.mkdtemp(prefix="gpu-checks-"))
     console.print(f"{where['device']}; what the checks print is in {logs}")
+    report.write(flags.json, where, rows, 0.0, done=False)  # or say at once that it cannot be
     for name in flags.only:
         group, now = GROUPS[name], time.monotonic()
         until = min(start + 60 * flags.minutes, now + 60 * group.minutes)
