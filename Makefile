@@ -66,10 +66,11 @@ mutants: $(VENV)/.installed  ## known mistakes, each put into a copy of the code
 docs: $(VENV)/.installed  ## write the pages that are made from the code
 	$(BIN)/python docs/generate.py
 
-lint: $(VENV)/.installed  ## format, lint and types, changing nothing
+lint: $(VENV)/.installed  ## format, lint, types and the Dockerfile, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile
 
 format: $(VENV)/.installed  ## format, and fix what can be fixed
 	$(BIN)/ruff format .

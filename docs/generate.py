@@ -1,5 +1,5 @@
-"""Write docs/algorithms.md, and the tables in docs/correctness.md, docs/reliability.md and
-docs/scaling.md, from the code: `make docs`.
+"""Write docs/algorithms.md, and the tables in docs/benchmarks.md, docs/correctness.md,
+docs/reliability.md and docs/scaling.md, from the code: `make docs`.
 
 What is said of a function is its docstring, and what proves it are the tests with the marker
 `@pytest.mark.proves("its.dotted.name")`.
@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import gpu
 import paper
 import scaling
 
@@ -267,6 +268,12 @@ def scaled() -> str:
     return text
 
 
+def benchmarks() -> str:
+    """The text of benchmarks.md, with what a GPU has shown."""
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    return filled(text, "gpu", gpu.section(ROOT / "docs" / "gpu.json"))
+
+
 def reliability() -> str:
     """The text of reliability.md, with what the distributed tests have measured, and the faults."""
     found = json.loads((ROOT / "docs" / "invariance.json").read_text())
@@ -326,6 +333,7 @@ def filled(text: str, name: str, table: str) -> str:
 # Every page that is made, and how.
 PAGES = {
     "algorithms.md": algorithms,
+    "benchmarks.md": benchmarks,
     "correctness.md": correctness,
     "reliability.md": reliability,
     "scaling.md": scaled,

@@ -1,11 +1,14 @@
 """What the documentation says of the code is true: made from it, up to date, and proved."""
 
 import importlib.util
+import json
 import pkgutil
 import re
 from pathlib import Path
 
 import pytest
+
+from tests.gpu import report
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -95,6 +98,57 @@ def test_the_functions_without_a_source_exist() -> None:
 )
 def test_a_docstring_becomes_markdown(paragraph: str, expected: str) -> None:
     assert generate.rendered(paragraph) == expected
+
+
+REPORT = {
+    "device": "NVIDIA H100 80GB HBM3",
+    "gpus": 1,
+    "memory": "81559 MiB",
+    "driver": "580.65",
+    "cuda": "13.0",
+    "python": "3.12.3",
+    "versions": {"torch": "2.13.0", "trl": "1.16.0"},
+    "commit": "abc",
+    "date": "2026-12-01",
+    "done": True,
+    "seconds": 3000.4,
+    "passed": 1,
+    "failed": 1,
+    "not_checked": 1,
+    "checks": [
+        {"group": "flex", "what": "a|b", "figure": "1.0e-06", "passed": True},
+        {"group": "flex", "what": "c", "figure": "Error: one\ntwo", "passed": False},
+        {"group": "vllm", "what": "d", "figure": "not installed", "passed": None},
+    ],
+}
+
+
+def test_a_report_of_a_gpu_becomes_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    assert generate.gpu.section(path).startswith("No GPU has run any of this yet.")
+    assert "tests/gpu/run.sh" in generate.gpu.section(path)
+    path.write_text(json.dumps(REPORT))
+    head, _, table = generate.gpu.section(path).partition("\n\n")
+    assert head == (
+        "NVIDIA H100 80GB HBM3 (1 of them, 81559 MiB), driver 580.65, CUDA 13.0, Python 3.12.3, "
+        "torch 2.13.0, trl 1.16.0; commit `abc`, 2026-12-01. `tests/gpu/run.sh` took 50 minutes: "
+        "1 passed, 1 failed, 1 not checked."
+    )
+    assert table.splitlines() == [
+        "| Group | Check | Figure | |",
+        "|---|---|---|---|",
+        r"| flex | a\|b | 1.0e-06 | ok |",
+        "| flex | c | Error: one two | **failed** |",
+        "| vllm | d | not installed | not checked |",
+    ]
+    path.write_text(json.dumps(REPORT | {"done": False}))
+    assert "1 not checked; it was broken off." in generate.gpu.section(path)
+
+
+def test_what_the_checks_write_can_be_rendered(tmp_path: Path) -> None:
+    path, rows = tmp_path / "gpu.json", [report.Row("a", "b", "1 s", 1.0, True, 2.0)]
+    report.write(path, report.environment("cpu"), rows, 61.0, done=True)
+    assert "| a | b | 1 s | ok |" in generate.gpu.section(path)
 
 
 def test_a_table_needs_one_place() -> None:

@@ -1,0 +1,45 @@
+"""The image and the form for its report name what exists."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+ARGUMENTS = dict(re.findall(r"^ARG (\w+)=(\S+)$", DOCKERFILE, re.M))
+
+
+def test_the_image_has_the_torch_that_was_tested() -> None:
+    """Or pip would download another one over it."""
+    constraints = (ROOT / ARGUMENTS["CONSTRAINTS"]).read_text()
+    wanted = re.search(r"^torch==(\S+)$", constraints, re.M)[1]
+    images = [ARGUMENTS["BASE"], *re.findall(r"BASE=(pytorch/\S+)", DOCKERFILE)]
+    assert {image.split(":")[1].split("-")[0] for image in images} == {wanted}
+
+
+def test_the_image_is_made_from_what_there_is() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [extras.strip(".") for extras in re.findall(r"EXTRAS=([\w,]+)", DOCKERFILE)]
+    assert len(named) == 2
+    assert {extra for extras in named for extra in extras.split(",")} <= set(
+        project["optional-dependencies"]
+    )
+    command = re.search(r'^CMD \["([^"]+)", "--json", "/reports/', DOCKERFILE, re.M)[1]
+    assert (ROOT / command).stat().st_mode & 0o111
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert not {".git", "tests", "constraints.txt", "examples"} & set(ignored)
+
+
+def test_the_form_takes_the_report() -> None:
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/gpu_report.yml").read_text())
+    assert {"name", "description", "body"} <= set(form)
+    fields = [field for field in form["body"] if field["type"] != "markdown"]
+    assert {field["type"] for field in fields} <= {"textarea", "input", "dropdown", "checkboxes"}
+    ids = [field["id"] for field in fields]
+    assert len(set(ids)) == len(ids)
+    assert all(field["attributes"]["label"] for field in fields)
+    (report,) = (field for field in fields if field["id"] == "report")
+    assert report["validations"]["required"]
+    assert report["attributes"]["render"] == "json"
