@@ -204,8 +204,6 @@ def test_a_number_at_the_edge_of_its_range_is_taken(config, key, value):
         "kl_adaptive_lr": clipped | twice,
         "ref_model_sync_steps": following,
         "ref_model_mixup_alpha": following,
-        "vllm_gpu_memory_utilization": {"rollout_engine": "vllm"},
-        "vllm_max_model_length": {"rollout_engine": "vllm"},
         "vllm_server_timeout": {"rollout_engine": "vllm_server"},
         "n_steps": {"advantage_estimator": "n_step"},
         "lam_alpha": {"advantage_estimator": "gae"},
@@ -959,7 +957,12 @@ def test_a_value_that_begins_with_a_dash_is_no_flag(recipe):
         ),
         (GRPOConfig, {"target_kl": 0.1}, "raise num_iterations or num_mini_batches"),
         (GRPOConfig, {"lora_r": 8}, "lora_r is for LoRA: set use_peft"),
-        (GRPOConfig, {"vllm_max_model_length": 9}, "no effect without rollout_engine vllm:"),
+        (
+            GRPOConfig,
+            {"rollout_engine": "native", "vllm_max_model_length": 9},
+            "no effect without rollout_engine vllm:",
+        ),
+        (GRPOConfig, {"vllm_server_timeout": 9.0}, "no effect without rollout_engine vllm_server"),
         (
             GRPOConfig,
             {"rollout_engine": "vllm", "rollout_cache_tokens": 9},

@@ -272,7 +272,7 @@ class PolicyGradientConfig(SamplingConfig):
         """Refuse options that would be ignored."""
         self.refuse_idle(
             ("old_logprobs_source",),
-            self.rollout_engine == "native",
+            self.rollout_engine in ("auto", "native"),
             f'is "policy" with rollout_engine {self.rollout_engine!r}, whose weights are a copy: '
             "weigh what it saw by sampler_correction",
         )

@@ -45,13 +45,15 @@ class VllmEngine(RolloutEngine):
         eos_token_ids: each ends a completion.
         tokenizer: of the model, for stop strings.
         max_model_length: longest prompt and completion; None: as many tokens as there are
-            positions.
+            positions, and memory for them.
         memory: share of the GPU's memory that vLLM takes, weights included.
         sleeps: give that memory back between two `synced`.
         seed: of the process, which vLLM sets anew.
+        longest: tokens of the longest prompt and completion, which need room.
 
     Raises:
-        ValueError: vLLM is not installed, is of another version, or cannot take the weights.
+        ValueError: vLLM is not installed, is of another version, cannot take the weights, or has no
+            room.
     """
 
     def __init__(
@@ -63,10 +65,9 @@ class VllmEngine(RolloutEngine):
         memory: float = 0.3,
         sleeps: bool = False,
         seed: int = 0,
+        longest: int = 1,
     ) -> None:
-        os.environ.update(NEEDED)
-        for name, value in DEFAULTS.items():
-            os.environ.setdefault(name, value)
+        _prepare_environment()
         check_version(_installed(), "the installed vLLM")
         if getattr(model, "is_quantized", False):
             raise ValueError(
@@ -86,7 +87,7 @@ class VllmEngine(RolloutEngine):
             self.llm = _new_llm(
                 model=directory,
                 dtype=str(_dtype(model)).removeprefix("torch."),
-                max_model_len=max_model_length,
+                max_model_len=max_model_length or -1,  # as long as there is room for
                 gpu_memory_utilization=memory,
                 enable_sleep_mode=sleeps,
                 enforce_eager=not torch.cuda.is_available(),
@@ -101,6 +102,12 @@ class VllmEngine(RolloutEngine):
                 "is trained: set rollout_engine to native or vllm_server"
             )
         self.max_model_length: int = config.max_model_len
+        if longest > self.max_model_length:
+            raise ValueError(
+                f"vLLM has room for {self.max_model_length} tokens, and the longest prompt and "
+                f"completion may have {longest}: raise vllm_gpu_memory_utilization or "
+                "vllm_max_model_length, or set rollout_engine to native"
+            )
         self._sleep()
 
     def session(self, params: SamplingParams, seed: int) -> closing["_Session"]:
@@ -182,6 +189,26 @@ class _Session:
         self._asked.clear()
 
 
+def lacking(model: PreTrainedModel) -> str | None:
+    """Why the vLLM that is installed cannot take the model, as far as its list of classes tells."""
+    _prepare_environment()
+    try:
+        from vllm import ModelRegistry
+    except Exception as error:  # what it was compiled for is not there
+        return f"vLLM cannot be imported ({error})"
+    name = type(_bare(model)).__name__
+    known = ModelRegistry.models.get(name)
+    if known is None or getattr(known, "class_name", name).startswith("Transformers"):
+        return f"vLLM has no {name} of its own"
+    return None
+
+
+def _prepare_environment() -> None:
+    os.environ.update(NEEDED)
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+
+
 def _installed() -> str:
     try:
         import vllm
@@ -222,10 +249,14 @@ def _free(core: Any) -> None:
 
 def _describe(model: PreTrainedModel, directory: str) -> None:
     """Save the config with the name of the model's class, by which vLLM finds its own."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = _bare(model)
     config = copy.deepcopy(base.config)
     config.architectures = [type(base).__name__]
     config.save_pretrained(directory)
+
+
+def _bare(model: PreTrainedModel) -> PreTrainedModel:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _dtype(model: PreTrainedModel) -> torch.dtype:
