@@ -6,10 +6,10 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_pg import models
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.sampling import SamplingConfig
 from rlhf_pg.rollout.engine import RolloutEngine
+from rlhf_pg.rollout.handover import parts_tied_weights
 from rlhf_pg.rollout.native import NativeEngine
 from rlhf_pg.rollout.vllm import VllmEngine
 from rlhf_pg.rollout.vllm_requests import LEAST_TEMPERATURE, check_version
@@ -43,7 +43,7 @@ def unsuited(
         return str(error)
     reasons = {
         "the weights are quantized": getattr(model, "is_quantized", False),
-        "the adapter changes one end of tied weights": models.adapts_tied_weights(model),
+        "the adapter changes one end of tied weights": parts_tied_weights(model),
         "vLLM has no float64": args.dtype == "float64",
         "truncated_sampling saved_support has to know which tokens were kept": (
             args.truncated_sampling == "saved_support"

@@ -11,11 +11,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_pg import models
 from rlhf_pg.rollout.engine import (
     Completion,
     Finished,
@@ -23,6 +21,7 @@ from rlhf_pg.rollout.engine import (
     RolloutEngine,
     SamplingParams,
 )
+from rlhf_pg.rollout.handover import bare, merged_weights, parts_tied_weights
 from rlhf_pg.rollout.sampling import request_seed
 from rlhf_pg.rollout.vllm_requests import check_version, completion, options, room
 
@@ -74,10 +73,11 @@ class VllmEngine(RolloutEngine):
                 "rollout_engine vllm cannot be given quantized weights: set load_in_4bit to false, "
                 "or rollout_engine to native or vllm_server"
             )
-        if models.adapts_tied_weights(model):
+        if parts_tied_weights(model):
             raise ValueError(
                 "rollout_engine vllm keeps the ends of tied weights alike, and the adapter changes "
-                "one: leave it out of lora_target_modules, or set rollout_engine to native"
+                "one: leave it out of lora_target_modules and modules_to_save, or set "
+                "rollout_engine to native"
             )
         self.model, self.eos_token_ids, self.sleeps = model, list(eos_token_ids), sleeps
         self.numbers = itertools.count()  # of vLLM's requests
@@ -126,17 +126,19 @@ class VllmEngine(RolloutEngine):
             if self.sleeps:
                 torch.cuda.empty_cache()
                 self.llm.wake_up(["weights"])
-            self._load(models.merged(self.model))
+            self._load(self.model)
             if self.sleeps:
                 self.llm.wake_up(["kv_cache"])
             yield
         finally:
             self._sleep()
 
-    def _load(self, policy: nn.Module) -> None:
-        """Copy the weights, layer by layer; vLLM casts and fuses them."""
-        weights = ((name, p.detach()) for name, p in policy.named_parameters())
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    def _load(self, policy: PreTrainedModel) -> None:
+        """Copy the weights where they are, layer by layer: vLLM holds what it was given of a layer
+        until it has all of it, casts and fuses that, and lets it go.
+        """
+        weights = {"weights_iterator": merged_weights(policy)}
+        self.llm.collective_rpc("reload_weights", kwargs=weights)
         self.llm.apply_model(_repack_head)
         if not self.llm.reset_prefix_cache():  # keys and values of the old weights
             raise RuntimeError("vLLM keeps old keys and values: the session before has not ended")
@@ -196,7 +198,7 @@ def lacking(model: PreTrainedModel) -> str | None:
         from vllm import ModelRegistry
     except Exception as error:  # what it was compiled for is not there
         return f"vLLM cannot be imported ({error})"
-    name = type(_bare(model)).__name__
+    name = type(bare(model)).__name__
     known = ModelRegistry.models.get(name)
     if known is None or getattr(known, "class_name", name).startswith("Transformers"):
         return f"vLLM has no {name} of its own"
@@ -249,14 +251,10 @@ def _free(core: Any) -> None:
 
 def _describe(model: PreTrainedModel, directory: str) -> None:
     """Save the config with the name of the model's class, by which vLLM finds its own."""
-    base = _bare(model)
+    base = bare(model)
     config = copy.deepcopy(base.config)
     config.architectures = [type(base).__name__]
     config.save_pretrained(directory)
-
-
-def _bare(model: PreTrainedModel) -> PreTrainedModel:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _dtype(model: PreTrainedModel) -> torch.dtype:

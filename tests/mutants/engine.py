@@ -6,6 +6,7 @@ BATCHING = "tests/rollout/test_batching.py"
 NATIVE = "tests/rollout/test_native.py"
 SAMPLING = "tests/rollout/test_sampling.py"
 STEP = "tests/trainers/test_step.py"
+HANDOVER = "tests/rollout/test_handover.py"
 CHOOSE = "tests/rollout/test_choose.py"
 ENGINES = "tests/trainers/test_engines.py"
 
@@ -160,6 +161,14 @@ MUTANTS = [
         old="torch.lerp(a.values, b.values, torch.sigmoid(b.logsum - a.logsum))",
         new="torch.lerp(a.values, b.values, 0.5)",
         killers=(f"{NATIVE}::test_log_probabilities_equal_a_teacher_forced_forward",),
+    ),
+    Mutant(
+        name="a-second-copy-of-the-policy",
+        mistake="all layers are merged before the first is handed to vLLM",
+        file="rlhf_pg/rollout/handover.py",
+        old='_weights(bare(model), "", {id(p): False for p in model.parameters()})',
+        new='[*_weights(bare(model), "", {id(p): False for p in model.parameters()})]',
+        killers=(f"{HANDOVER}::test_one_merged_layer_is_in_memory_at_a_time",),
     ),
     Mutant(
         name="vllm-chosen-where-it-cannot-tell-what-was-kept",

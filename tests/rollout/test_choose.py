@@ -51,8 +51,12 @@ def test_weights_that_cannot_be_handed_over_do_not_suit():
     quantized.is_quantized = True
     assert asked(model=quantized) == "the weights are quantized"
     head = adapter(target_modules=["q_proj", "lm_head"])
-    tied = get_peft_model(tiny_model("llama", **TIED), head)
-    assert asked(model=tied) == "the adapter changes one end of tied weights"
+    trained = adapter(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    for config in (head, trained):
+        tied = get_peft_model(tiny_model("llama", **TIED), config)
+        assert asked(model=tied) == "the adapter changes one end of tied weights"
+        own = get_peft_model(tiny_model("llama", tie_word_embeddings=False), config)
+        assert asked(model=own) is None
 
 
 def test_the_version_is_known_without_an_import(monkeypatch):
