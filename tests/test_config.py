@@ -328,6 +328,22 @@ def test_what_would_train_wrongly_or_not_at_all_is_refused(config, options, said
         config(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "correction"),
+    [
+        ({}, "none"),
+        ({"rollout_engine": "native"}, "none"),
+        ({"rollout_engine": "native", "sampler_correction": "token_mask"}, "token_mask"),
+        ({"rollout_engine": "vllm", "sampler_clip_max": 2.0}, "token_truncate"),
+        ({"rollout_engine": "vllm_server"}, "token_truncate"),
+        ({"rollout_engine": "vllm", "sampler_correction": "none"}, "none"),
+        ({"old_logprobs_source": "sampler", "sampler_correction": "none"}, "none"),
+    ],
+)
+def test_a_sampler_that_is_not_the_policy_is_corrected_for(options, correction):
+    assert GRPOConfig(**options).correction == correction
+
+
 def test_losses_for_whole_rows_take_those_of_the_group():
     assert RLOOConfig(policy_loss="gmpo", epsilon=0.4).policy_loss == "gmpo"
     assert GRPOConfig(policy_loss="p3o", scale_rewards="none").policy_loss == "p3o"
@@ -961,6 +977,12 @@ def test_a_value_that_begins_with_a_dash_is_no_flag(recipe):
             GRPOConfig,
             {"rollout_engine": "native", "vllm_max_model_length": 9},
             "no effect without rollout_engine vllm:",
+        ),
+        (GRPOConfig, {"sampler_clip_max": 9.0}, "no effect without sampler_correction"),
+        (
+            GRPOConfig,
+            {"rollout_engine": "vllm", "sampler_correction": "none", "sampler_clip_max": 9.0},
+            "no effect without sampler_correction",
         ),
         (GRPOConfig, {"vllm_server_timeout": 9.0}, "no effect without rollout_engine vllm_server"),
         (

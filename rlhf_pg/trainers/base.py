@@ -284,7 +284,7 @@ class PolicyGradientTrainer:
         per_token, metrics = self.policy_loss(
             new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **options
         )
-        if self.args.sampler_correction == "none" and self.args.rollout_engine == "native":
+        if self.args.correction == "none" and self.args.rollout_engine == "native":
             return per_token, metrics
         weights, measured = against_sampler(self.args, batch)
         return per_token if weights is None else per_token * weights, metrics | measured

@@ -96,7 +96,7 @@ def test_a_model_that_vllm_would_borrow_is_refused(model_path):
 
 def test_a_head_that_is_trained_apart_from_the_input_is_refused(model_path):
     model = get_peft_model(model_of(tie_word_embeddings=True), adapter(**HEAD))
-    with pytest.raises(ValueError, match="leave it out of .* modules_to_save, or set rollout_"):
+    with pytest.raises(ValueError, match=r"leave it out of .* modules_to_save, or set rollout_"):
         VllmEngine(model, EOS, AutoTokenizer.from_pretrained(model_path))
 
 
