@@ -53,6 +53,7 @@ PLANNED: dict[str, Any] = {
     "prompts_per_step": 2,
     "num_generations": 8,
     "micro_batch_tokens": 4096,
+    "rollout_engine": "native",
     "max_steps": 1,
 }
 Check = tuple[str, str, bool]  # what, figure, passed
@@ -232,6 +233,7 @@ def resuming(device: str) -> Iterator[Check]:
                             max_completion_length=16,
                             lr_scheduler_type="constant",
                             micro_batch_tokens=512,
+                            rollout_engine="native",
                         ),
                         train_dataset=arithmetic().train_dataset,
                     )
@@ -288,7 +290,7 @@ def backends(device: str) -> Iterator[Check]:
 
 
 def vllm(device: str) -> Iterator[Check]:
-    """GRPO with vLLM in its process, asleep during updates: its log-probabilities, in every step,
+    """GRPO with the vLLM in its process that auto takes: its log-probabilities, in every step,
     against those of the weights that it was handed over.
     """
     if device == "cpu" or not find_spec("vllm"):
@@ -298,13 +300,14 @@ def vllm(device: str) -> Iterator[Check]:
         model = save_model(directory)
         for dtype, use_peft in ((d, p) for d in bounds for p in (False, True)):
             out = Path(directory) / f"vllm-{dtype}-{use_peft}"
-            flags = {"rollout_engine": "vllm", "vllm_enable_sleep_mode": True, "max_steps": 5}
-            flags |= {"model_name_or_path": model, "dtype": dtype, "use_peft": use_peft}
+            flags = {"rollout_engine": "auto", "max_steps": 5, "model_name_or_path": model}
+            flags |= {"dtype": dtype, "use_peft": use_peft}
             launch(RECIPES / "grpo_arithmetic.yaml", "grpo", device, {**flags, "output_dir": out})
             name = "sampling/sampling_logp_difference/mean"
-            off = max(line[name] for line in read(out / "metrics.jsonl"))
+            off = max(line.get(name, 0.0) for line in read(out / "metrics.jsonl"))
             what = f"vLLM against the policy, {dtype}{', LoRA' if use_peft else ''}"
-            yield what, f"{off:.1e}", off <= bounds[dtype]
+            taken = yaml.safe_load((out / "config.yaml").read_text())["rollout_engine"]
+            yield what, f"{off:.1e}, {taken}", off <= bounds[dtype] and taken == "vllm"
 
 
 def launch(
@@ -317,7 +320,7 @@ def launch(
     processes = 1 if config is None else torch.cuda.device_count()
     command += ["--num_processes", str(processes), *(["--cpu"] if device == "cpu" else [])]
     command += [str(RECIPES / f"{algorithm}.py"), "--config", str(recipe)]
-    for key, value in {**flags, "eval_steps": 0}.items():
+    for key, value in {"rollout_engine": "native", **flags, "eval_steps": 0}.items():
         command += [f"--{key}", str(value)]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=200)
 

@@ -171,6 +171,17 @@ MUTANTS = [
         killers=(f"{HANDOVER}::test_one_merged_layer_is_in_memory_at_a_time",),
     ),
     Mutant(
+        name="vllm-uncorrected",
+        mistake="what vLLM sampled is taken for a sample of the policy, unless one asks otherwise",
+        file="rlhf_pg/config/policy_gradient.py",
+        old='return "none" if self.rollout_engine in ("auto", "native") else "token_truncate"',
+        new='return "none"',
+        killers=(
+            "tests/trainers/test_rollout_server.py::"
+            "test_the_loss_is_weighed_by_the_mismatch_unless_it_is_not_to_be",
+        ),
+    ),
+    Mutant(
         name="vllm-chosen-where-it-cannot-tell-what-was-kept",
         mistake="rollout_engine auto takes vLLM for a run that has to know which tokens were kept",
         file="rlhf_pg/rollout/choose.py",
