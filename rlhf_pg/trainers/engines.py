@@ -1,6 +1,7 @@
 """Which engine samples, where the config leaves it open: chosen once, and alike everywhere."""
 
 import dataclasses
+import gc
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -56,6 +57,7 @@ def start(new: Callable[[], RolloutEngine], args: C, learner: Learner) -> Rollou
             failure = f"{type(error).__name__}: {error}"
         failure = learner.runtime.agreed(failure)
     if failure is not None:
+        gc.collect()  # what has begun holds memory
         raise ValueError(f"vLLM cannot start ({failure})")
     return engine
 
@@ -82,11 +84,11 @@ def due(args: PolicyGradientConfig, learner: Learner) -> float:
     """
     runtime = learner.runtime
     layout = next(layout for layout in LAYOUTS if layout.name == runtime.kind)
-    options = update_options(args)
-    parts = {
-        name: kept(whole.module.parameters(), layout, runtime.world, rollout=True, **options)
-        for name, whole in learner.whole.items()
-        if name != "reference"
-    }
-    moments = sum(part.get("moments", 0.0) for part in parts.values())
-    return moments + parts["model"].get("copy", 0.0)
+    trained = (whole for name, whole in learner.whole.items() if name != "reference")
+    every = [p for whole in trained for p in whole.module.parameters()]
+    policy = learner.whole["model"].module.parameters()
+    moments, copy = (
+        kept(parameters, layout, runtime.world, rollout=True, **update_options(args)).get(part, 0.0)
+        for parameters, part in ((every, "moments"), (policy, "copy"))
+    )
+    return moments + copy

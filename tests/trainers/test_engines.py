@@ -206,8 +206,9 @@ def test_vllm_needs_its_share_beside_the_moments_that_are_still_to_come(
     assert beside(make, monkeypatch, needed + 1) is None
     assert beside(make, monkeypatch, needed - 1) is not None
     assert beside(make, monkeypatch, needed - 1, share=0.29) is None
-    critic = {"trainer_type": PPOTrainer, "critic": "separate"}
-    assert beside(make, monkeypatch, needed + moments / 2, **critic) is not None
+    ppo = {"trainer_type": PPOTrainer}
+    assert beside(make, monkeypatch, needed + moments / 2, critic="separate", **ppo) is not None
+    assert beside(make, monkeypatch, needed + moments / 2, critic="shared", **ppo) is None
     reason = beside(make, monkeypatch, 0.0)
     assert reason is not None
     assert "vllm_gpu_memory_utilization asks for 22.4 GiB of a GPU that has 1.9 GiB" in reason
