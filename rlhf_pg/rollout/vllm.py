@@ -68,6 +68,11 @@ class VllmEngine(RolloutEngine):
     ) -> None:
         _prepare_environment()
         check_version(_installed(), "the installed vLLM")
+        if (lack := lacking(model)) is not None:
+            raise ValueError(
+                f"{lack}, and would change the class that is trained: set rollout_engine to native "
+                "or vllm_server"
+            )
         if getattr(model, "is_quantized", False):
             raise ValueError(
                 "rollout_engine vllm cannot be given quantized weights: set load_in_4bit to false, "
@@ -95,13 +100,7 @@ class VllmEngine(RolloutEngine):
             )
         core = self.llm.llm_engine.engine_core.engine_core
         weakref.finalize(self, _free, core)
-        config = self.llm.llm_engine.model_config
-        if config.using_transformers_backend():
-            raise ValueError(
-                f"vLLM has no {type(model).__name__} of its own, and would change the class that "
-                "is trained: set rollout_engine to native or vllm_server"
-            )
-        self.max_model_length: int = config.max_model_len
+        self.max_model_length: int = self.llm.llm_engine.model_config.max_model_len
         if longest > self.max_model_length:
             raise ValueError(
                 f"vLLM has room for {self.max_model_length} tokens, and the longest prompt and "
@@ -231,6 +230,7 @@ def _new_llm(**arguments: Any) -> Any:
         arguments["distributed_executor_backend"] = "external_launcher"
     llm = LLM(
         **arguments,
+        model_impl="vllm",  # that of transformers would change the class that is trained
         load_format="dummy",
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
