@@ -102,7 +102,8 @@ def extras() -> str:
         "four of them": lambda m: 4 * logits(m),
         "four of them, `micro_batch_tokens: 4096`": lambda m: 4 * logits(m) * 4096 / MICRO_BATCH,
         "keys and values of 64 rows of 1280 tokens": lambda m: 64 * 1280 * cache(m),
-        "host memory of a machine while 8 processes load": lambda m: 8 * 2 * m.parameters,
+        "host memory while 8 processes load files in bfloat16": lambda m: 2 * m.parameters,
+        "the same for each copy of these weights": lambda m: 8 * 2 * m.parameters,
     }
     rows = [[name, *(short(f(m) / GB) for m in MODELS)] for name, f in everything.items()]
     return table(["", *(model.name for model in MODELS)], rows)

@@ -9,7 +9,7 @@ adapter): `optimizer.safetensors` (by parameter name), `rng-rank{r}.safetensors`
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,7 @@ class Checkpointer:
     fingerprints: Callable[[], Mapping[str, str | None]]  # of what never changes in a run, by part
     running: Mapping[str, Any] = field(default_factory=dict)  # records that move, by name
     limit: int | None = None  # of checkpoints to keep; None keeps all
+    found: Collection[str] = ()  # keys that were left open: what was found before is used again
     saved: int | None = None  # the last step that was saved, by this process
 
     @property
@@ -269,7 +270,8 @@ class Checkpointer:
         """
         state = json.loads((path / "state.json").read_text())
         now = self.fingerprints()
-        changed = same_run.check(path, state, self.config, now, self.running)
+        config = {key: value for key, value in self.config.items() if key not in self.found}
+        changed = same_run.check(path, state, config, now, self.running)
         if changed and rank == 0:
             logger.warning("%s goes on with another learning rate: %s", path, changed)
         self._load_models(path)

@@ -31,7 +31,7 @@ ELSEWHERE = {
     "loss_type": "aggregation (token_mean, sequence_mean, constant) and policy_loss",
     "loss_agg_mode": "aggregation (token_mean, sequence_mean, constant)",
     "adv_estimator": "advantage_estimator",
-    "use_vllm": "rollout_engine: vllm",
+    "use_vllm": "rollout_engine: vllm; auto takes it on a GPU where it is installed and suits",
     "vllm_mode": "rollout_engine: vllm (colocate) or vllm_server (server)",
     **dict.fromkeys(("vllm_server_host", "vllm_server_port"), "vllm_server_base_url"),
     **dict.fromkeys(

@@ -204,8 +204,6 @@ def test_a_number_at_the_edge_of_its_range_is_taken(config, key, value):
         "kl_adaptive_lr": clipped | twice,
         "ref_model_sync_steps": following,
         "ref_model_mixup_alpha": following,
-        "vllm_gpu_memory_utilization": {"rollout_engine": "vllm"},
-        "vllm_max_model_length": {"rollout_engine": "vllm"},
         "vllm_server_timeout": {"rollout_engine": "vllm_server"},
         "n_steps": {"advantage_estimator": "n_step"},
         "lam_alpha": {"advantage_estimator": "gae"},
@@ -328,6 +326,22 @@ def test_advantages_that_a_loss_for_whole_rows_cannot_take_are_refused(config, o
 def test_what_would_train_wrongly_or_not_at_all_is_refused(config, options, said):
     with pytest.raises(ValueError, match=said):
         config(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "correction"),
+    [
+        ({}, "none"),
+        ({"rollout_engine": "native"}, "none"),
+        ({"rollout_engine": "native", "sampler_correction": "token_mask"}, "token_mask"),
+        ({"rollout_engine": "vllm", "sampler_clip_max": 2.0}, "token_truncate"),
+        ({"rollout_engine": "vllm_server"}, "token_truncate"),
+        ({"rollout_engine": "vllm", "sampler_correction": "none"}, "none"),
+        ({"old_logprobs_source": "sampler", "sampler_correction": "none"}, "none"),
+    ],
+)
+def test_a_sampler_that_is_not_the_policy_is_corrected_for(options, correction):
+    assert GRPOConfig(**options).correction == correction
 
 
 def test_losses_for_whole_rows_take_those_of_the_group():
@@ -959,7 +973,18 @@ def test_a_value_that_begins_with_a_dash_is_no_flag(recipe):
         ),
         (GRPOConfig, {"target_kl": 0.1}, "raise num_iterations or num_mini_batches"),
         (GRPOConfig, {"lora_r": 8}, "lora_r is for LoRA: set use_peft"),
-        (GRPOConfig, {"vllm_max_model_length": 9}, "no effect without rollout_engine vllm:"),
+        (
+            GRPOConfig,
+            {"rollout_engine": "native", "vllm_max_model_length": 9},
+            "no effect without rollout_engine vllm:",
+        ),
+        (GRPOConfig, {"sampler_clip_max": 9.0}, "no effect without sampler_correction"),
+        (
+            GRPOConfig,
+            {"rollout_engine": "vllm", "sampler_correction": "none", "sampler_clip_max": 9.0},
+            "no effect without sampler_correction",
+        ),
+        (GRPOConfig, {"vllm_server_timeout": 9.0}, "no effect without rollout_engine vllm_server"),
         (
             GRPOConfig,
             {"rollout_engine": "vllm", "rollout_cache_tokens": 9},

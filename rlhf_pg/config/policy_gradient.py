@@ -77,9 +77,10 @@ class PolicyGradientConfig(SamplingConfig):
     forward pass, or what the native engine saw when it sampled, which spares that pass. The two
     differ by rounding: little in float32, up to a few percent of the ratio in bfloat16."""
     sampler_correction: Literal[
-        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-    ] = "none"
-    """Weigh the loss by policy / sampler probabilities: see rlhf_pg.losses.sampler_weights."""
+        "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "auto"
+    """Weigh the loss by policy / sampler probabilities: see rlhf_pg.losses.sampler_weights. auto:
+    token_truncate where vLLM samples, whose numbers are not quite the policy's; else none."""
     sampler_clip_max: float = number(3.0, above=0)
     """Largest of these weights."""
     sampler_clip_min: float | None = number(None, above=0)
@@ -272,19 +273,19 @@ class PolicyGradientConfig(SamplingConfig):
         """Refuse options that would be ignored."""
         self.refuse_idle(
             ("old_logprobs_source",),
-            self.rollout_engine == "native",
+            self.rollout_engine in ("auto", "native"),
             f'is "policy" with rollout_engine {self.rollout_engine!r}, whose weights are a copy: '
             "weigh what it saw by sampler_correction",
         )
         self.refuse_idle(
             ("sampler_correction",),
-            self.old_logprobs_source == "policy",
+            self.old_logprobs_source == "policy" or self.sampler_correction == "none",
             "would compare the sampler with itself under old_logprobs_source sampler: leave one of "
             "them out",
         )
         penalized = "old_kl_coef" in self.loss_options and self.old_kl_coef > 0
         moving, adaptive = self.kl_controller != "fixed", self.kl_controller == "adaptive"
-        correcting, bonus = self.sampler_correction != "none", self.entropy_target is not None
+        correcting, bonus = self.correction != "none", self.entropy_target is not None
         for needed, used, keys in (
             ("missing_eos_penalty", self.missing_eos_penalty is not None, "missing_eos_mode"),
             ("overlong_buffer", self.overlong_buffer is not None, "overlong_penalty"),
@@ -307,6 +308,13 @@ class PolicyGradientConfig(SamplingConfig):
             options = set().union(*(parameters(function) for function in functions.values()))
             idle = sorted(options - parameters(functions[name]))
             self.refuse_idle(tuple(idle), False, f"is not used by {choice_} {name!r}: leave it out")
+
+    @property
+    def correction(self) -> str:
+        """`sampler_correction`, with a name in place of auto once the engine has one."""
+        if self.sampler_correction != "auto":
+            return self.sampler_correction
+        return "none" if self.rollout_engine in ("auto", "native") else "token_truncate"
 
     @property
     def needs_old_logprobs(self) -> bool:

@@ -12,8 +12,9 @@ from rlhf_pg.fields import number
 class SamplingConfig(RunConfig):
     """One step is one rollout batch and every update on it."""
 
-    rollout_engine: Literal["native", "vllm", "vllm_server"] = "native"
-    """What samples: the policy itself, vLLM in this process, or a `vllm serve`."""
+    rollout_engine: Literal["auto", "native", "vllm", "vllm_server"] = "auto"
+    """What samples: the policy itself, vLLM in this process, or a `vllm serve`. auto: on a GPU vLLM
+    in this process, asleep between rollouts, where it is installed and suits; else the policy."""
     rollout_cache_tokens: int | None = number(None, minimum=1)
     """Tokens whose keys and values the native engine keeps at a time; other completions wait. None:
     what half of a GPU's free memory holds, or 4 GiB of a CPU's. It never changes the result."""
@@ -22,7 +23,8 @@ class SamplingConfig(RunConfig):
     vllm_enable_sleep_mode: bool = False
     """Give that memory back while vLLM does not sample."""
     vllm_max_model_length: int | None = number(None, minimum=1)
-    """Longest prompt and completion together, which need room at once; None: what the model can."""
+    """Longest prompt and completion together, which need room at once; None: what the model can, or
+    the memory that vLLM takes."""
     vllm_server_base_url: str = "http://localhost:8000"
     """Where the server is."""
     vllm_server_timeout: float = number(300.0, above=0)
@@ -78,7 +80,7 @@ class SamplingConfig(RunConfig):
             any(cuts.values()),
             "has no effect without top_k, top_p or min_p: set one of them, or leave it out",
         )
-        if saved and self.rollout_engine != "native":
+        if saved and self.rollout_engine not in ("auto", "native"):
             raise ValueError(
                 'truncated_sampling "saved_support" needs to know which tokens were kept, and '
                 f"rollout_engine {self.rollout_engine!r} does not tell: set rollout_engine to "
@@ -93,7 +95,8 @@ class SamplingConfig(RunConfig):
         of_engines = {"native": native, "vllm": in_process, "vllm_server": of_server}
         for engine, own in of_engines.items():
             why = f"has no effect without rollout_engine {engine}: set that, or leave it out"
-            self.refuse_idle(tuple(sorted(own)), self.rollout_engine == engine, why)
+            may_be = self.rollout_engine == "auto" and engine != "vllm_server"
+            self.refuse_idle(tuple(sorted(own)), may_be or self.rollout_engine == engine, why)
         if not self.vllm_server_base_url.startswith(("http://", "https://")):
             raise ValueError(
                 "vllm_server_base_url must begin with http:// or https://, got "

@@ -1,15 +1,64 @@
-"""Which engine samples: what `rollout_engine` names."""
+"""Which engine samples: what `rollout_engine` names, or why auto does not take vLLM."""
 
+import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.sampling import SamplingConfig
 from rlhf_pg.rollout.engine import RolloutEngine
+from rlhf_pg.rollout.handover import parts_tied_weights
 from rlhf_pg.rollout.native import NativeEngine
 from rlhf_pg.rollout.vllm import VllmEngine
+from rlhf_pg.rollout.vllm_requests import LEAST_TEMPERATURE, check_version
 from rlhf_pg.rollout.vllm_server import VllmServerEngine
+
+
+def installed() -> str | None:
+    """The version of the vLLM that is installed, which is not imported: that takes its time."""
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def unsuited(
+    args: PolicyGradientConfig, model: PreTrainedModel, kind: str, version: str | None
+) -> str | None:
+    """Why vLLM in the process is not for this run; None where it may be.
+
+    Args:
+        kind: "cuda" or "cpu", of the run.
+        version: of the vLLM that is installed, if there is one.
+    """
+    if kind != "cuda":
+        return f"the device is {kind}"
+    if version is None:
+        return 'vLLM is not installed (pip install "rlhf-pg[vllm]")'
+    try:
+        check_version(version, "the installed vLLM")
+    except ValueError as error:
+        return str(error)
+    reasons = {
+        "the weights are quantized": getattr(model, "is_quantized", False),
+        "the adapter changes one end of tied weights": parts_tied_weights(model),
+        "vLLM has no float64": args.dtype == "float64",
+        "truncated_sampling saved_support has to know which tokens were kept": (
+            args.truncated_sampling == "saved_support"
+        ),
+        "old_logprobs_source sampler is for what samples from the policy's own weights": (
+            args.old_logprobs_source == "sampler"
+        ),
+        "rollout_cache_tokens is set, which is of the native engine": (
+            args.rollout_cache_tokens is not None
+        ),
+        f"vLLM would raise the temperature to {LEAST_TEMPERATURE}": (
+            args.temperature < LEAST_TEMPERATURE
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def new_engine(
@@ -18,12 +67,15 @@ def new_engine(
     eos_token_ids: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
     is_main: bool,
+    longest: int = 1,
 ) -> RolloutEngine:
     """The engine of a run, or this process's own.
 
     Args:
+        args: with an engine in place of auto.
         model: the policy, which has its weights when the engine takes them over.
         is_main: of several processes, the one that hands weights to a server.
+        longest: tokens of the longest prompt and completion.
 
     Raises:
         ValueError: the engine cannot be had, or cannot sample from the model.
@@ -38,6 +90,7 @@ def new_engine(
             memory=args.vllm_gpu_memory_utilization,
             sleeps=args.vllm_enable_sleep_mode,
             seed=args.seed,
+            longest=longest,
         )
     if args.rollout_engine == "vllm_server":
         directory = args.vllm_sync_directory or Path(args.output_dir) / "sync"

@@ -11,11 +11,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_pg import models
 from rlhf_pg.rollout.engine import (
     Completion,
     Finished,
@@ -23,6 +21,7 @@ from rlhf_pg.rollout.engine import (
     RolloutEngine,
     SamplingParams,
 )
+from rlhf_pg.rollout.handover import bare, merged_weights, parts_tied_weights
 from rlhf_pg.rollout.sampling import request_seed
 from rlhf_pg.rollout.vllm_requests import check_version, completion, options, room
 
@@ -45,13 +44,15 @@ class VllmEngine(RolloutEngine):
         eos_token_ids: each ends a completion.
         tokenizer: of the model, for stop strings.
         max_model_length: longest prompt and completion; None: as many tokens as there are
-            positions.
+            positions, and memory for them.
         memory: share of the GPU's memory that vLLM takes, weights included.
         sleeps: give that memory back between two `synced`.
         seed: of the process, which vLLM sets anew.
+        longest: tokens of the longest prompt and completion, which need room.
 
     Raises:
-        ValueError: vLLM is not installed, is of another version, or cannot take the weights.
+        ValueError: vLLM is not installed, is of another version, cannot take the weights, or has no
+            room.
     """
 
     def __init__(
@@ -63,20 +64,25 @@ class VllmEngine(RolloutEngine):
         memory: float = 0.3,
         sleeps: bool = False,
         seed: int = 0,
+        longest: int = 1,
     ) -> None:
-        os.environ.update(NEEDED)
-        for name, value in DEFAULTS.items():
-            os.environ.setdefault(name, value)
+        _prepare_environment()
         check_version(_installed(), "the installed vLLM")
+        if (lack := lacking(model)) is not None:
+            raise ValueError(
+                f"{lack}, and would change the class that is trained: set rollout_engine to native "
+                "or vllm_server"
+            )
         if getattr(model, "is_quantized", False):
             raise ValueError(
                 "rollout_engine vllm cannot be given quantized weights: set load_in_4bit to false, "
                 "or rollout_engine to native or vllm_server"
             )
-        if models.adapts_tied_weights(model):
+        if parts_tied_weights(model):
             raise ValueError(
                 "rollout_engine vllm keeps the ends of tied weights alike, and the adapter changes "
-                "one: leave it out of lora_target_modules, or set rollout_engine to native"
+                "one: leave it out of lora_target_modules and modules_to_save, or set "
+                "rollout_engine to native"
             )
         self.model, self.eos_token_ids, self.sleeps = model, list(eos_token_ids), sleeps
         self.numbers = itertools.count()  # of vLLM's requests
@@ -86,7 +92,7 @@ class VllmEngine(RolloutEngine):
             self.llm = _new_llm(
                 model=directory,
                 dtype=str(_dtype(model)).removeprefix("torch."),
-                max_model_len=max_model_length,
+                max_model_len=max_model_length or -1,  # as long as there is room for
                 gpu_memory_utilization=memory,
                 enable_sleep_mode=sleeps,
                 enforce_eager=not torch.cuda.is_available(),
@@ -94,13 +100,13 @@ class VllmEngine(RolloutEngine):
             )
         core = self.llm.llm_engine.engine_core.engine_core
         weakref.finalize(self, _free, core)
-        config = self.llm.llm_engine.model_config
-        if config.using_transformers_backend():
+        self.max_model_length: int = self.llm.llm_engine.model_config.max_model_len
+        if longest > self.max_model_length:
             raise ValueError(
-                f"vLLM has no {type(model).__name__} of its own, and would change the class that "
-                "is trained: set rollout_engine to native or vllm_server"
+                f"vLLM has room for {self.max_model_length} tokens, and the longest prompt and "
+                f"completion may have {longest}: raise vllm_gpu_memory_utilization or "
+                "vllm_max_model_length, or set rollout_engine to native"
             )
-        self.max_model_length: int = config.max_model_len
         self._sleep()
 
     def session(self, params: SamplingParams, seed: int) -> closing["_Session"]:
@@ -119,17 +125,19 @@ class VllmEngine(RolloutEngine):
             if self.sleeps:
                 torch.cuda.empty_cache()
                 self.llm.wake_up(["weights"])
-            self._load(models.merged(self.model))
+            self._load(self.model)
             if self.sleeps:
                 self.llm.wake_up(["kv_cache"])
             yield
         finally:
             self._sleep()
 
-    def _load(self, policy: nn.Module) -> None:
-        """Copy the weights, layer by layer; vLLM casts and fuses them."""
-        weights = ((name, p.detach()) for name, p in policy.named_parameters())
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    def _load(self, policy: PreTrainedModel) -> None:
+        """Copy the weights where they are, layer by layer: vLLM holds what it was given of a layer
+        until it has all of it, casts and fuses that, and lets it go.
+        """
+        weights = {"weights_iterator": merged_weights(policy)}
+        self.llm.collective_rpc("reload_weights", kwargs=weights)
         self.llm.apply_model(_repack_head)
         if not self.llm.reset_prefix_cache():  # keys and values of the old weights
             raise RuntimeError("vLLM keeps old keys and values: the session before has not ended")
@@ -182,6 +190,26 @@ class _Session:
         self._asked.clear()
 
 
+def lacking(model: PreTrainedModel) -> str | None:
+    """Why the vLLM that is installed cannot take the model, as far as its list of classes tells."""
+    _prepare_environment()
+    try:
+        from vllm import ModelRegistry
+    except Exception as error:  # what it was compiled for is not there
+        return f"vLLM cannot be imported ({error})"
+    name = type(bare(model)).__name__
+    known = ModelRegistry.models.get(name)
+    if known is None or getattr(known, "class_name", name).startswith("Transformers"):
+        return f"vLLM has no {name} of its own"
+    return None
+
+
+def _prepare_environment() -> None:
+    os.environ.update(NEEDED)
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+
+
 def _installed() -> str:
     try:
         import vllm
@@ -202,6 +230,7 @@ def _new_llm(**arguments: Any) -> Any:
         arguments["distributed_executor_backend"] = "external_launcher"
     llm = LLM(
         **arguments,
+        model_impl="vllm",  # that of transformers would change the class that is trained
         load_format="dummy",
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
@@ -222,7 +251,7 @@ def _free(core: Any) -> None:
 
 def _describe(model: PreTrainedModel, directory: str) -> None:
     """Save the config with the name of the model's class, by which vLLM finds its own."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = bare(model)
     config = copy.deepcopy(base.config)
     config.architectures = [type(base).__name__]
     config.save_pretrained(directory)

@@ -5,6 +5,7 @@ ranks, T completion width; a row is one completion.
 """
 
 import dataclasses
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,13 @@ from rlhf_pg.output import occupying
 from rlhf_pg.progress import Journal
 from rlhf_pg.random_states import restore_rng, rng_tensors
 from rlhf_pg.rewards import Rewards, RewardSource
-from rlhf_pg.rollout import EnvironmentFactory, RolloutError, SamplingParams, Tool
+from rlhf_pg.rollout import (
+    EnvironmentFactory,
+    RolloutEngine,
+    RolloutError,
+    SamplingParams,
+    Tool,
+)
 from rlhf_pg.rollout.choose import new_engine
 from rlhf_pg.running import MovingAverage, RunningMoments
 from rlhf_pg.runtime import Runtime, Terminated, Termination, Trackers, Writing, announced
@@ -45,6 +52,7 @@ from rlhf_pg.trainers import inputs
 from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.coefficients import Coefficients
 from rlhf_pg.trainers.drawing import draw_batch
+from rlhf_pg.trainers.engines import chosen, start, with_engine
 from rlhf_pg.trainers.episodes import episode_counts, episode_metrics, paid
 from rlhf_pg.trainers.evaluation import Answer, evaluate, stripped_text
 from rlhf_pg.trainers.learner import Learner
@@ -53,6 +61,8 @@ from rlhf_pg.trainers.samples import Judged, Samples, collect
 from rlhf_pg.trainers.scoring import make_experience
 from rlhf_pg.trainers.shaping import Shaping
 from rlhf_pg.trainers.skipping import Skips
+
+logger = logging.getLogger(__name__)
 
 
 class PolicyGradientTrainer:
@@ -143,14 +153,11 @@ class PolicyGradientTrainer:
         self.critic = self.new_critic()
         self.state = TrainState()
         self._begun: dict[str, Tensor] | None = None  # random states, while a step draws its batch
+        open_keys = "micro_batch_tokens", "rollout_engine"
+        self.found = {key for key in open_keys if getattr(args, key) == "auto"}
+        self.args, self.why_engine = with_engine(args, self.model, self.runtime)
         self._new_learner(optimizers)
-        self.engine = new_engine(
-            args,
-            self.learner.whole["model"].module,
-            models.stop_token_ids(self.model, self.processing_class),
-            self.processing_class,
-            self.runtime.is_main,
-        )
+        self._start_engine()
         self.checkpointer = self._checkpointer()
 
     def _load_prompts(self, train_dataset: Dataset | None, eval_dataset: Dataset | None) -> None:
@@ -164,7 +171,6 @@ class PolicyGradientTrainer:
     def _new_learner(self, optimizers: tuple[Optimizer | None, LRScheduler | None]) -> None:
         """And with it a number for `micro_batch_tokens: auto`."""
         args, longest = self.args, self.train_prompts.longest
-        self.has_found_budget = args.micro_batch_tokens == "auto"
         self.learner = Learner(
             self.model,
             args,
@@ -177,6 +183,35 @@ class PolicyGradientTrainer:
             longest,
         )
         self.args = self.learner.args
+
+    def _start_engine(self) -> None:
+        """The native one, where vLLM was chosen and cannot start."""
+        if "rollout_engine" in self.found and self.args.rollout_engine == "vllm":
+            try:
+                self.engine = start(self._new_engine, self.args, self.learner)
+                return
+            except ValueError as error:
+                why = str(error)
+            if self.runtime.is_main:
+                logger.warning("rollout_engine auto: %s, so the native engine samples", why)
+            self._sample_natively(f"auto: {why}")
+        else:
+            self.engine = self._new_engine()
+
+    def _sample_natively(self, why: str) -> None:
+        self.args = self.learner.args = chosen(self.args, "native")
+        self.engine, self.why_engine = self._new_engine(), why
+
+    def _new_engine(self) -> RolloutEngine:
+        prompts = [p for p in (self.train_prompts, self.eval_prompts) if p is not None]
+        return new_engine(
+            self.args,
+            self.learner.whole["model"].module,
+            models.stop_token_ids(self.model, self.processing_class),
+            self.processing_class,
+            self.runtime.is_main,
+            max(p.longest for p in prompts) + self.args.max_completion_length,
+        )
 
     def _choose(self) -> None:
         """The functions that the config names, and the coefficients that move."""
@@ -197,11 +232,15 @@ class PolicyGradientTrainer:
             trained=self.learner.trained,
             scheduler=self.learner.scheduler,
             state=self.state,
-            config=dataclasses.asdict(self.args) | {"algorithm": self.algorithm},
+            config=self._config(),
             fingerprints=lambda: self.learner.fingerprints | self.fingerprints,
             running=self.running,
             limit=self.args.save_total_limit,
+            found=self.found,
         )
+
+    def _config(self) -> dict[str, Any]:
+        return dataclasses.asdict(self.args) | {"algorithm": self.algorithm}
 
     @property
     def algorithm(self) -> str:
@@ -245,7 +284,7 @@ class PolicyGradientTrainer:
         per_token, metrics = self.policy_loss(
             new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **options
         )
-        if self.args.sampler_correction == "none" and self.args.rollout_engine == "native":
+        if self.args.correction == "none" and self.args.rollout_engine == "native":
             return per_token, metrics
         weights, measured = against_sampler(self.args, batch)
         return per_token if weights is None else per_token * weights, metrics | measured
@@ -304,7 +343,8 @@ class PolicyGradientTrainer:
             recipe.dump(self.args, directory / "config.yaml")
         journal.say(
             f"{type(self).__name__}: {self.runtime.describe()}; {self.learner.size}; "
-            f"{len(self.train_prompts)} prompts, {self.total_steps} steps"
+            f"{len(self.train_prompts)} prompts, {self.total_steps} steps; "
+            f"rollout_engine {self.args.rollout_engine} ({self.why_engine})"
         )
         tracked = self.trackers.opened(
             directory, self.args.run_name, dataclasses.asdict(self.args), self.state.step > 0
@@ -344,8 +384,12 @@ class PolicyGradientTrainer:
                 f"{self.total_steps} steps (max_steps or num_train_epochs): raise them, or load it "
                 "as a model"
             )
-        if self.has_found_budget and "micro_batch_tokens" in saved:
+        found = self.found & saved.keys()
+        if "micro_batch_tokens" in found:
             self._set_budget(saved["micro_batch_tokens"])
+        if "rollout_engine" in found:
+            self._sample_as_before(saved["rollout_engine"])
+        self.checkpointer.config = self._config()
 
     def _end_by_sigterm(self, journal: Journal) -> None:
         journal.say(f"SIGTERM: the run goes on from {self._checkpoint()}")
@@ -355,7 +399,23 @@ class PolicyGradientTrainer:
         """Split rows as the run that is resumed did: sums in another order round otherwise."""
         self.learner.set_budget(tokens)
         self.args = self.learner.args
-        self.checkpointer.config["micro_batch_tokens"] = tokens
+
+    def _sample_as_before(self, engine: str) -> None:
+        """With the engine of the run that is resumed: another one samples otherwise.
+
+        Raises:
+            ValueError: it cannot be had here.
+        """
+        here = self.args.rollout_engine
+        if (engine, here) == ("native", "vllm"):
+            self._sample_natively("auto")
+        elif engine != here:
+            raise ValueError(
+                f"the run that is resumed samples with rollout_engine {engine}, and auto takes "
+                f"{here} here ({self.why_engine}): set rollout_engine to {engine} and provide what "
+                "it needs, or start a new run from its weights"
+            )
+        self.why_engine = "auto: as before it was resumed"
 
     def step(self, journal: Journal) -> dict[str, Any]:
         """One rollout batch and every update on it; returns the line for metrics.jsonl."""

@@ -18,7 +18,7 @@ def against_sampler(
     """
     assert batch.old_logprobs is not None
     logprobs = batch.old_logprobs, batch.sampler_logprobs
-    mode, weights = args.sampler_correction, None
+    mode, weights = args.correction, None
     if mode == "none":
         ratios = sampler_weights(*logprobs, batch.action_mask, "token_truncate", math.inf)
     else:

@@ -1,5 +1,7 @@
 """Models and tokenizers by path and by object, and what is checked about them."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models
@@ -31,6 +33,19 @@ def saved(tmp_path):
 
 
 # ------------------------------------------------------------------------------------- the model
+
+
+@pytest.mark.parametrize(("dtype", "mapped"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_weights_in_the_dtype_of_their_file_are_mapped_from_it(saved, dtype, mapped):
+    """Processes of one machine share them, until they are shared out."""
+    model = load_model(saved, dtype)
+    ranges = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if f"{saved}/model.safetensors" in line:
+            ranges.append([int(end, 16) for end in line.split()[0].split("-")])
+    for name, parameter in model.named_parameters():
+        there = any(low <= parameter.data_ptr() < high for low, high in ranges)
+        assert there == mapped, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -6,6 +6,9 @@ BATCHING = "tests/rollout/test_batching.py"
 NATIVE = "tests/rollout/test_native.py"
 SAMPLING = "tests/rollout/test_sampling.py"
 STEP = "tests/trainers/test_step.py"
+HANDOVER = "tests/rollout/test_handover.py"
+CHOOSE = "tests/rollout/test_choose.py"
+ENGINES = "tests/trainers/test_engines.py"
 
 MUTANTS = [
     Mutant(
@@ -158,5 +161,50 @@ MUTANTS = [
         old="torch.lerp(a.values, b.values, torch.sigmoid(b.logsum - a.logsum))",
         new="torch.lerp(a.values, b.values, 0.5)",
         killers=(f"{NATIVE}::test_log_probabilities_equal_a_teacher_forced_forward",),
+    ),
+    Mutant(
+        name="a-second-copy-of-the-policy",
+        mistake="all layers are merged before the first is handed to vLLM",
+        file="rlhf_pg/rollout/handover.py",
+        old='_weights(bare(model), "", {id(p): False for p in model.parameters()})',
+        new='[*_weights(bare(model), "", {id(p): False for p in model.parameters()})]',
+        killers=(f"{HANDOVER}::test_one_merged_layer_is_in_memory_at_a_time",),
+    ),
+    Mutant(
+        name="vllm-uncorrected",
+        mistake="what vLLM sampled is taken for a sample of the policy, unless one asks otherwise",
+        file="rlhf_pg/config/policy_gradient.py",
+        old='return "none" if self.rollout_engine in ("auto", "native") else "token_truncate"',
+        new='return "none"',
+        killers=(
+            "tests/trainers/test_rollout_server.py::"
+            "test_the_loss_is_weighed_by_the_mismatch_unless_it_is_not_to_be",
+        ),
+    ),
+    Mutant(
+        name="vllm-chosen-where-it-cannot-tell-what-was-kept",
+        mistake="rollout_engine auto takes vLLM for a run that has to know which tokens were kept",
+        file="rlhf_pg/rollout/choose.py",
+        old='            args.truncated_sampling == "saved_support"\n',
+        new="            False\n",
+        killers=(f"{CHOOSE}::test_what_does_not_suit_is_named",),
+    ),
+    Mutant(
+        name="a-resumed-run-chooses-its-engine-anew",
+        mistake="a resumed run samples with the engine that suits now, not the one it began with",
+        file="rlhf_pg/trainers/base.py",
+        old='        if "rollout_engine" in found:\n',
+        new='        if "engine" in found:\n',
+        killers=(
+            f"{ENGINES}::test_a_resumed_run_goes_on_with_the_native_engine_where_vllm_is_now",
+        ),
+    ),
+    Mutant(
+        name="a-chosen-vllm-stays-awake",
+        mistake="the vLLM that rollout_engine auto takes keeps the GPU's memory during the update",
+        file="rlhf_pg/trainers/engines.py",
+        old="vllm_enable_sleep_mode=True)",
+        new="vllm_enable_sleep_mode=False)",
+        killers=(f"{ENGINES}::test_vllm_that_was_chosen_sleeps_has_room_and_is_saved",),
     ),
 ]

@@ -32,6 +32,17 @@ def test_a_run_measures_how_far_the_server_is_from_the_policy(speaking, make, tm
         assert 0.5 < line[off + "mean"] < line[off + "max"]
 
 
+def test_the_loss_is_weighed_by_the_mismatch_unless_it_is_not_to_be(speaking, make, tmp_path):
+    """The policy as it was gives these tokens far less than 1/e, so their weights are below 1."""
+    server = {"rollout_engine": "vllm_server", "vllm_server_base_url": speaking.url, "max_steps": 1}
+    norms = {}
+    for mode in ("auto", "token_truncate", "none"):
+        make(**server, sampler_correction=mode, output_dir=str(tmp_path / mode)).train()
+        norms[mode] = read(tmp_path / mode / "metrics.jsonl")[0]["grad_norm"]
+    assert norms["auto"] == norms["token_truncate"]
+    assert norms["auto"] < 0.9 * norms["none"]
+
+
 def test_what_was_trained_is_saved_when_the_server_dies(speaking, make, tmp_path):
     trainer = make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url, max_steps=4)
     reload = iter([None, None, (500, {"error": {"message": "EngineCore died"}})])

@@ -12,7 +12,7 @@ from rlhf_pg import GRPOTrainer
 from rlhf_pg.config import GRPOConfig
 from rlhf_pg.metrics import read
 from rlhf_pg.rollout import Request, SamplingParams
-from rlhf_pg.rollout.vllm import VllmEngine
+from rlhf_pg.rollout.vllm import VllmEngine, lacking
 from rlhf_pg.tasks import arithmetic
 from tests.rollout.stats import chi_square_p
 from tests.rollout.test_native import assert_same, assert_teacher_forced, cut, teacher_forced
@@ -62,9 +62,14 @@ def test_log_probabilities_equal_the_policys_after_every_change(arch, model_path
         assert_teacher_forced(model, PROMPTS, engine.generate(PROMPTS, 8, PARAMS, seed=0))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_an_adapter_is_merged_and_the_policy_stays(tied, model_path):
-    model = stir(get_peft_model(model_of(tie_word_embeddings=tied), adapter()))
+HEAD = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]}
+
+
+@pytest.mark.parametrize(
+    ("tied", "options"), [(True, {}), (False, {}), (False, {"use_dora": True}), (False, HEAD)]
+)
+def test_an_adapter_is_merged_and_the_policy_stays(tied, options, model_path):
+    model = stir(get_peft_model(model_of(tie_word_embeddings=tied), adapter(**options)))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5 if parameter.requires_grad else 1.0)
@@ -82,8 +87,29 @@ def test_float64_weights_are_sampled_from_in_float32(model_path):
 
 def test_a_model_that_vllm_would_borrow_is_refused(model_path):
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    with pytest.raises(ValueError, match="vLLM has no GPTNeoXForCausalLM of its own"):
+    with pytest.raises(ValueError, match=r"no GPTNeoXForCausalLM of its own, .* native or vllm_"):
         VllmEngine(model_of("gpt_neox"), EOS, tokenizer)
+    assert lacking(model_of("gpt_neox")) == "vLLM has no GPTNeoXForCausalLM of its own"  # nor now
+    for arch in ("llama", "qwen2", "qwen3", "gemma", "mistral", "gpt2", "opt"):
+        assert lacking(model_of(arch)) is None
+
+
+def test_a_head_that_is_trained_apart_from_the_input_is_refused(model_path):
+    model = get_peft_model(model_of(tie_word_embeddings=True), adapter(**HEAD))
+    with pytest.raises(ValueError, match=r"leave it out of .* modules_to_save, or set rollout_"):
+        VllmEngine(model, EOS, AutoTokenizer.from_pretrained(model_path))
+
+
+def test_a_model_of_more_positions_than_there_is_memory_for(model_path):
+    """A gigabyte of keys and values, a kilobyte each."""
+    model = model_of(max_position_embeddings=2**21)
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    engine = VllmEngine(model, EOS, tokenizer, longest=2**19)
+    assert 2**19 < engine.max_model_length <= 2**20
+    assert_teacher_forced(model, PROMPTS, engine.generate(PROMPTS, 8, PARAMS, seed=0))
+    del engine
+    with pytest.raises(ValueError, match="completion may have 1048577: raise vllm_gpu_memory"):
+        VllmEngine(model, EOS, tokenizer, longest=2**20 + 1)
 
 
 # ------------------------------------------------------------------------------- what is sampled

@@ -89,6 +89,7 @@ def resumed(model: str, directory: str, dtype: str, use_peft: bool) -> Result:
                     max_completion_length=16,
                     lr_scheduler_type="constant",
                     micro_batch_tokens=512,
+                    rollout_engine="native",
                 )
                 ends.append(trained(model, args, resume=name == "broken" and steps == 4))
     whole, _, broken = ends

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 from rlhf_pg.cli import make_trainer
@@ -106,7 +107,7 @@ def launch(algorithm: str, flags: Flags, device: str, config: Path | None) -> No
     command += ["--num_processes", str(processes), *(["--cpu"] if device == "cpu" else [])]
     recipe = RECIPES / f"{algorithm}_arithmetic.yaml"
     command += [str(RECIPES / f"{algorithm}.py"), "--config", str(recipe), "--eval_steps", "0"]
-    for key, value in flags.items():
+    for key, value in {"rollout_engine": "native", **flags}.items():
         command += [f"--{key}", str(value)]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
@@ -122,14 +123,14 @@ def launch(algorithm: str, flags: Flags, device: str, config: Path | None) -> No
 
 
 def vllm(device: str) -> Iterator[Check]:
-    """GRPO with vLLM in its process, asleep during updates: its log-probabilities, in every step,
+    """GRPO with the vLLM in its process that auto takes: its log-probabilities, in every step,
     against those of the weights that it was handed over.
     """
     bounds = {"float32": 1e-3, "bfloat16": 5e-2}  # of the mean: kernels differ in both
     with tempfile.TemporaryDirectory() as directory:
         model = save_model(directory)
         for dtype, use_peft in ((d, p) for d in bounds for p in (False, True)):
-            flags = {"rollout_engine": "vllm", "vllm_enable_sleep_mode": True, "max_steps": 5}
+            flags = {"rollout_engine": "auto", "max_steps": 5}
             flags |= {"model_name_or_path": model, "dtype": dtype, "use_peft": use_peft}
             flags |= {"output_dir": Path(directory) / f"vllm-{dtype}-{use_peft}"}
             what = f"against the policy, {dtype}{', LoRA' * use_peft}"
@@ -141,5 +142,6 @@ def by_vllm(flags: Flags, bound: float, device: str) -> Result:
         return Result("on a CPU `make test-vllm`" if device == "cpu" else "not installed", None)
     launch("grpo", flags, device, None)
     name = "sampling/sampling_logp_difference/mean"
-    off = max(line[name] for line in read(flags["output_dir"] / "metrics.jsonl"))
-    return Result(f"{off:.1e}", off <= bound, off)
+    off = max(line.get(name, 0.0) for line in read(flags["output_dir"] / "metrics.jsonl"))
+    taken = yaml.safe_load((flags["output_dir"] / "config.yaml").read_text())["rollout_engine"]
+    return Result(f"{off:.1e}, {taken}", off <= bound and taken == "vllm", off)

@@ -154,6 +154,7 @@ PLANNED: dict[str, Any] = {
     "max_steps": 100,
 }
 SETUPS = {
+    "rollout_engine": "native",
     "bfloat16": {"dtype": "bfloat16"},
     "stochastic rounding": {"dtype": "bfloat16", "bfloat16_update": "stochastic_rounding"},
     "8 bits": {"dtype": "bfloat16", "optim": "adamw_8bit"},

@@ -1,0 +1,94 @@
+"""Which engine samples, where the config leaves it open: chosen once, and alike everywhere."""
+
+import dataclasses
+import gc
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.rollout import RolloutEngine
+from rlhf_pg.rollout.choose import installed, unsuited
+from rlhf_pg.rollout.vllm import lacking
+from rlhf_pg.runtime import LAYOUTS, Runtime, kept
+from rlhf_pg.trainers.budget import update_options
+from rlhf_pg.trainers.learner import Learner
+
+C = TypeVar("C", bound=PolicyGradientConfig)
+
+# What a vLLM that was chosen takes from the config, and a native engine that was chosen does not.
+OF_VLLM = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length")
+
+
+def with_engine(args: C, model: PreTrainedModel, runtime: Runtime) -> tuple[C, str]:
+    """The config with an engine for `rollout_engine: auto`, the same on all processes, and why;
+    collective.
+    """
+    if args.rollout_engine != "auto":
+        return args, "as the config says"
+    why = unsuited(args, model, runtime.device.type, installed()) or lacking(model)
+    why = runtime.agreed(why)
+    if why is None:
+        return chosen(args, "vllm"), "auto: vLLM suits"
+    return chosen(args, "native"), f"auto: {why}"
+
+
+def chosen(args: C, engine: str) -> C:
+    """The config of a run whose engine was chosen: vLLM sleeps, so that updates have the memory."""
+    if engine == "vllm":
+        return dataclasses.replace(args, rollout_engine="vllm", vllm_enable_sleep_mode=True)
+    defaults = {f.name: f.default for f in dataclasses.fields(args) if f.name in OF_VLLM}
+    return dataclasses.replace(args, rollout_engine="native", **defaults)  # type: ignore[arg-type]
+
+
+def start(new: Callable[[], RolloutEngine], args: C, learner: Learner) -> RolloutEngine:
+    """The vLLM of a run that chose it, on every process or on none; collective.
+
+    Raises:
+        ValueError: it cannot start on one of them.
+    """
+    failure = learner.runtime.agreed(crowded(args, learner))
+    if failure is None:
+        try:
+            engine = new()
+        except Exception as error:  # out of memory, a graph that cannot be recorded, ...
+            failure = f"{type(error).__name__}: {error}"
+        failure = learner.runtime.agreed(failure)
+    if failure is not None:
+        gc.collect()  # what has begun holds memory
+        raise ValueError(f"vLLM cannot start ({failure})")
+    return engine
+
+
+def crowded(args: PolicyGradientConfig, learner: Learner) -> str | None:
+    """Why vLLM's share of this process's GPU is not to be had beside training, if it is not."""
+    device = learner.runtime.device
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    share, left = args.vllm_gpu_memory_utilization * total, free + unused - due(args, learner)
+    if share <= left:
+        return None
+    return (
+        f"vllm_gpu_memory_utilization asks for {share / 2**30:.1f} GiB of a GPU that has "
+        f"{left / 2**30:.1f} GiB beside training"
+    )
+
+
+def due(args: PolicyGradientConfig, learner: Learner) -> float:
+    """Bytes that this process is still going to have on its GPU when it samples: the moments, which
+    the first update makes, and what is put together of weights that lie in pieces.
+    """
+    runtime = learner.runtime
+    layout = next(layout for layout in LAYOUTS if layout.name == runtime.kind)
+    trained = (whole for name, whole in learner.whole.items() if name != "reference")
+    every = [p for whole in trained for p in whole.module.parameters()]
+    policy = learner.whole["model"].module.parameters()
+    moments, copy = (
+        kept(parameters, layout, runtime.world, rollout=True, **update_options(args)).get(part, 0.0)
+        for parameters, part in ((every, "moments"), (policy, "copy"))
+    )
+    return moments + copy

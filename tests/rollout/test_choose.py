@@ -1,0 +1,93 @@
+"""Why `rollout_engine: auto` does not take vLLM, on a GPU that is only named."""
+
+import importlib.metadata
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from peft import get_peft_model
+
+from rlhf_pg import GRPOConfig
+from rlhf_pg.rollout import choose
+from rlhf_pg.rollout.vllm import lacking
+from tests.tiny import adapter, tiny_model
+
+TIED = {"tie_word_embeddings": True}
+
+
+def asked(kind: str = "cuda", version: str | None = "0.32.0", **options: Any) -> str | None:
+    model = options.pop("model", None) or tiny_model("llama")
+    return choose.unsuited(GRPOConfig(**options), model, kind, version)
+
+
+def test_a_plain_run_on_a_gpu_suits():
+    assert asked() is None
+    assert asked(stop=("x",), dtype="bfloat16", use_peft=True) is None
+    assert asked(model=get_peft_model(tiny_model("llama", **TIED), adapter())) is None
+    assert asked(vllm_gpu_memory_utilization=0.5, vllm_max_model_length=9) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "options"),
+    [
+        ("the device is cpu", {"kind": "cpu"}),
+        ("vLLM is not installed", {"version": None}),
+        ("the installed vLLM is version 0.31.9: use", {"version": "0.31.9"}),
+        ("the installed vLLM is version 0.33.0: use", {"version": "0.33.0"}),
+        ("vLLM has no float64", {"dtype": "float64"}),
+        ("has to know which tokens", {"truncated_sampling": "saved_support", "top_k": 5}),
+        ("old_logprobs_source sampler is for", {"old_logprobs_source": "sampler"}),
+        ("rollout_cache_tokens is set", {"rollout_cache_tokens": 100}),
+        ("raise the temperature to 0.01", {"temperature": 0.009}),
+    ],
+)
+def test_what_does_not_suit_is_named(said, options):
+    assert said in str(asked(**options))
+
+
+def test_weights_that_cannot_be_handed_over_do_not_suit():
+    quantized = tiny_model("llama")
+    quantized.is_quantized = True
+    assert asked(model=quantized) == "the weights are quantized"
+    head = adapter(target_modules=["q_proj", "lm_head"])
+    trained = adapter(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    for config in (head, trained):
+        tied = get_peft_model(tiny_model("llama", **TIED), config)
+        assert asked(model=tied) == "the adapter changes one end of tied weights"
+        own = get_peft_model(tiny_model("llama", tie_word_embeddings=False), config)
+        assert asked(model=own) is None
+
+
+def test_the_version_is_known_without_an_import(monkeypatch):
+    def version(name: str) -> str:
+        assert name == "vllm"
+        return "0.32.5"
+
+    assert "vllm" not in sys.modules
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert choose.installed() == "0.32.5"
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert choose.installed() is None
+    assert "vllm" not in sys.modules
+
+
+def test_only_a_class_of_vllms_own_suits(monkeypatch):
+    classes = {
+        "LlamaForCausalLM": SimpleNamespace(class_name="LlamaForCausalLM"),
+        "GPTNeoXForCausalLM": SimpleNamespace(class_name="TransformersForCausalLM"),
+        "Qwen2ForCausalLM": object(),  # one that somebody has registered
+    }
+    registry = SimpleNamespace(models=classes)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(ModelRegistry=registry))
+    assert lacking(tiny_model("llama")) is None
+    assert lacking(get_peft_model(tiny_model("llama"), adapter())) is None
+    assert lacking(tiny_model("qwen2")) is None
+    assert lacking(tiny_model("gpt_neox")) == "vLLM has no GPTNeoXForCausalLM of its own"
+    assert lacking(tiny_model("opt")) == "vLLM has no OPTForCausalLM of its own"
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert str(lacking(tiny_model("llama"))).startswith("vLLM cannot be imported (")

@@ -1,0 +1,218 @@
+"""`rollout_engine: auto`: what is chosen, said, saved and kept, with an engine in place of vLLM."""
+
+import dataclasses
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlhf_pg import GRPOConfig, PPOTrainer
+from rlhf_pg.metrics import read
+from rlhf_pg.recipe import parse
+from rlhf_pg.rollout import NativeEngine, choose
+from rlhf_pg.trainers import engines
+
+
+class Stand(NativeEngine):
+    """In the place of vLLM: keeps how it was made."""
+
+    made: list[dict[str, Any]]
+
+    def __init__(self, model: Any, eos: Any, tokenizer: Any, **options: Any) -> None:
+        super().__init__(model, eos, tokenizer.pad_token_id, tokenizer)
+        type(self).made.append(options)
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
+    """A machine on which vLLM is there and suits."""
+    Stand.made = []
+    monkeypatch.setattr(engines, "unsuited", lambda *_: None)
+    monkeypatch.setattr(engines, "lacking", lambda _: None)
+    monkeypatch.setattr(choose, "VllmEngine", Stand)
+    return Stand
+
+
+def saved_config(trainer: Any) -> GRPOConfig:
+    return parse(GRPOConfig, ["--config", str(Path(trainer.args.output_dir) / "config.yaml")])
+
+
+def test_on_a_cpu_the_native_engine_samples_and_the_run_says_why(make, capsys, caplog):
+    trainer = make(max_steps=1, vllm_max_model_length=99)
+    trainer.train()
+    assert type(trainer.engine) is NativeEngine
+    assert "steps; rollout_engine native (auto: the device is cpu)" in capsys.readouterr().out
+    assert not caplog.records
+    config = saved_config(trainer)
+    assert (config.rollout_engine, config.vllm_max_model_length) == ("native", None)
+
+
+def test_nothing_else_depends_on_whether_it_was_chosen(make, tmp_path):
+    rewards = []
+    for name, options in (("a", {}), ("b", {"rollout_engine": "native"})):
+        make(output_dir=str(tmp_path / name), **options).train()
+        rewards.append([line["loss"] for line in read(tmp_path / name / "metrics.jsonl")])
+    assert rewards[0] == rewards[1]
+
+
+def test_on_a_gpu_vllm_is_asked_and_what_it_lacks_is_said(make, monkeypatch):
+    """As far as the choice goes, this process is told that it is on a GPU."""
+    seen = []
+
+    def unsuited(args: Any, model: Any, kind: str, version: str | None) -> str | None:
+        seen.append((kind, version))
+        return choose.unsuited(args, model, "cuda", version)
+
+    monkeypatch.setattr(engines, "unsuited", unsuited)
+    monkeypatch.setattr(engines, "installed", lambda: "0.32.0")
+    monkeypatch.setattr(engines, "lacking", lambda _: "vLLM has no such class of its own")
+    assert make().why_engine == "auto: vLLM has no such class of its own"
+    monkeypatch.setattr(engines, "installed", lambda: None)
+    assert make().why_engine.startswith("auto: vLLM is not installed")
+    assert seen == [("cpu", "0.32.0"), ("cpu", None)]
+
+
+def test_vllm_that_was_chosen_sleeps_has_room_and_is_saved(make, vllm, capsys):
+    trainer = make(max_steps=1, vllm_gpu_memory_utilization=0.4)
+    assert type(trainer.engine) is vllm
+    [made] = vllm.made
+    assert made["sleeps"]
+    assert made["memory"] == 0.4
+    assert made["longest"] == trainer.train_prompts.longest + 6
+    assert trainer.args is trainer.learner.args
+    trainer.train()
+    assert "rollout_engine vllm (auto: vLLM suits)" in capsys.readouterr().out
+    line = read(Path(trainer.args.output_dir) / "metrics.jsonl")[0]
+    assert "sampling/sampling_logp_difference/max" in line  # measured, as with any vLLM
+    config = saved_config(trainer)
+    assert (config.rollout_engine, config.vllm_enable_sleep_mode) == ("vllm", True)
+
+
+def test_what_the_config_says_is_done_whatever_suits(make, vllm):
+    assert type(make(rollout_engine="native").engine) is NativeEngine
+    assert not vllm.made
+    make(rollout_engine="vllm")
+    assert not vllm.made[0]["sleeps"]
+
+
+def test_a_vllm_that_cannot_start_is_replaced_with_one_warning(make, vllm, monkeypatch, caplog):
+    def broken(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("2 GiB")
+
+    monkeypatch.setattr(choose, "VllmEngine", broken)
+    trainer = make(max_steps=1)
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "vLLM cannot start (OutOfMemoryError: 2 GiB), so the native engine" in record.message
+    assert type(trainer.engine) is NativeEngine
+    assert trainer.args is trainer.learner.args
+    trainer.train()
+    assert trainer.args.rollout_engine == trainer.checkpointer.config["rollout_engine"] == "native"
+    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
+        make(rollout_engine="vllm")
+
+
+# ------------------------------------------------------------------------------ of many processes
+
+
+def elsewhere(failure: str | None) -> Any:
+    """A runtime in which this is what another process says."""
+    return SimpleNamespace(
+        device=torch.device("cpu"), agreed=lambda own: own or (failure and f"rank 1: {failure}")
+    )
+
+
+def test_what_one_process_lacks_no_process_takes(make, vllm):
+    args, model = GRPOConfig(), make().model
+    assert engines.with_engine(args, model, elsewhere(None))[0].rollout_engine == "vllm"
+    taken, why = engines.with_engine(args, model, elsewhere("vLLM is not installed"))
+    assert (taken.rollout_engine, why) == ("native", "auto: rank 1: vLLM is not installed")
+
+
+def test_a_vllm_that_does_not_start_on_one_process_starts_on_none(make, vllm):
+    trainer = make()
+    learner = SimpleNamespace(runtime=elsewhere(None))
+    assert engines.start(lambda: trainer.engine, trainer.args, learner) is trainer.engine
+    learner.runtime = elsewhere("out of memory")
+    with pytest.raises(ValueError, match=r"cannot start \(rank 1: out of memory\)"):
+        engines.start(lambda: trainer.engine, trainer.args, learner)
+
+
+# ------------------------------------------------------------------------------------ on resuming
+
+
+def test_a_resumed_run_goes_on_with_vllm(make, vllm, capsys):
+    make(max_steps=1, save_steps=1).train()
+    again = make(max_steps=2)
+    again.train(resume_from_checkpoint=True)
+    assert type(again.engine) is vllm
+    assert "rollout_engine vllm (auto: as before it was resumed)" in capsys.readouterr().out
+
+
+def test_a_resumed_run_goes_on_with_the_native_engine_where_vllm_is_now(make, vllm, monkeypatch):
+    with monkeypatch.context() as before:
+        before.setattr(engines, "unsuited", lambda *_: "vLLM is not installed")
+        make(max_steps=1, save_steps=1).train()
+    again = make(max_steps=2)
+    assert type(again.engine) is vllm
+    again.train(resume_from_checkpoint=True)
+    assert type(again.engine) is NativeEngine
+    assert again.args.rollout_engine == again.checkpointer.config["rollout_engine"] == "native"
+    assert not again.args.vllm_enable_sleep_mode
+    assert saved_config(again).rollout_engine == "native"
+
+
+def test_a_resumed_run_that_cannot_have_its_vllm_is_one_error(make, vllm, monkeypatch):
+    make(max_steps=1, save_steps=1).train()
+    monkeypatch.setattr(engines, "unsuited", lambda *_: "vLLM is not installed")
+    said = r"rollout_engine vllm, and auto takes native here \(auto: vLLM is not installed\): set"
+    with pytest.raises(ValueError, match=said):
+        make(max_steps=2).train(resume_from_checkpoint=True)
+
+
+def test_an_engine_that_is_named_is_that_of_the_checkpoint_or_an_error(make, vllm):
+    make(max_steps=1, save_steps=1).train()
+    with pytest.raises(ValueError, match="rollout_engine was 'vllm' and is 'native'"):
+        make(max_steps=2, rollout_engine="native").train(resume_from_checkpoint=True)
+    make(max_steps=2, rollout_engine="vllm").train(resume_from_checkpoint=True)
+
+
+# --------------------------------------------------------------------------- memory beside training
+
+
+def beside(make, monkeypatch, free: float, share: float = 0.3, **options: Any) -> str | None:
+    """`crowded` of a learner on a GPU of 80 GB, of which so much is free."""
+    learner = make(**options).learner
+    args, runtime = engines.chosen(learner.args, "vllm"), learner.runtime
+    args = dataclasses.replace(args, vllm_gpu_memory_utilization=share)
+    there = SimpleNamespace(device=torch.device("cuda"), kind=runtime.kind, world=runtime.world)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80e9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 3e9)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1e9)
+    stand = SimpleNamespace(runtime=there, whole=learner.whole)
+    return engines.crowded(args, stand)
+
+
+def test_vllm_needs_its_share_beside_the_moments_that_are_still_to_come(
+    make, monkeypatch, model_path
+):
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    moments = 8 * sum(p.numel() for p in model.parameters())  # two of Adam's, in float32
+    needed = 0.3 * 80e9 - 2e9 + moments  # 2 GB are reserved and not used
+    assert beside(make, monkeypatch, needed + 1) is None
+    assert beside(make, monkeypatch, needed - 1) is not None
+    assert beside(make, monkeypatch, needed - 1, share=0.29) is None
+    ppo = {"trainer_type": PPOTrainer}
+    assert beside(make, monkeypatch, needed + moments / 2, critic="separate", **ppo) is not None
+    assert beside(make, monkeypatch, needed + moments / 2, critic="shared", **ppo) is None
+    reason = beside(make, monkeypatch, 0.0)
+    assert reason is not None
+    assert "vllm_gpu_memory_utilization asks for 22.4 GiB of a GPU that has 1.9 GiB" in reason
+
+
+def test_on_a_cpu_there_is_no_share_to_ask_for(make):
+    assert engines.crowded(make().args, make().learner) is None
