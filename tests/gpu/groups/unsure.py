@@ -150,11 +150,11 @@ PLANNED: dict[str, Any] = {
     "prompts_per_step": 2,
     "num_generations": 8,
     "micro_batch_tokens": 4096,
+    "rollout_engine": "native",
     "log_completions_steps": 0,
     "max_steps": 100,
 }
 SETUPS = {
-    "rollout_engine": "native",
     "bfloat16": {"dtype": "bfloat16"},
     "stochastic rounding": {"dtype": "bfloat16", "bfloat16_update": "stochastic_rounding"},
     "8 bits": {"dtype": "bfloat16", "optim": "adamw_8bit"},
