@@ -11,7 +11,8 @@ export OMP_NUM_THREADS ?= 1
 PURE_TESTS := $(wildcard $(patsubst %,tests/test_%*.py,\
 	masking kl control advantages attempts losses policy_ experience micro_batches noise running)) tests/rewards/test_scores.py
 
-.PHONY: help demo preference soak test test-distributed test-faults test-slow test-vllm \
+.PHONY: help demo preference soak test test-device test-distributed test-faults test-slow test-vllm \
+	device-mutants \
 	coverage mutants docs lint format clean
 
 help:  ## what there is
@@ -56,6 +57,13 @@ $(VLLM)/.installed: pyproject.toml
 
 test-vllm: $(VLLM)/.installed  ## vLLM for real, on a CPU, in an environment of its own (.venv-vllm)
 	$(VLLM)/bin/pytest -m vllm tests/vllm
+
+test-device: $(VENV)/.installed  ## trainers on a pretend CUDA device, with the numbers of a CPU
+	$(BIN)/python -m tests.device.pretend.library > /dev/null
+	$(BIN)/pytest -p tests.device.plugin -n 2 --dist loadfile tests/device
+
+device-mutants: $(VENV)/.installed  ## known mistakes of GPUs: a test of tests/device has to fail
+	PYTHONPATH=. $(BIN)/python -m tests.device.run_mutants
 
 coverage: $(VENV)/.installed  ## every line of the pure modules is run by their own tests
 	$(BIN)/pytest $(PURE_TESTS) --cov=rlhf_pg --cov-report=term-missing --cov-fail-under=100

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.device import mutants as device
 from tests.mutants import Mutant, all_mutants
 from tests.mutants.run import mutated
 
 ROOT = Path(__file__).parents[1]
-MUTANTS = all_mutants()
+MUTANTS = [*all_mutants(), *device.MUTANTS]
 
 
 @cache

@@ -31,6 +31,11 @@ class Drawn(NamedTuple):
     prompt: int  # tokens of the longest
     update: Growth  # of a micro-batch that trains
 
+    @property
+    def device(self) -> torch.device:
+        """Where the models seem to be."""
+        return next(self.policy.parameters()).device
+
 
 def draw(args: PolicyGradientConfig, device: torch.device | str, kind: str = "cpu") -> Drawn:
     """The models that a recipe would load or make.

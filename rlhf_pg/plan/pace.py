@@ -47,7 +47,7 @@ def _rollout(drawn: Drawn, memory: Memory, groups: int) -> Pace:
     args, width = drawn.args, drawn.args.max_completion_length
     row = drawn.prompt + width
     rows = groups * args.num_generations
-    work = forward_work(drawn.policy, probe(1, 1, drawn.prompt, width)) / row
+    work = forward_work(drawn.policy, probe(1, 1, drawn.prompt, width, drawn.device)) / row
     cached = fitness(drawn.policy.model).bytes_per_token * width
     read = cached * (groups * drawn.prompt + rows * width / 2)
     turns = math.ceil(rows / memory.rows) * width
@@ -81,7 +81,8 @@ def _update(drawn: Drawn, memory: Memory, groups: int) -> Pace:
 
 
 def _group(drawn: Drawn) -> Rollout:
-    return probe(1, drawn.args.num_generations, drawn.prompt, drawn.args.max_completion_length)
+    args = drawn.args
+    return probe(1, args.num_generations, drawn.prompt, args.max_completion_length, drawn.device)
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:

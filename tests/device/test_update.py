@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rlhf_pg.metrics import Meter
-from rlhf_pg.plan import draw
+from rlhf_pg.plan import draw, predicted_memory, predicted_pace
+from rlhf_pg.runtime import LAYOUTS
 from tests.device.pretend.extension import ext
 from tests.device.runs import COMMON, Run, trainer
 
@@ -79,5 +80,7 @@ def test_plan_is_made_on_the_device(tmp_path: Path) -> None:
     run = Run(options={"micro_batch_tokens": "auto"})
     made = trainer(run, tmp_path)
     drawn = draw(made.args, torch.device("cuda"), "cuda")
-    assert drawn.update.first.peak > 0
-    assert COMMON["max_completion_length"] == drawn.args.max_completion_length
+    memory = predicted_memory(drawn, LAYOUTS[0], 1, 80e9, "cuda")
+    paces = predicted_pace(drawn, memory, 1)
+    assert memory.micro_batch_tokens > COMMON["max_completion_length"]
+    assert all(pace.work > 0 for name, pace in paces.items() if name != "score")

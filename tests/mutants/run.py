@@ -33,6 +33,7 @@ from tests.mutants import Mutant, all_mutants
 
 ROOT = Path(__file__).parents[2]
 OWN = ("rlhf_pg", "tests")
+KEPT = ("tests.device.pretend", "tests.device.plugin")  # there once, before torch
 LIBRARIES = (
     "accelerate.tracking",
     "datasets",
@@ -115,7 +116,8 @@ def child(directory: Path, killers: Sequence[str], stop: bool) -> None:
     os.environ["PYTHONPATH"] = str(directory)
     sys.dont_write_bytecode = True
     sys.path[:] = [str(directory), *(p for p in sys.path if p and Path(p).resolve() != ROOT)]
-    for name in [name for name in sys.modules if name.split(".")[0] in OWN]:
+    own = [name for name in sys.modules if name.split(".")[0] in OWN]
+    for name in [name for name in own if not name.startswith(KEPT)]:
         del sys.modules[name]
     # A counterexample is enough: looking for the smallest one takes minutes.
     settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate))
@@ -232,14 +234,16 @@ def check(parse: Callable[[Mutant], Any], mutants: Sequence[Mutant]) -> list[str
     return problems
 
 
-def main() -> int:
+def main(listed: Sequence[Mutant] | None = None) -> int:
+    """Try mutants, by default `all_mutants`; the number to exit with."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="of mutants; by default all")
     parser.add_argument("--jobs", type=int, default=2, help="children at a time")
     parser.add_argument("--timeout", type=float, default=120, help="seconds per mutant")
     args = parser.parse_args()
     start = time.monotonic()
-    mutants = [m for m in all_mutants() if not args.names or m.name in args.names]
+    listed = all_mutants() if listed is None else listed
+    mutants = [m for m in listed if not args.names or m.name in args.names]
     unknown = set(args.names) - {m.name for m in mutants}
     if unknown:
         parser.error(f"there is no mutant {', '.join(sorted(unknown))}")

@@ -1,0 +1,37 @@
+"""Put every known mistake of GPUs into a copy of the repository, and see a test fail.
+
+    python -m tests.device.run_mutants [--jobs 2] [--timeout 120] [name ...]
+
+As `tests.mutants.run` does, in processes that have the pretend device.
+"""
+
+from tests.device import plugin  # isort: skip  # before torch
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.device.conftest import REFERENCE, start
+from tests.device.mutants import MUTANTS, RUN
+from tests.mutants import run
+
+
+def main() -> int:
+    """The number to exit with."""
+    assert plugin
+    for name in ("torch._dynamo", "torch._inductor", "torch.nn.attention.flex_attention"):
+        importlib.import_module(name)
+    killers = {killer for mutant in MUTANTS for killer in mutant.killers}
+    runs = [k.removeprefix(RUN)[1:-1] for k in sorted(killers) if k.startswith(RUN)]
+    with TemporaryDirectory() as directory:  # the CPU's numbers, once for all
+        path = Path(directory) / "numbers.jsonl"
+        if start(path, runs).wait():
+            return 1
+        os.environ[REFERENCE] = str(path)
+        return run.main(MUTANTS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
