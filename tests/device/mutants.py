@@ -228,8 +228,8 @@ MUTANTS = [
         name="wait-for-action-tokens",
         mistake="every micro-batch asks the device how many tokens it trains on",
         file="rlhf_pg/experience.py",
-        old="return mask.nonzero_static(size=sum(row.actions for row in self.host_rows)).squeeze(1)",
-        new="return mask.nonzero().squeeze(1)",
+        old="mask.nonzero_static(size=sum(row.actions for row in self.host_rows))",
+        new="mask.nonzero()",
         killers=(f"{WAITS}[grpo-passes0]",),
     ),
     Mutant(

@@ -45,7 +45,8 @@ def rollout(device: str) -> Rollout:
         ("qwen3", {"dtype": torch.float64}),
     ],
 )
-def test_scores_and_gradients_are_the_cpu_s(arch: str, options: dict[str, Any]) -> None:
+def test_scores_and_gradients_are_the_cpu_s(arch: str, options: dict[str, Any], caplog) -> None:
+    caplog.set_level("WARNING", "rlhf_pg")
     made = {}
     for device in ("cpu", "cuda"):
         model = tiny_model(arch, **options).to(device)
@@ -55,6 +56,8 @@ def test_scores_and_gradients_are_the_cpu_s(arch: str, options: dict[str, Any]) 
         made[device] = [x.detach().cpu() for x in (out, *grads)]
     for here, there in zip(made["cpu"], made["cuda"], strict=True):
         torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-4)
+    falls_back = any("without FlexAttention" in record.message for record in caplog.records)
+    assert falls_back == (options.get("dtype") == torch.float64)
 
 
 def attended(device: str, dtype: torch.dtype, width: int) -> list[torch.Tensor]:
