@@ -66,8 +66,11 @@ def _on_wait(kind: str, kernel: str) -> None:
     waits[kind, kernel, place()] += 1
 
 
-def install(devices: int = 1) -> None:
+def install(devices: int = 1, compiles: bool = False) -> None:
     """Make so many devices, of 80 GB.
+
+    Args:
+        compiles: `torch.compile` generates code; otherwise it traces, and that is run.
 
     Raises:
         RuntimeError: torch has already found that there is no GPU.
@@ -84,7 +87,8 @@ def install(devices: int = 1) -> None:
     _streams()
     _storages()
     flash.install()
-    flex.install(place)
+    if not compiles:
+        flex.install(place)
     ext.on_sync(_on_wait)
 
 
