@@ -16,7 +16,7 @@ from rlhf_pg.cli import make_trainer
 from rlhf_pg.metrics import read
 from tests.gpu.check import Check, Result, within
 from tests.gpu.groups.common import save_model
-from tests.gpu.groups.unsure import SETUPS
+from tests.gpu.groups.memory import SETUPS
 from tests.gpu.report import ROOT
 
 RECIPES = ROOT / "recipes"
