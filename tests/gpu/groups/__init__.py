@@ -1,12 +1,12 @@
 """The groups of checks, what is least sure first: each has its share of an hour."""
 
 from tests.gpu.check import Group
-from tests.gpu.groups import correctness, runs, times, unsure
+from tests.gpu.groups import correctness, memory, runs, times, unsure
 
 GROUPS = {
     "bfloat16": Group(unsure.bfloat16, minutes=5),
     "decoding": Group(unsure.decoding, minutes=5),
-    "memory": Group(unsure.memory, minutes=6),
+    "memory": Group(memory.memory, minutes=6),
     "flex": Group(unsure.flex, minutes=6),
     "float32": Group(correctness.float32, minutes=3),
     "sampling": Group(correctness.sampling, minutes=2),

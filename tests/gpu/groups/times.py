@@ -57,7 +57,8 @@ def steps(device: str) -> Iterator[Check]:
         path = save_model(Path(directory) / "model", **sizes)
         for name, workload in ({"tiny": TINY} if on_cpu else WORKLOADS).items():
             job = Job(workload, "grpo", path, sizes["vocabulary"], dtype, directory)
-            yield f"{name}, s", partial(beside if find_spec("trl") else alone, job)
+            yield f"{name}, s", partial(alone, job)
+            yield f"{name}, s, beside TRL", partial(beside, job)
 
 
 def alone(job: Job) -> Result:
@@ -67,6 +68,8 @@ def alone(job: Job) -> Result:
 
 
 def beside(job: Job) -> Result:
+    if not find_spec("trl"):
+        return Result("TRL is not installed", None)
     from tests.benchmarks.peer import __main__ as peer
     from tests.benchmarks.peer import theirs
 
