@@ -80,6 +80,7 @@ class Fitness(NamedTuple):
 
     obstacle: str | None  # what keeps it from that, if anything does
     bytes_per_token: int = 0  # of keys and values, in all layers, as the model makes them
+    flash: bool = False  # whether FlashAttention-2, which torch has on GPUs, takes all its heads
 
 
 def fitness(model: PreTrainedModel) -> Fitness:
@@ -96,7 +97,7 @@ def fitness(model: PreTrainedModel) -> Fitness:
         return Fitness(f"its attention cannot be replaced ({error})")
     if len(probe.layers) != len(layers):
         return Fitness("only some of its layers can be replaced")
-    return Fitness(None, probe.size)
+    return Fitness(None, probe.size, probe.flash)
 
 
 def window(model: PreTrainedModel) -> float:
@@ -114,13 +115,27 @@ class _Probe:
     def __init__(self) -> None:
         self.layers: set[int] = set()
         self.size = 0  # bytes
+        self.flash = True
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if layer in self.layers:
             raise NotImplementedError("a layer that attends twice")
         self.layers.add(layer)
         self.size += key.nbytes + value.nbytes
+        self.flash &= _takes(query, key, value)
         return torch.zeros_like(query.transpose(0, 1))[..., : value.shape[-1]]
+
+
+def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """What `mha_varlen_fwd` of torch asks for (aten/.../flash_attn/flash_api.cpp)."""
+    width = query.shape[-1]
+    return (
+        query.dtype == key.dtype == value.dtype
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and width == key.shape[-1] == value.shape[-1]
+        and width <= 256
+        and width % 8 == 0
+    )
 
 
 @torch.no_grad()
