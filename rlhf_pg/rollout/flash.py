@@ -7,14 +7,14 @@ that decoding needs of the packages flash-attn, kernels and FlashInfer.
 Shapes: N tokens of the pass, H query and K key-value heads, D their width, S = H/K; R rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor, nn
 
-from rlhf_pg.models.attention import Layout
+from rlhf_pg.models.attention import Heads, Layout
 from rlhf_pg.rollout.attention import Weighed, together
 from rlhf_pg.rollout.graphs import rounded
 from rlhf_pg.rollout.rows import Prompt, Row
@@ -24,30 +24,36 @@ FEWEST = 8  # rows of a pass: so few more or less take the same time
 
 
 class Tokens:
-    """Keys and values of every layer, token by token: (tokens, 2, K, D) each, with room that grows."""
+    """Keys and values of every layer, token by token, (tokens, 2, K, D) each."""
 
-    def __init__(self) -> None:
-        self.tokens = 0
+    def __init__(self, layers: Mapping[int, Heads], device: torch.device) -> None:
+        self.shapes, self.device = layers, device
+        self.tokens = 0  # that there was room for at most: what grows again lies elsewhere
         self.layers: dict[int, Tensor] = {}
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens; what is there stays."""
-        if tokens <= self.tokens:
+        if self.layers and tokens <= self.tokens:
             return
-        self.tokens = tokens
-        for layer, old in self.layers.items():  # one by one: not all are there twice
-            self.layers[layer] = old.new_empty(tokens, *old.shape[1:])
-            self.layers[layer][: len(old)] = old
+        self.tokens, old = max(tokens, self.tokens), self.layers
+        if old:
+            for layer, store in old.items():  # one by one: not all are there twice
+                old[layer] = self._empty(self.shapes[layer])
+                old[layer][: len(store)] = store
+            return
+        # Of blocks of one size, whichever the allocator gives first, a layer gets the same again.
+        for heads in set(self.shapes.values()):
+            layers = sorted(layer for layer, other in self.shapes.items() if other == heads)
+            blocks = sorted((self._empty(heads) for _ in layers), key=Tensor.data_ptr)
+            self.layers |= zip(layers, blocks, strict=True)
 
-    def of(self, layer: int, key: Tensor) -> Tensor:
-        """Those of a layer, whose keys are like (K,N,D)."""
-        if layer not in self.layers:
-            self.layers[layer] = key.new_empty(self.tokens, 2, key.shape[0], key.shape[2])
-        return self.layers[layer]
+    def _empty(self, heads: Heads) -> Tensor:
+        shape = (self.tokens, 2, heads.key_values, heads.width)
+        return torch.empty(shape, dtype=heads.dtype, device=self.device)
 
     def write(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """All of a layer, after (K,N,D) keys and values have been put to these (N,) places."""
-        store = self.of(layer, key)
+        store = self.layers[layer]
         store[index] = torch.stack((key, value)).permute(2, 0, 1, 3)
         return store
 
@@ -60,11 +66,9 @@ class FlashPrefill:
     index: Tensor  # (N,) where their tokens are put
     bounds: Tensor  # (P+1,) int32: prompt p has the tokens from bounds[p] to bounds[p + 1]
     longest: int
-    shares: set[int]  # is told S
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `Layout`."""
-        self.shares.add(query.shape[0] // key.shape[0])
         self.store.write(layer, self.index, key, value)
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         out = _flash(q, k, v, self.bounds, self.bounds, None, self.longest, scale, causal=True)
@@ -135,14 +139,14 @@ class FlashDecode:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `Layout`."""
         heads, rows, width = key.shape
-        own, prompts = self.own.write(layer, self.index, key, value), self.prompts.of(layer, key)
+        own = self.own.write(layer, self.index, key, value)
         # Query heads that share a key head are so many more queries of it: (RS,K,D).
         q = query.view(heads, -1, rows, width).permute(2, 1, 0, 3)
         shared = q.shape[1]
         q = q.reshape(-1, heads, width)
         each, runs = self.bounds[shared]
         of_own = _weigh(q, own, each, self.own_starts, self.own_lengths, shared, scale)
-        of_prompt = _weigh(q, prompts, runs, self.starts, self.lengths, max(QUERIES, shared), scale)
+        of_prompt = _weigh(q, self.prompts.layers[layer], runs, self.starts, self.lengths, max(QUERIES, shared), scale)
         out = together(of_prompt, of_own).to(query.dtype)
         return out.view(rows, shared, heads, width).transpose(1, 2).flatten(1, 2)
 
@@ -191,15 +195,17 @@ class Flash:
 
     Args:
         max_tokens: that a row may come to.
+        layers: of the model.
     """
 
     fixed = True  # shapes depend on the number of rows alone
 
-    def __init__(self, max_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, max_tokens: int, layers: Mapping[int, Heads], device: torch.device
+    ) -> None:
         self.max_tokens, self.device = max_tokens, device
-        # As much room as was needed so far, also by sessions before: what grows lies elsewhere.
-        self.prompts, self.own = Tokens(), Tokens()
-        self.shares: set[int] = set()  # S of the layers
+        self.prompts, self.own = Tokens(layers, device), Tokens(layers, device)
+        self.shares = sorted({heads.queries // heads.key_values for heads in layers.values()})
 
     def size(self, rows: int) -> int:
         """See `Stores`."""
@@ -224,7 +230,6 @@ class Flash:
             index=index.to(self.device),
             bounds=bounds.to(self.device),
             longest=max(lengths),
-            shares=self.shares,
         )
 
     def grow(self, rows: Sequence[Row]) -> None:
@@ -233,7 +238,7 @@ class Flash:
 
     def places(self, prompts: Sequence[Prompt], rows: Sequence[Row]) -> Places:
         """See `Stores`."""
-        most = max(1, QUERIES // max(self.shares))
+        most = max(1, QUERIES // self.shares[-1])
         return Places.of(prompts, rows, self.size(len(rows)), most, self.device)
 
     def layout(self, places: Places, last: Tensor, longest: int) -> Layout:
@@ -250,7 +255,7 @@ class Flash:
             own_lengths=(last + 1).int(),
             starts=places.starts,
             lengths=places.lengths,
-            bounds={s: ((slots * s).int(), places.runs * s) for s in sorted(self.shares)},
+            bounds={s: ((slots * s).int(), places.runs * s) for s in self.shares},
         )
 
     def move(self, sources: list[int], targets: list[int]) -> None:

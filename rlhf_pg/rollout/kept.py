@@ -1,13 +1,13 @@
 """What an engine keeps on a GPU from one session to the next: tensors that graphs read, and graphs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_pg.models.attention import Layout
+from rlhf_pg.models.attention import Heads, Layout
 from rlhf_pg.noise import signed
 from rlhf_pg.rollout.engine import SamplingParams
 from rlhf_pg.rollout.flash import Flash
@@ -47,13 +47,13 @@ class Kept:
         model: PreTrainedModel,
         params: SamplingParams,
         eos_token_ids: Sequence[int],
-        flash: bool,
+        flash: Mapping[int, Heads] | None,
         run: Callable[..., Tensor],
     ) -> None:
         self.drawn = Drawn(MAX_ROWS, params.max_tokens, model)
         self.seed = torch.zeros((), dtype=torch.int64, device=model.device)
         self.eos = torch.tensor(list(eos_token_ids), device=model.device)
-        self.stores = Flash(params.max_tokens, model.device) if flash else None
+        self.stores = Flash(params.max_tokens, flash, model.device) if flash else None
         self.graphs, self.forward = Graphs(), run
         self._weights: tuple[int, ...] = ()
 

@@ -116,12 +116,14 @@ class NativeEngine(RolloutEngine):
         eos = tuple(self.eos_token_ids)
         key = (params.temperature, params.top_k, params.top_p, params.min_p, params.max_tokens, eos)
         if key not in self.kept:
-            flash = self._fitness.flash and torch.cuda.get_device_capability(device) >= (8, 0)
-            self.kept[key] = Kept(self.weights, params, eos, flash, self._decoder)
+            new = torch.cuda.get_device_capability(device) >= (8, 0)
+            layers = self._fitness.layers if new and self._fitness.flash else None
+            run = self._compiled if layers else forward
+            self.kept[key] = Kept(self.weights, params, eos, layers, run)
         return self.kept[key]
 
     @cached_property
-    def _decoder(self) -> Callable[..., Tensor]:
+    def _compiled(self) -> Callable[..., Tensor]:
         return Compiled(forward)
 
 
