@@ -247,8 +247,9 @@ class BatchingSession:
         count = len(self.rows) - len(done)
         sources = sorted(set(range(count, len(self.rows))) - set(done))
         holes = [i for i in done if i < count]
-        self.stores.move(sources, holes)
-        self.drawn.move(sources, holes)
+        if holes:
+            self.stores.move(sources, holes)
+            self.drawn.move(sources, holes)
         for source, hole in zip(sources, holes, strict=True):
             self.rows[hole] = self.rows[source]
         del self.rows[count:]

@@ -23,7 +23,9 @@ class Compiled:
     def __call__(self, *args: Any) -> Any:
         if self.works:
             try:
-                return self.compiled(*args)
+                # Or scales and epsilons would be inputs of the graph, and compiled twice.
+                with torch._dynamo.config.patch(specialize_float=True):
+                    return self.compiled(*args)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever a compiler raises

@@ -24,38 +24,50 @@ FEWEST = 8  # rows of a pass: so few more or less take the same time
 
 
 class Tokens:
-    """Keys and values of every layer, token by token, (tokens, 2, K, D) each."""
+    """Keys and values of every layer, token by token, (tokens, K, D) each."""
 
     def __init__(self, layers: Mapping[int, Heads], device: torch.device) -> None:
         self.shapes, self.device = layers, device
         self.tokens = 0  # that there was room for at most: what grows again lies elsewhere
-        self.layers: dict[int, Tensor] = {}
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens; what is there stays."""
         if self.layers and tokens <= self.tokens:
             return
-        self.tokens, old = max(tokens, self.tokens), self.layers
-        if old:
-            for layer, store in old.items():  # one by one: not all are there twice
-                old[layer] = self._empty(self.shapes[layer])
-                old[layer][: len(store)] = store
+        self.tokens = max(tokens, self.tokens)
+        if not self.layers:
+            self._allocate()
             return
-        # Of blocks of one size, whichever the allocator gives first, a layer gets the same again.
+        for layer, pair in self.layers.items():  # one by one: not all are there twice
+            new = (self._empty(self.shapes[layer]), self._empty(self.shapes[layer]))
+            for more, tensor in zip(new, pair, strict=True):
+                more[: len(tensor)] = tensor
+            self.layers[layer] = new
+
+    def _allocate(self) -> None:
+        """Of blocks of one size, whichever the allocator gives first, a layer gets the same again."""
         for heads in set(self.shapes.values()):
             layers = sorted(layer for layer, other in self.shapes.items() if other == heads)
-            blocks = sorted((self._empty(heads) for _ in layers), key=Tensor.data_ptr)
-            self.layers |= zip(layers, blocks, strict=True)
+            blocks = sorted((self._empty(heads) for _ in 2 * layers), key=Tensor.data_ptr)
+            pairs = zip(blocks[::2], blocks[1::2], strict=True)
+            self.layers |= zip(layers, pairs, strict=True)
 
     def _empty(self, heads: Heads) -> Tensor:
-        shape = (self.tokens, 2, heads.key_values, heads.width)
+        shape = (self.tokens, heads.key_values, heads.width)
         return torch.empty(shape, dtype=heads.dtype, device=self.device)
 
-    def write(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def write(
+        self, layer: int, index: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """All of a layer, after (K,N,D) keys and values have been put to these (N,) places."""
-        store = self.layers[layer]
-        store[index] = torch.stack((key, value)).permute(2, 0, 1, 3)
-        return store
+        keys, values = self.layers[layer]
+        keys[index], values[index] = key.transpose(0, 1), value.transpose(0, 1)
+        return keys, values
+
+    def tensors(self) -> list[Tensor]:
+        """Of all layers."""
+        return [tensor for pair in self.layers.values() for tensor in pair]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,15 +165,14 @@ class FlashDecode:
 
 def _weigh(
     query: Tensor,
-    store: Tensor,
+    store: tuple[Tensor, Tensor],
     runs: Tensor,
     starts: Tensor,
     lengths: Tensor,
     most: int,
     scale: float,
 ) -> Weighed:
-    key, value = store.unbind(1)
-    out, logsum = _flash(query, key, value, runs, starts, lengths, most, scale)
+    out, logsum = _flash(query, *store, runs, starts, lengths, most, scale)
     return Weighed(out.float(), logsum.t()[..., None])
 
 
@@ -260,17 +271,17 @@ class Flash:
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """See `Stores`."""
-        for store in self.own.layers.values():
+        source, target = torch.tensor([sources, targets], device=self.device)
+        for store in self.own.tensors():
             slots = store.view(-1, self.max_tokens, *store.shape[1:])
-            slots[targets] = slots[sources]
+            slots[target] = slots[source]
 
     def leave(self, slot: int, last: int) -> None:
-        """See `Stores`."""  # its tokens are a gap now
+        """See `Stores`: its tokens are a gap now."""
 
     def lies(self) -> tuple[int, ...]:
         """See `Stores`."""
-        stores = (*self.prompts.layers.values(), *self.own.layers.values())
-        return tuple(store.data_ptr() for store in stores)
+        return tuple(x.data_ptr() for x in (*self.prompts.tensors(), *self.own.tensors()))
 
     def close(self) -> None:
         """See `Stores`."""
@@ -290,5 +301,5 @@ def _gap(taken: Sequence[tuple[int, int]], length: int) -> int:
 
 def _coarse(tokens: int) -> int:
     """The next of few numbers, at most a quarter more: so the next session needs the same."""
-    step = 2 ** max(tokens.bit_length() - 3, 8)
+    step = 2 ** max(tokens.bit_length() - 3, 10)
     return -(-tokens // step) * step

@@ -97,8 +97,9 @@ class Drawn:
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Copy slots over others."""
+        source, target = torch.tensor([sources, targets], device=self.lengths.device)
         for tensor in vars(self).values():
-            tensor[targets] = tensor[sources]
+            tensor[target] = tensor[source]
 
 
 @dataclass(frozen=True)
