@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 from rlhf_pg.models.attention import configs_of, replaced_attention
 from rlhf_pg.rollout.attention import KeyValues
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
-from rlhf_pg.rollout.kept import MAX_ROWS, Kept, forward
+from rlhf_pg.rollout.kept import Kept, forward
 from rlhf_pg.rollout.rows import Drawn, Prompt, Row, chunks
 from rlhf_pg.rollout.sampling import ids_of, kept, sample, uniform
 from rlhf_pg.rollout.stopping import Stopping
 from rlhf_pg.rollout.stores import Padded, Stores
 
+MAX_ROWS = 256
 PREFILL_TOKENS = 8192  # of prompts, computed in one forward pass
 TOKENS_PER_LOOK = 8  # on a GPU, which would have to wait for every look at what has ended
 

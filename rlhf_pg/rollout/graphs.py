@@ -41,7 +41,7 @@ class Graphs:
     def __call__(self, step: Callable[[Any], Tensor | None], inputs: Any, where: Any) -> Any:
         """What the step returns, valid until the next one.
 
-        A shape is run before it is recorded, on its own inputs: libraries choose their kernels then.
+        A shape is run before it is recorded: libraries choose their kernels then.
         """
         if where != self.where:
             self.where = where

@@ -1,4 +1,4 @@
-"""What an engine keeps on a GPU from one session to the next: tensors that graphs read, and graphs."""
+"""What an engine keeps on a GPU from one session to the next: graphs, and tensors they read."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,12 +10,10 @@ from transformers import PreTrainedModel
 from rlhf_pg.models.attention import Heads, Layout
 from rlhf_pg.noise import signed
 from rlhf_pg.rollout.engine import SamplingParams
-from rlhf_pg.rollout.flash import Flash
 from rlhf_pg.rollout.graphs import Graphs
 from rlhf_pg.rollout.rows import Drawn
 from rlhf_pg.rollout.stores import Stores
-
-MAX_ROWS = 256
+from rlhf_pg.rollout.unpadded import Unpadded
 
 
 def forward(
@@ -46,14 +44,15 @@ class Kept:
         self,
         model: PreTrainedModel,
         params: SamplingParams,
+        rows: int,
         eos_token_ids: Sequence[int],
-        flash: Mapping[int, Heads] | None,
+        layers: Mapping[int, Heads] | None,
         run: Callable[..., Tensor],
     ) -> None:
-        self.drawn = Drawn(MAX_ROWS, params.max_tokens, model)
+        self.drawn = Drawn(rows, params.max_tokens, model)
         self.seed = torch.zeros((), dtype=torch.int64, device=model.device)
         self.eos = torch.tensor(list(eos_token_ids), device=model.device)
-        self.stores = Flash(params.max_tokens, flash, model.device) if flash else None
+        self.stores = Unpadded(params.max_tokens, layers, model.device) if layers else None
         self.graphs, self.forward = Graphs(), run
         self._weights: tuple[int, ...] = ()
 

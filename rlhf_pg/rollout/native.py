@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.models import evaluating, max_positions, merged, quantized
 from rlhf_pg.models.attention import Fitness, fitness, window
-from rlhf_pg.rollout.batching import BatchingSession
+from rlhf_pg.rollout.batching import MAX_ROWS, BatchingSession
 from rlhf_pg.rollout.compiled import Compiled
 from rlhf_pg.rollout.engine import Finished, Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.kept import Kept, forward
@@ -108,19 +108,26 @@ class NativeEngine(RolloutEngine):
             room = (torch.cuda.mem_get_info(device)[0] + unused) // 2
         return int(room // self._fitness.bytes_per_token)
 
-    def kept_for(self, params: SamplingParams) -> Kept | None:
-        """On a GPU, what sessions with these parameters have in common."""
+    def keeping(self, params: SamplingParams) -> Kept | None:
+        """On a GPU, what sessions with these parameters have in common, for one at a time."""
         device = self.model.device
         if device.type != "cuda":
             return None
-        eos = tuple(self.eos_token_ids)
-        key = (params.temperature, params.top_k, params.top_p, params.min_p, params.max_tokens, eos)
-        if key not in self.kept:
-            new = torch.cuda.get_device_capability(device) >= (8, 0)
-            layers = self._fitness.layers if new and self._fitness.flash else None
-            run = self._compiled if layers else forward
-            self.kept[key] = Kept(self.weights, params, eos, layers, run)
-        return self.kept[key]
+        key = self._key(params)
+        if key in self.kept:
+            return self.kept.pop(key)
+        new = torch.cuda.get_device_capability(device) >= (8, 0)
+        layers = self._fitness.layers if new and self._fitness.flash else None
+        run = self._compiled if layers else forward
+        return Kept(self.weights, params, MAX_ROWS, self.eos_token_ids, layers, run)
+
+    def keep(self, params: SamplingParams, kept: Kept) -> None:
+        """For the next session with these parameters."""
+        self.kept[self._key(params)] = kept
+
+    def _key(self, params: SamplingParams) -> tuple[Any, ...]:
+        cuts = (params.top_k, params.top_p, params.min_p)
+        return (params.temperature, *cuts, params.max_tokens, *self.eos_token_ids)
 
     @cached_property
     def _compiled(self) -> Callable[..., Tensor]:
@@ -154,6 +161,8 @@ class _Session:
         """Give back keys and values, which the garbage collector would find too late."""
         if self.fast is not None:
             self.fast.close()
+            if self.fast.kept is not None:
+                self.engine.keep(self.params, self.fast.kept)
         self.fast = self.plain = None
 
     @property
@@ -179,7 +188,7 @@ class _Session:
         reason = engine.obstacle(longest)
         if reason is None:
             self.fast = self.fast or BatchingSession(
-                *common, engine.room(), engine.kept_for(self.params)
+                *common, engine.room(), engine.keeping(self.params)
             )
             return self.fast
         if self.plain is None:

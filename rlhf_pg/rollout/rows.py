@@ -110,8 +110,8 @@ class Groups:
     places: Tensor  # (R,)
     bias: Tensor  # (G,P)
     positions: Tensor  # (R,) of the first new token
-    order: None = None  # rows are computed by slot
-    back: int = 0
+    order: Tensor | None = None  # by slot
+    back: Tensor | int = 0
 
     @classmethod
     def of(
@@ -141,7 +141,8 @@ class Groups:
             bias(columns < lengths[:, None], model.dtype),
             torch.tensor([row.prompt.length for row in rows] + unused),
         )
-        return cls(*(tensor.to(model.device) for tensor in tensors))
+        members, of_rows, mask, positions = (tensor.to(model.device) for tensor in tensors)
+        return cls(members, of_rows, mask, positions)
 
 
 def chunks(prompts: Sequence[Prompt], most: int) -> list[list[Prompt]]:

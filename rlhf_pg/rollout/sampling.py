@@ -112,9 +112,7 @@ def request_seed(seed: int, draw: int, sample: int, position: int) -> int:
     return int(shift(state, 1))
 
 
-def _state(
-    seed: int | Tensor, draws: Tensor, samples: Tensor, position: int | Tensor
-) -> Tensor:
+def _state(seed: int | Tensor, draws: Tensor, samples: Tensor, position: int | Tensor) -> Tensor:
     first = seed if isinstance(seed, Tensor) else torch.full_like(draws, signed(seed))
     state = mix(first)
     state = mix(state + draws)

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import yaml
@@ -27,7 +26,6 @@ from rlhf_pg.metrics import Meter, read
 from rlhf_pg.models import Policy
 from rlhf_pg.plan import draw, predicted_memory
 from rlhf_pg.rollout import NativeEngine, SamplingParams
-from rlhf_pg.rollout.graphs import Graphs
 from rlhf_pg.runtime import LAYOUTS
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.tasks.tiny import character_tokenizer
@@ -109,20 +107,13 @@ def sampling(device: str) -> Iterator[Check]:
 def decoding(device: str) -> Iterator[Check]:
     """Long completions, with decoding steps recorded and replayed, against a scoring pass."""
     for arch in ARCHS:
-        made: list[Graphs] = []
-
-        class Kept(Graphs):
-            def __init__(self, *args: Any) -> None:
-                super().__init__(*args)
-                made.append(self)  # noqa: B023
-
         model = tiny_model(arch, max_position_embeddings=128).to(device)
-        with patch("rlhf_pg.rollout.batching.Graphs", Kept):
-            rollout = rollout_of(NativeEngine(model, [], 0), SamplingParams(max_tokens=100))
+        engine = NativeEngine(model, [], 0)
+        rollout = rollout_of(engine, SamplingParams(max_tokens=100))
         with torch.no_grad():
             scored = Policy(model)(on(rollout, device)).logprobs.cpu()
         off = (scored - rollout.sampler_logprobs).abs().max().item()
-        recorded = sum(len(graphs.recorded) for graphs in made)
+        recorded = sum(len(kept.graphs.recorded) for kept in engine.kept.values())
         fine = off <= 1e-4 and (recorded > 0 or device == "cpu")
         yield f"decoding by CUDA graphs, {arch}", f"{recorded} recorded, {off:.1e}", fine
 

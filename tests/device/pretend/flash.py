@@ -1,4 +1,4 @@
-"""FlashAttention-2 as torch has it on CUDA, for a device that has not: `install()` after torch is there.
+"""FlashAttention-2 as torch has it on CUDA, for a device that has not: see `install`.
 
 It refuses what `mha_varlen_fwd` of torch refuses (aten/.../flash_attn/flash_api.cpp): other dtypes
 than the two of 16 bits, heads of more than 256 numbers or not of a multiple of 8, lengths that are
@@ -96,9 +96,9 @@ def _launch(body: Any, tensors: list[Tensor]) -> None:
     if tensors[0].device.type == "cpu":
         body(tensors)
     else:
-        import pretend_cuda  # type: ignore[import-not-found]
+        from tests.device.pretend import cuda
 
-        pretend_cuda.ext.kernel("aten::_flash_attention_forward", body, tensors)
+        cuda.ext.kernel("aten::_flash_attention_forward", body, tensors)
 
 
 def _sequences(
@@ -124,7 +124,9 @@ def _sequences(
         assert length <= limits[1], (length, limits)
         theirs = slice(starts[i], starts[i] + length)
         if mine.stop > mine.start:
-            out[mine], logsum[:, mine] = _attend(query[mine], key[theirs], value[theirs], scale, causal)
+            out[mine], logsum[:, mine] = _attend(
+                query[mine], key[theirs], value[theirs], scale, causal
+            )
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
