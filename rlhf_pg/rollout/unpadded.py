@@ -62,7 +62,8 @@ class Places:
         there = torch.tensor(numbers).to(device)
         sizes = [count, count, count, count + 1, count + 1, count]
         a, b, c, *rest = torch.split(there, sizes)
-        return cls(a, b, c, *(x.int() for x in rest))
+        # Each at the beginning of its own memory, as copies of them are: or it is compiled again.
+        return cls(a.clone(), b.clone(), c.clone(), *(x.int() for x in rest))
 
 
 def _cut(rows: int, most: int, start: int, length: int) -> list[tuple[int, int, int]]:

@@ -175,7 +175,7 @@ def test_one_compilation_does_for_all_sessions_and_numbers_of_rows(monkeypatch):
     monkeypatch.setattr("rlhf_pg.rollout.native.Compiled", Compiled)
     engine, compilations = engine_on("cuda"), device.compiles.total()
     engine.generate(PROMPTS, 6, PARAMS, seed=0)
-    NativeEngine(engine.model, [2], 0).generate(PROMPTS[:1], 3, PARAMS, seed=1)
+    engine.generate(PROMPTS[:1], 3, PARAMS, seed=1)
     assert device.compiles.total() == compilations + 1
 
 

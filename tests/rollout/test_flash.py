@@ -55,7 +55,7 @@ def test_what_is_sampled_is_the_same(flashing, arch, cache_tokens):
     assert_same(engine.generate(PROMPTS, 6, PARAMS, seed=0), expected)
 
 
-@pytest.mark.parametrize("n", [1, QUERIES + 3])
+@pytest.mark.parametrize("n", [1, QUERIES + 30])
 def test_groups_of_any_size(flashing, n):
     """A group that is cut into runs, and rows that share their prompt with nobody."""
     model = tiny_model("gpt2", dtype=torch.float64)  # no query heads share a key head
@@ -155,21 +155,20 @@ def decoding(calls: list, run=None):
     return Twice
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "gpt2"])
-def test_a_step_is_one_graph_and_is_compiled_once(flashing, arch):
+def test_a_step_is_one_graph_and_is_compiled_once(flashing):
     """Whatever the number of rows, in two sessions, with weights that are copies in the second."""
     compiled, calls = [], []
 
     def backend(module, inputs):
         compiled.append(module)
-        return module.forward
+        return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
 
     torch._dynamo.reset()
     run = Compiled(forward)
     run.compiled = torch.compile(forward, dynamic=True, fullgraph=True, backend=backend)
     flashing(decoding(calls, run))
     for _ in range(2):
-        model = tiny_model(arch, num_hidden_layers=1)
+        model = tiny_model("qwen3", num_hidden_layers=1)
         NativeEngine(model, EOS, PAD).generate(PROMPTS, 6, PARAMS, seed=0)
     assert run.works
     assert len(set(calls)) > 1

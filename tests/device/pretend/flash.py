@@ -3,7 +3,7 @@
 It refuses what `mha_varlen_fwd` of torch refuses (aten/.../flash_attn/flash_api.cpp): other dtypes
 than the two of 16 bits, heads of more than 256 numbers or not of a multiple of 8, lengths that are
 not int32 and contiguous, strides in the last dimension. What it computes is a softmax in float32,
-sequence by sequence, rounded at the end; rows of no sequence are left as memory was.
+sequence by sequence, rounded at the end; rows of no sequence are NaN.
 """
 
 from typing import Any
@@ -115,6 +115,8 @@ def _sequences(
     scale: float,
     causal: bool,
 ) -> None:
+    out.fill_(torch.nan)  # as memory may be: rows of no sequence are not computed
+    logsum.fill_(torch.nan)
     rows, starts = cum_seq_q.tolist(), cum_seq_k.tolist()
     used = None if seqused_k is None else seqused_k.tolist()
     for i in range(len(rows) - 1):
