@@ -62,10 +62,6 @@ class KeyValues:
         places = (tensor.data_ptr() for pair in self._layers.values() for tensor in pair)
         return (self.slots, self.width, *places)
 
-    def clear(self) -> None:
-        """Give the memory back."""
-        self._layers.clear()
-
     def _empty(self, like: Tensor) -> Tensor:
         # Zeros: what is masked has weight 0, and 0 times what lies about in memory may be NaN.
         return like.new_zeros(self.slots, like.shape[0], self.width, like.shape[2])

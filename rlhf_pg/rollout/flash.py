@@ -51,7 +51,9 @@ class Tokens:
 
     def _empty(self, heads: Heads) -> Tensor:
         shape = (self.tokens, heads.key_values, heads.width)
-        return torch.empty(shape, dtype=heads.dtype, device=self.device)
+        empty = torch.empty(shape, dtype=heads.dtype, device=self.device)
+        torch._dynamo.mark_static(empty, [1, 2])  # or as many rows as heads would be taken for one
+        return empty
 
     def write(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """All of a layer, after (K,N,D) keys and values have been put to these (N,) places."""

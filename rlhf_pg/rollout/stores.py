@@ -123,9 +123,7 @@ class Padded:
         return (*self.prompts.lies(), *self.own.lies())
 
     def close(self) -> None:
-        """See `Stores`."""
-        self.prompts.clear()
-        self.own.clear()
+        """See `Stores`: it goes with its session."""
 
 
 def _common(columns: Tensor) -> Tensor | int:
