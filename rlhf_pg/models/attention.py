@@ -7,7 +7,7 @@ Shapes: N tokens of the pass, H query and K key-value heads, D their width.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -75,11 +75,22 @@ def replaced_attention(configs: Sequence[Any], name: str = NAME) -> Iterator[Non
             config._attn_implementation = before
 
 
+class Heads(NamedTuple):
+    """Of a layer's attention."""
+
+    queries: int
+    key_values: int
+    width: int  # of keys
+    dtype: torch.dtype  # of keys
+
+
 class Fitness(NamedTuple):
     """What a model is like for attention in two parts."""
 
     obstacle: str | None  # what keeps it from that, if anything does
     bytes_per_token: int = 0  # of keys and values, in all layers, as the model makes them
+    flash: bool = False  # whether FlashAttention-2, which torch has on GPUs, takes all its heads
+    layers: Mapping[int, Heads] = {}
 
 
 def fitness(model: PreTrainedModel) -> Fitness:
@@ -96,7 +107,7 @@ def fitness(model: PreTrainedModel) -> Fitness:
         return Fitness(f"its attention cannot be replaced ({error})")
     if len(probe.layers) != len(layers):
         return Fitness("only some of its layers can be replaced")
-    return Fitness(None, probe.size)
+    return Fitness(None, probe.size, probe.flash, probe.layers)
 
 
 def window(model: PreTrainedModel) -> float:
@@ -112,15 +123,29 @@ def window(model: PreTrainedModel) -> float:
 
 class _Probe:
     def __init__(self) -> None:
-        self.layers: set[int] = set()
+        self.layers: dict[int, Heads] = {}
         self.size = 0  # bytes
+        self.flash = True
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if layer in self.layers:
             raise NotImplementedError("a layer that attends twice")
-        self.layers.add(layer)
+        self.layers[layer] = Heads(query.shape[0], key.shape[0], key.shape[2], key.dtype)
         self.size += key.nbytes + value.nbytes
+        self.flash &= _takes(query, key, value)
         return torch.zeros_like(query.transpose(0, 1))[..., : value.shape[-1]]
+
+
+def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """What `mha_varlen_fwd` of torch asks for (aten/.../flash_attn/flash_api.cpp)."""
+    width = query.shape[-1]
+    return (
+        query.dtype == key.dtype == value.dtype
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and width == key.shape[-1] == value.shape[-1]
+        and width <= 256
+        and width % 8 == 0
+    )
 
 
 @torch.no_grad()

@@ -26,7 +26,6 @@ class KeyValues:
     def __init__(self, spare: int, longest: int) -> None:
         self.spare, self.longest = spare, longest
         self.slots = self.width = 0
-        self.grown = 0  # times, each to another place in memory
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def reserve(self, slots: int, width: int) -> None:
@@ -43,7 +42,6 @@ class KeyValues:
         if width > self.width and slots * 2 * self.width <= self.spare:
             wide = max(min(2 * self.width, self.longest), wide)
         self.slots, self.width = slots, wide
-        self.grown += 1
         for layer, (keys, values) in self._layers.items():  # one by one: not all are there twice
             self._layers[layer] = (self._resized(keys), self._resized(values))
 
@@ -58,6 +56,11 @@ class KeyValues:
         for pair in self._layers.values():
             for tensor in pair:
                 tensor[targets] = tensor[sources]
+
+    def lies(self) -> tuple[int, ...]:
+        """Where, and how much: another thing whenever room has grown."""
+        places = (tensor.data_ptr() for pair in self._layers.values() for tensor in pair)
+        return (self.slots, self.width, *places)
 
     def _empty(self, like: Tensor) -> Tensor:
         # Zeros: what is masked has weight 0, and 0 times what lies about in memory may be NaN.
@@ -141,7 +144,7 @@ class Decode:
         of_prompt = q[self.members].transpose(1, 2)  # (G,K,M,H/K,D)
         most, shared = of_prompt.shape[2:4]
         prompt = _weigh(of_prompt.flatten(2, 3), keys, values, self.prompt_bias, scale)
-        back = _Weighed(
+        back = Weighed(
             *(
                 x.view(-1, heads, most, shared, x.shape[3])
                 .transpose(1, 2)
@@ -149,10 +152,10 @@ class Decode:
                 for x in prompt
             )
         )
-        return _together(back, own).flatten(1, 2).to(query.dtype)
+        return together(back, own).flatten(1, 2).to(query.dtype)
 
 
-class _Weighed(NamedTuple):
+class Weighed(NamedTuple):
     """A softmax that waits for its other part; what follows (..., queries, D), D or 1."""
 
     values: Tensor  # weighed mean
@@ -165,19 +168,19 @@ def bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=wide).masked_fill_(~mask, -torch.inf)
 
 
-def _weigh(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> _Weighed:
+def _weigh(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Weighed:
     """Query (B,K,Q,D) on keys and values of B slots; scores are scaled and raised by (B,W)."""
     slots, width = bias.shape
     keys, values = keys[:slots, :, :width], values[:slots, :, :width]
     if keys.device.type == "cpu" and keys.dtype == bias.dtype and keys.shape == values.shape:
         out, logsum = fused_on_cpu(query, keys, values, attn_mask=bias[:, None, None], scale=scale)
-        return _Weighed(out, logsum[..., None])
+        return Weighed(out, logsum[..., None])
     scores = torch.add(bias[:, None, None], _product(query, keys.transpose(2, 3)), alpha=scale)
     logsum = scores.logsumexp(dim=-1, keepdim=True)
-    return _Weighed(_product(scores.sub_(logsum).exp_(), values), logsum)
+    return Weighed(_product(scores.sub_(logsum).exp_(), values), logsum)
 
 
-def _together(a: _Weighed, b: _Weighed) -> Tensor:
+def together(a: Weighed, b: Weighed) -> Tensor:
     """The softmax over both parts (online softmax; Milakov and Gimelshein 2018, section 3)."""
     return torch.lerp(a.values, b.values, torch.sigmoid(b.logsum - a.logsum))
 

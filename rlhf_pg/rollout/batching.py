@@ -4,18 +4,20 @@ Shapes: R rows being sampled, of G prompts; V ids.
 """
 
 from collections import deque
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_pg.models.attention import Layout, configs_of, replaced_attention
-from rlhf_pg.rollout.attention import Decode, KeyValues, Prefill, bias
+from rlhf_pg.models.attention import configs_of, replaced_attention
+from rlhf_pg.rollout.attention import KeyValues
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
-from rlhf_pg.rollout.graphs import Graphs, rounded
-from rlhf_pg.rollout.rows import Drawn, Groups, Prompt, Row, chunks
+from rlhf_pg.rollout.kept import Kept, forward
+from rlhf_pg.rollout.rows import Drawn, Prompt, Row, chunks
 from rlhf_pg.rollout.sampling import ids_of, kept, sample, uniform
 from rlhf_pg.rollout.stopping import Stopping
+from rlhf_pg.rollout.stores import Padded, Stores
 
 MAX_ROWS = 256
 PREFILL_TOKENS = 8192  # of prompts, computed in one forward pass
@@ -27,6 +29,7 @@ class BatchingSession:
 
     Args:
         cache_tokens: most tokens whose keys and values are kept at a time.
+        kept: on a GPU, what stays for the next session.
     """
 
     def __init__(
@@ -36,22 +39,23 @@ class BatchingSession:
         seed: int,
         stopping: Stopping,
         cache_tokens: int,
+        kept: Kept | None = None,
     ) -> None:
         self.model, self.params, self.seed, self.stopping = model, params, seed, stopping
-        self.cache_tokens, self.configs = cache_tokens, configs_of(model)
+        self.cache_tokens, self.configs, self.kept = cache_tokens, configs_of(model), kept
         self.queue: deque[Prompt] = deque()
         self.prompts: list[Prompt] = []  # by slot
         self.rows: list[Row] = []  # by slot
-        self.drawn = Drawn(MAX_ROWS, params.max_tokens, model)
-        self.eos = torch.tensor(list(stopping.eos_token_ids), device=model.device)
-        on_gpu = model.device.type == "cuda"
-        self.tokens_per_look = TOKENS_PER_LOOK if on_gpu else 1
-        # Shapes of few sizes, each recorded once and replayed.
-        self.graphs = Graphs(self._forward) if on_gpu else None
-        self.size = rounded if on_gpu else int
+        self.drawn = kept.drawn if kept else Drawn(MAX_ROWS, params.max_tokens, model)
+        self.noise: int | Tensor = kept.begin(seed) if kept else seed
+        eos = torch.tensor(list(stopping.eos_token_ids), device=model.device)
+        self.eos = kept.eos if kept else eos
+        self.tokens_per_look = TOKENS_PER_LOOK if model.device.type == "cuda" else 1
         self.prompt_cache = KeyValues(cache_tokens // 2, longest=cache_tokens)
         self.own_cache = KeyValues(cache_tokens // 2, longest=params.max_tokens)
-        self._groups: Groups | None = None
+        padded = Padded(self.prompt_cache, self.own_cache, model)
+        self.stores: Stores = kept.stores if kept and kept.stores else padded
+        self._places: Any = None  # see `Stores`
 
     def add(self, request: Request) -> None:
         """See `Session`."""
@@ -117,18 +121,17 @@ class BatchingSession:
     def _compute(self, fresh: list[Prompt]) -> None:
         """Keys and values of new prompts, and the logits of what follows them."""
         if fresh:
-            room = self.size(len(self.prompts))
-            self.prompt_cache.reserve(room, max(prompt.length for prompt in self.prompts))
+            self.stores.place(fresh, self.prompts)
         for chunk in chunks(sorted(fresh, key=lambda prompt: prompt.length), PREFILL_TOKENS):
             lengths = [prompt.length for prompt in chunk]
-            slots = [prompt.slot for prompt in chunk if prompt.slot is not None]
             tensor = torch.tensor([t for p in chunk for t in p.request.tokens])
             positions = torch.cat([torch.arange(length) for length in lengths])
             device = self.model.device
-            logits = self._forward(
+            logits = forward(
+                self.model,
                 tensor.to(device),
                 positions.to(device),
-                Prefill(self.prompt_cache, slots, lengths),
+                self.stores.prefill(chunk),
                 (torch.tensor(lengths).cumsum(0) - 1).to(device),
             )
             for prompt, row in zip(chunk, logits, strict=True):
@@ -143,77 +146,66 @@ class BatchingSession:
         logits = torch.stack(known)[index.to(self.model.device)]
         start = len(self.rows)
         self.rows += entering
-        self._reserve()
+        self.stores.grow(self.rows)
         self.drawn.start(start, entering)
         self._draw(start, logits)
         for prompt in prompts.values():
             if not prompt.waiting:
                 prompt.logits = None
-        self._groups = None
+        self._places = None
 
     # ------------------------------------------------------------------------------- drawing
 
     def _decode(self) -> None:
         """One more token of every row."""
-        if self._groups is None:
-            width = self.prompt_cache.width if self.graphs else 0
-            self._groups = Groups.of(self.prompts, self.rows, self.size, width, self.model)
-        groups, longest = self._groups, max(row.length for row in self.rows)
-        rows = len(groups.places)  # with those that only fill up
-        self._reserve()
-        last = (self.drawn.lengths[:rows] - 1).clamp(min=0)
-        width = self.own_cache.width if self.graphs else longest
-        layout = Decode(
-            prompts=self.prompt_cache,
-            own=self.own_cache,
-            columns=_common(last),
-            members=groups.members,
-            places=groups.places,
-            prompt_bias=groups.bias,
-            own_bias=bias(
-                torch.arange(width, device=last.device) <= last[:, None], self.model.dtype
-            ),
-        )
-        ids = self.drawn.tokens[:rows].gather(1, last[:, None]).squeeze(1)
-        forward = self.graphs or self._forward
-        logits = forward(ids, groups.positions + last, layout)
-        self._draw(0, logits[: len(self.rows)])
+        self.stores.grow(self.rows)
+        if self._places is None:
+            self._places = self.stores.places(self.prompts, self.rows)
+        if self.kept is None:
+            logits = self._step(self._places)
+        else:
+            logits = self.kept.run(self._step, self._places, self.model, self.stores)
+        if logits is None:
+            self._lengthen(self.rows)
+        else:
+            self._draw(0, logits[: len(self.rows)])
 
-    def _reserve(self) -> None:
-        """Room for the tokens of every row."""
-        longest = max(row.length for row in self.rows)
-        self.own_cache.reserve(self.size(len(self.rows)), max(longest, 1))
+    def _step(self, places: Any) -> Tensor | None:
+        """What is launched for one more token; logits (R,V) where it has not drawn it yet."""
+        drawn, rows = self.drawn, len(places.positions)
+        last = (drawn.lengths[:rows] - 1).clamp(min=0)
+        layout = self.stores.layout(places, last, max(row.length for row in self.rows))
+        ids = drawn.tokens[:rows].gather(1, last[:, None]).squeeze(1)
+        positions = places.positions + last
+        if places.order is not None:
+            ids, positions = ids[places.order], positions[places.order]
+        run = self.kept.forward if self.kept else forward
+        logits = run(self.model, ids, positions, layout, places.back)
+        if self.params.truncates:
+            return logits
+        self._choose(0, logits)
+        return None
 
     def _draw(self, start: int, logits: Tensor) -> None:
         """The next token of the rows from `start` on, (R,V)."""
-        drawn, rows = self.drawn, slice(start, len(self.rows))
+        self._choose(start, logits)
+        rows = self.rows[start:]
+        if self.params.truncates:  # which waits for a GPU at every token
+            for row, support in zip(rows, ids_of(kept(logits, self.params)), strict=True):
+                row.support.append(support)
+        self._lengthen(rows)
+
+    def _choose(self, start: int, logits: Tensor) -> None:
+        drawn, rows = self.drawn, slice(start, start + len(logits))
         lengths = drawn.lengths[rows]
         positions = drawn.first[rows] + lengths
-        noise = uniform(self.seed, drawn.draws[rows], drawn.samples[rows], positions)
+        noise = uniform(self.noise, drawn.draws[rows], drawn.samples[rows], positions)
         ids, logprobs = sample(logits, self.params, noise)
         drawn.append(rows, ids, logprobs, self.eos)
-        if self.params.truncates:  # which waits for a GPU at every token
-            for row, support in zip(
-                self.rows[rows], ids_of(kept(logits, self.params)), strict=True
-            ):
-                row.support.append(support)
-        for row in self.rows[rows]:
-            row.length = min(row.length + 1, row.prompt.limit)
 
-    def _forward(
-        self, ids: Tensor, positions: Tensor, layout: Layout, keep: Tensor | int = 0
-    ) -> Tensor:
-        """Logits (N,V) of N tokens in a packed row, or of those that are kept."""
-        output = self.model(
-            input_ids=ids[None],
-            attention_mask=torch.ones_like(ids[None]),  # or some models look for padding first
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=keep,
-            layout=layout,
-        )
-        logits: Tensor = output.logits[0]
-        return logits
+    def _lengthen(self, rows: list[Row]) -> None:
+        for row in rows:
+            row.length = min(row.length + 1, row.prompt.limit)
 
     # ----------------------------------------------------------------------------- going out
 
@@ -256,25 +248,23 @@ class BatchingSession:
         count = len(self.rows) - len(done)
         sources = sorted(set(range(count, len(self.rows))) - set(done))
         holes = [i for i in done if i < count]
-        self.own_cache.move(sources, holes)
-        self.drawn.move(sources, holes)
+        if holes:
+            self.stores.move(sources, holes)
+            self.drawn.move(sources, holes)
         for source, hole in zip(sources, holes, strict=True):
             self.rows[hole] = self.rows[source]
         del self.rows[count:]
-        self.drawn.lengths[count:] = 0  # a row that only fills up writes to its first column
-        self._groups = None
+        self.drawn.clear(count)
+        self._places = None
 
     def _remove_prompt(self, prompt: Prompt) -> None:
         last = self.prompts.pop()
+        assert prompt.slot is not None
+        assert last.slot is not None
+        self.stores.leave(prompt.slot, last.slot)
         if last is not prompt:
-            assert prompt.slot is not None
-            assert last.slot is not None
-            self.prompt_cache.move([last.slot], [prompt.slot])
             self.prompts[prompt.slot], last.slot = last, prompt.slot
 
-
-def _common(columns: Tensor) -> Tensor | int:
-    """The one number of which all are, on a CPU; a GPU would have to be waited for."""
-    if columns.device.type == "cpu" and (columns == columns[0]).all():
-        return int(columns[0])
-    return columns
+    def close(self) -> None:
+        """Give back the memory of keys and values."""
+        self.stores.close()

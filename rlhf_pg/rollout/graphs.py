@@ -2,20 +2,13 @@
 
 import dataclasses
 import logging
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf_pg.rollout.attention import Decode
-
 logger = logging.getLogger(__name__)
-
-WORTH_RECORDING = 3  # times that a shape was seen
-
-Forward = Callable[[Tensor, Tensor, Decode], Tensor]
 
 
 def rounded(size: int) -> int:
@@ -23,68 +16,71 @@ def rounded(size: int) -> int:
     return -(-size // 32) * 32 if size > 32 else 2 ** (size - 1).bit_length() if size else 0
 
 
-class Graphs:
-    """Runs `forward(ids, positions, layout)` by replaying it.
+@dataclasses.dataclass
+class _Recording:
+    graph: torch.cuda.CUDAGraph
+    inputs: Any  # what it reads: of the kind of `source`, and its own
+    source: Any  # what was copied there last
+    output: Tensor | None
 
-    What it reads is copied to where it was when it was recorded; the weights have to stay in their
-    place, and when the stores of keys and values have grown everything is recorded anew.
+
+class Graphs:
+    """Runs a step, `step(inputs)` of a dataclass of tensors, by replaying what it launched before.
+
+    The inputs are copied to where they were when it was recorded, once each. Everything else that a
+    step reads or writes has to stay in its place, which the caller says: where that is another one
+    everything is recorded anew.
     """
 
-    def __init__(self, forward: Forward) -> None:
-        self.forward = forward
+    def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        self.stores: list[int] = []
-        self.seen: Counter[tuple[Any, ...]] = Counter()
-        self.recorded: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]] = {}
+        self.where: Any = None
+        self.recorded: dict[Any, _Recording | None] = {}  # by shapes; None: they were seen once
         self.works = True
 
-    def __call__(self, ids: Tensor, positions: Tensor, layout: Decode) -> Tensor:
-        """The logits (R,V), valid until the next call."""
-        inputs = [ids, positions, *_tensors(layout).values()]
-        stores = [store.grown for store in (layout.prompts, layout.own)]
-        if stores != self.stores:  # they lie elsewhere now
-            self.stores = stores
-            self.seen.clear()
+    def __call__(self, step: Callable[[Any], Tensor | None], inputs: Any, where: Any) -> Any:
+        """What the step returns, valid until the next one.
+
+        A shape is run before it is recorded: libraries choose their kernels then.
+        """
+        if where != self.where:
+            self.where = where
             self.recorded.clear()
             self.pool = torch.cuda.graph_pool_handle()  # one without graphs is not taken up again
-        key = tuple(tensor.shape for tensor in inputs)
-        self.seen[key] += 1
-        if not self.works or self.seen[key] < WORTH_RECORDING:
-            return self.forward(ids, positions, layout)
-        if key not in self.recorded:
+        key = tuple(tensor.shape for tensor in _tensors(inputs).values())
+        if not self.works or key not in self.recorded:
+            self.recorded[key] = None
+            return step(inputs)
+        recording = self.recorded[key]
+        if recording is None:
             try:
-                self.recorded[key] = self._record(ids, positions, layout)
+                recording = self.recorded[key] = self._record(step, inputs)
             except RuntimeError as error:
                 logger.warning("decoding without CUDA graphs, which is slower: %s", error)
                 self.works = False
-                return self.forward(ids, positions, layout)
-        graph, places, logits = self.recorded[key]
-        for place, tensor in zip(places, inputs, strict=True):
-            place.copy_(tensor)
-        graph.replay()
-        return logits
+                return step(inputs)
+        if recording.source is not inputs:
+            for place, tensor in zip(
+                _tensors(recording.inputs).values(), _tensors(inputs).values(), strict=True
+            ):
+                place.copy_(tensor)
+            recording.source = inputs
+        recording.graph.replay()
+        return recording.output
 
-    def _record(
-        self, ids: Tensor, positions: Tensor, layout: Decode
-    ) -> tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor]:
-        ids, positions = ids.clone(), positions.clone()
-        own: dict[str, Any] = {name: x.clone() for name, x in _tensors(layout).items()}
-        layout = dataclasses.replace(layout, **own)
-        # Once beside it, as torch asks: libraries choose their kernels at the first call.
-        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.forward(ids, positions, layout)
-        torch.cuda.current_stream().wait_stream(stream)
+    def _record(self, step: Callable[[Any], Tensor | None], inputs: Any) -> _Recording:
+        own: dict[str, Any] = {name: x.clone() for name, x in _tensors(inputs).items()}
+        copied = dataclasses.replace(inputs, **own)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            logits = self.forward(ids, positions, layout)
-        return graph, [ids, positions, *own.values()], logits
+        # Threads that have nothing to do with it (of tools, of a watchdog) may go on meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            output = step(copied)
+        return _Recording(graph, copied, inputs, output)
 
 
-def _tensors(layout: Decode) -> dict[str, Tensor]:
+def _tensors(inputs: Any) -> dict[str, Tensor]:
     return {
         field.name: value
-        for field in dataclasses.fields(layout)
-        if isinstance(value := getattr(layout, field.name), Tensor)
+        for field in dataclasses.fields(inputs)
+        if isinstance(value := getattr(inputs, field.name), Tensor)
     }

@@ -1,18 +1,22 @@
 """The engine that samples in this process, on the policy's own weights."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 import torch
 from peft import PeftModel
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.models import evaluating, max_positions, merged, quantized
 from rlhf_pg.models.attention import Fitness, fitness, window
-from rlhf_pg.rollout.batching import BatchingSession
+from rlhf_pg.rollout.batching import MAX_ROWS, BatchingSession
+from rlhf_pg.rollout.compiled import Compiled
 from rlhf_pg.rollout.engine import Finished, Request, RolloutEngine, SamplingParams, Session
+from rlhf_pg.rollout.kept import Kept, forward
 from rlhf_pg.rollout.plain import PlainSession
 from rlhf_pg.rollout.stopping import Stopping
 
@@ -52,6 +56,7 @@ class NativeEngine(RolloutEngine):
         self.pad_token_id = pad_token_id
         self.tokenizer = tokenizer
         self.cache_tokens = cache_tokens
+        self.kept: dict[Any, Kept] = {}  # on a GPU, by what makes steps differ
 
     @contextmanager
     def session(self, params: SamplingParams, seed: int) -> Iterator[Session]:
@@ -64,7 +69,11 @@ class NativeEngine(RolloutEngine):
         """
         stopping = Stopping(self.eos_token_ids, params.stop_strings, self.tokenizer)
         with self.synced(), evaluating(self.weights), torch.no_grad():
-            yield _Session(self, params, seed, stopping)
+            session = _Session(self, params, seed, stopping)
+            try:
+                yield session
+            finally:
+                session.close()
 
     @contextmanager
     def _taking_over(self) -> Iterator[None]:
@@ -93,10 +102,36 @@ class NativeEngine(RolloutEngine):
         """Tokens whose keys and values there is room for."""
         if self.cache_tokens is not None:
             return self.cache_tokens
-        device = self.model.device
-        on_gpu = device.type == "cuda"
-        room = torch.cuda.mem_get_info(device)[0] // 2 if on_gpu else 4 * 2**30
+        device, room = self.model.device, 4 * 2**30
+        if device.type == "cuda":  # what torch has reserved and does not use is free too
+            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            room = (torch.cuda.mem_get_info(device)[0] + unused) // 2
         return int(room // self._fitness.bytes_per_token)
+
+    def keeping(self, params: SamplingParams) -> Kept | None:
+        """On a GPU, what sessions with these parameters have in common, for one at a time."""
+        device = self.model.device
+        if device.type != "cuda":
+            return None
+        key = self._key(params)
+        if key in self.kept:
+            return self.kept.pop(key)
+        new = torch.cuda.get_device_capability(device) >= (8, 0)
+        layers = self._fitness.layers if new and self._fitness.flash else None
+        run = self._compiled if layers else forward
+        return Kept(self.weights, params, MAX_ROWS, self.eos_token_ids, layers, run)
+
+    def keep(self, params: SamplingParams, kept: Kept) -> None:
+        """For the next session with these parameters."""
+        self.kept[self._key(params)] = kept
+
+    def _key(self, params: SamplingParams) -> tuple[Any, ...]:
+        cuts = (params.top_k, params.top_p, params.min_p)
+        return (params.temperature, *cuts, params.max_tokens, *self.eos_token_ids)
+
+    @cached_property
+    def _compiled(self) -> Callable[..., Tensor]:
+        return Compiled(forward)
 
 
 class _Session:
@@ -122,6 +157,14 @@ class _Session:
         """See `Session`."""
         return [finished for session in self._sessions for finished in session.step()]
 
+    def close(self) -> None:
+        """Give back keys and values, which the garbage collector would find too late."""
+        if self.fast is not None:
+            self.fast.close()
+            if self.fast.kept is not None:
+                self.engine.keep(self.params, self.fast.kept)
+        self.fast = self.plain = None
+
     @property
     def _sessions(self) -> list[Session]:
         return [session for session in (self.fast, self.plain) if session is not None]
@@ -144,7 +187,9 @@ class _Session:
         common = (engine.weights, self.params, self.seed, self.stopping)
         reason = engine.obstacle(longest)
         if reason is None:
-            self.fast = self.fast or BatchingSession(*common, engine.room())
+            self.fast = self.fast or BatchingSession(
+                *common, engine.room(), engine.keeping(self.params)
+            )
             return self.fast
         if self.plain is None:
             logger.warning("the model is sampled by generate, which is slower: %s", reason)

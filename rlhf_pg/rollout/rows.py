@@ -25,6 +25,7 @@ class Prompt:
     waiting: deque[int]  # samples without a row
     rows: int = 0  # samples with one
     slot: int | None = None  # in the store, once it has been computed
+    start: int = 0  # of its tokens, in a store without padding
     logits: Tensor | None = None  # (V,) of the first new token, while samples wait
 
     @property
@@ -81,6 +82,10 @@ class Drawn:
         lengths += going
         self.ended[rows] |= going & (ids[:, None] == eos).any(dim=1)
 
+    def clear(self, rows: int) -> None:
+        """From this slot on there are rows that only fill up: they write to their first column."""
+        self.lengths[rows:] = self.limits[rows:] = 0
+
     def look(self, rows: int) -> tuple[list[int], list[bool]]:
         """Lengths, and whether an EOS was drawn."""
         lengths, ended = torch.stack([self.lengths[:rows], self.ended[:rows]]).tolist()
@@ -92,8 +97,9 @@ class Drawn:
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Copy slots over others."""
+        source, target = torch.tensor([sources, targets], device=self.lengths.device)
         for tensor in vars(self).values():
-            tensor[targets] = tensor[sources]
+            tensor[target] = tensor[source]
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,8 @@ class Groups:
     places: Tensor  # (R,)
     bias: Tensor  # (G,P)
     positions: Tensor  # (R,) of the first new token
+    order: Tensor | None = None  # by slot
+    back: Tensor | int = 0
 
     @classmethod
     def of(
@@ -133,7 +141,8 @@ class Groups:
             bias(columns < lengths[:, None], model.dtype),
             torch.tensor([row.prompt.length for row in rows] + unused),
         )
-        return cls(*(tensor.to(model.device) for tensor in tensors))
+        members, of_rows, mask, positions = (tensor.to(model.device) for tensor in tensors)
+        return cls(members, of_rows, mask, positions)
 
 
 def chunks(prompts: Sequence[Prompt], most: int) -> list[list[Prompt]]:

@@ -93,13 +93,14 @@ def _truncate(scores: Tensor, params: SamplingParams) -> Tensor:
     return truncated
 
 
-def uniform(seed: int, draws: Tensor, samples: Tensor, position: int | Tensor) -> Tensor:
+def uniform(seed: int | Tensor, draws: Tensor, samples: Tensor, position: int | Tensor) -> Tensor:
     """Noise in [0, 1), float64: a pure function of (seed, draw, sample, position).
 
     A counter-based generator (SplitMix64; Steele et al. 2014, after Salmon et al. 2011), so what a
     row is given does not depend on the other rows, their order or the number of processes.
 
     Args:
+        seed: or a tensor of one, which is `signed`.
         draws, samples: (R,) int64, and position too, or one for all.
     """
     return shift(_state(seed, draws, samples, position), 12).to(torch.float64) * 2.0**-52
@@ -111,8 +112,9 @@ def request_seed(seed: int, draw: int, sample: int, position: int) -> int:
     return int(shift(state, 1))
 
 
-def _state(seed: int, draws: Tensor, samples: Tensor, position: int | Tensor) -> Tensor:
-    state = mix(torch.full_like(draws, signed(seed)))
+def _state(seed: int | Tensor, draws: Tensor, samples: Tensor, position: int | Tensor) -> Tensor:
+    first = seed if isinstance(seed, Tensor) else torch.full_like(draws, signed(seed))
+    state = mix(first)
     state = mix(state + draws)
     state = mix(state + samples)
     return mix(state + position)

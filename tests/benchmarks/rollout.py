@@ -98,11 +98,11 @@ def forced(wanted: Tensor) -> AbstractContextManager[Any]:
     """
 
     class Forced(BatchingSession):
-        def _draw(self, start: int, logits: Tensor) -> None:
-            rows = slice(start, len(self.rows))
+        def _choose(self, start: int, logits: Tensor) -> None:
+            rows = slice(start, start + len(logits))
             drawn = self.drawn
             ends = wanted[drawn.draws[rows] % len(wanted), drawn.samples[rows]]
-            super()._draw(start, force(logits, ends, drawn.lengths[rows]))
+            super()._choose(start, force(logits, ends, drawn.lengths[rows]))
 
     return patch("rlhf_pg.rollout.native.BatchingSession", Forced)
 

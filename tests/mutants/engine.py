@@ -3,6 +3,7 @@
 from tests.mutants import Mutant
 
 BATCHING = "tests/rollout/test_batching.py"
+FLASH = "tests/rollout/test_flash.py"
 NATIVE = "tests/rollout/test_native.py"
 SAMPLING = "tests/rollout/test_sampling.py"
 STEP = "tests/trainers/test_step.py"
@@ -15,8 +16,8 @@ MUTANTS = [
         name="sampler-positions-from-the-column",
         mistake="in sampling, positions do not count the prompt",
         file="rlhf_pg/rollout/batching.py",
-        old="groups.positions + last, layout",
-        new="last, layout",
+        old="positions = places.positions + last",
+        new="positions = last",
         killers=(f"{NATIVE}::test_log_probabilities_equal_a_teacher_forced_forward",),
     ),
     Mutant(
@@ -115,7 +116,7 @@ MUTANTS = [
     Mutant(
         name="later-rows-attend-to-nothing-yet",
         mistake="rows that entered late attend to what they have not written yet",
-        file="rlhf_pg/rollout/batching.py",
+        file="rlhf_pg/rollout/stores.py",
         old="<= last[:, None]",
         new="<= last.max().expand(len(last), 1)",
         killers=(f"{BATCHING}::test_a_small_cache_makes_rows_wait_and_changes_nothing",),
@@ -123,17 +124,17 @@ MUTANTS = [
     Mutant(
         name="a-moved-row-leaves-its-keys-behind",
         mistake="the row that fills a hole is given the keys and values of the one that left",
-        file="rlhf_pg/rollout/batching.py",
-        old="        self.own_cache.move(sources, holes)\n",
+        file="rlhf_pg/rollout/stores.py",
+        old="        self.own.move(sources, targets)\n",
         new="",
         killers=(f"{NATIVE}::test_log_probabilities_equal_a_teacher_forced_forward",),
     ),
     Mutant(
         name="a-moved-prompt-leaves-its-keys-behind",
         mistake="the prompt that fills a hole is given the keys and values of the one that left",
-        file="rlhf_pg/rollout/batching.py",
-        old="            self.prompt_cache.move([last.slot], [prompt.slot])\n",
-        new="",
+        file="rlhf_pg/rollout/stores.py",
+        old="            self.prompts.move([last], [slot])\n",
+        new="            pass\n",
         killers=(f"{BATCHING}::test_a_small_cache_makes_rows_wait_and_changes_nothing",),
     ),
     Mutant(
@@ -206,5 +207,72 @@ MUTANTS = [
         old="vllm_enable_sleep_mode=True)",
         new="vllm_enable_sleep_mode=False)",
         killers=(f"{ENGINES}::test_vllm_that_was_chosen_sleeps_has_room_and_is_saved",),
+    ),
+    # ---------------------------------------------------------------------- without padding
+    Mutant(
+        name="flash-own-part-without-the-newest-token",
+        mistake="a token attends to the earlier ones of its row and not to itself",
+        file="rlhf_pg/rollout/unpadded.py",
+        old="own_lengths=(last + 1).int(),",
+        new="own_lengths=last.int(),",
+        killers=(f"{FLASH}::test_what_is_sampled_is_the_same",),
+    ),
+    Mutant(
+        name="flash-logits-in-the-order-of-prompts",
+        mistake="rows are given the logits of other rows: those in the order of their prompts",
+        file="rlhf_pg/rollout/batching.py",
+        old="logits = run(self.model, ids, positions, layout, places.back)",
+        new="logits = run(self.model, ids, positions, layout, 0)",
+        killers=(f"{FLASH}::test_what_is_sampled_is_the_same",),
+    ),
+    Mutant(
+        name="flash-runs-longer-than-a-block",
+        mistake="queries of a group beyond those that the kernel is told of are not computed",
+        file="rlhf_pg/rollout/unpadded.py",
+        old="most = max(1, QUERIES // self.shares[-1])",
+        new="most = QUERIES * 1000",
+        killers=(f"{FLASH}::test_groups_of_any_size",),
+    ),
+    Mutant(
+        name="flash-prompt-over-another",
+        mistake="a new prompt is put where another one lies",
+        file="rlhf_pg/rollout/unpadded.py",
+        old="        if start - end >= length:",
+        new="        if start - end >= 0:",
+        killers=(f"{FLASH}::test_a_prompt_is_put_into_the_first_gap_that_it_fits",),
+    ),
+    Mutant(
+        name="flash-room-that-grows-is-empty",
+        mistake="keys and values are lost when room grows",
+        file="rlhf_pg/rollout/flash.py",
+        old="                more[: len(tensor)] = tensor\n",
+        new="                more.zero_()\n",
+        killers=(f"{FLASH}::test_room_that_grows_keeps_what_is_there",),
+    ),
+    Mutant(
+        name="flash-moved-row-leaves-its-keys-behind",
+        mistake="the row that fills a hole reads the keys and values of the one that left",
+        file="rlhf_pg/rollout/unpadded.py",
+        old="            slots[target] = slots[source]\n",
+        new="            pass\n",
+        killers=(f"{FLASH}::test_what_is_sampled_is_the_same",),
+    ),
+    Mutant(
+        name="compilation-fails-every-time",
+        mistake="what cannot be compiled is tried again, and said, at every step",
+        file="rlhf_pg/rollout/compiled.py",
+        old="                self.works = False\n",
+        new="                pass\n",
+        killers=(
+            f"{FLASH}::test_what_cannot_be_compiled_is_run_as_it_is_and_the_log_says_so_once",
+        ),
+    ),
+    Mutant(
+        name="scales-are-inputs-of-the-graph",
+        mistake="each step is compiled twice, since floats are taken for numbers that change",
+        file="rlhf_pg/rollout/compiled.py",
+        old="specialize_float=True",
+        new="specialize_float=False",
+        killers=(f"{FLASH}::test_a_step_is_one_graph_and_is_compiled_once",),
     ),
 ]

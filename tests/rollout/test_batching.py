@@ -74,8 +74,7 @@ def test_the_shapes_and_the_looks_of_a_gpu_change_nothing(monkeypatch, arch, loo
     class AsOnGPU(batching.BatchingSession):
         def __init__(self, *args) -> None:
             super().__init__(*args)
-            self.tokens_per_look, self.size = looks, rounded
-            self.graphs = self._forward
+            self.tokens_per_look, self.stores.fixed = looks, True
 
     model, tokenizer = tiny_model(arch), char_tokenizer()
     params = replace(PARAMS, stop=stop, max_tokens=21)

@@ -1,0 +1,222 @@
+"""Native decoding on a device: the ids of the CPU, few launches, no waits, memory given back."""
+
+import gc
+from collections import Counter
+
+import pytest
+import torch
+
+from rlhf_pg.rollout import Completion, NativeEngine, Request, SamplingParams
+from rlhf_pg.rollout.batching import BatchingSession
+from rlhf_pg.rollout.compiled import Compiled
+from tests.rollout.test_native import assert_teacher_forced, teacher_forced
+from tests.tiny import tiny_model
+
+device = pytest.importorskip("tests.device.pretend.cuda")
+flash = pytest.importorskip("tests.device.pretend.flash")
+flash.install()
+
+PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9], [9, 9, 9, 4]]
+PARAMS = SamplingParams(max_tokens=100)
+
+
+@pytest.fixture(autouse=True)
+def without_compiler(monkeypatch):
+    """What a compiler makes of a step is tested elsewhere."""
+    monkeypatch.setattr("rlhf_pg.rollout.native.Compiled", lambda function: function)
+
+
+def engine_on(
+    where: str, arch: str = "qwen3", dtype: torch.dtype = torch.bfloat16, **options
+) -> NativeEngine:
+    model = tiny_model(arch, max_position_embeddings=128, dtype=dtype).to(where)
+    return NativeEngine(model, [2, 3], 0, **options)
+
+
+def ids(completions: list[Completion]) -> list[list[int]]:
+    return [c.tokens for c in completions]
+
+
+@pytest.mark.parametrize(
+    ("arch", "cache_tokens"), [("qwen3", None), ("gpt2", None), ("llama", 700)]
+)
+def test_ids_are_those_of_the_cpu(arch, cache_tokens, caplog):
+    """Rows that enter, leave and move, stores that grow, graphs of several shapes."""
+    sampled, replays = {}, device.replays
+    for where in ("cpu", "cuda"):
+        engine = engine_on(where, arch, torch.float32, cache_tokens=cache_tokens)
+        sampled[where] = ids(engine.generate(PROMPTS, 6, PARAMS, seed=0))
+    assert sampled["cpu"] == sampled["cuda"]
+    assert device.replays > replays
+    assert "without CUDA graphs" not in caplog.text
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gpt2", "llama"])
+def test_log_probabilities_of_bfloat16_are_those_of_a_plain_forward(arch):
+    engine = engine_on("cuda", arch)
+    completions = engine.generate(PROMPTS, 4, SamplingParams(max_tokens=60), seed=0)
+    model = tiny_model(arch, max_position_embeddings=128, dtype=torch.bfloat16)
+    assert_teacher_forced(model, PROMPTS, completions, atol=0.5, temperature=1.0)
+    off = [
+        abs(a - b)
+        for c, exact in zip(completions, teacher_forced_of(model, completions), strict=True)
+        for a, b in zip(c.logprobs, exact, strict=True)
+    ]
+    assert sum(off) / len(off) < 0.03
+
+
+def teacher_forced_of(model, completions):
+    for i, c in enumerate(completions):
+        exact = teacher_forced(model, PROMPTS[i // 4], c.tokens, 1.0)
+        yield exact[range(len(c.tokens)), c.tokens].tolist()
+
+
+@pytest.mark.parametrize("cache_tokens", [None, 700])
+@pytest.mark.parametrize("fields", [{}, {"top_k": 5}, {"temperature": 0.0}])
+def test_a_replayed_step_is_the_step(monkeypatch, caplog, cache_tokens, fields):
+    """With graphs and without, bit for bit: nothing is read where it was once."""
+    params = SamplingParams(max_tokens=100, **fields)
+    sampled = []
+    for works in (True, False):
+        engine = engine_on("cuda", cache_tokens=cache_tokens)
+        if not works:
+            monkeypatch.setattr(torch.cuda, "CUDAGraph", refused)
+        replays = device.replays
+        sampled.append(engine.generate(PROMPTS, 6, params, seed=0))
+        assert (device.replays > replays) == works
+    assert sampled[0] == sampled[1]
+    assert caplog.text.count("without CUDA graphs, which is slower: no graphs") == 1
+
+
+def refused():
+    raise RuntimeError("no graphs")
+
+
+def test_a_session_within_another_has_tensors_of_its_own():
+    engine, request = engine_on("cuda"), Request(tokens=PROMPTS[0], draw=0, samples=range(3))
+    alone = engine.generate(PROMPTS, 2, PARAMS, seed=1)
+    with engine.session(PARAMS, seed=0) as session:
+        session.add(request)
+        finished = [*session.step(), *session.step()]
+        assert engine.generate(PROMPTS, 2, PARAMS, seed=1) == alone
+        while not session.idle:
+            finished += session.step()
+    by_sample = [f.completion for f in sorted(finished, key=lambda f: f.sample)]
+    assert by_sample == engine_on("cuda").generate(PROMPTS[:1], 3, PARAMS, seed=0)
+
+
+def test_graphs_are_kept_for_the_next_session():
+    engine = engine_on("cuda")
+    engine.generate(PROMPTS, 6, PARAMS, seed=0)
+    captures, replays = len(device.captures), device.replays
+    again = engine.generate(PROMPTS, 6, PARAMS, seed=1)
+    assert len(device.captures) == captures
+    assert device.replays > replays
+    fresh = engine_on("cuda")
+    assert ids(again) == ids(fresh.generate(PROMPTS, 6, PARAMS, seed=1))
+
+
+def test_graphs_are_recorded_anew_where_weights_lie_elsewhere():
+    """And read the new ones: a row that the old ones would draw is not drawn."""
+    engine = engine_on("cuda")
+    engine.generate(PROMPTS, 6, PARAMS, seed=0)
+    captures = len(device.captures)
+    for parameter in engine.model.parameters():
+        parameter.data = parameter.data.clone() * 0.5
+    moved = engine.generate(PROMPTS, 6, PARAMS, seed=0)
+    assert len(device.captures) > captures
+    fresh = NativeEngine(engine.model, [2, 3], 0).generate(PROMPTS, 6, PARAMS, seed=0)
+    assert ids(moved) == ids(fresh)
+
+
+def test_weights_that_change_in_their_place_are_read_anew():
+    engine = engine_on("cuda")
+    engine.generate(PROMPTS, 6, PARAMS, seed=0)
+    captures = len(device.captures)
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.mul_(0.5)
+    changed = engine.generate(PROMPTS, 6, PARAMS, seed=0)
+    assert len(device.captures) == captures
+    fresh = NativeEngine(engine.model, [2, 3], 0).generate(PROMPTS, 6, PARAMS, seed=0)
+    assert ids(changed) == ids(fresh)
+
+
+def test_captures_do_not_mind_other_threads():
+    modes = len(device.modes)
+    engine_on("cuda").generate(PROMPTS, 6, PARAMS, seed=0)
+    assert set(device.modes[modes:]) == {"thread_local"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_steady_token_is_one_launch_and_no_wait(monkeypatch, dtype):
+    seen, decode = [], BatchingSession._decode
+
+    def counted(self):
+        steady, captures = self._places is not None, len(device.captures)
+        replays, kernels, waits = device.replays, device.ext.kernels(), device.ext.syncs()
+        decode(self)
+        if steady and len(device.captures) == captures and device.replays > replays:
+            seen.append((device.ext.kernels() - kernels, device.ext.syncs() - waits))
+
+    monkeypatch.setattr(BatchingSession, "_decode", counted)
+    engine = engine_on("cuda", dtype=dtype)
+    engine.eos_token_ids = []
+    waits = device.ext.syncs()
+    engine.generate(PROMPTS, 8, PARAMS, seed=0)
+    assert len(seen) > 60
+    # A shape's new inputs are copied when it is replayed for the first time.
+    assert Counter(seen).most_common(1)[0][0] == (1, 0)
+    assert {waited for _, waited in seen} == {0}
+    assert device.ext.syncs() - waits < 60
+
+
+def test_one_compilation_does_for_all_sessions_and_numbers_of_rows(monkeypatch):
+    monkeypatch.setattr("rlhf_pg.rollout.native.Compiled", Compiled)
+    engine, compilations = engine_on("cuda"), device.compiles.total()
+    engine.generate(PROMPTS, 6, PARAMS, seed=0)
+    engine.generate(PROMPTS[:1], 3, PARAMS, seed=1)
+    assert device.compiles.total() == compilations + 1
+
+
+def test_kernels_of_a_step():
+    """Of two layers, without the compiler's fusing: a bound that a copy too many would break."""
+    captures = len(device.captures)
+    engine_on("cuda").generate(PROMPTS, 6, PARAMS, seed=0)
+    assert len(device.captures) > captures
+    assert max(device.captures[captures:]) <= 300
+
+
+def test_a_rollout_gives_its_memory_back():
+    """At once, and not when the garbage collector runs; small tensors and graphs stay."""
+    engine = engine_on("cuda")
+    gc.collect()
+    gc.disable()
+    try:
+        before = device.ext.allocated()
+        engine.generate(PROMPTS, 4, PARAMS, seed=0)
+        after = device.ext.allocated()
+        [kept] = engine.kept.values()
+        stays = [*vars(kept.drawn).values(), kept.seed, kept.eos]
+        inputs = sum(
+            -(-x.nbytes // 512) * 512
+            for recording in kept.graphs.recorded.values()
+            if recording
+            for x in vars(recording.inputs).values()
+        )
+        sources = inputs  # the last ones that were copied there
+        assert after - before <= sum(-(-x.nbytes // 512) * 512 for x in stays) + inputs + sources
+        for seed in range(2):
+            engine.generate(PROMPTS, 4, PARAMS, seed=seed)
+        assert device.ext.allocated() <= after + sources
+    finally:
+        gc.enable()
+
+
+def test_room_counts_what_torch_has_reserved_and_does_not_use():
+    engine = engine_on("cuda")
+    before = engine.room()
+    taken = torch.empty(2**24, dtype=torch.uint8, device="cuda")
+    assert engine.room() < before
+    del taken
+    assert engine.room() == before

@@ -1,0 +1,200 @@
+"""Attention without padding, with the kernel of a GPU played by a softmax in plain torch."""
+
+import logging
+from collections import deque
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlhf_pg.models.attention import Heads, fitness
+from rlhf_pg.rollout import NativeEngine, Request, batching
+from rlhf_pg.rollout.compiled import Compiled
+from rlhf_pg.rollout.flash import QUERIES, Tokens
+from rlhf_pg.rollout.kept import forward
+from rlhf_pg.rollout.rows import Prompt, Row
+from rlhf_pg.rollout.unpadded import Places, Unpadded
+from tests.device.pretend import flash
+from tests.rollout.test_native import EOS, PAD, PARAMS, PROMPTS, assert_same, char_tokenizer
+from tests.tiny import ARCHS, tiny_model
+
+flash.install("CPU", (torch.float32, torch.float64))
+
+
+class WithFlash(batching.BatchingSession):
+    """A session as on a GPU in 16 bits, without graphs."""
+
+    looks = 8
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        layers, device = fitness(self.model).layers, self.model.device
+        self.stores = Unpadded(self.params.max_tokens, layers, device)
+        self.tokens_per_look = self.looks
+
+
+@pytest.fixture
+def flashing(monkeypatch):
+    """Around sampling in that way."""
+
+    def change(session=WithFlash):
+        monkeypatch.setattr("rlhf_pg.rollout.native.BatchingSession", session)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("arch", "cache_tokens"), [*((arch, 100) for arch in ARCHS), ("qwen3", None), ("gpt2", 1)]
+)
+def test_what_is_sampled_is_the_same(flashing, arch, cache_tokens):
+    """Rows that enter, leave and move, gaps that are filled and room that grows."""
+    model = tiny_model(arch, dtype=torch.float64)
+    expected = NativeEngine(model, EOS, PAD).generate(PROMPTS, 6, PARAMS, seed=0)
+    flashing()
+    engine = NativeEngine(model, EOS, PAD, cache_tokens=cache_tokens)
+    assert_same(engine.generate(PROMPTS, 6, PARAMS, seed=0), expected)
+
+
+@pytest.mark.parametrize("n", [1, QUERIES + 30])
+def test_groups_of_any_size(flashing, n):
+    """A group that is cut into runs, and rows that share their prompt with nobody."""
+    model = tiny_model("gpt2", dtype=torch.float64)  # no query heads share a key head
+    expected = NativeEngine(model, EOS, PAD).generate(PROMPTS, n, PARAMS, seed=0)
+    flashing()
+    assert_same(NativeEngine(model, EOS, PAD).generate(PROMPTS, n, PARAMS, seed=0), expected)
+
+
+@pytest.mark.parametrize("fields", [{"top_p": 0.7}, {"stop": ["bd", "k"]}, {"max_tokens": 1}])
+def test_truncation_stops_and_single_tokens(flashing, fields):
+    model, params = tiny_model("qwen2", dtype=torch.float64), replace(PARAMS, **fields)
+    engine = NativeEngine(model, EOS, PAD, char_tokenizer())
+    expected = engine.generate(PROMPTS, 4, params, seed=0)
+    flashing()
+    assert_same(engine.generate(PROMPTS, 4, params, seed=0), expected)
+
+
+def prompt_of(length: int, slot: int, start: int = 0) -> Prompt:
+    request = Request(tokens=[1] * length, draw=0)
+    return Prompt(request, limit=4, waiting=deque(), slot=slot, start=start)
+
+
+def test_places_of_rows_by_hand():
+    """Rows 0 to 4 of prompts b, a, b, b, a in runs of two; three rows fill up."""
+    a, b = prompt_of(3, slot=0, start=7), prompt_of(5, slot=1, start=0)
+    rows = [Row(prompt, 0) for prompt in (b, a, b, b, a)]
+    places = Places.of([a, b], rows, count=8, most=2, device=torch.device("cpu"))
+    assert places.positions.tolist() == [5, 3, 5, 5, 3, 0, 0, 0]
+    assert places.order.tolist() == [1, 4, 0, 2, 3, 5, 6, 7]
+    assert places.order[places.back].tolist() == list(range(8))
+    # a's two rows, two of b's and the third, two that fill up and one: five runs, three empty ones.
+    assert places.runs.tolist() == [0, 2, 4, 5, 7, 8, 8, 8, 8]
+    assert places.starts.tolist() == [7, 0, 0, 7, 7, 0, 0, 0, 0]
+    assert places.lengths.tolist() == [3, 5, 5, 1, 1, 0, 0, 0]
+    assert {x.dtype for x in (places.runs, places.starts, places.lengths)} == {torch.int32}
+
+
+def test_a_prompt_is_put_into_the_first_gap_that_it_fits():
+    store = Unpadded(4, {0: Heads(2, 2, 8, torch.float32)}, torch.device("cpu"))
+    first, second, third = (prompt_of(length, slot=i) for i, length in enumerate((5, 3, 4)))
+    store.place([first, second, third], [first, second, third])
+    assert [p.start for p in (first, second, third)] == [0, 5, 8]
+    small, large = prompt_of(2, slot=1), prompt_of(4, slot=3)
+    store.place([small, large], [first, small, third, large])  # second has left
+    assert [p.start for p in (small, large)] == [5, 12]
+
+
+def test_room_that_grows_keeps_what_is_there():
+    tokens = Tokens({3: Heads(2, 2, 8, torch.float32)}, torch.device("cpu"))
+    tokens.reserve(4)
+    key, value = torch.randn(2, 2, 3, 8)
+    tokens.write(3, torch.tensor([2, 0, 1]), key, value)
+    tokens.reserve(9)
+    keys, values = tokens.layers[3]
+    assert keys.shape == values.shape == (9, 2, 8)
+    assert torch.equal(keys[:3], key[:, [1, 2, 0]].transpose(0, 1))
+    assert torch.equal(values[:3], value[:, [1, 2, 0]].transpose(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "fits"),
+    [
+        (torch.bfloat16, {}, True),
+        (torch.float16, {}, True),
+        (torch.float32, {}, False),
+        (torch.bfloat16, {"head_dim": 12}, False),
+        (torch.bfloat16, {"head_dim": 264}, False),
+    ],
+)
+def test_heads_that_the_kernel_takes(dtype, options, fits):
+    assert fitness(tiny_model("qwen3", dtype=dtype, **options)).flash == fits
+
+
+# --- compiled -------------------------------------------------------------------------------------
+
+
+def decoding(calls: list, run=None):
+    """A session that runs every decoding step once more by another function, and compares."""
+
+    class Twice(WithFlash):
+        looks = 1
+
+        def _step(self, places):
+            def both(model, ids, positions, layout, keep):
+                logits = forward(model, ids, positions, layout, keep)
+                rows = len(self.rows)
+                torch.testing.assert_close(
+                    run(model, ids, positions, layout, keep)[:rows], logits[:rows]
+                )
+                calls.append(len(ids))
+                return logits
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(batching, "forward", both)
+                return super()._step(places)
+
+    return Twice
+
+
+def test_a_step_is_one_graph_and_is_compiled_once(flashing):
+    """Whatever the number of rows, in two sessions, with weights that are copies in the second."""
+    compiled, calls = [], []
+
+    def backend(module, inputs):
+        compiled.append(module)
+        return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
+
+    torch._dynamo.reset()
+    run = Compiled(forward)
+    run.compiled = torch.compile(forward, dynamic=True, fullgraph=True, backend=backend)
+    flashing(decoding(calls, run))
+    for _ in range(2):
+        model = tiny_model("qwen3", num_hidden_layers=1)
+        NativeEngine(model, EOS, PAD).generate(PROMPTS, 6, PARAMS, seed=0)
+    assert run.works
+    assert len(set(calls)) > 1
+    assert len(compiled) == 1
+
+
+def test_what_cannot_be_compiled_is_run_as_it_is_and_the_log_says_so_once(monkeypatch, caplog):
+    def refuse(module, inputs):
+        raise RuntimeError("Failed to find C compiler")
+
+    torch._dynamo.reset()
+    run = Compiled(lambda x: x + 1)
+    run.compiled = torch.compile(run.function, backend=refuse)
+    with caplog.at_level(logging.WARNING, "rlhf_pg"):
+        assert [run(torch.tensor(i)).item() for i in range(3)] == [1, 2, 3]
+    assert caplog.text.count("without torch.compile") == 1
+    assert "Failed to find C compiler" in caplog.text
+
+
+def test_out_of_memory_is_no_failure_to_compile():
+    run = Compiled(lambda: 1)
+
+    def full():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    run.compiled = full
+    with pytest.raises(torch.OutOfMemoryError):
+        run()
+    assert run.works
