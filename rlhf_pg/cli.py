@@ -151,7 +151,7 @@ def plan(flags: Sequence[str]) -> None:
         room, kind = planning.DEVICES[options.device].memory, "cuda"
     if options.memory is not None:
         room, kind = options.memory * 1e9, "cuda"
-    drawn = planning.draw(args, device, kind)
+    drawn = planning.draw(args, device, kind, room if kind == "cuda" else None)
     layout = SHARDINGS[options.sharding]
     memory = planning.predicted_memory(drawn, layout, options.gpus, room, kind)
     console = Console()

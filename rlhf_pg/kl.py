@@ -7,10 +7,10 @@ the policy that sampled it.
 import torch
 from torch import Tensor
 
+from rlhf_pg.advantages import discounted_returns
 from rlhf_pg.control import AdaptiveKLController as AdaptiveKLController
 from rlhf_pg.control import PenaltyKLController as PenaltyKLController
 from rlhf_pg.losses import MAX_LOG_RATIO
-from rlhf_pg.masking import widen
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
@@ -111,7 +111,7 @@ def kl_loss(
     u, k3 = now - ref_logprobs, kl_estimate(now, ref_logprobs, "k3")
     log_rho = torch.where(mask, now - old_logprobs.detach(), 0.0)
     rho = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    to_go = widen(u).flip(1).cumsum(1).flip(1).to(u.dtype)
+    to_go = discounted_returns(u, mask)
     value, slope = {
         "k2_straight_through": (k3, u),
         "k3_ratio": (rho * k3, rho * u),  # autograd would have inf - inf where exp(-u) overflows

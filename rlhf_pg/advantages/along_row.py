@@ -1,9 +1,12 @@
-"""Per token: what a row's own rewards and values say of each of its tokens. (B,T) throughout."""
+"""Per token: what a row's own rewards and values say of each of its tokens. (B,T) throughout.
+
+All of it is recursion from the last token to the first, and `_scan` takes log2(T) steps for that: a
+loop over the tokens would be several launches for each of them on a GPU.
+"""
 
 import torch
 from torch import Tensor
-
-from rlhf_pg.masking import widen
+from torch.nn.functional import pad
 
 
 @torch.no_grad()
@@ -24,13 +27,8 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Ten
     Elsewhere: verl's REINFORCE++ starts again at every hole of the mask, so what comes after a
     tool's output is no credit to the tokens before it.
     """
-    wide = widen(rewards)
-    running = wide.new_zeros(wide.shape[0])
-    returns = torch.zeros_like(rewards)
-    for t in reversed(range(rewards.shape[1])):
-        running = torch.where(mask[:, t], wide[:, t] + gamma * running, running)
-        returns[:, t] = torch.where(mask[:, t], running, 0.0)
-    return returns
+    returns = _scan(gamma, rewards.double(), mask)
+    return torch.where(mask, returns, 0.0).to(rewards.dtype)
 
 
 @torch.no_grad()
@@ -63,17 +61,12 @@ def gae(
     and skrl adds gamma V_t, not V_{t+1}, where an episode was cut off. TRL's PPO paid the score one
     slot after EOS.
     """
-    wide = widen(values)
-    lam = lam.to(wide) if isinstance(lam, Tensor) else lam
-    next_value = _bootstrap(wide, bootstrap_value)
-    running = torch.zeros_like(next_value)
-    advantages = torch.zeros_like(wide)
-    for t in reversed(range(wide.shape[1])):
-        real = mask[:, t]
-        delta = rewards[:, t] + gamma * next_value - wide[:, t]
-        running = torch.where(real, delta + gamma * lam * running, running)
-        next_value = torch.where(real, wide[:, t], next_value)
-        advantages[:, t] = torch.where(real, running, 0.0)
+    wide = values.double()
+    lam = lam.to(wide)[:, None] if isinstance(lam, Tensor) else lam
+    next_value = _next(_with_end(wide, bootstrap_value), mask)
+    delta = rewards + gamma * next_value - wide
+    running = _scan(gamma * lam, delta, mask)
+    advantages = torch.where(mask, running, 0.0)
     returns = torch.where(mask, advantages + wide, 0.0)
     return advantages.to(values.dtype), returns.to(values.dtype)
 
@@ -124,25 +117,64 @@ def n_step(
     """
     if n is not None and n < 1:
         raise ValueError(f"n must be at least 1, or None for the whole row, got {n}")
-    width = values.shape[1]
-    wide = widen(values)
+    wide = values.double()
     # Push the holes to the right, so that "next True slot" is "next column".
     order = torch.argsort(mask.logical_not(), dim=1, stable=True)
     dense = mask.gather(1, order)
-    end = _bootstrap(wide, bootstrap_value)[:, None].expand_as(wide)
-    reward = torch.where(dense, rewards.gather(1, order), 0.0)
-    value = torch.where(dense, wide.gather(1, order), end)
-    target = value
-    for _ in range(width if n is None else min(n, width)):
-        # R^(k)_t = r_t + gamma R^(k-1)_{t+1}, starting from R^(0)_t = V_t.
-        following = torch.cat([target[:, 1:], end[:, :1]], dim=1)
-        target = torch.where(dense, reward + gamma * following, end)
+    value = _with_end(wide.gather(1, order), bootstrap_value)
+    value = torch.where(pad(dense, (0, 1)), value, value[:, -1:])
+    target = _scan(gamma, rewards.double().gather(1, order), dense, value, n)
     targets = torch.zeros_like(wide).scatter(1, order, torch.where(dense, target, 0.0))
     advantages = torch.where(mask, targets - wide, 0.0)
     return advantages.to(values.dtype), targets.to(values.dtype)
 
 
-def _bootstrap(values: Tensor, bootstrap_value: Tensor | None) -> Tensor:
+def _scan(
+    decay: float | Tensor,
+    paid: Tensor,
+    mask: Tensor,
+    start: Tensor | None = None,
+    n: int | None = None,
+) -> Tensor:
+    """What a recursion from the right gives, in log2(n) steps (Hillis & Steele 1986).
+
+        x_t = paid_t + decay x_{t+1}    in True slots, n times over; False slots hand on x_{t+1}
+
+    Every slot is a map x -> offset + slope x, and so are the 2, 4, 8 ... slots from it on. Slopes
+    are multiplied and never divided by, so a power of `decay` may vanish. In float64, since each
+    squaring doubles the error of such a power.
+
+    Args:
+        decay: one for all rows, or (B,1).
+        paid: (B,T) in float64; anything in a False slot.
+        start: (B,T+1) of x, whose last column stays: it is behind the last slot. None is 0.
+        n: None for the whole row. What padding adds to that changes the order of no sum.
+    """
+    width = mask.shape[1]
+    n = width if n is None else min(n, width)
+    x = paid.new_zeros(len(paid), width + 1) if start is None else start
+    slope = pad(torch.ones_like(paid).where(~mask, decay), (0, 1), value=1.0)
+    offset = pad(torch.where(mask, paid, 0.0), (0, 1))
+    columns = torch.arange(width + 1, device=mask.device)
+    for bit in range(n.bit_length()):
+        later = (columns + 2**bit).clamp(max=width)
+        if n >> bit & 1:
+            x = torch.addcmul(offset, slope, x[:, later])
+        offset = torch.addcmul(offset, slope, offset[:, later])
+        slope = slope * slope[:, later]
+    return x[:, :width]
+
+
+def _next(x: Tensor, mask: Tensor) -> Tensor:
+    """What stands in the next True slot, (B,T), or else in the last column of x, (B,T+1)."""
+    width = mask.shape[1]
+    columns = torch.arange(width, device=mask.device)
+    slots = pad(torch.where(mask, columns, width), (0, 1), value=width)
+    return x.gather(1, slots.flip(1).cummin(1).values.flip(1)[:, 1:])
+
+
+def _with_end(values: Tensor, bootstrap_value: Tensor | None) -> Tensor:
+    """(B,T+1): with the value of the state behind the last True slot."""
     if bootstrap_value is None:
-        return values.new_zeros(values.shape[0])
-    return bootstrap_value.detach().to(values)
+        return pad(values, (0, 1))
+    return torch.cat([values, bootstrap_value.detach().to(values)[:, None]], dim=1)

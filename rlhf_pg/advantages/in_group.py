@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlhf_pg.advantages.along_row import discounted_returns
 from rlhf_pg.masking import float_dtype, widen
 
 SCALES = ("group", "batch", "none")
@@ -186,5 +187,4 @@ def process_group_normalized(
     stats = group_stats(wide.reshape(-1), step_mask.reshape(-1), each)
     normal = (wide - stats.mean.view_as(wide)) / (stats.std.view_as(wide) + eps)
     normal = torch.where(step_mask & ~stats.constant.view_as(step_mask), normal, 0.0)
-    to_go = normal.flip(1).cumsum(1).flip(1)
-    return torch.where(mask, to_go, 0.0).to(float_dtype(step_scores))
+    return discounted_returns(normal, mask).to(float_dtype(step_scores))

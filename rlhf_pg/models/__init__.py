@@ -10,7 +10,7 @@ from rlhf_pg.models.adapters import (
 )
 from rlhf_pg.models.critic import ActorCritic, Critic, ValueHead, new_critic
 from rlhf_pg.models.finish import Finish, finish_of
-from rlhf_pg.models.head import Head, parts_for, token_scores
+from rlhf_pg.models.head import Head, parts_for, piece_for
 from rlhf_pg.models.loading import (
     check_directory,
     check_vocabulary,
@@ -27,6 +27,7 @@ from rlhf_pg.models.loading import (
 )
 from rlhf_pg.models.policy import Policy, PolicyOutput
 from rlhf_pg.models.reference import Reference, fingerprint
+from rlhf_pg.models.softmax import token_scores
 
 __all__ = [
     "ActorCritic",
@@ -56,6 +57,7 @@ __all__ = [
     "merged",
     "new_critic",
     "parts_for",
+    "piece_for",
     "quantization",
     "quantized",
     "stop_token_ids",

@@ -6,27 +6,29 @@ is computed again in the backward pass instead of being kept.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from rlhf_pg.masking import widen
 from rlhf_pg.models.finish import NOTHING, Finish, output_layer
+from rlhf_pg.models.softmax import Law, token_scores
 
 # Logits that live at a time. Measured forward and backward, on one CPU core, of 2048 tokens with a
 # vocabulary of 32,768 and width 256: 2.4 s where all logits are kept, 2.7 s in pieces of this size
 # or half of it, which computes them twice; plain log_softmax takes 4.9 s.
 PIECE = 2**24
-# What a CPU core works on at a time stays in its cache: several passes for the price of one.
-BLOCK = 2**17
-# exp of this is 0 in every dtype, and 0 times this is not NaN, as it is for -inf.
-IMPOSSIBLE = -1e4
+# On a GPU one for so many bytes of its memory, 2^29 in 80 GiB: at up to 14 bytes each, forward or
+# backward, a piece is a tenth of the memory at most.
+MEMORY_PER_LOGIT = 160
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,15 @@ class Head:
     """The head of `model` and what comes after it, as one function of hidden states.
 
     It is no module: it owns nothing, and calls the model's own layer, so that adapters, tied
-    weights and the hooks that gather split weights hold.
+    weights and the hooks that gather split weights hold. A plain linear layer is called once, and
+    computes the scores of all pieces meanwhile; any other is called for the logits of each piece.
 
     Args:
         model: with an adapter or without, one that `finish_of` has an answer for.
         temperature: divides every logit.
         entropy_gradient: the entropy is part of the loss; otherwise it is detached.
-        parts: how often the layer is called; as often in every process, whatever the rows there,
-            since each call may be a collective. With one, the logits are kept for the backward
-            pass.
+        parts: pieces; as many in every process, whatever the rows there, since each call of the
+            layer may be a collective. With one, the logits are kept for the backward pass.
         finish: of this model.
     """
 
@@ -64,6 +66,11 @@ class Head:
         """
         layer = output_layer(self.model)
         assert layer is not None
+        linear = _plain(layer)
+        if linear is not None and self.parts > 1:
+            with _computing(linear, partial(self._scores, linear, tokens, support_ids)):
+                scores: tuple[Tensor, Tensor] = layer(hidden)
+            return scores
         split = (
             x.tensor_split(self.parts) if x is not None else [None] * self.parts
             for x in (hidden, tokens, support_ids)
@@ -71,6 +78,14 @@ class Head:
         pieces = [self._piece(layer, *piece) for piece in zip(*split, strict=True)]
         logprobs, entropies = zip(*pieces, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
+
+    def _scores(
+        self, layer: nn.Linear, tokens: Tensor, support_ids: Tensor | None, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        law = Law(self.temperature, self.finish, support_ids, self.entropy_gradient)
+        scores: Any = _Pieces.apply
+        logprobs, entropies = scores(hidden, layer.weight, layer.bias, tokens, law, self.parts)
+        return logprobs, entropies
 
     def _piece(
         self, layer: nn.Module, hidden: Tensor, tokens: Tensor, support_ids: Tensor | None
@@ -91,129 +106,104 @@ class Head:
         )
 
 
-def token_scores(
-    logits: Tensor,
-    tokens: Tensor,
-    support_ids: Tensor | None = None,
-    temperature: float = 1.0,
-    entropy_gradient: bool = False,
-    finish: Finish = NOTHING,
-    again: Callable[[], Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """log p(y) and H(p) = -sum_v p_v log p_v for p = softmax(z / temperature), both (N,).
+class _Pieces(torch.autograd.Function):
+    """Of the output of a linear layer, one piece of which lives at a time, forward and backward.
 
-        d log p_y / dz_v = (1[v = y] - p_v) / temperature
-        dH / dz_v        = -p_v (log p_v + H) / temperature
-
-    In at least float32, whatever the dtype of the logits; a token of probability 0 adds 0. Where
-    there is a support S, p is renormalised on it:
-
-        p_S(y) = p(y) / sum_{v in S} p(v)
-
-    Args:
-        logits: (N,V), of which z = finish(logits). The backward pass overwrites them: whoever else
-            needs them is given an error by `torch`.
-        tokens: (N,), each in its support.
-        support_ids: (N,K) the tokens of S, padded with -1; a row without any has them all.
-        entropy_gradient: otherwise the entropy is detached.
-        again: gives the logits another time; they are not kept for the backward pass then.
+    The gradient of its weights is summed over the pieces in at least float32, and rounded once:
+    rounded to bfloat16 at each of hundreds of pieces it would be wrong by some percent.
     """
-    law = _Law(temperature, finish, support_ids)
-    scores: Any = _Scores.apply
-    logprobs, entropies = scores(logits, tokens, law, entropy_gradient, again)
-    return logprobs, entropies
 
-
-@dataclass(frozen=True)
-class _Law:
-    """From the output of the head to the distribution that a token was drawn from."""
-
-    temperature: float
-    finish: Finish
-    support_ids: Tensor | None
-
-    @property
-    def slope(self) -> float:
-        """The derivative of `logits` without a cap."""
-        return self.finish.scale / self.temperature
-
-    def logits(self, output: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """What softmax is taken of, (n,V), perhaps `output[rows]` itself; and what a cap multiplies
-        the derivative by.
-        """
-        z, bend = widen(output[rows]), None
-        if self.finish.cap is not None:
-            bent = (z * (self.finish.scale / self.finish.cap)).tanh()
-            z, bend = bent * (self.finish.cap / self.temperature), 1 - bent**2
-        elif self.slope != 1:
-            z = z * self.slope
-        return z if self.support_ids is None else _within(z, self.support_ids[rows]), bend
-
-
-class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        output: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
         tokens: Tensor,
-        law: _Law,
-        entropy_gradient: bool,
-        again: Callable[[], Tensor] | None,
+        law: Law,
+        parts: int,
     ) -> tuple[Tensor, Tensor]:
-        logprobs = output.new_empty(len(tokens), dtype=widen(output[:0]).dtype)
+        logprobs = hidden.new_empty(len(tokens), dtype=_wide(hidden))
         entropies = torch.empty_like(logprobs)
-        for rows in _blocks(output):
-            everywhere = law.logits(output, rows)[0].log_softmax(-1)
-            logprobs[rows] = everywhere.gather(1, tokens[rows, None]).squeeze(1)
-            everywhere.clamp_(min=IMPOSSIBLE)
-            entropies[rows] = -everywhere.exp().mul_(everywhere).sum(-1)
-        ctx.save_for_backward(output if again is None else None, tokens, entropies)
-        ctx.law, ctx.entropy_gradient, ctx.again = law, entropy_gradient, again
-        if not entropy_gradient:
+        for rows in _split(len(tokens), parts):
+            logprobs[rows], entropies[rows] = law.of(rows).scores(
+                nn.functional.linear(hidden[rows], weight, bias), tokens[rows]
+            )
+        ctx.save_for_backward(hidden, weight, bias, tokens, entropies)
+        ctx.law, ctx.parts = law, parts
+        if not law.entropy_gradient:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, to_logprobs: Tensor, to_entropies: Tensor) -> tuple[Any, ...]:
-        output, tokens, entropies = ctx.saved_tensors
-        if ctx.again is not None:
-            output = ctx.again()
-        to_logprobs = to_logprobs[:, None] * ctx.law.slope
-        to_entropies = to_entropies[:, None] * ctx.law.slope
-        for rows in _blocks(output):
-            z, bend = ctx.law.logits(output, rows)
-            if ctx.entropy_gradient:
-                everywhere = z.log_softmax(-1).clamp_(min=IMPOSSIBLE)
-                p = everywhere.exp()
-                surprise = everywhere.add_(entropies[rows, None])
-                gradient = p.mul_(surprise.mul_(-to_entropies[rows]).sub_(to_logprobs[rows]))
-            else:
-                gradient = z.softmax(-1).mul_(-to_logprobs[rows])
-            gradient.scatter_add_(1, tokens[rows, None], to_logprobs[rows])
-            output[rows] = gradient if bend is None else gradient.mul_(bend)
-        return output, None, None, None, None
+    def backward(ctx: Any, *to_scores: Tensor) -> tuple[Any, ...]:
+        hidden, weight, bias, *numbers = ctx.saved_tensors
+        to_hidden = torch.empty_like(hidden)
+        to_weight, to_bias = (
+            torch.zeros_like(x, dtype=_wide(x)) if needed else None
+            for x, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+        )
+        # From the last one to the first, as autograd goes.
+        for rows in reversed(_split(len(hidden), ctx.parts)):
+            gradient = nn.functional.linear(hidden[rows], weight, bias)
+            ctx.law.of(rows).to_gradient(gradient, *(x[rows] for x in (*numbers, *to_scores)))
+            to_hidden[rows] = gradient @ weight
+            if to_weight is not None:
+                to_weight += _product(gradient.T, hidden[rows])
+            if to_bias is not None:
+                to_bias += gradient.sum(0, dtype=to_bias.dtype)
+            del gradient  # before there is the next one
+        rounded = (None if x is None else x.to(weight.dtype) for x in (to_weight, to_bias))
+        return to_hidden, *rounded, None, None, None
 
 
-def _blocks(output: Tensor) -> Iterator[slice]:
-    """The rows in blocks that a CPU's caches hold; a GPU is better off with all of them."""
-    count, vocabulary = output.shape
-    block = max(1, count if output.is_cuda else BLOCK * torch.get_num_threads() // vocabulary)
-    # Without data every block takes what the first one takes, and there may be thousands.
-    end = min(count, block) if isinstance(output, FakeTensor) else count
-    for start in range(0, end, block):
-        yield slice(start, start + block)
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Their matrix product, summed and kept in at least float32."""
+    wide = _wide(a)
+    # Tensor cores sum in float32 anyway; those of ROCm do not give these sums away.
+    if a.is_cuda and a.dtype != wide and torch.version.hip is None:
+        return torch.mm(a, b, out_dtype=wide)
+    return a.to(wide) @ b.to(wide)
 
 
-def _within(logits: Tensor, support_ids: Tensor) -> Tensor:
-    """The logits (N,V), -inf beyond the support of their row; one without any keeps them all."""
-    given = support_ids >= 0
-    vocabulary = logits.shape[-1]
-    # Padding is sent to a column of its own, behind the vocabulary.
-    columns = torch.where(given, support_ids, vocabulary).long()
-    kept = torch.zeros((len(logits), vocabulary + 1), dtype=torch.bool, device=logits.device)
-    kept = kept.scatter_(1, columns, True)[:, :-1] | ~given.any(dim=1, keepdim=True)
-    return logits.masked_fill(~kept, -torch.inf)
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _split(count: int, parts: int) -> list[slice]:
+    """Rows of each part that has any, as `tensor_split` has them."""
+    least, more = divmod(count, parts)
+    bounds = [part * least + min(part, more) for part in range(parts + 1)]
+    return [slice(start, end) for start, end in pairwise(bounds) if start < end]
+
+
+def _plain(layer: nn.Module) -> nn.Linear | None:
+    """The linear layer that this is, or whose output it passes on; None where there is more to it:
+    an adapter, quantised weights, or a hook that wants to see logits.
+    """
+    weights = list(layer.parameters())  # not by their names: at these ZeRO-3 gathers them
+    has_hooks = bool(layer._forward_hooks or layer._backward_hooks)
+    if has_hooks and not hasattr(weights[0], "ds_id"):  # those of ZeRO-3 take anything
+        return None
+    if isinstance(layer, ModulesToSaveWrapper):  # trained whole beside an adapter
+        trains = layer.active_adapters and not layer.disable_adapters
+        own = layer.modules_to_save[layer.active_adapters[0]] if trains else layer.original_module
+        return _plain(own)
+    is_linear = type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
+    if is_linear and all(type(p) in (nn.Parameter, FakeTensor) for p in weights):
+        return cast("nn.Linear", layer)
+    return None
+
+
+@contextmanager
+def _computing(layer: nn.Module, forward: Callable[[Tensor], Any]) -> Iterator[None]:
+    """Let a call of the layer compute something else, between the same hooks."""
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        del layer.forward
 
 
 def _drops(layer: nn.Module) -> bool:
@@ -221,6 +211,11 @@ def _drops(layer: nn.Module) -> bool:
     return any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in layer.modules())
 
 
-def parts_for(tokens: int, vocabulary: int) -> int:
-    """How many pieces keep the logits of a full micro-batch within `PIECE` numbers each."""
-    return max(1, min(tokens, -(-tokens * vocabulary // PIECE)))
+def piece_for(memory: int | None) -> int:
+    """Logits that may live at a time: on a GPU by its bytes of memory, None on a CPU."""
+    return PIECE if memory is None else max(PIECE, memory // MEMORY_PER_LOGIT)
+
+
+def parts_for(tokens: int, vocabulary: int, piece: int = PIECE) -> int:
+    """How many pieces keep the logits of a full micro-batch within `piece` numbers each."""
+    return max(1, min(tokens, -(-tokens * vocabulary // piece)))

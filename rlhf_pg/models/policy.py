@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 from rlhf_pg.experience import Rollout
 from rlhf_pg.models.adapters import trunk
 from rlhf_pg.models.finish import finish_of
-from rlhf_pg.models.head import Head, parts_for, token_scores
+from rlhf_pg.models.head import PIECE, Head, parts_for
 from rlhf_pg.models.packing import hidden_states, packing_window, padded
+from rlhf_pg.models.softmax import token_scores
 
 
 class PolicyOutput(NamedTuple):
@@ -29,7 +30,8 @@ class Policy(nn.Module):
         model: any `transformers` decoder, with adapters or without.
         temperature: divides every logit, as it does in sampling.
         entropy_gradient: the entropy is part of the loss; otherwise it is detached.
-        most_tokens: of a batch, on any process: so many have room for their logits.
+        most_tokens: of a batch, on any process.
+        piece: logits of them that may live at a time, as many on every process: see `piece_for`.
     """
 
     def __init__(
@@ -38,11 +40,13 @@ class Policy(nn.Module):
         temperature: float = 1.0,
         entropy_gradient: bool = False,
         most_tokens: int = 1,
+        piece: int = PIECE,
     ) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
         self.entropy_gradient = entropy_gradient
+        self.piece = piece
         self.head: Head | None = None
         self.window = 0.0  # tokens of a row up to which it is packed
         finish = finish_of(model)
@@ -54,7 +58,8 @@ class Policy(nn.Module):
     def expect(self, most_tokens: int) -> None:
         """Have room for the logits of so many tokens, as on every other process."""
         if self.head is not None:
-            parts = parts_for(most_tokens, self.model.config.get_text_config().vocab_size)
+            vocabulary = self.model.config.get_text_config().vocab_size
+            parts = parts_for(most_tokens, vocabulary, self.piece)
             self.head = replace(self.head, parts=parts)
 
     def pad_if_dropping(self) -> None:

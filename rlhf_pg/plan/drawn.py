@@ -37,12 +37,18 @@ class Drawn(NamedTuple):
         return next(self.policy.parameters()).device
 
 
-def draw(args: PolicyGradientConfig, device: torch.device | str, kind: str = "cpu") -> Drawn:
+def draw(
+    args: PolicyGradientConfig,
+    device: torch.device | str,
+    kind: str = "cpu",
+    memory: float | None = None,
+) -> Drawn:
     """The models that a recipe would load or make.
 
     Args:
         device: whose kernels are to be had here.
         kind: "cuda" or "cpu", of the run.
+        memory: bytes of each GPU of the run.
 
     Prompts are as long as `max_prompt_length` says, or else as the longest of the recipe's task.
 
@@ -59,7 +65,8 @@ def draw(args: PolicyGradientConfig, device: torch.device | str, kind: str = "cp
         critic = _critic(args, model, tokenizer, dtype, adapter)
         row, found = prompt + args.max_completion_length, args.micro_batch_tokens == "auto"
         tokens = most(kind, row) if found else args.token_budget
-        _, module = assembled(model, args, critic, tokens)
+        piece = models.piece_for(None if memory is None else int(memory))
+        _, module = assembled(model, args, critic, tokens, piece)
     drawn: Any = blueprint(module, device)
     policy = drawn if critic is None else drawn.policy
     update = of_update(drawn, args, prompt, torch.device(device))

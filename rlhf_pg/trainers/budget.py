@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.models import Policy
+from rlhf_pg.models import Policy, piece_for
 from rlhf_pg.models.memory import Growth, blueprint, growth, probe, size
 from rlhf_pg.runtime import LAYOUTS, Layout, Runtime, kept
 
@@ -50,6 +50,13 @@ def with_budget(args: C, module: nn.Module, runtime: Runtime, longest_prompt: in
 def most(kind: str, row: int) -> int:
     """Tokens beyond which more are hardly faster on such a device, for rows of this length."""
     return max(MOST[kind], ROWS * row)
+
+
+def piece(runtime: Runtime) -> int:
+    """Logits that may live at a time, the same number on all processes; collective."""
+    on_gpu = runtime.device.type == "cuda"
+    memory = torch.cuda.mem_get_info(runtime.device)[1] if on_gpu else None
+    return -runtime.most(-piece_for(memory))
 
 
 def within(grown: Growth, room: float, most: int) -> int:

@@ -34,7 +34,7 @@ from rlhf_pg.models import (
     fingerprint,
 )
 from rlhf_pg.runtime import Runtime, Whole, gathered
-from rlhf_pg.trainers.budget import most, with_budget
+from rlhf_pg.trainers.budget import most, piece, with_budget
 from rlhf_pg.trainers.optimizer import Optimizers, group_of, optimizer_and_schedule
 from rlhf_pg.trainers.skipping import Skips
 
@@ -80,7 +80,7 @@ class Learner:
         self.compares_rows = "groups" in args.loss_options
         row, found = longest_prompt + args.max_completion_length, args.micro_batch_tokens == "auto"
         tokens = most(runtime.device.type, row) if found else args.token_budget
-        self.policy, self.module = assembled(model, args, critic, tokens)
+        self.policy, self.module = assembled(model, args, critic, tokens, piece(runtime))
         self.module.to(runtime.loading_device).eval()
         self.args = args = with_budget(args, self.module, runtime, longest_prompt)
         self.policy.expect(args.token_budget)
@@ -340,15 +340,19 @@ class Learner:
 
 
 def assembled(
-    model: PreTrainedModel, args: PolicyGradientConfig, critic: Critic | None, most_tokens: int
+    model: PreTrainedModel,
+    args: PolicyGradientConfig,
+    critic: Critic | None,
+    most_tokens: int,
+    piece: int,
 ) -> tuple[Policy, nn.Module]:
     """The policy, and the module that is trained: the policy, or it and its critic.
 
     Args:
-        most_tokens: see `Policy`.
+        most_tokens, piece: see `Policy`.
     """
     has_bonus = args.entropy_coef > 0 or args.entropy_target is not None
-    policy = Policy(model, args.temperature, has_bonus, most_tokens)
+    policy = Policy(model, args.temperature, has_bonus, most_tokens, piece)
     module: nn.Module = policy
     if critic is not None:
         # With adapters it is activations that memory goes to; checkpointing has its own way.

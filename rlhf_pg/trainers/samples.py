@@ -73,13 +73,13 @@ class Samples:
         """The first completions of `count` prompts with the totals of their scores (B,T,K), for
         people to read; of episodes also the first `count` that failed.
         """
-        total = totals(scores)
+        total = totals(scores).tolist()
         failed = [i for i, episode in enumerate(self.episodes) if episode.error is not None]
         return [
             {
                 "prompt": self.prompts[i],
                 "completion": self.completions[i],
-                **{f"rewards/{name}": total[i, k].item() for k, name in enumerate(names)},
+                **{f"rewards/{name}": total[i][k] for k, name in enumerate(names)},
                 **self._episode(i),
             }
             for i in sorted({*self.firsts()[:count], *failed[:count]})

@@ -1,5 +1,6 @@
 """Processes with different numbers of rows call the head as often, and the gradient is exact."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -8,16 +9,16 @@ import pytest
 import torch
 
 from tests.distributed.backends import environment
-from tests.distributed.heads import KINDS, TEMPERATURE, loss, model_of, rows_of
+from tests.distributed.heads import KINDS, ROWS, TEMPERATURE, loss, model_of, rows_of
 from tests.distributed.launching import ROOT
 from tests.distributed.runs import flat
 
 
 def expected(kind):
-    """From all logits of both sequences, in one process."""
+    """From all logits of every sequence, in one process."""
     model, total = model_of(kind), 0.0
-    for rank in range(2):
-        ids, tokens = rows_of(rank)
+    for rank, micro_batch in itertools.product(range(2), range(len(ROWS))):
+        ids, tokens = rows_of(rank, micro_batch)
         everywhere = (model(ids).logits[0] / TEMPERATURE).log_softmax(-1)
         logprobs = everywhere[torch.arange(len(tokens)), tokens]
         total = total + loss(logprobs, -(everywhere.exp() * everywhere).sum(-1))
@@ -40,6 +41,8 @@ def test_the_gradient_is_that_of_all_logits(tmp_path, backend) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")} | own
     done = subprocess.run(command, cwd=ROOT, env=env, timeout=900, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
-    for kind in KINDS:
-        found, exact = torch.load(tmp_path / f"{kind}.pt", weights_only=True), expected(kind)
+    for kind, at_once in KINDS.items():
+        found, calls = torch.load(tmp_path / f"{kind}.pt", weights_only=True)
+        exact = expected(kind)
         assert float((found - exact).norm() / exact.norm()) < 1e-5, kind
+        assert calls == at_once, kind

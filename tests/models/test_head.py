@@ -4,14 +4,17 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlhf_pg.models import head as module
+from rlhf_pg.models import softmax
 from rlhf_pg.models.adapters import add_adapter, trunk
 from rlhf_pg.models.finish import Finish
-from rlhf_pg.models.head import Head, parts_for, token_scores
+from rlhf_pg.models.head import Head, parts_for, piece_for
+from rlhf_pg.models.softmax import token_scores
 from tests.tiny import adapter, stir, tiny_model
 
 N, V = 11, 40
@@ -80,7 +83,7 @@ def assert_same(found, expected, inputs, tolerances, entropy=True):
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_equals_softmax_written_out(monkeypatch, parts, entropy, kept, temperature) -> None:
-    monkeypatch.setattr(module, "BLOCK", 2 * V + 1)  # two rows at a time
+    monkeypatch.setattr(softmax, "BLOCK", 2 * V + 1)  # two rows at a time
     model = tiny_model("llama", dtype=torch.float64)
     hidden, tokens = rows()
     sets, support_ids = supports(tokens) if kept else (None, None)
@@ -124,6 +127,58 @@ def test_a_head_that_is_trained_whole_beside_an_adapter(parts) -> None:
     hidden, tokens = rows()
     expected = by_hand(hidden @ copy.T, tokens)
     assert_same(Head(adapted, 1.0, True, parts)(hidden, tokens), expected, [hidden, copy], EXACT)
+    with adapted.disable_adapter():
+        found = Head(adapted, 1.0, True, parts)(hidden, tokens)
+    before = by_hand(hidden @ tiny_model("llama", dtype=torch.float64).lm_head.weight.T, tokens)
+    assert_same(found, before, [hidden], EXACT)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_head_with_a_bias(parts) -> None:
+    model = tiny_model("phi", dtype=torch.float64)
+    weights = [model.lm_head.weight, model.lm_head.bias]
+    hidden, tokens = rows()
+    expected = by_hand(hidden @ weights[0].T + weights[1], tokens)
+    assert_same(Head(model, 1.0, True, parts)(hidden, tokens), expected, [hidden, *weights], EXACT)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def as_another_layer(layer):
+    layer.__class__ = Doubled
+
+
+def by_a_hook(layer):
+    layer.register_forward_hook(lambda _, __, out: 2 * out)
+
+
+def by_a_wrapper(layer):
+    forward = layer.forward
+    layer.forward = lambda x: 2 * forward(x)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("double", [as_another_layer, by_a_hook, by_a_wrapper])
+def test_a_layer_with_more_to_it_is_asked_for_its_logits(double, parts) -> None:
+    model = tiny_model("llama", dtype=torch.float64)
+    double(model.lm_head)
+    hidden, tokens = rows()
+    weight = model.lm_head.weight
+    expected = by_hand(2 * hidden @ weight.T, tokens)
+    assert_same(Head(model, 1.0, True, parts)(hidden, tokens), expected, [hidden, weight], EXACT)
+
+
+def test_the_layer_is_what_it_was() -> None:
+    model = tiny_model("llama")
+    hidden, tokens = rows(dtype=torch.float32)
+    expected = model.lm_head(hidden)
+    Head(model, 1.0, True, 3)(hidden, tokens)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        Head(model, 1.0, True, 3)(hidden, tokens + V)
+    assert model.lm_head(hidden).equal(expected)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -230,6 +285,8 @@ def test_half_precision_is_scored_in_single(parts) -> None:
     model.lm_head.register_forward_hook(lambda _, __, out: made.append(out))
     found = Head(model, 0.7, True, parts)(hidden, tokens)
     assert found[0].dtype == found[1].dtype == torch.float32
+    at_once = Head(tiny_model("llama", dtype=torch.bfloat16), 0.7, True, parts)(hidden, tokens)
+    assert all(own.equal(other) for own, other in zip(at_once, found, strict=True))
     logits = torch.cat([out.detach().double() for out in made]).requires_grad_()
     expected = by_hand(logits, tokens, 0.7)
     torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-5, atol=1e-5)
@@ -242,6 +299,25 @@ def test_half_precision_is_scored_in_single(parts) -> None:
     # What bfloat16 keeps of a number, and no more is lost: 1 - p of a likely token, for one.
     rounded = torch.cat(gradients[::-1]).double()
     torch.testing.assert_close(rounded, exact, rtol=2**-8, atol=1e-6)
+
+
+def error_of_the_gradient(parts, arch):
+    """Of weight and bias in bfloat16, against float64, by their norms."""
+    model, exact = (tiny_model(arch, dtype=dtype) for dtype in (torch.bfloat16, torch.float64))
+    exact.load_state_dict(model.state_dict())
+    hidden, tokens = rows(512, dtype=torch.bfloat16)
+    loss(Head(model, 1.0, True, parts)(hidden, tokens)).backward()
+    loss(Head(exact, 1.0, True, 1)(hidden.detach().double(), tokens)).backward()
+    pairs = zip(model.lm_head.parameters(), exact.lm_head.parameters(), strict=True)
+    return [float((p.grad.double() - q.grad).norm() / q.grad.norm()) for p, q in pairs]
+
+
+@pytest.mark.parametrize("arch", ["llama", "phi"])
+def test_many_pieces_round_a_gradient_no_more_than_one(arch) -> None:
+    """Rounded after each of 256 pieces that of the weight is wrong by 2 percent."""
+    one, many = (error_of_the_gradient(parts, arch) for parts in (1, 256))
+    for whole, split in zip(one, many, strict=True):
+        assert split < 1.05 * whole < 0.01
 
 
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
@@ -276,6 +352,8 @@ class Peak(TorchDispatchMode):
 
 
 def peak(model, count, parts, entropy=True):
+    """Without the gradients of weights that were there before."""
+    model.zero_grad()
     hidden, tokens = rows(count, dtype=torch.float32)
     with Peak() as measured:
         loss(Head(model, 0.7, entropy, parts)(hidden, tokens)).backward()
@@ -283,18 +361,38 @@ def peak(model, count, parts, entropy=True):
 
 
 @pytest.mark.parametrize("entropy", [True, False])
-def test_memory_is_that_of_one_piece(monkeypatch, entropy) -> None:
-    monkeypatch.setattr(module, "BLOCK", 2000)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_memory_is_that_of_one_piece(monkeypatch, at_once, entropy) -> None:
+    monkeypatch.setattr(softmax, "BLOCK", 2000)
     model, piece = tiny_model("llama", vocab_size=2000), 4 * 64 * 2000
+    if not at_once:
+        model.lm_head.register_forward_hook(lambda *_: None)
     weight = 4 * 32 * 2000  # its gradient: of this piece, of those before, and their sum
     assert peak(model, 512, 8, entropy) < 1.3 * piece + 3 * weight
     assert peak(model, 1024, 16, entropy) < 1.2 * peak(model, 512, 8, entropy)
 
 
+def test_a_frozen_head_sums_no_gradient(monkeypatch) -> None:
+    monkeypatch.setattr(softmax, "BLOCK", 2000)
+    model, weight = tiny_model("llama", vocab_size=2000), 4 * 32 * 2000
+    trained = peak(model, 512, 64)
+    model.lm_head.requires_grad_(False)
+    assert peak(model, 512, 64) < trained - weight
+
+
 def test_kept_logits_become_their_own_gradient(monkeypatch) -> None:
-    monkeypatch.setattr(module, "BLOCK", 2000)
+    monkeypatch.setattr(softmax, "BLOCK", 2000)
     model, logits, weight = tiny_model("llama", vocab_size=2000), 4 * 512 * 2000, 4 * 32 * 2000
     assert logits < peak(model, 512, 1) < 1.1 * logits + 2 * weight
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 11])
+def test_a_plain_head_is_called_once(count) -> None:
+    model, calls = tiny_model("llama"), []
+    model.lm_head.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    hidden, tokens = rows(count, dtype=torch.float32)
+    Head(model, 1.0, False, 4)(hidden, tokens)[0].sum().backward()
+    assert calls == [True]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 11])
@@ -309,6 +407,7 @@ def test_the_head_is_called_as_often_whatever_the_rows(count) -> None:
 
 
 def test_a_full_micro_batch_is_split_by_the_size_of_its_logits() -> None:
+    assert piece_for(None) == module.PIECE
     assert parts_for(8192, 256) == 1
     assert parts_for(0, 32_768) == 1
     assert parts_for(5, 10**9) == 5  # no piece without a row
@@ -318,3 +417,12 @@ def test_a_full_micro_batch_is_split_by_the_size_of_its_logits() -> None:
         assert (
             (tokens // parts) * vocabulary <= module.PIECE < -(-tokens // (parts - 1)) * vocabulary
         )
+
+
+def test_a_piece_is_a_tenth_of_the_memory_of_a_gpu() -> None:
+    memory = 80 * 2**30
+    piece = piece_for(memory)
+    assert piece == 2**29
+    assert 14 * piece < memory / 10 < 17 * piece  # bytes of a logit, in bfloat16 and widened
+    assert parts_for(65_536, 151_936, piece) == 19
+    assert piece_for(2**30) == module.PIECE

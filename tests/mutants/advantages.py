@@ -9,6 +9,7 @@ MASKING = "rlhf_pg/masking.py"
 RUNNING = "rlhf_pg/running.py"
 ADVANTAGES_TEST = "tests/test_advantages.py::"
 EXACT_TEST = "tests/test_advantages_exact.py::"
+LONG_TEST = "tests/test_advantages_long.py::"
 MASKING_TEST = "tests/test_masking.py::"
 RUNNING_TEST = "tests/test_running.py::"
 
@@ -18,32 +19,32 @@ MUTANTS: list[Mutant] = [
         name="gae-minus-the-next-advantage",
         mistake="delta - gamma lam A_{t+1}: the sign in the documentation of skrl's PPO and A2C",
         file=ALONG_A_ROW,
-        old="delta + gamma * lam * running, running)",
-        new="delta - gamma * lam * running, running)",
+        old="_scan(gamma * lam, delta, mask)",
+        new="_scan(-gamma * lam, delta, mask)",
         killers=(ADVANTAGES_TEST + "test_gae_by_hand",),
     ),
     Mutant(
         name="gae-without-gamma-on-lam",
         mistake="A_{t+1} decays by lam alone, not by gamma lam",
         file=ALONG_A_ROW,
-        old="delta + gamma * lam * running, running)",
-        new="delta + lam * running, running)",
+        old="_scan(gamma * lam, delta, mask)",
+        new="_scan(lam, delta, mask)",
         killers=(ADVANTAGES_TEST + "test_gae_with_discount_and_bootstrap_by_hand",),
     ),
     Mutant(
         name="gae-truncation-is-termination",
         mistake="a cut-off row ends with value 0: `done = terminated or truncated` of a known blog",
         file=ALONG_A_ROW,
-        old="    next_value = _bootstrap(wide, bootstrap_value)\n",
-        new="    next_value = _bootstrap(wide, None)\n",
+        old="_next(_with_end(wide, bootstrap_value), mask)",
+        new="_next(_with_end(wide, None), mask)",
         killers=(ADVANTAGES_TEST + "test_gae_bootstraps_where_the_row_was_cut_off",),
     ),
     Mutant(
         name="gae-bootstraps-with-the-last-state",
         mistake="gamma V(s_t) for gamma V(s_{t+1}) at a time limit: skrl's time_limit_bootstrap",
         file=ALONG_A_ROW,
-        old="    next_value = _bootstrap(wide, bootstrap_value)\n",
-        new="    next_value = wide[:, -1]\n",
+        old="_next(_with_end(wide, bootstrap_value), mask)",
+        new="_next(_with_end(wide, wide[:, -1]), mask)",
         killers=(
             ADVANTAGES_TEST + "test_gae_by_hand",
             ADVANTAGES_TEST + "test_gae_bootstraps_where_the_row_was_cut_off",
@@ -53,8 +54,8 @@ MUTANTS: list[Mutant] = [
         name="gae-runs-through-padding",
         mistake="a masked slot gives its value to the token before it: verl #2337",
         file=ALONG_A_ROW,
-        old="next_value = torch.where(real, wide[:, t], next_value)",
-        new="next_value = wide[:, t]",
+        old="_next(_with_end(wide, bootstrap_value), mask)",
+        new="_with_end(wide, bootstrap_value)[:, 1:]",
         killers=(
             ADVANTAGES_TEST + "test_gae_skips_holes",
             ADVANTAGES_TEST + "test_padding_changes_nothing_and_stays_zero",
@@ -64,16 +65,16 @@ MUTANTS: list[Mutant] = [
         name="gae-value-after-the-token",
         mistake="the baseline is V of the state after the token, which depends on the token",
         file=ALONG_A_ROW,
-        old="delta = rewards[:, t] + gamma * next_value - wide[:, t]",
-        new="delta = rewards[:, t] + gamma * next_value - next_value",
+        old="delta = rewards + gamma * next_value - wide\n",
+        new="delta = rewards + gamma * next_value - next_value\n",
         killers=(EXACT_TEST + "test_expected_gradient", ADVANTAGES_TEST + "test_gae_by_hand"),
     ),
     Mutant(
         name="gae-instant-reward",
         mistake="A = reward - value, the instant reward: the PPO code of the RLHF book",
         file=ALONG_A_ROW,
-        old="delta + gamma * lam * running, running)",
-        new="rewards[:, t] - wide[:, t], running)",
+        old="_scan(gamma * lam, delta, mask)",
+        new="rewards - wide",
         killers=(ADVANTAGES_TEST + "test_gae_by_hand",),
     ),
     Mutant(
@@ -88,16 +89,16 @@ MUTANTS: list[Mutant] = [
         name="returns-reset-at-a-hole",
         mistake="a hole of the mask ends the sum, so tool calls get no credit: verl #7278",
         file=ALONG_A_ROW,
-        old="wide[:, t] + gamma * running, running)",
-        new="wide[:, t] + gamma * running, 0.0)",
+        old="torch.ones_like(paid).where(~mask, decay)",
+        new="torch.zeros_like(paid).where(~mask, decay)",
         killers=(ADVANTAGES_TEST + "test_discounted_returns_count_true_slots_only",),
     ),
     Mutant(
         name="returns-discount-columns",
         mistake="gamma counts columns, holes and padding too, not the policy's own tokens",
         file=ALONG_A_ROW,
-        old="wide[:, t] + gamma * running, running)",
-        new="wide[:, t] + gamma * running, gamma * running)",
+        old="torch.ones_like(paid).where(~mask, decay)",
+        new="torch.ones_like(paid) * decay",
         killers=(ADVANTAGES_TEST + "test_discounted_returns_count_true_slots_only",),
     ),
     Mutant(
@@ -105,11 +106,40 @@ MUTANTS: list[Mutant] = [
         mistake="the last return is V itself, its reward dropped: multi-step A2C of a known blog",
         file=ALONG_A_ROW,
         old="    advantages = torch.where(mask, targets - wide, 0.0)\n",
-        new="    targets[:, -1] = end[:, -1]\n"
+        new="    targets[:, -1] = value[:, -1]\n"
         "    advantages = torch.where(mask, targets - wide, 0.0)\n",
         killers=(
             ADVANTAGES_TEST + "test_n_step_keeps_the_last_reward_of_a_cut_off_episode",
             ADVANTAGES_TEST + "test_n_step_by_hand",
+        ),
+    ),
+    Mutant(
+        name="powers-of-gamma-in-single",
+        mistake="a power of gamma is squared and squared again in float32, with all of its error",
+        file=ALONG_A_ROW,
+        old="    returns = _scan(gamma, rewards.double(), mask)\n",
+        new="    returns = _scan(gamma, rewards.float(), mask)\n",
+        killers=(LONG_TEST + "test_a_long_row_loses_no_digits",),
+    ),
+    Mutant(
+        name="advantages-token-by-token",
+        mistake="a loop over the tokens: half a second for 8192 of them on a GPU, by its launches",
+        file=ALONG_A_ROW,
+        old="    for bit in range(n.bit_length()):\n",
+        new="    for _ in range(n):\n"
+        "        x = torch.addcmul(offset, slope, x[:, (columns + 1).clamp(max=width)])\n"
+        "    for bit in range(0):\n",
+        killers=(LONG_TEST + "test_twice_the_tokens_are_a_step_more_and_rows_are_none",),
+    ),
+    Mutant(
+        name="n-step-rounded-to-a-power-of-two",
+        mistake="of n only the highest bit counts",
+        file=ALONG_A_ROW,
+        old="if n >> bit & 1:",
+        new="if bit + 1 == n.bit_length():",
+        killers=(
+            LONG_TEST + "test_n_steps_of_a_long_row",
+            ADVANTAGES_TEST + "test_n_step_matches_the_sum",
         ),
     ),
     Mutant(
@@ -241,8 +271,8 @@ MUTANTS: list[Mutant] = [
         name="process-scores-summed-from-the-start",
         mistake="a token is credited with the steps before it, not with those from it on",
         file=IN_GROUP,
-        old="to_go = normal.flip(1).cumsum(1).flip(1)",
-        new="to_go = normal.cumsum(1)",
+        old="discounted_returns(normal, mask)",
+        new="torch.where(mask, normal.cumsum(1), 0.0)",
         killers=(ADVANTAGES_TEST + "test_process_group_normalized_by_hand",),
     ),
     Mutant(

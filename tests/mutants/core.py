@@ -123,7 +123,7 @@ MODELS = [
     Mutant(
         name="temperature-not-in-the-scores",
         mistake="what was sampled at a temperature is scored without it (TRL #4159)",
-        file="rlhf_pg/models/head.py",
+        file="rlhf_pg/models/softmax.py",
         old="return self.finish.scale / self.temperature",
         new="return self.finish.scale",
         killers=(f"{POLICY}::test_a_temperature_of_one_half_squares_the_odds",),
@@ -131,7 +131,7 @@ MODELS = [
     Mutant(
         name="log-softmax-in-half-precision",
         mistake="log-probabilities of a bfloat16 model are computed in bfloat16",
-        file="rlhf_pg/models/head.py",
+        file="rlhf_pg/models/softmax.py",
         old="z, bend = widen(output[rows]), None",
         new="z, bend = output[rows], None",
         killers=("tests/models/test_head.py::test_half_precision_is_scored_in_single",),
@@ -139,7 +139,7 @@ MODELS = [
     Mutant(
         name="entropy-of-impossible-tokens",
         mistake="0 * log 0 makes the entropy NaN where a logit is -inf",
-        file="rlhf_pg/models/head.py",
+        file="rlhf_pg/models/softmax.py",
         old="            everywhere.clamp_(min=IMPOSSIBLE)\n",
         new="",
         killers=(f"{POLICY}::test_impossible_tokens_leave_entropy_and_gradient_finite",),
@@ -147,9 +147,9 @@ MODELS = [
     Mutant(
         name="entropy-without-gradient",
         mistake="the entropy in the loss is detached, so the bonus does nothing",
-        file="rlhf_pg/models/head.py",
-        old="if not entropy_gradient:",
-        new="if True:",
+        file="rlhf_pg/models/softmax.py",
+        old="        if not law.entropy_gradient:\n            ctx.mark",
+        new="        if True:\n            ctx.mark",
         killers=(f"{PPO}::test_the_entropy_bonus_follows_the_entropy_of_every_visited_state",),
     ),
     Mutant(

@@ -125,8 +125,8 @@ MUTANTS = [
         name="kl-to-go-not-reversed",
         mistake="a sum from the beginning: the KL that a token could no longer change",
         file=KL,
-        old="widen(u).flip(1).cumsum(1).flip(1)",
-        new="widen(u).cumsum(1)",
+        old="discounted_returns(u, mask)",
+        new="u.cumsum(1)",
         killers=("tests/test_kl.py::test_k1_to_go_is_the_gradient_of_the_kl_of_completions",),
     ),
     Mutant(

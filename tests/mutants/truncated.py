@@ -2,7 +2,7 @@
 
 from tests.mutants import Mutant
 
-HEAD = "rlhf_pg/models/head.py"
+SOFTMAX = "rlhf_pg/models/softmax.py"
 LEARNER = "rlhf_pg/trainers/learner.py"
 EXPERIENCE = "rlhf_pg/experience.py"
 BASE = "rlhf_pg/trainers/base.py"
@@ -49,9 +49,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="support-not-for-the-entropy",
         mistake="the entropy, and a bonus for it, is that of all tokens",
-        file=HEAD,
+        file=SOFTMAX,
         old="everywhere.clamp_(min=IMPOSSIBLE)\n            entropies",
-        new="everywhere = (widen(output[rows]) * law.slope).log_softmax(-1)\n            entropies",
+        new="everywhere = (output[rows] * self.slope).log_softmax(-1)\n            entropies",
         killers=(
             f"{TRAINING}the_bonus_is_for_the_entropy_of_the_truncated_policy",
             f"{SUPPORT}log_probabilities_and_entropy_are_those_of_the_kept_tokens",
@@ -60,7 +60,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="support-padding-is-a-token",
         mistake="the padding of a support lets token 0 in",
-        file=HEAD,
+        file=SOFTMAX,
         old="torch.where(given, support_ids, vocabulary)",
         new="torch.where(given, support_ids, 0)",
         killers=(f"{SUPPORT}log_probabilities_and_entropy_are_those_of_the_kept_tokens",),
@@ -68,7 +68,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="support-none-is-nothing",
         mistake="a slot without a support, padding or tool output, has no token at all: NaN",
-        file=HEAD,
+        file=SOFTMAX,
         old=" | ~given.any(dim=1, keepdim=True)",
         new="",
         killers=(f"{SUPPORT}the_whole_vocabulary_as_a_support_changes_nothing",),

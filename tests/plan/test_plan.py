@@ -139,6 +139,11 @@ def test_the_optimizer_takes_what_its_options_say(update, optim, moments_and_mas
     assert memory.update["optimizer"] == pytest.approx(moments_and_masters * count)
 
 
+def test_pieces_of_the_head_are_those_of_the_gpu_that_is_planned_for() -> None:
+    args = GRPOConfig(max_completion_length=6)
+    assert draw(args, "cpu", "cuda", 16e9).policy.piece == 16e9 / 160
+
+
 @pytest.mark.parametrize(("source", "is_scored"), [("policy", True), ("sampler", False)])
 def test_the_sampler_spares_a_pass_here_too(source, is_scored) -> None:
     args = GRPOConfig(num_iterations=2, old_logprobs_source=source, max_completion_length=6)

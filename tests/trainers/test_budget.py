@@ -1,12 +1,15 @@
 """`micro_batch_tokens: auto`."""
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from rlhf_pg import GRPOConfig, GRPOTrainer, PPOTrainer
-from rlhf_pg.models import head
+from rlhf_pg.models import softmax
 from rlhf_pg.models.memory import blueprint, footprint, probe
 from rlhf_pg.recipe import parse
 from rlhf_pg.trainers import budget
@@ -62,6 +65,23 @@ def test_what_was_found_fits_and_more_would_not(make, trainer_type) -> None:
     assert grown.at(found).peak <= 4e6 < grown.at(found + 1).peak
 
 
+def test_the_pieces_of_the_logits_are_those_of_the_device(make) -> None:
+    with patch.object(budget, "piece_for", lambda memory: 100 if memory is None else 0):
+        trainer = make()
+    logits = trainer.args.micro_batch_tokens * trainer.model.config.vocab_size
+    assert trainer.learner.policy.head.parts == math.ceil(logits / 100)
+
+
+def test_pieces_are_those_of_the_smallest_gpu() -> None:
+    sizes = [80 * 2**30, 40 * 2**30]
+    for own in sizes:
+        runtime = SimpleNamespace(
+            device=torch.device("cuda"), most=lambda x: max(x, *(-size // 160 for size in sizes))
+        )
+        with patch.object(torch.cuda, "mem_get_info", lambda _, own=own: (0, own)):
+            assert budget.piece(runtime) == 40 * 2**30 // 160
+
+
 def test_a_row_always_fits(make) -> None:
     assert measured(make, 0.0).args.token_budget == 12  # 6 of the prompt and 6 of the completion
 
@@ -84,7 +104,10 @@ def test_without_data_the_blocks_of_the_head_are_measured_once(make) -> None:
     """With a large vocabulary there are thousands, and each takes the same."""
     learner = make().learner
     batch = probe(2, 4, 6, 6)
-    with patch.object(head, "BLOCK", 1), patch.object(head, "widen", wraps=head.widen) as blocks:
+    with (
+        patch.object(softmax, "BLOCK", 1),
+        patch.object(softmax, "widen", wraps=softmax.widen) as blocks,
+    ):
         data = footprint(learner.module, batch)
         assert blocks.call_count > 2 * batch.action_mask.sum()
         blocks.reset_mock()

@@ -1,0 +1,163 @@
+"""From the output of a head to log-probabilities and entropies, and back to its gradient."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+
+from rlhf_pg.masking import widen
+from rlhf_pg.models.finish import NOTHING, Finish
+
+# What a CPU core works on at a time stays in its cache: several passes for the price of one.
+BLOCK = 2**17
+# exp of this is 0 in every dtype, and 0 times this is not NaN, as it is for -inf.
+IMPOSSIBLE = -1e4
+
+
+def token_scores(
+    logits: Tensor,
+    tokens: Tensor,
+    support_ids: Tensor | None = None,
+    temperature: float = 1.0,
+    entropy_gradient: bool = False,
+    finish: Finish = NOTHING,
+    again: Callable[[], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """log p(y) and H(p) = -sum_v p_v log p_v for p = softmax(z / temperature), both (N,).
+
+        d log p_y / dz_v = (1[v = y] - p_v) / temperature
+        dH / dz_v        = -p_v (log p_v + H) / temperature
+
+    In at least float32, whatever the dtype of the logits; a token of probability 0 adds 0. Where
+    there is a support S, p is renormalised on it:
+
+        p_S(y) = p(y) / sum_{v in S} p(v)
+
+    Args:
+        logits: (N,V), of which z = finish(logits). The backward pass overwrites them: whoever else
+            needs them is given an error by `torch`.
+        tokens: (N,), each in its support.
+        support_ids: (N,K) the tokens of S, padded with -1; a row without any has them all.
+        entropy_gradient: otherwise the entropy is detached.
+        again: gives the logits another time; they are not kept for the backward pass then.
+    """
+    law = Law(temperature, finish, support_ids, entropy_gradient)
+    scores: Any = _Scores.apply
+    logprobs, entropies = scores(logits, tokens, law, again)
+    return logprobs, entropies
+
+
+@dataclass(frozen=True)
+class Law:
+    """From the output of the head to the distribution that a token was drawn from, and back."""
+
+    temperature: float
+    finish: Finish
+    support_ids: Tensor | None
+    entropy_gradient: bool
+
+    @property
+    def slope(self) -> float:
+        """The derivative of `logits` without a cap."""
+        return self.finish.scale / self.temperature
+
+    def logits(self, output: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+        """What softmax is taken of, (n,V), perhaps `output[rows]` itself; and what a cap multiplies
+        the derivative by.
+        """
+        z, bend = widen(output[rows]), None
+        if self.finish.cap is not None:
+            bent = (z * (self.finish.scale / self.finish.cap)).tanh()
+            z, bend = bent * (self.finish.cap / self.temperature), 1 - bent**2
+        elif self.slope != 1:
+            z = z * self.slope
+        return z if self.support_ids is None else _within(z, self.support_ids[rows]), bend
+
+    def of(self, rows: slice) -> "Law":
+        """That of some rows."""
+        return (
+            self if self.support_ids is None else replace(self, support_ids=self.support_ids[rows])
+        )
+
+    def scores(self, output: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies, (N,)."""
+        logprobs = output.new_empty(len(tokens), dtype=widen(output[:0]).dtype)
+        entropies = torch.empty_like(logprobs)
+        for rows in _blocks(output):
+            everywhere = self.logits(output, rows)[0].log_softmax(-1)
+            logprobs[rows] = everywhere.gather(1, tokens[rows, None]).squeeze(1)
+            everywhere.clamp_(min=IMPOSSIBLE)
+            entropies[rows] = -everywhere.exp().mul_(everywhere).sum(-1)
+        return logprobs, entropies
+
+    def to_gradient(
+        self,
+        output: Tensor,
+        tokens: Tensor,
+        entropies: Tensor,
+        to_logprobs: Tensor,
+        to_entropies: Tensor,
+    ) -> None:
+        """Overwrite the output with its gradient, given those of the scores."""
+        to_logprobs = to_logprobs[:, None] * self.slope
+        to_entropies = to_entropies[:, None] * self.slope
+        for rows in _blocks(output):
+            z, bend = self.logits(output, rows)
+            if self.entropy_gradient:
+                everywhere = z.log_softmax(-1).clamp_(min=IMPOSSIBLE)
+                p = everywhere.exp()
+                surprise = everywhere.add_(entropies[rows, None])
+                gradient = p.mul_(surprise.mul_(-to_entropies[rows]).sub_(to_logprobs[rows]))
+            else:
+                gradient = z.softmax(-1).mul_(-to_logprobs[rows])
+            gradient.scatter_add_(1, tokens[rows, None], to_logprobs[rows])
+            output[rows] = gradient if bend is None else gradient.mul_(bend)
+
+
+class _Scores(torch.autograd.Function):
+    """Of logits that are kept for the backward pass, or come `again`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, tokens: Tensor, law: Law, again: Callable[[], Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropies = law.scores(output, tokens)
+        ctx.save_for_backward(output if again is None else None, tokens, entropies)
+        ctx.law, ctx.again = law, again
+        if not law.entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, to_logprobs: Tensor, to_entropies: Tensor) -> tuple[Any, ...]:
+        output, tokens, entropies = ctx.saved_tensors
+        if ctx.again is not None:
+            output = ctx.again()
+        ctx.law.to_gradient(output, tokens, entropies, to_logprobs, to_entropies)
+        return output, None, None, None
+
+
+def _blocks(output: Tensor) -> Iterator[slice]:
+    """The rows in blocks that a CPU's caches hold; a GPU is better off with all of them."""
+    count, vocabulary = output.shape
+    block = max(1, count if output.is_cuda else BLOCK * torch.get_num_threads() // vocabulary)
+    # Without data every block takes what the first one takes, and there may be thousands.
+    end = min(count, block) if isinstance(output, FakeTensor) else count
+    for start in range(0, end, block):
+        yield slice(start, start + block)
+
+
+def _within(logits: Tensor, support_ids: Tensor) -> Tensor:
+    """The logits (N,V), -inf beyond the support of their row; one without any keeps them all."""
+    given = support_ids >= 0
+    vocabulary = logits.shape[-1]
+    # Padding is sent to a column of its own, behind the vocabulary.
+    columns = torch.where(given, support_ids, vocabulary).long()
+    kept = torch.zeros((len(logits), vocabulary + 1), dtype=torch.bool, device=logits.device)
+    kept = kept.scatter_(1, columns, True)[:, :-1] | ~given.any(dim=1, keepdim=True)
+    return logits.masked_fill(~kept, -torch.inf)
