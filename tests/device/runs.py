@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import io
 import json
-import logging
 import os
 import warnings
 from dataclasses import dataclass, field
@@ -205,7 +204,6 @@ def quiet() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    logging.getLogger("rlhf_pg").setLevel(logging.ERROR)
 
 
 def main() -> None:

@@ -1,28 +1,20 @@
 """What inductor makes for an H100, without one: `make test-sm90`.
 
-FlexAttention, forward and backward, of packed families in every form that a run has, and the step of
-native decoding, whose kernels are counted. Kernels are compiled to the end, and not run.
+FlexAttention, forward and backward, of packed families in every form that a run has, and a step of
+native decoding, whose kernels are counted. They are compiled to the end, and not run.
 """
 
-from tests.device.pretend import cuda  # isort: skip  # before torch
+from tests.device import compiler  # isort: skip  # before torch
 
-cuda.install(compiles=True)
-
-import re
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch._inductor.graph import GraphLowering
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rlhf_pg.models.attention import replaced_attention
 from rlhf_pg.models.gpu_attention import OnGPU
-from rlhf_pg.rollout import NativeEngine, Request, SamplingParams
 from tests.device.pretend import triton
 
 # Query heads, key heads and their width of Qwen3-0.6B, Qwen2.5-7B, Llama-3-8B, and a tiny model.
@@ -61,6 +53,7 @@ def attentions() -> Iterator[tuple[str, bool]]:
 
 def main() -> int:
     """The number to exit with."""
+    assert compiler
     warnings.simplefilter("ignore")
     triton.install()
     start, failed = time.perf_counter(), 0

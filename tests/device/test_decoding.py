@@ -9,12 +9,10 @@ import torch
 from rlhf_pg.rollout import Completion, NativeEngine, Request, SamplingParams
 from rlhf_pg.rollout.batching import BatchingSession
 from rlhf_pg.rollout.compiled import Compiled
+from tests.device.pretend import flex, streams
+from tests.device.pretend.extension import ext
 from tests.rollout.test_native import assert_teacher_forced, teacher_forced
 from tests.tiny import tiny_model
-
-device = pytest.importorskip("tests.device.pretend.cuda")
-flash = pytest.importorskip("tests.device.pretend.flash")
-flash.install()
 
 PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9], [9, 9, 9, 4]]
 PARAMS = SamplingParams(max_tokens=100)
@@ -42,12 +40,12 @@ def ids(completions: list[Completion]) -> list[list[int]]:
 )
 def test_ids_are_those_of_the_cpu(arch, cache_tokens, caplog):
     """Rows that enter, leave and move, stores that grow, graphs of several shapes."""
-    sampled, replays = {}, device.replays
+    sampled, replays = {}, streams.replays
     for where in ("cpu", "cuda"):
         engine = engine_on(where, arch, torch.float32, cache_tokens=cache_tokens)
         sampled[where] = ids(engine.generate(PROMPTS, 6, PARAMS, seed=0))
     assert sampled["cpu"] == sampled["cuda"]
-    assert device.replays > replays
+    assert streams.replays > replays
     assert "without CUDA graphs" not in caplog.text
 
 
@@ -81,9 +79,9 @@ def test_a_replayed_step_is_the_step(monkeypatch, caplog, cache_tokens, fields):
         engine = engine_on("cuda", cache_tokens=cache_tokens)
         if not works:
             monkeypatch.setattr(torch.cuda, "CUDAGraph", refused)
-        replays = device.replays
+        replays = streams.replays
         sampled.append(engine.generate(PROMPTS, 6, params, seed=0))
-        assert (device.replays > replays) == works
+        assert (streams.replays > replays) == works
     assert sampled[0] == sampled[1]
     assert caplog.text.count("without CUDA graphs, which is slower: no graphs") == 1
 
@@ -108,10 +106,10 @@ def test_a_session_within_another_has_tensors_of_its_own():
 def test_graphs_are_kept_for_the_next_session():
     engine = engine_on("cuda")
     engine.generate(PROMPTS, 6, PARAMS, seed=0)
-    captures, replays = len(device.captures), device.replays
+    captures, replays = len(streams.recorded), streams.replays
     again = engine.generate(PROMPTS, 6, PARAMS, seed=1)
-    assert len(device.captures) == captures
-    assert device.replays > replays
+    assert len(streams.recorded) == captures
+    assert streams.replays > replays
     fresh = engine_on("cuda")
     assert ids(again) == ids(fresh.generate(PROMPTS, 6, PARAMS, seed=1))
 
@@ -120,11 +118,11 @@ def test_graphs_are_recorded_anew_where_weights_lie_elsewhere():
     """And read the new ones: a row that the old ones would draw is not drawn."""
     engine = engine_on("cuda")
     engine.generate(PROMPTS, 6, PARAMS, seed=0)
-    captures = len(device.captures)
+    captures = len(streams.recorded)
     for parameter in engine.model.parameters():
         parameter.data = parameter.data.clone() * 0.5
     moved = engine.generate(PROMPTS, 6, PARAMS, seed=0)
-    assert len(device.captures) > captures
+    assert len(streams.recorded) > captures
     fresh = NativeEngine(engine.model, [2, 3], 0).generate(PROMPTS, 6, PARAMS, seed=0)
     assert ids(moved) == ids(fresh)
 
@@ -132,20 +130,20 @@ def test_graphs_are_recorded_anew_where_weights_lie_elsewhere():
 def test_weights_that_change_in_their_place_are_read_anew():
     engine = engine_on("cuda")
     engine.generate(PROMPTS, 6, PARAMS, seed=0)
-    captures = len(device.captures)
+    captures = len(streams.recorded)
     with torch.no_grad():
         for parameter in engine.model.parameters():
             parameter.mul_(0.5)
     changed = engine.generate(PROMPTS, 6, PARAMS, seed=0)
-    assert len(device.captures) == captures
+    assert len(streams.recorded) == captures
     fresh = NativeEngine(engine.model, [2, 3], 0).generate(PROMPTS, 6, PARAMS, seed=0)
     assert ids(changed) == ids(fresh)
 
 
 def test_captures_do_not_mind_other_threads():
-    modes = len(device.modes)
+    modes = len(streams.modes)
     engine_on("cuda").generate(PROMPTS, 6, PARAMS, seed=0)
-    assert set(device.modes[modes:]) == {"thread_local"}
+    assert set(streams.modes[modes:]) == {"thread_local"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -153,38 +151,38 @@ def test_a_steady_token_is_one_launch_and_no_wait(monkeypatch, dtype):
     seen, decode = [], BatchingSession._decode
 
     def counted(self):
-        steady, captures = self._places is not None, len(device.captures)
-        replays, kernels, waits = device.replays, device.ext.kernels(), device.ext.syncs()
+        steady, captures = self._places is not None, len(streams.recorded)
+        replays, kernels, waits = streams.replays, ext.kernels(), ext.syncs()
         decode(self)
-        if steady and len(device.captures) == captures and device.replays > replays:
-            seen.append((device.ext.kernels() - kernels, device.ext.syncs() - waits))
+        if steady and len(streams.recorded) == captures and streams.replays > replays:
+            seen.append((ext.kernels() - kernels, ext.syncs() - waits))
 
     monkeypatch.setattr(BatchingSession, "_decode", counted)
     engine = engine_on("cuda", dtype=dtype)
     engine.eos_token_ids = []
-    waits = device.ext.syncs()
+    waits = ext.syncs()
     engine.generate(PROMPTS, 8, PARAMS, seed=0)
     assert len(seen) > 60
     # A shape's new inputs are copied when it is replayed for the first time.
     assert Counter(seen).most_common(1)[0][0] == (1, 0)
     assert {waited for _, waited in seen} == {0}
-    assert device.ext.syncs() - waits < 60
+    assert ext.syncs() - waits < 60
 
 
 def test_one_compilation_does_for_all_sessions_and_numbers_of_rows(monkeypatch):
     monkeypatch.setattr("rlhf_pg.rollout.native.Compiled", Compiled)
-    engine, compilations = engine_on("cuda"), device.compiles.total()
+    engine, compilations = engine_on("cuda"), sum(flex.compilations.values())
     engine.generate(PROMPTS, 6, PARAMS, seed=0)
     engine.generate(PROMPTS[:1], 3, PARAMS, seed=1)
-    assert device.compiles.total() == compilations + 1
+    assert sum(flex.compilations.values()) == compilations + 1
 
 
 def test_kernels_of_a_step():
     """Of two layers, without the compiler's fusing: a bound that a copy too many would break."""
-    captures = len(device.captures)
+    captures = len(streams.recorded)
     engine_on("cuda").generate(PROMPTS, 6, PARAMS, seed=0)
-    assert len(device.captures) > captures
-    assert max(device.captures[captures:]) <= 300
+    assert len(streams.recorded) > captures
+    assert max(streams.recorded[captures:]) <= 300
 
 
 def test_a_rollout_gives_its_memory_back():
@@ -193,9 +191,9 @@ def test_a_rollout_gives_its_memory_back():
     gc.collect()
     gc.disable()
     try:
-        before = device.ext.allocated()
+        before = ext.allocated()
         engine.generate(PROMPTS, 4, PARAMS, seed=0)
-        after = device.ext.allocated()
+        after = ext.allocated()
         [kept] = engine.kept.values()
         stays = [*vars(kept.drawn).values(), kept.seed, kept.eos]
         inputs = sum(
@@ -208,7 +206,7 @@ def test_a_rollout_gives_its_memory_back():
         assert after - before <= sum(-(-x.nbytes // 512) * 512 for x in stays) + inputs + sources
         for seed in range(2):
             engine.generate(PROMPTS, 4, PARAMS, seed=seed)
-        assert device.ext.allocated() <= after + sources
+        assert ext.allocated() <= after + sources
     finally:
         gc.enable()
 

@@ -45,17 +45,23 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("on_sync",
         [](pybind11::object f) { g_on_sync = f.is_none() ? nullptr : f.inc_ref().ptr(); });
   m.def("on_op", [](pybind11::object f) { g_on_op = f.is_none() ? nullptr : f.inc_ref().ptr(); });
-  // A kernel in Python, which a graph runs again: it writes to where its result lies.
-  m.def("launch", [](const std::string& op, pybind11::function run) {
-    launched(op);
-    { Inside in; run(); }
-    if (!capturing()) return;
-    auto* kept = new pybind11::function(run);  // never deleted: graphs die without the GIL
-    g_capture->work.push_back([kept] {
+  m.def("private_bytes", [] { return g_private.load(); });
+  // A kernel that is written in Python, and is given tensors of the host on the very memory.
+  m.def("kernel", [](const std::string& name, pybind11::object body, std::vector<Tensor> args) {
+    launched(name);
+    auto run = [](PyObject* f, const std::vector<Tensor>& args) {
       pybind11::gil_scoped_acquire gil;
       Inside in;
-      (*kept)();
-    });
+      std::vector<Tensor> hosts;
+      for (auto& t : args) hosts.push_back(host(t));
+      pybind11::reinterpret_borrow<pybind11::object>(f)(hosts);
+    };
+    run(body.ptr(), args);
+    if (!capturing()) return;
+    std::vector<Tensor> kept;
+    for (auto& t : args) kept.push_back(at_address(t));
+    PyObject* f = body.inc_ref().ptr();  // never given back: graphs die without the GIL
+    g_capture->work.push_back([run, f, kept] { run(f, kept); });
   });
   m.def("sync", [](const std::string& k, const std::string& op) { sync(k.c_str(), op); });
   m.def("generator", [](int i) { return generators()[i]; });
@@ -70,6 +76,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       });
   m.def("begin_capture", [](bool global) {
     TORCH_CHECK(!g_capture, "already capturing");
+    g_allocator.remember();
     g_capture = std::make_shared<Graph>();
     g_capturing_thread = std::this_thread::get_id();
     g_capture_is_global = global;
@@ -77,6 +84,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("end_capture", [] {
     auto g = g_capture;
     g_capture = nullptr;
+    g_allocator.restore();
     TORCH_CHECK(!g->broken, "CUDA error: operation failed due to a previous error during capture");
     return g;
   });

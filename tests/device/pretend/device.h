@@ -136,28 +136,13 @@ Tensor host(const Tensor& t) {
   return r;
 }
 
-struct Holder {
-  Tensor cpu;
-  int64_t n;
-};
-// A CUDA tensor that owns what a CPU kernel has made.
+// A CUDA tensor with what a CPU kernel has made.
 Tensor device(const Tensor& t, DeviceIndex index) {
   if (!t.defined()) return t;
   auto storage = t.storage();
-  int64_t n = (int64_t(storage.nbytes()) + 511) / 512 * 512;
-  TORCH_CHECK_WITH(OutOfMemoryError, g_limit < 0 || g_alloc + n <= g_limit,
-                   "CUDA out of memory. Tried to allocate ", storage.nbytes(),
-                   " bytes (pretend device)");
-  track(n);
-  auto* h = new Holder{t, n};
-  c10::DataPtr dp(
-      const_cast<void*>(storage.data()), h,
-      [](void* p) {
-        auto* h = static_cast<Holder*>(p);
-        track(-h->n);
-        delete h;
-      },
-      Device(DeviceType::CUDA, index));
+  c10::DeviceGuard guard(Device(DeviceType::CUDA, index));
+  auto dp = g_allocator.allocate(storage.nbytes());
+  if (storage.nbytes()) memcpy(dp.get(), storage.data(), storage.nbytes());
   c10::Storage s(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(dp), &g_allocator,
                  true);
   auto r = at::detail::make_tensor<c10::TensorImpl>(std::move(s), DispatchKeySet(DispatchKey::CUDA),
@@ -172,6 +157,21 @@ Tensor view_of(const Tensor& base, const Tensor& like) {
                                                DispatchKeySet(DispatchKey::CUDA), like.dtype());
   r.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(),
                                                  like.storage_offset());
+  return r;
+}
+
+// The same address for a graph, which keeps what it has made itself, and nothing else.
+Tensor at_address(const Tensor& t) {
+  const auto& dp = t.storage().data_ptr();
+  if (dp.get_deleter() == &free_block && static_cast<Block*>(dp.get_context())->captured)
+    return view_of(t, t);
+  c10::DataPtr raw(const_cast<void*>(t.storage().data()),
+                   Device(DeviceType::CUDA, t.device().index()));
+  c10::Storage s(c10::Storage::use_byte_size_t(), t.storage().nbytes(), std::move(raw),
+                 &g_allocator, false);
+  auto r = at::detail::make_tensor<c10::TensorImpl>(std::move(s), DispatchKeySet(DispatchKey::CUDA),
+                                                    t.dtype());
+  r.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
   return r;
 }
 }  // namespace

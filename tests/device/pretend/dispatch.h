@@ -124,18 +124,18 @@ void each_tensor(const c10::IValue& v, const std::function<void(const Tensor&)>&
 c10::IValue address(const c10::IValue& v) {
   if (v.isTensor()) {
     const auto& t = v.toTensor();
-    return on_cuda(t) ? c10::IValue(view_of(t, t)) : v;
+    return on_cuda(t) ? c10::IValue(at_address(t)) : v;
   }
   if (v.isTensorList()) {
     c10::List<Tensor> l;
-    for (const Tensor& t : v.toTensorList()) l.push_back(on_cuda(t) ? view_of(t, t) : t);
+    for (const Tensor& t : v.toTensorList()) l.push_back(on_cuda(t) ? at_address(t) : t);
     return l;
   }
   if (v.isOptionalTensorList()) {
     c10::List<std::optional<Tensor>> l;
     for (const auto& e : v.toOptionalTensorList()) {
       std::optional<Tensor> t = e;
-      l.push_back(t && on_cuda(*t) ? std::optional<Tensor>(view_of(*t, *t)) : t);
+      l.push_back(t && on_cuda(*t) ? std::optional<Tensor>(at_address(*t)) : t);
     }
     return l;
   }
@@ -283,7 +283,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* 
     std::vector<c10::IValue> frozen;
     for (const auto& a : args) frozen.push_back(address(a));
     std::vector<Tensor> outs;
-    for (const auto& t : made) outs.push_back(view_of(t, t));
+    for (const auto& t : made) outs.push_back(at_address(t));
     auto handle = op;
     g_capture->work.push_back([handle, frozen, outs] { replay_call(handle, frozen, outs); });
   }

@@ -3,43 +3,63 @@
 One kernel each, in float32, and as strict as CUDA's about dtypes and shapes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.device.pretend.extension import ext
-
-_library = torch.library.Library("aten", "IMPL")  # it is there as long as this is
-
-
-def install() -> None:
-    """Let the device have them."""
-    _library.impl("_flash_attention_forward", _forward, "CUDA")
-    _library.impl("_flash_attention_backward", _backward, "CUDA")
+DTYPES = (torch.float16, torch.bfloat16)
+_libraries: list[torch.library.Library] = []  # gone when nobody has them
 
 
-def _check(tensors: dict[str, Tensor], ends: dict[str, Tensor | None]) -> None:
-    """As `mha_varlen_fwd` of torch does."""
-    query, key = tensors["query"], tensors["key"]
-    for name, x in tensors.items():
-        if not x.is_cuda:
-            raise RuntimeError(f"{name} must be on CUDA (pretend flash attention)")
-        if x.dtype not in (torch.float16, torch.bfloat16):
-            raise RuntimeError("FlashAttention only support fp16 and bf16 data type (pretend)")
+def install(key: str = "CUDA", dtypes: tuple[torch.dtype, ...] = ()) -> None:
+    """Make them the kernels of a dispatch key.
+
+    Args:
+        dtypes: more that they take, for tests on a CPU.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    for name, kernel in (("forward", _forward), ("backward", _backward)):
+        library.impl(f"_flash_attention_{name}", partial(kernel, (*DTYPES, *dtypes)), key)
+    _libraries.append(library)
+
+
+def _launch(name: str, run: Callable[[list[Tensor]], None], tensors: list[Tensor]) -> None:
+    """Run it on tensors of the host: on the device as one kernel, which a graph runs again."""
+    if not tensors[0].is_cuda:
+        return run(tensors)
+    from tests.device.pretend.extension import ext
+
+    ext.kernel(f"aten::_flash_attention_{name}", run, tensors)
+    return None
+
+
+def _check(taken: Sequence[torch.dtype], heads: Sequence[Tensor], ends: Sequence[Any]) -> None:
+    """As `mha_varlen_fwd` of torch does (aten/src/ATen/native/transformers/cuda/flash_attn)."""
+    query, key = heads[:2]
+    for x in heads:
+        if x.dtype not in taken:
+            raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+        if x.dtype != query.dtype:
+            raise RuntimeError("query, key and value must have the same dtype")
         if x.stride(-1) != 1:
-            raise RuntimeError("Input tensor must have contiguous last dimension (pretend)")
-        if x.dim() != 3 or x.shape[2] != query.shape[2]:
-            raise RuntimeError(f"{name} has shape {tuple(x.shape)} (pretend flash attention)")
-    if query.shape[2] > 256 or query.shape[2] % 8:
-        raise RuntimeError("FlashAttention takes heads of up to 256, in multiples of 8 (pretend)")
+            raise RuntimeError("Input tensor must have contiguous last dimension")
+        if x.dim() != 3 or x.shape[2] != query.shape[2] or x.device != query.device:
+            raise RuntimeError(f"a tensor of shape {tuple(x.shape)} on {x.device}")
+    if query.shape[2] > 256:
+        raise RuntimeError("FlashAttention forward only supports head dimension at most 256")
+    if query.shape[2] % 8:
+        raise RuntimeError("head_size must be a multiple of 8, this is ensured by padding!")
     if query.shape[1] % key.shape[1]:
         raise RuntimeError("Number of heads in key/value must divide number of heads in query")
-    for name, x in ends.items():
-        if x is not None and (not x.is_cuda or x.dtype != torch.int32 or not x.is_contiguous()):
-            raise RuntimeError(f"{name} must be contiguous int32 on CUDA (pretend flash attention)")
+    for x in ends:
+        if x.dtype != torch.int32 or not x.is_contiguous() or x.device != query.device:
+            raise RuntimeError("lengths must have dtype int32 and be contiguous, on the device")
+    if len({len(x) for x in ends[:2]}) > 1 or any(len(x) + 1 != len(ends[0]) for x in ends[2:]):
+        raise RuntimeError("as many sequences of keys as of queries")
 
 
 def _sequences(
@@ -74,6 +94,7 @@ def _summed(x: Tensor, heads: int) -> Tensor:
 
 
 def _forward(
+    taken: Sequence[torch.dtype],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -89,31 +110,29 @@ def _forward(
     seqused_k: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, ...]:
-    _check(
-        {"query": query, "key": key, "value": value},
-        {"cum_seq_q": cum_seq_q, "cum_seq_k": cum_seq_k, "seqused_k": seqused_k},
-    )
+    used = [] if seqused_k is None else [seqused_k]
+    _check(taken, [query, key, value], [cum_seq_q, cum_seq_k, *used])
     scale = query.shape[2] ** -0.5 if scale is None else scale
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     logsum = torch.empty(query.shape[1], query.shape[0], device=query.device)
-    q, k, v, to, to_logsum, starts, ends = map(
-        ext.host, (query, key, value, out, logsum, cum_seq_q, cum_seq_k)
-    )
-    used = None if seqused_k is None else ext.host(seqused_k)
+    longest = (max_q, max_k)
+    tensors = [query, key, value, out, logsum, cum_seq_q, cum_seq_k, *used]
 
-    def run() -> None:
-        for rows, seen in _sequences(starts, ends, used, (max_q, max_k)):
+    def run(hosts: list[Tensor]) -> None:
+        q, k, v, to, to_logsum, starts, ends, *rest = hosts
+        for rows, seen in _sequences(starts, ends, rest[0] if rest else None, longest):
             scores = _scores(q[rows], k[seen], is_causal, scale)
             to_logsum[:, rows] = logsum = scores.logsumexp(-1)
             weights = (scores - logsum[..., None]).exp().nan_to_num(0.0)  # 0 where nothing is seen
             to[rows] = (weights @ _by_head(v[seen], q.shape[1])).transpose(0, 1).to(to.dtype)
 
-    ext.launch("aten::_flash_attention_forward", run)
+    _launch("forward", run, tensors)
     nothing = torch.empty(0, dtype=torch.int64, device=query.device)
     return out, logsum, nothing, nothing, torch.empty(0, dtype=query.dtype, device=query.device)
 
 
 def _backward(
+    taken: Sequence[torch.dtype],
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -132,16 +151,13 @@ def _backward(
     scale: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = {"query": query, "key": key, "value": value, "grad_out": grad_out}
-    _check(inputs, {"cum_seq_q": cum_seq_q, "cum_seq_k": cum_seq_k})
+    _check(taken, [query, key, value, grad_out], [cum_seq_q, cum_seq_k])
     scale = query.shape[2] ** -0.5 if scale is None else scale
     grads = tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
-    q, k, v, o, grad, lse, starts, ends = map(
-        ext.host, (query, key, value, out, grad_out, logsumexp, cum_seq_q, cum_seq_k)
-    )
-    to_query, to_key, to_value = map(ext.host, grads)
+    given = [query, key, value, out, grad_out, logsumexp, cum_seq_q, cum_seq_k]
 
-    def run() -> None:
+    def run(hosts: list[Tensor]) -> None:
+        q, k, v, o, grad, lse, starts, ends, to_query, to_key, to_value = hosts
         for rows, seen in _sequences(starts, ends, None, (max_q, max_k)):
             heads, dtype = q.shape[1], q.dtype
             weights = (_scores(q[rows], k[seen], is_causal, scale) - lse[:, rows, None]).exp()
@@ -153,5 +169,5 @@ def _backward(
             to_key[seen] = _summed(of_key, k.shape[1]).to(dtype)
             to_value[seen] = _summed(weights.transpose(1, 2) @ g, k.shape[1]).to(dtype)
 
-    ext.launch("aten::_flash_attention_backward", run)
+    _launch("backward", run, [*given, *grads])
     return grads  # type: ignore[return-value]

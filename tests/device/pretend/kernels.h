@@ -102,8 +102,7 @@ Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
   };
   body(self, src);
   if (capturing() && !t_inside) {
-    Tensor a = on_cuda(self) ? view_of(self, self) : self,
-           b = on_cuda(src) ? view_of(src, src) : src;
+    Tensor a = on_cuda(self) ? at_address(self) : self, b = on_cuda(src) ? at_address(src) : src;
     g_capture->work.push_back([a, b, body] { body(a, b); });
   }
   return self;
@@ -154,7 +153,7 @@ Tensor bmm_dtype(const Tensor& a, const Tensor& b, at::ScalarType out) {
   };
   auto r = device(body(a, b), a.device().index());
   if (capturing()) {
-    Tensor x = view_of(a, a), y = view_of(b, b), o = view_of(r, r);
+    Tensor x = at_address(a), y = at_address(b), o = at_address(r);
     g_capture->work.push_back([=] {
       Inside in;
       host(o).copy_(body(x, y));

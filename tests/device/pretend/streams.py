@@ -8,6 +8,7 @@ import torch
 from tests.device.pretend.extension import ext
 
 recorded: list[int] = []  # kernels of each graph that was recorded
+modes: list[str] = []  # in which they were recorded
 replays = 0
 
 
@@ -87,6 +88,7 @@ class CUDAGraph:
         self._graph: Any = None
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
+        modes.append(capture_error_mode)
         ext.begin_capture(capture_error_mode == "global")
 
     def capture_end(self) -> None:
