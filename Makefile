@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+SM90 := .venv-sm90
 
 # Models this small gain nothing from a second thread, and lose much when the cores are shared.
 export OMP_NUM_THREADS ?= 1
@@ -11,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 PURE_TESTS := $(wildcard $(patsubst %,tests/test_%*.py,\
 	masking kl control advantages attempts losses policy_ experience micro_batches noise running)) tests/rewards/test_scores.py
 
-.PHONY: help demo preference soak test test-device test-distributed test-faults test-slow test-vllm \
+.PHONY: help demo preference soak test test-device test-device-slow test-sm90 test-distributed test-faults test-slow test-vllm \
 	device-mutants \
 	coverage mutants docs lint format clean
 
@@ -61,6 +62,18 @@ test-vllm: $(VLLM)/.installed  ## vLLM for real, on a CPU, in an environment of 
 test-device: $(VENV)/.installed  ## trainers on a pretend CUDA device, with the numbers of a CPU
 	$(BIN)/python -m tests.device.pretend.library > /dev/null
 	$(BIN)/pytest -p tests.device.plugin -n 2 --dist loadfile tests/device
+
+test-device-slow: $(VENV)/.installed  ## the slow ones too
+	$(BIN)/pytest -p tests.device.plugin -m "not distributed" tests/device
+
+$(SM90)/.installed: pyproject.toml constraints.txt
+	test -x $(SM90)/bin/python || $(PYTHON) -m venv $(SM90)
+	$(SM90)/bin/pip install --quiet -c constraints.txt torch triton
+	$(SM90)/bin/pip install --quiet -c constraints.txt -e .
+	touch $@
+
+test-sm90: $(SM90)/.installed  ## kernels compiled for an H100 that is not there, and counted (.venv-sm90)
+	PYTHONPATH=. $(SM90)/bin/python -m tests.device.sm90
 
 device-mutants: $(VENV)/.installed  ## known mistakes of GPUs: a test of tests/device has to fail
 	PYTHONPATH=. $(BIN)/python -m tests.device.run_mutants

@@ -48,13 +48,14 @@ def start(path: Path, names: list[str]) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(command, env=environment, cwd=ROOT)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def expected(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Reference]:
-    """What a CPU makes of the runs that are tested, in the order of the tests."""
-    calls = [getattr(item, "callspec", None) for item in request.session.items]
-    names = [call.params["run"] for call in calls if call is not None and "run" in call.params]
+    """What a CPU makes of the runs that a file tests, in the order of the tests."""
+    own = [item for item in request.session.items if getattr(item, "module", 0) is request.module]
+    names = [item.callspec.params.get("run") for item in own]  # type: ignore[attr-defined]
+    names = [name for name in names if name] or request.module.RUNS
     given = os.environ.get(REFERENCE)
     path = Path(given) if given else tmp_path_factory.mktemp("cpu") / "numbers.jsonl"
     reference = Reference(path, list(dict.fromkeys(names)))

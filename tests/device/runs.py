@@ -44,8 +44,10 @@ COMMON: dict[str, Any] = {
     "prompts_per_step": 4,
     "num_generations": 4,
     "max_completion_length": 16,
+    "num_iterations": 1,
     "log_completions_steps": 1,
     "learning_rate": 1e-3,
+    "adam_epsilon": 1e-6,  # or rounding alone would move a weight as far as a gradient
     "micro_batch_tokens": 160,
 }
 METRICS = ("reward", "loss", "grad_norm", "entropy", "kl", "value_loss", "num_tokens")
@@ -110,11 +112,18 @@ RUNS: dict[str, Run] = {
     "rloo": Run("rloo"),
     "reinforce": Run("reinforce", {"advantage_estimator": "returns_minus_moving_average"}),
     "remax": Run("reinforce", {"advantage_estimator": "returns_minus_greedy"}),
-    "ppo": Run("ppo", {**AUTO, "normalize_values": True, "bootstrap_truncated": True}),
+    "ppo": Run("ppo", {**AUTO, "normalize_values": True, "bootstrap_truncated": True, **ROUNDS}),
     "ppo, shared critic": Run("ppo", {"critic": "shared", "lam_alpha": 0.05}),
-    "ppo, n-step": Run("ppo", {"advantage_estimator": "n_step", "n_steps": 2}),
+    "ppo, n-step": Run(
+        "ppo",
+        {
+            "advantage_estimator": "n_step",
+            "n_steps": 2,
+            "value_pretraining_steps": 1,
+            "value_init": "random",
+        },
+    ),
     "ppo, padded": Run("ppo", {"kl_controller": "adaptive"}, arch=WINDOW),
-    "ppo, critic first": Run("ppo", {"value_pretraining_steps": 1, "value_init": "random"}),
     "ppo, bfloat16, LoRA, resumed": Run("ppo", {**BF16, **LORA, "save_steps": 1}, resumes=True),
 }
 

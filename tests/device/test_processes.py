@@ -12,7 +12,7 @@ import pytest
 from tests.device.conftest import ROOT
 from tests.device.test_runs import distance
 
-RUNS = ["grpo", "ppo"]
+RUNS = ["ppo, shared critic"]
 
 
 def launched(config: str, path: Path) -> dict[str, dict[str, Any]]:
@@ -33,7 +33,9 @@ def launched(config: str, path: Path) -> dict[str, dict[str, Any]]:
     return {made["name"]: made for made in map(json.loads, file.read_text().splitlines())}
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp2", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "config", ["ddp", "fsdp2", pytest.param("zero2", marks=pytest.mark.slow), "zero3"]
+)
 def test_two_gpus_give_the_numbers_of_one_cpu(expected: Any, config: str, tmp_path: Path) -> None:
     there = launched(config, tmp_path)
     for run in RUNS:

@@ -20,8 +20,8 @@ TRACED = 2
 def waits(algorithm: str, tokens: int, path: Path) -> tuple[int, int, int]:
     """Micro-batches of an update on 32 completions, and waits in scoring and in updating."""
     options = {"prompts_per_step": 8, "max_completion_length": 24, "beta": 0.05}
-    one = {"num_iterations": 1, "num_mini_batches": 1, "micro_batch_tokens": tokens}
-    made = trainer(Run(algorithm, {**options, **one, "dtype": "bfloat16"}), path)
+    own = {"micro_batch_tokens": tokens, "dtype": "bfloat16"}
+    made = trainer(Run(algorithm, {**options, **own}), path)
     made.engine.eos_token_ids = []  # every completion has its full length
     samples = made.roll_out(range(8))
     scores = made.reward(samples)
@@ -42,9 +42,9 @@ def test_micro_batch_waits_for_nothing(algorithm: str, passes: tuple[int, int], 
     Args:
         passes: of attention layers' kinds in scoring (policy, reference, critic) and updating.
     """
-    few, many = (waits(algorithm, tokens, tmp_path / str(tokens)) for tokens in (4096, 200))
+    few, many = (waits(algorithm, tokens, tmp_path / str(tokens)) for tokens in (4096, 420))
     more = many[0] - few[0]
-    assert more >= 2
+    assert more >= 1
     assert (many[1] - few[1]) / more <= passes[0] * TRACED
     assert (many[2] - few[2]) / more <= passes[1] * 2 * TRACED
     assert few[2] - passes[1] * 2 * TRACED <= 8  # a whole update

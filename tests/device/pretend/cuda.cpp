@@ -2,11 +2,18 @@
 // and compute on the CPU, on memory that is host memory. What a real device would refuse (tensors
 // of two devices in one kernel, a generator of another device, a host synchronisation while a graph
 // is captured, a kernel that CUDA lacks) is refused; what it would wait for is counted.
+#include <malloc.h>
+
 #include "kernels.h"
 
 namespace {
 struct AtLoad {
-  AtLoad() { c10::SetAllocator(DeviceType::CUDA, &g_allocator, 255); }
+  AtLoad() {
+    // Memory that was freed stays with the process, or pages would be made anew for every kernel.
+    mallopt(M_MMAP_THRESHOLD, 1 << 30);
+    mallopt(M_TRIM_THRESHOLD, 1 << 30);
+    c10::SetAllocator(DeviceType::CUDA, &g_allocator, 255);
+  }
 } at_load;
 }  // namespace
 
