@@ -11,6 +11,13 @@ SCORES = f"{MODELS}test_scores_and_gradients_are_the_cpu_s"
 FALLBACK = f"{MODELS}test_attention_without_flex_attention_is_the_same"
 UPDATE = "tests/device/test_update.py::"
 WAITS = f"{UPDATE}test_micro_batch_waits_for_nothing"
+DECODE = "tests/device/test_decoding.py::"
+IDS = f"{DECODE}test_ids_are_those_of_the_cpu[qwen3-None]"
+STEADY = f"{DECODE}test_a_steady_token_is_one_launch_and_no_wait"
+REPLAYED = f"{DECODE}test_a_replayed_step_is_the_step[fields0-None]"
+KEPT = f"{DECODE}test_graphs_are_kept_for_the_next_session"
+ELSEWHERE = f"{DECODE}test_graphs_are_recorded_anew_where_weights_lie_elsewhere"
+MEMORY = f"{DECODE}test_a_rollout_gives_its_memory_back"
 
 MUTANTS = [
     # --------------------------------------------------------------- tensors of two devices
@@ -264,5 +271,142 @@ MUTANTS = [
         old="return value.to(parameter.device)",
         new="return value",
         killers=(f"{RUN}[grpo, resumed]",),
+    ),
+    # ------------------------------------------------------------------------------- decoding
+    Mutant(
+        name="prompts-of-a-prefill-on-the-cpu",
+        mistake="the tokens of prompts are not moved to the device",
+        file="rlhf_pg/rollout/batching.py",
+        old="                tensor.to(device),",
+        new="                tensor,",
+        killers=(IDS,),
+    ),
+    Mutant(
+        name="ends-of-prompts-on-the-cpu",
+        mistake="which tokens of a prefill are drawn from is not moved to the device",
+        file="rlhf_pg/rollout/batching.py",
+        old="(torch.tensor(lengths).cumsum(0) - 1).to(device),",
+        new="torch.tensor(lengths).cumsum(0) - 1,",
+        killers=(IDS,),
+    ),
+    Mutant(
+        name="drawn-tokens-on-the-cpu",
+        mistake="what was drawn is kept on the CPU",
+        file="rlhf_pg/rollout/rows.py",
+        old="return torch.zeros(shape, dtype=dtype, device=model.device)",
+        new="return torch.zeros(shape, dtype=dtype)",
+        killers=(IDS,),
+    ),
+    Mutant(
+        name="groups-of-rows-on-the-cpu",
+        mistake="which rows share a prompt is not moved to the device",
+        file="rlhf_pg/rollout/rows.py",
+        old="(tensor.to(model.device) for tensor in tensors)",
+        new="tensors",
+        killers=(IDS,),
+    ),
+    Mutant(
+        name="places-of-rows-on-the-cpu",
+        mistake="where rows and prompts lie is not moved to the device",
+        file="rlhf_pg/rollout/unpadded.py",
+        old="there = torch.tensor(numbers).to(device)",
+        new="there = torch.tensor(numbers)",
+        killers=(KEPT,),
+    ),
+    Mutant(
+        name="index-of-a-write-on-the-cpu",
+        mistake="keys are written by an index of the CPU, which a graph cannot have",
+        file="rlhf_pg/rollout/attention.py",
+        old="torch.arange(rows, device=query.device)",
+        new="torch.arange(rows)",
+        killers=(f"{STEADY}[dtype1]",),
+    ),
+    Mutant(
+        name="index-of-a-block-on-the-cpu",
+        mistake="drawing looks up a block by an index of the CPU: a wait at every token",
+        file="rlhf_pg/rollout/sampling.py",
+        old="torch.arange(len(block), device=block.device)",
+        new="torch.arange(len(block))",
+        killers=(f"{STEADY}[dtype0]",),
+    ),
+    Mutant(
+        name="one-column-for-all",
+        mistake="a decoding step asks whether all rows have one length",
+        file="rlhf_pg/rollout/stores.py",
+        old='columns.device.type == "cpu" and (columns == columns[0]).all()',
+        new="(columns == columns[0]).all()",
+        killers=(f"{STEADY}[dtype1]",),
+    ),
+    Mutant(
+        name="scores-by-two-dtypes",
+        mistake="queries in float32 are multiplied by keys in bfloat16",
+        file="rlhf_pg/rollout/flash.py",
+        old="        of_own = _weigh(q, own,",
+        new="        of_own = _weigh(q.float(), own,",
+        killers=(KEPT,),
+    ),
+    Mutant(
+        name="graph-on-old-inputs",
+        mistake="a graph is replayed on the rows that it was recorded with",
+        file="rlhf_pg/rollout/graphs.py",
+        old="                place.copy_(tensor)",
+        new="                pass",
+        killers=(REPLAYED,),
+    ),
+    Mutant(
+        name="graph-of-another-shape",
+        mistake="a graph is replayed for another number of rows",
+        file="rlhf_pg/rollout/graphs.py",
+        old="key = tuple(tensor.shape for tensor in _tensors(inputs).values())",
+        new="key = len(_tensors(inputs))",
+        killers=(REPLAYED,),
+    ),
+    Mutant(
+        name="graph-of-other-weights",
+        mistake="a graph outlives the weights and stores that it reads",
+        file="rlhf_pg/rollout/graphs.py",
+        old="        if where != self.where:\n",
+        new="        if self.where is None:\n",
+        killers=(ELSEWHERE,),
+    ),
+    Mutant(
+        name="graphs-recorded-anew",
+        mistake="graphs are recorded anew at every step of training",
+        file="rlhf_pg/rollout/native.py",
+        old="        self.kept[self._key(params)] = kept",
+        new="        pass",
+        killers=(KEPT,),
+    ),
+    Mutant(
+        name="seed-of-another-session",
+        mistake="a graph draws with the seed of the session that recorded it",
+        file="rlhf_pg/rollout/kept.py",
+        old="return self.seed.fill_(signed(seed))",
+        new="return torch.full_like(self.seed, signed(seed))",
+        killers=(KEPT,),
+    ),
+    Mutant(
+        name="capture-minds-other-threads",
+        mistake="a thread of a tool breaks the recording of a graph",
+        file="rlhf_pg/rollout/graphs.py",
+        old=', capture_error_mode="thread_local"',
+        new="",
+        killers=(f"{DECODE}test_captures_do_not_mind_other_threads",),
+    ),
+    Mutant(
+        name="memory-left-to-the-collector",
+        mistake="keys and values of a rollout are still there in the update",
+        file="rlhf_pg/rollout/native.py",
+        old="                session.close()",
+        new="                pass",
+        killers=(MEMORY,),
+    ),
+    Mutant(
+        name="room-without-what-is-reserved",
+        mistake="room for keys and values shrinks by what torch keeps and does not use",
+        file="rlhf_pg/rollout/native.py",
+        old="room = (torch.cuda.mem_get_info(device)[0] + unused) // 2",
+        new="room = torch.cuda.mem_get_info(device)[0] // 2",
+        killers=(f"{DECODE}test_room_counts_what_torch_has_reserved_and_does_not_use",),
     ),
 ]
