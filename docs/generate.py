@@ -14,7 +14,7 @@ import re
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,10 @@ import gpu
 import paper
 import scaling
 
+from tests.device.mutants import MUTANTS as DEVICE_MUTANTS
 from tests.distributed.layouts import LAYOUTS, Layout
 from tests.faults.rows import ROWS, UNSHOWN
-from tests.mutants import all_mutants
+from tests.mutants import Mutant, all_mutants
 
 ROOT = Path(__file__).resolve().parents[1]
 PURE = ("advantages", "losses", "kl", "control", "running", "masking", "rewards.scores", "attempts")
@@ -250,14 +251,22 @@ def presets() -> str:
 
 
 def correctness() -> str:
-    """The text of correctness.md, with a new table of mutants in it."""
+    """The text of correctness.md, with new tables of mutants in it."""
+    text = (ROOT / "docs" / "correctness.md").read_text()
+    for name, mutants in {"mutants": all_mutants(), "device mutants": DEVICE_MUTANTS}.items():
+        text = filled(text, name, noticed(mutants))
+    return text
+
+
+def noticed(mutants: Sequence[Mutant]) -> str:
+    """A table of mistakes and of the tests that notice them."""
     rows = ["| Mistake | In | Noticed by |", "|---|---|---|"]
-    for mutant in all_mutants():
+    for mutant in mutants:
         tests = [tuple(killer.split("::", 1)) for killer in mutant.killers]
         links = _links([(path, f"`{test}`") for path, test in tests])
         where = f"[{mutant.file.removeprefix('rlhf_pg/')}](../{mutant.file})"
         rows.append(f"| {_cell(mutant.mistake)} (`{mutant.name}`) | {where} | {links} |")
-    return filled((ROOT / "docs" / "correctness.md").read_text(), "mutants", "\n".join(rows))
+    return "\n".join(rows)
 
 
 def scaled() -> str:

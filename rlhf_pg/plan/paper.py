@@ -86,7 +86,15 @@ LIBRARIES = (NATIVELY, WITH_VLLM, TRL, VERL)
 BEFORE = replace(
     NATIVELY,
     name="ours, native, before",
-    engine=replace(NATIVE, kernels=96, captures=True),
+    engine=replace(
+        NATIVE,
+        kernels=96,
+        drawing=0,
+        launched=120,
+        captures=True,
+        cache_rate=0.55,
+        padded=True,
+    ),
     piece=2.0**24,
 )
 

@@ -40,9 +40,9 @@ def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tenso
         weights = nn.functional.pad(weights, (0, -weights.shape[1] % BLOCK))
     weights = weights.view(len(scores), -1, BLOCK)
     # The block first and then the token in it: the whole vocabulary is summed once, not scanned.
-    blocks = weights.sum(dim=-1).double().cumsum(dim=-1)
+    blocks = _running_sums(weights.sum(dim=-1).double())
     block, rest = _invert(blocks, noise)
-    inside = weights[torch.arange(len(block), device=block.device), block].double().cumsum(dim=-1)
+    inside = _running_sums(weights[torch.arange(len(block), device=block.device), block].double())
     token, _ = _invert(inside, rest)
     ids = (block * BLOCK + token).clamp(max=scores.shape[1] - 1)  # only NaN logits get there
     return ids, _pick(scores, ids) - top.squeeze(1) - blocks[:, -1].log().to(scores.dtype)
@@ -74,6 +74,15 @@ def _invert(cdf: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     end = cdf.gather(1, place)
     start = torch.where(place > 0, cdf.gather(1, (place - 1).clamp(min=0)), 0.0)
     return place.squeeze(1), ((aim - start) / (end - start)).clamp(0, 1 - 2**-53).squeeze(1)
+
+
+def _running_sums(x: Tensor) -> Tensor:
+    """Of each row; by a product where a GPU has to sum in the same order every time, which torch
+    says of no running sum of floats there.
+    """
+    if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return x.cumsum(dim=-1)
+    return x @ torch.ones(x.shape[1], x.shape[1], dtype=x.dtype, device=x.device).triu()
 
 
 def _pick(x: Tensor, ids: Tensor) -> Tensor:

@@ -409,4 +409,12 @@ MUTANTS = [
         new="room = torch.cuda.mem_get_info(device)[0] // 2",
         killers=(f"{DECODE}test_room_counts_what_torch_has_reserved_and_does_not_use",),
     ),
+    Mutant(
+        name="running-sum-that-may-not-repeat",
+        mistake="drawing takes a running sum of floats where torch is told to repeat itself",
+        file="rlhf_pg/rollout/sampling.py",
+        old="if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):",
+        new="if True:",
+        killers=(f"{DECODE}test_drawing_repeats_where_it_is_told_to",),
+    ),
 ]

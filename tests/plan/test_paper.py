@@ -189,7 +189,7 @@ def test_two_gpus_that_share_a_model_halve_what_is_read() -> None:
 def test_the_native_engine_reads_a_prompt_once_and_padding_too() -> None:
     """Two rows of one prompt of 3: one prompt, and two widths of 64."""
     job = Job(prompt=3, lengths=(1, 1), generations=2)
-    engine = replace(NATIVE, kernels=0, launched=0, moves=0)
+    engine = replace(NATIVE, kernels=0, drawing=0, moves=0, cache_rate=0.55, padded=True)
     seconds = rollout_seconds(engine, READER, SMALL, job)
     expected = body_seconds(READER, SMALL, 3, 4.5) + 2 * 328 / 850 + 12 * 4 * 2 * 10 / 1e3
     assert seconds == pytest.approx(expected + (3 + 2 * 64) * 16 / 550 + 21 * 2e-6)
@@ -198,10 +198,20 @@ def test_the_native_engine_reads_a_prompt_once_and_padding_too() -> None:
 def test_graphs_are_recorded_for_every_shape() -> None:
     """Two rows, then one: two shapes of (2 * 20 + 160) kernels, four times each."""
     job = Job(prompt=3, lengths=(1, 2), generations=2)
+    engine = replace(BEFORE.engine, kernels=20)
     kept, anew = (
-        rollout_seconds(replace(NATIVE, captures=c), READER, SMALL, job) for c in (False, True)
+        rollout_seconds(replace(engine, captures=c), READER, SMALL, job) for c in (False, True)
     )
     assert anew - kept == pytest.approx(2 * (4 * 200 * 6.5e-6 + 0.05))
+
+
+def test_drawing_a_token_is_in_the_graph() -> None:
+    """Three positions of 140 kernels."""
+    job = Job(prompt=3, lengths=(1, 3), generations=2)
+    with_, without = (
+        rollout_seconds(replace(NATIVE, drawing=d), READER, SMALL, job) for d in (140, 0)
+    )
+    assert with_ - without == pytest.approx(3 * 140 * 2e-6)
 
 
 def test_shapes_of_graphs() -> None:
