@@ -117,6 +117,8 @@ class Rollout:
         """
         if self.host_rows is not None:
             return self
+        if not self.num_rows:
+            return dataclasses.replace(self, host_rows=())
         lengths = [*self.lengths()[:, [1, 0]].T, self.action_mask.sum(1)]
         columns = torch.stack([self.groups, self.families(), *lengths])
         rows = tuple(micro_batches.Row(*row) for row in columns.T.tolist())

@@ -340,3 +340,11 @@ def test_counted_rows_are_those_of_the_masks():
     for name, value in other._tensors():
         assert getattr(one, name).equal(value), name
     assert one.longest == other.longest == 3
+
+
+def test_counted_record_without_rows():
+    none = rollout().select(torch.tensor([], dtype=torch.int64)).counted()
+    assert none.host_rows == ()
+    assert none.micro_batches(10) == []
+    assert none.action_slots().tolist() == []
+    assert none.select(torch.tensor([], dtype=torch.int64)).num_rows == 0
