@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_pg.experience import Experience, Rollout
+from rlhf_pg.experience import Experience, Rollout, to_device
 
 PAD = 9
 
@@ -348,3 +348,17 @@ def test_counted_record_without_rows():
     assert none.micro_batches(10) == []
     assert none.action_slots().tolist() == []
     assert none.select(torch.tensor([], dtype=torch.int64)).num_rows == 0
+
+
+def test_counting_twice_is_counting_once():
+    once = rollout().counted()
+    assert once.counted() is once
+
+
+def test_what_goes_to_a_device_that_waits_for_no_copy_is_pinned(monkeypatch):
+    """There is no GPU here: what is asked of torch is what counts."""
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *a, **k: asked.append((a, k)))
+    to_device(torch.ones(1), torch.device("cuda"))
+    assert asked == [((torch.device("cuda"),), {"non_blocking": True})]
