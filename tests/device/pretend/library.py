@@ -72,6 +72,7 @@ def compiled(name: str) -> Path:
 def _compile(name: str, directory: Path) -> None:
     command = [sys.executable, "-c", _BUILD, name, str(HERE / SOURCES[name]), str(directory)]
     outside = {k: v for k, v in os.environ.items() if k != "PRETEND_CUDA"}
+    outside["PATH"] = f"{Path(sys.executable).parent}:{outside.get('PATH', '')}"  # where ninja is
     done = subprocess.run(command, capture_output=True, text=True, env=outside)
     if done.returncode or not (directory / f"{name}.so").exists():
         raise RuntimeError(
