@@ -159,7 +159,7 @@ def plan(flags: Sequence[str]) -> None:
     if options.device is not None:
         job = planning.job_of(drawn, memory, layout, options.gpus)
         shape = planning.shape_of(drawn.policy.model)
-        gpu = planning.DEVICES[options.device]
+        gpu = planning.DEVICES[options.device]._replace(memory=room)
         console.print(planning.paper_table(gpu, shape, job, drawn.critic is not None))
         console.print(Text(planning.said_beside(job)))
         return
