@@ -19,6 +19,8 @@ from rlhf_pg.experience import to_device
 Families: TypeAlias = Sequence[tuple[int, list[int]]]  # lengths of a prompt and its completions
 
 BLOCK = 128  # tokens that the kernel skips or computes together
+# Kinds of heads, passes and masks in a process. Beyond its limit torch computes all scores instead.
+RECOMPILATIONS = 64
 NARROWEST = 16  # numbers of a head that it takes; zeros behind narrower ones change no score
 _varlen = torch.ops.aten._flash_attention_forward
 
@@ -33,7 +35,7 @@ class OnGPU:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """(N,H,D) from query (H,N,D), key and value (K,N,D)."""
-        width = max(query.shape[2], NARROWEST)
+        width = max(-(-query.shape[2] // 8) * 8, NARROWEST)  # which every kernel here takes
         wide = [_widened(x, width) for x in (query, key, value)]
         heads = (query.shape[0], key.shape[0], width)
         by = self.by_flex if flex_compiles(query.dtype, heads, query.device) else self.by_rows
@@ -44,15 +46,16 @@ class OnGPU:
         attend: Any = _compiled() if query.is_cuda else flex_attention
         # For fewer than 128 tokens inductor would choose a kernel that cannot have these blocks.
         options = {"FORCE_USE_FLEX_ATTENTION": True}
-        out: Tensor = attend(
-            query[None],
-            key[None],
-            value[None],
-            block_mask=self.mask,
-            scale=scale,
-            enable_gqa=query.shape[0] != key.shape[0],
-            kernel_options=options,
-        )
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILATIONS):
+            out: Tensor = attend(
+                query[None],
+                key[None],
+                value[None],
+                block_mask=self.mask,
+                scale=scale,
+                enable_gqa=query.shape[0] != key.shape[0],
+                kernel_options=options,
+            )
         return out[0].transpose(0, 1)
 
     def by_rows(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -151,7 +154,9 @@ def _row(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
 
 
 def _takes_varlen(query: Tensor) -> bool:
-    """Whether the fused kernel for sequences of any length takes such heads."""
+    """Whether the fused kernel for sequences of any length takes such heads, on such a GPU."""
+    if not query.is_cuda or torch.cuda.get_device_capability(query.device) < (8, 0):
+        return False
     return query.dtype in (torch.bfloat16, torch.float16) and query.shape[2] <= 256
 
 
@@ -168,7 +173,10 @@ def flex_compiles(dtype: torch.dtype, heads: tuple[int, int, int], device: torch
     try:
         if dtype == torch.float64:
             raise TypeError("it has no float64")
-        with torch.enable_grad():
+        # Hooks of their own: those of gradient checkpointing, in which a first pass may be, would
+        # take the tensors that are saved here for the layer's.
+        own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with torch.enable_grad(), own:
             query, key = query.requires_grad_(), key.requires_grad_()
             torch.autograd.backward(layout.by_flex(query, key, key, 1.0).sum())
     except torch.OutOfMemoryError:

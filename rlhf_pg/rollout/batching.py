@@ -47,7 +47,7 @@ class BatchingSession:
         self.prompts: list[Prompt] = []  # by slot
         self.rows: list[Row] = []  # by slot
         self.drawn = kept.drawn if kept else Drawn(MAX_ROWS, params.max_tokens, model)
-        self.noise: int | Tensor = kept.begin(seed) if kept else seed
+        self.noise: int | Tensor = kept.begin(seed, cache_tokens) if kept else seed
         eos = torch.tensor(list(stopping.eos_token_ids), device=model.device)
         self.eos = kept.eos if kept else eos
         self.tokens_per_look = TOKENS_PER_LOOK if model.device.type == "cuda" else 1

@@ -56,9 +56,11 @@ class Kept:
         self.graphs, self.forward = Graphs(), run
         self._weights: tuple[int, ...] = ()
 
-    def begin(self, seed: int) -> Tensor:
-        """A new session; the seed as a tensor."""
+    def begin(self, seed: int, cache_tokens: int) -> Tensor:
+        """A new session, which has room for so many tokens; the seed as a tensor."""
         self.drawn.clear(0)
+        if self.stores is not None:
+            self.stores.begin(cache_tokens)
         self._weights = ()
         return self.seed.fill_(signed(seed))
 

@@ -85,6 +85,11 @@ class Unpadded:
         self.prompts, self.own = Tokens(layers, device), Tokens(layers, device)
         self.shares = sorted({heads.queries // heads.key_values for heads in layers.values()})
 
+    def begin(self, cache_tokens: int) -> None:
+        """A new session: sizes of earlier ones hold as long as there is room for them."""
+        if self.prompts.tokens + self.own.tokens > cache_tokens:
+            self.prompts.tokens = self.own.tokens = 0
+
     def size(self, rows: int) -> int:
         """See `Stores`."""
         return max(rounded(rows), FEWEST)

@@ -83,7 +83,6 @@ class Learner:
         self.policy, self.module = assembled(model, args, critic, tokens, piece(runtime))
         self.module.to(runtime.loading_device).eval()
         self.args = args = with_budget(args, self.module, runtime, longest_prompt)
-        self.policy.expect(args.token_budget)
         self.reference: Reference | None = None
         if args.beta > 0:
             self.reference = Reference(self.policy, args.sync_ref_model)
@@ -216,9 +215,6 @@ class Learner:
     def set_budget(self, tokens: int) -> None:
         """Of another run, in place of what was found here."""
         self.args = dataclasses.replace(self.args, micro_batch_tokens=tokens)
-        self.policy.expect(tokens)
-        if self.reference is not None:
-            self.reference.policy.expect(tokens)
 
     def trains_critic_alone(self, step: int) -> bool:
         """Whether the policy stays as it is in this step, counted from 0."""

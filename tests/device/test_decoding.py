@@ -230,3 +230,17 @@ def test_drawing_repeats_where_it_is_told_to():
     finally:
         torch.use_deterministic_algorithms(False)
     assert ids(told) == ids(plain)
+
+
+def test_session_with_less_room_does_not_take_what_an_earlier_one_took():
+    """The first rollout of a run comes before Adam has its moments."""
+    engine = engine_on("cuda", cache_tokens=4000)
+    engine.generate(PROMPTS, 8, PARAMS, seed=0)
+    [kept] = engine.kept.values()
+    most = kept.stores.own.tokens
+    engine.cache_tokens = 900
+    less = engine.generate(PROMPTS, 8, PARAMS, seed=0)
+    assert kept.stores.own.tokens < most
+    assert ids(less) == ids(
+        engine_on("cuda", cache_tokens=900).generate(PROMPTS, 8, PARAMS, seed=0)
+    )

@@ -10,6 +10,7 @@ from rlhf_pg.models import Policy, gpu_attention
 from rlhf_pg.models.gpu_attention import flex_compiles
 from rlhf_pg.models.shared_prefix import Family, SharedPrefix
 from tests.device.pretend import flex
+from tests.device.runs import Run, trainer
 from tests.tiny import tiny_model
 
 PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9], [9, 9, 9, 4]]
@@ -72,7 +73,7 @@ def attended(device: str, dtype: torch.dtype, width: int) -> list[torch.Tensor]:
     return [x.detach().cpu() for x in (out, *(x.grad for x in inputs))]
 
 
-@pytest.mark.parametrize("width", [8, 24])
+@pytest.mark.parametrize("width", [8, 20, 24])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_attention_without_flex_attention_is_the_same(dtype, width, monkeypatch, caplog) -> None:
     def broken(*_: Any) -> None:
@@ -97,3 +98,12 @@ def test_flex_attention_is_compiled_where_it_can_be() -> None:
     with torch._dynamo.config.patch(recompile_limit=1000):  # that of a process, which tests share
         attended("cuda", torch.float32, 16)
     assert sum(flex.compilations.values()) > 0
+
+
+def test_flex_attention_is_tried_within_a_layer_that_is_checkpointed(tmp_path, caplog) -> None:
+    """The first pass of a run may be one that trains: what is tried is none of the layer's."""
+    caplog.set_level("WARNING", "rlhf_pg")
+    made = trainer(Run(options={"gradient_checkpointing": True, "max_steps": 1}), tmp_path)
+    flex_compiles.cache_clear()
+    made.train()
+    assert "without FlexAttention" not in caplog.text
