@@ -1,6 +1,5 @@
 """The policy: from a rollout to the log-probability and entropy of each of its actions."""
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -51,16 +50,9 @@ class Policy(nn.Module):
         self.window = 0.0  # tokens of a row up to which it is packed
         finish = finish_of(model)
         if finish is not None:
-            self.head = Head(model, temperature, entropy_gradient, 1, finish)
-            self.expect(most_tokens)
+            parts = parts_for(most_tokens, model.config.get_text_config().vocab_size, piece)
+            self.head = Head(model, temperature, entropy_gradient, parts, finish)
             self.window = packing_window(trunk(model))
-
-    def expect(self, most_tokens: int) -> None:
-        """Have room for the logits of so many tokens, as on every other process."""
-        if self.head is not None:
-            vocabulary = self.model.config.get_text_config().vocab_size
-            parts = parts_for(most_tokens, vocabulary, self.piece)
-            self.head = replace(self.head, parts=parts)
 
     def pad_if_dropping(self) -> None:
         """Pack no more if the attention has dropout in training, which ours has not."""

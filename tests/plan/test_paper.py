@@ -208,10 +208,10 @@ def test_graphs_are_recorded_for_every_shape() -> None:
 def test_drawing_a_token_is_in_the_graph() -> None:
     """Three positions of 140 kernels."""
     job = Job(prompt=3, lengths=(1, 3), generations=2)
-    with_, without = (
+    drawn, undrawn = (
         rollout_seconds(replace(NATIVE, drawing=d), READER, SMALL, job) for d in (140, 0)
     )
-    assert with_ - without == pytest.approx(3 * 140 * 2e-6)
+    assert drawn - undrawn == pytest.approx(3 * 140 * 2e-6)
 
 
 def test_shapes_of_graphs() -> None:
