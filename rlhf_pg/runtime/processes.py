@@ -1,6 +1,7 @@
 """Processes, their collectives, and how a module is shared among them."""
 
 import atexit
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ from rlhf_pg.runtime.failures import Watch, waits
 from rlhf_pg.runtime.trained import Trained
 
 MARGIN = 30  # seconds that the process group waits longer, so that `Watch` reports stacks first
+LAST_TENSORS = 0.3  # seconds in which the threads of gloo drop what they have exchanged
 
 
 class Runtime:
@@ -40,8 +42,7 @@ class Runtime:
         self.kind, self._backend = _backend(self._accelerator)
         self.watch: Watch | None = None
         if self.world > 1:
-            # Left to the end of the interpreter, the threads of gloo may abort a finished process.
-            atexit.register(self._accelerator.state.destroy_process_group)
+            atexit.register(_leave, self._accelerator)
             self.watch = Watch(_get_default_store(), self.rank, self.world, timeout)
             atexit.register(self.watch.stop)  # before the group is destroyed
 
@@ -193,3 +194,14 @@ def _backend(accelerator: Accelerator) -> tuple[str, type[Trained]]:
         f"the launcher asks for {kind.value}, which is not supported: use DDP, FSDP with "
         "fsdp_version 2, or DeepSpeed (ZeRO), as in recipes/accelerate/"
     )
+
+
+def _leave(accelerator: Accelerator) -> None:
+    """Leave the process group before the interpreter ends.
+
+    A thread of gloo that drops a tensor takes the lock of the interpreter, and aborts a process
+    whose interpreter is about to end. Destroying a group ends its threads, but not of a group that
+    a module still holds, as FSDP2's do: these get the lock while this thread sleeps.
+    """
+    accelerator.state.destroy_process_group()
+    time.sleep(LAST_TENSORS)

@@ -74,6 +74,12 @@ def test_an_error_of_one_ends_the_other(started) -> None:
     assert "[rank 0] cannot go on without the others\nStack of MainThread:\n" in text
 
 
+def test_a_process_that_has_finished_is_not_aborted_by_the_threads_of_gloo() -> None:
+    for process in start_two("tests.distributed.leaving", [[], []]):
+        output = process.communicate(timeout=PATIENCE)[0]
+        assert process.returncode == 0, output
+
+
 @pytest.mark.fault(3, "the other says which process is gone, and ends")
 def test_a_process_that_is_killed_is_missed(started) -> None:
     first, second = started("reward", "is_killed")
