@@ -14,4 +14,5 @@ NUMBERS = 10**6  # enough that this process is at its end before they are exchan
 
 runtime = Runtime()
 sys.modules[__name__].group = distributed.group.WORLD  # type: ignore[attr-defined]
+distributed.barrier()
 distributed.all_reduce(torch.ones(NUMBERS), async_op=True)
