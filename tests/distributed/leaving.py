@@ -3,8 +3,6 @@
 python -m tests.distributed.leaving, in every process
 """
 
-import sys
-
 import torch
 from torch import distributed
 
@@ -13,6 +11,6 @@ from rlhf_pg.runtime.processes import Runtime
 NUMBERS = 10**6  # enough that this process is at its end before they are exchanged
 
 runtime = Runtime()
-sys.modules[__name__].group = distributed.group.WORLD  # type: ignore[attr-defined]
+held = distributed.group.WORLD
 distributed.barrier()
 distributed.all_reduce(torch.ones(NUMBERS), async_op=True)
