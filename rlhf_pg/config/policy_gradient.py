@@ -70,8 +70,8 @@ class PolicyGradientConfig(SamplingConfig):
     old_kl_coef: float = number(1.0, minimum=0)
     """Coefficient of the KL between the policy and itself before the step (kl_penalty, mdpo)."""
     old_kl_target: float | None = number(None, above=0)
-    """Halve or double that coefficient after a step to keep this KL (PPO, section 4); None: fix it.
-    """
+    """Halve or double that coefficient after a step to keep this KL(old || new) per token, measured
+    after the last update by a forward pass of its own (PPO, section 4); None: fix it."""
     old_logprobs_source: Literal["policy", "sampler"] = "policy"
     """Where the policy's log-probabilities before the update come from, if something needs them: a
     forward pass, or what the native engine saw when it sampled, which spares that pass. The two
@@ -105,14 +105,19 @@ class PolicyGradientConfig(SamplingConfig):
     kl_controller: Literal["fixed", "adaptive", "penalty"] = "fixed"
     """What beta does: stay; follow the KL in proportion (Ziegler 2019); halve or double (PPO)."""
     kl_target: float = number(6.0, above=0)
-    """Mean KL of a completion, in nats, that a beta which moves aims at."""
+    """Mean KL of a completion, in nats, that a beta which moves aims at; that of the policy which
+    sampled, before the step's updates."""
     kl_horizon: int = number(10000, minimum=1)
     """Completions over which an adaptive beta makes up for its error."""
     target_kl: float | None = number(None, above=0)
     """Stop a step's updates once the mean KL(old || new) of a minibatch is above 1.5 times this."""
     kl_adaptive_lr: float | None = number(None, above=0)
-    """Scale the learning rates to keep the mean KL(old || new) of the updates between half and
-    twice this."""
+    """Scale the learning rates after a step to keep KL(old || new) per token, measured after the
+    last update by a forward pass of its own, between half and twice this."""
+    kl_adaptive_lr_min: float = number(0.1, above=0, maximum=1)
+    """Lowest scale."""
+    kl_adaptive_lr_max: float = number(10.0, minimum=1)
+    """Highest scale."""
     sync_ref_model: bool = False
     """Let the reference follow the policy."""
     ref_model_sync_steps: int = number(512, minimum=1)
@@ -208,7 +213,6 @@ class PolicyGradientConfig(SamplingConfig):
             )
         moved = {
             "target_kl": self.target_kl is not None,
-            "kl_adaptive_lr": self.kl_adaptive_lr is not None,
             f"policy_loss {self.policy_loss!r}": "old_kl_coef" in self.loss_options,
         }
         for what, wanted in moved.items():
@@ -286,6 +290,7 @@ class PolicyGradientConfig(SamplingConfig):
         penalized = "old_kl_coef" in self.loss_options and self.old_kl_coef > 0
         moving, adaptive = self.kl_controller != "fixed", self.kl_controller == "adaptive"
         correcting, bonus = self.correction != "none", self.entropy_target is not None
+        paced = self.kl_adaptive_lr is not None
         for needed, used, keys in (
             ("missing_eos_penalty", self.missing_eos_penalty is not None, "missing_eos_mode"),
             ("overlong_buffer", self.overlong_buffer is not None, "overlong_penalty"),
@@ -295,6 +300,7 @@ class PolicyGradientConfig(SamplingConfig):
             ("beta", self.beta > 0, "kl_controller sync_ref_model"),
             ("kl_controller", moving, "kl_target"),
             ("kl_controller adaptive", adaptive, "kl_horizon"),
+            ("kl_adaptive_lr", paced, "kl_adaptive_lr_min kl_adaptive_lr_max"),
             ("sync_ref_model", self.sync_ref_model, "ref_model_sync_steps ref_model_mixup_alpha"),
         ):
             why = f"has no effect without {needed}: set that, or leave it out"
@@ -322,7 +328,17 @@ class PolicyGradientConfig(SamplingConfig):
         construction, and then only a KL that is paid or measured asks for them.
         """
         paid = self.kl_placement == "reward" or self.kl_controller != "fixed"
-        return self.updates_per_step > 1 or (self.beta > 0 and paid)
+        return self.compares_with_old or (self.beta > 0 and paid)
+
+    @property
+    def compares_with_old(self) -> bool:
+        """Whether the updates of a step, or what measures them, look at the policy before it."""
+        return self.updates_per_step > 1 or self.follows_old_kl
+
+    @property
+    def follows_old_kl(self) -> bool:
+        """Whether something moves with how far the updates of a step have moved the policy."""
+        return self.old_kl_target is not None or self.kl_adaptive_lr is not None
 
     @property
     def loss_options(self) -> set[str]:

@@ -14,9 +14,9 @@ from rlhf_pg.control import (
 # What each goes by.
 MEASURED = {
     "beta": "kl/completion",
-    "old_kl_coef": "approx_kl/last_pass",
+    "old_kl_coef": "approx_kl/after",
     "entropy_coef": "entropy",
-    "learning_rate_scale": "approx_kl/last_pass",
+    "learning_rate_scale": "approx_kl/after",
 }
 
 
@@ -47,7 +47,9 @@ class Coefficients:
                 args.entropy_coef_max,
             )
         if args.kl_adaptive_lr is not None:
-            self.controllers["learning_rate_scale"] = KLAdaptiveRate(args.kl_adaptive_lr)
+            self.controllers["learning_rate_scale"] = KLAdaptiveRate(
+                args.kl_adaptive_lr, args.kl_adaptive_lr_min, args.kl_adaptive_lr_max
+            )
 
     def __getitem__(self, key: str) -> float:
         """The coefficient with the name of this config key."""

@@ -53,8 +53,9 @@ def make_experience(
     experience = Experience.of(
         rollout,
         advantages=advantages,
-        # With one update per rollout the ratio is 1 by construction, not up to rounding.
-        old_logprobs=scored.old_logprobs if args.updates_per_step > 1 else None,
+        # With one update per rollout the ratio is 1 by construction, not up to rounding, unless what
+        # follows the KL has to compare with it afterwards.
+        old_logprobs=scored.old_logprobs if args.compares_with_old else None,
         ref_logprobs=scored.ref_logprobs,
         values=predicted,
         returns=returns,
