@@ -98,6 +98,14 @@ class Shaping:
             return replaced(scores, rollout.truncated, rollout.action_mask, source)
         return scores
 
+    def judged(self, scores: Tensor) -> Tensor:
+        """(B,T,K) raw -> (B,T,functions): what the functions say, clipped and weighted.
+
+        Without penalties, which tell completions of one group apart that are equally wrong.
+        """
+        weights = self.weights[: self.functions].to(scores)
+        return self._clipped(scores)[:, :, : self.functions] * weights
+
     def steps(self, shaped: Tensor) -> tuple[Tensor, Tensor]:
         """Step scores (B,T), summed over sources, and where there is one (B,T).
 
