@@ -777,6 +777,18 @@ def test_each_named_estimator_by_hand(name, options, per_row):
     equal(ADVANTAGES[name](s, **options), expected, 1.01e-4)  # eps = 1e-4
 
 
+@pytest.mark.parametrize("name", ["group_normalized", "process_group_normalized"])
+def test_what_is_added_to_a_std_is_an_option(name):
+    s = signals(*TWO_GROUPS)  # stds 1 and sqrt 2
+    expected = f64([0, -1 / (2**0.5 + 0.25), -1 / 1.25, 1 / 1.25, 1 / (2**0.5 + 0.25)])
+    expected = torch.where(s.mask, expected[:, None], 0.0)
+    equal(ADVANTAGES[name](s, scale_rewards_eps=0.25), expected)
+    stepwise = dataclasses.replace(s, step_scores=s.rewards, step_mask=s.mask & (s.rewards != 0))
+    if name == "process_group_normalized":  # of steps: 1, 2 and 5, 7
+        steps = ADVANTAGES[name](stepwise, scale_rewards_eps=0.25)
+        assert steps[3].max().item() == pytest.approx(0.5 / (0.5**0.5 + 0.25))
+
+
 def test_named_gae_takes_gamma_lam_and_the_value_after_the_end():
     s = dataclasses.replace(signals([[3.0]], [0], width=3), bootstrap_value=f64([2.0]))
     # delta = 3 + 1/2 * 2 - 1/2 = 3.5 at the end, and 0 + 1/2 * 1/2 - 1/2 = -1/4 before it

@@ -98,7 +98,7 @@ RANGES = {
     "vllm_server_timeout": ([1e-3], [0.0, -1.0, NAN]),
 }
 OF_ONE = {
-    GRPOConfig: {"num_generations": ([2], [1])},
+    GRPOConfig: {"num_generations": ([2], [1]), "scale_rewards_eps": ([0.0], [-1e-3, NAN])},
     RLOOConfig: {"num_generations": ([2], [1])},
     ReinforceConfig: {"num_generations": ([1], [0]), "gamma": ([1e-3, 1.0], [0.0, 1.001, NAN])},
     PPOConfig: {
@@ -350,6 +350,11 @@ def test_a_sampler_that_is_not_the_policy_is_corrected_for(options, correction):
 def test_losses_for_whole_rows_take_those_of_the_group():
     assert RLOOConfig(policy_loss="gmpo", epsilon=0.4).policy_loss == "gmpo"
     assert GRPOConfig(policy_loss="p3o", scale_rewards="none").policy_loss == "p3o"
+
+
+def test_nothing_is_divided_by_the_eps_of_no_std():
+    with pytest.raises(ValueError, match="scale_rewards_eps is added to a std"):
+        GRPOConfig(scale_rewards="none", scale_rewards_eps=1e-6)
 
 
 def test_an_engine_that_cannot_tell_what_was_kept_is_refused():
@@ -880,6 +885,7 @@ APART = [
     {"policy_loss": "mdpo", "old_kl_coef": 2.0, "old_kl_target": 0.1, "num_iterations": 2},
 ]
 APART_IN = {
+    GRPOConfig: [*APART, {"scale_rewards_eps": 1e-6}],
     PPOConfig: [
         *APART,
         {"lam_alpha": 0.5},

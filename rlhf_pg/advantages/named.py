@@ -65,23 +65,29 @@ def total_scores(scores: Tensor, groups: Tensor) -> Tensor:
 # ----------------------------------------------------------------------------- against the group
 
 
-def group_normalized(signals: Signals, *, scale_rewards: str = "group") -> Tensor:
+def group_normalized(
+    signals: Signals, *, scale_rewards: str = "group", scale_rewards_eps: float = 1e-4
+) -> Tensor:
     """A_i = (s_i - mean of its group) / (std + eps), at every token (GRPO)."""
-    scores = total_scores(signals.scores, signals.groups)
-    return signals.per_token(in_group.group_normalized(scores, signals.groups, scale_rewards))
+    groups = signals.groups
+    scores = total_scores(signals.scores, groups)
+    return signals.per_token(
+        in_group.group_normalized(scores, groups, scale_rewards, scale_rewards_eps)
+    )
 
 
-def process_group_normalized(signals: Signals) -> Tensor:
+def process_group_normalized(signals: Signals, *, scale_rewards_eps: float = 1e-4) -> Tensor:
     """A_t = sum of the normalised step scores at t and later (GRPO with process supervision).
 
     Without step scores it is `group_normalized`. With them nothing else is looked at: a KL in the
     reward would be lost.
     """
     if signals.step_scores is None:
-        return group_normalized(signals)
+        return group_normalized(signals, scale_rewards_eps=scale_rewards_eps)
     assert signals.step_mask is not None  # the two come together
+    groups = signals.groups[signals.rows]
     return in_group.process_group_normalized(
-        signals.step_scores, signals.step_mask, signals.groups[signals.rows], signals.mask
+        signals.step_scores, signals.step_mask, groups, signals.mask, scale_rewards_eps
     )
 
 

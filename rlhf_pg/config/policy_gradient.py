@@ -316,6 +316,26 @@ class PolicyGradientConfig(SamplingConfig):
             self.refuse_idle(tuple(idle), False, f"is not used by {choice_} {name!r}: leave it out")
 
     @property
+    def doubts(self) -> list[str]:
+        """What is allowed and seldom meant, one sentence each, for a trainer to say."""
+        of_rows = "gmpo" if self.policy_loss == "gmpo" else "importance_sampling_level sequence"
+        alike = self.policy_loss == "gmpo" or self.importance_sampling_level == "sequence"
+        said = []
+        if alike and self.aggregation != "sequence_mean":
+            said.append(
+                f"{of_rows} has one number for a completion, which aggregation {self.aggregation} "
+                "counts once per token, so that long completions weigh more: the papers (GSPO, "
+                "GMPO) have sequence_mean"
+            )
+        if self.policy_loss == "p3o" and self.aggregation == "sequence_mean":
+            said.append(
+                "policy_loss p3o shares the loss of a completion among its tokens, and aggregation "
+                "sequence_mean divides by its length once more, so that long completions weigh "
+                "less: use constant"
+            )
+        return said
+
+    @property
     def correction(self) -> str:
         """`sampler_correction`, with a name in place of auto once the engine has one."""
         if self.sampler_correction != "auto":

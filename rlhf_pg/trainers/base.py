@@ -128,6 +128,8 @@ class PolicyGradientTrainer:
         args = self.args
         self.callbacks = list(callbacks or ())
         self.runtime = Runtime(args.ddp_timeout)
+        for doubt in args.doubts if self.runtime.is_main else ():
+            logger.warning("%s", doubt)
         self.trackers = Trackers(args.report_to, self.runtime)
         self.termination = Termination(self.runtime)
         self.rewards = Rewards(
@@ -284,10 +286,11 @@ class PolicyGradientTrainer:
         per_token, metrics = self.policy_loss(
             new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **options
         )
-        if self.args.correction == "none" and self.args.rollout_engine == "native":
-            return per_token, metrics
-        weights, measured = against_sampler(self.args, batch)
-        return per_token if weights is None else per_token * weights, metrics | measured
+        if self.args.correction != "none" or self.args.rollout_engine != "native":
+            weights, measured = against_sampler(self.args, batch)
+            per_token = per_token if weights is None else per_token * weights
+            metrics |= measured
+        return per_token, metrics | {"policy_loss": per_token.detach()}
 
     def regularizer(self, new: PolicyOutput, batch: Experience) -> Loss:
         """beta KL_t - entropy_coef H_t, (B,T); the KL only where it is part of the loss."""

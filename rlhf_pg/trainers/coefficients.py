@@ -62,8 +62,9 @@ class Coefficients:
         return 1.0 if mover is None else float(mover.coef)
 
     def metrics(self) -> dict[str, float]:
-        """Those that move, as the step that comes next will use them."""
-        return {name: controller.coef for name, controller in self.controllers.items()}
+        """The entropy's and those that move, as the step that comes next will use them."""
+        moving = {name: controller.coef for name, controller in self.controllers.items()}
+        return {"entropy_coef": self["entropy_coef"]} | moving
 
     def update(self, metrics: dict[str, Any], num_completions: int) -> None:
         """Move them by the numbers of a step, which all processes share."""

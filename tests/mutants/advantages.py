@@ -461,4 +461,12 @@ MUTANTS: list[Mutant] = [
         new="return whitened.to(",
         killers=(MASKING_TEST + "test_whiten_by_hand",),
     ),
+    Mutant(
+        name="group-eps-fixed",
+        mistake="the eps of the group's std is a key that reaches one estimator of the two",
+        file="rlhf_pg/advantages/named.py",
+        old="signals.mask, scale_rewards_eps\n",
+        new="signals.mask\n",
+        killers=("tests/test_advantages.py::test_what_is_added_to_a_std_is_an_option",),
+    ),
 ]

@@ -268,4 +268,12 @@ MUTANTS: list[Mutant] = [
         new="trainer.shaping(scores, samples.rollout)",
         killers=(OPTIONS_TEST + "test_evaluation_clips_and_penalises_but_does_not_normalise",),
     ),
+    Mutant(
+        name="reward-std-of-the-groups",
+        mistake="the spread of a source as a population variance's root",
+        file="rlhf_pg/metrics.py",
+        old="valid.std().item()",
+        new="valid.std(correction=0).item()",
+        killers=("tests/test_metrics.py::test_rewards_by_hand",),
+    ),
 ]
