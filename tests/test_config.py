@@ -884,17 +884,6 @@ APART = [
     {"policy_loss": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
     {"policy_loss": "mdpo", "old_kl_coef": 2.0, "old_kl_target": 0.1, "num_iterations": 2},
 ]
-APART_IN = {
-    GRPOConfig: [*APART, {"scale_rewards_eps": 1e-6}],
-    PPOConfig: [
-        *APART,
-        {"lam_alpha": 0.5},
-        {"advantage_estimator": "n_step", "n_steps": 3, "whiten_rewards": True},
-        {"value_init": "random", "critic": "separate"},
-    ],
-    SFTConfig: [],
-    RewardModelConfig: [],
-}
 BY_RETURNS = {
     "advantage_estimator": "returns",
     "whiten_rewards": True,
@@ -906,6 +895,17 @@ OF_ROWS = {
     "policy_loss": "clipped_surrogate",
     "advantage_estimator": "leave_one_out",
     "num_generations": 4,
+}
+APART_IN = {
+    GRPOConfig: [*APART, BY_RETURNS, OF_ROWS, {"scale_rewards_eps": 1e-6}],
+    PPOConfig: [
+        *APART,
+        {"lam_alpha": 0.5},
+        {"advantage_estimator": "n_step", "n_steps": 3, "whiten_rewards": True},
+        {"value_init": "random", "critic": "separate"},
+    ],
+    SFTConfig: [],
+    RewardModelConfig: [],
 }
 
 

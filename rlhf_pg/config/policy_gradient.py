@@ -17,7 +17,8 @@ class PolicyGradientConfig(SamplingConfig):
 
     dynamic_sampling_rounds: int = number(0, minimum=0)
     """How often a step draws new prompts in place of groups to which the reward functions give
-    equal scores (DAPO), penalties and a KL left aside. num_train_epochs counts the prompts that train."""
+    equal scores (DAPO), penalties and a KL left aside. num_train_epochs counts the prompts that
+    train."""
     mask_truncated_completions: bool = False
     """Leave completions that were cut off by their length out of the loss (DAPO's filtering), that
     of a critic too; baselines, statistics and reward metrics have them."""

@@ -641,7 +641,8 @@ class PolicyGradientTrainer:
 
     def _keep_if_best(self, reward: float) -> None:
         best = self.state.best_reward
-        if self.args.save_best and (best is None or reward > best):
+        # NaN, where no source applied, is above nothing, and nothing is above it.
+        if self.args.save_best and not math.isnan(reward) and (best is None or reward > best):
             self.state.best_reward = reward
             self.checkpointer.save(self.runtime, Path(self.args.output_dir) / "best")
 

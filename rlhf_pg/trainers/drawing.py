@@ -65,10 +65,10 @@ def _with_spread(trainer: PolicyGradientTrainer, meter: Meter) -> Batch:
     """Dynamic sampling (DAPO; Yu et al. 2025, section 3.2).
 
     Groups to whose completions the reward functions give one total score (Eq. 11) are set aside,
-    whatever penalties make of it: by its length alone no answer is right. As many new prompts are drawn, for `dynamic_sampling_rounds` rounds at most. What is
-    missing then is filled up with the earliest of the groups set aside, so every step has as many.
-    The groups are numbered anew, from the first draw of the step: their minibatches are as large as
-    without all this.
+    whatever penalties make of it: by its length alone no answer is right. As many new prompts are
+    drawn, for `dynamic_sampling_rounds` rounds at most. What is missing then is filled up with the
+    earliest of the groups set aside, so every step has as many. The groups are numbered anew, from
+    the first draw of the step: their minibatches are as large as without all this.
     """
     args, runtime, start = trainer.args, trainer.runtime, trainer.state.draws
     parts: list[Judged] = []

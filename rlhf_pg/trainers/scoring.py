@@ -53,8 +53,8 @@ def make_experience(
     experience = Experience.of(
         rollout,
         advantages=advantages,
-        # With one update per rollout the ratio is 1 by construction, not up to rounding, unless what
-        # follows the KL has to compare with it afterwards.
+        # With one update per rollout the ratio is 1 by construction, not up to rounding; unless
+        # something is to know how far that update went.
         old_logprobs=scored.old_logprobs if args.compares_with_old else None,
         ref_logprobs=scored.ref_logprobs,
         values=predicted,

@@ -332,4 +332,12 @@ MUTANTS = [
         FORMULA + "test_sampler_weights_by_hand",
         file=WEIGHTS,
     ),
+    Mutant(
+        name="sapo-temperatures-in-float32",
+        mistake="a temperature as torch's default dtype has it: 1.05 off by 5e-8 in a float64 proof",
+        file="rlhf_pg/losses/policy.py",
+        old="    tau = torch.full_like(start.ratio, sapo_temperature_neg)\n",
+        new="    tau = torch.full_like(start.ratio.float(), sapo_temperature_neg)\n",
+        killers=(f"{FORMULA}test_sapo_keeps_its_temperatures_in_the_dtype_of_the_ratio",),
+    ),
 ]
