@@ -318,6 +318,11 @@ def test_advantages_that_a_loss_for_whole_rows_cannot_take_are_refused(config, o
         (GRPOConfig, {"stop": ["a", ""]}, "stop must not hold an empty string"),
         (GRPOConfig, {"delta": 1.1}, "delta must be above"),
         (GRPOConfig, {"reward_clip_range": (1.0, -1.0)}, "reward_clip_range must be"),
+        (
+            GRPOConfig,
+            {"reward_squash": "min_max", "normalize_rewards": True},
+            "both set the scale of a score",
+        ),
         (GRPOConfig, {"beta": 0.1, "kl_estimator": "k1"}, "expected gradient of 0"),
         (RLOOConfig, {"kl_estimator": "k3_ratio"}, "is a form of the loss"),
         (GRPOConfig, {"sync_ref_model": True}, "no effect without beta"),
@@ -868,6 +873,7 @@ OTHERS = {
 
 # What does not go together with the values above.
 APART = [
+    {"reward_squash": "sigmoid"},
     {"old_logprobs_source": "sampler"},
     {
         "rollout_engine": "vllm",

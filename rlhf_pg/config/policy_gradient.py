@@ -8,6 +8,8 @@ from rlhf_pg.config.sampling import SamplingConfig
 from rlhf_pg.fields import choice, number, parameters
 from rlhf_pg.losses import POLICY_LOSSES
 
+# They look at what tokens are paid, and at no scores of completions.
+PAID_ALONE = {"returns", "total_returns", *NEED_VALUES}
 KLEstimator = Literal["k1", "k2", "k3", "k1_to_go", "k2_straight_through", "k3_ratio"]
 
 
@@ -31,6 +33,9 @@ class PolicyGradientConfig(SamplingConfig):
     reward_clip_range: tuple[float, ...] | None = None
     """Lowest and highest score of each reward function, of a step or a completion; what is beyond
     is set to it."""
+    reward_squash: Literal["none", "sigmoid", "min_max"] = "none"
+    """Bring each score of the reward functions into [0, 1]: 1 / (1 + exp(-score)), or (score -
+    lowest) / (highest - lowest) by those of its function in the step."""
     normalize_rewards: bool = False
     """Divide the scores of each reward function by their running standard deviation."""
     whiten_rewards: bool = False
@@ -155,13 +160,17 @@ class PolicyGradientConfig(SamplingConfig):
                 raise ValueError(
                     f"reward_clip_range must be a lower and a higher number, got {low_high}"
                 )
+        if self.reward_squash != "none" and self.normalize_rewards:
+            raise ValueError(
+                "reward_squash and normalize_rewards both set the scale of a score: leave one out"
+            )
         if (self.overlong_buffer or 0) > self.max_completion_length:
             raise ValueError(
                 f"overlong_buffer must be at most max_completion_length "
                 f"({self.max_completion_length}), whose last tokens it is, got "
                 f"{self.overlong_buffer}"
             )
-        if self.whiten_rewards and self.advantage_estimator not in {"returns", *NEED_VALUES}:
+        if self.whiten_rewards and self.advantage_estimator not in PAID_ALONE:
             raise ValueError(
                 "whiten_rewards rescales what each token is paid, and advantage_estimator "
                 f"{self.advantage_estimator!r} looks at the scores of completions, which stay as "

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from rlhf_pg import models, recipe, sealed
-from rlhf_pg.advantages import ADVANTAGES, Signals
+from rlhf_pg.advantages import ADVANTAGES, NEED_GRADIENTS, Signals
 from rlhf_pg.checkpoint import Checkpointer, TrainState
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data import Prompts, PromptSampler, vocabulary_fingerprint
@@ -221,6 +221,11 @@ class PolicyGradientTrainer:
         self.estimator: Callable[[Signals], Tensor] = bound(
             ADVANTAGES[args.advantage_estimator], args
         )
+        if args.advantage_estimator in NEED_GRADIENTS and self.runtime.splits:
+            raise ValueError(
+                f"advantage_estimator {args.advantage_estimator} takes gradients of whole weights, "
+                f"which {self.runtime.kind} splits: use DDP, or returns_minus_optimal"
+            )
         self.policy_loss: Callable[..., Loss] = bound(POLICY_LOSSES[args.policy_loss], args)
         self.coefficients = Coefficients(args)
         averaging = args.advantage_estimator == "returns_minus_moving_average"

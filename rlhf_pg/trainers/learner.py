@@ -159,6 +159,20 @@ class Learner:
         values, end_values = self.trained(batch, values_alone=True)
         return Scored(values=values, end_values=end_values)
 
+    def squared_gradients(self, rollout: Rollout) -> Tensor:
+        """|grad log pi(y)|^2 of every completion over what is trained, (B,) float64.
+
+        Each has passes of its own, on whole weights and past all hooks: nothing is exchanged.
+        """
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
+        squares = torch.zeros(rollout.num_rows, dtype=torch.float64, device=rollout.groups.device)
+        for i in rollout.action_mask.any(1).nonzero().flatten().tolist():
+            row = rollout.select(torch.tensor([i]))
+            log_p = self.policy(row).logprobs.sum()
+            grads = torch.autograd.grad(log_p, trained, allow_unused=True)
+            squares[i] = sum(g.double().square().sum() for g in grads if g is not None)
+        return squares
+
     def update(self, experience: Experience, step: int, meter: Meter) -> dict[str, float]:
         """Every optimizer update on one rollout batch; one that breaks off leaves nothing behind.
 

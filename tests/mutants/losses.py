@@ -204,8 +204,8 @@ MUTANTS = [
     mutant(
         "sapo-temperatures-swapped",
         "the temperature of negative advantages at positive ones",
-        "positive = start.advantages > 0",
-        "positive = start.advantages < 0",
+        "masked_fill(start.advantages > 0, sapo",
+        "masked_fill(start.advantages < 0, sapo",
         *IS_ITS_FORMULA,
     ),
     mutant(
@@ -334,7 +334,7 @@ MUTANTS = [
     ),
     Mutant(
         name="sapo-temperatures-in-float32",
-        mistake="a temperature as torch's default dtype has it: 1.05 off by 5e-8 in a float64 proof",
+        mistake="a temperature as torch's default dtype has it: 1.05 is off by 5e-8",
         file="rlhf_pg/losses/policy.py",
         old="    tau = torch.full_like(start.ratio, sapo_temperature_neg)\n",
         new="    tau = torch.full_like(start.ratio.float(), sapo_temperature_neg)\n",
