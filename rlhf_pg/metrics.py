@@ -122,6 +122,9 @@ def reward_metrics(
     metrics = {"reward": math.nan if means.isnan().all() else means.nansum().item()}
     for name, column in zip(names, raw.unbind(1), strict=True):
         metrics[f"rewards/{name}/mean"] = column.nanmean().item()
+        # Of all completions, whatever their prompts; of a single one there is none.
+        valid = column[~column.isnan()]
+        metrics[f"rewards/{name}/std"] = valid.std().item() if len(valid) > 1 else math.nan
     if groups is not None and len(torch.unique(groups)) == len(groups):
         groups = None
     own = torch.zeros(len(raw), dtype=torch.int64) if groups is None else groups.cpu()

@@ -89,6 +89,8 @@ RANGES = {
     "kl_target": ([1e-3], [0.0, -1.0, NAN]),
     "kl_horizon": ([1], [0]),
     "kl_adaptive_lr": ([1e-3, None], [0.0, -1.0, NAN]),
+    "kl_adaptive_lr_min": ([1e-3, 1.0], [0.0, -1.0, 1.001, NAN]),
+    "kl_adaptive_lr_max": ([1.0, 1e3], [0.999, NAN]),
     "ref_model_sync_steps": ([1], [0]),
     "ref_model_mixup_alpha": ([1e-3, 1.0], [0.0, 1.001, NAN]),
     "vllm_gpu_memory_utilization": ([1e-3, 1.0], [0.0, 1.001, NAN]),
@@ -96,7 +98,7 @@ RANGES = {
     "vllm_server_timeout": ([1e-3], [0.0, -1.0, NAN]),
 }
 OF_ONE = {
-    GRPOConfig: {"num_generations": ([2], [1])},
+    GRPOConfig: {"num_generations": ([2], [1]), "scale_rewards_eps": ([0.0], [-1e-3, NAN])},
     RLOOConfig: {"num_generations": ([2], [1])},
     ReinforceConfig: {"num_generations": ([1], [0]), "gamma": ([1e-3, 1.0], [0.0, 1.001, NAN])},
     PPOConfig: {
@@ -201,7 +203,8 @@ def test_a_number_at_the_edge_of_its_range_is_taken(config, key, value):
         "entropy_coef_max": bonus,
         "kl_target": moving,
         "kl_horizon": moving | {"prompts_per_step": 1, "num_generations": 4},
-        "kl_adaptive_lr": clipped | twice,
+        "kl_adaptive_lr_min": {"kl_adaptive_lr": 0.1},
+        "kl_adaptive_lr_max": {"kl_adaptive_lr": 0.1},
         "ref_model_sync_steps": following,
         "ref_model_mixup_alpha": following,
         "vllm_server_timeout": {"rollout_engine": "vllm_server"},
@@ -315,6 +318,11 @@ def test_advantages_that_a_loss_for_whole_rows_cannot_take_are_refused(config, o
         (GRPOConfig, {"stop": ["a", ""]}, "stop must not hold an empty string"),
         (GRPOConfig, {"delta": 1.1}, "delta must be above"),
         (GRPOConfig, {"reward_clip_range": (1.0, -1.0)}, "reward_clip_range must be"),
+        (
+            GRPOConfig,
+            {"reward_squash": "min_max", "normalize_rewards": True},
+            "both set the scale of a score",
+        ),
         (GRPOConfig, {"beta": 0.1, "kl_estimator": "k1"}, "expected gradient of 0"),
         (RLOOConfig, {"kl_estimator": "k3_ratio"}, "is a form of the loss"),
         (GRPOConfig, {"sync_ref_model": True}, "no effect without beta"),
@@ -347,6 +355,11 @@ def test_a_sampler_that_is_not_the_policy_is_corrected_for(options, correction):
 def test_losses_for_whole_rows_take_those_of_the_group():
     assert RLOOConfig(policy_loss="gmpo", epsilon=0.4).policy_loss == "gmpo"
     assert GRPOConfig(policy_loss="p3o", scale_rewards="none").policy_loss == "p3o"
+
+
+def test_nothing_is_divided_by_the_eps_of_no_std():
+    with pytest.raises(ValueError, match="scale_rewards_eps is added to a std"):
+        GRPOConfig(scale_rewards="none", scale_rewards_eps=1e-6)
 
 
 def test_an_engine_that_cannot_tell_what_was_kept_is_refused():
@@ -806,6 +819,8 @@ OTHER_VALUES = {
     "kl_target": 3.0,
     "kl_horizon": 500,
     "kl_adaptive_lr": 0.01,
+    "kl_adaptive_lr_min": 0.5,
+    "kl_adaptive_lr_max": 2.0,
     "sync_ref_model": True,
     "ref_model_sync_steps": 3,
     "ref_model_mixup_alpha": 0.5,
@@ -858,6 +873,7 @@ OTHERS = {
 
 # What does not go together with the values above.
 APART = [
+    {"reward_squash": "sigmoid"},
     {"old_logprobs_source": "sampler"},
     {
         "rollout_engine": "vllm",
@@ -874,16 +890,6 @@ APART = [
     {"policy_loss": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
     {"policy_loss": "mdpo", "old_kl_coef": 2.0, "old_kl_target": 0.1, "num_iterations": 2},
 ]
-APART_IN = {
-    PPOConfig: [
-        *APART,
-        {"lam_alpha": 0.5},
-        {"advantage_estimator": "n_step", "n_steps": 3, "whiten_rewards": True},
-        {"value_init": "random", "critic": "separate"},
-    ],
-    SFTConfig: [],
-    RewardModelConfig: [],
-}
 BY_RETURNS = {
     "advantage_estimator": "returns",
     "whiten_rewards": True,
@@ -895,6 +901,17 @@ OF_ROWS = {
     "policy_loss": "clipped_surrogate",
     "advantage_estimator": "leave_one_out",
     "num_generations": 4,
+}
+APART_IN = {
+    GRPOConfig: [*APART, BY_RETURNS, OF_ROWS, {"scale_rewards_eps": 1e-6}],
+    PPOConfig: [
+        *APART,
+        {"lam_alpha": 0.5},
+        {"advantage_estimator": "n_step", "n_steps": 3, "whiten_rewards": True},
+        {"value_init": "random", "critic": "separate"},
+    ],
+    SFTConfig: [],
+    RewardModelConfig: [],
 }
 
 

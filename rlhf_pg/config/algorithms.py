@@ -21,6 +21,13 @@ class GRPOConfig(PolicyGradientConfig):
     """Completions per prompt: the group."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """What centred scores are divided by: their group's std, the batch's, or nothing."""
+    scale_rewards_eps: float = number(1e-4, minimum=0)
+    """Added to that std (TRL has 1e-4 too, verl and NeMo-RL 1e-6)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        why = "is added to a std, of which scale_rewards none has none: leave one of them out"
+        self.refuse_idle(("scale_rewards_eps",), self.scale_rewards != "none", why)
 
 
 @dataclass(kw_only=True)

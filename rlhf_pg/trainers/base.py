@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from rlhf_pg import models, recipe, sealed
-from rlhf_pg.advantages import ADVANTAGES, Signals
+from rlhf_pg.advantages import ADVANTAGES, NEED_GRADIENTS, Signals
 from rlhf_pg.checkpoint import Checkpointer, TrainState
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data import Prompts, PromptSampler, vocabulary_fingerprint
@@ -128,6 +128,8 @@ class PolicyGradientTrainer:
         args = self.args
         self.callbacks = list(callbacks or ())
         self.runtime = Runtime(args.ddp_timeout)
+        for doubt in args.doubts if self.runtime.is_main else ():
+            logger.warning("%s", doubt)
         self.trackers = Trackers(args.report_to, self.runtime)
         self.termination = Termination(self.runtime)
         self.rewards = Rewards(
@@ -219,6 +221,11 @@ class PolicyGradientTrainer:
         self.estimator: Callable[[Signals], Tensor] = bound(
             ADVANTAGES[args.advantage_estimator], args
         )
+        if args.advantage_estimator in NEED_GRADIENTS and self.runtime.splits:
+            raise ValueError(
+                f"advantage_estimator {args.advantage_estimator} takes gradients of whole weights, "
+                f"which {self.runtime.kind} splits: use DDP, or returns_minus_optimal"
+            )
         self.policy_loss: Callable[..., Loss] = bound(POLICY_LOSSES[args.policy_loss], args)
         self.coefficients = Coefficients(args)
         averaging = args.advantage_estimator == "returns_minus_moving_average"
@@ -284,10 +291,11 @@ class PolicyGradientTrainer:
         per_token, metrics = self.policy_loss(
             new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **options
         )
-        if self.args.correction == "none" and self.args.rollout_engine == "native":
-            return per_token, metrics
-        weights, measured = against_sampler(self.args, batch)
-        return per_token if weights is None else per_token * weights, metrics | measured
+        if self.args.correction != "none" or self.args.rollout_engine != "native":
+            weights, measured = against_sampler(self.args, batch)
+            per_token = per_token if weights is None else per_token * weights
+            metrics |= measured
+        return per_token, metrics | {"policy_loss": per_token.detach()}
 
     def regularizer(self, new: PolicyOutput, batch: Experience) -> Loss:
         """beta KL_t - entropy_coef H_t, (B,T); the KL only where it is part of the loss."""
@@ -638,7 +646,8 @@ class PolicyGradientTrainer:
 
     def _keep_if_best(self, reward: float) -> None:
         best = self.state.best_reward
-        if self.args.save_best and (best is None or reward > best):
+        # NaN, where no source applied, is above nothing, and nothing is above it.
+        if self.args.save_best and not math.isnan(reward) and (best is None or reward > best):
             self.state.best_reward = reward
             self.checkpointer.save(self.runtime, Path(self.args.output_dir) / "best")
 

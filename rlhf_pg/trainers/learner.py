@@ -5,8 +5,7 @@ Shapes: B rows on this rank, T completion width.
 
 import dataclasses
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
@@ -20,6 +19,7 @@ from rlhf_pg.config import PolicyGradientConfig, PPOConfig
 from rlhf_pg.data import permutation
 from rlhf_pg.experience import Experience, Rollout, to_device
 from rlhf_pg.faults import failpoint
+from rlhf_pg.kl import kl_estimate
 from rlhf_pg.losses import Loss, token_weights, weight_count
 from rlhf_pg.metrics import Meter
 from rlhf_pg.models import (
@@ -159,6 +159,20 @@ class Learner:
         values, end_values = self.trained(batch, values_alone=True)
         return Scored(values=values, end_values=end_values)
 
+    def squared_gradients(self, rollout: Rollout) -> Tensor:
+        """|grad log pi(y)|^2 of every completion over what is trained, (B,) float64.
+
+        Each has passes of its own, on whole weights and past all hooks: nothing is exchanged.
+        """
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
+        squares = torch.zeros(rollout.num_rows, dtype=torch.float64, device=rollout.groups.device)
+        for i in rollout.action_mask.any(1).nonzero().flatten().tolist():
+            row = rollout.select(torch.tensor([i]))
+            log_p = self.policy(row).logprobs.sum()
+            grads = torch.autograd.grad(log_p, trained, allow_unused=True)
+            squares[i] = sum(g.double().square().sum() for g in grads if g is not None)
+        return squares
+
     def update(self, experience: Experience, step: int, meter: Meter) -> dict[str, float]:
         """Every optimizer update on one rollout batch; one that breaks off leaves nothing behind.
 
@@ -174,19 +188,20 @@ class Learner:
         finally:
             self.module.eval()
         self.skips.end(step + 1, int(metrics["num_updates"]))
+        if self.args.follows_old_kl:
+            moves = metrics["num_updates"] and not self.trains_critic_alone(step)
+            metrics["approx_kl/after"] = self._moved(experience) if moves else math.nan
         return metrics
 
     def _updates(self, experience: Experience, step: int, meter: Meter) -> dict[str, float]:
         norms: list[float] = []
         skipped = 0
-        last_pass: deque[Meter] = deque(maxlen=self.args.num_mini_batches)
         rates = {name: group["lr"] for name, group in self._rates.items()}
         alone = self.trains_critic_alone(step)
         for number, minibatch in enumerate(self._minibatches(experience, step)):
             seen = Meter()
             self.accumulate(minibatch, seen)
             meter.absorb(seen)
-            last_pass.append(seen)
             if alone:
                 # After the exchange, in which DDP waits for every gradient, and before the norm
                 # is taken: neither that nor Adam's moments see where the policy does not go.
@@ -201,16 +216,12 @@ class Learner:
             else:
                 self.skips.skip(minibatch, norm, step + 1, number)
                 skipped += 1
-                last_pass.pop()
-        metrics = {
+        return {
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
             **rates,
             "num_updates": len(norms),
             "skipped_updates": skipped,
         }
-        if self.args.old_kl_target is not None or self.args.kl_adaptive_lr is not None:
-            metrics["approx_kl/last_pass"] = self._approx_kl(last_pass) if last_pass else math.nan
-        return metrics
 
     def set_budget(self, tokens: int) -> None:
         """Of another run, in place of what was found here."""
@@ -250,14 +261,22 @@ class Learner:
         """
         if self.args.target_kl is None:
             return False
-        return self._approx_kl([seen]) > 1.5 * self.args.target_kl
+        return seen.means(self.runtime.total(seen.sums()))["approx_kl"] > 1.5 * self.args.target_kl
 
-    def _approx_kl(self, seen: Iterable[Meter]) -> float:
-        """Mean KL(old || new) over the tokens of these minibatches and all processes."""
-        together = Meter()
-        for meter in seen:
-            together.absorb(meter)
-        return together.means(self.runtime.total(together.sums()))["approx_kl"]
+    def _moved(self, experience: Experience) -> float:
+        """KL(old || new) per trained token, over all rows of the step and all processes.
+
+            E_old[sum_t (rho_t - 1 - log rho_t)] / E_old[length],   rho_t = pi(y_t) / pi_old(y_t)
+
+        One more forward pass: what the updates themselves saw is the policy before each of them.
+        """
+        now = self._over(experience, lambda batch: Scored(self.trained(batch).logprobs))
+        assert now.old_logprobs is not None
+        assert experience.old_logprobs is not None
+        kl = kl_estimate(experience.old_logprobs, now.old_logprobs, "k3")
+        meter = Meter()
+        meter.add_masked("kl", kl, experience.action_mask)
+        return meter.means(self.runtime.total(meter.sums()))["kl"]
 
     def accumulate(self, minibatch: Experience, meter: Meter) -> None:
         """Add the gradient of one optimizer update to `.grad`, micro-batch by micro-batch."""

@@ -104,8 +104,7 @@ class PPOTrainer(PolicyGradientTrainer):
         )
         regularizer, more = self.regularizer(new, batch)
         per_token = surrogate + self.args.vf_coef * value + regularizer
-        parts = {"policy_loss": surrogate.detach(), "value_loss": value.detach()}
-        return per_token, parts | metrics | value_metrics | more
+        return per_token, {"value_loss": value.detach()} | metrics | value_metrics | more
 
     def bootstrap_value(self, rollout: Rollout, end_values: Tensor | None) -> Tensor | None:
         """V of what might have followed a completion that was cut off; 0 for the others."""

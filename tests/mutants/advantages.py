@@ -461,4 +461,45 @@ MUTANTS: list[Mutant] = [
         new="return whitened.to(",
         killers=(MASKING_TEST + "test_whiten_by_hand",),
     ),
+    Mutant(
+        name="group-eps-fixed",
+        mistake="the eps of the group's std is a key that reaches one estimator of the two",
+        file="rlhf_pg/advantages/named.py",
+        old="signals.mask, scale_rewards_eps\n",
+        new="signals.mask\n",
+        killers=("tests/test_advantages.py::test_what_is_added_to_a_std_is_an_option",),
+    ),
+    Mutant(
+        name="optimal-baseline-by-the-norm",
+        mistake="|grad log pi| where its square is meant",
+        file="rlhf_pg/trainers/learner.py",
+        old="        return squares\n",
+        new="        return squares.sqrt()\n",
+        killers=(
+            "tests/trainers/test_exact_gradients.py::"
+            "test_the_weights_of_the_optimal_baseline_are_squared_gradient_norms",
+        ),
+    ),
+    Mutant(
+        name="optimal-baseline-alone-in-its-group",
+        mistake="one completion per prompt has no others, and silently no baseline",
+        file="rlhf_pg/advantages/named.py",
+        old="    if len(groups.unique()) == len(groups):\n",
+        new="    if False:\n",
+        killers=(
+            ADVANTAGES_TEST
+            + "test_one_completion_per_prompt_has_the_optimal_baseline_of_the_batch",
+        ),
+    ),
+    Mutant(
+        name="total-return-to-go",
+        mistake="reward-to-go under the name of the total return",
+        file="rlhf_pg/advantages/named.py",
+        old="    return signals.over_tokens(to_go.gather(1, first).squeeze(1))\n",
+        new="    return to_go\n",
+        killers=(
+            ADVANTAGES_TEST
+            + "test_the_total_return_is_that_of_the_first_token_whatever_was_paid_before",
+        ),
+    ),
 ]

@@ -527,7 +527,7 @@ LOOP = [
         name="ratio-of-one-update-from-rounding",
         mistake="with one update the ratio depends on the micro-batch's shape (verl #6280)",
         file="rlhf_pg/trainers/scoring.py",
-        old="old_logprobs=scored.old_logprobs if args.updates_per_step > 1 else None",
+        old="old_logprobs=scored.old_logprobs if args.compares_with_old else None",
         new="old_logprobs=scored.old_logprobs",
         killers=(f"{STEP}::test_the_ratio_of_a_single_update_is_1_by_construction",),
     ),

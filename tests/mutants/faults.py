@@ -120,4 +120,14 @@ MUTANTS = [
         new="            for row in []:\n",
         killers=(f"{FAULTS}::test_another_dataset_is_refused",),
     ),
+    Mutant(
+        name="best-is-nan",
+        mistake="a first evaluation that is NaN stays the best for ever: nothing is above it",
+        file="rlhf_pg/trainers/base.py",
+        old="self.args.save_best and not math.isnan(reward) and (",
+        new="self.args.save_best and (",
+        killers=(
+            "tests/trainers/test_evaluation.py::test_an_evaluation_that_is_nan_is_never_the_best",
+        ),
+    ),
 ]

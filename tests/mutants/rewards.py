@@ -268,4 +268,28 @@ MUTANTS: list[Mutant] = [
         new="trainer.shaping(scores, samples.rollout)",
         killers=(OPTIONS_TEST + "test_evaluation_clips_and_penalises_but_does_not_normalise",),
     ),
+    Mutant(
+        name="reward-std-of-the-groups",
+        mistake="the spread of a source as a population variance's root",
+        file="rlhf_pg/metrics.py",
+        old="valid.std().item()",
+        new="valid.std(correction=0).item()",
+        killers=("tests/test_metrics.py::test_rewards_by_hand",),
+    ),
+    Mutant(
+        name="min-max-of-all-sources",
+        mistake="one pair of bounds for every source of reward: the small one has no range left",
+        file=SHAPING,
+        old="            self._bounds = lows, -highs\n",
+        new="            self._bounds = lows.amin(), -highs.amin()\n",
+        killers=(f"{OPTIONS_TEST}test_min_max_is_over_the_step_for_each_function",),
+    ),
+    Mutant(
+        name="squash-before-the-clip",
+        mistake="a sigmoid of what the clip was to cut off",
+        file=SHAPING,
+        old="self._squashed(self._clipped(scores), normalize)",
+        new="self._clipped(self._squashed(scores, normalize))",
+        killers=(f"{OPTIONS_TEST}test_a_sigmoid_squashes_each_score_after_the_clip",),
+    ),
 ]

@@ -105,6 +105,35 @@ def close(actual: Tensor, expected: Any) -> None:
     assert actual.double().allclose(expected, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
+# ----------------------------------------------------------------------- squashed into [0, 1]
+
+
+def test_min_max_is_over_the_step_for_each_function(tmp_path) -> None:
+    one, two = says(-1.0, [1.0, 3.0], [None, 0.0]), says(5.0, 5.0, 5.0)
+    options = {"reward_weights": (2.0, 1.0), "missing_eos_penalty": 7.0}
+    trainer = reinforce(tmp_path, [one, two], 3, reward_squash="min_max", **options)
+    signals, metrics = look(trainer, [(EOS,), (A, EOS), (B, A)])
+    # one: -1, 1, 3, 0 become 0, 1/2, 1, 1/4; two has no spread; the third row was cut off
+    close(signals.rewards, [[0, 0], [1, 2], [0, 0.5 - 7]])
+    assert metrics["rewards/said/mean"] == pytest.approx((-1 + 4 + 0) / 3)  # as they were said
+    close(signals.scores[:, :3], [[0, 0, 0], [3, 0, 0], [0.5, 0, -7]])
+
+
+def test_a_sigmoid_squashes_each_score_after_the_clip(tmp_path) -> None:
+    options = {"reward_squash": "sigmoid", "reward_clip_range": (-1.0, 2.0)}
+    trainer = reinforce(tmp_path, says(9.0, [0.0, None], -5.0), 3, **options)
+    signals, _ = look(trainer, [(EOS,), (A, EOS), (B, A)])
+    close(signals.rewards, [[1 / (1 + math.exp(-2)), 0], [0.5, 0], [0, 1 / (1 + math.e)]])
+
+
+def test_an_evaluation_has_the_sigmoid_and_not_the_bounds_of_a_step(make) -> None:
+    data = arithmetic().eval_dataset.select(range(4))
+    for how, expected in (("min_max", 3.0), ("sigmoid", 1 / (1 + math.exp(-3)))):
+        reward = lambda prompts, **_: [3.0] * len(prompts)  # noqa: E731
+        trainer = make(reward_funcs=reward, eval_dataset=data, reward_squash=how)
+        assert trainer.evaluate(temperature=0.0)["eval_reward"] == pytest.approx(expected)
+
+
 # ------------------------------------------------------------------------------- scores of steps
 
 

@@ -29,7 +29,8 @@ def test_run_directory(make, trainer_type, tmp_path) -> None:
     absent = {key for key in KEYS if lines[0][key] is None}
     vanilla = {"clip_ratio/region_mean"} if trainer_type is ReinforceTrainer else set()
     assert absent == vanilla
-    critic = {"value_loss", "policy_loss", "explained_variance"}
+    assert {"rewards/digits/std", "policy_loss", "entropy_coef"} <= set(lines[0])
+    critic = {"value_loss", "explained_variance"}
     assert (critic <= set(lines[0])) == (trainer_type is PPOTrainer)
     assert (run / "final" / "critic").exists() == (trainer_type is PPOTrainer)
     completions = read(run / "completions.jsonl")
@@ -51,6 +52,48 @@ def test_kl_is_null_without_a_reference_and_zero_at_the_start_with_one(make, tmp
     kl = [line["kl"] for line in read(tmp_path / "run" / "metrics.jsonl")]
     assert kl[0] == pytest.approx(0, abs=1e-7)
     assert kl[2] > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("trainer_type", "options", "rest"),
+    [
+        (RLOOTrainer, {"aggregation": "token_mean"}, {}),
+        (GRPOTrainer, {"beta": 0.5, "learning_rate": 0.1}, {"kl": 0.5}),
+        (PPOTrainer, {"vf_coef": 0.3}, {"value_loss": 0.3}),
+        (GRPOTrainer, {"entropy_coef": 0.2}, {"entropy": -0.2}),
+    ],
+)
+def test_the_loss_is_that_of_the_policy_and_its_other_parts(
+    make, trainer_type, options, rest, tmp_path
+) -> None:
+    make(trainer_type, **options).train()
+    for line in read(tmp_path / "run" / "metrics.jsonl"):
+        parts = line["policy_loss"] + sum(line[name] * weight for name, weight in rest.items())
+        assert line["loss"] == pytest.approx(parts, abs=1e-6)
+        assert line["entropy_coef"] == options.get("entropy_coef", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"importance_sampling_level": "sequence"}, "long completions weigh more"),
+        ({"policy_loss": "gmpo", "aggregation": "constant"}, "long completions weigh more"),
+        (
+            {"policy_loss": "p3o", "scale_rewards": "none", "aggregation": "sequence_mean"},
+            "long completions weigh less",
+        ),
+        ({"importance_sampling_level": "sequence", "aggregation": "sequence_mean"}, None),
+        ({"policy_loss": "gmpo", "aggregation": "sequence_mean"}, None),
+        ({"policy_loss": "p3o", "scale_rewards": "none", "aggregation": "constant"}, None),
+        ({}, None),
+    ],
+)
+def test_a_loss_of_rows_with_weights_by_length_is_worth_a_warning(
+    make, caplog, options, said
+) -> None:
+    make(GRPOTrainer, **options)
+    assert ("long completions" in caplog.text) == (said is not None)
+    assert (said or "") in caplog.text
 
 
 def test_metrics_of_a_step_against_the_samples(make) -> None:
