@@ -1,0 +1,34 @@
+"""Mistakes with mixtures of experts."""
+
+from tests.mutants import Mutant
+
+TRAINED = "tests/trainers/test_experts.py::test_the_gradient_is_that_of_all_rows_together"
+COUNTED = "tests/models/test_experts.py::test_of_a_policy_it_is_over_all_tokens_of_all_rows"
+
+MUTANTS = [
+    Mutant(
+        name="router-loss-per-micro-batch",
+        mistake="the share of each expert counted in one micro-batch (transformers, verl)",
+        file="rlhf_pg/trainers/learner.py",
+        old="return balance.loss(chosen, new.routed.probability)",
+        new="return balance.loss(*new.routed)",
+        killers=(TRAINED,),
+    ),
+    Mutant(
+        name="router-loss-counts-prompts-once",
+        mistake="a prompt that is computed once counts once, however many completions it has",
+        file="rlhf_pg/models/packing.py",
+        old="shares = torch.where(columns < width, shared[:, None], acts[:, None])[kept]",
+        new="shares = torch.ones_like(kept, dtype=torch.int64)[kept]",
+        killers=(COUNTED,),
+    ),
+    Mutant(
+        name="router-loss-over-all-layers",
+        mistake="shares taken over all layers together, so that each may have a favourite "
+        "(transformers)",
+        file="rlhf_pg/models/experts.py",
+        old="share = (chosen / tokens) * (probability / tokens)",
+        new="share = (chosen / tokens).mean(0, keepdim=True) * (probability / tokens)",
+        killers=("tests/models/test_experts.py::test_layers_are_balanced_one_by_one",),
+    ),
+]
