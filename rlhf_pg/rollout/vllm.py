@@ -21,7 +21,7 @@ from rlhf_pg.rollout.engine import (
     RolloutEngine,
     SamplingParams,
 )
-from rlhf_pg.rollout.handover import bare, merged_weights, parts_tied_weights
+from rlhf_pg.rollout.handover import bare, parts_tied_weights, published_weights
 from rlhf_pg.rollout.sampling import request_seed
 from rlhf_pg.rollout.vllm_requests import check_version, completion, options, room
 
@@ -136,7 +136,7 @@ class VllmEngine(RolloutEngine):
         """Copy the weights where they are, layer by layer: vLLM holds what it was given of a layer
         until it has all of it, casts and fuses that, and lets it go.
         """
-        weights = {"weights_iterator": merged_weights(policy)}
+        weights = {"weights_iterator": published_weights(policy)}
         self.llm.collective_rpc("reload_weights", kwargs=weights)
         self.llm.apply_model(_repack_head)
         if not self.llm.reset_prefix_cache():  # keys and values of the old weights

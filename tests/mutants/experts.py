@@ -3,6 +3,7 @@
 from tests.mutants import Mutant
 
 TRAINED = "tests/trainers/test_experts.py::test_the_gradient_is_that_of_all_rows_together"
+NAMES = "tests/rollout/test_handover.py::test_"
 COUNTED = "tests/models/test_experts.py::test_of_a_policy_it_is_over_all_tokens_of_all_rows"
 
 MUTANTS = [
@@ -30,5 +31,21 @@ MUTANTS = [
         old="share = (chosen / tokens) * (probability / tokens)",
         new="share = (chosen / tokens).mean(0, keepdim=True) * (probability / tokens)",
         killers=("tests/models/test_experts.py::test_layers_are_balanced_one_by_one",),
+    ),
+    Mutant(
+        name="buffers-not-handed-over",
+        mistake="an engine keeps random biases for choosing experts (parameters alone are sent)",
+        file="rlhf_pg/rollout/handover.py",
+        old="if name not in module._non_persistent_buffers_set:",
+        new="if False:",
+        killers=(NAMES + "what_is_handed_over_is_what_a_checkpoint_has",),
+    ),
+    Mutant(
+        name="experts-under-names-of-transformers",
+        mistake="weights go to vLLM by the names of transformers 5, where experts are one tensor",
+        file="rlhf_pg/rollout/handover.py",
+        old="if not get_model_conversion_mapping(names, add_legacy=False):",
+        new="if True:",
+        killers=(NAMES + "experts_and_their_biases_go_by_the_names_that_vllm_reads",),
     ),
 ]
