@@ -22,6 +22,11 @@ def bare(model: PreTrainedModel) -> PreTrainedModel:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
+def has_experts(model: PreTrainedModel) -> bool:
+    """Whether it is a mixture of experts."""
+    return any(".experts." in name for name, _ in model.named_parameters())
+
+
 def parts_tied_weights(model: PreTrainedModel) -> bool:
     """Whether an adapter gives one end of tied weights a value that the other end has not."""
     base = bare(model)

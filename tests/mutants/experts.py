@@ -1,4 +1,4 @@
-"""Mistakes with mixtures of experts."""
+"""Mistakes with mixtures of experts, and with weights on their way."""
 
 from tests.mutants import Mutant
 
@@ -7,6 +7,14 @@ NAMES = "tests/rollout/test_handover.py::test_"
 COUNTED = "tests/models/test_experts.py::test_of_a_policy_it_is_over_all_tokens_of_all_rows"
 
 MUTANTS = [
+    Mutant(
+        name="missing-tensors-made-up",
+        mistake="a tensor that a checkpoint lacks is random (transformers warns)",
+        file="rlhf_pg/models/pretrained.py",
+        old="    if missing:\n",
+        new="    if missing and False:\n",
+        killers=("tests/models/test_loading.py::test_weights_that_are_put_back_are_all_there",),
+    ),
     Mutant(
         name="router-loss-per-micro-batch",
         mistake="the share of each expert counted in one micro-batch (transformers, verl)",
