@@ -102,6 +102,10 @@ class PolicyGradientConfig(SamplingConfig):
     entropy_coef_max: float = number(1.0, minimum=0)
     """Its highest value."""
 
+    router_aux_loss_coef: float = number(0.0, minimum=0)
+    """Coefficient of the load-balancing loss of a mixture of experts, over all tokens of an update
+    (rlhf_pg.models.experts); it costs one more forward pass per update. 0: none."""
+
     beta: float = number(0.0, minimum=0)
     """Coefficient of KL(policy || reference); at 0 no reference is kept."""
     kl_placement: Literal["reward", "loss"] = "loss"
@@ -276,6 +280,7 @@ class PolicyGradientConfig(SamplingConfig):
             f"the KL in policy_loss {self.policy_loss!r}": "old_kl_coef" in self.loss_options,
             f"what policy_loss {self.policy_loss!r} compares": "groups" in self.loss_options,
             "a critic": self.has_critic,
+            "the loss of the routers": self.router_aux_loss_coef > 0,
         }
         for other, there in others.items():
             if there and self.skip_zero_advantages:

@@ -17,7 +17,7 @@ from rlhf_pg.experience import Rollout
 from rlhf_pg.masking import widen
 from rlhf_pg.models.adapters import LOADED, add_adapter, load_weights, share_frozen, trunk
 from rlhf_pg.models.loading import check_vocabulary, has_tokenizer, load_model
-from rlhf_pg.models.packing import hidden_states, packing_window, padded
+from rlhf_pg.models.packing import Hidden, hidden_states, packing_window, padded
 from rlhf_pg.models.policy import Policy
 from rlhf_pg.running import RunningMoments
 
@@ -76,9 +76,7 @@ class Critic(nn.Module):
         if self.model is not None:
             self.window = self.window and packing_window(trunk(self.model), training=True)
 
-    def forward(
-        self, batch: Rollout, of_policy: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Rollout, of_policy: Hidden | None = None) -> tuple[Tensor, Tensor]:
         """Values of the states before each token (B,T), and of the state after the last one (B,).
 
         Args:
@@ -91,21 +89,18 @@ class Critic(nn.Module):
         before = torch.where(mask, values[states[:, :-1]], 0.0)
         return before, values[states.gather(1, end).squeeze(1)]
 
-    def _everywhere(
-        self, batch: Rollout, of_policy: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
+    def _everywhere(self, batch: Rollout, of_policy: Hidden | None) -> tuple[Tensor, Tensor]:
         """Values of all tokens that are computed, and which of them are those of the states."""
         if self.head is None:
             return self._given(batch)
         if of_policy is None:
             of_policy = hidden_states(trunk(self.model), batch, self.window)
-        hidden, states = of_policy
-        return self.head(hidden), states
+        return self.head(of_policy.hidden), of_policy.states
 
     def _given(self, batch: Rollout) -> tuple[Tensor, Tensor]:
         """By a module that gives the values itself."""
         assert self.model is not None
-        inputs, states = padded(batch)
+        inputs, states, _ = padded(batch)
         given: Tensor = self.model(**inputs)
         values = given.squeeze(-1) if given.ndim == 3 else given
         if values.shape != inputs["input_ids"].shape:
@@ -159,19 +154,24 @@ class ActorCritic(nn.Module):
         self.critic = critic
         self.recompute = recompute
 
-    def forward(self, batch: Rollout, values_alone: bool = False) -> Any:
+    def forward(
+        self, batch: Rollout, values_alone: bool = False, routes_alone: bool = False
+    ) -> Any:
         """What `Policy` gives, with values.
 
         Args:
             values_alone: what the critic gives, and nothing else is computed. (Asking it here:
                 FSDP2 wants every call to begin with the module that was wrapped.)
+            routes_alone: of the policy, likewise.
         """
+        if routes_alone:
+            return self.policy(batch, routes_alone=True)
         shared = self.policy.hidden_states(batch) if self.critic.shares_trunk else None
         if values_alone:
             return self.critic(batch, shared)
         if shared is not None:
             values, end = self.critic(batch, shared)
-            scored = self.policy.score(batch, *shared)
+            scored = self.policy.score(batch, shared)
         else:
             if self.recompute and torch.is_grad_enabled():
                 values, end = checkpoint(self.critic, batch, use_reentrant=False)

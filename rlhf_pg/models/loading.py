@@ -20,7 +20,9 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_pg.models.adapters import LOADED, add_adapter, check_adapter, check_kind
 from rlhf_pg.models.attention import configs_of, replaced_attention
+from rlhf_pg.models.pretrained import from_pretrained
 
+POOLER = ("pooler.",)  # of an encoder, which nothing here looks at
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -64,8 +66,9 @@ def load_model(
         quantization_config: of `transformers`, for a path: 4 bits of bitsandbytes.
 
     Raises:
-        ValueError: a path (what cannot be a Hub id) with no directory there, an adapter that does
-            not fit its base model, or a quantization that does not work here.
+        ValueError: a path (what cannot be a Hub id) with no directory there, a checkpoint that
+            lacks a tensor, an adapter that does not fit its base model, or a quantization that does
+            not work here.
     """
     if quantization_config is not None:
         _check_quantization(model, dtype, quantization_config)
@@ -78,13 +81,13 @@ def load_model(
         return _load_adapter(name, dtype, auto_class, quantization_config)
     if quantization_config is None:
         try:
-            return auto_class.from_pretrained(model, dtype=dtype)
+            return from_pretrained(auto_class, model, POOLER, dtype=dtype)
         except OSError as error:
             error.add_note(f"This is about the model {name!r}.")  # transformers may not say so
             raise
     try:
-        loaded = auto_class.from_pretrained(
-            model, dtype=dtype, quantization_config=quantization_config
+        loaded = from_pretrained(
+            auto_class, model, dtype=dtype, quantization_config=quantization_config
         )
     except ImportError as error:
         raise ValueError(f"{name} cannot be quantized: {error}") from error

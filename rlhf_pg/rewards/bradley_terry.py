@@ -23,8 +23,11 @@ from transformers import (
 from rlhf_pg.config import RewardModelConfig
 from rlhf_pg.data import encode
 from rlhf_pg.experience import padded
-from rlhf_pg.models import check_directory, disable_dropout, max_positions
+from rlhf_pg.models import check_directory, disable_dropout, from_pretrained, max_positions
 from rlhf_pg.rewards.model import encode_whole, score_tokenizer, sequence_scores
+
+# Of a checkpoint that was no classifier, as `transformers` calls what it adds.
+NEW_HEADS = ("score.", "classifier.", "pre_classifier.", "pooler.")
 
 Pairs = list[dict[str, list[int]]]
 
@@ -196,9 +199,8 @@ def _load(model: str | PathLike[str] | PreTrainedModel | None) -> PreTrainedMode
         return model
     check_directory(model)
     # Not in the dtype of the checkpoint: bfloat16 would lose small updates.
-    return AutoModelForSequenceClassification.from_pretrained(
-        model, num_labels=1, dtype=torch.float32
-    )
+    options: dict[str, Any] = {"num_labels": 1, "dtype": torch.float32}
+    return from_pretrained(AutoModelForSequenceClassification, model, NEW_HEADS, **options)
 
 
 def _longest(model: PreTrainedModel, max_length: int | None) -> int | None:

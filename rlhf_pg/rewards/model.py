@@ -18,7 +18,7 @@ from transformers import (
 from rlhf_pg.data import encode
 from rlhf_pg.experience import padded
 from rlhf_pg.masking import widen
-from rlhf_pg.models import check_directory, check_vocabulary, max_positions
+from rlhf_pg.models import check_directory, check_vocabulary, from_pretrained, max_positions
 
 # Padded tokens that are forwarded at a time; it never changes a score.
 SCORING_TOKENS = 32768
@@ -175,9 +175,9 @@ def _name(path: str | PathLike[str]) -> str:
 def _load(path: str | PathLike[str]) -> PreTrainedModel:
     try:
         check_directory(path)
+        return from_pretrained(AutoModelForSequenceClassification, path, dtype="auto")
     except ValueError as error:
         raise ValueError(f"reward model {_name(path)}: {error}") from error
-    return AutoModelForSequenceClassification.from_pretrained(path, dtype="auto")
 
 
 def _saved_tokenizer(path: str, who: str) -> PreTrainedTokenizerBase:

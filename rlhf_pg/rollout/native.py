@@ -11,7 +11,14 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_pg.models import evaluating, max_positions, merged, quantized
+from rlhf_pg.models import (
+    MOST_LOST,
+    evaluating,
+    lost_in_merge,
+    max_positions,
+    merged,
+    quantized,
+)
 from rlhf_pg.models.attention import Fitness, fitness, window
 from rlhf_pg.rollout.batching import MAX_ROWS, BatchingSession
 from rlhf_pg.rollout.compiled import Compiled
@@ -32,7 +39,8 @@ class NativeEngine(RolloutEngine):
 
     Args:
         model: a causal language model; its weights are used where they are. With an adapter, those
-            that it changes are copied and changed, unless they are quantized.
+            that it changes are copied and changed, unless they are quantized, or so coarse that
+            the adapter would be lost in rounding: then it is computed beside them.
         eos_token_ids: one id or several; each ends a row.
         pad_token_id: fills the left of shorter prompts in `generate` (never attended to).
         tokenizer: only needed for `SamplingParams.stop`.
@@ -77,7 +85,8 @@ class NativeEngine(RolloutEngine):
 
     @contextmanager
     def _taking_over(self) -> Iterator[None]:
-        if isinstance(self.model, PeftModel) and not quantized(self.model):
+        merges = isinstance(self.model, PeftModel) and not quantized(self.model)
+        if merges and lost_in_merge(self.model) <= MOST_LOST:
             self.weights = merged(self.model)
         try:
             yield

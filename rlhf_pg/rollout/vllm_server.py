@@ -21,6 +21,7 @@ from rlhf_pg.rollout.engine import (
     RolloutError,
     SamplingParams,
 )
+from rlhf_pg.rollout.handover import has_experts
 from rlhf_pg.rollout.http import Refused, Server
 from rlhf_pg.rollout.sampling import request_seed
 from rlhf_pg.rollout.vllm_requests import check_version, completion, options, room
@@ -179,6 +180,11 @@ class VllmServerEngine(RolloutEngine):
                 f"the server at {self.server.url} runs on a CPU, where vLLM does not replace a "
                 "head that is tied to the input: train an adapter (use_peft), or use "
                 "rollout_engine vllm"
+            )
+        if on_cpu and has_experts(model):
+            raise ValueError(
+                f"the server at {self.server.url} runs on a CPU, where vLLM does not replace the "
+                "weights of experts: set rollout_engine to native"
             )
 
 

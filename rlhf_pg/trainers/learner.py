@@ -286,6 +286,8 @@ class Learner:
         if args.skip_zero_advantages:
             minibatch = minibatch.select(_rows_with_advantage(minibatch))
         micro_batches = list(self._micro_batches(minibatch))
+        router_loss = self._router_loss(micro_batches)
+        share = 1 / (self.runtime.world * len(micro_batches))
         for i, (_, batch) in enumerate(micro_batches):
             with self.trained.micro_batch(last=i + 1 == len(micro_batches)):
                 new: PolicyOutput = self.trained(batch)
@@ -300,12 +302,37 @@ class Learner:
                     per_token.dtype,
                 )
                 loss = (per_token * weights).sum()
+                if router_loss is not None:
+                    aux_loss = router_loss(new)
+                    loss = loss + args.router_aux_loss_coef * aux_loss
+                    meter.add("aux_loss", aux_loss, share)
                 failpoint("backward")
                 # A loss that is not finite makes the gradient so, and with it the norm of all
                 # processes; 0 is added to the others.
                 self.trained.backward(loss * (1 + (loss - loss).detach()))
-            meter.add("loss", loss, 1 / (self.runtime.world * len(micro_batches)))
+            meter.add("loss", loss, share)
             self._measure(new, batch, metrics, meter)
+
+    def _router_loss(
+        self, micro_batches: list[tuple[Tensor | None, Experience]]
+    ) -> Callable[[PolicyOutput], Tensor] | None:
+        """What a micro-batch adds to the auxiliary loss of the routers; None without one.
+
+        A pass of its own counts what all tokens of the update choose, on all processes: the
+        gradient of the first micro-batch goes by what the last one chooses.
+        """
+        balance = self.policy.balance
+        if balance is None:
+            return None
+        with torch.no_grad():
+            parts = [self.trained(batch, routes_alone=True) for _, batch in micro_batches]
+        chosen = self.runtime.total(torch.stack(parts).sum(0))
+
+        def router_loss(new: PolicyOutput) -> Tensor:
+            assert new.routed is not None  # a policy that is balanced says so
+            return balance.loss(chosen, new.routed.probability)
+
+        return router_loss
 
     def _measure(
         self, new: PolicyOutput, batch: Experience, metrics: dict[str, Tensor], meter: Meter
@@ -367,7 +394,8 @@ def assembled(
         most_tokens, piece: see `Policy`.
     """
     has_bonus = args.entropy_coef > 0 or args.entropy_target is not None
-    policy = Policy(model, args.temperature, has_bonus, most_tokens, piece)
+    balanced = args.router_aux_loss_coef > 0
+    policy = Policy(model, args.temperature, has_bonus, most_tokens, piece, balanced)
     module: nn.Module = policy
     if critic is not None:
         # With adapters it is activations that memory goes to; checkpointing has its own way.
