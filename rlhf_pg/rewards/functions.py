@@ -1,11 +1,9 @@
 """Calling reward functions, and refusing what is not a score."""
 
-import asyncio
 import copy
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from typing import Any, TypeAlias
 
@@ -17,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_pg.experience import padded
 from rlhf_pg.rewards.model import RewardModel
 from rlhf_pg.rewards.scores import ends
+from rlhf_pg.user_code import wait_for
 
 Score = float | None
 Scores = Sequence[Score | Sequence[Score]]
@@ -33,7 +32,8 @@ class Rewards:
 
     Args:
         functions: callables `(prompts, completions, completion_ids, **columns)` that return one
-            float per completion, or None where the reward does not apply; plain or async. In place
+            float per completion, or None where the reward does not apply; plain, or async, all on
+            one event loop for the run. In place
             of a float, a list with one entry per token of `completion_ids` gives a score to every
             step that ends at its token, and None to the other tokens. A sequence classifier, or the
             path or Hub id of one, becomes a `RewardModel`.
@@ -146,7 +146,7 @@ class Rewards:
         try:
             arguments = copy.deepcopy({key: list(value) for key, value in inputs.items()})
             result = function(**arguments)
-            return _wait_for(result) if inspect.isawaitable(result) else result
+            return wait_for(result) if inspect.isawaitable(result) else result
         except Exception as error:
             raise ValueError(
                 f"reward function {name} raised {type(error).__name__}: {error}"
@@ -175,16 +175,6 @@ def _function(source: Any, tokenizer: Any, device: torch.device | None) -> Rewar
         raise TypeError(f"reward_funcs must be callables or reward models, got {source!r}")
     function: RewardFunction = source
     return function
-
-
-def _wait_for(result: Awaitable[Any]) -> Any:
-    """The result of a coroutine, also where an event loop is running already (a notebook)."""
-
-    async def outcome() -> Any:
-        return await result
-
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(asyncio.run, outcome()).result()
 
 
 def _placed(

@@ -16,6 +16,14 @@ EXACT = GRADIENTS + "the_expected_gradient_is_that_of_the_policys_own_tokens"
 
 MUTANTS: list[Mutant] = [
     Mutant(
+        name="late-calls-go-on",
+        mistake="an environment that is late keeps its thread: one more at every step",
+        file="rlhf_pg/rollout/calls.py",
+        old="                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Late))\n",
+        new="                del ident\n",
+        killers=(TOKENS + "environments_that_hang_in_python_leave_no_threads_behind",),
+    ),
+    Mutant(
         name="observations-in-the-loss",
         mistake="what the environment answered is trained on, as if the policy had said it",
         file=EPISODES,

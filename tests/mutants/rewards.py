@@ -11,6 +11,14 @@ PURE_TEST = "tests/rewards/test_scores.py::"
 OPTIONS_TEST = "tests/trainers/test_reward_options.py::"
 
 MUTANTS: list[Mutant] = [
+    Mutant(
+        name="event-loop-of-one-call",
+        mistake="every call has an event loop of its own: a semaphore that rewards keep dies",
+        file="rlhf_pg/user_code.py",
+        old="        if not _loops or not _answers(_loops[-1], PATIENCE):\n",
+        new="        if True:\n",
+        killers=(FUNCTIONS_TEST + "test_what_is_bound_to_an_event_loop_serves_every_step",),
+    ),
     # --------------------------------------------------------------------- where a score stands
     Mutant(
         name="score-behind-the-last-token",

@@ -3,6 +3,9 @@
 import asyncio
 import functools
 import math
+import os
+import signal
+import threading
 
 import numpy as np
 import pytest
@@ -74,6 +77,41 @@ def test_it_works_inside_a_running_event_loop(function):
         return call(function)
 
     assert asyncio.run(notebook()).tolist() == [[1], [2], [3]]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: lambda **kw: f(**kw)])
+def test_what_is_bound_to_an_event_loop_serves_every_step(wrap):
+    """A lock that somebody waits for belongs to the loop of the first who did."""
+    one_at_a_time = asyncio.Semaphore(1)
+
+    async def ask(text):
+        async with one_at_a_time:
+            await asyncio.sleep(0.001)
+            return float(len(text))
+
+    async def asking(completions, **_):
+        return await asyncio.gather(*map(ask, completions))
+
+    rewards = Rewards(wrap(asking))
+    for _ in range(2):
+        assert totals(rewards(PROMPTS, COMPLETIONS, IDS, {})).tolist() == [[1], [2], [3]]
+
+
+def test_an_interrupt_ends_an_async_reward_that_hangs_and_lets_it_clean_up():
+    cleaned = threading.Event()
+
+    async def hangs(**_):
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            cleaned.set()
+
+    threads = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        Rewards(hangs)(PROMPTS, COMPLETIONS, IDS, {})
+    assert cleaned.wait(30)
+    assert threading.active_count() <= threads + 1  # that of the loop
 
 
 def test_a_function_is_given_everything_by_name():
