@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -148,14 +148,20 @@ def encode(
 
     Args:
         row, what: how an error calls the text.
-        open_turn: end a chat with the opening of the assistant's turn, for the model to continue.
+        open_turn: leave a chat open for the assistant to continue, behind the opening of its turn
+            or behind its own words, where they stand last; otherwise it is closed.
         tools: schemas of the functions that a chat may call.
     """
     where = f"{what} in row {row}"
     if isinstance(text, str):
         ids = _tokenize(tokenizer, text, where, add_special_tokens=True)
     elif isinstance(text, list) and text and isinstance(text[0], dict):
-        chat = _rendered(tokenizer, text, where, open_turn, tools)
+        quoted = _quoted_chat(text, tokenizer, where)
+        if open_turn and continues(text):
+            quoted[-1] = _marked(quoted[-1])
+            chat = _around_mark(_rendered(tokenizer, quoted, where, False, tools))[0]
+        else:
+            chat = _rendered(tokenizer, quoted, where, open_turn, tools)
         ids = _tokenize_chat(tokenizer, chat, where)
     else:
         raise ValueError(f"{where} must be a string or a list of messages, got {text!r}")
@@ -188,11 +194,11 @@ def encode_answer(
     where = "the answer to a turn"
     if isinstance(messages, str):
         return _tokenize(tokenizer, messages, where, add_special_tokens=False)
-    turn = {"role": "assistant", "content": MARK}
-    chat = _rendered(tokenizer, [*prompt, turn, *messages], where, True, tools)
-    _, mark, text = chat.rpartition(MARK)
-    if not mark:
-        raise ValueError("the chat template does not show what the assistant said last")
+    said = _quoted_chat(list(prompt), tokenizer, where)
+    turn = said.pop() if continues(prompt) else {"role": "assistant", "content": ""}
+    told = _quoted_chat(list(messages), tokenizer, where)
+    chat = _rendered(tokenizer, [*said, _marked(turn), *told], where, True, tools)
+    text = _around_mark(chat)[1]
     if stop_id is not None:
         blank, stop, rest = text.partition(tokenizer.decode([stop_id]))
         if stop and not blank.strip():  # some templates have a blank in front of it
@@ -200,9 +206,58 @@ def encode_answer(
     return _tokenize_chat(tokenizer, text, where)
 
 
+def continues(prompt: Any) -> bool:
+    """Whether a prompt ends with the assistant's own words, which the policy is to continue."""
+    last = prompt[-1] if isinstance(prompt, list | tuple) and prompt else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant":
+        return False
+    return isinstance(last.get("content"), str | list) and not last.get("tool_calls")
+
+
+def whole_turn(prompt: Any, messages: list[Any]) -> tuple[Any, list[Any]]:
+    """A prompt and the messages that follow it; words of the assistant that the policy continued
+    move from the end of the one to the beginning of the other, as TRL has it.
+    """
+    if not messages or not continues(prompt):
+        return prompt, messages
+    first = {**messages[0], "content": text_of(prompt[-1]) + messages[0]["content"]}
+    return prompt[:-1], [first, *messages[1:]]
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """What a message says: its content, or the texts of its parts."""
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else [{"text": content}]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _marked(message: dict[str, Any]) -> dict[str, Any]:
+    """With MARK behind all that it says."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + MARK}
+    return {**message, "content": [*content, {"type": "text", "text": MARK}]}
+
+
+def _around_mark(chat: str) -> tuple[str, str]:
+    before, mark, after = chat.rpartition(MARK)
+    if not mark:
+        raise ValueError("the chat template does not show what the assistant said last")
+    return before, after
+
+
+def _quoted_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Any]:
+    """Chat messages for `_rendered`."""
+    special = _special(tokenizer)
+    _refuse_split(messages, special, where)
+    quoted: list[Any] = _quoted(messages, special)
+    return quoted
+
+
 def _rendered(
     tokenizer: PreTrainedTokenizerBase,
-    messages: list[Any],
+    quoted: list[Any],
     where: str,
     open_turn: bool,
     tools: Sequence[dict[str, Any]],
@@ -210,9 +265,6 @@ def _rendered(
     """Chat messages by the chat template; for `_tokenize_chat`."""
     if not tokenizer.chat_template:
         raise ValueError(f"{where} is a list of messages, but the tokenizer has no chat_template")
-    special = _special(tokenizer)
-    _refuse_split(messages, special, where)
-    quoted = _quoted(messages, special)
     try:
         chat: str = tokenizer.apply_chat_template(
             quoted, tools=list(tools) or None, add_generation_prompt=open_turn, tokenize=False
@@ -238,8 +290,8 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> _Special:
 @lru_cache(maxsize=4)
 def _looked_up(tokenizer: PreTrainedTokenizerBase, size: int) -> _Special:
     added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    # Longer ones before what they begin with; and no text forges a quote.
-    names = sorted({*added.values(), "\ue003"}, reverse=True)
+    # Longer ones before what they begin with; and no text forges a mark or a quote.
+    names = sorted({*added.values(), MARK[0], "\ue003"}, reverse=True)
     return _Special(names, re.compile("|".join(map(re.escape, names))), set(added))
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from rlhf_pg.experience import padded
 from rlhf_pg.rewards.model import RewardModel
@@ -42,6 +42,11 @@ class Rewards:
             per function. None stands for the tokenizer saved beside the model.
         device: of the reward models; None leaves a model where it is.
         environment: an environment pays too: it is the last source, "environment".
+        sees_eos, closes_truncated: of reward models that are made here.
+
+    A function whose signature names them also gets `ended` (a bool per completion: the policy ended
+    it by an EOS), `step` (how many steps have been taken) and `trainer_state` (a copy of a
+    `transformers.TrainerState` with `global_step`, `max_steps` and `epoch`).
 
     Raises:
         ValueError: no source, another number of weights or tokenizers, or a reward model that
@@ -56,6 +61,8 @@ class Rewards:
         processing_classes: Tokenizers = None,
         device: torch.device | None = None,
         environment: bool = False,
+        sees_eos: bool = True,
+        closes_truncated: bool = False,
     ) -> None:
         given: Any = functions
         one = callable(given) or isinstance(given, MODELS)
@@ -66,7 +73,7 @@ class Rewards:
             )
         tokenizers = _one_each(processing_classes, len(sources))
         self.functions = [
-            _function(source, tokenizer, device)
+            _function(source, tokenizer, device, sees_eos, closes_truncated)
             for source, tokenizer in zip(sources, tokenizers, strict=True)
         ]
         self.names = _unique_names(self.functions)
@@ -92,10 +99,13 @@ class Rewards:
         columns: Mapping[str, Sequence[Any]],
         action_mask: Tensor | None = None,
         paid: Tensor | None = None,
+        ended: Sequence[bool] | None = None,
+        state: TrainerState | None = None,
     ) -> Tensor:
         """Score B completions.
 
         Args:
+            ended, state: see the class, for functions that ask for them.
             action_mask: (B,T) True where the policy chose the token; by default it chose them all.
                 What has no such token is shown to nobody, and has no score.
             paid: (B,T) by the environment, where there is one; NaN for nothing.
@@ -130,8 +140,10 @@ class Rewards:
             )
         inputs |= columns
         inputs = {name: [column[i] for i in rows] for name, column in inputs.items()}
+        offered = _offered(rows, ended, state)
         for k, function in enumerate(self.functions):
-            said = self._call(self.names[k], function, inputs)
+            wanted = _wanted(self.names[k], function, offered, columns)
+            said = self._call(self.names[k], function, inputs, wanted)
             scores[:, :, k] = _placed(self.names[k], said, rows, completion_ids, mask)
         silent = [i for i in rows if scores[i].isnan().all()]
         if silent:
@@ -141,16 +153,51 @@ class Rewards:
             )
         return scores
 
-    def _call(self, name: str, function: RewardFunction, inputs: dict[str, Any]) -> Any:
+    def _call(
+        self, name: str, function: RewardFunction, inputs: dict[str, Any], wanted: dict[str, Any]
+    ) -> Any:
         # Each function has its own copy: what it does to it, the others and the trainer never see.
         try:
-            arguments = copy.deepcopy({key: list(value) for key, value in inputs.items()})
+            lists = {key: list(value) for key, value in inputs.items()}
+            arguments = copy.deepcopy(lists | wanted)
             result = function(**arguments)
             return wait_for(result) if inspect.isawaitable(result) else result
         except Exception as error:
             raise ValueError(
                 f"reward function {name} raised {type(error).__name__}: {error}"
             ) from error
+
+
+def _offered(
+    rows: Sequence[int], ended: Sequence[bool] | None, state: TrainerState | None
+) -> dict[str, Any]:
+    offered: dict[str, Any] = {}
+    if ended is not None:
+        offered["ended"] = [ended[i] for i in rows]
+    if state is not None:
+        offered |= {"step": state.global_step, "trainer_state": state}
+    return offered
+
+
+def _wanted(
+    name: str, function: RewardFunction, offered: dict[str, Any], columns: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Of what is offered, what the function's signature names.
+
+    Raises:
+        ValueError: the dataset has a column of that name.
+    """
+    try:
+        asked = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of some built-in functions nobody knows
+        return {}
+    wanted = {key: value for key, value in offered.items() if key in asked}
+    for key in wanted.keys() & columns.keys():
+        raise ValueError(
+            f"the dataset column {key!r} has the name of what reward function {name} asks the "
+            "trainer for: rename it"
+        )
+    return wanted
 
 
 def _one_each(tokenizers: Any, count: int) -> list[Any]:
@@ -164,9 +211,9 @@ def _one_each(tokenizers: Any, count: int) -> list[Any]:
     return list(tokenizers)
 
 
-def _function(source: Any, tokenizer: Any, device: torch.device | None) -> RewardFunction:
+def _function(source: Any, *options: Any) -> RewardFunction:
     if isinstance(source, MODELS):
-        return RewardModel(source, tokenizer, device)
+        return RewardModel(source, *options)
     if isinstance(source, PeftModel):
         raise ValueError(
             "a reward model with an adapter cannot be scored: give merge_and_unload() of it"

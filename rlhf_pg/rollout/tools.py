@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
-from rlhf_pg.data import encode, encode_answer
+from rlhf_pg.data import continues, encode, encode_answer
 from rlhf_pg.rollout.calls import Calls
 from rlhf_pg.rollout.environment import Messages, Observation
 
@@ -77,8 +77,13 @@ class Toolbox:
             # Behind the last tag that closes, each that opens would be searched to the end.
             closed = "".join(completion.rpartition("</tool_call>")[:2])
             return [_tagged(text) for text in TAGGED.findall(closed)]
+        prefilled = continues(prompt)
         opened = self.tokenizer.apply_chat_template(
-            prompt, tools=list(self.schemas), add_generation_prompt=True, tokenize=False
+            prompt,
+            tools=list(self.schemas),
+            add_generation_prompt=not prefilled,
+            continue_final_message=prefilled,
+            tokenize=False,
         )
         try:
             message = self.tokenizer.parse_response(

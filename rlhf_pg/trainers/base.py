@@ -20,7 +20,7 @@ from datasets import Dataset
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, set_seed
 
 from rlhf_pg import models, recipe, sealed
 from rlhf_pg.advantages import ADVANTAGES, Signals
@@ -135,7 +135,9 @@ class PolicyGradientTrainer:
             args.reward_weights,
             reward_processing_classes,
             self.runtime.device,
-            environment=environment_factory is not None,
+            environment_factory is not None,
+            args.reward_model_sees_eos,
+            args.reward_model_closes_truncated,
         )
         self.shaping = Shaping(args, self.rewards)
         set_seed(args.seed)
@@ -556,9 +558,24 @@ class PolicyGradientTrainer:
                 samples.columns,
                 samples.rollout.action_mask,
                 paid(samples.episodes) if self.rewards.has_environment else None,
+                self._ended(samples),
+                self._trainer_state(),
             )
         rollout = samples.rollout
         return self.shaping.penalized(scores.to(rollout.sampler_logprobs), rollout)
+
+    def _ended(self, samples: Samples) -> list[bool]:
+        """Which completions the policy ended by an EOS."""
+        ends = models.stop_token_ids(self.model, self.processing_class)
+        return [bool(ids) and ids[-1] in ends for ids in samples.completion_ids]
+
+    def _trainer_state(self) -> TrainerState:
+        """What reward functions may ask for."""
+        return TrainerState(
+            epoch=self.state.draws / len(self.train_prompts),
+            global_step=self.state.step,
+            max_steps=self.total_steps,
+        )
 
     def episode_metrics(self, parts: Sequence[Samples]) -> dict[str, float]:
         """Over all processes, for a run with an environment or tools."""

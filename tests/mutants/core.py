@@ -342,7 +342,7 @@ SOURCES = [
         name="reward-model-opens-a-turn",
         mistake="the reward model reads a chat that ends with the opening of another turn",
         file="rlhf_pg/rewards/model.py",
-        old='"text", open_turn=False',
+        old='"text", open_turn=cut and continues(text)',
         new='"text", open_turn=True',
         killers=(
             "tests/rewards/test_model.py::"

@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from transformers import TrainerState
 
 from rlhf_pg.rewards import Rewards, totals
 
@@ -124,6 +125,37 @@ def test_a_function_is_given_everything_by_name():
     call(look)
     inputs = {"prompts": PROMPTS, "completions": COMPLETIONS, "completion_ids": IDS, **COLUMNS}
     assert {name: seen[name] for name in inputs} == inputs
+
+
+def test_what_the_trainer_knows_is_for_those_who_ask():
+    state = TrainerState(global_step=3, max_steps=9, epoch=0.5)
+    seen = []
+
+    async def asks(completions, ended, step, trainer_state, **_):
+        seen.append((ended, step, trainer_state.global_step, trainer_state.max_steps))
+        trainer_state.global_step = 99
+        return [0.0] * len(completions)
+
+    def others(prompts, completions, completion_ids, answer, tags):
+        return [0.0] * 3
+
+    def catch_all(**given):
+        assert given.keys() == {"prompts", "completions", "completion_ids", *COLUMNS}
+        return [0.0] * 3
+
+    class Asks:
+        def __call__(self, step, **_):
+            seen.append(step)
+            return [0.0] * 3
+
+    rewards = Rewards([asks, others, catch_all, Asks()])
+    rewards(PROMPTS, COMPLETIONS, IDS, COLUMNS, ended=[True, False, True], state=state)
+    assert seen == [([True, False, True], 3, 3, 9), 3]
+    assert state.global_step == 3
+    columns = {"step": [5, 6, 7]}
+    with pytest.raises(ValueError, match=r"column 'step' .* reward function Asks asks"):
+        Rewards(Asks())(PROMPTS, COMPLETIONS, IDS, columns, state=state)
+    assert call(lambda step, **_: step, columns=columns).tolist() == [[5], [6], [7]]
 
 
 def test_one_function_needs_no_list():
