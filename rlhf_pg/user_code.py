@@ -1,10 +1,22 @@
-"""Code of users, which may do anything: one event loop for all of it, and its errors in words."""
+"""Code of users, which may do anything: it has one event loop, what it changes of the process is
+put back, and its errors become words.
+"""
 
 import asyncio
+import logging
+import os
+import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+LONGEST = 500  # characters that an error shows of a value, or of another error
 
 PATIENCE = 1.0  # seconds after which an event loop that does not answer is given up
 MOST_LATE = 64  # threads that hang in calls which nobody waits for any more
@@ -73,13 +85,116 @@ def wait_for(awaitable: Awaitable[Any]) -> Any:
 
 async def _outcome(call: Callable[[], Awaitable[Any]]) -> Any:
     """What it returns; an attempt to end the process is an error, and does not end the loop."""
+    process = os.getpid()
     try:
         return await call()
     except (KeyboardInterrupt, SystemExit) as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        raise RuntimeError(told(error)) from error
+    finally:
+        end_fork(process, "an async function")
 
 
 def _answers(loop: asyncio.AbstractEventLoop, patience: float) -> bool:
     answered = threading.Event()
     loop.call_soon_threadsafe(answered.set)
     return answered.wait(patience)
+
+
+# --------------------------------------------------------------------- what it does to the process
+
+
+class Settings(NamedTuple):
+    """What of a process its whole run depends on."""
+
+    process: int
+    directory: str | None  # None: it was removed
+    dtype: torch.dtype
+    device: torch.device
+    gradients: bool
+    threads: int
+
+    @classmethod
+    def now(cls) -> "Settings":
+        directory = None
+        with suppress(OSError):
+            directory = os.getcwd()
+        return cls(
+            os.getpid(),
+            directory,
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+            torch.is_grad_enabled(),
+            torch.get_num_threads(),
+        )
+
+    def restore(self, who: str) -> None:
+        """Put back what `who` has changed, with a warning. A fork of the process ends here."""
+        end_fork(self.process, who)
+        now = self.now()
+        if now == self:
+            return
+        if now.directory != self.directory and self.directory is not None:
+            os.chdir(self.directory)
+        torch.set_default_dtype(self.dtype)
+        if now.device != self.device:
+            torch.set_default_device(self.device)
+        torch.set_grad_enabled(self.gradients)
+        torch.set_num_threads(self.threads)
+        changed = [name for name, value in now._asdict().items() if value != getattr(self, name)]
+        logger.warning(
+            "%s changed this of the process: %s; it is put back", who, ", ".join(changed)
+        )
+
+
+def end_fork(process: int, who: str) -> None:
+    """End a process that is not `process`: a fork that returned would train beside it."""
+    if os.getpid() != process:
+        with suppress(AttributeError, ValueError, OSError):
+            sys.stderr.write(f"{who} forked this process, which returned from it: it ends here\n")
+            sys.stderr.flush()
+        os._exit(1)
+
+
+@contextmanager
+def foreign(who: str) -> Iterator[None]:
+    """Around code of users: what it changes of the process is put back, and it does not end it.
+
+    Raises:
+        RuntimeError: it called `sys.exit`, or raised what is no error.
+    """
+    before = Settings.now()
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{who} raised {told(error)}, which would end the run") from error
+    finally:
+        before.restore(who)
+
+
+def told(error: BaseException) -> str:
+    """An error in words, also where it has none that can be had."""
+    return f"{type(error).__name__}: {_shortened(_said(str, error))}"
+
+
+def shown(value: Any) -> str:
+    """The `repr` of a value, shortened, also where it raises."""
+    return _shortened(_said(repr, value))
+
+
+def plain_text(value: Any) -> str:
+    """The `str` of a value, also where it raises."""
+    return _said(str, value)
+
+
+def _said(speak: Callable[[Any], str], value: Any) -> str:
+    try:
+        return speak(value)
+    except Exception as error:
+        return f"<{type(value).__name__}, whose text raises {type(error).__name__}>"
+
+
+def _shortened(text: str) -> str:
+    half = LONGEST // 2
+    return text if len(text) <= LONGEST else f"{text[:half]} ... {text[-half:]}"

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from rlhf_pg.experience import padded
 from rlhf_pg.rewards.model import RewardModel
 from rlhf_pg.rewards.scores import ends
-from rlhf_pg.user_code import wait_for
+from rlhf_pg.user_code import foreign, shown, told, wait_for
 
 Score = float | None
 Scores = Sequence[Score | Sequence[Score]]
@@ -149,7 +149,7 @@ class Rewards:
         if silent:
             raise ValueError(
                 f"no reward function applies to completion {silent[0]} of the batch: every one of "
-                f"{', '.join(self.names)} returned None for prompt {prompts[silent[0]]!r}"
+                f"{', '.join(self.names)} returned None for prompt {shown(prompts[silent[0]])}"
             )
         return scores
 
@@ -157,15 +157,15 @@ class Rewards:
         self, name: str, function: RewardFunction, inputs: dict[str, Any], wanted: dict[str, Any]
     ) -> Any:
         # Each function has its own copy: what it does to it, the others and the trainer never see.
+        who = f"reward function {name}"
         try:
-            lists = {key: list(value) for key, value in inputs.items()}
-            arguments = copy.deepcopy(lists | wanted)
-            result = function(**arguments)
-            return wait_for(result) if inspect.isawaitable(result) else result
+            with foreign(who):
+                lists = {key: list(value) for key, value in inputs.items()}
+                result = function(**copy.deepcopy(lists | wanted))
+                result = _plain(wait_for(result) if inspect.isawaitable(result) else result)
+                return [_plain(score) for score in result] if _is_list(result) else result
         except Exception as error:
-            raise ValueError(
-                f"reward function {name} raised {type(error).__name__}: {error}"
-            ) from error
+            raise ValueError(f"{who} raised {told(error)}") from error
 
 
 def _offered(
@@ -219,22 +219,21 @@ def _function(source: Any, *options: Any) -> RewardFunction:
             "a reward model with an adapter cannot be scored: give merge_and_unload() of it"
         )
     if not callable(source):
-        raise TypeError(f"reward_funcs must be callables or reward models, got {source!r}")
+        raise TypeError(f"reward_funcs must be callables or reward models, got {shown(source)}")
     function: RewardFunction = source
     return function
 
 
 def _placed(
     name: str,
-    result: Any,
+    scores: Any,
     rows: Sequence[int],
     completion_ids: Sequence[Sequence[int]],
     mask: Tensor,
 ) -> Tensor:
     """(B,T) what one function said of these rows, each score at its token; NaN elsewhere."""
-    scores = _plain(result)
     if not _is_list(scores) or len(scores) != len(rows):
-        got = f"{len(scores)} scores" if _is_list(scores) else repr(scores)
+        got = f"{len(scores)} scores" if _is_list(scores) else shown(scores)
         raise ValueError(
             f"reward function {name} must return a list of {len(rows)} scores, one per "
             f"completion, got {got}"
@@ -242,9 +241,9 @@ def _placed(
     table = torch.full(mask.shape, math.nan, dtype=torch.float64)
     last = ends(mask).tolist()
     for i, score in zip(rows, scores, strict=True):
-        if _is_list(_plain(score)):
+        if _is_list(score):
             own = mask[i, : len(completion_ids[i])].tolist()
-            steps = _steps(name, i, _plain(score), own)
+            steps = _steps(name, i, list(score), own)
             table[i, : len(own)] = torch.tensor(steps, dtype=torch.float64)
         else:
             table[i, last[i]] = _number(name, f"completion {i}", score)
@@ -284,12 +283,12 @@ def _number(name: str, where: str, score: Any) -> float:
         return math.nan
     try:
         number = math.nan if isinstance(score, str) else float(score)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # of an object of any kind
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(
-            f"reward function {name} returned {score!r} for {where} of the batch: return a finite "
-            "number, or None where the reward does not apply"
+            f"reward function {name} returned {shown(score)} for {where} of the batch: return a "
+            "finite number, or None where the reward does not apply"
         )
     return number
 

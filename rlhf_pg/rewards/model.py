@@ -77,7 +77,8 @@ class RewardModel:
             ValueError: a text that the tokenizer cannot encode, or without a position for every
                 token; the message names the model and the row.
         """
-        said = zip(prompts, completions, ended or [None] * len(prompts), strict=True)
+        known: Sequence[bool | None] = [None] * len(prompts) if ended is None else ended
+        said = zip(prompts, completions, known, strict=True)
         rows = [self._encode(row, *each) for row, each in enumerate(said)]
         scores = torch.zeros(len(rows), dtype=torch.float64)
         for batch in _micro_batches([len(ids) for ids in rows]):

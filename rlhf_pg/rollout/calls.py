@@ -4,6 +4,7 @@ import concurrent.futures
 import ctypes
 import inspect
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
-from rlhf_pg.user_code import begin, check_late
+from rlhf_pg.user_code import begin, check_late, end_fork
 
 Task = tuple[Future[Any], Callable[[], Any]]
 
@@ -138,6 +139,7 @@ class Calls:
 
 def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
     settle: Callable[[Any], None] = future.set_result
+    process = os.getpid()
     try:
         outcome = call()
         if inspect.isawaitable(outcome):
@@ -146,5 +148,6 @@ def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
             outcome = awaited.result()
     except BaseException as error:  # whatever it is, it is not for this thread
         settle, outcome = future.set_exception, error
+    end_fork(process, "an environment or a tool")
     with suppress(InvalidStateError):  # it was late
         settle(outcome)

@@ -40,6 +40,7 @@ from rlhf_pg.random_states import restore_rng, rng_tensors
 from rlhf_pg.rewards import Rewards, RewardSource
 from rlhf_pg.rollout import (
     EnvironmentFactory,
+    Player,
     RolloutEngine,
     RolloutError,
     SamplingParams,
@@ -61,6 +62,7 @@ from rlhf_pg.trainers.samples import Judged, Samples, collect
 from rlhf_pg.trainers.scoring import make_experience
 from rlhf_pg.trainers.shaping import Shaping
 from rlhf_pg.trainers.skipping import Skips
+from rlhf_pg.user_code import foreign
 
 logger = logging.getLogger(__name__)
 
@@ -359,8 +361,7 @@ class PolicyGradientTrainer:
                     if _due(self.state.step, self.args.eval_steps):
                         metrics |= self.evaluate()
                         self._keep_if_best(metrics["eval_reward"])
-                    for callback in self.callbacks:
-                        callback.on_step(self, metrics)
+                    self._tell("on_step", metrics)
                 finally:  # a step that was taken has its line, whatever fails after it
                     journal.step(metrics)
                     self.trackers.log(metrics)
@@ -375,8 +376,13 @@ class PolicyGradientTrainer:
             if self.termination.agreed():  # whoever called is to end as well
                 self._end_by_sigterm(journal)
         journal.say(f"saved {directory / 'final'}")
+        self._tell("on_end")
+
+    def _tell(self, moment: str, *arguments: Any) -> None:
+        """Call a method of every callback."""
         for callback in self.callbacks:
-            callback.on_end(self)
+            with foreign(f"{moment} of the callback {type(callback).__name__}"):
+                getattr(callback, moment)(self, *arguments)
 
     def _resume(self, choice: str | bool | None) -> None:
         saved = self.checkpointer.resume(choice, self.runtime)
@@ -502,8 +508,14 @@ class PolicyGradientTrainer:
                 self.args.seed,
                 dtype=torch.promote_types(self.dtype, torch.float32),
                 device=self.runtime.device,
-                player=self.player,
+                player=self._player(),
             )
+
+    def _player(self) -> Player | None:
+        """Of episodes whose prompts, of their environments' choice, leave room for completions."""
+        limits = [models.max_positions(self.model), self.args.token_budget]
+        longest = min(limit for limit in limits if limit) - self.args.max_completion_length
+        return self.player and dataclasses.replace(self.player, longest_prompt=longest)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
@@ -668,8 +680,7 @@ class PolicyGradientTrainer:
     def save_checkpoint(self) -> Path:
         """Save everything that a resumed run needs, under `output_dir/checkpoints/`."""
         path = self.checkpointer.save(self.runtime)
-        for callback in self.callbacks:
-            callback.on_save(self, path)
+        self._tell("on_save", path)
         return path
 
     @announced
