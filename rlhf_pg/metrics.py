@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlhf_pg.advantages import group_stats, total_scores
 from rlhf_pg.sealed import sync_directory, sync_file
+from rlhf_pg.user_code import plain_text
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +176,7 @@ class JsonLines:
         it does not know text. It is on the disk when this returns. On a full disk it is missing,
         and the first time a warning says so.
         """
-        line = json.dumps(finite(record), allow_nan=False, default=str) + "\n"
+        line = _line(record) + "\n"
         size = None
         try:
             with self.path.open("a") as file:
@@ -197,6 +198,22 @@ def _step(line: str) -> float:
         return int(json.loads(line)["step"])
     except json.JSONDecodeError:
         return math.inf
+
+
+def _line(record: dict[str, Any]) -> str:
+    try:
+        return json.dumps(finite(record), allow_nan=False, default=plain_text)
+    except (TypeError, ValueError, RecursionError):  # something odd of a callback's, or deep inside
+        return json.dumps({plain_text(k): _json_or_text(v) for k, v in finite(record).items()})
+
+
+def _json_or_text(value: Any) -> Any:
+    """The value where JSON has it, or else its text."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except Exception:
+        return plain_text(value)
+    return value
 
 
 def finite(record: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from rlhf_pg.data import text_of
 from rlhf_pg.metrics import JsonLines
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class Journal:
 
 def _text(turns: Any) -> str:
     """A string, or the last message of a chat (if there is one), shortened and escaped."""
-    text = turns if isinstance(turns, str) else turns[-1]["content"] if turns else ""
+    text = turns if isinstance(turns, str) else text_of(turns[-1]) if turns else ""
     return repr(text if len(text) <= 200 else f"{text[:100]} ... {text[-95:]}")
 
 

@@ -732,6 +732,8 @@ def test_only_the_first_process_speaks(capsys, monkeypatch, recipe, text):
 
 
 OTHER_VALUES = {
+    "reward_model_sees_eos": False,
+    "reward_model_closes_truncated": True,
     "model_name_or_path": "org/model-0.5B",
     "task": "preference",
     "reward_model_name_or_path": "org/judge-0.5B",
@@ -867,6 +869,7 @@ OTHERS = {
         "max_steps": 3,
         "batch_size": 2,
         "max_length": 99,
+        "append_eos": False,
         "learning_rate": 1e-3,
     },
 }

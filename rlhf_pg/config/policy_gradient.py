@@ -30,6 +30,12 @@ class PolicyGradientConfig(SamplingConfig):
 
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward function; None weighs each by 1."""
+    reward_model_sees_eos: bool = True
+    """Behind a text that the policy ended by an EOS, a reward model reads the EOS of its own, where
+    it is scored, as in Stiennon et al. 2020 and Huang et al. 2024; otherwise the words alone."""
+    reward_model_closes_truncated: bool = False
+    """A chat turn that was cut off is closed by the reward model's chat template; otherwise it
+    reads the turn as it was left, without an end."""
     reward_clip_range: tuple[float, ...] | None = None
     """Lowest and highest score of each reward function, of a step or a completion; what is beyond
     is set to it."""

@@ -48,5 +48,7 @@ class RewardModelConfig(Checked):
     """Pairs per step, over all processes."""
     max_length: int | None = number(None, minimum=1)
     """Longest text in tokens; None allows as many as the model has positions."""
+    append_eos: bool = True
+    """Put the EOS behind texts that are strings, as a policy ends them (reward_model_sees_eos)."""
     learning_rate: float = number(1e-5, above=0)
     """Peak learning rate of AdamW, after a tenth of the steps; then it falls as a cosine."""

@@ -24,7 +24,7 @@ from rlhf_pg.config import RewardModelConfig
 from rlhf_pg.data import encode
 from rlhf_pg.experience import padded
 from rlhf_pg.models import check_directory, disable_dropout, from_pretrained, max_positions
-from rlhf_pg.rewards.model import encode_whole, score_tokenizer, sequence_scores
+from rlhf_pg.rewards.model import encode_whole, score_tokenizer, sequence_scores, with_eos
 
 # Of a checkpoint that was no classifier, as `transformers` calls what it adds.
 NEW_HEADS = ("score.", "classifier.", "pre_classifier.", "pooler.")
@@ -73,7 +73,10 @@ def train_reward_model(
     tokenizer = score_tokenizer(processing_class, scorer, "the reward model")
     limit = _longest(scorer, args.max_length)
     datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-    pairs = {name: tokenize_pairs(data, tokenizer, limit, name) for name, data in datasets.items()}
+    pairs = {
+        name: tokenize_pairs(data, tokenizer, limit, name, args.append_eos)
+        for name, data in datasets.items()
+    }
     scorer.config.pad_token_id = tokenizer.pad_token_id
     disable_dropout(scorer)
     trainer = PairTrainer(
@@ -134,9 +137,13 @@ def _accuracy(evaluation: EvalPrediction) -> dict[str, float]:
 
 
 def tokenize_pairs(
-    dataset: Dataset | None, tokenizer: PreTrainedTokenizerBase, limit: int | None, name: str
+    dataset: Dataset | None,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None,
+    name: str,
+    eos: bool = False,
 ) -> Pairs:
-    """The ids of both texts of every pair.
+    """The ids of both texts of every pair; strings end with the EOS, if `eos` says so.
 
     Raises:
         ValueError: no dataset or rows, a missing column, or a pair that is not one: equal texts, a
@@ -151,7 +158,7 @@ def tokenize_pairs(
             f"{name}: the dataset has no column {sorted(missing)[0]!r} (it has "
             f"{', '.join(dataset.column_names)}): rename the one that holds these texts"
         )
-    return [_tokenize_pair(pair, tokenizer, limit, name, i) for i, pair in enumerate(dataset)]
+    return [_tokenize_pair(pair, tokenizer, limit, name, i, eos) for i, pair in enumerate(dataset)]
 
 
 def _tokenize_pair(
@@ -160,11 +167,12 @@ def _tokenize_pair(
     limit: int | None,
     name: str,
     row: int,
+    eos: bool,
 ) -> dict[str, list[int]]:
     if pair["chosen"] == pair["rejected"]:
         raise ValueError(f"{name}: chosen and rejected are the same in row {row}: drop the row")
     try:
-        ids = {key: _whole(pair, key, tokenizer, row) for key in ("chosen", "rejected")}
+        ids = {key: _whole(pair, key, tokenizer, row, eos) for key in ("chosen", "rejected")}
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     longest = max(map(len, ids.values()))
@@ -177,11 +185,12 @@ def _tokenize_pair(
 
 
 def _whole(
-    pair: dict[str, Any], key: str, tokenizer: PreTrainedTokenizerBase, row: int
+    pair: dict[str, Any], key: str, tokenizer: PreTrainedTokenizerBase, row: int, eos: bool
 ) -> list[int]:
     if "prompt" in pair:
-        return encode_whole(pair["prompt"], pair[key], tokenizer, row)
-    return encode(pair[key], tokenizer, row, key, open_turn=False)
+        return encode_whole(pair["prompt"], pair[key], tokenizer, row, eos)
+    ids = encode(pair[key], tokenizer, row, key, open_turn=False)
+    return with_eos(ids, tokenizer) if eos and isinstance(pair[key], str) else ids
 
 
 def collate(rows: Pairs, pad: int) -> dict[str, Tensor]:

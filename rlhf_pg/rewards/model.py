@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlhf_pg.data import encode
+from rlhf_pg.data import continues, encode
 from rlhf_pg.experience import padded
 from rlhf_pg.masking import widen
 from rlhf_pg.models import check_directory, check_vocabulary, from_pretrained, max_positions
@@ -28,12 +28,16 @@ class RewardModel:
     """Scores prompt and completion with a sequence classifier (`num_labels` 1).
 
     It reads text, with a tokenizer of its own: strings as prompt + completion, chats through its
-    own chat template. Nothing is appended to either.
+    own chat template. It judges what the policy wrote: behind a string that the policy ended by an
+    EOS stands the EOS of its own (Stiennon et al. 2020; Huang et al. 2024), and a chat turn that
+    was cut off is left open.
 
     Args:
         model: a path, a Hub id or a loaded model (put in evaluation mode).
         processing_class: its tokenizer; by default the one saved beside the model.
         device: where to compute; by default where the model is.
+        sees_eos: False appends no EOS to a string.
+        closes_truncated: close a chat turn that was cut off, as the template closes any.
 
     Raises:
         ValueError: no such directory, more outputs than one, no tokenizer, or one that does not
@@ -45,7 +49,10 @@ class RewardModel:
         model: str | PathLike[str] | PreTrainedModel,
         processing_class: PreTrainedTokenizerBase | None = None,
         device: torch.device | str | None = None,
+        sees_eos: bool = True,
+        closes_truncated: bool = False,
     ) -> None:
+        self.sees_eos, self.closes_truncated = sees_eos, closes_truncated
         if isinstance(model, str | PathLike):
             model = _load(model)
         self.model = model.to(device or model.device).eval()
@@ -57,16 +64,22 @@ class RewardModel:
         prompts: Sequence[Any],
         completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]] = (),
+        ended: Sequence[bool] | None = None,
         **columns: Any,
     ) -> list[float]:
         """One score per completion.
+
+        Args:
+            ended: whether the policy ended it by an EOS. By default strings are taken as they
+                stand, and chats are closed.
 
         Raises:
             ValueError: a text that the tokenizer cannot encode, or without a position for every
                 token; the message names the model and the row.
         """
-        pairs = enumerate(zip(prompts, completions, strict=True))
-        rows = [self._encode(row, prompt, completion) for row, (prompt, completion) in pairs]
+        known: Sequence[bool | None] = [None] * len(prompts) if ended is None else ended
+        said = zip(prompts, completions, known, strict=True)
+        rows = [self._encode(row, *each) for row, each in enumerate(said)]
         scores = torch.zeros(len(rows), dtype=torch.float64)
         for batch in _micro_batches([len(ids) for ids in rows]):
             scores[batch] = self._score([rows[i] for i in batch]).to(scores)
@@ -77,10 +90,12 @@ class RewardModel:
     def _who(self) -> str:
         return f"reward model {self.__name__}"
 
-    def _encode(self, row: int, prompt: Any, completion: Any) -> list[int]:
+    def _encode(self, row: int, prompt: Any, completion: Any, ended: bool | None) -> list[int]:
         limit = max_positions(self.model)
+        eos = self.sees_eos and bool(ended)
+        cut = ended is False and not self.closes_truncated
         try:
-            ids = encode_whole(prompt, completion, self.processing_class, row)
+            ids = encode_whole(prompt, completion, self.processing_class, row, eos, cut)
         except ValueError as error:
             raise ValueError(f"{self._who}: {error}") from error
         if limit is not None and len(ids) > limit:
@@ -124,9 +139,18 @@ def sequence_scores(model: PreTrainedModel, input_ids: Tensor, attention_mask: T
 
 
 def encode_whole(
-    prompt: Any, completion: Any, tokenizer: PreTrainedTokenizerBase, row: int
+    prompt: Any,
+    completion: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    row: int,
+    eos: bool = False,
+    cut: bool = False,
 ) -> list[int]:
     """Token ids of a whole text: both strings, or both chat messages.
+
+    Args:
+        eos: a string ends with the EOS, if the tokenizer has one.
+        cut: a chat ends in the middle of the assistant's turn.
 
     Raises:
         ValueError: they are of two kinds, or do not fit the tokenizer; the row is named.
@@ -136,7 +160,15 @@ def encode_whole(
             f"text in row {row}: prompt and completion must both be strings or both be messages, "
             f"got {prompt!r} and {completion!r}"
         )
-    return encode(prompt + completion, tokenizer, row, "text", open_turn=False)
+    text = prompt + completion
+    ids = encode(text, tokenizer, row, "text", open_turn=cut and continues(text))
+    return with_eos(ids, tokenizer) if eos and isinstance(text, str) else ids
+
+
+def with_eos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids with an EOS at the end, once, if the tokenizer has one."""
+    eos = tokenizer.eos_token_id
+    return ids if eos is None or ids[-1] == eos else [*ids, eos]
 
 
 def score_tokenizer(

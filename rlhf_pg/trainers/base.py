@@ -20,7 +20,7 @@ from datasets import Dataset
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, set_seed
 
 from rlhf_pg import models, recipe, sealed
 from rlhf_pg.advantages import ADVANTAGES, NEED_GRADIENTS, Signals
@@ -40,6 +40,7 @@ from rlhf_pg.random_states import restore_rng, rng_tensors
 from rlhf_pg.rewards import Rewards, RewardSource
 from rlhf_pg.rollout import (
     EnvironmentFactory,
+    Player,
     RolloutEngine,
     RolloutError,
     SamplingParams,
@@ -61,6 +62,7 @@ from rlhf_pg.trainers.samples import Judged, Samples, collect
 from rlhf_pg.trainers.scoring import make_experience
 from rlhf_pg.trainers.shaping import Shaping
 from rlhf_pg.trainers.skipping import Skips
+from rlhf_pg.user_code import foreign
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +139,9 @@ class PolicyGradientTrainer:
             args.reward_weights,
             reward_processing_classes,
             self.runtime.device,
-            environment=environment_factory is not None,
+            environment_factory is not None,
+            args.reward_model_sees_eos,
+            args.reward_model_closes_truncated,
         )
         self.shaping = Shaping(args, self.rewards)
         set_seed(args.seed)
@@ -365,8 +369,7 @@ class PolicyGradientTrainer:
                     if _due(self.state.step, self.args.eval_steps):
                         metrics |= self.evaluate()
                         self._keep_if_best(metrics["eval_reward"])
-                    for callback in self.callbacks:
-                        callback.on_step(self, metrics)
+                    self._tell("on_step", metrics)
                 finally:  # a step that was taken has its line, whatever fails after it
                     journal.step(metrics)
                     self.trackers.log(metrics)
@@ -381,8 +384,13 @@ class PolicyGradientTrainer:
             if self.termination.agreed():  # whoever called is to end as well
                 self._end_by_sigterm(journal)
         journal.say(f"saved {directory / 'final'}")
+        self._tell("on_end")
+
+    def _tell(self, moment: str, *arguments: Any) -> None:
+        """Call a method of every callback."""
         for callback in self.callbacks:
-            callback.on_end(self)
+            with foreign(f"{moment} of the callback {type(callback).__name__}"):
+                getattr(callback, moment)(self, *arguments)
 
     def _resume(self, choice: str | bool | None) -> None:
         saved = self.checkpointer.resume(choice, self.runtime)
@@ -508,8 +516,14 @@ class PolicyGradientTrainer:
                 self.args.seed,
                 dtype=torch.promote_types(self.dtype, torch.float32),
                 device=self.runtime.device,
-                player=self.player,
+                player=self._player(),
             )
+
+    def _player(self) -> Player | None:
+        """Of episodes whose prompts, of their environments' choice, leave room for completions."""
+        limits = [models.max_positions(self.model), self.args.token_budget]
+        longest = min(limit for limit in limits if limit) - self.args.max_completion_length
+        return self.player and dataclasses.replace(self.player, longest_prompt=longest)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
@@ -564,9 +578,24 @@ class PolicyGradientTrainer:
                 samples.columns,
                 samples.rollout.action_mask,
                 paid(samples.episodes) if self.rewards.has_environment else None,
+                self._ended(samples),
+                self._trainer_state(),
             )
         rollout = samples.rollout
         return self.shaping.penalized(scores.to(rollout.sampler_logprobs), rollout)
+
+    def _ended(self, samples: Samples) -> list[bool]:
+        """Which completions the policy ended by an EOS."""
+        ends = models.stop_token_ids(self.model, self.processing_class)
+        return [bool(ids) and ids[-1] in ends for ids in samples.completion_ids]
+
+    def _trainer_state(self) -> TrainerState:
+        """What reward functions may ask for."""
+        return TrainerState(
+            epoch=self.state.draws / len(self.train_prompts),
+            global_step=self.state.step,
+            max_steps=self.total_steps,
+        )
 
     def episode_metrics(self, parts: Sequence[Samples]) -> dict[str, float]:
         """Over all processes, for a run with an environment or tools."""
@@ -660,8 +689,7 @@ class PolicyGradientTrainer:
     def save_checkpoint(self) -> Path:
         """Save everything that a resumed run needs, under `output_dir/checkpoints/`."""
         path = self.checkpointer.save(self.runtime)
-        for callback in self.callbacks:
-            callback.on_save(self, path)
+        self._tell("on_save", path)
         return path
 
     @announced

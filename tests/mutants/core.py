@@ -340,14 +340,11 @@ SOURCES = [
     ),
     Mutant(
         name="reward-model-opens-a-turn",
-        mistake="the reward model reads a chat that ends with the opening of another turn",
+        mistake="the reward model reads every chat as if its last turn had been cut off",
         file="rlhf_pg/rewards/model.py",
-        old='"text", open_turn=False',
+        old='"text", open_turn=cut and continues(text)',
         new='"text", open_turn=True',
-        killers=(
-            "tests/rewards/test_model.py::"
-            "test_chats_go_through_its_own_template_and_a_bos_stands_once",
-        ),
+        killers=("tests/rewards/test_model.py::test_a_chat_turn_that_was_cut_off_is_left_open",),
     ),
     Mutant(
         name="reward-model-drops-out",

@@ -16,6 +16,14 @@ EXACT = GRADIENTS + "the_expected_gradient_is_that_of_the_policys_own_tokens"
 
 MUTANTS: list[Mutant] = [
     Mutant(
+        name="late-calls-go-on",
+        mistake="an environment that is late keeps its thread: one more at every step",
+        file="rlhf_pg/rollout/calls.py",
+        old="SetAsyncExc(ident, ctypes.py_object(Late))",
+        new="SetAsyncExc(ident, None)",
+        killers=(TOKENS + "environments_that_hang_in_python_leave_no_threads_behind",),
+    ),
+    Mutant(
         name="observations-in-the-loss",
         mistake="what the environment answered is trained on, as if the policy had said it",
         file=EPISODES,
@@ -75,9 +83,17 @@ MUTANTS: list[Mutant] = [
         name="words-that-are-control-tokens",
         mistake="the name of a special token in a message closes the turn",
         file=DATA,
-        old="    quoted = _quoted(messages, special)",
-        new="    quoted = messages",
+        old="    quoted: list[Any] = _quoted(messages, special)",
+        new="    quoted: list[Any] = list(messages)",
         killers=("tests/test_data.py::test_what_a_message_says_is_no_control_token",),
+    ),
+    Mutant(
+        name="prefill-closed",
+        mistake="the assistant's own words at the end of a prompt are closed, and a turn opened",
+        file=DATA,
+        old="    if open_turn and continues(text):\n",
+        new="    if False:\n",
+        killers=("tests/test_data.py::test_the_assistants_own_words_are_continued",),
     ),
     Mutant(
         name="end-of-turn-twice",

@@ -8,9 +8,34 @@ SHAPING = "rlhf_pg/trainers/shaping.py"
 SCORING = "rlhf_pg/trainers/scoring.py"
 FUNCTIONS_TEST = "tests/rewards/test_functions.py::"
 PURE_TEST = "tests/rewards/test_scores.py::"
+MODEL_TEST = "tests/rewards/test_model.py::"
 OPTIONS_TEST = "tests/trainers/test_reward_options.py::"
 
 MUTANTS: list[Mutant] = [
+    Mutant(
+        name="reward-model-blind-to-eos",
+        mistake="a reward model never sees the EOS that was sampled, where papers score",
+        file="rlhf_pg/rewards/model.py",
+        old="        eos = self.sees_eos and bool(ended)\n",
+        new="        eos = False\n",
+        killers=(MODEL_TEST + "test_an_eos_that_was_sampled_is_seen_and_scored",),
+    ),
+    Mutant(
+        name="reward-model-closes-cut-turns",
+        mistake="the template ends a turn that the policy did not end",
+        file="rlhf_pg/rewards/model.py",
+        old="        cut = ended is False and not self.closes_truncated\n",
+        new="        cut = False\n",
+        killers=(MODEL_TEST + "test_a_chat_turn_that_was_cut_off_is_left_open",),
+    ),
+    Mutant(
+        name="event-loop-of-one-call",
+        mistake="every call has an event loop of its own: a semaphore that rewards keep dies",
+        file="rlhf_pg/user_code.py",
+        old="        if not _loops or not _answers(_loops[-1], PATIENCE):\n",
+        new="        if True:\n",
+        killers=(FUNCTIONS_TEST + "test_what_is_bound_to_an_event_loop_serves_every_step",),
+    ),
     # --------------------------------------------------------------------- where a score stands
     Mutant(
         name="score-behind-the-last-token",

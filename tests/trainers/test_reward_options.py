@@ -468,3 +468,15 @@ def test_a_run_with_another_reward_function_does_not_resume(make) -> None:
     with pytest.raises(ValueError, match="keeps rewards/digits, and this one keeps rewards/other"):
         again.train(resume_from_checkpoint=True)
     assert all(p.equal(b) for p, b in zip(again.model.parameters(), before, strict=True))
+
+
+def test_a_reward_function_may_ask_how_far_the_run_is(make):
+    seen = []
+
+    def asks(completions, step, trainer_state, **_):
+        seen.append((step, trainer_state.global_step, trainer_state.max_steps))
+        return digits(completions)
+
+    trainer = make(reward_funcs=asks, max_steps=3)
+    trainer.train()
+    assert seen == [(step, step, 3) for step in range(3)]
