@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.experience import padded
+from rlhf_pg.quoted import shown, told
 from rlhf_pg.rewards.model import RewardModel
 from rlhf_pg.rewards.scores import ends
 
@@ -137,7 +138,8 @@ class Rewards:
         if silent:
             raise ValueError(
                 f"no reward function applies to completion {silent[0]} of the batch: every one of "
-                f"{', '.join(self.names)} returned None for prompt {prompts[silent[0]]!r}"
+                f"{', '.join(self.names)} returned None for prompt "
+                f"{shown(prompts[silent[0]])}"
             )
         return scores
 
@@ -148,9 +150,7 @@ class Rewards:
             result = function(**arguments)
             return _wait_for(result) if inspect.isawaitable(result) else result
         except Exception as error:
-            raise ValueError(
-                f"reward function {name} raised {type(error).__name__}: {error}"
-            ) from error
+            raise ValueError(f"reward function {name} raised {told(error)}") from error
 
 
 def _one_each(tokenizers: Any, count: int) -> list[Any]:
@@ -172,7 +172,7 @@ def _function(source: Any, tokenizer: Any, device: torch.device | None) -> Rewar
             "a reward model with an adapter cannot be scored: give merge_and_unload() of it"
         )
     if not callable(source):
-        raise TypeError(f"reward_funcs must be callables or reward models, got {source!r}")
+        raise TypeError(f"reward_funcs must be callables or reward models, got {shown(source)}")
     function: RewardFunction = source
     return function
 
@@ -197,7 +197,7 @@ def _placed(
     """(B,T) what one function said of these rows, each score at its token; NaN elsewhere."""
     scores = _plain(result)
     if not _is_list(scores) or len(scores) != len(rows):
-        got = f"{len(scores)} scores" if _is_list(scores) else repr(scores)
+        got = f"{len(scores)} scores" if _is_list(scores) else shown(scores)
         raise ValueError(
             f"reward function {name} must return a list of {len(rows)} scores, one per "
             f"completion, got {got}"
@@ -251,8 +251,8 @@ def _number(name: str, where: str, score: Any) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(
-            f"reward function {name} returned {score!r} for {where} of the batch: return a finite "
-            "number, or None where the reward does not apply"
+            f"reward function {name} returned {shown(score)} for {where} of the batch: return a "
+            "finite number, or None where the reward does not apply"
         )
     return number
 

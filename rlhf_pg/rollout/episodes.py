@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.data import encode, encode_answer
+from rlhf_pg.quoted import told
 from rlhf_pg.rollout.calls import Calls
 from rlhf_pg.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.environment import (
@@ -229,12 +230,12 @@ class _Game:
         if future.cancelled():
             row.episode.error = f"TimeoutError: no answer within {self.calls.timeout:g} s"
         elif (error := future.exception()) is not None:
-            row.episode.error = _told(error)
+            row.episode.error = told(error)
         else:
             try:
                 take(row, future.result())
             except ValueError as refused:
-                row.episode.error = _told(refused)
+                row.episode.error = told(refused)
         if row.resetting:
             row.resetting = False
             self._start(row.draw)
@@ -246,7 +247,7 @@ class _Game:
             row.episode.environment = self.player.environment_factory()
             reset = row.episode.environment.reset
         except Exception as error:
-            row.episode.error, row.resetting = _told(error), False
+            row.episode.error, row.resetting = told(error), False
             return
         self._call(row, reset, copy.deepcopy(dict(row.example)), self._prompted)
 
@@ -316,7 +317,3 @@ class _Game:
                 self._ask([row])
             else:
                 episode.cut_off()
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
