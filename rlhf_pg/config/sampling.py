@@ -32,7 +32,8 @@ class SamplingConfig(RunConfig):
     vllm_server_timeout: float = number(300.0, above=0)
     """Seconds that it may take over one answer; it is asked three times."""
     vllm_sync_directory: str | None = None
-    """Where weights are put for it, under a path that it sees too; None: sync/ in output_dir."""
+    """Where weights are put for it, in a directory of the run's own that only this user can read,
+    under a path that it sees too; None: sync/ in output_dir."""
     max_completion_length: int = number(512, minimum=1)
     """Longest completion in tokens, EOS included."""
     max_turns: int | None = number(None, minimum=1)

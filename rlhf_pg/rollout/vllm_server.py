@@ -1,16 +1,21 @@
 """The engine that samples on a stock `vllm serve`, which is told of new weights by path."""
 
 import hashlib
+import os
 import queue
 import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from rlhf_pg.quoted import told
@@ -47,7 +52,8 @@ class VllmServerEngine(RolloutEngine):
         model: the policy; its weights are looked at in `synced` alone.
         eos_token_ids: each ends a completion.
         url: of the server, without a path.
-        directory: for weights, under a path that the server sees too.
+        directory: under a path that the server sees too; weights are put into one of our own in it,
+            which has a name that nobody knows, and is removed in the end.
         timeout: seconds for one answer.
         is_main: this process hands over the weights; the others have to wait until it has.
 
@@ -101,8 +107,7 @@ class VllmServerEngine(RolloutEngine):
         yield
 
     def _load_adapter(self, model: PeftModel, name: str) -> None:
-        place = self.directory / name
-        model.save_pretrained(place)
+        place = self._saved(model, name)
         if name not in self._models():
             try:
                 self._load(name, place)
@@ -116,7 +121,33 @@ class VllmServerEngine(RolloutEngine):
             # It is only memory: a server that has lost the old one has done what is asked.
             with suppress(Refused):
                 self._do("/v1/unload_lora_adapter", {"lora_name": self.name})
-            shutil.rmtree(self.directory / self.name, ignore_errors=True)
+            shutil.rmtree(self._own / self.name, ignore_errors=True)
+
+    @cached_property
+    def _own(self) -> Path:
+        """A directory that is private to this run, whatever else there is, and whoever made it."""
+        for place in [*reversed(self.directory.parents), self.directory]:
+            if not place.exists():
+                place.mkdir(mode=0o700)
+        own = Path(tempfile.mkdtemp(prefix="weights-", dir=self.directory))
+        weakref.finalize(self, _remove, own, os.getpid())
+        return own
+
+    def _saved(self, model: PreTrainedModel | PeftModel, name: str) -> Path:
+        """Weights, under a path for the server.
+
+        Raises:
+            RolloutError: they cannot be written.
+        """
+        try:
+            place = self._own / name
+            model.save_pretrained(place)
+        except (OSError, SafetensorError) as error:
+            raise RolloutError(
+                f"vllm_sync_directory: weights cannot be written to {self.directory} "
+                f"({told(error)}): make room, or choose another"
+            ) from error
+        return place
 
     def _load(self, name: str, place: Path) -> None:
         try:
@@ -127,8 +158,7 @@ class VllmServerEngine(RolloutEngine):
                 raise
 
     def _replace_weights(self) -> None:
-        place = self.directory / "policy"
-        self.model.save_pretrained(place)
+        place = self._saved(self.model, "policy")
         try:
             arguments = {"weights_path": str(place)}
             self._do("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
@@ -248,6 +278,12 @@ class _Session:
 
         most = MOST + BYTES * (len(request.tokens) + max_tokens)
         return self._engine.server.begin("/v1/completions", body, read, most)
+
+
+def _remove(place: Path, owner: int) -> None:
+    """In the end of the process that made it, and not in that of one which it has forked."""
+    if os.getpid() == owner:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def _digest(model: PeftModel) -> str:

@@ -72,6 +72,14 @@ MUTANTS = [
         killers=(f"{SERVER}::test_an_adapter_that_was_loaded_is_not_lost_with_the_answer",),
     ),
     Mutant(
+        name="sync-directory-shared",
+        mistake="weights for a server are put under names that a user, or another run, may have",
+        file="rlhf_pg/rollout/vllm_server.py",
+        old='own = Path(tempfile.mkdtemp(prefix="weights-", dir=self.directory))',
+        new="own = self.directory",
+        killers=(f"{SERVER}::test_what_is_the_users_in_the_sync_directory_stays",),
+    ),
+    Mutant(
         name="escapes-obeyed",
         mistake="what a server, an environment or a reward says is obeyed by the terminal",
         file="rlhf_pg/quoted.py",

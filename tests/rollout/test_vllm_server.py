@@ -1,7 +1,11 @@
 """The engine of `vllm serve` against a server that fails; a real one is in tests/vllm."""
 
+import gc
 import importlib.util
+import os
+import shutil
 import socket
+import stat
 import struct
 import threading
 import time
@@ -106,7 +110,47 @@ def test_weights_are_loaded_once_for_all_that_is_sampled_from_them(fake, tmp_pat
             engine.generate([[5]], 1, PARAMS, seed=0)
         assert loaded[-1]["model.norm.weight"].equal(model.model.norm.weight)
     assert len(loaded) == fake.count("/reset_prefix_cache") == 2
+    [own] = (tmp_path / "sync").iterdir()
+    assert not list(own.iterdir())
+
+
+def test_what_is_the_users_in_the_sync_directory_stays(fake, tmp_path):
+    theirs, elsewhere = tmp_path / "sync" / "policy", tmp_path / "elsewhere"
+    theirs.mkdir(parents=True)
+    elsewhere.mkdir()
+    (theirs / "model.safetensors").write_text("years of work")
+    engine = engine_of(fake, tmp_path)
+    engine.generate([[5]], 1, PARAMS, seed=0)
+    assert [path.read_text() for path in theirs.iterdir()] == ["years of work"]
+    shutil.rmtree(theirs)
+    theirs.symlink_to(elsewhere)
+    engine.generate([[5]], 1, PARAMS, seed=0)
+    assert theirs.is_symlink()
+    assert not list(elsewhere.iterdir())
+
+
+def test_runs_share_a_sync_directory_and_leave_nothing_there(fake, tmp_path):
+    engines, places = [engine_of(fake, tmp_path) for _ in range(2)], set()
+    fake.answers["/collective_rpc"] = lambda body: places.add(body["kwargs"]["weights_path"])
+    with engines[0].synced(), engines[1].synced():
+        owns = list((tmp_path / "sync").iterdir())
+    assert len(places) == len(owns) == 2
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in [tmp_path / "sync", *owns])
+    child = os.fork()
+    if child == 0:
+        engines.clear()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert sorted((tmp_path / "sync").iterdir()) == sorted(owns)
+    engines.clear()
+    gc.collect()
     assert not list((tmp_path / "sync").iterdir())
+
+
+def test_a_sync_directory_that_cannot_be_written_to_is_one_error(fake, tmp_path):
+    (tmp_path / "sync").write_text("a file")
+    with pytest.raises(RolloutError, match=r"vllm_sync_directory: .*sync .*choose another"):
+        engine_of(fake, tmp_path).generate([[5]], 1, PARAMS, seed=0)
 
 
 def test_an_adapter_has_a_name_of_its_own_for_every_value(fake, tmp_path):
@@ -123,7 +167,8 @@ def test_an_adapter_has_a_name_of_its_own_for_every_value(fake, tmp_path):
     saved = load_file(Path(load["lora_path"]) / "adapter_model.safetensors")
     own = {name.replace(".default", ""): p for name, p in model.named_parameters()}
     assert all(tensor.equal(own[name]) for name, tensor in saved.items())
-    assert [path.name for path in (tmp_path / "sync").iterdir()] == [load["lora_name"]]
+    [own] = (tmp_path / "sync").iterdir()
+    assert [path.name for path in own.iterdir()] == [load["lora_name"]]
 
 
 def test_another_process_knows_the_name_and_loads_nothing(fake, tmp_path):
