@@ -21,6 +21,7 @@ from rlhf_pg.config import RewardModelConfig, SFTConfig
 from rlhf_pg.recipe import fail, load, parse, recipe_file
 from rlhf_pg.report import save_curve, show_curve
 from rlhf_pg.rewards import train_reward_model
+from rlhf_pg.rollout import RolloutError
 from rlhf_pg.runtime import LAYOUTS
 from rlhf_pg.tasks import TASKS
 from rlhf_pg.tasks.warm_start import ensure_model, warm_start
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             plan(flags)
         else:
             train(_recipe(flags[0]), flags[1:])
-    except ValueError as error:  # what the library says of bad input is enough
+    except (ValueError, RolloutError) as error:  # what the library says of it is enough
         fail(str(error))
     except KeyboardInterrupt:
         print("interrupted: a run goes on from its last checkpoint, if it has one", file=sys.stderr)

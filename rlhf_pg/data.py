@@ -13,7 +13,8 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.user_code import foreign, shown, told
+from rlhf_pg.quoted import shown, told
+from rlhf_pg.user_code import foreign
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-logger = logging.getLogger(__name__)
+from rlhf_pg.quoted import told
 
-LONGEST = 500  # characters that an error shows of a value, or of another error
+logger = logging.getLogger(__name__)
 
 PATIENCE = 1.0  # seconds after which an event loop that does not answer is given up
 MOST_LATE = 64  # threads that hang in calls which nobody waits for any more
@@ -173,28 +173,9 @@ def foreign(who: str) -> Iterator[None]:
         before.restore(who)
 
 
-def told(error: BaseException) -> str:
-    """An error in words, also where it has none that can be had."""
-    return f"{type(error).__name__}: {_shortened(_said(str, error))}"
-
-
-def shown(value: Any) -> str:
-    """The `repr` of a value, shortened, also where it raises."""
-    return _shortened(_said(repr, value))
-
-
 def plain_text(value: Any) -> str:
     """The `str` of a value, also where it raises."""
-    return _said(str, value)
-
-
-def _said(speak: Callable[[Any], str], value: Any) -> str:
     try:
-        return speak(value)
+        return str(value)
     except Exception as error:
         return f"<{type(value).__name__}, whose text raises {type(error).__name__}>"
-
-
-def _shortened(text: str) -> str:
-    half = LONGEST // 2
-    return text if len(text) <= LONGEST else f"{text[:half]} ... {text[-half:]}"

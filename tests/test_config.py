@@ -922,6 +922,13 @@ def apart(config):
     return APART_IN.get(config, [*APART, BY_RETURNS, OF_ROWS])
 
 
+@pytest.mark.parametrize("url", ["http://me:S3CRET@a", "http://a?key=S3CRET", "http://a/#S3CRET"])
+def test_what_is_secret_in_the_address_of_a_server_is_refused_and_not_said(url):
+    with pytest.raises(ValueError, match="vllm_server_base_url holds") as error:
+        GRPOConfig(rollout_engine="vllm_server", vllm_server_base_url=url)
+    assert "S3CRET" not in str(error.value)
+
+
 @each_config
 def test_a_dumped_config_parses_back_to_itself(config, tmp_path):
     options = [{}, OTHERS[config], *apart(config)]
@@ -1019,6 +1026,11 @@ def test_a_value_that_begins_with_a_dash_is_no_flag(recipe):
             GRPOConfig,
             {"rollout_engine": "vllm_server", "vllm_server_base_url": "localhost:8000"},
             "vllm_server_base_url must begin with http:// or https://, got 'localhost:8000'",
+        ),
+        (
+            GRPOConfig,
+            {"rollout_engine": "vllm_server", "vllm_server_base_url": "http://there:99999"},
+            "vllm_server_base_url must be http://host or .*, got 'http://there:99999'",
         ),
         (GRPOConfig, {"lora_target_modules": ["q_proj"]}, "lora_target_modules is for LoRA"),
         (GRPOConfig, {"use_peft": True, "lora_dropout": 0.1}, "needs disable_dropout: false"),

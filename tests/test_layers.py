@@ -22,7 +22,7 @@ FLOORS = [
         "attempts",
         "noise",
     },
-    {"fields", "config", "recipe"},
+    {"fields", "config", "recipe", "quoted"},
     {
         "models",
         "data",

@@ -4,7 +4,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from rlhf_pg.user_code import shown
+from rlhf_pg.quoted import shown
 
 Messages: TypeAlias = str | Sequence[Mapping[str, Any]]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.data import TooLong, encode, encode_answer
+from rlhf_pg.quoted import told
 from rlhf_pg.rollout.calls import Calls
 from rlhf_pg.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.environment import (
@@ -22,7 +23,7 @@ from rlhf_pg.rollout.environment import (
     checked_observation,
     checked_prompt,
 )
-from rlhf_pg.user_code import foreign, told
+from rlhf_pg.user_code import foreign
 
 logger = logging.getLogger(__name__)
 

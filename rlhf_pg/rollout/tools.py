@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from rlhf_pg.data import continues, encode, encode_answer
+from rlhf_pg.quoted import told
 from rlhf_pg.rollout.calls import Calls
 from rlhf_pg.rollout.environment import Messages, Observation
-from rlhf_pg.user_code import told
 
 Tool = Callable[..., Any]
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from rlhf_pg.attempts import majority_score, pass_at_k
 from rlhf_pg.data import Prompts, batches, text_of
 from rlhf_pg.metrics import length_metrics, reward_metrics
+from rlhf_pg.quoted import shown
 from rlhf_pg.rewards import totals
-from rlhf_pg.user_code import foreign, shown
+from rlhf_pg.user_code import foreign
 
 if TYPE_CHECKING:
     from rlhf_pg.trainers.base import PolicyGradientTrainer

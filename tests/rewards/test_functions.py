@@ -426,6 +426,22 @@ def failure(**_):
     raise KeyError("answer")
 
 
+def test_what_a_function_says_is_made_harmless():
+    """Neither a terminal obeys it, nor does it fill one."""
+
+    def shouting(**_):
+        raise RuntimeError("\x1b[2J at https://judge/?key=S3CRET " + "a" * 10**6)
+
+    with pytest.raises(
+        ValueError, match=r"shouting raised .*: \\x1b\[2J at .*judge/\?\*\*\* aaa"
+    ) as caught:
+        call(length, shouting)
+    assert len(str(caught.value)) < 1200
+    with pytest.raises(ValueError, match="said returned 'aaa") as caught:
+        call(says(["a" * 10**6] * 3))
+    assert len(str(caught.value)) < 1200
+
+
 @pytest.mark.parametrize("function", [failure, slow_failure])
 def test_an_exception_names_the_function_and_keeps_its_cause(function):
     with pytest.raises(ValueError, match="failure raised KeyError: 'answer'") as caught:

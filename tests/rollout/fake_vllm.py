@@ -8,7 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 
-Answer = tuple[int, Any]  # status, and JSON or bytes
+# Status, and JSON or bytes; or what writes an answer of its own to the handler's `wfile`.
+Answer = tuple[int, Any] | Callable[[BaseHTTPRequestHandler], None]
 
 
 class _Threads(ThreadingHTTPServer):
@@ -37,13 +38,18 @@ class FakeVllm:
                 self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
             def reply(self, body: Any) -> None:
-                status, answer = fake.answer(self.path.split("?")[0], body)
+                said = fake.answer(self.path.split("?")[0], body)
+                if callable(said):
+                    with suppress(ConnectionError):
+                        said(self)
+                    return
+                status, answer = said
                 text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(status)
                 # One that is cut off has promised more.
                 self.send_header("Content-Length", str(len(text) + 10 * (answer == b"{")))
                 self.end_headers()
-                with suppress(BrokenPipeError):  # who asked has not waited
+                with suppress(ConnectionError):  # who asked has not waited
                     self.wfile.write(text)
 
             def log_message(self, *_: Any) -> None:

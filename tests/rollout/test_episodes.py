@@ -288,11 +288,11 @@ def test_an_environment_that_fails_ends_its_own_episode_alone(answer, error):
 def test_a_beginning_that_fails_leaves_the_prompt_of_the_dataset_and_its_group_goes_on():
     class Broken(Listed):
         def reset(self, example):
-            raise ValueError("no beginning")
+            raise ValueError("no beginning\x1b[2J")
 
     engine = sayer("a<eos>")
     broken, whole = play(engine, Broken(), Listed(("", 1.0, True)), n=2)
-    assert broken.error == "ValueError: no beginning"
+    assert broken.error == r"ValueError: no beginning\x1b[2J"  # shown, and not obeyed
     assert (broken.prompt, broken.tokens) == ("q?", [])
     assert whole.error is None
     assert [list(r.samples) for r in engine.requests] == [[1]]
