@@ -6,6 +6,7 @@ adapter): `optimizer.safetensors` (by parameter name), `rng-rank{r}.safetensors`
 (`rlhf_pg.sealed`): a run resumes from what was saved, to the last bit, or not from there.
 """
 
+import copy
 import hashlib
 import json
 import logging
@@ -170,14 +171,23 @@ class Checkpointer:
 
     def _record(self) -> dict[str, Any]:
         """What is no tensor."""
+        return {**self.numbers(), "fingerprints": self.fingerprints(), "config": self.config}
+
+    def numbers(self) -> dict[str, Any]:
+        """What moves with the run and is no tensor; a copy."""
         return {
             "counters": asdict(self.state),
-            "running": {name: vars(record) for name, record in self.running.items()},
-            "scheduler": self.scheduler.state_dict(),
+            "running": {name: dict(vars(record)) for name, record in self.running.items()},
+            "scheduler": copy.deepcopy(self.scheduler.state_dict()),
             "learning_rates": [group["lr"] for group in self.trained.optimizer.param_groups],
-            "fingerprints": self.fingerprints(),
-            "config": self.config,
         }
+
+    def put_back(self, numbers: Mapping[str, Any]) -> None:
+        """The inverse of `numbers`."""
+        self._load_schedule(numbers["scheduler"], numbers["learning_rates"])
+        vars(self.state).update(numbers["counters"])
+        for name, record in self.running.items():
+            vars(record).update(numbers["running"][name])
 
     def resume(self, choice: str | bool | None, runtime: Runtime) -> dict[str, Any]:
         """Restore a checkpoint directory, or for True and "latest" the newest that is whole;
@@ -214,12 +224,17 @@ class Checkpointer:
                     "another output_dir"
                 )
             return saved
-        if newest >= 0 and self.state.step == 0:
+        if newest >= 0 and self.state.step == 0 and not self._ended(newest, runtime):
             raise ValueError(
                 f"{self.directory.parent} holds the checkpoints of an earlier run: go on with "
                 "it (--resume_from_checkpoint latest), or choose another output_dir"
             )
         return {}
+
+    def _ended(self, newest: int, runtime: Runtime) -> bool:
+        """Whether the run that saved them came to its end, after the newest. Collective."""
+        end = sealed.facts(self.directory.parent / "final").get("step", -1)
+        return bool(runtime.most(int(runtime.is_main and end >= newest)))
 
     def _newest(self, runtime: Runtime, below: int | None = None) -> int:
         """The largest step that any process sees a checkpoint of; -1 if there is none."""
@@ -276,11 +291,8 @@ class Checkpointer:
             logger.warning("%s goes on with another learning rate: %s", path, changed)
         self._load_models(path)
         self.trained.load_state(stored_state(path / "optimizer.safetensors", self.parameters))
-        self._load_schedule(state["scheduler"], state["learning_rates"])
-        vars(self.state).update(state["counters"])
-        self.saved = None
-        for name, record in self.running.items():
-            vars(record).update(state["running"][name])
+        self.put_back(state)
+        self.saved = self.state.step if path.resolve() == self.path().resolve() else None
         if not self._has_best(path.resolve()):
             self.state.best_reward = None  # the best checkpoint stayed there
         rng = _rng_file(path, rank)

@@ -76,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, RolloutError) as error:  # what the library says of it is enough
         fail(str(error))
     except KeyboardInterrupt:
-        print("interrupted: a run goes on from its last checkpoint, if it has one", file=sys.stderr)
+        print(
+            "interrupted: a run that had a step goes on with --resume_from_checkpoint latest",
+            file=sys.stderr,
+        )
         raise SystemExit(128 + signal.SIGINT) from None
 
 

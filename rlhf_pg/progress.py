@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 SHOWN = ("reward", "kl", "entropy")
 
-# What a run leaves in its directory, checkpoints aside. What tells that there was one is the last.
+# What a run leaves in its directory. What tells that there was one is the last.
 RUN_FILES = (
-    *("config.yaml", "completions.jsonl", "best", "final", "reward.png"),
+    *("config.yaml", "completions.jsonl", "checkpoints", "best", "final", "reward.png"),
     *("tensorboard", "wandb", "run-id", "skipped", "metrics.jsonl"),
 )
 

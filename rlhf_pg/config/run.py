@@ -117,9 +117,9 @@ class RunConfig(Checked):
     One process may generate, reward or save for this much longer than the others, and no more.
     """
 
-    save_steps: int = number(0, minimum=0)
-    """Save a checkpoint every so many steps; 0 saves none."""
-    save_total_limit: int | None = number(None, minimum=1)
+    save_steps: int = number(100, minimum=0)
+    """Save a checkpoint every so many steps; 0 saves only when the run is cut short."""
+    save_total_limit: int | None = number(2, minimum=1)
     """Keep so many checkpoints, the newest; None keeps all. `best/` is none of them."""
     eval_steps: int = number(0, minimum=0)
     """Evaluate every so many steps, sampled and greedy; 0 never does."""

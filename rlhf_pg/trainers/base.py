@@ -7,13 +7,14 @@ ranks, T completion width; a row is one completion.
 import dataclasses
 import logging
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -57,6 +58,7 @@ from rlhf_pg.trainers.engines import chosen, start, with_engine
 from rlhf_pg.trainers.episodes import episode_counts, episode_metrics, paid
 from rlhf_pg.trainers.evaluation import Answer, evaluate, stripped_text
 from rlhf_pg.trainers.learner import Learner
+from rlhf_pg.trainers.leaving import saved_on_leaving
 from rlhf_pg.trainers.mismatch import against_sampler
 from rlhf_pg.trainers.samples import Judged, Samples, collect
 from rlhf_pg.trainers.scoring import make_experience
@@ -65,6 +67,13 @@ from rlhf_pg.trainers.skipping import Skips
 from rlhf_pg.user_code import foreign
 
 logger = logging.getLogger(__name__)
+
+
+class Begun(NamedTuple):
+    """What a step was begun with, to begin it anew."""
+
+    rng: dict[str, Tensor]
+    numbers: dict[str, Any]
 
 
 class PolicyGradientTrainer:
@@ -158,7 +167,7 @@ class PolicyGradientTrainer:
         self._choose()
         self.critic = self.new_critic()
         self.state = TrainState()
-        self._begun: dict[str, Tensor] | None = None  # random states, while a step draws its batch
+        self._begun: Begun | None = None  # while there is a step
         open_keys = "micro_batch_tokens", "rollout_engine"
         self.found = {key for key in open_keys if getattr(args, key) == "auto"}
         self.args, self.why_engine = with_engine(args, self.model, self.runtime)
@@ -343,8 +352,10 @@ class PolicyGradientTrainer:
             ValueError: no such checkpoint, none that is whole, or one beyond the last step;
                 `output_dir` holds those of another run, is in use by one or cannot be written to;
                 or a tracker cannot start.
-            SystemExit: with code 143 (128 + SIGTERM), after SIGTERM to any process: the step has
-                been finished, and a checkpoint saved.
+            SystemExit: with code 143 (128 + SIGTERM) after SIGTERM to any process, or 129 after
+                SIGHUP, or in several processes 130 after SIGINT: the step has been finished, and a
+                checkpoint saved. After any other error, too, one of the last step that was
+                finished has been saved, in several processes where all of them end by it.
         """
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
@@ -361,7 +372,8 @@ class PolicyGradientTrainer:
         tracked = self.trackers.opened(
             directory, self.args.run_name, dataclasses.asdict(self.args), self.state.step > 0
         )
-        with self.termination.awaited(), tracked, journal.progress(self.total_steps):
+        progress = journal.progress(self.total_steps)
+        with self.termination.awaited(), tracked, progress, saved_on_leaving(self):
             while self.state.step < self.total_steps:
                 metrics = self.step(journal)
                 failpoint("stepped")
@@ -374,15 +386,15 @@ class PolicyGradientTrainer:
                     journal.step(metrics)
                     self.trackers.log(metrics)
                 saves = _due(self.state.step, self.args.save_steps)
-                terminated = self.termination.agreed()
+                number = self.termination.agreed()
                 if saves:
                     self.save_checkpoint()
-                if terminated:
-                    self._end_by_sigterm(journal)
+                if number:
+                    self._end_by_signal(number, journal)
             # Before the trackers are closed, which may wait for a network.
             self._save_final(directory / "final")
-            if self.termination.agreed():  # whoever called is to end as well
-                self._end_by_sigterm(journal)
+            if number := self.termination.agreed():  # whoever called is to end as well
+                self._end_by_signal(number, journal)
         journal.say(f"saved {directory / 'final'}")
         self._tell("on_end")
 
@@ -407,9 +419,10 @@ class PolicyGradientTrainer:
             self._sample_as_before(saved["rollout_engine"])
         self.checkpointer.config = self._config()
 
-    def _end_by_sigterm(self, journal: Journal) -> None:
-        journal.say(f"SIGTERM: the run goes on from {self._checkpoint()}")
-        raise Terminated
+    def _end_by_signal(self, number: int, journal: Journal) -> None:
+        name = signal.Signals(number).name
+        journal.say(f"{name}: the run goes on from {self._checkpoint()}")
+        raise Terminated(number)
 
     def _set_budget(self, tokens: int) -> None:
         """Split rows as the run that is resumed did: sums in another order round otherwise."""
@@ -436,12 +449,9 @@ class PolicyGradientTrainer:
     def step(self, journal: Journal) -> dict[str, Any]:
         """One rollout batch and every update on it; returns the line for metrics.jsonl."""
         start, meter = time.perf_counter(), Meter()
-        self._begun = rng_tensors()
-        try:
-            with self.sampling():
-                batch = draw_batch(self, meter)
-        finally:
-            self._begun = None
+        self._begun = Begun(rng_tensors(), self.checkpointer.numbers())
+        with self.sampling():
+            batch = draw_batch(self, meter)
         samples, scores = batch.judged
         with meter.time("score"):
             experience, metrics = self.make_experience(samples.rollout, scores, meter, batch.greedy)
@@ -470,7 +480,18 @@ class PolicyGradientTrainer:
         metrics["num_tokens"] = self.state.num_tokens
         metrics["step_time"] = time.perf_counter() - start
         metrics["perf/tokens_per_second"] = tokens / metrics["step_time"]
+        self._begun, self.learner.begun = None, 0
         return dict.fromkeys(KEYS) | metrics
+
+    def take_back_step(self) -> None:
+        """Where a step has broken off, it begins anew: random states, counters and records.
+
+        Weights that it has updated stay as they are.
+        """
+        if self._begun is not None:
+            restore_rng(self._begun.rng)
+            self.checkpointer.put_back(self._begun.numbers)
+        self._begun, self.learner.begun = None, 0
 
     def roll_out(self, draws: range) -> Samples:
         """Sample this rank's share of the prompts, whole groups each.
@@ -554,8 +575,7 @@ class PolicyGradientTrainer:
         if reason is None:
             return
         if self.state.step:
-            if self._begun is not None:  # the step will be taken again from where it began
-                restore_rng(self._begun)
+            self.take_back_step()
             try:
                 reason = f"{reason} (saved so far: {self._checkpoint()})"
             except OSError as error:  # which is not what ends the run

@@ -76,6 +76,7 @@ class Learner:
     ) -> None:
         self.args, self.runtime, self.loss, self.critic = args, runtime, loss, critic
         self.skips = skips
+        self.begun = 0  # updates of this step that have reached the weights, or were about to
         # A loss that takes `groups` looks at other rows: a micro-batch must have all of them.
         self.compares_rows = "groups" in args.loss_options
         row, found = longest_prompt + args.max_completion_length, args.micro_batch_tokens == "auto"
@@ -210,12 +211,14 @@ class Learner:
                 self.trained.forget(self.module)
                 self.trained.step()
                 break
+            self.begun += 1
             norm = self._apply_gradient()
             if math.isfinite(norm):
                 norms.append(norm)
             else:
                 self.skips.skip(minibatch, norm, step + 1, number)
                 skipped += 1
+                self.begun -= 1
         return {
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
             **rates,

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf_pg import Callback, GRPOConfig, GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.metrics import KEYS, read
 from rlhf_pg.recipe import parse
+from rlhf_pg.sealed import verified
 from rlhf_pg.tasks import arithmetic
 from tests.untimed import untimed, without_times
 
@@ -180,10 +181,24 @@ def test_dropout_is_off_by_default(make) -> None:
     assert all(getattr(m, "attention_dropout", 0) == 0 for m in fresh.model.modules())
 
 
+class Breaks(Callback):
+    def on_step(self, trainer, metrics) -> None:
+        raise RuntimeError("not today")
+
+
 def test_checkpoints_of_another_run_are_not_mixed_in(make) -> None:
-    make(save_steps=1).train()
+    with pytest.raises(RuntimeError, match="not today"):
+        make(save_steps=1, callbacks=[Breaks()]).train()
     with pytest.raises(ValueError, match=r"earlier run.*--resume_from_checkpoint latest"):
         make().train()
+
+
+def test_a_run_that_ended_is_set_aside_with_its_checkpoints(make, tmp_path) -> None:
+    for _ in range(2):
+        make(save_steps=1).train()
+    run = tmp_path / "run"
+    assert verified(run / "earlier-1" / "checkpoints" / "step-00000003") is None
+    assert verified(run / "checkpoints" / "step-00000003") is None
 
 
 def test_an_earlier_run_is_set_aside(make, tmp_path, capsys) -> None:
