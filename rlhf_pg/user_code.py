@@ -43,7 +43,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 def _another_loop() -> asyncio.AbstractEventLoop:
     """One that goes on after it was held up, or a new one."""
     for loop in _loops[:-1]:
-        if _answers(loop, PATIENCE / 100):
+        if _answers(loop, PATIENCE / 10):
             _loops.remove(loop)
             return loop
     check_late(len(_loops))
