@@ -13,7 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from rlhf_pg import Callback
+from rlhf_pg import Callback, user_code
 from rlhf_pg.data import load_prompts
 from rlhf_pg.metrics import JsonLines
 from rlhf_pg.rewards import Rewards
@@ -254,6 +254,7 @@ def upheaval(directory):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_it_changes_of_the_process_is_put_back_and_its_forks_end(kind, tmp_path, caplog):
     before = Settings.now()
+    user_code._warn_once.cache_clear()
     with forks() as (fork, codes):
 
         def misbehave():
