@@ -10,6 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 def _another_loop() -> asyncio.AbstractEventLoop:
     """One that goes on after it was held up, or a new one."""
     for loop in _loops[:-1]:
-        if _answers(loop, PATIENCE / 100):
+        if _answers(loop, PATIENCE / 10):
             _loops.remove(loop)
             return loop
     check_late(len(_loops))
@@ -134,16 +135,20 @@ class Settings(NamedTuple):
         if now == self:
             return
         if now.directory != self.directory and self.directory is not None:
-            os.chdir(self.directory)
+            with suppress(OSError):  # it was removed, and output_dir is absolute
+                os.chdir(self.directory)
         torch.set_default_dtype(self.dtype)
         if now.device != self.device:
-            torch.set_default_device(self.device)
+            torch.set_default_device(None if self.device.type == "cpu" else self.device)
         torch.set_grad_enabled(self.gradients)
         torch.set_num_threads(self.threads)
         changed = [name for name, value in now._asdict().items() if value != getattr(self, name)]
-        logger.warning(
-            "%s changed this of the process: %s; it is put back", who, ", ".join(changed)
-        )
+        _warn_once(f"{who} changed this of the process: {', '.join(changed)}; it is put back")
+
+
+@lru_cache(maxsize=64)
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
 def end_fork(process: int, who: str) -> None:

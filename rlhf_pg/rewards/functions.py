@@ -142,10 +142,9 @@ class Rewards:
         inputs |= columns
         inputs = {name: [column[i] for i in rows] for name, column in inputs.items()}
         offered = _offered(rows, ended, state)
-        for k, function in enumerate(self.functions):
-            wanted = _wanted(self.names[k], function, offered, columns)
-            said = self._call(self.names[k], function, inputs, wanted)
-            scores[:, :, k] = _placed(self.names[k], said, rows, completion_ids, mask)
+        for k, (name, function) in enumerate(zip(self.names, self.functions, strict=False)):
+            said = self._call(name, function, inputs, _wanted(name, function, offered, columns))
+            scores[:, :, k] = _placed(name, said, rows, completion_ids, mask)
         silent = [i for i in rows if scores[i].isnan().all()]
         if silent:
             raise ValueError(
@@ -164,7 +163,7 @@ class Rewards:
                 lists = {key: list(value) for key, value in inputs.items()}
                 result = function(**copy.deepcopy(lists | wanted))
                 result = _plain(wait_for(result) if inspect.isawaitable(result) else result)
-                return [_plain(score) for score in result] if _is_list(result) else result
+                return [_listed(score) for score in result] if _is_list(result) else result
         except Exception as error:
             raise ValueError(f"{who} raised {told(error)}") from error
 
@@ -244,7 +243,7 @@ def _placed(
     for i, score in zip(rows, scores, strict=True):
         if _is_list(score):
             own = mask[i, : len(completion_ids[i])].tolist()
-            steps = _steps(name, i, list(score), own)
+            steps = _steps(name, i, score, own)
             table[i, : len(own)] = torch.tensor(steps, dtype=torch.float64)
         else:
             table[i, last[i]] = _number(name, f"completion {i}", score)
@@ -254,6 +253,12 @@ def _placed(
 def _plain(x: Any) -> Any:
     """Arrays and tensors as lists and numbers."""
     return x.tolist() if hasattr(x, "tolist") else x
+
+
+def _listed(score: Any) -> Any:
+    """Scores of steps as a list; what is one number stays as it is."""
+    steps = _plain(score)
+    return list(steps) if _is_list(steps) else score
 
 
 def _is_list(x: Any) -> bool:

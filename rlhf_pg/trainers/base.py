@@ -542,9 +542,14 @@ class PolicyGradientTrainer:
 
     def _player(self) -> Player | None:
         """Of episodes whose prompts, of their environments' choice, leave room for completions."""
-        limits = [models.max_positions(self.model), self.args.token_budget]
-        longest = min(limit for limit in limits if limit) - self.args.max_completion_length
-        return self.player and dataclasses.replace(self.player, longest_prompt=longest)
+        if self.player is None:
+            return None
+        limits = [models.max_positions(self.model)]
+        if "micro_batch_tokens" not in self.found:  # which never changes what is sampled
+            limits.append(self.args.token_budget)
+        most = min((limit for limit in limits if limit), default=None)
+        longest = most and most - self.args.max_completion_length
+        return dataclasses.replace(self.player, longest_prompt=longest)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:

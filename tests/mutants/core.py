@@ -55,8 +55,8 @@ RECORDS = [
         name="long-prompts-cut",
         mistake="a prompt that is too long loses its beginning without a word",
         file="rlhf_pg/data.py",
-        old="encode(prompt, tokenizer, row, tools=tools) for row,",
-        new="encode(prompt, tokenizer, row, tools=tools)[-(max_prompt_length or 0) :] for row,",
+        old="encode(prompt, tokenizer, row, tools=tools, most=max_prompt_length)",
+        new="encode(prompt, tokenizer, row, tools=tools)[-(max_prompt_length or 0) :]",
         killers=("tests/test_data.py::test_longer_prompts_are_an_error_that_names_the_first",),
     ),
     Mutant(
@@ -292,8 +292,8 @@ SOURCES = [
         name="reward-mutates-its-input",
         mistake="what one reward function does to its arguments, the next one and the trainer see",
         file="rlhf_pg/rewards/functions.py",
-        old="copy.deepcopy({key: list(value) for key, value in inputs.items()})",
-        new="dict(inputs)",
+        old="copy.deepcopy(lists | wanted)",
+        new="(inputs | wanted)",
         killers=(f"{REWARDS}::test_what_one_function_does_to_its_input_nobody_else_sees",),
     ),
     Mutant(

@@ -8,6 +8,7 @@ NAMED = "rlhf_pg/advantages/named.py"
 SCORING = "rlhf_pg/trainers/scoring.py"
 SHAPING = "rlhf_pg/trainers/shaping.py"
 TRAINED = "rlhf_pg/trainers/episodes.py"
+USER_CODE = "tests/faults/test_user_code.py::test_"
 TOKENS = "tests/rollout/test_episodes.py::test_"
 GRADIENTS = "tests/trainers/test_episodes.py::test_"
 FAILED = GRADIENTS + "an_episode_that_failed_is_in_no_baseline_statistic_or_loss"
@@ -15,6 +16,54 @@ TURNS_AND_ANSWERS = TOKENS + "turns_and_answers_stand_in_one_row_with_what_was_p
 EXACT = GRADIENTS + "the_expected_gradient_is_that_of_the_policys_own_tokens"
 
 MUTANTS: list[Mutant] = [
+    Mutant(
+        name="mark-forged",
+        mistake="a tool's result with the private mark of a turn is what the assistant said",
+        file=DATA,
+        old="{*added.values(), MARK[0], ",
+        new="{*added.values(), ",
+        killers=("tests/test_data.py::test_nor_is_what_an_environment_answers",),
+    ),
+    Mutant(
+        name="refused-prompt-forwarded",
+        mistake="the prompt of an environment may be longer than positions and micro-batches",
+        file=EPISODES,
+        old="most=player.longest_prompt",
+        new="most=None",
+        killers=(USER_CODE + "a_prompt_that_was_refused_is_not_forwarded",),
+    ),
+    Mutant(
+        name="megabytes-tokenized",
+        mistake="an answer of megabytes is tokenized to find that it does not fit",
+        file=DATA,
+        old="if most is not None and len(text) > most * ",
+        new="if most is not None and len(text) > 1_000_000 * most * ",
+        killers=(USER_CODE + "megabytes_are_never_tokenized",),
+    ),
+    Mutant(
+        name="transform-drawn-again",
+        mistake="a random transform makes another prompt for the reward than for the policy",
+        file=DATA,
+        old='    if dataset.format["type"] != "custom":\n',
+        new="    if True:\n",
+        killers=(USER_CODE + "a_random_transform_is_drawn_once",),
+    ),
+    Mutant(
+        name="process-left-changed",
+        mistake="what a reward function does to default dtype or working directory stays",
+        file="rlhf_pg/user_code.py",
+        old="        if now == self:\n",
+        new="        if True:\n",
+        killers=(USER_CODE + "what_it_changes_of_the_process_is_put_back_and_its_forks_end",),
+    ),
+    Mutant(
+        name="reward-ends-the-run",
+        mistake="sys.exit(0) in a reward ends the run, as if it had come to its end",
+        file="rlhf_pg/user_code.py",
+        old="    except (Exception, KeyboardInterrupt):\n",
+        new="    except (Exception, KeyboardInterrupt, SystemExit):\n",
+        killers=(USER_CODE + "what_raises_is_an_error_that_says_what",),
+    ),
     Mutant(
         name="late-calls-go-on",
         mistake="an environment that is late keeps its thread: one more at every step",
@@ -63,10 +112,10 @@ MUTANTS: list[Mutant] = [
         name="turn-paid-behind-the-answer",
         mistake="the reward of a turn stands at the last token of its answer, where it is not paid",
         file=EPISODES,
-        old="                episode.observe(messages, ids)\n",
+        old="        episode.observe(messages, ids)\n",
         new=(
-            "                episode.observe(messages, ids)\n"
-            "                episode.rewards = episode.rewards[-len(ids) :] "
+            "        episode.observe(messages, ids)\n"
+            "        episode.rewards = episode.rewards[-len(ids) :] "
             "+ episode.rewards[: -len(ids)]\n"
         ),
         killers=(EXACT,),

@@ -411,8 +411,7 @@ def test_environments_that_cannot_be_stopped_are_few(monkeypatch):
     assert episode.error is None
 
 
-def test_a_loop_that_was_held_up_is_used_again(monkeypatch):
-    monkeypatch.setattr(user_code, "PATIENCE", 0.2)
+def test_a_loop_that_was_held_up_is_used_again():
     own = user_code.event_loop()
     go = threading.Event()
     own.call_soon_threadsafe(go.wait)
