@@ -2,6 +2,7 @@
 nothing that it leaves behind changes the run.
 """
 
+import itertools
 import json
 import logging
 import os
@@ -423,14 +424,20 @@ def test_a_random_transform_is_drawn_once(make):  # noqa: F811
 
 
 def test_a_prompt_that_was_refused_is_not_forwarded(make):  # noqa: F811
+    begun = itertools.count()
+
     class Long(Listed):
         def reset(self, example):
-            return "1+1=" * 200 if example["prompt"].startswith("1") else example["prompt"]
+            return "1+1=" * 9 if next(begun) % 2 else example["prompt"]
 
         def step(self, completion):
             return "", 1.0, True
 
-    trainer = make(reward_funcs=(), environment_factory=Long, micro_batch_tokens=64, max_steps=1)
+    trainer = make(
+        reward_funcs=(), environment_factory=Long, micro_batch_tokens=32, num_generations=2
+    )
     samples = trainer.roll_out(range(4))
+    errors = [episode.error for episode in samples.episodes]
+    assert [error is None for error in errors].count(False) == 4
+    assert all("too long: 36 tokens, for at most 26" in error for error in errors if error)
     assert samples.rollout.prompt_ids.shape[1] <= trainer.train_prompts.longest
-    trainer.train()

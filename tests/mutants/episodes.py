@@ -33,6 +33,14 @@ MUTANTS: list[Mutant] = [
         killers=(USER_CODE + "a_prompt_that_was_refused_is_not_forwarded",),
     ),
     Mutant(
+        name="prompt-refused-by-the-engine-forwarded",
+        mistake="what the engine refused as too long is scored all the same",
+        file=EPISODES,
+        old="                if not position:  ",
+        new="                if False:  ",
+        killers=(TOKENS + "a_beginning_that_the_engine_refuses_leaves_the_prompt_of_the_dataset",),
+    ),
+    Mutant(
         name="megabytes-tokenized",
         mistake="an answer of megabytes is tokenized to find that it does not fit",
         file=DATA,

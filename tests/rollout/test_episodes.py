@@ -10,7 +10,7 @@ import torch
 
 from rlhf_pg import user_code
 from rlhf_pg.rollout import Observation, Player, SamplingParams
-from tests.rollout.scripted import ScriptedEngine, letters
+from tests.rollout.scripted import ScriptedEngine, ScriptedSession, letters
 
 TOKENIZER = letters()
 EOS = TOKENIZER.eos_token_id
@@ -296,6 +296,23 @@ def test_a_beginning_that_fails_leaves_the_prompt_of_the_dataset_and_its_group_g
     assert (broken.prompt, broken.tokens) == ("q?", [])
     assert whole.error is None
     assert [list(r.samples) for r in engine.requests] == [[1]]
+
+
+def test_a_beginning_that_the_engine_refuses_leaves_the_prompt_of_the_dataset(monkeypatch):
+    """Which is all that the learner then has to forward."""
+    add = ScriptedSession.add
+
+    def limited(session, request):
+        if len(request.tokens) > 5:
+            raise ValueError("is too long")
+        add(session, request)
+
+    monkeypatch.setattr(ScriptedSession, "add", limited)
+    long, sound = Listed(prompt="abcdefg"), Listed(("", 1.0, True))
+    refused, whole = play(sayer("a<eos>"), long, sound, n=2)
+    assert refused.error == "ValueError: the episode is too long"
+    assert (refused.prompt, refused.prompt_ids, refused.tokens) == ("q?", ids("q?"), [])
+    assert whole.error is None
 
 
 def test_a_beginning_that_is_no_text_is_an_error_of_its_episode():
