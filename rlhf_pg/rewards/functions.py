@@ -149,7 +149,7 @@ class Rewards:
             arguments = copy.deepcopy({key: list(value) for key, value in inputs.items()})
             result = function(**arguments)
             return _wait_for(result) if inspect.isawaitable(result) else result
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # which is no Exception
             raise ValueError(f"reward function {name} raised {told(error)}") from error
 
 
@@ -195,7 +195,7 @@ def _placed(
     mask: Tensor,
 ) -> Tensor:
     """(B,T) what one function said of these rows, each score at its token; NaN elsewhere."""
-    scores = _plain(result)
+    scores = _plain(name, result)
     if not _is_list(scores) or len(scores) != len(rows):
         got = f"{len(scores)} scores" if _is_list(scores) else shown(scores)
         raise ValueError(
@@ -205,18 +205,25 @@ def _placed(
     table = torch.full(mask.shape, math.nan, dtype=torch.float64)
     last = ends(mask).tolist()
     for i, score in zip(rows, scores, strict=True):
-        if _is_list(_plain(score)):
+        entries = _plain(name, score)
+        if _is_list(entries):
             own = mask[i, : len(completion_ids[i])].tolist()
-            steps = _steps(name, i, _plain(score), own)
+            steps = _steps(name, i, entries, own)
             table[i, : len(own)] = torch.tensor(steps, dtype=torch.float64)
         else:
             table[i, last[i]] = _number(name, f"completion {i}", score)
     return table
 
 
-def _plain(x: Any) -> Any:
-    """Arrays and tensors as lists and numbers."""
-    return x.tolist() if hasattr(x, "tolist") else x
+def _plain(name: str, said: Any) -> Any:
+    """Arrays and tensors as numbers and lists; and any sequence as a list, which tells no lies."""
+    try:
+        said = said.tolist() if hasattr(said, "tolist") else said
+        return [said[i] for i in range(len(said))] if _is_list(said) else said
+    except Exception as error:  # a tensor without values, say
+        raise ValueError(
+            f"reward function {name} returned what cannot be read: {told(error)}"
+        ) from error
 
 
 def _is_list(x: Any) -> bool:
@@ -247,7 +254,7 @@ def _number(name: str, where: str, score: Any) -> float:
         return math.nan
     try:
         number = math.nan if isinstance(score, str) else float(score)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # whatever an object does
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(
