@@ -74,6 +74,9 @@ def load_prompts(
             f"expected a datasets.Dataset, got {type(dataset).__name__}: take one split, or make "
             "one with Dataset.from_list"
         )
+    shape = dataset.format
+    if shape["type"] in ("arrow", "pandas", "polars") or "prompt" not in shape["columns"]:
+        dataset = dataset.with_format(None)  # of tables, or without the prompt: rows are needed
     if "prompt" not in dataset.column_names:
         raise ValueError(
             f"the dataset has no column 'prompt' (it has {', '.join(dataset.column_names)}): "
