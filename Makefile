@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 PURE_TESTS := $(wildcard $(patsubst %,tests/test_%*.py,\
 	masking kl control advantages attempts losses policy_ experience micro_batches noise running)) tests/rewards/test_scores.py
 
-.PHONY: help demo preference soak test test-device test-device-slow test-sm90 test-distributed test-faults test-slow test-vllm \
+.PHONY: help demo preference fuzz soak test test-device test-device-slow test-sm90 test-distributed test-faults test-slow test-vllm \
 	device-mutants \
 	coverage mutants docs lint format clean
 
@@ -44,6 +44,9 @@ test-faults: $(VENV)/.installed  ## every fault of docs/reliability.md, injected
 
 test-slow: $(VENV)/.installed  ## the slow tests too
 	$(BIN)/pytest -m "not distributed and not vllm"
+
+fuzz: $(VENV)/.installed  ## ten minutes of faults by chance, from a seed (SEED=0)
+	PYTHONPATH=. $(BIN)/python -m tests.fuzz.run --minutes 10 --seed $(or $(SEED),0)
 
 soak: $(VENV)/.installed  ## an hour in which a run is killed again and again
 	PYTHONPATH=. $(BIN)/python -m tests.faults.soak --steps 24000 --kills 45

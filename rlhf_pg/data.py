@@ -86,7 +86,7 @@ def load_prompts(
             f"expected a datasets.Dataset, got {type(dataset).__name__}: take one split, or make "
             "one with Dataset.from_list"
         )
-    dataset = _transformed(dataset)
+    dataset = _in_rows(dataset)
     if "prompt" not in dataset.column_names:
         raise ValueError(
             f"the dataset has no column 'prompt' (it has {', '.join(dataset.column_names)}): "
@@ -116,12 +116,15 @@ def load_prompts(
     return Prompts(dataset, tokens)
 
 
-def _transformed(dataset: Dataset) -> Dataset:
-    """With what a transform (`with_transform`) makes of every row, once: it may be random, and
-    policy and reward are to see the same.
+def _in_rows(dataset: Dataset) -> Dataset:
+    """Rows with all columns, where a format shows tables, or leaves the prompt out; and with what a
+    transform (`with_transform`) makes of every row, once: it may be random, and policy and reward
+    are to see the same.
     """
-    if dataset.format["type"] != "custom":
-        return dataset
+    shape = dataset.format
+    if shape["type"] != "custom":
+        tables = shape["type"] in ("arrow", "pandas", "polars")
+        return dataset.with_format(None) if tables or "prompt" not in shape["columns"] else dataset
     try:
         with foreign("the dataset's transform"):
             return Dataset.from_list([dataset[row] for row in range(len(dataset))])

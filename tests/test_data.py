@@ -244,6 +244,13 @@ def test_a_missing_prompt_column_names_those_that_are_there():
         load_prompts(data, plain())
 
 
+@pytest.mark.parametrize("shape", [{"type": "pandas"}, {"type": "arrow"}, {"columns": ["answer"]}])
+def test_a_dataset_that_shows_itself_as_a_table_or_without_its_prompts_has_rows(shape):
+    plain = Dataset.from_dict({"prompt": ["1+1=", "2"], "answer": ["2", "2"]})
+    loaded, tokenizer = plain.with_format(**shape), character_tokenizer("12+=")
+    assert load_prompts(loaded, tokenizer).rows[0] == {"prompt": "1+1=", "answer": "2"}
+
+
 @pytest.mark.fault(34, "refused")
 def test_an_empty_dataset_is_refused():
     with pytest.raises(ValueError, match=r"the dataset has no prompts$"):

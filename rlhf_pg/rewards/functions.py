@@ -162,10 +162,15 @@ class Rewards:
             with foreign(who):
                 lists = {key: list(value) for key, value in inputs.items()}
                 result = function(**copy.deepcopy(lists | wanted))
-                result = _plain(wait_for(result) if inspect.isawaitable(result) else result)
-                return [_listed(score) for score in result] if _is_list(result) else result
+                result = wait_for(result) if inspect.isawaitable(result) else result
         except Exception as error:
             raise ValueError(f"{who} raised {told(error)}") from error
+        try:
+            with foreign(who):
+                result = _plain(result)
+                return [_listed(score) for score in result] if _is_list(result) else result
+        except Exception as error:  # a tensor without values, say
+            raise ValueError(f"{who} returned what cannot be read: {told(error)}") from error
 
 
 def _offered(
@@ -250,15 +255,16 @@ def _placed(
     return table
 
 
-def _plain(x: Any) -> Any:
-    """Arrays and tensors as lists and numbers."""
-    return x.tolist() if hasattr(x, "tolist") else x
+def _plain(said: Any) -> Any:
+    """Arrays and tensors as numbers and lists; and any sequence as a list, which tells no lies."""
+    said = said.tolist() if hasattr(said, "tolist") else said
+    return [said[i] for i in range(len(said))] if _is_list(said) else said
 
 
 def _listed(score: Any) -> Any:
     """Scores of steps as a list; what is one number stays as it is."""
     steps = _plain(score)
-    return list(steps) if _is_list(steps) else score
+    return steps if _is_list(steps) else score
 
 
 def _is_list(x: Any) -> bool:
@@ -289,7 +295,7 @@ def _number(name: str, where: str, score: Any) -> float:
         return math.nan
     try:
         number = math.nan if isinstance(score, str) else float(score)
-    except Exception:  # of an object of any kind
+    except Exception:  # whatever an object does
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(

@@ -101,7 +101,7 @@ def _over(done: Any) -> bool:
 def _finite(reward: Any) -> float:
     try:
         number = math.nan if isinstance(reward, str) else float(reward)
-    except Exception:  # of an object of any kind
+    except Exception:  # whatever an object does
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(

@@ -426,6 +426,35 @@ def failure(**_):
     raise KeyError("answer")
 
 
+class Raising:
+    def __float__(self):
+        raise ZeroDivisionError
+
+
+class Longer(list):
+    """Than it says."""
+
+    def __iter__(self):
+        return iter([0.5] * 9)
+
+
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [
+        (torch.ones(3, device="meta"), "said returned what cannot be read: NotImplementedError"),
+        ([torch.ones(1).to_sparse()] * 3, "said returned what cannot be read: RuntimeError"),
+        ([Raising()] * 3, "said returned <.*Raising object .*completion 0"),
+    ],
+)
+def test_what_is_no_number_by_its_own_account_is_one_error(scores, said):
+    with pytest.raises(ValueError, match=said):
+        call(says(scores))
+
+
+def test_a_list_has_the_length_that_it_says():
+    assert call(says(Longer([1.0, 2.0, 3.0]))).nansum() == 6.0
+
+
 def test_what_a_function_says_is_made_harmless():
     """Neither a terminal obeys it, nor does it fill one."""
 
@@ -440,6 +469,14 @@ def test_what_a_function_says_is_made_harmless():
     with pytest.raises(ValueError, match="said returned 'aaa") as caught:
         call(says(["a" * 10**6] * 3))
     assert len(str(caught.value)) < 1200
+
+
+def test_a_call_that_is_cancelled_is_one_error():
+    async def impatient(**_):
+        raise asyncio.CancelledError
+
+    with pytest.raises(ValueError, match="impatient raised CancelledError"):
+        call(length, impatient)
 
 
 @pytest.mark.parametrize("function", [failure, slow_failure])

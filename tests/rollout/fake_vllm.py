@@ -57,7 +57,8 @@ class FakeVllm:
 
         self.server = _Threads(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        serve = self.server.serve_forever
+        Thread(target=serve, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def close(self) -> None:
         self.server.shutdown()
