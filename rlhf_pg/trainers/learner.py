@@ -182,7 +182,8 @@ class Learner:
         last_pass: deque[Meter] = deque(maxlen=self.args.num_mini_batches)
         rates = {name: group["lr"] for name, group in self._rates.items()}
         alone = self.trains_critic_alone(step)
-        for number, minibatch in enumerate(self._minibatches(experience, step)):
+        passes = range(self.args.num_iterations)
+        for number, minibatch in enumerate(self._minibatches(experience, step, passes)):
             seen = Meter()
             self.accumulate(minibatch, seen)
             meter.absorb(seen)
@@ -202,6 +203,7 @@ class Learner:
                 self.skips.skip(minibatch, norm, step + 1, number)
                 skipped += 1
                 last_pass.pop()
+        self._teach_critic(experience, step)
         metrics = {
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
             **rates,
@@ -211,6 +213,20 @@ class Learner:
         if self.args.old_kl_target is not None or self.args.kl_adaptive_lr is not None:
             metrics["approx_kl/last_pass"] = self._approx_kl(last_pass) if last_pass else math.nan
         return metrics
+
+    def _teach_critic(self, experience: Experience, step: int) -> None:
+        """The updates in which the critic alone learns, once the policy has."""
+        args = self.args
+        if not isinstance(args, PPOConfig):
+            return
+        passes = range(args.num_iterations, args.num_iterations + args.value_iterations)
+        first = args.updates_per_step
+        for number, minibatch in enumerate(self._minibatches(experience, step, passes), first):
+            self.accumulate(minibatch, Meter())
+            self.trained.forget(self.policy)  # after the exchange, as above
+            norm = self._apply_gradient()
+            if not math.isfinite(norm):
+                self.skips.skip(minibatch, norm, step + 1, number)
 
     def set_budget(self, tokens: int) -> None:
         """Of another run, in place of what was found here."""
@@ -234,10 +250,12 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] *= scale
 
-    def _minibatches(self, experience: Experience, step: int) -> Iterator[Experience]:
+    def _minibatches(
+        self, experience: Experience, step: int, passes: Iterable[int]
+    ) -> Iterator[Experience]:
         """Draw d is in minibatch d mod num_mini_batches in every pass; only their order varies."""
         args = self.args
-        for iteration in range(args.num_iterations):
+        for iteration in passes:
             for m in permutation(args.num_mini_batches, args.seed, step, iteration):
                 rows = (experience.groups % args.num_mini_batches == m).nonzero().squeeze(1)
                 yield experience.select(rows)
