@@ -7,10 +7,22 @@ PURE = "rlhf_pg/rewards/scores.py"
 SHAPING = "rlhf_pg/trainers/shaping.py"
 SCORING = "rlhf_pg/trainers/scoring.py"
 FUNCTIONS_TEST = "tests/rewards/test_functions.py::"
+PROCESS_TEST = "tests/rewards/test_process.py::"
 PURE_TEST = "tests/rewards/test_scores.py::"
 OPTIONS_TEST = "tests/trainers/test_reward_options.py::"
 
 MUTANTS: list[Mutant] = [
+    Mutant(
+        name="step-judged-before-its-separator",
+        mistake="a process reward model is asked at the last word of a step, where it was not "
+        "trained to answer",
+        file="rlhf_pg/rewards/process.py",
+        old="            places.append(len(ids) - 1)\n",
+        new="            places.append(len(ids) - 2)\n",
+        killers=(
+            PROCESS_TEST + "test_each_step_is_judged_at_its_separator_and_scored_at_its_last_token",
+        ),
+    ),
     # --------------------------------------------------------------------- where a score stands
     Mutant(
         name="score-behind-the-last-token",
