@@ -10,6 +10,7 @@ import copy
 import hashlib
 import json
 import logging
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -144,6 +145,38 @@ class Checkpointer:
                 sealed.remove(self._at(step))
         except OSError as error:
             logger.warning("older checkpoints were not removed (save_total_limit): %s", error)
+
+    def rehearse(self, runtime: Runtime) -> None:
+        """Save once all that is not weights, in a directory that goes; collective.
+
+        Raises:
+            ValueError: on all processes, it could not be saved.
+        """
+        failure: Exception | None = None
+        if runtime.is_main:
+            try:
+                with tempfile.TemporaryDirectory(dir=self.directory.parent) as trial:
+                    self._save_configs(Path(trial))
+            except Exception as error:  # transformers and tokenizers have many
+                failure = error
+        reason = runtime.agreed(f"{type(failure).__name__}: {failure}" if failure else None)
+        if reason is not None:
+            raise ValueError(
+                f"the model could not be saved at the end ({reason}): mend what is said there, in "
+                "the object or in the files beside the model (generation_config.json)"
+            ) from failure
+
+    def _save_configs(self, path: Path) -> None:
+        model: Any = self.parts["model"].module
+        adapted = isinstance(model, PeftModel)
+        if adapted:
+            model.active_peft_config.save_pretrained(path)
+        if not adapted or self.config.get("save_merged"):
+            bare = model.get_base_model() if adapted else model
+            bare.config.save_pretrained(path)
+            if bare.can_generate():
+                bare.generation_config.save_pretrained(path)
+        self.tokenizer.save_pretrained(path)
 
     def save_models(self, writing: Writing, path: Path, final: bool = False) -> None:
         """Model (or its adapter), tokenizer and critic, as `from_pretrained` reads them.

@@ -71,6 +71,7 @@ RANGES = {
     "lora_dropout": ([0.0, 0.999], [1.0, -0.1, NAN]),
     "target_kl": ([1e-6, None], [0.0, -0.1, NAN]),
     "entropy_coef": ([0.0], [-1e-3, NAN]),
+    "router_aux_loss_coef": ([0.0], [-1e-3, NAN]),
     "missing_eos_penalty": ([0.0, None], [-1e-3, NAN]),
     "dynamic_sampling_rounds": ([0, 1], [-1]),
     "overlong_buffer": ([1, None], [0]),
@@ -114,6 +115,7 @@ OF_ONE = {
         "n_steps": ([1, None], [0]),
         "value_warmup_steps": ([0, None], [-1]),
         "value_pretraining_steps": ([0], [-1]),
+        "value_iterations": ([0], [-1]),
     },
 }
 SFT = {
@@ -801,6 +803,7 @@ OTHER_VALUES = {
     "save_merged": True,
     "target_kl": 0.02,
     "entropy_coef": 0.01,
+    "router_aux_loss_coef": 0.01,
     "normalize_advantages": True,
     "missing_eos_penalty": 1.0,
     "missing_eos_mode": "replace",
@@ -849,6 +852,7 @@ OTHERS = {
         "value_model_name_or_path": "org/reward-model",
         "value_warmup_steps": 7,
         "value_pretraining_steps": 5,
+        "value_iterations": 2,
         "normalize_values": True,
         "value_learning_rate": 1e-4,
         "vf_coef": 0.5,

@@ -127,6 +127,9 @@ class PPOConfig(PolicyGradientConfig):
     value_pretraining_steps: int = number(0, minimum=0)
     """Steps at the start in which the critic alone is trained (VAPO); the schedule and the warm-up
     of the policy come after them."""
+    value_iterations: int = number(0, minimum=0)
+    """Further passes over each rollout batch that train the critic alone, after those that train
+    both: several of its updates for one of the policy (VPG, A2C). Of a shared critic the head."""
     normalize_values: bool = False
     """Let the critic predict returns less their running mean, over their running deviation; the
     value loss and cliprange_value are in these units."""
@@ -151,7 +154,7 @@ class PPOConfig(PolicyGradientConfig):
                 "value_init random takes the policy's architecture: leave out "
                 "value_model_name_or_path"
             )
-        taught = ("value_lam", "value_pretraining_steps", "normalize_values")
+        taught = ("value_lam", "value_pretraining_steps", "value_iterations", "normalize_values")
         self.refuse_idle(
             taught, self.vf_coef > 0, "is for a critic that learns: set vf_coef, or leave it out"
         )

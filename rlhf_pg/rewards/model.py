@@ -56,7 +56,7 @@ class RewardModel:
         if isinstance(model, str | PathLike):
             model = _load(model)
         self.model = model.to(device or model.device).eval()
-        self.__name__ = _name(model.name_or_path or "") or type(model).__name__
+        self.__name__ = name_of(model.name_or_path or "") or type(model).__name__
         self.processing_class = score_tokenizer(processing_class, model, self._who)
 
     def __call__(
@@ -81,7 +81,7 @@ class RewardModel:
         said = zip(prompts, completions, known, strict=True)
         rows = [self._encode(row, *each) for row, each in enumerate(said)]
         scores = torch.zeros(len(rows), dtype=torch.float64)
-        for batch in _micro_batches([len(ids) for ids in rows]):
+        for batch in micro_batches([len(ids) for ids in rows]):
             scores[batch] = self._score([rows[i] for i in batch]).to(scores)
         numbers: list[float] = scores.tolist()
         return numbers
@@ -172,21 +172,26 @@ def with_eos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def score_tokenizer(
-    tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel, who: str
+    tokenizer: PreTrainedTokenizerBase | None,
+    model: PreTrainedModel,
+    who: str,
+    labels: Sequence[int] = (1,),
 ) -> PreTrainedTokenizerBase:
     """The tokenizer given, or the one saved beside the model; checked, and the model's head too.
 
     Args:
         who: how an error calls the model.
+        labels: how many outputs it may have.
 
     Raises:
-        ValueError: the model has more than one output; no tokenizer, no pad token, or ids beyond
-            the embedding rows.
+        ValueError: the model has another number of outputs; no tokenizer, no pad token, or ids
+            beyond the embedding rows.
     """
-    if model.config.num_labels != 1:
+    if model.config.num_labels not in labels:
+        kind = "sequence classifier" if labels == (1,) else "token classifier"
         raise ValueError(
-            f"{who} has {model.config.num_labels} outputs: a reward is one number, from a sequence "
-            "classifier with num_labels 1"
+            f"{who} has {model.config.num_labels} outputs: a reward is one number, from a {kind} "
+            f"with num_labels {' or '.join(map(str, labels))}"
         )
     tokenizer = tokenizer or _saved_tokenizer(model.name_or_path, who)
     if tokenizer.pad_token_id is None:
@@ -198,7 +203,7 @@ def score_tokenizer(
     return tokenizer
 
 
-def _name(path: str | PathLike[str]) -> str:
+def name_of(path: str | PathLike[str]) -> str:
     """The last part of a path or Hub id; of what a run has left in `final/`, that of the run."""
     whole = Path(path)
     return whole.parent.name if whole.name == "final" else whole.name
@@ -209,7 +214,7 @@ def _load(path: str | PathLike[str]) -> PreTrainedModel:
         check_directory(path)
         return from_pretrained(AutoModelForSequenceClassification, path, dtype="auto")
     except ValueError as error:
-        raise ValueError(f"reward model {_name(path)}: {error}") from error
+        raise ValueError(f"reward model {name_of(path)}: {error}") from error
 
 
 def _saved_tokenizer(path: str, who: str) -> PreTrainedTokenizerBase:
@@ -226,7 +231,7 @@ def _saved_tokenizer(path: str, who: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _micro_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+def micro_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Indices of texts of like length, so many that their padded tokens fit SCORING_TOKENS."""
     batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):

@@ -351,7 +351,7 @@ class PolicyGradientTrainer:
         Raises:
             ValueError: no such checkpoint, none that is whole, or one beyond the last step;
                 `output_dir` holds those of another run, is in use by one or cannot be written to;
-                or a tracker cannot start.
+                the model's config could not be saved; or a tracker cannot start.
             SystemExit: with code 143 (128 + SIGTERM) after SIGTERM to any process, or 129 after
                 SIGHUP, or in several processes 130 after SIGINT: the step has been finished, and a
                 checkpoint saved. After any other error, too, one of the last step that was
@@ -360,6 +360,7 @@ class PolicyGradientTrainer:
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
         self._resume(resume_from_checkpoint)
+        self.checkpointer.rehearse(self.runtime)
         directory = Path(self.args.output_dir)
         journal = Journal(directory, self.state.step, self.runtime.is_main)
         if self.runtime.is_main:

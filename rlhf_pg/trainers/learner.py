@@ -199,7 +199,8 @@ class Learner:
         skipped = 0
         rates = {name: group["lr"] for name, group in self._rates.items()}
         alone = self.trains_critic_alone(step)
-        for number, minibatch in enumerate(self._minibatches(experience, step)):
+        passes = range(self.args.num_iterations)
+        for number, minibatch in enumerate(self._minibatches(experience, step, passes)):
             seen = Meter()
             self.accumulate(minibatch, seen)
             meter.absorb(seen)
@@ -219,12 +220,29 @@ class Learner:
                 self.skips.skip(minibatch, norm, step + 1, number)
                 skipped += 1
                 self.begun -= 1
+        self._teach_critic(experience, step)
         return {
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
             **rates,
             "num_updates": len(norms),
             "skipped_updates": skipped,
         }
+
+    def _teach_critic(self, experience: Experience, step: int) -> None:
+        """The updates in which the critic alone learns, once the policy has."""
+        args = self.args
+        if not isinstance(args, PPOConfig):
+            return
+        passes = range(args.num_iterations, args.num_iterations + args.value_iterations)
+        first = args.updates_per_step
+        for number, minibatch in enumerate(self._minibatches(experience, step, passes), first):
+            self.accumulate(minibatch, Meter())
+            self.trained.forget(self.policy)  # after the exchange, as above
+            self.begun += 1
+            norm = self._apply_gradient()
+            if not math.isfinite(norm):
+                self.skips.skip(minibatch, norm, step + 1, number)
+                self.begun -= 1
 
     def set_budget(self, tokens: int) -> None:
         """Of another run, in place of what was found here."""
@@ -248,10 +266,12 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] *= scale
 
-    def _minibatches(self, experience: Experience, step: int) -> Iterator[Experience]:
+    def _minibatches(
+        self, experience: Experience, step: int, passes: Iterable[int]
+    ) -> Iterator[Experience]:
         """Draw d is in minibatch d mod num_mini_batches in every pass; only their order varies."""
         args = self.args
-        for iteration in range(args.num_iterations):
+        for iteration in passes:
             for m in permutation(args.num_mini_batches, args.seed, step, iteration):
                 rows = (experience.groups % args.num_mini_batches == m).nonzero().squeeze(1)
                 yield experience.select(rows)

@@ -45,8 +45,8 @@ MUTANTS = [
         name="first-token-after-the-first-prompt",
         mistake="every completion's first token is scored after the prompt of the first family",
         file=PACKING,
-        old="places[first, width - 1][first.cumsum(0) - 1]",
-        new="places[first, width - 1][first.cumsum(0) * 0]",
+        old="places[first, width - 1][run]",
+        new="places[first, width - 1][run * 0]",
         killers=(GRADIENTS,),
     ),
     Mutant(

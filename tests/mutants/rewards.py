@@ -7,6 +7,7 @@ PURE = "rlhf_pg/rewards/scores.py"
 SHAPING = "rlhf_pg/trainers/shaping.py"
 SCORING = "rlhf_pg/trainers/scoring.py"
 FUNCTIONS_TEST = "tests/rewards/test_functions.py::"
+PROCESS_TEST = "tests/rewards/test_process.py::"
 PURE_TEST = "tests/rewards/test_scores.py::"
 MODEL_TEST = "tests/rewards/test_model.py::"
 OPTIONS_TEST = "tests/trainers/test_reward_options.py::"
@@ -35,6 +36,17 @@ MUTANTS: list[Mutant] = [
         old="        if not _loops or not _answers(_loops[-1], PATIENCE):\n",
         new="        if True:\n",
         killers=(FUNCTIONS_TEST + "test_what_is_bound_to_an_event_loop_serves_every_step",),
+    ),
+    Mutant(
+        name="step-judged-before-its-separator",
+        mistake="a process reward model is asked at the last word of a step, where it was not "
+        "trained to answer",
+        file="rlhf_pg/rewards/process.py",
+        old="            places.append(len(ids) - 1)\n",
+        new="            places.append(len(ids) - 2)\n",
+        killers=(
+            PROCESS_TEST + "test_each_step_is_judged_at_its_separator_and_scored_at_its_last_token",
+        ),
     ),
     # --------------------------------------------------------------------- where a score stands
     Mutant(
