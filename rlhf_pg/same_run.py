@@ -12,6 +12,7 @@ MAY_CHANGE = {
     "save_total_limit",
     *("num_generations_eval", "eval_success_threshold"),
     *("log_completions_steps", "num_completions_to_print", "report_to", "run_name"),
+    "logging_steps",
     *("micro_batch_tokens", "rollout_cache_tokens", "gradient_checkpointing", "ddp_timeout"),
     *("environment_timeout", "max_skipped_steps"),
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"),

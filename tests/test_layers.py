@@ -22,7 +22,7 @@ FLOORS = [
         "attempts",
         "noise",
     },
-    {"fields", "config", "recipe"},
+    {"fields", "config", "recipe", "foreign_keys"},
     {"models", "data", "rewards", "tasks", "faults", "sealed", "random_states", "same_run"},
     {"rollout", "runtime", "checkpoint", "output", "metrics", "progress"},
     {"trainers", "report", "plan"},

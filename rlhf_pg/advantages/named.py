@@ -185,7 +185,7 @@ def returns_minus_optimal_by_gradient(signals: Signals, *, gamma: float = 1.0) -
 
 def _minus_optimal(signals: Signals, weights: Tensor, gamma: float) -> Tensor:
     groups = signals.groups
-    if len(groups.unique()) == len(groups):
+    if len(torch.unique(groups)) == len(groups):
         groups = torch.zeros_like(groups)
     columns = signals.scores.unbind(1)
     baselines = [in_group.optimal_baseline(c, weights, groups) for c in columns]

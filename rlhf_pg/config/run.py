@@ -135,8 +135,11 @@ class RunConfig(Checked):
     """Show and keep samples every so many steps; 0 never does."""
     num_completions_to_print: int = number(2, minimum=1)
     """How many samples that is."""
+    logging_steps: int = number(1, minimum=1)
+    """Trackers get the line of every so many steps, of each evaluation and of the last step;
+    metrics.jsonl has them all."""
     report_to: tuple[Literal["none", "tensorboard", "wandb", "trackio"], ...] = ()
-    """Trackers that get every line of metrics.jsonl as well; "none", like no name at all, is none.
+    """Trackers that get lines of metrics.jsonl as well; "none", like no name at all, is none.
 
     TensorBoard writes to tensorboard/ in output_dir and W&B to wandb/; trackio keeps its own
     database (TRACKIO_DIR). The project is rlhf_pg, or for W&B what WANDB_PROJECT says.

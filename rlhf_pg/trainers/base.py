@@ -369,7 +369,8 @@ class PolicyGradientTrainer:
                         callback.on_step(self, metrics)
                 finally:  # a step that was taken has its line, whatever fails after it
                     journal.step(metrics)
-                    self.trackers.log(metrics)
+                    if self._is_tracked(metrics):
+                        self.trackers.log(metrics)
                 saves = _due(self.state.step, self.args.save_steps)
                 terminated = self.termination.agreed()
                 if saves:
@@ -383,6 +384,10 @@ class PolicyGradientTrainer:
         journal.say(f"saved {directory / 'final'}")
         for callback in self.callbacks:
             callback.on_end(self)
+
+    def _is_tracked(self, metrics: dict[str, Any]) -> bool:
+        due = _due(self.state.step, self.args.logging_steps)
+        return due or "eval_reward" in metrics or self.state.step == self.total_steps
 
     def _resume(self, choice: str | bool | None) -> None:
         saved = self.checkpointer.resume(choice, self.runtime)

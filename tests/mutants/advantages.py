@@ -484,7 +484,7 @@ MUTANTS: list[Mutant] = [
         name="optimal-baseline-alone-in-its-group",
         mistake="one completion per prompt has no others, and silently no baseline",
         file="rlhf_pg/advantages/named.py",
-        old="    if len(groups.unique()) == len(groups):\n",
+        old="    if len(torch.unique(groups)) == len(groups):\n",
         new="    if False:\n",
         killers=(
             ADVANTAGES_TEST
