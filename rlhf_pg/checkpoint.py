@@ -273,7 +273,7 @@ class Checkpointer:
         config = {key: value for key, value in self.config.items() if key not in self.found}
         changed = same_run.check(path, state, config, now, self.running)
         if changed and rank == 0:
-            logger.warning("%s goes on with another learning rate: %s", path, changed)
+            logger.warning("%s goes on with other learning rates: %s", path, changed)
         self._load_models(path)
         self.trained.load_state(stored_state(path / "optimizer.safetensors", self.parameters))
         self._load_schedule(state["scheduler"], state["learning_rates"])

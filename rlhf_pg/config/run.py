@@ -89,7 +89,8 @@ class RunConfig(Checked):
     """Peak learning rate of AdamW."""
     lr_scheduler_type: str = choice("linear", SCHEDULES)
     """linear, cosine, cosine_with_restarts, polynomial, constant, constant_with_warmup or
-    inverse_sqrt; it advances once per step."""
+    inverse_sqrt; it advances once per step. The first four are stretched over the run, so that
+    max_steps says what each step's rate is; the others give the first steps of a longer run."""
     warmup_steps: int = number(0, minimum=0)
     """Steps of linear warm-up."""
     weight_decay: float = number(0.0, minimum=0)
@@ -107,7 +108,7 @@ class RunConfig(Checked):
     kept in skipped/ in output_dir; one step more in a row than this without any update ends the
     run."""
     max_steps: int = number(-1, minimum=-1)
-    """Steps to train; -1 goes by num_train_epochs."""
+    """Steps to train; -1 goes by num_train_epochs. See lr_scheduler_type."""
     num_train_epochs: float = number(1.0, above=0)
     """Passes over the prompts, if max_steps is -1."""
 

@@ -502,4 +502,26 @@ MUTANTS: list[Mutant] = [
             + "test_the_total_return_is_that_of_the_first_token_whatever_was_paid_before",
         ),
     ),
+    Mutant(
+        name="std-of-huge-scores",
+        mistake="squares beyond float32: the std is inf, every advantage 0, and nothing says so",
+        file="rlhf_pg/advantages/in_group.py",
+        old="    unit = _power_of_two(torch.maximum(low.abs(), high.abs()))\n",
+        new="    unit = torch.ones_like(low)\n",
+        killers=(
+            ADVANTAGES_TEST
+            + "test_scores_whose_squares_are_beyond_float32_are_normalised_to_the_same_bits",
+        ),
+    ),
+    Mutant(
+        name="whitening-of-huge-numbers",
+        mistake="a variance beyond float32 whitens everything to 0",
+        file="rlhf_pg/masking.py",
+        old="torch.where(var.isinf(), exact.rsqrt().to(wide.dtype), torch.rsqrt(var + 1e-8))",
+        new="torch.rsqrt(var + 1e-8)",
+        killers=(
+            "tests/test_masking.py::"
+            "test_numbers_whose_squares_are_beyond_float32_are_whitened_like_others",
+        ),
+    ),
 ]

@@ -130,4 +130,15 @@ MUTANTS = [
             "tests/trainers/test_evaluation.py::test_an_evaluation_that_is_nan_is_never_the_best",
         ),
     ),
+    Mutant(
+        name="stretched-schedule-unsaid",
+        mistake="another max_steps changes every rate to come, and the resumed run does not say so",
+        file="rlhf_pg/same_run.py",
+        old="PEAKS if endless else PEAKS | LENGTHS",
+        new="PEAKS",
+        killers=(
+            "tests/faults/test_checkpoints.py::"
+            "test_a_schedule_that_knows_no_length_is_not_stretched",
+        ),
+    ),
 ]
