@@ -141,4 +141,15 @@ MUTANTS = [
             "test_a_schedule_that_knows_no_length_is_not_stretched",
         ),
     ),
+    Mutant(
+        name="resumed-rate-of-the-old-length",
+        mistake="a run made longer takes its first step at the old schedule's rate, 0 at its end",
+        file="rlhf_pg/checkpoint.py",
+        old="if isinstance(self.scheduler, LambdaLR):",
+        new="if False:",
+        killers=(
+            "tests/faults/test_checkpoints.py::"
+            "test_another_number_of_steps_stretches_the_schedule_and_says_so",
+        ),
+    ),
 ]
