@@ -438,8 +438,8 @@ MUTANTS: list[Mutant] = [
         name="whiten-rounding-noise",
         mistake="equal advantages are divided by a std that is rounding",
         file=MASKING,
-        old="torch.where(varies, (wide - mean) * torch.rsqrt(var + 1e-8), 0.0)",
-        new="(wide - mean) * torch.rsqrt(var + 1e-8)",
+        old="torch.where(varies, (wide - mean) * scale, 0.0)",
+        new="(wide - mean) * scale",
         killers=(
             MASKING_TEST + "test_whiten_without_variance_gives_exactly_zero",
             MASKING_TEST + "test_statistics_without_variance_give_zero_and_not_scaled_up_noise",
