@@ -22,7 +22,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg import same_run, sealed
@@ -217,7 +217,8 @@ class Checkpointer:
 
     def put_back(self, numbers: Mapping[str, Any]) -> None:
         """The inverse of `numbers`."""
-        self._load_schedule(numbers["scheduler"], numbers["learning_rates"])
+        scale = numbers["running"].get("learning_rate_scale", {"coef": 1.0})["coef"]
+        self._load_schedule(numbers["scheduler"], numbers["learning_rates"], scale)
         vars(self.state).update(numbers["counters"])
         for name, record in self.running.items():
             vars(record).update(numbers["running"][name])
@@ -321,7 +322,7 @@ class Checkpointer:
         config = {key: value for key, value in self.config.items() if key not in self.found}
         changed = same_run.check(path, state, config, now, self.running)
         if changed and rank == 0:
-            logger.warning("%s goes on with another learning rate: %s", path, changed)
+            logger.warning("%s goes on with other learning rates: %s", path, changed)
         self._load_models(path)
         self.trained.load_state(stored_state(path / "optimizer.safetensors", self.parameters))
         self.put_back(state)
@@ -339,8 +340,8 @@ class Checkpointer:
         best = self.directory.parent.resolve() / "best"
         return best.exists() and path.parent in (best.parent, self.directory.resolve())
 
-    def _load_schedule(self, saved: dict[str, Any], rates: list[float]) -> None:
-        """Where it was; the peaks are those of this run, which may be others."""
+    def _load_schedule(self, saved: dict[str, Any], rates: list[float], scale: float) -> None:
+        """Where it was; the peaks and the length are those of this run, which may be others."""
         peaks = getattr(self.scheduler, "base_lrs", None)  # not every scheduler has them
         self.scheduler.load_state_dict(saved)
         if peaks is not None:
@@ -349,6 +350,9 @@ class Checkpointer:
                 rate * new / old if old not in (0, new) else rate
                 for rate, new, old in zip(rates, peaks, before, strict=True)
             ]
+        if isinstance(self.scheduler, LambdaLR):  # ours, and what it says of a longer run
+            at, step = self.scheduler.lr_lambdas, self.scheduler.last_epoch
+            rates = [peak * f(step) * scale for peak, f in zip(peaks or (), at, strict=True)]
         for group, rate in zip(self.trained.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 

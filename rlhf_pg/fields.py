@@ -10,7 +10,9 @@ import typing
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
+
+from rlhf_pg.foreign_keys import explained, nearest
 
 
 def number(
@@ -39,7 +41,16 @@ class Checked:
 
     Raises:
         ValueError: a wrong type or a value out of range; the message names the key.
+        TypeError: no such key; the message says what there is in its place.
     """
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in given:
+            if key not in known:
+                said = explained(key) or f"unknown key {key!r}{nearest(key, known)}"
+                raise TypeError(f"{cls.__name__}: {said}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))

@@ -574,6 +574,20 @@ def test_expected_gradient_over_all_groups_of_three(function, share):
     equal(torch.autograd.grad(surrogate, logits)[0], share * true)
 
 
+@pytest.mark.parametrize("power", [-60, 62, 80, 120])
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_scores_whose_squares_are_beyond_float32_are_normalised_to_the_same_bits(power, scale):
+    """A score of 2e19 had a std of inf, and every advantage was 0."""
+    scores = torch.tensor([0.1, 0.7, 0.3, -0.9, 5.0, 4.0, NAN])
+    groups = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    expected = group_normalized(scores, groups, scale, eps=0.0)
+    assert expected.abs().max() > 0.5
+    huge = group_normalized(scores * 2.0**power, groups, scale, eps=0.0)
+    assert huge.equal(expected)
+    mixed = torch.where(groups == 0, scores, scores * 2.0**power)  # each group on its own
+    assert group_normalized(mixed, groups, eps=0.0).equal(group_normalized(scores, groups, eps=0.0))
+
+
 # --------------------------------------------------------------------------------- optimal_baseline
 
 

@@ -19,8 +19,9 @@ from rlhf_pg.config import (
     SFTConfig,
 )
 from rlhf_pg.fields import Checked, bound, choice, number
+from rlhf_pg.foreign_keys import ELSEWHERE, NO_MEANING
 from rlhf_pg.losses import POLICY_LOSSES
-from rlhf_pg.recipe import ELSEWHERE, NO_MEANING, dump, parse
+from rlhf_pg.recipe import dump, parse
 
 NAN = float("nan")
 TRAINERS = [GRPOConfig, RLOOConfig, ReinforceConfig, PPOConfig]
@@ -60,6 +61,7 @@ RANGES = {
     "ddp_timeout": ([1], [0, -1]),
     "max_skipped_steps": ([0], [-1]),
     "save_steps": ([0], [-1]),
+    "logging_steps": ([1], [0, -1]),
     "save_total_limit": ([1, None], [0, -1]),
     "eval_steps": ([0], [-1]),
     "num_generations_eval": ([1], [0]),
@@ -90,7 +92,6 @@ RANGES = {
     "kl_target": ([1e-3], [0.0, -1.0, NAN]),
     "kl_horizon": ([1], [0]),
     "kl_adaptive_lr": ([1e-3, None], [0.0, -1.0, NAN]),
-    "router_aux_loss_coef": ([0.0, 1e-3], [-1e-3, NAN]),
     "kl_adaptive_lr_min": ([1e-3, 1.0], [0.0, -1.0, 1.001, NAN]),
     "kl_adaptive_lr_max": ([1.0, 1e3], [0.999, NAN]),
     "ref_model_sync_steps": ([1], [0]),
@@ -825,13 +826,13 @@ OTHER_VALUES = {
     "kl_target": 3.0,
     "kl_horizon": 500,
     "kl_adaptive_lr": 0.01,
-    "router_aux_loss_coef": 0.01,
     "kl_adaptive_lr_min": 0.5,
     "kl_adaptive_lr_max": 2.0,
     "sync_ref_model": True,
     "ref_model_sync_steps": 3,
     "ref_model_mixup_alpha": 0.5,
     "save_best": False,
+    "logging_steps": 5,
     "save_total_limit": 3,
     "report_to": ("tensorboard", "trackio"),
     "run_name": "third: try",
@@ -1049,4 +1050,21 @@ def test_what_could_not_learn_or_would_be_ignored_is_refused(config, options, me
 
 
 def test_what_is_not_there_says_where_to_look(capsys):
-    assert "metrics.jsonl" in error_of(capsys, GRPOConfig, "--logging_steps", "1")
+    assert "metrics.jsonl" in error_of(capsys, GRPOConfig, "--write_interval", "1")
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("per_device_train_batch_size", "see prompts_per_step"),
+        ("rnn", "`rnn` has no meaning for a language model: a transformer remembers"),
+        ("num_generation", "unknown key 'num_generation'; did you mean 'num_generations'?"),
+        ("zzz", "unknown key 'zzz'$"),
+    ],
+)
+@each_config
+def test_in_python_an_unknown_key_says_where_to_look(config, key, said):
+    if key == "num_generation" and not hasattr(config, "num_generations"):
+        said = "unknown key 'num_generation'"
+    with pytest.raises(TypeError, match=f"^{config.__name__}: .*{said.replace('?', '[?]')}"):
+        config(**{key: 1})

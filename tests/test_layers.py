@@ -22,7 +22,7 @@ FLOORS = [
         "attempts",
         "noise",
     },
-    {"fields", "config", "recipe", "quoted"},
+    {"fields", "config", "recipe", "foreign_keys", "quoted"},
     {
         "models",
         "data",

@@ -89,7 +89,8 @@ class RunConfig(Checked):
     """Peak learning rate of AdamW."""
     lr_scheduler_type: str = choice("linear", SCHEDULES)
     """linear, cosine, cosine_with_restarts, polynomial, constant, constant_with_warmup or
-    inverse_sqrt; it advances once per step."""
+    inverse_sqrt; it advances once per step. The first four are stretched over the run, so that
+    max_steps says what each step's rate is; the others give the first steps of a longer run."""
     warmup_steps: int = number(0, minimum=0)
     """Steps of linear warm-up."""
     weight_decay: float = number(0.0, minimum=0)
@@ -107,7 +108,7 @@ class RunConfig(Checked):
     kept in skipped/ in output_dir; one step more in a row than this without any update ends the
     run."""
     max_steps: int = number(-1, minimum=-1)
-    """Steps to train; -1 goes by num_train_epochs."""
+    """Steps to train; -1 goes by num_train_epochs. See lr_scheduler_type."""
     num_train_epochs: float = number(1.0, above=0)
     """Passes over the prompts, if max_steps is -1."""
 
@@ -135,8 +136,11 @@ class RunConfig(Checked):
     """Show and keep samples every so many steps; 0 never does."""
     num_completions_to_print: int = number(2, minimum=1)
     """How many samples that is."""
+    logging_steps: int = number(1, minimum=1)
+    """Trackers get the line of every so many steps, of each evaluation and of the last step;
+    metrics.jsonl has them all."""
     report_to: tuple[Literal["none", "tensorboard", "wandb", "trackio"], ...] = ()
-    """Trackers that get every line of metrics.jsonl as well; "none", like no name at all, is none.
+    """Trackers that get lines of metrics.jsonl as well; "none", like no name at all, is none.
 
     TensorBoard writes to tensorboard/ in output_dir and W&B to wandb/; trackio keeps its own
     database (TRACKIO_DIR). The project is rlhf_pg, or for W&B what WANDB_PROJECT says.

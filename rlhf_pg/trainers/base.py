@@ -385,7 +385,8 @@ class PolicyGradientTrainer:
                     self._tell("on_step", metrics)
                 finally:  # a step that was taken has its line, whatever fails after it
                     journal.step(metrics)
-                    self.trackers.log(metrics)
+                    if self._is_tracked(metrics):
+                        self.trackers.log(metrics)
                 saves = _due(self.state.step, self.args.save_steps)
                 number = self.termination.agreed()
                 if saves:
@@ -404,6 +405,10 @@ class PolicyGradientTrainer:
         for callback in self.callbacks:
             with foreign(f"{moment} of the callback {type(callback).__name__}"):
                 getattr(callback, moment)(self, *arguments)
+
+    def _is_tracked(self, metrics: dict[str, Any]) -> bool:
+        due = _due(self.state.step, self.args.logging_steps)
+        return due or "eval_reward" in metrics or self.state.step == self.total_steps
 
     def _resume(self, choice: str | bool | None) -> None:
         saved = self.checkpointer.resume(choice, self.runtime)

@@ -5,7 +5,7 @@ Shapes: B rows on this rank, T completion width.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 

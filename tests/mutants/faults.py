@@ -146,4 +146,26 @@ MUTANTS = [
             "tests/trainers/test_evaluation.py::test_an_evaluation_that_is_nan_is_never_the_best",
         ),
     ),
+    Mutant(
+        name="stretched-schedule-unsaid",
+        mistake="another max_steps changes every rate to come, and the resumed run does not say so",
+        file="rlhf_pg/same_run.py",
+        old="PEAKS if endless else PEAKS | LENGTHS",
+        new="PEAKS",
+        killers=(
+            "tests/faults/test_checkpoints.py::"
+            "test_a_schedule_that_knows_no_length_is_not_stretched",
+        ),
+    ),
+    Mutant(
+        name="resumed-rate-of-the-old-length",
+        mistake="a run made longer takes its first step at the old schedule's rate, 0 at its end",
+        file="rlhf_pg/checkpoint.py",
+        old="if isinstance(self.scheduler, LambdaLR):",
+        new="if False:",
+        killers=(
+            "tests/faults/test_checkpoints.py::"
+            "test_another_number_of_steps_stretches_the_schedule_and_says_so",
+        ),
+    ),
 ]

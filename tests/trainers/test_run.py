@@ -46,6 +46,21 @@ def test_run_directory(make, trainer_type, tmp_path) -> None:
     assert AutoTokenizer.from_pretrained(run / "final").eos_token == "<eos>"
 
 
+def test_trackers_get_the_line_of_every_so_many_steps(make, tmp_path, monkeypatch) -> None:
+    data = arithmetic().eval_dataset.select(range(2))
+    trainer = make(logging_steps=4, max_steps=6, eval_steps=3, eval_dataset=data, save_best=False)
+    seen = []
+    monkeypatch.setattr(trainer.trackers, "log", lambda metrics: seen.append(metrics["step"]))
+    trainer.train()
+    assert seen == [3, 4, 6]  # 3 and 6 for their evaluation
+    assert [line["step"] for line in read(tmp_path / "run" / "metrics.jsonl")] == [*range(1, 7)]
+    short = make(logging_steps=2, max_steps=3, output_dir=str(tmp_path / "short"))
+    seen.clear()
+    monkeypatch.setattr(short.trackers, "log", lambda metrics: seen.append(metrics["step"]))
+    short.train()
+    assert seen == [2, 3]  # and the last
+
+
 def test_kl_is_null_without_a_reference_and_zero_at_the_start_with_one(make, tmp_path) -> None:
     make().train()
     assert all(line["kl"] is None for line in read(tmp_path / "run" / "metrics.jsonl"))
