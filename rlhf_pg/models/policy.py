@@ -1,6 +1,6 @@
 """The policy: from a rollout to the log-probability and entropy of each of its actions."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -9,6 +9,7 @@ from rlhf_pg.experience import Rollout
 from rlhf_pg.models.adapters import trunk
 from rlhf_pg.models.finish import finish_of
 from rlhf_pg.models.head import PIECE, Head, parts_for
+from rlhf_pg.models.loading import train_as_evaluated
 from rlhf_pg.models.packing import hidden_states, packing_window, padded
 from rlhf_pg.models.softmax import token_scores
 
@@ -47,6 +48,7 @@ class Policy(nn.Module):
         self.entropy_gradient = entropy_gradient
         self.piece = piece
         self.head: Head | None = None
+        self.drops = False  # in training
         self.window = 0.0  # tokens of a row up to which it is packed
         finish = finish_of(model)
         if finish is not None:
@@ -54,8 +56,16 @@ class Policy(nn.Module):
             self.head = Head(model, temperature, entropy_gradient, parts, finish)
             self.window = packing_window(trunk(model))
 
-    def pad_if_dropping(self) -> None:
-        """Pack no more if the attention has dropout in training, which ours has not."""
+    def train(self, mode: bool = True) -> Self:
+        """Without dropout it is trained as it is evaluated: see `train_as_evaluated`."""
+        super().train(mode)
+        if mode and not self.drops:
+            train_as_evaluated(self.model)
+        return self
+
+    def keep_dropout(self) -> None:
+        """Train in train mode; pack no more if the attention has dropout, which ours has not."""
+        self.drops = True
         self.window = self.window and packing_window(trunk(self.model), training=True)
 
     def forward(self, batch: Rollout) -> PolicyOutput:

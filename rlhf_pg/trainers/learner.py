@@ -83,6 +83,8 @@ class Learner:
         self.policy, self.module = assembled(model, args, critic, tokens, piece(runtime))
         self.module.to(runtime.loading_device).eval()
         self.args = args = with_budget(args, self.module, runtime, longest_prompt)
+        self.pads = True  # rows that are not packed, with others that are longer
+        self.together = True  # rows of one length
         self.reference: Reference | None = None
         if args.beta > 0:
             self.reference = Reference(self.policy, args.sync_ref_model)
@@ -212,6 +214,12 @@ class Learner:
             metrics["approx_kl/last_pass"] = self._approx_kl(last_pass) if last_pass else math.nan
         return metrics
 
+    def keep_to(self, packs: bool, pads: bool, together: bool) -> None:
+        """What the model check found: how rows may lie together."""
+        self.pads, self.together = pads, together
+        if not packs and self.critic is not None:
+            self.critic.window = 0.0
+
     def set_budget(self, tokens: int) -> None:
         """Of another run, in place of what was found here."""
         self.args = dataclasses.replace(self.args, micro_batch_tokens=tokens)
@@ -326,7 +334,9 @@ class Learner:
         if self.critic is not None:  # what one of them pads must fit
             window = min(window, self.critic.window)
         batch = batch.counted()
-        chunks = batch.micro_batches(self.args.token_budget, self.compares_rows, window)
+        budget = self.args.token_budget if self.together else 1  # a row is more
+        whole_groups = self.compares_rows
+        chunks = batch.micro_batches(budget, whole_groups, window, self.pads)
         # Asked before the first: a forward pass may itself wait for the other processes.
         count = max(1, self.runtime.most(len(chunks)))
         for rows in chunks:
@@ -357,9 +367,9 @@ def assembled(
     if args.disable_dropout:
         disable_dropout(module)
     else:
-        policy.pad_if_dropping()
+        policy.keep_dropout()
         if critic is not None:
-            critic.pad_if_dropping()
+            critic.keep_dropout()
     for part in (model, critic.model if critic else None):
         # The user may have asked the model itself, in another form than ours.
         if args.gradient_checkpointing or checkpoints(part):
