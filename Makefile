@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 PURE_TESTS := $(wildcard $(patsubst %,tests/test_%*.py,\
 	masking kl control advantages attempts losses policy_ experience micro_batches noise running)) tests/rewards/test_scores.py
 
-.PHONY: help demo preference fuzz soak test test-device test-device-slow test-sm90 test-distributed test-faults test-slow test-vllm \
+.PHONY: help demo preference fuzz soak test test-device test-device-slow test-sm90 test-distributed test-faults models test-slow test-vllm \
 	device-mutants \
 	coverage mutants docs lint format clean
 
@@ -41,6 +41,9 @@ test-distributed: $(VENV)/.installed  ## every backend, on CPUs; leaves the tabl
 
 test-faults: $(VENV)/.installed  ## every fault of docs/reliability.md, injected
 	$(BIN)/pytest -n 2 --dist loadfile -m "fault and not distributed"
+
+models: $(VENV)/.installed  ## every causal model of transformers, tiny, against the table of docs/models.md
+	$(BIN)/pytest -m slow tests/trainers/test_model_check.py
 
 test-slow: $(VENV)/.installed  ## the slow tests too
 	$(BIN)/pytest -m "not distributed and not vllm"

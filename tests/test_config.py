@@ -749,6 +749,7 @@ OTHER_VALUES = {
     "optim": "adamw_8bit",
     "disable_dropout": False,
     "gradient_checkpointing": True,
+    "model_check": False,
     "pad_token": "<|pad|>",
     "shuffle_dataset": False,
     "max_prompt_length": 99,

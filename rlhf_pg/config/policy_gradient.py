@@ -84,6 +84,9 @@ class PolicyGradientConfig(SamplingConfig):
     old_kl_target: float | None = number(None, above=0)
     """Halve or double that coefficient after a step to keep this KL(old || new) per token, measured
     after the last update by a forward pass of its own (PPO, section 4); None: fix it."""
+    model_check: bool = True
+    """See at the start, once, that the model gives a row the same log-probabilities alone, padded,
+    packed, sampled and in an update; what differs is done otherwise or refused (docs/models.md)."""
     old_logprobs_source: Literal["policy", "sampler"] = "policy"
     """Where the policy's log-probabilities before the update come from, if something needs them: a
     forward pass, or what the native engine saw when it sampled, which spares that pass. The two

@@ -42,7 +42,8 @@ class RunConfig(Checked):
     nearest, which loses most updates. Adapters are in float32.
     """
     disable_dropout: bool = True
-    """Set every dropout of the model to 0, so that scoring and training see one policy."""
+    """Update in evaluation mode, without dropout, jitter of routers or what else train mode has, so
+    that scoring and training see one policy; False: in train mode, with the model's own rates."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, to save memory."""
 

@@ -30,6 +30,7 @@ from rlhf_pg.models.loading import (
 from rlhf_pg.models.policy import Policy, PolicyOutput
 from rlhf_pg.models.pretrained import from_pretrained
 from rlhf_pg.models.reference import Reference, fingerprint
+from rlhf_pg.models.rotary import settle_positions
 from rlhf_pg.models.softmax import token_scores
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "piece_for",
     "quantization",
     "quantized",
+    "settle_positions",
     "stop_token_ids",
     "token_scores",
 ]

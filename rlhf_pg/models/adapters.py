@@ -156,6 +156,20 @@ def trunk(model: PreTrainedModel) -> nn.Module:
     return module
 
 
+def freeze_unread(model: PreTrainedModel) -> None:
+    """Freeze what no text goes through, towers for images and sounds and the adapters on them: DDP
+    waits in vain for the gradient of such weights.
+    """
+    bare: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    if bare.config.get_text_config() is bare.config:
+        return
+    read = (bare.get_decoder(), bare.get_input_embeddings(), bare.get_output_embeddings())
+    used = {id(p) for part in read if part is not None for p in part.parameters()}
+    for parameter in bare.parameters():
+        if id(parameter) not in used:
+            parameter.requires_grad_(False)
+
+
 def quantized(model: nn.Module) -> bool:
     """Whether weights are kept in fewer bits than they compute in."""
     return not all(p.is_floating_point() for p in model.parameters())

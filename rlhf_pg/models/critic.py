@@ -4,7 +4,7 @@ import copy
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import safetensors.torch as safetensors
 import torch
@@ -15,8 +15,20 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTo
 
 from rlhf_pg.experience import Rollout
 from rlhf_pg.masking import widen
-from rlhf_pg.models.adapters import LOADED, add_adapter, load_weights, share_frozen, trunk
-from rlhf_pg.models.loading import check_vocabulary, has_tokenizer, load_model
+from rlhf_pg.models.adapters import (
+    LOADED,
+    add_adapter,
+    freeze_unread,
+    load_weights,
+    share_frozen,
+    trunk,
+)
+from rlhf_pg.models.loading import (
+    check_vocabulary,
+    has_tokenizer,
+    load_model,
+    train_as_evaluated,
+)
 from rlhf_pg.models.packing import Hidden, hidden_states, packing_window, padded
 from rlhf_pg.models.policy import Policy
 from rlhf_pg.running import RunningMoments
@@ -62,6 +74,7 @@ class Critic(nn.Module):
         super().__init__()
         self.model = model
         self.head = head
+        self.drops = False  # in training
         # Tokens of a row up to which it is packed, if its trunk is not the policy's.
         self.window = math.inf if model is None else 0.0
         if model is not None and head is not None:
@@ -71,8 +84,16 @@ class Critic(nn.Module):
     def shares_trunk(self) -> bool:
         return self.model is None
 
-    def pad_if_dropping(self) -> None:
+    def train(self, mode: bool = True) -> Self:
+        """As in `Policy`; a module of another kind may know why it asks for train mode."""
+        super().train(mode)
+        if mode and not self.drops and isinstance(self.model, LOADED):
+            train_as_evaluated(self.model)
+        return self
+
+    def keep_dropout(self) -> None:
         """As in `Policy`."""
+        self.drops = True
         if self.model is not None:
             self.window = self.window and packing_window(trunk(self.model), training=True)
 
@@ -254,6 +275,7 @@ def _random(policy_model: PreTrainedModel, dtype: torch.dtype, seed: int) -> Pre
 
 def _without_head(model: PreTrainedModel) -> PreTrainedModel:
     """Freeze what the critic has no use for: DDP waits in vain for the gradient of such weights."""
+    freeze_unread(model)
     used = {id(p) for p in trunk(model).parameters()}
     for parameter in model.parameters():
         if id(parameter) not in used:

@@ -2,13 +2,15 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -18,7 +20,13 @@ from transformers import (
 )
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from rlhf_pg.models.adapters import LOADED, add_adapter, check_adapter, check_kind
+from rlhf_pg.models.adapters import (
+    LOADED,
+    add_adapter,
+    check_adapter,
+    check_kind,
+    freeze_unread,
+)
 from rlhf_pg.models.attention import configs_of, replaced_attention
 from rlhf_pg.models.pretrained import from_pretrained
 
@@ -41,6 +49,7 @@ def load_policy(
     loaded = load_model(model, dtype, quantization_config=quantization_config).to(device)
     if peft_config is not None:
         loaded = add_adapter(loaded, peft_config)
+    freeze_unread(loaded)
     if quantization_config is not None and not isinstance(loaded, PeftModel):
         raise ValueError("4-bit weights cannot be trained: add an adapter (peft_config, use_peft)")
     if not any(parameter.requires_grad for parameter in loaded.parameters()):
@@ -251,13 +260,37 @@ def checkpoint_activations(model: nn.Module | None) -> None:
     if not isinstance(model, LOADED):
         return
     configs = configs_of(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for part in model.modules():
+        if getattr(part, "gradient_checkpointing", False):
+            contexts: Any = partial(_contexts, part, configs)
+            part._gradient_checkpointing_func = partial(
+                checkpoint, use_reentrant=False, context_fn=contexts
+            )
 
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Of the forward pass, and of the recomputation, which has to attend as that did."""
-        as_now = configs[0]._attn_implementation
-        return nullcontext(), replaced_attention(configs, as_now)
 
-    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+def _contexts(
+    part: nn.Module, configs: list[Any]
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Of the forward pass, and of the recomputation, which has to attend as that did."""
+    return _mode_of_children(part), _again(part, configs, configs[0]._attn_implementation)
+
+
+@contextmanager
+def _again(part: nn.Module, configs: list[Any], attention: str) -> Iterator[None]:
+    with _mode_of_children(part), replaced_attention(configs, attention):
+        yield
+
+
+@contextmanager
+def _mode_of_children(part: nn.Module) -> Iterator[None]:
+    """For what a part does itself, whose own mode may only say that it recomputes."""
+    own = part.training
+    part.training = all(child.training for child in part.children())
+    try:
+        yield
+    finally:
+        part.training = own
 
 
 def checkpoints(model: nn.Module | None) -> bool:
@@ -267,6 +300,18 @@ def checkpoints(model: nn.Module | None) -> bool:
     """
     parts = () if model is None else model.modules()
     return any(getattr(part, "gradient_checkpointing", False) for part in parts)
+
+
+def train_as_evaluated(model: nn.Module) -> None:
+    """Evaluation mode, in which a gradient is as good: train mode is more than dropout (jitter of
+    routers, clipped coefficients), so that what is trained would not be what samples.
+
+    Only what recomputes its activations is in train mode, itself and not what is in it: in
+    `transformers` nothing else does.
+    """
+    model.eval()
+    for part in model.modules():
+        part.training = bool(getattr(part, "gradient_checkpointing", False))
 
 
 def disable_dropout(model: nn.Module) -> None:

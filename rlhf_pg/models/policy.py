@@ -1,6 +1,6 @@
 """The policy: from a rollout to the log-probability and entropy of each of its actions."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -10,6 +10,7 @@ from rlhf_pg.models.adapters import trunk
 from rlhf_pg.models.experts import Routed, balance_of
 from rlhf_pg.models.finish import finish_of
 from rlhf_pg.models.head import PIECE, Head, parts_for
+from rlhf_pg.models.loading import train_as_evaluated
 from rlhf_pg.models.packing import Hidden, hidden_states, packing_window, padded
 from rlhf_pg.models.softmax import token_scores
 
@@ -54,6 +55,7 @@ class Policy(nn.Module):
         self.entropy_gradient = entropy_gradient
         self.piece = piece
         self.head: Head | None = None
+        self.drops = False  # in training
         self.window = 0.0  # tokens of a row up to which it is packed
         finish = finish_of(model)
         if finish is not None:
@@ -62,8 +64,16 @@ class Policy(nn.Module):
             self.window = packing_window(trunk(model))
         self.balance = balance_of(model, self.head is not None) if balanced else None
 
-    def pad_if_dropping(self) -> None:
-        """Pack no more if the attention has dropout in training, which ours has not."""
+    def train(self, mode: bool = True) -> Self:
+        """Without dropout it is trained as it is evaluated: see `train_as_evaluated`."""
+        super().train(mode)
+        if mode and not self.drops:
+            train_as_evaluated(self.model)
+        return self
+
+    def keep_dropout(self) -> None:
+        """Train in train mode; pack no more if the attention has dropout, which ours has not."""
+        self.drops = True
         self.window = self.window and packing_window(trunk(self.model), training=True)
 
     def forward(self, batch: Rollout, routes_alone: bool = False) -> Any:

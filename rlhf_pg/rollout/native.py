@@ -64,6 +64,9 @@ class NativeEngine(RolloutEngine):
         self.pad_token_id = pad_token_id
         self.tokenizer = tokenizer
         self.cache_tokens = cache_tokens
+        self.pads = True  # prompts in `generate`; otherwise only those of one length go together
+        self.together = True  # rows in `generate`; otherwise each goes alone
+        self.refused: str | None = None  # why nothing is sampled in the fast way
         self.kept: dict[Any, Kept] = {}  # on a GPU, by what makes steps differ
 
     @contextmanager
@@ -95,6 +98,8 @@ class NativeEngine(RolloutEngine):
 
     def obstacle(self, longest: int) -> str | None:
         """What keeps rows of so many tokens from being sampled in the fast way, if anything."""
+        if self.refused is not None:
+            return self.refused
         if self._window < longest:
             return f"a row of {longest} tokens is longer than its window of {self._window}"
         return self._fitness.obstacle
@@ -202,5 +207,6 @@ class _Session:
             return self.fast
         if self.plain is None:
             logger.warning("the model is sampled by generate, which is slower: %s", reason)
-            self.plain = PlainSession(*common, engine.pad_token_id, engine.cache_tokens)
+            options = (engine.pad_token_id, engine.cache_tokens, engine.pads, engine.together)
+            self.plain = PlainSession(*common, *options)
         return self.plain

@@ -60,6 +60,7 @@ from rlhf_pg.trainers.evaluation import Answer, evaluate, stripped_text
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.leaving import saved_on_leaving
 from rlhf_pg.trainers.mismatch import against_sampler
+from rlhf_pg.trainers.model_check import check_model
 from rlhf_pg.trainers.samples import Judged, Samples, collect
 from rlhf_pg.trainers.scoring import make_experience
 from rlhf_pg.trainers.shaping import Shaping
@@ -165,7 +166,10 @@ class PolicyGradientTrainer:
         )
         self._load_prompts(train_dataset, eval_dataset)
         self._choose()
+        models.settle_positions(self.model, self.longest_row)
         self.critic = self.new_critic()
+        if self.critic is not None:
+            models.settle_positions(self.critic, self.longest_row)
         self.state = TrainState()
         self._begun: Begun | None = None  # while there is a step
         open_keys = "micro_batch_tokens", "rollout_engine"
@@ -217,15 +221,20 @@ class PolicyGradientTrainer:
         self.args = self.learner.args = chosen(self.args, "native")
         self.engine, self.why_engine = self._new_engine(), why
 
-    def _new_engine(self) -> RolloutEngine:
+    @property
+    def longest_row(self) -> int:
+        """Tokens that a row may come to at most."""
         prompts = [p for p in (self.train_prompts, self.eval_prompts) if p is not None]
+        return max(p.longest for p in prompts) + self.args.max_completion_length
+
+    def _new_engine(self) -> RolloutEngine:
         return new_engine(
             self.args,
             self.learner.whole["model"].module,
             models.stop_token_ids(self.model, self.processing_class),
             self.processing_class,
             self.runtime.is_main,
-            max(p.longest for p in prompts) + self.args.max_completion_length,
+            self.longest_row,
         )
 
     def _choose(self) -> None:
@@ -370,6 +379,8 @@ class PolicyGradientTrainer:
             f"{len(self.train_prompts)} prompts, {self.total_steps} steps; "
             f"rollout_engine {self.args.rollout_engine} ({self.why_engine})"
         )
+        if self.args.model_check:
+            check_model(self)
         tracked = self.trackers.opened(
             directory, self.args.run_name, dataclasses.asdict(self.args), self.state.step > 0
         )

@@ -84,6 +84,8 @@ class Learner:
         self.policy, self.module = assembled(model, args, critic, tokens, piece(runtime))
         self.module.to(runtime.loading_device).eval()
         self.args = args = with_budget(args, self.module, runtime, longest_prompt)
+        self.pads = True  # rows that are not packed, with others that are longer
+        self.together = True  # rows of one length
         self.reference: Reference | None = None
         if args.beta > 0:
             self.reference = Reference(self.policy, args.sync_ref_model)
@@ -244,6 +246,12 @@ class Learner:
                 self.skips.skip(minibatch, norm, step + 1, number)
                 self.begun -= 1
 
+    def keep_to(self, packs: bool, pads: bool, together: bool) -> None:
+        """What the model check found: how rows may lie together."""
+        self.pads, self.together = pads, together
+        if not packs and self.critic is not None:
+            self.critic.window = 0.0
+
     def set_budget(self, tokens: int) -> None:
         """Of another run, in place of what was found here."""
         self.args = dataclasses.replace(self.args, micro_batch_tokens=tokens)
@@ -395,7 +403,9 @@ class Learner:
         if self.critic is not None:  # what one of them pads must fit
             window = min(window, self.critic.window)
         batch = batch.counted()
-        chunks = batch.micro_batches(self.args.token_budget, self.compares_rows, window)
+        budget = self.args.token_budget if self.together else 1  # a row is more
+        whole_groups = self.compares_rows
+        chunks = batch.micro_batches(budget, whole_groups, window, self.pads)
         # Asked before the first: a forward pass may itself wait for the other processes.
         count = max(1, self.runtime.most(len(chunks)))
         for rows in chunks:
@@ -427,9 +437,9 @@ def assembled(
     if args.disable_dropout:
         disable_dropout(module)
     else:
-        policy.pad_if_dropping()
+        policy.keep_dropout()
         if critic is not None:
-            critic.pad_if_dropping()
+            critic.keep_dropout()
     for part in (model, critic.model if critic else None):
         # The user may have asked the model itself, in another form than ours.
         if args.gradient_checkpointing or checkpoints(part):

@@ -5,6 +5,8 @@ from tests.mutants import Mutant
 EXACT = "tests/trainers/test_exact_gradients.py"
 INVARIANCE = "tests/trainers/test_invariance.py"
 PPO = "tests/trainers/test_ppo.py"
+CHECK = "tests/trainers/test_model_check.py"
+MODE = "tests/models/test_training_mode.py"
 RUN = "tests/trainers/test_run.py"
 STEP = "tests/trainers/test_step.py"
 POLICY = "tests/models/test_policy.py"
@@ -178,6 +180,86 @@ MODELS = [
         old="if args.disable_dropout:",
         new="if False:",
         killers=(f"{RUN}::test_dropout_is_off_by_default",),
+    ),
+    Mutant(
+        name="updates-in-train-mode",
+        mistake="updates run in train mode, in which routers jitter whatever dropout is",
+        file="rlhf_pg/models/policy.py",
+        old="if mode and not self.drops:",
+        new="if False:",
+        killers=(f"{MODE}::test_an_update_sees_the_policy_that_was_scored",),
+    ),
+    Mutant(
+        name="what-recomputes-drops-out",
+        mistake="a layer that recomputes its activations drops out what it drops in train mode",
+        file="rlhf_pg/models/loading.py",
+        old="all(child.training for child in part.children())",
+        new="own",
+        killers=(f"{MODE}::test_an_update_sees_the_policy_that_was_scored",),
+    ),
+    Mutant(
+        name="nothing-recomputes",
+        mistake="updates in evaluation mode keep the activations that they were to recompute",
+        file="rlhf_pg/models/loading.py",
+        old='bool(getattr(part, "gradient_checkpointing", False))',
+        new="False",
+        killers=(f"{MODE}::test_activations_are_recomputed",),
+    ),
+    Mutant(
+        name="positions-by-company",
+        mistake="LongRoPE takes other frequencies once one row of a batch is long",
+        file="rlhf_pg/trainers/base.py",
+        old="models.settle_positions(self.model, self.longest_row)",
+        new="pass",
+        killers=(f"{CHECK}::test_a_run_settles_them",),
+    ),
+    Mutant(
+        name="positions-by-the-prompt",
+        mistake="LongRoPE's frequencies are settled for a row that is not the longest",
+        file="rlhf_pg/models/rotary.py",
+        old="[[longest - 1]]",
+        new="[[0]]",
+        killers=(f"{CHECK}::test_positions_are_settled_by_the_longest_row_of_the_run",),
+    ),
+    Mutant(
+        name="padding-not-looked-at",
+        mistake="a model for which a padded row is another row is computed in padding",
+        file="rlhf_pg/trainers/model_check.py",
+        old="pads = not run.differ(_rows(run.score(batch), batch), alone)",
+        new="pads = True",
+        killers=(f"{CHECK}::test_what_is_mended",),
+    ),
+    Mutant(
+        name="padding-found-and-forgotten",
+        mistake="the learner pads rows that the model check found to change in padding",
+        file="rlhf_pg/trainers/learner.py",
+        old="self.pads, self.together = pads, together",
+        new="pass",
+        killers=(f"{CHECK}::test_what_was_sampled_is_scored_alike_where_padding_changes_a_row",),
+    ),
+    Mutant(
+        name="sampled-in-padding",
+        mistake="the engine pads prompts that the model check found to change in padding",
+        file="rlhf_pg/rollout/native.py",
+        old="options = (engine.pad_token_id, engine.cache_tokens, engine.pads, engine.together)",
+        new="options = (engine.pad_token_id, engine.cache_tokens)",
+        killers=(f"{CHECK}::test_what_was_sampled_is_scored_alike_where_padding_changes_a_row",),
+    ),
+    Mutant(
+        name="sampler-not-looked-at",
+        mistake="a model that samples otherwise than it scores is trained without a word",
+        file="rlhf_pg/trainers/model_check.py",
+        old="if not run.differ(said, by_row(run.score, drawn)):",
+        new="if True:",
+        killers=(f"{CHECK}::test_what_is_refused",),
+    ),
+    Mutant(
+        name="not-a-number-is-close",
+        mistake="numbers that are NaN in padding count as those of the row alone",
+        file="rlhf_pg/trainers/model_check.py",
+        old="not all(bool(x <= LIMITS[self.dtype]) for x in apart)",
+        new="any(bool(x > LIMITS[self.dtype]) for x in apart)",
+        killers=(f"{CHECK}::test_padding_that_is_not_a_number_in_float64_is_left_out",),
     ),
     Mutant(
         name="reference-is-the-policy",

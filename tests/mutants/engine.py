@@ -77,8 +77,8 @@ MUTANTS = [
         name="mode-lost-after-an-error",
         mistake="the mode is not restored when sampling fails",
         file="rlhf_pg/models/loading.py",
-        old="    try:\n        yield\n    finally:",
-        new="    yield\n    if True:",
+        old="    model.eval()\n    try:\n        yield\n    finally:",
+        new="    model.eval()\n    yield\n    if True:",
         killers=(f"{NATIVE}::test_the_mode_of_every_module_is_restored_after_an_error",),
     ),
     Mutant(

@@ -162,8 +162,8 @@ MUTANTS: list[Mutant] = [
         name="groups-split-over-micro-batches",
         mistake="a loss that compares the rows of a group sees those of its micro-batch alone",
         file=LEARNER,
-        old="self.args.token_budget, self.compares_rows, window",
-        new="self.args.token_budget, False, window",
+        old="whole_groups = self.compares_rows",
+        new="whole_groups = False",
         killers=(f"{OPTIONS}micro_batches_keep_the_rows_that_a_loss_compares_together",),
     ),
     # ------------------------------------------------------------------ baselines from elsewhere

@@ -185,7 +185,7 @@ def dropout(trainer) -> None:
     for module in trainer.model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.1
-    trainer.learner.policy.pad_if_dropping()
+    trainer.learner.policy.keep_dropout()
 
 
 def test_dropout_is_off_by_default(make) -> None:
