@@ -212,8 +212,8 @@ def test_bad_pairs_are_refused_by_dataset_and_row(tmp_path, name, data, message)
 
 
 def test_the_positions_of_the_model_are_a_limit_too(tmp_path):
-    with pytest.raises(ValueError, match="row 0 has 67 tokens, more than the 64"):
-        train(tmp_path, data=broken(0, chosen="b" * 64), max_length=100)
+    with pytest.raises(ValueError, match="row 0 has 65 tokens, more than the 64"):
+        train(tmp_path, data=broken(0, chosen="b" * 62), max_length=100)
     train(tmp_path, data=broken(0, chosen="b" * 61), max_length=100, max_steps=1)
 
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from rlhf_pg import (
     GRPOConfig,
@@ -480,3 +482,23 @@ def test_a_reward_function_may_ask_how_far_the_run_is(make):
     trainer = make(reward_funcs=asks, max_steps=3)
     trainer.train()
     assert seen == [(step, step, 3) for step in range(3)]
+
+
+def test_a_turn_that_the_policy_continued_is_judged_whole(make, model_path):
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    asked, begun = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+    seen = []
+
+    def judge(prompts, completions, **_):
+        seen.extend(zip(prompts, completions, strict=True))
+        return [0.0] * len(prompts)
+
+    data = Dataset.from_list([{"prompt": [asked, begun]}])
+    trainer = make(train_dataset=data, processing_class=tokenizer, reward_funcs=judge)
+    assert tokenizer.decode(trainer.train_prompts.tokens[0]).endswith("1+1=2")
+    samples = trainer.roll_out(range(1))
+    trainer.reward(samples)
+    for (prompt, [turn]), written in zip(seen, samples.completion_ids, strict=True):
+        assert prompt == [asked]
+        assert turn["content"] == "2" + tokenizer.decode(written, skip_special_tokens=True)
