@@ -56,6 +56,7 @@ class Rewards:
         processing_classes: Tokenizers = None,
         device: torch.device | None = None,
         environment: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:
         given: Any = functions
         one = callable(given) or isinstance(given, MODELS)
@@ -66,7 +67,7 @@ class Rewards:
             )
         tokenizers = _one_each(processing_classes, len(sources))
         self.functions = [
-            _function(source, tokenizer, device)
+            _function(source, tokenizer, device, trust_remote_code)
             for source, tokenizer in zip(sources, tokenizers, strict=True)
         ]
         self.names = _unique_names(self.functions)
@@ -164,9 +165,11 @@ def _one_each(tokenizers: Any, count: int) -> list[Any]:
     return list(tokenizers)
 
 
-def _function(source: Any, tokenizer: Any, device: torch.device | None) -> RewardFunction:
+def _function(
+    source: Any, tokenizer: Any, device: torch.device | None, trust_remote_code: bool
+) -> RewardFunction:
     if isinstance(source, MODELS):
-        return RewardModel(source, tokenizer, device)
+        return RewardModel(source, tokenizer, device, trust_remote_code)
     if isinstance(source, PeftModel):
         raise ValueError(
             "a reward model with an adapter cannot be scored: give merge_and_unload() of it"

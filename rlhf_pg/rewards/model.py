@@ -34,6 +34,7 @@ class RewardModel:
         model: a path, a Hub id or a loaded model (put in evaluation mode).
         processing_class: its tokenizer; by default the one saved beside the model.
         device: where to compute; by default where the model is.
+        trust_remote_code: run code that comes with a model that is loaded here.
 
     Raises:
         ValueError: no such directory, more outputs than one, no tokenizer, or one that does not
@@ -45,12 +46,15 @@ class RewardModel:
         model: str | PathLike[str] | PreTrainedModel,
         processing_class: PreTrainedTokenizerBase | None = None,
         device: torch.device | str | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         if isinstance(model, str | PathLike):
-            model = _load(model)
+            model = _load(model, trust_remote_code)
         self.model = model.to(device or model.device).eval()
         self.__name__ = _name(model.name_or_path or "") or type(model).__name__
-        self.processing_class = score_tokenizer(processing_class, model, self._who)
+        self.processing_class = score_tokenizer(
+            processing_class, model, self._who, trust_remote_code
+        )
 
     def __call__(
         self,
@@ -140,7 +144,10 @@ def encode_whole(
 
 
 def score_tokenizer(
-    tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel, who: str
+    tokenizer: PreTrainedTokenizerBase | None,
+    model: PreTrainedModel,
+    who: str,
+    trust_remote_code: bool = False,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer given, or the one saved beside the model; checked, and the model's head too.
 
@@ -156,7 +163,7 @@ def score_tokenizer(
             f"{who} has {model.config.num_labels} outputs: a reward is one number, from a sequence "
             "classifier with num_labels 1"
         )
-    tokenizer = tokenizer or _saved_tokenizer(model.name_or_path, who)
+    tokenizer = tokenizer or _saved_tokenizer(model.name_or_path, who, trust_remote_code)
     if tokenizer.pad_token_id is None:
         raise ValueError(
             f"{who}: its tokenizer has no pad token: set pad_token (the EOS token will do: padding "
@@ -172,20 +179,22 @@ def _name(path: str | PathLike[str]) -> str:
     return whole.parent.name if whole.name == "final" else whole.name
 
 
-def _load(path: str | PathLike[str]) -> PreTrainedModel:
+def _load(path: str | PathLike[str], trust_remote_code: bool) -> PreTrainedModel:
     try:
         check_directory(path)
     except ValueError as error:
         raise ValueError(f"reward model {_name(path)}: {error}") from error
-    return AutoModelForSequenceClassification.from_pretrained(path, dtype="auto")
+    return AutoModelForSequenceClassification.from_pretrained(
+        path, dtype="auto", trust_remote_code=trust_remote_code
+    )
 
 
-def _saved_tokenizer(path: str, who: str) -> PreTrainedTokenizerBase:
+def _saved_tokenizer(path: str, who: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     none = f"{who}: no tokenizer is saved beside it: give one (reward_processing_classes)"
     if not path:
         raise ValueError(none)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(none) from error
     # Where there are no files, some model types give a tokenizer with special tokens and no others.
