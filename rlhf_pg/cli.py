@@ -18,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 import rlhf_pg
 from rlhf_pg import plan as planning
 from rlhf_pg.config import RewardModelConfig, SFTConfig
+from rlhf_pg.fields import shown
 from rlhf_pg.recipe import fail, load, parse, recipe_file
 from rlhf_pg.report import save_curve, show_curve
 from rlhf_pg.rewards import train_reward_model
@@ -133,10 +134,10 @@ def _config(config_type: type[C], recipe: Path, flags: Sequence[str]) -> C:
 
 def _algorithm(recipe: Path, others: Sequence[str] = ("sft", "reward_model")) -> str:
     """The key `algorithm`, which here is that of a trainer; elsewhere `others` are known, too."""
-    algorithm = str(load(recipe).get("algorithm"))
-    if algorithm not in TRAINERS:
+    algorithm = load(recipe).get("algorithm")
+    if not isinstance(algorithm, str) or algorithm not in TRAINERS:
         known = ", ".join([*others, *TRAINERS])
-        fail(f"{recipe}: the key algorithm must be one of {known}, got {algorithm!r}")
+        fail(f"{recipe}: the key algorithm must be one of {known}, got {shown(algorithm)}")
     return algorithm
 
 

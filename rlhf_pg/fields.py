@@ -5,6 +5,7 @@ import difflib
 import inspect
 import math
 import operator
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Collection
@@ -35,6 +36,11 @@ def choice(default: str, options: Collection[str]) -> Any:
     return dataclasses.field(default=default, metadata={"options": options})
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxlevel = 2
+
+
 @dataclass(kw_only=True)
 class Checked:
     """A dataclass whose fields are checked, in Python as in YAML.
@@ -58,6 +64,11 @@ class Checked:
             value = _checked_type(field.name, getattr(self, field.name), hints[field.name])
             _check_range(field, value)
             setattr(self, field.name, value)
+
+
+def shown(value: Any) -> str:
+    """Its `repr`, for an error: short, since what is nested in YAML may be endless."""
+    return _SHORT.repr(value)
 
 
 def bound(function: Callable[..., Any], config: Any) -> Callable[..., Any]:
@@ -91,7 +102,7 @@ def _checked_type(name: str, value: Any, hint: Any) -> Any:
             return float(value)
         elif isinstance(value, option) and not (isinstance(value, bool) and option is not bool):
             return value
-    raise ValueError(f"{name} must be {_spelled(hint)}, got {value!r}")
+    raise ValueError(f"{name} must be {_spelled(hint)}, got {shown(value)}")
 
 
 def _spelled(hint: Any) -> str:

@@ -8,10 +8,12 @@ import argparse
 import dataclasses
 import io
 import os
+import reprlib
 import sys
+import types
 import typing
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stderr
+from contextlib import nullcontext, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -22,11 +24,13 @@ from rlhf_pg.foreign_keys import explained, nearest
 
 C = TypeVar("C")
 
+LONGEST = 1 << 20  # bytes of a recipe
+
 
 def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | None = None) -> C:
     """Read a config: defaults < the YAML file given as `--config` < the other flags.
 
-    The YAML is turned into flags, so that both meet the same types and errors.
+    The YAML is read as values: a string in it is one, however much it looks like a flag.
 
     Args:
         prog: what `--help` calls the program.
@@ -43,13 +47,7 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
             _refuse_elsewhere(key, "command line")
     from_file = None
     if known.config:
-        file_flags = _flags(known.config, config_type)
-        try:
-            from_file = _cli(config_type, file_flags, None, prog)
-        except SystemExit:
-            if _is_main():
-                print(f"(in {known.config})", file=sys.stderr)
-            raise
+        from_file = _from_file(known.config, config_type)
     return _cli(config_type, flags, from_file, prog)
 
 
@@ -76,34 +74,65 @@ def recipe_file(name: str) -> Path:
 def load(path: Path) -> dict[str, Any]:
     """The keys of a YAML file; exits like `fail` if it is none."""
     try:
-        recipe = yaml.load(path.read_text(), Loader=_UniqueKeys)
+        with path.open("rb") as file:
+            text = file.read(LONGEST + 1)
+        if len(text) > LONGEST:
+            fail(f"{path}: is longer than {LONGEST} bytes: it is no recipe")
+        recipe = yaml.load(text.decode(), Loader=_UniqueKeys)
     except (OSError, UnicodeDecodeError) as error:
         fail(f"{path}: cannot be read: {getattr(error, 'strerror', error)}")
-    except yaml.YAMLError as error:
+    except RecursionError:
+        fail(f"{path}: not valid YAML for a recipe: it is nested too deeply")
+    except (yaml.YAMLError, ValueError) as error:  # a date that there is not, for one
         fail(f"{path}: not valid YAML: {error}")
     if not isinstance(recipe, dict):
         fail(f"{path}: expected `key: value` lines, got {type(recipe).__name__}")
     return recipe
 
 
-def _flags(path: Path, config_type: type) -> list[str]:
-    """The keys of a YAML file as `--key=value`."""
+def _from_file(path: Path, config_type: type[C]) -> C:
+    """The config that a YAML file asks for."""
     recipe = load(path)
     hints = typing.get_type_hints(config_type)
-    keys = [field.name for field in dataclasses.fields(config_type)]
-    flags: list[str] = []
+    keys = [field.name for field in dataclasses.fields(config_type)]  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
     for key, value in recipe.items():
         _refuse_elsewhere(str(key), str(path), known=keys)
         if key not in keys:
             hint = nearest(str(key), keys)
-            fail(f"{path}: unknown key {key!r} for {config_type.__name__}{hint}")
+            fail(f"{path}: unknown key {reprlib.repr(key)} for {config_type.__name__}{hint}")
         if value is None and type(None) not in typing.get_args(hints[key]):
             fail(f"{path}: {key} must have a value, got null")
-        if isinstance(value, list):
-            flags += [f"--{key}", *(str(v) for v in value)]
-        else:
-            flags.append(f"--{key}={value}")
-    return flags
+        values[key] = _meant(value, hints[key])
+    try:
+        return config_type(**values)
+    except ValueError as error:
+        fail(f"{path}: {error}")
+
+
+def _meant(value: Any, hint: Any) -> Any:
+    """What YAML has read in the type that is wanted, where one can be made of the other.
+
+    PyYAML takes `1e-5` for a string, and a name such as `2026` for a number; one of several values
+    may stand without brackets.
+    """
+    wanted = typing.get_args(hint) if _is_union(hint) else (hint,)
+    items = [typing.get_args(one)[0] for one in wanted if typing.get_origin(one) is tuple]
+    if value is None or (value == "None" and type(None) in wanted):
+        return None
+    if items:
+        return [_meant(item, items[0]) for item in (value if isinstance(value, list) else [value])]
+    if isinstance(value, str):
+        for number in {int, float}.intersection(wanted):
+            with suppress(ValueError):
+                return number(value)
+    elif str in wanted and not isinstance(value, list | dict):
+        return str(value)
+    return value
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (types.UnionType, typing.Union)
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -132,7 +161,8 @@ def fail(message: str) -> NoReturn:
 
 
 def _is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this process speaks for all; one with a RANK and no launcher is alone."""
+    return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
 
 
 def dump(config: Any, path: Path) -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -31,8 +32,7 @@ def begin(path: Path) -> Path:
     failpoint("save-begin")
     recover(path)
     partial = partial_of(path)
-    if partial.exists():
-        shutil.rmtree(partial)
+    _delete(partial)
     partial.mkdir(parents=True)
     for directory in path.parents[1:3]:  # the parent may be new, and its own too
         sync_directory(directory)
@@ -59,13 +59,14 @@ def publish(path: Path) -> None:
     """Give what was sealed its name, and replace what has it: one of the two is always there."""
     failpoint("save-rename")
     aside = _aside_of(path)
-    if path.exists():
+    if os.path.lexists(path):
         path.rename(aside)
         failpoint("save-aside")
     partial_of(path).rename(path)
     sync_directory(path.parent)
     failpoint("save-renamed")
-    shutil.rmtree(aside, ignore_errors=True)
+    with suppress(OSError):
+        _delete(aside)
 
 
 def abandon(path: Path) -> None:
@@ -80,10 +81,10 @@ def abandon(path: Path) -> None:
 def recover(path: Path) -> None:
     """Put back what was moved aside, if what was to replace it has not come."""
     aside = _aside_of(path)
-    if not aside.exists():
+    if not os.path.lexists(aside):
         return
-    if path.exists():
-        shutil.rmtree(aside)
+    if os.path.lexists(path):
+        _delete(aside)
     else:
         aside.rename(path)
         sync_directory(path.parent)
@@ -110,6 +111,14 @@ def remove_leftovers(directory: Path) -> None:
     """Remove what interrupted saves and removals have left."""
     for partial in directory.glob(f"{PARTIAL}*"):
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _delete(path: Path) -> None:
+    """Remove whatever has this name; of a link not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def verified(path: Path, contents: bool = True) -> str | None:

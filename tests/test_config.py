@@ -571,6 +571,12 @@ def test_the_config_flag_may_stand_anywhere(recipe):
         ("stop: </answer>", "stop", ("</answer>",)),
         ('stop: ["\\n\\n", "User: "]', "stop", ("\n\n", "User: ")),
         ("stop: null", "stop", None),
+        ('stop: ["--seed", "7"]', "stop", ("--seed", "7")),
+        ("stop: [7]", "stop", ("7",)),
+        ("run_name: 2026", "run_name", "2026"),
+        ("run_name: --seed", "run_name", "--seed"),
+        ("lora_target_modules: null", "lora_target_modules", None),
+        ("reward_weights: 2", "reward_weights", (2.0,)),
     ],
 )
 def test_yaml_values_arrive_with_their_type(recipe, line, key, value):
@@ -610,20 +616,25 @@ def test_trackers_may_be_one_name_none_or_one_name_twice():
         ("beta: [1", "not valid YAML"),
         ("- beta", "expected `key: value` lines"),
         ("beta", "expected `key: value` lines"),
-        ("seed: 1.5", "--seed"),
+        ("seed: 1.5", "seed must be int, got 1.5"),
         ("seed: null", "seed must have a value, got null"),
         ("output_dir: null", "output_dir must have a value, got null"),
-        ("beta: high", "--beta"),
+        ("beta: high", "beta must be float, got 'high'"),
         ("beta: -1", "beta must be at least 0, got -1.0"),
-        ("beta: [1, 2]", "2"),
+        ("beta: [1, 2]", "beta must be float, got [1, 2]"),
         ("num_mini_batches: 99", "num_mini_batches must be at most prompts_per_step (16)"),
-        ("dtype: float16", "--dtype"),
-        ("gradient_checkpointing: 3", "--gradient_checkpointing"),
-        ("reward_weights: [a]", "--reward_weights"),
-        ("max_steps: {a: 1}", "--max_steps"),
+        ("dtype: float16", "dtype must be one of 'float32'"),
+        ("gradient_checkpointing: 3", "gradient_checkpointing must be bool"),
+        ("reward_weights: [a]", "reward_weights must be float, got 'a'"),
+        ("max_steps: {a: 1}", "max_steps must be int, got {'a': 1}"),
         ("policy_loss: clipped", "policy_loss must be one of"),
-        ("report_to: [wandb, neptune]", "--report_to"),
-        ("algorithm: rloo", "--algorithm"),
+        ("report_to: [wandb, neptune]", "report_to must be one of 'none'"),
+        ("algorithm: rloo", "algorithm must be one of 'grpo', got 'rloo'"),
+        ('stop: ["--seed", 7, {a: 1}]', "stop must be str, got {'a': 1}"),
+        ("seed: " + "[" * 2000, "nested too deeply"),
+        ("a: &a {b: 1}\nc: {<<: *a}", "not valid YAML"),
+        ("seed: 2026-02-30", "not valid YAML"),
+        ("# " + "x" * (1 << 20), "is longer than 1048576 bytes"),
     ],
 )
 def test_a_bad_recipe_is_one_error_that_names_key_and_file(capsys, tmp_path, recipe, text, said):
@@ -631,6 +642,21 @@ def test_a_bad_recipe_is_one_error_that_names_key_and_file(capsys, tmp_path, rec
     error = error_of(capsys, GRPOConfig, "--config", str(recipe))
     assert said in error
     assert str(recipe) in re.sub(r" ", "", error)
+
+
+def test_a_recipe_that_would_unfold_without_end_is_one_short_error(capsys, recipe):
+    levels = [f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]" for i in range(9)]
+    recipe.write_text("a0: &a0 [x, x]\n" + "\n".join(levels) + "\n")
+    assert len(error_of(capsys, GRPOConfig, "--config", str(recipe))) < 1000
+    nest = "[x, x]"
+    for i in range(9):
+        nest = f"[&b{i} {nest}{f', *b{i}' * 8}]"
+    recipe.write_text(f"seed: {nest}\n")
+    assert len(error_of(capsys, GRPOConfig, "--config", str(recipe))) < 1000
+
+
+def test_a_device_is_no_recipe(capsys):
+    assert "is longer than" in error_of(capsys, GRPOConfig, "--config", "/dev/zero")
 
 
 def test_the_error_says_what_a_bad_key_was_not(capsys, recipe):
@@ -670,7 +696,7 @@ def test_a_bad_flag_is_one_error_that_names_it(capsys, flags, said):
 @pytest.mark.parametrize(("config", "other"), [(a, b) for a in CONFIGS for b in CONFIGS if a != b])
 def test_a_recipe_of_another_algorithm_is_refused(capsys, recipe, config, other):
     recipe.write_text(f"algorithm: {other().algorithm}\n")
-    assert "--algorithm" in error_of(capsys, config, "--config", str(recipe))
+    assert "algorithm must be" in error_of(capsys, config, "--config", str(recipe))
     recipe.write_text(f"algorithm: {config().algorithm}\n")
     assert parse(config, ["--config", str(recipe)]) == config()
 
@@ -726,10 +752,19 @@ def test_a_value_may_be_spelt_like_a_key_of_another_library():
 )
 def test_only_the_first_process_speaks(capsys, monkeypatch, recipe, text):
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as refusal:
         read(GRPOConfig, recipe, text)
     assert refusal.value.code == 2
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_rank_without_a_launcher_speaks(capsys, monkeypatch, recipe):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit):
+        read(GRPOConfig, recipe, "beta: -1")
+    assert "beta must be at least 0" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------- dump
@@ -790,6 +825,7 @@ OTHER_VALUES = {
     "num_train_epochs": 2.5,
     "ddp_timeout": 60,
     "max_skipped_steps": 5,
+    "trust_remote_code": True,
     "save_steps": 1,
     "eval_steps": 2,
     "num_generations_eval": 6,

@@ -33,6 +33,7 @@ FLOORS = [
         "random_states",
         "same_run",
         "user_code",
+        "run_files",
     },
     {"rollout", "runtime", "checkpoint", "output", "metrics", "progress"},
     {"trainers", "report", "plan"},

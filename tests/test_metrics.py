@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rlhf_pg.metrics import KEYS, JsonLines, Meter, length_metrics, read, reward_metrics
-from rlhf_pg.progress import RUN_FILES, Journal, set_aside
+from rlhf_pg.progress import Journal
+from rlhf_pg.run_files import RUN_FILES, set_aside
 
 # ----------------------------------------------------------------------------------------- Meter
 

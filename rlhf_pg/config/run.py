@@ -23,6 +23,9 @@ class RunConfig(Checked):
 
     model_name_or_path: str | None = None
     """Path or Hub id of the model to train; without one, the task's own tiny model."""
+    trust_remote_code: bool = False
+    """Run code that comes with a model, tokenizer or reward model; otherwise one that needs it is
+    refused."""
     task: Literal["arithmetic", "preference", "guess", "calculator"] = "arithmetic"
     """The embedded task that a recipe trains on: prompts and reward, environment or tools."""
     reward_model_name_or_path: str | None = None

@@ -36,6 +36,9 @@ class RewardModelConfig(Checked):
     """Which algorithm a recipe file is for."""
     model_name_or_path: str | None = None
     """Path or Hub id of the model to start from; without one, the task's own tiny model."""
+    trust_remote_code: bool = False
+    """Run code that comes with a model or tokenizer; otherwise one that needs it is
+    refused."""
     task: Literal["arithmetic", "preference"] = "preference"
     """The embedded task that a recipe takes its pairs from."""
     output_dir: str = "runs/reward_model_preference"

@@ -210,6 +210,7 @@ def new_critic(
     value_model: str | os.PathLike[str] | nn.Module | None = None,
     peft_config: Any = None,
     random_seed: int | None = None,
+    trust_remote_code: bool = False,
 ) -> Critic:
     """The critic of a policy.
 
@@ -239,8 +240,8 @@ def new_critic(
         if not isinstance(value_model, LOADED):
             return Critic(value_model, None)
         value_model = copy.deepcopy(value_model)  # the object may be the reward model as well
-    model = load_model(value_model, dtype, AutoModel)
-    _check_tokens(value_model, model, tokenizer)
+    model = load_model(value_model, dtype, AutoModel, trust_remote_code=trust_remote_code)
+    _check_tokens(value_model, model, tokenizer, trust_remote_code)
     model = model if isinstance(model, PeftModel) else model.base_model
     head = _head(model, dtype)
     if isinstance(value_model, str | os.PathLike) and (Path(value_model) / HEAD_FILE).exists():
@@ -296,11 +297,12 @@ def _check_tokens(
     value_model: str | os.PathLike[str] | nn.Module,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    trust_remote_code: bool,
 ) -> None:
     """The critic must mean the same tokens by the same ids."""
     check_vocabulary(tokenizer, model, "value_model")
     if isinstance(value_model, str | os.PathLike) and has_tokenizer(value_model):
-        own = AutoTokenizer.from_pretrained(value_model)
+        own = AutoTokenizer.from_pretrained(value_model, trust_remote_code=trust_remote_code)
         if own.get_vocab() != tokenizer.get_vocab():
             raise ValueError(
                 f"value_model {value_model} has another vocabulary than the policy, whose tokens "

@@ -40,13 +40,19 @@ def load_policy(
     device: torch.device,
     peft_config: Any = None,
     quantization_config: Any = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model to train, on its device and with its adapter, if it is to have one.
 
     Raises:
         ValueError: as in `load_model` and `add_adapter`, or nothing in the model can be trained.
     """
-    loaded = load_model(model, dtype, quantization_config=quantization_config).to(device)
+    loaded = load_model(
+        model,
+        dtype,
+        quantization_config=quantization_config,
+        trust_remote_code=trust_remote_code,
+    ).to(device)
     if peft_config is not None:
         loaded = add_adapter(loaded, peft_config)
     freeze_unread(loaded)
@@ -65,6 +71,7 @@ def load_model(
     dtype: torch.dtype,
     auto_class: Any = AutoModelForCausalLM,
     quantization_config: Any = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """A model with weights in `dtype`; an object's weights are cast in place.
 
@@ -73,6 +80,7 @@ def load_model(
             goes on being trained; or an object.
         auto_class: what to load a path as.
         quantization_config: of `transformers`, for a path: 4 bits of bitsandbytes.
+        trust_remote_code: run code that comes with the model; unset, transformers would ask.
 
     Raises:
         ValueError: a path (what cannot be a Hub id) with no directory there, a checkpoint that
@@ -87,16 +95,22 @@ def load_model(
     name = str(model)
     check_directory(name)
     if find_adapter_config_file(name) is not None:
-        return _load_adapter(name, dtype, auto_class, quantization_config)
+        return _load_adapter(name, dtype, auto_class, quantization_config, trust_remote_code)
     if quantization_config is None:
         try:
-            return from_pretrained(auto_class, model, POOLER, dtype=dtype)
+            return from_pretrained(
+                auto_class, model, POOLER, dtype=dtype, trust_remote_code=trust_remote_code
+            )
         except OSError as error:
             error.add_note(f"This is about the model {name!r}.")  # transformers may not say so
             raise
     try:
         loaded = from_pretrained(
-            auto_class, model, dtype=dtype, quantization_config=quantization_config
+            auto_class,
+            model,
+            dtype=dtype,
+            quantization_config=quantization_config,
+            trust_remote_code=trust_remote_code,
         )
     except ImportError as error:
         raise ValueError(f"{name} cannot be quantized: {error}") from error
@@ -128,7 +142,11 @@ def _check_quantization(model: Any, dtype: torch.dtype, config: Any) -> None:
 
 
 def _load_adapter(
-    path: str, dtype: torch.dtype, auto_class: Any, quantization_config: Any
+    path: str,
+    dtype: torch.dtype,
+    auto_class: Any,
+    quantization_config: Any,
+    trust_remote_code: bool,
 ) -> PreTrainedModel:
     config = PeftConfig.from_pretrained(path)
     if config.task_type == "CAUSAL_LM":
@@ -140,7 +158,7 @@ def _load_adapter(
             "in adapter_config.json, or load both and give the object"
         )
     try:
-        model = load_model(base, dtype, auto_class, quantization_config)
+        model = load_model(base, dtype, auto_class, quantization_config, trust_remote_code)
         model = PeftModel.from_pretrained(model, path, is_trainable=True)
         check_adapter(model, path)
     except (RuntimeError, ValueError) as error:
@@ -180,7 +198,10 @@ def check_directory(model: str | os.PathLike[str]) -> None:
 
 
 def load_tokenizer(
-    tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel, pad_token: str | None = None
+    tokenizer: PreTrainedTokenizerBase | None,
+    model: PreTrainedModel,
+    pad_token: str | None = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer given, or the one saved beside the model.
 
@@ -200,7 +221,9 @@ def load_tokenizer(
             "processing_class"
         )
     if tokenizer is None:
-        tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(
+            model.name_or_path, trust_remote_code=trust_remote_code
+        )
     if tokenizer.pad_token_id is None and pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
             raise ValueError(f"pad_token {pad_token!r} is no token of the tokenizer")

@@ -25,6 +25,7 @@ from rlhf_pg.data import encode
 from rlhf_pg.experience import padded
 from rlhf_pg.models import check_directory, disable_dropout, from_pretrained, max_positions
 from rlhf_pg.rewards.model import encode_whole, score_tokenizer, sequence_scores, with_eos
+from rlhf_pg.run_files import set_aside
 
 # Of a checkpoint that was no classifier, as `transformers` calls what it adds.
 NEW_HEADS = ("score.", "classifier.", "pre_classifier.", "pooler.")
@@ -53,6 +54,8 @@ def train_reward_model(
 ) -> dict[str, float]:
     """Train a reward model, and save it with its tokenizer in `args.output_dir/final`.
 
+    What was there is set aside.
+
     Args:
         model: a path or Hub id (a language model gets a new head), or a loaded sequence classifier
             with `num_labels` 1; by default `args.model_name_or_path`. Dropout is set to 0.
@@ -69,8 +72,10 @@ def train_reward_model(
         ValueError: no model, or what is wrong with a dataset, by row.
     """
     set_seed(args.seed)
-    scorer = _load(model or args.model_name_or_path)
-    tokenizer = score_tokenizer(processing_class, scorer, "the reward model")
+    scorer = _load(model or args.model_name_or_path, args.trust_remote_code)
+    tokenizer = score_tokenizer(
+        processing_class, scorer, "the reward model", args.trust_remote_code
+    )
     limit = _longest(scorer, args.max_length)
     datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     pairs = {
@@ -86,6 +91,8 @@ def train_reward_model(
         compute_metrics=_accuracy,
         **pairs,
     )
+    if trainer.is_world_process_zero():
+        set_aside(Path(args.output_dir))
     trainer.train()
     metrics = trainer.evaluate()
     metrics = {name: metrics[name] for name in ("eval_accuracy", "eval_loss")}
@@ -201,7 +208,9 @@ def collate(rows: Pairs, pad: int) -> dict[str, Tensor]:
     return {"input_ids": ids.view(shape), "attention_mask": mask.view(shape)}
 
 
-def _load(model: str | PathLike[str] | PreTrainedModel | None) -> PreTrainedModel:
+def _load(
+    model: str | PathLike[str] | PreTrainedModel | None, trust_remote_code: bool
+) -> PreTrainedModel:
     if model is None:
         raise ValueError("no model: give model=... or the key model_name_or_path")
     if not isinstance(model, str | PathLike):
@@ -209,6 +218,7 @@ def _load(model: str | PathLike[str] | PreTrainedModel | None) -> PreTrainedMode
     check_directory(model)
     # Not in the dtype of the checkpoint: bfloat16 would lose small updates.
     options: dict[str, Any] = {"num_labels": 1, "dtype": torch.float32}
+    options["trust_remote_code"] = trust_remote_code
     return from_pretrained(AutoModelForSequenceClassification, model, NEW_HEADS, **options)
 
 

@@ -64,6 +64,7 @@ class Rewards:
         environment: bool = False,
         sees_eos: bool = True,
         closes_truncated: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:
         given: Any = functions
         one = callable(given) or isinstance(given, MODELS)
@@ -74,7 +75,7 @@ class Rewards:
             )
         tokenizers = _one_each(processing_classes, len(sources))
         self.functions = [
-            _function(source, tokenizer, device, sees_eos, closes_truncated)
+            _function(source, tokenizer, device, sees_eos, closes_truncated, trust_remote_code)
             for source, tokenizer in zip(sources, tokenizers, strict=True)
         ]
         self.names = _unique_names(self.functions)

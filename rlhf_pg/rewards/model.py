@@ -38,6 +38,7 @@ class RewardModel:
         device: where to compute; by default where the model is.
         sees_eos: False appends no EOS to a string.
         closes_truncated: close a chat turn that was cut off, as the template closes any.
+        trust_remote_code: run code that comes with a model that is loaded here.
 
     Raises:
         ValueError: no such directory, more outputs than one, no tokenizer, or one that does not
@@ -51,13 +52,16 @@ class RewardModel:
         device: torch.device | str | None = None,
         sees_eos: bool = True,
         closes_truncated: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:
         self.sees_eos, self.closes_truncated = sees_eos, closes_truncated
         if isinstance(model, str | PathLike):
-            model = _load(model)
+            model = _load(model, trust_remote_code)
         self.model = model.to(device or model.device).eval()
         self.__name__ = name_of(model.name_or_path or "") or type(model).__name__
-        self.processing_class = score_tokenizer(processing_class, model, self._who)
+        self.processing_class = score_tokenizer(
+            processing_class, model, self._who, trust_remote_code
+        )
 
     def __call__(
         self,
@@ -175,6 +179,7 @@ def score_tokenizer(
     tokenizer: PreTrainedTokenizerBase | None,
     model: PreTrainedModel,
     who: str,
+    trust_remote_code: bool = False,
     labels: Sequence[int] = (1,),
 ) -> PreTrainedTokenizerBase:
     """The tokenizer given, or the one saved beside the model; checked, and the model's head too.
@@ -193,7 +198,7 @@ def score_tokenizer(
             f"{who} has {model.config.num_labels} outputs: a reward is one number, from a {kind} "
             f"with num_labels {' or '.join(map(str, labels))}"
         )
-    tokenizer = tokenizer or _saved_tokenizer(model.name_or_path, who)
+    tokenizer = tokenizer or _saved_tokenizer(model.name_or_path, who, trust_remote_code)
     if tokenizer.pad_token_id is None:
         raise ValueError(
             f"{who}: its tokenizer has no pad token: set pad_token (the EOS token will do: padding "
@@ -209,20 +214,25 @@ def name_of(path: str | PathLike[str]) -> str:
     return whole.parent.name if whole.name == "final" else whole.name
 
 
-def _load(path: str | PathLike[str]) -> PreTrainedModel:
+def _load(path: str | PathLike[str], trust_remote_code: bool) -> PreTrainedModel:
     try:
         check_directory(path)
-        return from_pretrained(AutoModelForSequenceClassification, path, dtype="auto")
+        return from_pretrained(
+            AutoModelForSequenceClassification,
+            path,
+            dtype="auto",
+            trust_remote_code=trust_remote_code,
+        )
     except ValueError as error:
         raise ValueError(f"reward model {name_of(path)}: {error}") from error
 
 
-def _saved_tokenizer(path: str, who: str) -> PreTrainedTokenizerBase:
+def _saved_tokenizer(path: str, who: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     none = f"{who}: no tokenizer is saved beside it: give one (reward_processing_classes)"
     if not path:
         raise ValueError(none)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(none) from error
     # Where there are no files, some model types give a tokenizer with special tokens and no others.

@@ -35,6 +35,7 @@ class ProcessRewardModel:
         policy_tokenizer: the one that the completions come from; by default the model's.
         separator: of steps.
         device: where to compute; by default where the model is.
+        trust_remote_code: run code that comes with a model that is loaded here.
 
     Raises:
         ValueError: no such model, more outputs than two, no tokenizer, or one that does not belong
@@ -48,13 +49,21 @@ class ProcessRewardModel:
         policy_tokenizer: PreTrainedTokenizerBase | None = None,
         separator: str = "\n",
         device: torch.device | str | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         if not isinstance(model, PreTrainedModel):
-            model = from_pretrained(AutoModelForTokenClassification, model, dtype="auto")
+            model = from_pretrained(
+                AutoModelForTokenClassification,
+                model,
+                dtype="auto",
+                trust_remote_code=trust_remote_code,
+            )
         self.model = model.to(device or model.device).eval()
         self.__name__ = name_of(model.name_or_path or "") or type(model).__name__
         self._who = f"process reward model {self.__name__}"
-        self.processing_class = score_tokenizer(processing_class, model, self._who, labels=(1, 2))
+        self.processing_class = score_tokenizer(
+            processing_class, model, self._who, trust_remote_code, labels=(1, 2)
+        )
         self.policy_tokenizer = policy_tokenizer or self.processing_class
         self.separator = separator
 

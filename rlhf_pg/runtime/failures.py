@@ -27,6 +27,7 @@ R = TypeVar("R")
 
 POLL = 1.0  # seconds between two looks at the store
 MEETING = 2.0  # seconds in which all processes raise what they raise together
+PARTING = 120.0  # seconds that one may wait for others who save, when the launcher is gone
 GRACE = 5.0  # seconds that others get to answer, or to end by an error of their own
 LONGEST = 20_000  # characters of a failure
 NUMBERS = itertools.count()  # of watches: the same in every process
@@ -74,6 +75,7 @@ class Watch:
         self._wait: tuple[str, float] | None = None  # in what the main thread waits, since when
         self._heard: Failure | None = None
         self._departures = itertools.count()
+        self._parent = os.getppid()
         self._stop = threading.Event()
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)  # the watchdog of NCCL aborts the process
@@ -180,7 +182,9 @@ class Watch:
                     self._end(Failure(*json.loads(self._store.get("first"))))
             except RuntimeError as error:
                 text = f"the store of all processes is gone, with rank 0 or its launcher: {error}"
-                self._end_when_waiting(text, patience=float("inf"))
+                orphaned = os.getppid() != self._parent  # then all save and end by themselves
+                grace = PARTING if orphaned else GRACE
+                self._end_when_waiting(text, patience=float("inf"), grace=grace)
 
     def _waited(self, since: float = 0.0) -> float:
         """Seconds that the main thread has waited for others, of those after `since`."""
@@ -199,11 +203,11 @@ class Watch:
         self._meet("knows", ())
         self._end_when_waiting("cannot go on without the others", self._timeout)
 
-    def _end_when_waiting(self, why: str, patience: float) -> None:
+    def _end_when_waiting(self, why: str, patience: float, grace: float = GRACE) -> None:
         """Returns when the process ends by itself."""
         heard = time.monotonic()
         while not self._stop.wait(POLL):
-            if self._waited(heard) > GRACE or time.monotonic() - heard > patience:
+            if self._waited(heard) > grace or time.monotonic() - heard > patience:
                 self._leave(why)
 
     def _leave(self, why: str) -> NoReturn:

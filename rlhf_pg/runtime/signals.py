@@ -12,6 +12,8 @@ from typing import Any
 
 from rlhf_pg.runtime.processes import Runtime
 
+LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # a launcher tells its processes
+POLL = 1.0  # seconds between two looks at who our parent is
 SAME = 2.0  # seconds in which a second signal is the first once more: a launcher passes it on
 
 
@@ -35,13 +37,29 @@ class Termination:
         handlers = {number: signal.getsignal(number) for number in self._numbers() if in_main}
         # None: a handler that is not Python's, and could not be put back.
         theirs = {n: old for n, old in handlers.items() if old not in (None, signal.SIG_IGN)}
+        ended = threading.Event()
         try:
             for number in theirs:
                 signal.signal(number, self._note)
+            if any(name in os.environ for name in LAUNCHED):
+                watch = threading.Thread(target=self._watch_parent, args=(ended,), daemon=True)
+                watch.start()
             yield
         finally:
+            ended.set()
             for number, old in theirs.items():
                 signal.signal(number, old)
+
+    def _watch_parent(self, ended: threading.Event) -> None:
+        """A launcher that is gone, as by a SIGTERM that it does not pass on, is a SIGTERM here:
+        nobody would end this process, and the run that is started again would find it in its way.
+        """
+        parent = os.getppid()
+        while not ended.wait(POLL):
+            if os.getppid() != parent:
+                if self._asked is None:
+                    self._asked = signal.SIGTERM, time.monotonic()
+                return
 
     def _numbers(self) -> list[signal.Signals]:
         # One process alone ends by KeyboardInterrupt; one of several would leave the others.

@@ -152,6 +152,7 @@ class PolicyGradientTrainer:
             environment_factory is not None,
             args.reward_model_sees_eos,
             args.reward_model_closes_truncated,
+            args.trust_remote_code,
         )
         self.shaping = Shaping(args, self.rewards)
         set_seed(args.seed)
@@ -160,7 +161,9 @@ class PolicyGradientTrainer:
         self.model = inputs.load_policy(
             model, args, self.runtime.loading_device, self.peft_config, quantization_config
         )
-        self.processing_class = models.load_tokenizer(processing_class, self.model, args.pad_token)
+        self.processing_class = models.load_tokenizer(
+            processing_class, self.model, args.pad_token, args.trust_remote_code
+        )
         self.player = inputs.player(
             args, tools, environment_factory, self.model, self.processing_class
         )

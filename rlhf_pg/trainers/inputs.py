@@ -54,7 +54,9 @@ def load_policy(
         raise ValueError("give quantization_config or set load_in_4bit, not both")
     if args.load_in_4bit:
         quantization_config = models.quantization(dtype)
-    loaded = models.load_policy(model, dtype, device, peft_config, quantization_config)
+    loaded = models.load_policy(
+        model, dtype, device, peft_config, quantization_config, args.trust_remote_code
+    )
     if args.save_merged and (quantization_config or not isinstance(loaded, PeftModel)):
         raise ValueError("save_merged is for a model with an adapter on unquantized weights")
     return loaded

@@ -133,6 +133,7 @@ class PPOTrainer(PolicyGradientTrainer):
             value_model,
             self.peft_config,
             args.seed if random else None,
+            args.trust_remote_code,
         )
         if args.normalize_values and (critic.head is None or critic.head.weight.any()):
             raise ValueError(

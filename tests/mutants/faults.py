@@ -49,6 +49,25 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        name="foreign-files-replaced",
+        mistake="a run replaces the model of somebody else, who left no metrics.jsonl beside it",
+        file="rlhf_pg/run_files.py",
+        old="    if not there:\n",
+        new='    if "metrics.jsonl" not in there:\n',
+        killers=("tests/test_run_files.py::test_what_has_the_name_of_a_runs_file_is_set_aside",),
+    ),
+    Mutant(
+        name="code-of-models-asked-for",
+        mistake="transformers asks on the terminal whether to run a model's code (transformers)",
+        file="rlhf_pg/models/loading.py",
+        old="                model, dtype=dtype, trust_remote_code=trust_remote_code\n",
+        new="                model, dtype=dtype\n",
+        killers=(
+            "tests/faults/test_security.py"
+            "::test_code_that_comes_with_a_model_needs_the_key_whatever_is_piped_in",
+        ),
+    ),
+    Mutant(
         name="numbers-of-half-a-step",
         mistake="a step that broke off has moved moments or schedule when it is taken again",
         file="rlhf_pg/trainers/base.py",

@@ -223,7 +223,7 @@ def test_an_earlier_run_is_set_aside(make, tmp_path, capsys) -> None:
     for place, steps in {"earlier-1": 3, "earlier-2": 2, ".": 1}.items():
         assert len(read(run / place / "metrics.jsonl")) == steps
     assert (run / "earlier-1" / "final" / "config.json").exists()
-    assert "held an earlier run: it is in" in capsys.readouterr().out
+    assert "held an earlier run or a model: it is in" in capsys.readouterr().out
 
 
 def test_resume_needs_a_checkpoint(make, tmp_path) -> None:
