@@ -134,8 +134,9 @@ class PolicyGradientTrainer:
     ) -> None:
         args = self.config_type() if args is None else args
         if not isinstance(args, self.config_type):
-            wanted = self.config_type.__name__
-            raise ValueError(f"args must be a {wanted}, got {type(args).__name__}")
+            raise ValueError(
+                f"args must be a {self.config_type.__name__}, got {type(args).__name__}"
+            )
         self.args, model = inputs.resolve(args, model, eval_dataset)
         args = self.args
         self.callbacks = list(callbacks or ())
@@ -169,10 +170,9 @@ class PolicyGradientTrainer:
         )
         self._load_prompts(train_dataset, eval_dataset)
         self._choose()
-        models.settle_positions(self.model, self.longest_row)
         self.critic = self.new_critic()
-        if self.critic is not None:
-            models.settle_positions(self.critic, self.longest_row)
+        for module in filter(None, (self.model, self.critic)):
+            models.settle_positions(module, self.longest_row)
         self.state = TrainState()
         self._begun: Begun | None = None  # while there is a step
         open_keys = "micro_batch_tokens", "rollout_engine"

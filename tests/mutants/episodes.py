@@ -52,7 +52,7 @@ MUTANTS: list[Mutant] = [
         name="transform-drawn-again",
         mistake="a random transform makes another prompt for the reward than for the policy",
         file=DATA,
-        old='    if dataset.format["type"] != "custom":\n',
+        old='    if shape["type"] != "custom":\n',
         new="    if True:\n",
         killers=(USER_CODE + "a_random_transform_is_drawn_once",),
     ),
