@@ -145,16 +145,8 @@ class PolicyGradientTrainer:
             logger.warning("%s", doubt)
         self.trackers = Trackers(args.report_to, self.runtime)
         self.termination = Termination(self.runtime)
-        self.rewards = Rewards(
-            reward_funcs,
-            args.reward_weights,
-            reward_processing_classes,
-            self.runtime.device,
-            environment_factory is not None,
-            args.reward_model_sees_eos,
-            args.reward_model_closes_truncated,
-            args.trust_remote_code,
-        )
+        played = environment_factory is not None
+        self.rewards = self._new_rewards(reward_funcs, reward_processing_classes, played)
         self.shaping = Shaping(args, self.rewards)
         set_seed(args.seed)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
@@ -181,6 +173,19 @@ class PolicyGradientTrainer:
         self._new_learner(optimizers)
         self._start_engine()
         self.checkpointer = self._checkpointer()
+
+    def _new_rewards(self, functions: Any, processing_classes: Any, environment: bool) -> Rewards:
+        args = self.args
+        return Rewards(
+            functions,
+            args.reward_weights,
+            processing_classes,
+            self.runtime.device,
+            environment,
+            args.reward_model_sees_eos,
+            args.reward_model_closes_truncated,
+            args.trust_remote_code,
+        )
 
     def _load_prompts(self, train_dataset: Dataset | None, eval_dataset: Dataset | None) -> None:
         args = self.args

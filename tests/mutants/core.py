@@ -209,7 +209,7 @@ MODELS = [
         name="positions-by-company",
         mistake="LongRoPE takes other frequencies once one row of a batch is long",
         file="rlhf_pg/trainers/base.py",
-        old="models.settle_positions(self.model, self.longest_row)",
+        old="models.settle_positions(module, self.longest_row)",
         new="pass",
         killers=(f"{CHECK}::test_a_run_settles_them",),
     ),

@@ -60,8 +60,8 @@ MUTANTS = [
         name="code-of-models-asked-for",
         mistake="transformers asks on the terminal whether to run a model's code (transformers)",
         file="rlhf_pg/models/loading.py",
-        old="                auto_class, model, POOLER, dtype=dtype, trust_remote_code=trust_remote_code\n",
-        new="                auto_class, model, POOLER, dtype=dtype\n",
+        old="POOLER, dtype=dtype, trust_remote_code=trust_remote_code\n",
+        new="POOLER, dtype=dtype\n",
         killers=(
             "tests/faults/test_security.py"
             "::test_code_that_comes_with_a_model_needs_the_key_whatever_is_piped_in",
