@@ -64,7 +64,7 @@ def check(
             f"{path} was saved by a run that keeps {theirs}, and this one keeps {ours}: resume "
             "with the same reward functions"
         )
-    endless = now["lr_scheduler_type"] in WITHOUT_LENGTH
+    endless = now.get("lr_scheduler_type") in WITHOUT_LENGTH
     return _changed(saved["config"], now, PEAKS if endless else PEAKS | LENGTHS)
 
 

@@ -914,6 +914,7 @@ OTHERS = {
         "batch_size": 2,
         "max_length": 99,
         "append_eos": False,
+        "trust_remote_code": True,
         "learning_rate": 1e-3,
     },
 }

@@ -268,5 +268,7 @@ def load_weights(model: PreTrainedModel, path: Path) -> None:
                 )
         set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))
     else:
-        saved = from_pretrained(type(model), path, dtype=model.dtype, use_safetensors=True)
+        saved = from_pretrained(
+            type(model), path, trust_remote_code=False, dtype=model.dtype, use_safetensors=True
+        )
         model.load_state_dict(saved.state_dict())

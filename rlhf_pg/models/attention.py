@@ -21,6 +21,7 @@ NAME = "rlhf_pg"
 # What a model may ask of attention beside its operands: all else, it would be without.
 HONOURED = {
     "is_causal",
+    "output_router_logits",  # which goes through all layers, and is not about attention
     "position_ids",  # of which its own functions find out what is packed: the layout says it here
     "sliding_window",  # longer rows do not come here: see `window`
 }

@@ -7,12 +7,18 @@ from transformers import PreTrainedModel
 
 
 def from_pretrained(
-    auto_class: Any, path: str | PathLike[str], new: tuple[str, ...] = (), **options: Any
+    auto_class: Any,
+    path: str | PathLike[str],
+    new: tuple[str, ...] = (),
+    *,
+    trust_remote_code: bool,
+    **options: Any,
 ) -> PreTrainedModel:
     """A model whose every tensor the checkpoint has: `transformers` makes up what is missing.
 
     Args:
         auto_class: of `transformers`, or a model's own class.
+        trust_remote_code: run code that comes with the model.
         new: how the names of tensors begin that the checkpoint need not have: those of a new head.
 
     Raises:
@@ -20,7 +26,9 @@ def from_pretrained(
         OSError, ImportError: of `transformers`.
     """
     model: PreTrainedModel
-    model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
+    model, info = auto_class.from_pretrained(
+        path, output_loading_info=True, trust_remote_code=trust_remote_code, **options
+    )
     missing = sorted(name for name in info["missing_keys"] if not name.startswith(new))
     if missing:
         raise ValueError(

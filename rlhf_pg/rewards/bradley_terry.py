@@ -217,9 +217,14 @@ def _load(
         return model
     check_directory(model)
     # Not in the dtype of the checkpoint: bfloat16 would lose small updates.
-    options: dict[str, Any] = {"num_labels": 1, "dtype": torch.float32}
-    options["trust_remote_code"] = trust_remote_code
-    return from_pretrained(AutoModelForSequenceClassification, model, NEW_HEADS, **options)
+    return from_pretrained(
+        AutoModelForSequenceClassification,
+        model,
+        NEW_HEADS,
+        trust_remote_code=trust_remote_code,
+        num_labels=1,
+        dtype=torch.float32,
+    )
 
 
 def _longest(model: PreTrainedModel, max_length: int | None) -> int | None:

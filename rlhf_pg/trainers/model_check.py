@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -272,7 +272,8 @@ def check_model(trainer: "PolicyGradientTrainer") -> None:
             agreed=lambda holds: bool(runtime.most(int(holds))),
             device=runtime.device,
         )
-        with trainer.sampling():
+        native = isinstance(trainer.engine, NativeEngine)
+        with trainer.sampling() if native else nullcontext():  # no other samples here
             verdict = examine(run, args.disable_dropout, learner.compares_rows)
         if runtime.is_main:
             path.write_text(json.dumps({"key": key} | verdict._asdict()))

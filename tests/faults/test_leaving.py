@@ -73,7 +73,10 @@ def test_it_costs_no_step_that_was_finished(make, tmp_path, end) -> None:
     where, error = ENDS[end]
     trainer = make(max_steps=4, **HURT)
     where(trainer, error)
-    with pytest.raises(type(error)) as left:
+    kind = (
+        RuntimeError if isinstance(error, SystemExit) else type(error)
+    )  # no code of users ends a run
+    with pytest.raises(kind) as left:
         trainer.train()
     assert "goes on from" in "".join(left.value.__notes__)
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()

@@ -94,7 +94,7 @@ def test_the_code_beside_a_model_is_not_run(tmp_path) -> None:
 
 @pytest.mark.parametrize("url", ["http://me:secret@localhost:8000", "https://token@host"])
 def test_a_password_is_not_taken_into_a_config_that_is_saved(url) -> None:
-    with pytest.raises(ValueError, match="vllm_server_base_url holds a user or password") as caught:
+    with pytest.raises(ValueError, match="vllm_server_base_url holds a user, a password") as caught:
         GRPOConfig(rollout_engine="vllm_server", vllm_server_base_url=url)
     assert "secret" not in str(caught.value)
     assert "token" not in str(caught.value)

@@ -123,7 +123,7 @@ def test_attention_with_dropout_is_padded_in_training():
 
 
 def test_every_real_token_is_computed_once():
-    inputs, states = packed(batch_of())
+    inputs, states, _ = packed(batch_of())
     ids = [t for p, rows in zip(PROMPTS, COMPLETIONS, strict=True) for t in sum(rows, p)]
     assert inputs["input_ids"].tolist() == [ids]
     rows = zip(PROMPTS, COMPLETIONS, strict=True)

@@ -305,5 +305,5 @@ def test_trackers_that_are_not_chosen_are_not_imported(model_path, tmp_path) -> 
     assert done.stdout.splitlines()[-1] == "set()"
     assert not any(name in done.stdout + done.stderr for name in NAMES)
     assert {path.name for path in out.iterdir()} == {"config.yaml", "metrics.jsonl", "final"} | {
-        *("completions.jsonl", "lock")
+        *("completions.jsonl", "lock", "model_check.json")
     }
