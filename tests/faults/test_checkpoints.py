@@ -92,6 +92,7 @@ def test_if_none_is_whole_nothing_begins(output) -> None:
     for trial in ("latest", True):
         with pytest.raises(ValueError, match=f"no whole checkpoint.*{NAMES[2]}.*{NAMES[0]}"):
             resume(output, trial)
+    shutil.rmtree(output / "final")  # a run that had come to its end would be set aside
     with pytest.raises(ValueError, match="holds the checkpoints of an earlier run"):
         resume(output, None)
 

@@ -37,8 +37,9 @@ def misuses(tree: ast.AST) -> list[str]:
         last = name if name.endswith(".eval") else name.rsplit(".", 1)[-1]
         if name == "torch.load" or (last in CALLS and name not in HARMLESS):
             found.append(name)
-        # One that only hands on what the config says is as safe as its default.
-        chosen = [key for key in node.keywords if not ast.unparse(key.value).endswith(KEY)]
+        # One that only hands on what the config says is as safe as its default, and so is False.
+        said = [(key, ast.unparse(key.value)) for key in node.keywords]
+        chosen = [key for key, value in said if not value.endswith(KEY) and value != "False"]
         found += [key.arg for key in chosen if key.arg in OPTIONS]
     return found
 
