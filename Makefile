@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 PURE_TESTS := $(wildcard $(patsubst %,tests/test_%*.py,\
 	masking kl control advantages attempts losses policy_ experience micro_batches noise running)) tests/rewards/test_scores.py
 
-.PHONY: help demo preference soak test test-device test-device-slow test-sm90 test-distributed test-faults test-slow test-vllm \
+.PHONY: help demo preference fuzz soak test test-device test-device-slow test-sm90 test-distributed test-faults models test-slow test-vllm \
 	device-mutants \
 	coverage mutants docs lint format clean
 
@@ -42,8 +42,14 @@ test-distributed: $(VENV)/.installed  ## every backend, on CPUs; leaves the tabl
 test-faults: $(VENV)/.installed  ## every fault of docs/reliability.md, injected
 	$(BIN)/pytest -n 2 --dist loadfile -m "fault and not distributed"
 
+models: $(VENV)/.installed  ## every causal model of transformers, tiny, against the table of docs/models.md
+	$(BIN)/pytest -m slow tests/trainers/test_model_check.py
+
 test-slow: $(VENV)/.installed  ## the slow tests too
 	$(BIN)/pytest -m "not distributed and not vllm"
+
+fuzz: $(VENV)/.installed  ## ten minutes of faults by chance, from a seed (SEED=0)
+	PYTHONPATH=. $(BIN)/python -m tests.fuzz.run --minutes 10 --seed $(or $(SEED),0)
 
 soak: $(VENV)/.installed  ## an hour in which a run is killed again and again
 	PYTHONPATH=. $(BIN)/python -m tests.faults.soak --steps 24000 --kills 45

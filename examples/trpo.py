@@ -48,6 +48,8 @@ class TRPOConfig(ReinforceConfig):
     """Nor a bonus."""
     aggregation: Literal["token_mean"] = "token_mean"
     """Means are over tokens."""
+    kl_adaptive_lr: None = None
+    """How far a step goes is for the line search to say."""
     truncated_sampling: Literal["refuse"] = "refuse"
     """The KL that bounds a step looks at all tokens."""
     beta: float = 0.0

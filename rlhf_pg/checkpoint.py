@@ -6,9 +6,11 @@ adapter): `optimizer.safetensors` (by parameter name), `rng-rank{r}.safetensors`
 (`rlhf_pg.sealed`): a run resumes from what was saved, to the last bit, or not from there.
 """
 
+import copy
 import hashlib
 import json
 import logging
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -20,7 +22,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg import same_run, sealed
@@ -144,6 +146,38 @@ class Checkpointer:
         except OSError as error:
             logger.warning("older checkpoints were not removed (save_total_limit): %s", error)
 
+    def rehearse(self, runtime: Runtime) -> None:
+        """Save once all that is not weights, in a directory that goes; collective.
+
+        Raises:
+            ValueError: on all processes, it could not be saved.
+        """
+        failure: Exception | None = None
+        if runtime.is_main:
+            try:
+                with tempfile.TemporaryDirectory(dir=self.directory.parent) as trial:
+                    self._save_configs(Path(trial))
+            except Exception as error:  # transformers and tokenizers have many
+                failure = error
+        reason = runtime.agreed(f"{type(failure).__name__}: {failure}" if failure else None)
+        if reason is not None:
+            raise ValueError(
+                f"the model could not be saved at the end ({reason}): mend what is said there, in "
+                "the object or in the files beside the model (generation_config.json)"
+            ) from failure
+
+    def _save_configs(self, path: Path) -> None:
+        model: Any = self.parts["model"].module
+        adapted = isinstance(model, PeftModel)
+        if adapted:
+            model.active_peft_config.save_pretrained(path)
+        if not adapted or self.config.get("save_merged"):
+            bare = model.get_base_model() if adapted else model
+            bare.config.save_pretrained(path)
+            if bare.can_generate():
+                bare.generation_config.save_pretrained(path)
+        self.tokenizer.save_pretrained(path)
+
     def save_models(self, writing: Writing, path: Path, final: bool = False) -> None:
         """Model (or its adapter), tokenizer and critic, as `from_pretrained` reads them.
 
@@ -170,14 +204,24 @@ class Checkpointer:
 
     def _record(self) -> dict[str, Any]:
         """What is no tensor."""
+        return {**self.numbers(), "fingerprints": self.fingerprints(), "config": self.config}
+
+    def numbers(self) -> dict[str, Any]:
+        """What moves with the run and is no tensor; a copy."""
         return {
             "counters": asdict(self.state),
-            "running": {name: vars(record) for name, record in self.running.items()},
-            "scheduler": self.scheduler.state_dict(),
+            "running": {name: dict(vars(record)) for name, record in self.running.items()},
+            "scheduler": copy.deepcopy(self.scheduler.state_dict()),
             "learning_rates": [group["lr"] for group in self.trained.optimizer.param_groups],
-            "fingerprints": self.fingerprints(),
-            "config": self.config,
         }
+
+    def put_back(self, numbers: Mapping[str, Any]) -> None:
+        """The inverse of `numbers`."""
+        scale = numbers["running"].get("learning_rate_scale", {"coef": 1.0})["coef"]
+        self._load_schedule(numbers["scheduler"], numbers["learning_rates"], scale)
+        vars(self.state).update(numbers["counters"])
+        for name, record in self.running.items():
+            vars(record).update(numbers["running"][name])
 
     def resume(self, choice: str | bool | None, runtime: Runtime) -> dict[str, Any]:
         """Restore a checkpoint directory, or for True and "latest" the newest that is whole;
@@ -214,12 +258,17 @@ class Checkpointer:
                     "another output_dir"
                 )
             return saved
-        if newest >= 0 and self.state.step == 0:
+        if newest >= 0 and self.state.step == 0 and not self._ended(newest, runtime):
             raise ValueError(
                 f"{self.directory.parent} holds the checkpoints of an earlier run: go on with "
                 "it (--resume_from_checkpoint latest), or choose another output_dir"
             )
         return {}
+
+    def _ended(self, newest: int, runtime: Runtime) -> bool:
+        """Whether the run that saved them came to its end, after the newest. Collective."""
+        end = sealed.facts(self.directory.parent / "final").get("step", -1)
+        return bool(runtime.most(int(runtime.is_main and end >= newest)))
 
     def _newest(self, runtime: Runtime, below: int | None = None) -> int:
         """The largest step that any process sees a checkpoint of; -1 if there is none."""
@@ -273,14 +322,11 @@ class Checkpointer:
         config = {key: value for key, value in self.config.items() if key not in self.found}
         changed = same_run.check(path, state, config, now, self.running)
         if changed and rank == 0:
-            logger.warning("%s goes on with another learning rate: %s", path, changed)
+            logger.warning("%s goes on with other learning rates: %s", path, changed)
         self._load_models(path)
         self.trained.load_state(stored_state(path / "optimizer.safetensors", self.parameters))
-        self._load_schedule(state["scheduler"], state["learning_rates"])
-        vars(self.state).update(state["counters"])
-        self.saved = None
-        for name, record in self.running.items():
-            vars(record).update(state["running"][name])
+        self.put_back(state)
+        self.saved = self.state.step if path.resolve() == self.path().resolve() else None
         if not self._has_best(path.resolve()):
             self.state.best_reward = None  # the best checkpoint stayed there
         rng = _rng_file(path, rank)
@@ -294,8 +340,8 @@ class Checkpointer:
         best = self.directory.parent.resolve() / "best"
         return best.exists() and path.parent in (best.parent, self.directory.resolve())
 
-    def _load_schedule(self, saved: dict[str, Any], rates: list[float]) -> None:
-        """Where it was; the peaks are those of this run, which may be others."""
+    def _load_schedule(self, saved: dict[str, Any], rates: list[float], scale: float) -> None:
+        """Where it was; the peaks and the length are those of this run, which may be others."""
         peaks = getattr(self.scheduler, "base_lrs", None)  # not every scheduler has them
         self.scheduler.load_state_dict(saved)
         if peaks is not None:
@@ -304,6 +350,9 @@ class Checkpointer:
                 rate * new / old if old not in (0, new) else rate
                 for rate, new, old in zip(rates, peaks, before, strict=True)
             ]
+        if isinstance(self.scheduler, LambdaLR):  # ours, and what it says of a longer run
+            at, step = self.scheduler.lr_lambdas, self.scheduler.last_epoch
+            rates = [peak * f(step) * scale for peak, f in zip(peaks or (), at, strict=True)]
         for group, rate in zip(self.trained.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 

@@ -18,9 +18,11 @@ from transformers.utils.logging import disable_progress_bar
 import rlhf_pg
 from rlhf_pg import plan as planning
 from rlhf_pg.config import RewardModelConfig, SFTConfig
+from rlhf_pg.fields import shown
 from rlhf_pg.recipe import fail, load, parse, recipe_file
 from rlhf_pg.report import save_curve, show_curve
 from rlhf_pg.rewards import train_reward_model
+from rlhf_pg.rollout import RolloutError
 from rlhf_pg.runtime import LAYOUTS
 from rlhf_pg.tasks import TASKS
 from rlhf_pg.tasks.warm_start import ensure_model, warm_start
@@ -72,10 +74,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             plan(flags)
         else:
             train(_recipe(flags[0]), flags[1:])
-    except ValueError as error:  # what the library says of bad input is enough
+    except (ValueError, RolloutError) as error:  # what the library says of it is enough
         fail(str(error))
     except KeyboardInterrupt:
-        print("interrupted: a run goes on from its last checkpoint, if it has one", file=sys.stderr)
+        print(
+            "interrupted: a run that had a step goes on with --resume_from_checkpoint latest",
+            file=sys.stderr,
+        )
         raise SystemExit(128 + signal.SIGINT) from None
 
 
@@ -129,10 +134,10 @@ def _config(config_type: type[C], recipe: Path, flags: Sequence[str]) -> C:
 
 def _algorithm(recipe: Path, others: Sequence[str] = ("sft", "reward_model")) -> str:
     """The key `algorithm`, which here is that of a trainer; elsewhere `others` are known, too."""
-    algorithm = str(load(recipe).get("algorithm"))
-    if algorithm not in TRAINERS:
+    algorithm = load(recipe).get("algorithm")
+    if not isinstance(algorithm, str) or algorithm not in TRAINERS:
         known = ", ".join([*others, *TRAINERS])
-        fail(f"{recipe}: the key algorithm must be one of {known}, got {algorithm!r}")
+        fail(f"{recipe}: the key algorithm must be one of {known}, got {shown(algorithm)}")
     return algorithm
 
 

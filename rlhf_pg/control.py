@@ -33,6 +33,8 @@ class PenaltyKLController:
     """The adaptive penalty of PPO (Schulman et al. 2017, section 4).
 
     coef <- coef / 2 if kl < target / 1.5;  coef <- 2 * coef if kl > 1.5 * target
+
+    PPO's `kl` is that after the updates which the coefficient has held back.
     """
 
     coef: float
@@ -74,10 +76,10 @@ class EntropyController:
 class KLAdaptiveRate:
     """Scales the learning rate to move the policy by about `target` (KLAdaptiveLR of skrl).
 
-        coef <- max(coef / 1.5, 0.1)  if kl > 2 target
-        coef <- min(coef * 1.5, 10)   if kl < target / 2
+        coef <- max(coef / 1.5, minimum)  if kl > 2 target
+        coef <- min(coef * 1.5, maximum)  if kl < target / 2
 
-    `kl` estimates KL(pi_old || pi) per token, in nats: the mean of
+    `kl` estimates KL(pi_old || pi) per token, in nats, after the last update of a step: the mean of
     rho - 1 - log rho. `coef` multiplies whatever rate the schedule gives.
 
     Elsewhere: skrl bounds the rate itself, by default to [1e-6, 1e-2], far above what a language
@@ -85,10 +87,12 @@ class KLAdaptiveRate:
     """
 
     target: float
+    minimum: float = 0.1
+    maximum: float = 10.0
     coef: float = 1.0
 
     def update(self, kl: float) -> None:
         if kl > 2 * self.target:
-            self.coef = max(self.coef / 1.5, 0.1)
+            self.coef = max(self.coef / 1.5, self.minimum)
         elif kl < self.target / 2:
-            self.coef = min(self.coef * 1.5, 10.0)
+            self.coef = min(self.coef * 1.5, self.maximum)

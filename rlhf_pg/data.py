@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -13,14 +13,26 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_pg.quoted import shown, told
+from rlhf_pg.user_code import foreign
+
 logger = logging.getLogger(__name__)
 
 # What an assistant says where only what follows it is wanted: of no language, with no blanks.
 MARK = "\ue000\ue001\ue002"
 # Around the number of a special token's name that is only text.
 QUOTE = re.compile("\ue003([0-9]+)\ue004")
+DEEPEST = 32  # lists and objects within one another in a message
 # What templates compare a role with, even where a special token has the same name.
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class TooLong(ValueError):
+    """A text has more tokens than it may have."""
+
+    def __init__(self, where: str, size: str, most: int) -> None:
+        super().__init__(f"{where} is too long: {size}, for at most {most} tokens")
+        self.size = size
 
 
 @dataclass(frozen=True)
@@ -74,32 +86,50 @@ def load_prompts(
             f"expected a datasets.Dataset, got {type(dataset).__name__}: take one split, or make "
             "one with Dataset.from_list"
         )
+    dataset = _in_rows(dataset)
     if "prompt" not in dataset.column_names:
         raise ValueError(
             f"the dataset has no column 'prompt' (it has {', '.join(dataset.column_names)}): "
             "rename the one that holds the prompts"
         )
-    tokens = [
-        encode(prompt, tokenizer, row, tools=tools) for row, prompt in enumerate(dataset["prompt"])
-    ]
-    long = [
-        row for row, ids in enumerate(tokens) if max_prompt_length and len(ids) > max_prompt_length
-    ]
+    tokens: list[list[int]] = []
+    kept: list[int] = []
+    long: list[str] = []
+    for row, prompt in enumerate(dataset["prompt"]):
+        try:
+            tokens.append(encode(prompt, tokenizer, row, tools=tools, most=max_prompt_length))
+            kept.append(row)
+        except TooLong as error:
+            long.append(f"row {row} with {error.size}")
     if long and long_prompts == "error":
         raise ValueError(
             f"{len(long)} prompts are longer than max_prompt_length {max_prompt_length}; the first "
-            f"is row {long[0]} with {len(tokens[long[0]])} tokens. Raise max_prompt_length, "
-            "shorten them, or set long_prompts to drop"
+            f"is {long[0]}. Raise max_prompt_length, shorten them, or set long_prompts to drop"
         )
     if long:
-        logger.warning("dropped %d of %d prompts: too long", len(long), len(tokens))
-        kept = sorted(set(range(len(tokens))) - set(long))
-        dataset, tokens = dataset.select(kept), [tokens[row] for row in kept]
+        logger.warning("dropped %d of %d prompts: too long", len(long), len(dataset))
+        dataset = dataset.select(kept)
     if not tokens:
         raise ValueError(
             "the dataset has no prompts" + (" left: all were too long" if long else "")
         )
     return Prompts(dataset, tokens)
+
+
+def _in_rows(dataset: Dataset) -> Dataset:
+    """Rows with all columns, where a format shows tables, or leaves the prompt out; and with what a
+    transform (`with_transform`) makes of every row, once: it may be random, and policy and reward
+    are to see the same.
+    """
+    shape = dataset.format
+    if shape["type"] != "custom":
+        tables = shape["type"] in ("arrow", "pandas", "polars")
+        return dataset.with_format(None) if tables or "prompt" not in shape["columns"] else dataset
+    try:
+        with foreign("the dataset's transform"):
+            return Dataset.from_list([dataset[row] for row in range(len(dataset))])
+    except Exception as error:
+        raise ValueError(f"the dataset's transform cannot be applied: {told(error)}") from error
 
 
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -140,6 +170,7 @@ def encode(
     what: str = "prompt",
     open_turn: bool = True,
     tools: Sequence[dict[str, Any]] = (),
+    most: int | None = None,
 ) -> list[int]:
     """Token ids of a string, or of chat messages.
 
@@ -148,22 +179,51 @@ def encode(
 
     Args:
         row, what: how an error calls the text.
-        open_turn: end a chat with the opening of the assistant's turn, for the model to continue.
+        open_turn: leave a chat open for the assistant to continue, behind the opening of its turn
+            or behind its own words, where they stand last; otherwise it is closed.
         tools: schemas of the functions that a chat may call.
+        most: tokens that there may be.
+
+    Raises:
+        TooLong: there are more, or more characters than so many tokens can stand for.
+        ValueError: something else is wrong; row and text are named.
     """
     where = f"{what} in row {row}"
     if isinstance(text, str):
+        _check_length(text, tokenizer, where, most)
         ids = _tokenize(tokenizer, text, where, add_special_tokens=True)
     elif isinstance(text, list) and text and isinstance(text[0], dict):
-        chat = _rendered(tokenizer, text, where, open_turn, tools)
+        quoted = _quoted_chat(text, tokenizer, where)
+        if open_turn and continues(text):
+            quoted[-1] = _marked(quoted[-1])
+            chat = _around_mark(_rendered(tokenizer, quoted, where, False, tools))[0]
+        else:
+            chat = _rendered(tokenizer, quoted, where, open_turn, tools)
+        _check_length(chat, tokenizer, where, most)
         ids = _tokenize_chat(tokenizer, chat, where)
     else:
-        raise ValueError(f"{where} must be a string or a list of messages, got {text!r}")
+        raise ValueError(f"{where} must be a string or a list of messages, got {shown(text)}")
     if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
         ids = ids[1:]
     if not ids:
         raise ValueError(f"{where} is empty: a model needs at least one token")
+    if most is not None and len(ids) > most:
+        raise TooLong(where, f"{len(ids)} tokens", most)
     return ids
+
+
+def _check_length(
+    text: str, tokenizer: PreTrainedTokenizerBase, where: str, most: int | None
+) -> None:
+    """Refuse a text that cannot fit before megabytes of it become tokens."""
+    if most is not None and len(text) > most * _widest(tokenizer, len(tokenizer)):
+        raise TooLong(where, f"{len(text)} characters", most)
+
+
+@lru_cache(maxsize=4)
+def _widest(tokenizer: PreTrainedTokenizerBase, size: int) -> int:
+    """Characters that one token can stand for."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def encode_answer(
@@ -172,6 +232,7 @@ def encode_answer(
     prompt: Any,
     stop_id: int | None,
     tools: Sequence[dict[str, Any]] = (),
+    most: int | None = None,
 ) -> list[int]:
     """Token ids of the answer to an assistant's turn, through the opening of its next turn.
 
@@ -180,29 +241,84 @@ def encode_answer(
             has between two turns of the assistant.
         prompt: of the chat.
         stop_id: the token that ended the turn, if one did: it is there already.
-        tools: as in `encode`.
+        tools, most: as in `encode`.
 
     Raises:
+        TooLong: there are more characters than `most` tokens can stand for.
         ValueError: the messages do not fit the chat template, or it leaves no trace of the turn.
     """
     where = "the answer to a turn"
     if isinstance(messages, str):
+        _check_length(messages, tokenizer, where, most)
         return _tokenize(tokenizer, messages, where, add_special_tokens=False)
-    turn = {"role": "assistant", "content": MARK}
-    chat = _rendered(tokenizer, [*prompt, turn, *messages], where, True, tools)
-    _, mark, text = chat.rpartition(MARK)
-    if not mark:
-        raise ValueError("the chat template does not show what the assistant said last")
+    said = _quoted_chat(list(prompt), tokenizer, where)
+    turn = said.pop() if continues(prompt) else {"role": "assistant", "content": ""}
+    told = _quoted_chat(list(messages), tokenizer, where)
+    chat = _rendered(tokenizer, [*said, _marked(turn), *told], where, True, tools)
+    text = _around_mark(chat)[1]
     if stop_id is not None:
         blank, stop, rest = text.partition(tokenizer.decode([stop_id]))
         if stop and not blank.strip():  # some templates have a blank in front of it
             text = rest
+    _check_length(text, tokenizer, where, most)
     return _tokenize_chat(tokenizer, text, where)
+
+
+def continues(prompt: Any) -> bool:
+    """Whether a prompt ends with the assistant's own words, which the policy is to continue."""
+    last = prompt[-1] if isinstance(prompt, list | tuple) and prompt else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant":
+        return False
+    return isinstance(last.get("content"), str | list) and not last.get("tool_calls")
+
+
+def whole_turn(prompt: Any, messages: list[Any]) -> tuple[Any, list[Any]]:
+    """A prompt and the messages that follow it; words of the assistant that the policy continued
+    move from the end of the one to the beginning of the other, as TRL has it.
+    """
+    if not messages or not continues(prompt):
+        return prompt, messages
+    first = {**messages[0], "content": text_of(prompt[-1]) + messages[0]["content"]}
+    return prompt[:-1], [first, *messages[1:]]
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """What a message says: its content, or the texts of its parts."""
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else [{"text": content}]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _marked(message: dict[str, Any]) -> dict[str, Any]:
+    """With MARK behind all that it says."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + MARK}
+    return {**message, "content": [*content, {"type": "text", "text": MARK}]}
+
+
+def _around_mark(chat: str) -> tuple[str, str]:
+    before, mark, after = chat.rpartition(MARK)
+    if not mark:
+        raise ValueError("the chat template does not show what the assistant said last")
+    return before, after
+
+
+def _quoted_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Any]:
+    """Chat messages for `_rendered`."""
+    special = _special(tokenizer)
+    _refuse_split(messages, special, where)
+    try:
+        quoted: list[Any] = _quoted(messages, special)
+    except Exception as error:
+        raise ValueError(f"{where} cannot be read: {told(error)}") from error
+    return quoted
 
 
 def _rendered(
     tokenizer: PreTrainedTokenizerBase,
-    messages: list[Any],
+    quoted: list[Any],
     where: str,
     open_turn: bool,
     tools: Sequence[dict[str, Any]],
@@ -210,15 +326,12 @@ def _rendered(
     """Chat messages by the chat template; for `_tokenize_chat`."""
     if not tokenizer.chat_template:
         raise ValueError(f"{where} is a list of messages, but the tokenizer has no chat_template")
-    special = _special(tokenizer)
-    _refuse_split(messages, special, where)
-    quoted = _quoted(messages, special)
     try:
         chat: str = tokenizer.apply_chat_template(
             quoted, tools=list(tools) or None, add_generation_prompt=open_turn, tokenize=False
         )
     except Exception as error:  # a template raises what it likes
-        raise ValueError(f"{where} does not fit the chat template: {error}") from error
+        raise ValueError(f"{where} does not fit the chat template: {told(error)}") from error
     return chat
 
 
@@ -238,8 +351,8 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> _Special:
 @lru_cache(maxsize=4)
 def _looked_up(tokenizer: PreTrainedTokenizerBase, size: int) -> _Special:
     added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    # Longer ones before what they begin with; and no text forges a quote.
-    names = sorted({*added.values(), "\ue003"}, reverse=True)
+    # Longer ones before what they begin with; and no text forges a mark or a quote.
+    names = sorted({*added.values(), MARK[0], "\ue003"}, reverse=True)
     return _Special(names, re.compile("|".join(map(re.escape, names))), set(added))
 
 
@@ -253,7 +366,7 @@ def _refuse_split(messages: list[Any], special: _Special, where: str) -> None:
         content = message.get("content") if isinstance(message, dict) else None
         if not isinstance(content, list):
             continue
-        texts = [part["text"] for part in content if isinstance(part, dict) and "text" in part]
+        texts = [text_of({"content": [part]}) for part in content]
         apart = sum(len(special.found.findall(text)) for text in texts)
         if len(special.found.findall("".join(texts))) > apart:
             raise ValueError(
@@ -262,15 +375,19 @@ def _refuse_split(messages: list[Any], special: _Special, where: str) -> None:
             )
 
 
-def _quoted(value: Any, special: _Special) -> Any:
+def _quoted(value: Any, special: _Special, depth: int = 0) -> Any:
     """What messages say, with a `QUOTE` in place of every name."""
-    if isinstance(value, list):
-        return [_quoted(item, special) for item in value]
-    if isinstance(value, dict):
+    if depth > DEEPEST:
+        raise ValueError(f"there are more than {DEEPEST} lists and objects within one another")
+    if isinstance(value, list | tuple):
+        return [_quoted(item, special, depth + 1) for item in value]
+    if isinstance(value, Mapping):
         return {
-            _quoted(k, special): v if k == "role" and v in ROLES else _quoted(v, special)
+            _quoted(k, special): v if k == "role" and v in ROLES else _quoted(v, special, depth + 1)
             for k, v in value.items()
         }
+    if value is not None and not isinstance(value, str | int | float):
+        value = str(value)  # as a template would have it
     if isinstance(value, str):
         return special.found.sub(
             lambda match: f"\ue003{special.names.index(match.group())}\ue004", value

@@ -203,7 +203,11 @@ class Rollout:
         return nn.functional.pad(differs.cumsum(0), (1, 0))
 
     def micro_batches(
-        self, max_tokens: int, whole_groups: bool = False, window: float = math.inf
+        self,
+        max_tokens: int,
+        whole_groups: bool = False,
+        window: float = math.inf,
+        pads: bool = True,
     ) -> list[Tensor]:
         """Row indices on the host, split so that what is computed stays within `max_tokens`.
 
@@ -211,6 +215,7 @@ class Rollout:
             whole_groups: see `rlhf_pg.micro_batches`.
             window: tokens of a row up to which prompts are computed once and nothing is padded. One
                 longer row has its whole micro-batch padded, so shorter ones keep away from it.
+            pads: whether rows that are longer may be padded.
         """
         if not self.num_rows:
             return []
@@ -219,7 +224,8 @@ class Rollout:
         if whole_groups:  # which may have rows of both kinds
             long = [any(long)] * len(rows)
         batches: list[Tensor] = []
-        for split, kind in ((micro_batches.packed, False), (micro_batches.padded, True)):
+        side_by_side = micro_batches.padded if pads else micro_batches.alike
+        for split, kind in ((micro_batches.packed, False), (side_by_side, True)):
             places = torch.tensor([i for i, is_long in enumerate(long) if is_long == kind])
             own = [row for row, is_long in zip(rows, long, strict=True) if is_long == kind]
             batches += [places[part] for part in split(own, max_tokens, whole_groups)]

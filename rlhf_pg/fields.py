@@ -5,12 +5,15 @@ import difflib
 import inspect
 import math
 import operator
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
+
+from rlhf_pg.foreign_keys import explained, nearest
 
 
 def number(
@@ -33,13 +36,27 @@ def choice(default: str, options: Collection[str]) -> Any:
     return dataclasses.field(default=default, metadata={"options": options})
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxlevel = 2
+
+
 @dataclass(kw_only=True)
 class Checked:
     """A dataclass whose fields are checked, in Python as in YAML.
 
     Raises:
         ValueError: a wrong type or a value out of range; the message names the key.
+        TypeError: no such key; the message says what there is in its place.
     """
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in given:
+            if key not in known:
+                said = explained(key) or f"unknown key {key!r}{nearest(key, known)}"
+                raise TypeError(f"{cls.__name__}: {said}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -47,6 +64,11 @@ class Checked:
             value = _checked_type(field.name, getattr(self, field.name), hints[field.name])
             _check_range(field, value)
             setattr(self, field.name, value)
+
+
+def shown(value: Any) -> str:
+    """Its `repr`, for an error: short, since what is nested in YAML may be endless."""
+    return _SHORT.repr(value)
 
 
 def bound(function: Callable[..., Any], config: Any) -> Callable[..., Any]:
@@ -80,7 +102,7 @@ def _checked_type(name: str, value: Any, hint: Any) -> Any:
             return float(value)
         elif isinstance(value, option) and not (isinstance(value, bool) and option is not bool):
             return value
-    raise ValueError(f"{name} must be {_spelled(hint)}, got {value!r}")
+    raise ValueError(f"{name} must be {_spelled(hint)}, got {shown(value)}")
 
 
 def _spelled(hint: Any) -> str:

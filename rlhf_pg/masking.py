@@ -101,12 +101,16 @@ def whiten(
     wide = torch.where(mask, widen(x), 0.0)
     if stats is None:
         mean, var = masked_mean(wide, mask), masked_var(wide, mask)
+        exact = masked_var(wide.double(), mask)
         varies = (wide[mask] != wide[mask][:1]).any()
     else:
         mean, var = (torch.as_tensor(s, device=x.device).to(wide.dtype) for s in stats)
+        exact = torch.as_tensor(stats[1], device=x.device).double()
         # Equal numbers leave a variance of rounding errors, a few (eps * mean)^2.
-        varies = var > (4 * torch.finfo(wide.dtype).eps * mean) ** 2
-    whitened = torch.where(varies, (wide - mean) * torch.rsqrt(var + 1e-8), 0.0)
+        varies = exact > (4 * torch.finfo(wide.dtype).eps * mean.double()) ** 2
+    # A variance may be beyond the dtype where its root is not: all would become 0.
+    scale = torch.where(var.isinf(), exact.rsqrt().to(wide.dtype), torch.rsqrt(var + 1e-8))
+    whitened = torch.where(varies, (wide - mean) * scale, 0.0)
     if not shift_mean:
         whitened = whitened + mean
     return torch.where(mask, whitened, 0.0).to(float_dtype(x))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlhf_pg.advantages import group_stats, total_scores
 from rlhf_pg.sealed import sync_directory, sync_file
+from rlhf_pg.user_code import plain_text
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,9 @@ def reward_metrics(
     metrics = {"reward": math.nan if means.isnan().all() else means.nansum().item()}
     for name, column in zip(names, raw.unbind(1), strict=True):
         metrics[f"rewards/{name}/mean"] = column.nanmean().item()
+        # Of all completions, whatever their prompts; of a single one there is none.
+        valid = column[~column.isnan()]
+        metrics[f"rewards/{name}/std"] = valid.std().item() if len(valid) > 1 else math.nan
     if groups is not None and len(torch.unique(groups)) == len(groups):
         groups = None
     own = torch.zeros(len(raw), dtype=torch.int64) if groups is None else groups.cpu()
@@ -152,15 +156,18 @@ class JsonLines:
     def __init__(self, path: Path, keep_through_step: int) -> None:
         """Opens the file, keeping the lines up to a step: a resumed run repeats none.
 
-        A last line that a crash has cut off goes too.
+        A line that cannot be read, which a crash has cut off or a disk has spoilt, goes too.
 
         Raises:
             OSError: it cannot be written; what was there stays.
         """
-        lines = path.read_text().splitlines() if path.exists() and keep_through_step else []
-        kept = [line for line in lines if _step(line) <= keep_through_step]
+        lines = path.read_bytes().splitlines() if path.exists() and keep_through_step else []
+        steps = [_step(line) for line in lines]
+        if math.inf in steps[:-1]:
+            logger.warning("%s has lines that cannot be read: they are left out", path)
+        kept = [line for line, n in zip(lines, steps, strict=True) if n <= keep_through_step]
         whole = path.with_name(f"partial-{path.name}")
-        whole.write_text("".join(f"{line}\n" for line in kept))
+        whole.write_bytes(b"".join(line + b"\n" for line in kept))
         sync_file(whole)
         whole.replace(path)
         sync_directory(path.parent)
@@ -168,11 +175,11 @@ class JsonLines:
         self._has_failed = False
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line; NaN and infinities, which JSON does not know, become null, and what else
-        it does not know text. It is on the disk when this returns. On a full disk it is missing,
-        and the first time a warning says so.
+        """Append one line; NaN and infinities, which JSON does not know, become null wherever they
+        are, and what else it does not know text. It is on the disk when this returns. On a full
+        disk it is missing, and the first time a warning says so.
         """
-        line = json.dumps(finite(record), allow_nan=False, default=str) + "\n"
+        line = _line(record) + "\n"
         size = None
         try:
             with self.path.open("a") as file:
@@ -189,17 +196,38 @@ class JsonLines:
                     os.truncate(self.path, size)
 
 
-def _step(line: str) -> float:
+def _step(line: bytes) -> float:
+    """Infinity for a line that is none of ours."""
     try:
         return int(json.loads(line)["step"])
-    except json.JSONDecodeError:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return math.inf
 
 
-def finite(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with None for NaN and infinities."""
-    lost = {k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
-    return record | dict.fromkeys(lost)
+def _line(record: dict[str, Any]) -> str:
+    try:
+        return json.dumps(finite(record), allow_nan=False, default=plain_text)
+    except (TypeError, ValueError, RecursionError):  # something odd of a callback's, or deep inside
+        return json.dumps({plain_text(k): _json_or_text(v) for k, v in record.items()})
+
+
+def _json_or_text(value: Any) -> Any:
+    """The value where JSON has it, or else its text."""
+    try:
+        value = finite(value)
+        json.dumps(value, allow_nan=False)
+    except Exception:
+        return plain_text(value)
+    return value
+
+
+def finite(value: Any) -> Any:
+    """With None for NaN and infinities wherever they are, and text as keys."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {plain_text(key): finite(inner) for key, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def read(path: Path) -> list[dict[str, Any]]:

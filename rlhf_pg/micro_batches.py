@@ -52,6 +52,21 @@ def padded(rows: Sequence[Row], max_tokens: int, whole_groups: bool = False) -> 
     return batches
 
 
+def alike(rows: Sequence[Row], max_tokens: int, whole_groups: bool = False) -> list[list[int]]:
+    """Likewise, where nothing is padded either: all rows of a batch have the same lengths.
+
+    Args:
+        whole_groups: must be False, since the rows of a group have lengths of their own.
+    """
+    assert not whole_groups
+    order = sorted(range(len(rows)), key=lambda i: rows[i][2:4])
+    batches: list[list[int]] = []
+    for _, run in groupby(order, key=lambda i: rows[i][2:4]):
+        own = list(run)
+        batches += [[own[i] for i in part] for part in padded([rows[i] for i in own], max_tokens)]
+    return batches
+
+
 def _pieces(rows: Sequence[Row], max_tokens: int) -> Iterator[tuple[int, list[int]]]:
     """Families, or parts of them, and their tokens; the longest completions first."""
     for family in _neighbours(rows, "family"):

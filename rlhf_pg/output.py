@@ -18,6 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LOCK = "lock"
+HOLDER = "host "  # what a lock begins with that a run has left
 PROBE = 1 << 16  # bytes: more than a file system may find in a block that is half full
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def _locked(directory: Path) -> TextIO:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _probe(directory)
-        lock = (directory / LOCK).open("a+")
+        lock = (directory / LOCK).open("a+", errors="replace")
     except OSError as error:
         raise ValueError(
             f"output_dir {directory} cannot be written to: {error}. Make room, or choose another"
@@ -82,8 +83,15 @@ def _locked(directory: Path) -> TextIO:
         ) from error
     except OSError as error:  # some network file systems know no locks
         logger.warning("%s cannot be locked (%s): let no other run use it", directory, error)
+    lock.seek(0)
+    if (first := lock.read(len(HOLDER))) not in ("", HOLDER):
+        lock.close()
+        raise ValueError(
+            f"{directory / LOCK} is no lock of a run (it begins with {first!r}): move it away, or "
+            "choose another output_dir"
+        )
     lock.truncate(0)
-    lock.write(f"host {socket.gethostname()}, pid {os.getpid()}\n")
+    lock.write(f"{HOLDER}{socket.gethostname()}, pid {os.getpid()}\n")
     lock.flush()
     os.register_at_fork(after_in_child=lock.close)  # a fork would hold the lock, and outlive us
     return lock

@@ -2,8 +2,8 @@
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,35 +11,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from rlhf_pg.data import text_of
 from rlhf_pg.metrics import JsonLines
+from rlhf_pg.run_files import set_aside
 
 logger = logging.getLogger(__name__)
 
 SHOWN = ("reward", "kl", "entropy")
 
-# What a run leaves in its directory, checkpoints aside. What tells that there was one is the last.
-RUN_FILES = (
-    *("config.yaml", "completions.jsonl", "best", "final", "reward.png"),
-    *("tensorboard", "wandb", "run-id", "skipped", "metrics.jsonl"),
-)
 
+class RunConsole(Console):
+    """A console whose reader may leave, as `head` does: from then on it is quiet."""
 
-def set_aside(directory: Path) -> Path | None:
-    """Move what an earlier run left in the directory to `earlier-N/` in it: nothing is lost.
-
-    Returns:
-        Where it is now; None if there was none.
-    """
-    if not (directory / "metrics.jsonl").exists():
-        return None
-    numbers = [path.name.removeprefix("earlier-") for path in directory.glob("earlier-*")]
-    last = max((int(number) for number in numbers if number.isdecimal()), default=0)
-    place = directory / f"earlier-{last + 1}"
-    place.mkdir()
-    for name in RUN_FILES:
-        if (directory / name).exists():
-            (directory / name).rename(place / name)
-    return place
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit, OSError, ValueError):  # rich would end the process
+            super().on_broken_pipe()
 
 
 class Journal:
@@ -52,23 +38,29 @@ class Journal:
 
     def __init__(self, directory: Path, after_step: int, is_main: bool) -> None:
         self.is_main = is_main
-        self.console = Console(quiet=not is_main)
+        self.console: Console = RunConsole(quiet=not is_main)
         self._bar: Progress | None = None
         self._total = 0
         if is_main:
             directory.mkdir(parents=True, exist_ok=True)
             earlier = set_aside(directory) if after_step == 0 else None
             if earlier is not None:
-                self.say(f"{directory} held an earlier run: it is in {earlier} now")
+                self.say(f"{directory} held an earlier run or a model: it is in {earlier} now")
             if after_step > 0:
                 self.say(f"going on after step {after_step}")
             self._metrics = JsonLines(directory / "metrics.jsonl", after_step)
             self._completions = JsonLines(directory / "completions.jsonl", after_step)
 
     def say(self, line: str) -> None:
+        encoding = getattr(self.console.file, "encoding", None) or "utf-8"
+        line = line.encode(encoding, "backslashreplace").decode(encoding)
+        self._unheard(lambda: self.console.print(Text(line), soft_wrap=True))
+
+    def _unheard(self, act: Callable[[], None]) -> None:
+        """Show something, if it can be shown."""
         try:
-            self.console.print(Text(line), soft_wrap=True)
-        except OSError as error:  # it goes to a file, on a disk that is full
+            act()
+        except OSError as error:  # a file on a disk that is full, a terminal that was closed
             self.console.quiet = True
             logger.warning("the run says nothing from here on: %s", error)
 
@@ -82,10 +74,14 @@ class Journal:
             TextColumn("{task.description}"),
             TimeRemainingColumn(),
         )
-        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:
-            self._bar = bar
-            self._task = bar.add_task("", total=total_steps)
+        bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self._unheard(bar.start)
+        self._bar = bar
+        self._task = bar.add_task("", total=total_steps)
+        try:
             yield
+        finally:
+            self._unheard(bar.stop)
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Keep the line of a step, and show it."""
@@ -115,7 +111,7 @@ class Journal:
 
 def _text(turns: Any) -> str:
     """A string, or the last message of a chat (if there is one), shortened and escaped."""
-    text = turns if isinstance(turns, str) else turns[-1]["content"] if turns else ""
+    text = turns if isinstance(turns, str) else text_of(turns[-1]) if turns else ""
     return repr(text if len(text) <= 200 else f"{text[:100]} ... {text[-95:]}")
 
 

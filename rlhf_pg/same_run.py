@@ -9,9 +9,10 @@ from typing import Any
 MAY_CHANGE = {
     *("output_dir", "resume_from_checkpoint", "model_name_or_path", "value_model_name_or_path"),
     *("max_steps", "num_train_epochs", "save_steps", "save_best", "save_merged", "eval_steps"),
-    "save_total_limit",
+    *("save_total_limit", "trust_remote_code"),
     *("num_generations_eval", "eval_success_threshold"),
     *("log_completions_steps", "num_completions_to_print", "report_to", "run_name"),
+    "logging_steps",
     *("micro_batch_tokens", "rollout_cache_tokens", "gradient_checkpointing", "ddp_timeout"),
     *("environment_timeout", "max_skipped_steps"),
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"),
@@ -19,6 +20,9 @@ MAY_CHANGE = {
 }
 # Keys that one may change too, which it says: its schedule goes on with the new peak.
 PEAKS = {"learning_rate", "value_learning_rate"}
+# Likewise where the schedule is stretched over the run: the rates of the steps to come are others.
+LENGTHS = {"max_steps", "num_train_epochs"}
+WITHOUT_LENGTH = {"constant", "constant_with_warmup", "inverse_sqrt"}
 
 # What has to be as it was when the run began, and where it comes from.
 REMEDIES = {
@@ -44,7 +48,7 @@ def check(
         config, fingerprints, running: of this run.
 
     Returns:
-        Which learning rates are others than before, if any: one may change them on purpose.
+        What makes the learning rates other than before, if anything: one may do so on purpose.
 
     Raises:
         ValueError: something is not as it was; it is named, with the remedy.
@@ -60,7 +64,8 @@ def check(
             f"{path} was saved by a run that keeps {theirs}, and this one keeps {ours}: resume "
             "with the same reward functions"
         )
-    return _changed(saved["config"], now, PEAKS)
+    endless = now.get("lr_scheduler_type") in WITHOUT_LENGTH
+    return _changed(saved["config"], now, PEAKS if endless else PEAKS | LENGTHS)
 
 
 def _check_config(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -31,8 +32,7 @@ def begin(path: Path) -> Path:
     failpoint("save-begin")
     recover(path)
     partial = partial_of(path)
-    if partial.exists():
-        shutil.rmtree(partial)
+    _delete(partial)
     partial.mkdir(parents=True)
     for directory in path.parents[1:3]:  # the parent may be new, and its own too
         sync_directory(directory)
@@ -59,13 +59,14 @@ def publish(path: Path) -> None:
     """Give what was sealed its name, and replace what has it: one of the two is always there."""
     failpoint("save-rename")
     aside = _aside_of(path)
-    if path.exists():
+    if os.path.lexists(path):
         path.rename(aside)
         failpoint("save-aside")
     partial_of(path).rename(path)
     sync_directory(path.parent)
     failpoint("save-renamed")
-    shutil.rmtree(aside, ignore_errors=True)
+    with suppress(OSError):
+        _delete(aside)
 
 
 def abandon(path: Path) -> None:
@@ -80,10 +81,10 @@ def abandon(path: Path) -> None:
 def recover(path: Path) -> None:
     """Put back what was moved aside, if what was to replace it has not come."""
     aside = _aside_of(path)
-    if not aside.exists():
+    if not os.path.lexists(aside):
         return
-    if path.exists():
-        shutil.rmtree(aside)
+    if os.path.lexists(path):
+        _delete(aside)
     else:
         aside.rename(path)
         sync_directory(path.parent)
@@ -112,6 +113,14 @@ def remove_leftovers(directory: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _delete(path: Path) -> None:
+    """Remove whatever has this name; of a link not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def verified(path: Path, contents: bool = True) -> str | None:
     """Why a directory is not the whole one that was sealed; None if it is.
 
@@ -130,6 +139,14 @@ def verified(path: Path, contents: bool = True) -> str | None:
         return f"its {MANIFEST} has format {form!r}, and this version reads {FORMAT}"
     reasons = (_difference(path, name, *entry, contents) for name, entry in files.items())
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def facts(path: Path) -> dict[str, Any]:
+    """What `seal` was told of a directory that is whole, whose contents nobody compares; or {}."""
+    if verified(path, contents=False) is not None:
+        return {}
+    known: dict[str, Any] = json.loads((path / MANIFEST).read_bytes())
+    return known
 
 
 def seal_of(path: Path) -> bytes:

@@ -15,6 +15,7 @@ from hypothesis.extra.numpy import arrays
 
 from rlhf_pg.advantages import (
     ADVANTAGES,
+    NEED_GRADIENTS,
     NEED_GREEDY,
     NEED_VALUES,
     READ_REWARDS,
@@ -573,6 +574,20 @@ def test_expected_gradient_over_all_groups_of_three(function, share):
     equal(torch.autograd.grad(surrogate, logits)[0], share * true)
 
 
+@pytest.mark.parametrize("power", [-60, 62, 80, 120])
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_scores_whose_squares_are_beyond_float32_are_normalised_to_the_same_bits(power, scale):
+    """A score of 2e19 had a std of inf, and every advantage was 0."""
+    scores = torch.tensor([0.1, 0.7, 0.3, -0.9, 5.0, 4.0, NAN])
+    groups = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    expected = group_normalized(scores, groups, scale, eps=0.0)
+    assert expected.abs().max() > 0.5
+    huge = group_normalized(scores * 2.0**power, groups, scale, eps=0.0)
+    assert huge.equal(expected)
+    mixed = torch.where(groups == 0, scores, scores * 2.0**power)  # each group on its own
+    assert group_normalized(mixed, groups, eps=0.0).equal(group_normalized(scores, groups, eps=0.0))
+
+
 # --------------------------------------------------------------------------------- optimal_baseline
 
 
@@ -741,6 +756,8 @@ def signals(scores, groups, width=2, rows=None, dtype=torch.float64):
         scores=scores,
         groups=groups,
         rows=rows,
+        action_tokens=mask.sum(1),
+        squared_gradients=torch.arange(1, len(groups) + 1, dtype=torch.float64),
         values=values[rows],
         greedy_scores=scores.flip(0)[rows],
         moving_average=0.25,
@@ -765,6 +782,9 @@ TWO_GROUPS = ([[1.0], [5.0], [0.0], [2.0], [7.0]], [0, 1, 0, 0, 1])
         ("returns_minus_greedy", {}, [-6, 3, 0, -3, 6]),  # less 7, 2, 0, 5, 1
         # scores 1, 0, 2 of length 1, 2, 2: less 4/4, 5/3, 1/3; 5 less 7, 7 less 5
         ("returns_minus_optimal", {}, [0, -2, -5 / 3, 5 / 3, 2]),
+        # weights 1, 3, 4 and 2, 5: less 8/7, 9/5, 1/4
+        ("returns_minus_optimal_by_gradient", {}, [-1 / 7, -2, -1.8, 1.75, 2]),
+        ("total_returns", {}, [1, 5, 0, 2, 7]),
         ("process_group_normalized", {}, [0, -(0.5**0.5), -1, 1, 0.5**0.5]),  # the outcome's
         ("gae", {"lam": 1.0}, [0.5, 4.5, -0.5, 1.5, 6.5]),  # what is paid, minus V = 1/2
         ("returns_minus_values", {}, [0.5, 4.5, -0.5, 1.5, 6.5]),
@@ -775,6 +795,39 @@ def test_each_named_estimator_by_hand(name, options, per_row):
     s = signals(*TWO_GROUPS)
     expected = torch.where(s.mask, f64(per_row)[:, None], 0.0)
     equal(ADVANTAGES[name](s, **options), expected, 1.01e-4)  # eps = 1e-4
+
+
+@pytest.mark.parametrize("name", ["group_normalized", "process_group_normalized"])
+def test_what_is_added_to_a_std_is_an_option(name):
+    s = signals(*TWO_GROUPS)  # stds 1 and sqrt 2
+    expected = f64([0, -1 / (2**0.5 + 0.25), -1 / 1.25, 1 / 1.25, 1 / (2**0.5 + 0.25)])
+    expected = torch.where(s.mask, expected[:, None], 0.0)
+    equal(ADVANTAGES[name](s, scale_rewards_eps=0.25), expected)
+    stepwise = dataclasses.replace(s, step_scores=s.rewards, step_mask=s.mask & (s.rewards != 0))
+    if name == "process_group_normalized":  # of steps: 1, 2 and 5, 7
+        steps = ADVANTAGES[name](stepwise, scale_rewards_eps=0.25)
+        assert steps[3].max().item() == pytest.approx(0.5 / (0.5**0.5 + 0.25))
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [("returns_minus_optimal", [1, 2, 2]), ("returns_minus_optimal_by_gradient", [1, 2, 3])],
+)
+def test_one_completion_per_prompt_has_the_optimal_baseline_of_the_batch(name, weights):
+    s = signals([[1.0], [5.0], [0.0]], [4, 7, 5])
+    assert s.action_tokens.tolist() == [1, 2, 2]
+    (u, v, w), (a, b, c) = weights, (1.0, 5.0, 0.0)
+    others = [(v * b + w * c) / (v + w), (u * a + w * c) / (u + w), (u * a + v * b) / (u + v)]
+    expected = f64([a, b, c]) - f64(others)
+    equal(ADVANTAGES[name](s), torch.where(s.mask, expected[:, None], 0.0))
+
+
+def test_the_total_return_is_that_of_the_first_token_whatever_was_paid_before():
+    mask = torch.tensor([[False, True, False, True], [True, True, True, True], [False] * 4])
+    rewards = f64([[9, 1, 9, 2], [1, 0, 4, 8], [1, 1, 1, 1]])
+    s = dataclasses.replace(signals([[0.0]] * 3, [0, 0, 0], width=4), mask=mask, rewards=rewards)
+    expected = torch.where(mask, f64([[2], [3], [0]]), 0.0)  # 1 + 2/2; 1 + 4/4 + 8/8
+    equal(ADVANTAGES["total_returns"](s, gamma=0.5), expected)
 
 
 def test_named_gae_takes_gamma_lam_and_the_value_after_the_end():
@@ -827,6 +880,7 @@ def test_a_row_without_others(name):
         "returns_minus_mean": 0,
         "returns_minus_greedy": 0,  # it is its own mirror image here
         "returns_minus_optimal": 3,
+        "returns_minus_optimal_by_gradient": 3,
         "returns_minus_moving_average": 2.75,
         "returns_minus_values": 2.5,
     }
@@ -842,6 +896,7 @@ def test_a_row_without_others(name):
         "returns_minus_greedy",
         "returns_minus_moving_average",
         "returns_minus_optimal",
+        "returns_minus_optimal_by_gradient",
         "returns_minus_values",
     ],
 )
@@ -998,6 +1053,7 @@ def test_named_estimators_follow_a_permutation_of_the_rows(name):
 SHIFTED = {  # what a shift of all scores by 8 adds to every advantage
     **dict.fromkeys(ADVANTAGES, 0.0),
     **dict.fromkeys(["returns", "returns_minus_moving_average", "returns_minus_values"], 8.0),
+    "total_returns": 8.0,
 }
 
 
@@ -1014,7 +1070,11 @@ def test_a_baseline_made_of_scores_moves_with_them(name):
 def test_the_sets_say_what_an_estimator_needs_and_reads(name):
     s = signals(*TWO_GROUPS)
     ADVANTAGES[name](s)
-    for key, needed in (("values", NEED_VALUES), ("greedy_scores", NEED_GREEDY)):
+    for key, needed in (
+        ("values", NEED_VALUES),
+        ("greedy_scores", NEED_GREEDY),
+        ("squared_gradients", NEED_GRADIENTS),
+    ):
         without = dataclasses.replace(s, **{key: None})
         if name in needed:
             with pytest.raises(AssertionError):

@@ -63,6 +63,12 @@ def discounted(gamma=0.5):
     return tabular.weighted(weights)
 
 
+def of_the_discounted_return(gamma=0.5):
+    """grad E[r_1 + gamma r_2] of the first prompt."""
+    paid = REWARDS[0, :, 0] + gamma * REWARDS[0, :, 1]
+    return tabular.gradient((tabular.log_probs()[0].sum(1).exp() * paid).sum())
+
+
 def with_the_critics_error(lam):
     """grad J + (1 - lam) E[grad log p(y_1) (V(y_1) - E[r_2 | y_1])], where there is a y_2."""
     error = (VALUES - tabular.exact_values())[:, STATES[:, 1]]
@@ -97,7 +103,9 @@ EXPECTED = {
     "returns_minus_moving_average": [({}, truth), ({"gamma": 0.5}, discounted)],
     "returns_minus_greedy": [({}, truth), ({"gamma": 0.5}, discounted)],
     "returns_minus_optimal": [({}, truth), ({"gamma": 0.5}, discounted)],
+    "returns_minus_optimal_by_gradient": [({}, truth), ({"gamma": 0.5}, discounted)],
     "returns_minus_values": [({}, truth), ({"gamma": 0.5}, discounted)],
+    "total_returns": [({}, truth), ({"gamma": 0.5}, of_the_discounted_return)],
     # a third of the mean is the row's own score
     "returns_minus_mean": [
         ({}, lambda: 2 / 3 * truth()),

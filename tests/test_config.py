@@ -19,8 +19,9 @@ from rlhf_pg.config import (
     SFTConfig,
 )
 from rlhf_pg.fields import Checked, bound, choice, number
+from rlhf_pg.foreign_keys import ELSEWHERE, NO_MEANING
 from rlhf_pg.losses import POLICY_LOSSES
-from rlhf_pg.recipe import ELSEWHERE, NO_MEANING, dump, parse
+from rlhf_pg.recipe import dump, parse
 
 NAN = float("nan")
 TRAINERS = [GRPOConfig, RLOOConfig, ReinforceConfig, PPOConfig]
@@ -60,6 +61,7 @@ RANGES = {
     "ddp_timeout": ([1], [0, -1]),
     "max_skipped_steps": ([0], [-1]),
     "save_steps": ([0], [-1]),
+    "logging_steps": ([1], [0, -1]),
     "save_total_limit": ([1, None], [0, -1]),
     "eval_steps": ([0], [-1]),
     "num_generations_eval": ([1], [0]),
@@ -71,6 +73,7 @@ RANGES = {
     "lora_dropout": ([0.0, 0.999], [1.0, -0.1, NAN]),
     "target_kl": ([1e-6, None], [0.0, -0.1, NAN]),
     "entropy_coef": ([0.0], [-1e-3, NAN]),
+    "router_aux_loss_coef": ([0.0], [-1e-3, NAN]),
     "missing_eos_penalty": ([0.0, None], [-1e-3, NAN]),
     "dynamic_sampling_rounds": ([0, 1], [-1]),
     "overlong_buffer": ([1, None], [0]),
@@ -89,6 +92,8 @@ RANGES = {
     "kl_target": ([1e-3], [0.0, -1.0, NAN]),
     "kl_horizon": ([1], [0]),
     "kl_adaptive_lr": ([1e-3, None], [0.0, -1.0, NAN]),
+    "kl_adaptive_lr_min": ([1e-3, 1.0], [0.0, -1.0, 1.001, NAN]),
+    "kl_adaptive_lr_max": ([1.0, 1e3], [0.999, NAN]),
     "ref_model_sync_steps": ([1], [0]),
     "ref_model_mixup_alpha": ([1e-3, 1.0], [0.0, 1.001, NAN]),
     "vllm_gpu_memory_utilization": ([1e-3, 1.0], [0.0, 1.001, NAN]),
@@ -96,7 +101,7 @@ RANGES = {
     "vllm_server_timeout": ([1e-3], [0.0, -1.0, NAN]),
 }
 OF_ONE = {
-    GRPOConfig: {"num_generations": ([2], [1])},
+    GRPOConfig: {"num_generations": ([2], [1]), "scale_rewards_eps": ([0.0], [-1e-3, NAN])},
     RLOOConfig: {"num_generations": ([2], [1])},
     ReinforceConfig: {"num_generations": ([1], [0]), "gamma": ([1e-3, 1.0], [0.0, 1.001, NAN])},
     PPOConfig: {
@@ -111,6 +116,7 @@ OF_ONE = {
         "n_steps": ([1, None], [0]),
         "value_warmup_steps": ([0, None], [-1]),
         "value_pretraining_steps": ([0], [-1]),
+        "value_iterations": ([0], [-1]),
     },
 }
 SFT = {
@@ -201,7 +207,8 @@ def test_a_number_at_the_edge_of_its_range_is_taken(config, key, value):
         "entropy_coef_max": bonus,
         "kl_target": moving,
         "kl_horizon": moving | {"prompts_per_step": 1, "num_generations": 4},
-        "kl_adaptive_lr": clipped | twice,
+        "kl_adaptive_lr_min": {"kl_adaptive_lr": 0.1},
+        "kl_adaptive_lr_max": {"kl_adaptive_lr": 0.1},
         "ref_model_sync_steps": following,
         "ref_model_mixup_alpha": following,
         "vllm_server_timeout": {"rollout_engine": "vllm_server"},
@@ -315,6 +322,11 @@ def test_advantages_that_a_loss_for_whole_rows_cannot_take_are_refused(config, o
         (GRPOConfig, {"stop": ["a", ""]}, "stop must not hold an empty string"),
         (GRPOConfig, {"delta": 1.1}, "delta must be above"),
         (GRPOConfig, {"reward_clip_range": (1.0, -1.0)}, "reward_clip_range must be"),
+        (
+            GRPOConfig,
+            {"reward_squash": "min_max", "normalize_rewards": True},
+            "both set the scale of a score",
+        ),
         (GRPOConfig, {"beta": 0.1, "kl_estimator": "k1"}, "expected gradient of 0"),
         (RLOOConfig, {"kl_estimator": "k3_ratio"}, "is a form of the loss"),
         (GRPOConfig, {"sync_ref_model": True}, "no effect without beta"),
@@ -347,6 +359,11 @@ def test_a_sampler_that_is_not_the_policy_is_corrected_for(options, correction):
 def test_losses_for_whole_rows_take_those_of_the_group():
     assert RLOOConfig(policy_loss="gmpo", epsilon=0.4).policy_loss == "gmpo"
     assert GRPOConfig(policy_loss="p3o", scale_rewards="none").policy_loss == "p3o"
+
+
+def test_nothing_is_divided_by_the_eps_of_no_std():
+    with pytest.raises(ValueError, match="scale_rewards_eps is added to a std"):
+        GRPOConfig(scale_rewards="none", scale_rewards_eps=1e-6)
 
 
 def test_an_engine_that_cannot_tell_what_was_kept_is_refused():
@@ -554,6 +571,12 @@ def test_the_config_flag_may_stand_anywhere(recipe):
         ("stop: </answer>", "stop", ("</answer>",)),
         ('stop: ["\\n\\n", "User: "]', "stop", ("\n\n", "User: ")),
         ("stop: null", "stop", None),
+        ('stop: ["--seed", "7"]', "stop", ("--seed", "7")),
+        ("stop: [7]", "stop", ("7",)),
+        ("run_name: 2026", "run_name", "2026"),
+        ("run_name: --seed", "run_name", "--seed"),
+        ("lora_target_modules: null", "lora_target_modules", None),
+        ("reward_weights: 2", "reward_weights", (2.0,)),
     ],
 )
 def test_yaml_values_arrive_with_their_type(recipe, line, key, value):
@@ -593,20 +616,25 @@ def test_trackers_may_be_one_name_none_or_one_name_twice():
         ("beta: [1", "not valid YAML"),
         ("- beta", "expected `key: value` lines"),
         ("beta", "expected `key: value` lines"),
-        ("seed: 1.5", "--seed"),
+        ("seed: 1.5", "seed must be int, got 1.5"),
         ("seed: null", "seed must have a value, got null"),
         ("output_dir: null", "output_dir must have a value, got null"),
-        ("beta: high", "--beta"),
+        ("beta: high", "beta must be float, got 'high'"),
         ("beta: -1", "beta must be at least 0, got -1.0"),
-        ("beta: [1, 2]", "2"),
+        ("beta: [1, 2]", "beta must be float, got [1, 2]"),
         ("num_mini_batches: 99", "num_mini_batches must be at most prompts_per_step (16)"),
-        ("dtype: float16", "--dtype"),
-        ("gradient_checkpointing: 3", "--gradient_checkpointing"),
-        ("reward_weights: [a]", "--reward_weights"),
-        ("max_steps: {a: 1}", "--max_steps"),
+        ("dtype: float16", "dtype must be one of 'float32'"),
+        ("gradient_checkpointing: 3", "gradient_checkpointing must be bool"),
+        ("reward_weights: [a]", "reward_weights must be float, got 'a'"),
+        ("max_steps: {a: 1}", "max_steps must be int, got {'a': 1}"),
         ("policy_loss: clipped", "policy_loss must be one of"),
-        ("report_to: [wandb, neptune]", "--report_to"),
-        ("algorithm: rloo", "--algorithm"),
+        ("report_to: [wandb, neptune]", "report_to must be one of 'none'"),
+        ("algorithm: rloo", "algorithm must be one of 'grpo', got 'rloo'"),
+        ('stop: ["--seed", 7, {a: 1}]', "stop must be str, got {'a': 1}"),
+        ("seed: " + "[" * 2000, "nested too deeply"),
+        ("a: &a {b: 1}\nc: {<<: *a}", "not valid YAML"),
+        ("seed: 2026-02-30", "not valid YAML"),
+        ("# " + "x" * (1 << 20), "is longer than 1048576 bytes"),
     ],
 )
 def test_a_bad_recipe_is_one_error_that_names_key_and_file(capsys, tmp_path, recipe, text, said):
@@ -614,6 +642,21 @@ def test_a_bad_recipe_is_one_error_that_names_key_and_file(capsys, tmp_path, rec
     error = error_of(capsys, GRPOConfig, "--config", str(recipe))
     assert said in error
     assert str(recipe) in re.sub(r" ", "", error)
+
+
+def test_a_recipe_that_would_unfold_without_end_is_one_short_error(capsys, recipe):
+    levels = [f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]" for i in range(9)]
+    recipe.write_text("a0: &a0 [x, x]\n" + "\n".join(levels) + "\n")
+    assert len(error_of(capsys, GRPOConfig, "--config", str(recipe))) < 1000
+    nest = "[x, x]"
+    for i in range(9):
+        nest = f"[&b{i} {nest}{f', *b{i}' * 8}]"
+    recipe.write_text(f"seed: {nest}\n")
+    assert len(error_of(capsys, GRPOConfig, "--config", str(recipe))) < 1000
+
+
+def test_a_device_is_no_recipe(capsys):
+    assert "is longer than" in error_of(capsys, GRPOConfig, "--config", "/dev/zero")
 
 
 def test_the_error_says_what_a_bad_key_was_not(capsys, recipe):
@@ -653,7 +696,7 @@ def test_a_bad_flag_is_one_error_that_names_it(capsys, flags, said):
 @pytest.mark.parametrize(("config", "other"), [(a, b) for a in CONFIGS for b in CONFIGS if a != b])
 def test_a_recipe_of_another_algorithm_is_refused(capsys, recipe, config, other):
     recipe.write_text(f"algorithm: {other().algorithm}\n")
-    assert "--algorithm" in error_of(capsys, config, "--config", str(recipe))
+    assert "algorithm must be" in error_of(capsys, config, "--config", str(recipe))
     recipe.write_text(f"algorithm: {config().algorithm}\n")
     assert parse(config, ["--config", str(recipe)]) == config()
 
@@ -709,16 +752,27 @@ def test_a_value_may_be_spelt_like_a_key_of_another_library():
 )
 def test_only_the_first_process_speaks(capsys, monkeypatch, recipe, text):
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as refusal:
         read(GRPOConfig, recipe, text)
     assert refusal.value.code == 2
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_rank_without_a_launcher_speaks(capsys, monkeypatch, recipe):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit):
+        read(GRPOConfig, recipe, "beta: -1")
+    assert "beta must be at least 0" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------- dump
 
 
 OTHER_VALUES = {
+    "reward_model_sees_eos": False,
+    "reward_model_closes_truncated": True,
     "model_name_or_path": "org/model-0.5B",
     "task": "preference",
     "reward_model_name_or_path": "org/judge-0.5B",
@@ -730,6 +784,7 @@ OTHER_VALUES = {
     "optim": "adamw_8bit",
     "disable_dropout": False,
     "gradient_checkpointing": True,
+    "model_check": False,
     "pad_token": "<|pad|>",
     "shuffle_dataset": False,
     "max_prompt_length": 99,
@@ -770,6 +825,7 @@ OTHER_VALUES = {
     "num_train_epochs": 2.5,
     "ddp_timeout": 60,
     "max_skipped_steps": 5,
+    "trust_remote_code": True,
     "save_steps": 1,
     "eval_steps": 2,
     "num_generations_eval": 6,
@@ -785,6 +841,7 @@ OTHER_VALUES = {
     "save_merged": True,
     "target_kl": 0.02,
     "entropy_coef": 0.01,
+    "router_aux_loss_coef": 0.01,
     "normalize_advantages": True,
     "missing_eos_penalty": 1.0,
     "missing_eos_mode": "replace",
@@ -806,10 +863,13 @@ OTHER_VALUES = {
     "kl_target": 3.0,
     "kl_horizon": 500,
     "kl_adaptive_lr": 0.01,
+    "kl_adaptive_lr_min": 0.5,
+    "kl_adaptive_lr_max": 2.0,
     "sync_ref_model": True,
     "ref_model_sync_steps": 3,
     "ref_model_mixup_alpha": 0.5,
     "save_best": False,
+    "logging_steps": 5,
     "save_total_limit": 3,
     "report_to": ("tensorboard", "trackio"),
     "run_name": "third: try",
@@ -830,6 +890,7 @@ OTHERS = {
         "value_model_name_or_path": "org/reward-model",
         "value_warmup_steps": 7,
         "value_pretraining_steps": 5,
+        "value_iterations": 2,
         "normalize_values": True,
         "value_learning_rate": 1e-4,
         "vf_coef": 0.5,
@@ -852,12 +913,15 @@ OTHERS = {
         "max_steps": 3,
         "batch_size": 2,
         "max_length": 99,
+        "append_eos": False,
+        "trust_remote_code": True,
         "learning_rate": 1e-3,
     },
 }
 
 # What does not go together with the values above.
 APART = [
+    {"reward_squash": "sigmoid"},
     {"old_logprobs_source": "sampler"},
     {
         "rollout_engine": "vllm",
@@ -874,16 +938,6 @@ APART = [
     {"policy_loss": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
     {"policy_loss": "mdpo", "old_kl_coef": 2.0, "old_kl_target": 0.1, "num_iterations": 2},
 ]
-APART_IN = {
-    PPOConfig: [
-        *APART,
-        {"lam_alpha": 0.5},
-        {"advantage_estimator": "n_step", "n_steps": 3, "whiten_rewards": True},
-        {"value_init": "random", "critic": "separate"},
-    ],
-    SFTConfig: [],
-    RewardModelConfig: [],
-}
 BY_RETURNS = {
     "advantage_estimator": "returns",
     "whiten_rewards": True,
@@ -896,10 +950,28 @@ OF_ROWS = {
     "advantage_estimator": "leave_one_out",
     "num_generations": 4,
 }
+APART_IN = {
+    GRPOConfig: [*APART, BY_RETURNS, OF_ROWS, {"scale_rewards_eps": 1e-6}],
+    PPOConfig: [
+        *APART,
+        {"lam_alpha": 0.5},
+        {"advantage_estimator": "n_step", "n_steps": 3, "whiten_rewards": True},
+        {"value_init": "random", "critic": "separate"},
+    ],
+    SFTConfig: [],
+    RewardModelConfig: [],
+}
 
 
 def apart(config):
     return APART_IN.get(config, [*APART, BY_RETURNS, OF_ROWS])
+
+
+@pytest.mark.parametrize("url", ["http://me:S3CRET@a", "http://a?key=S3CRET", "http://a/#S3CRET"])
+def test_what_is_secret_in_the_address_of_a_server_is_refused_and_not_said(url):
+    with pytest.raises(ValueError, match="vllm_server_base_url holds") as error:
+        GRPOConfig(rollout_engine="vllm_server", vllm_server_base_url=url)
+    assert "S3CRET" not in str(error.value)
 
 
 @each_config
@@ -1000,6 +1072,11 @@ def test_a_value_that_begins_with_a_dash_is_no_flag(recipe):
             {"rollout_engine": "vllm_server", "vllm_server_base_url": "localhost:8000"},
             "vllm_server_base_url must begin with http:// or https://, got 'localhost:8000'",
         ),
+        (
+            GRPOConfig,
+            {"rollout_engine": "vllm_server", "vllm_server_base_url": "http://there:99999"},
+            "vllm_server_base_url must be http://host or .*, got 'http://there:99999'",
+        ),
         (GRPOConfig, {"lora_target_modules": ["q_proj"]}, "lora_target_modules is for LoRA"),
         (GRPOConfig, {"use_peft": True, "lora_dropout": 0.1}, "needs disable_dropout: false"),
         (GRPOConfig, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type must be"),
@@ -1011,4 +1088,21 @@ def test_what_could_not_learn_or_would_be_ignored_is_refused(config, options, me
 
 
 def test_what_is_not_there_says_where_to_look(capsys):
-    assert "metrics.jsonl" in error_of(capsys, GRPOConfig, "--logging_steps", "1")
+    assert "metrics.jsonl" in error_of(capsys, GRPOConfig, "--write_interval", "1")
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("per_device_train_batch_size", "see prompts_per_step"),
+        ("rnn", "`rnn` has no meaning for a language model: a transformer remembers"),
+        ("num_generation", "unknown key 'num_generation'; did you mean 'num_generations'?"),
+        ("zzz", "unknown key 'zzz'$"),
+    ],
+)
+@each_config
+def test_in_python_an_unknown_key_says_where_to_look(config, key, said):
+    if key == "num_generation" and not hasattr(config, "num_generations"):
+        said = "unknown key 'num_generation'"
+    with pytest.raises(TypeError, match=f"^{config.__name__}: .*{said.replace('?', '[?]')}"):
+        config(**{key: 1})

@@ -16,10 +16,12 @@ from rlhf_pg.data import (
     PromptSampler,
     batches,
     check_fit,
+    continues,
     encode,
     encode_answer,
     load_prompts,
     permutation,
+    whole_turn,
 )
 from rlhf_pg.tasks.tiny import character_tokenizer
 
@@ -76,7 +78,9 @@ def byte_tokenizer():
     return fast
 
 
-@pytest.mark.parametrize("text", ["<end>", "<end>>", "a<end>b<end>>c", "a\ue0030\ue004"])
+@pytest.mark.parametrize(
+    "text", ["<end>", "<end>>", "a<end>b<end>>c", "a\ue0030\ue004", "\ue000\ue001\ue002b"]
+)
 def test_what_a_message_says_is_no_control_token(text):
     tokenizer = byte_tokenizer()
     ends = set(tokenizer.convert_tokens_to_ids(["<end>", "<end>>"]))
@@ -139,10 +143,40 @@ def test_parts_of_a_message_do_not_spell_one_together():
 
 def test_nor_is_what_an_environment_answers():
     tokenizer = byte_tokenizer()
-    prompt, answer = [message("a<end>")], [message("<end>b", "tool")]
-    said = encode_answer(answer, tokenizer, prompt, tokenizer.eos_token_id)
-    assert tokenizer.decode(said) == "<end>b<end>"
-    assert said.count(tokenizer.eos_token_id) == 1
+    prompt = [message("a<end>")]
+    for text in ("<end>b", "\ue000\ue001\ue002<end>b", "\ue000\ue001\ue002"):
+        said = encode_answer([message(text, "tool")], tokenizer, prompt, tokenizer.eos_token_id)
+        assert tokenizer.decode(said) == text + "<end>"
+        assert said.count(tokenizer.eos_token_id) == 1
+
+
+@pytest.mark.parametrize(
+    "words", ["ab ", [{"type": "text", "text": "a"}, {"type": "text", "text": "b "}]]
+)
+def test_the_assistants_own_words_are_continued(words):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] + ':' }}"
+        "{% if m['content'] is string %}{{ m['content'] | trim }}"
+        "{% else %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endif %}<end>"
+        "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    chat = [message("q"), message(words, "assistant")]
+    assert tokenizer.decode(encode(chat, tokenizer)) == "u:q<end>a:ab "
+    assert tokenizer.decode(encode(chat[:1], tokenizer)) == "u:q<end>a:"
+    closed = encode(chat, tokenizer, open_turn=False)
+    assert tokenizer.decode(closed).replace(" ", "") == "u:q<end>a:ab<end>"
+    answer = encode_answer([message("t", "tool")], tokenizer, chat, None)
+    assert tokenizer.decode(answer) == "<end>t:t<end>a:"
+    assert whole_turn(chat, [message("c", "assistant")]) == (
+        chat[:1],
+        [message("ab c", "assistant")],
+    )
+    assert whole_turn(chat, []) == (chat, [])
+
+
+def test_a_call_of_a_tool_is_not_continued():
+    assert not continues([message("", "assistant") | {"tool_calls": [{}]}])
 
 
 def test_messages_become_a_chat_that_the_assistant_is_to_continue():
@@ -208,6 +242,13 @@ def test_a_missing_prompt_column_names_those_that_are_there():
     data = Dataset.from_dict({"question": ["a"], "answer": ["b"]})
     with pytest.raises(ValueError, match=r"no column 'prompt'.*question, answer"):
         load_prompts(data, plain())
+
+
+@pytest.mark.parametrize("shape", [{"type": "pandas"}, {"type": "arrow"}, {"columns": ["answer"]}])
+def test_a_dataset_that_shows_itself_as_a_table_or_without_its_prompts_has_rows(shape):
+    plain = Dataset.from_dict({"prompt": ["1+1=", "2"], "answer": ["2", "2"]})
+    loaded, tokenizer = plain.with_format(**shape), character_tokenizer("12+=")
+    assert load_prompts(loaded, tokenizer).rows[0] == {"prompt": "1+1=", "answer": "2"}
 
 
 @pytest.mark.fault(34, "refused")

@@ -36,6 +36,7 @@ NO_SOURCE = NO_FORMULA | {
     "rlhf_pg.rewards.scores.at_end",
     "rlhf_pg.rewards.scores.clipped",
     "rlhf_pg.rewards.scores.ends",
+    "rlhf_pg.rewards.scores.min_max",
     "rlhf_pg.rewards.totals",
 }
 

@@ -233,3 +233,12 @@ def test_extra_padding_changes_nothing(case, pad):
     padded = whiten(wide, wide_mask)
     torch.testing.assert_close(padded[:, : x.shape[1]], whiten(x, mask), **close)
     assert (padded[:, x.shape[1] :] == 0).all()
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_numbers_whose_squares_are_beyond_float32_are_whitened_like_others(given):
+    x, mask = torch.tensor([[1.0, 0.0, 2.0, 0.0]]), torch.ones(1, 4).bool()
+    huge = x * 2.0**80
+    stats = (huge.double().mean(), huge.double().var(correction=0)) if given else None
+    expected = (x - 0.75) / 0.6875**0.5  # squares 1/16, 9/16, 25/16, 9/16 over 4
+    torch.testing.assert_close(whiten(huge, mask, stats=stats), expected)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rlhf_pg.metrics import KEYS, JsonLines, Meter, length_metrics, read, reward_metrics
-from rlhf_pg.progress import RUN_FILES, Journal, set_aside
+from rlhf_pg.progress import Journal
+from rlhf_pg.run_files import RUN_FILES, set_aside
 
 # ----------------------------------------------------------------------------------------- Meter
 
@@ -117,7 +118,9 @@ def test_rewards_by_hand():
     assert metrics == {
         "reward": pytest.approx(2 + 2 * 8 / 3),
         "rewards/a/mean": 2.0,
+        "rewards/a/std": pytest.approx((2 / 3) ** 0.5),  # 1 + 1 over 4 - 1
         "rewards/b/mean": pytest.approx(8 / 3),
+        "rewards/b/std": pytest.approx(math.sqrt(4 / 3)),  # of 4, 2, 2: 24/9 over 3 - 1
         "reward_std": pytest.approx(math.sqrt(2) / 2),
         "frac_reward_zero_std": 0.5,
     }
@@ -145,6 +148,7 @@ def test_without_groups_the_spread_is_that_of_all_rewards():
     assert metrics == {
         "reward": 3,
         "rewards/a/mean": 3,
+        "rewards/a/std": pytest.approx(math.sqrt(7)),
         "reward_std": pytest.approx(math.sqrt(7)),
     }
 
@@ -153,6 +157,7 @@ def test_a_source_that_never_applied_has_no_mean():
     scores = torch.tensor([[1, math.nan]] * 2)
     metrics = reward_metrics(scores, scores, ["a", "b"], torch.tensor([0, 0]))
     assert math.isnan(metrics["rewards/b/mean"])
+    assert math.isnan(metrics["rewards/b/std"])
     assert metrics["reward"] == 1
 
 

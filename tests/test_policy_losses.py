@@ -242,6 +242,14 @@ def test_sapo_closes_on_both_sides_of_one():
     equal(grad, f64([[-1, -4 * s * (1 - s) * 1.5, -4 * s * (1 - s) * 0.5]]))
 
 
+def test_sapo_keeps_its_temperatures_in_the_dtype_of_the_ratio():
+    # -4 / tau sigmoid(tau (rho - 1)) A; in float32 a tau of 1.05 or 1.3 is off by 5e-8
+    old, mask = torch.zeros(1, 2).double(), torch.ones(1, 2).bool()
+    per_token, _ = sapo(f64([[3.0, 3.0]]).log(), old, f64([[2.0, -2.0]]), mask, 1.3, 1.05)
+    expected = [-8 / 1.3 / (1 + math.exp(-2.6)), 8 / 1.05 / (1 + math.exp(-2.1))]
+    equal(per_token, f64([expected]), 1e-12)
+
+
 # ------------------------------------------------------------------- one ratio for a whole row
 
 

@@ -32,6 +32,28 @@ ARCHS: dict[str, dict[str, Any]] = {
     "phi": _GROUPED,
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
 }
+_CHOSEN = _GROUPED | {"num_experts_per_tok": 2}
+_LOCAL = _CHOSEN | {"num_local_experts": 4}
+_BIASED = _CHOSEN | {
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+# Mixtures of experts, likewise.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": _LOCAL,
+    "qwen3_moe": _CHOSEN | {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
+    "olmoe": _CHOSEN | {"num_experts": 4},
+    "deepseek_v3": _BIASED
+    | {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8}
+    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    "glm4_moe": _BIASED | {"head_dim": 8},
+    "minimax_m2": _LOCAL | {"head_dim": 8},
+    "phimoe": _LOCAL,
+    "granitemoe": _LOCAL,
+}
 
 
 def tiny_model(
@@ -51,8 +73,9 @@ def tiny_model(
             spread by about 2, so that a wrong position or mask changes what is sampled.
         overrides: fields of the architecture's config.
     """
+    known = ARCHS | MIXTURES
     config = AutoConfig.for_model(
-        arch, **(_SHAPE | ARCHS.get(arch, {}) | {"vocab_size": vocab_size} | overrides)
+        arch, **(_SHAPE | known.get(arch, {}) | {"vocab_size": vocab_size} | overrides)
     )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)

@@ -9,7 +9,8 @@ output): False slots are skipped, t+1 means the next True slot, and gamma and la
 
 A paper's name is often an estimator with one or two options:
 
-    REINFORCE (Williams 1992)    returns, or one of returns_minus_* for a baseline
+    REINFORCE (Williams 1992)    returns, or one of returns_minus_* for a baseline; total_returns is
+                                 its first form, without reward-to-go
     VPG                          returns_minus_values
     online, multi-step A2C       n_step with n_steps 1, or None to the end of the row
     PPO (Schulman 2017)          gae
@@ -19,7 +20,8 @@ A paper's name is often an estimator with one or two options:
     Dr. GRPO (Liu 2025)          group_normalized with scale_rewards "none"
     RLOO (Ahmadian 2024)         leave_one_out
     ReMax (Li 2023)              returns_minus_greedy
-    OPO (Hao 2025)               returns_minus_optimal
+    OPO (Hao 2025)               returns_minus_optimal, or _by_gradient with the norms that
+                                 OPO takes lengths for
     REINFORCE++ (Hu 2025)        returns, whitened over the batch (`normalize_advantages`)
     REINFORCE++ with a baseline  group_normalized with scale_rewards "none", whitened likewise
 """
@@ -38,6 +40,7 @@ from rlhf_pg.advantages.named import (
     ADVANTAGES,
     IN_BATCH,
     IN_GROUP,
+    NEED_GRADIENTS,
     NEED_GREEDY,
     NEED_VALUES,
     PER_TOKEN,
@@ -50,6 +53,7 @@ __all__ = [
     "ADVANTAGES",
     "IN_BATCH",
     "IN_GROUP",
+    "NEED_GRADIENTS",
     "NEED_GREEDY",
     "NEED_VALUES",
     "PER_TOKEN",

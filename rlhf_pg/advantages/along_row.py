@@ -24,8 +24,9 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Ten
     Returns:
         (B,T).
 
-    Elsewhere: verl's REINFORCE++ starts again at every hole of the mask, so what comes after a
-    tool's output is no credit to the tokens before it.
+    Elsewhere: verl's REINFORCE++ now has the same returns; up to August 2026 (#7278) it started
+    again at every hole of the mask, and what came after a tool's output was no credit to the tokens
+    before it.
     """
     returns = _scan(gamma, rewards.double(), mask)
     return torch.where(mask, returns, 0.0).to(rewards.dtype)

@@ -37,17 +37,27 @@ def group_stats(x: Tensor, valid: Tensor, groups: Tensor) -> GroupStats:
     """
     index, size = _index(groups)
     zeros = torch.zeros(size, dtype=x.dtype, device=x.device)
-    x = torch.where(valid, x, 0.0)
     count = zeros.index_add(0, index, valid.to(x.dtype))
-    mean = zeros.index_add(0, index, x) / count.clamp(min=1)
-    square = torch.where(valid, (x - mean[index]) ** 2, 0.0)
-    std = (zeros.index_add(0, index, square) / (count - 1).clamp(min=1)).sqrt()
     low = (zeros + torch.inf).scatter_reduce(0, index, x.where(valid, torch.inf), "amin")
     high = (zeros - torch.inf).scatter_reduce(0, index, x.where(valid, -torch.inf), "amax")
     constant = low >= high
+    unit = _power_of_two(torch.maximum(low.abs(), high.abs()))
+    x = torch.where(valid, x, 0.0) / unit[index]
+    mean = zeros.index_add(0, index, x) / count.clamp(min=1)
+    square = torch.where(valid, (x - mean[index]) ** 2, 0.0)
+    std = (zeros.index_add(0, index, square) / (count - 1).clamp(min=1)).sqrt() * unit
     # The mean of equal numbers is off by rounding: take the number itself.
-    mean = torch.where(constant & (count > 0), high, mean)
+    mean = torch.where(constant & (count > 0), high, mean * unit)
     return GroupStats(count[index], mean[index], std[index], constant[index])
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """At most x, and more than half of it; 1 where x is infinite.
+
+    To divide by before squaring: no digit changes, and no square is beyond the dtype.
+    """
+    unit = torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - 1)
+    return unit.where(x.isfinite() & (x > 0), 1.0)
 
 
 def _index(groups: Tensor) -> tuple[Tensor, int]:

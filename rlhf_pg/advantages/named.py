@@ -32,6 +32,8 @@ class Signals:
     scores: Tensor
     groups: Tensor  # (N,)
     rows: slice  # this rank's B rows among the N
+    action_tokens: Tensor  # (N,) tokens that the policy chose
+    squared_gradients: Tensor | None = None  # (N,) |grad log pi(y)|^2, if an estimator needs them
     values: Tensor | None = None  # (B,T) V of the state before each token, where there is a critic
     bootstrap_value: Tensor | None = None  # (B,) see `gae`; None: every episode really ended
     greedy_scores: Tensor | None = None  # (B,K) weighted, of the greedy completion of the prompt
@@ -65,23 +67,29 @@ def total_scores(scores: Tensor, groups: Tensor) -> Tensor:
 # ----------------------------------------------------------------------------- against the group
 
 
-def group_normalized(signals: Signals, *, scale_rewards: str = "group") -> Tensor:
+def group_normalized(
+    signals: Signals, *, scale_rewards: str = "group", scale_rewards_eps: float = 1e-4
+) -> Tensor:
     """A_i = (s_i - mean of its group) / (std + eps), at every token (GRPO)."""
-    scores = total_scores(signals.scores, signals.groups)
-    return signals.per_token(in_group.group_normalized(scores, signals.groups, scale_rewards))
+    groups = signals.groups
+    scores = total_scores(signals.scores, groups)
+    return signals.per_token(
+        in_group.group_normalized(scores, groups, scale_rewards, scale_rewards_eps)
+    )
 
 
-def process_group_normalized(signals: Signals) -> Tensor:
+def process_group_normalized(signals: Signals, *, scale_rewards_eps: float = 1e-4) -> Tensor:
     """A_t = sum of the normalised step scores at t and later (GRPO with process supervision).
 
     Without step scores it is `group_normalized`. With them nothing else is looked at: a KL in the
     reward would be lost.
     """
     if signals.step_scores is None:
-        return group_normalized(signals)
+        return group_normalized(signals, scale_rewards_eps=scale_rewards_eps)
     assert signals.step_mask is not None  # the two come together
+    groups = signals.groups[signals.rows]
     return in_group.process_group_normalized(
-        signals.step_scores, signals.step_mask, signals.groups[signals.rows], signals.mask
+        signals.step_scores, signals.step_mask, groups, signals.mask, scale_rewards_eps
     )
 
 
@@ -99,6 +107,19 @@ def leave_one_out(signals: Signals) -> Tensor:
 def returns(signals: Signals, *, gamma: float = 1.0) -> Tensor:
     """A_t = G_t, no baseline: unbiased (Williams 1992)."""
     return along_row.discounted_returns(signals.rewards, signals.mask, gamma)
+
+
+def total_returns(signals: Signals, *, gamma: float = 1.0) -> Tensor:
+    """A_t = G_0, the return of the whole completion, at every token: unbiased (Williams 1992).
+
+        sum_t grad log pi(y_t) sum_i gamma^i r_i
+
+    The first form of the policy gradient. What was paid before a token is noise to it, and leaving
+    that out is `returns`; with gamma below 1 this is still the gradient of E[G_0].
+    """
+    to_go = returns(signals, gamma=gamma)
+    first = signals.mask.int().argmax(1, keepdim=True)
+    return signals.over_tokens(to_go.gather(1, first).squeeze(1))
 
 
 def returns_minus_others(signals: Signals, *, gamma: float = 1.0) -> Tensor:
@@ -147,12 +168,28 @@ def returns_minus_optimal(signals: Signals, *, gamma: float = 1.0) -> Tensor:
     """A_t = G_t - mean score of the others of the group, weighted by length: unbiased (OPO).
 
     The estimate of the constant of least variance, |grad log pi|^2 taken proportional to length
-    (see `optimal_baseline`). A row that is alone in its group has baseline 0, not advantage 0.
+    (see `optimal_baseline`). Where every prompt has one completion, the others are those of the
+    batch. A row that is alone in its group otherwise has baseline 0, not advantage 0.
     """
-    groups, length = signals.groups[signals.rows], signals.mask.sum(1)
-    columns = signals.scores[signals.rows].unbind(1)
-    baselines = [in_group.optimal_baseline(c, length, groups) for c in columns]
-    return returns(signals, gamma=gamma) - signals.over_tokens(torch.stack(baselines).sum(0))
+    return _minus_optimal(signals, signals.action_tokens, gamma)
+
+
+def returns_minus_optimal_by_gradient(signals: Signals, *, gamma: float = 1.0) -> Tensor:
+    """`returns_minus_optimal` with the true |grad log pi(y)|^2: unbiased (Weaver & Tao 2001).
+
+    It costs a forward and a backward pass of its own for every completion.
+    """
+    assert signals.squared_gradients is not None  # the trainer measures them for it
+    return _minus_optimal(signals, signals.squared_gradients, gamma)
+
+
+def _minus_optimal(signals: Signals, weights: Tensor, gamma: float) -> Tensor:
+    groups = signals.groups
+    if len(torch.unique(groups)) == len(groups):
+        groups = torch.zeros_like(groups)
+    columns = signals.scores.unbind(1)
+    baselines = [in_group.optimal_baseline(c, weights, groups) for c in columns]
+    return returns(signals, gamma=gamma) - signals.per_token(torch.stack(baselines).sum(0))
 
 
 # ------------------------------------------------------------------------------- with a critic
@@ -203,16 +240,20 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "returns_minus_mean": returns_minus_mean,
     "returns_minus_moving_average": returns_minus_moving_average,
     "returns_minus_optimal": returns_minus_optimal,
+    "returns_minus_optimal_by_gradient": returns_minus_optimal_by_gradient,
     "returns_minus_others": returns_minus_others,
     "returns_minus_values": returns_minus_values,
+    "total_returns": total_returns,
 }
 NEED_VALUES = {"gae", "n_step", "returns_minus_values"}  # a critic
+NEED_GRADIENTS = {"returns_minus_optimal_by_gradient"}  # of every completion
 NEED_GREEDY = {"returns_minus_greedy"}  # a greedy completion of every prompt, scored
 # Those that see when a token is paid; the others see a completion's scores alone.
-READ_REWARDS = NEED_VALUES | {name for name in ADVANTAGES if name.startswith("returns")}
+READ_REWARDS = NEED_VALUES | {name for name in ADVANTAGES if "returns" in name}
 PER_TOKEN = READ_REWARDS | {"process_group_normalized"}  # not one advantage per completion
 # Those that compare completions, and so need several: of a prompt, or of the batch.
-IN_GROUP = {
-    *("group_normalized", "process_group_normalized", "leave_one_out", "returns_minus_optimal"),
+IN_GROUP = {"group_normalized", "process_group_normalized", "leave_one_out"}
+IN_BATCH = {
+    *("returns_minus_others", "returns_minus_mean"),
+    *("returns_minus_optimal", "returns_minus_optimal_by_gradient"),
 }
-IN_BATCH = {"returns_minus_others", "returns_minus_mean"}

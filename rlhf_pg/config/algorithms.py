@@ -21,6 +21,13 @@ class GRPOConfig(PolicyGradientConfig):
     """Completions per prompt: the group."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """What centred scores are divided by: their group's std, the batch's, or nothing."""
+    scale_rewards_eps: float = number(1e-4, minimum=0)
+    """Added to that std (TRL has 1e-4 too, verl and NeMo-RL 1e-6)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        why = "is added to a std, of which scale_rewards none has none: leave one of them out"
+        self.refuse_idle(("scale_rewards_eps",), self.scale_rewards != "none", why)
 
 
 @dataclass(kw_only=True)
@@ -120,6 +127,9 @@ class PPOConfig(PolicyGradientConfig):
     value_pretraining_steps: int = number(0, minimum=0)
     """Steps at the start in which the critic alone is trained (VAPO); the schedule and the warm-up
     of the policy come after them."""
+    value_iterations: int = number(0, minimum=0)
+    """Further passes over each rollout batch that train the critic alone, after those that train
+    both: several of its updates for one of the policy (VPG, A2C). Of a shared critic the head."""
     normalize_values: bool = False
     """Let the critic predict returns less their running mean, over their running deviation; the
     value loss and cliprange_value are in these units."""
@@ -144,7 +154,7 @@ class PPOConfig(PolicyGradientConfig):
                 "value_init random takes the policy's architecture: leave out "
                 "value_model_name_or_path"
             )
-        taught = ("value_lam", "value_pretraining_steps", "normalize_values")
+        taught = ("value_lam", "value_pretraining_steps", "value_iterations", "normalize_values")
         self.refuse_idle(
             taught, self.vf_coef > 0, "is for a critic that learns: set vf_coef, or leave it out"
         )

@@ -8,6 +8,8 @@ from rlhf_pg.config.sampling import SamplingConfig
 from rlhf_pg.fields import choice, number, parameters
 from rlhf_pg.losses import POLICY_LOSSES
 
+# They look at what tokens are paid, and at no scores of completions.
+PAID_ALONE = {"returns", "total_returns", *NEED_VALUES}
 KLEstimator = Literal["k1", "k2", "k3", "k1_to_go", "k2_straight_through", "k3_ratio"]
 
 
@@ -16,8 +18,9 @@ class PolicyGradientConfig(SamplingConfig):
     """What all algorithms share. One step is one rollout batch and every update on it."""
 
     dynamic_sampling_rounds: int = number(0, minimum=0)
-    """How often a step draws new prompts in place of groups whose scores are all equal (DAPO), a
-    KL in the reward left aside. num_train_epochs counts the prompts that train."""
+    """How often a step draws new prompts in place of groups to which the reward functions give
+    equal scores (DAPO), penalties and a KL left aside. num_train_epochs counts the prompts that
+    train."""
     mask_truncated_completions: bool = False
     """Leave completions that were cut off by their length out of the loss (DAPO's filtering), that
     of a critic too; baselines, statistics and reward metrics have them."""
@@ -27,9 +30,18 @@ class PolicyGradientConfig(SamplingConfig):
 
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward function; None weighs each by 1."""
+    reward_model_sees_eos: bool = True
+    """Behind a text that the policy ended by an EOS, a reward model reads the EOS of its own, where
+    it is scored, as in Stiennon et al. 2020 and Huang et al. 2024; otherwise the words alone."""
+    reward_model_closes_truncated: bool = False
+    """A chat turn that was cut off is closed by the reward model's chat template; otherwise it
+    reads the turn as it was left, without an end."""
     reward_clip_range: tuple[float, ...] | None = None
     """Lowest and highest score of each reward function, of a step or a completion; what is beyond
     is set to it."""
+    reward_squash: Literal["none", "sigmoid", "min_max"] = "none"
+    """Bring each score of the reward functions into [0, 1]: 1 / (1 + exp(-score)), or (score -
+    lowest) / (highest - lowest) by those of its function in the step."""
     normalize_rewards: bool = False
     """Divide the scores of each reward function by their running standard deviation."""
     whiten_rewards: bool = False
@@ -70,8 +82,11 @@ class PolicyGradientConfig(SamplingConfig):
     old_kl_coef: float = number(1.0, minimum=0)
     """Coefficient of the KL between the policy and itself before the step (kl_penalty, mdpo)."""
     old_kl_target: float | None = number(None, above=0)
-    """Halve or double that coefficient after a step to keep this KL (PPO, section 4); None: fix it.
-    """
+    """Halve or double that coefficient after a step to keep this KL(old || new) per token, measured
+    after the last update by a forward pass of its own (PPO, section 4); None: fix it."""
+    model_check: bool = True
+    """See at the start, once, that the model gives a row the same log-probabilities alone, padded,
+    packed, sampled and in an update; what differs is done otherwise or refused (docs/models.md)."""
     old_logprobs_source: Literal["policy", "sampler"] = "policy"
     """Where the policy's log-probabilities before the update come from, if something needs them: a
     forward pass, or what the native engine saw when it sampled, which spares that pass. The two
@@ -96,6 +111,10 @@ class PolicyGradientConfig(SamplingConfig):
     entropy_coef_max: float = number(1.0, minimum=0)
     """Its highest value."""
 
+    router_aux_loss_coef: float = number(0.0, minimum=0)
+    """Coefficient of the load-balancing loss of a mixture of experts, over all tokens of an update
+    (rlhf_pg.models.experts); it costs one more forward pass per update. 0: none."""
+
     beta: float = number(0.0, minimum=0)
     """Coefficient of KL(policy || reference); at 0 no reference is kept."""
     kl_placement: Literal["reward", "loss"] = "loss"
@@ -105,14 +124,19 @@ class PolicyGradientConfig(SamplingConfig):
     kl_controller: Literal["fixed", "adaptive", "penalty"] = "fixed"
     """What beta does: stay; follow the KL in proportion (Ziegler 2019); halve or double (PPO)."""
     kl_target: float = number(6.0, above=0)
-    """Mean KL of a completion, in nats, that a beta which moves aims at."""
+    """Mean KL of a completion, in nats, that a beta which moves aims at; that of the policy which
+    sampled, before the step's updates."""
     kl_horizon: int = number(10000, minimum=1)
     """Completions over which an adaptive beta makes up for its error."""
     target_kl: float | None = number(None, above=0)
     """Stop a step's updates once the mean KL(old || new) of a minibatch is above 1.5 times this."""
     kl_adaptive_lr: float | None = number(None, above=0)
-    """Scale the learning rates to keep the mean KL(old || new) of the updates between half and
-    twice this."""
+    """Scale the learning rates after a step to keep KL(old || new) per token, measured after the
+    last update by a forward pass of its own, between half and twice this."""
+    kl_adaptive_lr_min: float = number(0.1, above=0, maximum=1)
+    """Lowest scale."""
+    kl_adaptive_lr_max: float = number(10.0, minimum=1)
+    """Highest scale."""
     sync_ref_model: bool = False
     """Let the reference follow the policy."""
     ref_model_sync_steps: int = number(512, minimum=1)
@@ -149,13 +173,17 @@ class PolicyGradientConfig(SamplingConfig):
                 raise ValueError(
                     f"reward_clip_range must be a lower and a higher number, got {low_high}"
                 )
+        if self.reward_squash != "none" and self.normalize_rewards:
+            raise ValueError(
+                "reward_squash and normalize_rewards both set the scale of a score: leave one out"
+            )
         if (self.overlong_buffer or 0) > self.max_completion_length:
             raise ValueError(
                 f"overlong_buffer must be at most max_completion_length "
                 f"({self.max_completion_length}), whose last tokens it is, got "
                 f"{self.overlong_buffer}"
             )
-        if self.whiten_rewards and self.advantage_estimator not in {"returns", *NEED_VALUES}:
+        if self.whiten_rewards and self.advantage_estimator not in PAID_ALONE:
             raise ValueError(
                 "whiten_rewards rescales what each token is paid, and advantage_estimator "
                 f"{self.advantage_estimator!r} looks at the scores of completions, which stay as "
@@ -208,7 +236,6 @@ class PolicyGradientConfig(SamplingConfig):
             )
         moved = {
             "target_kl": self.target_kl is not None,
-            "kl_adaptive_lr": self.kl_adaptive_lr is not None,
             f"policy_loss {self.policy_loss!r}": "old_kl_coef" in self.loss_options,
         }
         for what, wanted in moved.items():
@@ -262,6 +289,7 @@ class PolicyGradientConfig(SamplingConfig):
             f"the KL in policy_loss {self.policy_loss!r}": "old_kl_coef" in self.loss_options,
             f"what policy_loss {self.policy_loss!r} compares": "groups" in self.loss_options,
             "a critic": self.has_critic,
+            "the loss of the routers": self.router_aux_loss_coef > 0,
         }
         for other, there in others.items():
             if there and self.skip_zero_advantages:
@@ -286,6 +314,7 @@ class PolicyGradientConfig(SamplingConfig):
         penalized = "old_kl_coef" in self.loss_options and self.old_kl_coef > 0
         moving, adaptive = self.kl_controller != "fixed", self.kl_controller == "adaptive"
         correcting, bonus = self.correction != "none", self.entropy_target is not None
+        paced = self.kl_adaptive_lr is not None
         for needed, used, keys in (
             ("missing_eos_penalty", self.missing_eos_penalty is not None, "missing_eos_mode"),
             ("overlong_buffer", self.overlong_buffer is not None, "overlong_penalty"),
@@ -295,6 +324,7 @@ class PolicyGradientConfig(SamplingConfig):
             ("beta", self.beta > 0, "kl_controller sync_ref_model"),
             ("kl_controller", moving, "kl_target"),
             ("kl_controller adaptive", adaptive, "kl_horizon"),
+            ("kl_adaptive_lr", paced, "kl_adaptive_lr_min kl_adaptive_lr_max"),
             ("sync_ref_model", self.sync_ref_model, "ref_model_sync_steps ref_model_mixup_alpha"),
         ):
             why = f"has no effect without {needed}: set that, or leave it out"
@@ -310,6 +340,26 @@ class PolicyGradientConfig(SamplingConfig):
             self.refuse_idle(tuple(idle), False, f"is not used by {choice_} {name!r}: leave it out")
 
     @property
+    def doubts(self) -> list[str]:
+        """What is allowed and seldom meant, one sentence each, for a trainer to say."""
+        of_rows = "gmpo" if self.policy_loss == "gmpo" else "importance_sampling_level sequence"
+        alike = self.policy_loss == "gmpo" or self.importance_sampling_level == "sequence"
+        said = []
+        if alike and self.aggregation != "sequence_mean":
+            said.append(
+                f"{of_rows} has one number for a completion, which aggregation {self.aggregation} "
+                "counts once per token, so that long completions weigh more: the papers (GSPO, "
+                "GMPO) have sequence_mean"
+            )
+        if self.policy_loss == "p3o" and self.aggregation == "sequence_mean":
+            said.append(
+                "policy_loss p3o shares the loss of a completion among its tokens, and aggregation "
+                "sequence_mean divides by its length once more, so that long completions weigh "
+                "less: use constant"
+            )
+        return said
+
+    @property
     def correction(self) -> str:
         """`sampler_correction`, with a name in place of auto once the engine has one."""
         if self.sampler_correction != "auto":
@@ -322,7 +372,17 @@ class PolicyGradientConfig(SamplingConfig):
         construction, and then only a KL that is paid or measured asks for them.
         """
         paid = self.kl_placement == "reward" or self.kl_controller != "fixed"
-        return self.updates_per_step > 1 or (self.beta > 0 and paid)
+        return self.compares_with_old or (self.beta > 0 and paid)
+
+    @property
+    def compares_with_old(self) -> bool:
+        """Whether the updates of a step, or what measures them, look at the policy before it."""
+        return self.updates_per_step > 1 or self.follows_old_kl
+
+    @property
+    def follows_old_kl(self) -> bool:
+        """Whether something moves with how far the updates of a step have moved the policy."""
+        return self.old_kl_target is not None or self.kl_adaptive_lr is not None
 
     @property
     def loss_options(self) -> set[str]:

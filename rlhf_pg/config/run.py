@@ -23,6 +23,9 @@ class RunConfig(Checked):
 
     model_name_or_path: str | None = None
     """Path or Hub id of the model to train; without one, the task's own tiny model."""
+    trust_remote_code: bool = False
+    """Run code that comes with a model, tokenizer or reward model; otherwise one that needs it is
+    refused."""
     task: Literal["arithmetic", "preference", "guess", "calculator"] = "arithmetic"
     """The embedded task that a recipe trains on: prompts and reward, environment or tools."""
     reward_model_name_or_path: str | None = None
@@ -42,7 +45,8 @@ class RunConfig(Checked):
     nearest, which loses most updates. Adapters are in float32.
     """
     disable_dropout: bool = True
-    """Set every dropout of the model to 0, so that scoring and training see one policy."""
+    """Update in evaluation mode, without dropout, jitter of routers or what else train mode has, so
+    that scoring and training see one policy; False: in train mode, with the model's own rates."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, to save memory."""
 
@@ -89,7 +93,8 @@ class RunConfig(Checked):
     """Peak learning rate of AdamW."""
     lr_scheduler_type: str = choice("linear", SCHEDULES)
     """linear, cosine, cosine_with_restarts, polynomial, constant, constant_with_warmup or
-    inverse_sqrt; it advances once per step."""
+    inverse_sqrt; it advances once per step. The first four are stretched over the run, so that
+    max_steps says what each step's rate is; the others give the first steps of a longer run."""
     warmup_steps: int = number(0, minimum=0)
     """Steps of linear warm-up."""
     weight_decay: float = number(0.0, minimum=0)
@@ -107,7 +112,7 @@ class RunConfig(Checked):
     kept in skipped/ in output_dir; one step more in a row than this without any update ends the
     run."""
     max_steps: int = number(-1, minimum=-1)
-    """Steps to train; -1 goes by num_train_epochs."""
+    """Steps to train; -1 goes by num_train_epochs. See lr_scheduler_type."""
     num_train_epochs: float = number(1.0, above=0)
     """Passes over the prompts, if max_steps is -1."""
 
@@ -117,9 +122,9 @@ class RunConfig(Checked):
     One process may generate, reward or save for this much longer than the others, and no more.
     """
 
-    save_steps: int = number(0, minimum=0)
-    """Save a checkpoint every so many steps; 0 saves none."""
-    save_total_limit: int | None = number(None, minimum=1)
+    save_steps: int = number(100, minimum=0)
+    """Save a checkpoint every so many steps; 0 saves only when the run is cut short."""
+    save_total_limit: int | None = number(2, minimum=1)
     """Keep so many checkpoints, the newest; None keeps all. `best/` is none of them."""
     eval_steps: int = number(0, minimum=0)
     """Evaluate every so many steps, sampled and greedy; 0 never does."""
@@ -135,8 +140,11 @@ class RunConfig(Checked):
     """Show and keep samples every so many steps; 0 never does."""
     num_completions_to_print: int = number(2, minimum=1)
     """How many samples that is."""
+    logging_steps: int = number(1, minimum=1)
+    """Trackers get the line of every so many steps, of each evaluation and of the last step;
+    metrics.jsonl has them all."""
     report_to: tuple[Literal["none", "tensorboard", "wandb", "trackio"], ...] = ()
-    """Trackers that get every line of metrics.jsonl as well; "none", like no name at all, is none.
+    """Trackers that get lines of metrics.jsonl as well; "none", like no name at all, is none.
 
     TensorBoard writes to tensorboard/ in output_dir and W&B to wandb/; trackio keeps its own
     database (TRACKIO_DIR). The project is rlhf_pg, or for W&B what WANDB_PROJECT says.

@@ -3,9 +3,11 @@
 import dataclasses
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
 from rlhf_pg.config.run import RunConfig
 from rlhf_pg.fields import number
+from rlhf_pg.quoted import quoted
 
 
 @dataclass(kw_only=True)
@@ -30,7 +32,8 @@ class SamplingConfig(RunConfig):
     vllm_server_timeout: float = number(300.0, above=0)
     """Seconds that it may take over one answer; it is asked three times."""
     vllm_sync_directory: str | None = None
-    """Where weights are put for it, under a path that it sees too; None: sync/ in output_dir."""
+    """Where weights are put for it, in a directory of the run's own that only this user can read,
+    under a path that it sees too; None: sync/ in output_dir."""
     max_completion_length: int = number(512, minimum=1)
     """Longest completion in tokens, EOS included."""
     max_turns: int | None = number(None, minimum=1)
@@ -97,13 +100,27 @@ class SamplingConfig(RunConfig):
             why = f"has no effect without rollout_engine {engine}: set that, or leave it out"
             may_be = self.rollout_engine == "auto" and engine != "vllm_server"
             self.refuse_idle(tuple(sorted(own)), may_be or self.rollout_engine == engine, why)
-        if not self.vllm_server_base_url.startswith(("http://", "https://")):
-            raise ValueError(
-                "vllm_server_base_url must begin with http:// or https://, got "
-                f"{self.vllm_server_base_url!r}"
-            )
-        if "@" in self.vllm_server_base_url:
-            raise ValueError(
-                "vllm_server_base_url holds a user or password, which would be saved with the "
-                "config: leave it out, and let a proxy on this machine add it"
-            )
+        _check_url(self.vllm_server_base_url)
+
+
+def _check_url(url: str) -> None:
+    """Refuse what is no address, or holds what is secret; that is not repeated in the error."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(
+            f"vllm_server_base_url must begin with http:// or https://, got {quoted(url)!r}"
+        )
+    if "@" in url or "?" in url or "#" in url:
+        raise ValueError(
+            "vllm_server_base_url holds a user, a password or a query, which would be saved with "
+            "the config: leave it out, and let a proxy on this machine add it"
+        )
+    try:
+        parts = urlsplit(url)
+        fits = bool(parts.hostname) and parts.port != 0 and url.isascii() and url.isprintable()
+    except ValueError:
+        fits = False
+    if not fits or " " in url:
+        raise ValueError(
+            "vllm_server_base_url must be http://host or http://host:port (or https), got "
+            f"{quoted(url)!r}"
+        )

@@ -36,6 +36,9 @@ class RewardModelConfig(Checked):
     """Which algorithm a recipe file is for."""
     model_name_or_path: str | None = None
     """Path or Hub id of the model to start from; without one, the task's own tiny model."""
+    trust_remote_code: bool = False
+    """Run code that comes with a model or tokenizer; otherwise one that needs it is
+    refused."""
     task: Literal["arithmetic", "preference"] = "preference"
     """The embedded task that a recipe takes its pairs from."""
     output_dir: str = "runs/reward_model_preference"
@@ -48,5 +51,7 @@ class RewardModelConfig(Checked):
     """Pairs per step, over all processes."""
     max_length: int | None = number(None, minimum=1)
     """Longest text in tokens; None allows as many as the model has positions."""
+    append_eos: bool = True
+    """Put the EOS behind texts that are strings, as a policy ends them (reward_model_sees_eos)."""
     learning_rate: float = number(1e-5, above=0)
     """Peak learning rate of AdamW, after a tenth of the steps; then it falls as a cosine."""

@@ -345,8 +345,8 @@ def sapo(
     Elsewhere: TRL has it in this form.
     """
     start = _start(logprobs, old_logprobs, advantages, mask)
-    positive = start.advantages > 0
-    tau = torch.where(positive, sapo_temperature_pos, sapo_temperature_neg).to(start.ratio.dtype)
+    tau = torch.full_like(start.ratio, sapo_temperature_neg)
+    tau = tau.masked_fill(start.advantages > 0, sapo_temperature_pos)
     gate = torch.sigmoid(tau * (start.ratio - 1)) * 4 / tau
     return -gate * start.advantages, start.metrics
 

@@ -1,10 +1,12 @@
 """The policy, its frozen reference and its critic, and how they are loaded."""
 
 from rlhf_pg.models.adapters import (
+    MOST_LOST,
     adapts_tied_weights,
     add_adapter,
     load_weights,
     lora_config,
+    lost_in_merge,
     merged,
     quantized,
 )
@@ -26,10 +28,13 @@ from rlhf_pg.models.loading import (
     stop_token_ids,
 )
 from rlhf_pg.models.policy import Policy, PolicyOutput
+from rlhf_pg.models.pretrained import from_pretrained
 from rlhf_pg.models.reference import Reference, fingerprint
+from rlhf_pg.models.rotary import settle_positions
 from rlhf_pg.models.softmax import token_scores
 
 __all__ = [
+    "MOST_LOST",
     "ActorCritic",
     "Critic",
     "Finish",
@@ -48,11 +53,13 @@ __all__ = [
     "evaluating",
     "fingerprint",
     "finish_of",
+    "from_pretrained",
     "load_model",
     "load_policy",
     "load_tokenizer",
     "load_weights",
     "lora_config",
+    "lost_in_merge",
     "max_positions",
     "merged",
     "new_critic",
@@ -60,6 +67,7 @@ __all__ = [
     "piece_for",
     "quantization",
     "quantized",
+    "settle_positions",
     "stop_token_ids",
     "token_scores",
 ]

@@ -6,12 +6,14 @@ weights are in memory once.
 
 import copy
 import difflib
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from peft import (
     LoraConfig,
     PeftConfig,
@@ -22,13 +24,19 @@ from peft import (
 )
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from rlhf_pg.models.pretrained import from_pretrained
 
 M = TypeVar("M", bound=nn.Module)
 
 # What `from_pretrained` loads: PeftModel, which wraps a model, is no PreTrainedModel.
 LOADED = (PreTrainedModel, PeftModel)
+
+# Share of an adapter that rounding may take when it is merged for sampling. In bfloat16 that is
+# more at first: a change of a weight by less than 2^-9 of it is lost.
+MOST_LOST = 0.1
 
 # What the config of a restored adapter may say otherwise: nothing that the model computes.
 MAY_DIFFER = {"base_model_name_or_path", "inference_mode", "peft_version", "revision"}
@@ -148,6 +156,20 @@ def trunk(model: PreTrainedModel) -> nn.Module:
     return module
 
 
+def freeze_unread(model: PreTrainedModel) -> None:
+    """Freeze what no text goes through, towers for images and sounds and the adapters on them: DDP
+    waits in vain for the gradient of such weights.
+    """
+    bare: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    if bare.config.get_text_config() is bare.config:
+        return
+    read = (bare.get_decoder(), bare.get_input_embeddings(), bare.get_output_embeddings())
+    used = {id(p) for part in read if part is not None for p in part.parameters()}
+    for parameter in bare.parameters():
+        if id(parameter) not in used:
+            parameter.requires_grad_(False)
+
+
 def quantized(model: nn.Module) -> bool:
     """Whether weights are kept in fewer bits than they compute in."""
     return not all(p.is_floating_point() for p in model.parameters())
@@ -170,6 +192,41 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     copied = copy.deepcopy(model, shared)
     _untie(copied)
     return copied.merge_and_unload()
+
+
+@torch.no_grad()
+def lost_in_merge(model: nn.Module) -> float:
+    """How much of an adapter is lost when its sum with the weights is rounded to their dtype.
+
+        |rounded - exact| / |exact - base|
+
+    over all weights together: 1 where the adapter is too small to move any, and nearly 0 in
+    float32. Each layer is copied when its turn comes.
+    """
+    error = change = 0.0
+    for layer in model.modules():
+        base = _weight(layer) if isinstance(layer, BaseTunerLayer) else None
+        if base is None or torch.promote_types(base.dtype, torch.float32) == base.dtype:
+            continue
+        rounded, exact = (_merged_weight(layer, dtype) for dtype in (base.dtype, torch.float32))
+        error += float((rounded.float() - exact).square().sum())
+        change += float((exact - base.float()).square().sum())
+    return math.sqrt(error / change) if change else 0.0
+
+
+def _weight(layer: Any) -> Tensor | None:
+    weight: Tensor | None = getattr(layer.get_base_layer(), "weight", None)
+    return weight
+
+
+def _merged_weight(layer: Any, dtype: torch.dtype) -> Tensor:
+    """Of a copy, whose base has this dtype."""
+    merged = copy.deepcopy(layer)
+    merged.get_base_layer().to(dtype)
+    merged.merge()
+    weight = _weight(merged)
+    assert weight is not None
+    return weight
 
 
 def adapts_tied_weights(model: nn.Module) -> bool:
@@ -198,7 +255,8 @@ def load_weights(model: PreTrainedModel, path: Path) -> None:
     """Put back, in place, what `model.save_pretrained(path)` saved: the weights or the adapter.
 
     Raises:
-        ValueError: the adapter that was saved has another config (its scale is no tensor).
+        ValueError: the adapter that was saved has another config (its scale is no tensor), or a
+            tensor is missing.
     """
     if isinstance(model, PeftModel):
         saved, here = PeftConfig.from_pretrained(path).to_dict(), model.active_peft_config.to_dict()
@@ -210,5 +268,7 @@ def load_weights(model: PreTrainedModel, path: Path) -> None:
                 )
         set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))
     else:
-        saved = type(model).from_pretrained(path, dtype=model.dtype, use_safetensors=True)
+        saved = from_pretrained(
+            type(model), path, trust_remote_code=False, dtype=model.dtype, use_safetensors=True
+        )
         model.load_state_dict(saved.state_dict())

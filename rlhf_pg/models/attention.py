@@ -15,7 +15,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
+from rlhf_pg.models.rotary import LONG, is_settled
+
 NAME = "rlhf_pg"
+# What a model may ask of attention beside its operands: all else, it would be without.
+HONOURED = {
+    "is_causal",
+    "output_router_logits",  # which goes through all layers, and is not about attention
+    "position_ids",  # of which its own functions find out what is packed: the layout says it here
+    "sliding_window",  # longer rows do not come here: see `window`
+}
 # Attention by blocks, and the log of what each row of the softmax was divided by; (B,H,L,D).
 fused_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -40,12 +49,13 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """What `transformers` calls: (1,H,N,D) -> (1,N,H,D); `layout` is what the model was given."""
-    unknown = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
+    # Not None, not False, and no rate of 0.
+    asked = (name for name, value in options.items() if isinstance(value, Tensor) or value)
+    unknown = sorted(set(asked) - HONOURED)
     if unknown:
         raise NotImplementedError(f"attention with {unknown[0]}")
-    if options.get("dropout"):
-        raise NotImplementedError("attention with dropout")
-    if not getattr(module, "is_causal", True):
+    causal = options.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise NotImplementedError("attention to what comes later")
     if attention_mask is not None:  # none is made for a function that `transformers` does not know
         raise NotImplementedError("attention with a mask of its own")
@@ -115,9 +125,10 @@ def window(model: PreTrainedModel) -> float:
     config = model.config.get_text_config()
     layers = DynamicCache(config=config).layers
     windows = [getattr(layer, "sliding_window", None) or math.inf for layer in layers]
-    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == LONG and not is_settled(model):
         # Beyond it the positions of a whole batch turn faster, once one of its rows is there.
-        windows.append(config.rope_parameters["original_max_position_embeddings"])
+        windows.append(rope["original_max_position_embeddings"])
     return min(windows)
 
 
@@ -130,6 +141,8 @@ class _Probe:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if layer in self.layers:
             raise NotImplementedError("a layer that attends twice")
+        if value.shape[2] > key.shape[2]:
+            raise NotImplementedError("values wider than keys")
         self.layers[layer] = Heads(query.shape[0], key.shape[0], key.shape[2], key.dtype)
         self.size += key.nbytes + value.nbytes
         self.flash &= _takes(query, key, value)

@@ -4,7 +4,7 @@ import copy
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import safetensors.torch as safetensors
 import torch
@@ -15,9 +15,21 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTo
 
 from rlhf_pg.experience import Rollout
 from rlhf_pg.masking import widen
-from rlhf_pg.models.adapters import LOADED, add_adapter, load_weights, share_frozen, trunk
-from rlhf_pg.models.loading import check_vocabulary, has_tokenizer, load_model
-from rlhf_pg.models.packing import hidden_states, packing_window, padded
+from rlhf_pg.models.adapters import (
+    LOADED,
+    add_adapter,
+    freeze_unread,
+    load_weights,
+    share_frozen,
+    trunk,
+)
+from rlhf_pg.models.loading import (
+    check_vocabulary,
+    has_tokenizer,
+    load_model,
+    train_as_evaluated,
+)
+from rlhf_pg.models.packing import Hidden, hidden_states, packing_window, padded
 from rlhf_pg.models.policy import Policy
 from rlhf_pg.running import RunningMoments
 
@@ -62,6 +74,7 @@ class Critic(nn.Module):
         super().__init__()
         self.model = model
         self.head = head
+        self.drops = False  # in training
         # Tokens of a row up to which it is packed, if its trunk is not the policy's.
         self.window = math.inf if model is None else 0.0
         if model is not None and head is not None:
@@ -71,14 +84,20 @@ class Critic(nn.Module):
     def shares_trunk(self) -> bool:
         return self.model is None
 
-    def pad_if_dropping(self) -> None:
+    def train(self, mode: bool = True) -> Self:
+        """As in `Policy`; a module of another kind may know why it asks for train mode."""
+        super().train(mode)
+        if mode and not self.drops and isinstance(self.model, LOADED):
+            train_as_evaluated(self.model)
+        return self
+
+    def keep_dropout(self) -> None:
         """As in `Policy`."""
+        self.drops = True
         if self.model is not None:
             self.window = self.window and packing_window(trunk(self.model), training=True)
 
-    def forward(
-        self, batch: Rollout, of_policy: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Rollout, of_policy: Hidden | None = None) -> tuple[Tensor, Tensor]:
         """Values of the states before each token (B,T), and of the state after the last one (B,).
 
         Args:
@@ -91,21 +110,18 @@ class Critic(nn.Module):
         before = torch.where(mask, values[states[:, :-1]], 0.0)
         return before, values[states.gather(1, end).squeeze(1)]
 
-    def _everywhere(
-        self, batch: Rollout, of_policy: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor]:
+    def _everywhere(self, batch: Rollout, of_policy: Hidden | None) -> tuple[Tensor, Tensor]:
         """Values of all tokens that are computed, and which of them are those of the states."""
         if self.head is None:
             return self._given(batch)
         if of_policy is None:
             of_policy = hidden_states(trunk(self.model), batch, self.window)
-        hidden, states = of_policy
-        return self.head(hidden), states
+        return self.head(of_policy.hidden), of_policy.states
 
     def _given(self, batch: Rollout) -> tuple[Tensor, Tensor]:
         """By a module that gives the values itself."""
         assert self.model is not None
-        inputs, states = padded(batch)
+        inputs, states, _ = padded(batch)
         given: Tensor = self.model(**inputs)
         values = given.squeeze(-1) if given.ndim == 3 else given
         if values.shape != inputs["input_ids"].shape:
@@ -159,19 +175,24 @@ class ActorCritic(nn.Module):
         self.critic = critic
         self.recompute = recompute
 
-    def forward(self, batch: Rollout, values_alone: bool = False) -> Any:
+    def forward(
+        self, batch: Rollout, values_alone: bool = False, routes_alone: bool = False
+    ) -> Any:
         """What `Policy` gives, with values.
 
         Args:
             values_alone: what the critic gives, and nothing else is computed. (Asking it here:
                 FSDP2 wants every call to begin with the module that was wrapped.)
+            routes_alone: of the policy, likewise.
         """
+        if routes_alone:
+            return self.policy(batch, routes_alone=True)
         shared = self.policy.hidden_states(batch) if self.critic.shares_trunk else None
         if values_alone:
             return self.critic(batch, shared)
         if shared is not None:
             values, end = self.critic(batch, shared)
-            scored = self.policy.score(batch, *shared)
+            scored = self.policy.score(batch, shared)
         else:
             if self.recompute and torch.is_grad_enabled():
                 values, end = checkpoint(self.critic, batch, use_reentrant=False)
@@ -189,6 +210,7 @@ def new_critic(
     value_model: str | os.PathLike[str] | nn.Module | None = None,
     peft_config: Any = None,
     random_seed: int | None = None,
+    trust_remote_code: bool = False,
 ) -> Critic:
     """The critic of a policy.
 
@@ -218,8 +240,8 @@ def new_critic(
         if not isinstance(value_model, LOADED):
             return Critic(value_model, None)
         value_model = copy.deepcopy(value_model)  # the object may be the reward model as well
-    model = load_model(value_model, dtype, AutoModel)
-    _check_tokens(value_model, model, tokenizer)
+    model = load_model(value_model, dtype, AutoModel, trust_remote_code=trust_remote_code)
+    _check_tokens(value_model, model, tokenizer, trust_remote_code)
     model = model if isinstance(model, PeftModel) else model.base_model
     head = _head(model, dtype)
     if isinstance(value_model, str | os.PathLike) and (Path(value_model) / HEAD_FILE).exists():
@@ -254,6 +276,7 @@ def _random(policy_model: PreTrainedModel, dtype: torch.dtype, seed: int) -> Pre
 
 def _without_head(model: PreTrainedModel) -> PreTrainedModel:
     """Freeze what the critic has no use for: DDP waits in vain for the gradient of such weights."""
+    freeze_unread(model)
     used = {id(p) for p in trunk(model).parameters()}
     for parameter in model.parameters():
         if id(parameter) not in used:
@@ -274,11 +297,12 @@ def _check_tokens(
     value_model: str | os.PathLike[str] | nn.Module,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    trust_remote_code: bool,
 ) -> None:
     """The critic must mean the same tokens by the same ids."""
     check_vocabulary(tokenizer, model, "value_model")
     if isinstance(value_model, str | os.PathLike) and has_tokenizer(value_model):
-        own = AutoTokenizer.from_pretrained(value_model)
+        own = AutoTokenizer.from_pretrained(value_model, trust_remote_code=trust_remote_code)
         if own.get_vocab() != tokenizer.get_vocab():
             raise ValueError(
                 f"value_model {value_model} has another vocabulary than the policy, whose tokens "

@@ -2,13 +2,15 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -18,9 +20,17 @@ from transformers import (
 )
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from rlhf_pg.models.adapters import LOADED, add_adapter, check_adapter, check_kind
+from rlhf_pg.models.adapters import (
+    LOADED,
+    add_adapter,
+    check_adapter,
+    check_kind,
+    freeze_unread,
+)
 from rlhf_pg.models.attention import configs_of, replaced_attention
+from rlhf_pg.models.pretrained import from_pretrained
 
+POOLER = ("pooler.",)  # of an encoder, which nothing here looks at
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -30,15 +40,22 @@ def load_policy(
     device: torch.device,
     peft_config: Any = None,
     quantization_config: Any = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model to train, on its device and with its adapter, if it is to have one.
 
     Raises:
         ValueError: as in `load_model` and `add_adapter`, or nothing in the model can be trained.
     """
-    loaded = load_model(model, dtype, quantization_config=quantization_config).to(device)
+    loaded = load_model(
+        model,
+        dtype,
+        quantization_config=quantization_config,
+        trust_remote_code=trust_remote_code,
+    ).to(device)
     if peft_config is not None:
         loaded = add_adapter(loaded, peft_config)
+    freeze_unread(loaded)
     if quantization_config is not None and not isinstance(loaded, PeftModel):
         raise ValueError("4-bit weights cannot be trained: add an adapter (peft_config, use_peft)")
     if not any(parameter.requires_grad for parameter in loaded.parameters()):
@@ -54,6 +71,7 @@ def load_model(
     dtype: torch.dtype,
     auto_class: Any = AutoModelForCausalLM,
     quantization_config: Any = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """A model with weights in `dtype`; an object's weights are cast in place.
 
@@ -62,10 +80,12 @@ def load_model(
             goes on being trained; or an object.
         auto_class: what to load a path as.
         quantization_config: of `transformers`, for a path: 4 bits of bitsandbytes.
+        trust_remote_code: run code that comes with the model; unset, transformers would ask.
 
     Raises:
-        ValueError: a path (what cannot be a Hub id) with no directory there, an adapter that does
-            not fit its base model, or a quantization that does not work here.
+        ValueError: a path (what cannot be a Hub id) with no directory there, a checkpoint that
+            lacks a tensor, an adapter that does not fit its base model, or a quantization that does
+            not work here.
     """
     if quantization_config is not None:
         _check_quantization(model, dtype, quantization_config)
@@ -75,16 +95,22 @@ def load_model(
     name = str(model)
     check_directory(name)
     if find_adapter_config_file(name) is not None:
-        return _load_adapter(name, dtype, auto_class, quantization_config)
+        return _load_adapter(name, dtype, auto_class, quantization_config, trust_remote_code)
     if quantization_config is None:
         try:
-            return auto_class.from_pretrained(model, dtype=dtype)
+            return from_pretrained(
+                auto_class, model, POOLER, dtype=dtype, trust_remote_code=trust_remote_code
+            )
         except OSError as error:
             error.add_note(f"This is about the model {name!r}.")  # transformers may not say so
             raise
     try:
-        loaded = auto_class.from_pretrained(
-            model, dtype=dtype, quantization_config=quantization_config
+        loaded = from_pretrained(
+            auto_class,
+            model,
+            dtype=dtype,
+            quantization_config=quantization_config,
+            trust_remote_code=trust_remote_code,
         )
     except ImportError as error:
         raise ValueError(f"{name} cannot be quantized: {error}") from error
@@ -116,7 +142,11 @@ def _check_quantization(model: Any, dtype: torch.dtype, config: Any) -> None:
 
 
 def _load_adapter(
-    path: str, dtype: torch.dtype, auto_class: Any, quantization_config: Any
+    path: str,
+    dtype: torch.dtype,
+    auto_class: Any,
+    quantization_config: Any,
+    trust_remote_code: bool,
 ) -> PreTrainedModel:
     config = PeftConfig.from_pretrained(path)
     if config.task_type == "CAUSAL_LM":
@@ -128,7 +158,7 @@ def _load_adapter(
             "in adapter_config.json, or load both and give the object"
         )
     try:
-        model = load_model(base, dtype, auto_class, quantization_config)
+        model = load_model(base, dtype, auto_class, quantization_config, trust_remote_code)
         model = PeftModel.from_pretrained(model, path, is_trainable=True)
         check_adapter(model, path)
     except (RuntimeError, ValueError) as error:
@@ -168,7 +198,10 @@ def check_directory(model: str | os.PathLike[str]) -> None:
 
 
 def load_tokenizer(
-    tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel, pad_token: str | None = None
+    tokenizer: PreTrainedTokenizerBase | None,
+    model: PreTrainedModel,
+    pad_token: str | None = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer given, or the one saved beside the model.
 
@@ -188,7 +221,9 @@ def load_tokenizer(
             "processing_class"
         )
     if tokenizer is None:
-        tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(
+            model.name_or_path, trust_remote_code=trust_remote_code
+        )
     if tokenizer.pad_token_id is None and pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
             raise ValueError(f"pad_token {pad_token!r} is no token of the tokenizer")
@@ -248,13 +283,37 @@ def checkpoint_activations(model: nn.Module | None) -> None:
     if not isinstance(model, LOADED):
         return
     configs = configs_of(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for part in model.modules():
+        if getattr(part, "gradient_checkpointing", False):
+            contexts: Any = partial(_contexts, part, configs)
+            part._gradient_checkpointing_func = partial(
+                checkpoint, use_reentrant=False, context_fn=contexts
+            )
 
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Of the forward pass, and of the recomputation, which has to attend as that did."""
-        as_now = configs[0]._attn_implementation
-        return nullcontext(), replaced_attention(configs, as_now)
 
-    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+def _contexts(
+    part: nn.Module, configs: list[Any]
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Of the forward pass, and of the recomputation, which has to attend as that did."""
+    return _mode_of_children(part), _again(part, configs, configs[0]._attn_implementation)
+
+
+@contextmanager
+def _again(part: nn.Module, configs: list[Any], attention: str) -> Iterator[None]:
+    with _mode_of_children(part), replaced_attention(configs, attention):
+        yield
+
+
+@contextmanager
+def _mode_of_children(part: nn.Module) -> Iterator[None]:
+    """For what a part does itself, whose own mode may only say that it recomputes."""
+    own = part.training
+    part.training = all(child.training for child in part.children())
+    try:
+        yield
+    finally:
+        part.training = own
 
 
 def checkpoints(model: nn.Module | None) -> bool:
@@ -264,6 +323,18 @@ def checkpoints(model: nn.Module | None) -> bool:
     """
     parts = () if model is None else model.modules()
     return any(getattr(part, "gradient_checkpointing", False) for part in parts)
+
+
+def train_as_evaluated(model: nn.Module) -> None:
+    """Evaluation mode, in which a gradient is as good: train mode is more than dropout (jitter of
+    routers, clipped coefficients), so that what is trained would not be what samples.
+
+    Only what recomputes its activations is in train mode, itself and not what is in it: in
+    `transformers` nothing else does.
+    """
+    model.eval()
+    for part in model.modules():
+        part.training = bool(getattr(part, "gradient_checkpointing", False))
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -25,19 +25,32 @@ class Tokens(NamedTuple):
 
     inputs: dict[str, Any]  # (rows, columns) each
     states: Tensor  # (B,T+1) of the N = rows * columns: the one before each token, and the last
+    rows: Tensor  # (N,) how many rows with actions each stands for
 
 
-def hidden_states(trunk: nn.Module, batch: Rollout, window: float) -> tuple[Tensor, Tensor]:
-    """Last hidden states (N,H), and which of them are the states of the batch: see `Tokens`.
+class Hidden(NamedTuple):
+    """What comes out."""
+
+    hidden: Tensor  # (N,H) last hidden states
+    states: Tensor  # as in `Tokens`
+    rows: Tensor  # likewise
+    router_logits: tuple[Tensor, ...] = ()  # (N,E) per layer, where they are asked for
+
+
+def hidden_states(trunk: nn.Module, batch: Rollout, window: float, routes: bool = False) -> Hidden:
+    """What a trunk makes of a batch.
 
     Args:
         window: of `packing_window`; what is longer is padded.
+        routes: ask for the logits of routers.
     """
     packs = fits(batch, window)
     tokens = packed(batch) if packs else padded(batch)
+    asked = {"output_router_logits": True} if routes else {}
     with replaced_attention(configs_of(trunk)) if packs else nullcontext():
-        hidden: Tensor = trunk(**tokens.inputs, use_cache=False).last_hidden_state
-    return hidden.flatten(0, 1), tokens.states
+        output = trunk(**tokens.inputs, **asked, use_cache=False)
+    logits = output.router_logits if routes else ()
+    return Hidden(output.last_hidden_state.flatten(0, 1), tokens.states, tokens.rows, logits)
 
 
 def fits(batch: Rollout, window: float) -> bool:
@@ -67,7 +80,8 @@ def padded(batch: Rollout) -> Tokens:
     }
     rows, width = mask.shape
     columns = torch.arange(batch.prompt_ids.shape[1] - 1, width, device=mask.device)
-    return Tokens(inputs, torch.arange(rows, device=mask.device)[:, None] * width + columns)
+    states = torch.arange(rows, device=mask.device)[:, None] * width + columns
+    return Tokens(inputs, states, (mask * batch.action_mask.any(1, keepdim=True)).flatten())
 
 
 def packed(batch: Rollout) -> Tokens:
@@ -81,18 +95,22 @@ def packed(batch: Rollout) -> Tokens:
     family = torch.tensor([row.family for row in rows])
     first = torch.ones(len(rows), dtype=torch.bool)
     first[1:] = family[1:] != family[:-1]
+    run = first.cumsum(0) - 1  # of its family
     columns = torch.arange(batch.width)
     there = (columns >= (width - prompt)[:, None]) & (columns < (width + completion)[:, None])
     kept = there & (first[:, None] | (columns >= width))
     # In padding this is the last token before: any state will do there.
     places = (kept.flatten().cumsum(0) - 1).view_as(kept)
-    prompt_end = places[first, width - 1][first.cumsum(0) - 1]
+    prompt_end = places[first, width - 1][run]
     states = torch.cat([prompt_end[:, None], places[:, width:]], dim=1)
     positions = (there.cumsum(dim=1) - 1)[kept]
     sources = kept.flatten().nonzero().squeeze(1)
+    acts = torch.tensor([int(row.actions > 0) for row in rows])
+    shared = torch.zeros_like(run).scatter_add(0, run, acts)[run]
+    shares = torch.where(columns < width, shared[:, None], acts[:, None])[kept]
     count = len(sources)
-    together = to_device(torch.cat([sources, positions, states.flatten()]), device)
-    sources, positions, flat = together.tensor_split([count, 2 * count])
+    together = to_device(torch.cat([sources, positions, shares, states.flatten()]), device)
+    sources, positions, shares, flat = together.tensor_split([count, 2 * count, 3 * count])
     ids = torch.cat([batch.prompt_ids, batch.completion_ids], dim=1).flatten()[sources]
     inputs = {
         "input_ids": ids[None],
@@ -100,7 +118,7 @@ def packed(batch: Rollout) -> Tokens:
         "position_ids": positions[None],
         "layout": SharedPrefix(_families(rows), device),
     }
-    return Tokens(inputs, flat.view_as(states))
+    return Tokens(inputs, flat.view_as(states), shares)
 
 
 def _families(rows: Sequence[Row]) -> list[Family]:

@@ -1,15 +1,17 @@
 """The policy: from a rollout to the log-probability and entropy of each of its actions."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_pg.experience import Rollout
 from rlhf_pg.models.adapters import trunk
+from rlhf_pg.models.experts import Routed, balance_of
 from rlhf_pg.models.finish import finish_of
 from rlhf_pg.models.head import PIECE, Head, parts_for
-from rlhf_pg.models.packing import hidden_states, packing_window, padded
+from rlhf_pg.models.loading import train_as_evaluated
+from rlhf_pg.models.packing import Hidden, hidden_states, packing_window, padded
 from rlhf_pg.models.softmax import token_scores
 
 
@@ -20,6 +22,7 @@ class PolicyOutput(NamedTuple):
     entropy: Tensor  # of the distribution they were drawn from
     values: Tensor | None = None  # V of the state before each token, where there is a critic
     end_values: Tensor | None = None  # (B,) V of the state after the last action token
+    routed: Routed | None = None  # of all tokens, where the loss asks for it
 
 
 class Policy(nn.Module):
@@ -31,6 +34,10 @@ class Policy(nn.Module):
         entropy_gradient: the entropy is part of the loss; otherwise it is detached.
         most_tokens: of a batch, on any process.
         piece: logits of them that may live at a time, as many on every process: see `piece_for`.
+        balanced: the loss of the routers of a mixture of experts is part of the loss.
+
+    Raises:
+        ValueError: the model is to be `balanced`, and has no such loss.
     """
 
     def __init__(
@@ -40,6 +47,7 @@ class Policy(nn.Module):
         entropy_gradient: bool = False,
         most_tokens: int = 1,
         piece: int = PIECE,
+        balanced: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -47,40 +55,63 @@ class Policy(nn.Module):
         self.entropy_gradient = entropy_gradient
         self.piece = piece
         self.head: Head | None = None
+        self.drops = False  # in training
         self.window = 0.0  # tokens of a row up to which it is packed
         finish = finish_of(model)
         if finish is not None:
             parts = parts_for(most_tokens, model.config.get_text_config().vocab_size, piece)
             self.head = Head(model, temperature, entropy_gradient, parts, finish)
             self.window = packing_window(trunk(model))
+        self.balance = balance_of(model, self.head is not None) if balanced else None
 
-    def pad_if_dropping(self) -> None:
-        """Pack no more if the attention has dropout in training, which ours has not."""
+    def train(self, mode: bool = True) -> Self:
+        """Without dropout it is trained as it is evaluated: see `train_as_evaluated`."""
+        super().train(mode)
+        if mode and not self.drops:
+            train_as_evaluated(self.model)
+        return self
+
+    def keep_dropout(self) -> None:
+        """Train in train mode; pack no more if the attention has dropout, which ours has not."""
+        self.drops = True
         self.window = self.window and packing_window(trunk(self.model), training=True)
 
-    def forward(self, batch: Rollout) -> PolicyOutput:
+    def forward(self, batch: Rollout, routes_alone: bool = False) -> Any:
         """log pi(y_t | x, y_<t) and H(pi(. | x, y_<t)) for every action token of the batch.
 
         Where the sampler kept some tokens of a slot, S, and left out the others, this is all about
         the policy renormalised on them: see `token_scores`.
+
+        Args:
+            routes_alone: what the routers chose, (L,E), and nothing else is computed.
         """
+        if routes_alone:
+            routed = self._routed(self.hidden_states(batch))
+            assert routed is not None
+            return routed.chosen
         if self.head is not None:
-            return self.score(batch, *self.hidden_states(batch))
+            return self.score(batch, self.hidden_states(batch))
         slots = batch.action_slots()
         logits = self.logits(batch).flatten(0, 1)[slots]
         options = (self.temperature, self.entropy_gradient)
         return _spread(batch, slots, *token_scores(logits, *_drawn(batch, slots), *options))
 
-    def hidden_states(self, batch: Rollout) -> tuple[Tensor, Tensor]:
+    def hidden_states(self, batch: Rollout) -> Hidden:
         """See `rlhf_pg.models.packing`."""
-        return hidden_states(trunk(self.model), batch, self.window)
+        return hidden_states(trunk(self.model), batch, self.window, self.balance is not None)
 
-    def score(self, batch: Rollout, hidden: Tensor, states: Tensor) -> PolicyOutput:
+    def score(self, batch: Rollout, trunk: Hidden) -> PolicyOutput:
         """What the head says of the completions, given the `hidden_states` of the batch."""
         assert self.head is not None
         slots = batch.action_slots()
-        before = hidden[states[:, :-1].flatten()[slots]]
-        return _spread(batch, slots, *self.head(before, *_drawn(batch, slots)))
+        before = trunk.hidden[trunk.states[:, :-1].flatten()[slots]]
+        scored = _spread(batch, slots, *self.head(before, *_drawn(batch, slots)))
+        return scored._replace(routed=self._routed(trunk))
+
+    def _routed(self, trunk: Hidden) -> Routed | None:
+        if self.balance is None:
+            return None
+        return self.balance.routed(trunk.router_logits, trunk.rows)
 
     def logits(self, batch: Rollout) -> Tensor:
         """Of every token of the completions, (B,T,V), as the model gives them; all at once."""
@@ -102,6 +133,6 @@ def _drawn(batch: Rollout, slots: Tensor) -> tuple[Tensor, Tensor | None]:
 def _spread(batch: Rollout, slots: Tensor, *numbers: Tensor) -> PolicyOutput:
     """Numbers of the action tokens in their slots, 0 elsewhere: (B,T) each."""
     mask = batch.action_mask
-    return PolicyOutput(
-        *(x.new_zeros(mask.numel()).scatter(0, slots, x).view(mask.shape) for x in numbers)
-    )
+    spread = [x.new_zeros(mask.numel()).scatter(0, slots, x).view(mask.shape) for x in numbers]
+    logprobs, entropy = spread
+    return PolicyOutput(logprobs, entropy)

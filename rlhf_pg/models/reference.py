@@ -28,6 +28,7 @@ class Reference(nn.Module):
     def __init__(self, policy: Policy, moves: bool = False) -> None:
         super().__init__()
         self.policy = share_frozen(policy).eval().requires_grad_(False)
+        self.policy.balance = None  # what its routers choose is no matter
         self.moves = moves
         if adds_nothing(policy.model) and not moves:
             self.policy.model = self.policy.model.unload()

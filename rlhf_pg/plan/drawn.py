@@ -80,12 +80,16 @@ def _model(args: PolicyGradientConfig) -> tuple[Any, PreTrainedModel]:
             model, tokenizer = TASKS[args.task]().new_model()
         return tokenizer, model
     dtype: torch.dtype = getattr(torch, args.dtype)
-    model = without_data(args.model_name_or_path, dtype)
-    return AutoTokenizer.from_pretrained(args.model_name_or_path), model
+    path = args.model_name_or_path
+    model = without_data(path, dtype, trust_remote_code=args.trust_remote_code)
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code), model
 
 
 def without_data(
-    path: str | os.PathLike[str], dtype: torch.dtype, auto_class: Any = AutoModelForCausalLM
+    path: str | os.PathLike[str],
+    dtype: torch.dtype,
+    auto_class: Any = AutoModelForCausalLM,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model or adapter of this path or Hub id, its tensors on the meta device.
 
@@ -95,11 +99,15 @@ def without_data(
     models.check_directory(path)
     with META:
         if find_adapter_config_file(str(path)) is None:
-            config = AutoConfig.from_pretrained(path)
-            model: PreTrainedModel = auto_class.from_config(config, dtype=dtype)
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            model: PreTrainedModel = auto_class.from_config(
+                config, dtype=dtype, trust_remote_code=trust_remote_code
+            )
             return model
         adapter = PeftConfig.from_pretrained(str(path))
-        base = without_data(str(adapter.base_model_name_or_path), dtype, auto_class)
+        base = without_data(
+            str(adapter.base_model_name_or_path), dtype, auto_class, trust_remote_code
+        )
         adapter.inference_mode = False
         return get_peft_model(base, adapter)
 
@@ -116,7 +124,7 @@ def _critic(
     path = args.value_model_name_or_path
     value_model: nn.Module | None = None
     if path is not None:
-        value_model = without_data(path, dtype, AutoModel)
+        value_model = without_data(path, dtype, AutoModel, args.trust_remote_code)
     random_seed = args.seed if args.value_init == "random" else None
     shared = args.critic == "shared"
     return models.new_critic(model, tokenizer, dtype, shared, value_model, peft, random_seed)

@@ -23,8 +23,12 @@ from transformers import (
 from rlhf_pg.config import RewardModelConfig
 from rlhf_pg.data import encode
 from rlhf_pg.experience import padded
-from rlhf_pg.models import check_directory, disable_dropout, max_positions
-from rlhf_pg.rewards.model import encode_whole, score_tokenizer, sequence_scores
+from rlhf_pg.models import check_directory, disable_dropout, from_pretrained, max_positions
+from rlhf_pg.rewards.model import encode_whole, score_tokenizer, sequence_scores, with_eos
+from rlhf_pg.run_files import set_aside
+
+# Of a checkpoint that was no classifier, as `transformers` calls what it adds.
+NEW_HEADS = ("score.", "classifier.", "pre_classifier.", "pooler.")
 
 Pairs = list[dict[str, list[int]]]
 
@@ -50,6 +54,8 @@ def train_reward_model(
 ) -> dict[str, float]:
     """Train a reward model, and save it with its tokenizer in `args.output_dir/final`.
 
+    What was there is set aside.
+
     Args:
         model: a path or Hub id (a language model gets a new head), or a loaded sequence classifier
             with `num_labels` 1; by default `args.model_name_or_path`. Dropout is set to 0.
@@ -66,11 +72,16 @@ def train_reward_model(
         ValueError: no model, or what is wrong with a dataset, by row.
     """
     set_seed(args.seed)
-    scorer = _load(model or args.model_name_or_path)
-    tokenizer = score_tokenizer(processing_class, scorer, "the reward model")
+    scorer = _load(model or args.model_name_or_path, args.trust_remote_code)
+    tokenizer = score_tokenizer(
+        processing_class, scorer, "the reward model", args.trust_remote_code
+    )
     limit = _longest(scorer, args.max_length)
     datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-    pairs = {name: tokenize_pairs(data, tokenizer, limit, name) for name, data in datasets.items()}
+    pairs = {
+        name: tokenize_pairs(data, tokenizer, limit, name, args.append_eos)
+        for name, data in datasets.items()
+    }
     scorer.config.pad_token_id = tokenizer.pad_token_id
     disable_dropout(scorer)
     trainer = PairTrainer(
@@ -80,6 +91,8 @@ def train_reward_model(
         compute_metrics=_accuracy,
         **pairs,
     )
+    if trainer.is_world_process_zero():
+        set_aside(Path(args.output_dir))
     trainer.train()
     metrics = trainer.evaluate()
     metrics = {name: metrics[name] for name in ("eval_accuracy", "eval_loss")}
@@ -131,9 +144,13 @@ def _accuracy(evaluation: EvalPrediction) -> dict[str, float]:
 
 
 def tokenize_pairs(
-    dataset: Dataset | None, tokenizer: PreTrainedTokenizerBase, limit: int | None, name: str
+    dataset: Dataset | None,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None,
+    name: str,
+    eos: bool = False,
 ) -> Pairs:
-    """The ids of both texts of every pair.
+    """The ids of both texts of every pair; strings end with the EOS, if `eos` says so.
 
     Raises:
         ValueError: no dataset or rows, a missing column, or a pair that is not one: equal texts, a
@@ -148,7 +165,7 @@ def tokenize_pairs(
             f"{name}: the dataset has no column {sorted(missing)[0]!r} (it has "
             f"{', '.join(dataset.column_names)}): rename the one that holds these texts"
         )
-    return [_tokenize_pair(pair, tokenizer, limit, name, i) for i, pair in enumerate(dataset)]
+    return [_tokenize_pair(pair, tokenizer, limit, name, i, eos) for i, pair in enumerate(dataset)]
 
 
 def _tokenize_pair(
@@ -157,11 +174,12 @@ def _tokenize_pair(
     limit: int | None,
     name: str,
     row: int,
+    eos: bool,
 ) -> dict[str, list[int]]:
     if pair["chosen"] == pair["rejected"]:
         raise ValueError(f"{name}: chosen and rejected are the same in row {row}: drop the row")
     try:
-        ids = {key: _whole(pair, key, tokenizer, row) for key in ("chosen", "rejected")}
+        ids = {key: _whole(pair, key, tokenizer, row, eos) for key in ("chosen", "rejected")}
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     longest = max(map(len, ids.values()))
@@ -174,11 +192,12 @@ def _tokenize_pair(
 
 
 def _whole(
-    pair: dict[str, Any], key: str, tokenizer: PreTrainedTokenizerBase, row: int
+    pair: dict[str, Any], key: str, tokenizer: PreTrainedTokenizerBase, row: int, eos: bool
 ) -> list[int]:
     if "prompt" in pair:
-        return encode_whole(pair["prompt"], pair[key], tokenizer, row)
-    return encode(pair[key], tokenizer, row, key, open_turn=False)
+        return encode_whole(pair["prompt"], pair[key], tokenizer, row, eos)
+    ids = encode(pair[key], tokenizer, row, key, open_turn=False)
+    return with_eos(ids, tokenizer) if eos and isinstance(pair[key], str) else ids
 
 
 def collate(rows: Pairs, pad: int) -> dict[str, Tensor]:
@@ -189,15 +208,22 @@ def collate(rows: Pairs, pad: int) -> dict[str, Tensor]:
     return {"input_ids": ids.view(shape), "attention_mask": mask.view(shape)}
 
 
-def _load(model: str | PathLike[str] | PreTrainedModel | None) -> PreTrainedModel:
+def _load(
+    model: str | PathLike[str] | PreTrainedModel | None, trust_remote_code: bool
+) -> PreTrainedModel:
     if model is None:
         raise ValueError("no model: give model=... or the key model_name_or_path")
     if not isinstance(model, str | PathLike):
         return model
     check_directory(model)
     # Not in the dtype of the checkpoint: bfloat16 would lose small updates.
-    return AutoModelForSequenceClassification.from_pretrained(
-        model, num_labels=1, dtype=torch.float32
+    return from_pretrained(
+        AutoModelForSequenceClassification,
+        model,
+        NEW_HEADS,
+        trust_remote_code=trust_remote_code,
+        num_labels=1,
+        dtype=torch.float32,
     )
 
 

@@ -1,22 +1,22 @@
 """Calling reward functions, and refusing what is not a score."""
 
-import asyncio
 import copy
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from typing import Any, TypeAlias
 
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from rlhf_pg.experience import padded
+from rlhf_pg.quoted import shown, told
 from rlhf_pg.rewards.model import RewardModel
 from rlhf_pg.rewards.scores import ends
+from rlhf_pg.user_code import foreign, wait_for
 
 Score = float | None
 Scores = Sequence[Score | Sequence[Score]]
@@ -33,7 +33,8 @@ class Rewards:
 
     Args:
         functions: callables `(prompts, completions, completion_ids, **columns)` that return one
-            float per completion, or None where the reward does not apply; plain or async. In place
+            float per completion, or None where the reward does not apply; plain, or async, all on
+            one event loop for the run. In place
             of a float, a list with one entry per token of `completion_ids` gives a score to every
             step that ends at its token, and None to the other tokens. A sequence classifier, or the
             path or Hub id of one, becomes a `RewardModel`.
@@ -42,6 +43,11 @@ class Rewards:
             per function. None stands for the tokenizer saved beside the model.
         device: of the reward models; None leaves a model where it is.
         environment: an environment pays too: it is the last source, "environment".
+        sees_eos, closes_truncated: of reward models that are made here.
+
+    A function whose signature names them also gets `ended` (a bool per completion: the policy ended
+    it by an EOS), `step` (how many steps have been taken) and `trainer_state` (a copy of a
+    `transformers.TrainerState` with `global_step`, `max_steps` and `epoch`).
 
     Raises:
         ValueError: no source, another number of weights or tokenizers, or a reward model that
@@ -56,6 +62,9 @@ class Rewards:
         processing_classes: Tokenizers = None,
         device: torch.device | None = None,
         environment: bool = False,
+        sees_eos: bool = True,
+        closes_truncated: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:
         given: Any = functions
         one = callable(given) or isinstance(given, MODELS)
@@ -66,7 +75,7 @@ class Rewards:
             )
         tokenizers = _one_each(processing_classes, len(sources))
         self.functions = [
-            _function(source, tokenizer, device)
+            _function(source, tokenizer, device, sees_eos, closes_truncated, trust_remote_code)
             for source, tokenizer in zip(sources, tokenizers, strict=True)
         ]
         self.names = _unique_names(self.functions)
@@ -92,10 +101,13 @@ class Rewards:
         columns: Mapping[str, Sequence[Any]],
         action_mask: Tensor | None = None,
         paid: Tensor | None = None,
+        ended: Sequence[bool] | None = None,
+        state: TrainerState | None = None,
     ) -> Tensor:
         """Score B completions.
 
         Args:
+            ended, state: see the class, for functions that ask for them.
             action_mask: (B,T) True where the policy chose the token; by default it chose them all.
                 What has no such token is shown to nobody, and has no score.
             paid: (B,T) by the environment, where there is one; NaN for nothing.
@@ -130,27 +142,68 @@ class Rewards:
             )
         inputs |= columns
         inputs = {name: [column[i] for i in rows] for name, column in inputs.items()}
-        for k, function in enumerate(self.functions):
-            said = self._call(self.names[k], function, inputs)
-            scores[:, :, k] = _placed(self.names[k], said, rows, completion_ids, mask)
+        offered = _offered(rows, ended, state)
+        for k, (name, function) in enumerate(zip(self.names, self.functions, strict=False)):
+            said = self._call(name, function, inputs, _wanted(name, function, offered, columns))
+            scores[:, :, k] = _placed(name, said, rows, completion_ids, mask)
         silent = [i for i in rows if scores[i].isnan().all()]
         if silent:
             raise ValueError(
                 f"no reward function applies to completion {silent[0]} of the batch: every one of "
-                f"{', '.join(self.names)} returned None for prompt {prompts[silent[0]]!r}"
+                f"{', '.join(self.names)} returned None for prompt {shown(prompts[silent[0]])}"
             )
         return scores
 
-    def _call(self, name: str, function: RewardFunction, inputs: dict[str, Any]) -> Any:
+    def _call(
+        self, name: str, function: RewardFunction, inputs: dict[str, Any], wanted: dict[str, Any]
+    ) -> Any:
         # Each function has its own copy: what it does to it, the others and the trainer never see.
+        who = f"reward function {name}"
         try:
-            arguments = copy.deepcopy({key: list(value) for key, value in inputs.items()})
-            result = function(**arguments)
-            return _wait_for(result) if inspect.isawaitable(result) else result
+            with foreign(who):
+                lists = {key: list(value) for key, value in inputs.items()}
+                result = function(**copy.deepcopy(lists | wanted))
+                result = wait_for(result) if inspect.isawaitable(result) else result
         except Exception as error:
-            raise ValueError(
-                f"reward function {name} raised {type(error).__name__}: {error}"
-            ) from error
+            raise ValueError(f"{who} raised {told(error)}") from error
+        try:
+            with foreign(who):
+                result = _plain(result)
+                return [_listed(score) for score in result] if _is_list(result) else result
+        except Exception as error:  # a tensor without values, say
+            raise ValueError(f"{who} returned what cannot be read: {told(error)}") from error
+
+
+def _offered(
+    rows: Sequence[int], ended: Sequence[bool] | None, state: TrainerState | None
+) -> dict[str, Any]:
+    offered: dict[str, Any] = {}
+    if ended is not None:
+        offered["ended"] = [ended[i] for i in rows]
+    if state is not None:
+        offered |= {"step": state.global_step, "trainer_state": state}
+    return offered
+
+
+def _wanted(
+    name: str, function: RewardFunction, offered: dict[str, Any], columns: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Of what is offered, what the function's signature names.
+
+    Raises:
+        ValueError: the dataset has a column of that name.
+    """
+    try:
+        asked = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of some built-in functions nobody knows
+        return {}
+    wanted = {key: value for key, value in offered.items() if key in asked}
+    for key in wanted.keys() & columns.keys():
+        raise ValueError(
+            f"the dataset column {key!r} has the name of what reward function {name} asks the "
+            "trainer for: rename it"
+        )
+    return wanted
 
 
 def _one_each(tokenizers: Any, count: int) -> list[Any]:
@@ -164,40 +217,29 @@ def _one_each(tokenizers: Any, count: int) -> list[Any]:
     return list(tokenizers)
 
 
-def _function(source: Any, tokenizer: Any, device: torch.device | None) -> RewardFunction:
+def _function(source: Any, *options: Any) -> RewardFunction:
     if isinstance(source, MODELS):
-        return RewardModel(source, tokenizer, device)
+        return RewardModel(source, *options)
     if isinstance(source, PeftModel):
         raise ValueError(
             "a reward model with an adapter cannot be scored: give merge_and_unload() of it"
         )
     if not callable(source):
-        raise TypeError(f"reward_funcs must be callables or reward models, got {source!r}")
+        raise TypeError(f"reward_funcs must be callables or reward models, got {shown(source)}")
     function: RewardFunction = source
     return function
 
 
-def _wait_for(result: Awaitable[Any]) -> Any:
-    """The result of a coroutine, also where an event loop is running already (a notebook)."""
-
-    async def outcome() -> Any:
-        return await result
-
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(asyncio.run, outcome()).result()
-
-
 def _placed(
     name: str,
-    result: Any,
+    scores: Any,
     rows: Sequence[int],
     completion_ids: Sequence[Sequence[int]],
     mask: Tensor,
 ) -> Tensor:
     """(B,T) what one function said of these rows, each score at its token; NaN elsewhere."""
-    scores = _plain(result)
     if not _is_list(scores) or len(scores) != len(rows):
-        got = f"{len(scores)} scores" if _is_list(scores) else repr(scores)
+        got = f"{len(scores)} scores" if _is_list(scores) else shown(scores)
         raise ValueError(
             f"reward function {name} must return a list of {len(rows)} scores, one per "
             f"completion, got {got}"
@@ -205,18 +247,25 @@ def _placed(
     table = torch.full(mask.shape, math.nan, dtype=torch.float64)
     last = ends(mask).tolist()
     for i, score in zip(rows, scores, strict=True):
-        if _is_list(_plain(score)):
+        if _is_list(score):
             own = mask[i, : len(completion_ids[i])].tolist()
-            steps = _steps(name, i, _plain(score), own)
+            steps = _steps(name, i, score, own)
             table[i, : len(own)] = torch.tensor(steps, dtype=torch.float64)
         else:
             table[i, last[i]] = _number(name, f"completion {i}", score)
     return table
 
 
-def _plain(x: Any) -> Any:
-    """Arrays and tensors as lists and numbers."""
-    return x.tolist() if hasattr(x, "tolist") else x
+def _plain(said: Any) -> Any:
+    """Arrays and tensors as numbers and lists; and any sequence as a list, which tells no lies."""
+    said = said.tolist() if hasattr(said, "tolist") else said
+    return [said[i] for i in range(len(said))] if _is_list(said) else said
+
+
+def _listed(score: Any) -> Any:
+    """Scores of steps as a list; what is one number stays as it is."""
+    steps = _plain(score)
+    return steps if _is_list(steps) else score
 
 
 def _is_list(x: Any) -> bool:
@@ -247,12 +296,12 @@ def _number(name: str, where: str, score: Any) -> float:
         return math.nan
     try:
         number = math.nan if isinstance(score, str) else float(score)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # whatever an object does
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(
-            f"reward function {name} returned {score!r} for {where} of the batch: return a finite "
-            "number, or None where the reward does not apply"
+            f"reward function {name} returned {shown(score)} for {where} of the batch: return a "
+            "finite number, or None where the reward does not apply"
         )
     return number
 

@@ -15,10 +15,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlhf_pg.data import encode
+from rlhf_pg.data import continues, encode
 from rlhf_pg.experience import padded
 from rlhf_pg.masking import widen
-from rlhf_pg.models import check_directory, check_vocabulary, max_positions
+from rlhf_pg.models import check_directory, check_vocabulary, from_pretrained, max_positions
 
 # Padded tokens that are forwarded at a time; it never changes a score.
 SCORING_TOKENS = 32768
@@ -28,12 +28,17 @@ class RewardModel:
     """Scores prompt and completion with a sequence classifier (`num_labels` 1).
 
     It reads text, with a tokenizer of its own: strings as prompt + completion, chats through its
-    own chat template. Nothing is appended to either.
+    own chat template. It judges what the policy wrote: behind a string that the policy ended by an
+    EOS stands the EOS of its own (Stiennon et al. 2020; Huang et al. 2024), and a chat turn that
+    was cut off is left open.
 
     Args:
         model: a path, a Hub id or a loaded model (put in evaluation mode).
         processing_class: its tokenizer; by default the one saved beside the model.
         device: where to compute; by default where the model is.
+        sees_eos: False appends no EOS to a string.
+        closes_truncated: close a chat turn that was cut off, as the template closes any.
+        trust_remote_code: run code that comes with a model that is loaded here.
 
     Raises:
         ValueError: no such directory, more outputs than one, no tokenizer, or one that does not
@@ -45,30 +50,42 @@ class RewardModel:
         model: str | PathLike[str] | PreTrainedModel,
         processing_class: PreTrainedTokenizerBase | None = None,
         device: torch.device | str | None = None,
+        sees_eos: bool = True,
+        closes_truncated: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:
+        self.sees_eos, self.closes_truncated = sees_eos, closes_truncated
         if isinstance(model, str | PathLike):
-            model = _load(model)
+            model = _load(model, trust_remote_code)
         self.model = model.to(device or model.device).eval()
-        self.__name__ = _name(model.name_or_path or "") or type(model).__name__
-        self.processing_class = score_tokenizer(processing_class, model, self._who)
+        self.__name__ = name_of(model.name_or_path or "") or type(model).__name__
+        self.processing_class = score_tokenizer(
+            processing_class, model, self._who, trust_remote_code
+        )
 
     def __call__(
         self,
         prompts: Sequence[Any],
         completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]] = (),
+        ended: Sequence[bool] | None = None,
         **columns: Any,
     ) -> list[float]:
         """One score per completion.
+
+        Args:
+            ended: whether the policy ended it by an EOS. By default strings are taken as they
+                stand, and chats are closed.
 
         Raises:
             ValueError: a text that the tokenizer cannot encode, or without a position for every
                 token; the message names the model and the row.
         """
-        pairs = enumerate(zip(prompts, completions, strict=True))
-        rows = [self._encode(row, prompt, completion) for row, (prompt, completion) in pairs]
+        known: Sequence[bool | None] = [None] * len(prompts) if ended is None else ended
+        said = zip(prompts, completions, known, strict=True)
+        rows = [self._encode(row, *each) for row, each in enumerate(said)]
         scores = torch.zeros(len(rows), dtype=torch.float64)
-        for batch in _micro_batches([len(ids) for ids in rows]):
+        for batch in micro_batches([len(ids) for ids in rows]):
             scores[batch] = self._score([rows[i] for i in batch]).to(scores)
         numbers: list[float] = scores.tolist()
         return numbers
@@ -77,10 +94,12 @@ class RewardModel:
     def _who(self) -> str:
         return f"reward model {self.__name__}"
 
-    def _encode(self, row: int, prompt: Any, completion: Any) -> list[int]:
+    def _encode(self, row: int, prompt: Any, completion: Any, ended: bool | None) -> list[int]:
         limit = max_positions(self.model)
+        eos = self.sees_eos and bool(ended)
+        cut = ended is False and not self.closes_truncated
         try:
-            ids = encode_whole(prompt, completion, self.processing_class, row)
+            ids = encode_whole(prompt, completion, self.processing_class, row, eos, cut)
         except ValueError as error:
             raise ValueError(f"{self._who}: {error}") from error
         if limit is not None and len(ids) > limit:
@@ -124,9 +143,18 @@ def sequence_scores(model: PreTrainedModel, input_ids: Tensor, attention_mask: T
 
 
 def encode_whole(
-    prompt: Any, completion: Any, tokenizer: PreTrainedTokenizerBase, row: int
+    prompt: Any,
+    completion: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    row: int,
+    eos: bool = False,
+    cut: bool = False,
 ) -> list[int]:
     """Token ids of a whole text: both strings, or both chat messages.
+
+    Args:
+        eos: a string ends with the EOS, if the tokenizer has one.
+        cut: a chat ends in the middle of the assistant's turn.
 
     Raises:
         ValueError: they are of two kinds, or do not fit the tokenizer; the row is named.
@@ -136,27 +164,41 @@ def encode_whole(
             f"text in row {row}: prompt and completion must both be strings or both be messages, "
             f"got {prompt!r} and {completion!r}"
         )
-    return encode(prompt + completion, tokenizer, row, "text", open_turn=False)
+    text = prompt + completion
+    ids = encode(text, tokenizer, row, "text", open_turn=cut and continues(text))
+    return with_eos(ids, tokenizer) if eos and isinstance(text, str) else ids
+
+
+def with_eos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids with an EOS at the end, once, if the tokenizer has one."""
+    eos = tokenizer.eos_token_id
+    return ids if eos is None or ids[-1] == eos else [*ids, eos]
 
 
 def score_tokenizer(
-    tokenizer: PreTrainedTokenizerBase | None, model: PreTrainedModel, who: str
+    tokenizer: PreTrainedTokenizerBase | None,
+    model: PreTrainedModel,
+    who: str,
+    trust_remote_code: bool = False,
+    labels: Sequence[int] = (1,),
 ) -> PreTrainedTokenizerBase:
     """The tokenizer given, or the one saved beside the model; checked, and the model's head too.
 
     Args:
         who: how an error calls the model.
+        labels: how many outputs it may have.
 
     Raises:
-        ValueError: the model has more than one output; no tokenizer, no pad token, or ids beyond
-            the embedding rows.
+        ValueError: the model has another number of outputs; no tokenizer, no pad token, or ids
+            beyond the embedding rows.
     """
-    if model.config.num_labels != 1:
+    if model.config.num_labels not in labels:
+        kind = "sequence classifier" if labels == (1,) else "token classifier"
         raise ValueError(
-            f"{who} has {model.config.num_labels} outputs: a reward is one number, from a sequence "
-            "classifier with num_labels 1"
+            f"{who} has {model.config.num_labels} outputs: a reward is one number, from a {kind} "
+            f"with num_labels {' or '.join(map(str, labels))}"
         )
-    tokenizer = tokenizer or _saved_tokenizer(model.name_or_path, who)
+    tokenizer = tokenizer or _saved_tokenizer(model.name_or_path, who, trust_remote_code)
     if tokenizer.pad_token_id is None:
         raise ValueError(
             f"{who}: its tokenizer has no pad token: set pad_token (the EOS token will do: padding "
@@ -166,26 +208,31 @@ def score_tokenizer(
     return tokenizer
 
 
-def _name(path: str | PathLike[str]) -> str:
+def name_of(path: str | PathLike[str]) -> str:
     """The last part of a path or Hub id; of what a run has left in `final/`, that of the run."""
     whole = Path(path)
     return whole.parent.name if whole.name == "final" else whole.name
 
 
-def _load(path: str | PathLike[str]) -> PreTrainedModel:
+def _load(path: str | PathLike[str], trust_remote_code: bool) -> PreTrainedModel:
     try:
         check_directory(path)
+        return from_pretrained(
+            AutoModelForSequenceClassification,
+            path,
+            dtype="auto",
+            trust_remote_code=trust_remote_code,
+        )
     except ValueError as error:
-        raise ValueError(f"reward model {_name(path)}: {error}") from error
-    return AutoModelForSequenceClassification.from_pretrained(path, dtype="auto")
+        raise ValueError(f"reward model {name_of(path)}: {error}") from error
 
 
-def _saved_tokenizer(path: str, who: str) -> PreTrainedTokenizerBase:
+def _saved_tokenizer(path: str, who: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     none = f"{who}: no tokenizer is saved beside it: give one (reward_processing_classes)"
     if not path:
         raise ValueError(none)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(none) from error
     # Where there are no files, some model types give a tokenizer with special tokens and no others.
@@ -194,7 +241,7 @@ def _saved_tokenizer(path: str, who: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _micro_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+def micro_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Indices of texts of like length, so many that their padded tokens fit SCORING_TOKENS."""
     batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):

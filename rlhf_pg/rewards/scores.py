@@ -36,6 +36,17 @@ def clipped(scores: Tensor, low: float, high: float) -> Tensor:
     return scores.clamp(low, high)
 
 
+def min_max(scores: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """(s - low) / (high - low), in [0, 1]; 0 where the two are equal.
+
+    Args:
+        scores: (B,T,K); NaN stays.
+        low, high: (K,) the lowest and the highest score of each source.
+    """
+    gap = high - low
+    return (scores - low) / gap.where(gap > 0, 1.0)
+
+
 def overlong(lengths: Tensor, longest: int, buffer: int, penalty: float = 1.0) -> Tensor:
     """Soft overlong punishment (DAPO; Yu et al. 2025, Eq. 13), which is negative or 0.
 

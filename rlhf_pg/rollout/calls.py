@@ -1,12 +1,13 @@
 """Calls that take their time, made beside the sampling."""
 
-import asyncio
 import concurrent.futures
+import ctypes
 import inspect
 import math
+import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
@@ -14,17 +15,24 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
+from rlhf_pg.user_code import begin, check_late, end_fork
+
 Task = tuple[Future[Any], Callable[[], Any]]
 
-PATIENCE = 1.0  # seconds after which an event loop that does not answer is given up
+_late: set[threading.Thread] = set()  # which are still in a call that was given up
+
+
+class Late(SystemExit):
+    """Raised in a call whose time is over, where it is."""
 
 
 class Calls:
     """Each call has its own thread or, of an `async` function, a place on the event loop of the
     process, so that none waits for another; and a time limit.
 
-    A plain function that is late cannot be stopped: its thread is left behind, and does not keep
-    the process from ending.
+    A plain function that is late gets the exception `Late` at its next line. What waits outside of
+    Python does not see it: such a thread is left behind, as few others are, and does not keep the
+    process from ending.
 
     Args:
         timeout: seconds for each; None where the functions keep to a time of their own.
@@ -34,6 +42,8 @@ class Calls:
         self.timeout = math.inf if timeout is None else timeout
         self._deadlines: dict[Future[Any], float] = {}  # the earliest first
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._running: dict[Future[Any], threading.Thread] = {}
+        self._switching = threading.Lock()  # held where a thread begins or ends a call
         self._idle = threading.Semaphore(0)
         self._threads = 0
 
@@ -49,7 +59,7 @@ class Calls:
         for _ in range(self._threads):
             self._tasks.put(None)
         for future in self._deadlines:
-            future.cancel()
+            self._give_up(future)
 
     @property
     def pending(self) -> int:
@@ -59,14 +69,11 @@ class Calls:
     def start(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Future[Any]:
         """Call a function, plain or async; the future gets what it returns or raises."""
         call = partial(function, *arguments, **keywords)
-        if inspect.iscoroutinefunction(function):
-            future = asyncio.run_coroutine_threadsafe(_outcome(call), _event_loop())
-        else:
+        try:
+            future = begin(call) if inspect.iscoroutinefunction(function) else self._queue(call)
+        except RuntimeError as error:  # too many hang
             future = Future()
-            self._tasks.put((future, call))
-            if not self._idle.acquire(blocking=False):
-                self._threads += 1
-                threading.Thread(target=self._work, daemon=True).start()
+            future.set_exception(error)
         self._deadlines[future] = time.monotonic() + self.timeout
         return future
 
@@ -85,55 +92,62 @@ class Calls:
         for future, deadline in self._deadlines.items():
             if deadline > now:
                 break
-            future.cancel()
+            self._give_up(future)
         ended = [future for future in self._deadlines if future.done()]
         for future in ended:
             del self._deadlines[future]
         return ended
 
+    def _give_up(self, future: Future[Any]) -> None:
+        if not future.cancel():
+            return
+        with self._switching:
+            thread = self._running.get(future)
+            if thread is not None:  # it is still in the call
+                _late.add(thread)
+                ident = ctypes.c_ulong(thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Late))
+
+    def _queue(self, call: Callable[[], Any]) -> Future[Any]:
+        if not self._idle.acquire(blocking=False):
+            check_late(len(_late))
+            self._threads += 1
+            threading.Thread(target=self._work, daemon=True).start()
+        future: Future[Any] = Future()
+        self._tasks.put((future, call))
+        return future
+
     def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            future, call = task
-            settle: Callable[[Any], None] = future.set_result
-            try:
-                outcome = call()
-                if inspect.isawaitable(outcome):
-                    outcome = _awaited(outcome)
-            except BaseException as error:  # whatever it is, it is not for this thread
-                settle, outcome = future.set_exception, error
-            with suppress(InvalidStateError):  # it was late
-                settle(outcome)
-            self._idle.release()
+        thread = threading.current_thread()
+        try:
+            while (task := self._tasks.get()) is not None:
+                future, call = task
+                with self._switching:
+                    self._running[future] = thread
+                if not future.cancelled():
+                    _settle(future, call)
+                with self._switching:
+                    del self._running[future]
+                if thread in _late:  # the exception may still be on its way
+                    return
+                self._idle.release()
+        except Late:  # when its call was over already
+            pass
+        finally:
+            _late.discard(thread)
 
 
-def _awaited(awaitable: Awaitable[Any]) -> Any:
-    outcome = _outcome(lambda: awaitable)
-    return asyncio.run_coroutine_threadsafe(outcome, _event_loop()).result()
-
-
-async def _outcome(call: Callable[[], Awaitable[Any]]) -> Any:
+def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
+    settle: Callable[[Any], None] = future.set_result
+    process = os.getpid()
     try:
-        return await call()
-    except (KeyboardInterrupt, SystemExit) as error:  # which end a loop, and all that is on it
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-
-_starting = threading.Lock()
-_loops: list[asyncio.AbstractEventLoop] = []
-
-
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """One for all calls: a client or a semaphore that they share is bound to the loop of its first
-    use. Another one follows where a call that does not await anything holds it up.
-    """
-    with _starting:
-        if not _loops or not _answers(_loops[-1]):
-            _loops.append(asyncio.new_event_loop())
-            threading.Thread(target=_loops[-1].run_forever, daemon=True).start()
-        return _loops[-1]
-
-
-def _answers(loop: asyncio.AbstractEventLoop) -> bool:
-    answered = threading.Event()
-    loop.call_soon_threadsafe(answered.set)
-    return answered.wait(PATIENCE)
+        outcome = call()
+        if inspect.isawaitable(outcome):
+            awaited = begin(lambda: outcome)
+            future.add_done_callback(lambda _: awaited.cancel())
+            outcome = awaited.result()
+    except BaseException as error:  # whatever it is, it is not for this thread
+        settle, outcome = future.set_exception, error
+    end_fork(process, "an environment or a tool")
+    with suppress(InvalidStateError):  # it was late
+        settle(outcome)

@@ -81,7 +81,10 @@ class Completion:
 
     def __post_init__(self) -> None:
         if any(map(math.isnan, self.logprobs)):
-            raise FloatingPointError("the model's logits are NaN: its weights have diverged")
+            raise FloatingPointError(
+                "the model's logits are NaN: its weights have diverged, or it cannot compute "
+                "padding in this dtype (model_check looks)"
+            )
 
 
 class RolloutError(RuntimeError):

@@ -4,6 +4,8 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from rlhf_pg.quoted import shown
+
 Messages: TypeAlias = str | Sequence[Mapping[str, Any]]
 
 
@@ -60,7 +62,7 @@ def checked_prompt(prompt: Any) -> Messages:
         return prompt
     if _is_chat(prompt) and prompt:
         return [dict(message) for message in prompt]
-    raise ValueError(f"reset must return a string or a list of messages, got {prompt!r}")
+    raise ValueError(f"reset must return a string or a list of messages, got {shown(prompt)}")
 
 
 def checked_observation(answer: Any, prompt: Messages) -> Observation:
@@ -71,13 +73,15 @@ def checked_observation(answer: Any, prompt: Messages) -> Observation:
             not a finite number.
     """
     if not isinstance(answer, tuple) or len(answer) != 3:
-        raise ValueError(f"step must return Observation(messages, reward, done), got {answer!r}")
+        raise ValueError(
+            f"step must return Observation(messages, reward, done), got {shown(answer)}"
+        )
     messages, reward, done = answer
     done = _over(done)
     fits = isinstance(messages, str) if isinstance(prompt, str) else _is_chat(messages)
     if not done and not fits:
         kind = "a string" if isinstance(prompt, str) else "a list of messages"
-        raise ValueError(f"step must answer with {kind}, as the prompt is, got {messages!r}")
+        raise ValueError(f"step must answer with {kind}, as the prompt is, got {shown(messages)}")
     return Observation(messages, None if reward is None else _finite(reward), done)
 
 
@@ -91,14 +95,16 @@ def _over(done: Any) -> bool:
     try:
         return bool(done)
     except Exception as error:  # an array of several
-        raise ValueError(f"done must be true or false, got {done!r}") from error
+        raise ValueError(f"done must be true or false, got {shown(done)}") from error
 
 
 def _finite(reward: Any) -> float:
     try:
         number = math.nan if isinstance(reward, str) else float(reward)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # whatever an object does
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"the reward of a turn must be a finite number or None, got {reward!r}")
+        raise ValueError(
+            f"the reward of a turn must be a finite number or None, got {shown(reward)}"
+        )
     return number

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.data import encode, encode_answer
+from rlhf_pg.data import TooLong, encode, encode_answer
+from rlhf_pg.quoted import told
 from rlhf_pg.rollout.calls import Calls
 from rlhf_pg.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.environment import (
@@ -22,6 +23,7 @@ from rlhf_pg.rollout.environment import (
     checked_observation,
     checked_prompt,
 )
+from rlhf_pg.user_code import foreign
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +109,7 @@ class _Row:
 
     episode: Episode
     example: Mapping[str, Any]
+    tokens: Sequence[int]  # of the dataset's prompt
     draw: int
     sample: int
     resetting: bool = True
@@ -126,6 +129,7 @@ class Player:
         timeout: seconds for a `reset` or a `step`; None leaves it to the environment.
         tools: schemas of the functions that the chat template shows.
         special_tokens: leave them in the text that an environment reads, but for the stop token.
+        longest_prompt: tokens that a prompt may have; None for any number.
     """
 
     environment_factory: EnvironmentFactory
@@ -135,6 +139,7 @@ class Player:
     timeout: float | None = 60.0
     tools: Sequence[dict[str, Any]] = ()
     special_tokens: bool = False
+    longest_prompt: int | None = None
 
     def play(
         self,
@@ -159,6 +164,7 @@ class Player:
             _Row(
                 episode=Episode(prompt=example["prompt"], prompt_ids=ids),
                 example=example,
+                tokens=ids,
                 draw=draw,
                 sample=sample,
             )
@@ -166,6 +172,7 @@ class Player:
             for sample in range(n)
         ]
         with (
+            foreign("an environment or a tool"),
             Calls(self.timeout) as calls,
             engine.synced(),
             engine.session(params, seed) as session,
@@ -200,8 +207,8 @@ class _Game:
         self.groups: dict[int, dict[int, _Row]] = {}  # by draw and sample
         for row in rows:
             self.groups.setdefault(row.draw, {})[row.sample] = row
-        # Whose calls they are, and what takes the results.
-        self.waiting: dict[Future[Any], tuple[_Row, Callable[[_Row, Any], None]]] = {}
+        # Whose calls they are, and what takes the results: it says whether another turn follows.
+        self.waiting: dict[Future[Any], tuple[_Row, Callable[[_Row, Any], bool]]] = {}
 
     def run(self) -> None:
         for draw, group in self.groups.items():
@@ -220,7 +227,7 @@ class _Game:
         row: _Row,
         function: Callable[[Any], Any],
         argument: Any,
-        take: Callable[[_Row, Any], None],
+        take: Callable[[_Row, Any], bool],
     ) -> None:
         self.waiting[self.calls.start(function, argument)] = row, take
 
@@ -229,12 +236,15 @@ class _Game:
         if future.cancelled():
             row.episode.error = f"TimeoutError: no answer within {self.calls.timeout:g} s"
         elif (error := future.exception()) is not None:
-            row.episode.error = _told(error)
+            row.episode.error = told(error)
         else:
             try:
-                take(row, future.result())
-            except ValueError as refused:
-                row.episode.error = _told(refused)
+                goes_on = take(row, future.result())
+            except Exception as refused:  # whatever the answer is
+                row.episode.error = told(refused)
+            else:
+                if goes_on:
+                    self._ask([row])
         if row.resetting:
             row.resetting = False
             self._start(row.draw)
@@ -243,19 +253,21 @@ class _Game:
 
     def _reset(self, row: _Row) -> None:
         try:
-            row.episode.environment = self.player.environment_factory()
-            reset = row.episode.environment.reset
+            with foreign("environment_factory"):
+                row.episode.environment = self.player.environment_factory()
+                reset = row.episode.environment.reset
         except Exception as error:
-            row.episode.error, row.resetting = _told(error), False
+            row.episode.error, row.resetting = told(error), False
             return
         self._call(row, reset, copy.deepcopy(dict(row.example)), self._prompted)
 
-    def _prompted(self, row: _Row, prompt: Any) -> None:
+    def _prompted(self, row: _Row, prompt: Any) -> bool:
         prompt = checked_prompt(prompt)
-        if prompt == row.example["prompt"]:
-            return
-        ids = encode(prompt, self.player.tokenizer, tools=self.player.tools)
-        row.episode.prompt, row.episode.prompt_ids = prompt, ids
+        if prompt != row.example["prompt"]:
+            player = self.player
+            ids = encode(prompt, player.tokenizer, tools=player.tools, most=player.longest_prompt)
+            row.episode.prompt, row.episode.prompt_ids = prompt, ids
+        return False
 
     def _start(self, draw: int) -> None:
         """Ask for the first turns of a group, once all of it is there: those with the same prompt
@@ -289,6 +301,8 @@ class _Game:
         except ValueError as error:
             for row in rows:
                 row.episode.error = f"ValueError: the episode {error}"
+                if not position:  # nobody is to forward what was refused
+                    row.episode.prompt, row.episode.prompt_ids = row.example["prompt"], row.tokens
 
     def _turn(self, row: _Row, completion: Completion) -> None:
         ids, player = completion.tokens, self.player
@@ -301,22 +315,23 @@ class _Game:
         assert row.episode.environment is not None
         self._call(row, row.episode.environment.step, text, self._observed)
 
-    def _observed(self, row: _Row, answer: Any) -> None:
+    def _observed(self, row: _Row, answer: Any) -> bool:
         episode, player = row.episode, self.player
         messages, reward, done = checked_observation(answer, episode.prompt)
         episode.pay(reward)
         if row.cut_off or (not done and episode.turns == player.max_turns):
             episode.cut_off()
-        elif not done:
+        if done or episode.truncated:
+            return False
+        room = self.max_tokens - len(episode.tokens) - 1  # for the answer, and a token behind it
+        try:
             ids = encode_answer(
-                messages, player.tokenizer, episode.prompt, row.stop_id, player.tools
+                messages, player.tokenizer, episode.prompt, row.stop_id, player.tools, room
             )
-            if len(episode.tokens) + len(ids) < self.max_tokens:
-                episode.observe(messages, ids)
-                self._ask([row])
-            else:
-                episode.cut_off()
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+        except TooLong:
+            ids = None
+        if ids is None or len(ids) > room:
+            episode.cut_off()
+            return False
+        episode.observe(messages, ids)
+        return True

@@ -11,7 +11,14 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_pg.models import evaluating, max_positions, merged, quantized
+from rlhf_pg.models import (
+    MOST_LOST,
+    evaluating,
+    lost_in_merge,
+    max_positions,
+    merged,
+    quantized,
+)
 from rlhf_pg.models.attention import Fitness, fitness, window
 from rlhf_pg.rollout.batching import MAX_ROWS, BatchingSession
 from rlhf_pg.rollout.compiled import Compiled
@@ -32,7 +39,8 @@ class NativeEngine(RolloutEngine):
 
     Args:
         model: a causal language model; its weights are used where they are. With an adapter, those
-            that it changes are copied and changed, unless they are quantized.
+            that it changes are copied and changed, unless they are quantized, or so coarse that
+            the adapter would be lost in rounding: then it is computed beside them.
         eos_token_ids: one id or several; each ends a row.
         pad_token_id: fills the left of shorter prompts in `generate` (never attended to).
         tokenizer: only needed for `SamplingParams.stop`.
@@ -56,6 +64,9 @@ class NativeEngine(RolloutEngine):
         self.pad_token_id = pad_token_id
         self.tokenizer = tokenizer
         self.cache_tokens = cache_tokens
+        self.pads = True  # prompts in `generate`; otherwise only those of one length go together
+        self.together = True  # rows in `generate`; otherwise each goes alone
+        self.refused: str | None = None  # why nothing is sampled in the fast way
         self.kept: dict[Any, Kept] = {}  # on a GPU, by what makes steps differ
 
     @contextmanager
@@ -77,7 +88,8 @@ class NativeEngine(RolloutEngine):
 
     @contextmanager
     def _taking_over(self) -> Iterator[None]:
-        if isinstance(self.model, PeftModel) and not quantized(self.model):
+        merges = isinstance(self.model, PeftModel) and not quantized(self.model)
+        if merges and lost_in_merge(self.model) <= MOST_LOST:
             self.weights = merged(self.model)
         try:
             yield
@@ -86,6 +98,8 @@ class NativeEngine(RolloutEngine):
 
     def obstacle(self, longest: int) -> str | None:
         """What keeps rows of so many tokens from being sampled in the fast way, if anything."""
+        if self.refused is not None:
+            return self.refused
         if self._window < longest:
             return f"a row of {longest} tokens is longer than its window of {self._window}"
         return self._fitness.obstacle
@@ -193,5 +207,6 @@ class _Session:
             return self.fast
         if self.plain is None:
             logger.warning("the model is sampled by generate, which is slower: %s", reason)
-            self.plain = PlainSession(*common, engine.pad_token_id, engine.cache_tokens)
+            options = (engine.pad_token_id, engine.cache_tokens, engine.pads, engine.together)
+            self.plain = PlainSession(*common, *options)
         return self.plain

@@ -28,6 +28,10 @@ MAX_ROWS = 256
 class PlainSession:
     """What was asked for until a step is sampled together in it, MAX_ROWS at a time or as many as
     `cache_tokens` (see `NativeEngine`) has room for.
+
+    Args:
+        pads: prompts of several lengths are sampled together, the shorter ones padded.
+        together: more than one row at a time.
     """
 
     def __init__(
@@ -38,11 +42,14 @@ class PlainSession:
         stopping: Stopping,
         pad_token_id: int,
         cache_tokens: int | None = None,
+        pads: bool = True,
+        together: bool = True,
     ) -> None:
         # Adapters work inside it; the `generate` of peft would leave another generation config.
         self.model = model.get_base_model() if isinstance(model, PeftModel) else model
         self.params, self.seed, self.stopping = params, seed, stopping
         self.pad_token_id, self.cache_tokens = pad_token_id, cache_tokens
+        self.pads, self.most = pads, MAX_ROWS if together else 1
         self.waiting: list[tuple[Request, int]] = []
 
     def add(self, request: Request) -> None:
@@ -56,10 +63,16 @@ class PlainSession:
         """The next rows, to their ends."""
         if not self.waiting:
             return []
-        count = MAX_ROWS
+        if not self.pads:
+            self.waiting.sort(key=lambda row: len(row[0].tokens))
+        count = self.most
         if self.cache_tokens is not None:
             longest = max(len(request.tokens) for request, _ in self.waiting[:count])
             count = min(count, self.cache_tokens // (longest + self.params.max_tokens)) or 1
+        if not self.pads:
+            first = len(self.waiting[0][0].tokens)
+            alike = sum(len(request.tokens) == first for request, _ in self.waiting[:count])
+            count = min(count, alike)
         rows, self.waiting = self.waiting[:count], self.waiting[count:]
         chooser = _Chooser(rows, self.params, self.seed, self.stopping, self.model.device)
         device = self.model.device

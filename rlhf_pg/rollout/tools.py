@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
-from rlhf_pg.data import encode, encode_answer
+from rlhf_pg.data import continues, encode, encode_answer
+from rlhf_pg.quoted import told
 from rlhf_pg.rollout.calls import Calls
 from rlhf_pg.rollout.environment import Messages, Observation
 
@@ -77,8 +78,13 @@ class Toolbox:
             # Behind the last tag that closes, each that opens would be searched to the end.
             closed = "".join(completion.rpartition("</tool_call>")[:2])
             return [_tagged(text) for text in TAGGED.findall(closed)]
+        prefilled = continues(prompt)
         opened = self.tokenizer.apply_chat_template(
-            prompt, tools=list(self.schemas), add_generation_prompt=True, tokenize=False
+            prompt,
+            tools=list(self.schemas),
+            add_generation_prompt=not prefilled,
+            continue_final_message=prefilled,
+            tokenize=False,
         )
         try:
             message = self.tokenizer.parse_response(
@@ -87,7 +93,7 @@ class Toolbox:
             calls = message.get("tool_calls") or []
             return [_call(call.get("function", call)) for call in calls]
         except Exception as error:  # the text is the policy's, and may be anything
-            return [ToolCall(error=f"the call cannot be read: {error}")]
+            return [ToolCall(error=f"the call cannot be read: {told(error)}")]
 
     def fault(self, call: ToolCall) -> str | None:
         """What is wrong with a call, by the schema of its tool."""
@@ -160,12 +166,12 @@ class ToolEnvironment:
         elif made.cancelled():
             fault = f"no result within {self.toolbox.timeout:g} s"
         elif (error := made.exception()) is not None:
-            fault = f"{type(error).__name__}: {error}"
+            fault = told(error)
         else:
             try:
                 return _text(made.result())
             except Exception as unspeakable:
-                fault = f"{type(unspeakable).__name__}: {unspeakable}"
+                fault = told(unspeakable)
         self.failures += 1
         return f"Error: {fault}"
 

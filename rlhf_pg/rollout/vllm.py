@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+import logging
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_pg.models import MOST_LOST, lost_in_merge
 from rlhf_pg.rollout.engine import (
     Completion,
     Finished,
@@ -21,9 +23,11 @@ from rlhf_pg.rollout.engine import (
     RolloutEngine,
     SamplingParams,
 )
-from rlhf_pg.rollout.handover import bare, merged_weights, parts_tied_weights
+from rlhf_pg.rollout.handover import bare, has_experts, parts_tied_weights, published_weights
 from rlhf_pg.rollout.sampling import request_seed
 from rlhf_pg.rollout.vllm_requests import check_version, completion, options, room
+
+logger = logging.getLogger(__name__)
 
 # Read by vLLM when it is imported, or when an engine is made.
 NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the weights are handed over as they lie here
@@ -78,6 +82,11 @@ class VllmEngine(RolloutEngine):
                 "rollout_engine vllm cannot be given quantized weights: set load_in_4bit to false, "
                 "or rollout_engine to native or vllm_server"
             )
+        if not torch.cuda.is_available() and has_experts(model):
+            raise ValueError(
+                "rollout_engine vllm runs on a CPU here, where vLLM does not replace the weights "
+                "of experts: set rollout_engine to native"
+            )
         if parts_tied_weights(model):
             raise ValueError(
                 "rollout_engine vllm keeps the ends of tied weights alike, and the adapter changes "
@@ -86,6 +95,7 @@ class VllmEngine(RolloutEngine):
             )
         self.model, self.eos_token_ids, self.sleeps = model, list(eos_token_ids), sleeps
         self.numbers = itertools.count()  # of vLLM's requests
+        self._has_warned = False
         with TemporaryDirectory() as directory:
             _describe(model, directory)
             tokenizer.save_pretrained(directory)
@@ -136,11 +146,23 @@ class VllmEngine(RolloutEngine):
         """Copy the weights where they are, layer by layer: vLLM holds what it was given of a layer
         until it has all of it, casts and fuses that, and lets it go.
         """
-        weights = {"weights_iterator": merged_weights(policy)}
+        self._warn_of_rounding(policy)
+        weights = {"weights_iterator": published_weights(policy)}
         self.llm.collective_rpc("reload_weights", kwargs=weights)
         self.llm.apply_model(_repack_head)
         if not self.llm.reset_prefix_cache():  # keys and values of the old weights
             raise RuntimeError("vLLM keeps old keys and values: the session before has not ended")
+
+    def _warn_of_rounding(self, policy: PreTrainedModel) -> None:
+        if self._has_warned or (lost := lost_in_merge(policy)) <= MOST_LOST:
+            return
+        self._has_warned = True
+        logger.warning(
+            "rollout_engine vllm merges the adapter, of which rounding to %s takes %.0f %%: native "
+            "and vllm_server sample with it unmerged",
+            policy.dtype,
+            100 * lost,
+        )
 
     def _sleep(self) -> None:
         if self.sleeps:

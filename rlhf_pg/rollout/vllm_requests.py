@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from rlhf_pg.quoted import quoted
 from rlhf_pg.rollout.engine import Completion, Request, RolloutError, SamplingParams
 
 OLDEST, TOO_NEW = (0, 32), (0, 33)  # as the extra [vllm] of pyproject.toml has it
@@ -17,8 +18,8 @@ def check_version(version: str, what: str) -> None:
         ValueError: the version is outside the range.
     """
     oldest, too_new = (".".join(map(str, v)) for v in (OLDEST, TOO_NEW))
-    if not OLDEST <= tuple(map(int, re.findall(r"\d+", version)[:2])) < TOO_NEW:
-        raise ValueError(f'{what} is version {version}: use "vllm>={oldest},<{too_new}"')
+    if not OLDEST <= tuple(map(int, re.findall(r"\d{1,9}", version[:99])[:2])) < TOO_NEW:
+        raise ValueError(f'{what} is version {quoted(version)}: use "vllm>={oldest},<{too_new}"')
 
 
 def options(params: SamplingParams, eos_token_ids: Sequence[int]) -> dict[str, Any]:

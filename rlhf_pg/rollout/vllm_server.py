@@ -1,31 +1,41 @@
 """The engine that samples on a stock `vllm serve`, which is told of new weights by path."""
 
 import hashlib
+import os
 import queue
 import shutil
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
+from rlhf_pg.quoted import told
+from rlhf_pg.rollout import vllm_answers
 from rlhf_pg.rollout.engine import (
-    Completion,
     Finished,
     Request,
     RolloutEngine,
     RolloutError,
     SamplingParams,
 )
-from rlhf_pg.rollout.http import Refused, Server
+from rlhf_pg.rollout.handover import bare, has_experts
+from rlhf_pg.rollout.http import MOST, Refused, Server
 from rlhf_pg.rollout.sampling import request_seed
-from rlhf_pg.rollout.vllm_requests import check_version, completion, options, room
+from rlhf_pg.rollout.vllm_answers import Wanted
+from rlhf_pg.rollout.vllm_requests import check_version, options, room
 
-CONNECTIONS = 256  # requests that a server is given at once
+T = TypeVar("T")
+
+BYTES = 4096  # of an answer, for each token: the longest have some hundred characters
 MOMENT = 0.05  # seconds that a step waits for an answer
 REMEDY = "look into its log, start it again, and resume"
 
@@ -42,7 +52,8 @@ class VllmServerEngine(RolloutEngine):
         model: the policy; its weights are looked at in `synced` alone.
         eos_token_ids: each ends a completion.
         url: of the server, without a path.
-        directory: for weights, under a path that the server sees too.
+        directory: under a path that the server sees too; weights are put into one of our own in it,
+            which has a name that nobody knows, and is removed in the end.
         timeout: seconds for one answer.
         is_main: this process hands over the weights; the others have to wait until it has.
 
@@ -65,9 +76,8 @@ class VllmServerEngine(RolloutEngine):
         self.server = Server(url, timeout, REMEDY)
         self.directory, self.is_main = directory.absolute(), is_main
         check_version(self._version(), f"the server at {url}")
-        [served, *_] = self.server.get("/v1/models")["data"]
-        self.served: str = served["id"]
-        self.max_model_length: int = served["max_model_len"]
+        self.vocab_size: int = bare(model).config.get_text_config().vocab_size
+        self.served, self.max_model_length = self._get("/v1/models", vllm_answers.served)
         self.name = self.served  # of the weights to sample from
         self._check_logprobs()
         if not isinstance(model, PeftModel):
@@ -97,13 +107,10 @@ class VllmServerEngine(RolloutEngine):
         yield
 
     def _load_adapter(self, model: PeftModel, name: str) -> None:
-        place = self.directory / name
-        model.save_pretrained(place)
+        place = self._saved(model, name)
         if name not in self._models():
             try:
-                self.server.post(
-                    "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(place)}
-                )
+                self._load(name, place)
             except RolloutError as error:
                 raise RolloutError(
                     f"{error}. The server needs --enable-lora, a --max-lora-rank that is not below "
@@ -113,21 +120,52 @@ class VllmServerEngine(RolloutEngine):
         if self.name != self.served:
             # It is only memory: a server that has lost the old one has done what is asked.
             with suppress(Refused):
-                self.server.post("/v1/unload_lora_adapter", {"lora_name": self.name})
-            shutil.rmtree(self.directory / self.name, ignore_errors=True)
+                self._do("/v1/unload_lora_adapter", {"lora_name": self.name})
+            shutil.rmtree(self._own / self.name, ignore_errors=True)
+
+    @cached_property
+    def _own(self) -> Path:
+        """A directory that is private to this run, whatever else there is, and whoever made it."""
+        for place in [*reversed(self.directory.parents), self.directory]:
+            if not place.exists():
+                place.mkdir(mode=0o700)
+        own = Path(tempfile.mkdtemp(prefix="weights-", dir=self.directory))
+        weakref.finalize(self, _remove, own, os.getpid())
+        return own
+
+    def _saved(self, model: PreTrainedModel | PeftModel, name: str) -> Path:
+        """Weights, under a path for the server.
+
+        Raises:
+            RolloutError: they cannot be written.
+        """
+        try:
+            place = self._own / name
+            model.save_pretrained(place)
+        except (OSError, SafetensorError) as error:
+            raise RolloutError(
+                f"vllm_sync_directory: weights cannot be written to {self.directory} "
+                f"({told(error)}): make room, or choose another"
+            ) from error
+        return place
+
+    def _load(self, name: str, place: Path) -> None:
+        try:
+            self._do("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(place)})
+        except Refused:
+            # Asked a second time, since its first answer was lost, it refuses what it has done.
+            if name not in self._models():
+                raise
 
     def _replace_weights(self) -> None:
-        place = self.directory / "policy"
-        self.model.save_pretrained(place)
+        place = self._saved(self.model, "policy")
         try:
-            self.server.post(
-                "/collective_rpc",
-                {"method": "reload_weights", "kwargs": {"weights_path": str(place)}},
-            )
+            arguments = {"weights_path": str(place)}
+            self._do("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
         except RolloutError as error:
             raise RolloutError(f"{error}. It has to see {place} (vllm_sync_directory)") from error
         shutil.rmtree(place)
-        if not self.server.post("/reset_prefix_cache", {})["success"]:
+        if not self.server.ask("/reset_prefix_cache", {}, vllm_answers.success):
             raise RolloutError(
                 f"the server at {self.server.url} keeps keys and values of old weights, since it "
                 "is at work for others: it has to be for this run alone"
@@ -137,14 +175,21 @@ class VllmServerEngine(RolloutEngine):
 
     def _version(self) -> str:
         try:
-            return str(self.server.get("/version")["version"])
+            return str(self._get("/version", lambda answer: answer)["version"])
         except (Refused, TypeError, LookupError) as error:
             raise ValueError(
-                f"vllm_server_base_url: at {self.server.url} is no vLLM ({error!r})"
+                f"vllm_server_base_url: at {self.server.url} is no vLLM ({told(error)})"
             ) from error
 
+    def _get(self, path: str, read: Callable[[Any], T]) -> T:
+        return self.server.ask(path, None, read)
+
+    def _do(self, path: str, body: dict[str, Any]) -> None:
+        """Ask for what is answered with nothing of use."""
+        self.server.ask(path, body, lambda answer: None)
+
     def _models(self) -> list[str]:
-        return [model["id"] for model in self.server.get("/v1/models")["data"]]
+        return self._get("/v1/models", vllm_answers.models)
 
     def _check_logprobs(self) -> None:
         """Raw log-probabilities do not depend on the temperature, which may be up to 2."""
@@ -159,31 +204,31 @@ class VllmServerEngine(RolloutEngine):
         """Log-probability of the likeliest token after an arbitrary one."""
         body = {"model": self.served, "prompt": [self.eos_token_ids[0]], "max_tokens": 1}
         body |= {"temperature": temperature, "logprobs": 1}
-
-        def read(answer: Any) -> float:
-            return float(max(answer["choices"][0]["logprobs"]["top_logprobs"][0].values()))
-
-        return self.server.ask("/v1/completions", body, read)
+        return self.server.ask("/v1/completions", body, vllm_answers.likeliest)
 
     def _check_replaceable(self, model: PreTrainedModel) -> None:
         try:
-            info = self.server.get("/server_info?config_format=json")["vllm_config"]
+            on_cpu = self._get("/server_info?config_format=json", vllm_answers.on_cpu)
         except Refused as error:
             raise ValueError(
                 f"the server at {self.server.url} does not take weights: start it with "
                 "VLLM_SERVER_DEV_MODE=1 in its environment, or train an adapter (use_peft)"
             ) from error
-        on_cpu = "cpu" in str(info["device_config"])
         if on_cpu and model.config.tie_word_embeddings:
             raise ValueError(
                 f"the server at {self.server.url} runs on a CPU, where vLLM does not replace a "
                 "head that is tied to the input: train an adapter (use_peft), or use "
                 "rollout_engine vllm"
             )
+        if on_cpu and has_experts(model):
+            raise ValueError(
+                f"the server at {self.server.url} runs on a CPU, where vLLM does not replace the "
+                "weights of experts: set rollout_engine to native"
+            )
 
 
 class _Session:
-    """Every sample is an HTTP request in a thread of its own."""
+    """Every sample is a request of its own."""
 
     def __init__(self, engine: VllmServerEngine, params: SamplingParams, seed: int) -> None:
         self._engine, self._params, self._seed = engine, params, seed
@@ -192,15 +237,14 @@ class _Session:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        self._pool = ThreadPoolExecutor(CONNECTIONS)
+        self._asked: set[Future[Finished]] = set()
         self._answers: queue.SimpleQueue[Future[Finished]] = queue.SimpleQueue()
-        self._waiting = 0
 
     def add(self, request: Request) -> None:
         max_tokens = room(request, self._params, self._engine.max_model_length)
         for sample in request.samples:
-            self._waiting += 1
-            future = self._pool.submit(self._complete, request, sample, max_tokens)
+            future = self._begin(request, sample, max_tokens)
+            self._asked.add(future)
             future.add_done_callback(self._answers.put)
 
     def step(self) -> list[Finished]:
@@ -209,46 +253,42 @@ class _Session:
             arrived.append(self._answers.get(timeout=MOMENT))
             while True:
                 arrived.append(self._answers.get_nowait())
-        self._waiting -= len(arrived)
+        self._asked.difference_update(arrived)
         return [future.result() for future in arrived]
 
     @property
     def idle(self) -> bool:
-        return not self._waiting
+        return not self._asked
 
     def close(self) -> None:
-        """Ask for nothing more; what is under way ends by itself."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Give up what is under way: its connection is closed, by which vLLM knows."""
+        for future in self._asked:
+            future.cancel()
 
-    def _complete(self, request: Request, sample: int, max_tokens: int) -> Finished:
+    def _begin(self, request: Request, sample: int, max_tokens: int) -> "Future[Finished]":
         body = self._options | {
             "prompt": list(request.tokens),
             "max_tokens": max_tokens,
             "seed": request_seed(self._seed, request.draw, sample, request.position),
         }
+        wanted = Wanted(
+            max_tokens=max_tokens,
+            vocab_size=self._engine.vocab_size,
+            eos_token_ids=self._engine.eos_token_ids,
+            by_string=bool(self._params.stop_strings),
+        )
 
-        def read(answer: Any) -> Completion:
-            return _completion(answer, max_tokens)
+        def read(answer: Any) -> Finished:
+            return Finished(request, sample, wanted.read(answer))
 
-        return Finished(request, sample, self._engine.server.ask("/v1/completions", body, read))
+        most = MOST + BYTES * (len(request.tokens) + max_tokens)
+        return self._engine.server.begin("/v1/completions", body, read, most)
 
 
-def _completion(answer: Any, max_tokens: int) -> Completion:
-    """The only choice of an answer.
-
-    Raises:
-        ValueError, LookupError, TypeError: something is missing.
-    """
-    [choice] = answer["choices"]
-    tokens, reason = choice["token_ids"], choice["finish_reason"]
-    logprobs = choice["logprobs"]["token_logprobs"]
-    if reason not in ("stop", "length"):
-        raise ValueError(f"finish_reason {reason!r}")
-    if len(tokens) != len(logprobs) or not tokens:
-        raise ValueError(f"{len(tokens)} tokens with {len(logprobs)} log-probabilities")
-    if reason == "length" and len(tokens) < max_tokens:
-        raise ValueError(f"{len(tokens)} of {max_tokens} tokens, and no stop")
-    return completion(tokens, logprobs, reason)
+def _remove(place: Path, owner: int) -> None:
+    """In the end of the process that made it, and not in that of one which it has forked."""
+    if os.getpid() == owner:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def _digest(model: PeftModel) -> str:

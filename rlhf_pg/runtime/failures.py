@@ -26,6 +26,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 POLL = 1.0  # seconds between two looks at the store
+MEETING = 2.0  # seconds in which all processes raise what they raise together
+PARTING = 120.0  # seconds that one may wait for others who save, when the launcher is gone
 GRACE = 5.0  # seconds that others get to answer, or to end by an error of their own
 LONGEST = 20_000  # characters of a failure
 NUMBERS = itertools.count()  # of watches: the same in every process
@@ -39,10 +41,10 @@ UNHEARD = (AttributeError, ValueError, OSError)
 
 
 class Terminated(SystemExit):
-    """All processes leave together, after SIGTERM: that is no failure of one of them."""
+    """All processes leave together, after a signal: that is no failure of one of them."""
 
-    def __init__(self) -> None:
-        super().__init__(128 + signal.SIGTERM)  # as a shell has it
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__(128 + number)  # as a shell has it
 
 
 class Failure(NamedTuple):
@@ -72,6 +74,8 @@ class Watch:
         self._rank, self._world, self._timeout = rank, world, timeout
         self._wait: tuple[str, float] | None = None  # in what the main thread waits, since when
         self._heard: Failure | None = None
+        self._departures = itertools.count()
+        self._parent = os.getppid()
         self._stop = threading.Event()
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)  # the watchdog of NCCL aborts the process
@@ -117,6 +121,25 @@ class Watch:
         if not self._heard:
             self._answer()
 
+    def leave_together(self, place: str) -> bool:
+        """Whether every process is on its way out, from the same place; the same answer in all.
+
+        None is then in a collective, or comes to one: they may take another together.
+        """
+        departure = f"leaves/{next(self._departures)}"
+        keys = [f"{departure}/{rank}" for rank in range(self._world)]
+        deadline = time.monotonic() + MEETING
+        try:
+            self._store.set(keys[self._rank], place)
+            while not (all_here := self._store.check(keys)) and time.monotonic() < deadline:
+                time.sleep(POLL / 20)
+            places = {self._store.get(key) for key in keys} if all_here else set()
+            # One of them decides for all: others may have lost patience at the same moment.
+            verdict = self._store.compare_set(departure, "", "yes" if len(places) == 1 else "no")
+        except RuntimeError:  # the store is gone
+            return False
+        return bool(verdict == b"yes")
+
     def _publish(self, what: str, hung: bool = False) -> Failure:
         """Write a failure of this process, if it is the first; returns the first."""
         text = f"rank {self._rank} ({socket.gethostname()}) {what[:LONGEST]}"
@@ -159,7 +182,9 @@ class Watch:
                     self._end(Failure(*json.loads(self._store.get("first"))))
             except RuntimeError as error:
                 text = f"the store of all processes is gone, with rank 0 or its launcher: {error}"
-                self._end_when_waiting(text, patience=float("inf"))
+                orphaned = os.getppid() != self._parent  # then all save and end by themselves
+                grace = PARTING if orphaned else GRACE
+                self._end_when_waiting(text, patience=float("inf"), grace=grace)
 
     def _waited(self, since: float = 0.0) -> float:
         """Seconds that the main thread has waited for others, of those after `since`."""
@@ -178,11 +203,11 @@ class Watch:
         self._meet("knows", ())
         self._end_when_waiting("cannot go on without the others", self._timeout)
 
-    def _end_when_waiting(self, why: str, patience: float) -> None:
+    def _end_when_waiting(self, why: str, patience: float, grace: float = GRACE) -> None:
         """Returns when the process ends by itself."""
         heard = time.monotonic()
         while not self._stop.wait(POLL):
-            if self._waited(heard) > GRACE or time.monotonic() - heard > patience:
+            if self._waited(heard) > grace or time.monotonic() - heard > patience:
                 self._leave(why)
 
     def _leave(self, why: str) -> NoReturn:

@@ -164,6 +164,14 @@ class Runtime:
         texts, _ = self.gather(torch.tensor(list(mine.encode()), dtype=torch.uint8).to(self.device))
         return bytes(texts.tolist()).decode().split("\0")[0]
 
+    def leave_together(self, place: str) -> bool:
+        """Whether all processes end here, each by an error of its own or of all; not collective.
+
+        Args:
+            place: where in the run.
+        """
+        return self.watch is None or self.watch.leave_together(place)
+
     @waits
     def wait(self) -> None:
         """Until every process is here."""

@@ -1,4 +1,6 @@
-"""SIGTERM, which schedulers send before they take a machine away: a run ends after its step."""
+"""Signals after which a run ends with its step: SIGTERM, which schedulers send before they take a
+machine away; SIGHUP, of a terminal that is closed; in several processes SIGINT (Ctrl-C) as well.
+"""
 
 import os
 import signal
@@ -8,50 +10,72 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from rlhf_pg.runtime.processes import Runtime
 
+LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # a launcher tells its processes
+POLL = 1.0  # seconds between two looks at who our parent is
 SAME = 2.0  # seconds in which a second signal is the first once more: a launcher passes it on
 
 
 class Termination:
-    """Whether a run is to end: SIGTERM has come, here or to another process."""
+    """Whether a run is to end: a signal has come, here or to another process."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._asked: float | None = None  # when
+        self._asked: tuple[int, float] | None = None  # by which signal, and when
         self._process = os.getpid()
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Around a run. The first SIGTERM is noted, and one that comes later ends the process.
+        """Around a run. The first signal is noted, and one that comes later ends the process.
 
-        Only the main thread can do so; in another one, SIGTERM is what it was.
+        Only the main thread can do so; in another one, signals are what they were. One that was
+        ignored, as under nohup, still is.
         """
         self._asked, self._process = None, os.getpid()
-        old = signal.getsignal(signal.SIGTERM)
+        in_main = threading.current_thread() is threading.main_thread()
+        handlers = {number: signal.getsignal(number) for number in self._numbers() if in_main}
         # None: a handler that is not Python's, and could not be put back.
-        if threading.current_thread() is not threading.main_thread() or old is None:
-            yield
-            return
-        signal.signal(signal.SIGTERM, self._note)
+        theirs = {n: old for n, old in handlers.items() if old not in (None, signal.SIG_IGN)}
+        ended = threading.Event()
         try:
+            for number in theirs:
+                signal.signal(number, self._note)
+            if any(name in os.environ for name in LAUNCHED):
+                watch = threading.Thread(target=self._watch_parent, args=(ended,), daemon=True)
+                watch.start()
             yield
         finally:
-            signal.signal(signal.SIGTERM, old)
+            ended.set()
+            for number, old in theirs.items():
+                signal.signal(number, old)
 
-    def _note(self, *_: Any) -> None:
+    def _watch_parent(self, ended: threading.Event) -> None:
+        """A launcher that is gone, as by a SIGTERM that it does not pass on, is a SIGTERM here:
+        nobody would end this process, and the run that is started again would find it in its way.
+        """
+        parent = os.getppid()
+        while not ended.wait(POLL):
+            if os.getppid() != parent:
+                if self._asked is None:
+                    self._asked = signal.SIGTERM, time.monotonic()
+                return
+
+    def _numbers(self) -> list[signal.Signals]:
+        # One process alone ends by KeyboardInterrupt; one of several would leave the others.
+        interrupt = [signal.SIGINT] if self._runtime.world > 1 else []
+        return [signal.SIGTERM, signal.SIGHUP, *interrupt]
+
+    def _note(self, number: int, _: Any) -> None:
         # Nothing else: whatever the main thread was at, a write for one, is only interrupted here.
         now = time.monotonic()
         if self._asked is None:
-            self._asked = now
+            self._asked = number, now
         # A reward's own process, a fork, has inherited this and is to end like any other.
-        if os.getpid() != self._process or now > self._asked + SAME:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
+        if os.getpid() != self._process or now > self._asked[1] + SAME:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
-    def agreed(self) -> bool:
-        """Whether it has come to any process; collective."""
-        asked = torch.tensor(float(self._asked is not None), device=self._runtime.device)
-        return bool(self._runtime.total(asked) > 0)
+    def agreed(self) -> int:
+        """The signal that has come to any process, the largest of several; or 0. Collective."""
+        return self._runtime.most(self._asked[0] if self._asked else 0)

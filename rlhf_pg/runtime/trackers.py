@@ -13,6 +13,7 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTrack
 from accelerate.utils import is_tensorboard_available, is_trackio_available, is_wandb_available
 
 from rlhf_pg.metrics import finite
+from rlhf_pg.quoted import told
 from rlhf_pg.runtime.processes import Runtime
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class Trackers:
         try:
             makers = _trackers(directory, run_name)
         except OSError as error:
-            return f"report_to: the trackers cannot start: {error}"
+            return f"report_to: the trackers cannot start: {told(error)}"
         failures = []
         for name in self._names:
             try:
@@ -104,7 +105,7 @@ class Trackers:
                 self._open[name] = tracker
                 tracker.store_init_configuration(plain)
             except Exception as error:  # of whatever kind its library raises
-                failures.append(f"report_to: {name} cannot start: {error}")
+                failures.append(f"report_to: {name} cannot start: {told(error)}")
                 self._close(name)
         return "; ".join(failures) or None
 
@@ -119,7 +120,9 @@ class Trackers:
             act(self._open[name])
         except Exception as error:  # of whatever kind its library raises
             del self._open[name]
-            logger.warning("report_to: %s failed and gets nothing from here on: %s", name, error)
+            logger.warning(
+                "report_to: %s failed and gets nothing from here on: %s", name, told(error)
+            )
 
 
 def _trackers(directory: Path, run_name: str | None) -> dict[str, Callable[[], GeneralTracker]]:

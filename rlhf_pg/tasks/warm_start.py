@@ -17,6 +17,7 @@ from transformers.utils import get_json_schema
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.data import encode, encode_answer
 from rlhf_pg.recipe import parse, recipe_file
+from rlhf_pg.run_files import set_aside
 from rlhf_pg.tasks import TASKS, Demonstration, Task
 
 Examples = list[dict[str, list[int]]]
@@ -29,7 +30,7 @@ LAUNCHER_PREFIXES = (
 
 
 def warm_start(args: SFTConfig) -> Path:
-    """Train a new model on the task's problems and answers, and save it.
+    """Train a new model on the task's problems and answers; set aside what was there, and save it.
 
     Returns:
         The directory of the model, `args.output_dir/final`.
@@ -58,6 +59,7 @@ def warm_start(args: SFTConfig) -> Path:
         train_dataset=_examples(task, tokenizer),
         data_collator=lambda rows: _collate(rows, tokenizer.pad_token_id),
     )
+    set_aside(Path(args.output_dir))
     trainer.train()
     final = Path(args.output_dir) / "final"
     tokenizer.save_pretrained(final)

@@ -7,23 +7,24 @@ ranks, T completion width; a row is one completion.
 import dataclasses
 import logging
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, set_seed
 
 from rlhf_pg import models, recipe, sealed
-from rlhf_pg.advantages import ADVANTAGES, Signals
+from rlhf_pg.advantages import ADVANTAGES, NEED_GRADIENTS, Signals
 from rlhf_pg.checkpoint import Checkpointer, TrainState
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data import Prompts, PromptSampler, vocabulary_fingerprint
@@ -40,6 +41,7 @@ from rlhf_pg.random_states import restore_rng, rng_tensors
 from rlhf_pg.rewards import Rewards, RewardSource
 from rlhf_pg.rollout import (
     EnvironmentFactory,
+    Player,
     RolloutEngine,
     RolloutError,
     SamplingParams,
@@ -56,13 +58,23 @@ from rlhf_pg.trainers.engines import chosen, start, with_engine
 from rlhf_pg.trainers.episodes import episode_counts, episode_metrics, paid
 from rlhf_pg.trainers.evaluation import Answer, evaluate, stripped_text
 from rlhf_pg.trainers.learner import Learner
+from rlhf_pg.trainers.leaving import saved_on_leaving
 from rlhf_pg.trainers.mismatch import against_sampler
+from rlhf_pg.trainers.model_check import check_model
 from rlhf_pg.trainers.samples import Judged, Samples, collect
 from rlhf_pg.trainers.scoring import make_experience
 from rlhf_pg.trainers.shaping import Shaping
 from rlhf_pg.trainers.skipping import Skips
+from rlhf_pg.user_code import foreign
 
 logger = logging.getLogger(__name__)
+
+
+class Begun(NamedTuple):
+    """What a step was begun with, to begin it anew."""
+
+    rng: dict[str, Tensor]
+    numbers: dict[str, Any]
 
 
 class PolicyGradientTrainer:
@@ -122,21 +134,19 @@ class PolicyGradientTrainer:
     ) -> None:
         args = self.config_type() if args is None else args
         if not isinstance(args, self.config_type):
-            wanted = self.config_type.__name__
-            raise ValueError(f"args must be a {wanted}, got {type(args).__name__}")
+            raise ValueError(
+                f"args must be a {self.config_type.__name__}, got {type(args).__name__}"
+            )
         self.args, model = inputs.resolve(args, model, eval_dataset)
         args = self.args
         self.callbacks = list(callbacks or ())
         self.runtime = Runtime(args.ddp_timeout)
+        for doubt in args.doubts if self.runtime.is_main else ():
+            logger.warning("%s", doubt)
         self.trackers = Trackers(args.report_to, self.runtime)
         self.termination = Termination(self.runtime)
-        self.rewards = Rewards(
-            reward_funcs,
-            args.reward_weights,
-            reward_processing_classes,
-            self.runtime.device,
-            environment=environment_factory is not None,
-        )
+        played = environment_factory is not None
+        self.rewards = self._new_rewards(reward_funcs, reward_processing_classes, played)
         self.shaping = Shaping(args, self.rewards)
         set_seed(args.seed)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
@@ -144,21 +154,38 @@ class PolicyGradientTrainer:
         self.model = inputs.load_policy(
             model, args, self.runtime.loading_device, self.peft_config, quantization_config
         )
-        self.processing_class = models.load_tokenizer(processing_class, self.model, args.pad_token)
+        self.processing_class = models.load_tokenizer(
+            processing_class, self.model, args.pad_token, args.trust_remote_code
+        )
         self.player = inputs.player(
             args, tools, environment_factory, self.model, self.processing_class
         )
         self._load_prompts(train_dataset, eval_dataset)
         self._choose()
         self.critic = self.new_critic()
+        for module in filter(None, (self.model, self.critic)):
+            models.settle_positions(module, self.longest_row)
         self.state = TrainState()
-        self._begun: dict[str, Tensor] | None = None  # random states, while a step draws its batch
+        self._begun: Begun | None = None  # while there is a step
         open_keys = "micro_batch_tokens", "rollout_engine"
         self.found = {key for key in open_keys if getattr(args, key) == "auto"}
         self.args, self.why_engine = with_engine(args, self.model, self.runtime)
         self._new_learner(optimizers)
         self._start_engine()
         self.checkpointer = self._checkpointer()
+
+    def _new_rewards(self, functions: Any, processing_classes: Any, environment: bool) -> Rewards:
+        args = self.args
+        return Rewards(
+            functions,
+            args.reward_weights,
+            processing_classes,
+            self.runtime.device,
+            environment,
+            args.reward_model_sees_eos,
+            args.reward_model_closes_truncated,
+            args.trust_remote_code,
+        )
 
     def _load_prompts(self, train_dataset: Dataset | None, eval_dataset: Dataset | None) -> None:
         args = self.args
@@ -202,15 +229,20 @@ class PolicyGradientTrainer:
         self.args = self.learner.args = chosen(self.args, "native")
         self.engine, self.why_engine = self._new_engine(), why
 
-    def _new_engine(self) -> RolloutEngine:
+    @property
+    def longest_row(self) -> int:
+        """Tokens that a row may come to at most."""
         prompts = [p for p in (self.train_prompts, self.eval_prompts) if p is not None]
+        return max(p.longest for p in prompts) + self.args.max_completion_length
+
+    def _new_engine(self) -> RolloutEngine:
         return new_engine(
             self.args,
             self.learner.whole["model"].module,
             models.stop_token_ids(self.model, self.processing_class),
             self.processing_class,
             self.runtime.is_main,
-            max(p.longest for p in prompts) + self.args.max_completion_length,
+            self.longest_row,
         )
 
     def _choose(self) -> None:
@@ -219,6 +251,11 @@ class PolicyGradientTrainer:
         self.estimator: Callable[[Signals], Tensor] = bound(
             ADVANTAGES[args.advantage_estimator], args
         )
+        if args.advantage_estimator in NEED_GRADIENTS and self.runtime.splits:
+            raise ValueError(
+                f"advantage_estimator {args.advantage_estimator} takes gradients of whole weights, "
+                f"which {self.runtime.kind} splits: use DDP, or returns_minus_optimal"
+            )
         self.policy_loss: Callable[..., Loss] = bound(POLICY_LOSSES[args.policy_loss], args)
         self.coefficients = Coefficients(args)
         averaging = args.advantage_estimator == "returns_minus_moving_average"
@@ -284,10 +321,11 @@ class PolicyGradientTrainer:
         per_token, metrics = self.policy_loss(
             new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **options
         )
-        if self.args.correction == "none" and self.args.rollout_engine == "native":
-            return per_token, metrics
-        weights, measured = against_sampler(self.args, batch)
-        return per_token if weights is None else per_token * weights, metrics | measured
+        if self.args.correction != "none" or self.args.rollout_engine != "native":
+            weights, measured = against_sampler(self.args, batch)
+            per_token = per_token if weights is None else per_token * weights
+            metrics |= measured
+        return per_token, metrics | {"policy_loss": per_token.detach()}
 
     def regularizer(self, new: PolicyOutput, batch: Experience) -> Loss:
         """beta KL_t - entropy_coef H_t, (B,T); the KL only where it is part of the loss."""
@@ -330,13 +368,16 @@ class PolicyGradientTrainer:
         Raises:
             ValueError: no such checkpoint, none that is whole, or one beyond the last step;
                 `output_dir` holds those of another run, is in use by one or cannot be written to;
-                or a tracker cannot start.
-            SystemExit: with code 143 (128 + SIGTERM), after SIGTERM to any process: the step has
-                been finished, and a checkpoint saved.
+                the model's config could not be saved; or a tracker cannot start.
+            SystemExit: with code 143 (128 + SIGTERM) after SIGTERM to any process, or 129 after
+                SIGHUP, or in several processes 130 after SIGINT: the step has been finished, and a
+                checkpoint saved. After any other error, too, one of the last step that was
+                finished has been saved, in several processes where all of them end by it.
         """
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
         self._resume(resume_from_checkpoint)
+        self.checkpointer.rehearse(self.runtime)
         directory = Path(self.args.output_dir)
         journal = Journal(directory, self.state.step, self.runtime.is_main)
         if self.runtime.is_main:
@@ -346,10 +387,13 @@ class PolicyGradientTrainer:
             f"{len(self.train_prompts)} prompts, {self.total_steps} steps; "
             f"rollout_engine {self.args.rollout_engine} ({self.why_engine})"
         )
+        if self.args.model_check:
+            check_model(self)
         tracked = self.trackers.opened(
             directory, self.args.run_name, dataclasses.asdict(self.args), self.state.step > 0
         )
-        with self.termination.awaited(), tracked, journal.progress(self.total_steps):
+        progress = journal.progress(self.total_steps)
+        with self.termination.awaited(), tracked, progress, saved_on_leaving(self):
             while self.state.step < self.total_steps:
                 metrics = self.step(journal)
                 failpoint("stepped")
@@ -357,24 +401,33 @@ class PolicyGradientTrainer:
                     if _due(self.state.step, self.args.eval_steps):
                         metrics |= self.evaluate()
                         self._keep_if_best(metrics["eval_reward"])
-                    for callback in self.callbacks:
-                        callback.on_step(self, metrics)
+                    self._tell("on_step", metrics)
                 finally:  # a step that was taken has its line, whatever fails after it
                     journal.step(metrics)
-                    self.trackers.log(metrics)
+                    if self._is_tracked(metrics):
+                        self.trackers.log(metrics)
                 saves = _due(self.state.step, self.args.save_steps)
-                terminated = self.termination.agreed()
+                number = self.termination.agreed()
                 if saves:
                     self.save_checkpoint()
-                if terminated:
-                    self._end_by_sigterm(journal)
+                if number:
+                    self._end_by_signal(number, journal)
             # Before the trackers are closed, which may wait for a network.
             self._save_final(directory / "final")
-            if self.termination.agreed():  # whoever called is to end as well
-                self._end_by_sigterm(journal)
+            if number := self.termination.agreed():  # whoever called is to end as well
+                self._end_by_signal(number, journal)
         journal.say(f"saved {directory / 'final'}")
+        self._tell("on_end")
+
+    def _tell(self, moment: str, *arguments: Any) -> None:
+        """Call a method of every callback."""
         for callback in self.callbacks:
-            callback.on_end(self)
+            with foreign(f"{moment} of the callback {type(callback).__name__}"):
+                getattr(callback, moment)(self, *arguments)
+
+    def _is_tracked(self, metrics: dict[str, Any]) -> bool:
+        due = _due(self.state.step, self.args.logging_steps)
+        return due or "eval_reward" in metrics or self.state.step == self.total_steps
 
     def _resume(self, choice: str | bool | None) -> None:
         saved = self.checkpointer.resume(choice, self.runtime)
@@ -391,9 +444,10 @@ class PolicyGradientTrainer:
             self._sample_as_before(saved["rollout_engine"])
         self.checkpointer.config = self._config()
 
-    def _end_by_sigterm(self, journal: Journal) -> None:
-        journal.say(f"SIGTERM: the run goes on from {self._checkpoint()}")
-        raise Terminated
+    def _end_by_signal(self, number: int, journal: Journal) -> None:
+        name = signal.Signals(number).name
+        journal.say(f"{name}: the run goes on from {self._checkpoint()}")
+        raise Terminated(number)
 
     def _set_budget(self, tokens: int) -> None:
         """Split rows as the run that is resumed did: sums in another order round otherwise."""
@@ -420,12 +474,9 @@ class PolicyGradientTrainer:
     def step(self, journal: Journal) -> dict[str, Any]:
         """One rollout batch and every update on it; returns the line for metrics.jsonl."""
         start, meter = time.perf_counter(), Meter()
-        self._begun = rng_tensors()
-        try:
-            with self.sampling():
-                batch = draw_batch(self, meter)
-        finally:
-            self._begun = None
+        self._begun = Begun(rng_tensors(), self.checkpointer.numbers())
+        with self.sampling():
+            batch = draw_batch(self, meter)
         samples, scores = batch.judged
         with meter.time("score"):
             experience, metrics = self.make_experience(samples.rollout, scores, meter, batch.greedy)
@@ -454,7 +505,18 @@ class PolicyGradientTrainer:
         metrics["num_tokens"] = self.state.num_tokens
         metrics["step_time"] = time.perf_counter() - start
         metrics["perf/tokens_per_second"] = tokens / metrics["step_time"]
+        self._begun, self.learner.begun = None, 0
         return dict.fromkeys(KEYS) | metrics
+
+    def take_back_step(self) -> None:
+        """Where a step has broken off, it begins anew: random states, counters and records.
+
+        Weights that it has updated stay as they are.
+        """
+        if self._begun is not None:
+            restore_rng(self._begun.rng)
+            self.checkpointer.put_back(self._begun.numbers)
+        self._begun, self.learner.begun = None, 0
 
     def roll_out(self, draws: range) -> Samples:
         """Sample this rank's share of the prompts, whole groups each.
@@ -500,8 +562,19 @@ class PolicyGradientTrainer:
                 self.args.seed,
                 dtype=torch.promote_types(self.dtype, torch.float32),
                 device=self.runtime.device,
-                player=self.player,
+                player=self._player(),
             )
+
+    def _player(self) -> Player | None:
+        """Of episodes whose prompts, of their environments' choice, leave room for completions."""
+        if self.player is None:
+            return None
+        limits = [models.max_positions(self.model)]
+        if "micro_batch_tokens" not in self.found:  # which never changes what is sampled
+            limits.append(self.args.token_budget)
+        most = min((limit for limit in limits if limit), default=None)
+        longest = most and most - self.args.max_completion_length
+        return dataclasses.replace(self.player, longest_prompt=longest)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
@@ -532,8 +605,7 @@ class PolicyGradientTrainer:
         if reason is None:
             return
         if self.state.step:
-            if self._begun is not None:  # the step will be taken again from where it began
-                restore_rng(self._begun)
+            self.take_back_step()
             try:
                 reason = f"{reason} (saved so far: {self._checkpoint()})"
             except OSError as error:  # which is not what ends the run
@@ -556,9 +628,24 @@ class PolicyGradientTrainer:
                 samples.columns,
                 samples.rollout.action_mask,
                 paid(samples.episodes) if self.rewards.has_environment else None,
+                self._ended(samples),
+                self._trainer_state(),
             )
         rollout = samples.rollout
         return self.shaping.penalized(scores.to(rollout.sampler_logprobs), rollout)
+
+    def _ended(self, samples: Samples) -> list[bool]:
+        """Which completions the policy ended by an EOS."""
+        ends = models.stop_token_ids(self.model, self.processing_class)
+        return [bool(ids) and ids[-1] in ends for ids in samples.completion_ids]
+
+    def _trainer_state(self) -> TrainerState:
+        """What reward functions may ask for."""
+        return TrainerState(
+            epoch=self.state.draws / len(self.train_prompts),
+            global_step=self.state.step,
+            max_steps=self.total_steps,
+        )
 
     def episode_metrics(self, parts: Sequence[Samples]) -> dict[str, float]:
         """Over all processes, for a run with an environment or tools."""
@@ -638,7 +725,8 @@ class PolicyGradientTrainer:
 
     def _keep_if_best(self, reward: float) -> None:
         best = self.state.best_reward
-        if self.args.save_best and (best is None or reward > best):
+        # NaN, where no source applied, is above nothing, and nothing is above it.
+        if self.args.save_best and not math.isnan(reward) and (best is None or reward > best):
             self.state.best_reward = reward
             self.checkpointer.save(self.runtime, Path(self.args.output_dir) / "best")
 
@@ -651,8 +739,7 @@ class PolicyGradientTrainer:
     def save_checkpoint(self) -> Path:
         """Save everything that a resumed run needs, under `output_dir/checkpoints/`."""
         path = self.checkpointer.save(self.runtime)
-        for callback in self.callbacks:
-            callback.on_save(self, path)
+        self._tell("on_save", path)
         return path
 
     @announced

@@ -14,9 +14,9 @@ from rlhf_pg.control import (
 # What each goes by.
 MEASURED = {
     "beta": "kl/completion",
-    "old_kl_coef": "approx_kl/last_pass",
+    "old_kl_coef": "approx_kl/after",
     "entropy_coef": "entropy",
-    "learning_rate_scale": "approx_kl/last_pass",
+    "learning_rate_scale": "approx_kl/after",
 }
 
 
@@ -47,7 +47,9 @@ class Coefficients:
                 args.entropy_coef_max,
             )
         if args.kl_adaptive_lr is not None:
-            self.controllers["learning_rate_scale"] = KLAdaptiveRate(args.kl_adaptive_lr)
+            self.controllers["learning_rate_scale"] = KLAdaptiveRate(
+                args.kl_adaptive_lr, args.kl_adaptive_lr_min, args.kl_adaptive_lr_max
+            )
 
     def __getitem__(self, key: str) -> float:
         """The coefficient with the name of this config key."""
@@ -60,8 +62,9 @@ class Coefficients:
         return 1.0 if mover is None else float(mover.coef)
 
     def metrics(self) -> dict[str, float]:
-        """Those that move, as the step that comes next will use them."""
-        return {name: controller.coef for name, controller in self.controllers.items()}
+        """The entropy's and those that move, as the step that comes next will use them."""
+        moving = {name: controller.coef for name, controller in self.controllers.items()}
+        return {"entropy_coef": self["entropy_coef"]} | moving
 
     def update(self, metrics: dict[str, Any], num_completions: int) -> None:
         """Move them by the numbers of a step, which all processes share."""

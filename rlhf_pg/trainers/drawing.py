@@ -64,11 +64,11 @@ def _draw(trainer: PolicyGradientTrainer, draws: range, meter: Meter) -> Judged:
 def _with_spread(trainer: PolicyGradientTrainer, meter: Meter) -> Batch:
     """Dynamic sampling (DAPO; Yu et al. 2025, section 3.2).
 
-    Groups whose total scores are all equal, and so have no advantage over one another, are set
-    aside; as many new prompts are drawn, for `dynamic_sampling_rounds` rounds at most. What is
-    missing then is filled up with the earliest of the groups set aside, so every step has as many.
-    The groups are numbered anew, from the first draw of the step: their minibatches are as large as
-    without all this.
+    Groups to whose completions the reward functions give one total score (Eq. 11) are set aside,
+    whatever penalties make of it: by its length alone no answer is right. As many new prompts are
+    drawn, for `dynamic_sampling_rounds` rounds at most. What is missing then is filled up with the
+    earliest of the groups set aside, so every step has as many. The groups are numbered anew, from
+    the first draw of the step: their minibatches are as large as without all this.
     """
     args, runtime, start = trainer.args, trainer.runtime, trainer.state.draws
     parts: list[Judged] = []
@@ -98,9 +98,9 @@ def _with_spread(trainer: PolicyGradientTrainer, meter: Meter) -> Batch:
 
 
 def _constant_groups(trainer: PolicyGradientTrainer, judged: Judged) -> set[int]:
-    """The groups of all ranks whose completions have one total score, before any KL."""
+    """The groups of all ranks whose completions have one total score, before penalties and KL."""
     rollout = judged.samples.rollout
-    paid, _ = trainer.runtime.gather(totals(trainer.shaping(judged.scores, rollout)))
+    paid, _ = trainer.runtime.gather(totals(trainer.shaping.judged(judged.scores)))
     groups, _ = trainer.runtime.gather(rollout.groups)
     # On the CPU, where sums have one order: processes that disagreed would wait for ever.
     paid, groups = paid.cpu(), groups.cpu()

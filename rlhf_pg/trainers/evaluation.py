@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from rlhf_pg.attempts import majority_score, pass_at_k
-from rlhf_pg.data import Prompts, batches
+from rlhf_pg.data import Prompts, batches, text_of
 from rlhf_pg.metrics import length_metrics, reward_metrics
+from rlhf_pg.quoted import shown
 from rlhf_pg.rewards import totals
+from rlhf_pg.user_code import foreign
 
 if TYPE_CHECKING:
     from rlhf_pg.trainers.base import PolicyGradientTrainer
@@ -23,8 +25,7 @@ def stripped_text(completion: Any) -> str:
     """Of a completion, or of the last message of one that is a chat; "" if it has none."""
     if isinstance(completion, str):
         return completion.strip()
-    text: str = completion[-1]["content"] if completion else ""
-    return text.strip()
+    return text_of(completion[-1]).strip() if completion else ""
 
 
 def evaluate(
@@ -91,7 +92,8 @@ def _judged(paid: Tensor, completions: Sequence[Any], threshold: float, answer: 
     n = paid.shape[1]
     # Scores are rounded to float32: a sum that should reach the threshold may fall just short.
     right = (paid > threshold - 1e-6).sum(dim=1)
-    answers = [_counted(answer(completion), answer) for completion in completions]
+    with foreign("answer"):
+        answers = [_counted(answer(completion), answer) for completion in completions]
     votes = [majority_score(answers[i * n : (i + 1) * n], p) for i, p in enumerate(paid.tolist())]
     return torch.stack([right.to(paid), paid.new_tensor(votes)], dim=1)
 
@@ -100,7 +102,7 @@ def _counted(given: Hashable, answer: Answer) -> Hashable:
     if not isinstance(given, Hashable):
         raise ValueError(
             f"{getattr(answer, '__name__', answer)} must return answers that can be counted, "
-            f"strings or numbers say, got {given!r}"
+            f"strings or numbers say, got {shown(given)}"
         )
     return given
 

@@ -27,7 +27,7 @@ class GRPOTrainer(PolicyGradientTrainer):
     def advantages(self, signals: Signals) -> Tensor:
         """Scores normalised within the group (outcome supervision, section 4.1.2).
 
-            A_{i,t} = (R_i - mean(R_1..R_G)) / (std(R_1..R_G) + 1e-4)
+            A_{i,t} = (R_i - mean(R_1..R_G)) / (std(R_1..R_G) + scale_rewards_eps)
 
         The same for every token of a completion. The std, with Bessel's correction, makes easy and
         hard prompts weigh alike, which biases the gradient; `scale_rewards: none` leaves it out.

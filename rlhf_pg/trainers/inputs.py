@@ -1,6 +1,7 @@
 """What a trainer is given, checked and made ready: model, adapter, prompts."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from functools import partial
 from os import PathLike
@@ -23,7 +24,8 @@ Model: TypeAlias = str | PathLike[str] | PreTrainedModel
 def resolve(
     args: PolicyGradientConfig, model: Model | None, eval_dataset: Dataset | None
 ) -> tuple[PolicyGradientConfig, Model]:
-    """The model that is meant, and the config with its path.
+    """The model that is meant, and the config with its path and with an absolute `output_dir`: a
+    change of the working directory sends nothing elsewhere.
 
     Raises:
         ValueError: none is named, or there is nothing to evaluate on.
@@ -33,6 +35,7 @@ def resolve(
     model = model or args.model_name_or_path
     if model is None:
         raise ValueError("no model: give model=... or the key model_name_or_path")
+    args = dataclasses.replace(args, output_dir=os.path.abspath(args.output_dir))
     if isinstance(model, str | PathLike):
         args = dataclasses.replace(args, model_name_or_path=str(model))
     return args, model
@@ -51,7 +54,9 @@ def load_policy(
         raise ValueError("give quantization_config or set load_in_4bit, not both")
     if args.load_in_4bit:
         quantization_config = models.quantization(dtype)
-    loaded = models.load_policy(model, dtype, device, peft_config, quantization_config)
+    loaded = models.load_policy(
+        model, dtype, device, peft_config, quantization_config, args.trust_remote_code
+    )
     if args.save_merged and (quantization_config or not isinstance(loaded, PeftModel)):
         raise ValueError("save_merged is for a model with an adapter on unquantized weights")
     return loaded

@@ -5,7 +5,6 @@ Shapes: B rows on this rank, T completion width.
 
 import dataclasses
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
@@ -20,6 +19,7 @@ from rlhf_pg.config import PolicyGradientConfig, PPOConfig
 from rlhf_pg.data import permutation
 from rlhf_pg.experience import Experience, Rollout, to_device
 from rlhf_pg.faults import failpoint
+from rlhf_pg.kl import kl_estimate
 from rlhf_pg.losses import Loss, token_weights, weight_count
 from rlhf_pg.metrics import Meter
 from rlhf_pg.models import (
@@ -76,6 +76,7 @@ class Learner:
     ) -> None:
         self.args, self.runtime, self.loss, self.critic = args, runtime, loss, critic
         self.skips = skips
+        self.begun = 0  # updates of this step that have reached the weights, or were about to
         # A loss that takes `groups` looks at other rows: a micro-batch must have all of them.
         self.compares_rows = "groups" in args.loss_options
         row, found = longest_prompt + args.max_completion_length, args.micro_batch_tokens == "auto"
@@ -83,6 +84,8 @@ class Learner:
         self.policy, self.module = assembled(model, args, critic, tokens, piece(runtime))
         self.module.to(runtime.loading_device).eval()
         self.args = args = with_budget(args, self.module, runtime, longest_prompt)
+        self.pads = True  # rows that are not packed, with others that are longer
+        self.together = True  # rows of one length
         self.reference: Reference | None = None
         if args.beta > 0:
             self.reference = Reference(self.policy, args.sync_ref_model)
@@ -159,6 +162,20 @@ class Learner:
         values, end_values = self.trained(batch, values_alone=True)
         return Scored(values=values, end_values=end_values)
 
+    def squared_gradients(self, rollout: Rollout) -> Tensor:
+        """|grad log pi(y)|^2 of every completion over what is trained, (B,) float64.
+
+        Each has passes of its own, on whole weights and past all hooks: nothing is exchanged.
+        """
+        trained = [p for p in self.policy.parameters() if p.requires_grad]
+        squares = torch.zeros(rollout.num_rows, dtype=torch.float64, device=rollout.groups.device)
+        for i in rollout.action_mask.any(1).nonzero().flatten().tolist():
+            row = rollout.select(torch.tensor([i]))
+            log_p = self.policy(row).logprobs.sum()
+            grads = torch.autograd.grad(log_p, trained, allow_unused=True)
+            squares[i] = sum(g.double().square().sum() for g in grads if g is not None)
+        return squares
+
     def update(self, experience: Experience, step: int, meter: Meter) -> dict[str, float]:
         """Every optimizer update on one rollout batch; one that breaks off leaves nothing behind.
 
@@ -174,19 +191,21 @@ class Learner:
         finally:
             self.module.eval()
         self.skips.end(step + 1, int(metrics["num_updates"]))
+        if self.args.follows_old_kl:
+            moves = metrics["num_updates"] and not self.trains_critic_alone(step)
+            metrics["approx_kl/after"] = self._moved(experience) if moves else math.nan
         return metrics
 
     def _updates(self, experience: Experience, step: int, meter: Meter) -> dict[str, float]:
         norms: list[float] = []
         skipped = 0
-        last_pass: deque[Meter] = deque(maxlen=self.args.num_mini_batches)
         rates = {name: group["lr"] for name, group in self._rates.items()}
         alone = self.trains_critic_alone(step)
-        for number, minibatch in enumerate(self._minibatches(experience, step)):
+        passes = range(self.args.num_iterations)
+        for number, minibatch in enumerate(self._minibatches(experience, step, passes)):
             seen = Meter()
             self.accumulate(minibatch, seen)
             meter.absorb(seen)
-            last_pass.append(seen)
             if alone:
                 # After the exchange, in which DDP waits for every gradient, and before the norm
                 # is taken: neither that nor Adam's moments see where the policy does not go.
@@ -195,22 +214,43 @@ class Learner:
                 self.trained.forget(self.module)
                 self.trained.step()
                 break
+            self.begun += 1
             norm = self._apply_gradient()
             if math.isfinite(norm):
                 norms.append(norm)
             else:
                 self.skips.skip(minibatch, norm, step + 1, number)
                 skipped += 1
-                last_pass.pop()
-        metrics = {
+                self.begun -= 1
+        self._teach_critic(experience, step)
+        return {
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
             **rates,
             "num_updates": len(norms),
             "skipped_updates": skipped,
         }
-        if self.args.old_kl_target is not None or self.args.kl_adaptive_lr is not None:
-            metrics["approx_kl/last_pass"] = self._approx_kl(last_pass) if last_pass else math.nan
-        return metrics
+
+    def _teach_critic(self, experience: Experience, step: int) -> None:
+        """The updates in which the critic alone learns, once the policy has."""
+        args = self.args
+        if not isinstance(args, PPOConfig):
+            return
+        passes = range(args.num_iterations, args.num_iterations + args.value_iterations)
+        first = args.updates_per_step
+        for number, minibatch in enumerate(self._minibatches(experience, step, passes), first):
+            self.accumulate(minibatch, Meter())
+            self.trained.forget(self.policy)  # after the exchange, as above
+            self.begun += 1
+            norm = self._apply_gradient()
+            if not math.isfinite(norm):
+                self.skips.skip(minibatch, norm, step + 1, number)
+                self.begun -= 1
+
+    def keep_to(self, packs: bool, pads: bool, together: bool) -> None:
+        """What the model check found: how rows may lie together."""
+        self.pads, self.together = pads, together
+        if not packs and self.critic is not None:
+            self.critic.window = 0.0
 
     def set_budget(self, tokens: int) -> None:
         """Of another run, in place of what was found here."""
@@ -234,10 +274,12 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] *= scale
 
-    def _minibatches(self, experience: Experience, step: int) -> Iterator[Experience]:
+    def _minibatches(
+        self, experience: Experience, step: int, passes: Iterable[int]
+    ) -> Iterator[Experience]:
         """Draw d is in minibatch d mod num_mini_batches in every pass; only their order varies."""
         args = self.args
-        for iteration in range(args.num_iterations):
+        for iteration in passes:
             for m in permutation(args.num_mini_batches, args.seed, step, iteration):
                 rows = (experience.groups % args.num_mini_batches == m).nonzero().squeeze(1)
                 yield experience.select(rows)
@@ -250,14 +292,22 @@ class Learner:
         """
         if self.args.target_kl is None:
             return False
-        return self._approx_kl([seen]) > 1.5 * self.args.target_kl
+        return seen.means(self.runtime.total(seen.sums()))["approx_kl"] > 1.5 * self.args.target_kl
 
-    def _approx_kl(self, seen: Iterable[Meter]) -> float:
-        """Mean KL(old || new) over the tokens of these minibatches and all processes."""
-        together = Meter()
-        for meter in seen:
-            together.absorb(meter)
-        return together.means(self.runtime.total(together.sums()))["approx_kl"]
+    def _moved(self, experience: Experience) -> float:
+        """KL(old || new) per trained token, over all rows of the step and all processes.
+
+            E_old[sum_t (rho_t - 1 - log rho_t)] / E_old[length],   rho_t = pi(y_t) / pi_old(y_t)
+
+        One more forward pass: what the updates themselves saw is the policy before each of them.
+        """
+        now = self._over(experience, lambda batch: Scored(self.trained(batch).logprobs))
+        assert now.old_logprobs is not None
+        assert experience.old_logprobs is not None
+        kl = kl_estimate(experience.old_logprobs, now.old_logprobs, "k3")
+        meter = Meter()
+        meter.add_masked("kl", kl, experience.action_mask)
+        return meter.means(self.runtime.total(meter.sums()))["kl"]
 
     def accumulate(self, minibatch: Experience, meter: Meter) -> None:
         """Add the gradient of one optimizer update to `.grad`, micro-batch by micro-batch."""
@@ -267,6 +317,8 @@ class Learner:
         if args.skip_zero_advantages:
             minibatch = minibatch.select(_rows_with_advantage(minibatch))
         micro_batches = list(self._micro_batches(minibatch))
+        router_loss = self._router_loss(micro_batches)
+        share = 1 / (self.runtime.world * len(micro_batches))
         for i, (_, batch) in enumerate(micro_batches):
             with self.trained.micro_batch(last=i + 1 == len(micro_batches)):
                 new: PolicyOutput = self.trained(batch)
@@ -281,12 +333,37 @@ class Learner:
                     per_token.dtype,
                 )
                 loss = (per_token * weights).sum()
+                if router_loss is not None:
+                    aux_loss = router_loss(new)
+                    loss = loss + args.router_aux_loss_coef * aux_loss
+                    meter.add("aux_loss", aux_loss, share)
                 failpoint("backward")
                 # A loss that is not finite makes the gradient so, and with it the norm of all
                 # processes; 0 is added to the others.
                 self.trained.backward(loss * (1 + (loss - loss).detach()))
-            meter.add("loss", loss, 1 / (self.runtime.world * len(micro_batches)))
+            meter.add("loss", loss, share)
             self._measure(new, batch, metrics, meter)
+
+    def _router_loss(
+        self, micro_batches: list[tuple[Tensor | None, Experience]]
+    ) -> Callable[[PolicyOutput], Tensor] | None:
+        """What a micro-batch adds to the auxiliary loss of the routers; None without one.
+
+        A pass of its own counts what all tokens of the update choose, on all processes: the
+        gradient of the first micro-batch goes by what the last one chooses.
+        """
+        balance = self.policy.balance
+        if balance is None:
+            return None
+        with torch.no_grad():
+            parts = [self.trained(batch, routes_alone=True) for _, batch in micro_batches]
+        chosen = self.runtime.total(torch.stack(parts).sum(0))
+
+        def router_loss(new: PolicyOutput) -> Tensor:
+            assert new.routed is not None  # a policy that is balanced says so
+            return balance.loss(chosen, new.routed.probability)
+
+        return router_loss
 
     def _measure(
         self, new: PolicyOutput, batch: Experience, metrics: dict[str, Tensor], meter: Meter
@@ -326,7 +403,9 @@ class Learner:
         if self.critic is not None:  # what one of them pads must fit
             window = min(window, self.critic.window)
         batch = batch.counted()
-        chunks = batch.micro_batches(self.args.token_budget, self.compares_rows, window)
+        budget = self.args.token_budget if self.together else 1  # a row is more
+        whole_groups = self.compares_rows
+        chunks = batch.micro_batches(budget, whole_groups, window, self.pads)
         # Asked before the first: a forward pass may itself wait for the other processes.
         count = max(1, self.runtime.most(len(chunks)))
         for rows in chunks:
@@ -348,7 +427,8 @@ def assembled(
         most_tokens, piece: see `Policy`.
     """
     has_bonus = args.entropy_coef > 0 or args.entropy_target is not None
-    policy = Policy(model, args.temperature, has_bonus, most_tokens, piece)
+    balanced = args.router_aux_loss_coef > 0
+    policy = Policy(model, args.temperature, has_bonus, most_tokens, piece, balanced)
     module: nn.Module = policy
     if critic is not None:
         # With adapters it is activations that memory goes to; checkpointing has its own way.
@@ -357,9 +437,9 @@ def assembled(
     if args.disable_dropout:
         disable_dropout(module)
     else:
-        policy.pad_if_dropping()
+        policy.keep_dropout()
         if critic is not None:
-            critic.pad_if_dropping()
+            critic.keep_dropout()
     for part in (model, critic.model if critic else None):
         # The user may have asked the model itself, in another form than ours.
         if args.gradient_checkpointing or checkpoints(part):

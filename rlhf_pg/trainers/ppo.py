@@ -104,8 +104,7 @@ class PPOTrainer(PolicyGradientTrainer):
         )
         regularizer, more = self.regularizer(new, batch)
         per_token = surrogate + self.args.vf_coef * value + regularizer
-        parts = {"policy_loss": surrogate.detach(), "value_loss": value.detach()}
-        return per_token, parts | metrics | value_metrics | more
+        return per_token, {"value_loss": value.detach()} | metrics | value_metrics | more
 
     def bootstrap_value(self, rollout: Rollout, end_values: Tensor | None) -> Tensor | None:
         """V of what might have followed a completion that was cut off; 0 for the others."""
@@ -134,6 +133,7 @@ class PPOTrainer(PolicyGradientTrainer):
             value_model,
             self.peft_config,
             args.seed if random else None,
+            args.trust_remote_code,
         )
         if args.normalize_values and (critic.head is None or critic.head.weight.any()):
             raise ValueError(

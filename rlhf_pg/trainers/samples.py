@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.data import Prompts
+from rlhf_pg.data import Prompts, whole_turn
 from rlhf_pg.experience import Rollout
 from rlhf_pg.rewards import totals
 from rlhf_pg.rollout import Completion, Episode, Player, RolloutEngine, SamplingParams
@@ -140,15 +140,11 @@ def collect(
     repeated = [row for row in rows for _ in range(n)]
     columns: dict[str, list[Any]] = prompts.rows[repeated] if repeated else {}
     columns.pop("prompt", None)
+    said = [_said(episode, tokenizer) for episode in episodes]
     return Samples(
         rollout=rollout,
-        prompts=[episode.prompt for episode in episodes],
-        completions=[
-            tokenizer.decode(episode.tokens, skip_special_tokens=True)
-            if isinstance(episode.prompt, str)
-            else episode.messages
-            for episode in episodes
-        ],
+        prompts=[prompt for prompt, _ in said],
+        completions=[completion for _, completion in said],
         completion_ids=[episode.tokens for episode in episodes],
         columns=columns,
         rows=repeated,
@@ -171,6 +167,13 @@ def _single_turns(
         episode.truncated = completion.finish_reason == "length"
         episodes.append(episode)
     return episodes
+
+
+def _said(episode: Episode, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, Any]:
+    """Prompt and completion, both text or both messages."""
+    if isinstance(episode.prompt, str):
+        return episode.prompt, tokenizer.decode(episode.tokens, skip_special_tokens=True)
+    return whole_turn(episode.prompt, episode.messages)
 
 
 def _joined(lists: Iterable[list[Any]]) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from rlhf_pg.advantages import Signals
+from rlhf_pg.advantages import NEED_GRADIENTS, Signals
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.experience import Experience, Rollout
 from rlhf_pg.kl import kl_estimate
@@ -53,8 +53,9 @@ def make_experience(
     experience = Experience.of(
         rollout,
         advantages=advantages,
-        # With one update per rollout the ratio is 1 by construction, not up to rounding.
-        old_logprobs=scored.old_logprobs if args.updates_per_step > 1 else None,
+        # With one update per rollout the ratio is 1 by construction, not up to rounding; unless
+        # something is to know how far that update went.
+        old_logprobs=scored.old_logprobs if args.compares_with_old else None,
         ref_logprobs=scored.ref_logprobs,
         values=predicted,
         returns=returns,
@@ -85,6 +86,9 @@ def _signals(
     per_row = [totals(scores), totals(shaped), kl_of_row[:, None]]
     everyone, rows = runtime.gather(torch.cat(per_row, dim=1))
     raw, trained = everyone.tensor_split([scores.shape[2]], dim=1)
+    squares = None
+    if trainer.args.advantage_estimator in NEED_GRADIENTS:
+        squares, _ = runtime.gather(trainer.learner.squared_gradients(rollout))
     groups, _ = runtime.gather(rollout.groups)
     lengths, _ = runtime.gather(rollout.lengths())
     signals = Signals(
@@ -93,6 +97,8 @@ def _signals(
         scores=trained,
         groups=groups,
         rows=rows,
+        action_tokens=runtime.gather(mask.sum(1))[0],
+        squared_gradients=squares,
         values=scored.values,
         bootstrap_value=trainer.bootstrap_value(rollout, scored.end_values),
         step_scores=step_scores,

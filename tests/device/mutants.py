@@ -33,8 +33,8 @@ MUTANTS = [
         name="places-on-the-cpu",
         mistake="where the tokens of a packed row lie is not moved to the device",
         file="rlhf_pg/models/packing.py",
-        old="to_device(torch.cat([sources, positions, states.flatten()]), device)",
-        new="torch.cat([sources, positions, states.flatten()])",
+        old="to_device(torch.cat([sources, positions, shares, states.flatten()]), device)",
+        new="torch.cat([sources, positions, shares, states.flatten()])",
         killers=(f"{SCORES}[qwen2-options0]",),
     ),
     Mutant(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_pg.sealed import verified
 from tests.distributed.backends import environment
 from tests.distributed.launching import OWN, PATIENCE, start_two
 
@@ -72,6 +73,22 @@ def test_an_error_of_one_ends_the_other(started) -> None:
     assert "[rank 0] rank 1 (" in text
     assert "failed: KeyboardInterrupt: the judge has had enough\n" in text
     assert "[rank 0] cannot go on without the others\nStack of MainThread:\n" in text
+
+
+def test_an_error_of_all_saves_what_was_trained(started, tmp_path) -> None:
+    for process in started("all callbacks", "raises"):
+        assert "RuntimeError: the judge is down" in said(process)
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    assert (saved.name, verified(saved)) == ("step-00000001", None)
+
+
+@pytest.mark.fault(5, "in several processes SIGINT is like SIGTERM, with 130")
+def test_ctrl_c_to_all_ends_them_after_the_same_step(started, tmp_path) -> None:
+    for process in started("all callbacks", "is_interrupted_by_signal"):
+        output = said(process)
+        assert process.returncode == 130, output
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    assert verified(saved) is None
 
 
 def test_a_process_that_has_finished_is_not_aborted_by_the_threads_of_gloo() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from rlhf_pg import PPOConfig, PPOTrainer, faults
+from rlhf_pg import PPOConfig, PPOTrainer, faults, same_run
 from rlhf_pg.output import occupied
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.sealed import MANIFEST, partial_of, verified
@@ -92,6 +92,7 @@ def test_if_none_is_whole_nothing_begins(output) -> None:
     for trial in ("latest", True):
         with pytest.raises(ValueError, match=f"no whole checkpoint.*{NAMES[2]}.*{NAMES[0]}"):
             resume(output, trial)
+    shutil.rmtree(output / "final")  # a run that had come to its end would be set aside
     with pytest.raises(ValueError, match="holds the checkpoints of an earlier run"):
         resume(output, None)
 
@@ -279,6 +280,28 @@ def test_another_learning_rate_is_taken_with_a_warning(stopped, tmp_path, caplog
     assert len(set(before[key])) == 2  # the schedule moves
     expected = before | {key: [4 * rate for rate in before[key]]}
     assert rates(output) == {name: pytest.approx(values) for name, values in expected.items()}
+
+
+def test_another_number_of_steps_stretches_the_schedule_and_says_so(
+    stopped, tmp_path, caplog
+) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(stopped[0], output)
+    build(str(output), **FOUR | {"max_steps": 8}).train("latest")
+    assert "max_steps was 4 and is 8" in caplog.text
+    expected = [1e-3 * (1 - step / 8) for step in range(2, 8)]  # 1 - step / 4 before
+    assert rates(output)["learning_rate"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [("constant", ""), ("inverse_sqrt", ""), ("cosine", "max_steps was 4 and is 8")],
+)
+def test_a_schedule_that_knows_no_length_is_not_stretched(schedule, said) -> None:
+    names = dict.fromkeys(same_run.REMEDIES, "the same")
+    config = {"lr_scheduler_type": schedule, "max_steps": 4}
+    saved = {"config": config, "fingerprints": names, "running": {}}
+    assert same_run.check(Path("x"), saved, config | {"max_steps": 8}, names, {}) == said
 
 
 @pytest.mark.fault(17, "refused, with what is different")

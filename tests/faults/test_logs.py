@@ -1,10 +1,13 @@
 """Disks that are full under what a run writes beside its checkpoints."""
 
 import errno
+import io
 import logging
+import math
 import os
 import resource
 import signal
+import sys
 from contextlib import suppress
 
 import pytest
@@ -113,3 +116,54 @@ def test_a_full_disk_under_the_console_silences_it(tmp_path, caplog) -> None:
         for _ in range(3):
             journal.say("hello")
     assert len(warnings_of(caplog)) == 1
+
+
+def test_a_reader_that_leaves_silences_the_console(make, tmp_path, monkeypatch) -> None:
+    """As `head` does, or a `tee` that dies."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with suppress(OSError), os.fdopen(theirs, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        make(max_steps=2, log_completions_steps=1).train()
+        print("and what a reward prints goes nowhere either", flush=True)
+    assert len(read(tmp_path / "run" / "metrics.jsonl")) == 2
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+
+
+def test_a_terminal_that_is_closed_silences_the_bar(tmp_path, monkeypatch, caplog) -> None:
+    ours, theirs = os.openpty()
+    journal = Journal(tmp_path, 0, is_main=True)
+    with suppress(OSError), os.fdopen(theirs, "w") as terminal:
+        journal.console = Console(file=terminal, force_terminal=True)
+        with journal.progress(2):
+            os.close(ours)
+            journal.say("hello")
+    assert warnings_of(caplog)
+    assert "says nothing from here on" in warnings_of(caplog)[0]
+
+
+def test_what_the_console_cannot_spell_is_escaped(tmp_path) -> None:
+    text = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    journal = Journal(tmp_path, 0, is_main=True)
+    journal.console = Console(file=text)
+    journal.say("caf\u00e9 \U0001f600 \ud800")
+    text.seek(0)
+    assert text.read() == "caf\u00e9 \\U0001f600 \\ud800\n"
+
+
+def test_numbers_that_json_does_not_know_are_null_wherever_they_are(tmp_path) -> None:
+    lines = JsonLines(tmp_path / "completions.jsonl", 0)
+    lines.write({"step": 1, "row": {"scores": [math.nan, (math.inf, 1.0)], ("a", 1): -math.inf}})
+    (line,) = read(tmp_path / "completions.jsonl")
+    assert line["row"] == {"scores": [None, [None, 1.0]], "('a', 1)": None}
+
+
+@pytest.mark.parametrize(
+    "bad", [b'{"step": 1, "\xff', b'{"step": null}', b"[1]", b'{"step": 1e999}', b"[" * 100_000]
+)
+def test_a_line_that_cannot_be_read_is_left_out(tmp_path, caplog, bad) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + bad + b'\n{"step": 2}\n{"step": 3}\n')
+    JsonLines(path, 2)
+    assert [line["step"] for line in read(path)] == [1, 2]
+    assert "has lines that cannot be read" in warnings_of(caplog)[0]

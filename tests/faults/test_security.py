@@ -2,6 +2,7 @@
 
 import ast
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ SOURCES = sorted(Path(rlhf_pg.__file__).parent.rglob("*.py"))
 CALLS = {"eval", "exec", "compile", "__import__", "import_module", "system", "popen"}
 MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "code", "runpy"}
 HARMLESS = {"torch.compile", "re.compile"}
-OPTIONS = {"shell", "trust_remote_code", "allow_pickle"}
+KEY = "trust_remote_code"
+OPTIONS = {"shell", KEY, "allow_pickle"}
 
 
 def misuses(tree: ast.AST) -> list[str]:
@@ -35,7 +37,10 @@ def misuses(tree: ast.AST) -> list[str]:
         last = name if name.endswith(".eval") else name.rsplit(".", 1)[-1]
         if name == "torch.load" or (last in CALLS and name not in HARMLESS):
             found.append(name)
-        found += [key.arg for key in node.keywords if key.arg in OPTIONS]
+        # One that only hands on what the config says is as safe as its default, and so is False.
+        said = [(key, ast.unparse(key.value)) for key in node.keywords]
+        chosen = [key for key, value in said if not value.endswith(KEY) and value != "False"]
+        found += [key.arg for key in chosen if key.arg in OPTIONS]
     return found
 
 
@@ -90,7 +95,25 @@ def test_the_code_beside_a_model_is_not_run(tmp_path) -> None:
 
 @pytest.mark.parametrize("url", ["http://me:secret@localhost:8000", "https://token@host"])
 def test_a_password_is_not_taken_into_a_config_that_is_saved(url) -> None:
-    with pytest.raises(ValueError, match="vllm_server_base_url holds a user or password") as caught:
+    with pytest.raises(ValueError, match="vllm_server_base_url holds a user, a password") as caught:
         GRPOConfig(rollout_engine="vllm_server", vllm_server_base_url=url)
     assert "secret" not in str(caught.value)
     assert "token" not in str(caught.value)
+
+
+def test_code_that_comes_with_a_model_needs_the_key_whatever_is_piped_in(
+    make, model_path, tmp_path, monkeypatch
+) -> None:
+    model, fired = tmp_path / "model", tmp_path / "fired"
+    shutil.copytree(model_path, model)
+    (model / "planted.py").write_text(f"open({str(fired)!r}, 'w')\n")
+    config = json.loads((model / "config.json").read_text())
+    config |= {"auto_map": {"AutoConfig": "planted.A"}, "model_type": "planted"}
+    (model / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        make(model=str(model))
+    assert not fired.exists()
+    with pytest.raises(AttributeError, match="has no attribute 'A'"):
+        make(model=str(model), trust_remote_code=True)
+    assert fired.exists()

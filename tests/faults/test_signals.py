@@ -8,7 +8,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from rlhf_pg.runtime.signals import SAME
+from rlhf_pg.runtime.signals import POLL, SAME
 from rlhf_pg.sealed import verified
 from tests.faults.job import start
 from tests.trainers.conftest import digits
@@ -64,12 +64,12 @@ def test_the_next_run_of_a_trainer_does_not_end_for_it(make) -> None:
     assert trainer.state.step == 3
 
 
-@pytest.mark.fault(5, "SIGINT ends the run at once, and nothing is saved")
+@pytest.mark.fault(5, "SIGINT breaks the step off, and the ones before are saved")
 def test_sigint_ends_it_at_once(make, tmp_path, request) -> None:
     # A shell starts what it puts into the background with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    trainer = make(save_steps=1, reward_funcs=signalled(signal.SIGINT, 2))
+    trainer = make(reward_funcs=signalled(signal.SIGINT, 2))
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -161,3 +161,35 @@ def test_in_another_thread_the_handlers_stay(make) -> None:
     thread.join()
     assert trainer.state.step == 1
     assert seen == [signal.getsignal(signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_launcher_that_is_killed_leaves_no_orphan_at_work(tmp_path, launched) -> None:
+    """A launcher of one process does not pass SIGTERM on; a shell that ends is none."""
+    run = tmp_path / "run"
+
+    def reward(completions, **_):
+        if os.getppid() == launcher[0] and run.joinpath("metrics.jsonl").read_text():
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(3 * POLL)
+        return [0.0] * len(completions)
+
+    def launch() -> None:
+        launcher.append(os.getpid())
+        os.environ.pop("TORCHELASTIC_RUN_ID", None)
+        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+        if launched:
+            os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+        start(run, reward_funcs=reward, eval_steps=0, save_steps=0)
+
+    launcher: list[int] = []
+    ours, theirs = os.pipe()  # closed when the worker is gone, which is not our child
+    process = get_context("fork").Process(target=launch)
+    process.start()
+    os.close(theirs)
+    os.read(ours, 1)
+    os.close(ours)
+    process.join()
+    names = [path.name for path in (run / "checkpoints").glob("*")]
+    assert names == (["step-00000002"] if launched else [])
+    assert (run / "final").exists() != launched

@@ -80,3 +80,25 @@ def test_it_would_be_found(tmp_path, sample) -> None:
         (tmp_path / place).mkdir()
         (tmp_path / place / "same.py").write_text(source)
     assert set(users(tmp_path, SAMPLES[sample])) == {"b/same.py"}
+
+
+def askers(source: str) -> list[str]:
+    """Calls that load what may bring code, and do not say whether to run it: then a terminal is
+    asked, and a pipe may answer.
+    """
+    loads = {"from_pretrained", "from_config", "load_dataset"}
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [
+        ast.unparse(call)
+        for call in calls
+        if ast.unparse(call.func).rpartition(".")[2] in loads
+        and not ast.unparse(call.func).startswith(
+            ("Peft", "type(model)")
+        )  # weights of a known class
+        and "trust_remote_code" not in {keyword.arg for keyword in call.keywords}
+    ]
+
+
+def test_whether_to_run_code_of_a_model_is_always_said() -> None:
+    assert not [call for path in PACKAGE.rglob("*.py") for call in askers(path.read_text())]
+    assert askers("AutoConfig.from_pretrained(path)") == ["AutoConfig.from_pretrained(path)"]

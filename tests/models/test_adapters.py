@@ -18,6 +18,7 @@ from rlhf_pg.models import (
     load_tokenizer,
     load_weights,
     lora_config,
+    lost_in_merge,
     merged,
     new_critic,
 )
@@ -432,3 +433,27 @@ def test_the_saved_adapter_is_what_peft_and_transformers_load(base_path, adapter
     base = AutoModelForCausalLM.from_pretrained(base_path)
     assert logits(AutoModelForCausalLM.from_pretrained(adapter_path)).equal(expected)
     assert logits(PeftModel.from_pretrained(base, adapter_path)).equal(expected)
+
+
+# ------------------------------------------------------------------------------ rounded away
+
+
+@pytest.mark.parametrize(
+    ("delta", "lost"),
+    # Next to 1, bfloat16 has 1 + 2^-7 and no number between.
+    [(2**-10, 1.0), (2**-7, 0.0), (2**-7 + 2**-9, 0.2), (0.0, 0.0)],
+)
+def test_what_a_merge_in_bfloat16_loses(delta, lost):
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    model = get_peft_model(model, adapter(r=1, lora_alpha=1, target_modules=["q_proj"]))
+    for name, parameter in model.named_parameters():
+        if "q_proj" in name:
+            is_a_or_base = "lora_B" not in name
+            nn.init.constant_(parameter, 1.0 if is_a_or_base else delta)
+            parameter.data = parameter.data.to(torch.bfloat16 if "base" in name else torch.float32)
+    assert lost_in_merge(model) == pytest.approx(lost, abs=1e-6)
+
+
+def test_in_float32_next_to_nothing_is_lost():
+    assert lost_in_merge(stir(get_peft_model(tiny_model("llama"), adapter()))) < 1e-6
+    assert lost_in_merge(tiny_model("llama", dtype=torch.bfloat16)) == 0

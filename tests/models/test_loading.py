@@ -4,13 +4,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from rlhf_pg.models import (
     disable_dropout,
     load_model,
     load_tokenizer,
+    load_weights,
     max_positions,
     stop_token_ids,
 )
@@ -46,6 +54,43 @@ def test_weights_in_the_dtype_of_their_file_are_mapped_from_it(saved, dtype, map
     for name, parameter in model.named_parameters():
         there = any(low <= parameter.data_ptr() < high for low, high in ranges)
         assert there == mapped, name
+
+
+def without(path, *names):
+    """The checkpoint, less some of its tensors."""
+    file = Path(path) / "model.safetensors"
+    tensors = load_file(file)
+    for name in names:
+        del tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+
+
+LOST = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "kind", [AutoModelForCausalLM, AutoModel, AutoModelForSequenceClassification]
+)
+def test_a_tensor_that_a_checkpoint_lacks_is_not_made_up(kind, saved):
+    without(saved, LOST)
+    with pytest.raises(ValueError, match=r"lacks \d tensors of a Llama\w+, .*layers.1.mlp.down_"):
+        load_model(saved, torch.float32, kind)
+
+
+def test_weights_that_are_put_back_are_all_there(saved):
+    model = load_model(saved, torch.float32)
+    without(saved, LOST)
+    with pytest.raises(ValueError, match="lacks 1 tensors of a LlamaForCausalLM"):
+        load_weights(model, Path(saved))
+
+
+def test_a_trunk_needs_no_head_and_tied_ends_are_one_tensor(saved):
+    without(saved, "lm_head.weight")
+    assert load_model(saved, torch.float32, AutoModel).dtype == torch.float32
+    tiny_model("llama", tie_word_embeddings=True).save_pretrained(saved)
+    load_model(saved, torch.float32)
+    with pytest.raises(ValueError, match=r"lacks 1 tensors .* score.weight for example"):
+        load_model(saved, torch.float32, AutoModelForSequenceClassification)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -21,6 +21,7 @@ from rlhf_pg.models.attention import fitness, replaced_attention
 from rlhf_pg.models.gpu_attention import BLOCK, OnGPU
 from rlhf_pg.models.packing import packed, padded
 from rlhf_pg.models.shared_prefix import Family, SharedPrefix
+from tests.models.architectures import build
 from tests.models.test_policy import EXACT, gradient_of, teacher_forced, with_garbage
 from tests.tiny import ARCHS, adapter, stir, tiny_model
 
@@ -116,13 +117,13 @@ def test_attention_with_dropout_is_padded_in_training():
         for mode in (False, True):
             policy = Policy(model.train(mode))
             assert policy.window
-            policy.pad_if_dropping()
+            policy.keep_dropout()
             assert (policy.window > 0) == packs
             assert model.training == mode
 
 
 def test_every_real_token_is_computed_once():
-    inputs, states = packed(batch_of())
+    inputs, states, _ = packed(batch_of())
     ids = [t for p, rows in zip(PROMPTS, COMPLETIONS, strict=True) for t in sum(rows, p)]
     assert inputs["input_ids"].tolist() == [ids]
     rows = zip(PROMPTS, COMPLETIONS, strict=True)
@@ -279,6 +280,16 @@ def test_attention_to_what_comes_later_is_not_replaced():
     assert "what comes later" in fitness(model.base_model).obstacle
     decoder = tiny_model("bert-generation", intermediate_size=48, is_decoder=True)
     assert fitness(decoder.base_model).obstacle is None
+
+
+@pytest.mark.parametrize(
+    ("arch", "argument"),
+    [("minimax_m3_vl_text", "block_indices"), ("gpt_oss", "s_aux"), ("gemma2", "softcap")],
+)
+def test_attention_is_not_replaced_where_it_is_asked_for_more_than_ours_knows(arch, argument):
+    model = build(arch)
+    assert f"attention with {argument}" in fitness(model).obstacle
+    assert not Policy(model).window
 
 
 def test_a_model_has_its_own_attention_back():

@@ -438,8 +438,8 @@ MUTANTS: list[Mutant] = [
         name="whiten-rounding-noise",
         mistake="equal advantages are divided by a std that is rounding",
         file=MASKING,
-        old="torch.where(varies, (wide - mean) * torch.rsqrt(var + 1e-8), 0.0)",
-        new="(wide - mean) * torch.rsqrt(var + 1e-8)",
+        old="torch.where(varies, (wide - mean) * scale, 0.0)",
+        new="(wide - mean) * scale",
         killers=(
             MASKING_TEST + "test_whiten_without_variance_gives_exactly_zero",
             MASKING_TEST + "test_statistics_without_variance_give_zero_and_not_scaled_up_noise",
@@ -460,5 +460,68 @@ MUTANTS: list[Mutant] = [
         old="return torch.where(mask, whitened, 0.0).to(",
         new="return whitened.to(",
         killers=(MASKING_TEST + "test_whiten_by_hand",),
+    ),
+    Mutant(
+        name="group-eps-fixed",
+        mistake="the eps of the group's std is a key that reaches one estimator of the two",
+        file="rlhf_pg/advantages/named.py",
+        old="signals.mask, scale_rewards_eps\n",
+        new="signals.mask\n",
+        killers=("tests/test_advantages.py::test_what_is_added_to_a_std_is_an_option",),
+    ),
+    Mutant(
+        name="optimal-baseline-by-the-norm",
+        mistake="|grad log pi| where its square is meant",
+        file="rlhf_pg/trainers/learner.py",
+        old="        return squares\n",
+        new="        return squares.sqrt()\n",
+        killers=(
+            "tests/trainers/test_exact_gradients.py::"
+            "test_the_weights_of_the_optimal_baseline_are_squared_gradient_norms",
+        ),
+    ),
+    Mutant(
+        name="optimal-baseline-alone-in-its-group",
+        mistake="one completion per prompt has no others, and silently no baseline",
+        file="rlhf_pg/advantages/named.py",
+        old="    if len(torch.unique(groups)) == len(groups):\n",
+        new="    if False:\n",
+        killers=(
+            ADVANTAGES_TEST
+            + "test_one_completion_per_prompt_has_the_optimal_baseline_of_the_batch",
+        ),
+    ),
+    Mutant(
+        name="total-return-to-go",
+        mistake="reward-to-go under the name of the total return",
+        file="rlhf_pg/advantages/named.py",
+        old="    return signals.over_tokens(to_go.gather(1, first).squeeze(1))\n",
+        new="    return to_go\n",
+        killers=(
+            ADVANTAGES_TEST
+            + "test_the_total_return_is_that_of_the_first_token_whatever_was_paid_before",
+        ),
+    ),
+    Mutant(
+        name="std-of-huge-scores",
+        mistake="squares beyond float32: the std is inf, every advantage 0, and nothing says so",
+        file="rlhf_pg/advantages/in_group.py",
+        old="    unit = _power_of_two(torch.maximum(low.abs(), high.abs()))\n",
+        new="    unit = torch.ones_like(low)\n",
+        killers=(
+            ADVANTAGES_TEST
+            + "test_scores_whose_squares_are_beyond_float32_are_normalised_to_the_same_bits",
+        ),
+    ),
+    Mutant(
+        name="whitening-of-huge-numbers",
+        mistake="a variance beyond float32 whitens everything to 0",
+        file="rlhf_pg/masking.py",
+        old="torch.where(var.isinf(), exact.rsqrt().to(wide.dtype), torch.rsqrt(var + 1e-8))",
+        new="torch.rsqrt(var + 1e-8)",
+        killers=(
+            "tests/test_masking.py::"
+            "test_numbers_whose_squares_are_beyond_float32_are_whitened_like_others",
+        ),
     ),
 ]

@@ -5,6 +5,8 @@ from tests.mutants import Mutant
 EXACT = "tests/trainers/test_exact_gradients.py"
 INVARIANCE = "tests/trainers/test_invariance.py"
 PPO = "tests/trainers/test_ppo.py"
+CHECK = "tests/trainers/test_model_check.py"
+MODE = "tests/models/test_training_mode.py"
 RUN = "tests/trainers/test_run.py"
 STEP = "tests/trainers/test_step.py"
 POLICY = "tests/models/test_policy.py"
@@ -55,8 +57,8 @@ RECORDS = [
         name="long-prompts-cut",
         mistake="a prompt that is too long loses its beginning without a word",
         file="rlhf_pg/data.py",
-        old="encode(prompt, tokenizer, row, tools=tools) for row,",
-        new="encode(prompt, tokenizer, row, tools=tools)[-(max_prompt_length or 0) :] for row,",
+        old="encode(prompt, tokenizer, row, tools=tools, most=max_prompt_length)",
+        new="encode(prompt, tokenizer, row, tools=tools)[-(max_prompt_length or 0) :]",
         killers=("tests/test_data.py::test_longer_prompts_are_an_error_that_names_the_first",),
     ),
     Mutant(
@@ -180,6 +182,86 @@ MODELS = [
         killers=(f"{RUN}::test_dropout_is_off_by_default",),
     ),
     Mutant(
+        name="updates-in-train-mode",
+        mistake="updates run in train mode, in which routers jitter whatever dropout is",
+        file="rlhf_pg/models/policy.py",
+        old="if mode and not self.drops:",
+        new="if False:",
+        killers=(f"{MODE}::test_an_update_sees_the_policy_that_was_scored",),
+    ),
+    Mutant(
+        name="what-recomputes-drops-out",
+        mistake="a layer that recomputes its activations drops out what it drops in train mode",
+        file="rlhf_pg/models/loading.py",
+        old="all(child.training for child in part.children())",
+        new="own",
+        killers=(f"{MODE}::test_an_update_sees_the_policy_that_was_scored",),
+    ),
+    Mutant(
+        name="nothing-recomputes",
+        mistake="updates in evaluation mode keep the activations that they were to recompute",
+        file="rlhf_pg/models/loading.py",
+        old='bool(getattr(part, "gradient_checkpointing", False))',
+        new="False",
+        killers=(f"{MODE}::test_activations_are_recomputed",),
+    ),
+    Mutant(
+        name="positions-by-company",
+        mistake="LongRoPE takes other frequencies once one row of a batch is long",
+        file="rlhf_pg/trainers/base.py",
+        old="models.settle_positions(module, self.longest_row)",
+        new="pass",
+        killers=(f"{CHECK}::test_a_run_settles_them",),
+    ),
+    Mutant(
+        name="positions-by-the-prompt",
+        mistake="LongRoPE's frequencies are settled for a row that is not the longest",
+        file="rlhf_pg/models/rotary.py",
+        old="[[longest - 1]]",
+        new="[[0]]",
+        killers=(f"{CHECK}::test_positions_are_settled_by_the_longest_row_of_the_run",),
+    ),
+    Mutant(
+        name="padding-not-looked-at",
+        mistake="a model for which a padded row is another row is computed in padding",
+        file="rlhf_pg/trainers/model_check.py",
+        old="pads = not run.differ(_rows(run.score(batch), batch), alone)",
+        new="pads = True",
+        killers=(f"{CHECK}::test_what_is_mended",),
+    ),
+    Mutant(
+        name="padding-found-and-forgotten",
+        mistake="the learner pads rows that the model check found to change in padding",
+        file="rlhf_pg/trainers/learner.py",
+        old="self.pads, self.together = pads, together",
+        new="pass",
+        killers=(f"{CHECK}::test_what_was_sampled_is_scored_alike_where_padding_changes_a_row",),
+    ),
+    Mutant(
+        name="sampled-in-padding",
+        mistake="the engine pads prompts that the model check found to change in padding",
+        file="rlhf_pg/rollout/native.py",
+        old="options = (engine.pad_token_id, engine.cache_tokens, engine.pads, engine.together)",
+        new="options = (engine.pad_token_id, engine.cache_tokens)",
+        killers=(f"{CHECK}::test_what_was_sampled_is_scored_alike_where_padding_changes_a_row",),
+    ),
+    Mutant(
+        name="sampler-not-looked-at",
+        mistake="a model that samples otherwise than it scores is trained without a word",
+        file="rlhf_pg/trainers/model_check.py",
+        old="if not run.differ(said, by_row(run.score, drawn)):",
+        new="if True:",
+        killers=(f"{CHECK}::test_what_is_refused",),
+    ),
+    Mutant(
+        name="not-a-number-is-close",
+        mistake="numbers that are NaN in padding count as those of the row alone",
+        file="rlhf_pg/trainers/model_check.py",
+        old="not all(bool(x <= LIMITS[self.dtype]) for x in apart)",
+        new="any(bool(x > LIMITS[self.dtype]) for x in apart)",
+        killers=(f"{CHECK}::test_padding_that_is_not_a_number_in_float64_is_left_out",),
+    ),
+    Mutant(
         name="reference-is-the-policy",
         mistake="the reference is not a copy and follows the policy: a KL of 0 for ever",
         file="rlhf_pg/models/reference.py",
@@ -292,8 +374,8 @@ SOURCES = [
         name="reward-mutates-its-input",
         mistake="what one reward function does to its arguments, the next one and the trainer see",
         file="rlhf_pg/rewards/functions.py",
-        old="copy.deepcopy({key: list(value) for key, value in inputs.items()})",
-        new="dict(inputs)",
+        old="copy.deepcopy(lists | wanted)",
+        new="(inputs | wanted)",
         killers=(f"{REWARDS}::test_what_one_function_does_to_its_input_nobody_else_sees",),
     ),
     Mutant(
@@ -340,14 +422,11 @@ SOURCES = [
     ),
     Mutant(
         name="reward-model-opens-a-turn",
-        mistake="the reward model reads a chat that ends with the opening of another turn",
+        mistake="the reward model reads every chat as if its last turn had been cut off",
         file="rlhf_pg/rewards/model.py",
-        old='"text", open_turn=False',
+        old='"text", open_turn=cut and continues(text)',
         new='"text", open_turn=True',
-        killers=(
-            "tests/rewards/test_model.py::"
-            "test_chats_go_through_its_own_template_and_a_bos_stands_once",
-        ),
+        killers=("tests/rewards/test_model.py::test_a_chat_turn_that_was_cut_off_is_left_open",),
     ),
     Mutant(
         name="reward-model-drops-out",
@@ -527,7 +606,7 @@ LOOP = [
         name="ratio-of-one-update-from-rounding",
         mistake="with one update the ratio depends on the micro-batch's shape (verl #6280)",
         file="rlhf_pg/trainers/scoring.py",
-        old="old_logprobs=scored.old_logprobs if args.updates_per_step > 1 else None",
+        old="old_logprobs=scored.old_logprobs if args.compares_with_old else None",
         new="old_logprobs=scored.old_logprobs",
         killers=(f"{STEP}::test_the_ratio_of_a_single_update_is_1_by_construction",),
     ),

@@ -132,6 +132,14 @@ HEAD_START = [
         killers=(f"{OPTIONS}::test_neither_the_norm_nor_adam_sees_a_policy_that_stays",),
     ),
     Mutant(
+        name="further-value-updates-move-the-policy",
+        mistake="the extra updates of VPG's critic train the policy as well",
+        file=LEARNER,
+        old="            self.trained.forget(self.policy)  # after",
+        new="            pass  # after",
+        killers=(f"{OPTIONS}::test_further_updates_are_of_the_critic_alone",),
+    ),
+    Mutant(
         name="rate-zero-alone-holds-the-policy",
         mistake="a rate of 0 holds the policy, while Adam's moments and the norm take its gradient",
         file=LEARNER,

@@ -13,6 +13,15 @@ ENGINES = "tests/trainers/test_engines.py"
 
 MUTANTS = [
     Mutant(
+        name="small-adapters-merged-in-bfloat16",
+        mistake="an adapter is merged for sampling into weights whose rounding takes it away "
+        "(NeMo-RL #3696)",
+        file="rlhf_pg/rollout/native.py",
+        old="if merges and lost_in_merge(self.model) <= MOST_LOST:",
+        new="if merges:",
+        killers=(f"{NATIVE}::test_a_small_adapter_in_bfloat16_is_not_rounded_away",),
+    ),
+    Mutant(
         name="sampler-positions-from-the-column",
         mistake="in sampling, positions do not count the prompt",
         file="rlhf_pg/rollout/batching.py",
@@ -68,8 +77,8 @@ MUTANTS = [
         name="mode-lost-after-an-error",
         mistake="the mode is not restored when sampling fails",
         file="rlhf_pg/models/loading.py",
-        old="    try:\n        yield\n    finally:",
-        new="    yield\n    if True:",
+        old="    model.eval()\n    try:\n        yield\n    finally:",
+        new="    model.eval()\n    yield\n    if True:",
         killers=(f"{NATIVE}::test_the_mode_of_every_module_is_restored_after_an_error",),
     ),
     Mutant(

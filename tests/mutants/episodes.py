@@ -8,6 +8,7 @@ NAMED = "rlhf_pg/advantages/named.py"
 SCORING = "rlhf_pg/trainers/scoring.py"
 SHAPING = "rlhf_pg/trainers/shaping.py"
 TRAINED = "rlhf_pg/trainers/episodes.py"
+USER_CODE = "tests/faults/test_user_code.py::test_"
 TOKENS = "tests/rollout/test_episodes.py::test_"
 GRADIENTS = "tests/trainers/test_episodes.py::test_"
 FAILED = GRADIENTS + "an_episode_that_failed_is_in_no_baseline_statistic_or_loss"
@@ -15,6 +16,70 @@ TURNS_AND_ANSWERS = TOKENS + "turns_and_answers_stand_in_one_row_with_what_was_p
 EXACT = GRADIENTS + "the_expected_gradient_is_that_of_the_policys_own_tokens"
 
 MUTANTS: list[Mutant] = [
+    Mutant(
+        name="mark-forged",
+        mistake="a tool's result with the private mark of a turn is what the assistant said",
+        file=DATA,
+        old="{*added.values(), MARK[0], ",
+        new="{*added.values(), ",
+        killers=("tests/test_data.py::test_nor_is_what_an_environment_answers",),
+    ),
+    Mutant(
+        name="refused-prompt-forwarded",
+        mistake="the prompt of an environment may be longer than positions and micro-batches",
+        file=EPISODES,
+        old="most=player.longest_prompt",
+        new="most=None",
+        killers=(USER_CODE + "a_prompt_that_was_refused_is_not_forwarded",),
+    ),
+    Mutant(
+        name="prompt-refused-by-the-engine-forwarded",
+        mistake="what the engine refused as too long is scored all the same",
+        file=EPISODES,
+        old="                if not position:  ",
+        new="                if False:  ",
+        killers=(TOKENS + "a_beginning_that_the_engine_refuses_leaves_the_prompt_of_the_dataset",),
+    ),
+    Mutant(
+        name="megabytes-tokenized",
+        mistake="an answer of megabytes is tokenized to find that it does not fit",
+        file=DATA,
+        old="if most is not None and len(text) > most * ",
+        new="if most is not None and len(text) > 1_000_000 * most * ",
+        killers=(USER_CODE + "megabytes_are_never_tokenized",),
+    ),
+    Mutant(
+        name="transform-drawn-again",
+        mistake="a random transform makes another prompt for the reward than for the policy",
+        file=DATA,
+        old='    if shape["type"] != "custom":\n',
+        new="    if True:\n",
+        killers=(USER_CODE + "a_random_transform_is_drawn_once",),
+    ),
+    Mutant(
+        name="process-left-changed",
+        mistake="what a reward function does to default dtype or working directory stays",
+        file="rlhf_pg/user_code.py",
+        old="        if now == self:\n",
+        new="        if True:\n",
+        killers=(USER_CODE + "what_it_changes_of_the_process_is_put_back_and_its_forks_end",),
+    ),
+    Mutant(
+        name="reward-ends-the-run",
+        mistake="sys.exit(0) in a reward ends the run, as if it had come to its end",
+        file="rlhf_pg/user_code.py",
+        old="    except (Exception, KeyboardInterrupt):\n",
+        new="    except (Exception, KeyboardInterrupt, SystemExit):\n",
+        killers=(USER_CODE + "what_raises_is_an_error_that_says_what",),
+    ),
+    Mutant(
+        name="late-calls-go-on",
+        mistake="an environment that is late keeps its thread: one more at every step",
+        file="rlhf_pg/rollout/calls.py",
+        old="SetAsyncExc(ident, ctypes.py_object(Late))",
+        new="SetAsyncExc(ident, None)",
+        killers=(TOKENS + "environments_that_hang_in_python_leave_no_threads_behind",),
+    ),
     Mutant(
         name="observations-in-the-loss",
         mistake="what the environment answered is trained on, as if the policy had said it",
@@ -55,10 +120,10 @@ MUTANTS: list[Mutant] = [
         name="turn-paid-behind-the-answer",
         mistake="the reward of a turn stands at the last token of its answer, where it is not paid",
         file=EPISODES,
-        old="                episode.observe(messages, ids)\n",
+        old="        episode.observe(messages, ids)\n",
         new=(
-            "                episode.observe(messages, ids)\n"
-            "                episode.rewards = episode.rewards[-len(ids) :] "
+            "        episode.observe(messages, ids)\n"
+            "        episode.rewards = episode.rewards[-len(ids) :] "
             "+ episode.rewards[: -len(ids)]\n"
         ),
         killers=(EXACT,),
@@ -75,9 +140,17 @@ MUTANTS: list[Mutant] = [
         name="words-that-are-control-tokens",
         mistake="the name of a special token in a message closes the turn",
         file=DATA,
-        old="    quoted = _quoted(messages, special)",
-        new="    quoted = messages",
+        old="    quoted: list[Any] = _quoted(messages, special)",
+        new="    quoted: list[Any] = list(messages)",
         killers=("tests/test_data.py::test_what_a_message_says_is_no_control_token",),
+    ),
+    Mutant(
+        name="prefill-closed",
+        mistake="the assistant's own words at the end of a prompt are closed, and a turn opened",
+        file=DATA,
+        old="    if open_turn and continues(text):\n",
+        new="    if False:\n",
+        killers=("tests/test_data.py::test_the_assistants_own_words_are_continued",),
     ),
     Mutant(
         name="end-of-turn-twice",

@@ -42,11 +42,46 @@ MUTANTS = [
         name="random-numbers-drawn-twice",
         mistake="a step that broke off is taken again with random numbers that came after its own",
         file="rlhf_pg/trainers/base.py",
-        old="                restore_rng(self._begun)\n",
-        new="                pass\n",
+        old="            restore_rng(self._begun.rng)\n",
+        new="            pass\n",
         killers=(
             "tests/faults/test_updates.py::test_what_breaks_a_step_off_saves_the_one_before_as_it_was",
         ),
+    ),
+    Mutant(
+        name="foreign-files-replaced",
+        mistake="a run replaces the model of somebody else, who left no metrics.jsonl beside it",
+        file="rlhf_pg/run_files.py",
+        old="    if not there:\n",
+        new='    if "metrics.jsonl" not in there:\n',
+        killers=("tests/test_run_files.py::test_what_has_the_name_of_a_runs_file_is_set_aside",),
+    ),
+    Mutant(
+        name="code-of-models-asked-for",
+        mistake="transformers asks on the terminal whether to run a model's code (transformers)",
+        file="rlhf_pg/models/loading.py",
+        old="POOLER, dtype=dtype, trust_remote_code=trust_remote_code\n",
+        new="POOLER, dtype=dtype\n",
+        killers=(
+            "tests/faults/test_security.py"
+            "::test_code_that_comes_with_a_model_needs_the_key_whatever_is_piped_in",
+        ),
+    ),
+    Mutant(
+        name="numbers-of-half-a-step",
+        mistake="a step that broke off has moved moments or schedule when it is taken again",
+        file="rlhf_pg/trainers/base.py",
+        old="            self.checkpointer.put_back(self._begun.numbers)\n",
+        new="",
+        killers=("tests/faults/test_leaving.py::test_it_costs_no_step_that_was_finished",),
+    ),
+    Mutant(
+        name="errors-cost-steps",
+        mistake="an error between two saves costs all steps since the last (transformers, TRL)",
+        file="rlhf_pg/trainers/leaving.py",
+        old="    path = trainer.save_checkpoint()\n",
+        new="    return None\n",
+        killers=("tests/faults/test_leaving.py::test_it_costs_no_step_that_was_finished",),
     ),
     Mutant(
         name="moments-of-nan",
@@ -119,5 +154,37 @@ MUTANTS = [
         old="            for row in table.to_pylist():\n",
         new="            for row in []:\n",
         killers=(f"{FAULTS}::test_another_dataset_is_refused",),
+    ),
+    Mutant(
+        name="best-is-nan",
+        mistake="a first evaluation that is NaN stays the best for ever: nothing is above it",
+        file="rlhf_pg/trainers/base.py",
+        old="self.args.save_best and not math.isnan(reward) and (",
+        new="self.args.save_best and (",
+        killers=(
+            "tests/trainers/test_evaluation.py::test_an_evaluation_that_is_nan_is_never_the_best",
+        ),
+    ),
+    Mutant(
+        name="stretched-schedule-unsaid",
+        mistake="another max_steps changes every rate to come, and the resumed run does not say so",
+        file="rlhf_pg/same_run.py",
+        old="PEAKS if endless else PEAKS | LENGTHS",
+        new="PEAKS",
+        killers=(
+            "tests/faults/test_checkpoints.py::"
+            "test_a_schedule_that_knows_no_length_is_not_stretched",
+        ),
+    ),
+    Mutant(
+        name="resumed-rate-of-the-old-length",
+        mistake="a run made longer takes its first step at the old schedule's rate, 0 at its end",
+        file="rlhf_pg/checkpoint.py",
+        old="if isinstance(self.scheduler, LambdaLR):",
+        new="if False:",
+        killers=(
+            "tests/faults/test_checkpoints.py::"
+            "test_another_number_of_steps_stretches_the_schedule_and_says_so",
+        ),
     ),
 ]

@@ -4,6 +4,7 @@ from tests.mutants import Mutant
 
 KL = "rlhf_pg/kl.py"
 CONTROL = "rlhf_pg/control.py"
+LEARNER = "rlhf_pg/trainers/learner.py"
 
 MUTANTS = [
     Mutant(
@@ -218,8 +219,8 @@ MUTANTS = [
         name="kl-rate-swapped",
         mistake="the learning rate raised where an update moved too far",
         file=CONTROL,
-        old="self.coef = max(self.coef / 1.5, 0.1)",
-        new="self.coef = min(self.coef * 1.5, 10.0)",
+        old="self.coef = max(self.coef / 1.5, self.minimum)",
+        new="self.coef = min(self.coef * 1.5, self.maximum)",
         killers=(
             "tests/test_control.py::"
             "test_rate_falls_above_twice_the_target_and_rises_below_half_of_it",
@@ -229,10 +230,34 @@ MUTANTS = [
         name="kl-rate-unbounded",
         mistake="no bound: while nothing is learnt the rate grows by 1.5 at every update",
         file=CONTROL,
-        old="min(self.coef * 1.5, 10.0)",
+        old="min(self.coef * 1.5, self.maximum)",
         new="self.coef * 1.5",
         killers=(
             "tests/test_control.py::test_rate_begins_at_one_and_stays_within_a_factor_of_ten",
+        ),
+    ),
+    Mutant(
+        name="old-kl-before-the-last-update",
+        mistake="the KL that moves a coefficient measured where the last update has not moved yet",
+        file=LEARNER,
+        old="            metrics = self._updates(experience, step, meter)\n",
+        new="            seen = self._moved(experience)\n"
+        "            metrics = self._updates(experience, step, meter)\n"
+        "            self._moved = lambda _: seen\n",
+        killers=(
+            "tests/trainers/test_coefficients.py::"
+            "test_what_moves_a_coefficient_is_the_exact_kl_after_the_last_update",
+        ),
+    ),
+    Mutant(
+        name="old-kl-turned-round",
+        mistake="exp(-u) of new to old: for samples of the old policy that is no KL at all",
+        file=LEARNER,
+        old='kl_estimate(experience.old_logprobs, now.old_logprobs, "k3")',
+        new='kl_estimate(now.old_logprobs, experience.old_logprobs, "k3")',
+        killers=(
+            "tests/trainers/test_coefficients.py::"
+            "test_what_moves_a_coefficient_is_the_exact_kl_after_the_last_update",
         ),
     ),
 ]

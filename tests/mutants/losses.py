@@ -204,8 +204,8 @@ MUTANTS = [
     mutant(
         "sapo-temperatures-swapped",
         "the temperature of negative advantages at positive ones",
-        "positive = start.advantages > 0",
-        "positive = start.advantages < 0",
+        "masked_fill(start.advantages > 0, sapo",
+        "masked_fill(start.advantages < 0, sapo",
         *IS_ITS_FORMULA,
     ),
     mutant(
@@ -331,5 +331,13 @@ MUTANTS = [
         "old_logprobs - sampler_logprobs",
         FORMULA + "test_sampler_weights_by_hand",
         file=WEIGHTS,
+    ),
+    Mutant(
+        name="sapo-temperatures-in-float32",
+        mistake="a temperature as torch's default dtype has it: 1.05 is off by 5e-8",
+        file="rlhf_pg/losses/policy.py",
+        old="    tau = torch.full_like(start.ratio, sapo_temperature_neg)\n",
+        new="    tau = torch.full_like(start.ratio.float(), sapo_temperature_neg)\n",
+        killers=(f"{FORMULA}test_sapo_keeps_its_temperatures_in_the_dtype_of_the_ratio",),
     ),
 ]

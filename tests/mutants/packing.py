@@ -45,8 +45,8 @@ MUTANTS = [
         name="first-token-after-the-first-prompt",
         mistake="every completion's first token is scored after the prompt of the first family",
         file=PACKING,
-        old="places[first, width - 1][first.cumsum(0) - 1]",
-        new="places[first, width - 1][first.cumsum(0) * 0]",
+        old="places[first, width - 1][run]",
+        new="places[first, width - 1][run * 0]",
         killers=(GRADIENTS,),
     ),
     Mutant(
@@ -61,8 +61,8 @@ MUTANTS = [
         name="recomputed-by-another-attention",
         mistake="gradient checkpointing computes layers again as if there were no packing",
         file="rlhf_pg/models/loading.py",
-        old="return nullcontext(), replaced_attention(configs, as_now)",
-        new="return nullcontext(), nullcontext()",
+        old="with _mode_of_children(part), replaced_attention(configs, attention):",
+        new="with _mode_of_children(part):",
         killers=(f"{TEST}test_with_checkpointing_and_adapters",),
     ),
     Mutant(
@@ -72,5 +72,15 @@ MUTANTS = [
         old="return window == math.inf or batch.longest <= window",
         new="return window > 0",
         killers=(f"{TEST}test_rows_longer_than_a_sliding_window_are_padded",),
+    ),
+    Mutant(
+        name="attention-without-what-it-was-asked-for",
+        mistake="attention is replaced that was asked for sparse blocks, which ours does not know",
+        file="rlhf_pg/models/attention.py",
+        old="unknown = sorted(set(asked) - HONOURED)",
+        new='unknown = [name for name in asked if name in ("softcap", "s_aux")]',
+        killers=(
+            f"{TEST}test_attention_is_not_replaced_where_it_is_asked_for_more_than_ours_knows",
+        ),
     ),
 ]

@@ -7,10 +7,47 @@ PURE = "rlhf_pg/rewards/scores.py"
 SHAPING = "rlhf_pg/trainers/shaping.py"
 SCORING = "rlhf_pg/trainers/scoring.py"
 FUNCTIONS_TEST = "tests/rewards/test_functions.py::"
+PROCESS_TEST = "tests/rewards/test_process.py::"
 PURE_TEST = "tests/rewards/test_scores.py::"
+MODEL_TEST = "tests/rewards/test_model.py::"
 OPTIONS_TEST = "tests/trainers/test_reward_options.py::"
 
 MUTANTS: list[Mutant] = [
+    Mutant(
+        name="reward-model-blind-to-eos",
+        mistake="a reward model never sees the EOS that was sampled, where papers score",
+        file="rlhf_pg/rewards/model.py",
+        old="        eos = self.sees_eos and bool(ended)\n",
+        new="        eos = False\n",
+        killers=(MODEL_TEST + "test_an_eos_that_was_sampled_is_seen_and_scored",),
+    ),
+    Mutant(
+        name="reward-model-closes-cut-turns",
+        mistake="the template ends a turn that the policy did not end",
+        file="rlhf_pg/rewards/model.py",
+        old="        cut = ended is False and not self.closes_truncated\n",
+        new="        cut = False\n",
+        killers=(MODEL_TEST + "test_a_chat_turn_that_was_cut_off_is_left_open",),
+    ),
+    Mutant(
+        name="event-loop-of-one-call",
+        mistake="every call has an event loop of its own: a semaphore that rewards keep dies",
+        file="rlhf_pg/user_code.py",
+        old="        if not _loops or not _answers(_loops[-1], PATIENCE):\n",
+        new="        if True:\n",
+        killers=(FUNCTIONS_TEST + "test_what_is_bound_to_an_event_loop_serves_every_step",),
+    ),
+    Mutant(
+        name="step-judged-before-its-separator",
+        mistake="a process reward model is asked at the last word of a step, where it was not "
+        "trained to answer",
+        file="rlhf_pg/rewards/process.py",
+        old="            places.append(len(ids) - 1)\n",
+        new="            places.append(len(ids) - 2)\n",
+        killers=(
+            PROCESS_TEST + "test_each_step_is_judged_at_its_separator_and_scored_at_its_last_token",
+        ),
+    ),
     # --------------------------------------------------------------------- where a score stands
     Mutant(
         name="score-behind-the-last-token",
@@ -267,5 +304,29 @@ MUTANTS: list[Mutant] = [
         old="trainer.shaping(scores, samples.rollout, normalize=False)",
         new="trainer.shaping(scores, samples.rollout)",
         killers=(OPTIONS_TEST + "test_evaluation_clips_and_penalises_but_does_not_normalise",),
+    ),
+    Mutant(
+        name="reward-std-of-the-groups",
+        mistake="the spread of a source as a population variance's root",
+        file="rlhf_pg/metrics.py",
+        old="valid.std().item()",
+        new="valid.std(correction=0).item()",
+        killers=("tests/test_metrics.py::test_rewards_by_hand",),
+    ),
+    Mutant(
+        name="min-max-of-all-sources",
+        mistake="one pair of bounds for every source of reward: the small one has no range left",
+        file=SHAPING,
+        old="            self._bounds = lows, -highs\n",
+        new="            self._bounds = lows.amin(), -highs.amin()\n",
+        killers=(f"{OPTIONS_TEST}test_min_max_is_over_the_step_for_each_function",),
+    ),
+    Mutant(
+        name="squash-before-the-clip",
+        mistake="a sigmoid of what the clip was to cut off",
+        file=SHAPING,
+        old="self._squashed(self._clipped(scores), normalize)",
+        new="self._clipped(self._squashed(scores, normalize))",
+        killers=(f"{OPTIONS_TEST}test_a_sigmoid_squashes_each_score_after_the_clip",),
     ),
 ]

@@ -41,6 +41,16 @@ MUTANTS = [
         killers=("tests/faults/test_updates.py::test_it_is_skipped_without_a_trace",),
     ),
     Mutant(
+        name="orphans-train-on",
+        mistake="a process whose launcher was killed trains on, in the way of the next run",
+        file="rlhf_pg/runtime/signals.py",
+        old="            if os.getppid() != parent:\n",
+        new="            if False:\n",
+        killers=(
+            "tests/faults/test_signals.py::test_a_launcher_that_is_killed_leaves_no_orphan_at_work",
+        ),
+    ),
+    Mutant(
         name="forks-outlive-sigterm",
         mistake="a process that a reward function has forked notes SIGTERM and goes on",
         file="rlhf_pg/runtime/signals.py",
@@ -119,8 +129,8 @@ MUTANTS = [
         name="gathered-for-every-round",
         mistake="weights that lie in pieces are put together for every call of the engine",
         file="rlhf_pg/trainers/base.py",
-        old="            with self.sampling():\n                batch = draw_batch(self, meter)\n",
-        new="            batch = draw_batch(self, meter)\n",
+        old="        with self.sampling():\n            batch = draw_batch(self, meter)\n",
+        new="        batch = draw_batch(self, meter)\n",
         killers=(
             "tests/trainers/test_dynamic_sampling.py"
             "::test_weights_are_put_together_once_for_all_rounds",

@@ -39,11 +39,19 @@ MUTANTS: list[Mutant] = [
         mistake="each process decides on the groups it sampled: the processes wait for each other",
         file=DRAWING,
         old=(
-            "paid, _ = trainer.runtime.gather(totals(trainer.shaping(judged.scores, rollout)))\n"
+            "paid, _ = trainer.runtime.gather(totals(trainer.shaping.judged(judged.scores)))\n"
             "    groups, _ = trainer.runtime.gather(rollout.groups)"
         ),
-        new="paid, groups = totals(trainer.shaping(judged.scores, rollout)), rollout.groups",
+        new="paid, groups = totals(trainer.shaping.judged(judged.scores)), rollout.groups",
         killers=(f"{DYNAMIC}two_ranks_decide_on_the_scores_of_both",),
+    ),
+    Mutant(
+        name="dynamic-sampling-by-penalties",
+        mistake="spread of the shaped scores keeps groups that are all wrong, by their lengths",
+        file=DRAWING,
+        old="totals(trainer.shaping.judged(judged.scores))",
+        new="totals(trainer.shaping(judged.scores, rollout))",
+        killers=(f"{DYNAMIC}a_penalty_keeps_no_group_that_is_all_wrong",),
     ),
     Mutant(
         name="dynamic-sampling-old-numbers",
@@ -154,8 +162,8 @@ MUTANTS: list[Mutant] = [
         name="groups-split-over-micro-batches",
         mistake="a loss that compares the rows of a group sees those of its micro-batch alone",
         file=LEARNER,
-        old="self.args.token_budget, self.compares_rows, window",
-        new="self.args.token_budget, False, window",
+        old="whole_groups = self.compares_rows",
+        new="whole_groups = False",
         killers=(f"{OPTIONS}micro_batches_keep_the_rows_that_a_loss_compares_together",),
     ),
     # ------------------------------------------------------------------ baselines from elsewhere

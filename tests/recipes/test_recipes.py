@@ -20,6 +20,7 @@ from rlhf_pg.config import (
 )
 from rlhf_pg.metrics import KEYS, read
 from rlhf_pg.recipe import parse
+from rlhf_pg.rollout import http
 from rlhf_pg.tasks import TASKS, preference
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -172,6 +173,16 @@ def test_wrong_usage_exits_with_2(arguments, message, capsys) -> None:
     assert message in capsys.readouterr().err
 
 
+def test_a_server_that_is_not_there_is_one_line(model_path, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(http, "PAUSE", 0.0)
+    server = ["--rollout_engine", "vllm_server", "--vllm_server_base_url", "http://127.0.0.1:1"]
+    where = ["--model_name_or_path", model_path, "--output_dir", str(tmp_path)]
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["train", str(RECIPES / "grpo_arithmetic.yaml"), *server, *where])
+    assert exit_.value.code == 2
+    assert "error: the server at http://127.0.0.1:1 gave no answer" in capsys.readouterr().err
+
+
 def test_help_shows_the_values_of_the_recipe(capsys) -> None:
     recipe = str(RECIPES / "rloo_arithmetic.yaml")
     with pytest.raises(SystemExit) as exit_:
@@ -190,7 +201,7 @@ def test_an_interrupted_run_says_so_in_one_line(monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(["demo"])
     assert exit_.value.code == 130
-    assert capsys.readouterr().err.startswith("interrupted: a run goes on from")
+    assert capsys.readouterr().err.startswith("interrupted: a run that had a step goes on with")
 
 
 def test_bad_input_is_one_line_and_no_traceback(capsys) -> None:

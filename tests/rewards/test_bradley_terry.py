@@ -120,7 +120,8 @@ def test_the_saved_model_scores_as_in_training(tmp_path, arch):
     metrics = train(tmp_path, model, data, data, max_steps=3)
     judge = RewardModel(tmp_path / "final")
     chosen, rejected = (
-        torch.tensor(judge(data["prompt"], data[key])) for key in ("chosen", "rejected")
+        torch.tensor(judge(data["prompt"], data[key], ended=[True] * len(data)))
+        for key in ("chosen", "rejected")
     )
     assert metrics["eval_accuracy"] == pytest.approx((chosen > rejected).float().mean().item())
     loss = bradley_terry_loss(chosen, rejected).item()
@@ -192,7 +193,7 @@ CHAT = Dataset.from_dict(
         (broken(drop=["chosen"]), r"no column 'chosen' \(it has prompt, rejected\)"),
         (broken(drop=["rejected"]), r"no column 'rejected' \(it has prompt, chosen\)"),
         (broken(2, chosen="b", rejected="b"), "chosen and rejected are the same in row 2"),
-        (broken(3, rejected="b" * 31), "a text in row 3 has 33 tokens, more than the 32"),
+        (broken(3, rejected="b" * 31), "a text in row 3 has 34 tokens, more than the 32"),
         (broken(1, chosen="B"), "text in row 1 cannot be tokenized"),
         (broken(1, prompt=None), "row 1: prompt and completion must both be strings"),
         (broken(1, drop=["prompt"], chosen=""), "chosen in row 1 is empty"),
@@ -211,9 +212,9 @@ def test_bad_pairs_are_refused_by_dataset_and_row(tmp_path, name, data, message)
 
 
 def test_the_positions_of_the_model_are_a_limit_too(tmp_path):
-    with pytest.raises(ValueError, match="row 0 has 66 tokens, more than the 64"):
-        train(tmp_path, data=broken(0, chosen="b" * 64), max_length=100)
-    train(tmp_path, data=broken(0, chosen="b" * 62), max_length=100, max_steps=1)
+    with pytest.raises(ValueError, match="row 0 has 65 tokens, more than the 64"):
+        train(tmp_path, data=broken(0, chosen="b" * 62), max_length=100)
+    train(tmp_path, data=broken(0, chosen="b" * 61), max_length=100, max_steps=1)
 
 
 @pytest.mark.parametrize(
@@ -229,3 +230,25 @@ def test_the_positions_of_the_model_are_a_limit_too(tmp_path):
 def test_what_cannot_be_trained_is_refused(tmp_path, model, tokenizer, message):
     with pytest.raises(ValueError, match=message):
         train_reward_model(config(tmp_path), model, tokenizer, pairs(4), pairs(4))
+
+
+def test_strings_end_as_a_policy_ends_them():
+    tokenizer = letters()
+    pairs = Dataset.from_list(
+        [
+            {"prompt": "a", "chosen": "b", "rejected": "c<eos>"},
+            {"prompt": "", "chosen": "b", "rejected": "c"},
+        ]
+    )
+    for data in (
+        pairs,
+        pairs.map(
+            lambda row: {key: row["prompt"] + row[key] for key in ("chosen", "rejected")},
+            remove_columns="prompt",
+        ),
+    ):
+        first, second = tokenize_pairs(data, tokenizer, None, "train_dataset", eos=True)
+        assert first == {"chosen": [3, 4, 2], "rejected": [3, 5, 2]}
+        assert second == {"chosen": [4, 2], "rejected": [5, 2]}
+        bare, _ = tokenize_pairs(data, tokenizer, None, "train_dataset")
+        assert bare == {"chosen": [3, 4], "rejected": [3, 5, 2]}

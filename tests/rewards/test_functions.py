@@ -3,10 +3,14 @@
 import asyncio
 import functools
 import math
+import os
+import signal
+import threading
 
 import numpy as np
 import pytest
 import torch
+from transformers import TrainerState
 
 from rlhf_pg.rewards import Rewards, totals
 
@@ -76,6 +80,41 @@ def test_it_works_inside_a_running_event_loop(function):
     assert asyncio.run(notebook()).tolist() == [[1], [2], [3]]
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: lambda **kw: f(**kw)])
+def test_what_is_bound_to_an_event_loop_serves_every_step(wrap):
+    """A lock that somebody waits for belongs to the loop of the first who did."""
+    one_at_a_time = asyncio.Semaphore(1)
+
+    async def ask(text):
+        async with one_at_a_time:
+            await asyncio.sleep(0.001)
+            return float(len(text))
+
+    async def asking(completions, **_):
+        return await asyncio.gather(*map(ask, completions))
+
+    rewards = Rewards(wrap(asking))
+    for _ in range(2):
+        assert totals(rewards(PROMPTS, COMPLETIONS, IDS, {})).tolist() == [[1], [2], [3]]
+
+
+def test_an_interrupt_ends_an_async_reward_that_hangs_and_lets_it_clean_up():
+    cleaned = threading.Event()
+
+    async def hangs(**_):
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            cleaned.set()
+
+    threads = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        Rewards(hangs)(PROMPTS, COMPLETIONS, IDS, {})
+    assert cleaned.wait(30)
+    assert threading.active_count() <= threads + 1  # that of the loop
+
+
 def test_a_function_is_given_everything_by_name():
     seen = {}
 
@@ -86,6 +125,37 @@ def test_a_function_is_given_everything_by_name():
     call(look)
     inputs = {"prompts": PROMPTS, "completions": COMPLETIONS, "completion_ids": IDS, **COLUMNS}
     assert {name: seen[name] for name in inputs} == inputs
+
+
+def test_what_the_trainer_knows_is_for_those_who_ask():
+    state = TrainerState(global_step=3, max_steps=9, epoch=0.5)
+    seen = []
+
+    async def asks(completions, ended, step, trainer_state, **_):
+        seen.append((ended, step, trainer_state.global_step, trainer_state.max_steps))
+        trainer_state.global_step = 99
+        return [0.0] * len(completions)
+
+    def others(prompts, completions, completion_ids, answer, tags):
+        return [0.0] * 3
+
+    def catch_all(**given):
+        assert given.keys() == {"prompts", "completions", "completion_ids", *COLUMNS}
+        return [0.0] * 3
+
+    class Asks:
+        def __call__(self, step, **_):
+            seen.append(step)
+            return [0.0] * 3
+
+    rewards = Rewards([asks, others, catch_all, Asks()])
+    rewards(PROMPTS, COMPLETIONS, IDS, COLUMNS, ended=[True, False, True], state=state)
+    assert seen == [([True, False, True], 3, 3, 9), 3]
+    assert state.global_step == 3
+    columns = {"step": [5, 6, 7]}
+    with pytest.raises(ValueError, match=r"column 'step' .* reward function Asks asks"):
+        Rewards(Asks())(PROMPTS, COMPLETIONS, IDS, columns, state=state)
+    assert call(lambda step, **_: step, columns=columns).tolist() == [[5], [6], [7]]
 
 
 def test_one_function_needs_no_list():
@@ -354,6 +424,59 @@ async def slow_failure(**_):
 
 def failure(**_):
     raise KeyError("answer")
+
+
+class Raising:
+    def __float__(self):
+        raise ZeroDivisionError
+
+
+class Longer(list):
+    """Than it says."""
+
+    def __iter__(self):
+        return iter([0.5] * 9)
+
+
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [
+        (torch.ones(3, device="meta"), "said returned what cannot be read: NotImplementedError"),
+        ([torch.ones(1).to_sparse()] * 3, "said returned what cannot be read: RuntimeError"),
+        ([Raising()] * 3, "said returned <.*Raising object .*completion 0"),
+    ],
+)
+def test_what_is_no_number_by_its_own_account_is_one_error(scores, said):
+    with pytest.raises(ValueError, match=said):
+        call(says(scores))
+
+
+def test_a_list_has_the_length_that_it_says():
+    assert call(says(Longer([1.0, 2.0, 3.0]))).nansum() == 6.0
+
+
+def test_what_a_function_says_is_made_harmless():
+    """Neither a terminal obeys it, nor does it fill one."""
+
+    def shouting(**_):
+        raise RuntimeError("\x1b[2J at https://judge/?key=S3CRET " + "a" * 10**6)
+
+    with pytest.raises(
+        ValueError, match=r"shouting raised .*: \\x1b\[2J at .*judge/\?\*\*\* aaa"
+    ) as caught:
+        call(length, shouting)
+    assert len(str(caught.value)) < 1200
+    with pytest.raises(ValueError, match="said returned 'aaa") as caught:
+        call(says(["a" * 10**6] * 3))
+    assert len(str(caught.value)) < 1200
+
+
+def test_a_call_that_is_cancelled_is_one_error():
+    async def impatient(**_):
+        raise asyncio.CancelledError
+
+    with pytest.raises(ValueError, match="impatient raised CancelledError"):
+        call(length, impatient)
 
 
 @pytest.mark.parametrize("function", [failure, slow_failure])

@@ -155,6 +155,31 @@ def test_a_bos_in_the_prompt_is_not_doubled():
     assert close(scores, [by_hand(model, [1, 3, 4, 5])])
 
 
+def test_an_eos_that_was_sampled_is_seen_and_scored():
+    model, tokenizer = classifier(), letters()
+    said = (["ab", "ab", "ab"], ["c", "c", "c<eos>"])
+    judged = {"ended": [True, False, True]}
+    words, ended = by_hand(model, [3, 4, 5]), by_hand(model, [3, 4, 5, 2])
+    assert close(RewardModel(model, tokenizer)(*said, **judged), [ended, words, ended])
+    blind = RewardModel(model, tokenizer, sees_eos=False)
+    assert close(blind(*said, **judged), [words, words, ended])
+
+
+def test_a_chat_turn_that_was_cut_off_is_left_open():
+    tokenizer, model = letters(), classifier()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] + m['content'] + '<eos>' }}{% endfor %}"
+    )
+    chats = ([[says("b")]] * 3, [[says("c", "assistant")]] * 3)
+    closed, cut = (by_hand(model, [23, 4, 2, 3, 5, *end]) for end in ([2], []))  # "u b a c"
+    assert closed != cut
+    judge = RewardModel(model, tokenizer)
+    assert close(judge(*chats, ended=[True, False, False]), [closed, cut, cut])
+    assert close(judge(*chats), [closed] * 3)
+    closing = RewardModel(model, tokenizer, closes_truncated=True)
+    assert close(closing(*chats, ended=[True, False, False]), [closed] * 3)
+
+
 # ------------------------------------------------------------------------------------ how it is run
 
 

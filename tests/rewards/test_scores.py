@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_pg.rewards.scores import at_end, clipped, ends, overlong, replaced, totals
+from rlhf_pg.rewards.scores import at_end, clipped, ends, min_max, overlong, replaced, totals
 
 NAN = math.nan
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 0, 1], [0, 1, 0]]).bool()
@@ -45,6 +45,15 @@ def test_the_end_is_the_last_token_that_the_policy_chose():
     placed = [[NAN, NAN, 1], [2, NAN, NAN], [NAN, NAN, 3], [NAN, 0, NAN]]
     same(at_end(numbers, MASK), placed)
     same(totals(at_end(numbers, MASK)[:, :, None])[:, 0], numbers)
+
+
+@pytest.mark.proves("rlhf_pg.rewards.scores.min_max")
+def test_min_max_by_hand():
+    scores = torch.tensor([[[-1.0, 5.0], [NAN, 5.0]], [[3.0, NAN], [0.0, 5.0]]]).double()
+    low, high = torch.tensor([-1.0, 5.0]).double(), torch.tensor([3.0, 5.0]).double()
+    squashed = min_max(scores, low, high)
+    same(squashed[:, :, 0].flatten(), [0, NAN, 1, 0.25])
+    same(squashed[:, :, 1].flatten(), [0, 0, NAN, 0])  # no spread
 
 
 @pytest.mark.proves("rlhf_pg.rewards.scores.clipped")

@@ -8,7 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 
-Answer = tuple[int, Any]  # status, and JSON or bytes
+# Status, and JSON or bytes; or what writes an answer of its own to the handler's `wfile`.
+Answer = tuple[int, Any] | Callable[[BaseHTTPRequestHandler], None]
 
 
 class _Threads(ThreadingHTTPServer):
@@ -37,13 +38,18 @@ class FakeVllm:
                 self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
             def reply(self, body: Any) -> None:
-                status, answer = fake.answer(self.path.split("?")[0], body)
+                said = fake.answer(self.path.split("?")[0], body)
+                if callable(said):
+                    with suppress(ConnectionError):
+                        said(self)
+                    return
+                status, answer = said
                 text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(status)
                 # One that is cut off has promised more.
                 self.send_header("Content-Length", str(len(text) + 10 * (answer == b"{")))
                 self.end_headers()
-                with suppress(BrokenPipeError):  # who asked has not waited
+                with suppress(ConnectionError):  # who asked has not waited
                     self.wfile.write(text)
 
             def log_message(self, *_: Any) -> None:
@@ -51,7 +57,8 @@ class FakeVllm:
 
         self.server = _Threads(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        serve = self.server.serve_forever
+        Thread(target=serve, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def close(self) -> None:
         self.server.shutdown()

@@ -3,12 +3,14 @@
 import asyncio
 import math
 import threading
+import time
 
 import pytest
 import torch
 
+from rlhf_pg import user_code
 from rlhf_pg.rollout import Observation, Player, SamplingParams
-from tests.rollout.scripted import ScriptedEngine, letters
+from tests.rollout.scripted import ScriptedEngine, ScriptedSession, letters
 
 TOKENIZER = letters()
 EOS = TOKENIZER.eos_token_id
@@ -286,14 +288,31 @@ def test_an_environment_that_fails_ends_its_own_episode_alone(answer, error):
 def test_a_beginning_that_fails_leaves_the_prompt_of_the_dataset_and_its_group_goes_on():
     class Broken(Listed):
         def reset(self, example):
-            raise ValueError("no beginning")
+            raise ValueError("no beginning\x1b[2J")
 
     engine = sayer("a<eos>")
     broken, whole = play(engine, Broken(), Listed(("", 1.0, True)), n=2)
-    assert broken.error == "ValueError: no beginning"
+    assert broken.error == r"ValueError: no beginning\x1b[2J"  # shown, and not obeyed
     assert (broken.prompt, broken.tokens) == ("q?", [])
     assert whole.error is None
     assert [list(r.samples) for r in engine.requests] == [[1]]
+
+
+def test_a_beginning_that_the_engine_refuses_leaves_the_prompt_of_the_dataset(monkeypatch):
+    """Which is all that the learner then has to forward."""
+    add = ScriptedSession.add
+
+    def limited(session, request):
+        if len(request.tokens) > 5:
+            raise ValueError("is too long")
+        add(session, request)
+
+    monkeypatch.setattr(ScriptedSession, "add", limited)
+    long, sound = Listed(prompt="abcdefg"), Listed(("", 1.0, True))
+    refused, whole = play(sayer("a<eos>"), long, sound, n=2)
+    assert refused.error == "ValueError: the episode is too long"
+    assert (refused.prompt, refused.prompt_ids, refused.tokens) == ("q?", ids("q?"), [])
+    assert whole.error is None
 
 
 def test_a_beginning_that_is_no_text_is_an_error_of_its_episode():
@@ -366,6 +385,60 @@ def test_an_async_environment_that_hangs_without_awaiting_holds_up_no_later_one(
     go.set()
     assert broken.error == "TimeoutError: no answer within 0.2 s"
     assert whole.error is None
+
+
+def hanging(step):
+    class Hanging(Listed):
+        def step(self, completion):
+            return step()
+
+    return Hanging()
+
+
+def polls():
+    while True:
+        time.sleep(0.01)
+
+
+def test_environments_that_hang_in_python_leave_no_threads_behind():
+    before = threading.active_count()
+    for _ in range(3):
+        episodes = play(sayer("a<eos>"), hanging(polls), hanging(polls), n=2, timeout=0.1)
+        assert [episode.error for episode in episodes] == [
+            "TimeoutError: no answer within 0.1 s"
+        ] * 2
+    end = time.monotonic() + 30
+    while threading.active_count() > before:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_environments_that_cannot_be_stopped_are_few(monkeypatch):
+    monkeypatch.setattr(user_code, "MOST_LATE", 2)
+    go = threading.Event()
+    before = threading.active_count()
+    for _ in range(4):
+        [episode] = play(sayer("a<eos>"), hanging(go.wait), timeout=0.1)
+    assert threading.active_count() <= before + 2
+    assert episode.error.startswith("RuntimeError: 2 earlier calls have not returned")
+    go.set()
+    while threading.active_count() > before:
+        time.sleep(0.01)
+    [episode] = play(sayer("a<eos>"), Listed(("", 1.0, True)))
+    assert episode.error is None
+
+
+def test_a_loop_that_was_held_up_is_used_again():
+    own = user_code.event_loop()
+    go = threading.Event()
+    own.call_soon_threadsafe(go.wait)
+    other = user_code.event_loop()
+    assert other is not own
+    go.set()
+    held = threading.Event()
+    other.call_soon_threadsafe(held.wait)
+    assert user_code.event_loop() is own
+    held.set()
 
 
 def test_a_factory_that_fails_is_an_error_of_its_episode():

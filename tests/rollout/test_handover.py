@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from peft import IA3Config, get_peft_model
+from safetensors.torch import load_file
 
 from rlhf_pg import models
-from rlhf_pg.rollout.handover import merged_weights
-from tests.tiny import adapter, stir, tiny_model
+from rlhf_pg.rollout.handover import merged_weights, published_weights
+from tests.tiny import MIXTURES, adapter, stir, tiny_model
 
 ADAPTERS: dict[str, Any] = {
     "LoRA": adapter(),
@@ -65,3 +66,68 @@ def test_one_merged_layer_is_in_memory_at_a_time():
             copies.append(weakref.ref(tensor.untyped_storage()))
         del tensor
     assert len(copies) == 14  # seven matrices in each of two layers
+
+
+# ----------------------------------------------------------------------- mixtures of experts
+
+# Of one sparse layer, as vLLM 0.32 reads them (vllm/model_executor/models/{file}.py: what its
+# `hf_to_vllm_mapper` and the `ckpt_names` of its experts turn into its own names, and the rest by
+# the names of its modules); {e} is every expert.
+W123 = [
+    "block_sparse_moe.gate.weight",
+    *(f"block_sparse_moe.experts.{{e}}.w{i}.weight" for i in (1, 2, 3)),
+]
+PROJ = ["mlp.gate.weight", *(f"mlp.experts.{{e}}.{p}_proj.weight" for p in ("gate", "up", "down"))]
+SHARED = [f"mlp.shared_experts.{p}_proj.weight" for p in ("gate", "up", "down")]
+READ_BY_VLLM = {
+    "mixtral": W123,
+    "phimoe": W123,
+    "minimax_m2": [*W123, "block_sparse_moe.e_score_correction_bias"],
+    "qwen3_moe": PROJ,
+    "olmoe": PROJ,
+    "deepseek_v3": [*PROJ, *SHARED, "mlp.gate.e_score_correction_bias"],
+    "glm4_moe": [*PROJ, *SHARED, "mlp.gate.e_score_correction_bias"],
+    "granitemoe": [
+        f"block_sparse_moe.{part}.weight"
+        for part in ("router.layer", "input_linear", "output_linear")
+    ],
+}
+
+
+@pytest.mark.parametrize("arch", MIXTURES)
+def test_experts_and_their_biases_go_by_the_names_that_vllm_reads(arch):
+    model = tiny_model(arch)
+    handed = dict(published_weights(model))
+    prefix = "model.layers.1."
+    sparse = {
+        name.removeprefix(prefix)
+        for name in handed
+        if name.startswith((f"{prefix}mlp.", f"{prefix}block_sparse_moe."))
+    }
+    assert sparse == {name.format(e=e) for name in READ_BY_VLLM[arch] for e in range(4)}
+
+
+@pytest.mark.parametrize("arch", MIXTURES)
+def test_what_is_handed_over_is_what_a_checkpoint_has(arch, tmp_path):
+    """To the last number, the biases of experts among them; loaded from one or made here."""
+    model = tiny_model(arch)
+    for name, buffer in model.named_buffers():
+        if "e_score" in name:
+            buffer.uniform_()
+    model.save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    for own in (model, type(model).from_pretrained(tmp_path)):
+        handed = dict(published_weights(own))
+        assert handed.keys() == expected.keys()
+        assert all(tensor.equal(expected[name]) for name, tensor in handed.items())
+
+
+def test_an_adapter_on_a_mixture_is_merged_first():
+    model = adapted(adapter(target_modules=["q_proj"]), arch="olmoe")
+    expected = dict(published_weights(models.merged(model)))
+    handed = dict(published_weights(model))
+    assert handed.keys() == expected.keys()
+    assert all(tensor.equal(expected[name]) for name, tensor in handed.items())
+    plain = dict(published_weights(tiny_model("olmoe")))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not handed[name].equal(plain[name])

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from peft import get_peft_model
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf_pg.rollout import Completion, NativeEngine, SamplingParams
 from tests.rollout.stats import chi_square_p
-from tests.tiny import ARCHS, tiny_model
+from tests.tiny import ARCHS, adapter, stir, tiny_model
 
 VOCAB, PAD = 40, 0
 EOS = [3, 7, 11, 17, 26, 33]
@@ -537,3 +538,20 @@ def test_one_prompt_id_per_prompt(prompt_ids):
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(ValueError, match="empty string"):
         SamplingParams(stop=["b", ""])
+
+
+@pytest.mark.parametrize(("size", "is_merged"), [(1e-5, False), (1.0, True)])
+def test_a_small_adapter_in_bfloat16_is_not_rounded_away(size, is_merged):
+    """What is sampled from is the policy itself, where its merge would be the base model."""
+    model = stir(get_peft_model(tiny_model("llama", dtype=torch.bfloat16), adapter()))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(size)
+    engine = engine_of(model)
+    with engine.synced():
+        assert (engine.weights is not model) == is_merged
+    assert engine.weights is model
+    if not is_merged:
+        completions = engine.generate(PROMPTS, 4, PARAMS, seed=0)
+        assert_teacher_forced(model, PROMPTS, completions, atol=0.15)

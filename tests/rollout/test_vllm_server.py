@@ -1,8 +1,16 @@
 """The engine of `vllm serve` against a server that fails; a real one is in tests/vllm."""
 
+import gc
 import importlib.util
+import os
+import shutil
+import socket
+import stat
+import struct
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +110,47 @@ def test_weights_are_loaded_once_for_all_that_is_sampled_from_them(fake, tmp_pat
             engine.generate([[5]], 1, PARAMS, seed=0)
         assert loaded[-1]["model.norm.weight"].equal(model.model.norm.weight)
     assert len(loaded) == fake.count("/reset_prefix_cache") == 2
+    [own] = (tmp_path / "sync").iterdir()
+    assert not list(own.iterdir())
+
+
+def test_what_is_the_users_in_the_sync_directory_stays(fake, tmp_path):
+    theirs, elsewhere = tmp_path / "sync" / "policy", tmp_path / "elsewhere"
+    theirs.mkdir(parents=True)
+    elsewhere.mkdir()
+    (theirs / "model.safetensors").write_text("years of work")
+    engine = engine_of(fake, tmp_path)
+    engine.generate([[5]], 1, PARAMS, seed=0)
+    assert [path.read_text() for path in theirs.iterdir()] == ["years of work"]
+    shutil.rmtree(theirs)
+    theirs.symlink_to(elsewhere)
+    engine.generate([[5]], 1, PARAMS, seed=0)
+    assert theirs.is_symlink()
+    assert not list(elsewhere.iterdir())
+
+
+def test_runs_share_a_sync_directory_and_leave_nothing_there(fake, tmp_path):
+    engines, places = [engine_of(fake, tmp_path) for _ in range(2)], set()
+    fake.answers["/collective_rpc"] = lambda body: places.add(body["kwargs"]["weights_path"])
+    with engines[0].synced(), engines[1].synced():
+        owns = list((tmp_path / "sync").iterdir())
+    assert len(places) == len(owns) == 2
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in [tmp_path / "sync", *owns])
+    child = os.fork()
+    if child == 0:
+        engines.clear()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert sorted((tmp_path / "sync").iterdir()) == sorted(owns)
+    engines.clear()
+    gc.collect()
     assert not list((tmp_path / "sync").iterdir())
+
+
+def test_a_sync_directory_that_cannot_be_written_to_is_one_error(fake, tmp_path):
+    (tmp_path / "sync").write_text("a file")
+    with pytest.raises(RolloutError, match=r"vllm_sync_directory: .*sync .*choose another"):
+        engine_of(fake, tmp_path).generate([[5]], 1, PARAMS, seed=0)
 
 
 def test_an_adapter_has_a_name_of_its_own_for_every_value(fake, tmp_path):
@@ -119,7 +167,8 @@ def test_an_adapter_has_a_name_of_its_own_for_every_value(fake, tmp_path):
     saved = load_file(Path(load["lora_path"]) / "adapter_model.safetensors")
     own = {name.replace(".default", ""): p for name, p in model.named_parameters()}
     assert all(tensor.equal(own[name]) for name, tensor in saved.items())
-    assert [path.name for path in (tmp_path / "sync").iterdir()] == [load["lora_name"]]
+    [own] = (tmp_path / "sync").iterdir()
+    assert [path.name for path in own.iterdir()] == [load["lora_name"]]
 
 
 def test_another_process_knows_the_name_and_loads_nothing(fake, tmp_path):
@@ -197,6 +246,10 @@ def short(**changes: Any) -> dict[str, Any]:
     return {"choices": [whole | changes]}
 
 
+def logprobs(*numbers: Any) -> dict[str, Any]:
+    return {"token_ids": [5] * len(numbers), "logprobs": {"token_logprobs": list(numbers)}}
+
+
 FAULTS = {
     "status 500: out of order": (500, {"error": {"message": "out of order"}}),
     "status 503: busy": (503, b"busy"),
@@ -205,13 +258,34 @@ FAULTS = {
     "KeyError": (200, {"id": "cmpl-1"}),
     "not enough values": (200, {"choices": []}),
     "5 tokens with 6 log-prob": (200, short(token_ids=[5] * 5)),
-    "4 of 6 tokens, and no stop": (
-        200,
-        short(token_ids=[5] * 4, logprobs={"token_logprobs": [-1.0] * 4}),
-    ),
+    "4 of 6 tokens, and no stop": (200, short(**logprobs(*[-1.0] * 4))),
     "NoneType": (200, short(logprobs=None)),
     "finish_reason 'abort'": (200, short(finish_reason="abort")),
+    "7 tokens, and at most 6": (200, short(**logprobs(*[-1.0] * 7))),
+    "after EOS, which is the one at 1": (200, short(token_ids=[5, 3, 5, 5, 5, 5])),
+    "'length' with 7": (200, short(token_ids=[5, 5, 5, 5, 5, 7])),
+    "'stop' with 5": (200, short(finish_reason="stop")),
+    "40 is no token of a vocabulary of 40": (200, short(token_ids=[5] * 5 + [40])),
+    "-1 is no token": (200, short(token_ids=[-1] + [5] * 5)),
+    "5.0 is no token": (200, short(token_ids=[5.0] * 6)),
+    "True is no token": (200, short(token_ids=[True] * 6)),
+    "-inf is no log-prob": (200, short(**logprobs(*[-1.0] * 5, float("-inf")))),
+    "-9999.0 is no log-prob": (200, short(**logprobs(*[-1.0] * 5, -9999.0))),
+    "nan is no log-prob": (200, short(**logprobs(*[-1.0] * 5, float("nan")))),
+    "0.5 is no log-prob": (200, short(**logprobs(*[-1.0] * 5, 0.5))),
+    "None is no log-prob": (200, short(**logprobs(*[-1.0] * 5, None))),
+    "RecursionError": (200, b"[" * 100_000),
+    "it has more than": (200, b" " * 2**21),
+    r"status 500: \x1b[2J": (500, {"error": {"message": "\x1b[2J"}}),
+    "RemoteProtocolError": lambda handler: handler.wfile.write(b"SSH-2.0\r\n"),
+    "ReadError": lambda handler: reset(handler.connection),
 }
+
+
+def reset(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.shutdown(socket.SHUT_RD)
+    connection.close()
 
 
 @pytest.mark.parametrize("said", FAULTS)
@@ -246,10 +320,116 @@ def test_a_server_that_hangs_is_given_up(fake, tmp_path):
         engine.generate([[5]], 1, PARAMS, seed=0)
 
 
+def drip(part: bytes) -> Any:
+    def write(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(b"HTTP/1.0 200 OK\r\n")
+        for _ in range(30):
+            handler.wfile.write(part)
+            time.sleep(0.1)
+
+    return write
+
+
+@pytest.mark.parametrize("part", [b"X-More: 1\r\n", b"\r\n{"])
+def test_a_server_that_never_ends_is_given_up_although_it_never_pauses(fake, tmp_path, part):
+    engine = engine_of(fake, tmp_path, timeout=0.4)
+    fake.answers[COMPLETIONS] = lambda body: drip(part)
+    start = time.monotonic()
+    with pytest.raises(RolloutError, match=r"no answer within 0\.4 s.*3 attempts"):
+        engine.generate([[5]], 1, PARAMS, seed=0)
+    assert time.monotonic() - start < 2.5
+
+
+def test_a_server_that_sends_us_elsewhere_is_not_followed(fake, tmp_path):
+    engine, other = engine_of(fake, tmp_path), FakeVllm()
+
+    def elsewhere(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(307)
+        handler.send_header("Location", f"{other.url}{COMPLETIONS}?token=S3CRET")
+        handler.end_headers()
+
+    fake.answers[COMPLETIONS] = lambda body: elsewhere
+    with pytest.raises(RolloutError, match=r"status 307: it sends us elsewhere") as error:
+        engine.generate([[5]], 1, PARAMS, seed=0)
+    other.close()
+    assert other.asked == []
+    assert "S3CRET" not in str(error.value)
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(fake, tmp_path, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert engine_of(fake, tmp_path).generate([[5]], 1, PARAMS, seed=0)
+
+
+def test_bytes_that_were_not_asked_for_are_not_kept(fake, tmp_path):
+    """A gigabyte is refused after the first of a thousand parts."""
+    engine, sent = engine_of(fake, tmp_path), []
+
+    def flood(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n")
+        for _ in range(1000):
+            handler.wfile.write(b" " * 2**20)
+            sent.append(1)
+
+    fake.answers[COMPLETIONS] = lambda body: flood
+    with pytest.raises(RolloutError, match="it has more than"):
+        engine.generate([[5]], 1, PARAMS, seed=0)
+    assert len(sent) < 3 * 50
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "said"),
+    [
+        ("/v1/models", (200, {"data": []}), "IndexError"),
+        ("/v1/models", (200, {"data": [{"id": "a", "max_model_len": 0}]}), "max_model_len is 0"),
+        ("/v1/models", (200, {"data": [{"id": 1, "max_model_len": 9}]}), "id of a model is 1"),
+        ("/server_info", (200, {}), "KeyError"),
+        ("/server_info", (200, b"[" * 100_000), "RecursionError"),
+        (COMPLETIONS, (200, {"choices": []}), "IndexError"),
+    ],
+)
+def test_what_it_says_of_itself_is_checked(fake, tmp_path, path, answer, said):
+    fake.answers[path] = lambda body: answer
+    with pytest.raises(RolloutError, match=said):
+        engine_of(fake, tmp_path)
+
+
+def test_an_adapter_that_was_loaded_is_not_lost_with_the_answer(fake, tmp_path):
+    engine = engine_of(fake, tmp_path, get_peft_model(tiny_model("llama"), adapter()))
+
+    def load_and_say_nothing(body: Any) -> Any:
+        if body["lora_name"] in fake.models:
+            return 400, {"error": {"message": "it has already been loaded"}}
+        fake.models.append(body["lora_name"])
+        return 200, b"{"
+
+    fake.answers["/v1/load_lora_adapter"] = load_and_say_nothing
+    assert engine.generate([[5]], 1, PARAMS, seed=0)
+    assert fake.count("/v1/load_lora_adapter") == 2
+
+
+def test_what_is_not_waited_for_is_broken_off(fake, tmp_path):
+    """The server hears of it, and stops."""
+    engine, heard = engine_of(fake, tmp_path), threading.Event()
+
+    def wait_for_the_end(handler: BaseHTTPRequestHandler) -> None:
+        if handler.connection.recv(1) == b"":
+            heard.set()
+
+    fake.answers[COMPLETIONS] = lambda body: wait_for_the_end
+    with engine.session(PARAMS, seed=0) as session:
+        session.add(Request(tokens=[5], draw=0))
+        session.step()
+    assert heard.wait(10)
+
+
 def test_a_server_that_is_not_there_is_one_error(fake, tmp_path):
     engine = engine_of(fake, tmp_path)
     fake.close()
-    with pytest.raises(RolloutError, match=f"{fake.url} gave no answer .*refused.*3 attempts"):
+    with pytest.raises(RolloutError, match=f"{fake.url} gave no answer .*Refused.*3 attempts"):
         engine.generate([[5]], 1, PARAMS, seed=0)
     with pytest.raises(RolloutError, match=f"{fake.url} gave no answer"):
         engine_of(fake, tmp_path)

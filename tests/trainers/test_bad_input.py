@@ -122,3 +122,38 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights(make) -> None:
 def test_the_config_of_another_algorithm_is_refused() -> None:
     with pytest.raises(ValueError, match="args must be a GRPOConfig, got RLOOConfig"):
         GRPOTrainer(args=RLOOConfig())
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("generation_config", r"could not be saved at the end \(ValueError: GenerationConfig is"),
+        (
+            "processing_class",
+            r"could not be saved at the end \(TypeError: .* not JSON serializable",
+        ),
+    ],
+)
+def test_what_could_not_be_saved_at_the_end_stops_a_run_before_its_first_step(
+    make, part, message, tmp_path
+) -> None:
+    """`temperature` without `do_sample`, as published models have it; a tokenizer of one's own."""
+    trainer = make()
+    if part == "generation_config":
+        trainer.model.generation_config.update(do_sample=False, temperature=0.6)
+    else:
+        trainer.processing_class.init_kwargs["made_by"] = object()
+    trainer.engine = None
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+
+
+def test_an_adapter_is_saved_without_the_config_of_its_model(make) -> None:
+    trainer = make(use_peft=True, max_steps=1)
+    trainer.model.get_base_model().generation_config.update(do_sample=False, temperature=0.6)
+    trainer.train()
+    trainer = make(use_peft=True, save_merged=True)
+    trainer.model.get_base_model().generation_config.update(do_sample=False, temperature=0.6)
+    with pytest.raises(ValueError, match="could not be saved at the end"):
+        trainer.train()

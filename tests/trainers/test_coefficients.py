@@ -75,13 +75,45 @@ def test_the_beta_in_use_is_the_one_that_moved(where, estimator, tmp_path) -> No
     assert not torch.allclose(gradient_of(moved, says), gradient_of(other, says))
 
 
-def test_the_penalty_of_ppo_doubles_when_the_last_pass_has_moved_far(make, tmp_path) -> None:
+ONCE = {"num_iterations": 1}
+UPDATES = [
+    (GRPOTrainer, ONCE),
+    (GRPOTrainer, {"num_iterations": 3}),
+    (ReinforceTrainer, ONCE | {"advantage_estimator": "returns"}),
+    (PPOTrainer, {"num_iterations": 2, "policy_loss": "kl_penalty", "old_kl_target": 0.1}),
+]
+
+
+@pytest.mark.proves("rlhf_pg.control.KLAdaptiveRate")
+@pytest.mark.parametrize(("trainer_type", "options"), UPDATES)
+def test_what_moves_a_coefficient_is_the_exact_kl_after_the_last_update(
+    trainer_type, options, tmp_path
+) -> None:
+    """The batch has every completion as often as it is likely, so that its mean is the KL."""
+    if "old_kl_target" not in options:
+        options = options | {"kl_adaptive_lr": 1.0}
+    trainer = make_trainer(
+        trainer_type, tmp_path / "run", num_generations=9, learning_rate=0.03, **options
+    )
+    with torch.no_grad():
+        trainer.model.get_output_embeddings().weight.zero_()  # each of the three tokens: 1/3
+    old = probabilities(trainer.model, "ab")
+    trainer.engine.says = [*[COMPLETIONS[0]] * 3, *COMPLETIONS[1:]]
+    trainer.train()
+    new = probabilities(trainer.model, "ab")
+    kl = sum(p * (p / new[said]).log() for said, p in old.items())
+    assert kl > 1e-3
+    (line,) = lines(tmp_path)
+    assert line["completions/mean_length"] == pytest.approx(15 / 9)
+    assert line["approx_kl/after"] * 15 / 9 == pytest.approx(kl.item(), rel=1e-9)
+
+
+def test_the_penalty_of_ppo_doubles_when_the_updates_have_moved_far(make, tmp_path) -> None:
     make(**MOVING["old-kl"], old_kl_coef=0.5).train()
     coefficient = 0.5
     for line in lines(tmp_path):
-        # Two passes: the first sees the old policy, whose KL to itself is 0.
-        kl = line["approx_kl/last_pass"]
-        assert kl == pytest.approx(2 * line["approx_kl"], rel=1e-5)
+        kl = line["approx_kl/after"]
+        assert kl > 0
         coefficient *= 0.5 if kl < 1e-4 / 1.5 else 2 if kl > 1e-4 * 1.5 else 1
         assert line["old_kl_coef"] == coefficient
     assert coefficient != 0.5
@@ -116,6 +148,8 @@ def test_the_learning_rate_follows_the_kl(make, tmp_path) -> None:
     assert rates == pytest.approx([1e-3, 1e-3 / 1.5, 1e-3 / 1.5**2])
     make(**MOVING["rate"] | {"kl_adaptive_lr": 1e3}).train()
     assert lines(tmp_path)[-1]["learning_rate"] == pytest.approx(1e-3 * 1.5**2)
+    make(**MOVING["rate"] | {"kl_adaptive_lr": 1e3, "kl_adaptive_lr_max": 1.25}).train()
+    assert lines(tmp_path)[-1]["learning_rate"] == pytest.approx(1e-3 * 1.25)
 
 
 def test_a_scheduler_of_ones_own_is_not_scaled(make) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from itertools import pairwise
 
 import pytest
@@ -283,6 +284,40 @@ def test_the_policy_stays_to_the_last_bit_while_the_critic_begins(make, critic) 
     assert not any(a.equal(b) for a, b in pairwise(heads))
 
 
+@pytest.mark.parametrize("critic", CRITICS)
+def test_further_updates_are_of_the_critic_alone(make, critic, tmp_path) -> None:
+    """The policy takes the step that it takes without them, whatever there was of momentum."""
+    ends, counts = [], []
+    for further in (0, 3):
+        options = {"num_iterations": 2, "num_mini_batches": 2, **CRITICS[critic]}
+        trainer = make(PPOTrainer, max_steps=1, value_iterations=further, **options)
+        head = trainer.critic.head.weight
+        trainer.train()
+        policy = next(p for p in trainer.model.parameters() if p.requires_grad)
+        updates = trainer.learner.optimizer.state
+        counts.append([int(updates[p]["step"]) for p in (policy, head)])
+        ends.append((copies(trainer.model), head.detach().clone()))
+        assert read(tmp_path / "run" / "metrics.jsonl")[0]["num_updates"] == 4
+        shutil.rmtree(tmp_path / "run")
+    assert counts == [[4, 4], [4, 10]]
+    assert same(ends[0][0], ends[1][0])
+    assert not ends[0][1].equal(ends[1][1])
+
+
+def test_further_updates_bring_values_to_returns(make) -> None:
+    """By the value loss on the same rollout, which the policy has no part in."""
+    errors = []
+    for further in (0, 10):
+        trainer = make(PPOTrainer, value_iterations=further, cliprange_value=None, num_iterations=1)
+        samples = trainer.roll_out(range(4))
+        experience, _ = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
+        trainer.learner.update(experience, 0, Meter())
+        values = trainer.learner.score(experience).values
+        mask = experience.action_mask
+        errors.append(float((values - experience.returns)[mask].square().mean()))
+    assert errors[1] < 0.9 * errors[0]
+
+
 def test_neither_the_norm_nor_adam_sees_a_policy_that_stays(make) -> None:
     trainer = make(PPOTrainer, value_pretraining_steps=1, max_grad_norm=1e-3, num_iterations=2)
     learner, policy = trainer.learner, list(trainer.model.parameters())
@@ -450,6 +485,7 @@ def test_a_run_may_be_a_head_start_alone(make) -> None:
         ({"vf_coef": 0.0, "value_lam": 1.0}, "value_lam is for a critic that learns"),
         ({"vf_coef": 0.0, "normalize_values": True}, "normalize_values is for a critic that"),
         ({"vf_coef": 0.0, "value_pretraining_steps": 1}, "value_pretraining_steps is for a"),
+        ({"vf_coef": 0.0, "value_iterations": 1}, "value_iterations is for a critic that learns"),
         (
             {"value_init": "random", "value_model_name_or_path": "judge"},
             "value_init random takes the policy's architecture: leave out value_model_name",

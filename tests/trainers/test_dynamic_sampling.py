@@ -12,6 +12,7 @@ from datasets import Dataset
 from rlhf_pg import Callback, GRPOTrainer
 from rlhf_pg.metrics import Meter, read
 from rlhf_pg.progress import Journal
+from rlhf_pg.rewards import totals
 from rlhf_pg.runtime import Whole
 from rlhf_pg.trainers.drawing import Batch, draw_batch
 from tests.untimed import untimed
@@ -106,6 +107,25 @@ def test_the_whole_total_has_to_vary(trainer_of) -> None:
     ):
         trainer = trainer_of(1, reward_funcs=functions, reward_weights=weights)
         assert draw_batch(trainer, Meter()).metrics["sampling/kept_fraction"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        {"overlong_buffer": 6},  # every token more costs
+        {"missing_eos_penalty": 1.0},
+        {"missing_eos_penalty": 1.0, "missing_eos_mode": "replace"},
+    ],
+)
+@pytest.mark.parametrize("said", [0.0, 1.0])
+def test_a_penalty_keeps_no_group_that_is_all_wrong(trainer_of, penalty, said) -> None:
+    """Nor one that is all right (DAPO, Eq. 11)."""
+    constant = {"reward_funcs": lambda easy, **_: [said] * len(easy), "num_generations": 4}
+    trainer = trainer_of(1, **constant, **penalty, temperature=2.0)
+    batch = draw_batch(trainer, Meter())
+    assert batch.metrics["sampling/kept_fraction"] == 0.0
+    shaped = totals(trainer.shaping(batch.judged.scores, batch.judged.samples.rollout))
+    assert len(shaped.nansum(1).unique()) > 1  # there was something to be misled by
 
 
 def test_one_valid_score_is_no_spread(trainer_of) -> None:

@@ -1,6 +1,7 @@
 """Held-out rewards, greedy and sampled, and the best checkpoint by them."""
 
 import json
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -229,6 +230,20 @@ def test_the_best_checkpoint_is_kept(make, tmp_path, rewards, best) -> None:
     assert not kept.equal(clock.weights[4])
     assert (run / "best" / "critic").exists()
     assert not (run / "checkpoints").exists()
+
+
+def test_an_evaluation_that_is_nan_is_never_the_best(make, monkeypatch, tmp_path) -> None:
+    trainer = make(eval_dataset=HELD_OUT, eval_steps=1, max_steps=4)
+    rewards = iter([math.nan, 0.25, math.nan, 0.5])
+    monkeypatch.setattr(trainer, "evaluate", lambda: {"eval_reward": next(rewards)})
+    kept = []
+    monkeypatch.setattr(
+        trainer.checkpointer,
+        "save",
+        lambda *_: kept.append((trainer.state.step, trainer.state.best_reward)),
+    )
+    trainer.train()
+    assert kept == [(2, 0.25), (4, 0.5)]
 
 
 def test_a_run_can_go_on_from_the_best(make, tmp_path) -> None:

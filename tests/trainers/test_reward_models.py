@@ -19,10 +19,11 @@ def judge_path(tmp_path):
 
 
 def test_a_path_is_trained_on_and_a_function_of_weight_0_is_tracked(make, judge_path, tmp_path):
-    scored = []
+    scored, eos = [], arithmetic().new_model()[1].eos_token_id
 
-    def witness(prompts, completions, **_):
-        scored.append(RewardModel(judge_path)(prompts, completions))
+    def witness(prompts, completions, completion_ids, ended, **_):
+        assert ended == [ids[-1] == eos for ids in completion_ids]
+        scored.append(RewardModel(judge_path)(prompts, completions, ended=ended))
         return digits(completions)
 
     make(reward_funcs=[judge_path, witness], reward_weights=(1.0, 0.0), max_steps=2).train()
@@ -44,6 +45,14 @@ def test_a_weight_of_0_has_no_effect(make, judge_path):
         trainer.train()
     weights = [list(trainer.model.parameters()) for trainer in trainers]
     assert all(a.equal(b) for a, b in zip(*weights, strict=True))
+
+
+def test_its_options_are_keys(make, judge_path):
+    options = {"reward_model_sees_eos": False, "reward_model_closes_truncated": True}
+    [judge] = make(reward_funcs=judge_path, **options).rewards.functions
+    assert (judge.sees_eos, judge.closes_truncated) == (False, True)
+    [judge] = make(reward_funcs=judge_path).rewards.functions
+    assert (judge.sees_eos, judge.closes_truncated) == (True, False)
 
 
 def test_its_tokenizer_is_an_argument_of_the_trainer(make, judge_path):

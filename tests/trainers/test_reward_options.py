@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from rlhf_pg import (
     GRPOConfig,
@@ -103,6 +105,35 @@ def close(actual: Tensor, expected: Any) -> None:
     expected = torch.as_tensor(expected, dtype=torch.float64)
     assert actual.shape == expected.shape
     assert actual.double().allclose(expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+# ----------------------------------------------------------------------- squashed into [0, 1]
+
+
+def test_min_max_is_over_the_step_for_each_function(tmp_path) -> None:
+    one, two = says(-1.0, [1.0, 3.0], [None, 0.0]), says(5.0, 5.0, 5.0)
+    options = {"reward_weights": (2.0, 1.0), "missing_eos_penalty": 7.0}
+    trainer = reinforce(tmp_path, [one, two], 3, reward_squash="min_max", **options)
+    signals, metrics = look(trainer, [(EOS,), (A, EOS), (B, A)])
+    # one: -1, 1, 3, 0 become 0, 1/2, 1, 1/4; two has no spread; the third row was cut off
+    close(signals.rewards, [[0, 0], [1, 2], [0, 0.5 - 7]])
+    assert metrics["rewards/said/mean"] == pytest.approx((-1 + 4 + 0) / 3)  # as they were said
+    close(signals.scores[:, :3], [[0, 0, 0], [3, 0, 0], [0.5, 0, -7]])
+
+
+def test_a_sigmoid_squashes_each_score_after_the_clip(tmp_path) -> None:
+    options = {"reward_squash": "sigmoid", "reward_clip_range": (-1.0, 2.0)}
+    trainer = reinforce(tmp_path, says(9.0, [0.0, None], -5.0), 3, **options)
+    signals, _ = look(trainer, [(EOS,), (A, EOS), (B, A)])
+    close(signals.rewards, [[1 / (1 + math.exp(-2)), 0], [0.5, 0], [0, 1 / (1 + math.e)]])
+
+
+def test_an_evaluation_has_the_sigmoid_and_not_the_bounds_of_a_step(make) -> None:
+    data = arithmetic().eval_dataset.select(range(4))
+    for how, expected in (("min_max", 3.0), ("sigmoid", 1 / (1 + math.exp(-3)))):
+        reward = lambda prompts, **_: [3.0] * len(prompts)  # noqa: E731
+        trainer = make(reward_funcs=reward, eval_dataset=data, reward_squash=how)
+        assert trainer.evaluate(temperature=0.0)["eval_reward"] == pytest.approx(expected)
 
 
 # ------------------------------------------------------------------------------- scores of steps
@@ -439,3 +470,35 @@ def test_a_run_with_another_reward_function_does_not_resume(make) -> None:
     with pytest.raises(ValueError, match="keeps rewards/digits, and this one keeps rewards/other"):
         again.train(resume_from_checkpoint=True)
     assert all(p.equal(b) for p, b in zip(again.model.parameters(), before, strict=True))
+
+
+def test_a_reward_function_may_ask_how_far_the_run_is(make):
+    seen = []
+
+    def asks(completions, step, trainer_state, **_):
+        seen.append((step, trainer_state.global_step, trainer_state.max_steps))
+        return digits(completions)
+
+    trainer = make(reward_funcs=asks, max_steps=3)
+    trainer.train()
+    assert seen == [(step, step, 3) for step in range(3)]
+
+
+def test_a_turn_that_the_policy_continued_is_judged_whole(make, model_path):
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    asked, begun = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+    seen = []
+
+    def judge(prompts, completions, **_):
+        seen.extend(zip(prompts, completions, strict=True))
+        return [0.0] * len(prompts)
+
+    data = Dataset.from_list([{"prompt": [asked, begun]}])
+    trainer = make(train_dataset=data, processing_class=tokenizer, reward_funcs=judge)
+    assert tokenizer.decode(trainer.train_prompts.tokens[0]).endswith("1+1=2")
+    samples = trainer.roll_out(range(1))
+    trainer.reward(samples)
+    for (prompt, [turn]), written in zip(seen, samples.completion_ids, strict=True):
+        assert prompt == [asked]
+        assert turn["content"] == "2" + tokenizer.decode(written, skip_special_tokens=True)

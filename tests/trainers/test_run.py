@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlhf_pg import Callback, GRPOConfig, GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.metrics import KEYS, read
 from rlhf_pg.recipe import parse
+from rlhf_pg.sealed import verified
 from rlhf_pg.tasks import arithmetic
 from tests.untimed import untimed, without_times
 
@@ -29,7 +30,8 @@ def test_run_directory(make, trainer_type, tmp_path) -> None:
     absent = {key for key in KEYS if lines[0][key] is None}
     vanilla = {"clip_ratio/region_mean"} if trainer_type is ReinforceTrainer else set()
     assert absent == vanilla
-    critic = {"value_loss", "policy_loss", "explained_variance"}
+    assert {"rewards/digits/std", "policy_loss", "entropy_coef"} <= set(lines[0])
+    critic = {"value_loss", "explained_variance"}
     assert (critic <= set(lines[0])) == (trainer_type is PPOTrainer)
     assert (run / "final" / "critic").exists() == (trainer_type is PPOTrainer)
     completions = read(run / "completions.jsonl")
@@ -44,6 +46,21 @@ def test_run_directory(make, trainer_type, tmp_path) -> None:
     assert AutoTokenizer.from_pretrained(run / "final").eos_token == "<eos>"
 
 
+def test_trackers_get_the_line_of_every_so_many_steps(make, tmp_path, monkeypatch) -> None:
+    data = arithmetic().eval_dataset.select(range(2))
+    trainer = make(logging_steps=4, max_steps=6, eval_steps=3, eval_dataset=data, save_best=False)
+    seen = []
+    monkeypatch.setattr(trainer.trackers, "log", lambda metrics: seen.append(metrics["step"]))
+    trainer.train()
+    assert seen == [3, 4, 6]  # 3 and 6 for their evaluation
+    assert [line["step"] for line in read(tmp_path / "run" / "metrics.jsonl")] == [*range(1, 7)]
+    short = make(logging_steps=2, max_steps=3, output_dir=str(tmp_path / "short"))
+    seen.clear()
+    monkeypatch.setattr(short.trackers, "log", lambda metrics: seen.append(metrics["step"]))
+    short.train()
+    assert seen == [2, 3]  # and the last
+
+
 def test_kl_is_null_without_a_reference_and_zero_at_the_start_with_one(make, tmp_path) -> None:
     make().train()
     assert all(line["kl"] is None for line in read(tmp_path / "run" / "metrics.jsonl"))
@@ -51,6 +68,48 @@ def test_kl_is_null_without_a_reference_and_zero_at_the_start_with_one(make, tmp
     kl = [line["kl"] for line in read(tmp_path / "run" / "metrics.jsonl")]
     assert kl[0] == pytest.approx(0, abs=1e-7)
     assert kl[2] > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("trainer_type", "options", "rest"),
+    [
+        (RLOOTrainer, {"aggregation": "token_mean"}, {}),
+        (GRPOTrainer, {"beta": 0.5, "learning_rate": 0.1}, {"kl": 0.5}),
+        (PPOTrainer, {"vf_coef": 0.3}, {"value_loss": 0.3}),
+        (GRPOTrainer, {"entropy_coef": 0.2}, {"entropy": -0.2}),
+    ],
+)
+def test_the_loss_is_that_of_the_policy_and_its_other_parts(
+    make, trainer_type, options, rest, tmp_path
+) -> None:
+    make(trainer_type, **options).train()
+    for line in read(tmp_path / "run" / "metrics.jsonl"):
+        parts = line["policy_loss"] + sum(line[name] * weight for name, weight in rest.items())
+        assert line["loss"] == pytest.approx(parts, abs=1e-6)
+        assert line["entropy_coef"] == options.get("entropy_coef", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"importance_sampling_level": "sequence"}, "long completions weigh more"),
+        ({"policy_loss": "gmpo", "aggregation": "constant"}, "long completions weigh more"),
+        (
+            {"policy_loss": "p3o", "scale_rewards": "none", "aggregation": "sequence_mean"},
+            "long completions weigh less",
+        ),
+        ({"importance_sampling_level": "sequence", "aggregation": "sequence_mean"}, None),
+        ({"policy_loss": "gmpo", "aggregation": "sequence_mean"}, None),
+        ({"policy_loss": "p3o", "scale_rewards": "none", "aggregation": "constant"}, None),
+        ({}, None),
+    ],
+)
+def test_a_loss_of_rows_with_weights_by_length_is_worth_a_warning(
+    make, caplog, options, said
+) -> None:
+    make(GRPOTrainer, **options)
+    assert ("long completions" in caplog.text) == (said is not None)
+    assert (said or "") in caplog.text
 
 
 def test_metrics_of_a_step_against_the_samples(make) -> None:
@@ -126,7 +185,7 @@ def dropout(trainer) -> None:
     for module in trainer.model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.1
-    trainer.learner.policy.pad_if_dropping()
+    trainer.learner.policy.keep_dropout()
 
 
 def test_dropout_is_off_by_default(make) -> None:
@@ -137,10 +196,24 @@ def test_dropout_is_off_by_default(make) -> None:
     assert all(getattr(m, "attention_dropout", 0) == 0 for m in fresh.model.modules())
 
 
+class Breaks(Callback):
+    def on_step(self, trainer, metrics) -> None:
+        raise RuntimeError("not today")
+
+
 def test_checkpoints_of_another_run_are_not_mixed_in(make) -> None:
-    make(save_steps=1).train()
+    with pytest.raises(RuntimeError, match="not today"):
+        make(save_steps=1, callbacks=[Breaks()]).train()
     with pytest.raises(ValueError, match=r"earlier run.*--resume_from_checkpoint latest"):
         make().train()
+
+
+def test_a_run_that_ended_is_set_aside_with_its_checkpoints(make, tmp_path) -> None:
+    for _ in range(2):
+        make(save_steps=1).train()
+    run = tmp_path / "run"
+    assert verified(run / "earlier-1" / "checkpoints" / "step-00000003") is None
+    assert verified(run / "checkpoints" / "step-00000003") is None
 
 
 def test_an_earlier_run_is_set_aside(make, tmp_path, capsys) -> None:
@@ -150,7 +223,7 @@ def test_an_earlier_run_is_set_aside(make, tmp_path, capsys) -> None:
     for place, steps in {"earlier-1": 3, "earlier-2": 2, ".": 1}.items():
         assert len(read(run / place / "metrics.jsonl")) == steps
     assert (run / "earlier-1" / "final" / "config.json").exists()
-    assert "held an earlier run: it is in" in capsys.readouterr().out
+    assert "held an earlier run or a model: it is in" in capsys.readouterr().out
 
 
 def test_resume_needs_a_checkpoint(make, tmp_path) -> None:

@@ -231,6 +231,7 @@ def test_a_step_without_any_advantage_leaves_the_optimizer_as_it_would_be(tmp_pa
             weight_decay=0.1,
             lr_scheduler_type="constant",
             skip_zero_advantages=skip,
+            model_check=False,
             reward=EveryOther(),
         )
         say(trainer, SAYS)
@@ -361,7 +362,7 @@ def test_greedy_completions_are_counted_and_never_trained_on(make, tmp_path) -> 
         calls.append(completion_ids)
         return [float(len(set(ids))) for ids in completion_ids]
 
-    options = {"max_steps": 1, "num_generations": 2, "beta": 0.0, **REMAX}
+    options = {"max_steps": 1, "num_generations": 2, "beta": 0.0, "model_check": False, **REMAX}
     trainer = make(ReinforceTrainer, reward_funcs=watched, **options)
     rows = forwarded(trainer)
     expected = trainer.sample(

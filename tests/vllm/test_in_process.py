@@ -94,6 +94,14 @@ def test_a_model_that_vllm_would_borrow_is_refused(model_path):
         assert lacking(model_of(arch)) is None
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of CPUs")
+@pytest.mark.parametrize("arch", ["mixtral", "deepseek_v3"])
+def test_on_a_cpu_experts_are_refused(arch, model_path):
+    """vLLM 0.32 reads their checkpoint rightly, and is nats off once it is given them again."""
+    with pytest.raises(ValueError, match="vLLM does not replace the weights of experts: set rollo"):
+        VllmEngine(model_of(arch), EOS, AutoTokenizer.from_pretrained(model_path))
+
+
 def test_a_head_that_is_trained_apart_from_the_input_is_refused(model_path):
     model = get_peft_model(model_of(tie_word_embeddings=True), adapter(**HEAD))
     with pytest.raises(ValueError, match=r"leave it out of .* modules_to_save, or set rollout_"):

@@ -1,0 +1,77 @@
+"""How evenly a mixture of experts shares out its tokens, and the loss that asks for it.
+
+Shapes: L layers with a router, E experts, N tokens that are computed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+class Routed(NamedTuple):
+    """Sums over the tokens of a batch, (L,E), which add up over micro-batches and processes."""
+
+    chosen: Tensor  # tokens that have the expert among their `top_k`; no gradient
+    probability: Tensor  # of the expert, by the softmax of the router
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The router auxiliary loss (Fedus et al. 2021, Switch Transformers, equations 4 to 6).
+
+        1/L sum_l E sum_e f_le P_le
+
+    with f_le the share of the tokens that chose expert e in layer l, and P_le its mean probability:
+    `top_k` where all experts are alike. `transformers` takes f and P over all layers together,
+    which lets every layer have a favourite of its own; with one layer both are the same.
+
+    The tokens are those of all rows of an optimizer update, each prompt once per row. f has no
+    gradient, so given the f of the whole update the loss is a sum over micro-batches.
+    """
+
+    top_k: int
+
+    def routed(self, logits: Sequence[Tensor], rows: Tensor) -> Routed:
+        """What a forward pass adds.
+
+        Args:
+            logits: of the routers, (N,E) each.
+            rows: (N,) how many rows a token stands for.
+        """
+        layers = torch.stack([x.reshape(len(rows), -1) for x in logits])
+        wide = torch.promote_types(layers.dtype, torch.float32)
+        probability = layers.softmax(-1, dtype=wide)
+        favourites = probability.detach().topk(self.top_k).indices
+        chosen = torch.zeros_like(probability).scatter(-1, favourites, 1)
+        weights = rows[:, None].to(wide)
+        return Routed((chosen * weights).sum(1), (probability * weights).sum(1))
+
+    def loss(self, chosen: Tensor, probability: Tensor) -> Tensor:
+        """What the tokens of `probability` add to the loss, given what all tokens have chosen."""
+        tokens = (chosen.sum(1, keepdim=True) / self.top_k).clamp(min=1)
+        share = (chosen / tokens) * (probability / tokens)
+        return chosen.shape[1] * share.sum(1).mean()
+
+
+def balance_of(model: PreTrainedModel, has_trunk: bool = True) -> Balance:
+    """Of a mixture of experts that `transformers` has an auxiliary loss for.
+
+    Args:
+        has_trunk: the policy looks at hidden states, and with them at routers.
+
+    Raises:
+        ValueError: the model is none.
+    """
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    top_k = getattr(bare.config.get_text_config(), "num_experts_per_tok", None)
+    if top_k is None or not has_trunk or getattr(bare, "router_aux_loss_coef", None) is None:
+        raise ValueError(
+            f"router_aux_loss_coef is for a mixture of experts with a loss for its routers, which "
+            f"{type(bare).__name__} is not (DeepSeek's and GLM's are balanced by a bias): set it "
+            "to 0"
+        )
+    return Balance(top_k)

@@ -1,0 +1,145 @@
+"""Process reward models: a token classifier that scores every step of a completion."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf_pg.data import encode
+from rlhf_pg.experience import padded
+from rlhf_pg.masking import widen
+from rlhf_pg.models import from_pretrained, max_positions
+from rlhf_pg.rewards.model import micro_batches, name_of, score_tokenizer
+
+
+class ProcessRewardModel:
+    """Scores the steps of a completion (Lightman et al. 2023), for `process_group_normalized`.
+
+    What stands between two separators is a step, unless it is blank. The model reads the prompt,
+    and each step with the separator behind it, tokenised apart, as the `PRMTrainer` of TRL trains
+    it; it says what it thinks of a step at the last token of its separator: the probability of
+    label 1 of two, or its only output. In the completion that score stands at the token of the
+    policy that completes the separator, or ends the completion.
+
+    Args:
+        model: a path, a Hub id or a loaded model (put in evaluation mode).
+        processing_class: its tokenizer; by default the one saved beside the model.
+        policy_tokenizer: the one that the completions come from; by default the model's.
+        separator: of steps.
+        device: where to compute; by default where the model is.
+        trust_remote_code: run code that comes with a model that is loaded here.
+
+    Raises:
+        ValueError: no such model, more outputs than two, no tokenizer, or one that does not belong
+            to the model. The message names the model.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str] | PreTrainedModel,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        policy_tokenizer: PreTrainedTokenizerBase | None = None,
+        separator: str = "\n",
+        device: torch.device | str | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if not isinstance(model, PreTrainedModel):
+            model = from_pretrained(
+                AutoModelForTokenClassification,
+                model,
+                dtype="auto",
+                trust_remote_code=trust_remote_code,
+            )
+        self.model = model.to(device or model.device).eval()
+        self.__name__ = name_of(model.name_or_path or "") or type(model).__name__
+        self._who = f"process reward model {self.__name__}"
+        self.processing_class = score_tokenizer(
+            processing_class, model, self._who, trust_remote_code, labels=(1, 2)
+        )
+        self.policy_tokenizer = policy_tokenizer or self.processing_class
+        self.separator = separator
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        **columns: Any,
+    ) -> list[list[float | None]]:
+        """A score for each step, at its last token, and None for the other tokens.
+
+        Raises:
+            ValueError: a completion of several messages, or more tokens than positions.
+        """
+        answers = [self._steps(ids) for ids in completion_ids]
+        rows = [
+            self._encode(row, prompt, [step for step, _ in steps])
+            for row, (prompt, steps) in enumerate(zip(prompts, answers, strict=True))
+        ]
+        scores: list[list[float | None]] = [[None] * len(ids) for ids in completion_ids]
+        for batch in micro_batches([len(ids) for ids, _ in rows]):
+            said = self._score([rows[i] for i in batch])
+            for i, own in zip(batch, said, strict=True):
+                for (_, end), score in zip(answers[i], own, strict=True):
+                    scores[i][end] = score
+        return scores
+
+    def _steps(self, ids: Sequence[int]) -> list[tuple[str, int]]:
+        """The steps of a completion, and the place of the token that ends each."""
+        *ended, last = self._text(ids).split(self.separator)
+        through = [
+            bisect_left(
+                range(len(ids)),
+                number,
+                key=lambda t: self._text(ids[: t + 1]).count(self.separator),
+            )
+            for number in range(1, len(ended) + 1)
+        ]
+        steps = [*zip(ended, through, strict=True), (last, len(ids) - 1)]
+        return [step for step in steps if step[0].strip()] or steps[-1:]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text: str = self.policy_tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def _encode(self, row: int, prompt: Any, steps: Sequence[str]) -> tuple[list[int], list[int]]:
+        """Token ids, and where the steps are judged."""
+        try:
+            ids = encode(prompt, self.processing_class, row)
+        except ValueError as error:
+            raise ValueError(f"{self._who}: {error}") from error
+        places = []
+        for step in steps:
+            for part in (step, self.separator):
+                ids = ids + self.processing_class.encode(part, add_special_tokens=False)
+            places.append(len(ids) - 1)
+        limit = max_positions(self.model)
+        if limit is not None and len(ids) > limit:
+            raise ValueError(
+                f"{self._who}: text in row {row} has {len(ids)} tokens, beyond its "
+                f"max_position_embeddings of {limit}: lower max_completion_length, or shorten the "
+                "prompts"
+            )
+        return ids, places
+
+    @torch.no_grad()
+    def _score(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
+        """Of each step of each row."""
+        ids, mask = padded([ids for ids, _ in rows], self.processing_class.pad_token_id)
+        device = self.model.device
+        logits = self.model(input_ids=ids.to(device), attention_mask=mask.long().to(device)).logits
+        scores = _judged(widen(logits)).tolist()
+        return [[own[t] for t in places] for own, (_, places) in zip(scores, rows, strict=True)]
+
+
+def _judged(logits: Tensor) -> Tensor:
+    """(B,T,1 or 2) -> (B,T) the only output, or the probability of label 1."""
+    return logits.squeeze(-1) if logits.shape[-1] == 1 else logits.softmax(-1)[..., 1]

@@ -1,0 +1,304 @@
+"""Whether a model says the same of a row however it is computed: asked once, when a run starts.
+
+Sampling, scoring and updates compute a row alone or beside others, padded or packed, token by token
+or at once. Not every architecture is the same function then, and a loss would not tell. What can
+be made right is: such rows are not packed, not padded, or sampled in the slow way. The rest is
+refused.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import cycle, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from rlhf_pg.experience import Rollout
+from rlhf_pg.models import Policy
+from rlhf_pg.rollout import Completion, NativeEngine, Request, RolloutEngine, SamplingParams
+
+if TYPE_CHECKING:
+    from rlhf_pg.trainers.base import PolicyGradientTrainer
+
+FILE = "model_check.json"
+# Nats between two ways to compute a row, the mean over its tokens, that rounding explains. Measured
+# where there is nothing else: up to 1e-5 in float32; 16 bits keep 8 binary digits of each logit.
+LIMITS = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1}
+DRAWN = 4  # tokens of each row that are sampled
+
+Score: TypeAlias = Callable[[Rollout], Tensor]  # (B,T) log-probabilities, as the update has them
+logger = logging.getLogger(__name__)
+
+
+class Verdict(NamedTuple):
+    """In which ways the rows of a run may be computed."""
+
+    packs: bool = True
+    pads: bool = True
+    together: bool = True  # rows of one length, where nothing is padded
+    samples_fast: bool = True
+
+    def text(self) -> str:
+        """What is done otherwise, and why."""
+        ways = {
+            "packed with others: they are padded": self.packs,
+            "padded beside longer ones: only rows of one length go together": self.pads,
+            "computed with any other: each goes alone": self.together,
+            "sampled in the fast way: generate samples": self.samples_fast,
+        }
+        found = "; ".join(way for way, holds in ways.items() if not holds)
+        return f"the model gives rows other numbers where they are {found} (model_check)"
+
+    def apply(self, policy: Policy, engine: RolloutEngine) -> None:
+        """Let policy and engine keep to it."""
+        if not self.packs:
+            policy.window = 0.0
+        if isinstance(engine, NativeEngine):
+            engine.pads, engine.together = self.pads, self.together
+            if not self.samples_fast:
+                engine.refused = "the model check found its numbers to differ"
+
+
+class Examined(NamedTuple):
+    """What is looked at.
+
+    Args:
+        module: with the policy in it, whose mode `score` runs in.
+        tokens: of which rows are made.
+        lengths: of the longest prompt and of the longest completion.
+        agreed: whether something holds on any process; collective.
+    """
+
+    policy: Policy
+    module: nn.Module
+    score: Score
+    engine: RolloutEngine
+    tokens: Sequence[int]
+    lengths: tuple[int, int]
+    dtype: torch.dtype = torch.float32
+    agreed: Callable[[bool], bool] = bool
+    device: torch.device | str = "cpu"
+
+    def differ(self, found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+        """Whether any row is further from what is expected than rounding explains."""
+        apart = [(a - b).abs().mean() for a, b in zip(found, expected, strict=True) if len(b)]
+        return self.agreed(not all(bool(x <= LIMITS[self.dtype]) for x in apart))
+
+
+@torch.no_grad()
+def examine(run: Examined, updates_evaluate: bool = True, compares_rows: bool = False) -> Verdict:
+    """How the rows of a run may be computed.
+
+    Args:
+        updates_evaluate: updates are to be without dropout.
+        compares_rows: a loss looks at rows of several lengths together.
+
+    Raises:
+        ValueError: the model cannot be trained so that what is scored is what was sampled.
+    """
+    window, (prompt, completion) = run.policy.window, run.lengths
+    batch = rows_of(run, prompt, completion)
+    with packing(run.policy, 0.0):
+        alone = by_row(run.score, batch)
+        if run.agreed(not all(bool(row.isfinite().all()) for row in alone)):
+            return Verdict()  # whoever samples says so
+        if updates_evaluate:
+            _check_mode(run, batch, alone)
+        pads = not run.differ(_rows(run.score(batch), batch), alone)
+        together = pads or _together(run)
+    packs = window > 0 and _packs(run, batch, alone)
+    if not pads and compares_rows and (not packs or window < prompt + completion):
+        raise ValueError(
+            f"{_name(run)} gives a row other numbers beside a longer one, and this policy_loss "
+            "needs rows of several lengths together: choose another policy_loss"
+        )
+    verdict = Verdict(packs or not window, pads, together)
+    with packing(run.policy, window if packs else 0.0):
+        return _sampled_right(run, verdict)
+
+
+def _check_mode(run: Examined, batch: Rollout, alone: Sequence[Tensor]) -> None:
+    shortest = batch.select(torch.tensor([batch.num_rows - 1]))
+    try:
+        run.module.train()
+        trained = by_row(run.score, shortest)
+    finally:
+        run.module.eval()
+    if run.differ(trained, alone[-1:]):
+        raise ValueError(
+            f"{_name(run)} computes other log-probabilities in updates than in scoring: some part "
+            "of it does something else in train mode; without gradient_checkpointing it has none"
+        )
+
+
+def _packs(run: Examined, batch: Rollout, alone: Sequence[Tensor]) -> bool:
+    """Whether rows are the same packed as alone, of as many tokens as may be packed."""
+    window = run.policy.window
+    if sum(run.lengths) > window:
+        prompt = max(1, int(window) // 2)
+        batch = rows_of(run, prompt, max(1, int(window) - prompt))
+        with packing(run.policy, 0.0):
+            alone = by_row(run.score, batch)
+    return not run.differ(_rows(run.score(batch), batch), alone)
+
+
+def _together(run: Examined) -> bool:
+    """Whether rows of one length are the same together as alone."""
+    one = max(1, run.lengths[0] // 3)
+    prompts = [_taken(run.tokens, one, skip) for skip in range(2)]
+    batch = _rollout(run, prompts, prompts[::-1])
+    return not run.differ(_rows(run.score(batch), batch), by_row(run.score, batch))
+
+
+def _sampled_right(run: Examined, verdict: Verdict) -> Verdict:
+    """The fastest way of the native engine whose numbers are those of the policy."""
+    engine = run.engine
+    if not isinstance(engine, NativeEngine):  # what another samples is corrected for in the loss
+        return verdict
+    before = engine.pads, engine.together, engine.refused
+    slow = verdict._replace(samples_fast=engine.obstacle(sum(run.lengths)) is not None)
+    try:
+        for tried in (verdict, slow, slow._replace(together=False, pads=False)):
+            tried.apply(run.policy, engine)
+            drawn, said = sampled(engine, run)
+            if not run.differ(said, by_row(run.score, drawn)):
+                return tried
+    finally:
+        engine.pads, engine.together, engine.refused = before
+    raise ValueError(
+        f"{_name(run)} samples from another distribution than it scores, token by token and at "
+        "once: what its cache keeps is not what a whole row sees. It cannot be trained here with "
+        "rollout_engine native (model_check: false trains it all the same)"
+    )
+
+
+def sampled(engine: NativeEngine, run: Examined) -> tuple[Rollout, list[Tensor]]:
+    """A few tokens behind a long prompt, twice, and behind a short one, and what was said then."""
+    total = sum(run.lengths)
+    count = min(DRAWN, run.lengths[1])
+    prompts = [_taken(run.tokens, total - count), _taken(run.tokens, max(1, run.lengths[0] // 3))]
+    params = SamplingParams(temperature=run.policy.temperature, max_tokens=run.lengths[1])
+    completions: dict[tuple[int, int], Completion] = {}
+    with engine.session(params, 0) as session:
+        for draw, tokens in enumerate(prompts):
+            samples = range(2 - draw)
+            session.add(Request(tokens=tokens, draw=draw, samples=samples, max_tokens=count))
+        while not session.idle:
+            ended = session.step()
+            completions |= {(f.request.draw, f.sample): f.completion for f in ended}
+    drawn = [completions[key] for key in sorted(completions)]
+    batch = _rollout(run, [prompts[0], *prompts], [c.tokens for c in drawn])
+    return batch, [torch.tensor(c.logprobs, device=batch.groups.device) for c in drawn]
+
+
+def rows_of(run: Examined, prompt: int, completion: int) -> Rollout:
+    """Two completions of a long prompt, of which one is short, and a row that is short."""
+    short = [max(1, length // 3) for length in (prompt, completion)]
+    prompts = [_taken(run.tokens, length) for length in (prompt, prompt, short[0])]
+    lengths = (completion, short[1], short[1])
+    # Completions that begin alike would hide a row that sees its sibling.
+    return _rollout(run, prompts, [_taken(run.tokens, n, skip) for skip, n in enumerate(lengths)])
+
+
+def _taken(tokens: Sequence[int], count: int, skip: int = 0) -> list[int]:
+    return list(islice(cycle(tokens), skip, skip + count))
+
+
+def _rollout(run: Examined, prompts: list[list[int]], completions: list[list[int]]) -> Rollout:
+    return Rollout.from_tokens(
+        prompts=prompts,
+        completions=completions,
+        logprobs=[[0.0] * len(tokens) for tokens in completions],
+        truncated=[False] * len(completions),
+        groups=[prompts.index(prompt) for prompt in prompts],
+        pad_token_id=run.tokens[0],
+        device=run.device,
+    ).counted()
+
+
+def by_row(score: Score, batch: Rollout) -> list[Tensor]:
+    """Log-probabilities of every row, each computed alone."""
+    rows = (batch.select(torch.tensor([i])) for i in range(batch.num_rows))
+    return [row for alone in rows for row in _rows(score(alone), alone)]
+
+
+def _rows(logprobs: Tensor, batch: Rollout) -> list[Tensor]:
+    """Without padding."""
+    return [row[mask] for row, mask in zip(logprobs, batch.action_mask, strict=True)]
+
+
+@contextmanager
+def packing(policy: Policy, window: float) -> Iterator[None]:
+    """Rows of at most so many tokens are packed inside."""
+    before = policy.window
+    policy.window = window
+    try:
+        yield
+    finally:
+        policy.window = before
+
+
+def _name(run: Examined) -> str:
+    return f"the model ({getattr(run.policy.model, 'config', run.policy.model).model_type})"
+
+
+def check_model(trainer: "PolicyGradientTrainer") -> None:
+    """Examine the model of a run, and let the run keep to the verdict, which all processes share;
+    collective. What another run left in `output_dir` about the same model is believed.
+
+    Raises:
+        ValueError: see `examine`.
+    """
+    args, runtime, learner = trainer.args, trainer.runtime, trainer.learner
+    path, key = Path(args.output_dir) / FILE, _key(trainer)
+    known = runtime.most(_known(path, key) if runtime.is_main else 0)
+    if known:
+        verdict = Verdict(*(bool(known >> bit & 1) for bit in range(len(Verdict._fields))))
+    else:
+        run = Examined(
+            policy=learner.policy,
+            module=learner.module,
+            score=lambda batch: learner.trained(batch).logprobs,
+            engine=trainer.engine,
+            tokens=[token for tokens in trainer.train_prompts.tokens[:8] for token in tokens],
+            lengths=(trainer.longest_row - args.max_completion_length, args.max_completion_length),
+            dtype=trainer.dtype,
+            agreed=lambda holds: bool(runtime.most(int(holds))),
+            device=runtime.device,
+        )
+        native = isinstance(trainer.engine, NativeEngine)
+        with trainer.sampling() if native else nullcontext():  # no other samples here
+            verdict = examine(run, args.disable_dropout, learner.compares_rows)
+        if runtime.is_main:
+            path.write_text(json.dumps({"key": key} | verdict._asdict()))
+    learner.keep_to(verdict.packs, verdict.pads, verdict.together)
+    verdict.apply(learner.policy, trainer.engine)
+    if runtime.is_main and verdict != Verdict():
+        logger.warning("%s", verdict.text())
+
+
+def _known(path: Path, key: str) -> int:
+    """The bits of a verdict on the same model, and one above them; 0 where there is none."""
+    try:
+        found = json.loads(path.read_text())
+        bits = [bool(found[name]) for name in Verdict._fields]
+        same = found["key"] == key
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    return sum(bit << i for i, bit in enumerate([*bits, True])) if same else 0
+
+
+def _key(trainer: "PolicyGradientTrainer") -> str:
+    """Of all that a verdict depends on."""
+    args, model = trainer.args, trainer.learner.fingerprints["model"]
+    kept = (args.dtype, args.rollout_engine, args.disable_dropout, args.gradient_checkpointing)
+    length, config = trainer.longest_row, str(trainer.model.config)
+    versions = (torch.__version__, transformers.__version__, trainer.runtime.device.type)
+    everything = repr((model, kept, length, args.temperature, args.policy_loss, config, versions))
+    return hashlib.sha256(everything.encode()).hexdigest()

@@ -1,0 +1,43 @@
+"""The loss of a mixture's routers is the same whatever the number of processes and the backend."""
+
+import pytest
+
+from tests.distributed.launching import COMMON, launch, saved_model
+from tests.distributed.runs import SPLITS
+
+JOB = COMMON | {
+    "algorithm": "grpo",
+    "num_generations": 4,
+    "prompts_per_step": 5,
+    "num_mini_batches": 2,
+    "router_aux_loss_coef": 0.5,
+}
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The run in one process, and the job of it."""
+    root = tmp_path_factory.mktemp("experts")
+    job = JOB | {"model": saved_model(root / "model", "olmoe")}
+    own = job | {"micro_batch_tokens": SPLITS["all"]}
+    return launch(root / "one", {"grpo": own})["grpo"], job
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "ddp",
+        pytest.param("fsdp2", marks=pytest.mark.distributed),
+        pytest.param("zero3", marks=pytest.mark.distributed),
+    ],
+)
+def test_two_processes(one, backend, tmp_path):
+    alone, job = one
+    own = job | {"micro_batch_tokens": SPLITS["one"]}
+    two = launch(tmp_path / backend, {"grpo": own}, backend, 2)["grpo"]
+    expected = alone.gradients["all"]
+    for gradient in two.gradients.values():
+        assert (gradient - expected).norm() <= 1e-5 * expected.norm()
+    for line, other in zip(two.numbers(), alone.numbers(), strict=True):
+        assert line["aux_loss"] == pytest.approx(other["aux_loss"], rel=1e-4)
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-3, abs=1e-5)

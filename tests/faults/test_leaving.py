@@ -1,0 +1,169 @@
+"""What is left of a run that something ends between two saves."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from rlhf_pg import Callback, PPOTrainer
+from rlhf_pg.sealed import verified
+from tests.faults.test_signals import signalled
+from tests.untimed import untimed
+
+HURT = {"disable_dropout": False, "normalize_rewards": True, "warmup_steps": 2}
+
+
+def in_callback(trainer, error) -> None:
+    class Failing(Callback):
+        def on_step(self, trainer, metrics) -> None:
+            if metrics["step"] == 2:
+                raise error
+
+    trainer.callbacks.append(Failing())
+
+
+def in_backward(trainer, error) -> None:
+    backward = trainer.learner.trained.backward
+
+    def lacking(loss) -> None:
+        if trainer.state.step == 2:
+            raise error
+        backward(loss)
+
+    trainer.learner.trained.backward = lacking
+
+
+def in_sampling(trainer, error) -> None:
+    roll_out = trainer.roll_out
+
+    def broken(draws):
+        samples = roll_out(draws)
+        if trainer.state.step == 2:
+            torch.rand(1)
+            raise error
+        return samples
+
+    trainer.roll_out = broken
+
+
+def after_update(trainer, error) -> None:
+    next_rate = trainer.learner.next_rate
+
+    def broken(scale) -> None:
+        next_rate(scale)
+        if trainer.state.step == 3:
+            raise error
+
+    trainer.learner.next_rate = broken
+
+
+ENDS = {
+    "a callback": (in_callback, RuntimeError("the disk of the dashboard is full")),
+    "out of memory": (in_backward, torch.OutOfMemoryError("CUDA out of memory")),
+    "no threads": (in_sampling, RuntimeError("can't start new thread")),
+    "Ctrl-C": (in_sampling, KeyboardInterrupt()),
+    "an exit": (in_callback, SystemExit(3)),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_it_costs_no_step_that_was_finished(make, tmp_path, end) -> None:
+    make(max_steps=4, output_dir=str(tmp_path / "whole"), **HURT).train()
+    where, error = ENDS[end]
+    trainer = make(max_steps=4, **HURT)
+    where(trainer, error)
+    kind = (
+        RuntimeError if isinstance(error, SystemExit) else type(error)
+    )  # no code of users ends a run
+    with pytest.raises(kind) as left:
+        trainer.train()
+    assert "goes on from" in "".join(left.value.__notes__)
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert (saved.name, verified(saved)) == ("step-00000002", None)
+    make(max_steps=4, **HURT).train("latest")
+    assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
+
+
+def test_updates_of_a_step_that_broke_off_are_kept_and_told(make, tmp_path, caplog) -> None:
+    trainer = make(PPOTrainer, normalize_values=True)
+    after_update(trainer, RuntimeError("not today"))
+    with pytest.raises(RuntimeError, match="not today"):
+        trainer.train()
+    assert "has 4 updates of step 3, which broke off" in caplog.text
+    resumed = make(PPOTrainer, normalize_values=True)
+    assert resumed.checkpointer.resume("latest", resumed.runtime)
+    assert (resumed.state.step, resumed.learner.scheduler.last_epoch) == (2, 2)
+    pairs = zip(trainer.model.parameters(), resumed.model.parameters(), strict=True)
+    assert all(p.equal(q) for p, q in pairs)
+    resumed.train("latest")
+    assert [line["step"] for line in untimed(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_what_cannot_be_saved_is_told_and_what_ended_the_run_is_raised(
+    make, monkeypatch, caplog
+) -> None:
+    monkeypatch.setenv("RLHF_PG_FAULT", "save-begin:enospc")
+    trainer = make()
+    in_callback(trainer, RuntimeError("the dashboard is down"))
+    with pytest.raises(RuntimeError, match="the dashboard is down"):
+        trainer.train()
+    assert "since the last checkpoint is lost" in caplog.text
+    assert "No space left" in caplog.text
+
+
+def test_what_is_there_is_not_saved_again(make, tmp_path) -> None:
+    trainer = make(save_steps=2)
+    in_callback(trainer, RuntimeError("not today"))
+    with pytest.raises(RuntimeError):
+        trainer.train()
+    before = (tmp_path / "run" / "checkpoints" / "step-00000002").stat()
+    again = make()
+    in_sampling(again, RuntimeError("nor today"))
+    with pytest.raises(RuntimeError, match="nor today"):
+        again.train("latest")
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert saved.stat().st_ino == before.st_ino
+
+
+def test_a_run_saves_by_default_and_keeps_two(make, tmp_path) -> None:
+    assert make().args.save_steps == 100
+    make(save_steps=1).train()
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.fault(4, "SIGHUP likewise, with 129")
+def test_sighup_saves(make, tmp_path) -> None:
+    trainer = make(reward_funcs=signalled(signal.SIGHUP, 2))
+    with pytest.raises(SystemExit) as left:
+        trainer.train()
+    assert left.value.code == 129
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert saved.name == "step-00000002"
+
+
+def test_a_signal_that_is_ignored_still_is(make) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        trainer = make(reward_funcs=signalled(signal.SIGHUP, 1))
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert trainer.state.step == 3
+
+
+def test_a_second_ctrl_c_ends_the_save_too(make, tmp_path, monkeypatch, request) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    trainer = make(reward_funcs=signalled(signal.SIGINT, 2))
+    monkeypatch.setattr(
+        trainer.checkpointer, "save_models", lambda *_: os.kill(os.getpid(), signal.SIGINT)
+    )
+    with pytest.raises(KeyboardInterrupt) as left:
+        trainer.train()
+    assert isinstance(left.value.__context__, KeyboardInterrupt)
+    (unnamed,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert unnamed.name == "partial-step-00000001"
+    with pytest.raises(ValueError, match="no checkpoint"):
+        make().train("latest")

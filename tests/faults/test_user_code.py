@@ -1,0 +1,443 @@
+"""Every kind of user code through every kind of misbehaviour: nothing ends the run unnamed, and
+nothing that it leaves behind changes the run.
+"""
+
+import itertools
+import json
+import logging
+import os
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+
+from rlhf_pg import Callback, user_code
+from rlhf_pg.data import load_prompts
+from rlhf_pg.metrics import JsonLines
+from rlhf_pg.rewards import Rewards
+from rlhf_pg.rollout import Player, SamplingParams, Toolbox, ToolEnvironment
+from rlhf_pg.trainers.evaluation import evaluate
+from rlhf_pg.user_code import Settings
+from tests.rollout.scripted import letters
+from tests.rollout.test_episodes import EOS, Listed, ids, sayer
+from tests.trainers.conftest import digits, make  # noqa: F401
+
+TOKENIZER = letters()
+CHAT = [{"role": "user", "content": "q"}]
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise OSError("no words")
+
+    __repr__ = __str__
+
+
+class NoError(BaseException):
+    pass
+
+
+def leave():
+    sys.exit(0)
+
+
+def fail():
+    raise Unspeakable
+
+
+def raise_no_error():
+    raise NoError
+
+
+RAISING = {leave: "SystemExit: 0", fail: "Unspeakable", raise_no_error: "NoError"}
+raising = pytest.mark.parametrize("misbehave", RAISING, ids=lambda f: f.__name__)
+
+
+# ----------------------------------------------------------- each gives what it says, as an error
+
+
+def of_rewards(wrap):
+    def run(misbehave):
+        with pytest.raises(ValueError, match=r"^reward function said raised") as error:
+            Rewards(wrap(misbehave))(["p"], ["c"], [[4]], {})
+        return str(error.value)
+
+    return run
+
+
+def plain_reward(misbehave):
+    def said(**_):
+        misbehave()
+
+    return said
+
+
+def async_reward(misbehave):
+    async def said(**_):
+        misbehave()
+
+    return said
+
+
+def awaitable_reward(misbehave):
+    function = async_reward(misbehave)
+
+    def said(**given):
+        return function(**given)
+
+    return said
+
+
+def play(factory, engine=None, prompt="q?", **options):
+    player = Player(
+        environment_factory=factory,
+        tokenizer=TOKENIZER,
+        stop_token_ids=[EOS],
+        timeout=20,
+        **options,
+    )
+    engine = engine or sayer("a<eos>", "b<eos>")
+    params = SamplingParams(max_tokens=9)
+    [episode] = player.play(engine, [{"prompt": prompt}], [ids("q?")], [0], 1, params, 0)
+    return episode
+
+
+def of_episodes(make_factory):
+    return lambda misbehave: play(make_factory(misbehave)).error
+
+
+def factory(misbehave):
+    return misbehave
+
+
+def resetting(misbehave):
+    class Environment(Listed):
+        def reset(self, example):
+            misbehave()
+
+    return Environment
+
+
+def stepping(misbehave):
+    class Environment(Listed):
+        def step(self, completion):
+            misbehave()
+
+    return Environment
+
+
+def async_stepping(misbehave):
+    class Environment(Listed):
+        async def step(self, completion):
+            misbehave()
+
+    return Environment
+
+
+def of_tools(wrap):
+    def run(misbehave):
+        box = Toolbox.of([wrap(misbehave)], TOKENIZER, 20)
+        call = '<tool_call>{"name": "tool", "arguments": {}}</tool_call>'
+        environment = ToolEnvironment(box)
+        environment.reset({"prompt": CHAT})
+        [message] = environment.step(call).messages
+        return message["content"]
+
+    return run
+
+
+def plain_tool(misbehave):
+    def tool():
+        """A tool."""
+        misbehave()
+
+    return tool
+
+
+def async_tool(misbehave):
+    async def tool():
+        """A tool."""
+        misbehave()
+
+    return tool
+
+
+def transform(misbehave):
+    def transformed(batch):
+        misbehave()
+
+    data = Dataset.from_list([{"prompt": "a"}]).with_transform(transformed)
+    with pytest.raises(ValueError, match="transform cannot be applied") as error:
+        load_prompts(data, TOKENIZER)
+    return str(error.value)
+
+
+KINDS = {
+    "plain reward": of_rewards(plain_reward),
+    "async reward": of_rewards(async_reward),
+    "awaitable reward": of_rewards(awaitable_reward),
+    "environment_factory": of_episodes(factory),
+    "reset": of_episodes(resetting),
+    "step": of_episodes(stepping),
+    "async step": of_episodes(async_stepping),
+    "tool": of_tools(plain_tool),
+    "async tool": of_tools(async_tool),
+    "transform": transform,
+}
+
+
+@raising
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_raises_is_an_error_that_says_what(kind, misbehave):
+    if misbehave is raise_no_error and kind.startswith("async"):
+        pytest.skip("asyncio ends its loop only for the two that are tried")
+    assert RAISING[misbehave] in KINDS[kind](misbehave)
+
+
+MOMENTS = ("on_step", "on_save", "on_end")
+
+
+@raising
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_callback_never_ends_the_process(make, moment, misbehave):  # noqa: F811
+    class Leaving(Callback):
+        pass
+
+    setattr(Leaving, moment, lambda *_: misbehave())
+    trainer = make(callbacks=[Leaving()], max_steps=1, save_steps=1)
+    with pytest.raises(Exception) as error:  # noqa: PT011
+        trainer.train()
+    if misbehave is not fail:  # which is raised as it is
+        assert RAISING[misbehave] in str(error.value)
+        assert str(error.value).startswith(f"{moment} of the callback Leaving raised")
+
+
+def test_nor_does_the_answer_of_an_evaluation(make):  # noqa: F811
+    data = Dataset.from_list([{"prompt": "1+1="}])
+    trainer = make(eval_dataset=data, num_generations_eval=2)
+    with pytest.raises(RuntimeError, match="answer raised SystemExit: 0"), trainer.sampling():
+        evaluate(trainer, trainer.eval_prompts, 1.0, lambda _: sys.exit(0))
+
+
+# -------------------------------------------------------------- what it does to the process
+
+
+@contextmanager
+def forks():
+    """Every fork is noted, and a child that comes back here is ended; with the codes of all."""
+    parent, children, codes = os.getpid(), [], []
+
+    def fork():
+        child = os.fork()
+        if child:
+            children.append(child)
+
+    try:
+        yield fork, codes
+    finally:
+        if os.getpid() != parent:
+            os._exit(77)
+        codes += [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def upheaval(directory):
+    os.chdir(directory)
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_num_threads(torch.get_num_threads() + 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_it_changes_of_the_process_is_put_back_and_its_forks_end(kind, tmp_path, caplog):
+    before = Settings.now()
+    user_code._warn_once.cache_clear()
+    with forks() as (fork, codes):
+
+        def misbehave():
+            if "tool" not in kind:  # which an environment calls, or a player
+                upheaval(tmp_path)
+            fork()
+            raise Unspeakable
+
+        KINDS[kind](misbehave)
+        after = Settings.now()
+    assert codes == [1]
+    assert after == before
+    if "tool" not in kind:
+        assert all(part in caplog.text for part in ("directory", "dtype"))
+
+
+def test_a_reward_that_turns_the_process_upside_down_changes_nothing_of_the_run(
+    make,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    def wrecks(completions, **_):
+        upheaval(elsewhere)
+        return digits(completions)
+
+    class Wrecking(Callback):
+        def on_step(self, trainer, metrics):
+            upheaval(elsewhere)
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    options = {"max_steps": 2, "save_steps": 1}
+    make(output_dir="calm", **options).train()
+    make(reward_funcs=wrecks, callbacks=[Wrecking()], output_dir="wrecked", **options).train()
+    assert not list(elsewhere.iterdir())
+    calm, wrecked = (
+        [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+        for run in ("calm", "wrecked")
+    )
+    for key in ("loss", "grad_norm", "reward", "entropy"):
+        assert [line[key] for line in calm] == [line[key] for line in wrecked]
+
+
+# ------------------------------------------------------------------------- what it gives
+
+
+def nested(depth):
+    value = "deep"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+ODD = {
+    "an error": Unspeakable(),
+    "a nest": nested(5000),
+    "an object": object(),
+    "bytes": b"\xff",
+    "a lone surrogate": "\ud800",
+    "an array": torch.ones(2, 2),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_scores_are_named(odd):
+    for result in (ODD[odd], [ODD[odd]]):
+        with pytest.raises(ValueError, match=r"^reward function <lambda> "):
+            Rewards(lambda result=result, **_: result)(["p"], ["c"], [[4]], {})
+
+
+@pytest.mark.parametrize("where", ["answer", "reward", "done", "messages", "content", "part"])
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_answers_end_their_episode_at_most(odd, where):
+    value = ODD[odd]
+    if where == "part":
+        value = [{"type": "text", "text": value}, {"type": "image"}]
+    messages = {"messages": value}.get(where, [{"role": "tool", "content": value}])
+    answer = {
+        "answer": value,
+        "reward": ([], value, False),
+        "done": ([], 0.0, value),
+    }.get(where, (messages, 0.0, False))
+    episode = play(lambda: Listed(answer, ([], 0.0, True), prompt=CHAT), prompt=CHAT)
+    assert episode.error is None or len(episode.error) < 2000
+    play(lambda: Listed(prompt=value), prompt=CHAT)
+    caught = Listed(([{"role": "tool", "content": "up"}], 0.0, False), answer, prompt=CHAT)
+    play(lambda: caught, prompt=CHAT)
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """Lengths of the texts that are tokenized."""
+    lengths = []
+    call = type(TOKENIZER).__call__
+
+    def reading(self, text, **options):
+        lengths.append(len(text))
+        return call(self, text, **options)
+
+    monkeypatch.setattr(type(TOKENIZER), "__call__", reading)
+    return lengths
+
+
+def test_megabytes_are_never_tokenized(read):
+    huge = "a" * 1_000_000
+    messages = [{"role": "tool", "content": huge}]
+    episode = play(lambda: Listed((messages, 1.0, False), prompt=CHAT), prompt=CHAT)
+    assert (episode.error, episode.truncated) == (None, True)
+    episode = play(lambda: Listed((huge, 1.0, False)))
+    assert (episode.error, episode.truncated) == (None, True)
+    episode = play(lambda: Listed(prompt=huge), longest_prompt=20)
+    assert "too long: 1000000 characters" in episode.error
+    assert episode.prompt == "q?"
+    assert max(read) < 1000
+
+
+def test_a_message_without_text_is_read():
+    tokenizer = letters()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
+    for content in ([{"type": "image"}, {"type": "text", "text": None}], None, [None]):
+        data = Dataset.from_list([{"prompt": [{"role": "user", "content": content}]}])
+        assert load_prompts(data, tokenizer).tokens == [ids("user")]
+
+
+def test_whatever_a_callback_adds_has_a_line(tmp_path):
+    lines = JsonLines(tmp_path / "metrics.jsonl", 0)
+    circle: list = []
+    circle.append(circle)
+    for odd in (*ODD.values(), circle, {(1, 2): 3}):
+        lines.write({"step": 1, "loss": 0.5, "odd": odd, ("a", "b"): 1})
+    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in written] == [0.5] * (len(ODD) + 2)
+
+
+def test_prompts_that_are_dropped_leave_no_tokens_behind(read, caplog):
+    data = Dataset.from_list([{"prompt": "a" * size} for size in (3, 50_000, 9, 4)])
+    with caplog.at_level(logging.WARNING):
+        prompts = load_prompts(data, TOKENIZER, 5, "drop")
+    assert [len(tokens) for tokens in prompts.tokens] == [3, 4]
+    assert "dropped 2 of 4" in caplog.text
+    assert max(read) < 100
+
+
+def test_a_random_transform_is_drawn_once(make):  # noqa: F811
+    drawn = iter(range(1000))
+    data = Dataset.from_list([{"prompt": ""}] * 3).with_transform(
+        lambda batch: {
+            "prompt": [f"{next(drawn) % 100:02d}+1=" for _ in batch["prompt"]],
+            "seen": ["x"] * len(batch["prompt"]),
+        }
+    )
+    seen = []
+
+    def witness(prompts, completions, seen_prompts=None, **_):
+        seen.extend(prompts)
+        return digits(completions)
+
+    trainer = make(train_dataset=data, reward_funcs=witness, max_steps=1)
+    samples = trainer.roll_out(range(2))
+    rows = samples.rollout
+    for prompt, tokens, mask in zip(
+        samples.prompts, rows.prompt_ids, rows.prompt_mask, strict=True
+    ):
+        assert trainer.processing_class.decode(tokens[mask.bool()]) == prompt
+
+
+def test_a_prompt_that_was_refused_is_not_forwarded(make):  # noqa: F811
+    begun = itertools.count()
+
+    class Long(Listed):
+        def reset(self, example):
+            return "1+1=" * 9 if next(begun) % 2 else example["prompt"]
+
+        def step(self, completion):
+            return "", 1.0, True
+
+    trainer = make(
+        reward_funcs=(), environment_factory=Long, micro_batch_tokens=32, num_generations=2
+    )
+    samples = trainer.roll_out(range(4))
+    errors = [episode.error for episode in samples.episodes]
+    assert [error is None for error in errors].count(False) == 4
+    assert all("too long: 36 tokens, for at most 26" in error for error in errors if error)
+    assert samples.rollout.prompt_ids.shape[1] <= trainer.train_prompts.longest

@@ -1,0 +1,114 @@
+"""What is trained is what samples: train mode switches on more than dropout."""
+
+import pytest
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlhf_pg.models import (
+    ActorCritic,
+    Critic,
+    Policy,
+    ValueHead,
+    checkpoint_activations,
+    disable_dropout,
+    load_policy,
+    new_critic,
+)
+from tests.models.architectures import with_vision
+from tests.models.test_packing import batch_of, trained_gradient
+from tests.tiny import adapter, tiny_model
+
+CPU = torch.device("cpu")
+EXPERTS = {"intermediate_size": 16, "num_key_value_heads": 2, "num_local_experts": 4}
+GEMMA3N = {
+    "intermediate_size": [48, 48],
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 40,
+    "laurel_rank": 4,
+    "activation_sparsity_pattern": None,
+    "altup_coef_clip": 0.05,
+}
+# What each does in train mode, and with which of its options.
+SWITCHED_ON = {
+    "phimoe": EXPERTS | {"router_jitter_noise": 0.3, "input_jitter_noise": 0.3},
+    "mixtral": EXPERTS | {"router_jitter_noise": 0.3},
+    "gemma3n_text": GEMMA3N,
+    "falcon": {"hidden_dropout": 0.5, "attention_dropout": 0.5, "num_kv_heads": 4},
+    "persimmon": {"intermediate_size": 48, "attention_dropout": 0.5, "hidden_dropout": 0.5},
+    "opt": {"dropout": 0.5, "attention_dropout": 0.5},
+}
+
+
+def policy_of(arch, checkpointing=False):
+    """As the learner makes it."""
+    policy = Policy(tiny_model(arch, **SWITCHED_ON[arch]))
+    disable_dropout(policy)
+    if checkpointing:
+        checkpoint_activations(policy.model)
+    return policy
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("arch", SWITCHED_ON)
+def test_an_update_sees_the_policy_that_was_scored(arch, checkpointing):
+    policy, batch = policy_of(arch, checkpointing), batch_of()
+    weights = [p.clone() for p in policy.parameters()]
+    scored, trained = policy.eval()(batch), policy.train()(batch)
+    assert trained.logprobs.equal(scored.logprobs)
+    assert trained.logprobs.requires_grad
+    assert all(a.equal(b) for a, b in zip(weights, policy.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("arch", SWITCHED_ON)
+def test_recomputing_changes_no_gradient(arch):
+    plain, recomputing = (policy_of(arch, checkpointing).train() for checkpointing in (False, True))
+    expected = trained_gradient(plain)
+    assert (trained_gradient(recomputing) - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("arch", SWITCHED_ON)
+def test_activations_are_recomputed(arch):
+    policy, calls = policy_of(arch, checkpointing=True).train(), []
+    layer = next(m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer))
+    next(layer.children()).register_forward_hook(lambda *_: calls.append(1))
+    policy(batch_of()).logprobs.sum().backward()
+    assert len(calls) == 2  # forward, and again in the backward pass
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_every_weight_that_trains_has_a_gradient_in_a_model_for_images_too(lora):
+    """Otherwise DDP waits for that of the tower, which no text goes through."""
+    model = load_policy(with_vision(), torch.float32, CPU, adapter() if lora else None)
+    critic = new_critic(model, range(40), torch.float32, value_model=with_vision())
+    module = ActorCritic(Policy(model), critic).train()
+    out = module(batch_of())
+    (out.logprobs.sum() + out.values.sum()).backward()
+    trained = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
+    assert all(grad is not None for grad in trained.values())
+    assert any("q_proj" in name for name in trained)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_that_is_kept_drops(checkpointing):
+    policy, batch = Policy(tiny_model("opt", dropout=0.5)), batch_of()
+    if checkpointing:
+        checkpoint_activations(policy.model)
+    policy.keep_dropout()
+    layer = policy.model.model.decoder.layers[1]
+    seen = []
+    layer.fc1.register_forward_pre_hook(lambda *_: seen.append(layer.training))
+    assert not policy.train()(batch).logprobs.equal(policy(batch).logprobs)
+    assert seen == [True, True]
+
+
+def test_a_critic_too_but_for_modules_of_another_kind():
+    of_transformers = Critic(
+        tiny_model("opt", dropout=0.5).base_model, ValueHead(32, torch.float32)
+    )
+    assert not of_transformers.train().model.training
+    assert of_transformers.head.training
+    assert Critic(torch.nn.LSTM(4, 4), None).train().model.training

@@ -1,0 +1,112 @@
+"""Process reward models: which text is a step, where it is judged, and what the score is."""
+
+import math
+
+import pytest
+import torch
+from tokenizers import decoders
+from transformers import AutoModelForTokenClassification
+
+from rlhf_pg.advantages import process_group_normalized
+from rlhf_pg.rewards import ProcessRewardModel, Rewards
+from tests.rewards.test_model import letters
+from tests.tiny import tiny_model
+
+
+def judge(labels=2, **options):
+    model = tiny_model("llama", kind=AutoModelForTokenClassification, num_labels=labels, scale=0.5)
+    return ProcessRewardModel(model, fused(), separator=".", **options)
+
+
+def fused():
+    """Letters that are text again without blanks between them."""
+    tokenizer = letters()
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def ids_of(text, ends=True):
+    return [letters().convert_tokens_to_ids(c) for c in text] + [2] * ends
+
+
+@torch.no_grad()
+def by_hand(model, text):
+    """At the last character, with nothing beside it."""
+    logits = model.model(torch.tensor([ids_of(text, ends=False)])).logits[0, -1]
+    if len(logits) == 1:
+        return logits.item()
+    bad, good = logits.tolist()
+    return 1 / (1 + math.exp(bad - good))
+
+
+@pytest.mark.parametrize("labels", [1, 2])
+def test_each_step_is_judged_at_its_separator_and_scored_at_its_last_token(labels):
+    model = judge(labels)
+    texts = ["ab.c.de", "x.", "..q.", ""]
+    scores = model(["hi"] * 4, texts, [ids_of(text) for text in texts])
+    none = None
+    expected = [
+        [none, none, "hiab.", none, "hiab.c.", none, none, "hiab.c.de."],
+        [none, "hix.", none],
+        [none, none, none, "hiq.", none],
+        ["hi."],
+    ]
+    for own, wanted in zip(scores, expected, strict=True):
+        assert [score is None for score in own] == [text is None for text in wanted]
+        for score, text in zip(own, wanted, strict=True):
+            if text is not None:
+                assert score == pytest.approx(by_hand(model, text), abs=2e-5)
+
+
+def test_a_policy_of_other_tokens_ends_its_steps_at_them():
+    """Of whose tokens one has the end of a step and the begin of the next."""
+
+    class Pairs:
+        words = ("ab", "c.", ".d", "e")
+
+        def decode(self, ids, skip_special_tokens):
+            return "".join(self.words[i] for i in ids)
+
+    model = judge(policy_tokenizer=Pairs())
+    [scores] = model(["hi"], ["abc.e.d"], [[0, 1, 3, 2]])
+    assert [score is None for score in scores] == [True, False, True, False]
+    assert scores[1] == pytest.approx(by_hand(model, "hiabc."), abs=2e-5)
+    assert scores[3] == pytest.approx(by_hand(model, "hiabc.e.d."), abs=2e-5)
+
+
+def test_step_scores_reach_the_process_estimator():
+    """Of two completions with two steps and one, by the numbers of the class."""
+    model = judge()
+    texts = ["a.b", "c"]
+    ids = [ids_of(text) for text in texts]
+    scores = Rewards([model])(["hi"] * 2, texts, ids, {})[:, :, 0]
+    there = ~scores.isnan()
+    assert there.tolist() == [[False, True, False, True], [False, True, False, False]]
+    mask = torch.tensor([[True] * 4, [True, True, False, False]])
+    groups = torch.tensor([0, 0])
+    advantages = process_group_normalized(scores, there, groups, mask)
+    said = [by_hand(model, text) for text in ("hia.", "hia.b.", "hic.")]
+    mean = sum(said) / 3
+    std = math.sqrt(sum((x - mean) ** 2 for x in said) / 2)
+    first, second, other = ((x - mean) / (std + 1e-4) for x in said)
+    assert advantages[0].tolist() == pytest.approx([first + second] * 2 + [second] * 2, rel=1e-3)
+    assert advantages[1].tolist() == pytest.approx([other] * 2 + [0, 0], rel=1e-3)
+
+
+def test_it_loads_from_a_path_and_needs_every_tensor(tmp_path):
+    model = judge()
+    model.model.save_pretrained(tmp_path / "prm")
+    fused().save_pretrained(tmp_path / "prm")
+    loaded = ProcessRewardModel(tmp_path / "prm", separator=".")
+    assert loaded.__name__ == "prm"
+    assert loaded(["hi"], ["a."], [ids_of("a.")]) == model(["hi"], ["a."], [ids_of("a.")])
+    tiny_model("llama").save_pretrained(tmp_path / "policy")
+    with pytest.raises(ValueError, match=r"lacks 2 tensors of a LlamaForTokenClassification"):
+        ProcessRewardModel(tmp_path / "policy", letters())
+
+
+def test_what_it_cannot_judge_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"3 outputs: .* token classifier with num_labels 1 or 2"):
+        judge(labels=3)
+    with pytest.raises(ValueError, match=r"process reward model Llama.* beyond its max_position"):
+        judge()(["hi"], ["a" * 70], [ids_of("a" * 70)])

@@ -1,0 +1,43 @@
+"""Text of others, made harmless."""
+
+import pytest
+
+from rlhf_pg.quoted import LONGEST, quoted, shown, told
+
+
+class Unspeakable(Exception):
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+    __str__ = __repr__
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("plain, and Grüße 日本", "plain, and Grüße 日本"),
+        ("\x1b]0;title\x07 red\x1b[31m", r"\x1b]0;title\x07 red\x1b[31m"),
+        ("one\nWARNING forged\r", r"one\nWARNING forged\r"),
+        ("\x9b31m \u202e \ud800", r"\x9b31m \u202e \ud800"),
+        ("at https://me:hunter2@host/a", "at https://***@host/a"),
+        ("at 'https://host/a?key=S3CRET&b=1': 401", "at 'https://host/a?***': 401"),
+        ("is it? https://host/a (yes?)", "is it? https://host/a (yes?)"),
+    ],
+)
+def test_what_a_terminal_obeys_or_a_url_hides_is_not_said(text, said):
+    assert quoted(text) == said
+
+
+def test_it_is_cut_and_says_so():
+    assert quoted("a" * LONGEST) == "a" * LONGEST
+    assert quoted("ab" * LONGEST) == "ab" * (LONGEST // 2) + f" ... ({2 * LONGEST} characters)"
+    secret = "https://host/?" + "s" * 3 * LONGEST + " end"
+    assert quoted(secret) == f"https://host/?*** end ... ({len(secret)} characters)"
+    assert len(shown([0] * 10**6)) < LONGEST + 50
+
+
+def test_what_cannot_be_said_is_named():
+    assert told(ValueError("a\x1b")) == r"ValueError: a\x1b"
+    assert told(Unspeakable()) == "Unspeakable, whose message cannot be read"
+    assert shown(Unspeakable()) == "a Unspeakable whose repr raises RuntimeError"
+    assert shown("a\x1b") == r"'a\x1b'"

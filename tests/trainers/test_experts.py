@@ -1,0 +1,126 @@
+"""The loss of a mixture's routers, in an update."""
+
+import pytest
+import torch
+
+from rlhf_pg import GRPOConfig, GRPOTrainer, PPOTrainer
+from rlhf_pg.metrics import Meter
+from rlhf_pg.models.experts import Balance
+from rlhf_pg.tasks import arithmetic
+from rlhf_pg.trainers.drawing import draw_batch
+from tests.enumeration import flat_gradient
+from tests.tiny import tiny_model
+
+
+def letters(completions, **_):
+    return [len(set(text)) for text in completions]
+
+
+def trainer_of(tmp_path, trainer_type=GRPOTrainer, score=None, **options):
+    task = arithmetic()
+    tokenizer = task.new_model()[1]
+    args = trainer_type.config_type(
+        output_dir=str(tmp_path),
+        prompts_per_step=3,
+        num_generations=2,
+        max_completion_length=5,
+        max_grad_norm=0.0,
+        **{"router_aux_loss_coef": 0.5, "max_steps": 1} | options,
+    )
+    return trainer_type(
+        model=tiny_model("olmoe", vocab_size=len(tokenizer)),
+        reward_funcs=score or letters,
+        args=args,
+        train_dataset=task.train_dataset,
+        processing_class=tokenizer,
+    )
+
+
+def experience_of(trainer):
+    samples, scores = draw_batch(trainer, Meter()).judged
+    return trainer.make_experience(samples.rollout, scores, Meter())[0]
+
+
+def accumulated(trainer, experience):
+    """Gradient and auxiliary loss of one update."""
+    meter = Meter()
+    trainer.learner.module.zero_grad()
+    trainer.learner.module.train()
+    trainer.learner.accumulate(experience, meter)
+    return flat_gradient(trainer), meter.means(meter.sums())["aux_loss"]
+
+
+def by_rows(trainer, experience):
+    """The same from one pass for each row, whose router probabilities are kept until the last."""
+    layers = []
+    for i in range(experience.num_rows):
+        ids = [experience.prompt_ids[i][experience.prompt_mask[i]]]
+        ids += [experience.completion_ids[i][experience.completion_mask[i]]]
+        output = trainer.model.base_model(torch.cat(ids)[None], output_router_logits=True)
+        layers.append(torch.stack(output.router_logits))
+    probability = torch.cat(layers, dim=1).softmax(-1)
+    top = probability.topk(2).indices
+    total = 0.0
+    for layer in range(len(probability)):
+        for expert in range(4):
+            share = (top[layer] == expert).any(1).double().mean()
+            total = total + 4 * share * probability[layer, :, expert].mean()
+    return total / len(probability)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize("budget", [11, 30, 1000])
+def test_the_gradient_is_that_of_all_rows_together(budget, options, tmp_path):
+    trainer = trainer_of(tmp_path, micro_batch_tokens=budget, **options)
+    experience = experience_of(trainer)
+    gradient, aux = accumulated(trainer, experience)
+    plain = trainer_of(tmp_path, router_aux_loss_coef=0.0)
+    meter = Meter()
+    plain.learner.accumulate(experience, meter)
+    expected = by_rows(plain, experience)
+    (0.5 * expected).backward()
+    assert aux == pytest.approx(expected.item(), rel=1e-5)
+    expected_gradient = flat_gradient(plain)
+    assert (gradient - expected_gradient).norm() <= 1e-4 * expected_gradient.norm()
+    plain.learner.module.zero_grad()
+    plain.learner.accumulate(experience, meter)
+    assert (gradient - flat_gradient(plain)).norm() > 0.01 * gradient.norm()
+
+
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+def test_beside_a_critic(critic, tmp_path):
+    """Whose own routers are left as they are."""
+    trainer = trainer_of(tmp_path, PPOTrainer, critic=critic)
+    experience = experience_of(trainer)
+    _, aux = accumulated(trainer, experience)
+    assert aux == pytest.approx(by_rows(trainer, experience).item(), rel=1e-5)
+
+
+def test_a_run_says_what_it_was(tmp_path):
+    trainer = trainer_of(tmp_path, num_iterations=2)
+    lines = []
+    trainer.trackers.log = lines.append
+    trainer.train()
+    assert 2 <= lines[0]["aux_loss"] <= 4  # top_k where all are alike, E where one has all
+
+
+def test_training_on_it_balances_the_experts(tmp_path):
+    """With scores that are all equal nothing else moves the policy."""
+    options = {"max_steps": 12, "learning_rate": 1e-2, "router_aux_loss_coef": 1.0}
+    trainer = trainer_of(
+        tmp_path, score=lambda completions, **_: [0.0] * len(completions), **options
+    )
+    losses = []
+    trainer.trackers.log = lambda line: losses.append(line["aux_loss"])
+    trainer.train()
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_rows_that_are_skipped_would_be_missing():
+    with pytest.raises(ValueError, match="would skip the loss of the routers too"):
+        GRPOConfig(router_aux_loss_coef=0.1, skip_zero_advantages=True)
+
+
+def test_the_loss_of_an_empty_update_is_zero():
+    nothing = torch.zeros(2, 4)
+    assert Balance(2).loss(nothing, nothing).item() == 0

@@ -1,0 +1,207 @@
+"""What is sampled, scored and updated is one policy, or the run does not start."""
+
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from rlhf_pg import PPOTrainer
+from rlhf_pg.models import disable_dropout, settle_positions
+from rlhf_pg.rollout import NativeEngine, SamplingParams
+from rlhf_pg.tasks import arithmetic
+from rlhf_pg.trainers import model_check
+from rlhf_pg.trainers.model_check import Verdict, examine
+from tests.models.architectures import NAMES, build
+from tests.tiny import tiny_model
+from tests.trainers.every_model import documented, examined, outcome
+
+PROMPTS = [[5, 9, 2, 31, 6, 7, 8, 9], [17], [8, 3, 30, 12, 25, 6, 39]]
+
+
+def verdict_on(model, **options):
+    with torch.no_grad():
+        return examine(examined(model), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", NAMES)
+def test_the_table_says_how_every_model_is_computed(arch):
+    assert outcome(arch) == documented()[arch]
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "bloom", "rwkv", "zaya", "glm_moe_dsa", "git"])
+def test_the_table_has_every_model(arch):
+    assert sorted(documented()) == NAMES
+    assert outcome(arch) == documented()[arch]
+
+
+@pytest.mark.parametrize("arch", ["bloom", "mpt"])
+def test_padding_that_is_not_a_number_in_float64_is_left_out(arch):
+    """Their masks are the least number of the dtype, and their softmax is in float32."""
+    run = examined(build(arch).double(), dtype=torch.float64)
+    assert examine(run) == Verdict(pads=False)
+    params = SamplingParams(max_tokens=4)
+    with pytest.raises(FloatingPointError, match="padding"):
+        run.engine.generate(PROMPTS, 1, params, seed=0)
+    Verdict(pads=False).apply(run.policy, run.engine)
+    assert len(run.engine.generate(PROMPTS, 1, params, seed=0)) == 3
+
+
+# What each model may not do, and what is seen of it; {} where all is well.
+VERDICTS = {
+    "llama": Verdict(),
+    "mistral": Verdict(),  # rows beyond its window are padded
+    "phimoe": Verdict(),
+    "recurrent_gemma": Verdict(pads=False),
+    "rwkv": Verdict(pads=False, together=False),
+    "minimax_m3_vl_text": Verdict(pads=False),
+}
+
+
+@pytest.mark.parametrize("arch", VERDICTS)
+def test_what_is_mended(arch):
+    model = build(arch)
+    disable_dropout(model)
+    assert verdict_on(model) == VERDICTS[arch]
+
+
+@pytest.mark.parametrize("arch", ["glm_moe_dsa"])
+def test_what_is_refused(arch):
+    with pytest.raises(ValueError, match=rf"{arch}\) samples from another distribution"):
+        verdict_on(build(arch))
+
+
+def test_a_model_that_updates_see_otherwise_is_refused():
+    class Jitters(nn.Module):
+        def forward(self, x):
+            return x * 1.5 if self.training else x
+
+    model = tiny_model("gpt2")
+    model.transformer.h[0].mlp.act = nn.Sequential(model.transformer.h[0].mlp.act, Jitters())
+    model.eval()
+    assert verdict_on(model) == Verdict()  # updates evaluate
+    run = examined(model)
+    run.policy.drops = True  # as if they did not
+    with pytest.raises(ValueError, match="other log-probabilities in updates"):
+        examine(run)
+    assert examine(run, updates_evaluate=False) == Verdict()
+    assert not model.training
+
+
+def test_rows_that_see_one_another_in_packing_are_padded():
+    run = examined(tiny_model("gpt2"))
+    own = run.score
+
+    def sees_others(batch):
+        return own(batch) + (batch.num_rows - 1) * (run.policy.window > 0)
+
+    assert examine(run._replace(score=sees_others)) == Verdict(packs=False)
+    assert run.policy.window > 0  # the caller decides
+
+
+def test_what_cannot_be_sampled_in_the_fast_way_is_sampled_by_generate(monkeypatch):
+    run = examined(tiny_model("gpt2"))
+    monkeypatch.setattr("rlhf_pg.rollout.batching.sample", lambda x, *a: (x.argmax(-1), x[:, 0]))
+    assert examine(run) == Verdict(samples_fast=False)
+    assert run.engine.refused is None
+
+
+def test_a_loss_that_compares_rows_needs_rows_that_may_be_padded():
+    with pytest.raises(ValueError, match="choose another policy_loss"):
+        verdict_on(build("rwkv"), compares_rows=True)
+    assert verdict_on(tiny_model("gpt2"), compares_rows=True) == Verdict()
+
+
+def test_one_process_speaks_for_all():
+    run = examined(tiny_model("gpt2"))
+    asked = []
+
+    def agreed(holds):
+        asked.append(holds)
+        return holds
+
+    examine(run._replace(agreed=agreed))
+    assert asked == [False] * 5  # not finite, mode, padding, packing, sampling
+
+
+# ------------------------------------------------------------------------------------ in a run
+
+
+def of_task(arch, **options):
+    """A model for the tokenizer of the task, and that."""
+    _, tokenizer = arithmetic().new_model()
+    model = build(arch, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **options)
+    return {"model": model, "processing_class": tokenizer}
+
+
+@pytest.mark.parametrize(
+    ("arch", "how"),
+    [("rwkv", "each goes alone"), ("recurrent_gemma", "only rows of one length go together")],
+)
+def test_what_was_sampled_is_scored_alike_where_padding_changes_a_row(
+    make, caplog, tmp_path, arch, how
+):
+    trainer = make(**of_task(arch), num_iterations=2, output_dir=str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        model_check.check_model(trainer)
+    assert how in caplog.text
+    rollout = trainer.roll_out(range(4)).rollout
+    scored = trainer.learner.score(rollout).old_logprobs
+    torch.testing.assert_close(scored, rollout.sampler_logprobs, rtol=0, atol=1e-4)
+
+
+def test_the_verdict_is_kept_for_the_same_model(make, monkeypatch, tmp_path):
+    make(max_steps=1, save_steps=1).train()
+    kept = json.loads((tmp_path / "run" / model_check.FILE).read_text())
+    assert kept.items() >= Verdict()._asdict().items()
+    asked = []
+    monkeypatch.setattr(model_check, "examine", lambda *_: asked.append(1) or Verdict())
+    make(max_steps=2).train(resume_from_checkpoint="latest")
+    assert not asked
+    make(max_steps=2, temperature=0.5, output_dir=str(tmp_path / "other")).train()
+    assert asked == [1]
+    make(max_steps=1, model_check=False, output_dir=str(tmp_path / "none")).train()
+    assert asked == [1]
+
+
+# -------------------------------------------------------------------------------------- LongRoPE
+
+
+ROPE = {"rope_type": "longrope", "long_factor": [4.0] * 4, "short_factor": [1.0] * 4}
+
+
+def long_rope():
+    grouped = {"intermediate_size": 48, "num_key_value_heads": 2}
+    return tiny_model("phi3", rope_scaling=ROPE, original_max_position_embeddings=20, **grouped)
+
+
+@pytest.mark.parametrize("longest", [18, 32])
+def test_positions_are_settled_by_the_longest_row_of_the_run(longest):
+    """Sampler and policy agree on rows that cross the original length, in any company."""
+    model = long_rope()
+    settle_positions(model, longest)
+    assert model.model.rotary_emb.inv_freq[0].item() == (0.25 if longest > 20 else 1.0)
+    params = SamplingParams(max_tokens=longest - 8)
+    engine = NativeEngine(model, [], 0)
+    completions = engine.generate(PROMPTS, 2, params, seed=0)
+    alone = [engine.generate([p], 2, params, 0, [i]) for i, p in enumerate(PROMPTS)]
+    assert [c.tokens for c in completions] == [c.tokens for own in alone for c in own]
+    rows = [p for p in PROMPTS for _ in range(2)]
+    for prompt, completion in zip(rows, completions, strict=True):
+        ids = torch.tensor([prompt + completion.tokens])
+        with torch.no_grad():
+            logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        exact = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), exact, rtol=0, atol=1e-5)
+
+
+def test_a_run_settles_them(make):
+    trainer = make(**of_task("phi3", rope_scaling=ROPE, original_max_position_embeddings=8))
+    assert trainer.longest_row > 8
+    assert trainer.model.model.rotary_emb.inv_freq[0].item() == 0.25
+    assert trainer.learner.policy.window > trainer.longest_row
+    critic = make(PPOTrainer, value_model=long_rope(), **of_task("gpt2")).critic
+    assert critic.model.rotary_emb.inv_freq[0].item() == 1.0  # not beyond 20 tokens
+    assert critic.model.rotary_emb.rope_type != "longrope"
