@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rlhf_pg import micro_batches
 
 _PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
-_ROW_FIELDS = ("groups", "truncated")
+_ROW_FIELDS = ("groups", "truncated", "positive")
 _ID_FIELDS = ("prompt_ids", "completion_ids")
 
 
@@ -247,6 +247,7 @@ class Experience(Rollout):
     ref_logprobs: Tensor | None = None  # (B,T)
     values: Tensor | None = None  # (B,T)
     returns: Tensor | None = None  # (B,T)
+    positive: Tensor | None = None  # (B,) bool; right, see `positive_nll_coef`
 
     @classmethod
     def of(cls, rollout: Rollout, **numbers: Tensor | None) -> Self:

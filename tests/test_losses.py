@@ -15,6 +15,7 @@ from rlhf_pg.losses import (
     POLICY_LOSSES,
     clipped_surrogate,
     p3o,
+    positive_nll,
     token_weights,
     value_loss,
     vanilla,
@@ -480,3 +481,24 @@ def test_an_unknown_aggregation_is_refused():
 def test_constant_needs_its_length():
     with pytest.raises(ValueError, match="max_completion_length"):
         token_weights(HOLED, "constant")
+
+
+# ----------------------------------------------------------------------- likelihood
+
+
+def test_the_likelihood_of_right_completions_by_hand():
+    """Three tokens of rows 0 and 2: -(-1 - 2 - 4) / 3; of a part of a larger update, / 14."""
+    logprobs = torch.tensor([[-1.0, -2.0], [-8.0, -8.0], [-4.0, NAN]], requires_grad=True)
+    mask = torch.tensor([[True, True], [True, True], [True, False]])
+    right = torch.tensor([True, False, True])
+    loss = positive_nll(logprobs, mask, right)
+    assert loss.item() == pytest.approx(7 / 3)
+    loss.backward()
+    third = 1 / 3
+    assert torch.allclose(logprobs.grad, -torch.tensor([[third, third], [0, 0], [third, 0]]))
+    assert positive_nll(logprobs, mask, right, torch.tensor(14)).item() == pytest.approx(0.5)
+
+
+def test_where_nothing_is_right_its_likelihood_is_no_loss():
+    mask = torch.tensor([[True, True]])
+    assert positive_nll(torch.tensor([[-1.0, -2.0]]), mask, torch.tensor([False])).item() == 0

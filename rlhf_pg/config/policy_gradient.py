@@ -111,6 +111,12 @@ class PolicyGradientConfig(SamplingConfig):
     entropy_coef_max: float = number(1.0, minimum=0)
     """Its highest value."""
 
+    positive_nll_coef: float = number(0.0, minimum=0)
+    """Coefficient of the negative log-likelihood of right completions, a mean over their tokens in
+    an update (VAPO; rlhf_pg.losses.positive_nll). 0: none."""
+    positive_nll_threshold: float = number(0.5)
+    """A completion is right for it if what the reward functions say, clipped, weighted and summed,
+    is above this; penalties and a KL are left aside."""
     router_aux_loss_coef: float = number(0.0, minimum=0)
     """Coefficient of the load-balancing loss of a mixture of experts, over all tokens of an update
     (rlhf_pg.models.experts); it costs one more forward pass per update. 0: none."""
@@ -290,6 +296,7 @@ class PolicyGradientConfig(SamplingConfig):
             f"what policy_loss {self.policy_loss!r} compares": "groups" in self.loss_options,
             "a critic": self.has_critic,
             "the loss of the routers": self.router_aux_loss_coef > 0,
+            "the likelihood of right completions": self.positive_nll_coef > 0,
         }
         for other, there in others.items():
             if there and self.skip_zero_advantages:
@@ -314,7 +321,7 @@ class PolicyGradientConfig(SamplingConfig):
         penalized = "old_kl_coef" in self.loss_options and self.old_kl_coef > 0
         moving, adaptive = self.kl_controller != "fixed", self.kl_controller == "adaptive"
         correcting, bonus = self.correction != "none", self.entropy_target is not None
-        paced = self.kl_adaptive_lr is not None
+        paced, likely = self.kl_adaptive_lr is not None, self.positive_nll_coef > 0
         for needed, used, keys in (
             ("missing_eos_penalty", self.missing_eos_penalty is not None, "missing_eos_mode"),
             ("overlong_buffer", self.overlong_buffer is not None, "overlong_penalty"),
@@ -325,6 +332,7 @@ class PolicyGradientConfig(SamplingConfig):
             ("kl_controller", moving, "kl_target"),
             ("kl_controller adaptive", adaptive, "kl_horizon"),
             ("kl_adaptive_lr", paced, "kl_adaptive_lr_min kl_adaptive_lr_max"),
+            ("positive_nll_coef", likely, "positive_nll_threshold"),
             ("sync_ref_model", self.sync_ref_model, "ref_model_sync_steps ref_model_mixup_alpha"),
         ):
             why = f"has no effect without {needed}: set that, or leave it out"

@@ -9,6 +9,7 @@ Throughout, rho_t = pi(y_t) / pi_old(y_t) for a token y_t that pi_old sampled, a
 gradient. Masked slots may hold anything, NaN included, and are 0 in what comes out.
 """
 
+from rlhf_pg.losses.likelihood import positive_nll
 from rlhf_pg.losses.policy import (
     MAX_LOG_RATIO,
     POLICY_LOSSES,
@@ -46,6 +47,7 @@ __all__ = [
     "kl_penalty",
     "mdpo",
     "p3o",
+    "positive_nll",
     "sampler_weights",
     "sapo",
     "surrogate",

@@ -20,7 +20,7 @@ from rlhf_pg.data import permutation
 from rlhf_pg.experience import Experience, Rollout, to_device
 from rlhf_pg.faults import failpoint
 from rlhf_pg.kl import kl_estimate
-from rlhf_pg.losses import Loss, token_weights, weight_count
+from rlhf_pg.losses import Loss, positive_nll, token_weights, weight_count
 from rlhf_pg.metrics import Meter
 from rlhf_pg.models import (
     ActorCritic,
@@ -318,6 +318,7 @@ class Learner:
             minibatch = minibatch.select(_rows_with_advantage(minibatch))
         micro_batches = list(self._micro_batches(minibatch))
         router_loss = self._router_loss(micro_batches)
+        nll = self._positive_nll(minibatch)
         share = 1 / (self.runtime.world * len(micro_batches))
         for i, (_, batch) in enumerate(micro_batches):
             with self.trained.micro_batch(last=i + 1 == len(micro_batches)):
@@ -337,6 +338,10 @@ class Learner:
                     aux_loss = router_loss(new)
                     loss = loss + args.router_aux_loss_coef * aux_loss
                     meter.add("aux_loss", aux_loss, share)
+                if nll is not None:
+                    own = nll(new, batch)
+                    loss = loss + args.positive_nll_coef * own
+                    meter.add("positive_nll", own, share)
                 failpoint("backward")
                 # A loss that is not finite makes the gradient so, and with it the norm of all
                 # processes; 0 is added to the others.
@@ -364,6 +369,24 @@ class Learner:
             return balance.loss(chosen, new.routed.probability)
 
         return router_loss
+
+    def _positive_nll(
+        self, minibatch: Experience
+    ) -> Callable[[PolicyOutput, Experience], Tensor] | None:
+        """What a micro-batch adds to the loss of the right completions; None without one.
+
+        Their tokens are counted like those of the loss, over the update and all processes.
+        """
+        if minibatch.positive is None:
+            return None
+        tokens = (minibatch.action_mask & minibatch.positive[:, None]).sum()
+        count = self.runtime.total(tokens)
+
+        def nll(new: PolicyOutput, batch: Experience) -> Tensor:
+            assert batch.positive is not None  # as the minibatch has it
+            return positive_nll(new.logprobs, batch.action_mask, batch.positive, count)
+
+        return nll
 
     def _measure(
         self, new: PolicyOutput, batch: Experience, metrics: dict[str, Tensor], meter: Meter

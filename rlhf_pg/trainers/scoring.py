@@ -59,6 +59,7 @@ def make_experience(
         ref_logprobs=scored.ref_logprobs,
         values=predicted,
         returns=returns,
+        positive=_positive(trainer, scores),
     )
     return _without_truncated(experience, args), metrics
 
@@ -121,6 +122,14 @@ def _minus_kl(
     kl = kl_estimate(scored.old_logprobs, scored.ref_logprobs, args.kl_estimator)
     meter.add_masked("kl", kl, rollout.action_mask)
     return -trainer.coefficients["beta"] * kl
+
+
+def _positive(trainer: PolicyGradientTrainer, scores: Tensor) -> Tensor | None:
+    """(B,) what `positive_nll_coef` is for: the reward functions together say enough of it."""
+    if trainer.args.positive_nll_coef == 0:
+        return None
+    said = totals(trainer.shaping.judged(scores)).nansum(1)
+    return said > trainer.args.positive_nll_threshold
 
 
 def _without_truncated(experience: Experience, args: PolicyGradientConfig) -> Experience:

@@ -13,6 +13,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "num_generations": 4,
         "prompts_per_step": 5,
         "num_mini_batches": 2,
+        "positive_nll_coef": 0.1,
         "beta": 0.05,
         "sync_ref_model": True,
         "ref_model_sync_steps": 2,

@@ -333,6 +333,34 @@ MUTANTS = [
         file=WEIGHTS,
     ),
     Mutant(
+        name="likelihood-per-micro-batch",
+        mistake="right tokens counted in one micro-batch, so that the split changes the gradient",
+        file="rlhf_pg/trainers/learner.py",
+        old="return positive_nll(new.logprobs, batch.action_mask, batch.positive, count)",
+        new="return positive_nll(new.logprobs, batch.action_mask, batch.positive)",
+        killers=(
+            "tests/trainers/test_likelihood.py::test_the_gradient_is_that_of_the_right_completions",
+        ),
+    ),
+    Mutant(
+        name="likelihood-of-what-was-cut-off",
+        mistake="right completions found by scores that penalties have changed",
+        file="rlhf_pg/trainers/scoring.py",
+        old="said = totals(trainer.shaping.judged(scores)).nansum(1)",
+        new="said = totals(scores).nansum(1)",
+        killers=(
+            "tests/trainers/test_likelihood.py::test_the_gradient_is_that_of_the_right_completions",
+        ),
+    ),
+    mutant(
+        "likelihood-of-all",
+        "all completions made likelier, the wrong ones too (a pull towards what is sampled)",
+        "    right = mask & positive[:, None]\n",
+        "    right = mask & positive[:, None].new_ones(1, 1)\n",
+        OURS + "test_the_likelihood_of_right_completions_by_hand",
+        file="rlhf_pg/losses/likelihood.py",
+    ),
+    Mutant(
         name="sapo-temperatures-in-float32",
         mistake="a temperature as torch's default dtype has it: 1.05 is off by 5e-8",
         file="rlhf_pg/losses/policy.py",

@@ -1,0 +1,82 @@
+"""VAPO's likelihood of right completions, in an update."""
+
+import pytest
+import torch
+
+from rlhf_pg import GRPOConfig, GRPOTrainer, PPOTrainer
+from rlhf_pg.metrics import Meter
+from rlhf_pg.trainers.drawing import draw_batch
+from tests.enumeration import (
+    COMPLETIONS,
+    EOS,
+    SCORES,
+    gradient,
+    gradient_of,
+    log_probs,
+    make_trainer,
+)
+
+PROMPTS = ("ab", "bba")
+SAYS = [*COMPLETIONS, *reversed(COMPLETIONS)]
+LIKELY = {"positive_nll_coef": 0.5, "positive_nll_threshold": 0.55}
+
+
+def trainer_of(tmp_path, trainer_type=GRPOTrainer, **options):
+    """Every completion of two prompts, in one update."""
+    return make_trainer(trainer_type, tmp_path, PROMPTS, num_generations=7, **options)
+
+
+def by_hand(trainer, trains=lambda said: True):
+    """Gradient of the mean -log p over the tokens of what is worth more than 0.55."""
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for prompt, said in zip([PROMPTS[0]] * 7 + [PROMPTS[1]] * 7, SAYS, strict=True):
+        if SCORES[prompt][said] > 0.55 and trains(said):
+            total = total - log_probs(trainer.model, prompt, said).sum()
+            tokens += len(said)
+    assert tokens
+    return gradient(trainer.model, total / tokens)
+
+
+def assert_adds(trainer, plain, expected):
+    """To the policy's gradient, and nothing to a critic's."""
+    added = gradient_of(trainer, SAYS) - gradient_of(plain, SAYS)
+    policy, critic = added.tensor_split([len(expected)])
+    assert (policy - 0.5 * expected).norm() <= 1e-9 * expected.norm()
+    assert not critic.any()
+
+
+@pytest.mark.proves("rlhf_pg.losses.positive_nll")
+@pytest.mark.parametrize("budget", [6, 20, 1000])
+@pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
+def test_the_gradient_is_that_of_the_right_completions(trainer_type, budget, tmp_path):
+    """Whatever the micro-batches, and whatever penalties make of the scores."""
+    options = {"missing_eos_penalty": 5.0, "micro_batch_tokens": budget}
+    trainer = trainer_of(tmp_path, trainer_type, **options, **LIKELY)
+    plain = trainer_of(tmp_path, trainer_type, **options)
+    assert_adds(trainer, plain, by_hand(plain))
+
+
+def test_what_does_not_train_is_not_made_likely_either(tmp_path):
+    options = {"mask_truncated_completions": True}
+    trainer, plain = trainer_of(tmp_path, **options, **LIKELY), trainer_of(tmp_path, **options)
+    assert_adds(trainer, plain, by_hand(plain, lambda said: said[-1] == EOS))
+
+
+def test_a_run_says_what_it_was(tmp_path):
+    trainer = trainer_of(tmp_path, **LIKELY)
+    trainer.engine.says = SAYS
+    samples, scores = draw_batch(trainer, Meter()).judged
+    experience, _ = trainer.make_experience(samples.rollout, scores, Meter())
+    meter = Meter()
+    trainer.learner.accumulate(experience, meter)
+    right = [
+        (SCORES[prompt][said], log_probs(trainer.model, prompt, said))
+        for prompt, said in zip([PROMPTS[0]] * 7 + [PROMPTS[1]] * 7, SAYS, strict=True)
+    ]
+    tokens = torch.cat([log_p for score, log_p in right if score > 0.55])
+    assert meter.means(meter.sums())["positive_nll"] == pytest.approx(-tokens.mean().item())
+
+
+def test_rows_that_are_skipped_would_be_missing():
+    with pytest.raises(ValueError, match="would skip the likelihood of right completions too"):
+        GRPOConfig(positive_nll_coef=0.1, skip_zero_advantages=True)
