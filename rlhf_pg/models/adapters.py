@@ -67,7 +67,10 @@ def add_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
             "(use_peft) out, or merge the adapter first"
         )
     _check_targets(model, config)
-    adapted = get_peft_model(model, copy.deepcopy(config))
+    config = copy.deepcopy(config)
+    if getattr(config, "target_modules", None) == "all-linear" and not config.exclude_modules:
+        config.exclude_modules = _with_a_forward_of_their_own(model) or None
+    adapted = get_peft_model(model, config)
     check_kind(adapted)
     return adapted
 
@@ -83,6 +86,19 @@ def lora_config(
         target_modules=list(target_modules) if target_modules else "all-linear",
         task_type="CAUSAL_LM",
     )
+
+
+def _with_a_forward_of_their_own(model: nn.Module) -> list[str]:
+    """Linear layers by inheritance alone, which peft would wrap and break: routers of experts that
+    return a tuple (PhiMoE, Llama 4), grouped projections (DeepSeek-V4)."""
+    own = "transformers.models.", "transformers_modules."  # and not kinds of quantised layers
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and type(module).__module__.startswith(own)
+        and type(module).forward is not nn.Linear.forward
+    ]
 
 
 def _check_targets(model: nn.Module, config: Any) -> None:

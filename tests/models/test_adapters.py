@@ -23,7 +23,9 @@ from rlhf_pg.models import (
     new_critic,
 )
 from rlhf_pg.models.adapters import adds_nothing, share_frozen
+from tests.models.architectures import build
 from tests.models.test_loading import make_tokenizer
+from tests.models.test_packing import batch_of
 from tests.models.test_policy import rollout
 from tests.models.test_reference import train_a_step
 from tests.tiny import adapter, stir, tiny_model
@@ -150,6 +152,16 @@ def test_targets_get_their_adapters_and_nothing_else_trains(arch, targets, adapt
     model = add_adapter(tiny_model(arch), adapter(target_modules=targets))
     assert len(trained(model)) == 2 * adapters
     assert all(".lora_" in name for name in trained(model))
+
+
+@pytest.mark.parametrize("arch", ["phimoe", "llama4_text", "gemma3n"])
+def test_every_adapter_of_the_default_targets_trains(arch):
+    """Routers that return a tuple have none; Gemma3n clamps weights in place in train mode."""
+    policy = Policy(stir(add_adapter(build(arch), lora_config(2, 4.0, 0.0, None)))).train()
+    policy(batch_of()).logprobs.sum().backward()
+    grads = {name: p.grad for name, p in policy.named_parameters() if p.requires_grad}
+    assert len(grads) >= 16
+    assert all(grad is not None and grad.any() for grad in grads.values())
 
 
 def test_the_config_is_not_changed_and_makes_another_adapter():
