@@ -18,6 +18,8 @@ from rlhf_pg.run_files import set_aside
 logger = logging.getLogger(__name__)
 
 SHOWN = ("reward", "kl", "entropy")
+APART = "sampling/sampling_logp_difference/mean"
+FAR = 0.5  # nats per token between policy and sampler: no rounding is as much
 
 
 class RunConsole(Console):
@@ -41,6 +43,7 @@ class Journal:
         self.console: Console = RunConsole(quiet=not is_main)
         self._bar: Progress | None = None
         self._total = 0
+        self._doubts = False
         if is_main:
             directory.mkdir(parents=True, exist_ok=True)
             earlier = set_aside(directory) if after_step == 0 else None
@@ -88,6 +91,7 @@ class Journal:
         if not self.is_main:
             return
         self._metrics.write(metrics)
+        self._doubt_sampler(metrics.get(APART, 0.0))
         step = metrics["step"]
         if "eval_reward" in metrics:
             sampled, greedy = (_spelled(metrics.get(f"eval_{m}reward")) for m in ("", "greedy_"))
@@ -97,6 +101,18 @@ class Journal:
             self._bar.update(self._task, completed=step, description=summary)
         elif step % max(1, self._total // 20) == 0 or step == self._total:
             self.say(f"step {step}/{self._total}  {summary}  {metrics['step_time']:.2f} s/step")
+
+    def _doubt_sampler(self, apart: float) -> None:
+        """Say once that the engine samples from another distribution than the policy's."""
+        if apart > FAR and not self._doubts:
+            self._doubts = True
+            logger.warning(
+                "what samples gives tokens log-probabilities that are %.2f nats from the policy's "
+                "(%s). That is no rounding: check that the engine serves this model in its whole "
+                "length, unquantised, and takes over its weights",
+                apart,
+                APART,
+            )
 
     def completions(self, step: int, records: Sequence[dict[str, Any]]) -> None:
         """Keep and show samples; control characters are shown escaped."""

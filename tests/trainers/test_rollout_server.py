@@ -21,7 +21,8 @@ def speaking(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllm]:
     server.close()
 
 
-def test_a_run_measures_how_far_the_server_is_from_the_policy(speaking, make, tmp_path):
+def test_a_run_measures_how_far_the_server_is_from_the_policy(speaking, make, tmp_path, caplog):
+    """And says once if that is further than rounding goes."""
     make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url).train()
     lines = read(tmp_path / "run/metrics.jsonl")
     assert len(lines) == speaking.count("/collective_rpc") == 3
@@ -30,6 +31,11 @@ def test_a_run_measures_how_far_the_server_is_from_the_policy(speaking, make, tm
         # The server says that every token has probability 1/e: the model thinks far less of them.
         assert 0 < line[ratio + "min"] < line[ratio + "mean"] < line[ratio + "max"] < 1
         assert 0.5 < line[off + "mean"] < line[off + "max"]
+    said = [
+        record.message for record in caplog.records if "takes over its weights" in record.message
+    ]
+    assert len(said) == 1
+    assert f"{lines[0][off + 'mean']:.2f} nats" in said[0]
 
 
 def test_the_loss_is_weighed_by_the_mismatch_unless_it_is_not_to_be(speaking, make, tmp_path):
