@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -28,7 +27,13 @@ from rlhf_pg.models.adapters import (
     freeze_unread,
 )
 from rlhf_pg.models.attention import configs_of, replaced_attention
-from rlhf_pg.models.pretrained import from_pretrained
+from rlhf_pg.models.pretrained import (
+    about,
+    from_pretrained,
+    opening,
+    tokenizer_from_pretrained,
+)
+from rlhf_pg.quoted import quoted
 
 POOLER = ("pooler.",)  # of an encoder, which nothing here looks at
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
@@ -83,9 +88,9 @@ def load_model(
         trust_remote_code: run code that comes with the model; unset, transformers would ask.
 
     Raises:
-        ValueError: a path (what cannot be a Hub id) with no directory there, a checkpoint that
-            lacks a tensor, an adapter that does not fit its base model, or a quantization that does
-            not work here.
+        ValueError: a path (what cannot be a Hub id) with no directory there, one that holds no
+            model or not all of it, an adapter that does not fit its base model, or a quantization
+            that does not work here.
     """
     if quantization_config is not None:
         _check_quantization(model, dtype, quantization_config)
@@ -94,26 +99,18 @@ def load_model(
         return _cast(model, dtype)
     name = str(model)
     check_directory(name)
-    if find_adapter_config_file(name) is not None:
+    with opening("model", name):
+        is_adapter = find_adapter_config_file(name) is not None
+    if is_adapter:
         return _load_adapter(name, dtype, auto_class, quantization_config, trust_remote_code)
-    if quantization_config is None:
-        try:
-            return from_pretrained(
-                auto_class, model, POOLER, dtype=dtype, trust_remote_code=trust_remote_code
-            )
-        except OSError as error:
-            error.add_note(f"This is about the model {name!r}.")  # transformers may not say so
-            raise
-    try:
-        loaded = from_pretrained(
-            auto_class,
-            model,
-            dtype=dtype,
-            quantization_config=quantization_config,
-            trust_remote_code=trust_remote_code,
-        )
-    except ImportError as error:
-        raise ValueError(f"{name} cannot be quantized: {error}") from error
+    loaded = from_pretrained(
+        auto_class,
+        model,
+        POOLER,
+        dtype=dtype,
+        quantization_config=quantization_config,
+        trust_remote_code=trust_remote_code,
+    )
     for module in loaded.modules():
         # bitsandbytes (0.50) repacks weights in place for some CPUs, and its backward pass then
         # reads them wrongly: a gradient that is 90 % off, without a word.
@@ -148,7 +145,8 @@ def _load_adapter(
     quantization_config: Any,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
-    config = PeftConfig.from_pretrained(path)
+    with opening("adapter", path):
+        config = PeftConfig.from_pretrained(path)
     if config.task_type == "CAUSAL_LM":
         auto_class = AutoModelForCausalLM
     base = config.base_model_name_or_path
@@ -161,7 +159,9 @@ def _load_adapter(
         model = load_model(base, dtype, auto_class, quantization_config, trust_remote_code)
         model = PeftModel.from_pretrained(model, path, is_trainable=True)
         check_adapter(model, path)
-    except (RuntimeError, ValueError) as error:
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # safetensors has one of its own
         reason = " ".join(str(error).split("\n\t")[:2])  # torch goes on to list every tensor
         raise ValueError(
             f"the adapter {path} does not fit its base model {base!r} (base_model_name_or_path in "
@@ -194,7 +194,7 @@ def check_directory(model: str | os.PathLike[str]) -> None:
     name = str(model)
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if is_path and not os.path.isdir(name):
-        raise ValueError(f"there is no model directory {name}")
+        raise ValueError(f"there is no model directory {quoted(name)}")
 
 
 def load_tokenizer(
@@ -209,7 +209,8 @@ def load_tokenizer(
         pad_token: used where the tokenizer has none.
 
     Raises:
-        ValueError: no tokenizer, no pad or EOS token, or ids beyond the model's embedding rows.
+        ValueError: no tokenizer, or none that can be loaded, no pad or EOS token, or ids beyond the
+            model's embedding rows.
     """
     if tokenizer is None and not model.name_or_path:
         raise ValueError(
@@ -221,9 +222,10 @@ def load_tokenizer(
             "processing_class"
         )
     if tokenizer is None:
-        tokenizer = AutoTokenizer.from_pretrained(
-            model.name_or_path, trust_remote_code=trust_remote_code
-        )
+        with about("processing_class"):
+            tokenizer = tokenizer_from_pretrained(
+                model.name_or_path, trust_remote_code=trust_remote_code
+            )
     if tokenizer.pad_token_id is None and pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
             raise ValueError(f"pad_token {pad_token!r} is no token of the tokenizer")

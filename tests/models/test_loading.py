@@ -1,5 +1,6 @@
 """Models and tokenizers by path and by object, and what is checked about them."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,97 @@ def test_weights_that_are_put_back_are_all_there(saved):
     without(saved, LOST)
     with pytest.raises(ValueError, match="lacks 1 tensors of a LlamaForCausalLM"):
         load_weights(model, Path(saved))
+
+
+def config_of(**changes):
+    def change(path):
+        whole = json.loads((path / "config.json").read_text()) | changes
+        stated = {key: value for key, value in whole.items() if value is not None}
+        (path / "config.json").write_text(json.dumps(stated))
+
+    return change
+
+
+def writes(name, content):
+    return lambda path: (path / name).write_bytes(content)
+
+
+def without_weights(path):
+    (path / "model.safetensors").unlink()
+
+
+def half_of_the_weights(path):
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+
+def with_adapter(**stated):
+    known = {"peft_type": "LORA", "base_model_name_or_path": "./nowhere", "r": 2}
+    return writes("adapter_config.json", json.dumps(known | stated).encode())
+
+
+def nothing_but_a_tokenizer(path):
+    without_weights(path)
+    (path / "config.json").unlink()
+
+
+# What is done to a directory, and what is said of it.
+NO_MODELS = {
+    "only a tokenizer": (nothing_but_a_tokenizer, r"Unrecognized model.*config.json"),
+    "no JSON": (writes("config.json", b"{a"), r"OSError: .*config.json' is not a valid JSON"),
+    "a list": (writes("config.json", b"[1]"), "cannot be loaded .*config.json"),
+    "a number": (writes("config.json", b"5"), "cannot be loaded .TypeError"),
+    "endless lists": (writes("config.json", b"[" * 100_000), "cannot be loaded .RecursionError"),
+    "no type": (config_of(model_type=None), "Should have a `model_type` key"),
+    "an unknown type": (config_of(model_type="frob"), "cannot be loaded .ValueError: .*`frob`"),
+    "a list of types": (config_of(model_type=["llama"]), "cannot be loaded .TypeError"),
+    "another kind": (config_of(model_type="vit"), "cannot be loaded .ValueError: Unrecognized"),
+    "a size that is none": (config_of(hidden_size="big"), "hidden_size"),
+    "no heads": (config_of(num_attention_heads=0), "cannot be loaded .ZeroDivisionError"),
+    "other weights": (config_of(num_attention_heads=8, head_dim=8), "cannot be loaded .Runtime"),
+    "no weights": (without_weights, r"OSError: Error no file named model\.safetensors"),
+    "half of the weights": (half_of_the_weights, "cannot be loaded .SafetensorError"),
+    "weights that are text": (writes("model.safetensors", b"version https"), "SafetensorError"),
+    "an adapter that is a list": (writes("adapter_config.json", b"[]"), "adapter .*TypeError"),
+    "an adapter of no kind": (with_adapter(peft_type="X"), "adapter .*KeyError: 'X'"),
+    "an adapter on nothing": (with_adapter(), r"no model directory \./nowhere"),
+}
+
+
+@pytest.mark.parametrize("name", NO_MODELS)
+def test_a_directory_without_a_whole_model_is_one_error(saved, name):
+    damage, said = NO_MODELS[name]
+    damage(Path(saved))
+    with pytest.raises(ValueError, match=said) as caught:
+        load_model(saved, torch.float32)
+    assert saved in str(caught.value)
+    assert len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5"])
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_that_cannot_be_read_is_one_error(saved, file, content):
+    (Path(saved) / file).write_bytes(content)
+    with pytest.raises(ValueError, match=r"^processing_class: the tokenizer '.*cannot be loaded"):
+        load_tokenizer(None, load_model(saved, torch.float32))
+
+
+@pytest.mark.parametrize("name", ["", " ", "nobody/nothing", "\x1b[2J"])
+def test_a_name_that_the_hub_does_not_know_is_one_error(name, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"^the model '.*cannot be loaded .OSError") as caught:
+        load_model(name, torch.float32)
+    assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_a_lack_of_memory_is_no_fault_of_the_model(saved, monkeypatch, error):
+    def starved(*_, **__):
+        raise error
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", starved)
+    with pytest.raises(error):
+        load_model(saved, torch.float32)
 
 
 def test_a_trunk_needs_no_head_and_tied_ends_are_one_tensor(saved):

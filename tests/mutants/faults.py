@@ -57,11 +57,21 @@ MUTANTS = [
         killers=("tests/test_run_files.py::test_what_has_the_name_of_a_runs_file_is_set_aside",),
     ),
     Mutant(
+        name="raw-errors-of-models",
+        mistake="a model whose weights are cut short ends in a traceback of other libraries",
+        file="rlhf_pg/models/pretrained.py",
+        old='    except Exception as error:\n        raise ValueError(\n            f"the {what}',
+        new='    except OSError as error:\n        raise ValueError(\n            f"the {what}',
+        killers=(
+            "tests/models/test_loading.py::test_a_directory_without_a_whole_model_is_one_error",
+        ),
+    ),
+    Mutant(
         name="code-of-models-asked-for",
         mistake="transformers asks on the terminal whether to run a model's code (transformers)",
-        file="rlhf_pg/models/loading.py",
-        old="POOLER, dtype=dtype, trust_remote_code=trust_remote_code\n",
-        new="POOLER, dtype=dtype\n",
+        file="rlhf_pg/models/pretrained.py",
+        old="output_loading_info=True, trust_remote_code=trust_remote_code, **options\n",
+        new="output_loading_info=True, **options\n",
         killers=(
             "tests/faults/test_security.py"
             "::test_code_that_comes_with_a_model_needs_the_key_whatever_is_piped_in",
