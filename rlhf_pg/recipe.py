@@ -21,6 +21,7 @@ import tyro
 import yaml
 
 from rlhf_pg.foreign_keys import explained, nearest
+from rlhf_pg.quoted import visible
 
 C = TypeVar("C")
 
@@ -156,7 +157,7 @@ def _refuse_elsewhere(key: str, where: str, known: Sequence[str] = ()) -> None:
 def fail(message: str) -> NoReturn:
     """Say what is wrong, once for all processes, and exit with status 2."""
     if _is_main():
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {visible(message)}", file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -57,6 +57,22 @@ MUTANTS = [
         killers=("tests/test_run_files.py::test_what_has_the_name_of_a_runs_file_is_set_aside",),
     ),
     Mutant(
+        name="manifest-of-any-kind",
+        mistake="a manifest that is a device is read without end",
+        file="rlhf_pg/sealed.py",
+        old="        if not stat.S_ISREG(found.st_mode):\n",
+        new="        if False:\n",
+        killers=(f"{FAULTS}::test_a_manifest_that_is_none_is_no_end",),
+    ),
+    Mutant(
+        name="model-for-a-checkpoint",
+        mistake="final/ is taken for a checkpoint, since it is whole, and ends in a traceback",
+        file="rlhf_pg/checkpoint.py",
+        old="        if reason is None and not (path / STATE).is_file():\n",
+        new="        if False:\n",
+        killers=(f"{FAULTS}::test_what_is_no_checkpoint_is_told_where_they_are",),
+    ),
+    Mutant(
         name="raw-errors-of-models",
         mistake="a model whose weights are cut short ends in a traceback of other libraries",
         file="rlhf_pg/models/pretrained.py",
