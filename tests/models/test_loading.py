@@ -12,6 +12,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    PreTrainedTokenizer,
     PreTrainedTokenizerFast,
 )
 
@@ -274,6 +275,72 @@ def test_ids_beyond_the_embedding_rows_are_refused(size, fits):
         return
     with pytest.raises(ValueError, match="41 ids but the model only 40 embedding rows"):
         load_tokenizer(tokenizer, tiny_model("gpt2", vocab_size=40))
+
+
+GAPS = {"1": 0, "2": 1, "<0>": 20, "<2>": 30}
+
+
+def with_gaps(**more):
+    backend = Tokenizer(models.WordLevel(GAPS | more))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<2>", pad_token="<0>")
+
+
+@pytest.mark.parametrize("token", ["3", "1", "<0>", "<2>"])
+def test_an_id_beyond_the_embedding_rows_is_refused_whatever_the_number_of_tokens(token):
+    fits, beyond = with_gaps(**{token: 39}), with_gaps(**{token: 40})
+    assert load_tokenizer(fits, tiny_model("gpt2", vocab_size=40)) is fits
+    said = f"^processing_class: the token '{token}' has the id 40 but the model has only 40 embed"
+    with pytest.raises(ValueError, match=said):
+        load_tokenizer(beyond, tiny_model("gpt2", vocab_size=40))
+
+
+class InPython(PreTrainedTokenizer):
+    """Decodes the ids of its vocabulary, and has none of `missing`."""
+
+    def __init__(self, missing, **special):
+        self.known = {f"<{i}>": i for i in range(40) if i != missing}
+        super().__init__(**special)
+
+    vocab_size = 40
+
+    def get_vocab(self):
+        return self.known | self.added_tokens_encoder
+
+    def _convert_token_to_id(self, token):
+        return self.known.get(token)
+
+    def _convert_id_to_token(self, index):
+        return f"<{index}>" if f"<{index}>" in self.known else None
+
+
+@pytest.mark.parametrize(("missing", "rows"), [(17, 40), (None, 41), (None, 40)])
+def test_an_id_that_can_be_sampled_and_not_decoded_is_refused(missing, rows):
+    tokenizer = InPython(missing, eos_token="<2>", pad_token="<0>")
+    model = tiny_model("gpt2", vocab_size=rows)
+    if (missing, rows) == (None, 40):
+        assert load_tokenizer(tokenizer, model) is tokenizer
+        return
+    said = rf"{rows} embedding rows and can sample the id {missing or 40}, .*cannot decode .TypeErr"
+    with pytest.raises(ValueError, match=said):
+        load_tokenizer(tokenizer, model)
+
+
+def test_an_unknown_token_is_no_eos():
+    tokenizer = make_tokenizer(eos_token="<2>", pad_token="<0>")
+    tokenizer.backend_tokenizer.model = models.WordLevel(GAPS | {"<7>": 7}, unk_token="<7>")
+    tokenizer.unk_token, tokenizer.eos_token = "<7>", "</s>"
+    with pytest.raises(ValueError, match="has no EOS token '</s>', and takes it for any unknown"):
+        load_tokenizer(tokenizer, tiny_model("gpt2"))
+    tokenizer.eos_token = "<7>"  # as GPT-2 has it
+    assert load_tokenizer(tokenizer, tiny_model("gpt2")).eos_token_id == 7
+
+
+@pytest.mark.parametrize("configured", ["2", ["2"], [[2]], 2.5])
+def test_an_eos_that_is_no_id_is_refused(configured):
+    model = tiny_model("gpt2")
+    model.generation_config.eos_token_id = configured
+    with pytest.raises(ValueError, match="eos_token_id in the model's generation_config must be"):
+        stop_token_ids(model, make_tokenizer(eos_token="<2>", pad_token="<0>"))
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,25 @@ MUTANTS = [
         killers=(f"{FAULTS}::test_what_is_no_checkpoint_is_told_where_they_are",),
     ),
     Mutant(
+        name="tokens-counted",
+        mistake="a vocabulary with gaps has an id beyond the embeddings, and few enough tokens",
+        file="rlhf_pg/models/loading.py",
+        old="vocabulary[last] >= rows:\n",
+        new="len(vocabulary) > rows:\n",
+        killers=(
+            "tests/models/test_loading.py"
+            "::test_an_id_beyond_the_embedding_rows_is_refused_whatever_the_number_of_tokens",
+        ),
+    ),
+    Mutant(
+        name="unknown-token-for-eos",
+        mistake="an EOS token that the vocabulary lacks is any unknown one (transformers)",
+        file="rlhf_pg/models/loading.py",
+        old="    if is_unknown and tokenizer.eos_token != tokenizer.unk_token:\n",
+        new="    if False:\n",
+        killers=("tests/models/test_loading.py::test_an_unknown_token_is_no_eos",),
+    ),
+    Mutant(
         name="raw-errors-of-models",
         mistake="a model whose weights are cut short ends in a traceback of other libraries",
         file="rlhf_pg/models/pretrained.py",
