@@ -186,15 +186,21 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def check_directory(model: str | os.PathLike[str]) -> None:
-    """Refuse a path (what cannot be a Hub id) with no directory there.
+    """Refuse a path (what cannot be a Hub id) with no directory there, and a directory with a pipe
+    or a device in it: reading that might never end.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or such a one.
     """
     name = str(model)
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if is_path and not os.path.isdir(name):
         raise ValueError(f"there is no model directory {quoted(name)}")
+    with opening("model", name):
+        files = list(Path(name).iterdir()) if os.path.isdir(name) else []
+    for file in files:
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise ValueError(f"{quoted(str(file))} is no regular file: move it away")
 
 
 def load_tokenizer(

@@ -1,6 +1,7 @@
 """Models and tokenizers by path and by object, and what is checked about them."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,16 @@ def test_a_directory_without_a_whole_model_is_one_error(saved, name):
         load_model(saved, torch.float32)
     assert saved in str(caught.value)
     assert len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
+def test_a_pipe_or_a_device_in_a_model_is_not_read(saved, file, make):
+    os.unlink(f"{saved}/{file}")
+    os.symlink("nowhere", f"{saved}/leads-nowhere")  # which nobody reads
+    make(f"{saved}/{file}")
+    with pytest.raises(ValueError, match=f"{saved}/{file} is no regular file: move it away"):
+        load_model(saved, torch.float32)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5"])
