@@ -13,6 +13,7 @@ from rich.text import Text
 
 from rlhf_pg.data import text_of
 from rlhf_pg.metrics import JsonLines
+from rlhf_pg.quoted import visible
 from rlhf_pg.run_files import check_regular, set_aside
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Journal:
 
     def say(self, line: str) -> None:
         encoding = getattr(self.console.file, "encoding", None) or "utf-8"
-        line = line.encode(encoding, "backslashreplace").decode(encoding)
+        line = visible(line).encode(encoding, "backslashreplace").decode(encoding)
         self._unheard(lambda: self.console.print(Text(line), soft_wrap=True))
 
     def _unheard(self, act: Callable[[], None]) -> None:
