@@ -33,6 +33,8 @@ from rlhf_pg.runtime import Runtime, State, Trained, Whole, Writing
 
 logger = logging.getLogger(__name__)
 
+STATE = "state.json"
+
 
 @dataclass
 class TrainState:
@@ -113,7 +115,7 @@ class Checkpointer:
         """And what is no tensor."""
         failpoint("save-optimizer")
         save_file(tensors, unnamed / "optimizer.safetensors")
-        (unnamed / "state.json").write_text(json.dumps(self._record(), indent=2))
+        (unnamed / STATE).write_text(json.dumps(self._record(), indent=2))
 
     def _complete(self, unnamed: Path, path: Path, world: int) -> None:
         """Seal what all processes have written, and give it its name.
@@ -248,7 +250,7 @@ class Checkpointer:
             if reason is not None:
                 raise ValueError(
                     f"{path} holds no checkpoint that is whole: {reason}. Resume with latest, "
-                    "which takes the newest whole one, or from another directory"
+                    f"which takes the newest whole one, or from another directory{_beside(path)}"
                 )
             saved = self.restore(path, runtime.rank)
             if newest > self.state.step:
@@ -304,6 +306,8 @@ class Checkpointer:
         The main process reads all of it; the others look whether they see the same.
         """
         reason = sealed.verified(path, contents=runtime.is_main)
+        if reason is None and not (path / STATE).is_file():
+            reason = "it is a model alone, as final/ and best/ are, without optimizer and counters"
         seal = torch.tensor(list(sealed.seal_of(path)), device=runtime.device)
         everyone, _ = runtime.gather(seal)
         if reason is None and not seal.equal(everyone[: len(seal)]):
@@ -317,7 +321,7 @@ class Checkpointer:
             ValueError: config, model, reference, critic, tokenizer or dataset are not those of the
                 saved run.
         """
-        state = json.loads((path / "state.json").read_text())
+        state = json.loads((path / STATE).read_text())
         now = self.fingerprints()
         config = {key: value for key, value in self.config.items() if key not in self.found}
         changed = same_run.check(path, state, config, now, self.running)
@@ -396,6 +400,14 @@ def _save_rng(path: Path, rank: int) -> None:
     failpoint("save-rng")
     save_file(rng_tensors(), _rng_file(path, rank))
     sealed.sync_file(_rng_file(path, rank))  # the main process may be on another machine
+
+
+def _beside(path: Path) -> str:
+    """Where a run has its checkpoints, of a path that is in it or the run's own; or nothing."""
+    for place in (path, path / "checkpoints", path.parent / "checkpoints"):
+        if found := sorted(place.glob("step-*")):
+            return f": {place} has {found[-1].name}"
+    return ""
 
 
 def _rng_file(path: Path, rank: int) -> Path:

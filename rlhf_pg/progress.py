@@ -13,7 +13,8 @@ from rich.text import Text
 
 from rlhf_pg.data import text_of
 from rlhf_pg.metrics import JsonLines
-from rlhf_pg.run_files import set_aside
+from rlhf_pg.quoted import visible
+from rlhf_pg.run_files import check_regular, set_aside
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +51,14 @@ class Journal:
             if earlier is not None:
                 self.say(f"{directory} held an earlier run or a model: it is in {earlier} now")
             if after_step > 0:
+                check_regular(directory)
                 self.say(f"going on after step {after_step}")
             self._metrics = JsonLines(directory / "metrics.jsonl", after_step)
             self._completions = JsonLines(directory / "completions.jsonl", after_step)
 
     def say(self, line: str) -> None:
         encoding = getattr(self.console.file, "encoding", None) or "utf-8"
-        line = line.encode(encoding, "backslashreplace").decode(encoding)
+        line = visible(line).encode(encoding, "backslashreplace").decode(encoding)
         self._unheard(lambda: self.console.print(Text(line), soft_wrap=True))
 
     def _unheard(self, act: Callable[[], None]) -> None:

@@ -18,6 +18,11 @@ def quoted(text: str) -> str:
     return "".join(map(_visible, text[:LONGEST])) + more
 
 
+def visible(text: str) -> str:
+    """Lines of text that no terminal obeys."""
+    return "\n".join("".join(map(_visible, line)) for line in text.split("\n"))
+
+
 def shown(value: object) -> str:
     """The `repr` of anything, `quoted`."""
     try:

@@ -12,8 +12,8 @@ import reprlib
 import sys
 import types
 import typing
-from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stderr, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -21,6 +21,7 @@ import tyro
 import yaml
 
 from rlhf_pg.foreign_keys import explained, nearest
+from rlhf_pg.quoted import visible
 
 C = TypeVar("C")
 
@@ -52,7 +53,8 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
 
 
 def _cli(config_type: type[C], flags: Sequence[str], default: C | None, prog: str | None) -> C:
-    with nullcontext() if _is_main() else redirect_stderr(io.StringIO()):
+    quiet = nullcontext() if _is_main() else redirect_stderr(io.StringIO())
+    with _escaping([*flags, *_texts(default)]), quiet:
         return tyro.cli(
             config_type,
             args=flags,
@@ -61,6 +63,31 @@ def _cli(config_type: type[C], flags: Sequence[str], default: C | None, prog: st
             use_underscores=True,
             console_outputs=_is_main(),
             config=(tyro.conf.FlagConversionOff,),
+        )
+
+
+@contextmanager
+def _escaping(texts: Sequence[str]) -> Iterator[None]:
+    """Around tyro, which shows values as they are: if one of them holds what a terminal obeys, all
+    that is shown is made `visible`, and tyro's colours are left out.
+    """
+    if all(visible(text) == text for text in texts):
+        yield
+        return
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            yield
+    finally:
+        print(visible(out.getvalue()), end="")
+        print(visible(err.getvalue()), end="", file=sys.stderr)
+
+
+def _texts(config: Any) -> Iterator[str]:
+    """The strings among the values of a config, if there is one."""
+    for value in vars(config).values() if config is not None else ():
+        yield from (
+            v for v in (value if isinstance(value, tuple) else [value]) if isinstance(v, str)
         )
 
 
@@ -156,7 +183,7 @@ def _refuse_elsewhere(key: str, where: str, known: Sequence[str] = ()) -> None:
 def fail(message: str) -> NoReturn:
     """Say what is wrong, once for all processes, and exit with status 2."""
     if _is_main():
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {visible(message)}", file=sys.stderr)
     raise SystemExit(2)
 
 

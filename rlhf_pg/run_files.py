@@ -10,6 +10,18 @@ RUN_FILES = (
 )
 
 
+def check_regular(directory: Path) -> None:
+    """Refuse what has the name of a run's file and is a pipe or a device: reading it might never
+    end.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for path in (directory / name for name in RUN_FILES):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{path} is no regular file: move it away, and resume again")
+
+
 def set_aside(directory: Path) -> Path | None:
     """Move what has the name of a run's file, whoever wrote it, to `earlier-N/` beside it: nothing
     is lost.

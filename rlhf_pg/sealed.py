@@ -10,16 +10,24 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlhf_pg.faults import failpoint
+from rlhf_pg.quoted import quoted, shown, told
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+LONGEST = 1 << 26  # bytes of a manifest, which has about a hundred for each file
 PARTIAL, ASIDE = "partial-", "aside-"
+# What a manifest raises that is no JSON, or not ours.
+UNREADABLE = (
+    *(OSError, ValueError, KeyError, TypeError, AttributeError),
+    *(OverflowError, RecursionError),
+)
 
 
 def partial_of(path: Path) -> Path:
@@ -128,15 +136,15 @@ def verified(path: Path, contents: bool = True) -> str | None:
         contents: compare the SHA-256 of every file too, and not the sizes alone.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
+        manifest = json.loads(_manifest(path))
         files = {str(name): (int(e["size"]), e["sha256"]) for name, e in manifest["files"].items()}
         form = manifest["format"]
     except (FileNotFoundError, NotADirectoryError):
         return f"it has no {MANIFEST}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})"
+    except UNREADABLE as error:
+        return f"its {MANIFEST} cannot be read ({told(error)})"
     if form != FORMAT:
-        return f"its {MANIFEST} has format {form!r}, and this version reads {FORMAT}"
+        return f"its {MANIFEST} has format {shown(form)}, and this version reads {FORMAT}"
     reasons = (_difference(path, name, *entry, contents) for name, entry in files.items())
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -145,37 +153,55 @@ def facts(path: Path) -> dict[str, Any]:
     """What `seal` was told of a directory that is whole, whose contents nobody compares; or {}."""
     if verified(path, contents=False) is not None:
         return {}
-    known: dict[str, Any] = json.loads((path / MANIFEST).read_bytes())
+    known: dict[str, Any] = json.loads(_manifest(path))
     return known
 
 
 def seal_of(path: Path) -> bytes:
     """SHA-256 of the manifest, which tells two directories apart; zeros if it cannot be read."""
     try:
-        return hashlib.sha256((path / MANIFEST).read_bytes()).digest()
+        return hashlib.sha256(_manifest(path)).digest()
     except OSError:
         return bytes(32)
+
+
+def _manifest(path: Path) -> bytes:
+    """The bytes of its manifest.
+
+    Raises:
+        OSError: there is none, or it is a link, a pipe, a device or beyond `LONGEST`: reading it
+            might never end.
+    """
+    # A pipe without a writer would make open() wait for one.
+    descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError("it is no regular file")
+        if found.st_size > LONGEST:
+            raise OSError(f"it has {found.st_size} bytes, which no manifest has")
+        return file.read(LONGEST)
 
 
 def _difference(path: Path, name: str, size: int, sha256: str, contents: bool) -> str | None:
     """Of one file and what the manifest says of it."""
     parts = PurePosixPath(name).parts
     if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
-        return f"its {MANIFEST} names {name!r}, which is not inside it"
-    file = path
-    for part in parts:
-        file = file / part
-        if file.is_symlink():
-            return f"{name} is a link"
+        return f"its {MANIFEST} names {shown(name)}, which is not inside it"
+    shown_name, file = quoted(name), path
     try:
+        for part in parts:
+            file = file / part
+            if file.is_symlink():
+                return f"{shown_name} is a link"
         if not file.is_file():
-            return f"{name} is missing"
+            return f"{shown_name} is missing"
         if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes, and had {size}"
+            return f"{shown_name} has {file.stat().st_size} bytes, and had {size}"
         if contents and _sha256(file) != sha256:
-            return f"{name} has changed: its SHA-256 is another"
+            return f"{shown_name} has changed: its SHA-256 is another"
     except OSError as error:
-        return f"{name} cannot be read: {error}"
+        return f"{shown_name} cannot be read: {told(error)}"
     return None
 
 

@@ -1015,6 +1015,34 @@ def test_numbers_are_finite(value):
         GRPOConfig(temperature=value)
 
 
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ('run_name: "a\\e[2J\\0\\u202eb"', ["--help"]),
+        ('stop: ["\\e[2J"]', ["--help"]),
+        ('run_name: "\\e[2J"', ["--run_name"]),
+        ('run_name: "\\e[2J"', ["--nothing", "1"]),
+        ('run_name: "\\e[2J"\nseed: x', []),
+        ('"\\e[2J": 5', []),
+        ('"\\e[2J": 5\n"\\e[2J": 6', []),
+        ("!\u202e [", []),
+        ("", ["--dtype", "\x1b[2J"]),
+        ("", ["--\x1b[2J", "5"]),
+    ],
+)
+def test_no_terminal_obeys_what_is_said_of_a_value(capsys, recipe, text, flags):
+    recipe.write_text(f"{text}\nalgorithm: grpo\n")
+    with pytest.raises(SystemExit):
+        parse(GRPOConfig, ["--config", str(recipe), *flags])
+    said = "".join(capsys.readouterr())
+    assert said
+    assert not [letter for letter in said if not letter.isprintable() and letter != "\n"]
+
+
+def test_a_value_with_a_line_in_it_is_taken_as_it_is():
+    assert parse(GRPOConfig, ["--stop", "\n", "\x1b"]).stop == ("\n", "\x1b")
+
+
 def test_a_value_that_begins_with_a_dash_is_no_flag(recipe):
     recipe.write_text("output_dir: -x\n")
     assert parse(GRPOConfig, ["--config", str(recipe)]).output_dir == "-x"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_pg.quoted import LONGEST, quoted, shown, told
+from rlhf_pg.quoted import LONGEST, quoted, shown, told, visible
 
 
 class Unspeakable(Exception):
@@ -34,6 +34,10 @@ def test_it_is_cut_and_says_so():
     secret = "https://host/?" + "s" * 3 * LONGEST + " end"
     assert quoted(secret) == f"https://host/?*** end ... ({len(secret)} characters)"
     assert len(shown([0] * 10**6)) < LONGEST + 50
+
+
+def test_lines_stay_lines():
+    assert visible("key: a\x1b\n  \u202e^\n") == "key: a\\x1b\n  \\u202e^\n"
 
 
 def test_what_cannot_be_said_is_named():

@@ -20,6 +20,7 @@ from rlhf_pg.models.loading import (
     checkpoints,
     disable_dropout,
     evaluating,
+    has_tokenizer,
     load_model,
     load_policy,
     load_tokenizer,
@@ -28,7 +29,7 @@ from rlhf_pg.models.loading import (
     stop_token_ids,
 )
 from rlhf_pg.models.policy import Policy, PolicyOutput
-from rlhf_pg.models.pretrained import from_pretrained
+from rlhf_pg.models.pretrained import about, from_pretrained, opening, tokenizer_from_pretrained
 from rlhf_pg.models.reference import Reference, fingerprint
 from rlhf_pg.models.rotary import settle_positions
 from rlhf_pg.models.softmax import token_scores
@@ -43,6 +44,7 @@ __all__ = [
     "PolicyOutput",
     "Reference",
     "ValueHead",
+    "about",
     "adapts_tied_weights",
     "add_adapter",
     "check_directory",
@@ -54,6 +56,7 @@ __all__ = [
     "fingerprint",
     "finish_of",
     "from_pretrained",
+    "has_tokenizer",
     "load_model",
     "load_policy",
     "load_tokenizer",
@@ -63,6 +66,7 @@ __all__ = [
     "max_positions",
     "merged",
     "new_critic",
+    "opening",
     "parts_for",
     "piece_for",
     "quantization",
@@ -70,4 +74,5 @@ __all__ = [
     "settle_positions",
     "stop_token_ids",
     "token_scores",
+    "tokenizer_from_pretrained",
 ]

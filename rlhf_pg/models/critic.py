@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.experience import Rollout
 from rlhf_pg.masking import widen
@@ -31,11 +31,13 @@ from rlhf_pg.models.loading import (
 )
 from rlhf_pg.models.packing import Hidden, hidden_states, packing_window, padded
 from rlhf_pg.models.policy import Policy
+from rlhf_pg.models.pretrained import about, opening, tokenizer_from_pretrained
 from rlhf_pg.running import RunningMoments
 
 HEAD_FILE = "value_head.safetensors"
 TRAINED_HEAD_FILE = "value_head_normalized.safetensors"
 MODULE_FILE = "model.safetensors"
+VALUE_MODEL = "value_model (value_model_name_or_path)"  # as errors about its files call it
 
 
 class ValueHead(nn.Linear):
@@ -240,12 +242,14 @@ def new_critic(
         if not isinstance(value_model, LOADED):
             return Critic(value_model, None)
         value_model = copy.deepcopy(value_model)  # the object may be the reward model as well
-    model = load_model(value_model, dtype, AutoModel, trust_remote_code=trust_remote_code)
+    with about(VALUE_MODEL):
+        model = load_model(value_model, dtype, AutoModel, trust_remote_code=trust_remote_code)
     _check_tokens(value_model, model, tokenizer, trust_remote_code)
     model = model if isinstance(model, PeftModel) else model.base_model
     head = _head(model, dtype)
     if isinstance(value_model, str | os.PathLike) and (Path(value_model) / HEAD_FILE).exists():
-        head.load_state_dict(safetensors.load_file(Path(value_model) / HEAD_FILE))
+        with about(VALUE_MODEL), opening("value head", value_model):
+            head.load_state_dict(safetensors.load_file(Path(value_model) / HEAD_FILE))
     peft_config = peft_config or getattr(policy_model, "active_peft_config", None)
     if peft_config is not None and not isinstance(model, PeftModel):
         model = add_adapter(model, _for_trunk(peft_config))
@@ -302,7 +306,8 @@ def _check_tokens(
     """The critic must mean the same tokens by the same ids."""
     check_vocabulary(tokenizer, model, "value_model")
     if isinstance(value_model, str | os.PathLike) and has_tokenizer(value_model):
-        own = AutoTokenizer.from_pretrained(value_model, trust_remote_code=trust_remote_code)
+        with about(VALUE_MODEL):
+            own = tokenizer_from_pretrained(value_model, trust_remote_code=trust_remote_code)
         if own.get_vocab() != tokenizer.get_vocab():
             raise ValueError(
                 f"value_model {value_model} has another vocabulary than the policy, whose tokens "

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -28,7 +27,13 @@ from rlhf_pg.models.adapters import (
     freeze_unread,
 )
 from rlhf_pg.models.attention import configs_of, replaced_attention
-from rlhf_pg.models.pretrained import from_pretrained
+from rlhf_pg.models.pretrained import (
+    about,
+    from_pretrained,
+    opening,
+    tokenizer_from_pretrained,
+)
+from rlhf_pg.quoted import quoted, shown, told
 
 POOLER = ("pooler.",)  # of an encoder, which nothing here looks at
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
@@ -83,9 +88,9 @@ def load_model(
         trust_remote_code: run code that comes with the model; unset, transformers would ask.
 
     Raises:
-        ValueError: a path (what cannot be a Hub id) with no directory there, a checkpoint that
-            lacks a tensor, an adapter that does not fit its base model, or a quantization that does
-            not work here.
+        ValueError: a path (what cannot be a Hub id) with no directory there, one that holds no
+            model or not all of it, an adapter that does not fit its base model, or a quantization
+            that does not work here.
     """
     if quantization_config is not None:
         _check_quantization(model, dtype, quantization_config)
@@ -94,26 +99,18 @@ def load_model(
         return _cast(model, dtype)
     name = str(model)
     check_directory(name)
-    if find_adapter_config_file(name) is not None:
+    with opening("model", name):
+        is_adapter = find_adapter_config_file(name) is not None
+    if is_adapter:
         return _load_adapter(name, dtype, auto_class, quantization_config, trust_remote_code)
-    if quantization_config is None:
-        try:
-            return from_pretrained(
-                auto_class, model, POOLER, dtype=dtype, trust_remote_code=trust_remote_code
-            )
-        except OSError as error:
-            error.add_note(f"This is about the model {name!r}.")  # transformers may not say so
-            raise
-    try:
-        loaded = from_pretrained(
-            auto_class,
-            model,
-            dtype=dtype,
-            quantization_config=quantization_config,
-            trust_remote_code=trust_remote_code,
-        )
-    except ImportError as error:
-        raise ValueError(f"{name} cannot be quantized: {error}") from error
+    loaded = from_pretrained(
+        auto_class,
+        model,
+        POOLER,
+        dtype=dtype,
+        quantization_config=quantization_config,
+        trust_remote_code=trust_remote_code,
+    )
     for module in loaded.modules():
         # bitsandbytes (0.50) repacks weights in place for some CPUs, and its backward pass then
         # reads them wrongly: a gradient that is 90 % off, without a word.
@@ -148,7 +145,8 @@ def _load_adapter(
     quantization_config: Any,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
-    config = PeftConfig.from_pretrained(path)
+    with opening("adapter", path):
+        config = PeftConfig.from_pretrained(path)
     if config.task_type == "CAUSAL_LM":
         auto_class = AutoModelForCausalLM
     base = config.base_model_name_or_path
@@ -161,7 +159,9 @@ def _load_adapter(
         model = load_model(base, dtype, auto_class, quantization_config, trust_remote_code)
         model = PeftModel.from_pretrained(model, path, is_trainable=True)
         check_adapter(model, path)
-    except (RuntimeError, ValueError) as error:
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # safetensors has one of its own
         reason = " ".join(str(error).split("\n\t")[:2])  # torch goes on to list every tensor
         raise ValueError(
             f"the adapter {path} does not fit its base model {base!r} (base_model_name_or_path in "
@@ -186,15 +186,21 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def check_directory(model: str | os.PathLike[str]) -> None:
-    """Refuse a path (what cannot be a Hub id) with no directory there.
+    """Refuse a path (what cannot be a Hub id) with no directory there, and a directory with a pipe
+    or a device in it: reading that might never end.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or such a one.
     """
     name = str(model)
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if is_path and not os.path.isdir(name):
-        raise ValueError(f"there is no model directory {name}")
+        raise ValueError(f"there is no model directory {quoted(name)}")
+    with opening("model", name):
+        files = list(Path(name).iterdir()) if os.path.isdir(name) else []
+    for file in files:
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise ValueError(f"{quoted(str(file))} is no regular file: move it away")
 
 
 def load_tokenizer(
@@ -209,7 +215,8 @@ def load_tokenizer(
         pad_token: used where the tokenizer has none.
 
     Raises:
-        ValueError: no tokenizer, no pad or EOS token, or ids beyond the model's embedding rows.
+        ValueError: no tokenizer, or none that can be loaded, no pad or EOS token, ids beyond the
+            model's embedding rows, or embedding rows whose id it cannot decode.
     """
     if tokenizer is None and not model.name_or_path:
         raise ValueError(
@@ -221,25 +228,42 @@ def load_tokenizer(
             "processing_class"
         )
     if tokenizer is None:
-        tokenizer = AutoTokenizer.from_pretrained(
-            model.name_or_path, trust_remote_code=trust_remote_code
-        )
+        with about("processing_class"):
+            tokenizer = tokenizer_from_pretrained(
+                model.name_or_path, trust_remote_code=trust_remote_code
+            )
     if tokenizer.pad_token_id is None and pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
             raise ValueError(f"pad_token {pad_token!r} is no token of the tokenizer")
         tokenizer.pad_token = pad_token
+    _check_special(tokenizer)
+    check_vocabulary(tokenizer, model, "processing_class")
+    _check_decoding(tokenizer, model)
+    return tokenizer
+
+
+def _check_special(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make sure that there are an EOS and a pad token.
+
+    Raises:
+        ValueError: there are not.
+    """
     if tokenizer.eos_token_id is None:
         raise ValueError(
             "the tokenizer has no EOS token, so no completion could end: set "
             "processing_class.eos_token"
+        )
+    is_unknown = tokenizer.eos_token_id == tokenizer.unk_token_id
+    if is_unknown and tokenizer.eos_token != tokenizer.unk_token:
+        raise ValueError(
+            f"the tokenizer has no EOS token {shown(tokenizer.eos_token)}, and takes it for any "
+            "unknown one: set processing_class.eos_token to one of its own"
         )
     if tokenizer.pad_token_id is None:
         raise ValueError(
             "the tokenizer has no pad token: set the key pad_token, or processing_class.pad_token "
             "(the EOS token will do: padding is masked by position, not by id)"
         )
-    check_vocabulary(tokenizer, model, "processing_class")
-    return tokenizer
 
 
 def has_tokenizer(path: str | os.PathLike[str]) -> bool:
@@ -258,17 +282,52 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel,
         ValueError: there are more ids.
     """
     rows = model.get_input_embeddings().weight.shape[0]
+    remedy = "they do not belong together, or model.resize_token_embeddings is due"
     if len(tokenizer) > rows:
         raise ValueError(
             f"{name}: the tokenizer has {len(tokenizer)} ids but the model only {rows} embedding "
-            "rows: they do not belong together, or model.resize_token_embeddings is due"
+            f"rows: {remedy}"
+        )
+    vocabulary = tokenizer.get_vocab()  # which may have gaps
+    last = max(vocabulary, key=lambda token: vocabulary[token], default=None)
+    if last is not None and vocabulary[last] >= rows:
+        raise ValueError(
+            f"{name}: the token {shown(last)} has the id {vocabulary[last]} but the model has only "
+            f"{rows} embedding rows: {remedy}"
         )
 
 
+def _check_decoding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+    """Make sure that whatever the model can sample has a text, or a reward would never see it.
+
+    Raises:
+        ValueError: some id has none, and the tokenizer raises an error of its own over it.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    for id_ in sorted(set(range(rows)) - set(tokenizer.get_vocab().values())):
+        try:
+            tokenizer.decode([id_])
+        except Exception as error:
+            raise ValueError(
+                f"processing_class: the model has {rows} embedding rows and can sample the id "
+                f"{id_}, which the tokenizer cannot decode ({told(error)}): add tokens for such "
+                "ids, or resize the embeddings (model.resize_token_embeddings)"
+            ) from error
+
+
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every id that ends a completion: the tokenizer's EOS and those of the generation config."""
+    """Every id that ends a completion: the tokenizer's EOS and those of the generation config.
+
+    Raises:
+        ValueError: one is no number.
+    """
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
+    if not all(i is None or isinstance(i, int) for i in ids):
+        raise ValueError(
+            f"eos_token_id in the model's generation_config must be an id or a list of ids, got "
+            f"{shown(configured)}"
+        )
     return sorted({tokenizer.eos_token_id, *(i for i in ids if i is not None)})
 
 

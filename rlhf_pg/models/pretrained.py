@@ -1,9 +1,14 @@
-"""Weights by path or Hub id, all of them."""
+"""Weights by path or Hub id, all of them, and tokenizers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_pg.quoted import shown, told
 
 
 def from_pretrained(
@@ -22,13 +27,13 @@ def from_pretrained(
         new: how the names of tensors begin that the checkpoint need not have: those of a new head.
 
     Raises:
-        ValueError: a tensor is missing.
-        OSError, ImportError: of `transformers`.
+        ValueError: a tensor is missing, or nothing can be loaded.
     """
     model: PreTrainedModel
-    model, info = auto_class.from_pretrained(
-        path, output_loading_info=True, trust_remote_code=trust_remote_code, **options
-    )
+    with opening("model", path):
+        model, info = auto_class.from_pretrained(
+            path, output_loading_info=True, trust_remote_code=trust_remote_code, **options
+        )
     missing = sorted(name for name in info["missing_keys"] if not name.startswith(new))
     if missing:
         raise ValueError(
@@ -37,3 +42,50 @@ def from_pretrained(
             "whole, and of a model of this kind?"
         )
     return model
+
+
+def tokenizer_from_pretrained(
+    path: str | PathLike[str], *, trust_remote_code: bool
+) -> PreTrainedTokenizerBase:
+    """The tokenizer saved there.
+
+    Raises:
+        ValueError: there is none that can be loaded.
+    """
+    with opening("tokenizer", path):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=trust_remote_code
+        )
+    return tokenizer
+
+
+@contextmanager
+def opening(what: str, path: str | PathLike[str]) -> Iterator[None]:
+    """Around code of others that reads the files of a model and may raise anything.
+
+    Raises:
+        ValueError: it did, and not for want of memory; with the path and what should be there.
+    """
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the {what} {shown(str(path))} cannot be loaded ({told(error)}): give a directory as "
+            "save_pretrained leaves it, with its config.json, weights and tokenizer files, or the "
+            "id of one on the Hub"
+        ) from error
+
+
+@contextmanager
+def about(name: str) -> Iterator[None]:
+    """Name what an error is about.
+
+    Raises:
+        ValueError: the one that was raised, with the name in front.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error

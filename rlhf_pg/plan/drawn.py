@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from peft import PeftConfig, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_pg import models
@@ -81,8 +81,9 @@ def _model(args: PolicyGradientConfig) -> tuple[Any, PreTrainedModel]:
         return tokenizer, model
     dtype: torch.dtype = getattr(torch, args.dtype)
     path = args.model_name_or_path
-    model = without_data(path, dtype, trust_remote_code=args.trust_remote_code)
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code), model
+    with models.about("model_name_or_path"):
+        model = without_data(path, dtype, trust_remote_code=args.trust_remote_code)
+    return models.tokenizer_from_pretrained(path, trust_remote_code=args.trust_remote_code), model
 
 
 def without_data(
@@ -94,10 +95,10 @@ def without_data(
     """The model or adapter of this path or Hub id, its tensors on the meta device.
 
     Raises:
-        ValueError: there is no such directory.
+        ValueError: there is no such directory, or no model in it.
     """
     models.check_directory(path)
-    with META:
+    with META, models.opening("model", path):
         if find_adapter_config_file(str(path)) is None:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
             model: PreTrainedModel = auto_class.from_config(
@@ -105,10 +106,9 @@ def without_data(
             )
             return model
         adapter = PeftConfig.from_pretrained(str(path))
-        base = without_data(
-            str(adapter.base_model_name_or_path), dtype, auto_class, trust_remote_code
-        )
-        adapter.inference_mode = False
+    base = without_data(str(adapter.base_model_name_or_path), dtype, auto_class, trust_remote_code)
+    adapter.inference_mode = False
+    with META:
         return get_peft_model(base, adapter)
 
 
@@ -124,7 +124,8 @@ def _critic(
     path = args.value_model_name_or_path
     value_model: nn.Module | None = None
     if path is not None:
-        value_model = without_data(path, dtype, AutoModel, args.trust_remote_code)
+        with models.about("value_model_name_or_path"):
+            value_model = without_data(path, dtype, AutoModel, args.trust_remote_code)
     random_seed = args.seed if args.value_init == "random" else None
     shared = args.critic == "shared"
     return models.new_critic(model, tokenizer, dtype, shared, value_model, peft, random_seed)

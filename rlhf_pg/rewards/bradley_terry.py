@@ -23,7 +23,7 @@ from transformers import (
 from rlhf_pg.config import RewardModelConfig
 from rlhf_pg.data import encode
 from rlhf_pg.experience import padded
-from rlhf_pg.models import check_directory, disable_dropout, from_pretrained, max_positions
+from rlhf_pg.models import about, check_directory, disable_dropout, from_pretrained, max_positions
 from rlhf_pg.rewards.model import encode_whole, score_tokenizer, sequence_scores, with_eos
 from rlhf_pg.run_files import set_aside
 
@@ -215,16 +215,17 @@ def _load(
         raise ValueError("no model: give model=... or the key model_name_or_path")
     if not isinstance(model, str | PathLike):
         return model
-    check_directory(model)
-    # Not in the dtype of the checkpoint: bfloat16 would lose small updates.
-    return from_pretrained(
-        AutoModelForSequenceClassification,
-        model,
-        NEW_HEADS,
-        trust_remote_code=trust_remote_code,
-        num_labels=1,
-        dtype=torch.float32,
-    )
+    with about("model_name_or_path"):
+        check_directory(model)
+        # Not in the dtype of the checkpoint: bfloat16 would lose small updates.
+        return from_pretrained(
+            AutoModelForSequenceClassification,
+            model,
+            NEW_HEADS,
+            trust_remote_code=trust_remote_code,
+            num_labels=1,
+            dtype=torch.float32,
+        )
 
 
 def _longest(model: PreTrainedModel, max_length: int | None) -> int | None:

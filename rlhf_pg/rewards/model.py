@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -18,7 +17,15 @@ from transformers import (
 from rlhf_pg.data import continues, encode
 from rlhf_pg.experience import padded
 from rlhf_pg.masking import widen
-from rlhf_pg.models import check_directory, check_vocabulary, from_pretrained, max_positions
+from rlhf_pg.models import (
+    about,
+    check_directory,
+    check_vocabulary,
+    from_pretrained,
+    has_tokenizer,
+    max_positions,
+    tokenizer_from_pretrained,
+)
 
 # Padded tokens that are forwarded at a time; it never changes a score.
 SCORING_TOKENS = 32768
@@ -215,7 +222,7 @@ def name_of(path: str | PathLike[str]) -> str:
 
 
 def _load(path: str | PathLike[str], trust_remote_code: bool) -> PreTrainedModel:
-    try:
+    with about(f"reward model {name_of(path)}"):
         check_directory(path)
         return from_pretrained(
             AutoModelForSequenceClassification,
@@ -223,18 +230,14 @@ def _load(path: str | PathLike[str], trust_remote_code: bool) -> PreTrainedModel
             dtype="auto",
             trust_remote_code=trust_remote_code,
         )
-    except ValueError as error:
-        raise ValueError(f"reward model {name_of(path)}: {error}") from error
 
 
 def _saved_tokenizer(path: str, who: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     none = f"{who}: no tokenizer is saved beside it: give one (reward_processing_classes)"
-    if not path:
+    if not path or not has_tokenizer(path):
         raise ValueError(none)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(none) from error
+    with about(who):
+        tokenizer = tokenizer_from_pretrained(path, trust_remote_code=trust_remote_code)
     # Where there are no files, some model types give a tokenizer with special tokens and no others.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(none)

@@ -16,7 +16,7 @@ from transformers import (
 from rlhf_pg.data import encode
 from rlhf_pg.experience import padded
 from rlhf_pg.masking import widen
-from rlhf_pg.models import from_pretrained, max_positions
+from rlhf_pg.models import about, check_directory, from_pretrained, max_positions
 from rlhf_pg.rewards.model import micro_batches, name_of, score_tokenizer
 
 
@@ -52,12 +52,14 @@ class ProcessRewardModel:
         trust_remote_code: bool = False,
     ) -> None:
         if not isinstance(model, PreTrainedModel):
-            model = from_pretrained(
-                AutoModelForTokenClassification,
-                model,
-                dtype="auto",
-                trust_remote_code=trust_remote_code,
-            )
+            with about(f"process reward model {name_of(model)}"):
+                check_directory(model)
+                model = from_pretrained(
+                    AutoModelForTokenClassification,
+                    model,
+                    dtype="auto",
+                    trust_remote_code=trust_remote_code,
+                )
         self.model = model.to(device or model.device).eval()
         self.__name__ = name_of(model.name_or_path or "") or type(model).__name__
         self._who = f"process reward model {self.__name__}"

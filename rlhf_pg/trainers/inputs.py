@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from os import PathLike
 from typing import Any, TypeAlias
@@ -54,9 +55,10 @@ def load_policy(
         raise ValueError("give quantization_config or set load_in_4bit, not both")
     if args.load_in_4bit:
         quantization_config = models.quantization(dtype)
-    loaded = models.load_policy(
-        model, dtype, device, peft_config, quantization_config, args.trust_remote_code
-    )
+    with models.about("model_name_or_path") if isinstance(model, str | PathLike) else nullcontext():
+        loaded = models.load_policy(
+            model, dtype, device, peft_config, quantization_config, args.trust_remote_code
+        )
     if args.save_merged and (quantization_config or not isinstance(loaded, PeftModel)):
         raise ValueError("save_merged is for a model with an adapter on unquantized weights")
     return loaded

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import stat
 from multiprocessing import get_context
 from pathlib import Path
@@ -83,6 +84,92 @@ def test_the_newest_whole_checkpoint_is_resumed(output, caplog, damage) -> None:
     assert f"{NAMES[2]} is not whole ({reason}" in warning
     with pytest.raises(ValueError, match=f"holds no checkpoint that is whole: {reason}"):
         resume(output, str(output / "checkpoints" / NAMES[2]))
+
+
+@pytest.fixture
+def no_hang():
+    def ring(*_):
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def piped(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+def linked_to(target):
+    def replace(file):
+        file.unlink()
+        file.symlink_to(target)
+
+    return replace
+
+
+def endless(file):
+    os.truncate(file, 1 << 40)
+
+
+def deep(file):
+    file.write_text("[" * 100_000)
+
+
+def infinite(file):
+    file.write_text('{"format": 1, "files": {"a": {"size": Infinity, "sha256": ""}}}')
+
+
+def long_name(file):
+    file.write_text(json.dumps({"format": 1, "files": {"a" * 5000: {"size": 1, "sha256": ""}}}))
+
+
+def obeyed(file):
+    file.write_text('{"format": 1, "files": {"\\u001b[2J": {"size": 1, "sha256": ""}}}')
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (piped, "OSError: it is no regular file"),
+        (linked_to("/dev/zero"), "OSError"),
+        (linked_to("elsewhere"), "OSError"),
+        (endless, "OSError: it has 1099511627776 bytes"),
+        (deep, "RecursionError"),
+        (infinite, "OverflowError"),
+        (long_name, r"\(5000 characters\) cannot be read: OSError"),
+        (obeyed, r"\\x1b\[2J is missing"),
+    ],
+)
+@pytest.mark.usefixtures("no_hang")
+def test_a_manifest_that_is_none_is_no_end(output, caplog, how, said) -> None:
+    how(output / "checkpoints" / NAMES[2] / MANIFEST)
+    assert resume(output) == 2
+    assert "step-00000003 is not whole" in caplog.text
+    with pytest.raises(ValueError, match=f"holds no checkpoint that is whole: .*({said})"):
+        resume(output, str(output / "checkpoints" / NAMES[2]))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl", "config.yaml"])
+@pytest.mark.parametrize("how", [piped, linked_to("/dev/zero")])
+@pytest.mark.usefixtures("no_hang")
+def test_a_pipe_or_a_device_is_no_file_of_a_run(output, how, name) -> None:
+    how(output / name)
+    trainer = build(str(output), **OPTIONS | {"max_steps": 4})
+    with pytest.raises(ValueError, match=f"{name} is no regular file: move it away"):
+        trainer.train("latest")
+
+
+@pytest.mark.parametrize("name", ["final", "best", ".", "checkpoints", "config.yaml"])
+def test_what_is_no_checkpoint_is_told_where_they_are(output, name) -> None:
+    shutil.copytree(output / "final", output / "best", dirs_exist_ok=True)
+    said = "it is a model alone, as final/ and best/ are" if name in ("final", "best") else "it has"
+    there = f"{said}.*from another directory: {output}/checkpoints has {NAMES[2]}$"
+    with pytest.raises(ValueError, match=there):
+        resume(output, str(output / name))
 
 
 @pytest.mark.fault(12, "one error that says what is wrong with each; never a new start")

@@ -6,7 +6,7 @@ import pytest
 @pytest.mark.fault(43, "an error names the model that is not in the cache; what is local works")
 def test_without_the_hub_what_is_not_there_is_named(make, monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(OSError, match="nobody/nothing"):
+    with pytest.raises(ValueError, match=r"^model_name_or_path: the model 'nobody/nothing' cannot"):
         make(model="nobody/nothing")
     trainer = make(max_steps=1)
     trainer.train()

@@ -151,6 +151,11 @@ def test_what_the_console_cannot_spell_is_escaped(tmp_path) -> None:
     assert text.read() == "caf\u00e9 \\U0001f600 \\ud800\n"
 
 
+def test_no_terminal_obeys_the_name_of_a_directory(tmp_path, capsys) -> None:
+    Journal(tmp_path, 0, is_main=True).say("saved a\x1b[2J\u202e/final")
+    assert capsys.readouterr().out == "saved a\\x1b[2J\\u202e/final\n"
+
+
 def test_numbers_that_json_does_not_know_are_null_wherever_they_are(tmp_path) -> None:
     lines = JsonLines(tmp_path / "completions.jsonl", 0)
     lines.write({"step": 1, "row": {"scores": [math.nan, (math.inf, 1.0)], ("a", 1): -math.inf}})

@@ -102,3 +102,30 @@ def askers(source: str) -> list[str]:
 def test_whether_to_run_code_of_a_model_is_always_said() -> None:
     assert not [call for path in PACKAGE.rglob("*.py") for call in askers(path.read_text())]
     assert askers("AutoConfig.from_pretrained(path)") == ["AutoConfig.from_pretrained(path)"]
+
+
+def unguarded(source: str) -> list[str]:
+    """Calls of transformers that read files of a model, and may raise anything, outside of
+    `opening`.
+    """
+    tree = ast.parse(source)
+    guarded = {
+        id(inner)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.With) and any("opening(" in ast.unparse(i) for i in block.items)
+        for inner in ast.walk(block)
+    }
+    return [
+        ast.unparse(call)
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func).lower().startswith("auto")
+        and ast.unparse(call.func).endswith(".from_pretrained")
+        and id(call) not in guarded
+    ]
+
+
+def test_what_is_wrong_with_a_model_is_always_said_by_its_path() -> None:
+    assert not [call for path in PACKAGE.rglob("*.py") for call in unguarded(path.read_text())]
+    assert unguarded("with a:\n    AutoConfig.from_pretrained(path)")
+    assert not unguarded("with opening('a', b):\n    AutoConfig.from_pretrained(path)")

@@ -398,5 +398,6 @@ def test_a_value_model_that_shares_trained_weights_is_refused(tokenizer):
 
 def test_a_directory_that_is_not_there_is_refused(tokenizer, tmp_path):
     path = str(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"there is no model directory .*nowhere"):
+    said = r"^value_model .value_model_name_or_path.: there is no model directory .*nowhere"
+    with pytest.raises(ValueError, match=said):
         new_critic(tiny_model("llama"), tokenizer, torch.float32, value_model=path)

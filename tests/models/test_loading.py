@@ -1,5 +1,7 @@
 """Models and tokenizers by path and by object, and what is checked about them."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    PreTrainedTokenizer,
     PreTrainedTokenizerFast,
 )
 
@@ -82,6 +85,107 @@ def test_weights_that_are_put_back_are_all_there(saved):
     without(saved, LOST)
     with pytest.raises(ValueError, match="lacks 1 tensors of a LlamaForCausalLM"):
         load_weights(model, Path(saved))
+
+
+def config_of(**changes):
+    def change(path):
+        whole = json.loads((path / "config.json").read_text()) | changes
+        stated = {key: value for key, value in whole.items() if value is not None}
+        (path / "config.json").write_text(json.dumps(stated))
+
+    return change
+
+
+def writes(name, content):
+    return lambda path: (path / name).write_bytes(content)
+
+
+def without_weights(path):
+    (path / "model.safetensors").unlink()
+
+
+def half_of_the_weights(path):
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+
+def with_adapter(**stated):
+    known = {"peft_type": "LORA", "base_model_name_or_path": "./nowhere", "r": 2}
+    return writes("adapter_config.json", json.dumps(known | stated).encode())
+
+
+def nothing_but_a_tokenizer(path):
+    without_weights(path)
+    (path / "config.json").unlink()
+
+
+# What is done to a directory, and what is said of it.
+NO_MODELS = {
+    "only a tokenizer": (nothing_but_a_tokenizer, r"Unrecognized model.*config.json"),
+    "no JSON": (writes("config.json", b"{a"), r"OSError: .*config.json' is not a valid JSON"),
+    "a list": (writes("config.json", b"[1]"), "cannot be loaded .*config.json"),
+    "a number": (writes("config.json", b"5"), "cannot be loaded .TypeError"),
+    "endless lists": (writes("config.json", b"[" * 100_000), "cannot be loaded .RecursionError"),
+    "no type": (config_of(model_type=None), "Should have a `model_type` key"),
+    "an unknown type": (config_of(model_type="frob"), "cannot be loaded .ValueError: .*`frob`"),
+    "a list of types": (config_of(model_type=["llama"]), "cannot be loaded .TypeError"),
+    "another kind": (config_of(model_type="vit"), "cannot be loaded .ValueError: Unrecognized"),
+    "a size that is none": (config_of(hidden_size="big"), "hidden_size"),
+    "no heads": (config_of(num_attention_heads=0), "cannot be loaded .ZeroDivisionError"),
+    "other weights": (config_of(num_attention_heads=8, head_dim=8), "cannot be loaded .Runtime"),
+    "no weights": (without_weights, r"OSError: Error no file named model\.safetensors"),
+    "half of the weights": (half_of_the_weights, "cannot be loaded .SafetensorError"),
+    "weights that are text": (writes("model.safetensors", b"version https"), "SafetensorError"),
+    "an adapter that is a list": (writes("adapter_config.json", b"[]"), "adapter .*TypeError"),
+    "an adapter of no kind": (with_adapter(peft_type="X"), "adapter .*KeyError: 'X'"),
+    "an adapter on nothing": (with_adapter(), r"no model directory \./nowhere"),
+}
+
+
+@pytest.mark.parametrize("name", NO_MODELS)
+def test_a_directory_without_a_whole_model_is_one_error(saved, name):
+    damage, said = NO_MODELS[name]
+    damage(Path(saved))
+    with pytest.raises(ValueError, match=said) as caught:
+        load_model(saved, torch.float32)
+    assert saved in str(caught.value)
+    assert len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
+def test_a_pipe_or_a_device_in_a_model_is_not_read(saved, file, make):
+    os.unlink(f"{saved}/{file}")
+    os.symlink("nowhere", f"{saved}/leads-nowhere")  # which nobody reads
+    make(f"{saved}/{file}")
+    with pytest.raises(ValueError, match=f"{saved}/{file} is no regular file: move it away"):
+        load_model(saved, torch.float32)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5"])
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_that_cannot_be_read_is_one_error(saved, file, content):
+    (Path(saved) / file).write_bytes(content)
+    with pytest.raises(ValueError, match=r"^processing_class: the tokenizer '.*cannot be loaded"):
+        load_tokenizer(None, load_model(saved, torch.float32))
+
+
+@pytest.mark.parametrize("name", ["", " ", "nobody/nothing", "\x1b[2J"])
+def test_a_name_that_the_hub_does_not_know_is_one_error(name, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"^the model '.*cannot be loaded .OSError") as caught:
+        load_model(name, torch.float32)
+    assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_a_lack_of_memory_is_no_fault_of_the_model(saved, monkeypatch, error):
+    def starved(*_, **__):
+        raise error
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", starved)
+    with pytest.raises(error):
+        load_model(saved, torch.float32)
 
 
 def test_a_trunk_needs_no_head_and_tied_ends_are_one_tensor(saved):
@@ -182,6 +286,72 @@ def test_ids_beyond_the_embedding_rows_are_refused(size, fits):
         return
     with pytest.raises(ValueError, match="41 ids but the model only 40 embedding rows"):
         load_tokenizer(tokenizer, tiny_model("gpt2", vocab_size=40))
+
+
+GAPS = {"1": 0, "2": 1, "<0>": 20, "<2>": 30}
+
+
+def with_gaps(**more):
+    backend = Tokenizer(models.WordLevel(GAPS | more))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<2>", pad_token="<0>")
+
+
+@pytest.mark.parametrize("token", ["3", "1", "<0>", "<2>"])
+def test_an_id_beyond_the_embedding_rows_is_refused_whatever_the_number_of_tokens(token):
+    fits, beyond = with_gaps(**{token: 39}), with_gaps(**{token: 40})
+    assert load_tokenizer(fits, tiny_model("gpt2", vocab_size=40)) is fits
+    said = f"^processing_class: the token '{token}' has the id 40 but the model has only 40 embed"
+    with pytest.raises(ValueError, match=said):
+        load_tokenizer(beyond, tiny_model("gpt2", vocab_size=40))
+
+
+class InPython(PreTrainedTokenizer):
+    """Decodes the ids of its vocabulary, and has none of `missing`."""
+
+    def __init__(self, missing, **special):
+        self.known = {f"<{i}>": i for i in range(40) if i != missing}
+        super().__init__(**special)
+
+    vocab_size = 40
+
+    def get_vocab(self):
+        return self.known | self.added_tokens_encoder
+
+    def _convert_token_to_id(self, token):
+        return self.known.get(token)
+
+    def _convert_id_to_token(self, index):
+        return f"<{index}>" if f"<{index}>" in self.known else None
+
+
+@pytest.mark.parametrize(("missing", "rows"), [(17, 40), (None, 41), (None, 40)])
+def test_an_id_that_can_be_sampled_and_not_decoded_is_refused(missing, rows):
+    tokenizer = InPython(missing, eos_token="<2>", pad_token="<0>")
+    model = tiny_model("gpt2", vocab_size=rows)
+    if (missing, rows) == (None, 40):
+        assert load_tokenizer(tokenizer, model) is tokenizer
+        return
+    said = rf"{rows} embedding rows and can sample the id {missing or 40}, .*cannot decode .TypeErr"
+    with pytest.raises(ValueError, match=said):
+        load_tokenizer(tokenizer, model)
+
+
+def test_an_unknown_token_is_no_eos():
+    tokenizer = make_tokenizer(eos_token="<2>", pad_token="<0>")
+    tokenizer.backend_tokenizer.model = models.WordLevel(GAPS | {"<7>": 7}, unk_token="<7>")
+    tokenizer.unk_token, tokenizer.eos_token = "<7>", "</s>"
+    with pytest.raises(ValueError, match="has no EOS token '</s>', and takes it for any unknown"):
+        load_tokenizer(tokenizer, tiny_model("gpt2"))
+    tokenizer.eos_token = "<7>"  # as GPT-2 has it
+    assert load_tokenizer(tokenizer, tiny_model("gpt2")).eos_token_id == 7
+
+
+@pytest.mark.parametrize("configured", ["2", ["2"], [[2]], 2.5])
+def test_an_eos_that_is_no_id_is_refused(configured):
+    model = tiny_model("gpt2")
+    model.generation_config.eos_token_id = configured
+    with pytest.raises(ValueError, match="eos_token_id in the model's generation_config must be"):
+        stop_token_ids(model, make_tokenizer(eos_token="<2>", pad_token="<0>"))
 
 
 @pytest.mark.parametrize(

@@ -57,11 +57,56 @@ MUTANTS = [
         killers=("tests/test_run_files.py::test_what_has_the_name_of_a_runs_file_is_set_aside",),
     ),
     Mutant(
+        name="manifest-of-any-kind",
+        mistake="a manifest that is a device is read without end",
+        file="rlhf_pg/sealed.py",
+        old="        if not stat.S_ISREG(found.st_mode):\n",
+        new="        if False:\n",
+        killers=(f"{FAULTS}::test_a_manifest_that_is_none_is_no_end",),
+    ),
+    Mutant(
+        name="model-for-a-checkpoint",
+        mistake="final/ is taken for a checkpoint, since it is whole, and ends in a traceback",
+        file="rlhf_pg/checkpoint.py",
+        old="        if reason is None and not (path / STATE).is_file():\n",
+        new="        if False:\n",
+        killers=(f"{FAULTS}::test_what_is_no_checkpoint_is_told_where_they_are",),
+    ),
+    Mutant(
+        name="tokens-counted",
+        mistake="a vocabulary with gaps has an id beyond the embeddings, and few enough tokens",
+        file="rlhf_pg/models/loading.py",
+        old="vocabulary[last] >= rows:\n",
+        new="len(vocabulary) > rows:\n",
+        killers=(
+            "tests/models/test_loading.py"
+            "::test_an_id_beyond_the_embedding_rows_is_refused_whatever_the_number_of_tokens",
+        ),
+    ),
+    Mutant(
+        name="unknown-token-for-eos",
+        mistake="an EOS token that the vocabulary lacks is any unknown one (transformers)",
+        file="rlhf_pg/models/loading.py",
+        old="    if is_unknown and tokenizer.eos_token != tokenizer.unk_token:\n",
+        new="    if False:\n",
+        killers=("tests/models/test_loading.py::test_an_unknown_token_is_no_eos",),
+    ),
+    Mutant(
+        name="raw-errors-of-models",
+        mistake="a model whose weights are cut short ends in a traceback of other libraries",
+        file="rlhf_pg/models/pretrained.py",
+        old='    except Exception as error:\n        raise ValueError(\n            f"the {what}',
+        new='    except OSError as error:\n        raise ValueError(\n            f"the {what}',
+        killers=(
+            "tests/models/test_loading.py::test_a_directory_without_a_whole_model_is_one_error",
+        ),
+    ),
+    Mutant(
         name="code-of-models-asked-for",
         mistake="transformers asks on the terminal whether to run a model's code (transformers)",
-        file="rlhf_pg/models/loading.py",
-        old="POOLER, dtype=dtype, trust_remote_code=trust_remote_code\n",
-        new="POOLER, dtype=dtype\n",
+        file="rlhf_pg/models/pretrained.py",
+        old="output_loading_info=True, trust_remote_code=trust_remote_code, **options\n",
+        new="output_loading_info=True, **options\n",
         killers=(
             "tests/faults/test_security.py"
             "::test_code_that_comes_with_a_model_needs_the_key_whatever_is_piped_in",

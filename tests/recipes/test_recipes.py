@@ -209,7 +209,8 @@ def test_bad_input_is_one_line_and_no_traceback(capsys) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(["train", recipe, "--model_name_or_path", "no/such/directory"])
     assert exit_.value.code == 2
-    assert capsys.readouterr().err == "error: there is no model directory no/such/directory\n"
+    said = "error: model_name_or_path: there is no model directory no/such/directory\n"
+    assert capsys.readouterr().err == said
 
 
 def test_version(capsys) -> None:

@@ -305,6 +305,15 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path, arch):
         RewardModel(tmp_path / "judge")
 
 
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_directory_whose_files_are_broken_is_refused(tmp_path, file):
+    classifier().save_pretrained(tmp_path / "judge")
+    letters().save_pretrained(tmp_path / "judge")
+    (tmp_path / "judge" / file).write_text("{")
+    with pytest.raises(ValueError, match=r"^reward model judge: the \w+ '.*' cannot be loaded"):
+        RewardModel(tmp_path / "judge")
+
+
 def test_a_path_without_a_directory_is_refused():
     with pytest.raises(ValueError, match=r"reward model judge: there is no model directory \./no/"):
         RewardModel("./no/judge")

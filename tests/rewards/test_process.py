@@ -103,6 +103,10 @@ def test_it_loads_from_a_path_and_needs_every_tensor(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "policy")
     with pytest.raises(ValueError, match=r"lacks 2 tensors of a LlamaForTokenClassification"):
         ProcessRewardModel(tmp_path / "policy", letters())
+    (tmp_path / "prm" / "model.safetensors").write_text("cut")
+    for name, said in ("prm", "the model '.*' cannot be loaded"), ("none", "there is no model dir"):
+        with pytest.raises(ValueError, match=f"^process reward model {name}: {said}"):
+            ProcessRewardModel(tmp_path / name)
 
 
 def test_what_it_cannot_judge_is_refused_by_name():
