@@ -147,6 +147,11 @@ def test_runs_share_a_sync_directory_and_leave_nothing_there(fake, tmp_path):
     assert not list((tmp_path / "sync").iterdir())
 
 
+def test_what_evaluates_before_the_run_leaves_its_directory_private(fake, tmp_path):
+    engine_of(fake, tmp_path / "run").generate([[5]], 1, PARAMS, seed=0)
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+
+
 def test_a_sync_directory_that_cannot_be_written_to_is_one_error(fake, tmp_path):
     (tmp_path / "sync").write_text("a file")
     with pytest.raises(RolloutError, match=r"vllm_sync_directory: .*sync .*choose another"):
