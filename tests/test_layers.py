@@ -29,6 +29,7 @@ FLOORS = [
         "rewards",
         "tasks",
         "faults",
+        "launcher",
         "sealed",
         "random_states",
         "same_run",

@@ -51,6 +51,7 @@ ROWS = {
     46: "disk full under the logs",
     47: "the clock jumps",
     48: "a fork after threads or CUDA have begun",
+    49: "a launcher that is killed",
 }
 
 UNSHOWN = {

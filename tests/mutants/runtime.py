@@ -51,6 +51,17 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        name="launchers-known-too-late",
+        mistake="a process whose launcher was killed before its first step trains on",
+        file="rlhf_pg/runtime/signals.py",
+        old="        parent = launcher()\n",
+        new="        parent = os.getppid()\n",
+        killers=(
+            "tests/faults/test_signals.py"
+            "::test_a_launcher_that_is_killed_before_the_run_begins_is_missed",
+        ),
+    ),
+    Mutant(
         name="forks-outlive-sigterm",
         mistake="a process that a reward function has forked notes SIGTERM and goes on",
         file="rlhf_pg/runtime/signals.py",
