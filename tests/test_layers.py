@@ -30,6 +30,7 @@ FLOORS = [
         "tasks",
         "faults",
         "launcher",
+        "streams",
         "sealed",
         "random_states",
         "same_run",

@@ -52,6 +52,7 @@ ROWS = {
     47: "the clock jumps",
     48: "a fork after threads or CUDA have begun",
     49: "a launcher that is killed",
+    50: "a reader of what is said that leaves (head)",
 }
 
 UNSHOWN = {
