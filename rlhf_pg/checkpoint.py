@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pg import same_run, sealed
 from rlhf_pg.faults import failpoint
 from rlhf_pg.models import load_weights
+from rlhf_pg.output import make_directory
 from rlhf_pg.random_states import restore_rng, rng_tensors
 from rlhf_pg.runtime import Runtime, State, Trained, Whole, Writing
 
@@ -93,6 +94,7 @@ class Checkpointer:
         path = path or self.path()
         writing, unnamed = Writing(runtime, path), sealed.partial_of(path)
         writing.main(lambda: sealed.remove_leftovers(self.directory))
+        writing.main(lambda: make_directory(self.directory.parent))  # before a run as in it
         writing.main(lambda: sealed.begin(path))
         self.save_models(writing, unnamed)
         runtime.wait()  # who is late, is missed here

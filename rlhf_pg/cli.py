@@ -24,6 +24,7 @@ from rlhf_pg.report import save_curve, show_curve
 from rlhf_pg.rewards import train_reward_model
 from rlhf_pg.rollout import RolloutError
 from rlhf_pg.runtime import LAYOUTS
+from rlhf_pg.streams import outliving_readers
 from rlhf_pg.tasks import TASKS
 from rlhf_pg.tasks.warm_start import ensure_model, warm_start
 from rlhf_pg.trainers import (
@@ -54,6 +55,7 @@ rlhf-pg demo [--key value ...]                GRPO on the embedded task: a few m
 rlhf-pg --version"""
 
 
+@outliving_readers()
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; exits with status 2 on wrong usage."""
     parser = argparse.ArgumentParser(prog="rlhf-pg", usage=USAGE, add_help=True)

@@ -61,10 +61,15 @@ def occupied(directory: Path, runtime: Runtime) -> Iterator[None]:
             lock.close()
 
 
+def make_directory(directory: Path) -> None:
+    """Make the directory of a run, for its owner alone; one that is there stays as it is."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def _locked(directory: Path) -> TextIO:
     """The file whose lock is held until it is closed; it says who holds it."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(directory)
         _probe(directory)
         lock = (directory / LOCK).open("a+", errors="replace")
     except OSError as error:

@@ -29,6 +29,8 @@ FLOORS = [
         "rewards",
         "tasks",
         "faults",
+        "launcher",
+        "streams",
         "sealed",
         "random_states",
         "same_run",

@@ -26,6 +26,7 @@ from rlhf_pg.experience import padded
 from rlhf_pg.models import about, check_directory, disable_dropout, from_pretrained, max_positions
 from rlhf_pg.rewards.model import encode_whole, score_tokenizer, sequence_scores, with_eos
 from rlhf_pg.run_files import set_aside
+from rlhf_pg.streams import outliving_readers
 
 # Of a checkpoint that was no classifier, as `transformers` calls what it adds.
 NEW_HEADS = ("score.", "classifier.", "pre_classifier.", "pooler.")
@@ -45,6 +46,7 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
     return -nn.functional.logsigmoid(chosen - rejected).mean()
 
 
+@outliving_readers()
 def train_reward_model(
     args: RewardModelConfig,
     model: str | PathLike[str] | PreTrainedModel | None = None,

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore
 
+from rlhf_pg.launcher import launcher
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -75,7 +77,7 @@ class Watch:
         self._wait: tuple[str, float] | None = None  # in what the main thread waits, since when
         self._heard: Failure | None = None
         self._departures = itertools.count()
-        self._parent = os.getppid()
+        self._launcher = launcher()
         self._stop = threading.Event()
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)  # the watchdog of NCCL aborts the process
@@ -182,7 +184,7 @@ class Watch:
                     self._end(Failure(*json.loads(self._store.get("first"))))
             except RuntimeError as error:
                 text = f"the store of all processes is gone, with rank 0 or its launcher: {error}"
-                orphaned = os.getppid() != self._parent  # then all save and end by themselves
+                orphaned = os.getppid() != self._launcher  # then all save and end by themselves
                 grace = PARTING if orphaned else GRACE
                 self._end_when_waiting(text, patience=float("inf"), grace=grace)
 

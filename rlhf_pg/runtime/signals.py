@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rlhf_pg.launcher import launcher
 from rlhf_pg.runtime.processes import Runtime
 
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # a launcher tells its processes
@@ -54,7 +55,7 @@ class Termination:
         """A launcher that is gone, as by a SIGTERM that it does not pass on, is a SIGTERM here:
         nobody would end this process, and the run that is started again would find it in its way.
         """
-        parent = os.getppid()
+        parent = launcher()
         while not ended.wait(POLL):
             if os.getppid() != parent:
                 if self._asked is None:

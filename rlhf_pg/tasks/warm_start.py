@@ -18,6 +18,7 @@ from rlhf_pg.config import SFTConfig
 from rlhf_pg.data import encode, encode_answer
 from rlhf_pg.recipe import parse, recipe_file
 from rlhf_pg.run_files import set_aside
+from rlhf_pg.streams import outliving_readers
 from rlhf_pg.tasks import TASKS, Demonstration, Task
 
 Examples = list[dict[str, list[int]]]
@@ -29,6 +30,7 @@ LAUNCHER_PREFIXES = (
 )
 
 
+@outliving_readers()
 def warm_start(args: SFTConfig) -> Path:
     """Train a new model on the task's problems and answers; set aside what was there, and save it.
 

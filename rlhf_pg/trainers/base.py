@@ -50,6 +50,7 @@ from rlhf_pg.rollout import (
 from rlhf_pg.rollout.choose import new_engine
 from rlhf_pg.running import MovingAverage, RunningMoments
 from rlhf_pg.runtime import Runtime, Terminated, Termination, Trackers, Writing, announced
+from rlhf_pg.streams import outliving_readers
 from rlhf_pg.trainers import inputs
 from rlhf_pg.trainers.callbacks import Callback
 from rlhf_pg.trainers.coefficients import Coefficients
@@ -356,6 +357,7 @@ class PolicyGradientTrainer:
 
     # --------------------------------------------------------------------------------- the run
 
+    @outliving_readers()
     @announced
     @occupying
     def train(self, resume_from_checkpoint: str | bool | None = None) -> None:

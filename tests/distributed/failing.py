@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pg import Callback, GRPOConfig, GRPOTrainer
+from rlhf_pg.runtime.signals import POLL
 from rlhf_pg.tasks import arithmetic
 from tests.distributed import backends
 
@@ -33,6 +34,11 @@ def is_terminated() -> None:
 
 def is_interrupted_by_signal() -> None:
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def loses_its_launcher() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(3 * POLL)  # which is noticed in this step
 
 
 def sleeps_for_ever() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.distributed.backends import environment
 from tests.distributed.launching import OWN, PATIENCE, start_two
 
 FAILING = Path(__file__).with_name("failing.py")
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 ENVIRONMENT = os.environ | OWN | environment("ddp")
 
 
@@ -41,9 +43,8 @@ def said(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.fault(25, "all raise it with its process; what was trained is saved")
 def test_what_all_agree_on_ends_all_with_the_reason_and_a_checkpoint(tmp_path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     logs = ["--log-dir", tmp_path / "logs", "--redirects", "3"]
-    command = [*launcher, *logs, FAILING, tmp_path, "reward", "raises"]
+    command = [*LAUNCHER, *logs, FAILING, tmp_path, "reward", "raises"]
     assert subprocess.run(command, env=ENVIRONMENT, timeout=PATIENCE).returncode != 0
     for rank in (0, 1):
         (log,) = (tmp_path / "logs").glob(f"*/attempt_0/{rank}/stderr.log")
@@ -53,6 +54,17 @@ def test_what_all_agree_on_ends_all_with_the_reason_and_a_checkpoint(tmp_path) -
     state = json.loads((tmp_path / "checkpoints" / "step-00000001" / "state.json").read_text())
     assert state["counters"]["step"] == 1
     assert (tmp_path / "checkpoints" / "step-00000001" / "rng-rank1.safetensors").exists()
+
+
+@pytest.mark.fault(49, "of several processes, all save after the same step, and end")
+def test_a_launcher_that_is_killed_ends_all_after_the_same_step(tmp_path) -> None:
+    command = [*LAUNCHER, FAILING, tmp_path, "reward", "loses_its_launcher"]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as launcher:
+        said = launcher.stdout.read()  # through the end of all who could say something
+    assert launcher.returncode == -signal.SIGKILL
+    assert "SIGTERM: the run goes on from" in said
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    assert (saved.name, verified(saved)) == ("step-00000002", None)
 
 
 @pytest.mark.fault(6, "all finish the same step, save it and exit with 143")

@@ -51,6 +51,18 @@ ROWS = {
     46: "disk full under the logs",
     47: "the clock jumps",
     48: "a fork after threads or CUDA have begun",
+    49: "a launcher that is killed",
+    50: "a reader of what is said that leaves (head)",
+    51: "code of users that calls sys.exit, or raises what is no error or cannot be shown",
+    52: "code of users that changes directory, dtype, device, gradients or threads of the process",
+    53: "code of users that forks, and returns in the child too",
+    54: "scores or answers whose repr or str raises; deep nests, bytes, lone surrogates",
+    55: "an environment or a tool that hangs",
+    56: "an environment that answers with megabytes",
+    57: "a vLLM server that fails, hangs or is gone",
+    58: "a server whose answers are cut off, malformed, or no sample of the policy",
+    59: "a server that redirects, floods, or never ends",
+    60: "a server whose answer is lost when it has done what was asked",
 }
 
 UNSHOWN = {

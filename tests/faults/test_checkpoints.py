@@ -279,6 +279,14 @@ def test_the_directory_is_private_if_the_run_makes_it(whole, tmp_path) -> None:
     assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o755
 
 
+def test_it_is_private_too_if_something_is_saved_before_the_run(tmp_path) -> None:
+    trainer = build(str(tmp_path / "run"), **OPTIONS)
+    trainer.evaluate()
+    assert not (tmp_path / "run").exists()
+    trainer.save_checkpoint()
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+
+
 # ----------------------------------------------------------------------------------------- pruning
 
 

@@ -1,14 +1,19 @@
-"""SIGTERM and SIGINT during a run. (Several processes: `tests/distributed/test_failures.py`.)"""
+"""Signals during a run, and launchers that leave it alone.
+
+Several processes: `tests/distributed/test_failures.py`.
+"""
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from multiprocessing import get_context
 
 import pytest
 
-from rlhf_pg.runtime.signals import POLL, SAME
+from rlhf_pg.runtime.signals import LAUNCHED, POLL, SAME
 from rlhf_pg.sealed import verified
 from tests.faults.job import start
 from tests.trainers.conftest import digits
@@ -163,6 +168,7 @@ def test_in_another_thread_the_handlers_stay(make) -> None:
     assert seen == [signal.getsignal(signal.SIGTERM)]
 
 
+@pytest.mark.fault(49, "its process saves after the step that it is in, and ends")
 @pytest.mark.parametrize("launched", [True, False])
 def test_a_launcher_that_is_killed_leaves_no_orphan_at_work(tmp_path, launched) -> None:
     """A launcher of one process does not pass SIGTERM on; a shell that ends is none."""
@@ -193,3 +199,39 @@ def test_a_launcher_that_is_killed_leaves_no_orphan_at_work(tmp_path, launched) 
     names = [path.name for path in (run / "checkpoints").glob("*")]
     assert names == (["step-00000002"] if launched else [])
     assert (run / "final").exists() != launched
+
+
+LOADS = """
+import os, sys, time
+
+class Waiting:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            sys.meta_path.remove(self)
+            parent = os.getppid()
+            print("loads", flush=True)
+            while os.getppid() == parent:
+                time.sleep(0.1)
+
+sys.meta_path.insert(0, Waiting())
+from rlhf_pg.runtime import Runtime, Termination
+from rlhf_pg.runtime.signals import POLL
+termination = Termination(Runtime())
+with termination.awaited():
+    time.sleep(2 * POLL)
+print(termination.agreed())
+"""
+
+
+@pytest.mark.fault(49, "also if it was killed before the run began, while it was loaded")
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_launcher_that_is_killed_before_the_run_begins_is_missed(launched) -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHED}
+    environment |= {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "true"}
+    if not launched:
+        del environment["ACCELERATE_MIXED_PRECISION"]
+    command = ["sh", "-c", f"{sys.executable} -c '{LOADS}' & wait"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout.readline() == "loads\n"
+        launcher.kill()
+        assert launcher.stdout.read() == f"{int(signal.SIGTERM) if launched else 0}\n"

@@ -189,6 +189,9 @@ KINDS = {
 }
 
 
+@pytest.mark.fault(
+    51, "an error names who raised what: it ends the run, or of environments and tools the episode"
+)
 @raising
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_raises_is_an_error_that_says_what(kind, misbehave):
@@ -200,6 +203,7 @@ def test_what_raises_is_an_error_that_says_what(kind, misbehave):
 MOMENTS = ("on_step", "on_save", "on_end")
 
 
+@pytest.mark.fault(51, "a callback: an error names it, and the process is not ended")
 @raising
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_callback_never_ends_the_process(make, moment, misbehave):  # noqa: F811
@@ -251,6 +255,8 @@ def upheaval(directory):
     torch.set_num_threads(torch.get_num_threads() + 1)
 
 
+@pytest.mark.fault(52, "put back, with a warning")
+@pytest.mark.fault(53, "the child ends where it returns")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_it_changes_of_the_process_is_put_back_and_its_forks_end(kind, tmp_path, caplog):
@@ -272,6 +278,7 @@ def test_what_it_changes_of_the_process_is_put_back_and_its_forks_end(kind, tmp_
         assert all(part in caplog.text for part in ("directory", "dtype"))
 
 
+@pytest.mark.fault(52, "put back: the same numbers, and nothing is saved elsewhere")
 def test_a_reward_that_turns_the_process_upside_down_changes_nothing_of_the_run(
     make,  # noqa: F811
     tmp_path,
@@ -320,6 +327,7 @@ ODD = {
 }
 
 
+@pytest.mark.fault(54, "of a reward: an error names the function")
 @pytest.mark.parametrize("odd", ODD)
 def test_odd_scores_are_named(odd):
     for result in (ODD[odd], [ODD[odd]]):
@@ -327,6 +335,7 @@ def test_odd_scores_are_named(odd):
             Rewards(lambda result=result, **_: result)(["p"], ["c"], [[4]], {})
 
 
+@pytest.mark.fault(54, "of an environment: at most its episode ends")
 @pytest.mark.parametrize("where", ["answer", "reward", "done", "messages", "content", "part"])
 @pytest.mark.parametrize("odd", ODD)
 def test_odd_answers_end_their_episode_at_most(odd, where):
@@ -360,6 +369,7 @@ def read(monkeypatch):
     return lengths
 
 
+@pytest.mark.fault(56, "cut before they are tokenized: the episode is truncated")
 def test_megabytes_are_never_tokenized(read):
     huge = "a" * 1_000_000
     messages = [{"role": "tool", "content": huge}]

@@ -13,6 +13,16 @@ ENGINES = "tests/trainers/test_engines.py"
 
 MUTANTS = [
     Mutant(
+        name="small-adapters-lost-in-vllm-without-a-word",
+        mistake="nobody hears that vLLM samples without the adapter, which rounding takes away",
+        file="rlhf_pg/rollout/vllm.py",
+        old="(lost := lost_in_merge(policy)) <= MOST_LOST:",
+        new="(lost := lost_in_merge(policy)) <= 1 + MOST_LOST:",
+        killers=(
+            "tests/rollout/test_handover.py::test_vllm_says_once_that_rounding_takes_an_adapter",
+        ),
+    ),
+    Mutant(
         name="small-adapters-merged-in-bfloat16",
         mistake="an adapter is merged for sampling into weights whose rounding takes it away "
         "(NeMo-RL #3696)",

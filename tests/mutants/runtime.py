@@ -51,6 +51,25 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        name="launchers-known-too-late",
+        mistake="a process whose launcher was killed before its first step trains on",
+        file="rlhf_pg/runtime/signals.py",
+        old="        parent = launcher()\n",
+        new="        parent = os.getppid()\n",
+        killers=(
+            "tests/faults/test_signals.py"
+            "::test_a_launcher_that_is_killed_before_the_run_begins_is_missed",
+        ),
+    ),
+    Mutant(
+        name="prints-end-runs",
+        mistake="a reward function that prints ends the run once its reader has left (head)",
+        file="rlhf_pg/streams.py",
+        old="        except BrokenPipeError:\n            self.silence()\n            return",
+        new="        except FileNotFoundError:\n            self.silence()\n            return",
+        killers=("tests/faults/test_streams.py::test_a_reward_that_prints_is_not_ended",),
+    ),
+    Mutant(
         name="forks-outlive-sigterm",
         mistake="a process that a reward function has forked notes SIGTERM and goes on",
         file="rlhf_pg/runtime/signals.py",

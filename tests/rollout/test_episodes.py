@@ -261,6 +261,7 @@ def test_the_limit_on_turns(max_turns, turns, truncated):
 # --------------------------------------------------------------------------------------- errors
 
 
+@pytest.mark.fault(51, "an environment: its own episode ends, the others go on")
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
@@ -400,6 +401,7 @@ def polls():
         time.sleep(0.01)
 
 
+@pytest.mark.fault(55, "its thread ends")
 def test_environments_that_hang_in_python_leave_no_threads_behind():
     before = threading.active_count()
     for _ in range(3):
@@ -488,6 +490,7 @@ def test_an_episode_goes_on_while_another_waits_for_its_answer(kind):
     assert [episode.error for episode in episodes] == [None, None]
 
 
+@pytest.mark.fault(55, "its episode ends after environment_timeout, the others go on")
 @pytest.mark.parametrize("kind", [Waiting, AsyncWaiting])
 def test_an_answer_that_does_not_come_in_time_is_an_error(kind):
     never, sound = kind(("", 1.0, True)), Listed(("", 1.0, True))

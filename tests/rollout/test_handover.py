@@ -3,13 +3,17 @@
 import gc
 import weakref
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 from peft import IA3Config, get_peft_model
 from safetensors.torch import load_file
+from torch import nn
 
 from rlhf_pg import models
 from rlhf_pg.rollout.handover import merged_weights, published_weights
+from rlhf_pg.rollout.vllm import VllmEngine
 from tests.tiny import MIXTURES, adapter, stir, tiny_model
 
 ADAPTERS: dict[str, Any] = {
@@ -131,3 +135,18 @@ def test_an_adapter_on_a_mixture_is_merged_first():
     plain = dict(published_weights(tiny_model("olmoe")))
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not handed[name].equal(plain[name])
+
+
+@pytest.mark.parametrize(("size", "lost"), [(1e-5, True), (1.0, False)])
+def test_vllm_says_once_that_rounding_takes_an_adapter(size, lost, caplog):
+    model = get_peft_model(tiny_model("llama", dtype=torch.bfloat16), adapter())
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.constant_(parameter, size)
+    engine = object.__new__(VllmEngine)  # that of vLLM itself is not there
+    engine.llm, engine._has_warned = MagicMock(), False
+    for _ in range(2):
+        engine._load(model)
+    said = [r.getMessage() for r in caplog.records if r.name == "rlhf_pg.rollout.vllm"]
+    assert len(said) == lost
+    assert all("rollout_engine vllm" in text and "native" in text for text in said)

@@ -106,6 +106,7 @@ def test_the_policy_is_told_what_is_wrong_with_a_call(call, told):
     assert answers(playing, called('{"name": "add", "arguments": {"a": 1}}')) == ["2"]
 
 
+@pytest.mark.fault(55, "the policy is told that the tool took too long")
 def test_a_tool_that_takes_too_long_is_an_error_and_its_neighbour_is_not():
     go = threading.Event()
 

@@ -147,6 +147,11 @@ def test_runs_share_a_sync_directory_and_leave_nothing_there(fake, tmp_path):
     assert not list((tmp_path / "sync").iterdir())
 
 
+def test_what_evaluates_before_the_run_leaves_its_directory_private(fake, tmp_path):
+    engine_of(fake, tmp_path / "run").generate([[5]], 1, PARAMS, seed=0)
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+
+
 def test_a_sync_directory_that_cannot_be_written_to_is_one_error(fake, tmp_path):
     (tmp_path / "sync").write_text("a file")
     with pytest.raises(RolloutError, match=r"vllm_sync_directory: .*sync .*choose another"):
@@ -288,6 +293,8 @@ def reset(connection: socket.socket) -> None:
     connection.close()
 
 
+@pytest.mark.fault(57, "asked three times, then one error with address and remedy")
+@pytest.mark.fault(58, "asked three times, then one error: none is trained on")
 @pytest.mark.parametrize("said", FAULTS)
 def test_a_fault_that_passes_is_survived_and_one_that_stays_is_one_error(fake, tmp_path, said):
     engine = engine_of(fake, tmp_path)
@@ -313,6 +320,7 @@ def test_what_the_server_refuses_is_asked_once(fake, tmp_path):
     assert fake.count(COMPLETIONS) == before + 1
 
 
+@pytest.mark.fault(57, "given up after vllm_server_timeout")
 def test_a_server_that_hangs_is_given_up(fake, tmp_path):
     engine = engine_of(fake, tmp_path, timeout=0.3)
     fake.answers[COMPLETIONS] = lambda body: time.sleep(1.0)
@@ -330,6 +338,7 @@ def drip(part: bytes) -> Any:
     return write
 
 
+@pytest.mark.fault(59, "given up after vllm_server_timeout")
 @pytest.mark.parametrize("part", [b"X-More: 1\r\n", b"\r\n{"])
 def test_a_server_that_never_ends_is_given_up_although_it_never_pauses(fake, tmp_path, part):
     engine = engine_of(fake, tmp_path, timeout=0.4)
@@ -340,6 +349,7 @@ def test_a_server_that_never_ends_is_given_up_although_it_never_pauses(fake, tmp
     assert time.monotonic() - start < 2.5
 
 
+@pytest.mark.fault(59, "not followed")
 def test_a_server_that_sends_us_elsewhere_is_not_followed(fake, tmp_path):
     engine, other = engine_of(fake, tmp_path), FakeVllm()
 
@@ -364,6 +374,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(fake, tmp_path
     assert engine_of(fake, tmp_path).generate([[5]], 1, PARAMS, seed=0)
 
 
+@pytest.mark.fault(59, "no more is read than could be asked for")
 def test_bytes_that_were_not_asked_for_are_not_kept(fake, tmp_path):
     """A gigabyte is refused after the first of a thousand parts."""
     engine, sent = engine_of(fake, tmp_path), []
@@ -380,6 +391,7 @@ def test_bytes_that_were_not_asked_for_are_not_kept(fake, tmp_path):
     assert len(sent) < 3 * 50
 
 
+@pytest.mark.fault(58, "also what it says of itself")
 @pytest.mark.parametrize(
     ("path", "answer", "said"),
     [
@@ -397,6 +409,7 @@ def test_what_it_says_of_itself_is_checked(fake, tmp_path, path, answer, said):
         engine_of(fake, tmp_path)
 
 
+@pytest.mark.fault(60, "an adapter is there, and not loaded twice")
 def test_an_adapter_that_was_loaded_is_not_lost_with_the_answer(fake, tmp_path):
     engine = engine_of(fake, tmp_path, get_peft_model(tiny_model("llama"), adapter()))
 
@@ -426,6 +439,7 @@ def test_what_is_not_waited_for_is_broken_off(fake, tmp_path):
     assert heard.wait(10)
 
 
+@pytest.mark.fault(57, "one error")
 def test_a_server_that_is_not_there_is_one_error(fake, tmp_path):
     engine = engine_of(fake, tmp_path)
     fake.close()
