@@ -14,25 +14,29 @@ from rlhf_pg.models.critic import ActorCritic, Critic, ValueHead, new_critic
 from rlhf_pg.models.finish import Finish, finish_of
 from rlhf_pg.models.head import Head, parts_for, piece_for
 from rlhf_pg.models.loading import (
-    check_directory,
-    check_vocabulary,
-    checkpoint_activations,
-    checkpoints,
-    disable_dropout,
-    evaluating,
-    has_tokenizer,
     load_model,
     load_policy,
-    load_tokenizer,
     max_positions,
     quantization,
-    stop_token_ids,
 )
+from rlhf_pg.models.modes import checkpoint_activations, checkpoints, disable_dropout, evaluating
 from rlhf_pg.models.policy import Policy, PolicyOutput
-from rlhf_pg.models.pretrained import about, from_pretrained, opening, tokenizer_from_pretrained
+from rlhf_pg.models.pretrained import (
+    about,
+    check_directory,
+    from_pretrained,
+    opening,
+    tokenizer_from_pretrained,
+)
 from rlhf_pg.models.reference import Reference, fingerprint
 from rlhf_pg.models.rotary import settle_positions
 from rlhf_pg.models.softmax import token_scores
+from rlhf_pg.models.tokenizers import (
+    check_vocabulary,
+    has_tokenizer,
+    load_tokenizer,
+    stop_token_ids,
+)
 
 __all__ = [
     "MOST_LOST",

@@ -23,15 +23,12 @@ from rlhf_pg.models.adapters import (
     share_frozen,
     trunk,
 )
-from rlhf_pg.models.loading import (
-    check_vocabulary,
-    has_tokenizer,
-    load_model,
-    train_as_evaluated,
-)
+from rlhf_pg.models.loading import load_model
+from rlhf_pg.models.modes import train_as_evaluated
 from rlhf_pg.models.packing import Hidden, hidden_states, packing_window, padded
 from rlhf_pg.models.policy import Policy
 from rlhf_pg.models.pretrained import about, opening, tokenizer_from_pretrained
+from rlhf_pg.models.tokenizers import check_vocabulary, has_tokenizer
 from rlhf_pg.running import RunningMoments
 
 HEAD_FILE = "value_head.safetensors"

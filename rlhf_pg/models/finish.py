@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_pg.models.adapters import LOADED, trunk
-from rlhf_pg.models.loading import evaluating
+from rlhf_pg.models.modes import evaluating
 
 
 @dataclass(frozen=True)

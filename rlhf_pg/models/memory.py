@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from rlhf_pg.experience import Rollout
 from rlhf_pg.models.adapters import LOADED, trunk
-from rlhf_pg.models.loading import checkpoint_activations, checkpoints
+from rlhf_pg.models.modes import checkpoint_activations, checkpoints
 from rlhf_pg.models.packing import fits
 from rlhf_pg.models.policy import Policy
 

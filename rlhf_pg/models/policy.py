@@ -10,7 +10,7 @@ from rlhf_pg.models.adapters import trunk
 from rlhf_pg.models.experts import Routed, balance_of
 from rlhf_pg.models.finish import finish_of
 from rlhf_pg.models.head import PIECE, Head, parts_for
-from rlhf_pg.models.loading import train_as_evaluated
+from rlhf_pg.models.modes import train_as_evaluated
 from rlhf_pg.models.packing import Hidden, hidden_states, packing_window, padded
 from rlhf_pg.models.softmax import token_scores
 

@@ -1,14 +1,16 @@
 """Weights by path or Hub id, all of them, and tokenizers."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_pg.quoted import shown, told
+from rlhf_pg.quoted import quoted, shown, told
 
 
 def from_pretrained(
@@ -89,3 +91,21 @@ def about(name: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+
+
+def check_directory(model: str | PathLike[str]) -> None:
+    """Refuse a path (what cannot be a Hub id) with no directory there, and a directory with a pipe
+    or a device in it: reading that might never end.
+
+    Raises:
+        ValueError: there is none, or such a one.
+    """
+    name = str(model)
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if is_path and not os.path.isdir(name):
+        raise ValueError(f"there is no model directory {quoted(name)}")
+    with opening("model", name):
+        files = list(Path(name).iterdir()) if os.path.isdir(name) else []
+    for file in files:
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise ValueError(f"{quoted(str(file))} is no regular file: move it away")

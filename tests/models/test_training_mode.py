@@ -15,6 +15,7 @@ from rlhf_pg.models import (
     new_critic,
 )
 from tests.models.architectures import with_vision
+from tests.models.test_loading import make_tokenizer
 from tests.models.test_packing import batch_of, trained_gradient
 from tests.tiny import adapter, tiny_model
 
@@ -83,7 +84,7 @@ def test_activations_are_recomputed(arch):
 def test_every_weight_that_trains_has_a_gradient_in_a_model_for_images_too(lora):
     """Otherwise DDP waits for that of the tower, which no text goes through."""
     model = load_policy(with_vision(), torch.float32, CPU, adapter() if lora else None)
-    critic = new_critic(model, range(40), torch.float32, value_model=with_vision())
+    critic = new_critic(model, make_tokenizer(), torch.float32, value_model=with_vision())
     module = ActorCritic(Policy(model), critic).train()
     out = module(batch_of())
     (out.logprobs.sum() + out.values.sum()).backward()

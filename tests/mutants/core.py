@@ -165,7 +165,7 @@ MODELS = [
     Mutant(
         name="attention-dropout-left-on",
         mistake="dropout is switched off in modules, but not in the rates that attention reads",
-        file="rlhf_pg/models/loading.py",
+        file="rlhf_pg/models/modes.py",
         old='if "drop" in name and isinstance(value, float):',
         new="if False:",
         killers=(
@@ -192,7 +192,7 @@ MODELS = [
     Mutant(
         name="what-recomputes-drops-out",
         mistake="a layer that recomputes its activations drops out what it drops in train mode",
-        file="rlhf_pg/models/loading.py",
+        file="rlhf_pg/models/modes.py",
         old="all(child.training for child in part.children())",
         new="own",
         killers=(f"{MODE}::test_an_update_sees_the_policy_that_was_scored",),
@@ -200,7 +200,7 @@ MODELS = [
     Mutant(
         name="nothing-recomputes",
         mistake="updates in evaluation mode keep the activations that they were to recompute",
-        file="rlhf_pg/models/loading.py",
+        file="rlhf_pg/models/modes.py",
         old='bool(getattr(part, "gradient_checkpointing", False))',
         new="False",
         killers=(f"{MODE}::test_activations_are_recomputed",),

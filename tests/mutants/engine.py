@@ -60,7 +60,7 @@ MUTANTS = [
     Mutant(
         name="eos-of-the-generation-config",
         mistake="the EOS ids of the generation config (a chat's end of turn) are not read",
-        file="rlhf_pg/models/loading.py",
+        file="rlhf_pg/models/tokenizers.py",
         old="*(i for i in ids if i is not None)}",
         new="}",
         killers=(
@@ -78,7 +78,7 @@ MUTANTS = [
     Mutant(
         name="dropout-in-sampling",
         mistake="completions are sampled in train mode",
-        file="rlhf_pg/models/loading.py",
+        file="rlhf_pg/models/modes.py",
         old="    model.eval()\n    try:",
         new="    try:",
         killers=(f"{NATIVE}::test_dropout_has_no_part_in_sampling",),
@@ -86,7 +86,7 @@ MUTANTS = [
     Mutant(
         name="mode-lost-after-an-error",
         mistake="the mode is not restored when sampling fails",
-        file="rlhf_pg/models/loading.py",
+        file="rlhf_pg/models/modes.py",
         old="    model.eval()\n    try:\n        yield\n    finally:",
         new="    model.eval()\n    yield\n    if True:",
         killers=(f"{NATIVE}::test_the_mode_of_every_module_is_restored_after_an_error",),

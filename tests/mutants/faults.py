@@ -75,7 +75,7 @@ MUTANTS = [
     Mutant(
         name="tokens-counted",
         mistake="a vocabulary with gaps has an id beyond the embeddings, and few enough tokens",
-        file="rlhf_pg/models/loading.py",
+        file="rlhf_pg/models/tokenizers.py",
         old="vocabulary[last] >= rows:\n",
         new="len(vocabulary) > rows:\n",
         killers=(
@@ -86,7 +86,7 @@ MUTANTS = [
     Mutant(
         name="unknown-token-for-eos",
         mistake="an EOS token that the vocabulary lacks is any unknown one (transformers)",
-        file="rlhf_pg/models/loading.py",
+        file="rlhf_pg/models/tokenizers.py",
         old="    if is_unknown and tokenizer.eos_token != tokenizer.unk_token:\n",
         new="    if False:\n",
         killers=("tests/models/test_loading.py::test_an_unknown_token_is_no_eos",),

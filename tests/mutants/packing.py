@@ -60,7 +60,7 @@ MUTANTS = [
     Mutant(
         name="recomputed-by-another-attention",
         mistake="gradient checkpointing computes layers again as if there were no packing",
-        file="rlhf_pg/models/loading.py",
+        file="rlhf_pg/models/modes.py",
         old="with _mode_of_children(part), replaced_attention(configs, attention):",
         new="with _mode_of_children(part):",
         killers=(f"{TEST}test_with_checkpointing_and_adapters",),

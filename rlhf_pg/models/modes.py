@@ -1,0 +1,93 @@
+"""Train mode and evaluation mode: which parts are in which, what is recomputed, and no dropout."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rlhf_pg.models.adapters import LOADED
+from rlhf_pg.models.attention import configs_of, replaced_attention
+
+
+def checkpoint_activations(model: nn.Module | None) -> None:
+    """Recompute activations in the backward pass, in a model of `transformers`."""
+    if not isinstance(model, LOADED):
+        return
+    configs = configs_of(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for part in model.modules():
+        if getattr(part, "gradient_checkpointing", False):
+            contexts: Any = partial(_contexts, part, configs)
+            part._gradient_checkpointing_func = partial(
+                checkpoint, use_reentrant=False, context_fn=contexts
+            )
+
+
+def _contexts(
+    part: nn.Module, configs: list[Any]
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Of the forward pass, and of the recomputation, which has to attend as that did."""
+    return _mode_of_children(part), _again(part, configs, configs[0]._attn_implementation)
+
+
+@contextmanager
+def _again(part: nn.Module, configs: list[Any], attention: str) -> Iterator[None]:
+    with _mode_of_children(part), replaced_attention(configs, attention):
+        yield
+
+
+@contextmanager
+def _mode_of_children(part: nn.Module) -> Iterator[None]:
+    """For what a part does itself, whose own mode may only say that it recomputes."""
+    own = part.training
+    part.training = all(child.training for child in part.children())
+    try:
+        yield
+    finally:
+        part.training = own
+
+
+def checkpoints(model: nn.Module | None) -> bool:
+    """Whether any part of it recomputes its activations.
+
+    (`transformers` has a property for that, under another name in every other version.)
+    """
+    parts = () if model is None else model.modules()
+    return any(getattr(part, "gradient_checkpointing", False) for part in parts)
+
+
+def train_as_evaluated(model: nn.Module) -> None:
+    """Evaluation mode, in which a gradient is as good: train mode is more than dropout (jitter of
+    routers, clipped coefficients), so that what is trained would not be what samples.
+
+    Only what recomputes its activations is in train mode, itself and not what is in it: in
+    `transformers` nothing else does.
+    """
+    model.eval()
+    for part in model.modules():
+        part.training = bool(getattr(part, "gradient_checkpointing", False))
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout to 0: the modules, and the rates that attention functions read."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; every module's own mode again afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,139 @@
+"""Tokenizers by path, Hub id or object, and whether model and tokenizer go together."""
+
+import os
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_pg.models.pretrained import about, tokenizer_from_pretrained
+from rlhf_pg.quoted import shown, told
+
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def load_tokenizer(
+    tokenizer: PreTrainedTokenizerBase | None,
+    model: PreTrainedModel,
+    pad_token: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedTokenizerBase:
+    """The tokenizer given, or the one saved beside the model.
+
+    Args:
+        pad_token: used where the tokenizer has none.
+
+    Raises:
+        ValueError: no tokenizer, or none that can be loaded, no pad or EOS token, ids beyond the
+            model's embedding rows, or embedding rows whose id it cannot decode.
+    """
+    if tokenizer is None and not model.name_or_path:
+        raise ValueError(
+            "the model was not loaded from a path: give its tokenizer as processing_class"
+        )
+    if tokenizer is None and not has_tokenizer(model.name_or_path):
+        raise ValueError(
+            f"no tokenizer was saved with the model in {model.name_or_path}: give it as "
+            "processing_class"
+        )
+    if tokenizer is None:
+        with about("processing_class"):
+            tokenizer = tokenizer_from_pretrained(
+                model.name_or_path, trust_remote_code=trust_remote_code
+            )
+    if tokenizer.pad_token_id is None and pad_token is not None:
+        if pad_token not in tokenizer.get_vocab():
+            raise ValueError(f"pad_token {pad_token!r} is no token of the tokenizer")
+        tokenizer.pad_token = pad_token
+    _check_special(tokenizer)
+    check_vocabulary(tokenizer, model, "processing_class")
+    _check_decoding(tokenizer, model)
+    return tokenizer
+
+
+def _check_special(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make sure that there are an EOS and a pad token.
+
+    Raises:
+        ValueError: there are not.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "the tokenizer has no EOS token, so no completion could end: set "
+            "processing_class.eos_token"
+        )
+    is_unknown = tokenizer.eos_token_id == tokenizer.unk_token_id
+    if is_unknown and tokenizer.eos_token != tokenizer.unk_token:
+        raise ValueError(
+            f"the tokenizer has no EOS token {shown(tokenizer.eos_token)}, and takes it for any "
+            "unknown one: set processing_class.eos_token to one of its own"
+        )
+    if tokenizer.pad_token_id is None:
+        raise ValueError(
+            "the tokenizer has no pad token: set the key pad_token, or processing_class.pad_token "
+            "(the EOS token will do: padding is masked by position, not by id)"
+        )
+
+
+def has_tokenizer(path: str | os.PathLike[str]) -> bool:
+    """Whether one was saved there; where none was, `AutoTokenizer` may make up an empty one.
+
+    A Hub id is taken at its word.
+    """
+    here = Path(path)
+    return not here.is_dir() or any((here / name).exists() for name in TOKENIZER_FILES)
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, name: str) -> None:
+    """Make sure that every id has an embedding.
+
+    Raises:
+        ValueError: there are more ids.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    remedy = "they do not belong together, or model.resize_token_embeddings is due"
+    if len(tokenizer) > rows:
+        raise ValueError(
+            f"{name}: the tokenizer has {len(tokenizer)} ids but the model only {rows} embedding "
+            f"rows: {remedy}"
+        )
+    vocabulary = tokenizer.get_vocab()  # which may have gaps
+    last = max(vocabulary, key=lambda token: vocabulary[token], default=None)
+    if last is not None and vocabulary[last] >= rows:
+        raise ValueError(
+            f"{name}: the token {shown(last)} has the id {vocabulary[last]} but the model has only "
+            f"{rows} embedding rows: {remedy}"
+        )
+
+
+def _check_decoding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+    """Make sure that whatever the model can sample has a text, or a reward would never see it.
+
+    Raises:
+        ValueError: some id has none, and the tokenizer raises an error of its own over it.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    for id_ in sorted(set(range(rows)) - set(tokenizer.get_vocab().values())):
+        try:
+            tokenizer.decode([id_])
+        except Exception as error:
+            raise ValueError(
+                f"processing_class: the model has {rows} embedding rows and can sample the id "
+                f"{id_}, which the tokenizer cannot decode ({told(error)}): add tokens for such "
+                "ids, or resize the embeddings (model.resize_token_embeddings)"
+            ) from error
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every id that ends a completion: the tokenizer's EOS and those of the generation config.
+
+    Raises:
+        ValueError: one is no number.
+    """
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    ids = configured if isinstance(configured, list) else [configured]
+    if not all(i is None or isinstance(i, int) for i in ids):
+        raise ValueError(
+            f"eos_token_id in the model's generation_config must be an id or a list of ids, got "
+            f"{shown(configured)}"
+        )
+    return sorted({tokenizer.eos_token_id, *(i for i in ids if i is not None)})
