@@ -34,6 +34,8 @@ GRACE = 5.0  # seconds that others get to answer, or to end by an error of their
 LONGEST = 20_000  # characters of a failure
 NUMBERS = itertools.count()  # of watches: the same in every process
 
+HOLDS_STORE = "TORCHELASTIC_RUN_ID"  # set by a launcher in which the store of all processes is
+
 # What gloo says when the process at the other end is gone.
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 GONE = "The connection to another process was lost: it was killed (out of memory?), or has left."
@@ -225,6 +227,29 @@ class Watch:
         with suppress(*UNHEARD):
             sys.stderr.write(f"[rank {self._rank}] {text.rstrip()}\n")
             sys.stderr.flush()
+
+
+@contextmanager
+def meeting() -> Iterator[None]:
+    """Around the first meeting of all processes, in a store that their launcher may hold: without
+    it they would wait for `ddp_timeout`. Who has begun nothing has nothing to save, and ends.
+    """
+    met = threading.Event()
+    if HOLDS_STORE in os.environ:
+        threading.Thread(target=_end_with, args=(launcher(), met), daemon=True).start()
+    try:
+        yield
+    finally:
+        met.set()
+
+
+def _end_with(parent: int, met: threading.Event) -> None:
+    while not met.wait(POLL):
+        if os.getppid() != parent:
+            with suppress(*UNHEARD):
+                sys.stderr.write("this process ends: its launcher is gone, and nothing had begun\n")
+                sys.stderr.flush()
+            os._exit(128 + signal.SIGTERM)
 
 
 def stacks() -> str:

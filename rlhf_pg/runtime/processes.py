@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 from transformers.integrations import unset_hf_deepspeed_config
 
-from rlhf_pg.runtime.failures import Watch, waits
+from rlhf_pg.runtime.failures import Watch, meeting, waits
 from rlhf_pg.runtime.trained import Trained
 
 MARGIN = 30  # seconds that the process group waits longer, so that `Watch` reports stacks first
@@ -33,12 +33,15 @@ class Runtime:
     def __init__(self, timeout: int = 1800) -> None:
         # The config decides on precision and accumulation, not what a launcher has in store; and
         # without CUDA the CPU, since float64 (sampling, metrics) is not to be had on Apple's GPUs.
-        self._accelerator = Accelerator(
-            cpu=not torch.cuda.is_available(),
-            mixed_precision="no",
-            gradient_accumulation_steps=1,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=timeout + MARGIN))],
-        )
+        with meeting():
+            self._accelerator = Accelerator(
+                cpu=not torch.cuda.is_available(),
+                mixed_precision="no",
+                gradient_accumulation_steps=1,
+                kwargs_handlers=[
+                    InitProcessGroupKwargs(timeout=timedelta(seconds=timeout + MARGIN))
+                ],
+            )
         self.kind, self._backend = _backend(self._accelerator)
         self.watch: Watch | None = None
         if self.world > 1:

@@ -5,6 +5,7 @@ Several processes: `tests/distributed/test_failures.py`.
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -235,3 +236,28 @@ def test_a_launcher_that_is_killed_before_the_run_begins_is_missed(launched) -> 
         assert launcher.stdout.readline() == "loads\n"
         launcher.kill()
         assert launcher.stdout.read() == f"{int(signal.SIGTERM) if launched else 0}\n"
+
+
+JOINS = """
+from rlhf_pg.runtime import Runtime
+print("joins", flush=True)
+Runtime(timeout=5)
+"""
+
+
+@pytest.mark.fault(49, "also of several processes that wait for it: they end at once")
+def test_who_waits_for_a_launcher_that_is_killed_ends() -> None:
+    """It holds the store in which processes meet."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    others = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "mine"}
+    others |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    others |= {"ACCELERATE_USE_CPU": "true"}
+    command = ["sh", "-c", f"{sys.executable} -c '{JOINS}' 2>&1 & wait"]
+    with subprocess.Popen(
+        command, env=os.environ | others, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert "joins\n" in iter(launcher.stdout.readline, "")
+        launcher.kill()
+        assert "its launcher is gone, and nothing had begun" in launcher.stdout.read()

@@ -62,6 +62,16 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        name="waits-for-the-dead",
+        mistake="processes whose launcher was killed before they met wait for it, for ddp_timeout",
+        file="rlhf_pg/runtime/failures.py",
+        old="    if HOLDS_STORE in os.environ:\n",
+        new="    if False:\n",
+        killers=(
+            "tests/faults/test_signals.py::test_who_waits_for_a_launcher_that_is_killed_ends",
+        ),
+    ),
+    Mutant(
         name="prints-end-runs",
         mistake="a reward function that prints ends the run once its reader has left (head)",
         file="rlhf_pg/streams.py",
