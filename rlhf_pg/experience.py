@@ -228,7 +228,8 @@ class Rollout:
         for split, kind in ((micro_batches.packed, False), (side_by_side, True)):
             places = torch.tensor([i for i, is_long in enumerate(long) if is_long == kind])
             own = [row for row, is_long in zip(rows, long, strict=True) if is_long == kind]
-            batches += [places[part] for part in split(own, max_tokens, whole_groups)]
+            if own:
+                batches += [places[part] for part in split(own, max_tokens, whole_groups)]
         return batches
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -298,6 +298,9 @@ def test_micro_batches_are_row_indices():
     assert [b.tolist() for b in rollout().micro_batches(12, window=0)] == [[2, 1], [0]]
     together = dataclasses.replace(rollout(), groups=torch.zeros(3, dtype=torch.int64))
     assert [b.tolist() for b in together.micro_batches(1, whole_groups=True)] == [[0, 1, 2]]
+    # Where all rows are packed, it does not matter that none may be padded.
+    packed = together.micro_batches(1, whole_groups=True, pads=False)
+    assert [b.tolist() for b in packed] == [[0, 1, 2]]
 
 
 def test_rows_beyond_the_window_are_split_by_what_their_padding_takes():

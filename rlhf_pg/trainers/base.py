@@ -61,7 +61,7 @@ from rlhf_pg.trainers.evaluation import Answer, evaluate, stripped_text
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.leaving import saved_on_leaving
 from rlhf_pg.trainers.mismatch import against_sampler
-from rlhf_pg.trainers.model_check import check_model
+from rlhf_pg.trainers.model_check import Verdict, check_model
 from rlhf_pg.trainers.samples import Judged, Samples, collect
 from rlhf_pg.trainers.scoring import make_experience
 from rlhf_pg.trainers.shaping import Shaping
@@ -164,12 +164,14 @@ class PolicyGradientTrainer:
         self._load_prompts(train_dataset, eval_dataset)
         self._choose()
         self.critic = self.new_critic()
-        for module in filter(None, (self.model, self.critic)):
-            models.settle_positions(module, self.longest_row)
-        self.state = TrainState()
-        self._begun: Begun | None = None  # while there is a step
         open_keys = "micro_batch_tokens", "rollout_engine"
         self.found = {key for key in open_keys if getattr(args, key) == "auto"}
+        longest = 0 if environment_factory is None else self._limit or 0
+        for module in filter(None, (self.model, self.critic)):
+            models.settle_positions(module, max(longest, self.longest_row))
+        self.state = TrainState()
+        self._begun: Begun | None = None  # while there is a step
+        self._verdict: Verdict | None = None  # of the model check
         self.args, self.why_engine = with_engine(args, self.model, self.runtime)
         self._new_learner(optimizers)
         self._start_engine()
@@ -389,8 +391,7 @@ class PolicyGradientTrainer:
             f"{len(self.train_prompts)} prompts, {self.total_steps} steps; "
             f"rollout_engine {self.args.rollout_engine} ({self.why_engine})"
         )
-        if self.args.model_check:
-            check_model(self)
+        self._keep_to_model(keeps=True)
         tracked = self.trackers.opened(
             directory, self.args.run_name, dataclasses.asdict(self.args), self.state.step > 0
         )
@@ -420,6 +421,16 @@ class PolicyGradientTrainer:
                 self._end_by_signal(number, journal)
         journal.say(f"saved {directory / 'final'}")
         self._tell("on_end")
+
+    def _keep_to_model(self, keeps: bool = False) -> None:
+        """Compute rows as the model check finds right, which looks before anything is sampled."""
+        if not self.args.model_check:
+            return
+        if self._verdict is None:
+            self._verdict = check_model(self, keeps)
+        if self._verdict is not None:
+            self.learner.keep_to(*self._verdict.of_rows)
+            self._verdict.apply(self.engine)
 
     def _tell(self, moment: str, *arguments: Any) -> None:
         """Call a method of every callback."""
@@ -571,12 +582,16 @@ class PolicyGradientTrainer:
         """Of episodes whose prompts, of their environments' choice, leave room for completions."""
         if self.player is None:
             return None
+        longest = self._limit and self._limit - self.args.max_completion_length
+        return dataclasses.replace(self.player, longest_prompt=longest)
+
+    @property
+    def _limit(self) -> int | None:
+        """Tokens that a prompt of an environment's own and a completion may come to; None: any."""
         limits = [models.max_positions(self.model)]
         if "micro_batch_tokens" not in self.found:  # which never changes what is sampled
             limits.append(self.args.token_budget)
-        most = min((limit for limit in limits if limit), default=None)
-        longest = most and most - self.args.max_completion_length
-        return dataclasses.replace(self.player, longest_prompt=longest)
+        return min((limit for limit in limits if limit), default=None)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
@@ -718,6 +733,7 @@ class PolicyGradientTrainer:
         temperatures = {"": self.args.temperature if temperature is None else temperature}
         if temperature is None:
             temperatures["greedy_"] = 0.0
+        self._keep_to_model()
         with self.sampling():
             return {
                 f"{metric_key_prefix}_{mode}{name}": value

@@ -249,8 +249,12 @@ class Learner:
     def keep_to(self, packs: bool, pads: bool, together: bool) -> None:
         """What the model check found: how rows may lie together."""
         self.pads, self.together = pads, together
-        if not packs and self.critic is not None:
-            self.critic.window = 0.0
+        if packs:
+            return
+        of_reference = None if self.reference is None else self.reference.policy
+        for part in (self.policy, self.critic, of_reference):
+            if part is not None:
+                part.window = 0.0
 
     def set_budget(self, tokens: int) -> None:
         """Of another run, in place of what was found here."""

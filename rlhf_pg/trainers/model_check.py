@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -43,24 +43,31 @@ class Verdict(NamedTuple):
     pads: bool = True
     together: bool = True  # rows of one length, where nothing is padded
     samples_fast: bool = True
+    samples_padded: bool = True
+    samples_together: bool = True
+
+    @property
+    def of_rows(self) -> tuple[bool, bool, bool]:
+        """In scoring and in updates."""
+        return self.packs, self.pads, self.together
 
     def text(self) -> str:
         """What is done otherwise, and why."""
         ways = {
-            "packed with others: they are padded": self.packs,
-            "padded beside longer ones: only rows of one length go together": self.pads,
-            "computed with any other: each goes alone": self.together,
-            "sampled in the fast way: generate samples": self.samples_fast,
+            "packing (rows will be padded)": self.packs,
+            "padding (only rows of one length go together)": self.pads,
+            "any company (each row goes alone)": self.together,
+            "fast sampling (generate will be used)": self.samples_fast,
+            "padding in generate (only prompts of one length go together)": self.samples_padded,
+            "any company in generate (each completion goes alone)": self.samples_together,
         }
-        found = "; ".join(way for way, holds in ways.items() if not holds)
-        return f"the model gives rows other numbers where they are {found} (model_check)"
+        found = ", ".join(way for way, holds in ways.items() if not holds)
+        return f"model_check: this model's log-probabilities change with {found}"
 
-    def apply(self, policy: Policy, engine: RolloutEngine) -> None:
-        """Let policy and engine keep to it."""
-        if not self.packs:
-            policy.window = 0.0
+    def apply(self, engine: RolloutEngine) -> None:
+        """Let the engine keep to it."""
         if isinstance(engine, NativeEngine):
-            engine.pads, engine.together = self.pads, self.together
+            engine.pads, engine.together = self.samples_padded, self.samples_together
             if not self.samples_fast:
                 engine.refused = "the model check found its numbers to differ"
 
@@ -92,8 +99,11 @@ class Examined(NamedTuple):
 
 
 @torch.no_grad()
-def examine(run: Examined, updates_evaluate: bool = True, compares_rows: bool = False) -> Verdict:
-    """How the rows of a run may be computed.
+def examine(
+    run: Examined, updates_evaluate: bool = True, compares_rows: bool = False
+) -> Verdict | None:
+    """How the rows of a run may be computed; None if the model gives what is no number, and cannot
+    be examined.
 
     Args:
         updates_evaluate: updates are to be without dropout.
@@ -107,10 +117,11 @@ def examine(run: Examined, updates_evaluate: bool = True, compares_rows: bool = 
     with packing(run.policy, 0.0):
         alone = by_row(run.score, batch)
         if run.agreed(not all(bool(row.isfinite().all()) for row in alone)):
-            return Verdict()  # whoever samples says so
+            return None  # whoever samples says so
         if updates_evaluate:
             _check_mode(run, batch, alone)
-        pads = not run.differ(_rows(run.score(batch), batch), alone)
+        unlike = batch.select(torch.tensor([0, 2]))  # the longest, and one that is short
+        pads = not run.differ(_rows(run.score(unlike), unlike), [alone[0], alone[2]])
         together = pads or _together(run)
     packs = window > 0 and _packs(run, batch, alone)
     if not pads and compares_rows and (not packs or window < prompt + completion):
@@ -118,7 +129,9 @@ def examine(run: Examined, updates_evaluate: bool = True, compares_rows: bool = 
             f"{_name(run)} gives a row other numbers beside a longer one, and this policy_loss "
             "needs rows of several lengths together: choose another policy_loss"
         )
-    verdict = Verdict(packs or not window, pads, together)
+    verdict = Verdict(
+        packs or not window, pads, together, samples_padded=pads, samples_together=together
+    )
     with packing(run.policy, window if packs else 0.0):
         return _sampled_right(run, verdict)
 
@@ -133,7 +146,7 @@ def _check_mode(run: Examined, batch: Rollout, alone: Sequence[Tensor]) -> None:
     if run.differ(trained, alone[-1:]):
         raise ValueError(
             f"{_name(run)} computes other log-probabilities in updates than in scoring: some part "
-            "of it does something else in train mode; without gradient_checkpointing it has none"
+            "of it does something else in train mode: turn gradient_checkpointing off"
         )
 
 
@@ -164,8 +177,9 @@ def _sampled_right(run: Examined, verdict: Verdict) -> Verdict:
     before = engine.pads, engine.together, engine.refused
     slow = verdict._replace(samples_fast=engine.obstacle(sum(run.lengths)) is not None)
     try:
-        for tried in (verdict, slow, slow._replace(together=False, pads=False)):
-            tried.apply(run.policy, engine)
+        alike = slow._replace(samples_padded=False)
+        for tried in (verdict, slow, alike, alike._replace(samples_together=False)):
+            tried.apply(engine)
             drawn, said = sampled(engine, run)
             if not run.differ(said, by_row(run.score, drawn)):
                 return tried
@@ -248,39 +262,41 @@ def _name(run: Examined) -> str:
     return f"the model ({getattr(run.policy.model, 'config', run.policy.model).model_type})"
 
 
-def check_model(trainer: "PolicyGradientTrainer") -> None:
-    """Examine the model of a run, and let the run keep to the verdict, which all processes share;
-    collective. What another run left in `output_dir` about the same model is believed.
+def check_model(trainer: "PolicyGradientTrainer", keeps: bool) -> Verdict | None:
+    """What a run finds of its model, see `examine`; all processes share it. Collective.
+
+    Args:
+        keeps: it is written to `output_dir`, and what a run left there about the same model is
+            believed.
 
     Raises:
         ValueError: see `examine`.
     """
     args, runtime, learner = trainer.args, trainer.runtime, trainer.learner
     path, key = Path(args.output_dir) / FILE, _key(trainer)
-    known = runtime.most(_known(path, key) if runtime.is_main else 0)
+    known = runtime.most(_known(path, key) if keeps and runtime.is_main else 0)
     if known:
-        verdict = Verdict(*(bool(known >> bit & 1) for bit in range(len(Verdict._fields))))
-    else:
-        run = Examined(
-            policy=learner.policy,
-            module=learner.module,
-            score=lambda batch: learner.trained(batch).logprobs,
-            engine=trainer.engine,
-            tokens=[token for tokens in trainer.train_prompts.tokens[:8] for token in tokens],
-            lengths=(trainer.longest_row - args.max_completion_length, args.max_completion_length),
-            dtype=trainer.dtype,
-            agreed=lambda holds: bool(runtime.most(int(holds))),
-            device=runtime.device,
-        )
-        native = isinstance(trainer.engine, NativeEngine)
-        with trainer.sampling() if native else nullcontext():  # no other samples here
-            verdict = examine(run, args.disable_dropout, learner.compares_rows)
-        if runtime.is_main:
+        return Verdict(*(bool(known >> bit & 1) for bit in range(len(Verdict._fields))))
+    run = Examined(
+        policy=learner.policy,
+        module=learner.module,
+        score=lambda batch: learner.trained(batch).logprobs,
+        engine=trainer.engine,
+        tokens=[token for tokens in trainer.train_prompts.tokens[:8] for token in tokens],
+        lengths=(trainer.longest_row - args.max_completion_length, args.max_completion_length),
+        dtype=trainer.dtype,
+        agreed=lambda holds: bool(runtime.most(int(holds))),
+        device=runtime.device,
+    )
+    native = isinstance(trainer.engine, NativeEngine)
+    with trainer.sampling() if native else nullcontext():  # no other samples here
+        verdict = examine(run, args.disable_dropout, learner.compares_rows)
+    if keeps and runtime.is_main and verdict is not None:
+        with suppress(OSError):  # then the next run looks again
             path.write_text(json.dumps({"key": key} | verdict._asdict()))
-    learner.keep_to(verdict.packs, verdict.pads, verdict.together)
-    verdict.apply(learner.policy, trainer.engine)
-    if runtime.is_main and verdict != Verdict():
+    if runtime.is_main and verdict is not None and verdict != Verdict():
         logger.warning("%s", verdict.text())
+    return verdict
 
 
 def _known(path: Path, key: str) -> int:
@@ -298,7 +314,8 @@ def _key(trainer: "PolicyGradientTrainer") -> str:
     """Of all that a verdict depends on."""
     args, model = trainer.args, trainer.learner.fingerprints["model"]
     kept = (args.dtype, args.rollout_engine, args.disable_dropout, args.gradient_checkpointing)
-    length, config = trainer.longest_row, str(trainer.model.config)
+    config = str(trainer.model.config), trainer.model.config._attn_implementation
+    length = trainer.longest_row
     versions = (torch.__version__, transformers.__version__, trainer.runtime.device.type)
     everything = repr((model, kept, length, args.temperature, args.policy_loss, config, versions))
     return hashlib.sha256(everything.encode()).hexdigest()

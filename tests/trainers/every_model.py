@@ -47,12 +47,14 @@ def outcome(name: str) -> str:
     except ValueError:
         return "refused: what it samples is not what it scores"
     if not verdict.together:
-        return "each row alone"
-    if not verdict.pads:
-        return "rows of one length"
-    if not verdict.packs:
-        return "padded, sampled by generate (packing changes it)"
-    return "packed" if run.policy.window else "padded"
+        how = "each row alone"
+    elif not verdict.pads:
+        how = "rows of one length"
+    elif not verdict.packs:
+        how = "padded (packing changes it)"
+    else:
+        how = "packed" if run.policy.window else "padded"
+    return how if verdict.samples_together else f"{how}, sampled one by one"
 
 
 def documented() -> dict[str, str]:

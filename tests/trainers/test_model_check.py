@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from rlhf_pg import PPOTrainer
+from rlhf_pg.metrics import read
 from rlhf_pg.models import disable_dropout, settle_positions
 from rlhf_pg.rollout import NativeEngine, SamplingParams
-from rlhf_pg.tasks import arithmetic
+from rlhf_pg.tasks import arithmetic, guess
 from rlhf_pg.trainers import model_check
 from rlhf_pg.trainers.model_check import Verdict, examine
 from tests.models.architectures import NAMES, build
@@ -41,11 +42,11 @@ def test_the_table_has_every_model(arch):
 def test_padding_that_is_not_a_number_in_float64_is_left_out(arch):
     """Their masks are the least number of the dtype, and their softmax is in float32."""
     run = examined(build(arch).double(), dtype=torch.float64)
-    assert examine(run) == Verdict(pads=False)
+    assert examine(run) == Verdict(pads=False, samples_padded=False)
     params = SamplingParams(max_tokens=4)
     with pytest.raises(FloatingPointError, match="padding"):
         run.engine.generate(PROMPTS, 1, params, seed=0)
-    Verdict(pads=False).apply(run.policy, run.engine)
+    Verdict(samples_padded=False).apply(run.engine)
     assert len(run.engine.generate(PROMPTS, 1, params, seed=0)) == 3
 
 
@@ -54,9 +55,9 @@ VERDICTS = {
     "llama": Verdict(),
     "mistral": Verdict(),  # rows beyond its window are padded
     "phimoe": Verdict(),
-    "recurrent_gemma": Verdict(pads=False),
-    "rwkv": Verdict(pads=False, together=False),
-    "minimax_m3_vl_text": Verdict(pads=False),
+    "recurrent_gemma": Verdict(pads=False, samples_padded=False),
+    "rwkv": Verdict(pads=False, samples_padded=False, samples_together=False),
+    "minimax_m3_vl_text": Verdict(pads=False, samples_padded=False),
 }
 
 
@@ -108,6 +109,24 @@ def test_what_cannot_be_sampled_in_the_fast_way_is_sampled_by_generate(monkeypat
     assert run.engine.refused is None
 
 
+def test_where_generate_alone_minds_padding_the_rest_is_padded_all_the_same(monkeypatch):
+    own, run = model_check.sampled, examined(tiny_model("gpt2"))
+
+    def minds(engine, run):
+        batch, said = own(engine, run)
+        return batch, [row + engine.pads for row in said]
+
+    monkeypatch.setattr(model_check, "sampled", minds)
+    assert examine(run) == Verdict(samples_fast=False, samples_padded=False)
+
+
+def test_a_model_without_numbers_is_not_examined():
+    model = tiny_model("gpt2")
+    with torch.no_grad():
+        model.transformer.wte.weight.fill_(torch.nan)
+    assert verdict_on(model) is None
+
+
 def test_a_loss_that_compares_rows_needs_rows_that_may_be_padded():
     with pytest.raises(ValueError, match="choose another policy_loss"):
         verdict_on(build("rwkv"), compares_rows=True)
@@ -138,14 +157,17 @@ def of_task(arch, **options):
 
 @pytest.mark.parametrize(
     ("arch", "how"),
-    [("rwkv", "each goes alone"), ("recurrent_gemma", "only rows of one length go together")],
+    [
+        ("rwkv", "each completion goes alone"),
+        ("recurrent_gemma", "only rows of one length go together"),
+    ],
 )
 def test_what_was_sampled_is_scored_alike_where_padding_changes_a_row(
     make, caplog, tmp_path, arch, how
 ):
     trainer = make(**of_task(arch), num_iterations=2, output_dir=str(tmp_path))
     with caplog.at_level(logging.WARNING):
-        model_check.check_model(trainer)
+        trainer._keep_to_model(keeps=True)
     assert how in caplog.text
     rollout = trainer.roll_out(range(4)).rollout
     scored = trainer.learner.score(rollout).old_logprobs
@@ -164,6 +186,30 @@ def test_the_verdict_is_kept_for_the_same_model(make, monkeypatch, tmp_path):
     assert asked == [1]
     make(max_steps=1, model_check=False, output_dir=str(tmp_path / "none")).train()
     assert asked == [1]
+
+
+def test_a_verdict_that_nobody_gave_is_not_kept(make, tmp_path):
+    """Or a model of the same shapes that is whole would be believed to be like it."""
+    broken = of_task("rwkv")
+    with torch.no_grad():
+        broken["model"].get_input_embeddings().weight.fill_(torch.nan)
+    with pytest.raises(FloatingPointError):
+        make(**broken).train()
+    assert not (tmp_path / "run" / model_check.FILE).exists()
+
+
+def test_what_evaluates_before_the_run_keeps_to_it_too(make, tmp_path):
+    trainer = make(**of_task("rwkv"), eval_dataset=arithmetic().eval_dataset.select(range(4)))
+    trainer.evaluate()
+    assert (trainer.engine.pads, trainer.engine.together) == (False, False)
+    assert not trainer.learner.pads
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_reference_keeps_to_it_too(make, tmp_path):
+    """Before the first update it says what the policy says."""
+    make(**of_task("zaya"), beta=0.1, max_steps=1).train()
+    assert read(tmp_path / "run/metrics.jsonl")[0]["kl"] == pytest.approx(0, abs=1e-7)
 
 
 # -------------------------------------------------------------------------------------- LongRoPE
@@ -195,6 +241,17 @@ def test_positions_are_settled_by_the_longest_row_of_the_run(longest):
             logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
         exact = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
         torch.testing.assert_close(torch.tensor(completion.logprobs), exact, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("positions", "speed"), [(8, 1.0), (64, 0.25)])
+def test_an_environment_may_begin_with_whatever_has_positions(make, positions, speed):
+    """Its own prompts are not those of the dataset, which are short here."""
+    options = {"rope_scaling": ROPE, "original_max_position_embeddings": 20}
+    model = of_task("phi3", max_position_embeddings=positions, **options)
+    environment = guess().environment_factory
+    trainer = make(**model, max_completion_length=2, environment_factory=environment)
+    assert trainer.longest_row <= 8
+    assert trainer.model.model.rotary_emb.inv_freq[0].item() == speed
 
 
 def test_a_run_settles_them(make):
