@@ -20,6 +20,7 @@ ATTEMPTS = 3
 PAUSE = 1.0  # seconds before the second attempt; longer before each further one
 CONNECTIONS = 256  # requests that a server is given at once
 MOST = 1 << 20  # bytes of an answer
+TOO_BUSY = (408, 429)  # statuses below 500 that may pass: too late, too many requests
 
 
 class Refused(RolloutError):
@@ -73,7 +74,8 @@ class Server:
             most: bytes that an answer may have.
 
         Raises:
-            Refused: by the future: the server answered with a status from 300 to 499.
+            Refused: by the future: the server answered with a status from 300 to 499, but for
+                `TOO_BUSY`.
             RolloutError: by the future: `ATTEMPTS` have failed.
         """
         return asyncio.run_coroutine_threadsafe(self._asked(path, body, read, most), self._loop)
@@ -111,9 +113,9 @@ class Server:
         said = f"status {status}: {quoted(_said(text) or answer.reason_phrase)}"
         if status < 400:
             said = f"status {status}: it sends us elsewhere, where we do not go"
-        if status >= 500:
+        if status >= 500 or status in TOO_BUSY:
             raise _Failed(said)
-        raise Refused(f"{self.url}{path} refuses with {said}")
+        raise Refused(f"the server at {self.url} refuses {path} with {said}")
 
 
 async def _body(answer: httpx2.Response, most: int) -> bytes:

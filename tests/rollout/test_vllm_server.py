@@ -258,6 +258,7 @@ def logprobs(*numbers: Any) -> dict[str, Any]:
 FAULTS = {
     "status 500: out of order": (500, {"error": {"message": "out of order"}}),
     "status 503: busy": (503, b"busy"),
+    "status 429: slow down": (429, b"slow down"),
     "no answer": (200, b"{"),  # cut off within the body
     "an answer that is not whole": (200, b"{}}"),
     "KeyError": (200, {"id": "cmpl-1"}),
@@ -315,7 +316,7 @@ def test_what_the_server_refuses_is_asked_once(fake, tmp_path):
     engine = engine_of(fake, tmp_path)
     before = fake.count(COMPLETIONS)
     fake.answers[COMPLETIONS] = lambda body: (400, {"error": {"message": "out of vocabulary"}})
-    with pytest.raises(RolloutError, match=r"refuses with status 400: out of vocabulary"):
+    with pytest.raises(RolloutError, match=r"the server at .* refuses .*400: out of vocabulary"):
         engine.generate([[5]], 1, PARAMS, seed=0)
     assert fake.count(COMPLETIONS) == before + 1
 
