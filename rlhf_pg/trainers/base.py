@@ -344,7 +344,11 @@ class PolicyGradientTrainer:
         return per_token + self.coefficients["beta"] * kl, {"kl": kl.detach()}
 
     def update(self, experience: Experience, meter: Meter) -> dict[str, float]:
-        """Every optimizer update on one rollout batch; returns metrics of this process."""
+        """Every optimizer update on one rollout batch; returns metrics of this process.
+
+        One of your own counts in `learner.begun` the updates that have reached the weights, or are
+        about to: a checkpoint that is saved because the step broke off then says that it has them.
+        """
         return self.learner.update(experience, self.state.step, meter)
 
     def new_critic(self) -> Critic | None:
