@@ -165,6 +165,15 @@ def test_an_eos_that_was_sampled_is_seen_and_scored():
     assert close(blind(*said, **judged), [words, words, ended])
 
 
+def test_a_dataset_column_is_not_mistaken_for_what_the_trainer_says():
+    model, tokenizer = classifier(), letters()
+    judge = Rewards(model, processing_classes=tokenizer)
+    columns = {"ended": ["yes", "yes"]}
+    scores = judge(["ab"] * 2, ["c"] * 2, [[5]] * 2, columns, ended=[True, False])
+    expected = [by_hand(model, [3, 4, 5, *end]) for end in ([2], [])]
+    assert close(scores[:, 0, 0].tolist(), expected)
+
+
 def test_a_chat_turn_that_was_cut_off_is_left_open():
     tokenizer, model = letters(), classifier()
     tokenizer.chat_template = (
