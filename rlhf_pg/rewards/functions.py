@@ -46,7 +46,7 @@ class Rewards:
         sees_eos, closes_truncated, trust_remote_code: of reward models that are made here.
 
     A function whose signature names them also gets `ended` (a bool per completion: the policy ended
-    it by an EOS), `step` (how many steps have been taken) and `trainer_state` (a copy of a
+    it by an EOS), `truncated` (likewise: a limit ended it; a stop string is neither), `step` (how many steps have been taken) and `trainer_state` (a copy of a
     `transformers.TrainerState` with `global_step`, `max_steps` and `epoch`), unless the dataset has
     a column by that name, which it gets then.
 
@@ -104,11 +104,12 @@ class Rewards:
         paid: Tensor | None = None,
         ended: Sequence[bool] | None = None,
         state: TrainerState | None = None,
+        truncated: Sequence[bool] | None = None,
     ) -> Tensor:
         """Score B completions.
 
         Args:
-            ended, state: see the class, for functions that ask for them.
+            ended, state, truncated: see the class, for functions that ask for them.
             action_mask: (B,T) True where the policy chose the token; by default it chose them all.
                 What has no such token is shown to nobody, and has no score.
             paid: (B,T) by the environment, where there is one; NaN for nothing.
@@ -143,7 +144,7 @@ class Rewards:
             )
         inputs |= columns
         inputs = {name: [column[i] for i in rows] for name, column in inputs.items()}
-        offered = _offered(rows, ended, state)
+        offered = _offered(rows, state, ended=ended, truncated=truncated)
         for k, (name, function) in enumerate(zip(self.names, self.functions, strict=False)):
             said = self._call(name, function, inputs, _wanted(function, offered, columns))
             scores[:, :, k] = _placed(name, said, rows, completion_ids, mask)
@@ -176,11 +177,11 @@ class Rewards:
 
 
 def _offered(
-    rows: Sequence[int], ended: Sequence[bool] | None, state: TrainerState | None
+    rows: Sequence[int], state: TrainerState | None, **facts: Sequence[bool] | None
 ) -> dict[str, Any]:
-    offered: dict[str, Any] = {}
-    if ended is not None:
-        offered["ended"] = [ended[i] for i in rows]
+    offered: dict[str, Any] = {
+        name: [fact[i] for i in rows] for name, fact in facts.items() if fact is not None
+    }
     if state is not None:
         offered |= {"step": state.global_step, "trainer_state": state}
     return offered

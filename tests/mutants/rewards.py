@@ -25,9 +25,17 @@ MUTANTS: list[Mutant] = [
         name="reward-model-closes-cut-turns",
         mistake="the template ends a turn that the policy did not end",
         file="rlhf_pg/rewards/model.py",
-        old="        cut = ended is False and not self.closes_truncated\n",
+        old="        cut = truncated and not ended and not self.closes_truncated\n",
         new="        cut = False\n",
         killers=(MODEL_TEST + "test_a_chat_turn_that_was_cut_off_is_left_open",),
+    ),
+    Mutant(
+        name="stop-strings-cut-turns-off",
+        mistake="a chat turn that a stop string ended counts as cut off, for lack of an EOS",
+        file="rlhf_pg/rewards/model.py",
+        old="        cut = truncated and not ended and not self.closes_truncated\n",
+        new="        cut = ended is False and not self.closes_truncated\n",
+        killers=(MODEL_TEST + "test_a_chat_turn_that_a_stop_string_ended_is_closed",),
     ),
     Mutant(
         name="event-loop-of-one-call",
