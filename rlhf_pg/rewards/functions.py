@@ -46,9 +46,10 @@ class Rewards:
         sees_eos, closes_truncated, trust_remote_code: of reward models that are made here.
 
     A function whose signature names them also gets `ended` (a bool per completion: the policy ended
-    it by an EOS), `truncated` (likewise: a limit ended it; a stop string is neither), `step` (how many steps have been taken) and `trainer_state` (a copy of a
-    `transformers.TrainerState` with `global_step`, `max_steps` and `epoch`), unless the dataset has
-    a column by that name, which it gets then.
+    it by an EOS), `truncated` (likewise: a limit ended it; a stop string is neither), `step` (how
+    many steps have been taken) and `trainer_state` (a copy of a `transformers.TrainerState` with
+    `global_step`, `max_steps` and `epoch`), unless the dataset has a column by that name, which it
+    gets then.
 
     Raises:
         ValueError: no source, another number of weights or tokenizers, or a reward model that

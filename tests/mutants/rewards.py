@@ -56,6 +56,14 @@ MUTANTS: list[Mutant] = [
             PROCESS_TEST + "test_each_step_is_judged_at_its_separator_and_scored_at_its_last_token",
         ),
     ),
+    Mutant(
+        name="steps-of-one-token-lost",
+        mistake="of several steps that one token ends, all scores but the last are dropped",
+        file="rlhf_pg/rewards/process.py",
+        old="fmean(here)",
+        new="here[-1]",
+        killers=(PROCESS_TEST + "test_a_policy_of_other_tokens_ends_its_steps_at_them",),
+    ),
     # --------------------------------------------------------------------- where a score stands
     Mutant(
         name="score-behind-the-last-token",
