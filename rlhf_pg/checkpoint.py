@@ -29,8 +29,8 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pg import same_run, sealed
 from rlhf_pg.faults import failpoint
 from rlhf_pg.models import load_weights
-from rlhf_pg.output import make_directory
 from rlhf_pg.random_states import restore_rng, rng_tensors
+from rlhf_pg.run_files import make_directory
 from rlhf_pg.runtime import Runtime, State, Trained, Whole, Writing
 
 logger = logging.getLogger(__name__)

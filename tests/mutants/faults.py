@@ -129,6 +129,17 @@ MUTANTS = [
         killers=("tests/faults/test_leaving.py::test_it_costs_no_step_that_was_finished",),
     ),
     Mutant(
+        name="files-of-a-live-run-set-aside",
+        mistake="a reward model in training sets the files of a live run aside",
+        file="rlhf_pg/run_files.py",
+        old="    with locked(directory):\n",
+        new="    if True:\n",
+        killers=(
+            "tests/test_run_files.py"
+            "::test_other_trainings_leave_the_directory_of_a_live_run_alone[a_reward_model]",
+        ),
+    ),
+    Mutant(
         name="diverged-weights-for-good-ones",
         mistake="a run that diverged saves its weights, in the place of the last good ones",
         file="rlhf_pg/trainers/leaving.py",
