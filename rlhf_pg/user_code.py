@@ -79,7 +79,7 @@ def begin(call: Callable[[], Awaitable[Any]]) -> Future[Any]:
 
 
 def wait_for(awaitable: Awaitable[Any]) -> Any:
-    """What it returns, also where an event loop is running already (a notebook): see `result_of`."""
+    """The `result_of` it, also where an event loop is running already (a notebook)."""
     return result_of(begin(lambda: awaitable))
 
 

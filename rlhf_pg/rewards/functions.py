@@ -137,8 +137,7 @@ class Rewards:
             "completions": completions,
             "completion_ids": completion_ids,
         }
-        taken = inputs.keys() & columns.keys()
-        if taken:
+        if taken := inputs.keys() & columns.keys():
             raise ValueError(
                 f"the dataset column {taken.pop()!r} has the name of what reward functions are "
                 "given: rename it"

@@ -377,8 +377,8 @@ class PolicyGradientTrainer:
                 the model's config could not be saved; or a tracker cannot start.
             SystemExit: with code 143 (128 + SIGTERM) after SIGTERM to any process, or 129 after
                 SIGHUP, or in several processes 130 after SIGINT: the step has been finished, and a
-                checkpoint saved. After any other error, too, one of the last step that was
-                finished has been saved, in several processes where all of them end by it.
+                checkpoint saved. Any other error saves a checkpoint of the last finished step,
+                too, unless the run has diverged; in several processes, if all of them end by it.
         """
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
