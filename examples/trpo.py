@@ -46,6 +46,12 @@ class TRPOConfig(ReinforceConfig):
     """A KL to a reference is paid in the reward; the line search would not see one in the loss."""
     entropy_coef: float = number(0.0, minimum=0, maximum=0)
     """Nor a bonus."""
+    entropy_target: None = None
+    """Nor one that moves."""
+    positive_nll_coef: float = number(0.0, minimum=0, maximum=0)
+    """Nor the likelihood of right completions."""
+    router_aux_loss_coef: float = number(0.0, minimum=0, maximum=0)
+    """Nor the balance of routers."""
     aggregation: Literal["token_mean"] = "token_mean"
     """Means are over tokens."""
     kl_adaptive_lr: None = None
@@ -96,12 +102,14 @@ class TRPOTrainer(ReinforceTrainer):
         """
         start = parameters_to_vector(self.parameters).detach().clone()
         old = [distributions.detach() for _, distributions in self.forward(experience)]
+        self.learner.begun = 1  # who saves the weights from here on, is told so
         for halvings in range(self.args.backtracks):
             vector_to_parameters(start + 0.5**halvings * step, self.parameters)
             gain, kl = self.compare(experience, old)
             if gain > 0 and kl <= self.args.max_kl:
                 return 0.5**halvings, kl
         vector_to_parameters(start, self.parameters)
+        self.learner.begun = 0
         return 0.0, 0.0
 
     @property
@@ -111,7 +119,8 @@ class TRPOTrainer(ReinforceTrainer):
 
     def forward(self, experience: Experience) -> Iterator[tuple[Experience, Tensor]]:
         """Micro-batches, and in each log pi(. | x, y_<t), (B,T,V), for all of its columns."""
-        for rows in experience.micro_batches(self.args.token_budget, window=0):
+        budget = self.args.token_budget if self.learner.together else 1  # a row is more
+        for rows in experience.micro_batches(budget, window=0, pads=self.learner.pads):
             batch = experience.select(rows)
             logits = self.learner.policy.logits(batch)
             yield batch, (logits / self.args.temperature).log_softmax(dim=-1)

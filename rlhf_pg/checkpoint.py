@@ -12,6 +12,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,8 +29,8 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pg import same_run, sealed
 from rlhf_pg.faults import failpoint
 from rlhf_pg.models import load_weights
-from rlhf_pg.output import make_directory
 from rlhf_pg.random_states import restore_rng, rng_tensors
+from rlhf_pg.run_files import make_directory
 from rlhf_pg.runtime import Runtime, State, Trained, Whole, Writing
 
 logger = logging.getLogger(__name__)
@@ -133,6 +134,15 @@ class Checkpointer:
         facts = {"step": self.state.step, "world_size": world, "config_sha256": digest}
         sealed.seal(unnamed, facts)
         sealed.publish(path)
+
+    @contextmanager
+    def removing_none(self) -> Iterator[None]:
+        """Around a save that leaves older checkpoints to the next one to remove."""
+        limit, self.limit = self.limit, None
+        try:
+            yield
+        finally:
+            self.limit = limit
 
     def _prune(self) -> None:
         """Remove what is beyond `limit`, once the newest checkpoint is known to be whole."""

@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 import rlhf_pg
 from rlhf_pg import plan as planning
 from rlhf_pg.config import RewardModelConfig, SFTConfig
-from rlhf_pg.fields import shown
+from rlhf_pg.fields import short_repr
 from rlhf_pg.recipe import fail, load, parse, recipe_file
 from rlhf_pg.report import save_curve, show_curve
 from rlhf_pg.rewards import train_reward_model
@@ -139,7 +139,7 @@ def _algorithm(recipe: Path, others: Sequence[str] = ("sft", "reward_model")) ->
     algorithm = load(recipe).get("algorithm")
     if not isinstance(algorithm, str) or algorithm not in TRAINERS:
         known = ", ".join([*others, *TRAINERS])
-        fail(f"{recipe}: the key algorithm must be one of {known}, got {shown(algorithm)}")
+        fail(f"{recipe}: the key algorithm must be one of {known}, got {short_repr(algorithm)}")
     return algorithm
 
 

@@ -66,7 +66,7 @@ class Checked:
             setattr(self, field.name, value)
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Its `repr`, for an error: short, since what is nested in YAML may be endless."""
     return _SHORT.repr(value)
 
@@ -102,7 +102,7 @@ def _checked_type(name: str, value: Any, hint: Any) -> Any:
             return float(value)
         elif isinstance(value, option) and not (isinstance(value, bool) and option is not bool):
             return value
-    raise ValueError(f"{name} must be {_spelled(hint)}, got {shown(value)}")
+    raise ValueError(f"{name} must be {_spelled(hint)}, got {short_repr(value)}")
 
 
 def _spelled(hint: Any) -> str:

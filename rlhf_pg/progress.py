@@ -14,7 +14,7 @@ from rich.text import Text
 from rlhf_pg.data import text_of
 from rlhf_pg.metrics import JsonLines
 from rlhf_pg.quoted import visible
-from rlhf_pg.run_files import check_regular, set_aside
+from rlhf_pg.run_files import SET_ASIDE, check_regular, set_aside
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Journal:
             directory.mkdir(parents=True, exist_ok=True)
             earlier = set_aside(directory) if after_step == 0 else None
             if earlier is not None:
-                self.say(f"{directory} held an earlier run or a model: it is in {earlier} now")
+                self.say(SET_ASIDE.format(directory, earlier))
             if after_step > 0:
                 check_regular(directory)
                 self.say(f"going on after step {after_step}")

@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import io
 import os
-import reprlib
 import sys
 import types
 import typing
@@ -20,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import tyro
 import yaml
 
+from rlhf_pg.fields import short_repr
 from rlhf_pg.foreign_keys import explained, nearest
 from rlhf_pg.quoted import visible
 
@@ -127,7 +127,7 @@ def _from_file(path: Path, config_type: type[C]) -> C:
         _refuse_elsewhere(str(key), str(path), known=keys)
         if key not in keys:
             hint = nearest(str(key), keys)
-            fail(f"{path}: unknown key {reprlib.repr(key)} for {config_type.__name__}{hint}")
+            fail(f"{path}: unknown key {short_repr(key)} for {config_type.__name__}{hint}")
         if value is None and type(None) not in typing.get_args(hints[key]):
             fail(f"{path}: {key} must have a value, got null")
         values[key] = _meant(value, hints[key])

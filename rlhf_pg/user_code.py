@@ -11,11 +11,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from rlhf_pg.quoted import told
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -67,16 +69,22 @@ def check_late(count: int) -> None:
 
 
 def begin(call: Callable[[], Awaitable[Any]]) -> Future[Any]:
-    """Call an async function on the event loop of the process."""
-    return asyncio.run_coroutine_threadsafe(_outcome(call), event_loop())
+    """Call an async function on the event loop of the process.
+
+    Raises:
+        RuntimeError: see `event_loop`.
+    """
+    loop = event_loop()  # before there is a coroutine, which nobody would await if it raises
+    return asyncio.run_coroutine_threadsafe(_outcome(call), loop)
 
 
 def wait_for(awaitable: Awaitable[Any]) -> Any:
-    """What it returns, also where an event loop is running already (a notebook).
+    """The `result_of` it, also where an event loop is running already (a notebook)."""
+    return result_of(begin(lambda: awaitable))
 
-    An interrupt is raised at once, and cancels it.
-    """
-    future = begin(lambda: awaitable)
+
+def result_of(future: Future[T]) -> T:
+    """Wait for it; an interrupt is raised at once, and cancels it."""
     try:
         return future.result()
     except BaseException:

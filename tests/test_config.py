@@ -844,7 +844,6 @@ OTHER_VALUES = {
     "save_merged": True,
     "target_kl": 0.02,
     "entropy_coef": 0.01,
-    "router_aux_loss_coef": 0.01,
     "positive_nll_coef": 0.1,
     "positive_nll_threshold": 0.0,
     "normalize_advantages": True,
@@ -927,6 +926,7 @@ OTHERS = {
 # What does not go together with the values above.
 APART = [
     {"reward_squash": "sigmoid"},
+    {"router_aux_loss_coef": 0.01},
     {"old_logprobs_source": "sampler"},
     {
         "rollout_engine": "vllm",
@@ -1112,6 +1112,11 @@ def test_a_value_that_begins_with_a_dash_is_no_flag(recipe):
         ),
         (GRPOConfig, {"lora_target_modules": ["q_proj"]}, "lora_target_modules is for LoRA"),
         (GRPOConfig, {"use_peft": True, "lora_dropout": 0.1}, "needs disable_dropout: false"),
+        (
+            GRPOConfig,
+            {"router_aux_loss_coef": 0.1, "disable_dropout": False},
+            "^router_aux_loss_coef .* with disable_dropout false draws other dropout",
+        ),
         (GRPOConfig, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type must be"),
     ],
 )

@@ -5,12 +5,14 @@ import os
 import pytest
 from datasets import Dataset
 
-from rlhf_pg.config import RewardModelConfig
+from rlhf_pg.config import RewardModelConfig, SFTConfig
 from rlhf_pg.output import occupied
 from rlhf_pg.rewards import train_reward_model
 from rlhf_pg.run_files import set_aside
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.sealed import begin, publish
+from rlhf_pg.tasks.warm_start import warm_start
+from tests.rewards.test_model import classifier, letters
 from tests.trainers.conftest import make as make
 
 
@@ -57,11 +59,31 @@ def test_a_link_is_replaced_and_not_what_it_leads_to(tmp_path, leads_to) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "elsewhere"]
 
 
-def test_a_reward_model_replaces_no_other(model_path, tmp_path) -> None:
-    (tmp_path / "run" / "final").mkdir(parents=True)
-    (tmp_path / "run" / "final" / "mine").write_text("mine")
-    args = RewardModelConfig(output_dir=str(tmp_path / "run"), max_steps=1, batch_size=2)
-    few = Dataset.from_dict({"chosen": ["1+1=2", "2+2=4"], "rejected": ["1+1=3", "2+2=5"]})
-    train_reward_model(args, model=model_path, train_dataset=few, eval_dataset=few)
-    assert (tmp_path / "run" / "earlier-1" / "final" / "mine").read_text() == "mine"
-    assert not (tmp_path / "run" / "final" / "mine").exists()
+def a_reward_model(directory) -> None:
+    args = RewardModelConfig(output_dir=str(directory), max_steps=1, batch_size=2)
+    few = Dataset.from_dict({"chosen": ["ab", "ba"], "rejected": ["a", "b"]})
+    train_reward_model(args, classifier(), letters(), few, few)
+
+
+def a_warm_start(directory) -> None:
+    warm_start(SFTConfig(output_dir=str(directory), max_steps=1, batch_size=2))
+
+
+@pytest.mark.parametrize("train", [a_reward_model, a_warm_start])
+def test_other_trainings_set_aside_what_was_there_and_say_where(train, tmp_path, capsys) -> None:
+    mine = tmp_path / "run" / "final" / "mine"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    train(tmp_path / "run")
+    earlier = tmp_path / "run" / "earlier-1"
+    assert (earlier / "final" / "mine").read_text() == "mine"
+    assert not mine.exists()
+    assert f"held an earlier run or a model: it is in {earlier} now" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("train", [a_reward_model, a_warm_start])
+def test_other_trainings_leave_the_directory_of_a_live_run_alone(train, tmp_path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("of a live run")
+    with occupied(tmp_path, Runtime()), pytest.raises(ValueError, match="in use by another run"):
+        train(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "metrics.jsonl"]

@@ -119,7 +119,8 @@ class PolicyGradientConfig(SamplingConfig):
     is above this; penalties and a KL are left aside."""
     router_aux_loss_coef: float = number(0.0, minimum=0)
     """Coefficient of the load-balancing loss of a mixture of experts, over all tokens of an update
-    (rlhf_pg.models.experts); it costs one more forward pass per update. 0: none."""
+    (rlhf_pg.models.experts); it costs one more forward pass per update, and needs
+    disable_dropout. 0: none."""
 
     beta: float = number(0.0, minimum=0)
     """Coefficient of KL(policy || reference); at 0 no reference is kept."""
@@ -239,6 +240,12 @@ class PolicyGradientConfig(SamplingConfig):
             raise ValueError(
                 'policy_loss "vanilla" is right for one update per rollout: set num_iterations and '
                 'num_mini_batches to 1, or policy_loss to "clipped_surrogate"'
+            )
+        if self.router_aux_loss_coef and not self.disable_dropout:
+            raise ValueError(
+                "router_aux_loss_coef counts what the routers choose in a pass of its own, which "
+                "with disable_dropout false draws other dropout and jitter than the one with "
+                "gradients: leave one of them out"
             )
         moved = {
             "target_kl": self.target_kl is not None,

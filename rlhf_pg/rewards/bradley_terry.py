@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from rlhf_pg.data import encode
 from rlhf_pg.experience import padded
 from rlhf_pg.models import about, check_directory, disable_dropout, from_pretrained, max_positions
 from rlhf_pg.rewards.model import encode_whole, score_tokenizer, sequence_scores, with_eos
-from rlhf_pg.run_files import set_aside
+from rlhf_pg.run_files import begun
 from rlhf_pg.streams import outliving_readers
 
 # Of a checkpoint that was no classifier, as `transformers` calls what it adds.
@@ -71,7 +72,8 @@ def train_reward_model(
         also in `args.output_dir/metrics.json`.
 
     Raises:
-        ValueError: no model, or what is wrong with a dataset, by row.
+        ValueError: no model, what is wrong with a dataset, by row, or `args.output_dir` is in use
+            by another run or cannot be written to.
     """
     set_seed(args.seed)
     scorer = _load(model or args.model_name_or_path, args.trust_remote_code)
@@ -93,17 +95,16 @@ def train_reward_model(
         compute_metrics=_accuracy,
         **pairs,
     )
-    if trainer.is_world_process_zero():
-        set_aside(Path(args.output_dir))
-    trainer.train()
-    metrics = trainer.evaluate()
-    metrics = {name: metrics[name] for name in ("eval_accuracy", "eval_loss")}
-    if trainer.is_world_process_zero():
-        final = Path(args.output_dir) / "final"
-        tokenizer.save_pretrained(final)
-        scorer.save_pretrained(final)
-        (final.parent / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
-        print(f"held-out accuracy {metrics['eval_accuracy']:.3f}; saved {final}", flush=True)
+    final, is_main = Path(args.output_dir) / "final", trainer.is_world_process_zero()
+    with begun(final.parent) if is_main else nullcontext():
+        trainer.train()
+        metrics = trainer.evaluate()
+        metrics = {name: metrics[name] for name in ("eval_accuracy", "eval_loss")}
+        if is_main:
+            tokenizer.save_pretrained(final)
+            scorer.save_pretrained(final)
+            (final.parent / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
+            print(f"held-out accuracy {metrics['eval_accuracy']:.3f}; saved {final}", flush=True)
     return metrics
 
 

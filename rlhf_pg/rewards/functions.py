@@ -34,20 +34,22 @@ class Rewards:
     Args:
         functions: callables `(prompts, completions, completion_ids, **columns)` that return one
             float per completion, or None where the reward does not apply; plain, or async, all on
-            one event loop for the run. In place
-            of a float, a list with one entry per token of `completion_ids` gives a score to every
-            step that ends at its token, and None to the other tokens. A sequence classifier, or the
-            path or Hub id of one, becomes a `RewardModel`.
+            one event loop for the run. In place of a float, a list with one entry per token of
+            `completion_ids` gives a score to every step that ends at its token, and None to the
+            other tokens. A sequence classifier, or the path or Hub id of one, becomes a
+            `RewardModel`.
         weights: one per function; None weighs each by 1.
         processing_classes: tokenizers of the reward models: one for all, or a list with one entry
             per function. None stands for the tokenizer saved beside the model.
         device: of the reward models; None leaves a model where it is.
         environment: an environment pays too: it is the last source, "environment".
-        sees_eos, closes_truncated: of reward models that are made here.
+        sees_eos, closes_truncated, trust_remote_code: of reward models that are made here.
 
     A function whose signature names them also gets `ended` (a bool per completion: the policy ended
-    it by an EOS), `step` (how many steps have been taken) and `trainer_state` (a copy of a
-    `transformers.TrainerState` with `global_step`, `max_steps` and `epoch`).
+    it by an EOS), `truncated` (likewise: a limit ended it; a stop string is neither), `step` (how
+    many steps have been taken) and `trainer_state` (a copy of a `transformers.TrainerState` with
+    `global_step`, `max_steps` and `epoch`), unless the dataset has a column by that name, which it
+    gets then.
 
     Raises:
         ValueError: no source, another number of weights or tokenizers, or a reward model that
@@ -103,11 +105,12 @@ class Rewards:
         paid: Tensor | None = None,
         ended: Sequence[bool] | None = None,
         state: TrainerState | None = None,
+        truncated: Sequence[bool] | None = None,
     ) -> Tensor:
         """Score B completions.
 
         Args:
-            ended, state: see the class, for functions that ask for them.
+            ended, state, truncated: see the class, for functions that ask for them.
             action_mask: (B,T) True where the policy chose the token; by default it chose them all.
                 What has no such token is shown to nobody, and has no score.
             paid: (B,T) by the environment, where there is one; NaN for nothing.
@@ -134,17 +137,16 @@ class Rewards:
             "completions": completions,
             "completion_ids": completion_ids,
         }
-        taken = inputs.keys() & columns.keys()
-        if taken:
+        if taken := inputs.keys() & columns.keys():
             raise ValueError(
                 f"the dataset column {taken.pop()!r} has the name of what reward functions are "
                 "given: rename it"
             )
         inputs |= columns
         inputs = {name: [column[i] for i in rows] for name, column in inputs.items()}
-        offered = _offered(rows, ended, state)
+        offered = _offered(rows, state, ended=ended, truncated=truncated)
         for k, (name, function) in enumerate(zip(self.names, self.functions, strict=False)):
-            said = self._call(name, function, inputs, _wanted(name, function, offered, columns))
+            said = self._call(name, function, inputs, _wanted(function, offered, columns))
             scores[:, :, k] = _placed(name, said, rows, completion_ids, mask)
         silent = [i for i in rows if scores[i].isnan().all()]
         if silent:
@@ -175,35 +177,30 @@ class Rewards:
 
 
 def _offered(
-    rows: Sequence[int], ended: Sequence[bool] | None, state: TrainerState | None
+    rows: Sequence[int], state: TrainerState | None, **facts: Sequence[bool] | None
 ) -> dict[str, Any]:
-    offered: dict[str, Any] = {}
-    if ended is not None:
-        offered["ended"] = [ended[i] for i in rows]
+    offered: dict[str, Any] = {
+        name: [fact[i] for i in rows] for name, fact in facts.items() if fact is not None
+    }
     if state is not None:
         offered |= {"step": state.global_step, "trainer_state": state}
     return offered
 
 
 def _wanted(
-    name: str, function: RewardFunction, offered: dict[str, Any], columns: Mapping[str, Any]
+    function: RewardFunction, offered: dict[str, Any], columns: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Of what is offered, what the function's signature names.
 
-    Raises:
-        ValueError: the dataset has a column of that name.
+    A column of the dataset by that name is what a function of users means; a reward model, which
+    takes no columns, does not.
     """
     try:
         asked = inspect.signature(function).parameters
     except (TypeError, ValueError):  # of some built-in functions nobody knows
         return {}
-    wanted = {key: value for key, value in offered.items() if key in asked}
-    for key in wanted.keys() & columns.keys():
-        raise ValueError(
-            f"the dataset column {key!r} has the name of what reward function {name} asks the "
-            "trainer for: rename it"
-        )
-    return wanted
+    other = () if isinstance(function, RewardModel) else columns
+    return {key: value for key, value in offered.items() if key in asked and key not in other}
 
 
 def _one_each(tokenizers: Any, count: int) -> list[Any]:

@@ -76,6 +76,7 @@ class RewardModel:
         completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]] = (),
         ended: Sequence[bool] | None = None,
+        truncated: Sequence[bool] | None = None,
         **columns: Any,
     ) -> list[float]:
         """One score per completion.
@@ -83,13 +84,17 @@ class RewardModel:
         Args:
             ended: whether the policy ended it by an EOS. By default strings are taken as they
                 stand, and chats are closed.
+            truncated: whether a limit ended it; a stop string is none. By default what is known
+                not to have ended by an EOS.
 
         Raises:
             ValueError: a text that the tokenizer cannot encode, or without a position for every
                 token; the message names the model and the row.
         """
         known: Sequence[bool | None] = [None] * len(prompts) if ended is None else ended
-        said = zip(prompts, completions, known, strict=True)
+        if truncated is None:
+            truncated = [end is False for end in known]
+        said = zip(prompts, completions, known, truncated, strict=True)
         rows = [self._encode(row, *each) for row, each in enumerate(said)]
         scores = torch.zeros(len(rows), dtype=torch.float64)
         for batch in micro_batches([len(ids) for ids in rows]):
@@ -101,10 +106,13 @@ class RewardModel:
     def _who(self) -> str:
         return f"reward model {self.__name__}"
 
-    def _encode(self, row: int, prompt: Any, completion: Any, ended: bool | None) -> list[int]:
+    def _encode(
+        self, row: int, prompt: Any, completion: Any, ended: bool | None, truncated: bool
+    ) -> list[int]:
         limit = max_positions(self.model)
         eos = self.sees_eos and bool(ended)
-        cut = ended is False and not self.closes_truncated
+        # A limit on turns leaves the last one whole.
+        cut = truncated and not ended and not self.closes_truncated
         try:
             ids = encode_whole(prompt, completion, self.processing_class, row, eos, cut)
         except ValueError as error:

@@ -1,8 +1,8 @@
 """Process reward models: a token classifier that scores every step of a completion."""
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from os import PathLike
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from rlhf_pg.masking import widen
 from rlhf_pg.models import about, check_directory, from_pretrained, max_positions
 from rlhf_pg.rewards.model import micro_batches, name_of, score_tokenizer
 
+HALF = "\N{REPLACEMENT CHARACTER}"  # what stands for a character whose bytes are not all there
+MOST = 4  # tokens that a character may come in, byte by byte
+
 
 class ProcessRewardModel:
     """Scores the steps of a completion (Lightman et al. 2023), for `process_group_normalized`.
@@ -27,7 +30,9 @@ class ProcessRewardModel:
     and each step with the separator behind it, tokenised apart, as the `PRMTrainer` of TRL trains
     it; it says what it thinks of a step at the last token of its separator: the probability of
     label 1 of two, or its only output. In the completion that score stands at the token of the
-    policy that completes the separator, or ends the completion.
+    policy that completes the separator, or ends the completion. Where one token does that for
+    several steps, their mean stands there: `process_group_normalized` compares what stands at a
+    token with the scores of single steps, which a sum would seem to surpass.
 
     Args:
         model: a path, a Hub id or a loaded model (put in evaluation mode).
@@ -81,6 +86,12 @@ class ProcessRewardModel:
         Raises:
             ValueError: a completion of several messages, or more tokens than positions.
         """
+        for row, completion in enumerate(completions):
+            if not isinstance(completion, str) and len(completion) != 1:
+                raise ValueError(
+                    f"{self._who}: the completion in row {row} has {len(completion)} messages, of "
+                    "which steps are not told apart: use it without tools and environment"
+                )
         answers = [self._steps(ids) for ids in completion_ids]
         rows = [
             self._encode(row, prompt, [step for step, _ in steps])
@@ -90,22 +101,26 @@ class ProcessRewardModel:
         for batch in micro_batches([len(ids) for ids, _ in rows]):
             said = self._score([rows[i] for i in batch])
             for i, own in zip(batch, said, strict=True):
-                for (_, end), score in zip(answers[i], own, strict=True):
-                    scores[i][end] = score
+                ends = [end for _, end in answers[i]]
+                for t in set(ends):
+                    here = [score for end, score in zip(ends, own, strict=True) if end == t]
+                    scores[i][t] = fmean(here)
         return scores
 
     def _steps(self, ids: Sequence[int]) -> list[tuple[str, int]]:
-        """The steps of a completion, and the place of the token that ends each."""
-        *ended, last = self._text(ids).split(self.separator)
-        through = [
-            bisect_left(
-                range(len(ids)),
-                number,
-                key=lambda t: self._text(ids[: t + 1]).count(self.separator),
-            )
-            for number in range(1, len(ended) + 1)
-        ]
-        steps = [*zip(ended, through, strict=True), (last, len(ids) - 1)]
+        """The steps of a completion, and the place of the token that ends each.
+
+        Text is read from left to right, each token with those right before it, on which its own
+        text depends: the blank before a word, or the first bytes of a character.
+        """
+        text, through = "", list[int]()
+        start = read = 0
+        for t in range(len(ids)):
+            new = self._text(ids[start : t + 1])[len(self._text(ids[start:read])) :]
+            through += [t] * ((text + new).count(self.separator) - len(through))
+            if not new.endswith(HALF) or t - read + 1 == MOST or t + 1 == len(ids):
+                text, start, read = text + new, read, t + 1
+        steps = [*zip(text.split(self.separator), [*through, len(ids) - 1], strict=True)]
         return [step for step in steps if step[0].strip()] or steps[-1:]
 
     def _text(self, ids: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ import httpx2
 
 from rlhf_pg.quoted import quoted, told
 from rlhf_pg.rollout.engine import RolloutError
+from rlhf_pg.user_code import result_of
 
 T = TypeVar("T")
 
@@ -60,8 +61,8 @@ class Server:
         ending.atexit = False
 
     def ask(self, path: str, body: Any, read: Callable[[Any], T], most: int = MOST) -> T:
-        """The result of `begin`."""
-        return self.begin(path, body, read, most).result()
+        """The result of `begin`; an interrupt breaks it off, and the server hears of it."""
+        return result_of(self.begin(path, body, read, most))
 
     def begin(
         self, path: str, body: Any, read: Callable[[Any], T], most: int = MOST

@@ -127,8 +127,7 @@ class VllmServerEngine(RolloutEngine):
     def _own(self) -> Path:
         """A directory that is private to this run, whatever else there is, and whoever made it."""
         for place in [*reversed(self.directory.parents), self.directory]:
-            if not place.exists():
-                place.mkdir(mode=0o700)
+            place.mkdir(mode=0o700, exist_ok=True)  # another run may be making it
         own = Path(tempfile.mkdtemp(prefix="weights-", dir=self.directory))
         weakref.finalize(self, _remove, own, os.getpid())
         return own

@@ -17,7 +17,7 @@ from transformers.utils import get_json_schema
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.data import encode, encode_answer
 from rlhf_pg.recipe import parse, recipe_file
-from rlhf_pg.run_files import set_aside
+from rlhf_pg.run_files import begun
 from rlhf_pg.streams import outliving_readers
 from rlhf_pg.tasks import TASKS, Demonstration, Task
 
@@ -36,6 +36,9 @@ def warm_start(args: SFTConfig) -> Path:
 
     Returns:
         The directory of the model, `args.output_dir/final`.
+
+    Raises:
+        ValueError: `args.output_dir` is in use by another run, or cannot be written to.
     """
     task: Task = TASKS[args.task]()
     set_seed(args.seed)
@@ -61,11 +64,11 @@ def warm_start(args: SFTConfig) -> Path:
         train_dataset=_examples(task, tokenizer),
         data_collator=lambda rows: _collate(rows, tokenizer.pad_token_id),
     )
-    set_aside(Path(args.output_dir))
-    trainer.train()
     final = Path(args.output_dir) / "final"
-    tokenizer.save_pretrained(final)
-    trainer.save_model(str(final))  # last: where there are weights, there is all
+    with begun(final.parent):
+        trainer.train()
+        tokenizer.save_pretrained(final)
+        trainer.save_model(str(final))  # last: where there are weights, there is all
     return final
 
 
@@ -81,7 +84,7 @@ def ensure_model(task: str, path: str | None) -> str:
     args = parse(SFTConfig, recipe)
     final = Path(args.output_dir) / "final"
     final.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(final.parent / "lock"):
+    with FileLock(final.parent / "lock-once"):  # "lock" is for who trains
         if not (final / "model.safetensors").exists():
             print(f"no model at {final}: warm-starting one (once)", flush=True)
             env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}

@@ -346,7 +346,11 @@ class PolicyGradientTrainer:
         return per_token + self.coefficients["beta"] * kl, {"kl": kl.detach()}
 
     def update(self, experience: Experience, meter: Meter) -> dict[str, float]:
-        """Every optimizer update on one rollout batch; returns metrics of this process."""
+        """Every optimizer update on one rollout batch; returns metrics of this process.
+
+        One of your own counts in `learner.begun` the updates that have reached the weights, or are
+        about to: a checkpoint that is saved because the step broke off then says that it has them.
+        """
         return self.learner.update(experience, self.state.step, meter)
 
     def new_critic(self) -> Critic | None:
@@ -375,8 +379,8 @@ class PolicyGradientTrainer:
                 the model's config could not be saved; or a tracker cannot start.
             SystemExit: with code 143 (128 + SIGTERM) after SIGTERM to any process, or 129 after
                 SIGHUP, or in several processes 130 after SIGINT: the step has been finished, and a
-                checkpoint saved. After any other error, too, one of the last step that was
-                finished has been saved, in several processes where all of them end by it.
+                checkpoint saved. Any other error saves a checkpoint of the last finished step,
+                too, unless the run has diverged; in several processes, if all of them end by it.
         """
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint

@@ -20,10 +20,13 @@ def saved_on_leaving(trainer: PolicyGradientTrainer) -> Iterator[None]:
 
     In several processes only where all end at once, in one step: an error of one alone leaves the
     others in a collective, from which nothing calls them back. A failure to save is logged, and
-    what ended the run is raised.
+    what ended the run is raised. Nothing is saved of a run that has diverged, and no checkpoint
+    that was there makes room: weights of half a step are no substitute for those of a whole one.
     """
     try:
         yield
+    except FloatingPointError:  # what is there is from before it diverged, or nearer to that
+        raise
     except BaseException as error:
         try:
             path = _save(trainer)
@@ -44,11 +47,12 @@ def _save(trainer: PolicyGradientTrainer) -> Path | None:
         return None
     if not trainer.runtime.leave_together(f"step {step}, update {begun}"):
         return None
-    path = trainer.save_checkpoint()
+    with trainer.checkpointer.removing_none():
+        path = trainer.save_checkpoint()
     if begun and trainer.runtime.is_main:
         logger.warning(
-            "%s has %d updates of step %d, which broke off and will be taken again from its first "
-            "prompt: the run is not what it would have been to the last bit",
+            "%s contains %d updates of the interrupted step %d; that step will be repeated, so the "
+            "run will not be bit-identical",
             *(path, begun, step + 1),
         )
     return path

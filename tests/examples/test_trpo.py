@@ -124,7 +124,24 @@ def test_a_step_that_gains_nothing_is_not_taken(make):
     old = weights(trainer)
     step = torch.cat([p.flatten() for p in trainer.parameters]).detach() * 0
     assert trainer.line_search(experience, step) == (0.0, 0.0)
+    assert trainer.learner.begun == 0
     assert torch.equal(weights(trainer), old)
+
+
+def test_what_breaks_the_line_search_off_is_told_of_the_weights(make, monkeypatch) -> None:
+    trainer, experience = make()
+    monkeypatch.setattr(trainer, "compare", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.update(experience, Meter())
+    assert trainer.learner.begun == 1
+
+
+@pytest.mark.parametrize(("together", "sizes"), [(True, [1, 2]), (False, [1, 1, 1])])
+def test_rows_lie_together_as_the_model_check_found(make, together, sizes) -> None:
+    """Of lengths 2, 2 and 1."""
+    trainer, experience = make()
+    trainer.learner.keep_to(packs=False, pads=False, together=together)
+    assert sorted(len(batch.groups) for batch, _ in trainer.forward(experience)) == sizes
 
 
 def test_it_needs_nothing_private() -> None:
@@ -140,6 +157,9 @@ def test_it_needs_nothing_private() -> None:
         {"entropy_coef": 0.1},
         {"beta": 0.1, "kl_placement": "loss"},
         {"kl_adaptive_lr": 0.1},
+        {"entropy_target": 0.5},
+        {"positive_nll_coef": 0.1},
+        {"router_aux_loss_coef": 0.01},
         {"target_kl": 0.1},
     ],
 )

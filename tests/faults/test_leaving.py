@@ -23,11 +23,11 @@ def in_callback(trainer, error) -> None:
     trainer.callbacks.append(Failing())
 
 
-def in_backward(trainer, error) -> None:
+def in_backward(trainer, error, finished=2) -> None:
     backward = trainer.learner.trained.backward
 
     def lacking(loss) -> None:
-        if trainer.state.step == 2:
+        if trainer.state.step == finished:
             raise error
         backward(loss)
 
@@ -90,7 +90,7 @@ def test_updates_of_a_step_that_broke_off_are_kept_and_told(make, tmp_path, capl
     after_update(trainer, RuntimeError("not today"))
     with pytest.raises(RuntimeError, match="not today"):
         trainer.train()
-    assert "has 4 updates of step 3, which broke off" in caplog.text
+    assert "contains 4 updates of the interrupted step 3" in caplog.text
     resumed = make(PPOTrainer, normalize_values=True)
     assert resumed.checkpointer.resume("latest", resumed.runtime)
     assert (resumed.state.step, resumed.learner.scheduler.last_epoch) == (2, 2)
@@ -98,6 +98,30 @@ def test_updates_of_a_step_that_broke_off_are_kept_and_told(make, tmp_path, capl
     assert all(p.equal(q) for p, q in pairs)
     resumed.train("latest")
     assert [line["step"] for line in untimed(tmp_path / "run")] == [1, 2, 3]
+
+
+SEVERAL = {"save_steps": 2, "save_total_limit": 1, "max_steps": 4}
+
+
+def test_nothing_is_saved_of_a_run_that_diverged(make, tmp_path) -> None:
+    trainer = make(**SEVERAL)
+    in_backward(trainer, FloatingPointError("the gradient is not finite"), finished=3)
+    with pytest.raises(FloatingPointError) as left:
+        trainer.train()
+    assert not hasattr(left.value, "__notes__")
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert saved.name == "step-00000002"
+
+
+def test_what_was_saved_before_makes_no_room(make, tmp_path) -> None:
+    trainer = make(**SEVERAL)
+    in_backward(trainer, RuntimeError("not today"), finished=3)
+    with pytest.raises(RuntimeError, match="not today"):
+        trainer.train()
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert [p.name for p in sorted(checkpoints.iterdir())] == ["step-00000002", "step-00000003"]
+    make(**SEVERAL).train("latest")
+    assert [p.name for p in checkpoints.iterdir()] == ["step-00000004"]
 
 
 def test_what_cannot_be_saved_is_told_and_what_ended_the_run_is_raised(

@@ -124,9 +124,36 @@ MUTANTS = [
         name="errors-cost-steps",
         mistake="an error between two saves costs all steps since the last (transformers, TRL)",
         file="rlhf_pg/trainers/leaving.py",
-        old="    path = trainer.save_checkpoint()\n",
-        new="    return None\n",
+        old="        path = trainer.save_checkpoint()\n",
+        new="        return None\n",
         killers=("tests/faults/test_leaving.py::test_it_costs_no_step_that_was_finished",),
+    ),
+    Mutant(
+        name="files-of-a-live-run-set-aside",
+        mistake="a reward model in training sets the files of a live run aside",
+        file="rlhf_pg/run_files.py",
+        old="    with locked(directory):\n",
+        new="    if True:\n",
+        killers=(
+            "tests/test_run_files.py"
+            "::test_other_trainings_leave_the_directory_of_a_live_run_alone[a_reward_model]",
+        ),
+    ),
+    Mutant(
+        name="diverged-weights-for-good-ones",
+        mistake="a run that diverged saves its weights, in the place of the last good ones",
+        file="rlhf_pg/trainers/leaving.py",
+        old="    except FloatingPointError:",
+        new="    except ZeroDivisionError:",
+        killers=("tests/faults/test_leaving.py::test_nothing_is_saved_of_a_run_that_diverged",),
+    ),
+    Mutant(
+        name="half-a-step-for-a-whole-one",
+        mistake="what is saved when a run breaks off removes the last regular checkpoint",
+        file="rlhf_pg/checkpoint.py",
+        old="        limit, self.limit = self.limit, None\n",
+        new="        limit = self.limit\n",
+        killers=("tests/faults/test_leaving.py::test_what_was_saved_before_makes_no_room",),
     ),
     Mutant(
         name="moments-of-nan",

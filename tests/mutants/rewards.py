@@ -25,9 +25,17 @@ MUTANTS: list[Mutant] = [
         name="reward-model-closes-cut-turns",
         mistake="the template ends a turn that the policy did not end",
         file="rlhf_pg/rewards/model.py",
-        old="        cut = ended is False and not self.closes_truncated\n",
+        old="        cut = truncated and not ended and not self.closes_truncated\n",
         new="        cut = False\n",
         killers=(MODEL_TEST + "test_a_chat_turn_that_was_cut_off_is_left_open",),
+    ),
+    Mutant(
+        name="stop-strings-cut-turns-off",
+        mistake="a chat turn that a stop string ended counts as cut off, for lack of an EOS",
+        file="rlhf_pg/rewards/model.py",
+        old="        cut = truncated and not ended and not self.closes_truncated\n",
+        new="        cut = ended is False and not self.closes_truncated\n",
+        killers=(MODEL_TEST + "test_a_chat_turn_that_a_stop_string_ended_is_closed",),
     ),
     Mutant(
         name="event-loop-of-one-call",
@@ -47,6 +55,14 @@ MUTANTS: list[Mutant] = [
         killers=(
             PROCESS_TEST + "test_each_step_is_judged_at_its_separator_and_scored_at_its_last_token",
         ),
+    ),
+    Mutant(
+        name="steps-of-one-token-lost",
+        mistake="of several steps that one token ends, all scores but the last are dropped",
+        file="rlhf_pg/rewards/process.py",
+        old="fmean(here)",
+        new="here[-1]",
+        killers=(PROCESS_TEST + "test_a_policy_of_other_tokens_ends_its_steps_at_them",),
     ),
     # --------------------------------------------------------------------- where a score stands
     Mutant(

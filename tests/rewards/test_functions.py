@@ -152,10 +152,14 @@ def test_what_the_trainer_knows_is_for_those_who_ask():
     rewards(PROMPTS, COMPLETIONS, IDS, COLUMNS, ended=[True, False, True], state=state)
     assert seen == [([True, False, True], 3, 3, 9), 3]
     assert state.global_step == 3
-    columns = {"step": [5, 6, 7]}
-    with pytest.raises(ValueError, match=r"column 'step' .* reward function Asks asks"):
-        Rewards(Asks())(PROMPTS, COMPLETIONS, IDS, columns, state=state)
-    assert call(lambda step, **_: step, columns=columns).tolist() == [[5], [6], [7]]
+
+
+def test_a_column_by_the_name_of_what_the_trainer_knows_is_what_a_function_gets():
+    said = Rewards([lambda step, **_: step, lambda ended, **_: [int(e == "no") for e in ended]])
+    columns = {"step": [5, 6, 7], "ended": ["yes", "no", "no"]}
+    known = {"ended": [True] * 3, "state": TrainerState(global_step=3)}
+    scores = totals(said(PROMPTS, COMPLETIONS, IDS, columns, **known))
+    assert scores.tolist() == [[5, 0], [6, 1], [7, 1]]
 
 
 def test_one_function_needs_no_list():

@@ -165,11 +165,21 @@ def test_an_eos_that_was_sampled_is_seen_and_scored():
     assert close(blind(*said, **judged), [words, words, ended])
 
 
+def test_a_dataset_column_is_not_mistaken_for_what_the_trainer_says():
+    model, tokenizer = classifier(), letters()
+    judge = Rewards(model, processing_classes=tokenizer)
+    columns = {"ended": ["yes", "yes"]}
+    scores = judge(["ab"] * 2, ["c"] * 2, [[5]] * 2, columns, ended=[True, False])
+    expected = [by_hand(model, [3, 4, 5, *end]) for end in ([2], [])]
+    assert close(scores[:, 0, 0].tolist(), expected)
+
+
+CLOSING = "{% for m in messages %}{{ m['role'][0] + m['content'] + '<eos>' }}{% endfor %}"
+
+
 def test_a_chat_turn_that_was_cut_off_is_left_open():
     tokenizer, model = letters(), classifier()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'][0] + m['content'] + '<eos>' }}{% endfor %}"
-    )
+    tokenizer.chat_template = CLOSING
     chats = ([[says("b")]] * 3, [[says("c", "assistant")]] * 3)
     closed, cut = (by_hand(model, [23, 4, 2, 3, 5, *end]) for end in ([2], []))  # "u b a c"
     assert closed != cut
@@ -178,6 +188,18 @@ def test_a_chat_turn_that_was_cut_off_is_left_open():
     assert close(judge(*chats), [closed] * 3)
     closing = RewardModel(model, tokenizer, closes_truncated=True)
     assert close(closing(*chats, ended=[True, False, False]), [closed] * 3)
+
+
+def test_a_chat_turn_that_a_stop_string_ended_is_closed():
+    """And one behind which a limit on turns leaves no further one."""
+    tokenizer, model = letters(), classifier()
+    tokenizer.chat_template = CLOSING
+    chats = ([[says("b")]] * 3, [[says("c", "assistant")]] * 3)
+    closed, cut = (by_hand(model, [23, 4, 2, 3, 5, *end]) for end in ([2], []))
+    judge = Rewards(model, processing_classes=tokenizer)
+    known = {"ended": [False, False, True], "truncated": [False, True, True]}
+    scores = judge(*chats, [[5]] * 3, {}, **known)
+    assert close(scores[:, 0, 0].tolist(), [closed, cut, closed])
 
 
 # ------------------------------------------------------------------------------------ how it is run

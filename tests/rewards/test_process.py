@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from tokenizers import decoders
-from transformers import AutoModelForTokenClassification
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFast
 
 from rlhf_pg.advantages import process_group_normalized
 from rlhf_pg.rewards import ProcessRewardModel, Rewards
@@ -59,7 +59,7 @@ def test_each_step_is_judged_at_its_separator_and_scored_at_its_last_token(label
 
 
 def test_a_policy_of_other_tokens_ends_its_steps_at_them():
-    """Of whose tokens one has the end of a step and the begin of the next."""
+    """Of whose tokens one has the end of a step and all of the next: both count."""
 
     class Pairs:
         words = ("ab", "c.", ".d", "e")
@@ -71,7 +71,56 @@ def test_a_policy_of_other_tokens_ends_its_steps_at_them():
     [scores] = model(["hi"], ["abc.e.d"], [[0, 1, 3, 2]])
     assert [score is None for score in scores] == [True, False, True, False]
     assert scores[1] == pytest.approx(by_hand(model, "hiabc."), abs=2e-5)
-    assert scores[3] == pytest.approx(by_hand(model, "hiabc.e.d."), abs=2e-5)
+    both = [by_hand(model, text) for text in ("hiabc.e.", "hiabc.e.d.")]
+    assert scores[3] == pytest.approx(sum(both) / 2, abs=2e-5)
+
+
+class Counting:
+    """A tokenizer that notes how many tokens it has decoded."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.tokens = tokenizer, 0
+
+    def decode(self, ids, **options):
+        self.tokens += len(ids)
+        return self.tokenizer.decode(ids, **options)
+
+
+def bytewise():
+    """Of UTF-8, three bytes of which may be a character."""
+    vocabulary = {char: i for i, char in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_long_completions_are_read_once():
+    counting = Counting(fused())
+    ids = ids_of("abcd." * 400)
+    steps = judge(policy_tokenizer=counting)._steps(ids)
+    assert steps == [("abcd", 5 * i + 4) for i in range(400)]
+    assert counting.tokens < 4 * len(ids)
+
+
+@pytest.mark.parametrize("text", ["a\u20ac.b.\u20ac\u20ac.", "\u20ac\ufffd.\ufffd", "."])
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_characters_of_several_tokens_are_read_whole(text, cut):
+    tokenizer = bytewise()
+    ids = tokenizer(text)["input_ids"]
+    ids = ids[: len(ids) - cut] or ids
+    whole = tokenizer.decode(ids)
+    prefixes = [tokenizer.decode(ids[: t + 1]).count(".") for t in range(len(ids))]
+    ends = [prefixes.index(n) for n in range(1, whole.count(".") + 1)] + [len(ids) - 1]
+    expected = [(step, end) for step, end in zip(whole.split("."), ends, strict=True) if step]
+    assert judge(policy_tokenizer=tokenizer)._steps(ids) == (expected or [("", len(ids) - 1)])
+
+
+def test_bytes_that_are_no_text_are_read_once_too():
+    counting = Counting(bytewise())
+    ids = counting.tokenizer("\u20ac")["input_ids"][:1] * 300
+    assert len(judge(policy_tokenizer=counting)._steps(ids)) == 1
+    assert counting.tokens < 12 * len(ids)
 
 
 def test_step_scores_reach_the_process_estimator():
@@ -114,3 +163,6 @@ def test_what_it_cannot_judge_is_refused_by_name():
         judge(labels=3)
     with pytest.raises(ValueError, match=r"process reward model Llama.* beyond its max_position"):
         judge()(["hi"], ["a" * 70], [ids_of("a" * 70)])
+    said = [[{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]]
+    with pytest.raises(ValueError, match=r"^process reward model Llama.* row 0 has 2 messages"):
+        judge()([[{"role": "user", "content": "hi"}]], said, [ids_of("ab")])

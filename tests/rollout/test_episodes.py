@@ -4,6 +4,7 @@ import asyncio
 import math
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -441,6 +442,13 @@ def test_a_loop_that_was_held_up_is_used_again():
     other.call_soon_threadsafe(held.wait)
     assert user_code.event_loop() is own
     held.set()
+
+
+def test_what_no_loop_takes_is_not_left_unawaited(monkeypatch):
+    monkeypatch.setattr(user_code, "event_loop", lambda: 1 / 0)
+    with warnings.catch_warnings(record=True) as heard, pytest.raises(ZeroDivisionError):
+        user_code.begin(lambda: asyncio.sleep(0))
+    assert not heard
 
 
 def test_a_factory_that_fails_is_an_error_of_its_episode():

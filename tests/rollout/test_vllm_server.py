@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import signal
 import socket
 import stat
 import struct
@@ -145,6 +146,12 @@ def test_runs_share_a_sync_directory_and_leave_nothing_there(fake, tmp_path):
     engines.clear()
     gc.collect()
     assert not list((tmp_path / "sync").iterdir())
+
+
+def test_runs_may_make_a_sync_directory_at_the_same_time(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # as it was a moment ago
+    (tmp_path / "sync").mkdir()
+    engine_of(fake, tmp_path).generate([[5]], 1, PARAMS, seed=0)
 
 
 def test_what_evaluates_before_the_run_leaves_its_directory_private(fake, tmp_path):
@@ -437,6 +444,22 @@ def test_what_is_not_waited_for_is_broken_off(fake, tmp_path):
     with engine.session(PARAMS, seed=0) as session:
         session.add(Request(tokens=[5], draw=0))
         session.step()
+    assert heard.wait(10)
+
+
+def test_an_interrupt_breaks_off_what_is_asked(fake, tmp_path, request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    engine, heard = engine_of(fake, tmp_path), threading.Event()
+
+    def interrupt(handler: BaseHTTPRequestHandler) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        if handler.connection.recv(1) == b"":
+            heard.set()
+
+    fake.answers["/reset_prefix_cache"] = lambda body: interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.server.ask("/reset_prefix_cache", {}, lambda answer: answer)
     assert heard.wait(10)
 
 
