@@ -651,6 +651,7 @@ class PolicyGradientTrainer:
                 paid(samples.episodes) if self.rewards.has_environment else None,
                 self._ended(samples),
                 self._trainer_state(),
+                samples.rollout.truncated.tolist(),
             )
         rollout = samples.rollout
         return self.shaping.penalized(scores.to(rollout.sampler_logprobs), rollout)

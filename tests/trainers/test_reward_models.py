@@ -35,6 +35,18 @@ def test_a_path_is_trained_on_and_a_function_of_weight_0_is_tracked(make, judge_
         assert 0 < line["rewards/witness/mean"] < 1
 
 
+def test_what_a_stop_string_ended_is_not_cut_off(make):
+    heard = []
+
+    def hears(completions, ended, truncated, **_):
+        heard.extend(zip(completions, ended, truncated, strict=True))
+        return digits(completions)
+
+    make(reward_funcs=hears, stop="1", max_completion_length=12, max_steps=1).train()
+    assert any("1" in text for text, _, _ in heard)
+    assert all(cut == ("1" not in text and not ended) for text, ended, cut in heard)
+
+
 def test_a_weight_of_0_has_no_effect(make, judge_path):
     options = {"reward_weights": (1.0, 0.0), "max_steps": 1}
     trainers = [
