@@ -56,6 +56,7 @@ def test_what_all_agree_on_ends_all_with_the_reason_and_a_checkpoint(tmp_path) -
     assert (tmp_path / "checkpoints" / "step-00000001" / "rng-rank1.safetensors").exists()
 
 
+@pytest.mark.distributed
 @pytest.mark.fault(49, "of several processes, all save after the same step, and end")
 def test_a_launcher_that_is_killed_ends_all_after_the_same_step(tmp_path) -> None:
     command = [*LAUNCHER, FAILING, tmp_path, "reward", "loses_its_launcher"]
