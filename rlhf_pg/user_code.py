@@ -139,6 +139,7 @@ class Settings(NamedTuple):
     def restore(self, who: str) -> None:
         """Put back what `who` has changed, with a warning. A fork of the process ends here."""
         end_fork(self.process, who)
+        _reopen(who)
         now = self.now()
         if now == self:
             return
@@ -152,6 +153,14 @@ class Settings(NamedTuple):
         torch.set_num_threads(self.threads)
         changed = [name for name, value in now._asdict().items() if value != getattr(self, name)]
         _warn_once(f"{who} changed this of the process: {', '.join(changed)}; it is put back")
+
+
+def _reopen(who: str) -> None:
+    """What was closed of standard output and error: whatever says something would fail."""
+    for name in ("stdout", "stderr"):
+        if getattr(getattr(sys, name), "closed", False):
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+            _warn_once(f"{who} closed {name}: what is said there from now on goes nowhere")
 
 
 @lru_cache(maxsize=64)

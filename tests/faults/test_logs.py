@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -129,6 +130,19 @@ def test_a_reader_that_leaves_silences_the_console(make, tmp_path, monkeypatch) 
         print("and what a reward prints goes nowhere either", flush=True)
     assert len(read(tmp_path / "run" / "metrics.jsonl")) == 2
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+
+
+def test_a_console_that_a_reward_has_closed_is_silent(make, tmp_path, monkeypatch, caplog) -> None:
+    def closes(completions: list[str], **_: Any) -> list[float]:
+        sys.stdout.close()
+        return [float(len(text)) for text in completions]
+
+    with open(tmp_path / "out", "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        make(max_steps=2, reward_funcs=closes).train()
+    assert len(read(tmp_path / "run" / "metrics.jsonl")) == 2
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+    assert "closes closed stdout" in caplog.text
 
 
 def test_a_terminal_that_is_closed_silences_the_bar(tmp_path, monkeypatch, caplog) -> None:

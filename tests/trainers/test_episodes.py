@@ -334,6 +334,11 @@ class Broken:
         raise AssertionError
 
 
+class Rude:
+    def __getattribute__(self, name: str) -> Any:
+        raise OSError(f"no {name}")
+
+
 @pytest.mark.parametrize(
     ("trainer_type", "options"),
     [
@@ -426,9 +431,10 @@ def test_turns_from_a_truncated_distribution_are_scored_on_what_it_kept(make) ->
     torch.testing.assert_close(scored.logprobs, rollout.sampler_logprobs, atol=1e-5, rtol=0)
 
 
-def test_attempts_at_a_prompt_are_episodes(make) -> None:
+@pytest.mark.parametrize("environment", [Broken, Rude])
+def test_attempts_at_a_prompt_are_episodes(make, environment) -> None:
     """And one that has failed is no success."""
-    trainer = player(make, environment_factory=Broken, num_generations_eval=2)
+    trainer = player(make, environment_factory=environment, num_generations_eval=2)
     metrics = trainer.evaluate(temperature=1.0)
     assert metrics["eval_pass@2"] == metrics["eval_majority@2"] == 0
     assert metrics["eval_episodes/failed"] == 10
