@@ -24,7 +24,7 @@ MUTANTS = [
     Mutant(
         name="rollout-on-the-cpu",
         mistake="the record of a rollout is not moved to the device",
-        file="rlhf_pg/experience.py",
+        target="rlhf_pg.experience.Rollout.from_tokens",
         old="{name: value.to(device) for name, value in fields.items()}",
         new="fields",
         killers=(f"{RUN}[rloo]",),
@@ -32,7 +32,7 @@ MUTANTS = [
     Mutant(
         name="places-on-the-cpu",
         mistake="where the tokens of a packed row lie is not moved to the device",
-        file="rlhf_pg/models/packing.py",
+        target="rlhf_pg.models.packing.packed",
         old="to_device(torch.cat([sources, positions, shares, states.flatten()]), device)",
         new="torch.cat([sources, positions, shares, states.flatten()])",
         killers=(f"{SCORES}[qwen2-options0]",),
@@ -40,7 +40,7 @@ MUTANTS = [
     Mutant(
         name="families-on-the-cpu",
         mistake="which tokens are of one family is not moved to the device",
-        file="rlhf_pg/models/gpu_attention.py",
+        target="rlhf_pg.models.gpu_attention.OnGPU._places",
         old="both = to_device(torch.tensor([family, row]), self.device)",
         new="both = torch.tensor([family, row])",
         killers=(f"{SCORES}[qwen2-options0]",),
@@ -48,7 +48,7 @@ MUTANTS = [
     Mutant(
         name="ends-on-the-cpu",
         mistake="where sequences end is not moved to the device",
-        file="rlhf_pg/models/gpu_attention.py",
+        target="rlhf_pg.models.gpu_attention._Rows.of",
         old="(to_device(x, device) for x in (torch.cat(keys), *(end.int() for end in ends)))",
         new="(torch.cat(keys).to(device), *(end.int() for end in ends))",
         killers=(f"{FALLBACK}[dtype2-24]",),
@@ -56,7 +56,7 @@ MUTANTS = [
     Mutant(
         name="padded-columns-on-the-cpu",
         mistake="columns of a padded batch are counted on the CPU",
-        file="rlhf_pg/models/packing.py",
+        target="rlhf_pg.models.packing.padded",
         old="torch.arange(rows, device=mask.device)[:, None] * width",
         new="torch.arange(rows)[:, None] * width",
         killers=(f"{SCORES}[mistral-options3]",),
@@ -64,7 +64,7 @@ MUTANTS = [
     Mutant(
         name="critic-columns-on-the-cpu",
         mistake="the critic's columns are counted on the CPU",
-        file="rlhf_pg/models/critic.py",
+        target="rlhf_pg.models.Critic.forward",
         old="columns = torch.arange(1, states.shape[1], device=mask.device)",
         new="columns = torch.arange(1, states.shape[1])",
         killers=(f"{RUN}[ppo, n-step]",),
@@ -72,7 +72,7 @@ MUTANTS = [
     Mutant(
         name="token-of-the-probe-on-the-cpu",
         mistake="the token that tries a model's attention is on the CPU",
-        file="rlhf_pg/models/attention.py",
+        target="rlhf_pg.models.attention._probed",
         old="torch.zeros(1, 1, dtype=torch.int64, device=model.device)",
         new="torch.zeros(1, 1, dtype=torch.int64)",
         killers=(f"{SCORES}[qwen2-options0]",),
@@ -80,7 +80,7 @@ MUTANTS = [
     Mutant(
         name="budget-on-the-cpu",
         mistake="micro_batch_tokens auto measures batches of the CPU",
-        file="rlhf_pg/trainers/budget.py",
+        target="rlhf_pg.trainers.budget.of_update",
         old="args.max_completion_length, device)",
         new="args.max_completion_length)",
         killers=(f"{UPDATE}test_budget_is_found_without_data",),
@@ -88,7 +88,7 @@ MUTANTS = [
     Mutant(
         name="plan-on-the-cpu",
         mistake="rlhf-pg plan measures batches of the CPU",
-        file="rlhf_pg/plan/pace.py",
+        target="rlhf_pg.plan.pace._group",
         old="args.max_completion_length, drawn.device)",
         new="args.max_completion_length)",
         killers=(f"{UPDATE}test_plan_is_made_on_the_device",),
@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant(
         name="scores-on-the-cpu",
         mistake="scores of reward functions are not moved to the device",
-        file="rlhf_pg/trainers/base.py",
+        target="rlhf_pg.trainers.PolicyGradientTrainer.reward",
         old="self.shaping.penalized(scores.to(rollout.sampler_logprobs), rollout)",
         new="self.shaping.penalized(scores, rollout)",
         killers=(f"{RUN}[grpo, penalties]",),
@@ -104,7 +104,7 @@ MUTANTS = [
     Mutant(
         name="weights-of-rewards-on-the-cpu",
         mistake="weights of rewards are not moved to the device",
-        file="rlhf_pg/trainers/shaping.py",
+        target="rlhf_pg.trainers.shaping.Shaping.__call__",
         old="scores = scores * self.weights.to(scores)",
         new="scores = scores * self.weights",
         killers=(f"{RUN}[grpo, reward model]",),
@@ -112,7 +112,7 @@ MUTANTS = [
     Mutant(
         name="texts-of-a-reward-model-on-the-cpu",
         mistake="texts that a reward model reads are not moved to the device",
-        file="rlhf_pg/rewards/model.py",
+        target="rlhf_pg.rewards.RewardModel._score",
         old="sequence_scores(self.model, ids.to(device), mask.to(device))",
         new="sequence_scores(self.model, ids, mask)",
         killers=(f"{RUN}[grpo, reward model]",),
@@ -120,7 +120,7 @@ MUTANTS = [
     Mutant(
         name="statistics-of-groups-on-the-cpu",
         mistake="sums over groups are kept on the CPU",
-        file="rlhf_pg/advantages/in_group.py",
+        target="rlhf_pg.advantages.group_stats",
         old="zeros = torch.zeros(size, dtype=x.dtype, device=x.device)",
         new="zeros = torch.zeros(size, dtype=x.dtype)",
         killers=(f"{RUN}[grpo, small cache]",),
@@ -128,7 +128,7 @@ MUTANTS = [
     Mutant(
         name="groups-that-stay-on-the-cpu",
         mistake="dynamic sampling numbers the groups that stay on the CPU",
-        file="rlhf_pg/trainers/samples.py",
+        target="rlhf_pg.trainers.samples.Samples.renumbered",
         old="numbers = index.new_tensor([groups[own[i]] for i in rows])",
         new="numbers = torch.tensor([groups[own[i]] for i in rows])",
         killers=(f"{RUN}[grpo, dynamic sampling]",),
@@ -136,7 +136,7 @@ MUTANTS = [
     Mutant(
         name="noise-of-rounding-on-the-cpu",
         mistake="stochastic rounding counts the numbers of a weight on the CPU",
-        file="rlhf_pg/runtime/bfloat16.py",
+        target="rlhf_pg.runtime.bfloat16.round_stochastically",
         old="torch.arange(first, first + len(part), device=x.device)",
         new="torch.arange(first, first + len(part))",
         killers=(f"{RUN}[grpo, stochastic rounding]",),
@@ -144,7 +144,7 @@ MUTANTS = [
     Mutant(
         name="generate-on-the-cpu",
         mistake="generate is given tokens of the CPU",
-        file="rlhf_pg/rollout/plain.py",
+        target="rlhf_pg.rollout.plain.PlainSession.step",
         old="input_ids=ids.to(device),",
         new="input_ids=ids,",
         killers=(f"{RUN}[grpo, padded]",),
@@ -152,7 +152,7 @@ MUTANTS = [
     Mutant(
         name="gpu-not-used",
         mistake="runs are on the CPU although there is a GPU",
-        file="rlhf_pg/runtime/processes.py",
+        target="rlhf_pg.runtime.Runtime.__init__",
         old="cpu=not torch.cuda.is_available(),",
         new="cpu=True,",
         killers=(f"{RUN}[rloo]",),
@@ -161,7 +161,7 @@ MUTANTS = [
     Mutant(
         name="kernel-for-short-queries",
         mistake="few tokens get a kernel that cannot have the blocks of the mask",
-        file="rlhf_pg/models/gpu_attention.py",
+        target="rlhf_pg.models.gpu_attention.OnGPU.by_flex",
         old='options = {"FORCE_USE_FLEX_ATTENTION": True}',
         new="options = {}",
         killers=(f"{SCORES}[qwen2-options0]",),
@@ -169,7 +169,7 @@ MUTANTS = [
     Mutant(
         name="narrow-heads",
         mistake="heads of fewer numbers than the kernel takes are not widened",
-        file="rlhf_pg/models/gpu_attention.py",
+        target="rlhf_pg.models.gpu_attention",
         old="NARROWEST = 16",
         new="NARROWEST = 1",
         killers=(f"{SCORES}[qwen2-options0]",),
@@ -177,7 +177,7 @@ MUTANTS = [
     Mutant(
         name="no-way-without-a-compiler",
         mistake="a run ends where FlexAttention cannot be compiled",
-        file="rlhf_pg/models/gpu_attention.py",
+        target="rlhf_pg.models.gpu_attention.flex_compiles",
         old="    except torch.OutOfMemoryError:\n        raise\n",
         new="    except RuntimeError:\n        raise\n",
         killers=(f"{FALLBACK}[dtype0-8]",),
@@ -185,7 +185,7 @@ MUTANTS = [
     Mutant(
         name="flash-attention-in-float32",
         mistake="the kernel for bfloat16 is given float32",
-        file="rlhf_pg/models/gpu_attention.py",
+        target="rlhf_pg.models.gpu_attention._takes_varlen",
         old="return query.dtype in (torch.bfloat16, torch.float16) and query.shape[2] <= 256",
         new="return query.shape[2] <= 256",
         killers=(f"{FALLBACK}[dtype0-8]",),
@@ -193,7 +193,7 @@ MUTANTS = [
     Mutant(
         name="attention-of-cpus",
         mistake="a GPU is given the kernel of CPUs",
-        file="rlhf_pg/models/shared_prefix.py",
+        target="rlhf_pg.models.shared_prefix.SharedPrefix.attend",
         old="if query.is_cuda and not isinstance(query, FakeTensor):",
         new="if False:",
         killers=(f"{SCORES}[qwen2-options0]",),
@@ -201,7 +201,7 @@ MUTANTS = [
     Mutant(
         name="measured-by-computing",
         mistake="attention on tensors without data is given to the compiler",
-        file="rlhf_pg/models/shared_prefix.py",
+        target="rlhf_pg.models.shared_prefix.SharedPrefix.attend",
         old="if query.is_cuda and not isinstance(query, FakeTensor):",
         new="if query.is_cuda:",
         killers=(f"{UPDATE}test_budget_is_found_without_data",),
@@ -210,7 +210,7 @@ MUTANTS = [
     Mutant(
         name="wait-for-lengths",
         mistake="every micro-batch asks the device for its lengths",
-        file="rlhf_pg/trainers/learner.py",
+        target="rlhf_pg.trainers.learner.Learner._micro_batches",
         old="        batch = batch.counted()\n",
         new="",
         killers=(f"{WAITS}[grpo-passes0]",),
@@ -218,7 +218,7 @@ MUTANTS = [
     Mutant(
         name="wait-for-action-tokens",
         mistake="every micro-batch asks the device how many tokens it trains on",
-        file="rlhf_pg/experience.py",
+        target="rlhf_pg.experience.Rollout.action_slots",
         old="mask.nonzero_static(size=sum(row.actions for row in self.host_rows))",
         new="mask.nonzero()",
         killers=(f"{WAITS}[grpo-passes0]",),
@@ -226,7 +226,7 @@ MUTANTS = [
     Mutant(
         name="wait-for-indices",
         mistake="indices are copied from memory that the device cannot read by itself",
-        file="rlhf_pg/experience.py",
+        target="rlhf_pg.experience.to_device",
         old="return x.pin_memory().to(device, non_blocking=True)",
         new="return x.to(device)",
         killers=(f"{WAITS}[grpo-passes0]",),
@@ -234,7 +234,7 @@ MUTANTS = [
     Mutant(
         name="wait-for-a-count",
         mistake="the count of a metric is copied to the device",
-        file="rlhf_pg/metrics.py",
+        target="rlhf_pg.metrics.Meter.add",
         old="torch.full_like(total, count)",
         new="torch.tensor(count, dtype=torch.float64).to(total.device)",
         killers=(f"{WAITS}[grpo-passes0]",),
@@ -242,7 +242,7 @@ MUTANTS = [
     Mutant(
         name="wait-for-a-metric",
         mistake="every metric of every micro-batch is looked at",
-        file="rlhf_pg/metrics.py",
+        target="rlhf_pg.metrics.Meter.add",
         old="pair = torch.stack([total, count])",
         new="pair = torch.stack([total, count]) + 0 * total.item()",
         killers=(f"{WAITS}[grpo-passes0]",),
@@ -251,7 +251,7 @@ MUTANTS = [
     Mutant(
         name="moments-on-the-cpu",
         mistake="the optimizer's moments stay on the CPU when a run is resumed",
-        file="rlhf_pg/runtime/trained.py",
+        target="rlhf_pg.runtime.Trained._like",
         old="return value.to(parameter.device)",
         new="return value",
         killers=(f"{RUN}[grpo, resumed]",),
@@ -260,7 +260,7 @@ MUTANTS = [
     Mutant(
         name="prompts-of-a-prefill-on-the-cpu",
         mistake="the tokens of prompts are not moved to the device",
-        file="rlhf_pg/rollout/batching.py",
+        target="rlhf_pg.rollout.batching.BatchingSession._compute",
         old="                tensor.to(device),",
         new="                tensor,",
         killers=(IDS,),
@@ -268,7 +268,7 @@ MUTANTS = [
     Mutant(
         name="drawn-tokens-on-the-cpu",
         mistake="what was drawn is kept on the CPU",
-        file="rlhf_pg/rollout/rows.py",
+        target="rlhf_pg.rollout.rows.Drawn.__init__",
         old="return torch.zeros(shape, dtype=dtype, device=model.device)",
         new="return torch.zeros(shape, dtype=dtype)",
         killers=(IDS,),
@@ -276,7 +276,7 @@ MUTANTS = [
     Mutant(
         name="groups-of-rows-on-the-cpu",
         mistake="which rows share a prompt is not moved to the device",
-        file="rlhf_pg/rollout/rows.py",
+        target="rlhf_pg.rollout.rows.Groups.of",
         old="(tensor.to(model.device) for tensor in tensors)",
         new="tensors",
         killers=(IDS,),
@@ -284,7 +284,7 @@ MUTANTS = [
     Mutant(
         name="places-of-rows-on-the-cpu",
         mistake="where rows and prompts lie is not moved to the device",
-        file="rlhf_pg/rollout/unpadded.py",
+        target="rlhf_pg.rollout.unpadded.Places.of",
         old="there = torch.tensor(numbers).to(device)",
         new="there = torch.tensor(numbers)",
         killers=(KEPT,),
@@ -292,7 +292,7 @@ MUTANTS = [
     Mutant(
         name="index-of-a-write-on-the-cpu",
         mistake="keys are written by an index of the CPU, which a graph cannot have",
-        file="rlhf_pg/rollout/attention.py",
+        target="rlhf_pg.rollout.attention.Decode.attend",
         old="torch.arange(rows, device=query.device)",
         new="torch.arange(rows)",
         killers=(f"{STEADY}[dtype1]",),
@@ -300,7 +300,7 @@ MUTANTS = [
     Mutant(
         name="index-of-a-block-on-the-cpu",
         mistake="drawing looks up a block by an index of the CPU: a wait at every token",
-        file="rlhf_pg/rollout/sampling.py",
+        target="rlhf_pg.rollout.sampling.sample",
         old="torch.arange(len(block), device=block.device)",
         new="torch.arange(len(block))",
         killers=(f"{STEADY}[dtype0]",),
@@ -308,7 +308,7 @@ MUTANTS = [
     Mutant(
         name="one-column-for-all",
         mistake="a decoding step asks whether all rows have one length",
-        file="rlhf_pg/rollout/stores.py",
+        target="rlhf_pg.rollout.stores._common",
         old='columns.device.type == "cpu" and (columns == columns[0]).all()',
         new="(columns == columns[0]).all()",
         killers=(f"{STEADY}[dtype1]",),
@@ -316,7 +316,7 @@ MUTANTS = [
     Mutant(
         name="scores-by-two-dtypes",
         mistake="queries in float32 are multiplied by keys in bfloat16",
-        file="rlhf_pg/rollout/flash.py",
+        target="rlhf_pg.rollout.flash.FlashDecode.attend",
         old="        of_own = _weigh(q, own,",
         new="        of_own = _weigh(q.float(), own,",
         killers=(KEPT,),
@@ -324,7 +324,7 @@ MUTANTS = [
     Mutant(
         name="graph-on-old-inputs",
         mistake="a graph is replayed on the rows that it was recorded with",
-        file="rlhf_pg/rollout/graphs.py",
+        target="rlhf_pg.rollout.graphs.Graphs.__call__",
         old="                place.copy_(tensor)",
         new="                pass",
         killers=(REPLAYED,),
@@ -332,7 +332,7 @@ MUTANTS = [
     Mutant(
         name="graph-of-another-shape",
         mistake="a graph is replayed for another number of rows",
-        file="rlhf_pg/rollout/graphs.py",
+        target="rlhf_pg.rollout.graphs.Graphs.__call__",
         old="key = tuple(tensor.shape for tensor in _tensors(inputs).values())",
         new="key = len(_tensors(inputs))",
         killers=(REPLAYED,),
@@ -340,7 +340,7 @@ MUTANTS = [
     Mutant(
         name="graph-of-other-weights",
         mistake="a graph outlives the weights and stores that it reads",
-        file="rlhf_pg/rollout/graphs.py",
+        target="rlhf_pg.rollout.graphs.Graphs.__call__",
         old="        if where != self.where:\n",
         new="        if self.where is None:\n",
         killers=(ELSEWHERE,),
@@ -348,7 +348,7 @@ MUTANTS = [
     Mutant(
         name="graphs-recorded-anew",
         mistake="graphs are recorded anew at every step of training",
-        file="rlhf_pg/rollout/native.py",
+        target="rlhf_pg.rollout.NativeEngine.keep",
         old="        self.kept[self._key(params)] = kept",
         new="        pass",
         killers=(KEPT,),
@@ -356,7 +356,7 @@ MUTANTS = [
     Mutant(
         name="capture-minds-other-threads",
         mistake="a thread of a tool breaks the recording of a graph",
-        file="rlhf_pg/rollout/graphs.py",
+        target="rlhf_pg.rollout.graphs.Graphs._record",
         old=', capture_error_mode="thread_local"',
         new="",
         killers=(f"{DECODE}test_captures_do_not_mind_other_threads",),
@@ -364,7 +364,7 @@ MUTANTS = [
     Mutant(
         name="memory-left-to-the-collector",
         mistake="keys and values of a rollout are still there in the update",
-        file="rlhf_pg/rollout/native.py",
+        target="rlhf_pg.rollout.NativeEngine.session",
         old="                session.close()",
         new="                pass",
         killers=(MEMORY,),
@@ -372,7 +372,7 @@ MUTANTS = [
     Mutant(
         name="room-without-what-is-reserved",
         mistake="room for keys and values shrinks by what torch keeps and does not use",
-        file="rlhf_pg/rollout/native.py",
+        target="rlhf_pg.rollout.NativeEngine.room",
         old="room = (torch.cuda.mem_get_info(device)[0] + unused) // 2",
         new="room = torch.cuda.mem_get_info(device)[0] // 2",
         killers=(f"{DECODE}test_room_counts_what_torch_has_reserved_and_does_not_use",),
@@ -380,7 +380,7 @@ MUTANTS = [
     Mutant(
         name="running-sum-that-may-not-repeat",
         mistake="drawing takes a running sum of floats where torch is told to repeat itself",
-        file="rlhf_pg/rollout/sampling.py",
+        target="rlhf_pg.rollout.sampling._running_sums",
         old="if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):",
         new="if True:",
         killers=(f"{DECODE}test_drawing_repeats_where_it_is_told_to",),
@@ -388,7 +388,7 @@ MUTANTS = [
     Mutant(
         name="tried-with-the-tensors-of-a-layer",
         mistake="FlexAttention is tried with the hooks of a checkpointed layer around it",
-        file="rlhf_pg/models/gpu_attention.py",
+        target="rlhf_pg.models.gpu_attention.flex_compiles",
         old="with torch.enable_grad(), own:",
         new="with torch.enable_grad():",
         killers=(f"{MODELS}test_flex_attention_is_tried_within_a_layer_that_is_checkpointed",),
@@ -396,7 +396,7 @@ MUTANTS = [
     Mutant(
         name="heads-of-any-width",
         mistake="heads are not widened to the multiples of 8 that kernels take",
-        file="rlhf_pg/models/gpu_attention.py",
+        target="rlhf_pg.models.gpu_attention.OnGPU.attend",
         old="max(-(-query.shape[2] // 8) * 8, NARROWEST)",
         new="max(query.shape[2], NARROWEST)",
         killers=(f"{FALLBACK}[dtype2-20]",),
@@ -404,7 +404,7 @@ MUTANTS = [
     Mutant(
         name="room-of-an-earlier-session",
         mistake="a rollout takes as much memory as the largest before it",
-        file="rlhf_pg/rollout/unpadded.py",
+        target="rlhf_pg.rollout.unpadded.Unpadded.begin",
         old="if self.prompts.tokens + self.own.tokens > cache_tokens:",
         new="if False:",
         killers=(f"{DECODE}test_session_with_less_room_does_not_take_what_an_earlier_one_took",),

@@ -21,7 +21,7 @@ RECORDS = [
     Mutant(
         name="mask-from-pad-id",
         mistake="the mask is read off the ids: an EOS that is also pad is not trained (TRL #4970)",
-        file="rlhf_pg/experience.py",
+        target="rlhf_pg.experience.Rollout.from_tokens",
         old='"action_mask": action_mask,',
         new='"action_mask": action_mask & (completion_ids != pad_token_id),',
         killers=("tests/test_experience.py::test_a_real_token_equal_to_pad_is_still_real",),
@@ -29,7 +29,7 @@ RECORDS = [
     Mutant(
         name="last-token-is-no-action",
         mistake="the last token of a completion, its EOS, does not enter the loss",
-        file="rlhf_pg/experience.py",
+        target="rlhf_pg.experience.Rollout.from_tokens",
         old='"action_mask": action_mask,',
         new='"action_mask": action_mask & action_mask.roll(-1, 1),',
         killers=(f"{EXACT}::test_unbiased",),
@@ -37,7 +37,7 @@ RECORDS = [
     Mutant(
         name="prompts-cut-on-the-wrong-side",
         mistake="padding is cut off the right of left-padded prompts, their last tokens with it",
-        file="rlhf_pg/experience.py",
+        target="rlhf_pg.experience.Rollout.select",
         old="value[:, -prompt_width:]",
         new="value[:, :prompt_width]",
         killers=(
@@ -48,7 +48,7 @@ RECORDS = [
     Mutant(
         name="two-bos",
         mistake="the chat template and the tokenizer each put a BOS in front (NeMo #855)",
-        file="rlhf_pg/data.py",
+        target="rlhf_pg.data.encode",
         old="if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:",
         new="if False:",
         killers=("tests/test_data.py::test_a_bos_stands_in_front_once",),
@@ -56,7 +56,7 @@ RECORDS = [
     Mutant(
         name="long-prompts-cut",
         mistake="a prompt that is too long loses its beginning without a word",
-        file="rlhf_pg/data.py",
+        target="rlhf_pg.data.load_prompts",
         old="encode(prompt, tokenizer, row, tools=tools, most=max_prompt_length)",
         new="encode(prompt, tokenizer, row, tools=tools)[-(max_prompt_length or 0) :]",
         killers=("tests/test_data.py::test_longer_prompts_are_an_error_that_names_the_first",),
@@ -64,7 +64,7 @@ RECORDS = [
     Mutant(
         name="one-order-for-every-epoch",
         mistake="every epoch goes through the prompts in the same order",
-        file="rlhf_pg/data.py",
+        target="rlhf_pg.data.PromptSampler._order",
         old="permutation(self.size, self.seed, epoch)",
         new="permutation(self.size, self.seed)",
         killers=("tests/test_data.py::test_epochs_and_seeds_have_orders_of_their_own",),
@@ -72,7 +72,7 @@ RECORDS = [
     Mutant(
         name="groups-interleaved",
         mistake="group ids in another order than the rows: groups mix prompts",
-        file="rlhf_pg/trainers/samples.py",
+        target="rlhf_pg.trainers.samples.collect",
         old="groups=[draw for draw in draws for _ in range(n)]",
         new="groups=[draw for _ in range(n) for draw in draws]",
         killers=(f"{INVARIANCE}::test_a_group_with_equal_scores_has_no_gradient",),
@@ -80,7 +80,7 @@ RECORDS = [
     Mutant(
         name="columns-interleaved",
         mistake="prompts and columns are repeated in another order than the completions",
-        file="rlhf_pg/trainers/samples.py",
+        target="rlhf_pg.trainers.samples.collect",
         old="[row for row in rows for _ in range(n)]",
         new="[row for _ in range(n) for row in rows]",
         killers=(f"{STEP}::test_a_reward_sees_the_prompt_and_columns_that_were_answered",),
@@ -88,7 +88,7 @@ RECORDS = [
     Mutant(
         name="completions-retokenized",
         mistake="rewards see the ids of the decoded text, not those that were sampled (TRL #5224)",
-        file="rlhf_pg/trainers/samples.py",
+        target="rlhf_pg.trainers.samples.collect",
         old="completion_ids=[episode.tokens for episode in episodes],",
         new="completion_ids=[tokenizer(tokenizer.decode(e.tokens, skip_special_tokens=True))"
         '["input_ids"] for e in episodes],',
@@ -100,7 +100,7 @@ MODELS = [
     Mutant(
         name="attention-cut-with-the-loss-mask",
         mistake="what does not enter the loss is not attended to either (TRL's completion_mask)",
-        file="rlhf_pg/models/packing.py",
+        target="rlhf_pg.models.packing.packed",
         old="kept = there & (first[:, None] | (columns >= width))",
         new="kept = there & (first[:, None] & (columns < width) | (columns >= width))\n"
         "    kept[:, width:] &= batch.action_mask.cpu()",
@@ -109,7 +109,7 @@ MODELS = [
     Mutant(
         name="positions-from-the-column",
         mistake="left padding shifts the positions (OpenRLHF #217, TRL #6800)",
-        file="rlhf_pg/models/packing.py",
+        target="rlhf_pg.models.packing.packed",
         old="(there.cumsum(dim=1) - 1)[kept]",
         new="torch.arange(there.shape[1]).expand_as(there)[kept]",
         killers=(f"{POLICY}::test_equals_an_unpadded_teacher_forced_forward",),
@@ -117,7 +117,7 @@ MODELS = [
     Mutant(
         name="logits-off-by-one",
         mistake="each token is scored by the logits in its own column (TRL #3681)",
-        file="rlhf_pg/models/policy.py",
+        target="rlhf_pg.models.Policy.logits",
         old="output.logits[:, -columns:-1]",
         new="output.logits[:, 1 - columns :]",
         killers=(f"{POLICY}::test_each_token_is_scored_by_the_logits_of_the_token_before_it",),
@@ -125,7 +125,7 @@ MODELS = [
     Mutant(
         name="temperature-not-in-the-scores",
         mistake="what was sampled at a temperature is scored without it (TRL #4159)",
-        file="rlhf_pg/models/softmax.py",
+        target="rlhf_pg.models.softmax.Law.slope",
         old="return self.finish.scale / self.temperature",
         new="return self.finish.scale",
         killers=(f"{POLICY}::test_a_temperature_of_one_half_squares_the_odds",),
@@ -133,7 +133,7 @@ MODELS = [
     Mutant(
         name="log-softmax-in-half-precision",
         mistake="log-probabilities of a bfloat16 model are computed in bfloat16",
-        file="rlhf_pg/models/softmax.py",
+        target="rlhf_pg.models.softmax.Law.logits",
         old="z, bend = widen(output[rows]), None",
         new="z, bend = output[rows], None",
         killers=("tests/models/test_head.py::test_half_precision_is_scored_in_single",),
@@ -141,7 +141,7 @@ MODELS = [
     Mutant(
         name="entropy-of-impossible-tokens",
         mistake="0 * log 0 makes the entropy NaN where a logit is -inf",
-        file="rlhf_pg/models/softmax.py",
+        target="rlhf_pg.models.softmax.Law.scores",
         old="            everywhere.clamp_(min=IMPOSSIBLE)\n",
         new="",
         killers=(f"{POLICY}::test_impossible_tokens_leave_entropy_and_gradient_finite",),
@@ -149,7 +149,7 @@ MODELS = [
     Mutant(
         name="entropy-without-gradient",
         mistake="the entropy in the loss is detached, so the bonus does nothing",
-        file="rlhf_pg/models/softmax.py",
+        target="rlhf_pg.models.softmax._Scores.forward",
         old="        if not law.entropy_gradient:\n            ctx.mark",
         new="        if True:\n            ctx.mark",
         killers=(f"{PPO}::test_the_entropy_bonus_follows_the_entropy_of_every_visited_state",),
@@ -157,7 +157,7 @@ MODELS = [
     Mutant(
         name="trainer-scores-at-temperature-1",
         mistake="the trainer leaves the temperature of sampling out of ratio and KL (TRL #4159)",
-        file="rlhf_pg/trainers/learner.py",
+        target="rlhf_pg.trainers.learner.assembled",
         old="Policy(model, args.temperature, ",
         new="Policy(model, 1.0, ",
         killers=(f"{STEP}::test_what_was_sampled_is_scored_alike",),
@@ -165,7 +165,7 @@ MODELS = [
     Mutant(
         name="attention-dropout-left-on",
         mistake="dropout is switched off in modules, but not in the rates that attention reads",
-        file="rlhf_pg/models/modes.py",
+        target="rlhf_pg.models.disable_dropout",
         old='if "drop" in name and isinstance(value, float):',
         new="if False:",
         killers=(
@@ -176,7 +176,7 @@ MODELS = [
     Mutant(
         name="dropout-in-the-update",
         mistake="dropout makes the ratio of the first update differ from 1",
-        file="rlhf_pg/trainers/learner.py",
+        target="rlhf_pg.trainers.learner.assembled",
         old="if args.disable_dropout:",
         new="if False:",
         killers=(f"{RUN}::test_dropout_is_off_by_default",),
@@ -184,7 +184,7 @@ MODELS = [
     Mutant(
         name="updates-in-train-mode",
         mistake="updates run in train mode, in which routers jitter whatever dropout is",
-        file="rlhf_pg/models/policy.py",
+        target="rlhf_pg.models.Policy.train",
         old="if mode and not self.drops:",
         new="if False:",
         killers=(f"{MODE}::test_an_update_sees_the_policy_that_was_scored",),
@@ -192,7 +192,7 @@ MODELS = [
     Mutant(
         name="what-recomputes-drops-out",
         mistake="a layer that recomputes its activations drops out what it drops in train mode",
-        file="rlhf_pg/models/modes.py",
+        target="rlhf_pg.models.modes._mode_of_children",
         old="all(child.training for child in part.children())",
         new="own",
         killers=(f"{MODE}::test_an_update_sees_the_policy_that_was_scored",),
@@ -200,7 +200,7 @@ MODELS = [
     Mutant(
         name="nothing-recomputes",
         mistake="updates in evaluation mode keep the activations that they were to recompute",
-        file="rlhf_pg/models/modes.py",
+        target="rlhf_pg.models.modes.train_as_evaluated",
         old='bool(getattr(part, "gradient_checkpointing", False))',
         new="False",
         killers=(f"{MODE}::test_activations_are_recomputed",),
@@ -208,7 +208,7 @@ MODELS = [
     Mutant(
         name="positions-by-company",
         mistake="LongRoPE takes other frequencies once one row of a batch is long",
-        file="rlhf_pg/trainers/base.py",
+        target="rlhf_pg.trainers.PolicyGradientTrainer.__init__",
         old="models.settle_positions(module, max(longest, self.longest_row))",
         new="pass",
         killers=(f"{CHECK}::test_a_run_settles_them",),
@@ -216,7 +216,7 @@ MODELS = [
     Mutant(
         name="positions-by-the-prompt",
         mistake="LongRoPE's frequencies are settled for a row that is not the longest",
-        file="rlhf_pg/models/rotary.py",
+        target="rlhf_pg.models.settle_positions",
         old="[[longest - 1]]",
         new="[[0]]",
         killers=(f"{CHECK}::test_positions_are_settled_by_the_longest_row_of_the_run",),
@@ -224,7 +224,7 @@ MODELS = [
     Mutant(
         name="padding-not-looked-at",
         mistake="a model for which a padded row is another row is computed in padding",
-        file="rlhf_pg/trainers/model_check.py",
+        target="rlhf_pg.trainers.model_check.examine",
         old="pads = not run.differ(_rows(run.score(unlike), unlike), [alone[0], alone[2]])",
         new="pads = True",
         killers=(f"{CHECK}::test_what_is_mended",),
@@ -232,7 +232,7 @@ MODELS = [
     Mutant(
         name="reference-packed-all-the-same",
         mistake="the policy is not packed any more and its reference is: a KL between equal models",
-        file="rlhf_pg/trainers/learner.py",
+        target="rlhf_pg.trainers.learner.Learner.keep_to",
         old="for part in (self.policy, self.critic, of_reference):",
         new="for part in (self.policy, self.critic):",
         killers=(f"{CHECK}::test_the_reference_keeps_to_it_too",),
@@ -240,7 +240,7 @@ MODELS = [
     Mutant(
         name="baseline-in-other-company",
         mistake="what evaluates before the run samples in ways that the run finds wrong",
-        file="rlhf_pg/trainers/base.py",
+        target="rlhf_pg.trainers.PolicyGradientTrainer.evaluate",
         old="        self._keep_to_model()\n",
         new="",
         killers=(f"{CHECK}::test_what_evaluates_before_the_run_keeps_to_it_too",),
@@ -248,7 +248,7 @@ MODELS = [
     Mutant(
         name="padding-found-and-forgotten",
         mistake="the learner pads rows that the model check found to change in padding",
-        file="rlhf_pg/trainers/learner.py",
+        target="rlhf_pg.trainers.learner.Learner.keep_to",
         old="self.pads, self.together = pads, together",
         new="pass",
         killers=(f"{CHECK}::test_what_was_sampled_is_scored_alike_where_padding_changes_a_row",),
@@ -256,7 +256,7 @@ MODELS = [
     Mutant(
         name="sampled-in-padding",
         mistake="the engine pads prompts that the model check found to change in padding",
-        file="rlhf_pg/rollout/native.py",
+        target="rlhf_pg.rollout.native._Session._way",
         old="options = (engine.pad_token_id, engine.cache_tokens, engine.pads, engine.together)",
         new="options = (engine.pad_token_id, engine.cache_tokens)",
         killers=(f"{CHECK}::test_what_was_sampled_is_scored_alike_where_padding_changes_a_row",),
@@ -264,7 +264,7 @@ MODELS = [
     Mutant(
         name="sampler-not-looked-at",
         mistake="a model that samples otherwise than it scores is trained without a word",
-        file="rlhf_pg/trainers/model_check.py",
+        target="rlhf_pg.trainers.model_check._sampled_right",
         old="if not run.differ(said, by_row(run.score, drawn)):",
         new="if True:",
         killers=(f"{CHECK}::test_what_is_refused",),
@@ -272,7 +272,7 @@ MODELS = [
     Mutant(
         name="not-a-number-is-close",
         mistake="numbers that are NaN in padding count as those of the row alone",
-        file="rlhf_pg/trainers/model_check.py",
+        target="rlhf_pg.trainers.model_check.Examined.differ",
         old="not all(bool(x <= LIMITS[self.dtype]) for x in apart)",
         new="any(bool(x > LIMITS[self.dtype]) for x in apart)",
         killers=(f"{CHECK}::test_padding_that_is_not_a_number_in_float64_is_left_out",),
@@ -280,7 +280,7 @@ MODELS = [
     Mutant(
         name="reference-is-the-policy",
         mistake="the reference is not a copy and follows the policy: a KL of 0 for ever",
-        file="rlhf_pg/models/reference.py",
+        target="rlhf_pg.models.Reference.__init__",
         old="share_frozen(policy).eval().requires_grad_(False)",
         new="policy",
         killers=(f"{REFERENCE}::test_training_the_policy_does_not_touch_it",),
@@ -288,7 +288,7 @@ MODELS = [
     Mutant(
         name="reference-without-its-adapter",
         mistake="the reference is the base model although training began at an adapter (TRL #1340)",
-        file="rlhf_pg/models/reference.py",
+        target="rlhf_pg.models.Reference.__init__",
         old="if adds_nothing(policy.model) and not moves:",
         new='if hasattr(policy.model, "unload"):',
         killers=(
@@ -299,7 +299,7 @@ MODELS = [
     Mutant(
         name="reference-in-train-mode",
         mistake="the reference drops out",
-        file="rlhf_pg/models/reference.py",
+        target="rlhf_pg.models.Reference.train",
         old="super().train(False)",
         new="super().train(mode)",
         killers=(f"{REFERENCE}::test_it_stays_in_eval_mode_and_leaves_the_policy_in_its_own",),
@@ -307,7 +307,7 @@ MODELS = [
     Mutant(
         name="adapter-discarded-on-resume",
         mistake="a resumed run goes on with a fresh adapter (lerobot #3459)",
-        file="rlhf_pg/models/adapters.py",
+        target="rlhf_pg.models.load_weights",
         old='set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))',
         new="pass",
         killers=("tests/models/test_adapters.py::test_restored_weights_are_equal_and_in_place",),
@@ -315,7 +315,7 @@ MODELS = [
     Mutant(
         name="base-weights-copied",
         mistake="policy and reference each hold the frozen base weights",
-        file="rlhf_pg/models/adapters.py",
+        target="rlhf_pg.models.adapters.share_frozen",
         old="copy.deepcopy(module, frozen)",
         new="copy.deepcopy(module)",
         killers=(
@@ -328,7 +328,7 @@ CRITICS = [
     Mutant(
         name="value-head-at-random",
         mistake="the value head begins at random, and V is noise",
-        file="rlhf_pg/models/critic.py",
+        target="rlhf_pg.models.ValueHead.__init__",
         old="nn.init.zeros_(self.weight)",
         new="pass",
         killers=(f"{CRITIC}::test_the_first_values_are_exactly_0_in_single_precision_at_least",),
@@ -336,7 +336,7 @@ CRITICS = [
     Mutant(
         name="value-head-in-half-precision",
         mistake="the value head is kept in bfloat16, where small updates are lost",
-        file="rlhf_pg/models/critic.py",
+        target="rlhf_pg.models.ValueHead.__init__",
         old="dtype=torch.promote_types(dtype, torch.float32)",
         new="dtype=dtype",
         killers=(f"{CRITIC}::test_the_first_values_are_exactly_0_in_single_precision_at_least",),
@@ -344,7 +344,7 @@ CRITICS = [
     Mutant(
         name="value-after-the-token",
         mistake="V of the state after the token: the baseline knows the action, and is biased",
-        file="rlhf_pg/models/critic.py",
+        target="rlhf_pg.models.Critic.forward",
         old="torch.where(mask, values[states[:, :-1]], 0.0)",
         new="torch.where(mask, values[states[:, 1:]], 0.0)",
         killers=(f"{PPO}::test_with_the_true_values_every_expected_advantage_is_zero",),
@@ -352,7 +352,7 @@ CRITICS = [
     Mutant(
         name="bootstrap-from-the-last-state",
         mistake="a truncated row is bootstrapped with V(s_t), not V(s_t+1) (skrl's code)",
-        file="rlhf_pg/models/critic.py",
+        target="rlhf_pg.models.Critic.forward",
         old="torch.arange(1, states.shape[1], device=mask.device)",
         new="torch.arange(states.shape[1] - 1, device=mask.device)",
         killers=(f"{PPO}::test_a_completion_cut_off_ends_as_it_was_chosen_to",),
@@ -360,7 +360,7 @@ CRITICS = [
     Mutant(
         name="values-times-mask",
         mistake="masked values are multiplied away, and NaN * 0 is NaN",
-        file="rlhf_pg/models/critic.py",
+        target="rlhf_pg.models.Critic.forward",
         old="torch.where(mask, values[states[:, :-1]], 0.0)",
         new="values[states[:, :-1]] * mask",
         killers=(f"{CRITIC}::test_undefined_values_stay_in_masked_slots",),
@@ -368,7 +368,7 @@ CRITICS = [
     Mutant(
         name="critic-is-the-policy",
         mistake="the critic trains the policy's own trunk and not a copy",
-        file="rlhf_pg/models/critic.py",
+        target="rlhf_pg.models.critic._copy",
         old="share_frozen(trunk(policy_model))",
         new="trunk(policy_model)",
         killers=(f"{CRITIC}::test_policy_and_critic_share_what_is_frozen_and_nothing_else",),
@@ -376,7 +376,7 @@ CRITICS = [
     Mutant(
         name="critic-is-the-reward-model",
         mistake="the critic trains the reward model that it began as",
-        file="rlhf_pg/models/critic.py",
+        target="rlhf_pg.models.new_critic",
         old="value_model = copy.deepcopy(value_model)  #",
         new="pass  #",
         killers=(
@@ -389,7 +389,7 @@ SOURCES = [
     Mutant(
         name="reward-mutates-its-input",
         mistake="what one reward function does to its arguments, the next one and the trainer see",
-        file="rlhf_pg/rewards/functions.py",
+        target="rlhf_pg.rewards.Rewards._call",
         old="copy.deepcopy(lists | wanted)",
         new="(inputs | wanted)",
         killers=(f"{REWARDS}::test_what_one_function_does_to_its_input_nobody_else_sees",),
@@ -397,7 +397,7 @@ SOURCES = [
     Mutant(
         name="infinite-reward",
         mistake="an infinite reward passes as a number, 3.4e38 (TRL's nan_to_num)",
-        file="rlhf_pg/rewards/functions.py",
+        target="rlhf_pg.rewards.functions._number",
         old="if not math.isfinite(number):",
         new="if math.isnan(number):",
         killers=(
@@ -407,7 +407,7 @@ SOURCES = [
     Mutant(
         name="none-is-zero",
         mistake="a reward that does not apply counts as 0",
-        file="rlhf_pg/rewards/functions.py",
+        target="rlhf_pg.rewards.functions._number",
         old="if score is None:\n        return math.nan",
         new="if score is None:\n        return 0.0",
         killers=(f"{REWARDS}::test_none_is_a_gap_in_its_column_alone",),
@@ -416,7 +416,7 @@ SOURCES = [
         name="reward-at-the-first-pad",
         mistake="the score is read before the first pad: wrong where padding is on the left "
         "(huggingface/transformers#35911)",
-        file="rlhf_pg/rewards/model.py",
+        target="rlhf_pg.rewards.model.sequence_scores",
         old="(mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1)",
         new="mask.sum(dim=1) - 1",
         killers=(
@@ -428,7 +428,7 @@ SOURCES = [
         name="reward-pad-by-id",
         mistake="padding is found by the id of pad, which may be EOS or missing "
         "(huggingface/transformers#35911)",
-        file="rlhf_pg/rewards/model.py",
+        target="rlhf_pg.rewards.model.sequence_scores",
         old="(mask * torch.arange(",
         new="((input_ids != (model.config.pad_token_id or 0)) * torch.arange(",
         killers=(
@@ -439,7 +439,7 @@ SOURCES = [
     Mutant(
         name="reward-model-opens-a-turn",
         mistake="the reward model reads every chat as if its last turn had been cut off",
-        file="rlhf_pg/rewards/model.py",
+        target="rlhf_pg.rewards.model.encode_whole",
         old='"text", open_turn=cut and continues(text)',
         new='"text", open_turn=True',
         killers=("tests/rewards/test_model.py::test_a_chat_turn_that_was_cut_off_is_left_open",),
@@ -447,7 +447,7 @@ SOURCES = [
     Mutant(
         name="reward-model-drops-out",
         mistake="the reward model is left in train mode",
-        file="rlhf_pg/rewards/model.py",
+        target="rlhf_pg.rewards.RewardModel.__init__",
         old="model.to(device or model.device).eval()",
         new="model.to(device or model.device)",
         killers=("tests/rewards/test_model.py::test_it_neither_drops_out_nor_keeps_gradients",),
@@ -455,7 +455,7 @@ SOURCES = [
     Mutant(
         name="preferences-reversed",
         mistake="the reward model learns to prefer what was rejected",
-        file="rlhf_pg/rewards/bradley_terry.py",
+        target="rlhf_pg.rewards.bradley_terry_loss",
         old="logsigmoid(chosen - rejected)",
         new="logsigmoid(rejected - chosen)",
         killers=("tests/rewards/test_bradley_terry.py::test_the_gradient_is_the_doubt",),
@@ -466,7 +466,7 @@ LOOP = [
     Mutant(
         name="kl-reward-with-the-wrong-sign",
         mistake="the KL is added to the reward (the RLHF book's formula)",
-        file="rlhf_pg/trainers/scoring.py",
+        target="rlhf_pg.trainers.scoring._minus_kl",
         old='return -trainer.coefficients["beta"]',
         new='return trainer.coefficients["beta"]',
         killers=(f"{EXACT}::test_unbiased_with_the_kl_in_the_reward",),
@@ -474,7 +474,7 @@ LOOP = [
     Mutant(
         name="kl-loss-with-the-wrong-sign",
         mistake="the KL is subtracted from the loss (the RLHF book's formula)",
-        file="rlhf_pg/trainers/base.py",
+        target="rlhf_pg.trainers.PolicyGradientTrainer.regularizer",
         old="return per_token + self.",
         new="return per_token - self.",
         killers=(f"{EXACT}::test_k3_in_the_loss_follows_the_reverse_kl",),
@@ -482,7 +482,7 @@ LOOP = [
     Mutant(
         name="kl-counted-twice",
         mistake="the KL is paid in the reward and in the loss",
-        file="rlhf_pg/trainers/base.py",
+        target="rlhf_pg.trainers.PolicyGradientTrainer.regularizer",
         old='if batch.ref_logprobs is None or self.args.kl_placement == "reward":',
         new="if batch.ref_logprobs is None:",
         killers=(f"{STEP}::test_a_kl_that_is_paid_in_the_reward_is_not_in_the_loss_too",),
@@ -490,7 +490,7 @@ LOOP = [
     Mutant(
         name="entropy-penalised",
         mistake="the entropy bonus has its sign twice (skrl's docs)",
-        file="rlhf_pg/trainers/base.py",
+        target="rlhf_pg.trainers.PolicyGradientTrainer.regularizer",
         old="per_token = -self.",
         new="per_token = self.",
         killers=(f"{PPO}::test_the_entropy_bonus_follows_the_entropy_of_every_visited_state",),
@@ -498,7 +498,7 @@ LOOP = [
     Mutant(
         name="ratio-to-the-reference",
         mistake="the ratio of PPO is taken to the reference, not to the old policy (the RLHF book)",
-        file="rlhf_pg/trainers/base.py",
+        target="rlhf_pg.trainers.PolicyGradientTrainer.surrogate",
         old="new.logprobs, batch.old_logprobs, batch.advantages",
         new="new.logprobs, "
         "batch.old_logprobs if batch.ref_logprobs is None else batch.ref_logprobs, "
@@ -508,7 +508,7 @@ LOOP = [
     Mutant(
         name="score-at-the-first-token",
         mistake="the score is paid at the first token instead of the last",
-        file="rlhf_pg/rewards/scores.py",
+        target="rlhf_pg.rewards.scores.ends",
         old="mask.shape[1] - 1 - mask.flip(1).int().argmax(1)",
         new="mask.int().argmax(1)",
         killers=(f"{PPO}::test_the_score_is_paid_at_the_last_token_and_nothing_comes_after_it",),
@@ -516,7 +516,7 @@ LOOP = [
     Mutant(
         name="score-at-every-token",
         mistake="the score is paid at every token",
-        file="rlhf_pg/rewards/functions.py",
+        target="rlhf_pg.rewards.functions._placed",
         old="table[i, last[i]] = ",
         new="table[i] = ",
         killers=(f"{PPO}::test_the_score_is_paid_at_the_last_token_and_nothing_comes_after_it",),
@@ -524,7 +524,7 @@ LOOP = [
     Mutant(
         name="score-in-the-last-column",
         mistake="the score is paid in the last column, which is padding where a row is shorter",
-        file="rlhf_pg/rewards/scores.py",
+        target="rlhf_pg.rewards.scores.ends",
         old="mask.shape[1] - 1 - mask.flip(1).int().argmax(1)",
         new="torch.full((len(mask),), mask.shape[1] - 1, device=mask.device)",
         killers=(f"{PPO}::test_explained_variance_by_hand",),
@@ -532,7 +532,7 @@ LOOP = [
     Mutant(
         name="value-target-is-the-instant-reward",
         mistake="the critic regresses to the reward of the token (the RLHF book's code)",
-        file="rlhf_pg/trainers/ppo.py",
+        target="rlhf_pg.trainers.PPOTrainer.returns",
         old="return advantages + signals.values",
         new="return signals.rewards",
         killers=(
@@ -542,7 +542,7 @@ LOOP = [
     Mutant(
         name="value-target-from-whitened-advantages",
         mistake="the critic's target is made of whitened advantages",
-        file="rlhf_pg/trainers/scoring.py",
+        target="rlhf_pg.trainers.scoring.make_experience",
         old="        returns=returns,",
         new="        returns=None if returns is None else advantages + scored.values,",
         killers=(
@@ -552,7 +552,7 @@ LOOP = [
     Mutant(
         name="padding-whitened",
         mistake="advantages are whitened with the padding (the RLHF book's code)",
-        file="rlhf_pg/trainers/scoring.py",
+        target="rlhf_pg.trainers.scoring.make_experience",
         old="advantages = whiten(advantages, mask, stats=_mean_and_var(runtime, advantages, mask))",
         new="advantages = whiten(advantages, torch.ones_like(mask))",
         killers=(
@@ -562,7 +562,7 @@ LOOP = [
     Mutant(
         name="ended-completions-bootstrapped",
         mistake="what ended is bootstrapped as if it had been cut off",
-        file="rlhf_pg/trainers/ppo.py",
+        target="rlhf_pg.trainers.PPOTrainer.bootstrap_value",
         old="end_values.where(rollout.truncated, 0.0)",
         new="end_values",
         killers=(f"{PPO}::test_an_ended_completion_is_never_bootstrapped",),
@@ -570,7 +570,7 @@ LOOP = [
     Mutant(
         name="truncation-is-termination",
         mistake="what was cut off counts as ended (a well-known blog's terminal or truncated)",
-        file="rlhf_pg/trainers/ppo.py",
+        target="rlhf_pg.trainers.PPOTrainer.bootstrap_value",
         old="return end_values.where(rollout.truncated, 0.0)",
         new="return None",
         killers=(f"{PPO}::test_a_completion_cut_off_ends_as_it_was_chosen_to",),
@@ -578,7 +578,7 @@ LOOP = [
     Mutant(
         name="values-clipped-to-themselves",
         mistake="values are clipped around the new ones, so never",
-        file="rlhf_pg/trainers/ppo.py",
+        target="rlhf_pg.trainers.PPOTrainer.loss",
         old="new.values, batch.values, batch.returns",
         new="new.values, new.values, batch.returns",
         killers=(f"{PPO}::test_the_loss_is_the_sum_of_its_parts",),
@@ -586,7 +586,7 @@ LOOP = [
     Mutant(
         name="mean-of-means",
         mistake="each micro-batch is averaged over its own tokens (open-instruct #1161)",
-        file="rlhf_pg/trainers/learner.py",
+        target="rlhf_pg.trainers.learner.Learner.accumulate",
         old="                    count,\n",
         new="                    None,\n",
         killers=(f"{INVARIANCE}::test_micro_batch_split",),
@@ -594,7 +594,7 @@ LOOP = [
     Mutant(
         name="denominator-of-another-window",
         mistake="the denominator counts more than the optimizer step (TRL #6024)",
-        file="rlhf_pg/trainers/learner.py",
+        target="rlhf_pg.trainers.learner.Learner.accumulate",
         old="count = self.runtime.total(weight_count(minibatch.action_mask, args.aggregation))",
         new="count = args.num_mini_batches * self.runtime.total(\n"
         "            weight_count(minibatch.action_mask, args.aggregation))",
@@ -603,7 +603,7 @@ LOOP = [
     Mutant(
         name="constant-is-the-padded-width",
         mistake="Dr. GRPO's constant is the width of the batch (verl's default)",
-        file="rlhf_pg/trainers/learner.py",
+        target="rlhf_pg.trainers.learner.Learner.accumulate",
         old="                    args.max_completion_length,\n",
         new="                    batch.action_mask.shape[1],\n",
         killers=(f"{INVARIANCE}::test_micro_batch_split",),
@@ -611,7 +611,7 @@ LOOP = [
     Mutant(
         name="empty-micro-batch-skipped",
         mistake="a micro-batch without actions is skipped: parameters have no gradient, DDP waits",
-        file="rlhf_pg/trainers/learner.py",
+        target="rlhf_pg.trainers.learner.Learner.accumulate",
         old="                new: PolicyOutput = self.trained(batch)\n",
         new="                if not batch.action_mask.any():\n"
         "                    continue\n"
@@ -621,7 +621,7 @@ LOOP = [
     Mutant(
         name="ratio-of-one-update-from-rounding",
         mistake="with one update the ratio depends on the micro-batch's shape (verl #6280)",
-        file="rlhf_pg/trainers/scoring.py",
+        target="rlhf_pg.trainers.scoring.make_experience",
         old="old_logprobs=scored.old_logprobs if args.compares_with_old else None",
         new="old_logprobs=scored.old_logprobs",
         killers=(f"{STEP}::test_the_ratio_of_a_single_update_is_1_by_construction",),
@@ -629,7 +629,7 @@ LOOP = [
     Mutant(
         name="norm-of-the-policy-alone",
         mistake="the gradient is clipped by the policy's norm, the critic's is left out",
-        file="rlhf_pg/runtime/trained.py",
+        target="rlhf_pg.runtime.Trained.step",
         old="for p in self.module.parameters()]",
         new="for p in self.module.policy.parameters()]",
         killers=(f"{PPO}::test_policy_and_critic_have_one_gradient_norm",),
@@ -637,7 +637,7 @@ LOOP = [
     Mutant(
         name="gradient-not-clipped",
         mistake="max_grad_norm is logged and not applied (TRL's PPO loop had no clipping)",
-        file="rlhf_pg/runtime/trained.py",
+        target="rlhf_pg.runtime.Trained.step",
         old="self.max_grad_norm or torch.inf",
         new="torch.inf",
         killers=(f"{STEP}::test_the_gradient_is_scaled_down_to_the_norm_that_is_set",),
@@ -645,7 +645,7 @@ LOOP = [
     Mutant(
         name="abandoned-gradient-kept",
         mistake="the gradient of the minibatch at which updates stopped enters the next step",
-        file="rlhf_pg/trainers/learner.py",
+        target="rlhf_pg.trainers.learner.Learner._updates",
         old="                self.trained.forget(self.module)\n"
         "                self.trained.step()\n                break",
         new="                break",
@@ -655,7 +655,7 @@ LOOP = [
         name="rate-per-update",
         mistake="the schedule advances with every update and not once per step (accelerate's, by "
         "every process)",
-        file="rlhf_pg/trainers/learner.py",
+        target="rlhf_pg.trainers.learner.Learner.next_rate",
         old="        self.scheduler.step()\n",
         new="        for _ in norms:\n            self.scheduler.step()\n",
         killers=(f"{RUN}::test_the_learning_rate_advances_once_per_step",),
@@ -663,7 +663,7 @@ LOOP = [
     Mutant(
         name="adam-epsilon-ignored",
         mistake="Adam has the epsilon of the library and not the one that was set",
-        file="rlhf_pg/trainers/optimizer.py",
+        target="rlhf_pg.trainers.optimizer._adamw",
         old='"betas": betas, "eps": args.adam_epsilon}',
         new='"betas": betas}',
         killers=(f"{STEP}::test_the_optimizer_is_as_configured",),
@@ -671,7 +671,7 @@ LOOP = [
     Mutant(
         name="draws-not-counted",
         mistake="every step, and so a resumed run, begins with the first prompts again",
-        file="rlhf_pg/trainers/base.py",
+        target="rlhf_pg.trainers.PolicyGradientTrainer.step",
         old="self.state.draws += batch.draws",
         new="pass",
         killers=(f"{STEP}::test_the_noise_of_a_step_is_its_own",),
@@ -682,7 +682,7 @@ PROCESSES = [
     Mutant(
         name="gradient-averaged-over-processes",
         mistake="DDP's mean over processes is left in the gradient",
-        file="rlhf_pg/runtime/trained.py",
+        target="rlhf_pg.runtime.Trained.backward",
         old="torch.autograd.backward(loss * self._world)",
         new="torch.autograd.backward(loss)",
         killers=(f"{DISTRIBUTED}::test_the_gradient_of_an_update_is_the_same[ddp-2-grpo]",),
@@ -690,7 +690,7 @@ PROCESSES = [
     Mutant(
         name="tokens-counted-per-process",
         mistake="every process averages over its own tokens, however few",
-        file="rlhf_pg/trainers/learner.py",
+        target="rlhf_pg.trainers.learner.Learner.accumulate",
         old="self.runtime.total(weight_count(minibatch.action_mask, args.aggregation))",
         new="weight_count(minibatch.action_mask, args.aggregation) * self.runtime.world",
         killers=(f"{DISTRIBUTED}::test_the_gradient_of_an_update_is_the_same[ddp-2-grpo]",),
@@ -698,7 +698,7 @@ PROCESSES = [
     Mutant(
         name="whitening-per-process",
         mistake="advantages are whitened on each process by itself (TRL's PPO; slime #2235)",
-        file="rlhf_pg/trainers/scoring.py",
+        target="rlhf_pg.trainers.scoring.make_experience",
         old="whiten(advantages, mask, stats=_mean_and_var(runtime, advantages, mask))",
         new="whiten(advantages, mask)",
         killers=(f"{DISTRIBUTED}::test_the_gradient_of_an_update_is_the_same[ddp-2-ppo]",),

@@ -6,14 +6,12 @@ OPTIONS = "tests/trainers/test_critic_options.py"
 MOVING = "tests/trainers/test_moving_reference.py"
 REFERENCE = "tests/models/test_reference.py"
 DISTRIBUTED = "tests/distributed/test_invariance.py"
-LEARNER = "rlhf_pg/trainers/learner.py"
-SCORING = "rlhf_pg/trainers/scoring.py"
 
 TARGETS = [
     Mutant(
         name="value-target-advantage",
         mistake="the critic regresses to the advantage: the value is not added back",
-        file="rlhf_pg/trainers/ppo.py",
+        target="rlhf_pg.trainers.PPOTrainer.returns",
         old="return advantages + signals.values",
         new="return advantages",
         killers=(f"{OPTIONS}::test_targets_by_hand",),
@@ -21,7 +19,7 @@ TARGETS = [
     Mutant(
         name="value-target-with-the-policys-lambda",
         mistake="the critic's targets take the policy's lambda (what VAPO decouples)",
-        file="rlhf_pg/trainers/ppo.py",
+        target="rlhf_pg.trainers.PPOTrainer.returns",
         old="signals.mask, args.gamma, args.value_lam, end)[1]",
         new="signals.mask, args.gamma, args.lam, end)[1]",
         killers=(f"{OPTIONS}::test_targets_by_hand",),
@@ -29,7 +27,7 @@ TARGETS = [
     Mutant(
         name="value-lam-moves-the-policy",
         mistake="the lambda of the critic's targets is used for the advantages as well",
-        file="rlhf_pg/trainers/ppo.py",
+        target="rlhf_pg.trainers.PPOTrainer.advantages",
         old="return self.estimator(signals)",
         new="return self.estimator(signals) if self.args.value_lam is None else "
         "self.returns(signals, signals.values) - signals.values",
@@ -38,7 +36,7 @@ TARGETS = [
     Mutant(
         name="value-target-ends-at-the-cut",
         mistake="the critic's targets end in 0 where a completion was cut off, the advantages in V",
-        file="rlhf_pg/trainers/ppo.py",
+        target="rlhf_pg.trainers.PPOTrainer.returns",
         old="args.value_lam, end)[1]",
         new="args.value_lam, None)[1]",
         killers=(f"{OPTIONS}::test_targets_by_hand",),
@@ -49,7 +47,7 @@ UNITS = [
     Mutant(
         name="values-not-denormalised",
         mistake="advantages are taken of normalised values and plain rewards",
-        file=SCORING,
+        target="rlhf_pg.trainers.scoring.make_experience",
         old="    scored = _denormalized(scored, trainer.value_moments, mask)\n",
         new="",
         killers=(f"{OPTIONS}::test_advantages_are_those_of_the_denormalised_values",),
@@ -57,7 +55,7 @@ UNITS = [
     Mutant(
         name="end-value-not-denormalised",
         mistake="of the critic's values all but the one after a cut-off are denormalised",
-        file=SCORING,
+        target="rlhf_pg.trainers.scoring._denormalized",
         old="end_values=moments.denormalize(scored.end_values))",
         new="end_values=scored.end_values)",
         killers=(f"{OPTIONS}::test_advantages_are_those_of_the_denormalised_values",),
@@ -65,7 +63,7 @@ UNITS = [
     Mutant(
         name="value-targets-not-normalised",
         mistake="the critic's values are denormalised, and its targets were never normalised",
-        file=SCORING,
+        target="rlhf_pg.trainers.scoring._normalized",
         old="return torch.where(mask, moments.normalize(returns), 0.0)",
         new="return returns",
         killers=(f"{OPTIONS}::test_targets_are_normalised_by_all_returns_so_far",),
@@ -73,7 +71,7 @@ UNITS = [
     Mutant(
         name="old-value-in-other-units",
         mistake="values before the step in units after the moments moved: the clip holds (skrl)",
-        file=SCORING,
+        target="rlhf_pg.trainers.scoring.make_experience",
         old="        values=predicted,\n",
         new="        values=predicted if trainer.value_moments is None\n"
         "        else trainer.value_moments.normalize(scored.values),\n",
@@ -82,7 +80,7 @@ UNITS = [
     Mutant(
         name="value-moments-per-rank",
         mistake="every process normalises values by moments of its own rows",
-        file=SCORING,
+        target="rlhf_pg.trainers.scoring._normalized",
         old="        moments.update(float(runtime.total(mask.sum())), float(mean), float(var))",
         new="        own = returns[mask].double()\n"
         "        moments.update(len(own), float(own.mean()), float(own.var(correction=0)))",
@@ -91,7 +89,7 @@ UNITS = [
     Mutant(
         name="value-moments-with-padding",
         mistake="padded slots count as returns of 0 in the running moments",
-        file=SCORING,
+        target="rlhf_pg.trainers.scoring._normalized",
         old="moments.update(float(runtime.total(mask.sum())), float(mean), float(var))",
         new="moments.update(float(mask.numel()), float(returns.mean()), "
         "float(returns.var(correction=0)))",
@@ -100,7 +98,7 @@ UNITS = [
     Mutant(
         name="value-moments-not-saved",
         mistake="a resumed run starts its running moments anew",
-        file="rlhf_pg/trainers/base.py",
+        target="rlhf_pg.trainers.PolicyGradientTrainer.running",
         old='"value_moments": self.value_moments',
         new='"value_moments": None',
         killers=(
@@ -112,7 +110,7 @@ UNITS = [
     Mutant(
         name="critic-saved-in-its-own-units",
         mistake="the critic that a run leaves gives normalised values, without a word",
-        file="rlhf_pg/checkpoint.py",
+        target="rlhf_pg.checkpoint.Checkpointer._save_part",
         old='part.save(path / name, self.running.get("value_moments"))',
         new="part.save(path / name)",
         killers=(
@@ -126,7 +124,7 @@ HEAD_START = [
     Mutant(
         name="policy-moves-in-value-pretraining",
         mistake="the policy is trained on a critic's first guesses although it was to wait",
-        file=LEARNER,
+        target="rlhf_pg.trainers.learner.Learner._updates",
         old="                self.trained.forget(self.policy)\n",
         new="                pass\n",
         killers=(f"{OPTIONS}::test_neither_the_norm_nor_adam_sees_a_policy_that_stays",),
@@ -134,7 +132,7 @@ HEAD_START = [
     Mutant(
         name="further-value-updates-move-the-policy",
         mistake="the extra updates of VPG's critic train the policy as well",
-        file=LEARNER,
+        target="rlhf_pg.trainers.learner.Learner._teach_critic",
         old="            self.trained.forget(self.policy)  # after",
         new="            pass  # after",
         killers=(f"{OPTIONS}::test_further_updates_are_of_the_critic_alone",),
@@ -142,7 +140,7 @@ HEAD_START = [
     Mutant(
         name="rate-zero-alone-holds-the-policy",
         mistake="a rate of 0 holds the policy, while Adam's moments and the norm take its gradient",
-        file=LEARNER,
+        target="rlhf_pg.trainers.learner.Learner._updates",
         old="                self.trained.forget(self.policy)\n",
         new='                self.optimizer.param_groups[0]["lr"] = 0.0\n',
         killers=(f"{OPTIONS}::test_neither_the_norm_nor_adam_sees_a_policy_that_stays",),
@@ -150,7 +148,7 @@ HEAD_START = [
     Mutant(
         name="value-pretraining-one-step-long",
         mistake="the policy waits one step more than it was told",
-        file=LEARNER,
+        target="rlhf_pg.trainers.learner.Learner.trains_critic_alone",
         old="step < args.value_pretraining_steps",
         new="step <= args.value_pretraining_steps",
         killers=(f"{OPTIONS}::test_the_policy_stays_to_the_last_bit_while_the_critic_begins",),
@@ -158,7 +156,7 @@ HEAD_START = [
     Mutant(
         name="warmup-spent-while-waiting",
         mistake="the policy's warm-up passes while it waits, and it begins at the full rate",
-        file="rlhf_pg/trainers/optimizer.py",
+        target="rlhf_pg.trainers.optimizer._schedule",
         old="return 0.0 if step < alone else later(step - alone)",
         new="return 0.0 if step < alone else later(step)",
         killers=(f"{OPTIONS}::test_policy_and_critic_have_schedules_of_their_own",),
@@ -166,7 +164,7 @@ HEAD_START = [
     Mutant(
         name="coefficients-move-without-the-policy",
         mistake="a beta that moves falls in every step in which the policy is not allowed to",
-        file="rlhf_pg/trainers/base.py",
+        target="rlhf_pg.trainers.PolicyGradientTrainer.step",
         old="if not alone:",
         new="if True:",
         killers=(f"{OPTIONS}::test_coefficients_wait_for_the_policy",),
@@ -174,7 +172,7 @@ HEAD_START = [
     Mutant(
         name="random-critic-copies-the-policy",
         mistake="a critic of random weights starts from the policy's",
-        file="rlhf_pg/trainers/ppo.py",
+        target="rlhf_pg.trainers.PPOTrainer.new_critic",
         old="args.seed if random else None",
         new="None",
         killers=(
@@ -188,7 +186,7 @@ FOLLOWING = [
     Mutant(
         name="reference-mixed-the-wrong-way-round",
         mistake="ref_model_mixup_alpha taken as the share of the reference",
-        file="rlhf_pg/models/reference.py",
+        target="rlhf_pg.models.Reference.follow",
         old="own.lerp_(theirs, alpha)",
         new="own.lerp_(theirs, 1 - alpha)",
         killers=(
@@ -199,7 +197,7 @@ FOLLOWING = [
     Mutant(
         name="reference-synced-before-the-update",
         mistake="the reference is refreshed from the policy as it was before the step's updates",
-        file="rlhf_pg/trainers/base.py",
+        target="rlhf_pg.trainers.PolicyGradientTrainer.step",
         old="            metrics |= self.update(experience, meter)\n"
         "        alone = self.learner.trains_critic_alone(self.state.step)\n"
         '        tokens = int(metrics.pop("tokens")) + batch.other_tokens\n'
@@ -215,7 +213,7 @@ FOLLOWING = [
     Mutant(
         name="reference-not-saved",
         mistake="a resumed run takes the initial model for a reference that had moved (TRL)",
-        file="rlhf_pg/checkpoint.py",
+        target="rlhf_pg.checkpoint.Checkpointer._load_models",
         old='if name == "reference" and not part.moves:',
         new='if name == "reference":',
         killers=(f"{MOVING}::test_four_steps_are_two_or_three_a_stop_and_the_rest",),
@@ -223,7 +221,7 @@ FOLLOWING = [
     Mutant(
         name="moving-reference-without-adapter",
         mistake="with a fresh LoRA the reference is the base model, and has nothing to move",
-        file="rlhf_pg/models/reference.py",
+        target="rlhf_pg.models.Reference.__init__",
         old="if adds_nothing(policy.model) and not moves:",
         new="if adds_nothing(policy.model):",
         killers=(
@@ -233,7 +231,7 @@ FOLLOWING = [
     Mutant(
         name="reference-buffers-stay",
         mistake="the reference follows in its parameters and not in its buffers (TRL)",
-        file="rlhf_pg/models/reference.py",
+        target="rlhf_pg.models.reference._tensors",
         old="return [*module.parameters(), *module.buffers()]",
         new="return [*module.parameters()]",
         killers=(f"{REFERENCE}::test_it_moves_by_a_share_of_the_way_in_place",),
@@ -241,7 +239,7 @@ FOLLOWING = [
     Mutant(
         name="fingerprint-of-what-moves",
         mistake="a run cannot go on, for its reference is no longer the one that it began with",
-        file="rlhf_pg/models/reference.py",
+        target="rlhf_pg.models.fingerprint",
         old="if stays and isinstance(",
         new="if isinstance(",
         killers=(

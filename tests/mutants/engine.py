@@ -15,7 +15,7 @@ MUTANTS = [
     Mutant(
         name="small-adapters-lost-in-vllm-without-a-word",
         mistake="nobody hears that vLLM samples without the adapter, which rounding takes away",
-        file="rlhf_pg/rollout/vllm.py",
+        target="rlhf_pg.rollout.vllm.VllmEngine._warn_of_rounding",
         old="(lost := lost_in_merge(policy)) <= MOST_LOST:",
         new="(lost := lost_in_merge(policy)) <= 1 + MOST_LOST:",
         killers=(
@@ -26,7 +26,7 @@ MUTANTS = [
         name="small-adapters-merged-in-bfloat16",
         mistake="an adapter is merged for sampling into weights whose rounding takes it away "
         "(NeMo-RL #3696)",
-        file="rlhf_pg/rollout/native.py",
+        target="rlhf_pg.rollout.NativeEngine._taking_over",
         old="if merges and lost_in_merge(self.model) <= MOST_LOST:",
         new="if merges:",
         killers=(f"{NATIVE}::test_a_small_adapter_in_bfloat16_is_not_rounded_away",),
@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant(
         name="sampler-positions-from-the-column",
         mistake="in sampling, positions do not count the prompt",
-        file="rlhf_pg/rollout/batching.py",
+        target="rlhf_pg.rollout.batching.BatchingSession._step",
         old="positions = places.positions + last",
         new="positions = last",
         killers=(f"{NATIVE}::test_log_probabilities_equal_a_teacher_forced_forward",),
@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant(
         name="eos-forced",
         mistake="a completion that was cut off is given an EOS it never sampled (OpenRLHF #238)",
-        file="rlhf_pg/rollout/batching.py",
+        target="rlhf_pg.rollout.batching.BatchingSession._choose",
         old="        drawn.append(rows, ids, logprobs, self.eos)",
         new="        if len(self.eos):\n"
         "            ids = torch.where(lengths + 1 == drawn.limits[rows], self.eos[0], ids)\n"
@@ -52,7 +52,7 @@ MUTANTS = [
     Mutant(
         name="one-eos-of-several",
         mistake="of several EOS ids one ends a completion",
-        file="rlhf_pg/rollout/batching.py",
+        target="rlhf_pg.rollout.batching.BatchingSession.__init__",
         old="list(stopping.eos_token_ids)",
         new="list(stopping.eos_token_ids)[:1]",
         killers=(f"{NATIVE}::test_every_token_as_eos_gives_one_token",),
@@ -60,7 +60,7 @@ MUTANTS = [
     Mutant(
         name="eos-of-the-generation-config",
         mistake="the EOS ids of the generation config (a chat's end of turn) are not read",
-        file="rlhf_pg/models/tokenizers.py",
+        target="rlhf_pg.models.stop_token_ids",
         old="*(i for i in ids if i is not None)}",
         new="}",
         killers=(
@@ -70,7 +70,7 @@ MUTANTS = [
     Mutant(
         name="last-allowed-eos-is-truncated",
         mistake="a completion that ends with the last allowed token is called truncated",
-        file="rlhf_pg/rollout/batching.py",
+        target="rlhf_pg.rollout.batching.BatchingSession._take_out",
         old='"stop" if ended[i] else',
         new='"stop" if ended[i] and lengths[i] < row.prompt.limit else',
         killers=(f"{NATIVE}::test_eos_as_the_last_allowed_token_is_a_stop",),
@@ -78,7 +78,7 @@ MUTANTS = [
     Mutant(
         name="dropout-in-sampling",
         mistake="completions are sampled in train mode",
-        file="rlhf_pg/models/modes.py",
+        target="rlhf_pg.models.evaluating",
         old="    model.eval()\n    try:",
         new="    try:",
         killers=(f"{NATIVE}::test_dropout_has_no_part_in_sampling",),
@@ -86,7 +86,7 @@ MUTANTS = [
     Mutant(
         name="mode-lost-after-an-error",
         mistake="the mode is not restored when sampling fails",
-        file="rlhf_pg/models/modes.py",
+        target="rlhf_pg.models.evaluating",
         old="    model.eval()\n    try:\n        yield\n    finally:",
         new="    model.eval()\n    yield\n    if True:",
         killers=(f"{NATIVE}::test_the_mode_of_every_module_is_restored_after_an_error",),
@@ -94,7 +94,7 @@ MUTANTS = [
     Mutant(
         name="temperature-not-in-sampling",
         mistake="the temperature does not reach the logits that are sampled from",
-        file="rlhf_pg/rollout/sampling.py",
+        target="rlhf_pg.rollout.sampling.sample",
         old="        logits = logits / params.temperature\n",
         new="        logits = logits * 1\n",
         killers=(f"{SAMPLING}::test_temperature_has_its_closed_form",),
@@ -102,7 +102,7 @@ MUTANTS = [
     Mutant(
         name="truncated-mass-not-renormalised",
         mistake="log-probabilities of a top-p sample are those of all tokens (TRL #7269)",
-        file="rlhf_pg/rollout/sampling.py",
+        target="rlhf_pg.rollout.sampling.sample",
         old="return ids, _pick(scores, ids) - top.squeeze(1)",
         new="return ids, _pick(logits, ids) - logits.logsumexp(1)\n"
         "    return ids, _pick(scores, ids) - top.squeeze(1)",
@@ -111,7 +111,7 @@ MUTANTS = [
     Mutant(
         name="noise-without-the-draw",
         mistake="every prompt is given the same noise, as ranks with one seed are",
-        file="rlhf_pg/rollout/sampling.py",
+        target="rlhf_pg.rollout.sampling._state",
         old="mix(state + draws)",
         new="mix(state + 0 * draws)",
         killers=(f"{SAMPLING}::test_every_coordinate_gives_its_own_noise",),
@@ -119,7 +119,7 @@ MUTANTS = [
     Mutant(
         name="noise-of-the-step",
         mistake="the noise is keyed by the place in the batch, so every step and rank has the same",
-        file="rlhf_pg/trainers/samples.py",
+        target="rlhf_pg.trainers.samples.collect",
         old="seed, prompt_ids=draws)",
         new="seed)",
         killers=(f"{STEP}::test_the_noise_of_a_step_is_its_own",),
@@ -127,7 +127,7 @@ MUTANTS = [
     Mutant(
         name="padding-of-prompts-is-attended-to",
         mistake="rows attend to what is behind their prompt, where another is longer",
-        file="rlhf_pg/rollout/rows.py",
+        target="rlhf_pg.rollout.rows.Groups.of",
         old="columns < lengths[:, None],",
         new="(columns < lengths.max()).expand(len(lengths), -1),",
         killers=(f"{NATIVE}::test_padding_to_any_width_changes_nothing",),
@@ -135,7 +135,7 @@ MUTANTS = [
     Mutant(
         name="later-rows-attend-to-nothing-yet",
         mistake="rows that entered late attend to what they have not written yet",
-        file="rlhf_pg/rollout/stores.py",
+        target="rlhf_pg.rollout.stores.Padded.layout",
         old="<= last[:, None]",
         new="<= last.max().expand(len(last), 1)",
         killers=(f"{BATCHING}::test_a_small_cache_makes_rows_wait_and_changes_nothing",),
@@ -143,7 +143,7 @@ MUTANTS = [
     Mutant(
         name="a-moved-row-leaves-its-keys-behind",
         mistake="the row that fills a hole is given the keys and values of the one that left",
-        file="rlhf_pg/rollout/stores.py",
+        target="rlhf_pg.rollout.stores.Padded.move",
         old="        self.own.move(sources, targets)\n",
         new="",
         killers=(f"{NATIVE}::test_log_probabilities_equal_a_teacher_forced_forward",),
@@ -151,7 +151,7 @@ MUTANTS = [
     Mutant(
         name="a-moved-prompt-leaves-its-keys-behind",
         mistake="the prompt that fills a hole is given the keys and values of the one that left",
-        file="rlhf_pg/rollout/stores.py",
+        target="rlhf_pg.rollout.stores.Padded.leave",
         old="            self.prompts.move([last], [slot])\n",
         new="            pass\n",
         killers=(f"{BATCHING}::test_a_small_cache_makes_rows_wait_and_changes_nothing",),
@@ -159,7 +159,7 @@ MUTANTS = [
     Mutant(
         name="a-continued-row-repeats-its-noise",
         mistake="an episode's next turn draws with the noise of its first",
-        file="rlhf_pg/rollout/batching.py",
+        target="rlhf_pg.rollout.batching.BatchingSession._choose",
         old="positions = drawn.first[rows] + lengths",
         new="positions = lengths",
         killers=(f"{BATCHING}::test_a_row_goes_on_where_it_stopped",),
@@ -167,7 +167,7 @@ MUTANTS = [
     Mutant(
         name="adapter-merged-into-the-policy",
         mistake="for sampling, the adapter is merged into the weights that it trains on",
-        file="rlhf_pg/models/adapters.py",
+        target="rlhf_pg.models.merged",
         old="copied = copy.deepcopy(model, shared)",
         new="copied = model",
         killers=(
@@ -177,7 +177,7 @@ MUTANTS = [
     Mutant(
         name="parts-of-attention-not-weighed",
         mistake="prompt and completion are each attended to as if the other were not there",
-        file="rlhf_pg/rollout/attention.py",
+        target="rlhf_pg.rollout.attention.together",
         old="torch.lerp(a.values, b.values, torch.sigmoid(b.logsum - a.logsum))",
         new="torch.lerp(a.values, b.values, 0.5)",
         killers=(f"{NATIVE}::test_log_probabilities_equal_a_teacher_forced_forward",),
@@ -185,7 +185,7 @@ MUTANTS = [
     Mutant(
         name="a-second-copy-of-the-policy",
         mistake="all layers are merged before the first is handed to vLLM",
-        file="rlhf_pg/rollout/handover.py",
+        target="rlhf_pg.rollout.handover.merged_weights",
         old='_weights(bare(model), "", {id(p): False for p in model.parameters()})',
         new='[*_weights(bare(model), "", {id(p): False for p in model.parameters()})]',
         killers=(f"{HANDOVER}::test_one_merged_layer_is_in_memory_at_a_time",),
@@ -193,7 +193,7 @@ MUTANTS = [
     Mutant(
         name="vllm-uncorrected",
         mistake="what vLLM sampled is taken for a sample of the policy, unless one asks otherwise",
-        file="rlhf_pg/config/policy_gradient.py",
+        target="rlhf_pg.config.PolicyGradientConfig.correction",
         old='return "none" if self.rollout_engine in ("auto", "native") else "token_truncate"',
         new='return "none"',
         killers=(
@@ -204,7 +204,7 @@ MUTANTS = [
     Mutant(
         name="vllm-chosen-where-it-cannot-tell-what-was-kept",
         mistake="rollout_engine auto takes vLLM for a run that has to know which tokens were kept",
-        file="rlhf_pg/rollout/choose.py",
+        target="rlhf_pg.rollout.choose.unsuited",
         old='            args.truncated_sampling == "saved_support"\n',
         new="            False\n",
         killers=(f"{CHOOSE}::test_what_does_not_suit_is_named",),
@@ -212,7 +212,7 @@ MUTANTS = [
     Mutant(
         name="a-resumed-run-chooses-its-engine-anew",
         mistake="a resumed run samples with the engine that suits now, not the one it began with",
-        file="rlhf_pg/trainers/base.py",
+        target="rlhf_pg.trainers.PolicyGradientTrainer._resume",
         old='        if "rollout_engine" in found:\n',
         new='        if "engine" in found:\n',
         killers=(
@@ -222,7 +222,7 @@ MUTANTS = [
     Mutant(
         name="a-chosen-vllm-stays-awake",
         mistake="the vLLM that rollout_engine auto takes keeps the GPU's memory during the update",
-        file="rlhf_pg/trainers/engines.py",
+        target="rlhf_pg.trainers.engines.chosen",
         old="vllm_enable_sleep_mode=True)",
         new="vllm_enable_sleep_mode=False)",
         killers=(f"{ENGINES}::test_vllm_that_was_chosen_sleeps_has_room_and_is_saved",),
@@ -231,7 +231,7 @@ MUTANTS = [
     Mutant(
         name="flash-own-part-without-the-newest-token",
         mistake="a token attends to the earlier ones of its row and not to itself",
-        file="rlhf_pg/rollout/unpadded.py",
+        target="rlhf_pg.rollout.unpadded.Unpadded.layout",
         old="own_lengths=(last + 1).int(),",
         new="own_lengths=last.int(),",
         killers=(f"{FLASH}::test_what_is_sampled_is_the_same",),
@@ -239,7 +239,7 @@ MUTANTS = [
     Mutant(
         name="flash-logits-in-the-order-of-prompts",
         mistake="rows are given the logits of other rows: those in the order of their prompts",
-        file="rlhf_pg/rollout/batching.py",
+        target="rlhf_pg.rollout.batching.BatchingSession._step",
         old="logits = run(self.model, ids, positions, layout, places.back)",
         new="logits = run(self.model, ids, positions, layout, 0)",
         killers=(f"{FLASH}::test_what_is_sampled_is_the_same",),
@@ -247,7 +247,7 @@ MUTANTS = [
     Mutant(
         name="flash-runs-longer-than-a-block",
         mistake="queries of a group beyond those that the kernel is told of are not computed",
-        file="rlhf_pg/rollout/unpadded.py",
+        target="rlhf_pg.rollout.unpadded.Unpadded.places",
         old="most = max(1, QUERIES // self.shares[-1])",
         new="most = QUERIES * 1000",
         killers=(f"{FLASH}::test_groups_of_any_size",),
@@ -255,7 +255,7 @@ MUTANTS = [
     Mutant(
         name="flash-prompt-over-another",
         mistake="a new prompt is put where another one lies",
-        file="rlhf_pg/rollout/unpadded.py",
+        target="rlhf_pg.rollout.unpadded._gap",
         old="        if start - end >= length:",
         new="        if start - end >= 0:",
         killers=(f"{FLASH}::test_a_prompt_is_put_into_the_first_gap_that_it_fits",),
@@ -263,7 +263,7 @@ MUTANTS = [
     Mutant(
         name="flash-room-that-grows-is-empty",
         mistake="keys and values are lost when room grows",
-        file="rlhf_pg/rollout/flash.py",
+        target="rlhf_pg.rollout.flash.Tokens.reserve",
         old="                more[: len(tensor)] = tensor\n",
         new="                more.zero_()\n",
         killers=(f"{FLASH}::test_room_that_grows_keeps_what_is_there",),
@@ -271,7 +271,7 @@ MUTANTS = [
     Mutant(
         name="flash-moved-row-leaves-its-keys-behind",
         mistake="the row that fills a hole reads the keys and values of the one that left",
-        file="rlhf_pg/rollout/unpadded.py",
+        target="rlhf_pg.rollout.unpadded.Unpadded.move",
         old="            slots[target] = slots[source]\n",
         new="            pass\n",
         killers=(f"{FLASH}::test_what_is_sampled_is_the_same",),
@@ -279,7 +279,7 @@ MUTANTS = [
     Mutant(
         name="compilation-fails-every-time",
         mistake="what cannot be compiled is tried again, and said, at every step",
-        file="rlhf_pg/rollout/compiled.py",
+        target="rlhf_pg.rollout.compiled.Compiled.__call__",
         old="                self.works = False\n",
         new="                pass\n",
         killers=(
@@ -289,7 +289,7 @@ MUTANTS = [
     Mutant(
         name="scales-are-inputs-of-the-graph",
         mistake="each step is compiled twice, since floats are taken for numbers that change",
-        file="rlhf_pg/rollout/compiled.py",
+        target="rlhf_pg.rollout.compiled.Compiled.__call__",
         old="specialize_float=True",
         new="specialize_float=False",
         killers=(f"{FLASH}::test_a_step_is_one_graph_and_is_compiled_once",),

@@ -10,7 +10,7 @@ MUTANTS = [
     Mutant(
         name="missing-tensors-made-up",
         mistake="a tensor that a checkpoint lacks is random (transformers warns)",
-        file="rlhf_pg/models/pretrained.py",
+        target="rlhf_pg.models.from_pretrained",
         old="    if missing:\n",
         new="    if missing and False:\n",
         killers=("tests/models/test_loading.py::test_weights_that_are_put_back_are_all_there",),
@@ -18,7 +18,7 @@ MUTANTS = [
     Mutant(
         name="router-loss-per-micro-batch",
         mistake="the share of each expert counted in one micro-batch (transformers, verl)",
-        file="rlhf_pg/trainers/learner.py",
+        target="rlhf_pg.trainers.learner.Learner._router_loss",
         old="return balance.loss(chosen, new.routed.probability)",
         new="return balance.loss(*new.routed)",
         killers=(TRAINED,),
@@ -26,7 +26,7 @@ MUTANTS = [
     Mutant(
         name="router-loss-counts-prompts-once",
         mistake="a prompt that is computed once counts once, however many completions it has",
-        file="rlhf_pg/models/packing.py",
+        target="rlhf_pg.models.packing.packed",
         old="shares = torch.where(columns < width, shared[:, None], acts[:, None])[kept]",
         new="shares = torch.ones_like(kept, dtype=torch.int64)[kept]",
         killers=(COUNTED,),
@@ -35,7 +35,7 @@ MUTANTS = [
         name="router-loss-over-all-layers",
         mistake="shares taken over all layers together, so that each may have a favourite "
         "(transformers)",
-        file="rlhf_pg/models/experts.py",
+        target="rlhf_pg.models.experts.Balance.loss",
         old="share = (chosen / tokens) * (probability / tokens)",
         new="share = (chosen / tokens).mean(0, keepdim=True) * (probability / tokens)",
         killers=("tests/models/test_experts.py::test_layers_are_balanced_one_by_one",),
@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant(
         name="buffers-not-handed-over",
         mistake="an engine keeps random biases for choosing experts (parameters alone are sent)",
-        file="rlhf_pg/rollout/handover.py",
+        target="rlhf_pg.rollout.handover._weights",
         old="if name not in module._non_persistent_buffers_set:",
         new="if False:",
         killers=(NAMES + "what_is_handed_over_is_what_a_checkpoint_has",),
@@ -51,7 +51,7 @@ MUTANTS = [
     Mutant(
         name="experts-under-names-of-transformers",
         mistake="weights go to vLLM by the names of transformers 5, where experts are one tensor",
-        file="rlhf_pg/rollout/handover.py",
+        target="rlhf_pg.rollout.handover.published_weights",
         old="if not get_model_conversion_mapping(names, add_legacy=False):",
         new="if True:",
         killers=(NAMES + "experts_and_their_biases_go_by_the_names_that_vllm_reads",),

@@ -8,7 +8,7 @@ MUTANTS = [
     Mutant(
         name="sizes-compared-alone",
         mistake="a flipped byte in a checkpoint is resumed from: its file is as long as it was",
-        file="rlhf_pg/sealed.py",
+        target="rlhf_pg.sealed._difference",
         old="        if contents and _sha256(file) != sha256:\n",
         new="        if False:\n",
         killers=(f"{FAULTS}::test_the_newest_whole_checkpoint_is_resumed",),
@@ -16,7 +16,7 @@ MUTANTS = [
     Mutant(
         name="newest-by-number",
         mistake="the newest checkpoint is resumed without a look at it (transformers)",
-        file="rlhf_pg/checkpoint.py",
+        target="rlhf_pg.checkpoint.Checkpointer._newest_whole",
         old="            reason = self._fault(path, runtime)\n            if reason is None:\n"
         "                if broken",
         new="            reason = None\n            if reason is None:\n                if broken",
@@ -25,7 +25,7 @@ MUTANTS = [
     Mutant(
         name="peak-of-the-saved-run",
         mistake="a resumed run goes back to the learning rate that it was to leave (transformers)",
-        file="rlhf_pg/checkpoint.py",
+        target="rlhf_pg.checkpoint.Checkpointer._load_schedule",
         old="before, self.scheduler.base_lrs = self.scheduler.base_lrs, peaks",
         new="before = self.scheduler.base_lrs",
         killers=(f"{FAULTS}::test_another_learning_rate_is_taken_with_a_warning",),
@@ -33,7 +33,7 @@ MUTANTS = [
     Mutant(
         name="half-an-update-stays",
         mistake="a run that goes on after an error adds the gradient of the update that broke off",
-        file="rlhf_pg/trainers/learner.py",
+        target="rlhf_pg.trainers.learner.Learner.update",
         old="            self.trained.abandon()\n",
         new="",
         killers=("tests/faults/test_updates.py::test_out_of_memory_leaves_no_half_of_an_update",),
@@ -41,7 +41,7 @@ MUTANTS = [
     Mutant(
         name="random-numbers-drawn-twice",
         mistake="a step that broke off is taken again with random numbers that came after its own",
-        file="rlhf_pg/trainers/base.py",
+        target="rlhf_pg.trainers.PolicyGradientTrainer.take_back_step",
         old="            restore_rng(self._begun.rng)\n",
         new="            pass\n",
         killers=(
@@ -51,7 +51,7 @@ MUTANTS = [
     Mutant(
         name="foreign-files-replaced",
         mistake="a run replaces the model of somebody else, who left no metrics.jsonl beside it",
-        file="rlhf_pg/run_files.py",
+        target="rlhf_pg.run_files.set_aside",
         old="    if not there:\n",
         new='    if "metrics.jsonl" not in there:\n',
         killers=("tests/test_run_files.py::test_what_has_the_name_of_a_runs_file_is_set_aside",),
@@ -59,7 +59,7 @@ MUTANTS = [
     Mutant(
         name="manifest-of-any-kind",
         mistake="a manifest that is a device is read without end",
-        file="rlhf_pg/sealed.py",
+        target="rlhf_pg.sealed._manifest",
         old="        if not stat.S_ISREG(found.st_mode):\n",
         new="        if False:\n",
         killers=(f"{FAULTS}::test_a_manifest_that_is_none_is_no_end",),
@@ -67,7 +67,7 @@ MUTANTS = [
     Mutant(
         name="model-for-a-checkpoint",
         mistake="final/ is taken for a checkpoint, since it is whole, and ends in a traceback",
-        file="rlhf_pg/checkpoint.py",
+        target="rlhf_pg.checkpoint.Checkpointer._fault",
         old="        if reason is None and not (path / STATE).is_file():\n",
         new="        if False:\n",
         killers=(f"{FAULTS}::test_what_is_no_checkpoint_is_told_where_they_are",),
@@ -75,7 +75,7 @@ MUTANTS = [
     Mutant(
         name="tokens-counted",
         mistake="a vocabulary with gaps has an id beyond the embeddings, and few enough tokens",
-        file="rlhf_pg/models/tokenizers.py",
+        target="rlhf_pg.models.check_vocabulary",
         old="vocabulary[last] >= rows:\n",
         new="len(vocabulary) > rows:\n",
         killers=(
@@ -86,7 +86,7 @@ MUTANTS = [
     Mutant(
         name="unknown-token-for-eos",
         mistake="an EOS token that the vocabulary lacks is any unknown one (transformers)",
-        file="rlhf_pg/models/tokenizers.py",
+        target="rlhf_pg.models.tokenizers._check_special",
         old="    if is_unknown and tokenizer.eos_token != tokenizer.unk_token:\n",
         new="    if False:\n",
         killers=("tests/models/test_loading.py::test_an_unknown_token_is_no_eos",),
@@ -94,7 +94,7 @@ MUTANTS = [
     Mutant(
         name="raw-errors-of-models",
         mistake="a model whose weights are cut short ends in a traceback of other libraries",
-        file="rlhf_pg/models/pretrained.py",
+        target="rlhf_pg.models.opening",
         old='    except Exception as error:\n        raise ValueError(\n            f"the {what}',
         new='    except OSError as error:\n        raise ValueError(\n            f"the {what}',
         killers=(
@@ -104,7 +104,7 @@ MUTANTS = [
     Mutant(
         name="code-of-models-asked-for",
         mistake="transformers asks on the terminal whether to run a model's code (transformers)",
-        file="rlhf_pg/models/pretrained.py",
+        target="rlhf_pg.models.from_pretrained",
         old="output_loading_info=True, trust_remote_code=trust_remote_code, **options\n",
         new="output_loading_info=True, **options\n",
         killers=(
@@ -115,7 +115,7 @@ MUTANTS = [
     Mutant(
         name="numbers-of-half-a-step",
         mistake="a step that broke off has moved moments or schedule when it is taken again",
-        file="rlhf_pg/trainers/base.py",
+        target="rlhf_pg.trainers.PolicyGradientTrainer.take_back_step",
         old="            self.checkpointer.put_back(self._begun.numbers)\n",
         new="",
         killers=("tests/faults/test_leaving.py::test_it_costs_no_step_that_was_finished",),
@@ -123,7 +123,7 @@ MUTANTS = [
     Mutant(
         name="errors-cost-steps",
         mistake="an error between two saves costs all steps since the last (transformers, TRL)",
-        file="rlhf_pg/trainers/leaving.py",
+        target="rlhf_pg.trainers.leaving._save",
         old="        path = trainer.save_checkpoint()\n",
         new="        return None\n",
         killers=("tests/faults/test_leaving.py::test_it_costs_no_step_that_was_finished",),
@@ -131,7 +131,7 @@ MUTANTS = [
     Mutant(
         name="files-of-a-live-run-set-aside",
         mistake="a reward model in training sets the files of a live run aside",
-        file="rlhf_pg/run_files.py",
+        target="rlhf_pg.run_files.begun",
         old="    with locked(directory):\n",
         new="    if True:\n",
         killers=(
@@ -142,7 +142,7 @@ MUTANTS = [
     Mutant(
         name="diverged-weights-for-good-ones",
         mistake="a run that diverged saves its weights, in the place of the last good ones",
-        file="rlhf_pg/trainers/leaving.py",
+        target="rlhf_pg.trainers.leaving.saved_on_leaving",
         old="    except FloatingPointError:",
         new="    except ZeroDivisionError:",
         killers=("tests/faults/test_leaving.py::test_nothing_is_saved_of_a_run_that_diverged",),
@@ -150,7 +150,7 @@ MUTANTS = [
     Mutant(
         name="half-a-step-for-a-whole-one",
         mistake="what is saved when a run breaks off removes the last regular checkpoint",
-        file="rlhf_pg/checkpoint.py",
+        target="rlhf_pg.checkpoint.Checkpointer.removing_none",
         old="        limit, self.limit = self.limit, None\n",
         new="        limit = self.limit\n",
         killers=("tests/faults/test_leaving.py::test_what_was_saved_before_makes_no_room",),
@@ -158,7 +158,7 @@ MUTANTS = [
     Mutant(
         name="moments-of-nan",
         mistake="one batch of returns that are not finite ends the run, by the moments",
-        file="rlhf_pg/trainers/scoring.py",
+        target="rlhf_pg.trainers.scoring._normalized",
         old="    if var.isfinite():",
         new="    if True:",
         killers=("tests/faults/test_updates.py::test_all_passes_over_one_bad_batch_are_one_step",),
@@ -166,7 +166,7 @@ MUTANTS = [
     Mutant(
         name="roles-unquoted",
         mistake="the name of a special token that a message has for a role is one",
-        file="rlhf_pg/data.py",
+        target="rlhf_pg.data._quoted",
         old=" and v in ROLES",
         new="",
         killers=("tests/test_data.py::test_nor_is_what_it_says_of_roles",),
@@ -174,7 +174,7 @@ MUTANTS = [
     Mutant(
         name="links-in-a-manifest-followed",
         mistake="a link in a checkpoint is followed to wherever it leads",
-        file="rlhf_pg/sealed.py",
+        target="rlhf_pg.sealed._difference",
         old="        if file.is_symlink():\n",
         new="        if False:\n",
         killers=(f"{FAULTS}::test_the_newest_whole_checkpoint_is_resumed",),
@@ -182,7 +182,7 @@ MUTANTS = [
     Mutant(
         name="manifest-leads-outside",
         mistake="a manifest may name files outside of its directory",
-        file="rlhf_pg/sealed.py",
+        target="rlhf_pg.sealed._difference",
         old='or ".." in parts:',
         new="or False:",
         killers=(f"{FAULTS}::test_a_manifest_that_leads_out_of_its_directory_is_refused",),
@@ -190,7 +190,7 @@ MUTANTS = [
     Mutant(
         name="pruned-unverified",
         mistake="older checkpoints are removed although the newest cannot be read back",
-        file="rlhf_pg/checkpoint.py",
+        target="rlhf_pg.checkpoint.Checkpointer._prune",
         old="            if reason is not None:\n                raise OSError(",
         new="            if False:\n                raise OSError(",
         killers=(f"{FAULTS}::test_older_checkpoints_stay_while_the_newest_is_not_whole",),
@@ -198,7 +198,7 @@ MUTANTS = [
     Mutant(
         name="damaged-checkpoints-counted",
         mistake="damaged checkpoints with larger numbers are kept, and the whole one is removed",
-        file="rlhf_pg/checkpoint.py",
+        target="rlhf_pg.checkpoint.Checkpointer._prune",
         old="        older = [step for step in self.steps() if step < self.state.step]\n",
         new="        older = self.steps()[:-1]\n",
         killers=(f"{FAULTS}::test_checkpoints_that_were_passed_over_do_not_count",),
@@ -206,7 +206,7 @@ MUTANTS = [
     Mutant(
         name="aside-not-taken-back",
         mistake="a save that breaks off leaves nothing under the name of what it was to replace",
-        file="rlhf_pg/sealed.py",
+        target="rlhf_pg.sealed.recover",
         old="        aside.rename(path)\n        sync_directory(path.parent)\n",
         new="        shutil.rmtree(aside)\n",
         killers=(f"{FAULTS}::test_what_cannot_be_replaced_is_taken_back",),
@@ -214,7 +214,7 @@ MUTANTS = [
     Mutant(
         name="half-saved-left",
         mistake="a save that breaks off on a full disk leaves its files there, and the disk full",
-        file="rlhf_pg/sealed.py",
+        target="rlhf_pg.sealed.abandon",
         old="    shutil.rmtree(partial_of(path), ignore_errors=True)\n    try:\n",
         new="    try:\n",
         killers=(f"{FAULTS}::test_a_full_disk_costs_no_checkpoint",),
@@ -222,7 +222,7 @@ MUTANTS = [
     Mutant(
         name="dataset-unchecked",
         mistake="a resumed run goes on with other rows, in places that meant others",
-        file="rlhf_pg/data.py",
+        target="rlhf_pg.data.Prompts.fingerprint",
         old="            for row in table.to_pylist():\n",
         new="            for row in []:\n",
         killers=(f"{FAULTS}::test_another_dataset_is_refused",),
@@ -230,7 +230,7 @@ MUTANTS = [
     Mutant(
         name="best-is-nan",
         mistake="a first evaluation that is NaN stays the best for ever: nothing is above it",
-        file="rlhf_pg/trainers/base.py",
+        target="rlhf_pg.trainers.PolicyGradientTrainer._keep_if_best",
         old="self.args.save_best and not math.isnan(reward) and (",
         new="self.args.save_best and (",
         killers=(
@@ -240,7 +240,7 @@ MUTANTS = [
     Mutant(
         name="stretched-schedule-unsaid",
         mistake="another max_steps changes every rate to come, and the resumed run does not say so",
-        file="rlhf_pg/same_run.py",
+        target="rlhf_pg.same_run.check",
         old="PEAKS if endless else PEAKS | LENGTHS",
         new="PEAKS",
         killers=(
@@ -251,7 +251,7 @@ MUTANTS = [
     Mutant(
         name="resumed-rate-of-the-old-length",
         mistake="a run made longer takes its first step at the old schedule's rate, 0 at its end",
-        file="rlhf_pg/checkpoint.py",
+        target="rlhf_pg.checkpoint.Checkpointer._load_schedule",
         old="if isinstance(self.scheduler, LambdaLR):",
         new="if False:",
         killers=(

@@ -2,15 +2,11 @@
 
 from tests.mutants import Mutant
 
-KL = "rlhf_pg/kl.py"
-CONTROL = "rlhf_pg/control.py"
-LEARNER = "rlhf_pg/trainers/learner.py"
-
 MUTANTS = [
     Mutant(
         name="kl-k1-sign",
         mistake="the KL with its sign flipped, so that beta rewards distance (the RLHF book)",
-        file=KL,
+        target="rlhf_pg.kl.kl_estimate",
         old="        return u\n",
         new="        return -u\n",
         killers=("tests/test_kl.py::test_estimates_by_hand",),
@@ -18,7 +14,7 @@ MUTANTS = [
     Mutant(
         name="kl-k3-sign",
         mistake="k3 with exp(u) for exp(-u): right only for samples of the reference",
-        file=KL,
+        target="rlhf_pg.kl.kl_estimate",
         old="    u = logprobs - ref_logprobs\n",
         new="    u = logprobs - ref_logprobs if estimator != 'k3' else ref_logprobs - logprobs\n",
         killers=("tests/test_kl.py::test_estimates_by_hand",),
@@ -26,7 +22,7 @@ MUTANTS = [
     Mutant(
         name="kl-k2-without-its-half",
         mistake="k2 = u^2: twice the gradient of the KL",
-        file=KL,
+        target="rlhf_pg.kl.kl_estimate",
         old="        return u**2 / 2\n",
         new="        return u**2\n",
         killers=("tests/test_kl.py::test_expected_gradient_as_a_loss",),
@@ -34,7 +30,7 @@ MUTANTS = [
     Mutant(
         name="kl-k3-clamped",
         mistake="k3 clamped at 10: no gradient where the policy is far off (verl, OpenRLHF)",
-        file=KL,
+        target="rlhf_pg.kl.kl_estimate",
         old="        return torch.expm1(-u) + u\n",
         new="        return (torch.expm1(-u) + u).clamp(-10, 10)\n",
         killers=("tests/test_kl.py::test_far_from_the_reference_the_gradient_still_pulls_back",),
@@ -42,7 +38,7 @@ MUTANTS = [
     Mutant(
         name="kl-k3-loses-its-digits",
         mistake="exp(-u) - 1 + u: rounding noise in place of the KL near the reference",
-        file=KL,
+        target="rlhf_pg.kl.kl_estimate",
         old="        return torch.expm1(-u) + u\n",
         new="        return torch.exp(-u) - 1 + u\n",
         killers=("tests/test_kl.py::test_k3_keeps_its_digits_near_zero",),
@@ -50,7 +46,7 @@ MUTANTS = [
     Mutant(
         name="kl-loss-masked-by-a-product",
         mistake="padding multiplied away: NaN * 0 is NaN",
-        file=KL,
+        target="rlhf_pg.kl.kl_loss",
         old="    logprobs = torch.where(mask, logprobs, 0.0)\n",
         new="    logprobs = logprobs * mask\n",
         killers=(
@@ -61,7 +57,7 @@ MUTANTS = [
     Mutant(
         name="kl-straight-through-reversed",
         mistake="straight-through the wrong way round: the value of k2, the gradient of k3",
-        file=KL,
+        target="rlhf_pg.kl.kl_loss",
         old='"k2_straight_through": (k3, u)',
         new='"k2_straight_through": (u**2 / 2, -torch.expm1(-u))',
         killers=("tests/test_kl.py::test_expected_gradient_of_a_loss_on_policy",),
@@ -69,7 +65,7 @@ MUTANTS = [
     Mutant(
         name="kl-straight-through-of-k3",
         mistake="the gradient of k3 under a name that promises that of k2",
-        file=KL,
+        target="rlhf_pg.kl.kl_loss",
         old='"k2_straight_through": (k3, u)',
         new='"k2_straight_through": (k3, -torch.expm1(-u))',
         killers=("tests/test_kl.py::test_expected_gradient_of_a_loss_on_policy",),
@@ -77,7 +73,7 @@ MUTANTS = [
     Mutant(
         name="kl-ratio-detached",
         mistake="rho k3 with a detached rho: the gradient of KL(pi_ref || pi)",
-        file=KL,
+        target="rlhf_pg.kl.kl_loss",
         old="(rho * k3, rho * u)",
         new="(rho * k3, rho * -torch.expm1(-u))",
         killers=("tests/test_kl.py::test_expected_gradient_of_a_loss_on_policy",),
@@ -85,7 +81,7 @@ MUTANTS = [
     Mutant(
         name="kl-ratio-forgotten",
         mistake="off policy without rho: tokens weighted by the policy of yesterday",
-        file=KL,
+        target="rlhf_pg.kl.kl_loss",
         old="(rho * k3, rho * u)",
         new="(rho * k3, u)",
         killers=("tests/test_kl.py::test_only_the_forms_with_a_ratio_are_exact_off_policy",),
@@ -93,7 +89,7 @@ MUTANTS = [
     Mutant(
         name="kl-ratio-inverted",
         mistake="pi_old / pi for pi / pi_old (a well-known blog)",
-        file=KL,
+        target="rlhf_pg.kl.kl_loss",
         old="now - old_logprobs.detach()",
         new="old_logprobs.detach() - now",
         killers=("tests/test_kl.py::test_only_the_forms_with_a_ratio_are_exact_off_policy",),
@@ -101,7 +97,7 @@ MUTANTS = [
     Mutant(
         name="kl-ratio-of-the-reference",
         mistake="rho against the reference, not the policy that sampled (the RLHF book)",
-        file=KL,
+        target="rlhf_pg.kl.kl_loss",
         old="now - old_logprobs.detach()",
         new="now - ref_logprobs",
         killers=("tests/test_kl.py::test_expected_gradient_of_a_loss_on_policy",),
@@ -109,7 +105,7 @@ MUTANTS = [
     Mutant(
         name="kl-ratio-not-held",
         mistake="exp of any log ratio: one stale token makes the loss inf",
-        file=KL,
+        target="rlhf_pg.kl.kl_loss",
         old="    rho = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()\n",
         new="    rho = log_rho.exp()\n",
         killers=("tests/test_kl.py::test_a_ratio_out_of_bounds_is_held_and_keeps_its_gradient",),
@@ -117,7 +113,7 @@ MUTANTS = [
     Mutant(
         name="kl-to-go-without-the-own-token",
         mistake="the sum to go begins after the token itself",
-        file=KL,
+        target="rlhf_pg.kl.kl_loss",
         old='"k1_to_go": (u, rho * to_go)',
         new='"k1_to_go": (u, rho * (to_go - u))',
         killers=("tests/test_kl.py::test_k1_to_go_is_the_gradient_of_the_kl_of_completions",),
@@ -125,7 +121,7 @@ MUTANTS = [
     Mutant(
         name="kl-to-go-not-reversed",
         mistake="a sum from the beginning: the KL that a token could no longer change",
-        file=KL,
+        target="rlhf_pg.kl.kl_loss",
         old="discounted_returns(u, mask)",
         new="u.cumsum(1)",
         killers=("tests/test_kl.py::test_k1_to_go_is_the_gradient_of_the_kl_of_completions",),
@@ -133,7 +129,7 @@ MUTANTS = [
     Mutant(
         name="kl-to-go-of-one-token",
         mistake="u_t for the sum to go: early tokens are not charged for what they lead to",
-        file=KL,
+        target="rlhf_pg.kl.kl_loss",
         old='"k1_to_go": (u, rho * to_go)',
         new='"k1_to_go": (u, rho * u)',
         killers=("tests/test_kl.py::test_k1_to_go_is_the_gradient_of_the_kl_of_completions",),
@@ -141,7 +137,7 @@ MUTANTS = [
     Mutant(
         name="kl-k1-as-a-loss",
         mistake="k1 as a loss: its expected gradient is 0, all it adds is noise",
-        file=KL,
+        target="rlhf_pg.kl.kl_loss",
         old="    _check_loss(estimator)\n",
         new="    if estimator == 'k1':\n        return kl_estimate(logprobs, ref_logprobs, 'k1')\n",
         killers=("tests/test_kl.py::test_what_cannot_be_a_loss_is_refused",),
@@ -149,7 +145,7 @@ MUTANTS = [
     Mutant(
         name="kl-reference-learns",
         mistake="the reference gets a gradient of its own",
-        file=KL,
+        target="rlhf_pg.kl.kl_loss",
         old="ref_logprobs.detach()",
         new="ref_logprobs",
         killers=("tests/test_kl.py::test_only_the_policy_gets_a_gradient",),
@@ -157,7 +153,7 @@ MUTANTS = [
     Mutant(
         name="kl-controller-unclipped",
         mistake="Ziegler's controller without the clip: one bad step multiplies the coefficient",
-        file=CONTROL,
+        target="rlhf_pg.control.AdaptiveKLController.update",
         old="min(max(kl / self.target - 1, -0.2), 0.2)",
         new="kl / self.target - 1",
         killers=("tests/test_control.py::test_adaptive_controller_moves_with_the_clipped_error",),
@@ -165,7 +161,7 @@ MUTANTS = [
     Mutant(
         name="kl-controller-horizon-inverted",
         mistake="horizon / num_samples for num_samples / horizon",
-        file=CONTROL,
+        target="rlhf_pg.control.AdaptiveKLController.update",
         old="error * num_samples / self.horizon",
         new="error * self.horizon / num_samples",
         killers=("tests/test_control.py::test_adaptive_controller_moves_with_the_clipped_error",),
@@ -173,7 +169,7 @@ MUTANTS = [
     Mutant(
         name="kl-controller-swallows-nan",
         mistake="one NaN stays in the coefficient and in every checkpoint after it",
-        file=CONTROL,
+        target="rlhf_pg.control.AdaptiveKLController.update",
         old="        if kl != kl:\n",
         new="        if False:\n",
         killers=("tests/test_control.py::test_a_measurement_that_is_nan_changes_nothing",),
@@ -181,7 +177,7 @@ MUTANTS = [
     Mutant(
         name="kl-penalty-swapped",
         mistake="PPO's penalty doubled where the KL is small, as if it were large",
-        file=CONTROL,
+        target="rlhf_pg.control.PenaltyKLController.update",
         old="        if kl < self.target / 1.5:\n            self.coef /= 2\n",
         new="        if kl < self.target / 1.5:\n            self.coef *= 2\n",
         killers=("tests/test_control.py::test_penalty_controller_halves_below_and_doubles_above",),
@@ -189,7 +185,7 @@ MUTANTS = [
     Mutant(
         name="kl-penalty-thresholds",
         mistake="PPO's penalty moved at the target itself, without the band of 1.5 around it",
-        file=CONTROL,
+        target="rlhf_pg.control.PenaltyKLController.update",
         old="        elif kl > self.target * 1.5:\n",
         new="        elif kl > self.target:\n",
         killers=("tests/test_control.py::test_penalty_controller_halves_below_and_doubles_above",),
@@ -197,7 +193,7 @@ MUTANTS = [
     Mutant(
         name="entropy-controller-sign",
         mistake="the bonus eased as the entropy collapses",
-        file=CONTROL,
+        target="rlhf_pg.control.EntropyController.update",
         old="self.coef = min(max(self.coef + step",
         new="self.coef = min(max(self.coef - step",
         killers=(
@@ -208,7 +204,7 @@ MUTANTS = [
     Mutant(
         name="entropy-controller-unbounded",
         mistake="a coefficient below 0: the bonus turns into a penalty on entropy",
-        file=CONTROL,
+        target="rlhf_pg.control.EntropyController.update",
         old="max(self.coef + step, self.minimum)",
         new="self.coef + step",
         killers=(
@@ -218,7 +214,7 @@ MUTANTS = [
     Mutant(
         name="kl-rate-swapped",
         mistake="the learning rate raised where an update moved too far",
-        file=CONTROL,
+        target="rlhf_pg.control.KLAdaptiveRate.update",
         old="self.coef = max(self.coef / 1.5, self.minimum)",
         new="self.coef = min(self.coef * 1.5, self.maximum)",
         killers=(
@@ -229,7 +225,7 @@ MUTANTS = [
     Mutant(
         name="kl-rate-unbounded",
         mistake="no bound: while nothing is learnt the rate grows by 1.5 at every update",
-        file=CONTROL,
+        target="rlhf_pg.control.KLAdaptiveRate.update",
         old="min(self.coef * 1.5, self.maximum)",
         new="self.coef * 1.5",
         killers=(
@@ -239,7 +235,7 @@ MUTANTS = [
     Mutant(
         name="old-kl-before-the-last-update",
         mistake="the KL that moves a coefficient measured where the last update has not moved yet",
-        file=LEARNER,
+        target="rlhf_pg.trainers.learner.Learner.update",
         old="            metrics = self._updates(experience, step, meter)\n",
         new="            seen = self._moved(experience)\n"
         "            metrics = self._updates(experience, step, meter)\n"
@@ -252,7 +248,7 @@ MUTANTS = [
     Mutant(
         name="old-kl-turned-round",
         mistake="exp(-u) of new to old: for samples of the old policy that is no KL at all",
-        file=LEARNER,
+        target="rlhf_pg.trainers.learner.Learner._moved",
         old='kl_estimate(experience.old_logprobs, now.old_logprobs, "k3")',
         new='kl_estimate(now.old_logprobs, experience.old_logprobs, "k3")',
         killers=(

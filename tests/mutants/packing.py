@@ -2,8 +2,6 @@
 
 from tests.mutants import Mutant
 
-ATTENTION = "rlhf_pg/models/shared_prefix.py"
-PACKING = "rlhf_pg/models/packing.py"
 TEST = "tests/models/test_packing.py::"
 GRADIENTS = f"{TEST}test_gradients_are_those_of_rows_alone"
 SOFTMAX = f"{TEST}test_attention_is_a_softmax_over_what_is_seen"
@@ -12,7 +10,7 @@ MUTANTS = [
     Mutant(
         name="completions-see-their-siblings",
         mistake="the completions of a prompt are one long row",
-        file=ATTENTION,
+        target="rlhf_pg.models.shared_prefix._blocks",
         old="for length, run in groupby(completions):",
         new="for length, run in groupby([sum(completions)]):",
         killers=(SOFTMAX, GRADIENTS),
@@ -20,7 +18,7 @@ MUTANTS = [
     Mutant(
         name="prompt-not-seen",
         mistake="a completion attends to itself alone",
-        file=ATTENTION,
+        target="rlhf_pg.models.shared_prefix._blocks",
         old="if start > first:",
         new="if False:",
         killers=(SOFTMAX, GRADIENTS),
@@ -28,7 +26,7 @@ MUTANTS = [
     Mutant(
         name="positions-begin-anew",
         mistake="but for the first, completions are at positions from 0 on",
-        file=PACKING,
+        target="rlhf_pg.models.packing.packed",
         old="(there.cumsum(dim=1) - 1)[kept]",
         new="(kept.cumsum(dim=1) - 1)[kept]",
         killers=(f"{TEST}test_every_real_token_is_computed_once", GRADIENTS),
@@ -36,7 +34,7 @@ MUTANTS = [
     Mutant(
         name="part-of-a-softmax-for-the-whole",
         mistake="the backward pass of a part normalises by that part alone",
-        file=ATTENTION,
+        target="rlhf_pg.models.shared_prefix._add",
         old="logsum.copy_(both)",
         new="pass",
         killers=(SOFTMAX, GRADIENTS),
@@ -44,7 +42,7 @@ MUTANTS = [
     Mutant(
         name="first-token-after-the-first-prompt",
         mistake="every completion's first token is scored after the prompt of the first family",
-        file=PACKING,
+        target="rlhf_pg.models.packing.packed",
         old="places[first, width - 1][run]",
         new="places[first, width - 1][run * 0]",
         killers=(GRADIENTS,),
@@ -52,7 +50,7 @@ MUTANTS = [
     Mutant(
         name="any-prompt-of-the-group",
         mistake="episodes of a group are all scored after the prompt of the first",
-        file="rlhf_pg/experience.py",
+        target="rlhf_pg.experience.Rollout.families",
         old="columns = torch.cat([self.groups[:, None], prompts], dim=1)",
         new="columns = self.groups[:, None]",
         killers=(f"{TEST}test_prompts_that_differ_within_a_group_are_not_shared",),
@@ -60,7 +58,7 @@ MUTANTS = [
     Mutant(
         name="recomputed-by-another-attention",
         mistake="gradient checkpointing computes layers again as if there were no packing",
-        file="rlhf_pg/models/modes.py",
+        target="rlhf_pg.models.modes._again",
         old="with _mode_of_children(part), replaced_attention(configs, attention):",
         new="with _mode_of_children(part):",
         killers=(f"{TEST}test_with_checkpointing_and_adapters",),
@@ -68,7 +66,7 @@ MUTANTS = [
     Mutant(
         name="beyond-the-window",
         mistake="rows longer than a sliding window attend to all of themselves",
-        file=PACKING,
+        target="rlhf_pg.models.packing.fits",
         old="return window == math.inf or batch.longest <= window",
         new="return window > 0",
         killers=(f"{TEST}test_rows_longer_than_a_sliding_window_are_padded",),
@@ -76,7 +74,7 @@ MUTANTS = [
     Mutant(
         name="attention-without-what-it-was-asked-for",
         mistake="attention is replaced that was asked for sparse blocks, which ours does not know",
-        file="rlhf_pg/models/attention.py",
+        target="rlhf_pg.models.attention._attention",
         old="unknown = sorted(set(asked) - HONOURED)",
         new='unknown = [name for name in asked if name in ("softcap", "s_aux")]',
         killers=(

@@ -2,10 +2,6 @@
 
 from tests.mutants import Mutant
 
-FUNCTIONS = "rlhf_pg/rewards/functions.py"
-PURE = "rlhf_pg/rewards/scores.py"
-SHAPING = "rlhf_pg/trainers/shaping.py"
-SCORING = "rlhf_pg/trainers/scoring.py"
 FUNCTIONS_TEST = "tests/rewards/test_functions.py::"
 PROCESS_TEST = "tests/rewards/test_process.py::"
 PURE_TEST = "tests/rewards/test_scores.py::"
@@ -16,7 +12,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="reward-model-blind-to-eos",
         mistake="a reward model never sees the EOS that was sampled, where papers score",
-        file="rlhf_pg/rewards/model.py",
+        target="rlhf_pg.rewards.RewardModel._encode",
         old="        eos = self.sees_eos and bool(ended)\n",
         new="        eos = False\n",
         killers=(MODEL_TEST + "test_an_eos_that_was_sampled_is_seen_and_scored",),
@@ -24,7 +20,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="reward-model-closes-cut-turns",
         mistake="the template ends a turn that the policy did not end",
-        file="rlhf_pg/rewards/model.py",
+        target="rlhf_pg.rewards.RewardModel._encode",
         old="        cut = truncated and not ended and not self.closes_truncated\n",
         new="        cut = False\n",
         killers=(MODEL_TEST + "test_a_chat_turn_that_was_cut_off_is_left_open",),
@@ -32,7 +28,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="stop-strings-cut-turns-off",
         mistake="a chat turn that a stop string ended counts as cut off, for lack of an EOS",
-        file="rlhf_pg/rewards/model.py",
+        target="rlhf_pg.rewards.RewardModel._encode",
         old="        cut = truncated and not ended and not self.closes_truncated\n",
         new="        cut = ended is False and not self.closes_truncated\n",
         killers=(MODEL_TEST + "test_a_chat_turn_that_a_stop_string_ended_is_closed",),
@@ -40,7 +36,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="event-loop-of-one-call",
         mistake="every call has an event loop of its own: a semaphore that rewards keep dies",
-        file="rlhf_pg/user_code.py",
+        target="rlhf_pg.user_code.event_loop",
         old="        if not _loops or not _answers(_loops[-1], PATIENCE):\n",
         new="        if True:\n",
         killers=(FUNCTIONS_TEST + "test_what_is_bound_to_an_event_loop_serves_every_step",),
@@ -49,7 +45,7 @@ MUTANTS: list[Mutant] = [
         name="step-judged-before-its-separator",
         mistake="a process reward model is asked at the last word of a step, where it was not "
         "trained to answer",
-        file="rlhf_pg/rewards/process.py",
+        target="rlhf_pg.rewards.ProcessRewardModel._encode",
         old="            places.append(len(ids) - 1)\n",
         new="            places.append(len(ids) - 2)\n",
         killers=(
@@ -59,7 +55,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="steps-of-one-token-lost",
         mistake="of several steps that one token ends, all scores but the last are dropped",
-        file="rlhf_pg/rewards/process.py",
+        target="rlhf_pg.rewards.ProcessRewardModel.__call__",
         old="fmean(here)",
         new="here[-1]",
         killers=(PROCESS_TEST + "test_a_policy_of_other_tokens_ends_its_steps_at_them",),
@@ -68,7 +64,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="score-behind-the-last-token",
         mistake="the score is paid in the slot after EOS, where no token is: TRL's PPO",
-        file=PURE,
+        target="rlhf_pg.rewards.scores.ends",
         old="    return mask.shape[1] - 1 - mask.flip(1).int().argmax(1)\n",
         new="    return mask.shape[1] - mask.flip(1).int().argmax(1).clamp(min=1)\n",
         killers=(PURE_TEST + "test_the_end_is_the_last_token_that_the_policy_chose",),
@@ -76,7 +72,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="score-at-the-count-of-tokens",
         mistake="the last token is looked for at sum(mask) - 1: wrong where the mask has holes",
-        file=PURE,
+        target="rlhf_pg.rewards.scores.ends",
         old="    return mask.shape[1] - 1 - mask.flip(1).int().argmax(1)\n",
         new="    return mask.sum(1) - 1\n",
         killers=(PURE_TEST + "test_the_end_is_the_last_token_that_the_policy_chose",),
@@ -84,7 +80,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="score-on-tool-output",
         mistake="the score stands at the last token, be it one that the policy did not choose",
-        file=FUNCTIONS,
+        target="rlhf_pg.rewards.functions._placed",
         old="            table[i, last[i]] = _number(",
         new="            table[i, len(completion_ids[i]) - 1] = _number(",
         killers=(
@@ -95,7 +91,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="step-one-token-late",
         mistake="the score of a step is paid at the first token of the next one",
-        file=FUNCTIONS,
+        target="rlhf_pg.rewards.functions._placed",
         old="            table[i, : len(own)] = torch.tensor(steps, dtype=torch.float64)\n",
         new="            table[i, 1 : len(own)] = torch.tensor(steps, dtype=torch.float64)[:-1]\n",
         killers=(FUNCTIONS_TEST + "test_a_list_scores_each_step_at_its_last_token",),
@@ -103,7 +99,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="steps-summed-at-the-end",
         mistake="step scores are added up and paid as one at the end: a discount takes too much",
-        file=FUNCTIONS,
+        target="rlhf_pg.rewards.functions._placed",
         old="            table[i, : len(own)] = torch.tensor(steps, dtype=torch.float64)\n",
         new="            table[i, last[i]] = sum(step for step in steps if step == step)\n",
         killers=(OPTIONS_TEST + "test_a_token_is_credited_with_what_follows_it_alone",),
@@ -111,7 +107,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="step-on-tool-output-is-taken",
         mistake="a step score on a token that the policy did not choose is lost without a word",
-        file=FUNCTIONS,
+        target="rlhf_pg.rewards.functions._steps",
         old="        if not chosen and not math.isnan(number):\n",
         new="        if False:\n",
         killers=(
@@ -122,7 +118,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="none-is-a-score-of-0",
         mistake="None counts as 0, and pulls the baseline of its group down",
-        file=FUNCTIONS,
+        target="rlhf_pg.rewards.functions._number",
         old="    if score is None:\n        return math.nan\n",
         new="    if score is None:\n        return 0.0\n",
         killers=(FUNCTIONS_TEST + "test_none_is_a_gap_in_its_column_alone",),
@@ -130,7 +126,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="total-of-nothing-is-0",
         mistake="nansum makes a source that did not apply a score of 0 in the baseline",
-        file=PURE,
+        target="rlhf_pg.rewards.totals",
         old="    return scores.nansum(1).masked_fill(scores.isnan().all(1), torch.nan)\n",
         new="    return scores.nansum(1)\n",
         killers=(
@@ -141,7 +137,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="step-only-where-all-sources-have-one",
         mistake="a step counts for process supervision only if every source scores it",
-        file=SHAPING,
+        target="rlhf_pg.trainers.shaping.Shaping.steps",
         old="~functions.isnan().all(2)",
         new="~functions.isnan().any(2)",
         killers=(OPTIONS_TEST + "test_every_step_is_paid_at_its_own_token",),
@@ -149,7 +145,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="no-penalty-is-a-step",
         mistake="a penalty of 0 is one more step, worth 0, in the statistics of the group",
-        file=SHAPING,
+        target="rlhf_pg.trainers.shaping.Shaping.steps",
         old="(penalties.nansum(2) != 0)",
         new="~penalties.isnan().all(2)",
         killers=(OPTIONS_TEST + "test_process_supervision_counts_the_steps_that_were_scored",),
@@ -158,7 +154,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="clip-after-the-weight",
         mistake="weighted scores are clipped: a weight moves the bounds",
-        file=SHAPING,
+        target="rlhf_pg.trainers.shaping.Shaping.__call__",
         old="        scores = scores * self.weights.to(scores)\n",
         new="        scores = self._clipped(scores * self.weights.to(scores))\n",
         killers=(
@@ -168,7 +164,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="clip-of-the-penalties",
         mistake="the bounds of a reward function cut the penalty for a missing EOS too",
-        file=SHAPING,
+        target="rlhf_pg.trainers.shaping.Shaping._clipped",
         old="        return torch.cat([clipped(functions, low, high), penalties], dim=2)\n",
         new="        return clipped(scores, low, high)\n",
         killers=(
@@ -178,7 +174,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="normalise-before-the-clip",
         mistake="outliers enter the running std that what is clipped is divided by",
-        file=SHAPING,
+        target="rlhf_pg.trainers.shaping.Shaping.observe",
         old="totals(self._clipped(scores)[:, :, : self.functions])",
         new="totals(scores[:, :, : self.functions])",
         killers=(OPTIONS_TEST + "test_what_is_normalised_has_been_clipped",),
@@ -186,7 +182,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="std-of-the-step",
         mistake="scores are divided by the std of this step alone, as noisy as the step is small",
-        file=SHAPING,
+        target="rlhf_pg.trainers.shaping.Shaping.observe",
         old="                moments.update(len(valid), valid.mean().item(), var)\n",
         new=(
             "                moments.count = 0.0\n"
@@ -197,7 +193,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="std-of-the-steps-before",
         mistake="the first step is not normalised, since its scores enter the std after use",
-        file=SCORING,
+        target="rlhf_pg.trainers.scoring._signals",
         old=(
             "    trainer.shaping.observe(scores, runtime)\n"
             "    shaped = trainer.shaping(scores, rollout)\n"
@@ -211,7 +207,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="normalise-subtracts-the-mean",
         mistake="the running mean is subtracted from every step: length is paid, or fined",
-        file=SHAPING,
+        target="rlhf_pg.trainers.shaping.Shaping.__call__",
         old="            scores = scores / scores.new_tensor(stds + ones)\n",
         new=(
             "            means = [m.mean for m in self.moments.values()] + [0.0] * len(ones)\n"
@@ -223,7 +219,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="moments-start-again",
         mistake="the running std of the rewards is not in the checkpoint",
-        file="rlhf_pg/trainers/base.py",
+        target="rlhf_pg.trainers.PolicyGradientTrainer.running",
         old="self.coefficients.controllers | self.shaping.moments",
         new="self.coefficients.controllers | {}",
         killers=(OPTIONS_TEST + "test_a_resumed_run_normalises_alike",),
@@ -232,7 +228,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="missing-eos-is-paid",
         mistake="the penalty for a missing EOS is added",
-        file=SHAPING,
+        target="rlhf_pg.trainers.shaping.Shaping.penalized",
         old="added.append(-args.missing_eos_penalty *",
         new="added.append(args.missing_eos_penalty *",
         killers=(OPTIONS_TEST + "test_what_was_cut_off_pays_or_is_worth_the_penalty",),
@@ -240,7 +236,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="replace-is-subtract",
         mistake="the penalty is subtracted where it is to stand in place of the score",
-        file=SHAPING,
+        target="rlhf_pg.trainers.shaping.Shaping.__call__",
         old='        if self.args.missing_eos_mode == "replace":\n',
         new="        if False:\n",
         killers=(OPTIONS_TEST + "test_what_was_cut_off_pays_or_is_worth_the_penalty",),
@@ -248,7 +244,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="replace-leaves-gaps",
         mistake="a source that did not apply to what was cut off gets the mean of the group again",
-        file=PURE,
+        target="rlhf_pg.rewards.scores.replaced",
         old="torch.where(rows[:, None, None] & others, blank, scores)",
         new="torch.where(rows[:, None, None] & others & ~scores.isnan(), blank, scores)",
         killers=(
@@ -259,7 +255,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="overlong-buffer-off-by-one",
         mistake="the buffer begins one token early, so that the longest pays more than all",
-        file=PURE,
+        target="rlhf_pg.rewards.scores.overlong",
         old="    beyond = lengths.double() - (longest - buffer)\n",
         new="    beyond = lengths.double() - (longest - buffer - 1)\n",
         killers=(PURE_TEST + "test_overlong_by_hand", PURE_TEST + "test_overlong_is_equation_13"),
@@ -267,7 +263,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="overlong-is-paid",
         mistake="the soft overlong punishment has the sign of a bonus",
-        file=PURE,
+        target="rlhf_pg.rewards.scores.overlong",
         old="    return -penalty * (beyond",
         new="    return penalty * (beyond",
         killers=(PURE_TEST + "test_overlong_by_hand",),
@@ -276,7 +272,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="whitened-rewards-lose-their-mean",
         mistake="rewards are whitened like advantages, and average 0 however good they are",
-        file=SCORING,
+        target="rlhf_pg.trainers.scoring._signals",
         old="whiten(rewards, mask, shift_mean=False, stats=stats)",
         new="whiten(rewards, mask, stats=stats)",
         killers=(OPTIONS_TEST + "test_whitened_rewards_have_variance_1_and_their_mean",),
@@ -284,7 +280,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="rewards-whitened-per-process",
         mistake="each process whitens its own rewards: their number changes the update (TRL's PPO)",
-        file=SCORING,
+        target="rlhf_pg.trainers.scoring._signals",
         old="whiten(rewards, mask, shift_mean=False, stats=stats)",
         new="whiten(rewards, mask, shift_mean=False)",
         killers=(
@@ -294,7 +290,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="kl-behind-the-whitening",
         mistake="rewards are whitened before the KL is subtracted, which keeps its own scale",
-        file=SCORING,
+        target="rlhf_pg.trainers.scoring._signals",
         old="        rewards = whiten(rewards, mask, shift_mean=False, stats=stats)\n",
         new=(
             "        stats = _mean_and_var(runtime, step_scores, mask)\n"
@@ -306,7 +302,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="reward-is-logged-raw",
         mistake="`reward` in the log is not what is trained on",
-        file="rlhf_pg/metrics.py",
+        target="rlhf_pg.metrics.reward_metrics",
         old="means = trained.nanmean(0)",
         new="means = raw.nanmean(0)",
         killers=(
@@ -316,7 +312,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="evaluation-is-normalised",
         mistake="held-out rewards are divided by a std that moves: the best step cannot be told",
-        file="rlhf_pg/trainers/evaluation.py",
+        target="rlhf_pg.trainers.evaluation.evaluate",
         old="trainer.shaping(scores, samples.rollout, normalize=False)",
         new="trainer.shaping(scores, samples.rollout)",
         killers=(OPTIONS_TEST + "test_evaluation_clips_and_penalises_but_does_not_normalise",),
@@ -324,7 +320,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="reward-std-of-the-groups",
         mistake="the spread of a source as a population variance's root",
-        file="rlhf_pg/metrics.py",
+        target="rlhf_pg.metrics.reward_metrics",
         old="valid.std().item()",
         new="valid.std(correction=0).item()",
         killers=("tests/test_metrics.py::test_rewards_by_hand",),
@@ -332,7 +328,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="min-max-of-all-sources",
         mistake="one pair of bounds for every source of reward: the small one has no range left",
-        file=SHAPING,
+        target="rlhf_pg.trainers.shaping.Shaping.observe",
         old="            self._bounds = lows, -highs\n",
         new="            self._bounds = lows.amin(), -highs.amin()\n",
         killers=(f"{OPTIONS_TEST}test_min_max_is_over_the_step_for_each_function",),
@@ -340,7 +336,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="squash-before-the-clip",
         mistake="a sigmoid of what the clip was to cut off",
-        file=SHAPING,
+        target="rlhf_pg.trainers.shaping.Shaping.__call__",
         old="self._squashed(self._clipped(scores), normalize)",
         new="self._clipped(self._squashed(scores, normalize))",
         killers=(f"{OPTIONS_TEST}test_a_sigmoid_squashes_each_score_after_the_clip",),

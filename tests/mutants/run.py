@@ -19,19 +19,17 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
 
-from tests.mutants import Mutant, all_mutants
+from tests.mutants import ROOT, Mutant, all_mutants
 
-ROOT = Path(__file__).parents[2]
 OWN = ("rlhf_pg", "tests")
 KEPT = ("tests.device.pretend", "tests.device.plugin")  # there once, before torch
 LIBRARIES = (
@@ -89,21 +87,7 @@ def copy_of(mutant: Mutant | None, directory: Path) -> None:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, directory / name)
     if mutant is not None:
-        file = directory / mutant.file
-        file.write_text(mutated(mutant))
-
-
-def mutated(mutant: Mutant) -> str:
-    """The text of the file with the mistake in it.
-
-    Raises:
-        ValueError: `old` does not stand exactly once in the file.
-    """
-    text = (ROOT / mutant.file).read_text()
-    count = text.count(mutant.old)
-    if count != 1:
-        raise ValueError(f"{mutant.name}: `old` stands {count} times in {mutant.file}, not once")
-    return text.replace(mutant.old, mutant.new)
+        (directory / mutant.file).write_text(mutant.text())
 
 
 def child(directory: Path, killers: Sequence[str], stop: bool) -> None:
@@ -219,16 +203,16 @@ def with_mutants(mutants: Sequence[Mutant], at_once: int, timeout: float) -> lis
         word, why = verdict(run)
         print(f"{word:8} {job.mutant.name:45} {run.seconds:5.1f} s  {why}", flush=True)
         if word != "killed":
-            problems.append(f"{job.mutant.name} ({job.mutant.file}) {word}: {why}")
+            problems.append(f"{job.mutant.name} ({job.mutant.target}) {word}: {why}")
     return problems
 
 
-def check(parse: Callable[[Mutant], Any], mutants: Sequence[Mutant]) -> list[str]:
+def unfit(mutants: Sequence[Mutant]) -> list[str]:
     """The messages of the mutants that cannot be made."""
     problems = []
     for mutant in mutants:
         try:
-            parse(mutant)
+            mutant.text()
         except ValueError as error:
             problems.append(str(error))
     return problems
@@ -252,7 +236,7 @@ def main(listed: Sequence[Mutant] | None = None) -> int:
         importlib.import_module(name)
     gc.freeze()  # the children need not look through the libraries for garbage: half their time
     killers = sorted({killer for mutant in mutants for killer in mutant.killers})
-    problems = check(mutated, mutants) or without_mutants(killers, args.jobs, args.timeout)
+    problems = unfit(mutants) or without_mutants(killers, args.jobs, args.timeout)
     problems = problems or with_mutants(mutants, args.jobs, args.timeout)
     seconds = time.monotonic() - start
     for problem in problems:

@@ -11,7 +11,7 @@ MUTANTS = [
         name="micro-batches-counted-late",
         mistake="a process with fewer micro-batches asks how many there are while others still "
         "compute: under FSDP or ZeRO-3 they wait for each other's other operation",
-        file="rlhf_pg/trainers/learner.py",
+        target="rlhf_pg.trainers.learner.Learner._micro_batches",
         old="        for rows in chunks:\n            yield rows, batch.select(rows)\n"
         "        for _ in range(count - len(chunks)):",
         new="        for rows in chunks:\n            yield rows, batch.select(rows)\n"
@@ -24,7 +24,7 @@ MUTANTS = [
     Mutant(
         name="step-with-nan",
         mistake="a gradient that is not finite is reported after the weights are lost",
-        file="rlhf_pg/runtime/trained.py",
+        target="rlhf_pg.runtime.Trained.step",
         old="if math.isfinite(norm):",
         new="if True:",
         killers=(
@@ -35,7 +35,7 @@ MUTANTS = [
     Mutant(
         name="inf-loss-trained",
         mistake="a loss that is not finite is trained on where its gradient is",
-        file="rlhf_pg/trainers/learner.py",
+        target="rlhf_pg.trainers.learner.Learner.accumulate",
         old="self.trained.backward(loss * (1 + (loss - loss).detach()))",
         new="self.trained.backward(loss)",
         killers=("tests/faults/test_updates.py::test_it_is_skipped_without_a_trace",),
@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant(
         name="orphans-train-on",
         mistake="a process whose launcher was killed trains on, in the way of the next run",
-        file="rlhf_pg/runtime/signals.py",
+        target="rlhf_pg.runtime.Termination._watch_parent",
         old="            if os.getppid() != parent:\n",
         new="            if False:\n",
         killers=(
@@ -53,7 +53,7 @@ MUTANTS = [
     Mutant(
         name="launchers-known-too-late",
         mistake="a process whose launcher was killed before its first step trains on",
-        file="rlhf_pg/runtime/signals.py",
+        target="rlhf_pg.runtime.Termination._watch_parent",
         old="        parent = launcher()\n",
         new="        parent = os.getppid()\n",
         killers=(
@@ -64,7 +64,7 @@ MUTANTS = [
     Mutant(
         name="waits-for-the-dead",
         mistake="processes whose launcher was killed before they met wait for it, for ddp_timeout",
-        file="rlhf_pg/runtime/failures.py",
+        target="rlhf_pg.runtime.failures.meeting",
         old="    if HOLDS_STORE in os.environ:\n",
         new="    if False:\n",
         killers=(
@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant(
         name="prints-end-runs",
         mistake="a reward function that prints ends the run once its reader has left (head)",
-        file="rlhf_pg/streams.py",
+        target="rlhf_pg.streams._Pipe.write",
         old="        except BrokenPipeError:\n            self.silence()\n            return",
         new="        except FileNotFoundError:\n            self.silence()\n            return",
         killers=("tests/faults/test_streams.py::test_a_reward_that_prints_is_not_ended",),
@@ -82,7 +82,7 @@ MUTANTS = [
     Mutant(
         name="forks-outlive-sigterm",
         mistake="a process that a reward function has forked notes SIGTERM and goes on",
-        file="rlhf_pg/runtime/signals.py",
+        target="rlhf_pg.runtime.Termination._note",
         old="os.getpid() != self._process or ",
         new="",
         killers=("tests/faults/test_signals.py::test_a_fork_of_a_reward_function_ends_by_sigterm",),
@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         name="skips-never-forgotten",
         mistake="skipped steps count as in a row although updates were made between them",
-        file="rlhf_pg/trainers/skipping.py",
+        target="rlhf_pg.trainers.skipping.Skips.end",
         old="skipped_in_a_row = 0 if updates else before + 1",
         new="skipped_in_a_row = before if updates else before + 1",
         killers=(
@@ -100,7 +100,7 @@ MUTANTS = [
     Mutant(
         name="old-moments-kept",
         mistake="a resumed run keeps moments of its own for parameters that had none",
-        file="rlhf_pg/runtime/trained.py",
+        target="rlhf_pg.runtime.Trained.load_state",
         old="        self.optimizer.state.clear()\n",
         new="",
         killers=(f"{CHECKPOINT}::test_restoring_forgets_the_moments_that_were_there",),
@@ -108,7 +108,7 @@ MUTANTS = [
     Mutant(
         name="whole-copy-kept",
         mistake="the copy that sampling needs stays in memory through the update",
-        file="rlhf_pg/runtime/weights.py",
+        target="rlhf_pg.runtime.Whole.filled",
         old="                self._empty()\n",
         new="                pass\n",
         killers=(f"{WEIGHTS}::test_a_whole_is_the_module_as_it_is_now",),
@@ -116,7 +116,7 @@ MUTANTS = [
     Mutant(
         name="whole-emptied-by-an-inner-use",
         mistake="a second use within a rollout takes the weights away from the first",
-        file="rlhf_pg/runtime/weights.py",
+        target="rlhf_pg.runtime.Whole.filled",
         old="            if not self._users:\n",
         new="            if True:\n",
         killers=(f"{WEIGHTS}::test_it_is_emptied_by_the_outermost_use",),
@@ -124,7 +124,7 @@ MUTANTS = [
     Mutant(
         name="helper-keeps-a-copy",
         mistake="every process holds all weights in host memory while one of them saves",
-        file="rlhf_pg/runtime/weights.py",
+        target="rlhf_pg.runtime.Whole._fill",
         old="            if device is not None:\n"
         "                _put_in_place(own, value.to(device))",
         new="            _put_in_place(own, value.to(device or CPU))",
@@ -133,7 +133,7 @@ MUTANTS = [
     Mutant(
         name="changes-not-put-back",
         mistake="loaded weights stay in a copy, and the run goes on from those it began with",
-        file="rlhf_pg/runtime/weights.py",
+        target="rlhf_pg.runtime.Whole.changed",
         old="            self._spread(trained)\n",
         new="",
         killers=(f"{WEIGHTS}::test_what_is_changed_is_put_back_into_the_pieces",),
@@ -141,7 +141,7 @@ MUTANTS = [
     Mutant(
         name="tied-weights-set-apart",
         mistake="what makes frozen weights of the critic its own unties the policy's embeddings",
-        file="rlhf_pg/runtime/fsdp.py",
+        target="rlhf_pg.runtime.fsdp._set_apart",
         old="            if id(p) in taken\n",
         new="",
         killers=(f"{WEIGHTS}::test_frozen_weights_of_two_models_are_set_apart_and_nothing_else",),
@@ -149,7 +149,7 @@ MUTANTS = [
     Mutant(
         name="deepspeed-config-decides",
         mistake="DeepSpeed divides the loss by the accumulation steps of its own config",
-        file="rlhf_pg/runtime/zero.py",
+        target="rlhf_pg.runtime.zero._config",
         old='        "gradient_accumulation_steps": 1,\n',
         new="",
         killers=(f"{BACKENDS}::test_the_recipe_decides_and_not_the_deepspeed_config",),
@@ -157,7 +157,7 @@ MUTANTS = [
     Mutant(
         name="gathered-for-every-round",
         mistake="weights that lie in pieces are put together for every call of the engine",
-        file="rlhf_pg/trainers/base.py",
+        target="rlhf_pg.trainers.PolicyGradientTrainer.step",
         old="        with self.sampling():\n            batch = draw_batch(self, meter)\n",
         new="        batch = draw_batch(self, meter)\n",
         killers=(

@@ -2,13 +2,6 @@
 
 from tests.mutants import Mutant
 
-DRAWING = "rlhf_pg/trainers/drawing.py"
-LEARNER = "rlhf_pg/trainers/learner.py"
-SCORING = "rlhf_pg/trainers/scoring.py"
-SAMPLES = "rlhf_pg/trainers/samples.py"
-BASE = "rlhf_pg/trainers/base.py"
-EXPERIENCE = "rlhf_pg/experience.py"
-
 
 def _in(file: str) -> str:
     return f"tests/trainers/test_{file}.py::test_"
@@ -21,7 +14,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="dynamic-sampling-cursor",
         mistake="the data cursor advances by prompts_per_step, so prompts of extra rounds repeat",
-        file=BASE,
+        target="rlhf_pg.trainers.PolicyGradientTrainer.step",
         old="self.state.draws += batch.draws",
         new="self.state.draws += self.args.prompts_per_step",
         killers=(f"{DYNAMIC}every_draw_and_every_token_is_counted",),
@@ -29,7 +22,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="dynamic-sampling-keeps-the-constant",
         mistake="groups without spread are kept, and the others drawn again",
-        file=DRAWING,
+        target="rlhf_pg.trainers.drawing._with_spread",
         old="kept += [draw for draw in draws if draw not in constant]",
         new="kept += [draw for draw in draws if draw in constant]",
         killers=(f"{DYNAMIC}which_draws_are_kept",),
@@ -37,7 +30,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="dynamic-sampling-by-own-rank",
         mistake="each process decides on the groups it sampled: the processes wait for each other",
-        file=DRAWING,
+        target="rlhf_pg.trainers.drawing._constant_groups",
         old=(
             "paid, _ = trainer.runtime.gather(totals(trainer.shaping.judged(judged.scores)))\n"
             "    groups, _ = trainer.runtime.gather(rollout.groups)"
@@ -48,7 +41,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="dynamic-sampling-by-penalties",
         mistake="spread of the shaped scores keeps groups that are all wrong, by their lengths",
-        file=DRAWING,
+        target="rlhf_pg.trainers.drawing._constant_groups",
         old="totals(trainer.shaping.judged(judged.scores))",
         new="totals(trainer.shaping(judged.scores, rollout))",
         killers=(f"{DYNAMIC}a_penalty_keeps_no_group_that_is_all_wrong",),
@@ -56,7 +49,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="dynamic-sampling-old-numbers",
         mistake="kept groups keep their draw numbers, so one minibatch gets most of the step",
-        file=SAMPLES,
+        target="rlhf_pg.trainers.samples.Samples.renumbered",
         old="numbers = index.new_tensor([groups[own[i]] for i in rows])",
         new="numbers = index.new_tensor([own[i] for i in rows])",
         killers=(f"{DYNAMIC}minibatches_stay_even", f"{DYNAMIC}groups_go_on_from_the_cursor"),
@@ -64,7 +57,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="dynamic-sampling-batch-not-filled",
         mistake="at the last round what was set aside is dropped, and a step has fewer groups",
-        file=DRAWING,
+        target="rlhf_pg.trainers.drawing._with_spread",
         old="chosen = sorted(kept + aside[: args.prompts_per_step - len(kept)])",
         new="chosen = sorted(kept)",
         killers=(f"{DYNAMIC}which_draws_are_kept",),
@@ -72,7 +65,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="dynamic-sampling-filled-with-the-latest",
         mistake="the batch is filled up with the latest of the groups set aside",
-        file=DRAWING,
+        target="rlhf_pg.trainers.drawing._with_spread",
         old="aside[: args.prompts_per_step - len(kept)]",
         new="aside[::-1][: args.prompts_per_step - len(kept)]",
         killers=(f"{DYNAMIC}which_draws_are_kept",),
@@ -80,7 +73,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="dynamic-sampling-full-rounds",
         mistake="every round draws a whole batch, of which most is thrown away",
-        file=DRAWING,
+        target="rlhf_pg.trainers.drawing._with_spread",
         old="draws = range(end, end + args.prompts_per_step - len(kept))",
         new="draws = range(end, end + args.prompts_per_step)",
         killers=(f"{DYNAMIC}which_draws_are_kept",),
@@ -88,7 +81,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="dynamic-sampling-tokens-not-counted",
         mistake="tokens of the groups set aside are not in num_tokens and the speed",
-        file=DRAWING,
+        target="rlhf_pg.trainers.drawing._with_spread",
         old="other_tokens=sampled - int(runtime.total(judged.samples.num_tokens)),",
         new="other_tokens=0,",
         killers=(f"{DYNAMIC}every_draw_and_every_token_is_counted",),
@@ -96,7 +89,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="dynamic-sampling-by-one-source",
         mistake="spread is looked for in the first reward function, not in the total",
-        file=DRAWING,
+        target="rlhf_pg.trainers.drawing._constant_groups",
         old="scores = total_scores(paid, groups)",
         new="scores = total_scores(paid[:, :1], groups)",
         killers=(f"{DYNAMIC}the_whole_total_has_to_vary",),
@@ -104,7 +97,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="concat-pads-prompts-on-the-right",
         mistake="prompts of another round are padded on the right, between prompt and completion",
-        file=EXPERIENCE,
+        target="rlhf_pg.experience.Rollout.concat",
         old="max(value.shape[1] for value in values), name in _PROMPT_FIELDS",
         new="max(value.shape[1] for value in values), False",
         killers=("tests/test_experience.py::test_concat_is_the_record_of_all_rows_at_once",),
@@ -113,7 +106,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="truncated-mask-cuts-attention",
         mistake="masking completions that were cut off also hides them from attention (TRL's GRPO)",
-        file=SCORING,
+        target="rlhf_pg.trainers.scoring._without_truncated",
         old="dataclasses.replace(experience, action_mask=mask)",
         new="dataclasses.replace(experience, action_mask=mask, completion_mask=mask)",
         killers=(f"{OPTIONS}only_the_loss_does_not_see_what_was_cut_off",),
@@ -121,7 +114,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="truncated-mask-before-statistics",
         mistake="completions that were cut off are masked before advantages are whitened",
-        file=SCORING,
+        target="rlhf_pg.trainers.scoring.make_experience",
         old="args, runtime, mask = trainer.args, trainer.runtime, rollout.action_mask",
         new=(
             "args, runtime, mask = trainer.args, trainer.runtime, rollout.action_mask\n"
@@ -132,7 +125,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="truncated-mask-keeps-the-denominator",
         mistake="masked completions still count in the denominator: the others train more slowly",
-        file=LEARNER,
+        target="rlhf_pg.trainers.learner.Learner.accumulate",
         old="count = self.runtime.total(weight_count(minibatch.action_mask, args.aggregation))",
         new="count = self.runtime.total(weight_count(minibatch.completion_mask, args.aggregation))",
         killers=(f"{OPTIONS}completions_that_were_cut_off_leave_loss_and_denominator",),
@@ -141,7 +134,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="skipped-rows-leave-the-denominator",
         mistake="rows without advantage are skipped and not counted: the others train faster",
-        file=LEARNER,
+        target="rlhf_pg.trainers.learner.Learner.accumulate",
         old="minibatch = minibatch.select(_rows_with_advantage(minibatch))",
         new=(
             "minibatch = minibatch.select(_rows_with_advantage(minibatch))\n"
@@ -153,7 +146,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="skipped-rows-leave-no-gradient",
         mistake="a step whose rows are all skipped has no backward pass: momentum stands still",
-        file=LEARNER,
+        target="rlhf_pg.trainers.learner.Learner._micro_batches",
         old="count = max(1, self.runtime.most(len(chunks)))",
         new="count = self.runtime.most(len(chunks))",
         killers=(f"{OPTIONS}a_step_without_any_advantage_leaves_the_optimizer_as_it_would_be",),
@@ -161,7 +154,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="groups-split-over-micro-batches",
         mistake="a loss that compares the rows of a group sees those of its micro-batch alone",
-        file=LEARNER,
+        target="rlhf_pg.trainers.learner.Learner._micro_batches",
         old="whole_groups = self.compares_rows",
         new="whole_groups = False",
         killers=(f"{OPTIONS}micro_batches_keep_the_rows_that_a_loss_compares_together",),
@@ -170,7 +163,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="remax-baseline-is-sampled",
         mistake="ReMax's baseline is the score of another sample, not of the greedy completion",
-        file=DRAWING,
+        target="rlhf_pg.trainers.drawing._with_greedy",
         old="draws, n=1, temperature=0.0)",
         new="draws, n=1, temperature=trainer.args.temperature)",
         killers=(f"{OPTIONS}greedy_completions_are_counted_and_never_trained_on",),
@@ -178,7 +171,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="remax-baseline-of-another-prompt",
         mistake="a row is compared with the greedy completion of another prompt: still unbiased",
-        file=SCORING,
+        target="rlhf_pg.trainers.scoring._of_greedy",
         old="nn.functional.pad(paid[place], (0, 1))",
         new="nn.functional.pad(paid.roll(1, 0)[place], (0, 1))",
         killers=(f"{OPTIONS}every_row_is_compared_with_the_greedy_completion_of_its_own_prompt",),
@@ -186,7 +179,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="remax-baseline-without-options",
         mistake="weights and penalties apply to the samples and not to the greedy completion",
-        file=SCORING,
+        target="rlhf_pg.trainers.scoring._of_greedy",
         old="paid = totals(trainer.shaping(greedy.scores, greedy.samples.rollout))",
         new="paid = totals(greedy.scores)",
         killers=(f"{OPTIONS}every_row_is_compared_with_the_greedy_completion_of_its_own_prompt",),
@@ -194,7 +187,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="moving-average-updated-before-use",
         mistake="the moving average has this step's own returns in it before it is used: biased",
-        file=SCORING,
+        target="rlhf_pg.trainers.scoring._signals",
         old="moving_average=trainer.moving_average.value if trainer.moving_average else 0.0",
         new="moving_average=0.9 * trainer.moving_average.value + 0.1 * trained.nansum(1).mean()"
         " if trainer.moving_average else 0.0",
@@ -203,7 +196,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="moving-average-without-the-kl",
         mistake="the moving average follows the scores, while the returns have the KL in them",
-        file=SCORING,
+        target="rlhf_pg.trainers.scoring._baseline_metrics",
         old='metrics["return"] = signals.scores.nansum(1)',
         new='metrics["return"] = signals.scores[:, :-1].nansum(1)',
         killers=(f"{OPTIONS}it_is_the_average_of_the_returns_of_earlier_steps",),
@@ -211,7 +204,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="moving-average-not-saved",
         mistake="a resumed run starts its moving average at 0 again",
-        file=BASE,
+        target="rlhf_pg.trainers.PolicyGradientTrainer.running",
         old='"moving_average": self.moving_average',
         new='"moving_average": None',
         killers=(f"{OPTIONS}four_steps_are_two_and_two_bit_for_bit",),

@@ -2,13 +2,6 @@
 
 from tests.mutants import Mutant
 
-SOFTMAX = "rlhf_pg/models/softmax.py"
-LEARNER = "rlhf_pg/trainers/learner.py"
-EXPERIENCE = "rlhf_pg/experience.py"
-BASE = "rlhf_pg/trainers/base.py"
-EVALUATION = "rlhf_pg/trainers/evaluation.py"
-ATTEMPTS = "rlhf_pg/attempts.py"
-
 TRAINING = "tests/trainers/test_truncated_sampling.py::test_"
 SUPPORT = "tests/models/test_support.py::test_"
 RECORDS = "tests/test_experience.py::test_"
@@ -20,7 +13,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="support-not-for-new",
         mistake="the sampler truncates, and the policy that trains has all tokens (TRL #6789)",
-        file=LEARNER,
+        target="rlhf_pg.trainers.learner.Learner.accumulate",
         old="new: PolicyOutput = self.trained(batch)",
         new="new: PolicyOutput = self.trained(dataclasses.replace(batch, support_ids=None))",
         killers=(f"{TRAINING}unbiased_for_the_truncated_policy",),
@@ -28,7 +21,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="support-not-for-old",
         mistake="the old log-probabilities are not renormalised: a ratio is 1 over the kept mass",
-        file=LEARNER,
+        target="rlhf_pg.trainers.learner.Learner._score_own",
         old="out: PolicyOutput = self.trained(batch)",
         new="out: PolicyOutput = self.trained(dataclasses.replace(batch, support_ids=None))",
         killers=(f"{TRAINING}the_ratio_of_an_unchanged_policy_is_one",),
@@ -36,7 +29,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="support-not-for-the-reference",
         mistake="a truncated policy is compared with a whole reference: the KL is never 0",
-        file="rlhf_pg/models/reference.py",
+        target="rlhf_pg.models.Reference.forward",
         old="logprobs: Tensor = self.policy(batch).logprobs",
         new="import dataclasses\n\n"
         "        whole = dataclasses.replace(batch, support_ids=None)\n"
@@ -49,7 +42,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="support-not-for-the-entropy",
         mistake="the entropy, and a bonus for it, is that of all tokens",
-        file=SOFTMAX,
+        target="rlhf_pg.models.softmax.Law.scores",
         old="everywhere.clamp_(min=IMPOSSIBLE)\n            entropies",
         new="everywhere = (output[rows] * self.slope).log_softmax(-1)\n            entropies",
         killers=(
@@ -60,7 +53,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="support-padding-is-a-token",
         mistake="the padding of a support lets token 0 in",
-        file=SOFTMAX,
+        target="rlhf_pg.models.softmax._within",
         old="torch.where(given, support_ids, vocabulary)",
         new="torch.where(given, support_ids, 0)",
         killers=(f"{SUPPORT}log_probabilities_and_entropy_are_those_of_the_kept_tokens",),
@@ -68,7 +61,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="support-none-is-nothing",
         mistake="a slot without a support, padding or tool output, has no token at all: NaN",
-        file=SOFTMAX,
+        target="rlhf_pg.models.softmax._within",
         old=" | ~given.any(dim=1, keepdim=True)",
         new="",
         killers=(f"{SUPPORT}the_whole_vocabulary_as_a_support_changes_nothing",),
@@ -76,7 +69,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="support-cut-to-the-first-row",
         mistake="the supports of a micro-batch are cut to the width of its first row",
-        file=EXPERIENCE,
+        target="rlhf_pg.experience.Rollout.select",
         old=": _widest(value)]",
         new=": _widest(value[:1])]",
         killers=(f"{RECORDS}select_cuts_supports_to_the_widest_that_is_left",),
@@ -84,7 +77,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="support-joined-with-token-zero",
         mistake="supports of another round are padded with the id 0",
-        file=EXPERIENCE,
+        target="rlhf_pg.experience._joined_supports",
         old="longest - part.shape[1]), value=-1)",
         new="longest - part.shape[1]), value=0)",
         killers=(f"{RECORDS}concat_pads_supports_with_no_id",),
@@ -92,7 +85,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="evaluation-from-all-tokens",
         mistake="training samples from the likeliest tokens, evaluation from all",
-        file=BASE,
+        target="rlhf_pg.trainers.PolicyGradientTrainer.sample",
         old="top_k=args.top_k,",
         new="top_k=args.top_k if rows and min(draws) >= 0 else 0,",
         killers=(f"{TRAINING}evaluation_samples_what_training_does_and_greedy_stays",),
@@ -101,7 +94,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="pass-at-k-with-replacement",
         mistake="pass@k as 1 - (1 - c/n)^k, which draws an attempt twice and is too low",
-        file=ATTEMPTS,
+        target="rlhf_pg.attempts.pass_at_k",
         old="((wrong - drawn) / (n - drawn)).prod(dim=1)",
         new="((wrong / n).expand(-1, k)).prod(dim=1)",
         killers=(f"{PURE}pass_at_k_is_the_share_of_subsets_with_a_right_attempt",),
@@ -109,7 +102,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="majority-by-the-first",
         mistake="of equally frequent answers the first one wins, and so does the order",
-        file=ATTEMPTS,
+        target="rlhf_pg.attempts.majority_score",
         old="if votes[answer] == most]",
         new="if answer == votes.most_common(1)[0][0]]",
         killers=(f"{PURE}majority_by_hand", f"{PURE}majority_does_not_depend_on_the_order"),
@@ -117,7 +110,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="majority-is-the-best",
         mistake="the majority vote takes the best score: that is pass@n",
-        file=ATTEMPTS,
+        target="rlhf_pg.attempts.majority_score",
         old="sum(winning) / len(winning)",
         new="max(scores)",
         killers=(f"{PURE}majority_by_hand",),
@@ -125,7 +118,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="right-by-the-trained-reward",
         mistake="penalties, weights and all make an answer right or wrong",
-        file=EVALUATION,
+        target="rlhf_pg.trainers.evaluation.evaluate",
         old="paid = _paid(trainer, totals(scores))",
         new="paid = totals(shaped).nansum(dim=1).double()",
         killers=(f"{EVALUATING}what_is_right_goes_by_the_reward_functions_alone",),
@@ -133,7 +126,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="right-without-the-weights",
         mistake="what makes an answer right is the plain sum of all reward functions",
-        file=EVALUATION,
+        target="rlhf_pg.trainers.evaluation._paid",
         old="(raw[:, : len(weights)] * weights)",
         new="raw[:, : len(weights)].double()",
         killers=(f"{EVALUATING}what_is_right_goes_by_the_reward_functions_alone",),
@@ -141,7 +134,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="right-but-for-rounding",
         mistake="rewards that add up to the threshold fall short of it in float32",
-        file=EVALUATION,
+        target="rlhf_pg.trainers.evaluation._judged",
         old="(paid > threshold - 1e-6)",
         new="(paid >= threshold)",
         killers=(f"{EVALUATING}rounding_to_float32_makes_no_answer_wrong",),
@@ -149,7 +142,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="completions-of-other-prompts",
         mistake="the votes of a prompt are counted among completions of others",
-        file=EVALUATION,
+        target="rlhf_pg.trainers.evaluation._judged",
         old="answers[i * n : (i + 1) * n]",
         new="answers[i :: len(paid)]",
         killers=(f"{EVALUATING}the_answer_that_is_given_most_often_is_scored",),
