@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 
 # The tests of the pure modules, which pyproject.toml lists ([tool.coverage.report]).
 PURE_TESTS := $(wildcard $(patsubst %,tests/test_%*.py,\
-	masking kl control advantages attempts losses policy_ experience micro_batches noise running)) tests/rewards/test_scores.py
+	masking kl control advantages attempts losses policy_ experience micro_batches rng running)) tests/rewards/test_scores.py
 
 .PHONY: help demo preference fuzz soak test test-device test-device-slow test-sm90 test-distributed test-faults models test-slow test-vllm \
 	device-mutants \

@@ -8,6 +8,7 @@ What is said of a function is its docstring, and what proves it are the tests wi
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import pkgutil
 import re
@@ -32,7 +33,11 @@ from tests.faults.rows import ROWS, UNSHOWN
 from tests.mutants import Mutant, all_mutants
 
 ROOT = Path(__file__).resolve().parents[1]
-PURE = ("advantages", "losses", "kl", "control", "running", "masking", "rewards.scores", "attempts")
+PURE = (
+    *("advantages", "losses", "kl", "trainers.controllers", "running_stats", "masking"),
+    *("rewards.scores", "report.pass_at_k"),
+)
+NOT_PURE = {"Coefficients"}  # in a file of pure classes
 # The keys by which a config chooses from a module's dict.
 REGISTRIES = {"ADVANTAGES": "advantage_estimator", "POLICY_LOSSES": "policy_loss"}
 
@@ -92,16 +97,29 @@ def modules() -> Iterator[Any]:
 
 
 def entries(module: Any) -> list[Entry]:
-    """Public functions and classes, less the frozen records, and what a registry names."""
-    chosen = defaultdict(list)
-    for registry in REGISTRIES:
-        for key, function in getattr(module, registry, {}).items():
-            chosen[function].append(key)
+    """The functions and classes of a module that its package hands on or a registry names, less
+    the frozen records.
+    """
+    keys = chosen()
     own = [x for x in vars(module).values() if getattr(x, "__module__", "") == module.__name__]
     own = [x for x in own if inspect.isfunction(x) or inspect.isclass(x)]
-    public = [x for x in own if not x.__name__.startswith("_") and not _is_record(x)]
-    listed = dict.fromkeys([*public, *chosen])
-    return [Entry(_dotted(x), x, chosen[x]) for x in listed]
+    return [Entry(_dotted(x), x, keys[x]) for x in own if x in keys or _is_public(x)]
+
+
+def chosen() -> dict[Any, list[str]]:
+    """The keys by which a config chooses each function, from the registries of all modules."""
+    keys = defaultdict(list)
+    for module, registry in itertools.product(list(modules()), REGISTRIES):
+        for key, function in getattr(module, registry, {}).items():
+            keys[function].append(key)
+    return keys
+
+
+def _is_public(x: Any) -> bool:
+    package = sys.modules[x.__module__.rpartition(".")[0]]
+    inner = package.__name__ in (f"rlhf_pg.{name}" for name in PURE)
+    handed_on = x.__name__ in package.__all__ if inner else not x.__name__.startswith("_")
+    return handed_on and not _is_record(x) and x.__name__ not in NOT_PURE
 
 
 def _is_record(x: Any) -> bool:

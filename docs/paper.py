@@ -15,7 +15,7 @@ from rlhf_pg.plan.job import Job, spread
 from rlhf_pg.plan.paper import BEFORE, LIBRARIES, WITH_VLLM, Library, engine_gpus, stages
 from rlhf_pg.plan.published import UNITS, agreement, fit, left_out, points
 from rlhf_pg.plan.shapes import SHAPES, Shape
-from rlhf_pg.runtime.layouts import LAYOUTS, Layout
+from rlhf_pg.plan.sharding import LAYOUTS, Layout
 
 H100 = DEVICES["h100"]
 DDP, _, ZERO2, _, FSDP2 = LAYOUTS

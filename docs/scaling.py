@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from rlhf_pg.runtime.layouts import LAYOUTS, Layout, parts
+from rlhf_pg.plan.sharding import LAYOUTS, Layout, parts
 
 GB = 1e9
 

@@ -10,7 +10,7 @@ from decimal import Decimal
 from datasets import Dataset, load_dataset
 
 from rlhf_pg import PPOConfig, PPOTrainer
-from rlhf_pg.recipe import parse
+from rlhf_pg.config.parse import parse
 
 DATASET = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'  # verl's

@@ -4,7 +4,7 @@ accelerate launch recipes/grpo.py --config recipes/grpo_arithmetic.yaml --max_st
 """
 
 from rlhf_pg import GRPOConfig, GRPOTrainer
-from rlhf_pg.recipe import parse
+from rlhf_pg.config.parse import parse
 from rlhf_pg.tasks import TASKS
 from rlhf_pg.tasks.warm_start import ensure_model
 

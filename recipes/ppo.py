@@ -4,7 +4,7 @@ accelerate launch recipes/ppo.py --config recipes/ppo_arithmetic.yaml --max_step
 """
 
 from rlhf_pg import PPOConfig, PPOTrainer
-from rlhf_pg.recipe import parse
+from rlhf_pg.config.parse import parse
 from rlhf_pg.tasks import TASKS
 from rlhf_pg.tasks.warm_start import ensure_model
 

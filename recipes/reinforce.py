@@ -4,7 +4,7 @@ accelerate launch recipes/reinforce.py --config recipes/reinforce_arithmetic.yam
 """
 
 from rlhf_pg import ReinforceConfig, ReinforceTrainer
-from rlhf_pg.recipe import parse
+from rlhf_pg.config.parse import parse
 from rlhf_pg.tasks import TASKS
 from rlhf_pg.tasks.warm_start import ensure_model
 

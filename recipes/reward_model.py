@@ -4,7 +4,7 @@ python recipes/reward_model.py --config recipes/reward_model_preference.yaml
 """
 
 from rlhf_pg.config import RewardModelConfig
-from rlhf_pg.recipe import parse
+from rlhf_pg.config.parse import parse
 from rlhf_pg.rewards import train_reward_model
 from rlhf_pg.tasks import TASKS
 from rlhf_pg.tasks.warm_start import ensure_model

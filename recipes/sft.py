@@ -6,7 +6,7 @@ The other recipes do this by themselves, once, when they are given no model.
 """
 
 from rlhf_pg.config import SFTConfig
-from rlhf_pg.recipe import parse
+from rlhf_pg.config.parse import parse
 from rlhf_pg.tasks.warm_start import warm_start
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Policy-gradient RL for language models."""
 
-from rlhf_pg import launcher as launcher  # before what takes seconds
+from rlhf_pg.boundary import launcher as launcher  # before what takes seconds
 from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
 from rlhf_pg.rollout import Environment, Observation
 from rlhf_pg.trainers import Callback, GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer

@@ -1,15 +1,15 @@
-"""KL(policy || reference) from sampled tokens: estimates to pay or to log, and terms for a loss.
+"""KL(policy || reference) from sampled tokens: estimates, terms for a loss, and controllers.
 
 Throughout, u = log pi(y_t) - log pi_ref(y_t) for a token y_t that the policy sampled, and pi_old is
 the policy that sampled it.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from rlhf_pg.advantages import discounted_returns
-from rlhf_pg.control import AdaptiveKLController as AdaptiveKLController
-from rlhf_pg.control import PenaltyKLController as PenaltyKLController
 from rlhf_pg.losses import MAX_LOG_RATIO
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -128,3 +128,43 @@ def _check_loss(estimator: str) -> None:
         )
     if estimator not in KL_LOSSES:
         raise ValueError(f"estimator must be one of {', '.join(KL_LOSSES)}, got {estimator!r}")
+
+
+@dataclass
+class AdaptiveKLController:
+    """Moves the KL coefficient in proportion to the error (Ziegler et al. 2019, section 2.2).
+
+        e = clip(kl / target - 1, -0.2, 0.2),  coef <- coef * (1 + e * num_samples / horizon)
+
+    `kl` is the mean over completions of the summed k1, in nats; `horizon` is counted in
+    completions.
+    """
+
+    coef: float
+    target: float
+    horizon: float
+
+    def update(self, kl: float, num_samples: int) -> None:
+        if kl != kl:
+            return  # a NaN would stay in the coefficient, and in every checkpoint after it
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.coef *= 1 + error * num_samples / self.horizon
+
+
+@dataclass
+class PenaltyKLController:
+    """The adaptive penalty of PPO (Schulman et al. 2017, section 4).
+
+    coef <- coef / 2 if kl < target / 1.5;  coef <- 2 * coef if kl > 1.5 * target
+
+    PPO's `kl` is that after the updates which the coefficient has held back.
+    """
+
+    coef: float
+    target: float
+
+    def update(self, kl: float) -> None:
+        if kl < self.target / 1.5:
+            self.coef /= 2
+        elif kl > self.target * 1.5:
+            self.coef *= 2

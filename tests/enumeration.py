@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.metrics import Meter
+from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rollout import Completion, RolloutEngine, SamplingParams
 from rlhf_pg.trainers import PolicyGradientTrainer
 from rlhf_pg.trainers.drawing import draw_batch

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_pg.attempts import majority_score, pass_at_k
+from rlhf_pg.report.pass_at_k import majority_score, pass_at_k
 
 
-@pytest.mark.proves("rlhf_pg.attempts.pass_at_k")
+@pytest.mark.proves("rlhf_pg.report.pass_at_k.pass_at_k")
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_attempt(n) -> None:
     for k in range(1, n + 1):
@@ -31,7 +31,7 @@ def test_pass_at_k_keeps_its_digits_with_many_attempts(k) -> None:
     assert found.tolist() == pytest.approx([float(x) for x in exact], abs=1e-13)
 
 
-@pytest.mark.proves("rlhf_pg.attempts.pass_at_k")
+@pytest.mark.proves("rlhf_pg.report.pass_at_k.pass_at_k")
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_pass_at_k_is_unbiased_and_the_plain_guess_is_not(k) -> None:
     n, p = 6, 0.3
@@ -49,7 +49,7 @@ def test_more_attempts_than_there_are_are_refused(k) -> None:
         pass_at_k(torch.tensor([1]), 4, k)
 
 
-@pytest.mark.proves("rlhf_pg.attempts.majority_score")
+@pytest.mark.proves("rlhf_pg.report.pass_at_k.majority_score")
 @pytest.mark.parametrize(
     ("answers", "scores", "expected"),
     [
@@ -77,7 +77,7 @@ def test_majority_does_not_depend_on_the_order(attempts) -> None:
     assert one == pytest.approx(other)
 
 
-@pytest.mark.proves("rlhf_pg.attempts.majority_score")
+@pytest.mark.proves("rlhf_pg.report.pass_at_k.majority_score")
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.floats(-2, 2)), min_size=1, max_size=8))
 def test_majority_is_the_mean_over_the_answers_that_could_win(attempts) -> None:
     by_answer = {a: [s for b, s in attempts if b == a] for a, _ in attempts}

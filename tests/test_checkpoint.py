@@ -16,9 +16,14 @@ from transformers import (
     get_scheduler,
 )
 
-from rlhf_pg.checkpoint import Checkpointer, TrainState, optimizer_tensors, stored_state
+from rlhf_pg.checkpoint.checkpointer import (
+    Checkpointer,
+    TrainState,
+    optimizer_tensors,
+    stored_state,
+)
 from rlhf_pg.models import Policy, Reference, fingerprint
-from rlhf_pg.random_states import restore_rng, rng_tensors
+from rlhf_pg.rng import restore_rng, rng_tensors
 from rlhf_pg.runtime import Runtime, Whole
 from tests.tiny import tiny_model
 

@@ -18,10 +18,10 @@ from rlhf_pg.config import (
     RLOOConfig,
     SFTConfig,
 )
-from rlhf_pg.fields import Checked, bound, choice, number
-from rlhf_pg.foreign_keys import ELSEWHERE, NO_MEANING
+from rlhf_pg.config.fields import Checked, bound, choice, number
+from rlhf_pg.config.foreign_keys import ELSEWHERE, NO_MEANING
+from rlhf_pg.config.parse import dump, parse
 from rlhf_pg.losses import POLICY_LOSSES
-from rlhf_pg.recipe import dump, parse
 
 NAN = float("nan")
 TRAINERS = [GRPOConfig, RLOOConfig, ReinforceConfig, PPOConfig]

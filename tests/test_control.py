@@ -5,17 +5,13 @@ import json
 import pytest
 
 from rlhf_pg import kl as kl_module
-from rlhf_pg.control import (
-    AdaptiveKLController,
-    EntropyController,
-    KLAdaptiveRate,
-    PenaltyKLController,
-)
+from rlhf_pg.kl import AdaptiveKLController, PenaltyKLController
+from rlhf_pg.trainers.controllers import EntropyController, KLAdaptiveRate
 
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.proves("rlhf_pg.control.AdaptiveKLController")
+@pytest.mark.proves("rlhf_pg.kl.AdaptiveKLController")
 @pytest.mark.parametrize(
     ("kl", "expected"),
     [
@@ -42,7 +38,7 @@ def test_adaptive_controller_compounds():
     assert controller.coef == pytest.approx(1.188, rel=1e-12)
 
 
-@pytest.mark.proves("rlhf_pg.control.PenaltyKLController")
+@pytest.mark.proves("rlhf_pg.kl.PenaltyKLController")
 @pytest.mark.parametrize(
     ("kl", "expected"),
     [(0.0, 0.5), (1.99, 0.5), (2.0, 1), (3.0, 1), (4.5, 1), (4.51, 2), (100.0, 2)],
@@ -60,7 +56,7 @@ def test_penalty_controller_compounds():
     assert controller.coef == pytest.approx(0.8)
 
 
-@pytest.mark.proves("rlhf_pg.control.EntropyController")
+@pytest.mark.proves("rlhf_pg.trainers.controllers.EntropyController")
 def test_entropy_controller_pushes_below_the_target_and_eases_above_it():
     controller = EntropyController(coef=0.25, target=0.5, delta=0.125, minimum=0.0, maximum=0.5)
     steps = [
@@ -89,7 +85,7 @@ def test_entropy_controller_lands_on_bounds_that_no_step_meets():
     assert controller.coef == 0.1
 
 
-@pytest.mark.proves("rlhf_pg.control.KLAdaptiveRate")
+@pytest.mark.proves("rlhf_pg.trainers.controllers.KLAdaptiveRate")
 @pytest.mark.parametrize(
     ("kl", "expected"),
     [

@@ -12,17 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_pg.data import (
-    PromptSampler,
-    batches,
-    check_fit,
-    continues,
-    encode,
-    encode_answer,
-    load_prompts,
-    permutation,
-    whole_turn,
-)
+from rlhf_pg.data.chat import continues, encode, encode_answer, whole_turn
+from rlhf_pg.data.prompts import PromptSampler, batches, check_fit, load_prompts, permutation
 from rlhf_pg.tasks.tiny import character_tokenizer
 
 # Ids: pad 0, EOS 1, <user> 2, <assistant> 3, a 4, b 5, c 6.

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_pg.experience import Experience, Rollout, to_device
+from rlhf_pg.data.records import Experience, Rollout, to_device
 
 PAD = 9
 

@@ -5,13 +5,13 @@ import os
 
 import pytest
 
-from rlhf_pg import faults
-from rlhf_pg.faults import failpoint
+from rlhf_pg import failpoints
+from rlhf_pg.failpoints import failpoint
 
 
 @pytest.fixture(autouse=True)
 def anew(monkeypatch):
-    monkeypatch.setattr(faults, "_passed", faults.Counter())
+    monkeypatch.setattr(failpoints, "_passed", failpoints.Counter())
 
 
 def test_without_the_variable_nothing_happens(monkeypatch) -> None:

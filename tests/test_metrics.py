@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_pg.metrics import KEYS, JsonLines, Meter, length_metrics, read, reward_metrics
-from rlhf_pg.progress import Journal
-from rlhf_pg.run_files import RUN_FILES, set_aside
+from rlhf_pg.checkpoint.run_dir import RUN_FILES, set_aside
+from rlhf_pg.report.journal import Journal
+from rlhf_pg.report.json_lines import JsonLines, read
+from rlhf_pg.report.metrics import KEYS, Meter, length_metrics, reward_metrics
 
 # ----------------------------------------------------------------------------------------- Meter
 

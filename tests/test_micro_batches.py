@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_pg.micro_batches import Row, alike, packed, padded
+from rlhf_pg.data.micro_batches import Row, alike, packed, padded
 
 # Two families of group 5, one of group 6: prompts of 10, 4 and 3 tokens.
 ROWS = [

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from rlhf_pg.output import occupied
+from rlhf_pg.checkpoint.run_dir import occupied
 from rlhf_pg.runtime import Runtime
 
 FORK = get_context("fork")

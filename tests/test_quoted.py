@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_pg.quoted import LONGEST, quoted, shown, told, visible
+from rlhf_pg.boundary.quoted import LONGEST, quoted, shown, told, visible
 
 
 class Unspeakable(Exception):

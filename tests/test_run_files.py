@@ -5,12 +5,11 @@ import os
 import pytest
 from datasets import Dataset
 
+from rlhf_pg.checkpoint.atomic import begin, publish
+from rlhf_pg.checkpoint.run_dir import occupied, set_aside
 from rlhf_pg.config import RewardModelConfig, SFTConfig
-from rlhf_pg.output import occupied
 from rlhf_pg.rewards import train_reward_model
-from rlhf_pg.run_files import set_aside
 from rlhf_pg.runtime import Runtime
-from rlhf_pg.sealed import begin, publish
 from rlhf_pg.tasks.warm_start import warm_start
 from tests.rewards.test_model import classifier, letters
 from tests.trainers.conftest import make as make

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_pg.running import MovingAverage, RunningMoments
+from rlhf_pg.running_stats import MovingAverage, RunningMoments
 
 few = settings(max_examples=50, deadline=None)
 numbers = st.lists(st.integers(-400, 400).map(lambda i: i / 8), max_size=6)
@@ -34,7 +34,7 @@ def restored(statistics):
 # --------------------------------------------------------------------------------- RunningMoments
 
 
-@pytest.mark.proves("rlhf_pg.running.RunningMoments")
+@pytest.mark.proves("rlhf_pg.running_stats.RunningMoments")
 def test_two_batches_by_hand():
     # 1, 3 (mean 2, var 1) and 6, 6, 9 (mean 7, var 2): mean 25/5; 16 + 4 + 1 + 1 + 16 = 38
     moments = RunningMoments()
@@ -46,7 +46,7 @@ def test_two_batches_by_hand():
     assert moments.std == pytest.approx((38 / 5) ** 0.5, rel=1e-15)
 
 
-@pytest.mark.proves("rlhf_pg.running.RunningMoments")
+@pytest.mark.proves("rlhf_pg.running_stats.RunningMoments")
 @few
 @given(batches=batches, shift=st.sampled_from([0.0, -1000.0]))
 def test_moments_are_those_of_everything_in_any_split(batches, shift):
@@ -70,7 +70,7 @@ def test_before_any_update_numbers_stay_as_they_are():
     assert RunningMoments().denormalize(x).equal(x)
 
 
-@pytest.mark.proves("rlhf_pg.running.RunningMoments.normalize")
+@pytest.mark.proves("rlhf_pg.running_stats.RunningMoments.normalize")
 def test_normalize_and_denormalize_by_hand():
     moments = RunningMoments(count=4, mean=3.0, var=4.0)
     x = torch.tensor([[3.0, 5.0], [-1.0, 4.0]])
@@ -135,7 +135,7 @@ def test_moments_refuse_what_would_spoil_them(batch):
 # ---------------------------------------------------------------------------------- MovingAverage
 
 
-@pytest.mark.proves("rlhf_pg.running.MovingAverage")
+@pytest.mark.proves("rlhf_pg.running_stats.MovingAverage")
 def test_moving_average_by_hand():
     # decay 1/2: m = 4, then 2 + 1 = 3, then 1.5 + 8 = 9.5; corrected by 1/2, 3/4, 7/8
     average = MovingAverage(decay=0.5)
@@ -145,7 +145,7 @@ def test_moving_average_by_hand():
         assert average.value == pytest.approx(value, rel=1e-15)
 
 
-@pytest.mark.proves("rlhf_pg.running.MovingAverage")
+@pytest.mark.proves("rlhf_pg.running_stats.MovingAverage")
 @few
 @given(xs=st.lists(st.integers(-40, 40).map(lambda i: i / 8), min_size=1, max_size=20))
 def test_moving_average_is_the_mean_with_weights_that_decay(xs):

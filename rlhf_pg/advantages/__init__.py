@@ -1,6 +1,6 @@
 """Advantage estimators: how much better was each token, or each completion, than expected?
 
-`along_row` looks along the tokens of a row, `in_group` compares the completions of a prompt, and
+`per_token` looks along the tokens of a row, `per_group` compares the completions of a prompt, and
 `named` holds what a config chooses from: the estimators in `ADVANTAGES`, functions of `Signals`.
 
 Shapes: B rows and T columns on this rank, N rows on all ranks. Every function returns detached
@@ -26,17 +26,7 @@ A paper's name is often an estimator with one or two options:
     REINFORCE++ with a baseline  group_normalized with scale_rewards "none", whitened likewise
 """
 
-from rlhf_pg.advantages.along_row import discounted_returns, gae, length_adaptive_lam, n_step
-from rlhf_pg.advantages.in_group import (
-    SCALES,
-    GroupStats,
-    group_normalized,
-    group_stats,
-    leave_one_out,
-    optimal_baseline,
-    process_group_normalized,
-)
-from rlhf_pg.advantages.named import (
+from rlhf_pg.advantages.estimators import (
     ADVANTAGES,
     IN_BATCH,
     IN_GROUP,
@@ -48,6 +38,16 @@ from rlhf_pg.advantages.named import (
     Signals,
     total_scores,
 )
+from rlhf_pg.advantages.per_group import (
+    SCALES,
+    GroupStats,
+    group_normalized,
+    group_stats,
+    leave_one_out,
+    optimal_baseline,
+    process_group_normalized,
+)
+from rlhf_pg.advantages.per_token import discounted_returns, gae, length_adaptive_lam, n_step
 
 __all__ = [
     "ADVANTAGES",

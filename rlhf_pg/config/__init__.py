@@ -1,10 +1,12 @@
 """Every key of every algorithm: its default, its range beside it, and what it means.
 
-Batch sizes are global: the number of processes is not a hyper-parameter. `rlhf_pg.recipe` reads a
-config from YAML and flags.
+Batch sizes are global: the number of processes is not a hyper-parameter. `rlhf_pg.config.parse`
+reads a config from YAML and flags.
 """
 
 from rlhf_pg.config.algorithms import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
+from rlhf_pg.config.fields import choice, number
+from rlhf_pg.config.parse import dump, parse
 from rlhf_pg.config.policy_gradient import PolicyGradientConfig
 from rlhf_pg.config.supervised import RewardModelConfig, SFTConfig
 
@@ -16,4 +18,8 @@ __all__ = [
     "ReinforceConfig",
     "RewardModelConfig",
     "SFTConfig",
+    "choice",
+    "dump",
+    "number",
+    "parse",
 ]

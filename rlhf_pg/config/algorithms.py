@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_pg.advantages import ADVANTAGES, NEED_VALUES
+from rlhf_pg.config.fields import choice, number
 from rlhf_pg.config.policy_gradient import KLEstimator, PolicyGradientConfig
-from rlhf_pg.fields import choice, number
 from rlhf_pg.losses import POLICY_LOSSES
 
 

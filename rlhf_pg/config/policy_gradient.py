@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf_pg.advantages import ADVANTAGES, IN_BATCH, IN_GROUP, NEED_VALUES, PER_TOKEN
+from rlhf_pg.config.fields import choice, number, parameters
 from rlhf_pg.config.sampling import SamplingConfig
-from rlhf_pg.fields import choice, number, parameters
 from rlhf_pg.losses import POLICY_LOSSES
 
 # They look at what tokens are paid, and at no scores of completions.

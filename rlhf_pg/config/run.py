@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_pg.fields import Checked, choice, number
+from rlhf_pg.config.fields import Checked, choice, number
 
 # Those of transformers that need no arguments beyond the number of steps.
 SCHEDULES = (

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
+from rlhf_pg.boundary.quoted import quoted
+from rlhf_pg.config.fields import number
 from rlhf_pg.config.run import RunConfig
-from rlhf_pg.fields import number
-from rlhf_pg.quoted import quoted
 
 
 @dataclass(kw_only=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_pg.fields import Checked, number
+from rlhf_pg.config.fields import Checked, number
 
 
 @dataclass(kw_only=True)

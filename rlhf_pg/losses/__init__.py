@@ -9,30 +9,14 @@ Throughout, rho_t = pi(y_t) / pi_old(y_t) for a token y_t that pi_old sampled, a
 gradient. Masked slots may hold anything, NaN included, and are 0 in what comes out.
 """
 
+from rlhf_pg.losses.clipped import cispo, clipped_surrogate, gmpo, p3o, sapo
 from rlhf_pg.losses.likelihood import positive_nll
-from rlhf_pg.losses.policy import (
-    MAX_LOG_RATIO,
-    POLICY_LOSSES,
-    SAMPLING_LEVELS,
-    Loss,
-    cispo,
-    clipped_surrogate,
-    gmpo,
-    kl_penalty,
-    mdpo,
-    p3o,
-    sapo,
-    surrogate,
-    vanilla,
-)
+from rlhf_pg.losses.off_policy import SAMPLER_CORRECTIONS, sampler_weights
+from rlhf_pg.losses.ratio import MAX_LOG_RATIO, SAMPLING_LEVELS, Loss
+from rlhf_pg.losses.registry import POLICY_LOSSES
+from rlhf_pg.losses.unclipped import kl_penalty, mdpo, surrogate, vanilla
 from rlhf_pg.losses.value import value_loss
-from rlhf_pg.losses.weights import (
-    AGGREGATIONS,
-    SAMPLER_CORRECTIONS,
-    sampler_weights,
-    token_weights,
-    weight_count,
-)
+from rlhf_pg.losses.weights import AGGREGATIONS, token_weights, weight_count
 
 __all__ = [
     "AGGREGATIONS",

@@ -11,14 +11,14 @@ from rlhf_pg.models.adapters import (
     quantized,
 )
 from rlhf_pg.models.critic import ActorCritic, Critic, ValueHead, new_critic
-from rlhf_pg.models.finish import Finish, finish_of
-from rlhf_pg.models.head import Head, parts_for, piece_for
+from rlhf_pg.models.lm_head import Head, parts_for, piece_for
 from rlhf_pg.models.loading import (
     load_model,
     load_policy,
     max_positions,
     quantization,
 )
+from rlhf_pg.models.logit_transform import Finish, finish_of
 from rlhf_pg.models.modes import checkpoint_activations, checkpoints, disable_dropout, evaluating
 from rlhf_pg.models.policy import Policy, PolicyOutput
 from rlhf_pg.models.pretrained import (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_pg.experience import Rollout
+from rlhf_pg.data.records import Rollout
 from rlhf_pg.masking import widen
 from rlhf_pg.models.adapters import (
     LOADED,
@@ -29,7 +29,7 @@ from rlhf_pg.models.packing import Hidden, hidden_states, packing_window, padded
 from rlhf_pg.models.policy import Policy
 from rlhf_pg.models.pretrained import about, opening, tokenizer_from_pretrained
 from rlhf_pg.models.tokenizers import check_vocabulary, has_tokenizer
-from rlhf_pg.running import RunningMoments
+from rlhf_pg.running_stats import RunningMoments
 
 HEAD_FILE = "value_head.safetensors"
 TRAINED_HEAD_FILE = "value_head_normalized.safetensors"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from rlhf_pg.experience import to_device
+from rlhf_pg.data.records import to_device
 
 Families: TypeAlias = Sequence[tuple[int, list[int]]]  # lengths of a prompt and its completions
 

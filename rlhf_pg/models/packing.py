@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_pg.experience import Rollout, to_device
-from rlhf_pg.micro_batches import Row
+from rlhf_pg.data.micro_batches import Row
+from rlhf_pg.data.records import Rollout, to_device
 from rlhf_pg.models.attention import configs_of, fitness, replaced_attention, window
 from rlhf_pg.models.modes import evaluating
 from rlhf_pg.models.shared_prefix import Family, SharedPrefix

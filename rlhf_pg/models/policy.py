@@ -5,11 +5,11 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_pg.experience import Rollout
+from rlhf_pg.data.records import Rollout
 from rlhf_pg.models.adapters import trunk
 from rlhf_pg.models.experts import Routed, balance_of
-from rlhf_pg.models.finish import finish_of
-from rlhf_pg.models.head import PIECE, Head, parts_for
+from rlhf_pg.models.lm_head import PIECE, Head, parts_for
+from rlhf_pg.models.logit_transform import finish_of
 from rlhf_pg.models.modes import train_as_evaluated
 from rlhf_pg.models.packing import Hidden, hidden_states, packing_window, padded
 from rlhf_pg.models.softmax import token_scores

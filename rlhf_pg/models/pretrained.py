@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlhf_pg.quoted import quoted, shown, told
+from rlhf_pg.boundary.quoted import quoted, shown, told
 
 
 def from_pretrained(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_pg.experience import Rollout
+from rlhf_pg.data.records import Rollout
 from rlhf_pg.models.adapters import adds_nothing, load_weights, share_frozen
 from rlhf_pg.models.policy import Policy
 

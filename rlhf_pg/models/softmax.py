@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from rlhf_pg.masking import widen
-from rlhf_pg.models.finish import NOTHING, Finish
+from rlhf_pg.models.logit_transform import NOTHING, Finish
 
 # What a CPU core works on at a time stays in its cache: several passes for the price of one.
 BLOCK = 2**17

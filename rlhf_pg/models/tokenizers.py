@@ -5,8 +5,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rlhf_pg.boundary.quoted import shown, told
 from rlhf_pg.models.pretrained import about, tokenizer_from_pretrained
-from rlhf_pg.quoted import shown, told
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from rlhf_pg.runtime import LAYOUTS, Layout
+from rlhf_pg.plan.sharding import LAYOUTS, Layout
 
 
 @dataclass(frozen=True, kw_only=True)

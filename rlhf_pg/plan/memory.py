@@ -7,12 +7,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from rlhf_pg.models.attention import fitness
-from rlhf_pg.models.memory import size
-from rlhf_pg.plan.drawn import Drawn
-from rlhf_pg.rollout.attention import KeyValues
-from rlhf_pg.rollout.batching import MAX_ROWS
-from rlhf_pg.runtime import Layout, kept
-from rlhf_pg.trainers.budget import SHARE, most, reference_bytes, update_options, within
+from rlhf_pg.plan.footprint import reference_bytes, size, update_options
+from rlhf_pg.plan.meta_models import Drawn
+from rlhf_pg.plan.sharding import Layout, kept
+from rlhf_pg.plan.token_budget import SHARE, most, within
+from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS
+from rlhf_pg.rollout.native.decode_attention import KeyValues
 
 FOUR_BITS = 0.6  # bytes of a weight in NF4, with its scales and the layers that are left alone
 CPU_CACHE = 4 * 2**30  # bytes that the native engine takes of a CPU's memory

@@ -28,7 +28,7 @@ from rlhf_pg.plan.learning import (
 )
 from rlhf_pg.plan.paper import VERL, learner_seconds, stages
 from rlhf_pg.plan.shapes import SHAPES, Shape
-from rlhf_pg.runtime import LAYOUTS
+from rlhf_pg.plan.sharding import LAYOUTS
 
 
 class Fitted(NamedTuple):

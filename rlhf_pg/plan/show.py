@@ -3,13 +3,13 @@
 from rich.table import Table
 
 from rlhf_pg.plan.devices import Device
-from rlhf_pg.plan.drawn import Drawn
 from rlhf_pg.plan.job import Job, spread
 from rlhf_pg.plan.memory import Memory
+from rlhf_pg.plan.meta_models import Drawn
 from rlhf_pg.plan.paper import LIBRARIES, Library, stages
 from rlhf_pg.plan.published import agreement
 from rlhf_pg.plan.shapes import Shape
-from rlhf_pg.runtime import Layout
+from rlhf_pg.plan.sharding import Layout
 
 
 def job_of(drawn: Drawn, memory: Memory, layout: Layout, processes: int) -> Job:

@@ -1,5 +1,6 @@
-"""The picture of a run."""
+"""What a run shows and keeps of itself: numbers, lines, curves, trackers."""
 
 from rlhf_pg.report.curve import save_curve, show_curve
+from rlhf_pg.report.metrics import Meter
 
-__all__ = ["save_curve", "show_curve"]
+__all__ = ["Meter", "save_curve", "show_curve"]

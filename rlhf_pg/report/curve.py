@@ -6,7 +6,7 @@ Needs the extra `report` (plotext and matplotlib), imported when a curve is aske
 from pathlib import Path
 from typing import Any
 
-from rlhf_pg.metrics import read
+from rlhf_pg.report.json_lines import read
 
 SMOOTHING = 0.9
 

@@ -21,13 +21,13 @@ from transformers import (
     set_seed,
 )
 
+from rlhf_pg.boundary.streams import outliving_readers
+from rlhf_pg.checkpoint.run_dir import begun
 from rlhf_pg.config import RewardModelConfig
-from rlhf_pg.data import encode
-from rlhf_pg.experience import padded
+from rlhf_pg.data.chat import encode
+from rlhf_pg.data.records import padded
 from rlhf_pg.models import about, check_directory, disable_dropout, from_pretrained, max_positions
-from rlhf_pg.rewards.model import encode_whole, score_tokenizer, sequence_scores, with_eos
-from rlhf_pg.run_files import begun
-from rlhf_pg.streams import outliving_readers
+from rlhf_pg.rewards.reward_model import encode_whole, score_tokenizer, sequence_scores, with_eos
 
 # Of a checkpoint that was no classifier, as `transformers` calls what it adds.
 NEW_HEADS = ("score.", "classifier.", "pre_classifier.", "pooler.")

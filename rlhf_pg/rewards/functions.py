@@ -12,11 +12,11 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
-from rlhf_pg.experience import padded
-from rlhf_pg.quoted import shown, told
-from rlhf_pg.rewards.model import RewardModel
+from rlhf_pg.boundary.quoted import shown, told
+from rlhf_pg.boundary.user_code import foreign, wait_for
+from rlhf_pg.data.records import padded
+from rlhf_pg.rewards.reward_model import RewardModel
 from rlhf_pg.rewards.scores import ends
-from rlhf_pg.user_code import foreign, wait_for
 
 Score = float | None
 Scores = Sequence[Score | Sequence[Score]]

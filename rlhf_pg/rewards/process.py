@@ -13,11 +13,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlhf_pg.data import encode
-from rlhf_pg.experience import padded
+from rlhf_pg.data.chat import encode
+from rlhf_pg.data.records import padded
 from rlhf_pg.masking import widen
 from rlhf_pg.models import about, check_directory, from_pretrained, max_positions
-from rlhf_pg.rewards.model import micro_batches, name_of, score_tokenizer
+from rlhf_pg.rewards.reward_model import micro_batches, name_of, score_tokenizer
 
 HALF = "\N{REPLACEMENT CHARACTER}"  # what stands for a character whose bytes are not all there
 MOST = 4  # tokens that a character may come in, byte by byte

@@ -9,10 +9,10 @@ from rlhf_pg.rollout.engine import (
     SamplingParams,
     Session,
 )
-from rlhf_pg.rollout.environment import Environment, EnvironmentFactory, Observation
-from rlhf_pg.rollout.episodes import Episode, Player
-from rlhf_pg.rollout.native import NativeEngine
-from rlhf_pg.rollout.tools import Tool, Toolbox, ToolEnvironment
+from rlhf_pg.rollout.multi_turn.environment import Environment, EnvironmentFactory, Observation
+from rlhf_pg.rollout.multi_turn.episodes import Episode, Player
+from rlhf_pg.rollout.multi_turn.tools import Tool, Toolbox, ToolEnvironment
+from rlhf_pg.rollout.native.engine import NativeEngine
 
 __all__ = [
     "Completion",

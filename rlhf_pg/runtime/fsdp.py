@@ -8,8 +8,8 @@ from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
 
-from rlhf_pg.runtime.trained import Trained
-from rlhf_pg.runtime.weights import check_divisible, put
+from rlhf_pg.runtime.ddp import Trained
+from rlhf_pg.runtime.full_weights import check_divisible, put
 
 
 class FullyShardedTrained(Trained):

@@ -13,8 +13,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 from transformers.integrations import unset_hf_deepspeed_config
 
-from rlhf_pg.runtime.failures import Watch, meeting, waits
-from rlhf_pg.runtime.trained import Trained
+from rlhf_pg.runtime.ddp import Trained
+from rlhf_pg.runtime.watchdog import Watch, meeting, waits
 
 MARGIN = 30  # seconds that the process group waits longer, so that `Watch` reports stacks first
 LAST_TENSORS = 0.3  # seconds in which the threads of gloo drop what they have exchanged
@@ -197,7 +197,7 @@ def _backend(accelerator: Accelerator) -> tuple[str, type[Trained]]:
         accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
         return "FSDP2", FullyShardedTrained
     if kind == DistributedType.DEEPSPEED:
-        from rlhf_pg.runtime.zero import ZeroTrained
+        from rlhf_pg.runtime.deepspeed import ZeroTrained
 
         unset_hf_deepspeed_config()
         return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}", ZeroTrained

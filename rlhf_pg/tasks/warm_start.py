@@ -14,11 +14,11 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
 from transformers.utils import get_json_schema
 
+from rlhf_pg.boundary.streams import outliving_readers
+from rlhf_pg.checkpoint.run_dir import begun
 from rlhf_pg.config import SFTConfig
-from rlhf_pg.data import encode, encode_answer
-from rlhf_pg.recipe import parse, recipe_file
-from rlhf_pg.run_files import begun
-from rlhf_pg.streams import outliving_readers
+from rlhf_pg.config.parse import parse, recipe_file
+from rlhf_pg.data.chat import encode, encode_answer
 from rlhf_pg.tasks import TASKS, Demonstration, Task
 
 Examples = list[dict[str, list[int]]]

@@ -23,22 +23,30 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, set_seed
 
-from rlhf_pg import models, recipe, sealed
+from rlhf_pg import models
 from rlhf_pg.advantages import ADVANTAGES, NEED_GRADIENTS, Signals
-from rlhf_pg.checkpoint import Checkpointer, TrainState
-from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.data import Prompts, PromptSampler, vocabulary_fingerprint
-from rlhf_pg.experience import Experience, Rollout
-from rlhf_pg.faults import failpoint
-from rlhf_pg.fields import bound
+from rlhf_pg.boundary.streams import outliving_readers
+from rlhf_pg.boundary.user_code import foreign
+from rlhf_pg.checkpoint import atomic
+from rlhf_pg.checkpoint.checkpointer import Checkpointer, TrainState
+from rlhf_pg.checkpoint.run_dir import occupying
+from rlhf_pg.config import PolicyGradientConfig, dump
+from rlhf_pg.config.fields import bound
+from rlhf_pg.data.chat import vocabulary_fingerprint
+from rlhf_pg.data.prompts import Prompts, PromptSampler, fitting_prompts
+from rlhf_pg.data.records import Experience, Rollout
+from rlhf_pg.failpoints import failpoint
 from rlhf_pg.kl import kl_loss
 from rlhf_pg.losses import POLICY_LOSSES, Loss
-from rlhf_pg.metrics import KEYS, Meter
+from rlhf_pg.losses.off_policy import against_sampler
 from rlhf_pg.models import Critic, PolicyOutput
-from rlhf_pg.output import occupying
-from rlhf_pg.progress import Journal
-from rlhf_pg.random_states import restore_rng, rng_tensors
+from rlhf_pg.models.assemble import adapter_of, policy_of
+from rlhf_pg.report.journal import Journal
+from rlhf_pg.report.metrics import KEYS, Meter
+from rlhf_pg.report.trackers import Trackers
 from rlhf_pg.rewards import Rewards, RewardSource
+from rlhf_pg.rewards.shaping import Shaping
+from rlhf_pg.rng import restore_rng, rng_tensors
 from rlhf_pg.rollout import (
     EnvironmentFactory,
     Player,
@@ -47,26 +55,22 @@ from rlhf_pg.rollout import (
     SamplingParams,
     Tool,
 )
-from rlhf_pg.rollout.choose import new_engine
-from rlhf_pg.running import MovingAverage, RunningMoments
-from rlhf_pg.runtime import Runtime, Terminated, Termination, Trackers, Writing, announced
-from rlhf_pg.streams import outliving_readers
+from rlhf_pg.rollout.factory import new_engine, new_player
+from rlhf_pg.rollout.multi_turn.metrics import episode_counts, episode_metrics, paid
+from rlhf_pg.running_stats import MovingAverage, RunningMoments
+from rlhf_pg.runtime import Runtime, Terminated, Termination, Writing, announced
 from rlhf_pg.trainers import inputs
 from rlhf_pg.trainers.callbacks import Callback
-from rlhf_pg.trainers.coefficients import Coefficients
+from rlhf_pg.trainers.controllers import Coefficients
 from rlhf_pg.trainers.drawing import draw_batch
 from rlhf_pg.trainers.engines import chosen, start, with_engine
-from rlhf_pg.trainers.episodes import episode_counts, episode_metrics, paid
 from rlhf_pg.trainers.evaluation import Answer, evaluate, stripped_text
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.leaving import saved_on_leaving
-from rlhf_pg.trainers.mismatch import against_sampler
 from rlhf_pg.trainers.model_check import Verdict, check_model
 from rlhf_pg.trainers.samples import Judged, Samples, collect
 from rlhf_pg.trainers.scoring import make_experience
-from rlhf_pg.trainers.shaping import Shaping
 from rlhf_pg.trainers.skipping import Skips
-from rlhf_pg.user_code import foreign
 
 logger = logging.getLogger(__name__)
 
@@ -151,14 +155,14 @@ class PolicyGradientTrainer:
         self.shaping = Shaping(args, self.rewards)
         set_seed(args.seed)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
-        self.peft_config = inputs.adapter(args, peft_config)
-        self.model = inputs.load_policy(
+        self.peft_config = adapter_of(args, peft_config)
+        self.model = policy_of(
             model, args, self.runtime.loading_device, self.peft_config, quantization_config
         )
         self.processing_class = models.load_tokenizer(
             processing_class, self.model, args.pad_token, args.trust_remote_code
         )
-        self.player = inputs.player(
+        self.player = new_player(
             args, tools, environment_factory, self.model, self.processing_class
         )
         self._load_prompts(train_dataset, eval_dataset)
@@ -325,7 +329,15 @@ class PolicyGradientTrainer:
             new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **options
         )
         if self.args.correction != "none" or self.args.rollout_engine != "native":
-            weights, measured = against_sampler(self.args, batch)
+            assert batch.old_logprobs is not None
+            weights, measured = against_sampler(
+                batch.old_logprobs,
+                batch.sampler_logprobs,
+                batch.action_mask,
+                self.args.correction,
+                self.args.sampler_clip_max,
+                self.args.sampler_clip_min,
+            )
             per_token = per_token if weights is None else per_token * weights
             metrics |= measured
         return per_token, metrics | {"policy_loss": per_token.detach()}
@@ -389,7 +401,7 @@ class PolicyGradientTrainer:
         directory = Path(self.args.output_dir)
         journal = Journal(directory, self.state.step, self.runtime.is_main)
         if self.runtime.is_main:
-            recipe.dump(self.args, directory / "config.yaml")
+            dump(self.args, directory / "config.yaml")
         journal.say(
             f"{type(self).__name__}: {self.runtime.describe()}; {self.learner.size}; "
             f"{len(self.train_prompts)} prompts, {self.total_steps} steps; "
@@ -673,7 +685,9 @@ class PolicyGradientTrainer:
         """Over all processes, for a run with an environment or tools."""
         if self.player is None:
             return {}
-        counts, _ = self.runtime.gather(torch.cat([episode_counts(part) for part in parts]))
+        counts, _ = self.runtime.gather(
+            torch.cat([episode_counts(p.episodes, p.rollout.groups.device) for p in parts])
+        )
         return episode_metrics(counts, tools=bool(self.player.tools))
 
     @property
@@ -719,7 +733,7 @@ class PolicyGradientTrainer:
             `eval_reward`, `eval_rewards/{name}/mean`, `eval_completions/mean_length` and so on,
             and `eval_greedy_reward` and so on, over all processes. With several completions per
             prompt, n, also `eval_pass@k` for k = 1, 2, 4 ... n, and `eval_majority@n`, the reward
-            of the most frequent answer: see `rlhf_pg.attempts`.
+            of the most frequent answer: see `rlhf_pg.report.pass_at_k`.
 
         Raises:
             ValueError: there is no evaluation dataset, a reward function failed, or there is an
@@ -782,12 +796,12 @@ class PolicyGradientTrainer:
 
     def _save_final(self, path: Path) -> None:
         """`save_model`, sealed like a checkpoint: all of it is there, or what was there before."""
-        writing, unnamed = Writing(self.runtime, path), sealed.partial_of(path)
-        writing.main(lambda: sealed.begin(path))
+        writing, unnamed = Writing(self.runtime, path), atomic.partial_of(path)
+        writing.main(lambda: atomic.begin(path))
         self._write_model(writing, unnamed)
-        writing.main(lambda: sealed.seal(unnamed, {"step": self.state.step}))
-        writing.main(lambda: sealed.publish(path))
-        writing.check(undo=lambda: sealed.abandon(path))
+        writing.main(lambda: atomic.seal(unnamed, {"step": self.state.step}))
+        writing.main(lambda: atomic.publish(path))
+        writing.check(undo=lambda: atomic.abandon(path))
         self.runtime.wait()
 
     def _write_model(self, writing: Writing, path: Path) -> None:
@@ -800,7 +814,18 @@ class PolicyGradientTrainer:
 
     def _prompts(self, dataset: Dataset | None, name: str) -> Prompts:
         tools = self.player.tools if self.player else ()
-        return inputs.prompts(dataset, name, self.model, self.processing_class, self.args, tools)
+        args = self.args
+        return fitting_prompts(
+            dataset,
+            name,
+            self.processing_class,
+            max_prompt_length=args.max_prompt_length,
+            long_prompts=args.long_prompts,
+            max_completion_length=args.max_completion_length,
+            positions=models.max_positions(self.model),
+            micro_batch_tokens=args.micro_batch_tokens,
+            tools=tools,
+        )
 
 
 def _due(step: int, every: int) -> bool:

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from rlhf_pg.advantages import NEED_GREEDY, group_stats, total_scores
-from rlhf_pg.faults import failpoint
-from rlhf_pg.metrics import Meter
+from rlhf_pg.failpoints import failpoint
+from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rewards import totals
 from rlhf_pg.trainers.samples import Judged, Samples
 

@@ -9,11 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.plan.footprint import update_options
+from rlhf_pg.plan.sharding import LAYOUTS, kept
 from rlhf_pg.rollout import RolloutEngine
-from rlhf_pg.rollout.choose import installed, unsuited
-from rlhf_pg.rollout.vllm import lacking
-from rlhf_pg.runtime import LAYOUTS, Runtime, kept
-from rlhf_pg.trainers.budget import update_options
+from rlhf_pg.rollout.factory import installed, unsuited
+from rlhf_pg.rollout.vllm.in_process import lacking
+from rlhf_pg.runtime import Runtime
 from rlhf_pg.trainers.learner import Learner
 
 C = TypeVar("C", bound=PolicyGradientConfig)

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rlhf_pg.attempts import majority_score, pass_at_k
-from rlhf_pg.data import Prompts, batches, text_of
-from rlhf_pg.metrics import length_metrics, reward_metrics
-from rlhf_pg.quoted import shown
+from rlhf_pg.boundary.quoted import shown
+from rlhf_pg.boundary.user_code import foreign
+from rlhf_pg.data.chat import text_of
+from rlhf_pg.data.prompts import Prompts, batches
+from rlhf_pg.report.metrics import length_metrics, reward_metrics
+from rlhf_pg.report.pass_at_k import majority_score, pass_at_k
 from rlhf_pg.rewards import totals
-from rlhf_pg.user_code import foreign
 
 if TYPE_CHECKING:
     from rlhf_pg.trainers.base import PolicyGradientTrainer
@@ -41,7 +42,7 @@ def evaluate(
         answer: of a completion, for the majority vote.
 
     Returns:
-        Metrics over all processes, named as in training; `rlhf_pg.trainers.shaping` says of which
+        Metrics over all processes, named as in training; `rlhf_pg.rewards.shaping` says of which
         scores. With several completions also what their prompts make of them.
     """
     runtime, args = trainer.runtime, trainer.args

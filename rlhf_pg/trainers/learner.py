@@ -10,31 +10,26 @@ from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
 import torch
-from peft import PeftModel
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from rlhf_pg.config import PolicyGradientConfig, PPOConfig
-from rlhf_pg.data import permutation
-from rlhf_pg.experience import Experience, Rollout, to_device
-from rlhf_pg.faults import failpoint
+from rlhf_pg.data.prompts import permutation
+from rlhf_pg.data.records import Experience, Rollout, to_device
+from rlhf_pg.failpoints import failpoint
 from rlhf_pg.kl import kl_estimate
 from rlhf_pg.losses import Loss, positive_nll, token_weights, weight_count
-from rlhf_pg.metrics import Meter
 from rlhf_pg.models import (
-    ActorCritic,
     Critic,
-    Policy,
     PolicyOutput,
     Reference,
-    checkpoint_activations,
-    checkpoints,
-    disable_dropout,
     fingerprint,
 )
+from rlhf_pg.models.assemble import assembled
+from rlhf_pg.plan.token_budget import most, piece, with_budget
+from rlhf_pg.report.metrics import Meter
 from rlhf_pg.runtime import Runtime, Whole, gathered
-from rlhf_pg.trainers.budget import most, piece, with_budget
 from rlhf_pg.trainers.optimizer import Optimizers, group_of, optimizer_and_schedule
 from rlhf_pg.trainers.skipping import Skips
 
@@ -439,39 +434,6 @@ class Learner:
             yield rows, batch.select(rows)
         for _ in range(count - len(chunks)):
             yield None, batch.blank_row()
-
-
-def assembled(
-    model: PreTrainedModel,
-    args: PolicyGradientConfig,
-    critic: Critic | None,
-    most_tokens: int,
-    piece: int,
-) -> tuple[Policy, nn.Module]:
-    """The policy, and the module that is trained: the policy, or it and its critic.
-
-    Args:
-        most_tokens, piece: see `Policy`.
-    """
-    has_bonus = args.entropy_coef > 0 or args.entropy_target is not None
-    balanced = args.router_aux_loss_coef > 0
-    policy = Policy(model, args.temperature, has_bonus, most_tokens, piece, balanced)
-    module: nn.Module = policy
-    if critic is not None:
-        # With adapters it is activations that memory goes to; checkpointing has its own way.
-        recompute = isinstance(critic.model, PeftModel) and not args.gradient_checkpointing
-        module = ActorCritic(policy, critic, recompute)
-    if args.disable_dropout:
-        disable_dropout(module)
-    else:
-        policy.keep_dropout()
-        if critic is not None:
-            critic.keep_dropout()
-    for part in (model, critic.model if critic else None):
-        # The user may have asked the model itself, in another form than ours.
-        if args.gradient_checkpointing or checkpoints(part):
-            checkpoint_activations(part)
-    return policy, module
 
 
 def _rows_with_advantage(batch: Experience) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from rlhf_pg.experience import Rollout
+from rlhf_pg.data.records import Rollout
 from rlhf_pg.models import Policy
 from rlhf_pg.rollout import Completion, NativeEngine, Request, RolloutEngine, SamplingParams
 

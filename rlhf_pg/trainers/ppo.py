@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from rlhf_pg import models
 from rlhf_pg.advantages import Signals, gae
 from rlhf_pg.config import PPOConfig
-from rlhf_pg.experience import Experience, Rollout
+from rlhf_pg.data.records import Experience, Rollout
 from rlhf_pg.losses import Loss, value_loss
 from rlhf_pg.models import Critic, PolicyOutput
-from rlhf_pg.running import RunningMoments
+from rlhf_pg.running_stats import RunningMoments
 from rlhf_pg.trainers.base import PolicyGradientTrainer
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlhf_pg.advantages import Signals
 from rlhf_pg.config import RLOOConfig
-from rlhf_pg.experience import Experience
+from rlhf_pg.data.records import Experience
 from rlhf_pg.losses import Loss
 from rlhf_pg.models import PolicyOutput
 from rlhf_pg.trainers.base import PolicyGradientTrainer

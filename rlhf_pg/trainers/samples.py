@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.data import Prompts, whole_turn
-from rlhf_pg.experience import Rollout
+from rlhf_pg.data.chat import whole_turn
+from rlhf_pg.data.prompts import Prompts
+from rlhf_pg.data.records import Rollout
 from rlhf_pg.rewards import totals
 from rlhf_pg.rollout import Completion, Episode, Player, RolloutEngine, SamplingParams
 

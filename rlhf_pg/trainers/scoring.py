@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from rlhf_pg.advantages import NEED_GRADIENTS, Signals
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.experience import Experience, Rollout
+from rlhf_pg.data.records import Experience, Rollout
 from rlhf_pg.kl import kl_estimate
 from rlhf_pg.masking import whiten
-from rlhf_pg.metrics import Meter, length_metrics, reward_metrics
+from rlhf_pg.report.metrics import Meter, length_metrics, reward_metrics
 from rlhf_pg.rewards import totals
-from rlhf_pg.running import RunningMoments
+from rlhf_pg.running_stats import RunningMoments
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.trainers.learner import Scored
 from rlhf_pg.trainers.samples import Judged

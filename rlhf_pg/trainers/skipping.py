@@ -10,9 +10,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.checkpoint import TrainState
+from rlhf_pg.checkpoint.checkpointer import TrainState
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.experience import Experience
+from rlhf_pg.data.records import Experience
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from rlhf_pg import GRPOTrainer, PPOTrainer
-from rlhf_pg.metrics import Meter
+from rlhf_pg.report.metrics import Meter
 from rlhf_pg.tasks.tiny import character_tokenizer
 from rlhf_pg.trainers import PolicyGradientTrainer
 

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from rlhf_pg.rollout import NativeEngine, SamplingParams
-from rlhf_pg.rollout.batching import BatchingSession
+from rlhf_pg.rollout.native.continuous_batching import BatchingSession
 
 EOS, PAD = 1, 0
 
@@ -104,7 +104,7 @@ def forced(wanted: Tensor) -> AbstractContextManager[Any]:
             ends = wanted[drawn.draws[rows] % len(wanted), drawn.samples[rows]]
             super()._choose(start, force(logits, ends, drawn.lengths[rows]))
 
-    return patch("rlhf_pg.rollout.native.BatchingSession", Forced)
+    return patch("rlhf_pg.rollout.native.engine.BatchingSession", Forced)
 
 
 def native(model: PreTrainedModel, case: Case) -> Callable[[], int]:

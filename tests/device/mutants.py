@@ -24,7 +24,7 @@ MUTANTS = [
     Mutant(
         name="rollout-on-the-cpu",
         mistake="the record of a rollout is not moved to the device",
-        target="rlhf_pg.experience.Rollout.from_tokens",
+        target="rlhf_pg.data.records.Rollout.from_tokens",
         old="{name: value.to(device) for name, value in fields.items()}",
         new="fields",
         killers=(f"{RUN}[rloo]",),
@@ -80,7 +80,7 @@ MUTANTS = [
     Mutant(
         name="budget-on-the-cpu",
         mistake="micro_batch_tokens auto measures batches of the CPU",
-        target="rlhf_pg.trainers.budget.of_update",
+        target="rlhf_pg.plan.footprint.of_update",
         old="args.max_completion_length, device)",
         new="args.max_completion_length)",
         killers=(f"{UPDATE}test_budget_is_found_without_data",),
@@ -88,7 +88,7 @@ MUTANTS = [
     Mutant(
         name="plan-on-the-cpu",
         mistake="rlhf-pg plan measures batches of the CPU",
-        target="rlhf_pg.plan.pace._group",
+        target="rlhf_pg.plan.throughput._group",
         old="args.max_completion_length, drawn.device)",
         new="args.max_completion_length)",
         killers=(f"{UPDATE}test_plan_is_made_on_the_device",),
@@ -104,7 +104,7 @@ MUTANTS = [
     Mutant(
         name="weights-of-rewards-on-the-cpu",
         mistake="weights of rewards are not moved to the device",
-        target="rlhf_pg.trainers.shaping.Shaping.__call__",
+        target="rlhf_pg.rewards.shaping.Shaping.__call__",
         old="scores = scores * self.weights.to(scores)",
         new="scores = scores * self.weights",
         killers=(f"{RUN}[grpo, reward model]",),
@@ -136,7 +136,7 @@ MUTANTS = [
     Mutant(
         name="noise-of-rounding-on-the-cpu",
         mistake="stochastic rounding counts the numbers of a weight on the CPU",
-        target="rlhf_pg.runtime.bfloat16.round_stochastically",
+        target="rlhf_pg.runtime.bf16_updates.round_stochastically",
         old="torch.arange(first, first + len(part), device=x.device)",
         new="torch.arange(first, first + len(part))",
         killers=(f"{RUN}[grpo, stochastic rounding]",),
@@ -144,7 +144,7 @@ MUTANTS = [
     Mutant(
         name="generate-on-the-cpu",
         mistake="generate is given tokens of the CPU",
-        target="rlhf_pg.rollout.plain.PlainSession.step",
+        target="rlhf_pg.rollout.native.hf_generate.PlainSession.step",
         old="input_ids=ids.to(device),",
         new="input_ids=ids,",
         killers=(f"{RUN}[grpo, padded]",),
@@ -218,7 +218,7 @@ MUTANTS = [
     Mutant(
         name="wait-for-action-tokens",
         mistake="every micro-batch asks the device how many tokens it trains on",
-        target="rlhf_pg.experience.Rollout.action_slots",
+        target="rlhf_pg.data.records.Rollout.action_slots",
         old="mask.nonzero_static(size=sum(row.actions for row in self.host_rows))",
         new="mask.nonzero()",
         killers=(f"{WAITS}[grpo-passes0]",),
@@ -226,7 +226,7 @@ MUTANTS = [
     Mutant(
         name="wait-for-indices",
         mistake="indices are copied from memory that the device cannot read by itself",
-        target="rlhf_pg.experience.to_device",
+        target="rlhf_pg.data.records.to_device",
         old="return x.pin_memory().to(device, non_blocking=True)",
         new="return x.to(device)",
         killers=(f"{WAITS}[grpo-passes0]",),
@@ -234,7 +234,7 @@ MUTANTS = [
     Mutant(
         name="wait-for-a-count",
         mistake="the count of a metric is copied to the device",
-        target="rlhf_pg.metrics.Meter.add",
+        target="rlhf_pg.report.metrics.Meter.add",
         old="torch.full_like(total, count)",
         new="torch.tensor(count, dtype=torch.float64).to(total.device)",
         killers=(f"{WAITS}[grpo-passes0]",),
@@ -242,7 +242,7 @@ MUTANTS = [
     Mutant(
         name="wait-for-a-metric",
         mistake="every metric of every micro-batch is looked at",
-        target="rlhf_pg.metrics.Meter.add",
+        target="rlhf_pg.report.metrics.Meter.add",
         old="pair = torch.stack([total, count])",
         new="pair = torch.stack([total, count]) + 0 * total.item()",
         killers=(f"{WAITS}[grpo-passes0]",),
@@ -260,7 +260,7 @@ MUTANTS = [
     Mutant(
         name="prompts-of-a-prefill-on-the-cpu",
         mistake="the tokens of prompts are not moved to the device",
-        target="rlhf_pg.rollout.batching.BatchingSession._compute",
+        target="rlhf_pg.rollout.native.continuous_batching.BatchingSession._compute",
         old="                tensor.to(device),",
         new="                tensor,",
         killers=(IDS,),
@@ -268,7 +268,7 @@ MUTANTS = [
     Mutant(
         name="drawn-tokens-on-the-cpu",
         mistake="what was drawn is kept on the CPU",
-        target="rlhf_pg.rollout.rows.Drawn.__init__",
+        target="rlhf_pg.rollout.native.slots.Drawn.__init__",
         old="return torch.zeros(shape, dtype=dtype, device=model.device)",
         new="return torch.zeros(shape, dtype=dtype)",
         killers=(IDS,),
@@ -276,7 +276,7 @@ MUTANTS = [
     Mutant(
         name="groups-of-rows-on-the-cpu",
         mistake="which rows share a prompt is not moved to the device",
-        target="rlhf_pg.rollout.rows.Groups.of",
+        target="rlhf_pg.rollout.native.slots.Groups.of",
         old="(tensor.to(model.device) for tensor in tensors)",
         new="tensors",
         killers=(IDS,),
@@ -284,7 +284,7 @@ MUTANTS = [
     Mutant(
         name="places-of-rows-on-the-cpu",
         mistake="where rows and prompts lie is not moved to the device",
-        target="rlhf_pg.rollout.unpadded.Places.of",
+        target="rlhf_pg.rollout.native.unpadded_kv_cache.Places.of",
         old="there = torch.tensor(numbers).to(device)",
         new="there = torch.tensor(numbers)",
         killers=(KEPT,),
@@ -292,7 +292,7 @@ MUTANTS = [
     Mutant(
         name="index-of-a-write-on-the-cpu",
         mistake="keys are written by an index of the CPU, which a graph cannot have",
-        target="rlhf_pg.rollout.attention.Decode.attend",
+        target="rlhf_pg.rollout.native.decode_attention.Decode.attend",
         old="torch.arange(rows, device=query.device)",
         new="torch.arange(rows)",
         killers=(f"{STEADY}[dtype1]",),
@@ -300,7 +300,7 @@ MUTANTS = [
     Mutant(
         name="index-of-a-block-on-the-cpu",
         mistake="drawing looks up a block by an index of the CPU: a wait at every token",
-        target="rlhf_pg.rollout.sampling.sample",
+        target="rlhf_pg.rollout.token_sampling.sample",
         old="torch.arange(len(block), device=block.device)",
         new="torch.arange(len(block))",
         killers=(f"{STEADY}[dtype0]",),
@@ -308,7 +308,7 @@ MUTANTS = [
     Mutant(
         name="one-column-for-all",
         mistake="a decoding step asks whether all rows have one length",
-        target="rlhf_pg.rollout.stores._common",
+        target="rlhf_pg.rollout.native.kv_cache._common",
         old='columns.device.type == "cpu" and (columns == columns[0]).all()',
         new="(columns == columns[0]).all()",
         killers=(f"{STEADY}[dtype1]",),
@@ -316,7 +316,7 @@ MUTANTS = [
     Mutant(
         name="scores-by-two-dtypes",
         mistake="queries in float32 are multiplied by keys in bfloat16",
-        target="rlhf_pg.rollout.flash.FlashDecode.attend",
+        target="rlhf_pg.rollout.native.flash_attention.FlashDecode.attend",
         old="        of_own = _weigh(q, own,",
         new="        of_own = _weigh(q.float(), own,",
         killers=(KEPT,),
@@ -324,7 +324,7 @@ MUTANTS = [
     Mutant(
         name="graph-on-old-inputs",
         mistake="a graph is replayed on the rows that it was recorded with",
-        target="rlhf_pg.rollout.graphs.Graphs.__call__",
+        target="rlhf_pg.rollout.native.cuda_graphs.Graphs.__call__",
         old="                place.copy_(tensor)",
         new="                pass",
         killers=(REPLAYED,),
@@ -332,7 +332,7 @@ MUTANTS = [
     Mutant(
         name="graph-of-another-shape",
         mistake="a graph is replayed for another number of rows",
-        target="rlhf_pg.rollout.graphs.Graphs.__call__",
+        target="rlhf_pg.rollout.native.cuda_graphs.Graphs.__call__",
         old="key = tuple(tensor.shape for tensor in _tensors(inputs).values())",
         new="key = len(_tensors(inputs))",
         killers=(REPLAYED,),
@@ -340,7 +340,7 @@ MUTANTS = [
     Mutant(
         name="graph-of-other-weights",
         mistake="a graph outlives the weights and stores that it reads",
-        target="rlhf_pg.rollout.graphs.Graphs.__call__",
+        target="rlhf_pg.rollout.native.cuda_graphs.Graphs.__call__",
         old="        if where != self.where:\n",
         new="        if self.where is None:\n",
         killers=(ELSEWHERE,),
@@ -356,7 +356,7 @@ MUTANTS = [
     Mutant(
         name="capture-minds-other-threads",
         mistake="a thread of a tool breaks the recording of a graph",
-        target="rlhf_pg.rollout.graphs.Graphs._record",
+        target="rlhf_pg.rollout.native.cuda_graphs.Graphs._record",
         old=', capture_error_mode="thread_local"',
         new="",
         killers=(f"{DECODE}test_captures_do_not_mind_other_threads",),
@@ -380,7 +380,7 @@ MUTANTS = [
     Mutant(
         name="running-sum-that-may-not-repeat",
         mistake="drawing takes a running sum of floats where torch is told to repeat itself",
-        target="rlhf_pg.rollout.sampling._running_sums",
+        target="rlhf_pg.rollout.token_sampling._running_sums",
         old="if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):",
         new="if True:",
         killers=(f"{DECODE}test_drawing_repeats_where_it_is_told_to",),
@@ -404,7 +404,7 @@ MUTANTS = [
     Mutant(
         name="room-of-an-earlier-session",
         mistake="a rollout takes as much memory as the largest before it",
-        target="rlhf_pg.rollout.unpadded.Unpadded.begin",
+        target="rlhf_pg.rollout.native.unpadded_kv_cache.Unpadded.begin",
         old="if self.prompts.tokens + self.own.tokens > cache_tokens:",
         new="if False:",
         killers=(f"{DECODE}test_session_with_less_room_does_not_take_what_an_earlier_one_took",),

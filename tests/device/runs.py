@@ -28,8 +28,8 @@ from rlhf_pg import (
     RLOOConfig,
     RLOOTrainer,
 )
-from rlhf_pg.metrics import read
-from rlhf_pg.runtime.weights import full
+from rlhf_pg.report.json_lines import read
+from rlhf_pg.runtime.full_weights import full
 from rlhf_pg.tasks import TASKS
 from tests.tiny import tiny_model
 

@@ -22,9 +22,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rlhf_pg.models.attention import configs_of, replaced_attention
 from rlhf_pg.models.gpu_attention import OnGPU
 from rlhf_pg.rollout import NativeEngine, Request, SamplingParams
-from rlhf_pg.rollout.compiled import Compiled
-from rlhf_pg.rollout.flash import FlashDecode
-from rlhf_pg.rollout.kept import forward
+from rlhf_pg.rollout.native.compiled import Compiled
+from rlhf_pg.rollout.native.flash_attention import FlashDecode
+from rlhf_pg.rollout.native.kept import forward
 from tests.device.pretend import triton
 from tests.device.pretend.extension import ext
 
@@ -78,7 +78,7 @@ def step(layers: int) -> tuple[int, int]:
         return forward(*args)
 
     with (
-        patch("rlhf_pg.rollout.native.Compiled", lambda function: keep),
+        patch("rlhf_pg.rollout.native.engine.Compiled", lambda function: keep),
         engine.session(SamplingParams(max_tokens=40), seed=0) as session,
     ):
         session.add(Request(tokens=[5, 6, 7], draw=0, samples=range(12)))

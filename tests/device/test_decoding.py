@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rlhf_pg.rollout import Completion, NativeEngine, Request, SamplingParams
-from rlhf_pg.rollout.batching import BatchingSession
-from rlhf_pg.rollout.compiled import Compiled
+from rlhf_pg.rollout.native.compiled import Compiled
+from rlhf_pg.rollout.native.continuous_batching import BatchingSession
 from tests.device.pretend import flex, streams
 from tests.device.pretend.extension import ext
 from tests.rollout.test_native import assert_teacher_forced, teacher_forced
@@ -21,7 +21,7 @@ PARAMS = SamplingParams(max_tokens=100)
 @pytest.fixture(autouse=True)
 def without_compiler(monkeypatch):
     """What a compiler makes of a step is tested elsewhere."""
-    monkeypatch.setattr("rlhf_pg.rollout.native.Compiled", lambda function: function)
+    monkeypatch.setattr("rlhf_pg.rollout.native.engine.Compiled", lambda function: function)
 
 
 def engine_on(
@@ -170,7 +170,7 @@ def test_a_steady_token_is_one_launch_and_no_wait(monkeypatch, dtype):
 
 
 def test_one_compilation_does_for_all_sessions_and_numbers_of_rows(monkeypatch):
-    monkeypatch.setattr("rlhf_pg.rollout.native.Compiled", Compiled)
+    monkeypatch.setattr("rlhf_pg.rollout.native.engine.Compiled", Compiled)
     engine, compilations = engine_on("cuda"), sum(flex.compilations.values())
     engine.generate(PROMPTS, 6, PARAMS, seed=0)
     engine.generate(PROMPTS[:1], 3, PARAMS, seed=1)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_pg.experience import Rollout
+from rlhf_pg.data.records import Rollout
 from rlhf_pg.models import Policy, gpu_attention
 from rlhf_pg.models.gpu_attention import flex_compiles
 from rlhf_pg.models.shared_prefix import Family, SharedPrefix

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_pg.metrics import Meter
 from rlhf_pg.plan import draw, predicted_memory, predicted_pace
-from rlhf_pg.runtime import LAYOUTS
+from rlhf_pg.plan.sharding import LAYOUTS
+from rlhf_pg.report.metrics import Meter
 from tests.device.pretend.extension import ext
 from tests.device.runs import COMMON, Run, trainer
 
@@ -64,12 +64,12 @@ def test_update_leaves_nothing_behind_but_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_budget_is_found_without_data(algorithm: str, tmp_path: Path, monkeypatch: Any) -> None:
     """`auto` measures on tensors that have shapes alone: the device computes nothing for it."""
-    from rlhf_pg.trainers import budget
+    from rlhf_pg.plan import token_budget
 
     made = trainer(Run(algorithm, {"micro_batch_tokens": 200}), tmp_path)
     allocated, kernels = ext.allocated(), ext.kernels()
     args = made.args
-    grown = budget.of_update(made.learner.module, args, 8, torch.device("cuda"))
+    grown = token_budget.of_update(made.learner.module, args, 8, torch.device("cuda"))
     assert ext.kernels() - kernels < 400  # masks and lengths, which are real
     assert ext.allocated() - allocated < 2**20
     assert grown.first.peak > grown.first.layers > 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_pg import Callback, GRPOConfig, GRPOTrainer
-from rlhf_pg.runtime.signals import POLL
+from rlhf_pg.runtime.termination import POLL
 from rlhf_pg.tasks import arithmetic
 from tests.distributed import backends
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pg.models.adapters import add_adapter, trunk
-from rlhf_pg.models.head import Head, _Pieces
+from rlhf_pg.models.lm_head import Head, _Pieces
 from rlhf_pg.runtime.processes import Runtime
 from tests.distributed import backends
 from tests.distributed.runs import flat, gradient_of

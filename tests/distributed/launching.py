@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_pg.metrics import read
+from rlhf_pg.report.json_lines import read
 from rlhf_pg.tasks import arithmetic
 from tests.distributed.backends import environment
 from tests.tiny import tiny_model

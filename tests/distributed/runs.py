@@ -20,9 +20,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from rlhf_pg import Callback, GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
-from rlhf_pg.metrics import Meter
+from rlhf_pg.report.metrics import Meter
 from rlhf_pg.runtime import Runtime
-from rlhf_pg.runtime.weights import full, put
+from rlhf_pg.runtime.full_weights import full, put
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.drawing import draw_batch
 from tests.distributed import backends

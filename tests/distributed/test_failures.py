@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pg.sealed import verified
+from rlhf_pg.checkpoint.atomic import verified
 from tests.distributed.backends import environment
 from tests.distributed.launching import OWN, PATIENCE, start_two
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_pg.metrics import Meter
+from rlhf_pg.report.metrics import Meter
 from tests.enumeration import PROMPTS, ListedEngine, log_probs, make_trainer
 
 FILE = Path(__file__).parents[2] / "examples" / "trpo.py"

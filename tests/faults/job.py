@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from rlhf_pg import GRPOTrainer, faults
+from rlhf_pg import GRPOTrainer, failpoints
 from rlhf_pg.tasks import arithmetic
 from tests.untimed import untimed
 
@@ -78,7 +78,7 @@ def start(output: Path, fault: str = "", **options: Any) -> Ended:
 def _child(output: Path, log: Path, fault: str, options: dict[str, Any]) -> None:
     sys.stdout = sys.stderr = log.open("a", buffering=1)
     os.environ["RLHF_PG_FAULT"] = fault
-    faults._passed.clear()
+    failpoints._passed.clear()
     torch.manual_seed(os.getpid())  # no process begins like another
     build(str(output), **options).train()
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from rlhf_pg import PPOConfig, PPOTrainer, faults, same_run
-from rlhf_pg.output import occupied
+from rlhf_pg import PPOConfig, PPOTrainer, failpoints
+from rlhf_pg.checkpoint import compatibility
+from rlhf_pg.checkpoint.atomic import MANIFEST, partial_of, verified
+from rlhf_pg.checkpoint.run_dir import occupied
 from rlhf_pg.runtime import Runtime
-from rlhf_pg.sealed import MANIFEST, partial_of, verified
 from tests.faults.job import build
 from tests.tiny import tiny_model
 from tests.untimed import untimed
@@ -80,7 +81,9 @@ def test_the_newest_whole_checkpoint_is_resumed(output, caplog, damage) -> None:
     how, name, reason = DAMAGE[damage]
     how(output / "checkpoints" / NAMES[2] / name)
     assert resume(output) == 2
-    (warning,) = [r.getMessage() for r in caplog.records if r.name == "rlhf_pg.checkpoint"]
+    (warning,) = [
+        r.getMessage() for r in caplog.records if r.name == "rlhf_pg.checkpoint.checkpointer"
+    ]
     assert f"{NAMES[2]} is not whole ({reason}" in warning
     with pytest.raises(ValueError, match=f"holds no checkpoint that is whole: {reason}"):
         resume(output, str(output / "checkpoints" / NAMES[2]))
@@ -214,7 +217,7 @@ def test_the_manifest_names_every_file_and_what_made_it(output) -> None:
 
 
 def fail_at(monkeypatch, fault):
-    monkeypatch.setattr(faults, "_passed", faults.Counter())
+    monkeypatch.setattr(failpoints, "_passed", failpoints.Counter())
     monkeypatch.setenv("RLHF_PG_FAULT", fault)
 
 
@@ -294,7 +297,7 @@ def test_older_checkpoints_stay_while_the_newest_is_not_whole(output, caplog, mo
     trainer = build(str(output), **OPTIONS | {"save_total_limit": 1})
     trainer.checkpointer.resume("latest", trainer.runtime)
     trainer.state.step = 4
-    monkeypatch.setattr("rlhf_pg.sealed.verified", lambda path: "the disk lies")
+    monkeypatch.setattr("rlhf_pg.checkpoint.atomic.verified", lambda path: "the disk lies")
     trainer.save_checkpoint()
     checkpoints = output / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == [*NAMES, "step-00000004"]
@@ -393,10 +396,10 @@ def test_another_number_of_steps_stretches_the_schedule_and_says_so(
     [("constant", ""), ("inverse_sqrt", ""), ("cosine", "max_steps was 4 and is 8")],
 )
 def test_a_schedule_that_knows_no_length_is_not_stretched(schedule, said) -> None:
-    names = dict.fromkeys(same_run.REMEDIES, "the same")
+    names = dict.fromkeys(compatibility.REMEDIES, "the same")
     config = {"lr_scheduler_type": schedule, "max_steps": 4}
     saved = {"config": config, "fingerprints": names, "running": {}}
-    assert same_run.check(Path("x"), saved, config | {"max_steps": 8}, names, {}) == said
+    assert compatibility.check(Path("x"), saved, config | {"max_steps": 8}, names, {}) == said
 
 
 @pytest.mark.fault(17, "refused, with what is different")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
-from rlhf_pg.faults import POINTS
-from rlhf_pg.sealed import verified
+from rlhf_pg.checkpoint.atomic import verified
+from rlhf_pg.failpoints import POINTS
 from tests.faults.job import STEPS, left, start
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlhf_pg import Callback, PPOTrainer
-from rlhf_pg.sealed import verified
+from rlhf_pg.checkpoint.atomic import verified
 from tests.faults.test_signals import signalled
 from tests.untimed import untimed
 

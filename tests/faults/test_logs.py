@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rlhf_pg.metrics import JsonLines, read
-from rlhf_pg.progress import Journal
+from rlhf_pg.report.journal import Journal
+from rlhf_pg.report.json_lines import JsonLines, read
 from tests.trainers.conftest import digits
 
 

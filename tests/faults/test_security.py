@@ -10,8 +10,8 @@ import torch
 
 import rlhf_pg
 from rlhf_pg import GRPOConfig
+from rlhf_pg.config.parse import parse
 from rlhf_pg.models import load_policy
-from rlhf_pg.recipe import parse
 from tests.tiny import tiny_model
 
 SOURCES = sorted(Path(rlhf_pg.__file__).parent.rglob("*.py"))

@@ -14,8 +14,8 @@ from multiprocessing import get_context
 
 import pytest
 
-from rlhf_pg.runtime.signals import LAUNCHED, POLL, SAME
-from rlhf_pg.sealed import verified
+from rlhf_pg.checkpoint.atomic import verified
+from rlhf_pg.runtime.termination import LAUNCHED, POLL, SAME
 from tests.faults.job import start
 from tests.trainers.conftest import digits
 from tests.untimed import untimed

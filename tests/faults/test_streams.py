@@ -8,11 +8,11 @@ from contextlib import ExitStack, suppress
 import pytest
 from datasets import Dataset
 
-from rlhf_pg.cli import main
+from rlhf_pg.boundary.streams import outliving_readers
+from rlhf_pg.cli.main import main
 from rlhf_pg.config import RewardModelConfig, SFTConfig
-from rlhf_pg.metrics import read
+from rlhf_pg.report.json_lines import read
 from rlhf_pg.rewards import train_reward_model
-from rlhf_pg.streams import outliving_readers
 from rlhf_pg.tasks.warm_start import warm_start
 from tests.trainers.conftest import digits
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_pg import Callback, PPOTrainer
-from rlhf_pg.metrics import read
+from rlhf_pg.report.json_lines import read
 from tests.untimed import untimed
 
 SHIFTS = {"nan": lambda x: x * math.nan, "inf gradient": lambda x: x * math.inf}

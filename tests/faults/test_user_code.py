@@ -14,13 +14,14 @@ import pytest
 import torch
 from datasets import Dataset
 
-from rlhf_pg import Callback, user_code
-from rlhf_pg.data import load_prompts
-from rlhf_pg.metrics import JsonLines
+from rlhf_pg import Callback
+from rlhf_pg.boundary import user_code
+from rlhf_pg.boundary.user_code import Settings
+from rlhf_pg.data.prompts import load_prompts
+from rlhf_pg.report.json_lines import JsonLines
 from rlhf_pg.rewards import Rewards
 from rlhf_pg.rollout import Player, SamplingParams, Toolbox, ToolEnvironment
 from rlhf_pg.trainers.evaluation import evaluate
-from rlhf_pg.user_code import Settings
 from tests.rollout.scripted import letters
 from tests.rollout.test_episodes import EOS, Listed, ids, sayer
 from tests.trainers.conftest import digits, make  # noqa: F401

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from rlhf_pg.cli import make_trainer
+from rlhf_pg.cli.train import make_trainer
 from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
 from rlhf_pg.tasks import arithmetic
 from tests.fuzz.case import STEPS, Case

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rlhf_pg.rollout.environment import Observation
+from rlhf_pg.rollout.multi_turn.environment import Observation
 from tests.fuzz.case import Case, small
 
 

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-from rlhf_pg.rollout import http
+from rlhf_pg.rollout.vllm import http
 from tests.fuzz.case import Case, small
 from tests.rollout.fake_vllm import FakeVllm
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import rlhf_pg
-from rlhf_pg import sealed
-from rlhf_pg.metrics import read
+from rlhf_pg.checkpoint import atomic
+from rlhf_pg.report.json_lines import read
 from rlhf_pg.rollout import RolloutError
 from tests.fuzz.case import Case, Counting
 
@@ -99,7 +99,7 @@ def _verdict(case: Case, directory: Path, process: Any) -> tuple[str, str | None
     outcome = json.loads((directory / "outcome").read_text())
     ended = outcome["ended"]
     if ended == "done":
-        whole = sealed.verified(directory / "run" / "final")
+        whole = atomic.verified(directory / "run" / "final")
         return ended, _lost(directory) or (whole and f"final/: {whole}")
     if ended == "exit":
         outcome["text"] = (directory / "log").read_text(errors="replace")
@@ -127,6 +127,6 @@ def _lost(directory: Path) -> str | None:
     lines = [line["step"] for line in read(run / "metrics.jsonl")] if taken else []
     if lines != taken:
         return f"metrics.jsonl has steps {lines}, and taken were {taken}"
-    if taken and (fault := sealed.verified(run / "checkpoints" / f"step-{taken[-1]:08d}")):
+    if taken and (fault := atomic.verified(run / "checkpoints" / f"step-{taken[-1]:08d}")):
         return f"the checkpoint of step {taken[-1]}: {fault}"
     return None

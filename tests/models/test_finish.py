@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rlhf_pg.models.adapters import add_adapter, trunk
-from rlhf_pg.models.finish import Finish, finish_of
-from rlhf_pg.models.head import Head
+from rlhf_pg.models.lm_head import Head
+from rlhf_pg.models.logit_transform import Finish, finish_of
 from tests.tiny import ARCHS, adapter, stir, tiny_model
 
 GROUPED = {"intermediate_size": 48, "num_key_value_heads": 2}

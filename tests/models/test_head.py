@@ -9,11 +9,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlhf_pg.models import head as module
+from rlhf_pg.models import lm_head as module
 from rlhf_pg.models import softmax
 from rlhf_pg.models.adapters import add_adapter, trunk
-from rlhf_pg.models.finish import Finish
-from rlhf_pg.models.head import Head, parts_for, piece_for
+from rlhf_pg.models.lm_head import Head, parts_for, piece_for
+from rlhf_pg.models.logit_transform import Finish
 from rlhf_pg.models.softmax import token_scores
 from tests.tiny import adapter, stir, tiny_model
 

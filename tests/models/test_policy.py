@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_pg.experience import Rollout
+from rlhf_pg.data.records import Rollout
 from rlhf_pg.models import Policy, checkpoint_activations, disable_dropout
 from tests.tiny import ARCHS, tiny_model
 

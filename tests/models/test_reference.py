@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlhf_pg.experience import Rollout
+from rlhf_pg.data.records import Rollout
 from rlhf_pg.models import Policy, Reference, add_adapter, fingerprint
 from tests.tiny import adapter, stir, tiny_model
 

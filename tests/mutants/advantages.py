@@ -83,7 +83,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="returns-reset-at-a-hole",
         mistake="a hole of the mask ends the sum, so tool calls get no credit: verl #7278",
-        target="rlhf_pg.advantages.along_row._scan",
+        target="rlhf_pg.advantages.per_token._scan",
         old="torch.ones_like(paid).where(~mask, decay)",
         new="torch.zeros_like(paid).where(~mask, decay)",
         killers=(ADVANTAGES_TEST + "test_discounted_returns_count_true_slots_only",),
@@ -91,7 +91,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="returns-discount-columns",
         mistake="gamma counts columns, holes and padding too, not the policy's own tokens",
-        target="rlhf_pg.advantages.along_row._scan",
+        target="rlhf_pg.advantages.per_token._scan",
         old="torch.ones_like(paid).where(~mask, decay)",
         new="torch.ones_like(paid) * decay",
         killers=(ADVANTAGES_TEST + "test_discounted_returns_count_true_slots_only",),
@@ -119,7 +119,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="advantages-token-by-token",
         mistake="a loop over the tokens: half a second for 8192 of them on a GPU, by its launches",
-        target="rlhf_pg.advantages.along_row._scan",
+        target="rlhf_pg.advantages.per_token._scan",
         old="    for bit in range(n.bit_length()):\n",
         new="    for _ in range(n):\n"
         "        x = torch.addcmul(offset, slope, x[:, (columns + 1).clamp(max=width)])\n"
@@ -129,7 +129,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="n-step-rounded-to-a-power-of-two",
         mistake="of n only the highest bit counts",
-        target="rlhf_pg.advantages.along_row._scan",
+        target="rlhf_pg.advantages.per_token._scan",
         old="if n >> bit & 1:",
         new="if bit + 1 == n.bit_length():",
         killers=(
@@ -192,7 +192,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="groups-by-position",
         mistake="a group is what stands together, not what has the same id",
-        target="rlhf_pg.advantages.in_group._index",
+        target="rlhf_pg.advantages.per_group._index",
         old="names, index = torch.unique(groups, return_inverse=True)",
         new="names, index = torch.unique_consecutive(groups, return_inverse=True)",
         killers=(
@@ -222,9 +222,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="rloo-others-of-the-batch",
         mistake="the others of the whole batch, not of the same prompt: the RLHF book",
-        target="rlhf_pg.advantages.named.leave_one_out",
-        old="torch.stack([in_group.leave_one_out(c, signals.groups) for c in columns]).sum(0)",
-        new="torch.stack([in_group.leave_one_out(c, 0 * signals.groups) for c in columns]).sum(0)",
+        target="rlhf_pg.advantages.estimators.leave_one_out",
+        old="torch.stack([per_group.leave_one_out(c, signals.groups) for c in columns]).sum(0)",
+        new="torch.stack([per_group.leave_one_out(c, 0 * signals.groups) for c in columns]).sum(0)",
         killers=(ADVANTAGES_TEST + "test_each_named_estimator_by_hand",),
     ),
     Mutant(
@@ -292,7 +292,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="remax-greedy-of-another-source",
         mistake="a reward function that does not apply to the row is still in its ReMax baseline",
-        target="rlhf_pg.advantages.named.returns_minus_greedy",
+        target="rlhf_pg.advantages.estimators.returns_minus_greedy",
         old="torch.where(own.isnan(), 0.0, signals.greedy_scores).nansum(1)",
         new="signals.greedy_scores.nansum(1)",
         killers=(
@@ -304,7 +304,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="moving-average-of-this-step",
         mistake="this step's own scores are in the moving average already",
-        target="rlhf_pg.advantages.named.returns_minus_moving_average",
+        target="rlhf_pg.advantages.estimators.returns_minus_moving_average",
         old="new_full(signals.rewards.shape[:1], signals.moving_average)",
         new="new_full(signals.rewards.shape[:1], signals.scores.nansum(1).mean().item())",
         killers=(EXACT_TEST + "test_expected_gradient",),
@@ -324,7 +324,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="running-variance-without-the-shift",
         mistake="variances are averaged, and the distance of the means is forgotten",
-        target="rlhf_pg.running.RunningMoments.update",
+        target="rlhf_pg.running_stats.RunningMoments.update",
         old=" + delta**2 * share * (1 - share)",
         new="",
         killers=(
@@ -335,7 +335,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="running-constant-blown-up",
         mistake="a constant is divided by its std of 0 plus rounding",
-        target="rlhf_pg.running.RunningMoments.std",
+        target="rlhf_pg.running_stats.RunningMoments.std",
         old="return std if std > ROUNDING * abs(self.mean) else 1.0",
         new="return std + 1e-8",
         killers=(RUNNING_TEST + "test_a_constant_is_shifted_to_zero_and_never_blown_up",),
@@ -343,7 +343,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="denormalize-without-the-mean",
         mistake="values are scaled back but not shifted back",
-        target="rlhf_pg.running.RunningMoments.denormalize",
+        target="rlhf_pg.running_stats.RunningMoments.denormalize",
         old="(widen(x) * self.std + self.mean)",
         new="(widen(x) * self.std)",
         killers=(RUNNING_TEST + "test_normalize_and_denormalize_by_hand",),
@@ -351,7 +351,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="moving-average-from-zero",
         mistake="the average starts at 0 and is not corrected, so early baselines are too small",
-        target="rlhf_pg.running.MovingAverage.value",
+        target="rlhf_pg.running_stats.MovingAverage.value",
         old="self.average / (1 - self.decay**self.updates) if self.updates else 0.0",
         new="self.average",
         killers=(RUNNING_TEST + "test_moving_average_by_hand",),
@@ -459,7 +459,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="group-eps-fixed",
         mistake="the eps of the group's std is a key that reaches one estimator of the two",
-        target="rlhf_pg.advantages.named.process_group_normalized",
+        target="rlhf_pg.advantages.estimators.process_group_normalized",
         old="signals.mask, scale_rewards_eps\n",
         new="signals.mask\n",
         killers=("tests/test_advantages.py::test_what_is_added_to_a_std_is_an_option",),
@@ -478,7 +478,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="optimal-baseline-alone-in-its-group",
         mistake="one completion per prompt has no others, and silently no baseline",
-        target="rlhf_pg.advantages.named._minus_optimal",
+        target="rlhf_pg.advantages.estimators._minus_optimal",
         old="    if len(torch.unique(groups)) == len(groups):\n",
         new="    if False:\n",
         killers=(
@@ -489,7 +489,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="total-return-to-go",
         mistake="reward-to-go under the name of the total return",
-        target="rlhf_pg.advantages.named.total_returns",
+        target="rlhf_pg.advantages.estimators.total_returns",
         old="    return signals.over_tokens(to_go.gather(1, first).squeeze(1))\n",
         new="    return to_go\n",
         killers=(

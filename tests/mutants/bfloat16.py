@@ -8,7 +8,7 @@ MUTANTS = [
     Mutant(
         name="masters-from-rounded-weights",
         mistake="float32 masters are made anew from the bfloat16 weights before every update",
-        target="rlhf_pg.runtime.bfloat16.Nearest",
+        target="rlhf_pg.runtime.bf16_updates.Nearest",
         old="            weight.grad = None\n\n    def step",
         new="            weight.grad = None\n"
         "            master.data.copy_(weight.detach())\n\n    def step",
@@ -17,7 +17,7 @@ MUTANTS = [
     Mutant(
         name="masters-not-followed",
         mistake="float32 masters go on from what they were before other weights were loaded",
-        target="rlhf_pg.runtime.bfloat16.MasterWeights.refresh",
+        target="rlhf_pg.runtime.bf16_updates.MasterWeights.refresh",
         old="            master.copy_(weight)\n",
         new="            pass\n",
         killers=(f"{TESTS}::test_masters_follow_weights_that_are_loaded_without_any",),
@@ -25,7 +25,7 @@ MUTANTS = [
     Mutant(
         name="weights-without-gradient-rounded",
         mistake="a weight that an update leaves alone is moved to another neighbour all the same",
-        target="rlhf_pg.runtime.bfloat16.StochasticRounding.step",
+        target="rlhf_pg.runtime.bf16_updates.StochasticRounding.step",
         old="            if gradient is not None:\n",
         new="            gradient = weight * 0.0 if gradient is None else gradient\n"
         "            if True:\n",
@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant(
         name="biased-stochastic-rounding",
         mistake="stochastic rounding draws from 15 bits, and is biased towards 0",
-        target="rlhf_pg.runtime.bfloat16.round_stochastically",
+        target="rlhf_pg.runtime.bf16_updates.round_stochastically",
         old="& 0xFFFF\n",
         new="& 0x7FFF\n",
         killers=(f"{TESTS}::test_a_number_goes_to_its_neighbours_in_proportion",),
@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant(
         name="stochastic-rounding-of-nan",
         mistake="stochastic rounding makes numbers of what is not a number",
-        target="rlhf_pg.runtime.bfloat16.round_stochastically",
+        target="rlhf_pg.runtime.bf16_updates.round_stochastically",
         old="torch.where(part.isfinite(), bits.view(torch.float32), part)",
         new="bits.view(torch.float32)",
         killers=(f"{TESTS}::test_what_is_not_finite_stays_so",),
@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         name="rounding-noise-of-a-piece",
         mistake="every piece of a weight begins with the same rounding noise",
-        target="rlhf_pg.runtime.bfloat16.round_stochastically",
+        target="rlhf_pg.runtime.bf16_updates.round_stochastically",
         old="        first = offset + start\n",
         new="        first = start\n",
         killers=(f"{TESTS}::test_a_piece_is_rounded_as_in_the_whole",),
@@ -58,7 +58,7 @@ MUTANTS = [
     Mutant(
         name="rounding-noise-of-every-update",
         mistake="every update has the same rounding noise, so that what was rounded down stays so",
-        target="rlhf_pg.runtime.bfloat16.StochasticRounding._update",
+        target="rlhf_pg.runtime.bf16_updates.StochasticRounding._update",
         old=" + self._roundings[weight])",
         new=" + 0)",
         killers=(f"{TESTS}::test_the_mean_of_rounded_updates_is_exact",),

@@ -21,7 +21,7 @@ RECORDS = [
     Mutant(
         name="mask-from-pad-id",
         mistake="the mask is read off the ids: an EOS that is also pad is not trained (TRL #4970)",
-        target="rlhf_pg.experience.Rollout.from_tokens",
+        target="rlhf_pg.data.records.Rollout.from_tokens",
         old='"action_mask": action_mask,',
         new='"action_mask": action_mask & (completion_ids != pad_token_id),',
         killers=("tests/test_experience.py::test_a_real_token_equal_to_pad_is_still_real",),
@@ -29,7 +29,7 @@ RECORDS = [
     Mutant(
         name="last-token-is-no-action",
         mistake="the last token of a completion, its EOS, does not enter the loss",
-        target="rlhf_pg.experience.Rollout.from_tokens",
+        target="rlhf_pg.data.records.Rollout.from_tokens",
         old='"action_mask": action_mask,',
         new='"action_mask": action_mask & action_mask.roll(-1, 1),',
         killers=(f"{EXACT}::test_unbiased",),
@@ -37,7 +37,7 @@ RECORDS = [
     Mutant(
         name="prompts-cut-on-the-wrong-side",
         mistake="padding is cut off the right of left-padded prompts, their last tokens with it",
-        target="rlhf_pg.experience.Rollout.select",
+        target="rlhf_pg.data.records.Rollout.select",
         old="value[:, -prompt_width:]",
         new="value[:, :prompt_width]",
         killers=(
@@ -48,7 +48,7 @@ RECORDS = [
     Mutant(
         name="two-bos",
         mistake="the chat template and the tokenizer each put a BOS in front (NeMo #855)",
-        target="rlhf_pg.data.encode",
+        target="rlhf_pg.data.chat.encode",
         old="if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:",
         new="if False:",
         killers=("tests/test_data.py::test_a_bos_stands_in_front_once",),
@@ -56,7 +56,7 @@ RECORDS = [
     Mutant(
         name="long-prompts-cut",
         mistake="a prompt that is too long loses its beginning without a word",
-        target="rlhf_pg.data.load_prompts",
+        target="rlhf_pg.data.prompts.load_prompts",
         old="encode(prompt, tokenizer, row, tools=tools, most=max_prompt_length)",
         new="encode(prompt, tokenizer, row, tools=tools)[-(max_prompt_length or 0) :]",
         killers=("tests/test_data.py::test_longer_prompts_are_an_error_that_names_the_first",),
@@ -64,7 +64,7 @@ RECORDS = [
     Mutant(
         name="one-order-for-every-epoch",
         mistake="every epoch goes through the prompts in the same order",
-        target="rlhf_pg.data.PromptSampler._order",
+        target="rlhf_pg.data.prompts.PromptSampler._order",
         old="permutation(self.size, self.seed, epoch)",
         new="permutation(self.size, self.seed)",
         killers=("tests/test_data.py::test_epochs_and_seeds_have_orders_of_their_own",),
@@ -157,7 +157,7 @@ MODELS = [
     Mutant(
         name="trainer-scores-at-temperature-1",
         mistake="the trainer leaves the temperature of sampling out of ratio and KL (TRL #4159)",
-        target="rlhf_pg.trainers.learner.assembled",
+        target="rlhf_pg.models.assemble.assembled",
         old="Policy(model, args.temperature, ",
         new="Policy(model, 1.0, ",
         killers=(f"{STEP}::test_what_was_sampled_is_scored_alike",),
@@ -176,7 +176,7 @@ MODELS = [
     Mutant(
         name="dropout-in-the-update",
         mistake="dropout makes the ratio of the first update differ from 1",
-        target="rlhf_pg.trainers.learner.assembled",
+        target="rlhf_pg.models.assemble.assembled",
         old="if args.disable_dropout:",
         new="if False:",
         killers=(f"{RUN}::test_dropout_is_off_by_default",),
@@ -256,7 +256,7 @@ MODELS = [
     Mutant(
         name="sampled-in-padding",
         mistake="the engine pads prompts that the model check found to change in padding",
-        target="rlhf_pg.rollout.native._Session._way",
+        target="rlhf_pg.rollout.native.engine._Session._way",
         old="options = (engine.pad_token_id, engine.cache_tokens, engine.pads, engine.together)",
         new="options = (engine.pad_token_id, engine.cache_tokens)",
         killers=(f"{CHECK}::test_what_was_sampled_is_scored_alike_where_padding_changes_a_row",),
@@ -416,7 +416,7 @@ SOURCES = [
         name="reward-at-the-first-pad",
         mistake="the score is read before the first pad: wrong where padding is on the left "
         "(huggingface/transformers#35911)",
-        target="rlhf_pg.rewards.model.sequence_scores",
+        target="rlhf_pg.rewards.reward_model.sequence_scores",
         old="(mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1)",
         new="mask.sum(dim=1) - 1",
         killers=(
@@ -428,7 +428,7 @@ SOURCES = [
         name="reward-pad-by-id",
         mistake="padding is found by the id of pad, which may be EOS or missing "
         "(huggingface/transformers#35911)",
-        target="rlhf_pg.rewards.model.sequence_scores",
+        target="rlhf_pg.rewards.reward_model.sequence_scores",
         old="(mask * torch.arange(",
         new="((input_ids != (model.config.pad_token_id or 0)) * torch.arange(",
         killers=(
@@ -439,7 +439,7 @@ SOURCES = [
     Mutant(
         name="reward-model-opens-a-turn",
         mistake="the reward model reads every chat as if its last turn had been cut off",
-        target="rlhf_pg.rewards.model.encode_whole",
+        target="rlhf_pg.rewards.reward_model.encode_whole",
         old='"text", open_turn=cut and continues(text)',
         new='"text", open_turn=True',
         killers=("tests/rewards/test_model.py::test_a_chat_turn_that_was_cut_off_is_left_open",),

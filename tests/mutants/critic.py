@@ -110,7 +110,7 @@ UNITS = [
     Mutant(
         name="critic-saved-in-its-own-units",
         mistake="the critic that a run leaves gives normalised values, without a word",
-        target="rlhf_pg.checkpoint.Checkpointer._save_part",
+        target="rlhf_pg.checkpoint.checkpointer.Checkpointer._save_part",
         old='part.save(path / name, self.running.get("value_moments"))',
         new="part.save(path / name)",
         killers=(
@@ -213,7 +213,7 @@ FOLLOWING = [
     Mutant(
         name="reference-not-saved",
         mistake="a resumed run takes the initial model for a reference that had moved (TRL)",
-        target="rlhf_pg.checkpoint.Checkpointer._load_models",
+        target="rlhf_pg.checkpoint.checkpointer.Checkpointer._load_models",
         old='if name == "reference" and not part.moves:',
         new='if name == "reference":',
         killers=(f"{MOVING}::test_four_steps_are_two_or_three_a_stop_and_the_rest",),

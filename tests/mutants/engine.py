@@ -15,7 +15,7 @@ MUTANTS = [
     Mutant(
         name="small-adapters-lost-in-vllm-without-a-word",
         mistake="nobody hears that vLLM samples without the adapter, which rounding takes away",
-        target="rlhf_pg.rollout.vllm.VllmEngine._warn_of_rounding",
+        target="rlhf_pg.rollout.vllm.in_process.VllmEngine._warn_of_rounding",
         old="(lost := lost_in_merge(policy)) <= MOST_LOST:",
         new="(lost := lost_in_merge(policy)) <= 1 + MOST_LOST:",
         killers=(
@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant(
         name="sampler-positions-from-the-column",
         mistake="in sampling, positions do not count the prompt",
-        target="rlhf_pg.rollout.batching.BatchingSession._step",
+        target="rlhf_pg.rollout.native.continuous_batching.BatchingSession._step",
         old="positions = places.positions + last",
         new="positions = last",
         killers=(f"{NATIVE}::test_log_probabilities_equal_a_teacher_forced_forward",),
@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant(
         name="eos-forced",
         mistake="a completion that was cut off is given an EOS it never sampled (OpenRLHF #238)",
-        target="rlhf_pg.rollout.batching.BatchingSession._choose",
+        target="rlhf_pg.rollout.native.continuous_batching.BatchingSession._choose",
         old="        drawn.append(rows, ids, logprobs, self.eos)",
         new="        if len(self.eos):\n"
         "            ids = torch.where(lengths + 1 == drawn.limits[rows], self.eos[0], ids)\n"
@@ -52,7 +52,7 @@ MUTANTS = [
     Mutant(
         name="one-eos-of-several",
         mistake="of several EOS ids one ends a completion",
-        target="rlhf_pg.rollout.batching.BatchingSession.__init__",
+        target="rlhf_pg.rollout.native.continuous_batching.BatchingSession.__init__",
         old="list(stopping.eos_token_ids)",
         new="list(stopping.eos_token_ids)[:1]",
         killers=(f"{NATIVE}::test_every_token_as_eos_gives_one_token",),
@@ -70,7 +70,7 @@ MUTANTS = [
     Mutant(
         name="last-allowed-eos-is-truncated",
         mistake="a completion that ends with the last allowed token is called truncated",
-        target="rlhf_pg.rollout.batching.BatchingSession._take_out",
+        target="rlhf_pg.rollout.native.continuous_batching.BatchingSession._take_out",
         old='"stop" if ended[i] else',
         new='"stop" if ended[i] and lengths[i] < row.prompt.limit else',
         killers=(f"{NATIVE}::test_eos_as_the_last_allowed_token_is_a_stop",),
@@ -94,7 +94,7 @@ MUTANTS = [
     Mutant(
         name="temperature-not-in-sampling",
         mistake="the temperature does not reach the logits that are sampled from",
-        target="rlhf_pg.rollout.sampling.sample",
+        target="rlhf_pg.rollout.token_sampling.sample",
         old="        logits = logits / params.temperature\n",
         new="        logits = logits * 1\n",
         killers=(f"{SAMPLING}::test_temperature_has_its_closed_form",),
@@ -102,7 +102,7 @@ MUTANTS = [
     Mutant(
         name="truncated-mass-not-renormalised",
         mistake="log-probabilities of a top-p sample are those of all tokens (TRL #7269)",
-        target="rlhf_pg.rollout.sampling.sample",
+        target="rlhf_pg.rollout.token_sampling.sample",
         old="return ids, _pick(scores, ids) - top.squeeze(1)",
         new="return ids, _pick(logits, ids) - logits.logsumexp(1)\n"
         "    return ids, _pick(scores, ids) - top.squeeze(1)",
@@ -111,7 +111,7 @@ MUTANTS = [
     Mutant(
         name="noise-without-the-draw",
         mistake="every prompt is given the same noise, as ranks with one seed are",
-        target="rlhf_pg.rollout.sampling._state",
+        target="rlhf_pg.rollout.token_sampling._state",
         old="mix(state + draws)",
         new="mix(state + 0 * draws)",
         killers=(f"{SAMPLING}::test_every_coordinate_gives_its_own_noise",),
@@ -127,7 +127,7 @@ MUTANTS = [
     Mutant(
         name="padding-of-prompts-is-attended-to",
         mistake="rows attend to what is behind their prompt, where another is longer",
-        target="rlhf_pg.rollout.rows.Groups.of",
+        target="rlhf_pg.rollout.native.slots.Groups.of",
         old="columns < lengths[:, None],",
         new="(columns < lengths.max()).expand(len(lengths), -1),",
         killers=(f"{NATIVE}::test_padding_to_any_width_changes_nothing",),
@@ -135,7 +135,7 @@ MUTANTS = [
     Mutant(
         name="later-rows-attend-to-nothing-yet",
         mistake="rows that entered late attend to what they have not written yet",
-        target="rlhf_pg.rollout.stores.Padded.layout",
+        target="rlhf_pg.rollout.native.kv_cache.Padded.layout",
         old="<= last[:, None]",
         new="<= last.max().expand(len(last), 1)",
         killers=(f"{BATCHING}::test_a_small_cache_makes_rows_wait_and_changes_nothing",),
@@ -143,7 +143,7 @@ MUTANTS = [
     Mutant(
         name="a-moved-row-leaves-its-keys-behind",
         mistake="the row that fills a hole is given the keys and values of the one that left",
-        target="rlhf_pg.rollout.stores.Padded.move",
+        target="rlhf_pg.rollout.native.kv_cache.Padded.move",
         old="        self.own.move(sources, targets)\n",
         new="",
         killers=(f"{NATIVE}::test_log_probabilities_equal_a_teacher_forced_forward",),
@@ -151,7 +151,7 @@ MUTANTS = [
     Mutant(
         name="a-moved-prompt-leaves-its-keys-behind",
         mistake="the prompt that fills a hole is given the keys and values of the one that left",
-        target="rlhf_pg.rollout.stores.Padded.leave",
+        target="rlhf_pg.rollout.native.kv_cache.Padded.leave",
         old="            self.prompts.move([last], [slot])\n",
         new="            pass\n",
         killers=(f"{BATCHING}::test_a_small_cache_makes_rows_wait_and_changes_nothing",),
@@ -159,7 +159,7 @@ MUTANTS = [
     Mutant(
         name="a-continued-row-repeats-its-noise",
         mistake="an episode's next turn draws with the noise of its first",
-        target="rlhf_pg.rollout.batching.BatchingSession._choose",
+        target="rlhf_pg.rollout.native.continuous_batching.BatchingSession._choose",
         old="positions = drawn.first[rows] + lengths",
         new="positions = lengths",
         killers=(f"{BATCHING}::test_a_row_goes_on_where_it_stopped",),
@@ -177,7 +177,7 @@ MUTANTS = [
     Mutant(
         name="parts-of-attention-not-weighed",
         mistake="prompt and completion are each attended to as if the other were not there",
-        target="rlhf_pg.rollout.attention.together",
+        target="rlhf_pg.rollout.native.decode_attention.together",
         old="torch.lerp(a.values, b.values, torch.sigmoid(b.logsum - a.logsum))",
         new="torch.lerp(a.values, b.values, 0.5)",
         killers=(f"{NATIVE}::test_log_probabilities_equal_a_teacher_forced_forward",),
@@ -185,7 +185,7 @@ MUTANTS = [
     Mutant(
         name="a-second-copy-of-the-policy",
         mistake="all layers are merged before the first is handed to vLLM",
-        target="rlhf_pg.rollout.handover.merged_weights",
+        target="rlhf_pg.rollout.vllm.handover.merged_weights",
         old='_weights(bare(model), "", {id(p): False for p in model.parameters()})',
         new='[*_weights(bare(model), "", {id(p): False for p in model.parameters()})]',
         killers=(f"{HANDOVER}::test_one_merged_layer_is_in_memory_at_a_time",),
@@ -204,7 +204,7 @@ MUTANTS = [
     Mutant(
         name="vllm-chosen-where-it-cannot-tell-what-was-kept",
         mistake="rollout_engine auto takes vLLM for a run that has to know which tokens were kept",
-        target="rlhf_pg.rollout.choose.unsuited",
+        target="rlhf_pg.rollout.factory.unsuited",
         old='            args.truncated_sampling == "saved_support"\n',
         new="            False\n",
         killers=(f"{CHOOSE}::test_what_does_not_suit_is_named",),
@@ -231,7 +231,7 @@ MUTANTS = [
     Mutant(
         name="flash-own-part-without-the-newest-token",
         mistake="a token attends to the earlier ones of its row and not to itself",
-        target="rlhf_pg.rollout.unpadded.Unpadded.layout",
+        target="rlhf_pg.rollout.native.unpadded_kv_cache.Unpadded.layout",
         old="own_lengths=(last + 1).int(),",
         new="own_lengths=last.int(),",
         killers=(f"{FLASH}::test_what_is_sampled_is_the_same",),
@@ -239,7 +239,7 @@ MUTANTS = [
     Mutant(
         name="flash-logits-in-the-order-of-prompts",
         mistake="rows are given the logits of other rows: those in the order of their prompts",
-        target="rlhf_pg.rollout.batching.BatchingSession._step",
+        target="rlhf_pg.rollout.native.continuous_batching.BatchingSession._step",
         old="logits = run(self.model, ids, positions, layout, places.back)",
         new="logits = run(self.model, ids, positions, layout, 0)",
         killers=(f"{FLASH}::test_what_is_sampled_is_the_same",),
@@ -247,7 +247,7 @@ MUTANTS = [
     Mutant(
         name="flash-runs-longer-than-a-block",
         mistake="queries of a group beyond those that the kernel is told of are not computed",
-        target="rlhf_pg.rollout.unpadded.Unpadded.places",
+        target="rlhf_pg.rollout.native.unpadded_kv_cache.Unpadded.places",
         old="most = max(1, QUERIES // self.shares[-1])",
         new="most = QUERIES * 1000",
         killers=(f"{FLASH}::test_groups_of_any_size",),
@@ -255,7 +255,7 @@ MUTANTS = [
     Mutant(
         name="flash-prompt-over-another",
         mistake="a new prompt is put where another one lies",
-        target="rlhf_pg.rollout.unpadded._gap",
+        target="rlhf_pg.rollout.native.unpadded_kv_cache._gap",
         old="        if start - end >= length:",
         new="        if start - end >= 0:",
         killers=(f"{FLASH}::test_a_prompt_is_put_into_the_first_gap_that_it_fits",),
@@ -263,7 +263,7 @@ MUTANTS = [
     Mutant(
         name="flash-room-that-grows-is-empty",
         mistake="keys and values are lost when room grows",
-        target="rlhf_pg.rollout.flash.Tokens.reserve",
+        target="rlhf_pg.rollout.native.flash_attention.Tokens.reserve",
         old="                more[: len(tensor)] = tensor\n",
         new="                more.zero_()\n",
         killers=(f"{FLASH}::test_room_that_grows_keeps_what_is_there",),
@@ -271,7 +271,7 @@ MUTANTS = [
     Mutant(
         name="flash-moved-row-leaves-its-keys-behind",
         mistake="the row that fills a hole reads the keys and values of the one that left",
-        target="rlhf_pg.rollout.unpadded.Unpadded.move",
+        target="rlhf_pg.rollout.native.unpadded_kv_cache.Unpadded.move",
         old="            slots[target] = slots[source]\n",
         new="            pass\n",
         killers=(f"{FLASH}::test_what_is_sampled_is_the_same",),
@@ -279,7 +279,7 @@ MUTANTS = [
     Mutant(
         name="compilation-fails-every-time",
         mistake="what cannot be compiled is tried again, and said, at every step",
-        target="rlhf_pg.rollout.compiled.Compiled.__call__",
+        target="rlhf_pg.rollout.native.compiled.Compiled.__call__",
         old="                self.works = False\n",
         new="                pass\n",
         killers=(
@@ -289,7 +289,7 @@ MUTANTS = [
     Mutant(
         name="scales-are-inputs-of-the-graph",
         mistake="each step is compiled twice, since floats are taken for numbers that change",
-        target="rlhf_pg.rollout.compiled.Compiled.__call__",
+        target="rlhf_pg.rollout.native.compiled.Compiled.__call__",
         old="specialize_float=True",
         new="specialize_float=False",
         killers=(f"{FLASH}::test_a_step_is_one_graph_and_is_compiled_once",),

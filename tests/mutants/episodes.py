@@ -13,7 +13,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="mark-forged",
         mistake="a tool's result with the private mark of a turn is what the assistant said",
-        target="rlhf_pg.data._looked_up",
+        target="rlhf_pg.data.chat._looked_up",
         old="{*added.values(), MARK[0], ",
         new="{*added.values(), ",
         killers=("tests/test_data.py::test_nor_is_what_an_environment_answers",),
@@ -21,7 +21,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="refused-prompt-forwarded",
         mistake="the prompt of an environment may be longer than positions and micro-batches",
-        target="rlhf_pg.rollout.episodes._Game._prompted",
+        target="rlhf_pg.rollout.multi_turn.episodes._Game._prompted",
         old="most=player.longest_prompt",
         new="most=None",
         killers=(USER_CODE + "a_prompt_that_was_refused_is_not_forwarded",),
@@ -29,7 +29,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="prompt-refused-by-the-engine-forwarded",
         mistake="what the engine refused as too long is scored all the same",
-        target="rlhf_pg.rollout.episodes._Game._ask",
+        target="rlhf_pg.rollout.multi_turn.episodes._Game._ask",
         old="                if not position:  ",
         new="                if False:  ",
         killers=(TOKENS + "a_beginning_that_the_engine_refuses_leaves_the_prompt_of_the_dataset",),
@@ -37,7 +37,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="megabytes-tokenized",
         mistake="an answer of megabytes is tokenized to find that it does not fit",
-        target="rlhf_pg.data._check_length",
+        target="rlhf_pg.data.chat._check_length",
         old="if most is not None and len(text) > most * ",
         new="if most is not None and len(text) > 1_000_000 * most * ",
         killers=(USER_CODE + "megabytes_are_never_tokenized",),
@@ -45,7 +45,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="transform-drawn-again",
         mistake="a random transform makes another prompt for the reward than for the policy",
-        target="rlhf_pg.data._in_rows",
+        target="rlhf_pg.data.prompts._in_rows",
         old='    if shape["type"] != "custom":\n',
         new="    if True:\n",
         killers=(USER_CODE + "a_random_transform_is_drawn_once",),
@@ -53,7 +53,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="process-left-changed",
         mistake="what a reward function does to default dtype or working directory stays",
-        target="rlhf_pg.user_code.Settings.restore",
+        target="rlhf_pg.boundary.user_code.Settings.restore",
         old="        if now == self:\n",
         new="        if True:\n",
         killers=(USER_CODE + "what_it_changes_of_the_process_is_put_back_and_its_forks_end",),
@@ -61,7 +61,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="reward-ends-the-run",
         mistake="sys.exit(0) in a reward ends the run, as if it had come to its end",
-        target="rlhf_pg.user_code.foreign",
+        target="rlhf_pg.boundary.user_code.foreign",
         old="    except (Exception, KeyboardInterrupt):\n",
         new="    except (Exception, KeyboardInterrupt, SystemExit):\n",
         killers=(USER_CODE + "what_raises_is_an_error_that_says_what",),
@@ -69,7 +69,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="late-calls-go-on",
         mistake="an environment that is late keeps its thread: one more at every step",
-        target="rlhf_pg.rollout.calls.Calls._give_up",
+        target="rlhf_pg.rollout.multi_turn.concurrent_calls.Calls._give_up",
         old="SetAsyncExc(ident, ctypes.py_object(Late))",
         new="SetAsyncExc(ident, None)",
         killers=(TOKENS + "environments_that_hang_in_python_leave_no_threads_behind",),
@@ -93,7 +93,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="turns-tokenised-again",
         mistake="the next turn is asked for with the text of the last ones: other ids (TRL #5224)",
-        target="rlhf_pg.rollout.episodes._Game._ask",
+        target="rlhf_pg.rollout.multi_turn.episodes._Game._ask",
         old="            tokens=[*first.prompt_ids, *first.tokens],\n",
         new=(
             "            tokens=self.player.tokenizer(\n"
@@ -113,7 +113,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="turn-paid-behind-the-answer",
         mistake="the reward of a turn stands at the last token of its answer, where it is not paid",
-        target="rlhf_pg.rollout.episodes._Game._observed",
+        target="rlhf_pg.rollout.multi_turn.episodes._Game._observed",
         old="        episode.observe(messages, ids)\n",
         new=(
             "        episode.observe(messages, ids)\n"
@@ -125,7 +125,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="noise-begins-again-with-every-turn",
         mistake="every turn of an episode is sampled with the noise of the first one",
-        target="rlhf_pg.rollout.episodes._Game._ask",
+        target="rlhf_pg.rollout.multi_turn.episodes._Game._ask",
         old="            position=position,\n",
         new="            position=0,\n",
         killers=(TOKENS + "each_turn_is_asked_for_with_all_before_it_and_noise_of_its_own_place",),
@@ -133,7 +133,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="words-that-are-control-tokens",
         mistake="the name of a special token in a message closes the turn",
-        target="rlhf_pg.data._quoted_chat",
+        target="rlhf_pg.data.chat._quoted_chat",
         old="    quoted: list[Any] = _quoted(messages, special)",
         new="    quoted: list[Any] = list(messages)",
         killers=("tests/test_data.py::test_what_a_message_says_is_no_control_token",),
@@ -141,7 +141,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="prefill-closed",
         mistake="the assistant's own words at the end of a prompt are closed, and a turn opened",
-        target="rlhf_pg.data.encode",
+        target="rlhf_pg.data.chat.encode",
         old="    if open_turn and continues(text):\n",
         new="    if False:\n",
         killers=("tests/test_data.py::test_the_assistants_own_words_are_continued",),
@@ -149,7 +149,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="end-of-turn-twice",
         mistake="the end of a turn stands in the row twice, as sampled and from the chat template",
-        target="rlhf_pg.data.encode_answer",
+        target="rlhf_pg.data.chat.encode_answer",
         old="            text = rest\n",
         new="            pass\n",
         killers=(TOKENS + "between_two_turns_of_a_chat_stands_what_the_template_has_there",),
@@ -165,7 +165,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="turns-without-limit",
         mistake="max_turns ends no episode",
-        target="rlhf_pg.rollout.episodes._Game._observed",
+        target="rlhf_pg.rollout.multi_turn.episodes._Game._observed",
         old="(not done and episode.turns == player.max_turns)",
         new="(not done and False)",
         killers=(TOKENS + "the_limit_on_turns",),
@@ -197,7 +197,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="failed-episodes-fined",
         mistake="an episode that failed has a penalty of 0, which is a score",
-        target="rlhf_pg.trainers.shaping.Shaping.penalized",
+        target="rlhf_pg.rewards.shaping.Shaping.penalized",
         old="        added = [penalty.masked_fill(silent, torch.nan) for penalty in added]\n",
         new="",
         killers=(FAILED,),

@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant(
         name="buffers-not-handed-over",
         mistake="an engine keeps random biases for choosing experts (parameters alone are sent)",
-        target="rlhf_pg.rollout.handover._weights",
+        target="rlhf_pg.rollout.vllm.handover._weights",
         old="if name not in module._non_persistent_buffers_set:",
         new="if False:",
         killers=(NAMES + "what_is_handed_over_is_what_a_checkpoint_has",),
@@ -51,7 +51,7 @@ MUTANTS = [
     Mutant(
         name="experts-under-names-of-transformers",
         mistake="weights go to vLLM by the names of transformers 5, where experts are one tensor",
-        target="rlhf_pg.rollout.handover.published_weights",
+        target="rlhf_pg.rollout.vllm.handover.published_weights",
         old="if not get_model_conversion_mapping(names, add_legacy=False):",
         new="if True:",
         killers=(NAMES + "experts_and_their_biases_go_by_the_names_that_vllm_reads",),

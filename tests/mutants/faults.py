@@ -8,7 +8,7 @@ MUTANTS = [
     Mutant(
         name="sizes-compared-alone",
         mistake="a flipped byte in a checkpoint is resumed from: its file is as long as it was",
-        target="rlhf_pg.sealed._difference",
+        target="rlhf_pg.checkpoint.atomic._difference",
         old="        if contents and _sha256(file) != sha256:\n",
         new="        if False:\n",
         killers=(f"{FAULTS}::test_the_newest_whole_checkpoint_is_resumed",),
@@ -16,7 +16,7 @@ MUTANTS = [
     Mutant(
         name="newest-by-number",
         mistake="the newest checkpoint is resumed without a look at it (transformers)",
-        target="rlhf_pg.checkpoint.Checkpointer._newest_whole",
+        target="rlhf_pg.checkpoint.checkpointer.Checkpointer._newest_whole",
         old="            reason = self._fault(path, runtime)\n            if reason is None:\n"
         "                if broken",
         new="            reason = None\n            if reason is None:\n                if broken",
@@ -25,7 +25,7 @@ MUTANTS = [
     Mutant(
         name="peak-of-the-saved-run",
         mistake="a resumed run goes back to the learning rate that it was to leave (transformers)",
-        target="rlhf_pg.checkpoint.Checkpointer._load_schedule",
+        target="rlhf_pg.checkpoint.checkpointer.Checkpointer._load_schedule",
         old="before, self.scheduler.base_lrs = self.scheduler.base_lrs, peaks",
         new="before = self.scheduler.base_lrs",
         killers=(f"{FAULTS}::test_another_learning_rate_is_taken_with_a_warning",),
@@ -51,7 +51,7 @@ MUTANTS = [
     Mutant(
         name="foreign-files-replaced",
         mistake="a run replaces the model of somebody else, who left no metrics.jsonl beside it",
-        target="rlhf_pg.run_files.set_aside",
+        target="rlhf_pg.checkpoint.run_dir.set_aside",
         old="    if not there:\n",
         new='    if "metrics.jsonl" not in there:\n',
         killers=("tests/test_run_files.py::test_what_has_the_name_of_a_runs_file_is_set_aside",),
@@ -59,7 +59,7 @@ MUTANTS = [
     Mutant(
         name="manifest-of-any-kind",
         mistake="a manifest that is a device is read without end",
-        target="rlhf_pg.sealed._manifest",
+        target="rlhf_pg.checkpoint.atomic._manifest",
         old="        if not stat.S_ISREG(found.st_mode):\n",
         new="        if False:\n",
         killers=(f"{FAULTS}::test_a_manifest_that_is_none_is_no_end",),
@@ -67,7 +67,7 @@ MUTANTS = [
     Mutant(
         name="model-for-a-checkpoint",
         mistake="final/ is taken for a checkpoint, since it is whole, and ends in a traceback",
-        target="rlhf_pg.checkpoint.Checkpointer._fault",
+        target="rlhf_pg.checkpoint.checkpointer.Checkpointer._fault",
         old="        if reason is None and not (path / STATE).is_file():\n",
         new="        if False:\n",
         killers=(f"{FAULTS}::test_what_is_no_checkpoint_is_told_where_they_are",),
@@ -131,7 +131,7 @@ MUTANTS = [
     Mutant(
         name="files-of-a-live-run-set-aside",
         mistake="a reward model in training sets the files of a live run aside",
-        target="rlhf_pg.run_files.begun",
+        target="rlhf_pg.checkpoint.run_dir.begun",
         old="    with locked(directory):\n",
         new="    if True:\n",
         killers=(
@@ -150,7 +150,7 @@ MUTANTS = [
     Mutant(
         name="half-a-step-for-a-whole-one",
         mistake="what is saved when a run breaks off removes the last regular checkpoint",
-        target="rlhf_pg.checkpoint.Checkpointer.removing_none",
+        target="rlhf_pg.checkpoint.checkpointer.Checkpointer.removing_none",
         old="        limit, self.limit = self.limit, None\n",
         new="        limit = self.limit\n",
         killers=("tests/faults/test_leaving.py::test_what_was_saved_before_makes_no_room",),
@@ -166,7 +166,7 @@ MUTANTS = [
     Mutant(
         name="roles-unquoted",
         mistake="the name of a special token that a message has for a role is one",
-        target="rlhf_pg.data._quoted",
+        target="rlhf_pg.data.chat._quoted",
         old=" and v in ROLES",
         new="",
         killers=("tests/test_data.py::test_nor_is_what_it_says_of_roles",),
@@ -174,7 +174,7 @@ MUTANTS = [
     Mutant(
         name="links-in-a-manifest-followed",
         mistake="a link in a checkpoint is followed to wherever it leads",
-        target="rlhf_pg.sealed._difference",
+        target="rlhf_pg.checkpoint.atomic._difference",
         old="        if file.is_symlink():\n",
         new="        if False:\n",
         killers=(f"{FAULTS}::test_the_newest_whole_checkpoint_is_resumed",),
@@ -182,7 +182,7 @@ MUTANTS = [
     Mutant(
         name="manifest-leads-outside",
         mistake="a manifest may name files outside of its directory",
-        target="rlhf_pg.sealed._difference",
+        target="rlhf_pg.checkpoint.atomic._difference",
         old='or ".." in parts:',
         new="or False:",
         killers=(f"{FAULTS}::test_a_manifest_that_leads_out_of_its_directory_is_refused",),
@@ -190,7 +190,7 @@ MUTANTS = [
     Mutant(
         name="pruned-unverified",
         mistake="older checkpoints are removed although the newest cannot be read back",
-        target="rlhf_pg.checkpoint.Checkpointer._prune",
+        target="rlhf_pg.checkpoint.checkpointer.Checkpointer._prune",
         old="            if reason is not None:\n                raise OSError(",
         new="            if False:\n                raise OSError(",
         killers=(f"{FAULTS}::test_older_checkpoints_stay_while_the_newest_is_not_whole",),
@@ -198,7 +198,7 @@ MUTANTS = [
     Mutant(
         name="damaged-checkpoints-counted",
         mistake="damaged checkpoints with larger numbers are kept, and the whole one is removed",
-        target="rlhf_pg.checkpoint.Checkpointer._prune",
+        target="rlhf_pg.checkpoint.checkpointer.Checkpointer._prune",
         old="        older = [step for step in self.steps() if step < self.state.step]\n",
         new="        older = self.steps()[:-1]\n",
         killers=(f"{FAULTS}::test_checkpoints_that_were_passed_over_do_not_count",),
@@ -206,7 +206,7 @@ MUTANTS = [
     Mutant(
         name="aside-not-taken-back",
         mistake="a save that breaks off leaves nothing under the name of what it was to replace",
-        target="rlhf_pg.sealed.recover",
+        target="rlhf_pg.checkpoint.atomic.recover",
         old="        aside.rename(path)\n        sync_directory(path.parent)\n",
         new="        shutil.rmtree(aside)\n",
         killers=(f"{FAULTS}::test_what_cannot_be_replaced_is_taken_back",),
@@ -214,7 +214,7 @@ MUTANTS = [
     Mutant(
         name="half-saved-left",
         mistake="a save that breaks off on a full disk leaves its files there, and the disk full",
-        target="rlhf_pg.sealed.abandon",
+        target="rlhf_pg.checkpoint.atomic.abandon",
         old="    shutil.rmtree(partial_of(path), ignore_errors=True)\n    try:\n",
         new="    try:\n",
         killers=(f"{FAULTS}::test_a_full_disk_costs_no_checkpoint",),
@@ -222,7 +222,7 @@ MUTANTS = [
     Mutant(
         name="dataset-unchecked",
         mistake="a resumed run goes on with other rows, in places that meant others",
-        target="rlhf_pg.data.Prompts.fingerprint",
+        target="rlhf_pg.data.prompts.Prompts.fingerprint",
         old="            for row in table.to_pylist():\n",
         new="            for row in []:\n",
         killers=(f"{FAULTS}::test_another_dataset_is_refused",),
@@ -240,7 +240,7 @@ MUTANTS = [
     Mutant(
         name="stretched-schedule-unsaid",
         mistake="another max_steps changes every rate to come, and the resumed run does not say so",
-        target="rlhf_pg.same_run.check",
+        target="rlhf_pg.checkpoint.compatibility.check",
         old="PEAKS if endless else PEAKS | LENGTHS",
         new="PEAKS",
         killers=(
@@ -251,7 +251,7 @@ MUTANTS = [
     Mutant(
         name="resumed-rate-of-the-old-length",
         mistake="a run made longer takes its first step at the old schedule's rate, 0 at its end",
-        target="rlhf_pg.checkpoint.Checkpointer._load_schedule",
+        target="rlhf_pg.checkpoint.checkpointer.Checkpointer._load_schedule",
         old="if isinstance(self.scheduler, LambdaLR):",
         new="if False:",
         killers=(

@@ -10,7 +10,7 @@ MUTANTS = [
     Mutant(
         name="weights-gradient-rounded-by-piece",
         mistake="a bfloat16 gradient is rounded whenever a piece is added: 2 percent off at 256",
-        target="rlhf_pg.models.head._Pieces.backward",
+        target="rlhf_pg.models.lm_head._Pieces.backward",
         old="torch.zeros_like(x, dtype=_wide(x)) if needed",
         new="torch.zeros_like(x) if needed",
         killers=(f"{HEAD}::test_many_pieces_round_a_gradient_no_more_than_one",),
@@ -18,7 +18,7 @@ MUTANTS = [
     Mutant(
         name="gradient-of-a-frozen-head",
         mistake="the gradient of a frozen head is summed: a head in float32, for nothing",
-        target="rlhf_pg.models.head._Pieces.backward",
+        target="rlhf_pg.models.lm_head._Pieces.backward",
         old="torch.zeros_like(x, dtype=_wide(x)) if needed",
         new="torch.zeros_like(x, dtype=_wide(x)) if x is not None",
         killers=(f"{HEAD}::test_a_frozen_head_sums_no_gradient",),
@@ -26,7 +26,7 @@ MUTANTS = [
     Mutant(
         name="two-pieces-alive",
         mistake="a piece of the logits' gradient lives until there is the next one",
-        target="rlhf_pg.models.head._Pieces.backward",
+        target="rlhf_pg.models.lm_head._Pieces.backward",
         old="            del gradient  # before there is the next one\n",
         new="",
         killers=(f"{HEAD}::test_memory_is_that_of_one_piece",),
@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant(
         name="head-by-its-weights-alone",
         mistake="what a subclass of the linear layer does, or a wrapper around it, is left out",
-        target="rlhf_pg.models.head._plain",
+        target="rlhf_pg.models.lm_head._plain",
         old='type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)',
         new="isinstance(layer, nn.Linear)",
         killers=(f"{HEAD}::test_a_layer_with_more_to_it_is_asked_for_its_logits",),
@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant(
         name="hooks-are-shown-no-logits",
         mistake="a hook on the head that changes the logits is given log-probabilities",
-        target="rlhf_pg.models.head._plain",
+        target="rlhf_pg.models.lm_head._plain",
         old='if has_hooks and not hasattr(weights[0], "ds_id"):',
         new="if False:",
         killers=(f"{HEAD}::test_a_layer_with_more_to_it_is_asked_for_its_logits",),
@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         name="head-stays-replaced",
         mistake="the model's own forward pass gives log-probabilities after the first error",
-        target="rlhf_pg.models.head._computing",
+        target="rlhf_pg.models.lm_head._computing",
         old="    try:\n        yield\n    finally:\n        del layer.forward\n",
         new="    yield\n    del layer.forward\n",
         killers=(f"{HEAD}::test_the_layer_is_what_it_was",),
@@ -66,7 +66,7 @@ MUTANTS = [
     Mutant(
         name="pieces-by-the-own-gpu",
         mistake="a larger GPU calls an adapted head less often, and others wait for it",
-        target="rlhf_pg.trainers.budget.piece",
+        target="rlhf_pg.plan.token_budget.piece",
         old="return -runtime.most(-piece_for(memory))",
         new="return piece_for(memory)",
         killers=(f"{BUDGET}::test_pieces_are_those_of_the_smallest_gpu",),
@@ -139,7 +139,7 @@ MUTANTS = [
     Mutant(
         name="cap-not-seen-on-small-logits",
         mistake="what a model does after its head is read off logits too small to show it",
-        target="rlhf_pg.models.finish._probe",
+        target="rlhf_pg.models.logit_transform._probe",
         old="2.0**-20, 2.0**100",
         new="2.0**-20, 2.0**-10",
         killers=(f"{FINISH}::test_a_scale_and_a_soft_cap_are_measured_whatever_the_logits_are",),

@@ -153,7 +153,7 @@ MUTANTS = [
     Mutant(
         name="kl-controller-unclipped",
         mistake="Ziegler's controller without the clip: one bad step multiplies the coefficient",
-        target="rlhf_pg.control.AdaptiveKLController.update",
+        target="rlhf_pg.kl.AdaptiveKLController.update",
         old="min(max(kl / self.target - 1, -0.2), 0.2)",
         new="kl / self.target - 1",
         killers=("tests/test_control.py::test_adaptive_controller_moves_with_the_clipped_error",),
@@ -161,7 +161,7 @@ MUTANTS = [
     Mutant(
         name="kl-controller-horizon-inverted",
         mistake="horizon / num_samples for num_samples / horizon",
-        target="rlhf_pg.control.AdaptiveKLController.update",
+        target="rlhf_pg.kl.AdaptiveKLController.update",
         old="error * num_samples / self.horizon",
         new="error * self.horizon / num_samples",
         killers=("tests/test_control.py::test_adaptive_controller_moves_with_the_clipped_error",),
@@ -169,7 +169,7 @@ MUTANTS = [
     Mutant(
         name="kl-controller-swallows-nan",
         mistake="one NaN stays in the coefficient and in every checkpoint after it",
-        target="rlhf_pg.control.AdaptiveKLController.update",
+        target="rlhf_pg.kl.AdaptiveKLController.update",
         old="        if kl != kl:\n",
         new="        if False:\n",
         killers=("tests/test_control.py::test_a_measurement_that_is_nan_changes_nothing",),
@@ -177,7 +177,7 @@ MUTANTS = [
     Mutant(
         name="kl-penalty-swapped",
         mistake="PPO's penalty doubled where the KL is small, as if it were large",
-        target="rlhf_pg.control.PenaltyKLController.update",
+        target="rlhf_pg.kl.PenaltyKLController.update",
         old="        if kl < self.target / 1.5:\n            self.coef /= 2\n",
         new="        if kl < self.target / 1.5:\n            self.coef *= 2\n",
         killers=("tests/test_control.py::test_penalty_controller_halves_below_and_doubles_above",),
@@ -185,7 +185,7 @@ MUTANTS = [
     Mutant(
         name="kl-penalty-thresholds",
         mistake="PPO's penalty moved at the target itself, without the band of 1.5 around it",
-        target="rlhf_pg.control.PenaltyKLController.update",
+        target="rlhf_pg.kl.PenaltyKLController.update",
         old="        elif kl > self.target * 1.5:\n",
         new="        elif kl > self.target:\n",
         killers=("tests/test_control.py::test_penalty_controller_halves_below_and_doubles_above",),
@@ -193,7 +193,7 @@ MUTANTS = [
     Mutant(
         name="entropy-controller-sign",
         mistake="the bonus eased as the entropy collapses",
-        target="rlhf_pg.control.EntropyController.update",
+        target="rlhf_pg.trainers.controllers.EntropyController.update",
         old="self.coef = min(max(self.coef + step",
         new="self.coef = min(max(self.coef - step",
         killers=(
@@ -204,7 +204,7 @@ MUTANTS = [
     Mutant(
         name="entropy-controller-unbounded",
         mistake="a coefficient below 0: the bonus turns into a penalty on entropy",
-        target="rlhf_pg.control.EntropyController.update",
+        target="rlhf_pg.trainers.controllers.EntropyController.update",
         old="max(self.coef + step, self.minimum)",
         new="self.coef + step",
         killers=(
@@ -214,7 +214,7 @@ MUTANTS = [
     Mutant(
         name="kl-rate-swapped",
         mistake="the learning rate raised where an update moved too far",
-        target="rlhf_pg.control.KLAdaptiveRate.update",
+        target="rlhf_pg.trainers.controllers.KLAdaptiveRate.update",
         old="self.coef = max(self.coef / 1.5, self.minimum)",
         new="self.coef = min(self.coef * 1.5, self.maximum)",
         killers=(
@@ -225,7 +225,7 @@ MUTANTS = [
     Mutant(
         name="kl-rate-unbounded",
         mistake="no bound: while nothing is learnt the rate grows by 1.5 at every update",
-        target="rlhf_pg.control.KLAdaptiveRate.update",
+        target="rlhf_pg.trainers.controllers.KLAdaptiveRate.update",
         old="min(self.coef * 1.5, self.maximum)",
         new="self.coef * 1.5",
         killers=(

@@ -13,7 +13,7 @@ MUTANTS = [
     Mutant(
         name="ratio-inverted",
         mistake="importance weight pi_old / pi (a well-known blog)",
-        target="rlhf_pg.losses.policy._start",
+        target="rlhf_pg.losses.ratio.ratio_terms",
         old="tokens = torch.where(mask, logprobs - old_logprobs.detach(), 0.0)",
         new="tokens = torch.where(mask, old_logprobs.detach() - logprobs, 0.0)",
         killers=(
@@ -24,7 +24,7 @@ MUTANTS = [
     Mutant(
         name="masked-by-multiplication",
         mistake="masked slots multiplied by 0, so that a NaN in the padding reaches the loss",
-        target="rlhf_pg.losses.policy._start",
+        target="rlhf_pg.losses.ratio.ratio_terms",
         old="tokens = torch.where(mask, logprobs - old_logprobs.detach(), 0.0)",
         new="tokens = (logprobs - old_logprobs.detach()) * mask",
         killers=(OURS + "test_masked_values_reach_neither_loss_nor_gradient_nor_metrics",),
@@ -32,7 +32,7 @@ MUTANTS = [
     Mutant(
         name="overflow-not-held",
         mistake="exp of an unbounded log ratio: infinite loss after one bad token",
-        target="rlhf_pg.losses.policy._held",
+        target="rlhf_pg.losses.ratio.held",
         old="return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)",
         new="return log_ratio",
         killers=(OURS + "test_a_huge_ratio_stays_finite_and_is_counted",),
@@ -40,7 +40,7 @@ MUTANTS = [
     Mutant(
         name="overflow-not-counted",
         mistake="a clamp that nobody hears of (verl and OpenRLHF clamp at 10 silently)",
-        target="rlhf_pg.losses.policy._start",
+        target="rlhf_pg.losses.ratio.ratio_terms",
         old='"ratio_overflow": (log_ratio.abs() > MAX_LOG_RATIO).to(ratio.dtype)',
         new='"ratio_overflow": (held.abs() > MAX_LOG_RATIO).to(ratio.dtype)',
         killers=(OURS + "test_a_huge_ratio_stays_finite_and_is_counted",),
@@ -49,7 +49,7 @@ MUTANTS = [
         name="approx-kl-of-the-wrong-side",
         mistake="rho log rho - rho + 1 under samples of pi_old is no estimate of a KL "
         "that is wanted",
-        target="rlhf_pg.losses.policy._excess",
+        target="rlhf_pg.losses.ratio.excess",
         old="    return torch.expm1(log_ratio) - log_ratio\n",
         new="    return torch.expm1(-log_ratio) + log_ratio\n",
         killers=(
@@ -60,7 +60,7 @@ MUTANTS = [
     Mutant(
         name="approx-kl-half-the-square",
         mistake="(log rho)^2 / 2 as the penalty: its gradient is no KL's (TRL's PPO logs it)",
-        target="rlhf_pg.losses.policy._excess",
+        target="rlhf_pg.losses.ratio.excess",
         old="    return torch.expm1(log_ratio) - log_ratio\n",
         new="    return log_ratio**2 / 2\n",
         killers=(EXACT + "test_kl_penalty_is_the_gradient_of_kl_old_new_of_whole_completions",),
@@ -68,9 +68,9 @@ MUTANTS = [
     Mutant(
         name="advantage-not-detached",
         mistake="a gradient through the advantage into whatever it was made of",
-        target="rlhf_pg.losses.policy._start",
-        old="return _Start(held, ratio, torch.where(mask, advantages.detach(), 0.0), metrics)",
-        new="return _Start(held, ratio, torch.where(mask, advantages, 0.0), metrics)",
+        target="rlhf_pg.losses.ratio.ratio_terms",
+        old="return RatioTerms(bounded, ratio, torch.where(mask, advantages.detach(), 0.0), metrics)",
+        new="return RatioTerms(bounded, ratio, torch.where(mask, advantages, 0.0), metrics)",
         killers=(OURS + "test_only_the_first_input_is_trained",),
     ),
     # ------------------------------------------------------------------- without a clip
@@ -86,16 +86,16 @@ MUTANTS = [
         name="kl-penalty-reversed",
         mistake="KL(pi || pi_old) in PPO's Eq. 8 (a well-known blog)",
         target="rlhf_pg.losses.kl_penalty",
-        old="penalty = old_kl_coef * _excess(start.log_ratio)",
-        new="penalty = old_kl_coef * start.ratio * start.log_ratio",
+        old="penalty = old_kl_coef * excess(terms.log_ratio)",
+        new="penalty = old_kl_coef * terms.ratio * terms.log_ratio",
         killers=(EXACT + "test_kl_penalty_is_the_gradient_of_kl_old_new_of_whole_completions",),
     ),
     Mutant(
         name="kl-penalty-k1",
         mistake="-log rho alone: right on average, but it pushes every token at rho = 1",
         target="rlhf_pg.losses.kl_penalty",
-        old="penalty = old_kl_coef * _excess(start.log_ratio)",
-        new="penalty = old_kl_coef * -start.log_ratio",
+        old="penalty = old_kl_coef * excess(terms.log_ratio)",
+        new="penalty = old_kl_coef * -terms.log_ratio",
         killers=(OURS + "test_at_ratio_one_the_gradient_is_that_of_reinforce",),
     ),
     Mutant(
@@ -103,9 +103,9 @@ MUTANTS = [
         mistake="KL(pi_old || pi) in place of mirror descent's KL(pi || pi_old)",
         target="rlhf_pg.losses.mdpo",
         old=(
-            "penalty = old_kl_coef * (start.ratio * start.log_ratio - torch.expm1(start.log_ratio))"
+            "penalty = old_kl_coef * (terms.ratio * terms.log_ratio - torch.expm1(terms.log_ratio))"
         ),
-        new="penalty = old_kl_coef * (torch.expm1(start.log_ratio) - start.log_ratio)",
+        new="penalty = old_kl_coef * (torch.expm1(terms.log_ratio) - terms.log_ratio)",
         killers=(
             EXACT + "test_mdpo_is_the_gradient_of_kl_new_old_in_the_states_of_the_old_policy",
         ),
@@ -116,9 +116,9 @@ MUTANTS = [
         "pi_old) is gone",
         target="rlhf_pg.losses.mdpo",
         old=(
-            "penalty = old_kl_coef * (start.ratio * start.log_ratio - torch.expm1(start.log_ratio))"
+            "penalty = old_kl_coef * (terms.ratio * terms.log_ratio - torch.expm1(terms.log_ratio))"
         ),
-        new="penalty = old_kl_coef * (start.ratio.detach() * start.log_ratio)",
+        new="penalty = old_kl_coef * (terms.ratio.detach() * terms.log_ratio)",
         killers=(
             EXACT + "test_mdpo_is_the_gradient_of_kl_new_old_in_the_states_of_the_old_policy",
         ),
@@ -146,7 +146,7 @@ MUTANTS = [
     Mutant(
         name="clip-higher-ignored",
         mistake="epsilon on both sides although epsilon_high is given",
-        target="rlhf_pg.losses.policy._bounds",
+        target="rlhf_pg.losses.ratio.bounds",
         old="return 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)",
         new="return 1 - epsilon, 1 + epsilon",
         killers=(OURS + "test_upper_clip_distance_is_its_own",),
@@ -182,7 +182,7 @@ MUTANTS = [
     Mutant(
         name="gspo-sum-for-mean",
         mistake="the product of a row's ratios for their geometric mean: it grows with the length",
-        target="rlhf_pg.losses.policy._start",
+        target="rlhf_pg.losses.ratio.ratio_terms",
         old="torch.where(mask, masked_mean(tokens, mask, dim=1)[:, None], 0.0)",
         new="torch.where(mask, _row_sum(tokens), 0.0)",
         killers=(FORMULA + "test_gspo_by_hand",),
@@ -190,7 +190,7 @@ MUTANTS = [
     Mutant(
         name="gspo-mean-over-padding",
         mistake="the mean of a row's log ratios over the padded width",
-        target="rlhf_pg.losses.policy._start",
+        target="rlhf_pg.losses.ratio.ratio_terms",
         old="torch.where(mask, masked_mean(tokens, mask, dim=1)[:, None], 0.0)",
         new="torch.where(mask, tokens.mean(dim=1, keepdim=True), 0.0)",
         killers=(
@@ -202,8 +202,8 @@ MUTANTS = [
         name="cispo-weight-not-detached",
         mistake="a gradient through CISPO's weight, which adds A log pi grad rho",
         target="rlhf_pg.losses.cispo",
-        old="weight = start.ratio.detach().clamp(low_bound, high_bound)",
-        new="weight = start.ratio.clamp(low_bound, high_bound)",
+        old="weight = terms.ratio.detach().clamp(low_bound, high_bound)",
+        new="weight = terms.ratio.clamp(low_bound, high_bound)",
         killers=(
             *KINKS,
             FORMULA + "test_every_gradient_is_that_of_its_formula",
@@ -213,8 +213,8 @@ MUTANTS = [
         name="cispo-upper-bound-alone",
         mistake="no lower bound, whatever epsilon says (TRL)",
         target="rlhf_pg.losses.cispo",
-        old="weight = start.ratio.detach().clamp(low_bound, high_bound)",
-        new="weight = start.ratio.detach().clamp(max=high_bound)",
+        old="weight = terms.ratio.detach().clamp(low_bound, high_bound)",
+        new="weight = terms.ratio.detach().clamp(max=high_bound)",
         killers=(*IS_ITS_FORMULA,),
     ),
     Mutant(
@@ -222,7 +222,7 @@ MUTANTS = [
         mistake="both bounds for either sign of A: a token that went the wrong way is "
         "not pulled back",
         target="rlhf_pg.losses.gmpo",
-        old="clipped = torch.where(low | high, inside, start.log_ratio)",
+        old="clipped = torch.where(low | high, inside, terms.log_ratio)",
         new="clipped = inside",
         killers=(*KINKS,),
     ),
@@ -238,16 +238,16 @@ MUTANTS = [
         name="sapo-scale",
         mistake="4 for 4 / tau: the gradient at rho = 1 depends on the temperature",
         target="rlhf_pg.losses.sapo",
-        old="gate = torch.sigmoid(tau * (start.ratio - 1)) * 4 / tau",
-        new="gate = torch.sigmoid(tau * (start.ratio - 1)) * 4",
+        old="gate = torch.sigmoid(tau * (terms.ratio - 1)) * 4 / tau",
+        new="gate = torch.sigmoid(tau * (terms.ratio - 1)) * 4",
         killers=(OURS + "test_at_ratio_one_the_gradient_is_that_of_reinforce",),
     ),
     Mutant(
         name="sapo-temperatures-swapped",
         mistake="the temperature of negative advantages at positive ones",
         target="rlhf_pg.losses.sapo",
-        old="masked_fill(start.advantages > 0, sapo",
-        new="masked_fill(start.advantages < 0, sapo",
+        old="masked_fill(terms.advantages > 0, sapo",
+        new="masked_fill(terms.advantages < 0, sapo",
         killers=(*IS_ITS_FORMULA,),
     ),
     Mutant(
@@ -270,14 +270,14 @@ MUTANTS = [
         name="p3o-geometric-mean",
         mistake="GSPO's ratio in P3O: a row's probability is only partly corrected",
         target="rlhf_pg.losses.p3o",
-        old='start = _start(logprobs, old_logprobs, advantages, mask, "product")',
-        new='start = _start(logprobs, old_logprobs, advantages, mask, "sequence")',
+        old='terms = ratio_terms(logprobs, old_logprobs, advantages, mask, "product")',
+        new='terms = ratio_terms(logprobs, old_logprobs, advantages, mask, "sequence")',
         killers=(EXACT + "test_p3o_is_unbiased_at_the_old_policy_and_without_a_clip_away_from_it",),
     ),
     Mutant(
         name="p3o-mean-with-itself",
         mistake="1/n for 1/(n-1): the gradient shrinks by (n-1)/n",
-        target="rlhf_pg.losses.policy._pair_shares",
+        target="rlhf_pg.losses.clipped._pair_shares",
         old="    pairs.fill_diagonal_(False)\n",
         new="",
         killers=(FORMULA + "test_at_ratio_one_p3o_has_the_gradient_of_rloo",),
@@ -285,7 +285,7 @@ MUTANTS = [
     Mutant(
         name="p3o-others-of-the-batch",
         mistake="compared with the rest of the batch, not of the prompt (the RLHF book on RLOO)",
-        target="rlhf_pg.losses.policy._pair_shares",
+        target="rlhf_pg.losses.clipped._pair_shares",
         old="pairs = (groups[:, None] == groups) & rows[:, None] & rows",
         new="pairs = rows[:, None] & rows",
         killers=(FORMULA + "test_at_ratio_one_p3o_has_the_gradient_of_rloo",),
@@ -414,8 +414,8 @@ MUTANTS = [
         name="sapo-temperatures-in-float32",
         mistake="a temperature as torch's default dtype has it: 1.05 is off by 5e-8",
         target="rlhf_pg.losses.sapo",
-        old="    tau = torch.full_like(start.ratio, sapo_temperature_neg)\n",
-        new="    tau = torch.full_like(start.ratio.float(), sapo_temperature_neg)\n",
+        old="    tau = torch.full_like(terms.ratio, sapo_temperature_neg)\n",
+        new="    tau = torch.full_like(terms.ratio.float(), sapo_temperature_neg)\n",
         killers=(f"{FORMULA}test_sapo_keeps_its_temperatures_in_the_dtype_of_the_ratio",),
     ),
 ]

@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         name="any-prompt-of-the-group",
         mistake="episodes of a group are all scored after the prompt of the first",
-        target="rlhf_pg.experience.Rollout.families",
+        target="rlhf_pg.data.records.Rollout.families",
         old="columns = torch.cat([self.groups[:, None], prompts], dim=1)",
         new="columns = self.groups[:, None]",
         killers=(f"{TEST}test_prompts_that_differ_within_a_group_are_not_shared",),

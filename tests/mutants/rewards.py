@@ -36,7 +36,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="event-loop-of-one-call",
         mistake="every call has an event loop of its own: a semaphore that rewards keep dies",
-        target="rlhf_pg.user_code.event_loop",
+        target="rlhf_pg.boundary.user_code.event_loop",
         old="        if not _loops or not _answers(_loops[-1], PATIENCE):\n",
         new="        if True:\n",
         killers=(FUNCTIONS_TEST + "test_what_is_bound_to_an_event_loop_serves_every_step",),
@@ -137,7 +137,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="step-only-where-all-sources-have-one",
         mistake="a step counts for process supervision only if every source scores it",
-        target="rlhf_pg.trainers.shaping.Shaping.steps",
+        target="rlhf_pg.rewards.shaping.Shaping.steps",
         old="~functions.isnan().all(2)",
         new="~functions.isnan().any(2)",
         killers=(OPTIONS_TEST + "test_every_step_is_paid_at_its_own_token",),
@@ -145,7 +145,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="no-penalty-is-a-step",
         mistake="a penalty of 0 is one more step, worth 0, in the statistics of the group",
-        target="rlhf_pg.trainers.shaping.Shaping.steps",
+        target="rlhf_pg.rewards.shaping.Shaping.steps",
         old="(penalties.nansum(2) != 0)",
         new="~penalties.isnan().all(2)",
         killers=(OPTIONS_TEST + "test_process_supervision_counts_the_steps_that_were_scored",),
@@ -154,7 +154,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="clip-after-the-weight",
         mistake="weighted scores are clipped: a weight moves the bounds",
-        target="rlhf_pg.trainers.shaping.Shaping.__call__",
+        target="rlhf_pg.rewards.shaping.Shaping.__call__",
         old="        scores = scores * self.weights.to(scores)\n",
         new="        scores = self._clipped(scores * self.weights.to(scores))\n",
         killers=(
@@ -164,7 +164,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="clip-of-the-penalties",
         mistake="the bounds of a reward function cut the penalty for a missing EOS too",
-        target="rlhf_pg.trainers.shaping.Shaping._clipped",
+        target="rlhf_pg.rewards.shaping.Shaping._clipped",
         old="        return torch.cat([clipped(functions, low, high), penalties], dim=2)\n",
         new="        return clipped(scores, low, high)\n",
         killers=(
@@ -174,7 +174,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="normalise-before-the-clip",
         mistake="outliers enter the running std that what is clipped is divided by",
-        target="rlhf_pg.trainers.shaping.Shaping.observe",
+        target="rlhf_pg.rewards.shaping.Shaping.observe",
         old="totals(self._clipped(scores)[:, :, : self.functions])",
         new="totals(scores[:, :, : self.functions])",
         killers=(OPTIONS_TEST + "test_what_is_normalised_has_been_clipped",),
@@ -182,7 +182,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="std-of-the-step",
         mistake="scores are divided by the std of this step alone, as noisy as the step is small",
-        target="rlhf_pg.trainers.shaping.Shaping.observe",
+        target="rlhf_pg.rewards.shaping.Shaping.observe",
         old="                moments.update(len(valid), valid.mean().item(), var)\n",
         new=(
             "                moments.count = 0.0\n"
@@ -207,7 +207,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="normalise-subtracts-the-mean",
         mistake="the running mean is subtracted from every step: length is paid, or fined",
-        target="rlhf_pg.trainers.shaping.Shaping.__call__",
+        target="rlhf_pg.rewards.shaping.Shaping.__call__",
         old="            scores = scores / scores.new_tensor(stds + ones)\n",
         new=(
             "            means = [m.mean for m in self.moments.values()] + [0.0] * len(ones)\n"
@@ -228,7 +228,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="missing-eos-is-paid",
         mistake="the penalty for a missing EOS is added",
-        target="rlhf_pg.trainers.shaping.Shaping.penalized",
+        target="rlhf_pg.rewards.shaping.Shaping.penalized",
         old="added.append(-args.missing_eos_penalty *",
         new="added.append(args.missing_eos_penalty *",
         killers=(OPTIONS_TEST + "test_what_was_cut_off_pays_or_is_worth_the_penalty",),
@@ -236,7 +236,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="replace-is-subtract",
         mistake="the penalty is subtracted where it is to stand in place of the score",
-        target="rlhf_pg.trainers.shaping.Shaping.__call__",
+        target="rlhf_pg.rewards.shaping.Shaping.__call__",
         old='        if self.args.missing_eos_mode == "replace":\n',
         new="        if False:\n",
         killers=(OPTIONS_TEST + "test_what_was_cut_off_pays_or_is_worth_the_penalty",),
@@ -302,7 +302,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="reward-is-logged-raw",
         mistake="`reward` in the log is not what is trained on",
-        target="rlhf_pg.metrics.reward_metrics",
+        target="rlhf_pg.report.metrics.reward_metrics",
         old="means = trained.nanmean(0)",
         new="means = raw.nanmean(0)",
         killers=(
@@ -320,7 +320,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="reward-std-of-the-groups",
         mistake="the spread of a source as a population variance's root",
-        target="rlhf_pg.metrics.reward_metrics",
+        target="rlhf_pg.report.metrics.reward_metrics",
         old="valid.std().item()",
         new="valid.std(correction=0).item()",
         killers=("tests/test_metrics.py::test_rewards_by_hand",),
@@ -328,7 +328,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="min-max-of-all-sources",
         mistake="one pair of bounds for every source of reward: the small one has no range left",
-        target="rlhf_pg.trainers.shaping.Shaping.observe",
+        target="rlhf_pg.rewards.shaping.Shaping.observe",
         old="            self._bounds = lows, -highs\n",
         new="            self._bounds = lows.amin(), -highs.amin()\n",
         killers=(f"{OPTIONS_TEST}test_min_max_is_over_the_step_for_each_function",),
@@ -336,7 +336,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="squash-before-the-clip",
         mistake="a sigmoid of what the clip was to cut off",
-        target="rlhf_pg.trainers.shaping.Shaping.__call__",
+        target="rlhf_pg.rewards.shaping.Shaping.__call__",
         old="self._squashed(self._clipped(scores), normalize)",
         new="self._clipped(self._squashed(scores, normalize))",
         killers=(f"{OPTIONS_TEST}test_a_sigmoid_squashes_each_score_after_the_clip",),

@@ -64,7 +64,7 @@ MUTANTS = [
     Mutant(
         name="waits-for-the-dead",
         mistake="processes whose launcher was killed before they met wait for it, for ddp_timeout",
-        target="rlhf_pg.runtime.failures.meeting",
+        target="rlhf_pg.runtime.watchdog.meeting",
         old="    if HOLDS_STORE in os.environ:\n",
         new="    if False:\n",
         killers=(
@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant(
         name="prints-end-runs",
         mistake="a reward function that prints ends the run once its reader has left (head)",
-        target="rlhf_pg.streams._Pipe.write",
+        target="rlhf_pg.boundary.streams._Pipe.write",
         old="        except BrokenPipeError:\n            self.silence()\n            return",
         new="        except FileNotFoundError:\n            self.silence()\n            return",
         killers=("tests/faults/test_streams.py::test_a_reward_that_prints_is_not_ended",),
@@ -149,7 +149,7 @@ MUTANTS = [
     Mutant(
         name="deepspeed-config-decides",
         mistake="DeepSpeed divides the loss by the accumulation steps of its own config",
-        target="rlhf_pg.runtime.zero._config",
+        target="rlhf_pg.runtime.deepspeed._config",
         old='        "gradient_accumulation_steps": 1,\n',
         new="",
         killers=(f"{BACKENDS}::test_the_recipe_decides_and_not_the_deepspeed_config",),

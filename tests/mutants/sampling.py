@@ -97,7 +97,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="concat-pads-prompts-on-the-right",
         mistake="prompts of another round are padded on the right, between prompt and completion",
-        target="rlhf_pg.experience.Rollout.concat",
+        target="rlhf_pg.data.records.Rollout.concat",
         old="max(value.shape[1] for value in values), name in _PROMPT_FIELDS",
         new="max(value.shape[1] for value in values), False",
         killers=("tests/test_experience.py::test_concat_is_the_record_of_all_rows_at_once",),

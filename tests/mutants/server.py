@@ -10,7 +10,7 @@ MUTANTS = [
     Mutant(
         name="time-of-one-read",
         mistake="the time limit is that of each read, which a server that drips never reaches",
-        target="rlhf_pg.rollout.http.Server._once",
+        target="rlhf_pg.rollout.vllm.http.Server._once",
         old="            asyncio.timeout(self.timeout),\n",
         new="            asyncio.timeout(None),\n",
         killers=(f"{SERVER}::test_a_server_that_never_ends_is_given_up_although_it_never_pauses",),
@@ -18,7 +18,7 @@ MUTANTS = [
     Mutant(
         name="redirects-followed",
         mistake="prompts are sent to wherever a server redirects them",
-        target="rlhf_pg.rollout.http.Server.__init__",
+        target="rlhf_pg.rollout.vllm.http.Server.__init__",
         old="            timeout=None,  # ours",
         new="            follow_redirects=True,\n            timeout=None,  # ours",
         killers=(f"{SERVER}::test_a_server_that_sends_us_elsewhere_is_not_followed",),
@@ -26,7 +26,7 @@ MUTANTS = [
     Mutant(
         name="answers-of-any-size",
         mistake="an answer is kept whatever its size",
-        target="rlhf_pg.rollout.http._body",
+        target="rlhf_pg.rollout.vllm.http._body",
         old="        if size > most:",
         new="        if False:",
         killers=(f"{SERVER}::test_bytes_that_were_not_asked_for_are_not_kept",),
@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant(
         name="proxy-for-loopback",
         mistake="what is asked of this machine goes to a proxy",
-        target="rlhf_pg.rollout.http.Server.__init__",
+        target="rlhf_pg.rollout.vllm.http.Server.__init__",
         old="trust_env=not _is_loopback(httpx2.URL(url).host)",
         new="trust_env=True",
         killers=(f"{SERVER}::test_a_proxy_of_the_environment_is_not_asked_for_this_machine",),
@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant(
         name="tokens-after-eos-from-a-server",
         mistake="tokens that a server has sent after EOS are trained on",
-        target="rlhf_pg.rollout.vllm_answers.Wanted._ending",
+        target="rlhf_pg.rollout.vllm.answers.Wanted._ending",
         old="        if any(ended[:-1]):",
         new="        if False:",
         killers=(FAULT,),
@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         name="ids-beyond-the-vocabulary",
         mistake="an id of a server's that the model does not have is looked up in its embeddings",
-        target="rlhf_pg.rollout.vllm_answers.Wanted.read",
+        target="rlhf_pg.rollout.vllm.answers.Wanted.read",
         old="not 0 <= token < self.vocab_size",
         new="token < 0",
         killers=(FAULT,),
@@ -58,7 +58,7 @@ MUTANTS = [
     Mutant(
         name="infinite-log-probabilities",
         mistake="a log-probability of minus infinity is believed (vLLM says -9999 for it)",
-        target="rlhf_pg.rollout.vllm_answers.Wanted.read",
+        target="rlhf_pg.rollout.vllm.answers.Wanted.read",
         old="not LEAST < logprob <= ROUNDING",
         new="not logprob <= ROUNDING",
         killers=(FAULT,),
@@ -66,7 +66,7 @@ MUTANTS = [
     Mutant(
         name="adapter-lost-with-the-answer",
         mistake="an adapter that was loaded, and whose answer was lost, ends the run",
-        target="rlhf_pg.rollout.vllm_server.VllmServerEngine._load",
+        target="rlhf_pg.rollout.vllm.server.VllmServerEngine._load",
         old="            if name not in self._models():\n                raise\n",
         new="            raise\n",
         killers=(f"{SERVER}::test_an_adapter_that_was_loaded_is_not_lost_with_the_answer",),
@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant(
         name="sync-directory-shared",
         mistake="weights for a server are put under names that a user, or another run, may have",
-        target="rlhf_pg.rollout.vllm_server.VllmServerEngine._own",
+        target="rlhf_pg.rollout.vllm.server.VllmServerEngine._own",
         old='own = Path(tempfile.mkdtemp(prefix="weights-", dir=self.directory))',
         new="own = self.directory",
         killers=(f"{SERVER}::test_what_is_the_users_in_the_sync_directory_stays",),
@@ -82,7 +82,7 @@ MUTANTS = [
     Mutant(
         name="escapes-obeyed",
         mistake="what a server, an environment or a reward says is obeyed by the terminal",
-        target="rlhf_pg.quoted._visible",
+        target="rlhf_pg.boundary.quoted._visible",
         old="    if character.isprintable():",
         new="    if True:",
         killers=(f"{QUOTED}::test_what_a_terminal_obeys_or_a_url_hides_is_not_said",),

@@ -69,7 +69,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="support-cut-to-the-first-row",
         mistake="the supports of a micro-batch are cut to the width of its first row",
-        target="rlhf_pg.experience.Rollout.select",
+        target="rlhf_pg.data.records.Rollout.select",
         old=": _widest(value)]",
         new=": _widest(value[:1])]",
         killers=(f"{RECORDS}select_cuts_supports_to_the_widest_that_is_left",),
@@ -77,7 +77,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="support-joined-with-token-zero",
         mistake="supports of another round are padded with the id 0",
-        target="rlhf_pg.experience._joined_supports",
+        target="rlhf_pg.data.records._joined_supports",
         old="longest - part.shape[1]), value=-1)",
         new="longest - part.shape[1]), value=0)",
         killers=(f"{RECORDS}concat_pads_supports_with_no_id",),
@@ -94,7 +94,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="pass-at-k-with-replacement",
         mistake="pass@k as 1 - (1 - c/n)^k, which draws an attempt twice and is too low",
-        target="rlhf_pg.attempts.pass_at_k",
+        target="rlhf_pg.report.pass_at_k.pass_at_k",
         old="((wrong - drawn) / (n - drawn)).prod(dim=1)",
         new="((wrong / n).expand(-1, k)).prod(dim=1)",
         killers=(f"{PURE}pass_at_k_is_the_share_of_subsets_with_a_right_attempt",),
@@ -102,7 +102,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="majority-by-the-first",
         mistake="of equally frequent answers the first one wins, and so does the order",
-        target="rlhf_pg.attempts.majority_score",
+        target="rlhf_pg.report.pass_at_k.majority_score",
         old="if votes[answer] == most]",
         new="if answer == votes.most_common(1)[0][0]]",
         killers=(f"{PURE}majority_by_hand", f"{PURE}majority_does_not_depend_on_the_order"),
@@ -110,7 +110,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="majority-is-the-best",
         mistake="the majority vote takes the best score: that is pass@n",
-        target="rlhf_pg.attempts.majority_score",
+        target="rlhf_pg.report.pass_at_k.majority_score",
         old="sum(winning) / len(winning)",
         new="max(scores)",
         killers=(f"{PURE}majority_by_hand",),

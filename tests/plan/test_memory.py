@@ -13,11 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rlhf_pg import GRPOTrainer, PPOTrainer
-from rlhf_pg.metrics import Meter
 from rlhf_pg.plan import Drawn, Memory, draw, predicted_memory
-from rlhf_pg.rollout import batching
-from rlhf_pg.rollout.attention import KeyValues
-from rlhf_pg.runtime import LAYOUTS
+from rlhf_pg.plan.sharding import LAYOUTS
+from rlhf_pg.report.metrics import Meter
+from rlhf_pg.rollout.native import continuous_batching
+from rlhf_pg.rollout.native.decode_attention import KeyValues
 from rlhf_pg.tasks.tiny import character_tokenizer
 from rlhf_pg.trainers import PolicyGradientTrainer
 
@@ -113,7 +113,7 @@ class Seen:
             return step()
 
         with (
-            patch.object(batching, "KeyValues", Kept),
+            patch.object(continuous_batching, "KeyValues", Kept),
             patch.object(type(trained), "__call__", forward),
             patch.object(trained, "step", update),
         ):

@@ -37,7 +37,7 @@ from rlhf_pg.plan.published import (
     points,
 )
 from rlhf_pg.plan.shapes import SHAPES, gated, shape_of
-from rlhf_pg.runtime import LAYOUTS
+from rlhf_pg.plan.sharding import LAYOUTS
 
 H100 = DEVICES["h100"]
 LAYOUT = {layout.name: layout for layout in LAYOUTS}

@@ -8,17 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhf_pg import GRPOConfig, PPOConfig, cli
+from rlhf_pg import GRPOConfig, PPOConfig
+from rlhf_pg.cli import main
 from rlhf_pg.plan import Pace, Rates, draw, measured_rates, predicted_memory, predicted_pace
 from rlhf_pg.plan.published import agreement
-from rlhf_pg.runtime import LAYOUTS
+from rlhf_pg.plan.sharding import LAYOUTS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
 def plan(capsys, *flags: str) -> str:
-    cli.main(["plan", *flags])
+    main.main(["plan", *flags])
     text: str = capsys.readouterr().out
     return text
 
@@ -88,7 +89,7 @@ def test_no_weights_are_loaded(model_path) -> None:
 )
 def test_wrong_usage_is_one_message(capsys, flags, message) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main(["plan", "--config", str(RECIPES / "grpo_arithmetic.yaml"), *flags])
+        main.main(["plan", "--config", str(RECIPES / "grpo_arithmetic.yaml"), *flags])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf_pg import cli
-from rlhf_pg.metrics import KEYS, read
+from rlhf_pg.cli import main
+from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.metrics import KEYS
 
 PRESETS = Path(__file__).parents[2] / "recipes" / "presets"
 NAMES = [
@@ -35,7 +36,7 @@ def test_a_file_goes_before_a_preset_of_its_name(tmp_path: Path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     Path("dapo").write_text("algorithm: nothing")
     with pytest.raises(SystemExit):
-        cli.main(["train", "dapo"])
+        main.main(["train", "dapo"])
     assert "got 'nothing'" in capsys.readouterr().err
 
 
@@ -43,7 +44,7 @@ def test_a_file_goes_before_a_preset_of_its_name(tmp_path: Path, monkeypatch, ca
 def test_three_steps(name: str, model_path: str, tmp_path: Path) -> None:
     small = ["--max_steps=3", "--prompts_per_step=8", "--eval_steps=0", "--warmup_steps=0"]
     where = ["--output_dir", str(tmp_path), "--model_name_or_path", model_path]
-    cli.main(["train", name, *small, *where])
+    main.main(["train", name, *small, *where])
     lines = read(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert set(KEYS) <= set(lines[0])

@@ -6,8 +6,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from rlhf_pg.rewards import RewardModel, Rewards
-from rlhf_pg.rewards import model as module
-from rlhf_pg.rewards.model import sequence_scores
+from rlhf_pg.rewards import reward_model as module
+from rlhf_pg.rewards.reward_model import sequence_scores
 from tests.tiny import tiny_model
 
 SPECIAL = {"<pad>": 0, "<bos>": 1, "<eos>": 2}

@@ -6,8 +6,8 @@ import transformers
 
 from rlhf_pg.models.attention import fitness
 from rlhf_pg.rollout import NativeEngine, Request
-from rlhf_pg.rollout.batching import BatchingSession
-from rlhf_pg.rollout.stopping import Stopping
+from rlhf_pg.rollout.native.continuous_batching import BatchingSession
+from rlhf_pg.rollout.native.stopping import Stopping
 from tests.rollout.test_native import EOS, PAD, PARAMS, PROMPTS, assert_teacher_forced
 from tests.tiny import stir
 

@@ -7,8 +7,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_pg.models import add_adapter
-from rlhf_pg.rollout import NativeEngine, Request, SamplingParams, batching, plain
-from rlhf_pg.rollout.graphs import rounded
+from rlhf_pg.rollout import NativeEngine, Request, SamplingParams
+from rlhf_pg.rollout.native import continuous_batching, hf_generate
+from rlhf_pg.rollout.native.cuda_graphs import rounded
 from tests.rollout.test_native import (
     EOS,
     PAD,
@@ -49,7 +50,7 @@ def test_a_small_cache_makes_rows_wait_and_changes_nothing(arch, cache_tokens):
 def test_more_rows_than_there_may_be_take_turns(monkeypatch):
     model = tiny_model("llama")
     expected = NativeEngine(model, EOS, PAD).generate(PROMPTS * 4, 5, PARAMS, seed=0)
-    monkeypatch.setattr(batching, "MAX_ROWS", 7)
+    monkeypatch.setattr(continuous_batching, "MAX_ROWS", 7)
     sizes = forward_sizes(model)
     assert_same(NativeEngine(model, EOS, PAD).generate(PROMPTS * 4, 5, PARAMS, seed=0), expected)
     assert max(sizes) < 30  # 100 rows
@@ -59,7 +60,7 @@ def test_more_rows_than_there_may_be_take_turns(monkeypatch):
 def test_prompts_are_computed_a_few_at_a_time(monkeypatch):
     model = tiny_model("qwen2")
     expected = NativeEngine(model, EOS, PAD).generate(PROMPTS, 2, PARAMS, seed=0)
-    monkeypatch.setattr(batching, "PREFILL_TOKENS", 6)  # less than the longest prompt
+    monkeypatch.setattr(continuous_batching, "PREFILL_TOKENS", 6)  # less than the longest prompt
     sizes = forward_sizes(model)
     assert_same(NativeEngine(model, EOS, PAD).generate(PROMPTS, 2, PARAMS, seed=0), expected)
     assert sizes[:3] == [1 + 1 + 2, 4, 7]
@@ -71,7 +72,7 @@ def test_prompts_are_computed_a_few_at_a_time(monkeypatch):
 def test_the_shapes_and_the_looks_of_a_gpu_change_nothing(monkeypatch, arch, looks, stop):
     """Shapes rounded up to few sizes, and rows that go on for a while behind their end."""
 
-    class AsOnGPU(batching.BatchingSession):
+    class AsOnGPU(continuous_batching.BatchingSession):
         def __init__(self, *args) -> None:
             super().__init__(*args)
             self.tokens_per_look, self.stores.fixed = looks, True
@@ -82,7 +83,7 @@ def test_the_shapes_and_the_looks_of_a_gpu_change_nothing(monkeypatch, arch, loo
         engine = NativeEngine(model, EOS, PAD, tokenizer, cache_tokens)
         expected = engine.generate(PROMPTS, 6, params, seed=0)
         with monkeypatch.context() as patch:
-            patch.setattr("rlhf_pg.rollout.native.BatchingSession", AsOnGPU)
+            patch.setattr("rlhf_pg.rollout.native.engine.BatchingSession", AsOnGPU)
             assert_same(engine.generate(PROMPTS, 6, params, seed=0), expected)
 
 
@@ -296,7 +297,7 @@ def test_the_plain_way_keeps_limits_and_positions_of_requests(monkeypatch):
 
 
 def test_an_adapter_that_cannot_be_merged_leaves_the_generation_config(monkeypatch):
-    monkeypatch.setattr("rlhf_pg.rollout.native.quantized", lambda model: True)
+    monkeypatch.setattr("rlhf_pg.rollout.native.engine.quantized", lambda model: True)
     base = tiny_model("llama")
     configured = base.generation_config
     model = stir(add_adapter(base, adapter(lora_alpha=1)))
@@ -336,7 +337,7 @@ def test_a_request_without_samples_is_done_at_once():
 def test_the_plain_way_takes_turns(monkeypatch):
     engine = NativeEngine(tiny_model("llama"), EOS, PAD)
     fast = engine.generate(PROMPTS, 3, PARAMS, seed=0)
-    monkeypatch.setattr(plain, "MAX_ROWS", 4)
+    monkeypatch.setattr(hf_generate, "MAX_ROWS", 4)
     assert_same(plainly(monkeypatch, engine).generate(PROMPTS, 3, PARAMS, seed=0), fast)
 
 
@@ -344,7 +345,7 @@ def test_what_is_kept_stays_near_what_may_be_kept(monkeypatch):
     """A long prompt leaves no wide slots behind for the short ones that follow it."""
     reserved = []
 
-    class Watched(batching.BatchingSession):
+    class Watched(continuous_batching.BatchingSession):
         def step(self):
             finished = super().step()
             stores = (self.prompt_cache, self.own_cache)
@@ -358,7 +359,7 @@ def test_what_is_kept_stays_near_what_may_be_kept(monkeypatch):
     prompts = [[5, 9] * 640, *([7, 2, i] * 20 for i in range(40))]
     params = SamplingParams(max_tokens=60)
     expected = NativeEngine(model, [], PAD).generate(prompts, 1, params, seed=0)
-    monkeypatch.setattr("rlhf_pg.rollout.native.BatchingSession", Watched)
+    monkeypatch.setattr("rlhf_pg.rollout.native.engine.BatchingSession", Watched)
     engine = NativeEngine(model, [], PAD, cache_tokens=4000)
     assert_same(engine.generate(prompts, 1, params, seed=0), expected)
     assert max(reserved) < 1.6 * 4000

@@ -9,8 +9,8 @@ import pytest
 from peft import get_peft_model
 
 from rlhf_pg import GRPOConfig
-from rlhf_pg.rollout import choose
-from rlhf_pg.rollout.vllm import lacking
+from rlhf_pg.rollout import factory
+from rlhf_pg.rollout.vllm.in_process import lacking
 from tests.tiny import adapter, tiny_model
 
 TIED = {"tie_word_embeddings": True}
@@ -18,7 +18,7 @@ TIED = {"tie_word_embeddings": True}
 
 def asked(kind: str = "cuda", version: str | None = "0.32.0", **options: Any) -> str | None:
     model = options.pop("model", None) or tiny_model("llama")
-    return choose.unsuited(GRPOConfig(**options), model, kind, version)
+    return factory.unsuited(GRPOConfig(**options), model, kind, version)
 
 
 def test_a_plain_run_on_a_gpu_suits():
@@ -66,13 +66,13 @@ def test_the_version_is_known_without_an_import(monkeypatch):
 
     assert "vllm" not in sys.modules
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert choose.installed() == "0.32.5"
+    assert factory.installed() == "0.32.5"
 
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert choose.installed() is None
+    assert factory.installed() is None
     assert "vllm" not in sys.modules
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rlhf_pg.rollout import Observation
-from rlhf_pg.rollout.environment import checked_observation, checked_prompt
+from rlhf_pg.rollout.multi_turn.environment import checked_observation, checked_prompt
 from rlhf_pg.tasks.calculator import calculate, last_word
 from rlhf_pg.tasks.guess import Guess, found
 

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from rlhf_pg import user_code
+from rlhf_pg.boundary import user_code
 from rlhf_pg.rollout import Observation, Player, SamplingParams
 from tests.rollout.scripted import ScriptedEngine, ScriptedSession, letters
 

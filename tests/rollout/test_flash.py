@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from rlhf_pg.models.attention import Heads, fitness
-from rlhf_pg.rollout import NativeEngine, Request, batching
-from rlhf_pg.rollout.compiled import Compiled
-from rlhf_pg.rollout.flash import QUERIES, Tokens
-from rlhf_pg.rollout.kept import forward
-from rlhf_pg.rollout.rows import Prompt, Row
-from rlhf_pg.rollout.unpadded import Places, Unpadded
+from rlhf_pg.rollout import NativeEngine, Request
+from rlhf_pg.rollout.native import continuous_batching
+from rlhf_pg.rollout.native.compiled import Compiled
+from rlhf_pg.rollout.native.flash_attention import QUERIES, Tokens
+from rlhf_pg.rollout.native.kept import forward
+from rlhf_pg.rollout.native.slots import Prompt, Row
+from rlhf_pg.rollout.native.unpadded_kv_cache import Places, Unpadded
 from tests.device.pretend import flash
 from tests.rollout.test_native import EOS, PAD, PARAMS, PROMPTS, assert_same, char_tokenizer
 from tests.tiny import ARCHS, tiny_model
@@ -21,7 +22,7 @@ from tests.tiny import ARCHS, tiny_model
 flash.install("CPU", (torch.float32, torch.float64))
 
 
-class WithFlash(batching.BatchingSession):
+class WithFlash(continuous_batching.BatchingSession):
     """A session as on a GPU in 16 bits, without graphs."""
 
     looks = 8
@@ -38,7 +39,7 @@ def flashing(monkeypatch):
     """Around sampling in that way."""
 
     def change(session=WithFlash):
-        monkeypatch.setattr("rlhf_pg.rollout.native.BatchingSession", session)
+        monkeypatch.setattr("rlhf_pg.rollout.native.engine.BatchingSession", session)
 
     return change
 
@@ -149,7 +150,7 @@ def decoding(calls: list, run=None):
                 return logits
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(batching, "forward", both)
+                patch.setattr(continuous_batching, "forward", both)
                 return super()._step(places)
 
     return Twice

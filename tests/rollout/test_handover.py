@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from rlhf_pg import models
-from rlhf_pg.rollout.handover import merged_weights, published_weights
-from rlhf_pg.rollout.vllm import VllmEngine
+from rlhf_pg.rollout.vllm.handover import merged_weights, published_weights
+from rlhf_pg.rollout.vllm.in_process import VllmEngine
 from tests.tiny import MIXTURES, adapter, stir, tiny_model
 
 ADAPTERS: dict[str, Any] = {
@@ -147,6 +147,6 @@ def test_vllm_says_once_that_rounding_takes_an_adapter(size, lost, caplog):
     engine.llm, engine._has_warned = MagicMock(), False
     for _ in range(2):
         engine._load(model)
-    said = [r.getMessage() for r in caplog.records if r.name == "rlhf_pg.rollout.vllm"]
+    said = [r.getMessage() for r in caplog.records if r.name == "rlhf_pg.rollout.vllm.in_process"]
     assert len(said) == lost
     assert all("rollout_engine vllm" in text and "native" in text for text in said)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlhf_pg.rollout import SamplingParams
-from rlhf_pg.rollout.sampling import sample, uniform
+from rlhf_pg.rollout.token_sampling import sample, uniform
 from tests.rollout.stats import chi_square_p
 
 N = 200_000

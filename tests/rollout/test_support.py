@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf_pg.rollout import NativeEngine, SamplingParams, native
-from rlhf_pg.rollout.batching import BatchingSession
-from rlhf_pg.rollout.sampling import ids_of, kept, sample
+from rlhf_pg.rollout import NativeEngine, SamplingParams
+from rlhf_pg.rollout.native.continuous_batching import BatchingSession
+from rlhf_pg.rollout.token_sampling import ids_of, kept, sample
 from tests.rollout.test_native import EOS, PAD, PROMPTS, teacher_forced
 from tests.rollout.test_sampling import PROBS, TRUNCATIONS, noise_of
 from tests.tiny import tiny_model
@@ -79,7 +79,7 @@ def change(monkeypatch, engine: NativeEngine, way: str) -> None:
     if way == "rows wait":
         engine.cache_tokens = 60
     if way == "looks later":
-        monkeypatch.setattr(native, "BatchingSession", Looking)
+        monkeypatch.setattr(engine, "BatchingSession", Looking)
     if way == "by generate":
         monkeypatch.setattr(engine, "obstacle", lambda longest: "of this test")
 

@@ -19,9 +19,10 @@ import pytest
 from peft import get_peft_model
 from safetensors.torch import load_file
 
-from rlhf_pg.rollout import Request, RolloutError, SamplingParams, http
-from rlhf_pg.rollout.vllm import VllmEngine
-from rlhf_pg.rollout.vllm_server import VllmServerEngine
+from rlhf_pg.rollout import Request, RolloutError, SamplingParams
+from rlhf_pg.rollout.vllm import http
+from rlhf_pg.rollout.vllm.in_process import VllmEngine
+from rlhf_pg.rollout.vllm.server import VllmServerEngine
 from tests.rollout.fake_vllm import FakeVllm
 from tests.tiny import adapter, stir, tiny_model
 

@@ -60,7 +60,7 @@ def test_what_is_not_supported_is_refused(asked) -> None:
 
 
 def test_the_recipe_decides_and_not_the_deepspeed_config() -> None:
-    zero = pytest.importorskip("rlhf_pg.runtime.zero")
+    zero = pytest.importorskip("rlhf_pg.runtime.deepspeed")
     asked = deepspeed_with(
         2,
         train_batch_size="auto",
@@ -91,14 +91,14 @@ def test_the_recipe_decides_and_not_the_deepspeed_config() -> None:
     ],
 )
 def test_a_deepspeed_config_that_does_not_fit_is_refused(asked, message) -> None:
-    zero = pytest.importorskip("rlhf_pg.runtime.zero")
+    zero = pytest.importorskip("rlhf_pg.runtime.deepspeed")
     with pytest.raises(ValueError, match=message):
         zero._config(asked, bf16=False)
 
 
 def test_an_offloaded_optimizer_stays_what_it_is_or_is_refused() -> None:
     """accelerate makes Adam of whatever it does not know."""
-    zero = pytest.importorskip("rlhf_pg.runtime.zero")
+    zero = pytest.importorskip("rlhf_pg.runtime.deepspeed")
     weights = [torch.nn.Parameter(torch.zeros(2))]
     optimizer = torch.optim.SGD(weights, lr=1.0, momentum=0.9)
     config: dict[str, Any] = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
@@ -109,7 +109,7 @@ def test_an_offloaded_optimizer_stays_what_it_is_or_is_refused() -> None:
 
 
 def test_deepspeed_does_not_train_in_float64() -> None:
-    zero = pytest.importorskip("rlhf_pg.runtime.zero")
+    zero = pytest.importorskip("rlhf_pg.runtime.deepspeed")
     layer = torch.nn.Linear(2, 1).double()
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     asked = SimpleNamespace(num_processes=1)
@@ -118,7 +118,7 @@ def test_deepspeed_does_not_train_in_float64() -> None:
 
 
 def test_deepspeed_does_not_go_on_with_half_an_update() -> None:
-    zero = pytest.importorskip("rlhf_pg.runtime.zero")
+    zero = pytest.importorskip("rlhf_pg.runtime.deepspeed")
     engine = object.__new__(zero.ZeroTrained)
     engine.watch = None
     engine.abandon()

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from rlhf_pg.runtime import Runtime, bfloat16
-from rlhf_pg.runtime.bfloat16 import round_stochastically
+from rlhf_pg.runtime import Runtime, bf16_updates
+from rlhf_pg.runtime.bf16_updates import round_stochastically
 
 RUNTIME = Runtime()
 INPUT = torch.tensor([[0.5, -1.0, 2.0, 0.25], [1.5, 0.75, -0.5, 1.0]])
@@ -134,7 +134,7 @@ def test_an_optimizer_with_moments_in_bfloat16_is_refused(update) -> None:
 
 
 def test_deepspeed_keeps_its_own_masters() -> None:
-    zero = pytest.importorskip("rlhf_pg.runtime.zero")
+    zero = pytest.importorskip("rlhf_pg.runtime.deepspeed")
     engine = object.__new__(zero.ZeroTrained)
     with pytest.raises(ValueError, match="bfloat16_update nearest: DeepSpeed keeps float32 mast"):
         engine._new_updates("nearest", 0)
@@ -186,7 +186,7 @@ def test_every_position_and_key_has_its_own_noise() -> None:
 
 
 def test_a_piece_is_rounded_as_in_the_whole(monkeypatch) -> None:
-    monkeypatch.setattr(bfloat16, "CHUNK", 17)
+    monkeypatch.setattr(bf16_updates, "CHUNK", 17)
     x = torch.randn(7, 30, generator=torch.Generator().manual_seed(0))
     pieces = [rounded(part, offset=30 * i) for i, part in zip((0, 3, 6), x.split(3), strict=True)]
     monkeypatch.undo()

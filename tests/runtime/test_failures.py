@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from rlhf_pg.runtime.failures import Watch, announced
+from rlhf_pg.runtime.watchdog import Watch, announced
 
 
 def hang(stream: str) -> None:

@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from rlhf_pg.data import encode
+from rlhf_pg.data.chat import encode
 from rlhf_pg.rewards import Rewards
 from rlhf_pg.tasks import TASKS, arithmetic, preference
 from rlhf_pg.tasks.preference import (

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import get_json_schema
 
 from rlhf_pg.config import SFTConfig
-from rlhf_pg.data import encode
+from rlhf_pg.config.parse import parse
+from rlhf_pg.data.chat import encode
 from rlhf_pg.models import load_tokenizer, max_positions, stop_token_ids
-from rlhf_pg.recipe import parse
 from rlhf_pg.rewards import Rewards
 from rlhf_pg.tasks import TASKS, Demonstration, arithmetic, calculator, guess
 from rlhf_pg.tasks.arithmetic import exact_match

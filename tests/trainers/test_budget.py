@@ -9,18 +9,17 @@ import pytest
 import torch
 
 from rlhf_pg import GRPOConfig, GRPOTrainer, PPOTrainer
+from rlhf_pg.config.parse import parse
 from rlhf_pg.models import softmax
-from rlhf_pg.models.memory import blueprint, footprint, probe
-from rlhf_pg.recipe import parse
-from rlhf_pg.trainers import budget
-from rlhf_pg.trainers.budget import of_update
+from rlhf_pg.plan import token_budget
+from rlhf_pg.plan.footprint import blueprint, footprint, of_update, probe
 from rlhf_pg.trainers.learner import Learner
 
 
 def test_a_run_leaves_the_number_that_was_found(make) -> None:
     trainer = make(max_steps=1)
     found = trainer.args.micro_batch_tokens
-    assert found == trainer.learner.args.micro_batch_tokens == budget.MOST["cpu"]
+    assert found == trainer.learner.args.micro_batch_tokens == token_budget.MOST["cpu"]
     trainer.train()
     path = Path(trainer.args.output_dir) / "config.yaml"
     assert parse(GRPOConfig, ["--config", str(path)]).micro_batch_tokens == found
@@ -28,7 +27,7 @@ def test_a_run_leaves_the_number_that_was_found(make) -> None:
 
 @pytest.mark.parametrize(("given", "expected"), [("auto", 100), (50, 50)])
 def test_a_resumed_run_keeps_the_number_unless_it_is_given_one(make, given, expected) -> None:
-    with patch.dict(budget.MOST, cpu=100):
+    with patch.dict(token_budget.MOST, cpu=100):
         first = make(max_steps=1, save_steps=1)
         first.train()
     assert first.args.micro_batch_tokens == 100
@@ -40,18 +39,21 @@ def test_a_resumed_run_keeps_the_number_unless_it_is_given_one(make, given, expe
 
 
 def test_four_of_the_longest_rows_are_not_too_many(make) -> None:
-    with patch.dict(budget.MOST, cpu=10):
+    with patch.dict(token_budget.MOST, cpu=10):
         assert make().args.micro_batch_tokens == 4 * (6 + 6)  # of the prompt and the completion
 
 
 def test_a_number_that_is_given_is_kept(make) -> None:
-    with patch.dict(budget.MOST, cpu=100):
+    with patch.dict(token_budget.MOST, cpu=100):
         assert make(micro_batch_tokens=300).args.micro_batch_tokens == 300
 
 
 def measured(make, room: float, **options) -> Learner:
     """The learner of a model that is measured, in so many bytes."""
-    with patch.object(budget, "SMALL", 0), patch.object(budget, "_room", lambda *_: room):
+    with (
+        patch.object(token_budget, "SMALL", 0),
+        patch.object(token_budget, "_room", lambda *_: room),
+    ):
         learner: Learner = make(**options).learner
     return learner
 
@@ -60,13 +62,13 @@ def measured(make, room: float, **options) -> Learner:
 def test_what_was_found_fits_and_more_would_not(make, trainer_type) -> None:
     learner = measured(make, 4e6, trainer_type=trainer_type)
     found, row = learner.args.token_budget, 12
-    assert row < found < budget.MOST["cpu"]
+    assert row < found < token_budget.MOST["cpu"]
     grown = of_update(learner.module, learner.args, 6, learner.runtime.device)
     assert grown.at(found).peak <= 4e6 < grown.at(found + 1).peak
 
 
 def test_the_pieces_of_the_logits_are_those_of_the_device(make) -> None:
-    with patch.object(budget, "piece_for", lambda memory: 100 if memory is None else 0):
+    with patch.object(token_budget, "piece_for", lambda memory: 100 if memory is None else 0):
         trainer = make()
     logits = trainer.args.micro_batch_tokens * trainer.model.config.vocab_size
     assert trainer.learner.policy.head.parts == math.ceil(logits / 100)
@@ -79,7 +81,7 @@ def test_pieces_are_those_of_the_smallest_gpu() -> None:
             device=torch.device("cuda"), most=lambda x: max(x, *(-size // 160 for size in sizes))
         )
         with patch.object(torch.cuda, "mem_get_info", lambda _, own=own: (0, own)):
-            assert budget.piece(runtime) == 40 * 2**30 // 160
+            assert token_budget.piece(runtime) == 40 * 2**30 // 160
 
 
 def test_a_row_always_fits(make) -> None:

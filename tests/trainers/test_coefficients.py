@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer
-from rlhf_pg.metrics import read
+from rlhf_pg.report.json_lines import read
 from tests import enumeration
 from tests.enumeration import (
     COMPLETIONS,
@@ -84,7 +84,7 @@ UPDATES = [
 ]
 
 
-@pytest.mark.proves("rlhf_pg.control.KLAdaptiveRate")
+@pytest.mark.proves("rlhf_pg.trainers.controllers.KLAdaptiveRate")
 @pytest.mark.parametrize(("trainer_type", "options"), UPDATES)
 def test_what_moves_a_coefficient_is_the_exact_kl_after_the_last_update(
     trainer_type, options, tmp_path

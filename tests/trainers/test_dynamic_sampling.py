@@ -10,8 +10,9 @@ import torch
 from datasets import Dataset
 
 from rlhf_pg import Callback, GRPOTrainer
-from rlhf_pg.metrics import Meter, read
-from rlhf_pg.progress import Journal
+from rlhf_pg.report.journal import Journal
+from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rewards import totals
 from rlhf_pg.runtime import Whole
 from rlhf_pg.trainers.drawing import Batch, draw_batch

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf_pg import GRPOConfig, PPOTrainer
-from rlhf_pg.metrics import read
-from rlhf_pg.recipe import parse
-from rlhf_pg.rollout import NativeEngine, choose
+from rlhf_pg.config.parse import parse
+from rlhf_pg.report.json_lines import read
+from rlhf_pg.rollout import NativeEngine, factory
 from rlhf_pg.trainers import engines
 
 
@@ -33,7 +33,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
     Stand.made = []
     monkeypatch.setattr(engines, "unsuited", lambda *_: None)
     monkeypatch.setattr(engines, "lacking", lambda _: None)
-    monkeypatch.setattr(choose, "VllmEngine", Stand)
+    monkeypatch.setattr(factory, "VllmEngine", Stand)
     return Stand
 
 
@@ -65,7 +65,7 @@ def test_on_a_gpu_vllm_is_asked_and_what_it_lacks_is_said(make, monkeypatch):
 
     def unsuited(args: Any, model: Any, kind: str, version: str | None) -> str | None:
         seen.append((kind, version))
-        return choose.unsuited(args, model, "cuda", version)
+        return factory.unsuited(args, model, "cuda", version)
 
     monkeypatch.setattr(engines, "unsuited", unsuited)
     monkeypatch.setattr(engines, "installed", lambda: "0.32.0")
@@ -103,7 +103,7 @@ def test_a_vllm_that_cannot_start_is_replaced_with_one_warning(make, vllm, monke
     def broken(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("2 GiB")
 
-    monkeypatch.setattr(choose, "VllmEngine", broken)
+    monkeypatch.setattr(factory, "VllmEngine", broken)
     trainer = make(max_steps=1)
     [record] = caplog.records
     assert record.levelno == logging.WARNING

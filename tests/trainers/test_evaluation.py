@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from rlhf_pg import Callback, PPOTrainer
-from rlhf_pg.attempts import majority_score
-from rlhf_pg.metrics import read
+from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.pass_at_k import majority_score
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.evaluation import stripped_text
 

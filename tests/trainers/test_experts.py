@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rlhf_pg import GRPOConfig, GRPOTrainer, PPOTrainer
-from rlhf_pg.metrics import Meter
 from rlhf_pg.models.experts import Balance
+from rlhf_pg.report.metrics import Meter
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.drawing import draw_batch
 from tests.enumeration import flat_gradient

@@ -8,8 +8,8 @@ from datasets import Dataset
 from torch import Tensor
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
-from rlhf_pg.experience import Experience
-from rlhf_pg.metrics import Meter
+from rlhf_pg.data.records import Experience
+from rlhf_pg.report.metrics import Meter
 from rlhf_pg.trainers import PolicyGradientTrainer
 from tests.enumeration import COMPLETIONS, flat_gradient, gradient_of, make_trainer
 

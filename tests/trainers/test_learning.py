@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
-from rlhf_pg.metrics import read
+from rlhf_pg.report.json_lines import read
 
 
 @pytest.mark.parametrize(

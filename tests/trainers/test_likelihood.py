@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlhf_pg import GRPOConfig, GRPOTrainer, PPOTrainer
-from rlhf_pg.metrics import Meter
+from rlhf_pg.report.metrics import Meter
 from rlhf_pg.trainers.drawing import draw_batch
 from tests.enumeration import (
     COMPLETIONS,

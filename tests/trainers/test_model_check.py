@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from rlhf_pg import PPOTrainer
-from rlhf_pg.metrics import read
 from rlhf_pg.models import disable_dropout, settle_positions
+from rlhf_pg.report.json_lines import read
 from rlhf_pg.rollout import NativeEngine, SamplingParams
 from rlhf_pg.tasks import arithmetic, guess
 from rlhf_pg.trainers import model_check
@@ -104,7 +104,9 @@ def test_rows_that_see_one_another_in_packing_are_padded():
 
 def test_what_cannot_be_sampled_in_the_fast_way_is_sampled_by_generate(monkeypatch):
     run = examined(tiny_model("gpt2"))
-    monkeypatch.setattr("rlhf_pg.rollout.batching.sample", lambda x, *a: (x.argmax(-1), x[:, 0]))
+    monkeypatch.setattr(
+        "rlhf_pg.rollout.native.continuous_batching.sample", lambda x, *a: (x.argmax(-1), x[:, 0])
+    )
     assert examine(run) == Verdict(samples_fast=False)
     assert run.engine.refused is None
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_pg import PPOTrainer, RLOOTrainer
-from rlhf_pg.experience import Experience
-from rlhf_pg.metrics import Meter, read
+from rlhf_pg.data.records import Experience
+from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.metrics import Meter
 from tests import enumeration
 from tests.enumeration import (
     COMPLETIONS,

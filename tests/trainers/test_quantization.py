@@ -8,8 +8,8 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from rlhf_pg import GRPOTrainer, PPOTrainer
-from rlhf_pg.metrics import Meter
 from rlhf_pg.models import quantization
+from rlhf_pg.report.metrics import Meter
 
 installed = pytest.mark.skipif(not find_spec("bitsandbytes"), reason="needs bitsandbytes")
 absent = pytest.mark.skipif(bool(find_spec("bitsandbytes")), reason="bitsandbytes is here")

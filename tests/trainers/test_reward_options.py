@@ -21,7 +21,8 @@ from rlhf_pg import (
     ReinforceTrainer,
 )
 from rlhf_pg.advantages import Signals
-from rlhf_pg.metrics import Meter, read
+from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.metrics import Meter
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers import PolicyGradientTrainer
 from tests import enumeration

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_pg.metrics import read
-from rlhf_pg.rollout import RolloutError, http
+from rlhf_pg.report.json_lines import read
+from rlhf_pg.rollout import RolloutError
+from rlhf_pg.rollout.vllm import http
 from tests.rollout.fake_vllm import FakeVllm
 
 COMPLETIONS = "/v1/completions"

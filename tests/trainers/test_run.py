@@ -9,9 +9,10 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_pg import Callback, GRPOConfig, GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
-from rlhf_pg.metrics import KEYS, read
-from rlhf_pg.recipe import parse
-from rlhf_pg.sealed import verified
+from rlhf_pg.checkpoint.atomic import verified
+from rlhf_pg.config.parse import parse
+from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.metrics import KEYS
 from rlhf_pg.tasks import arithmetic
 from tests.untimed import untimed, without_times
 

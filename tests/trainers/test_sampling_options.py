@@ -11,7 +11,8 @@ from torch import Tensor
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.config import GRPOConfig, PPOConfig
-from rlhf_pg.metrics import Meter, read
+from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.metrics import Meter
 from rlhf_pg.trainers import PolicyGradientTrainer
 from rlhf_pg.trainers.drawing import draw_batch
 from tests import enumeration
@@ -310,7 +311,7 @@ def ascent(trainer: PolicyGradientTrainer) -> Tensor:
     return -MAX_LENGTH * expected_gradient(trainer)
 
 
-@pytest.mark.proves("rlhf_pg.advantages.named.returns_minus_greedy")
+@pytest.mark.proves("rlhf_pg.advantages.estimators.returns_minus_greedy")
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize("options", [{"prompts": TWO}, {"num_generations": 2}])
 def test_a_greedy_baseline_is_unbiased(options, beta: float, tmp_path: Path) -> None:
@@ -407,7 +408,7 @@ def test_greedy_completions_are_of_the_prompts_that_dynamic_sampling_kept(make) 
 AVERAGE: dict[str, Any] = {"advantage_estimator": "returns_minus_moving_average"}
 
 
-@pytest.mark.proves("rlhf_pg.advantages.named.returns_minus_moving_average")
+@pytest.mark.proves("rlhf_pg.advantages.estimators.returns_minus_moving_average")
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_a_moving_average_of_earlier_steps_is_unbiased(beta: float, tmp_path: Path) -> None:
     trainer = make_trainer(ReinforceTrainer, tmp_path, prompts=TWO, beta=beta, **AVERAGE)

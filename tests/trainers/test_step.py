@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, RLOOTrainer
-from rlhf_pg.metrics import Meter
+from rlhf_pg.report.metrics import Meter
 from rlhf_pg.trainers import PolicyGradientTrainer
 from tests.enumeration import COMPLETIONS, flat_gradient, make_trainer
 

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from rlhf_pg import Callback, GRPOTrainer, ReinforceTrainer, RLOOTrainer
-from rlhf_pg.metrics import read
+from rlhf_pg.report.json_lines import read
 from rlhf_pg.tasks import arithmetic
 
 NAMES = ("tensorboard", "wandb", "trackio")
@@ -268,7 +268,7 @@ def test_a_run_is_resumed_without_the_tracker_that_cannot_start(make, tmp_path, 
     make(save_steps=1, max_steps=1).train()
     (run / "tensorboard").write_text("in the way")
     make(report_to=["tensorboard", "trackio"], max_steps=2).train("latest")
-    (said,) = [r.getMessage() for r in caplog.records if r.name == "rlhf_pg.runtime.trackers"]
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "rlhf_pg.report.trackers"]
     assert said.startswith("report_to: tensorboard cannot start: ")
     assert set(trackio_steps(run)) == {2}
 

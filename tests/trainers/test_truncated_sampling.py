@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
-from rlhf_pg.metrics import Meter, read
+from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rollout import Completion, SamplingParams
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.drawing import draw_batch

@@ -10,9 +10,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from rlhf_pg import GRPOTrainer
 from rlhf_pg.config import GRPOConfig
-from rlhf_pg.metrics import read
+from rlhf_pg.report.json_lines import read
 from rlhf_pg.rollout import Request, SamplingParams
-from rlhf_pg.rollout.vllm import VllmEngine, lacking
+from rlhf_pg.rollout.vllm.in_process import VllmEngine, lacking
 from rlhf_pg.tasks import arithmetic
 from tests.rollout.stats import chi_square_p
 from tests.rollout.test_native import assert_same, assert_teacher_forced, cut, teacher_forced

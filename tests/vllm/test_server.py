@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_pg import GRPOTrainer
 from rlhf_pg.config import GRPOConfig
-from rlhf_pg.metrics import read
+from rlhf_pg.report.json_lines import read
 from rlhf_pg.rollout import RolloutError, SamplingParams
-from rlhf_pg.rollout.vllm_server import VllmServerEngine
+from rlhf_pg.rollout.vllm.server import VllmServerEngine
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.callbacks import Callback
 from tests.rollout.test_native import assert_same, assert_teacher_forced, cut

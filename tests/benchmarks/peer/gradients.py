@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from rlhf_pg.experience import Experience, Rollout
+from rlhf_pg.data.records import Experience, Rollout
 from tests.benchmarks.peer import ours, theirs
 from tests.benchmarks.peer.workload import MARKS, Job, device
 from tests.benchmarks.rollout import EOS, PAD

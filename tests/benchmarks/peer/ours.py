@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_pg import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from rlhf_pg.experience import Experience
-from rlhf_pg.metrics import Meter
-from rlhf_pg.progress import Journal
+from rlhf_pg.data.records import Experience
+from rlhf_pg.report.journal import Journal
+from rlhf_pg.report.metrics import Meter
 from rlhf_pg.trainers import PolicyGradientTrainer
 from tests.benchmarks.peer.workload import LEARNING_RATE, Job, device, synchronize
 from tests.benchmarks.rollout import forced

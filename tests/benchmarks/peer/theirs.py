@@ -14,7 +14,7 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from rlhf_pg.experience import Experience
+from rlhf_pg.data.records import Experience
 from tests.benchmarks.peer.workload import LEARNING_RATE, Job, device, synchronize
 from tests.benchmarks.rollout import force
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from rlhf_pg.experience import Rollout
+from rlhf_pg.data.records import Rollout
 from rlhf_pg.models import Policy
 from rlhf_pg.rollout import NativeEngine, SamplingParams
 from rlhf_pg.tasks import arithmetic

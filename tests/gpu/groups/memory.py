@@ -13,10 +13,10 @@ import torch
 from datasets import Dataset
 
 from rlhf_pg import GRPOConfig, GRPOTrainer
-from rlhf_pg.metrics import Meter
 from rlhf_pg.plan import draw, predicted_memory
-from rlhf_pg.progress import Journal
-from rlhf_pg.runtime import LAYOUTS
+from rlhf_pg.plan.sharding import LAYOUTS
+from rlhf_pg.report.journal import Journal
+from rlhf_pg.report.metrics import Meter
 from tests.gpu.check import Check, Result
 from tests.gpu.groups.common import lengths, save_wide_model
 

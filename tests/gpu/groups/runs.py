@@ -13,8 +13,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from rlhf_pg.cli import make_trainer
-from rlhf_pg.metrics import read
+from rlhf_pg.cli.train import make_trainer
+from rlhf_pg.report.json_lines import read
 from tests.gpu.check import Check, Result, within
 from tests.gpu.groups.common import save_model
 from tests.gpu.groups.memory import SETUPS

@@ -1,0 +1,259 @@
+"""What a config chooses from: every estimator is a function of `Signals`, named in `ADVANTAGES`.
+
+To add one, write the function and give it a line there, and its name in the sets below it where it
+belongs; its keyword-only parameters are config keys of the same name.
+
+Where a function below and one in `per_group` or `per_token` have the same name, the other one has
+the formula. "Unbiased" is said of the policy gradient, with gamma 1 and the rewards as they are.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_pg.advantages import per_group, per_token
+from rlhf_pg.masking import widen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signals:
+    """Everything an estimator may look at; K counts the sources of reward, and the KL as the last.
+
+    The scores are those of every rank, for baselines over the batch; `rows` finds this rank's.
+    Groups are whole on one rank.
+    """
+
+    rewards: Tensor  # (B,T) paid per token: scores where their steps end, -beta KL at each
+    mask: Tensor  # (B,T) action tokens
+    # (N,K) weighted score per source, and -beta KL summed. NaN: does not apply; where the policy
+    # chose no token of a row, nothing does.
+    scores: Tensor
+    groups: Tensor  # (N,)
+    rows: slice  # this rank's B rows among the N
+    action_tokens: Tensor  # (N,) tokens that the policy chose
+    squared_gradients: Tensor | None = None  # (N,) |grad log pi(y)|^2, if an estimator needs them
+    values: Tensor | None = None  # (B,T) V of the state before each token, where there is a critic
+    bootstrap_value: Tensor | None = None  # (B,) see `gae`; None: every episode really ended
+    greedy_scores: Tensor | None = None  # (B,K) weighted, of the greedy completion of the prompt
+    moving_average: float = 0.0  # of the mean score of earlier steps
+    step_scores: Tensor | None = None  # (B,T) weighted, at the last token of each step
+    step_mask: Tensor | None = None  # (B,T) True where there is one; None: one per completion
+
+    def per_token(self, advantages: Tensor) -> Tensor:
+        """Spread one number per row, (N,), over this rank's action tokens, (B,T)."""
+        return self.over_tokens(advantages[self.rows])
+
+    def over_tokens(self, numbers: Tensor) -> Tensor:
+        """Spread one number per row of this rank, (B,), over its action tokens, (B,T)."""
+        return torch.where(self.mask, numbers[:, None].to(self.rewards), 0.0)
+
+
+def total_scores(scores: Tensor, groups: Tensor) -> Tensor:
+    """Sum of the sources, (N,K) -> (N,); NaN where none applies to a row.
+
+    Where a source does not apply to a row (NaN), the mean of that source in the row's group stands
+    in: after the group mean is subtracted, the row is neutral in that source.
+    """
+    nothing = scores.isnan().all(1)
+    columns = []
+    for column in widen(scores).unbind(1):
+        valid = ~column.isnan()
+        columns.append(column.where(valid, per_group.group_stats(column, valid, groups).mean))
+    return torch.stack(columns, dim=1).sum(1).masked_fill(nothing, torch.nan).to(scores.dtype)
+
+
+# ----------------------------------------------------------------------------- against the group
+
+
+def group_normalized(
+    signals: Signals, *, scale_rewards: str = "group", scale_rewards_eps: float = 1e-4
+) -> Tensor:
+    """A_i = (s_i - mean of its group) / (std + eps), at every token (GRPO)."""
+    groups = signals.groups
+    scores = total_scores(signals.scores, groups)
+    return signals.per_token(
+        per_group.group_normalized(scores, groups, scale_rewards, scale_rewards_eps)
+    )
+
+
+def process_group_normalized(signals: Signals, *, scale_rewards_eps: float = 1e-4) -> Tensor:
+    """A_t = sum of the normalised step scores at t and later (GRPO with process supervision).
+
+    Without step scores it is `group_normalized`. With them nothing else is looked at: a KL in the
+    reward would be lost.
+    """
+    if signals.step_scores is None:
+        return group_normalized(signals, scale_rewards_eps=scale_rewards_eps)
+    assert signals.step_mask is not None  # the two come together
+    groups = signals.groups[signals.rows]
+    return per_group.process_group_normalized(
+        signals.step_scores, signals.step_mask, groups, signals.mask, scale_rewards_eps
+    )
+
+
+def leave_one_out(signals: Signals) -> Tensor:
+    """A_i = s_i - mean of the other scores of its group, at every token: unbiased (RLOO)."""
+    columns = signals.scores.unbind(1)
+    return signals.per_token(
+        torch.stack([per_group.leave_one_out(c, signals.groups) for c in columns]).sum(0)
+    )
+
+
+# ------------------------------------------------------------------------ returns and a baseline
+
+
+def returns(signals: Signals, *, gamma: float = 1.0) -> Tensor:
+    """A_t = G_t, no baseline: unbiased (Williams 1992)."""
+    return per_token.discounted_returns(signals.rewards, signals.mask, gamma)
+
+
+def total_returns(signals: Signals, *, gamma: float = 1.0) -> Tensor:
+    """A_t = G_0, the return of the whole completion, at every token: unbiased (Williams 1992).
+
+        sum_t grad log pi(y_t) sum_i gamma^i r_i
+
+    The first form of the policy gradient. What was paid before a token is noise to it, and leaving
+    that out is `returns`; with gamma below 1 this is still the gradient of E[G_0].
+    """
+    to_go = returns(signals, gamma=gamma)
+    first = signals.mask.int().argmax(1, keepdim=True)
+    return signals.over_tokens(to_go.gather(1, first).squeeze(1))
+
+
+def returns_minus_others(signals: Signals, *, gamma: float = 1.0) -> Tensor:
+    """A_t = G_t - b_i, b_i the mean score of the *other* rows of the batch (Kool 2019).
+
+    Unbiased.
+    """
+    everyone = torch.zeros_like(signals.groups)
+    columns = signals.scores.unbind(1)
+    above_others = torch.stack([per_group.leave_one_out(c, everyone) for c in columns]).sum(0)
+    baseline = signals.scores.nansum(1) - above_others
+    return returns(signals, gamma=gamma) - signals.per_token(baseline)
+
+
+def returns_minus_mean(signals: Signals, *, gamma: float = 1.0) -> Tensor:
+    """A_t = G_t - mean score of the N rows, the own among them (Williams 1992).
+
+    Which shrinks the expected gradient by 1 - 1/N.
+    """
+    scores = signals.scores
+    baseline = torch.where(scores.isnan(), 0.0, scores.nanmean(0, keepdim=True)).sum(1)
+    return returns(signals, gamma=gamma) - signals.per_token(baseline)
+
+
+def returns_minus_moving_average(signals: Signals, *, gamma: float = 1.0) -> Tensor:
+    """A_t = G_t - the moving average of the scores of *earlier* steps: unbiased (Williams 1992).
+
+    This step's own scores must not be in it yet.
+    """
+    baseline = signals.rewards.new_full(signals.rewards.shape[:1], signals.moving_average)
+    return returns(signals, gamma=gamma) - signals.over_tokens(baseline)
+
+
+def returns_minus_greedy(signals: Signals, *, gamma: float = 1.0) -> Tensor:
+    """A_t = G_t - score of the greedy completion of the same prompt: unbiased (ReMax; Li 2023).
+
+    A source that does not apply to the row, or to the greedy completion, is not in the baseline.
+    """
+    assert signals.greedy_scores is not None  # the trainer scores a greedy completion for it
+    own = signals.scores[signals.rows]
+    baseline = torch.where(own.isnan(), 0.0, signals.greedy_scores).nansum(1)
+    return returns(signals, gamma=gamma) - signals.over_tokens(baseline)
+
+
+def returns_minus_optimal(signals: Signals, *, gamma: float = 1.0) -> Tensor:
+    """A_t = G_t - mean score of the others of the group, weighted by length: unbiased (OPO).
+
+    The estimate of the constant of least variance, |grad log pi|^2 taken proportional to length
+    (see `optimal_baseline`). Where every prompt has one completion, the others are those of the
+    batch. A row that is alone in its group otherwise has baseline 0, not advantage 0.
+    """
+    return _minus_optimal(signals, signals.action_tokens, gamma)
+
+
+def returns_minus_optimal_by_gradient(signals: Signals, *, gamma: float = 1.0) -> Tensor:
+    """`returns_minus_optimal` with the true |grad log pi(y)|^2: unbiased (Weaver & Tao 2001).
+
+    It costs a forward and a backward pass of its own for every completion.
+    """
+    assert signals.squared_gradients is not None  # the trainer measures them for it
+    return _minus_optimal(signals, signals.squared_gradients, gamma)
+
+
+def _minus_optimal(signals: Signals, weights: Tensor, gamma: float) -> Tensor:
+    groups = signals.groups
+    if len(torch.unique(groups)) == len(groups):
+        groups = torch.zeros_like(groups)
+    columns = signals.scores.unbind(1)
+    baselines = [per_group.optimal_baseline(c, weights, groups) for c in columns]
+    return returns(signals, gamma=gamma) - signals.per_token(torch.stack(baselines).sum(0))
+
+
+# ------------------------------------------------------------------------------- with a critic
+
+
+def returns_minus_values(signals: Signals, *, gamma: float = 1.0) -> Tensor:
+    """A_t = G_t - V_t: unbiased however wrong V is (VPG; Sutton et al. 2000).
+
+    A row that was cut off ends with `bootstrap_value`, and is as biased as that is wrong.
+    """
+    return gae(signals, gamma=gamma, lam=1.0)
+
+
+def n_step(signals: Signals, *, gamma: float = 1.0, n_steps: int | None = 1) -> Tensor:
+    """A_t = r_t + ... + gamma^n V_{t+n} - V_t: online A2C with 1, to the end of the row with None.
+
+    As biased as V_{t+n} is wrong.
+    """
+    assert signals.values is not None  # the config lets only trainers with a critic choose it
+    return per_token.n_step(
+        signals.rewards, signals.values, signals.mask, n_steps, gamma, signals.bootstrap_value
+    )[0]
+
+
+def gae(
+    signals: Signals, *, gamma: float = 1.0, lam: float = 0.95, lam_alpha: float | None = None
+) -> Tensor:
+    """A_t = delta_t + gamma lam A_{t+1}, from the critic's values and the row's own rewards alone.
+
+    With `lam_alpha`, lam is 1 - 1 / (lam_alpha length) in every row (VAPO) and `lam` is not used.
+    """
+    assert signals.values is not None  # the config lets only trainers with a critic choose it
+    mask = signals.mask
+    row_lam = lam if lam_alpha is None else per_token.length_adaptive_lam(mask, lam_alpha)
+    return per_token.gae(
+        signals.rewards, signals.values, mask, gamma, row_lam, signals.bootstrap_value
+    )[0]
+
+
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {
+    "gae": gae,
+    "group_normalized": group_normalized,
+    "leave_one_out": leave_one_out,
+    "n_step": n_step,
+    "process_group_normalized": process_group_normalized,
+    "returns": returns,
+    "returns_minus_greedy": returns_minus_greedy,
+    "returns_minus_mean": returns_minus_mean,
+    "returns_minus_moving_average": returns_minus_moving_average,
+    "returns_minus_optimal": returns_minus_optimal,
+    "returns_minus_optimal_by_gradient": returns_minus_optimal_by_gradient,
+    "returns_minus_others": returns_minus_others,
+    "returns_minus_values": returns_minus_values,
+    "total_returns": total_returns,
+}
+NEED_VALUES = {"gae", "n_step", "returns_minus_values"}  # a critic
+NEED_GRADIENTS = {"returns_minus_optimal_by_gradient"}  # of every completion
+NEED_GREEDY = {"returns_minus_greedy"}  # a greedy completion of every prompt, scored
+# Those that see when a token is paid; the others see a completion's scores alone.
+READ_REWARDS = NEED_VALUES | {name for name in ADVANTAGES if "returns" in name}
+PER_TOKEN = READ_REWARDS | {"process_group_normalized"}  # not one advantage per completion
+# Those that compare completions, and so need several: of a prompt, or of the batch.
+IN_GROUP = {"group_normalized", "process_group_normalized", "leave_one_out"}
+IN_BATCH = {
+    *("returns_minus_others", "returns_minus_mean"),
+    *("returns_minus_optimal", "returns_minus_optimal_by_gradient"),
+}

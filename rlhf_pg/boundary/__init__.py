@@ -1,0 +1,1 @@
+"""Where the package meets what it does not control: users' code and text, launchers, terminals."""

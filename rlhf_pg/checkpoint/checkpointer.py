@@ -1,0 +1,436 @@
+"""One training state, saved and restored: weights, optimizer, schedule, random states, counters.
+
+A checkpoint is a directory that `from_pretrained` reads, with three files beside the model (or its
+adapter): `optimizer.safetensors` (by parameter name), `rng-rank{r}.safetensors` and `state.json`;
+`critic/`, where there is one, and `reference/` where that moves. Nothing is pickled. It is sealed
+(`rlhf_pg.checkpoint.atomic`): a run resumes from what was saved, to the last bit, or not from
+there.
+"""
+
+import copy
+import hashlib
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_pg.checkpoint import atomic, compatibility
+from rlhf_pg.checkpoint.run_dir import make_directory
+from rlhf_pg.failpoints import failpoint
+from rlhf_pg.models import load_weights
+from rlhf_pg.rng import restore_rng, rng_tensors
+from rlhf_pg.runtime import Runtime, State, Trained, Whole, Writing
+
+logger = logging.getLogger(__name__)
+
+STATE = "state.json"
+
+
+@dataclass
+class TrainState:
+    """The counters of a run."""
+
+    step: int = 0  # rollout batches trained on
+    draws: int = 0  # prompts drawn so far: the data cursor, and the key of the next noise
+    num_tokens: int = 0  # prompt and completion tokens so far
+    best_reward: float | None = None  # highest eval_reward so far
+    skipped_in_a_row: int = 0  # steps, the last ones, all of whose updates were skipped
+
+
+@dataclass
+class Checkpointer:
+    """Saves and restores everything that a run needs to go on as if it had never stopped."""
+
+    directory: Path
+    parts: Mapping[str, Whole]  # "model", and if there are "critic" and "reference"
+    tokenizer: PreTrainedTokenizerBase
+    trained: Trained
+    scheduler: LRScheduler
+    state: TrainState
+    config: dict[str, Any]
+    fingerprints: Callable[[], Mapping[str, str | None]]  # of what never changes in a run, by part
+    running: Mapping[str, Any] = field(default_factory=dict)  # records that move, by name
+    limit: int | None = None  # of checkpoints to keep; None keeps all
+    found: Collection[str] = ()  # keys that were left open: what was found before is used again
+    saved: int | None = None  # the last step that was saved, by this process
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Every parameter by name; those of the critic begin with "critic."."""
+        model = self.parts["model"].pieces.named_parameters()
+        if "critic" not in self.parts:
+            return dict(model)
+        return dict([*model, *self.parts["critic"].pieces.named_parameters(prefix="critic")])
+
+    def path(self) -> Path:
+        return self._at(self.state.step)
+
+    def _at(self, step: int) -> Path:
+        return self.directory / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Of all checkpoints, whole or not, in order."""
+        found = self.directory.glob("step-" + "[0-9]" * 8)
+        return sorted(int(path.name.removeprefix("step-")) for path in found)
+
+    def save(self, runtime: Runtime, path: Path | None = None) -> Path:
+        """Write a checkpoint, by default under its step; it gets its name when it is complete.
+
+        Raises:
+            OSError: on all processes, it could not be written. There is nothing of it, and what was
+                there before is as it was; or, if only its name could not be synced, all of it.
+        """
+        path = path or self.path()
+        writing, unnamed = Writing(runtime, path), atomic.partial_of(path)
+        writing.main(lambda: atomic.remove_leftovers(self.directory))
+        writing.main(lambda: make_directory(self.directory.parent))  # before a run as in it
+        writing.main(lambda: atomic.begin(path))
+        self.save_models(writing, unnamed)
+        runtime.wait()  # who is late, is missed here
+        names = {p: name for name, p in self.parameters.items()}
+        tensors = optimizer_tensors(self.trained, names, keep=runtime.is_main)
+        writing.main(lambda: self._save_optimizer(unnamed, tensors))
+        runtime.wait()  # the directory is there
+        writing.do(lambda: _save_rng(unnamed, runtime.rank))
+        writing.check(undo=lambda: atomic.abandon(path))
+        writing.main(lambda: self._complete(unnamed, path, runtime.world))
+        writing.check(undo=lambda: atomic.abandon(path))
+        if path == self.path():
+            self.saved = self.state.step
+            if runtime.is_main:
+                self._prune()
+        runtime.wait()
+        return path
+
+    def _save_optimizer(self, unnamed: Path, tensors: dict[str, Tensor]) -> None:
+        """And what is no tensor."""
+        failpoint("save-optimizer")
+        save_file(tensors, unnamed / "optimizer.safetensors")
+        (unnamed / STATE).write_text(json.dumps(self._record(), indent=2))
+
+    def _complete(self, unnamed: Path, path: Path, world: int) -> None:
+        """Seal what all processes have written, and give it its name.
+
+        Raises:
+            OSError: not all of it is to be seen here.
+        """
+        for rank in range(world):
+            if not _rng_file(unnamed, rank).exists():
+                raise OSError(f"rank {rank} wrote elsewhere: all processes must share output_dir")
+        config = json.dumps(self.config, sort_keys=True)
+        digest = hashlib.sha256(config.encode()).hexdigest()
+        facts = {"step": self.state.step, "world_size": world, "config_sha256": digest}
+        atomic.seal(unnamed, facts)
+        atomic.publish(path)
+
+    @contextmanager
+    def removing_none(self) -> Iterator[None]:
+        """Around a save that leaves older checkpoints to the next one to remove."""
+        limit, self.limit = self.limit, None
+        try:
+            yield
+        finally:
+            self.limit = limit
+
+    def _prune(self) -> None:
+        """Remove what is beyond `limit`, once the newest checkpoint is known to be whole."""
+        older = [step for step in self.steps() if step < self.state.step]
+        kept = len(older) if self.limit is None else self.limit - 1
+        doomed = older[: max(0, len(older) - kept)]
+        if not doomed:
+            return
+        reason = atomic.verified(self.path())
+        try:
+            if reason is not None:
+                raise OSError(f"{self.path()} is not whole: {reason}")
+            for step in doomed:
+                atomic.remove(self._at(step))
+        except OSError as error:
+            logger.warning("older checkpoints were not removed (save_total_limit): %s", error)
+
+    def rehearse(self, runtime: Runtime) -> None:
+        """Save once all that is not weights, in a directory that goes; collective.
+
+        Raises:
+            ValueError: on all processes, it could not be saved.
+        """
+        failure: Exception | None = None
+        if runtime.is_main:
+            try:
+                with tempfile.TemporaryDirectory(dir=self.directory.parent) as trial:
+                    self._save_configs(Path(trial))
+            except Exception as error:  # transformers and tokenizers have many
+                failure = error
+        reason = runtime.agreed(f"{type(failure).__name__}: {failure}" if failure else None)
+        if reason is not None:
+            raise ValueError(
+                f"the model could not be saved at the end ({reason}): mend what is said there, in "
+                "the object or in the files beside the model (generation_config.json)"
+            ) from failure
+
+    def _save_configs(self, path: Path) -> None:
+        model: Any = self.parts["model"].module
+        adapted = isinstance(model, PeftModel)
+        if adapted:
+            model.active_peft_config.save_pretrained(path)
+        if not adapted or self.config.get("save_merged"):
+            bare = model.get_base_model() if adapted else model
+            bare.config.save_pretrained(path)
+            if bare.can_generate():
+                bare.generation_config.save_pretrained(path)
+        self.tokenizer.save_pretrained(path)
+
+    def save_models(self, writing: Writing, path: Path, final: bool = False) -> None:
+        """Model (or its adapter), tokenizer and critic, as `from_pretrained` reads them.
+
+        Args:
+            path: a directory.
+            final: without a reference that moves, which only a resumed run needs.
+        """
+        for name, whole in self.parts.items():
+            part: Any = whole.module
+            if name == "reference" and (final or not part.moves):
+                continue
+            with whole.filled(writing.runtime.main_host, _saves_adapter(part)):
+                writing.main(partial(self._save_part, name, part, path))
+
+    def _save_part(self, name: str, part: Any, path: Path) -> None:
+        if name == "model":
+            failpoint("save-models")
+            part.save_pretrained(path)
+            self.tokenizer.save_pretrained(path)
+        elif name == "critic":
+            part.save(path / name, self.running.get("value_moments"))
+        else:
+            part.save(path / name)
+
+    def _record(self) -> dict[str, Any]:
+        """What is no tensor."""
+        return {**self.numbers(), "fingerprints": self.fingerprints(), "config": self.config}
+
+    def numbers(self) -> dict[str, Any]:
+        """What moves with the run and is no tensor; a copy."""
+        return {
+            "counters": asdict(self.state),
+            "running": {name: dict(vars(record)) for name, record in self.running.items()},
+            "scheduler": copy.deepcopy(self.scheduler.state_dict()),
+            "learning_rates": [group["lr"] for group in self.trained.optimizer.param_groups],
+        }
+
+    def put_back(self, numbers: Mapping[str, Any]) -> None:
+        """The inverse of `numbers`."""
+        scale = numbers["running"].get("learning_rate_scale", {"coef": 1.0})["coef"]
+        self._load_schedule(numbers["scheduler"], numbers["learning_rates"], scale)
+        vars(self.state).update(numbers["counters"])
+        for name, record in self.running.items():
+            vars(record).update(numbers["running"][name])
+
+    def resume(self, choice: str | bool | None, runtime: Runtime) -> dict[str, Any]:
+        """Restore a checkpoint directory, or for True and "latest" the newest that is whole;
+        nothing for None. Collective.
+
+        Returns:
+            The config that was saved there; empty for None.
+
+        Raises:
+            ValueError: there is none, it is not whole, or a new run would mix with the checkpoints
+                of another.
+        """
+        if runtime.is_main:
+            for name in ("best", "final"):
+                atomic.recover(self.directory.parent / name)
+            atomic.recover_all(self.directory)
+        runtime.wait()
+        newest = self._newest(runtime)
+        if choice in (True, "latest"):
+            return self.restore(self._newest_whole(newest, runtime), runtime.rank)
+        if choice:
+            path = Path(str(choice))
+            reason = self._fault(path, runtime)
+            if reason is not None:
+                raise ValueError(
+                    f"{path} holds no checkpoint that is whole: {reason}. Resume with latest, "
+                    f"which takes the newest whole one, or from another directory{_beside(path)}"
+                )
+            saved = self.restore(path, runtime.rank)
+            if newest > self.state.step:
+                raise ValueError(
+                    f"{self.directory} holds checkpoints of later steps, up to "
+                    f"{self._at(newest).name}: move them away, resume from the latest, or choose "
+                    "another output_dir"
+                )
+            return saved
+        if newest >= 0 and self.state.step == 0 and not self._ended(newest, runtime):
+            raise ValueError(
+                f"{self.directory.parent} holds the checkpoints of an earlier run: go on with "
+                "it (--resume_from_checkpoint latest), or choose another output_dir"
+            )
+        return {}
+
+    def _ended(self, newest: int, runtime: Runtime) -> bool:
+        """Whether the run that saved them came to its end, after the newest. Collective."""
+        end = atomic.facts(self.directory.parent / "final").get("step", -1)
+        return bool(runtime.most(int(runtime.is_main and end >= newest)))
+
+    def _newest(self, runtime: Runtime, below: int | None = None) -> int:
+        """The largest step that any process sees a checkpoint of; -1 if there is none."""
+        own = [step for step in self.steps() if below is None or step < below]
+        return runtime.most(max(own, default=-1))
+
+    def _newest_whole(self, newest: int, runtime: Runtime) -> Path:
+        """The newest checkpoint that is whole on every process; says which ones are not.
+
+        Raises:
+            ValueError: there is none.
+        """
+        broken: list[str] = []
+        while newest >= 0:
+            path = self._at(newest)
+            reason = self._fault(path, runtime)
+            if reason is None:
+                if broken and runtime.is_main:
+                    logger.warning("going on from %s: %s", path, "; ".join(broken))
+                return path
+            broken.append(f"{path.name} is not whole ({reason})")
+            newest = self._newest(runtime, below=newest)
+        if not broken:
+            raise ValueError(f"{self.directory.parent} has no checkpoint to resume from")
+        raise ValueError(
+            f"{self.directory} has no whole checkpoint to resume from: {'; '.join(broken)}. Put "
+            "one back from a copy, or begin anew in another output_dir"
+        )
+
+    def _fault(self, path: Path, runtime: Runtime) -> str | None:
+        """Why not every process can resume from a checkpoint; None if they can. Collective.
+
+        The main process reads all of it; the others look whether they see the same.
+        """
+        reason = atomic.verified(path, contents=runtime.is_main)
+        if reason is None and not (path / STATE).is_file():
+            reason = "it is a model alone, as final/ and best/ are, without optimizer and counters"
+        seal = torch.tensor(list(atomic.seal_of(path)), device=runtime.device)
+        everyone, _ = runtime.gather(seal)
+        if reason is None and not seal.equal(everyone[: len(seal)]):
+            reason = f"its {atomic.MANIFEST} is not the one that rank 0 sees"
+        return runtime.agreed(reason)
+
+    def restore(self, path: Path, rank: int) -> dict[str, Any]:
+        """Put a saved state back, in place; returns the config that was saved with it.
+
+        Raises:
+            ValueError: config, model, reference, critic, tokenizer or dataset are not those of the
+                saved run.
+        """
+        state = json.loads((path / STATE).read_text())
+        now = self.fingerprints()
+        config = {key: value for key, value in self.config.items() if key not in self.found}
+        changed = compatibility.check(path, state, config, now, self.running)
+        if changed and rank == 0:
+            logger.warning("%s goes on with other learning rates: %s", path, changed)
+        self._load_models(path)
+        self.trained.load_state(stored_state(path / "optimizer.safetensors", self.parameters))
+        self.put_back(state)
+        self.saved = self.state.step if path.resolve() == self.path().resolve() else None
+        if not self._has_best(path.resolve()):
+            self.state.best_reward = None  # the best checkpoint stayed there
+        rng = _rng_file(path, rank)
+        if rng.exists():
+            restore_rng(load_file(rng))
+        saved: dict[str, Any] = state["config"]
+        return saved
+
+    def _has_best(self, path: Path) -> bool:
+        """Whether the best checkpoint so far of the run that saved `path` is in this directory."""
+        best = self.directory.parent.resolve() / "best"
+        return best.exists() and path.parent in (best.parent, self.directory.resolve())
+
+    def _load_schedule(self, saved: dict[str, Any], rates: list[float], scale: float) -> None:
+        """Where it was; the peaks and the length are those of this run, which may be others."""
+        peaks = getattr(self.scheduler, "base_lrs", None)  # not every scheduler has them
+        self.scheduler.load_state_dict(saved)
+        if peaks is not None:
+            before, self.scheduler.base_lrs = self.scheduler.base_lrs, peaks
+            rates = [
+                rate * new / old if old not in (0, new) else rate
+                for rate, new, old in zip(rates, peaks, before, strict=True)
+            ]
+        if isinstance(self.scheduler, LambdaLR):  # ours, and what it says of a longer run
+            at, step = self.scheduler.lr_lambdas, self.scheduler.last_epoch
+            rates = [peak * f(step) * scale for peak, f in zip(peaks or (), at, strict=True)]
+        for group, rate in zip(self.trained.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def _load_models(self, path: Path) -> None:
+        """The inverse of `save_models`."""
+        for name, whole in self.parts.items():
+            part: Any = whole.module
+            if name == "reference" and not part.moves:
+                continue
+            with whole.changed(_saves_adapter(part)):
+                if name == "model":
+                    load_weights(part, path)
+                else:
+                    part.restore(path / name)
+
+
+def optimizer_tensors(
+    trained: Trained, names: Mapping[Tensor, str], keep: bool = True
+) -> dict[str, Tensor]:
+    """Optimizer state as `{parameter name}.{key}` -> tensor, on the CPU.
+
+    Args:
+        keep: otherwise this process only helps another to gather it.
+    """
+    return {
+        f"{names[parameter]}.{key}": value.cpu().contiguous()
+        for parameter, key, value in trained.state()
+        if keep
+    }
+
+
+def stored_state(path: Path, parameters: Mapping[str, Tensor]) -> Iterator[State]:
+    """What `optimizer_tensors` gave and `save_file` saved, tensor by tensor."""
+    with safe_open(path, framework="pt") as file:
+        for full_name in file.keys():  # noqa: SIM118 (it is no dict)
+            name, key = full_name.rsplit(".", 1)
+            yield parameters[name], key, file.get_tensor(full_name)
+
+
+def _save_rng(path: Path, rank: int) -> None:
+    failpoint("save-rng")
+    save_file(rng_tensors(), _rng_file(path, rank))
+    atomic.sync_file(_rng_file(path, rank))  # the main process may be on another machine
+
+
+def _beside(path: Path) -> str:
+    """Where a run has its checkpoints, of a path that is in it or the run's own; or nothing."""
+    for place in (path, path / "checkpoints", path.parent / "checkpoints"):
+        if found := sorted(place.glob("step-*")):
+            return f": {place} has {found[-1].name}"
+    return ""
+
+
+def _rng_file(path: Path, rank: int) -> Path:
+    return path / f"rng-rank{rank}.safetensors"
+
+
+def _saves_adapter(module: nn.Module) -> bool:
+    """Whether what is saved of it is what is trained."""
+    return any(isinstance(part, PeftModel) and _trains(part) for part in module.modules())
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())

@@ -1,0 +1,5 @@
+"""The `rlhf-pg` command."""
+
+from rlhf_pg.cli.main import main
+
+__all__ = ["main"]

@@ -1,0 +1,66 @@
+"""`rlhf-pg demo`: train the embedded model, and show what it has learnt."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlhf_pg.cli.train import make_trainer
+from rlhf_pg.config.parse import fail, recipe_file
+from rlhf_pg.report import save_curve, show_curve
+from rlhf_pg.trainers import (
+    PolicyGradientTrainer,
+)
+
+# -------------------------------------------------------------------------------------------- demo
+
+
+def demo(flags: Sequence[str]) -> None:
+    """Train the embedded model with GRPO, and show what it has learnt."""
+    if not (find_spec("plotext") and find_spec("matplotlib")):
+        fail('the demo draws curves: pip install "rlhf-pg[report]"')
+    trainer = make_trainer(
+        recipe_file("grpo_arithmetic.yaml"), ["--output_dir", "runs/demo", *flags]
+    )
+    console = Console(quiet=not trainer.runtime.is_main)
+    before, answers_before = trainer.evaluate(), _answers(trainer)
+    console.print(Text(f"before: {_accuracy(before)}"))
+    trainer.train()
+    after, answers_after = trainer.evaluate(), _answers(trainer)
+    if not trainer.runtime.is_main:
+        return
+    table = Table("problem", "before", "after")
+    for problem, early, late in zip(_problems(trainer), answers_before, answers_after, strict=True):
+        table.add_row(Text(problem), Text(early), Text(late))
+    console.print(table)
+    directory = Path(trainer.args.output_dir)
+    show_curve(directory)
+    console.print(Text(f"before: {_accuracy(before)}\nafter:  {_accuracy(after)}"))
+    console.print(Text(f"model: {directory / 'final'}   curve: {save_curve(directory)}"))
+
+
+def _accuracy(metrics: dict[str, float]) -> str:
+    return f"{100 * metrics['eval_reward']:.1f} % of held-out problems right (sampled)"
+
+
+def _rows(trainer: PolicyGradientTrainer, count: int = 8) -> list[int]:
+    assert trainer.eval_prompts is not None
+    size = len(trainer.eval_prompts)
+    return list(range(0, size, max(1, size // count)))[:count]
+
+
+def _problems(trainer: PolicyGradientTrainer) -> list[str]:
+    assert trainer.eval_prompts is not None
+    problems: list[str] = trainer.eval_prompts.rows[_rows(trainer)]["prompt"]
+    return problems
+
+
+def _answers(trainer: PolicyGradientTrainer) -> list[str]:
+    """One sampled completion of a few held-out problems."""
+    assert trainer.eval_prompts is not None
+    rows, temperature = _rows(trainer), trainer.args.temperature
+    draws = [-1 - row for row in rows]
+    return trainer.sample(trainer.eval_prompts, rows, draws, 1, temperature).completions

@@ -1,0 +1,132 @@
+"""`rlhf-pg plan`: memory and seconds of a recipe, before anything is loaded."""
+
+import argparse
+import os
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlhf_pg import plan as planning
+from rlhf_pg.cli.train import TRAINERS, _algorithm, _config, _recipe
+from rlhf_pg.plan.sharding import LAYOUTS
+
+SHARDINGS = {layout.name.replace("-", "").lower(): layout for layout in LAYOUTS}
+
+
+# -------------------------------------------------------------------------------------------- plan
+
+
+def plan(flags: Sequence[str]) -> None:
+    """Show what a recipe would take on each process; no weights are loaded."""
+    options, keys = _plan_options(flags)
+    recipe = _recipe(options.config)
+    args = _config(TRAINERS[_algorithm(recipe, ())].config_type, recipe, keys)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    room, kind = _room(device), device.type
+    if options.device is not None:
+        room, kind = planning.DEVICES[options.device].memory, "cuda"
+    if options.memory is not None:
+        room, kind = options.memory * 1e9, "cuda"
+    drawn = planning.draw(args, device, kind, room if kind == "cuda" else None)
+    layout = SHARDINGS[options.sharding]
+    memory = planning.predicted_memory(drawn, layout, options.gpus, room, kind)
+    console = Console()
+    console.print(_memory_table(memory))
+    if options.device is not None:
+        job = planning.job_of(drawn, memory, layout, options.gpus)
+        shape = planning.shape_of(drawn.policy.model)
+        gpu = planning.DEVICES[options.device]._replace(memory=room)
+        console.print(planning.paper_table(gpu, shape, job, drawn.critic is not None))
+        console.print(Text(planning.said_beside(job)))
+        return
+    rates = planning.Rates(options.tflops * 1e12, options.bandwidth * 1e9)
+    if not (options.tflops and options.bandwidth):
+        here = planning.measured_rates(device, getattr(torch, args.dtype))
+        rates = planning.Rates(rates.work or here.work, rates.bytes or here.bytes)
+    console.print(_pace_table(planning.predicted_pace(drawn, memory, options.gpus), rates))
+    console.print(Text(_assumptions(drawn, memory, rates)))
+
+
+def _plan_options(flags: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Those of the plan itself, and the keys of the recipe that are set."""
+    parser = argparse.ArgumentParser(
+        prog="rlhf-pg plan",
+        allow_abbrev=False,
+        epilog="Other flags are keys of the recipe, as in rlhf-pg train.",
+    )
+    add = parser.add_argument
+    add("--config", required=True, help="a recipe, or the name of a preset")
+    add("--gpus", type=_count, default=1, metavar="N", help="processes, one per GPU")
+    add("--sharding", choices=SHARDINGS, default="ddp", help="what the launcher's config asks for")
+    devices = planning.DEVICES
+    add(
+        "--device", choices=devices, help="whose seconds to work out on paper, beside TRL's, verl's"
+    )
+    add("--memory", type=_positive, metavar="GB", help="of a GPU; default: of this machine")
+    add("--tflops", type=_positive, default=0.0, help="of large matrix products; default: measured")
+    add("--bandwidth", type=_positive, default=0.0, metavar="GB/S", help="default: measured")
+    options, keys = parser.parse_known_args(list(flags))
+    if options.device and (options.tflops or options.bandwidth):
+        parser.error("--device says what --tflops and --bandwidth would: give it alone")
+    return options, keys
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number
+
+
+def _positive(text: str) -> float:
+    if not (number := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return number
+
+
+def _room(device: torch.device) -> float:
+    """Bytes of the device, or those of a CPU's memory that a run takes by itself."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[1])
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _memory_table(memory: planning.Memory) -> Table:
+    totals = [sum(phase.values()) for phase in (memory.update, memory.rollout)]
+    unit, name = (1e9, "GB") if max(totals) >= 1e9 else (1e6, "MB")
+    table = Table(f"{name} on each process", "update", "rollout")
+    for part in dict.fromkeys([*memory.update, *memory.rollout]):
+        sizes = [phase.get(part, 0.0) for phase in (memory.update, memory.rollout)]
+        if any(sizes):
+            table.add_row(part, *(_short(size / unit) for size in sizes))
+    table.add_row("total", *(_short(total / unit) for total in totals), style="bold")
+    return table
+
+
+def _pace_table(phases: dict[str, planning.Pace], rates: planning.Rates) -> Table:
+    table = Table("a step", "TFLOP", "GB moved", "seconds", "share")
+    whole = sum(pace.seconds(rates) for pace in phases.values())
+    for phase, pace in phases.items():
+        seconds = pace.seconds(rates)
+        numbers = (pace.work / 1e12, pace.bytes / 1e9, seconds)
+        table.add_row(phase, *map(_short, numbers), f"{100 * seconds / whole:.0f} %")
+    table.add_row("total", "", "", _short(whole), "", style="bold")
+    return table
+
+
+def _assumptions(drawn: planning.Drawn, memory: planning.Memory, rates: planning.Rates) -> str:
+    width = drawn.args.max_completion_length
+    return (
+        f"prompts of {drawn.prompt} and completions of {width} tokens, the most there may be; "
+        f"micro_batch_tokens {memory.micro_batch_tokens}; {memory.rows} completions sampled at a "
+        f"time; {_short(rates.work / 1e12)} TFLOP/s, {_short(rates.bytes / 1e9)} GB/s. Rewards, "
+        "and exchanges between processes, are not in it."
+    )
+
+
+def _short(number: float) -> str:
+    """Three digits."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"

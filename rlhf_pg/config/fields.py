@@ -1,0 +1,135 @@
+"""Config fields that know their range, and the check of types and ranges when a config is made."""
+
+import dataclasses
+import difflib
+import inspect
+import math
+import operator
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Self
+
+from rlhf_pg.config.foreign_keys import explained, nearest
+
+
+def number(
+    default: float | str | None,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    because: str = "",
+) -> Any:
+    """A numeric field with its range, or a word in place of a number; `because` is added to the
+    error."""
+    limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
+    return dataclasses.field(default=default, metadata={**limits, "because": because})
+
+
+def choice(default: str, options: Collection[str]) -> Any:
+    """A field that takes a name in `options`, read when the config is made: a registry can grow."""
+    return dataclasses.field(default=default, metadata={"options": options})
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxlevel = 2
+
+
+@dataclass(kw_only=True)
+class Checked:
+    """A dataclass whose fields are checked, in Python as in YAML.
+
+    Raises:
+        ValueError: a wrong type or a value out of range; the message names the key.
+        TypeError: no such key; the message says what there is in its place.
+    """
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in given:
+            if key not in known:
+                said = explained(key) or f"unknown key {key!r}{nearest(key, known)}"
+                raise TypeError(f"{cls.__name__}: {said}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            value = _checked_type(field.name, getattr(self, field.name), hints[field.name])
+            _check_range(field, value)
+            setattr(self, field.name, value)
+
+
+def short_repr(value: Any) -> str:
+    """Its `repr`, for an error: short, since what is nested in YAML may be endless."""
+    return _SHORT.repr(value)
+
+
+def bound(function: Callable[..., Any], config: Any) -> Callable[..., Any]:
+    """The function with every parameter set that is a key of the config."""
+    keys = {field.name for field in dataclasses.fields(config)}
+    names = inspect.signature(function).parameters
+    return partial(function, **{name: getattr(config, name) for name in names if name in keys})
+
+
+def parameters(function: Callable[..., Any]) -> set[str]:
+    """Their names."""
+    return set(inspect.signature(function).parameters)
+
+
+def _checked_type(name: str, value: Any, hint: Any) -> Any:
+    """The value, an int made a float and a list a tuple where that is what is wanted."""
+    # With a Literal in it a union is one of `typing`, whatever it is written as.
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    options = typing.get_args(hint) if is_union else (hint,)
+    for option in options:
+        if typing.get_origin(option) is Literal:
+            if value in typing.get_args(option):
+                return value
+        elif typing.get_origin(option) is tuple:
+            if isinstance(value, list | tuple):
+                item = typing.get_args(option)[0]
+                return tuple(_checked_type(name, v, item) for v in value)
+        elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, got {value}")
+            return float(value)
+        elif isinstance(value, option) and not (isinstance(value, bool) and option is not bool):
+            return value
+    raise ValueError(f"{name} must be {_spelled(hint)}, got {short_repr(value)}")
+
+
+def _spelled(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(repr(option) for option in typing.get_args(hint))
+    if typing.get_origin(hint) is typing.Union:
+        return " or ".join(_spelled(option) for option in typing.get_args(hint))
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("NoneType", "None")
+
+
+def _check_range(field: dataclasses.Field[Any], value: Any) -> None:
+    limits = field.metadata
+    options = limits.get("options")
+    if options is not None and value not in options:
+        near = difflib.get_close_matches(value, options, 1, cutoff=0.8)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{field.name} must be one of {', '.join(options)}, got {value!r}{hint}")
+    if value is None or isinstance(value, str) or "minimum" not in limits:
+        return
+    comparisons = {
+        "minimum": (operator.ge, "at least"),
+        "maximum": (operator.le, "at most"),
+        "above": (operator.gt, "above"),
+        "below": (operator.lt, "below"),
+    }
+    for limit, (inside, words) in comparisons.items():
+        bound = limits[limit]
+        if bound is not None and not inside(value, bound):
+            because = f" ({limits['because']})" if limits["because"] else ""
+            raise ValueError(f"{field.name} must be {words} {bound}{because}, got {value}")

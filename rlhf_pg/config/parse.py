@@ -1,0 +1,197 @@
+"""Reading a config: defaults < YAML < flags.
+
+An unknown key, a wrong type or a value out of range is one error that names the key and the file,
+before any model loads.
+"""
+
+import argparse
+import dataclasses
+import io
+import os
+import sys
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import tyro
+import yaml
+
+from rlhf_pg.boundary.quoted import visible
+from rlhf_pg.config.fields import short_repr
+from rlhf_pg.config.foreign_keys import explained, nearest
+
+C = TypeVar("C")
+
+LONGEST = 1 << 20  # bytes of a recipe
+
+
+def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | None = None) -> C:
+    """Read a config: defaults < the YAML file given as `--config` < the other flags.
+
+    The YAML is read as values: a string in it is one, however much it looks like a flag.
+
+    Args:
+        prog: what `--help` calls the program.
+
+    Raises:
+        SystemExit: status 2, after one message that names the key and, for YAML, the file.
+    """
+    recipe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    recipe.add_argument("--config", type=Path)
+    known, flags = recipe.parse_known_args(args)
+    for flag in flags:
+        if flag.startswith("--"):
+            key = flag.removeprefix("--").split("=")[0].replace("-", "_")
+            _refuse_elsewhere(key, "command line")
+    from_file = None
+    if known.config:
+        from_file = _from_file(known.config, config_type)
+    return _cli(config_type, flags, from_file, prog)
+
+
+def _cli(config_type: type[C], flags: Sequence[str], default: C | None, prog: str | None) -> C:
+    quiet = nullcontext() if _is_main() else redirect_stderr(io.StringIO())
+    with _escaping([*flags, *_texts(default)]), quiet:
+        return tyro.cli(
+            config_type,
+            args=flags,
+            default=tyro.MISSING_NONPROP if default is None else default,
+            prog=prog,
+            use_underscores=True,
+            console_outputs=_is_main(),
+            config=(tyro.conf.FlagConversionOff,),
+        )
+
+
+@contextmanager
+def _escaping(texts: Sequence[str]) -> Iterator[None]:
+    """Around tyro, which shows values as they are: if one of them holds what a terminal obeys, all
+    that is shown is made `visible`, and tyro's colours are left out.
+    """
+    if all(visible(text) == text for text in texts):
+        yield
+        return
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            yield
+    finally:
+        print(visible(out.getvalue()), end="")
+        print(visible(err.getvalue()), end="", file=sys.stderr)
+
+
+def _texts(config: Any) -> Iterator[str]:
+    """The strings among the values of a config, if there is one."""
+    for value in vars(config).values() if config is not None else ():
+        yield from (
+            v for v in (value if isinstance(value, tuple) else [value]) if isinstance(v, str)
+        )
+
+
+def recipe_file(name: str) -> Path:
+    """A recipe that comes with the package: beside it in a checkout, inside it when installed."""
+    package = Path(__file__).parent
+    installed = package / "recipes" / name
+    return installed if installed.exists() else package.parent / "recipes" / name
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The keys of a YAML file; exits like `fail` if it is none."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(LONGEST + 1)
+        if len(text) > LONGEST:
+            fail(f"{path}: is longer than {LONGEST} bytes: it is no recipe")
+        recipe = yaml.load(text.decode(), Loader=_UniqueKeys)
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"{path}: cannot be read: {getattr(error, 'strerror', error)}")
+    except RecursionError:
+        fail(f"{path}: not valid YAML for a recipe: it is nested too deeply")
+    except (yaml.YAMLError, ValueError) as error:  # a date that there is not, for one
+        fail(f"{path}: not valid YAML: {error}")
+    if not isinstance(recipe, dict):
+        fail(f"{path}: expected `key: value` lines, got {type(recipe).__name__}")
+    return recipe
+
+
+def _from_file(path: Path, config_type: type[C]) -> C:
+    """The config that a YAML file asks for."""
+    recipe = load(path)
+    hints = typing.get_type_hints(config_type)
+    keys = [field.name for field in dataclasses.fields(config_type)]  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, value in recipe.items():
+        _refuse_elsewhere(str(key), str(path), known=keys)
+        if key not in keys:
+            hint = nearest(str(key), keys)
+            fail(f"{path}: unknown key {short_repr(key)} for {config_type.__name__}{hint}")
+        if value is None and type(None) not in typing.get_args(hints[key]):
+            fail(f"{path}: {key} must have a value, got null")
+        values[key] = _meant(value, hints[key])
+    try:
+        return config_type(**values)
+    except ValueError as error:
+        fail(f"{path}: {error}")
+
+
+def _meant(value: Any, hint: Any) -> Any:
+    """What YAML has read in the type that is wanted, where one can be made of the other.
+
+    PyYAML takes `1e-5` for a string, and a name such as `2026` for a number; one of several values
+    may stand without brackets.
+    """
+    wanted = typing.get_args(hint) if _is_union(hint) else (hint,)
+    items = [typing.get_args(one)[0] for one in wanted if typing.get_origin(one) is tuple]
+    if value is None or (value == "None" and type(None) in wanted):
+        return None
+    if items:
+        return [_meant(item, items[0]) for item in (value if isinstance(value, list) else [value])]
+    if isinstance(value, str):
+        for number in {int, float}.intersection(wanted):
+            with suppress(ValueError):
+                return number(value)
+    elif str in wanted and not isinstance(value, list | dict):
+        return str(value)
+    return value
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (types.UnionType, typing.Union)
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key given twice, of which plain YAML silently keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep) for key, _ in node.value]
+        twice = [key for key in keys if keys.count(key) > 1]
+        if twice:
+            raise yaml.YAMLError(f"key {twice[0]!r} stands twice")
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+def _refuse_elsewhere(key: str, where: str, known: Sequence[str] = ()) -> None:
+    said = None if key in known else explained(key)
+    if said is not None:
+        fail(f"{where}: {said}")
+
+
+def fail(message: str) -> NoReturn:
+    """Say what is wrong, once for all processes, and exit with status 2."""
+    if _is_main():
+        print(f"error: {visible(message)}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _is_main() -> bool:
+    """Whether this process speaks for all; one with a RANK and no launcher is alone."""
+    return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
+
+
+def dump(config: Any, path: Path) -> None:
+    """Write the resolved config as YAML that `parse` reads back to the same config."""
+    path.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))

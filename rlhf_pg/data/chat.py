@@ -1,0 +1,302 @@
+"""Text and chat messages as token ids, where no message forges a special token."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_pg.boundary.quoted import shown, told
+
+# What an assistant says where only what follows it is wanted: of no language, with no blanks.
+MARK = "\ue000\ue001\ue002"
+
+
+# Around the number of a special token's name that is only text.
+QUOTE = re.compile("\ue003([0-9]+)\ue004")
+
+
+DEEPEST = 32  # lists and objects within one another in a message
+
+
+# What templates compare a role with, even where a special token has the same name.
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class TooLong(ValueError):
+    """A text has more tokens than it may have."""
+
+    def __init__(self, where: str, size: str, most: int) -> None:
+        super().__init__(f"{where} is too long: {size}, for at most {most} tokens")
+        self.size = size
+
+
+def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of all that makes tokens of a chat: vocabulary, special tokens and chat template."""
+    parts = (tokenizer.get_vocab(), tokenizer.special_tokens_map, tokenizer.chat_template)
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def encode(
+    text: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    row: int = 0,
+    what: str = "prompt",
+    open_turn: bool = True,
+    tools: Sequence[dict[str, Any]] = (),
+    most: int | None = None,
+) -> list[int]:
+    """Token ids of a string, or of chat messages.
+
+    A BOS that both the text and the tokenizer put in front is kept once. The name of a special
+    token is one in a string, which may have been rendered before, and only text in a message.
+
+    Args:
+        row, what: how an error calls the text.
+        open_turn: leave a chat open for the assistant to continue, behind the opening of its turn
+            or behind its own words, where they stand last; otherwise it is closed.
+        tools: schemas of the functions that a chat may call.
+        most: tokens that there may be.
+
+    Raises:
+        TooLong: there are more, or more characters than so many tokens can stand for.
+        ValueError: something else is wrong; row and text are named.
+    """
+    where = f"{what} in row {row}"
+    if isinstance(text, str):
+        _check_length(text, tokenizer, where, most)
+        ids = _tokenize(tokenizer, text, where, add_special_tokens=True)
+    elif isinstance(text, list) and text and isinstance(text[0], dict):
+        quoted = _quoted_chat(text, tokenizer, where)
+        if open_turn and continues(text):
+            quoted[-1] = _marked(quoted[-1])
+            chat = _around_mark(_rendered(tokenizer, quoted, where, False, tools))[0]
+        else:
+            chat = _rendered(tokenizer, quoted, where, open_turn, tools)
+        _check_length(chat, tokenizer, where, most)
+        ids = _tokenize_chat(tokenizer, chat, where)
+    else:
+        raise ValueError(f"{where} must be a string or a list of messages, got {shown(text)}")
+    if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
+        ids = ids[1:]
+    if not ids:
+        raise ValueError(f"{where} is empty: a model needs at least one token")
+    if most is not None and len(ids) > most:
+        raise TooLong(where, f"{len(ids)} tokens", most)
+    return ids
+
+
+def _check_length(
+    text: str, tokenizer: PreTrainedTokenizerBase, where: str, most: int | None
+) -> None:
+    """Refuse a text that cannot fit before megabytes of it become tokens."""
+    if most is not None and len(text) > most * _widest(tokenizer, len(tokenizer)):
+        raise TooLong(where, f"{len(text)} characters", most)
+
+
+@lru_cache(maxsize=4)
+def _widest(tokenizer: PreTrainedTokenizerBase, size: int) -> int:
+    """Characters that one token can stand for."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def encode_answer(
+    messages: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Any,
+    stop_id: int | None,
+    tools: Sequence[dict[str, Any]] = (),
+    most: int | None = None,
+) -> list[int]:
+    """Token ids of the answer to an assistant's turn, through the opening of its next turn.
+
+    Args:
+        messages: text, which is taken as it is; or chat messages, with all that the chat template
+            has between two turns of the assistant.
+        prompt: of the chat.
+        stop_id: the token that ended the turn, if one did: it is there already.
+        tools, most: as in `encode`.
+
+    Raises:
+        TooLong: there are more characters than `most` tokens can stand for.
+        ValueError: the messages do not fit the chat template, or it leaves no trace of the turn.
+    """
+    where = "the answer to a turn"
+    if isinstance(messages, str):
+        _check_length(messages, tokenizer, where, most)
+        return _tokenize(tokenizer, messages, where, add_special_tokens=False)
+    said = _quoted_chat(list(prompt), tokenizer, where)
+    turn = said.pop() if continues(prompt) else {"role": "assistant", "content": ""}
+    told = _quoted_chat(list(messages), tokenizer, where)
+    chat = _rendered(tokenizer, [*said, _marked(turn), *told], where, True, tools)
+    text = _around_mark(chat)[1]
+    if stop_id is not None:
+        blank, stop, rest = text.partition(tokenizer.decode([stop_id]))
+        if stop and not blank.strip():  # some templates have a blank in front of it
+            text = rest
+    _check_length(text, tokenizer, where, most)
+    return _tokenize_chat(tokenizer, text, where)
+
+
+def continues(prompt: Any) -> bool:
+    """Whether a prompt ends with the assistant's own words, which the policy is to continue."""
+    last = prompt[-1] if isinstance(prompt, list | tuple) and prompt else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant":
+        return False
+    return isinstance(last.get("content"), str | list) and not last.get("tool_calls")
+
+
+def whole_turn(prompt: Any, messages: list[Any]) -> tuple[Any, list[Any]]:
+    """A prompt and the messages that follow it; words of the assistant that the policy continued
+    move from the end of the one to the beginning of the other, as TRL has it.
+    """
+    if not messages or not continues(prompt):
+        return prompt, messages
+    first = {**messages[0], "content": text_of(prompt[-1]) + messages[0]["content"]}
+    return prompt[:-1], [first, *messages[1:]]
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """What a message says: its content, or the texts of its parts."""
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else [{"text": content}]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _marked(message: dict[str, Any]) -> dict[str, Any]:
+    """With MARK behind all that it says."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + MARK}
+    return {**message, "content": [*content, {"type": "text", "text": MARK}]}
+
+
+def _around_mark(chat: str) -> tuple[str, str]:
+    before, mark, after = chat.rpartition(MARK)
+    if not mark:
+        raise ValueError("the chat template does not show what the assistant said last")
+    return before, after
+
+
+def _quoted_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Any]:
+    """Chat messages for `_rendered`."""
+    special = _special(tokenizer)
+    _refuse_split(messages, special, where)
+    try:
+        quoted: list[Any] = _quoted(messages, special)
+    except Exception as error:
+        raise ValueError(f"{where} cannot be read: {told(error)}") from error
+    return quoted
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    quoted: list[Any],
+    where: str,
+    open_turn: bool,
+    tools: Sequence[dict[str, Any]],
+) -> str:
+    """Chat messages by the chat template; for `_tokenize_chat`."""
+    if not tokenizer.chat_template:
+        raise ValueError(f"{where} is a list of messages, but the tokenizer has no chat_template")
+    try:
+        chat: str = tokenizer.apply_chat_template(
+            quoted, tools=list(tools) or None, add_generation_prompt=open_turn, tokenize=False
+        )
+    except Exception as error:  # a template raises what it likes
+        raise ValueError(f"{where} does not fit the chat template: {told(error)}") from error
+    return chat
+
+
+class _Special(NamedTuple):
+    """The special tokens of a tokenizer, and what a `QUOTE` of their names stands for."""
+
+    names: list[str]
+    found: re.Pattern[str]  # any of the names
+    ids: set[int]
+
+
+def _special(tokenizer: PreTrainedTokenizerBase) -> _Special:
+    """Looked up anew when tokens have been added."""
+    return _looked_up(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=4)
+def _looked_up(tokenizer: PreTrainedTokenizerBase, size: int) -> _Special:
+    added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    # Longer ones before what they begin with; and no text forges a mark or a quote.
+    names = sorted({*added.values(), MARK[0], "\ue003"}, reverse=True)
+    return _Special(names, re.compile("|".join(map(re.escape, names))), set(added))
+
+
+def _refuse_split(messages: list[Any], special: _Special, where: str) -> None:
+    """Parts of a message, which a template may join, must not spell a name together.
+
+    Raises:
+        ValueError: they do.
+    """
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, list):
+            continue
+        texts = [text_of({"content": [part]}) for part in content]
+        apart = sum(len(special.found.findall(text)) for text in texts)
+        if len(special.found.findall("".join(texts))) > apart:
+            raise ValueError(
+                f"{where} spells the name of a special token in neighbouring parts of a message: "
+                "make one part of them"
+            )
+
+
+def _quoted(value: Any, special: _Special, depth: int = 0) -> Any:
+    """What messages say, with a `QUOTE` in place of every name."""
+    if depth > DEEPEST:
+        raise ValueError(f"there are more than {DEEPEST} lists and objects within one another")
+    if isinstance(value, list | tuple):
+        return [_quoted(item, special, depth + 1) for item in value]
+    if isinstance(value, Mapping):
+        return {
+            _quoted(k, special): v if k == "role" and v in ROLES else _quoted(v, special, depth + 1)
+            for k, v in value.items()
+        }
+    if value is not None and not isinstance(value, str | int | float):
+        value = str(value)  # as a template would have it
+    if isinstance(value, str):
+        return special.found.sub(
+            lambda match: f"\ue003{special.names.index(match.group())}\ue004", value
+        )
+    return value
+
+
+def _tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) -> list[int]:
+    """Ids of what `_rendered` gave: a `QUOTE` stands for a name, letter by letter."""
+    names = _special(tokenizer).names
+    first, *rest = QUOTE.split(chat)
+    ids = _tokenize(tokenizer, first, where, add_special_tokens=False)
+    for number, text in zip(rest[::2], rest[1::2], strict=True):
+        ids += _spelled(tokenizer, names[int(number)], where)
+        ids += _tokenize(tokenizer, text, where, add_special_tokens=False)
+    return ids
+
+
+def _spelled(tokenizer: PreTrainedTokenizerBase, name: str, where: str) -> list[int]:
+    """Ids of a special token's name, of which none is a special token."""
+    plain = {"add_special_tokens": False, "split_special_tokens": True}
+    ids = _tokenize(tokenizer, name, where, **plain)
+    if _special(tokenizer).ids & set(ids):  # some vocabularies have it among their pieces
+        ids = [i for letter in name for i in _tokenize(tokenizer, letter, where, **plain)]
+    return ids
+
+
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase, text: str, where: str, **options: bool
+) -> list[int]:
+    try:
+        ids: list[int] = tokenizer(text, **options)["input_ids"]
+    except Exception as error:  # a character without a token, say
+        raise ValueError(f"{where} cannot be tokenized: {error}") from error
+    return ids

@@ -1,0 +1,213 @@
+"""Prompts: checked and tokenized once, drawn in an order that a single number resumes."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_pg.boundary.quoted import told
+from rlhf_pg.boundary.user_code import foreign
+from rlhf_pg.data.chat import TooLong, encode
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A dataset whose `prompt` column has been tokenized."""
+
+    rows: Dataset
+    tokens: list[list[int]]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def longest(self) -> int:
+        return max(len(tokens) for tokens in self.tokens)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the tokens and of all columns, row by row: a resumed run needs the same."""
+        digest = hashlib.sha256()
+        for tokens in self.tokens:
+            digest.update(f"{tokens}\n".encode())
+        for table in self.rows.with_format("arrow").iter(1000):  # as stored: nothing is decoded
+            for row in table.to_pylist():
+                digest.update(json.dumps(row, sort_keys=True, default=repr).encode())
+        return digest.hexdigest()
+
+
+def load_prompts(
+    dataset: Dataset | None,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_length: int | None = None,
+    long_prompts: str = "error",
+    tools: Sequence[dict[str, Any]] = (),
+) -> Prompts:
+    """Tokenize every prompt and apply the length rule.
+
+    Args:
+        dataset: has a column `prompt` of strings or of lists of chat messages.
+        max_prompt_length: in tokens.
+        long_prompts: "error" refuses a longer prompt; "drop" leaves it out and logs how many.
+        tools: schemas of the functions that the chats may call.
+
+    Raises:
+        ValueError: no `prompt` column, no rows, an empty or a too long prompt (the row is named).
+    """
+    if dataset is None:
+        raise ValueError("there is none: give a datasets.Dataset with a column 'prompt'")
+    if not isinstance(dataset, Dataset):
+        raise ValueError(
+            f"expected a datasets.Dataset, got {type(dataset).__name__}: take one split, or make "
+            "one with Dataset.from_list"
+        )
+    dataset = _in_rows(dataset)
+    if "prompt" not in dataset.column_names:
+        raise ValueError(
+            f"the dataset has no column 'prompt' (it has {', '.join(dataset.column_names)}): "
+            "rename the one that holds the prompts"
+        )
+    tokens: list[list[int]] = []
+    kept: list[int] = []
+    long: list[str] = []
+    for row, prompt in enumerate(dataset["prompt"]):
+        try:
+            tokens.append(encode(prompt, tokenizer, row, tools=tools, most=max_prompt_length))
+            kept.append(row)
+        except TooLong as error:
+            long.append(f"row {row} with {error.size}")
+    if long and long_prompts == "error":
+        raise ValueError(
+            f"{len(long)} prompts are longer than max_prompt_length {max_prompt_length}; the first "
+            f"is {long[0]}. Raise max_prompt_length, shorten them, or set long_prompts to drop"
+        )
+    if long:
+        logger.warning("dropped %d of %d prompts: too long", len(long), len(dataset))
+        dataset = dataset.select(kept)
+    if not tokens:
+        raise ValueError(
+            "the dataset has no prompts" + (" left: all were too long" if long else "")
+        )
+    return Prompts(dataset, tokens)
+
+
+def _in_rows(dataset: Dataset) -> Dataset:
+    """Rows with all columns, where a format shows tables, or leaves the prompt out; and with what a
+    transform (`with_transform`) makes of every row, once: it may be random, and policy and reward
+    are to see the same.
+    """
+    shape = dataset.format
+    if shape["type"] != "custom":
+        tables = shape["type"] in ("arrow", "pandas", "polars")
+        return dataset.with_format(None) if tables or "prompt" not in shape["columns"] else dataset
+    try:
+        with foreign("the dataset's transform"):
+            return Dataset.from_list([dataset[row] for row in range(len(dataset))])
+    except Exception as error:
+        raise ValueError(f"the dataset's transform cannot be applied: {told(error)}") from error
+
+
+def check_fit(
+    prompts: Prompts,
+    max_completion_length: int,
+    positions: int | None,
+    micro_batch_tokens: int | str,
+) -> None:
+    """Make sure that the widest row has a position for every token, and fits a micro-batch.
+
+    Raises:
+        ValueError: it does not.
+    """
+    width = prompts.longest + max_completion_length
+    row = f"the longest prompt ({prompts.longest}) plus max_completion_length is {width} tokens"
+    if positions is not None and width > positions:
+        raise ValueError(
+            f"{row}, beyond the model's max_position_embeddings of {positions}: lower "
+            "max_completion_length, or set max_prompt_length with long_prompts drop"
+        )
+    if isinstance(micro_batch_tokens, int) and width > micro_batch_tokens:
+        raise ValueError(
+            f"{row}, more than micro_batch_tokens {micro_batch_tokens}: a micro-batch must hold at "
+            "least one row"
+        )
+
+
+def fitting_prompts(
+    dataset: Dataset | None,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_completion_length: int,
+    max_prompt_length: int | None = None,
+    long_prompts: str = "error",
+    positions: int | None = None,
+    micro_batch_tokens: int | str = "auto",
+    tools: Sequence[dict[str, Any]] = (),
+) -> Prompts:
+    """Tokenize every prompt of a dataset, and make sure that its widest row fits.
+
+    Args:
+        name: how an error calls the dataset.
+        positions: of the model; None: any number.
+        max_prompt_length, long_prompts, tools: as in `load_prompts`.
+        max_completion_length, micro_batch_tokens: as in `check_fit`.
+
+    Raises:
+        ValueError: what is wrong with the dataset.
+    """
+    try:
+        loaded = load_prompts(dataset, tokenizer, max_prompt_length, long_prompts, tools)
+        texts = [row for row, p in enumerate(loaded.rows["prompt"]) if isinstance(p, str)]
+        if tools and texts:
+            raise ValueError(
+                f"the prompt in row {texts[0]} is a string, and tools are called in a chat: make "
+                "it a list of messages"
+            )
+        check_fit(loaded, max_completion_length, positions, micro_batch_tokens)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return loaded
+
+
+@dataclass(frozen=True)
+class PromptSampler:
+    """The endless order of prompts: a pure function of (seed, draw).
+
+    Draw d belongs to epoch d // size and takes place d % size of that epoch's permutation, so the
+    number of draws so far is all the state there is.
+    """
+
+    size: int
+    seed: int
+    shuffle: bool = True
+
+    def rows(self, draws: Sequence[int]) -> list[int]:
+        """The dataset row of every draw."""
+        orders = {epoch: self._order(epoch) for epoch in {draw // self.size for draw in draws}}
+        return [orders[draw // self.size][draw % self.size] for draw in draws]
+
+    def _order(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.size))
+        return permutation(self.size, self.seed, epoch)
+
+
+def permutation(size: int, *key: int) -> list[int]:
+    """A random order of 0..size-1 that depends on the key alone."""
+    order: list[int] = np.random.default_rng(key).permutation(size).tolist()
+    return order
+
+
+def batches(rows: range, size: int) -> Iterator[range]:
+    """The rows in runs of `size`."""
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]

@@ -1,0 +1,326 @@
+"""The two records that travel: what was sampled, and what a learner needs to know about it.
+
+Shapes: B rows on this rank, P prompt width, T completion width. A row is one completion. Prompts
+are left-padded and completions right-padded, so every completion starts in the same column.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_pg.data import micro_batches
+
+_PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
+_ROW_FIELDS = ("groups", "truncated", "positive")
+_ID_FIELDS = ("prompt_ids", "completion_ids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """What the engine sampled."""
+
+    prompt_ids: Tensor  # (B,P)
+    prompt_mask: Tensor  # (B,P) bool
+    completion_ids: Tensor  # (B,T)
+    completion_mask: Tensor  # (B,T) bool; every real token, what a model may attend to
+    action_mask: Tensor  # (B,T) bool; the policy's own tokens, through EOS; all that enters a loss
+    groups: Tensor  # (B,) int64; the prompt's draw number, shared by its completions
+    truncated: Tensor  # (B,) bool; stopped by length, not by a stop token
+    sampler_logprobs: Tensor  # (B,T) as the engine saw them
+    support_ids: Tensor | None = None  # (B,T,K) int32; see `from_tokens`
+    host_rows: tuple[micro_batches.Row, ...] | None = None  # see `counted`
+
+    @classmethod
+    def from_tokens(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        logprobs: Sequence[Sequence[float]],
+        truncated: Sequence[bool],
+        groups: Sequence[int],
+        pad_token_id: int,
+        actions: Sequence[Sequence[bool]] | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        supports: Sequence[Sequence[Tensor] | None] | None = None,
+    ) -> Self:
+        """Pad lists, one entry per row, into a record.
+
+        Args:
+            actions: which tokens the policy chose; by default all of them.
+            dtype: of the log-probabilities.
+            supports: where the sampler truncates its distribution, for every token the ids that it
+                was drawn from; none stand for the whole vocabulary. They become `support_ids`,
+                padded with -1 to the K of the widest set of the batch. That is 4 B T K bytes:
+                little with top_k, and with top_p alone up to the vocabulary at every token.
+
+        Raises:
+            ValueError: a completion does not have one log-probability (or action, or support) per
+                token; or a token is not in its own.
+        """
+        for row, (tokens, numbers) in enumerate(zip(completions, logprobs, strict=True)):
+            if len(tokens) != len(numbers):
+                raise ValueError(
+                    f"row {row} has {len(tokens)} tokens but {len(numbers)} log-probabilities"
+                )
+        for row, (tokens, own) in enumerate(zip(completions, actions or completions, strict=True)):
+            if len(tokens) != len(own):
+                raise ValueError(f"row {row} has {len(tokens)} tokens but {len(own)} actions")
+        prompt_ids, prompt_mask = padded(prompts, pad_token_id, left=True)
+        completion_ids, completion_mask = padded(completions, pad_token_id)
+        sampler_logprobs = torch.zeros(completion_ids.shape, dtype=dtype)
+        sampler_logprobs[completion_mask] = torch.tensor(
+            [value for row in logprobs for value in row], dtype=dtype
+        )
+        action_mask = completion_mask.clone()
+        if actions is not None:
+            flat = [own for row in actions for own in row]
+            action_mask[completion_mask] = torch.tensor(flat, dtype=torch.bool)
+        fields = {
+            "prompt_ids": prompt_ids,
+            "prompt_mask": prompt_mask,
+            "completion_ids": completion_ids,
+            "completion_mask": completion_mask,
+            "action_mask": action_mask,
+            "groups": torch.tensor(groups, dtype=torch.int64),
+            "truncated": torch.tensor(truncated, dtype=torch.bool),
+            "sampler_logprobs": sampler_logprobs,
+        }
+        if supports is not None:
+            fields["support_ids"] = _padded_supports(supports, completion_ids, completion_mask)
+        there: dict[str, Any] = {name: value.to(device) for name, value in fields.items()}
+        return cls(**there)
+
+    @property
+    def num_rows(self) -> int:
+        return self.completion_ids.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Columns of a row, prompt and completion together."""
+        return self.prompt_ids.shape[1] + self.completion_ids.shape[1]
+
+    def lengths(self) -> Tensor:
+        """(B,3) int64: tokens of the completion, tokens of the prompt, whether it was truncated."""
+        lengths = [self.completion_mask.sum(1), self.prompt_mask.sum(1), self.truncated.long()]
+        return torch.stack(lengths, dim=1)
+
+    def counted(self) -> Self:
+        """The same with the lengths of its rows on the host.
+
+        A GPU is waited for here, and not again by who cuts it into micro-batches or packs them.
+        """
+        if self.host_rows is not None:
+            return self
+        if not self.num_rows:
+            return dataclasses.replace(self, host_rows=())
+        lengths = [*self.lengths()[:, [1, 0]].T, self.action_mask.sum(1)]
+        columns = torch.stack([self.groups, self.families(), *lengths])
+        rows = tuple(micro_batches.Row(*row) for row in columns.T.tolist())
+        return dataclasses.replace(self, host_rows=rows)
+
+    def action_slots(self) -> Tensor:
+        """(M,) int64: where the action tokens are in (B,T), flattened."""
+        mask = self.action_mask.flatten()
+        if self.host_rows is None:
+            return mask.nonzero().squeeze(1)
+        return mask.nonzero_static(size=sum(row.actions for row in self.host_rows)).squeeze(1)
+
+    def select(self, rows: Tensor) -> Self:
+        """These rows (int64 indices), with columns that are padding in all of them cut off.
+
+        Of a batch that is `counted`, indices on the host spare a GPU every wait.
+        """
+        host_rows = self.host_rows and tuple(self.host_rows[i] for i in rows.tolist())
+        rows = to_device(rows, self.groups.device)
+        if host_rows is None:
+            prompt_width = _longest(self.prompt_mask[rows])
+            width = _longest(self.completion_mask[rows])
+        else:
+            prompt_width = max((row.prompt for row in host_rows), default=0) or 1
+            width = max((row.completion for row in host_rows), default=0) or 1
+
+        def pick(name: str, value: Tensor) -> Tensor:
+            value = value[rows]
+            if name in _ROW_FIELDS:
+                return value
+            if name == "support_ids":
+                return value[:, :width, : _widest(value)]
+            return value[:, -prompt_width:] if name in _PROMPT_FIELDS else value[:, :width]
+
+        picked: dict[str, Any] = {name: pick(name, value) for name, value in self._tensors()}
+        return type(self)(**picked, host_rows=host_rows)
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self], pad_token_id: int) -> Self:
+        """The rows of all parts, one after another, padded to the widest of them."""
+
+        def join(name: str) -> Tensor:
+            values = [getattr(part, name) for part in parts]
+            if name in _ROW_FIELDS:
+                return torch.cat(values)
+            if name == "support_ids":
+                return _joined_supports(values)
+            width, left = max(value.shape[1] for value in values), name in _PROMPT_FIELDS
+            fill = pad_token_id if name in _ID_FIELDS else 0
+            return torch.cat([_widened(value, width, fill, left) for value in values])
+
+        joined: dict[str, Any] = {name: join(name) for name, _ in parts[0]._tensors()}
+        return cls(**joined)
+
+    def blank_row(self) -> Self:
+        """One row without action tokens: it costs a forward pass and adds nothing to a loss."""
+
+        def blank(name: str, value: Tensor) -> Tensor:
+            shape = (1,) if name in _ROW_FIELDS else (1,) * value.ndim
+            filled = {"prompt_mask": 1, "completion_mask": 1, "support_ids": -1}
+            return torch.full(shape, filled.get(name, 0), dtype=value.dtype, device=value.device)
+
+        row = micro_batches.Row(group=0, family=0, prompt=1, completion=1, actions=0)
+        blanks: dict[str, Any] = {name: blank(name, value) for name, value in self._tensors()}
+        return type(self)(**blanks, host_rows=(row,))
+
+    @property
+    def longest(self) -> int:
+        """Real tokens of the longest row, prompt and completion together."""
+        if self.host_rows is not None:
+            return max(row.prompt + row.completion for row in self.host_rows)
+        return int(self.lengths()[:, :2].sum(1).max())
+
+    def families(self) -> Tensor:
+        """(B,) int64, from 0: neighbours with the same group and the same prompt share a number.
+
+        (An environment may give every episode of a group a prompt of its own.)
+        """
+        prompts = torch.where(self.prompt_mask, self.prompt_ids, -1)
+        columns = torch.cat([self.groups[:, None], prompts], dim=1)
+        differs = (columns[1:] != columns[:-1]).any(1)
+        return nn.functional.pad(differs.cumsum(0), (1, 0))
+
+    def micro_batches(
+        self,
+        max_tokens: int,
+        whole_groups: bool = False,
+        window: float = math.inf,
+        pads: bool = True,
+    ) -> list[Tensor]:
+        """Row indices on the host, split so that what is computed stays within `max_tokens`.
+
+        Args:
+            whole_groups: see `rlhf_pg.data.micro_batches`.
+            window: tokens of a row up to which prompts are computed once and nothing is padded. One
+                longer row has its whole micro-batch padded, so shorter ones keep away from it.
+            pads: whether rows that are longer may be padded.
+        """
+        if not self.num_rows:
+            return []
+        rows = self.counted().host_rows or ()
+        long = [row.prompt + row.completion > window for row in rows]
+        if whole_groups:  # which may have rows of both kinds
+            long = [any(long)] * len(rows)
+        batches: list[Tensor] = []
+        side_by_side = micro_batches.padded if pads else micro_batches.alike
+        for split, kind in ((micro_batches.packed, False), (side_by_side, True)):
+            places = torch.tensor([i for i, is_long in enumerate(long) if is_long == kind])
+            own = [row for row, is_long in zip(rows, long, strict=True) if is_long == kind]
+            if own:
+                batches += [places[part] for part in split(own, max_tokens, whole_groups)]
+        return batches
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                yield field.name, value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience(Rollout):
+    """A rollout with what the update needs; None where the algorithm does not need it."""
+
+    advantages: Tensor  # (B,T)
+    old_logprobs: Tensor | None = None  # (B,T) None: one update per rollout, the ratio is 1
+    ref_logprobs: Tensor | None = None  # (B,T)
+    values: Tensor | None = None  # (B,T)
+    returns: Tensor | None = None  # (B,T)
+    positive: Tensor | None = None  # (B,) bool; right, see `positive_nll_coef`
+
+    @classmethod
+    def of(cls, rollout: Rollout, **numbers: Tensor | None) -> Self:
+        """A rollout and its numbers."""
+        fields: dict[str, Any] = {**dict(rollout._tensors()), **numbers}
+        return cls(**fields)
+
+
+def padded(rows: Sequence[Sequence[int]], pad: int, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Ids and mask, (B, widest row); at least one column, so that B = 0 has two dimensions."""
+    width = max((len(row) for row in rows), default=0) or 1
+    ids = torch.full((len(rows), width), pad, dtype=torch.int64)
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)
+    for i, row in enumerate(rows):
+        where = slice(width - len(row), width) if left else slice(len(row))
+        ids[i, where] = torch.tensor(row, dtype=torch.int64)
+        mask[i, where] = True
+    return ids, mask
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """A copy, for which a GPU is not waited for, of a tensor that is not changed any more."""
+    if device.type != "cuda" or x.device.type != "cpu":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
+def _padded_supports(
+    supports: Sequence[Sequence[Tensor] | None], ids: Tensor, mask: Tensor
+) -> Tensor:
+    """(B,T,K) int32, from one list of id tensors per row; ids and mask of the completions (B,T)."""
+    for row, (support, length) in enumerate(zip(supports, mask.sum(1).tolist(), strict=True)):
+        if support is None or len(support) != length:
+            given = "none" if support is None else len(support)
+            raise ValueError(
+                f"row {row} was sampled from a truncated distribution and has {length} tokens but "
+                f"{given} supports: the engine must say which ids each token was drawn from"
+            )
+    tokens = [kept for support in supports for kept in support or ()]
+    counts = torch.zeros_like(ids)
+    counts[mask] = torch.tensor([len(kept) for kept in tokens], dtype=counts.dtype)
+    columns = torch.arange(max(int(counts.max()) if counts.numel() else 0, 1))
+    support_ids = torch.full((*ids.shape, len(columns)), -1, dtype=torch.int32)
+    if tokens:
+        support_ids[columns < counts[:, :, None]] = torch.cat(tokens).int()
+    drawn = (support_ids == ids[:, :, None]).any(2) | (counts == 0)
+    if not drawn.all():
+        row, token = (~drawn).nonzero()[0].tolist()
+        raise ValueError(f"row {row}: token {token} is not in the support that it was drawn from")
+    return support_ids
+
+
+def _joined_supports(supports: Sequence[Tensor]) -> Tensor:
+    """Padded to the longest row and to the widest set."""
+    longest, widest = (max(part.shape[dim] for part in supports) for dim in (1, 2))
+    padded = [
+        nn.functional.pad(part, (0, widest - part.shape[2], 0, longest - part.shape[1]), value=-1)
+        for part in supports
+    ]
+    return torch.cat(padded)
+
+
+def _widest(support_ids: Tensor) -> int:
+    """Ids in the widest set: at least 1."""
+    return max(int((support_ids >= 0).sum(2).max()) if support_ids.numel() else 0, 1)
+
+
+def _widened(x: Tensor, width: int, fill: int, left: bool) -> Tensor:
+    missing = x.new_full((len(x), width - x.shape[1]), fill)
+    return torch.cat([missing, x] if left else [x, missing], dim=1)
+
+
+def _longest(mask: Tensor) -> int:
+    """Real tokens in the longest row: at least 1."""
+    return max(int(mask.sum(dim=1).max()) if len(mask) else 0, 1)

@@ -1,0 +1,236 @@
+"""Policy losses per token that clip the ratio, the weight or the gate."""
+
+import torch
+from torch import Tensor
+
+from rlhf_pg.losses.ratio import SAMPLING_LEVELS, Loss, bounds, clip_metrics, ratio_terms
+from rlhf_pg.masking import masked_mean
+
+
+def clipped_surrogate(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    importance_sampling_level: str = "token",
+) -> Loss:
+    """The negated objective of PPO (Schulman et al. 2017, Eq. 7), to be minimised.
+
+        loss_t = -min(rho_t A_t, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A_t)
+        with delta, where A_t < 0:  loss_t = -max(min(...), delta A_t)
+
+    Once rho_t has left the interval on the side that A_t pushes to, the gradient is exactly 0, and
+    so it is above delta where A_t < 0. At rho = 1 it is -A_t grad log pi(y_t).
+
+    Args:
+        logprobs, old_logprobs: (B,T) of the sampled tokens; only `logprobs` gets a gradient.
+        advantages: (B,T) or (B,1).
+        mask: (B,T) action tokens.
+        epsilon_high: upper clip distance (DAPO's clip-higher); None means `epsilon`.
+        delta: the highest rho_t where A_t < 0 (dual clip; Ye et al. 2020); None: no bound.
+        importance_sampling_level: "sequence" takes one ratio for the row, exp(mean_t log rho_t)
+            (GSPO, Zheng et al. 2025); with one advantage per row and the aggregation
+            "sequence_mean" that is GSPO's objective. Its epsilon is far smaller: 3e-4.
+
+    Returns:
+        per_token (B,T) and metrics: `clip_ratio/low_mean`, `clip_ratio/high_mean` and
+        `clip_ratio/region_mean` (tokens cut off by the bound below, above, either),
+        `clip_ratio/delta_mean` (by delta, where it is given), `ratio`, `approx_kl`
+        (rho_t - 1 - log rho_t of the token, whose mean estimates KL(pi_old || pi)), and
+        `ratio_overflow` (tokens whose |log rho_t| was held at 20 to keep the loss finite).
+
+    Raises:
+        ValueError: an unknown level, or delta not above 1.
+
+    Elsewhere: TRL caps rho_t at delta before the minimum, the same for delta >= 1 + epsilon; verl
+    always has one, by default 3. TRL's PPO logs (log rho_t)^2 / 2 as approx_kl and averages it over
+    padding too, Spinning Up logs -log rho_t.
+    """
+    if importance_sampling_level not in SAMPLING_LEVELS:
+        level, known = importance_sampling_level, ", ".join(SAMPLING_LEVELS)
+        raise ValueError(f"importance_sampling_level must be one of {known}, got {level!r}")
+    if delta is not None and delta <= 1:
+        raise ValueError(f"delta must be above 1, the ratio before the first update, got {delta}")
+    terms = ratio_terms(logprobs, old_logprobs, advantages, mask, importance_sampling_level)
+    _, ratio, advantages, metrics = terms
+    low_bound, high_bound = bounds(epsilon, epsilon_high)
+    clipped = ratio.clamp(low_bound, high_bound)
+    per_token = -torch.min(ratio * advantages, clipped * advantages)
+    low = (ratio < low_bound) & (advantages < 0)
+    high = (ratio > high_bound) & (advantages > 0)
+    metrics = clip_metrics(low, high, per_token.dtype) | metrics
+    if delta is not None:
+        capped = per_token.minimum(-delta * advantages)
+        per_token = torch.where(advantages < 0, capped, per_token)
+        metrics["clip_ratio/delta_mean"] = ((ratio > delta) & (advantages < 0)).to(per_token.dtype)
+    return per_token, metrics
+
+
+def cispo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+) -> Loss:
+    """Clips the weight, not the token (CISPO; MiniMax-M1, 2025, Eq. 4 and 5).
+
+        loss_t = -sg(clip(rho_t, 1 - epsilon, 1 + epsilon_high)) A_t log pi(y_t)
+
+    The gradient is that of `surrogate` with the weight rho_t clipped: no token loses its gradient.
+    At rho = 1 it is REINFORCE's.
+
+    Args:
+        logprobs, old_logprobs, advantages, mask: as in `clipped_surrogate`.
+        epsilon: 1 for no lower bound, as in the paper's experiments.
+        epsilon_high: None means `epsilon`.
+
+    Returns:
+        per_token (B,T) and the metrics of `clipped_surrogate`, where `clip_ratio/*` count the
+        tokens whose weight was clipped, whatever the sign of A_t.
+
+    Elsewhere: TRL has the upper bound alone and takes its epsilon_high as that bound itself, so its
+    5.0 is epsilon = 1, epsilon_high = 4.0 here.
+    """
+    terms = ratio_terms(logprobs, old_logprobs, advantages, mask)
+    low_bound, high_bound = bounds(epsilon, epsilon_high)
+    weight = terms.ratio.detach().clamp(low_bound, high_bound)
+    per_token = -weight * terms.advantages * torch.where(mask, logprobs, 0.0)
+    low, high = terms.ratio < low_bound, terms.ratio > high_bound
+    return per_token, clip_metrics(low, high, per_token.dtype) | terms.metrics
+
+
+def gmpo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+) -> Loss:
+    """The geometric mean of a row's clipped ratios (GMPO; Zhao et al. 2025, arXiv 2507.20673).
+
+        c_t = min(log rho_t, epsilon_high) where A > 0, max(log rho_t, -epsilon) where A < 0
+        loss = -A exp(mean_t c_t), the same at every token of the row
+
+    The gradient is that of -A exp(mean_t c_t) mean_t log pi(y_t), a clipped token's being exactly
+    0. At rho = 1 and with the aggregation "sequence_mean", the paper's, it is REINFORCE's.
+
+    Args:
+        logprobs, old_logprobs, mask: as in `clipped_surrogate`.
+        advantages: (B,1), or (B,T) equal along a row.
+        epsilon: in log space: rho_t is clipped to [exp(-epsilon), exp(epsilon_high)]. The paper
+            takes 0.4, since one outlier weighs less in a geometric mean.
+        epsilon_high: None means `epsilon`.
+
+    Returns:
+        per_token (B,T) and the metrics of `clipped_surrogate`, `ratio` being the token's.
+
+    Elsewhere: TRL and verl have it in this form, verl with a small constant in the length.
+    """
+    terms = ratio_terms(logprobs, old_logprobs, advantages, mask)
+    upper = epsilon if epsilon_high is None else epsilon_high
+    low = (terms.log_ratio < -epsilon) & (terms.advantages < 0)
+    high = (terms.log_ratio > upper) & (terms.advantages > 0)
+    inside = terms.log_ratio.clamp(-epsilon, upper)
+    clipped = torch.where(low | high, inside, terms.log_ratio)
+    mean = masked_mean(clipped, mask, dim=1)[:, None].exp()
+    per_token = -mean * terms.advantages
+    return per_token, clip_metrics(low, high, per_token.dtype) | terms.metrics
+
+
+def sapo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+) -> Loss:
+    """A soft gate in place of the clip (SAPO; Gao et al. 2025).
+
+        loss_t = -(4 / tau) sigmoid(tau (rho_t - 1)) A_t
+
+    The gradient is that of `surrogate` times the gate 4 s (1 - s), s being the sigmoid: 1 at
+    rho = 1, and less on either side, whatever the sign of A_t. With rho_t in it, a token that has
+    become up to 3.4 times as likely still counts for more than at rho = 1 (tau = 1).
+
+    Args:
+        logprobs, old_logprobs, advantages, mask: as in `clipped_surrogate`.
+        sapo_temperature_pos, sapo_temperature_neg: tau where A_t > 0, and elsewhere; a higher one
+            closes sooner.
+
+    Returns:
+        per_token (B,T) and the metrics `ratio`, `approx_kl` and `ratio_overflow` of
+        `clipped_surrogate`.
+
+    Elsewhere: TRL has it in this form.
+    """
+    terms = ratio_terms(logprobs, old_logprobs, advantages, mask)
+    tau = torch.full_like(terms.ratio, sapo_temperature_neg)
+    tau = tau.masked_fill(terms.advantages > 0, sapo_temperature_pos)
+    gate = torch.sigmoid(tau * (terms.ratio - 1)) * 4 / tau
+    return -gate * terms.advantages, terms.metrics
+
+
+def p3o(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    groups: Tensor,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+) -> Loss:
+    """Every row against the others of its prompt (P3O, clipped separately; Wu et al. 2023).
+
+        rho_i = prod_t rho_t of row i,   q_ij = sg(rho_j) (r_i - r_j)
+        c_i = clip(rho_i, 1 - epsilon, 1 + epsilon_high)
+        loss_i = -1/(n-1) sum_{j != i} min(rho_i q_ij, c_i q_ij)
+
+    shared evenly among the tokens of row i. A constant added to the scores of a prompt changes
+    nothing. At rho = 1 the gradient is RLOO's; without a clip it stays unbiased when pi has moved
+    away from pi_old, since rho_i is that of the whole row.
+
+    Args:
+        logprobs, old_logprobs, mask: as in `clipped_surrogate`. A row without a True slot is in no
+            pair.
+        advantages: (B,1), or (B,T) equal along a row: r_i, or r_i less any number of its group's
+            own, as `group_normalized` with scale "none" has it (`leave_one_out` stretches the
+            differences by n/(n-1)).
+        groups: (B,) ids; a group has to be in the batch as a whole. Alone in its group, a row has
+            loss 0.
+
+    Returns:
+        per_token (B,T) and the metrics of `clipped_surrogate`, `ratio` being the row's; the
+        `clip_ratio/*` are the share of a row's pairs that are cut off.
+
+    Elsewhere: the authors' code also clips the detached rho_j, to [1/c, c]; their "V2" clips
+    log rho_i - log rho_j instead.
+    """
+    terms = ratio_terms(logprobs, old_logprobs, advantages, mask, "product")
+    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
+    first = mask.int().argmax(dim=1, keepdim=True)
+    rho, score = (x.gather(1, first) for x in (terms.ratio, terms.advantages))
+    share = _pair_shares(groups, mask, rho.dtype)
+    gap = rho.detach().T * (score - score.T) * share
+    low_bound, high_bound = bounds(epsilon, epsilon_high)
+    clipped = rho.clamp(low_bound, high_bound)
+    loss = -torch.min(rho * gap, clipped * gap).sum(dim=1, keepdim=True)
+    cut = [(rho < low_bound) & (gap < 0), (rho > high_bound) & (gap > 0)]
+    low, high = (torch.where(mask, (x * share).sum(dim=1, keepdim=True), 0.0) for x in cut)
+    metrics = clip_metrics(low, high, rho.dtype) | terms.metrics
+    return torch.where(mask, loss / lengths, 0.0), metrics
+
+
+def _pair_shares(groups: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B,B): 1/(n-1) where j is another of the n rows of i's group that have a True slot."""
+    rows = mask.any(dim=1)
+    pairs = (groups[:, None] == groups) & rows[:, None] & rows
+    pairs.fill_diagonal_(False)
+    return pairs.to(dtype) / pairs.sum(dim=1, keepdim=True).clamp(min=1)

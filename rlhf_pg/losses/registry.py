@@ -1,0 +1,24 @@
+"""The policy losses that a config chooses from, by the key `policy_loss`.
+
+To add one, write a function and give it a line here; its
+parameters beyond the first four are config keys of the same name (`groups`, of `p3o`, is the
+batch's).
+"""
+
+from collections.abc import Callable
+
+from rlhf_pg.losses.clipped import cispo, clipped_surrogate, gmpo, p3o, sapo
+from rlhf_pg.losses.ratio import Loss
+from rlhf_pg.losses.unclipped import kl_penalty, mdpo, surrogate, vanilla
+
+POLICY_LOSSES: dict[str, Callable[..., Loss]] = {
+    "vanilla": vanilla,
+    "surrogate": surrogate,
+    "kl_penalty": kl_penalty,
+    "mdpo": mdpo,
+    "clipped_surrogate": clipped_surrogate,
+    "cispo": cispo,
+    "gmpo": gmpo,
+    "sapo": sapo,
+    "p3o": p3o,
+}

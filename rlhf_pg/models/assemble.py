@@ -1,0 +1,82 @@
+"""From a config to the modules that a run trains: the policy, its adapter and its critic."""
+
+import os
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel
+
+from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.models.adapters import lora_config
+from rlhf_pg.models.critic import ActorCritic, Critic
+from rlhf_pg.models.loading import load_policy, quantization
+from rlhf_pg.models.modes import checkpoint_activations, checkpoints, disable_dropout
+from rlhf_pg.models.policy import Policy
+from rlhf_pg.models.pretrained import about
+
+
+def policy_of(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    args: PolicyGradientConfig,
+    device: torch.device,
+    peft_config: Any,
+    quantization_config: Any,
+) -> PreTrainedModel:
+    """The model in `args.dtype` on its device, with its adapter."""
+    dtype: torch.dtype = getattr(torch, args.dtype)
+    if args.load_in_4bit and quantization_config is not None:
+        raise ValueError("give quantization_config or set load_in_4bit, not both")
+    if args.load_in_4bit:
+        quantization_config = quantization(dtype)
+    with about("model_name_or_path") if isinstance(model, str | os.PathLike) else nullcontext():
+        loaded = load_policy(
+            model, dtype, device, peft_config, quantization_config, args.trust_remote_code
+        )
+    if args.save_merged and (quantization_config or not isinstance(loaded, PeftModel)):
+        raise ValueError("save_merged is for a model with an adapter on unquantized weights")
+    return loaded
+
+
+def adapter_of(args: PolicyGradientConfig, given: Any) -> Any:
+    """The adapter's config: the one given, or that of `use_peft`."""
+    if not args.use_peft:
+        return given
+    if given is not None:
+        raise ValueError("there are two adapters: give peft_config or set use_peft, not both")
+    return lora_config(args.lora_r, args.lora_alpha, args.lora_dropout, args.lora_target_modules)
+
+
+def assembled(
+    model: PreTrainedModel,
+    args: PolicyGradientConfig,
+    critic: Critic | None,
+    most_tokens: int,
+    piece: int,
+) -> tuple[Policy, nn.Module]:
+    """The policy, and the module that is trained: the policy, or it and its critic.
+
+    Args:
+        most_tokens, piece: see `Policy`.
+    """
+    has_bonus = args.entropy_coef > 0 or args.entropy_target is not None
+    balanced = args.router_aux_loss_coef > 0
+    policy = Policy(model, args.temperature, has_bonus, most_tokens, piece, balanced)
+    module: nn.Module = policy
+    if critic is not None:
+        # With adapters it is activations that memory goes to; checkpointing has its own way.
+        recompute = isinstance(critic.model, PeftModel) and not args.gradient_checkpointing
+        module = ActorCritic(policy, critic, recompute)
+    if args.disable_dropout:
+        disable_dropout(module)
+    else:
+        policy.keep_dropout()
+        if critic is not None:
+            critic.keep_dropout()
+    for part in (model, critic.model if critic else None):
+        # The user may have asked the model itself, in another form than ours.
+        if args.gradient_checkpointing or checkpoints(part):
+            checkpoint_activations(part)
+    return policy, module

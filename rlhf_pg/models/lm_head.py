@@ -1,0 +1,221 @@
+"""The head of a language model: log-probabilities and entropies of tokens, without the logits.
+
+Logits are the largest tensor of training, N positions times V tokens. Here they live one piece at a
+time, are turned into their own gradient in place, and where there are several pieces each of them
+is computed again in the backward pass instead of being kept.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from rlhf_pg.models.logit_transform import NOTHING, Finish, output_layer
+from rlhf_pg.models.softmax import Law, token_scores
+
+# Logits that live at a time. Measured forward and backward, on one CPU core, of 2048 tokens with a
+# vocabulary of 32,768 and width 256: 2.4 s where all logits are kept, 2.7 s in pieces of this size
+# or half of it, which computes them twice; plain log_softmax takes 4.9 s.
+PIECE = 2**24
+# On a GPU one for so many bytes of its memory, 2^29 in 80 GiB: at up to 14 bytes each, forward or
+# backward, a piece is a tenth of the memory at most.
+MEMORY_PER_LOGIT = 160
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head of `model` and what comes after it, as one function of hidden states.
+
+    It is no module: it owns nothing, and calls the model's own layer, so that adapters, tied
+    weights and the hooks that gather split weights hold. A plain linear layer is called once, and
+    computes the scores of all pieces meanwhile; any other is called for the logits of each piece.
+
+    Args:
+        model: with an adapter or without, one that `finish_of` has an answer for.
+        temperature: divides every logit.
+        entropy_gradient: the entropy is part of the loss; otherwise it is detached.
+        parts: pieces; as many in every process, whatever the rows there, since each call of the
+            layer may be a collective. With one, the logits are kept for the backward pass.
+        finish: of this model.
+    """
+
+    model: PreTrainedModel
+    temperature: float
+    entropy_gradient: bool
+    parts: int
+    finish: Finish = NOTHING
+
+    def __call__(
+        self, hidden: Tensor, tokens: Tensor, support_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies, (N,), in at least float32.
+
+        Args:
+            hidden: (N,H) last hidden states of the trunk.
+            tokens: (N,) what followed.
+            support_ids: (N,K) as in `token_scores`.
+        """
+        layer = output_layer(self.model)
+        assert layer is not None
+        linear = _plain(layer)
+        if linear is not None and self.parts > 1:
+            with _computing(linear, partial(self._scores, linear, tokens, support_ids)):
+                scores: tuple[Tensor, Tensor] = layer(hidden)
+            return scores
+        split = (
+            x.tensor_split(self.parts) if x is not None else [None] * self.parts
+            for x in (hidden, tokens, support_ids)
+        )
+        pieces = [self._piece(layer, *piece) for piece in zip(*split, strict=True)]
+        logprobs, entropies = zip(*pieces, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def _scores(
+        self, layer: nn.Linear, tokens: Tensor, support_ids: Tensor | None, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        law = Law(self.temperature, self.finish, support_ids, self.entropy_gradient)
+        scores: Any = _Pieces.apply
+        logprobs, entropies = scores(hidden, layer.weight, layer.bias, tokens, law, self.parts)
+        return logprobs, entropies
+
+    def _piece(
+        self, layer: nn.Module, hidden: Tensor, tokens: Tensor, support_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        # A linear layer keeps its input for the backward pass and not its output, so that nothing
+        # but the output needs to be computed again. With dropout it would be another one.
+        again = None
+        if self.parts > 1 and not _drops(layer):
+            again = partial(layer, hidden.detach())
+        return token_scores(
+            layer(hidden),
+            tokens,
+            support_ids,
+            self.temperature,
+            self.entropy_gradient,
+            self.finish,
+            again,
+        )
+
+
+class _Pieces(torch.autograd.Function):
+    """Of the output of a linear layer, one piece of which lives at a time, forward and backward.
+
+    The gradient of its weights is summed over the pieces in at least float32, and rounded once:
+    rounded to bfloat16 at each of hundreds of pieces it would be wrong by some percent.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: Tensor,
+        law: Law,
+        parts: int,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = hidden.new_empty(len(tokens), dtype=_wide(hidden))
+        entropies = torch.empty_like(logprobs)
+        for rows in _split(len(tokens), parts):
+            logprobs[rows], entropies[rows] = law.of(rows).scores(
+                nn.functional.linear(hidden[rows], weight, bias), tokens[rows]
+            )
+        ctx.save_for_backward(hidden, weight, bias, tokens, entropies)
+        ctx.law, ctx.parts = law, parts
+        if not law.entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *to_scores: Tensor) -> tuple[Any, ...]:
+        hidden, weight, bias, *numbers = ctx.saved_tensors
+        to_hidden = torch.empty_like(hidden)
+        to_weight, to_bias = (
+            torch.zeros_like(x, dtype=_wide(x)) if needed else None
+            for x, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+        )
+        # From the last one to the first, as autograd goes.
+        for rows in reversed(_split(len(hidden), ctx.parts)):
+            gradient = nn.functional.linear(hidden[rows], weight, bias)
+            ctx.law.of(rows).to_gradient(gradient, *(x[rows] for x in (*numbers, *to_scores)))
+            to_hidden[rows] = gradient @ weight
+            if to_weight is not None:
+                to_weight += _product(gradient.T, hidden[rows])
+            if to_bias is not None:
+                to_bias += gradient.sum(0, dtype=to_bias.dtype)
+            del gradient  # before there is the next one
+        rounded = (None if x is None else x.to(weight.dtype) for x in (to_weight, to_bias))
+        return to_hidden, *rounded, None, None, None
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Their matrix product, summed and kept in at least float32."""
+    wide = _wide(a)
+    # Tensor cores sum in float32 anyway; those of ROCm do not give these sums away.
+    if a.is_cuda and a.dtype != wide and torch.version.hip is None:
+        return torch.mm(a, b, out_dtype=wide)
+    return a.to(wide) @ b.to(wide)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _split(count: int, parts: int) -> list[slice]:
+    """Rows of each part that has any, as `tensor_split` has them."""
+    least, more = divmod(count, parts)
+    bounds = [part * least + min(part, more) for part in range(parts + 1)]
+    return [slice(start, end) for start, end in pairwise(bounds) if start < end]
+
+
+def _plain(layer: nn.Module) -> nn.Linear | None:
+    """The linear layer that this is, or whose output it passes on; None where there is more to it:
+    an adapter, quantised weights, or a hook that wants to see logits.
+    """
+    weights = list(layer.parameters())  # not by their names: at these ZeRO-3 gathers them
+    has_hooks = bool(layer._forward_hooks or layer._backward_hooks)
+    if has_hooks and not hasattr(weights[0], "ds_id"):  # those of ZeRO-3 take anything
+        return None
+    if isinstance(layer, ModulesToSaveWrapper):  # trained whole beside an adapter
+        trains = layer.active_adapters and not layer.disable_adapters
+        own = layer.modules_to_save[layer.active_adapters[0]] if trains else layer.original_module
+        return _plain(own)
+    is_linear = type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
+    if is_linear and all(type(p) in (nn.Parameter, FakeTensor) for p in weights):
+        return cast("nn.Linear", layer)
+    return None
+
+
+@contextmanager
+def _computing(layer: nn.Module, forward: Callable[[Tensor], Any]) -> Iterator[None]:
+    """Let a call of the layer compute something else, between the same hooks."""
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        del layer.forward
+
+
+def _drops(layer: nn.Module) -> bool:
+    """Whether two calls of the layer give two results."""
+    return any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in layer.modules())
+
+
+def piece_for(memory: int | None) -> int:
+    """Logits that may live at a time: on a GPU by its bytes of memory, None on a CPU."""
+    return PIECE if memory is None else max(PIECE, memory // MEMORY_PER_LOGIT)
+
+
+def parts_for(tokens: int, vocabulary: int, piece: int = PIECE) -> int:
+    """How many pieces keep the logits of a full micro-batch within `piece` numbers each."""
+    return max(1, min(tokens, -(-tokens * vocabulary // piece)))

@@ -1,0 +1,257 @@
+"""What an update takes beside weights, gradients and optimizer state, measured rather than guessed:
+the real forward and backward pass, on tensors that have shapes and no data.
+"""
+
+import copy
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.data.records import Rollout
+from rlhf_pg.models.adapters import LOADED, trunk
+from rlhf_pg.models.modes import checkpoint_activations, checkpoints
+from rlhf_pg.models.packing import fits
+from rlhf_pg.models.policy import Policy
+from rlhf_pg.plan.sharding import Layout
+
+logger = logging.getLogger(__name__)
+
+
+class Footprint(NamedTuple):
+    """Of one micro-batch; bytes are those that come on top of weights and their gradients."""
+
+    tokens: float
+    layers: float  # bytes alive when the last layer has been forwarded
+    forward: float  # bytes alive at the end of the forward pass
+    peak: float  # most bytes alive at a time, in the forward or the backward pass
+    forward_work: float  # floating-point operations
+    work: float  # of forward and backward pass
+
+
+class Growth(NamedTuple):
+    """A footprint that grows with the tokens of a micro-batch: first + (tokens - its) * each."""
+
+    first: Footprint
+    each: Footprint  # per token
+
+    def at(self, tokens: float) -> Footprint:
+        """The footprint of so many tokens."""
+        more = tokens - self.first.tokens
+        return Footprint(*(a + more * b for a, b in zip(self.first, self.each, strict=True)))
+
+    def tokens_within(self, room: float) -> int:
+        """Tokens of the largest micro-batch whose peak is within so many bytes."""
+        return int(self.first.tokens + (room - self.first.peak) / self.each.peak)
+
+
+def growth(module: nn.Module, batch: Callable[[int], Rollout]) -> Growth:
+    """From batches of one group and of two; by two points, since some of it does not grow.
+
+    Args:
+        module: a `Policy`, or one with a critic; it is left as it was.
+        batch: how many groups to what the module is given.
+    """
+    one, two = (footprint(module, batch(groups)) for groups in (1, 2))
+    more = two.tokens - one.tokens
+    return Growth(one, Footprint(*((b - a) / more for a, b in zip(one, two, strict=True))))
+
+
+def footprint(module: nn.Module, batch: Rollout) -> Footprint:
+    """Of one micro-batch, by running it forward and backward.
+
+    Gradients are there before, as for every micro-batch but the first.
+    """
+    trained = [p for p in module.parameters() if p.requires_grad]
+    training = module.training
+    policy = next(part for part in module.modules() if isinstance(part, Policy))
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    meter = _Meter(module)
+    at_trunk: list[int] = []
+    hook = trunk(policy.model).register_forward_hook(lambda *_: at_trunk.append(meter.alive))
+    try:
+        with torch.random.fork_rng(devices), meter:
+            numbers = module.train()(batch)
+            forward, forward_work = meter.alive, meter.work
+            torch.autograd.backward(_total(numbers))
+    finally:
+        hook.remove()
+        module.train(training)
+        for parameter in trained:
+            parameter.grad = None
+    return Footprint(
+        tokens(policy, batch), at_trunk[0], forward, meter.peak, forward_work, meter.work
+    )
+
+
+def tokens(policy: Policy, batch: Rollout) -> int:
+    """That the policy computes: prompts once and no padding, where it packs."""
+    if not fits(batch, policy.window):
+        return batch.num_rows * batch.width
+    completion, prompt = batch.lengths()[:, 0], batch.lengths()[:, 1]
+    is_first = batch.families().diff(prepend=torch.full((1,), -1, device=prompt.device)) > 0
+    return int(completion.sum() + prompt[is_first].sum())
+
+
+def _total(numbers: Iterable[Tensor | None]) -> Tensor:
+    parts = [x.sum() for x in numbers if x is not None and x.requires_grad]
+    return torch.stack(parts).sum()
+
+
+@torch.no_grad()
+def forward_work(module: nn.Module, batch: Rollout) -> int:
+    """Floating-point operations of scoring a batch."""
+    with _Meter(module) as meter:
+        module(batch)
+    work: int = meter.work
+    return work
+
+
+def probe(
+    groups: int, rows: int, prompt: int, completion: int, device: torch.device | str = "cpu"
+) -> Rollout:
+    """Groups of so many rows each, with prompts and completions of so many tokens, all the same."""
+    count = groups * rows
+    return Rollout.from_tokens(
+        prompts=[[0] * prompt] * count,
+        completions=[[0] * completion] * count,
+        logprobs=[[0.0] * completion] * count,
+        truncated=[False] * count,
+        groups=[group for group in range(groups) for _ in range(rows)],
+        pad_token_id=0,
+        device=device,
+    )
+
+
+def blueprint(module: nn.Module, device: torch.device | str) -> nn.Module:
+    """A copy whose tensors seem to be on a device and have no memory: what it computes is shapes.
+
+    Integers that it is given stay real, so that masks and lengths can be looked at.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def empty(tensor: Tensor) -> Tensor:
+        return FakeTensor(fake, tensor.detach().to("meta"), torch.device(device))
+
+    drawn: dict[int, Any] = {
+        id(p): nn.Parameter(empty(p), p.requires_grad) for p in module.parameters()
+    }
+    drawn |= {id(buffer): empty(buffer) for buffer in module.buffers()}
+    copied = copy.deepcopy(module, drawn)
+    for part in copied.modules():
+        if isinstance(part, LOADED) and checkpoints(part):
+            checkpoint_activations(part)  # the function that a model is given knows that model
+    return copied
+
+
+def size(tensors: Iterable[Tensor]) -> int:
+    """Bytes of distinct tensors."""
+    return sum(t.nbytes for t in {id(t): t for t in tensors}.values())
+
+
+class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of what is made inside and still alive, and floating-point operations.
+
+    Storages count, not tensors: a view has no memory of its own. Those of parameters and of their
+    gradients were there before.
+    """
+
+    supports_higher_order_operators = True  # FlexAttention is one
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive = self.peak = self.work = 0
+        kept = [t for p in module.parameters() for t in (p, p.grad) if t is not None]
+        self._known = {t.untyped_storage()._cdata for t in [*kept, *module.buffers()]}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = _WORK.get(getattr(func, "_overloadpacket", None))
+        if count is not None:
+            self.work += count(*args, **(kwargs or {}), out_val=out)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._see(tensor.untyped_storage())
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, bytes_ = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.alive += bytes_
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._forget, key, bytes_).atexit = False
+
+    def _forget(self, key: int, bytes_: int) -> None:
+        self._known.discard(key)
+        self.alive -= bytes_
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> int:
+    count: Any = flop_counter.sdpa_flop_count
+    return int(count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
+) -> int:
+    count: Any = flop_counter.sdpa_backward_flop_count
+    return int(count(grad.shape, query.shape, key.shape, value.shape))
+
+
+# What each kernel computes; that of torch knows those of GPUs.
+_aten = torch.ops.aten
+_WORK: dict[Any, Callable[..., int]] = {
+    **flop_counter.flop_registry,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+def of_update(
+    module: nn.Module, args: PolicyGradientConfig, longest_prompt: int, device: torch.device
+) -> Growth:
+    """What the micro-batches of an update take, in groups of the longest rows."""
+    rows = args.num_generations
+    try:
+        drawn = blueprint(module, device)
+        return growth(
+            drawn, lambda n: probe(n, rows, longest_prompt, args.max_completion_length, device)
+        )
+    except Exception as error:  # a kernel, or a value model, that asks for data
+        logger.debug("measured with data, since without: %s", error)
+        short = min(longest_prompt, 16), min(args.max_completion_length, 16)
+        return growth(module, lambda n: probe(n, min(rows, 4), *short, device))
+
+
+def update_options(args: PolicyGradientConfig) -> dict[str, Any]:
+    """What decides how much an update keeps of a weight."""
+    return {"bfloat16_update": args.bfloat16_update, "optim": args.optim}
+
+
+def reference_bytes(
+    args: PolicyGradientConfig, policy: Policy, layout: Layout, processes: int
+) -> float:
+    """What the reference does not share with the policy, on one process.
+
+    A fresh adapter (of `use_peft`) adds nothing, so a reference that stays needs none.
+    """
+    if args.beta == 0:
+        return 0.0
+    own = list(policy.parameters())
+    fresh = args.use_peft and not args.sync_ref_model
+    copied = 0 if fresh else size(p for p in own if p.requires_grad)
+    if not layout.weights:
+        return float(copied)
+    return (copied + size(p for p in own if not p.requires_grad)) / processes

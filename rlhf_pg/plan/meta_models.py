@@ -1,0 +1,130 @@
+"""The models of a run without their data: from the config beside the weights, none of them read."""
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+from peft import PeftConfig, get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from rlhf_pg import models
+from rlhf_pg.config import PolicyGradientConfig, PPOConfig
+from rlhf_pg.data.prompts import load_prompts
+from rlhf_pg.models import Critic, Policy
+from rlhf_pg.models.assemble import adapter_of, assembled
+from rlhf_pg.plan.footprint import Growth, blueprint, of_update
+from rlhf_pg.plan.token_budget import most
+from rlhf_pg.tasks import TASKS
+
+META = torch.device("meta")
+
+
+class Drawn(NamedTuple):
+    """What a trainer would have, without data."""
+
+    args: PolicyGradientConfig
+    policy: Policy
+    critic: Critic | None
+    prompt: int  # tokens of the longest
+    update: Growth  # of a micro-batch that trains
+
+    @property
+    def device(self) -> torch.device:
+        """Where the models seem to be."""
+        return next(self.policy.parameters()).device
+
+
+def draw(
+    args: PolicyGradientConfig,
+    device: torch.device | str,
+    kind: str = "cpu",
+    memory: float | None = None,
+) -> Drawn:
+    """The models that a recipe would load or make.
+
+    Args:
+        device: whose kernels are to be had here.
+        kind: "cuda" or "cpu", of the run.
+        memory: bytes of each GPU of the run.
+
+    Prompts are as long as `max_prompt_length` says, or else as the longest of the recipe's task.
+
+    Raises:
+        ValueError: there is no such model, or what a trainer would say of the config.
+    """
+    tokenizer, model = _model(args)
+    dtype: torch.dtype = getattr(torch, args.dtype)
+    adapter = adapter_of(args, None)
+    task = TASKS[args.task]()
+    prompt = args.max_prompt_length or load_prompts(task.train_dataset, tokenizer).longest
+    with META:
+        model = models.load_policy(model, dtype, META, adapter)
+        critic = _critic(args, model, tokenizer, dtype, adapter)
+        row, found = prompt + args.max_completion_length, args.micro_batch_tokens == "auto"
+        tokens = most(kind, row) if found else args.token_budget
+        piece = models.piece_for(None if memory is None else int(memory))
+        _, module = assembled(model, args, critic, tokens, piece)
+    drawn: Any = blueprint(module, device)
+    policy = drawn if critic is None else drawn.policy
+    update = of_update(drawn, args, prompt, torch.device(device))
+    return Drawn(args, policy, None if critic is None else drawn.critic, prompt, update)
+
+
+def _model(args: PolicyGradientConfig) -> tuple[Any, PreTrainedModel]:
+    """Tokenizer and model; without a name the task's own."""
+    if args.model_name_or_path is None:
+        with META:
+            model, tokenizer = TASKS[args.task]().new_model()
+        return tokenizer, model
+    dtype: torch.dtype = getattr(torch, args.dtype)
+    path = args.model_name_or_path
+    with models.about("model_name_or_path"):
+        model = without_data(path, dtype, trust_remote_code=args.trust_remote_code)
+    return models.tokenizer_from_pretrained(path, trust_remote_code=args.trust_remote_code), model
+
+
+def without_data(
+    path: str | os.PathLike[str],
+    dtype: torch.dtype,
+    auto_class: Any = AutoModelForCausalLM,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The model or adapter of this path or Hub id, its tensors on the meta device.
+
+    Raises:
+        ValueError: there is no such directory, or no model in it.
+    """
+    models.check_directory(path)
+    with META, models.opening("model", path):
+        if find_adapter_config_file(str(path)) is None:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            model: PreTrainedModel = auto_class.from_config(
+                config, dtype=dtype, trust_remote_code=trust_remote_code
+            )
+            return model
+        adapter = PeftConfig.from_pretrained(str(path))
+    base = without_data(str(adapter.base_model_name_or_path), dtype, auto_class, trust_remote_code)
+    adapter.inference_mode = False
+    with META:
+        return get_peft_model(base, adapter)
+
+
+def _critic(
+    args: PolicyGradientConfig,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    dtype: torch.dtype,
+    peft: Any,
+) -> Critic | None:
+    if not isinstance(args, PPOConfig):
+        return None
+    path = args.value_model_name_or_path
+    value_model: nn.Module | None = None
+    if path is not None:
+        with models.about("value_model_name_or_path"):
+            value_model = without_data(path, dtype, AutoModel, args.trust_remote_code)
+    random_seed = args.seed if args.value_init == "random" else None
+    shared = args.critic == "shared"
+    return models.new_critic(model, tokenizer, dtype, shared, value_model, peft, random_seed)

@@ -1,0 +1,109 @@
+"""The seconds of a step: floating-point operations and bytes, each at the rate of the device."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from rlhf_pg.data.records import Rollout
+from rlhf_pg.models.attention import fitness
+from rlhf_pg.plan.footprint import forward_work, probe, size
+from rlhf_pg.plan.memory import Memory
+from rlhf_pg.plan.meta_models import Drawn
+
+
+class Rates(NamedTuple):
+    """Of one device."""
+
+    work: float  # floating-point operations per second, of large matrix products
+    bytes: float  # per second, read or written
+
+
+class Pace(NamedTuple):
+    """Of one phase of a step, on one process."""
+
+    work: float  # floating-point operations
+    bytes: float  # read or written, of weights, caches and optimizer state
+
+    def seconds(self, rates: Rates) -> float:
+        """As long as the slower of the two takes."""
+        return max(self.work / rates.work, self.bytes / rates.bytes)
+
+
+def predicted_pace(drawn: Drawn, memory: Memory, processes: int) -> dict[str, Pace]:
+    """Rollout, score and update, if every row is as long as it may be; rewards are not in it."""
+    groups = math.ceil(drawn.args.prompts_per_step / processes)
+    return {
+        "rollout": _rollout(drawn, memory, groups),
+        "score": _score(drawn, groups),
+        "update": _update(drawn, memory, groups),
+    }
+
+
+def _rollout(drawn: Drawn, memory: Memory, groups: int) -> Pace:
+    """Prompts once per group; every position reads all weights, and the keys and values so far."""
+    args, width = drawn.args, drawn.args.max_completion_length
+    row = drawn.prompt + width
+    rows = groups * args.num_generations
+    work = forward_work(drawn.policy, probe(1, 1, drawn.prompt, width, drawn.device)) / row
+    cached = fitness(drawn.policy.model).bytes_per_token * width
+    read = cached * (groups * drawn.prompt + rows * width / 2)
+    turns = math.ceil(rows / memory.rows) * width
+    weights = size(drawn.policy.parameters())
+    return Pace(work * (groups * drawn.prompt + rows * width), turns * weights + read)
+
+
+def _score(drawn: Drawn, groups: int) -> Pace:
+    """One forward pass of each model that is asked."""
+    args = drawn.args
+    policy = forward_work(drawn.policy, _group(drawn)) * groups
+    together = drawn.update.first.forward_work * groups
+    computes_old = args.needs_old_logprobs and args.old_logprobs_source == "policy"
+    asks = computes_old or (drawn.critic is not None and drawn.critic.shares_trunk)
+    work = together if asks else together - policy if drawn.critic is not None else 0.0
+    models = int(asks) + int(args.beta > 0)
+    work += policy if args.beta > 0 else 0.0
+    return Pace(work, models * size(drawn.policy.parameters()))
+
+
+def _update(drawn: Drawn, memory: Memory, groups: int) -> Pace:
+    """Forward and backward of every row, and the optimizer's pass over its state."""
+    args, one = drawn.args, drawn.update.first
+    tokens = groups * one.tokens
+    passes = math.ceil(tokens / memory.micro_batch_tokens)
+    weights = size(drawn.policy.parameters())
+    # Weights forward, backward, and gradients; then all that an update keeps, read and written.
+    read = args.num_iterations * passes * 3 * weights
+    kept = sum(memory.update[part] for part in ("weights", "gradients", "optimizer"))
+    return Pace(args.num_iterations * groups * one.work, read + args.updates_per_step * 2 * kept)
+
+
+def _group(drawn: Drawn) -> Rollout:
+    args = drawn.args
+    return probe(1, args.num_generations, drawn.prompt, args.max_completion_length, drawn.device)
+
+
+def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Of this machine: one large matrix product, and one large copy."""
+    on_gpu = device.type == "cuda"
+    side, length = (8192, 2**30) if on_gpu else (1024, 2**26)
+    a = torch.ones(side, side, device=device, dtype=dtype)
+    b = torch.empty_like(a)
+    source = torch.ones(length, device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    work = 2 * side**3 / _fastest(lambda: torch.mm(a, a, out=b), device)
+    return Rates(work, 2 * length / _fastest(lambda: target.copy_(source), device))
+
+
+def _fastest(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
+    """Seconds of the fastest of several runs."""
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

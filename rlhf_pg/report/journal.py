@@ -1,0 +1,137 @@
+"""What a run shows while it goes on, and the two files of lines that it keeps."""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from rlhf_pg.boundary.quoted import visible
+from rlhf_pg.checkpoint.run_dir import SET_ASIDE, check_regular, set_aside
+from rlhf_pg.data.chat import text_of
+from rlhf_pg.report.json_lines import JsonLines
+
+logger = logging.getLogger(__name__)
+
+SHOWN = ("reward", "kl", "entropy")
+APART = "sampling/sampling_logp_difference/mean"
+FAR = 0.5  # nats per token between policy and sampler: no rounding is as much
+
+
+class RunConsole(Console):
+    """A console whose reader may leave, as `head` does: from then on it is quiet."""
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit, OSError, ValueError):  # rich would end the process
+            super().on_broken_pipe()
+
+
+class Journal:
+    """Console and run directory of the main process; on the others every method does nothing.
+
+    Args:
+        directory: of the run; made if it is not there.
+        after_step: the step that a resumed run goes on from; lines of later steps are removed.
+    """
+
+    def __init__(self, directory: Path, after_step: int, is_main: bool) -> None:
+        self.is_main = is_main
+        self.console: Console = RunConsole(quiet=not is_main)
+        self._bar: Progress | None = None
+        self._total = 0
+        self._doubts = False
+        if is_main:
+            directory.mkdir(parents=True, exist_ok=True)
+            earlier = set_aside(directory) if after_step == 0 else None
+            if earlier is not None:
+                self.say(SET_ASIDE.format(directory, earlier))
+            if after_step > 0:
+                check_regular(directory)
+                self.say(f"going on after step {after_step}")
+            self._metrics = JsonLines(directory / "metrics.jsonl", after_step)
+            self._completions = JsonLines(directory / "completions.jsonl", after_step)
+
+    def say(self, line: str) -> None:
+        encoding = getattr(self.console.file, "encoding", None) or "utf-8"
+        line = visible(line).encode(encoding, "backslashreplace").decode(encoding)
+        self._unheard(lambda: self.console.print(Text(line), soft_wrap=True))
+
+    def _unheard(self, act: Callable[[], None]) -> None:
+        """Show something, if it can be shown."""
+        try:
+            act()
+        except OSError as error:  # a file on a disk that is full, a terminal that was closed
+            self.console.quiet = True
+            logger.warning("the run says nothing from here on: %s", error)
+
+    @contextmanager
+    def progress(self, total_steps: int) -> Iterator[None]:
+        """A live bar in a terminal; elsewhere about twenty lines over the run."""
+        self._total = total_steps
+        columns = (
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
+        bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self._unheard(bar.start)
+        self._bar = bar
+        self._task = bar.add_task("", total=total_steps)
+        try:
+            yield
+        finally:
+            self._unheard(bar.stop)
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """Keep the line of a step, and show it."""
+        if not self.is_main:
+            return
+        self._metrics.write(metrics)
+        self._doubt_sampler(metrics.get(APART, 0.0))
+        step = metrics["step"]
+        if "eval_reward" in metrics:
+            sampled, greedy = (_spelled(metrics.get(f"eval_{m}reward")) for m in ("", "greedy_"))
+            self.say(f"step {step}  held out: reward {sampled}, greedy {greedy}")
+        summary = "  ".join(f"{name} {_spelled(metrics[name])}" for name in SHOWN)
+        if self._bar is not None and self.console.is_terminal:
+            self._bar.update(self._task, completed=step, description=summary)
+        elif step % max(1, self._total // 20) == 0 or step == self._total:
+            self.say(f"step {step}/{self._total}  {summary}  {metrics['step_time']:.2f} s/step")
+
+    def _doubt_sampler(self, apart: float) -> None:
+        """Say once that the engine samples from another distribution than the policy's."""
+        if apart > FAR and not self._doubts:
+            self._doubts = True
+            logger.warning(
+                "what samples gives tokens log-probabilities that are %.2f nats from the policy's "
+                "(%s). That is no rounding: check that the engine serves this model in its whole "
+                "length, unquantised, and takes over its weights",
+                apart,
+                APART,
+            )
+
+    def completions(self, step: int, records: Sequence[dict[str, Any]]) -> None:
+        """Keep and show samples; control characters are shown escaped."""
+        if not self.is_main:
+            return
+        for record in records:
+            self._completions.write({"step": step, **record})
+            scores = [record[key] for key in record if key.startswith("rewards/")]
+            shown = " ".join(_spelled(score) for score in scores)
+            self.say(f"  {_text(record['prompt'])} -> {_text(record['completion'])}  [{shown}]")
+
+
+def _text(turns: Any) -> str:
+    """A string, or the last message of a chat (if there is one), shortened and escaped."""
+    text = turns if isinstance(turns, str) else text_of(turns[-1]) if turns else ""
+    return repr(text if len(text) <= 200 else f"{text[:100]} ... {text[-95:]}")
+
+
+def _spelled(number: float | None) -> str:
+    return "-" if number is None or math.isnan(number) else f"{number:.3f}"

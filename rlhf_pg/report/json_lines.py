@@ -1,0 +1,99 @@
+"""A file of JSON lines that a crash or a full disk does not spoil."""
+
+import json
+import logging
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rlhf_pg.boundary.user_code import plain_text
+from rlhf_pg.checkpoint.atomic import sync_directory, sync_file
+
+logger = logging.getLogger(__name__)
+
+
+class JsonLines:
+    """A file with one JSON object per line; each line has its step."""
+
+    def __init__(self, path: Path, keep_through_step: int) -> None:
+        """Opens the file, keeping the lines up to a step: a resumed run repeats none.
+
+        A line that cannot be read, which a crash has cut off or a disk has spoilt, goes too.
+
+        Raises:
+            OSError: it cannot be written; what was there stays.
+        """
+        lines = path.read_bytes().splitlines() if path.exists() and keep_through_step else []
+        steps = [_step(line) for line in lines]
+        if math.inf in steps[:-1]:
+            logger.warning("%s has lines that cannot be read: they are left out", path)
+        kept = [line for line, n in zip(lines, steps, strict=True) if n <= keep_through_step]
+        whole = path.with_name(f"partial-{path.name}")
+        whole.write_bytes(b"".join(line + b"\n" for line in kept))
+        sync_file(whole)
+        whole.replace(path)
+        sync_directory(path.parent)
+        self.path = path
+        self._has_failed = False
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one line; NaN and infinities, which JSON does not know, become null wherever they
+        are, and what else it does not know text. It is on the disk when this returns. On a full
+        disk it is missing, and the first time a warning says so.
+        """
+        line = _line(record) + "\n"
+        size = None
+        try:
+            with self.path.open("a") as file:
+                size = file.tell()
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning("%s lacks lines from here on: %s", self.path, error)
+            self._has_failed = True
+            if size is not None:
+                with suppress(OSError):  # or half of the line would spoil the next
+                    os.truncate(self.path, size)
+
+
+def _step(line: bytes) -> float:
+    """Infinity for a line that is none of ours."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return math.inf
+
+
+def _line(record: dict[str, Any]) -> str:
+    try:
+        return json.dumps(finite(record), allow_nan=False, default=plain_text)
+    except (TypeError, ValueError, RecursionError):  # something odd of a callback's, or deep inside
+        return json.dumps({plain_text(k): _json_or_text(v) for k, v in record.items()})
+
+
+def _json_or_text(value: Any) -> Any:
+    """The value where JSON has it, or else its text."""
+    try:
+        value = finite(value)
+        json.dumps(value, allow_nan=False)
+    except Exception:
+        return plain_text(value)
+    return value
+
+
+def finite(value: Any) -> Any:
+    """With None for NaN and infinities wherever they are, and text as keys."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {plain_text(key): finite(inner) for key, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All lines of a metrics file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,141 @@
+"""Numbers of a step: summed where they arise, and reduced over processes once."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from rlhf_pg.advantages import group_stats, total_scores
+
+# Every line of metrics.jsonl has these keys; null where a number was not computed.
+KEYS = (
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "reward",
+    "reward_std",
+    "kl",
+    "entropy",
+    "completions/mean_length",
+    "completions/clipped_ratio",
+    "clip_ratio/region_mean",
+    "frac_reward_zero_std",
+    "num_tokens",
+    "step_time",
+    "time/rollout",
+    "time/reward",
+    "time/score",
+    "time/update",
+    "perf/tokens_per_second",
+)
+
+
+class Meter:
+    """Means as sums and counts, which add up over micro-batches and processes; and extremes, for
+    names that end in /min or /max.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[Tensor]] = {}
+        self._highest: dict[str, list[Tensor]] = {}  # of a /min that of the negative
+        self.seconds: dict[str, float] = {}
+
+    def add(self, name: str, total: Tensor, count: Tensor | float) -> None:
+        """Add to the sum and the count of a mean."""
+        total = total.detach().to(torch.float64)
+        # A number is filled in: copied to a GPU it would be waited for.
+        count = count.to(total) if isinstance(count, Tensor) else torch.full_like(total, count)
+        pair = torch.stack([total, count])
+        self._sums.setdefault(name, []).append(pair)
+
+    def add_masked(self, name: str, x: Tensor, mask: Tensor) -> None:
+        """Add the True slots of a (B,T) tensor."""
+        if not name.endswith(("/min", "/max")):
+            self.add(name, torch.where(mask, x.detach(), 0.0).sum(), mask.sum())
+            return
+        upward = -x.detach() if name.endswith("/min") else x.detach()
+        highest = torch.where(mask, upward.to(torch.float64), -math.inf).amax()
+        self._highest.setdefault(name, []).append(highest)
+
+    def absorb(self, other: "Meter") -> None:
+        """Add all that another has seen."""
+        for own, theirs in ((self._sums, other._sums), (self._highest, other._highest)):
+            for name, parts in theirs.items():
+                own.setdefault(name, []).extend(parts)
+
+    def sums(self) -> Tensor:
+        """(names, 2) sums and counts in the order of the names, which all processes share."""
+        return torch.stack([torch.stack(self._sums[name]).sum(0) for name in sorted(self._sums)])
+
+    def means(self, sums: Tensor) -> dict[str, float]:
+        """The means, from `sums` reduced over processes."""
+        pairs = zip(sorted(self._sums), sums.tolist(), strict=True)
+        return {name: total / count if count else math.nan for name, (total, count) in pairs}
+
+    def extremes(self, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Minima and maxima over processes; NaN where there was no slot.
+
+        Args:
+            gather: from (1, names) of this process to the rows of all.
+        """
+        if not self._highest:
+            return {}
+        names = sorted(self._highest)
+        own = torch.stack([torch.stack(self._highest[name]).amax() for name in names])
+        highest = zip(names, gather(own[None]).amax(0).tolist(), strict=True)
+        signed = {name: -top if name.endswith("/min") else top for name, top in highest}
+        return {name: x if math.isfinite(x) else math.nan for name, x in signed.items()}
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        """Wall-clock seconds of a phase, under `time/{phase}`."""
+        start = time.perf_counter()
+        yield
+        key = f"time/{phase}"
+        self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
+
+
+def reward_metrics(
+    raw: Tensor, trained: Tensor, names: Sequence[str], groups: Tensor | None = None
+) -> dict[str, float]:
+    """Rewards over all ranks, from the totals of completions.
+
+    Args:
+        raw: (N,K) as the sources gave them, one column each; NaN where one does not apply.
+        trained: (N,K) as they are trained on, weighted.
+        groups: (N,); None where every row has a prompt of its own. The std is then that of all
+            rows, and there is no share of groups without one.
+    """
+    means = trained.nanmean(0)
+    metrics = {"reward": math.nan if means.isnan().all() else means.nansum().item()}
+    for name, column in zip(names, raw.unbind(1), strict=True):
+        metrics[f"rewards/{name}/mean"] = column.nanmean().item()
+        # Of all completions, whatever their prompts; of a single one there is none.
+        valid = column[~column.isnan()]
+        metrics[f"rewards/{name}/std"] = valid.std().item() if len(valid) > 1 else math.nan
+    if groups is not None and len(torch.unique(groups)) == len(groups):
+        groups = None
+    own = torch.zeros(len(raw), dtype=torch.int64) if groups is None else groups.cpu()
+    total = total_scores(trained.cpu(), own)
+    valid = ~total.isnan()
+    stats = group_stats(total, valid, own)
+    metrics["reward_std"] = stats.std[valid].mean().item()
+    if groups is not None:
+        metrics["frac_reward_zero_std"] = stats.constant.double().mean().item()
+    return metrics
+
+
+def length_metrics(lengths: Tensor) -> dict[str, float]:
+    """Lengths over all ranks, from the rows of `Rollout.lengths`, (N,3)."""
+    completion, prompt, truncated = lengths.double().unbind(1)
+    return {
+        "completions/mean_length": completion.mean().item(),
+        "completions/min_length": completion.min().item(),
+        "completions/max_length": completion.max().item(),
+        "completions/clipped_ratio": truncated.mean().item(),
+        "tokens": (completion + prompt).sum().item(),
+    }

@@ -1,0 +1,147 @@
+"""TensorBoard, W&B and trackio, by way of accelerate."""
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
+from accelerate.utils import is_tensorboard_available, is_trackio_available, is_wandb_available
+
+from rlhf_pg.boundary.quoted import told
+from rlhf_pg.report.json_lines import finite
+from rlhf_pg.runtime.processes import Runtime
+
+logger = logging.getLogger(__name__)
+
+INSTALLED: dict[str, Callable[[], bool]] = {
+    "tensorboard": is_tensorboard_available,
+    "wandb": is_wandb_available,
+    "trackio": is_trackio_available,
+}
+PROJECT = "rlhf_pg"
+
+
+class Trackers:
+    """TensorBoard, W&B and trackio of the main process; on the others nothing is opened.
+
+    `Accelerator` has these too, but there one that fails takes the others and the run with it.
+
+    Args:
+        names: as `report_to` has them.
+
+    Raises:
+        ValueError: one is not installed.
+    """
+
+    def __init__(self, names: Sequence[str], runtime: Runtime) -> None:
+        for name in names:
+            if not INSTALLED[name]():
+                raise ValueError(
+                    f'report_to: {name} is not installed: pip install "rlhf-pg[trackers]"'
+                )
+        self._names, self._runtime = names, runtime
+        self._open: dict[str, GeneralTracker] = {}
+
+    @contextmanager
+    def opened(
+        self, directory: Path, run_name: str | None, config: dict[str, Any], resumed: bool = False
+    ) -> Iterator[None]:
+        """Around a run: its trackers are closed however it ends.
+
+        Args:
+            directory: of the run; one that is resumed goes on in the trackers too.
+            run_name: None leaves it to them.
+            config: logged as hyper-parameters.
+            resumed: it has more to lose than its curves: one that cannot start is left out.
+
+        Raises:
+            ValueError: one cannot start; on all processes, since the others would wait for ever.
+        """
+        try:
+            failure = self._start(directory, run_name, config)
+            if failure is not None and resumed:
+                logger.warning("%s; it gets nothing of this run", failure)
+                failure = None
+            reason = self._runtime.agreed(failure) if self._names else None
+            if reason is not None:
+                raise ValueError(reason)
+            yield
+        except BaseException:
+            if "wandb" in self._open:  # which otherwise shows the run as finished
+                self._try("wandb", lambda tracker: tracker.tracker.finish(exit_code=1))
+            raise
+        finally:
+            for name in list(self._open):
+                self._close(name)
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Report the line of a step, less the numbers that were not computed."""
+        step = metrics["step"]
+        values = {k: v for k, v in finite(metrics).items() if v is not None and k != "step"}
+        for name in list(self._open):
+            self._try(name, lambda tracker: tracker.log(values, step=step))
+
+    def _start(self, directory: Path, run_name: str | None, config: dict[str, Any]) -> str | None:
+        """Open all that can start; returns what went wrong."""
+        if not (self._names and self._runtime.is_main):
+            return None
+        plain = {
+            k: v if isinstance(v, str | int | float) else json.dumps(v) for k, v in config.items()
+        }
+        try:
+            makers = _trackers(directory, run_name)
+        except OSError as error:
+            return f"report_to: the trackers cannot start: {told(error)}"
+        failures = []
+        for name in self._names:
+            try:
+                tracker = makers[name]()
+                tracker.start()
+                self._open[name] = tracker
+                tracker.store_init_configuration(plain)
+            except Exception as error:  # of whatever kind its library raises
+                failures.append(f"report_to: {name} cannot start: {told(error)}")
+                self._close(name)
+        return "; ".join(failures) or None
+
+    def _close(self, name: str) -> None:
+        if name in self._open:
+            self._try(name, lambda tracker: tracker.finish())
+        self._open.pop(name, None)
+
+    def _try(self, name: str, act: Callable[[GeneralTracker], None]) -> None:
+        """Do something with a tracker; one that fails is left out of the rest of the run."""
+        try:
+            act(self._open[name])
+        except Exception as error:  # of whatever kind its library raises
+            del self._open[name]
+            logger.warning(
+                "report_to: %s failed and gets nothing from here on: %s", name, told(error)
+            )
+
+
+def _trackers(directory: Path, run_name: str | None) -> dict[str, Callable[[], GeneralTracker]]:
+    """How each is made; a resumed run has the id that its directory keeps."""
+    file = directory / "run-id"
+    resumed = file.exists()
+    if not resumed:
+        file.write_text(secrets.token_hex(4))
+    run_id = file.read_text()
+    return {
+        "tensorboard": lambda: TensorBoardTracker("tensorboard", directory),
+        "wandb": lambda: WandBTracker(
+            os.environ.get("WANDB_PROJECT", PROJECT),
+            dir=directory,
+            id=run_id,
+            name=run_name,
+            resume="allow",
+        ),
+        "trackio": lambda: TrackioTracker(
+            PROJECT, name=run_name or run_id, resume="allow" if resumed else "never"
+        ),
+    }

@@ -1,0 +1,264 @@
+"""Reward models: a sequence classifier with one output, as a reward function."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rlhf_pg.data.chat import continues, encode
+from rlhf_pg.data.records import padded
+from rlhf_pg.masking import widen
+from rlhf_pg.models import (
+    about,
+    check_directory,
+    check_vocabulary,
+    from_pretrained,
+    has_tokenizer,
+    max_positions,
+    tokenizer_from_pretrained,
+)
+
+# Padded tokens that are forwarded at a time; it never changes a score.
+SCORING_TOKENS = 32768
+
+
+class RewardModel:
+    """Scores prompt and completion with a sequence classifier (`num_labels` 1).
+
+    It reads text, with a tokenizer of its own: strings as prompt + completion, chats through its
+    own chat template. It judges what the policy wrote: behind a string that the policy ended by an
+    EOS stands the EOS of its own (Stiennon et al. 2020; Huang et al. 2024), and a chat turn that
+    was cut off is left open.
+
+    Args:
+        model: a path, a Hub id or a loaded model (put in evaluation mode).
+        processing_class: its tokenizer; by default the one saved beside the model.
+        device: where to compute; by default where the model is.
+        sees_eos: False appends no EOS to a string.
+        closes_truncated: close a chat turn that was cut off, as the template closes any.
+        trust_remote_code: run code that comes with a model that is loaded here.
+
+    Raises:
+        ValueError: no such directory, more outputs than one, no tokenizer, or one that does not
+            belong to the model. The message names the model.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str] | PreTrainedModel,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        device: torch.device | str | None = None,
+        sees_eos: bool = True,
+        closes_truncated: bool = False,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.sees_eos, self.closes_truncated = sees_eos, closes_truncated
+        if isinstance(model, str | PathLike):
+            model = _load(model, trust_remote_code)
+        self.model = model.to(device or model.device).eval()
+        self.__name__ = name_of(model.name_or_path or "") or type(model).__name__
+        self.processing_class = score_tokenizer(
+            processing_class, model, self._who, trust_remote_code
+        )
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]] = (),
+        ended: Sequence[bool] | None = None,
+        truncated: Sequence[bool] | None = None,
+        **columns: Any,
+    ) -> list[float]:
+        """One score per completion.
+
+        Args:
+            ended: whether the policy ended it by an EOS. By default strings are taken as they
+                stand, and chats are closed.
+            truncated: whether a limit ended it; a stop string is none. By default what is known
+                not to have ended by an EOS.
+
+        Raises:
+            ValueError: a text that the tokenizer cannot encode, or without a position for every
+                token; the message names the model and the row.
+        """
+        known: Sequence[bool | None] = [None] * len(prompts) if ended is None else ended
+        if truncated is None:
+            truncated = [end is False for end in known]
+        said = zip(prompts, completions, known, truncated, strict=True)
+        rows = [self._encode(row, *each) for row, each in enumerate(said)]
+        scores = torch.zeros(len(rows), dtype=torch.float64)
+        for batch in micro_batches([len(ids) for ids in rows]):
+            scores[batch] = self._score([rows[i] for i in batch]).to(scores)
+        numbers: list[float] = scores.tolist()
+        return numbers
+
+    @property
+    def _who(self) -> str:
+        return f"reward model {self.__name__}"
+
+    def _encode(
+        self, row: int, prompt: Any, completion: Any, ended: bool | None, truncated: bool
+    ) -> list[int]:
+        limit = max_positions(self.model)
+        eos = self.sees_eos and bool(ended)
+        # A limit on turns leaves the last one whole.
+        cut = truncated and not ended and not self.closes_truncated
+        try:
+            ids = encode_whole(prompt, completion, self.processing_class, row, eos, cut)
+        except ValueError as error:
+            raise ValueError(f"{self._who}: {error}") from error
+        if limit is not None and len(ids) > limit:
+            raise ValueError(
+                f"{self._who}: text in row {row} has {len(ids)} tokens, beyond its "
+                f"max_position_embeddings of {limit}: lower max_completion_length, or shorten the "
+                "prompts"
+            )
+        return ids
+
+    @torch.no_grad()
+    def _score(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        ids, mask = padded(rows, self.processing_class.pad_token_id)
+        device = self.model.device
+        return sequence_scores(self.model, ids.to(device), mask.to(device))
+
+
+def sequence_scores(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """The score of each text, (B,), in at least float32: at its last token for a decoder.
+
+    The forward of a `transformers` decoder looks for that token by its id, the right-most that is
+    not `pad_token_id`: wrong where pad is EOS, or absent (huggingface/transformers#35911). Here it
+    is the right-most position attended to. A model without a `score` head (an encoder) pools as it
+    was made to.
+
+    Args:
+        input_ids, attention_mask: (B,T), padded on either side.
+    """
+    mask = attention_mask.long()
+    if not hasattr(model, "score"):
+        logits = model(input_ids=input_ids, attention_mask=mask).logits
+        return widen(logits.squeeze(1))
+    inputs = {"input_ids": input_ids, "attention_mask": mask, "use_cache": False}
+    # Positions count real tokens, not columns. ALiBi models have none, and read the mask.
+    if "position_ids" in inspect.signature(model.base_model.forward).parameters:
+        inputs["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    hidden = model.base_model(**inputs).last_hidden_state
+    last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1)
+    rows = torch.arange(len(mask), device=mask.device)
+    return widen(model.score(hidden[rows, last]).squeeze(1))
+
+
+def encode_whole(
+    prompt: Any,
+    completion: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    row: int,
+    eos: bool = False,
+    cut: bool = False,
+) -> list[int]:
+    """Token ids of a whole text: both strings, or both chat messages.
+
+    Args:
+        eos: a string ends with the EOS, if the tokenizer has one.
+        cut: a chat ends in the middle of the assistant's turn.
+
+    Raises:
+        ValueError: they are of two kinds, or do not fit the tokenizer; the row is named.
+    """
+    if {type(prompt), type(completion)} not in ({str}, {list}):
+        raise ValueError(
+            f"text in row {row}: prompt and completion must both be strings or both be messages, "
+            f"got {prompt!r} and {completion!r}"
+        )
+    text = prompt + completion
+    ids = encode(text, tokenizer, row, "text", open_turn=cut and continues(text))
+    return with_eos(ids, tokenizer) if eos and isinstance(text, str) else ids
+
+
+def with_eos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids with an EOS at the end, once, if the tokenizer has one."""
+    eos = tokenizer.eos_token_id
+    return ids if eos is None or ids[-1] == eos else [*ids, eos]
+
+
+def score_tokenizer(
+    tokenizer: PreTrainedTokenizerBase | None,
+    model: PreTrainedModel,
+    who: str,
+    trust_remote_code: bool = False,
+    labels: Sequence[int] = (1,),
+) -> PreTrainedTokenizerBase:
+    """The tokenizer given, or the one saved beside the model; checked, and the model's head too.
+
+    Args:
+        who: how an error calls the model.
+        labels: how many outputs it may have.
+
+    Raises:
+        ValueError: the model has another number of outputs; no tokenizer, no pad token, or ids
+            beyond the embedding rows.
+    """
+    if model.config.num_labels not in labels:
+        kind = "sequence classifier" if labels == (1,) else "token classifier"
+        raise ValueError(
+            f"{who} has {model.config.num_labels} outputs: a reward is one number, from a {kind} "
+            f"with num_labels {' or '.join(map(str, labels))}"
+        )
+    tokenizer = tokenizer or _saved_tokenizer(model.name_or_path, who, trust_remote_code)
+    if tokenizer.pad_token_id is None:
+        raise ValueError(
+            f"{who}: its tokenizer has no pad token: set pad_token (the EOS token will do: padding "
+            "is masked by position, not by id)"
+        )
+    check_vocabulary(tokenizer, model, who)
+    return tokenizer
+
+
+def name_of(path: str | PathLike[str]) -> str:
+    """The last part of a path or Hub id; of what a run has left in `final/`, that of the run."""
+    whole = Path(path)
+    return whole.parent.name if whole.name == "final" else whole.name
+
+
+def _load(path: str | PathLike[str], trust_remote_code: bool) -> PreTrainedModel:
+    with about(f"reward model {name_of(path)}"):
+        check_directory(path)
+        return from_pretrained(
+            AutoModelForSequenceClassification,
+            path,
+            dtype="auto",
+            trust_remote_code=trust_remote_code,
+        )
+
+
+def _saved_tokenizer(path: str, who: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    none = f"{who}: no tokenizer is saved beside it: give one (reward_processing_classes)"
+    if not path or not has_tokenizer(path):
+        raise ValueError(none)
+    with about(who):
+        tokenizer = tokenizer_from_pretrained(path, trust_remote_code=trust_remote_code)
+    # Where there are no files, some model types give a tokenizer with special tokens and no others.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ValueError(none)
+    return tokenizer
+
+
+def micro_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Indices of texts of like length, so many that their padded tokens fit SCORING_TOKENS."""
+    batch: list[int] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batch and (len(batch) + 1) * lengths[i] > SCORING_TOKENS:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch

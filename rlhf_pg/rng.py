@@ -1,0 +1,63 @@
+"""Random numbers: noise as a function of its coordinates, and the states of the generators.
+
+The noise is SplitMix64 (Steele et al. 2014) on tensors of int64, whose arithmetic wraps around; its
+coordinates are mixed in one after another.
+"""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def mix(x: Tensor) -> Tensor:
+    """One step of it: each of the 64 bits depends on every bit of `x`."""
+    x = x + signed(0x9E3779B97F4A7C15)
+    x = (x ^ shift(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ shift(x, 27)) * signed(0x94D049BB133111EB)
+    return x ^ shift(x, 31)
+
+
+def shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift (torch's own keeps the sign)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def signed(x: int) -> int:
+    """The int64 with the low 64 bits of `x`."""
+    return (x + 2**63) % 2**64 - 2**63
+
+
+def rng_tensors() -> dict[str, Tensor]:
+    """The states of every generator of this process, as tensors."""
+    version, numbers, gauss = random.getstate()
+    twister: Any = np.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = twister
+    assert version == 3
+    assert kind == "MT19937"
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(numbers, dtype=torch.int64),
+        "python_gauss": torch.tensor([torch.nan if gauss is None else gauss], dtype=torch.float64),
+        "numpy": torch.from_numpy(keys.astype(np.int64)),
+        "numpy_rest": torch.tensor([position, has_gauss, cached], dtype=torch.float64),
+    }
+    if torch.cuda.is_available():  # pragma: no cover
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_rng(states: Mapping[str, Any]) -> None:
+    """The inverse of `rng_tensors`."""
+    torch.set_rng_state(states["torch"])
+    gauss = states["python_gauss"].item()
+    numbers = tuple(states["python"].tolist())
+    random.setstate((3, numbers, None if gauss != gauss else gauss))
+    position, has_gauss, cached = states["numpy_rest"].tolist()
+    keys = states["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), cached))
+    if "cuda" in states and torch.cuda.is_available():  # pragma: no cover
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,158 @@
+"""What samples: the engine that `rollout_engine` names, and what plays episodes on it."""
+
+import importlib.metadata
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_pg import models
+from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.config.sampling import SamplingConfig
+from rlhf_pg.rollout import EnvironmentFactory, Player, Tool, Toolbox, ToolEnvironment
+from rlhf_pg.rollout.engine import RolloutEngine
+from rlhf_pg.rollout.multi_turn.tools import check_template
+from rlhf_pg.rollout.native.engine import NativeEngine
+from rlhf_pg.rollout.vllm.handover import parts_tied_weights
+from rlhf_pg.rollout.vllm.in_process import VllmEngine
+from rlhf_pg.rollout.vllm.requests import LEAST_TEMPERATURE, check_version
+from rlhf_pg.rollout.vllm.server import VllmServerEngine
+
+
+def installed() -> str | None:
+    """The version of the vLLM that is installed, which is not imported: that takes its time."""
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def unsuited(
+    args: PolicyGradientConfig, model: PreTrainedModel, kind: str, version: str | None
+) -> str | None:
+    """Why vLLM in the process is not for this run; None where it may be.
+
+    Args:
+        kind: "cuda" or "cpu", of the run.
+        version: of the vLLM that is installed, if there is one.
+    """
+    if kind != "cuda":
+        return f"the device is {kind}"
+    if version is None:
+        return 'vLLM is not installed (pip install "rlhf-pg[vllm]")'
+    try:
+        check_version(version, "the installed vLLM")
+    except ValueError as error:
+        return str(error)
+    reasons = {
+        "the weights are quantized": getattr(model, "is_quantized", False),
+        "the adapter changes one end of tied weights": parts_tied_weights(model),
+        "vLLM has no float64": args.dtype == "float64",
+        "truncated_sampling saved_support has to know which tokens were kept": (
+            args.truncated_sampling == "saved_support"
+        ),
+        "old_logprobs_source sampler is for what samples from the policy's own weights": (
+            args.old_logprobs_source == "sampler"
+        ),
+        "rollout_cache_tokens is set, which is of the native engine": (
+            args.rollout_cache_tokens is not None
+        ),
+        f"vLLM would raise the temperature to {LEAST_TEMPERATURE}": (
+            args.temperature < LEAST_TEMPERATURE
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def new_engine(
+    args: SamplingConfig,
+    model: PreTrainedModel,
+    eos_token_ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    is_main: bool,
+    longest: int = 1,
+) -> RolloutEngine:
+    """The engine of a run, or this process's own.
+
+    Args:
+        args: with an engine in place of auto.
+        model: the policy, which has its weights when the engine takes them over.
+        is_main: of several processes, the one that hands weights to a server.
+        longest: tokens of the longest prompt and completion.
+
+    Raises:
+        ValueError: the engine cannot be had, or cannot sample from the model.
+        RolloutError: the server does not answer.
+    """
+    if args.rollout_engine == "vllm":
+        return VllmEngine(
+            model,
+            eos_token_ids,
+            tokenizer,
+            max_model_length=args.vllm_max_model_length,
+            memory=args.vllm_gpu_memory_utilization,
+            sleeps=args.vllm_enable_sleep_mode,
+            seed=args.seed,
+            longest=longest,
+        )
+    if args.rollout_engine == "vllm_server":
+        directory = args.vllm_sync_directory or Path(args.output_dir) / "sync"
+        return VllmServerEngine(
+            model,
+            eos_token_ids,
+            args.vllm_server_base_url,
+            Path(directory),
+            timeout=args.vllm_server_timeout,
+            is_main=is_main,
+        )
+    return NativeEngine(
+        model, eos_token_ids, tokenizer.pad_token_id, tokenizer, args.rollout_cache_tokens
+    )
+
+
+def new_player(
+    args: PolicyGradientConfig,
+    tools: Sequence[Tool] | None,
+    environment_factory: EnvironmentFactory | None,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Player | None:
+    """What plays episodes, for a run with tools or an environment.
+
+    Raises:
+        ValueError: there are both, something that cannot be called, or keys of episodes for a run
+            that has none; or a chat template that does not know tools.
+    """
+    has_episodes = bool(tools) or environment_factory is not None
+    why = "is for episodes: give tools or environment_factory to the trainer, or leave it out"
+    args.refuse_idle(("max_turns", "environment_timeout"), has_episodes, why)
+    if not has_episodes:
+        return None
+    if tools and environment_factory is not None:
+        raise ValueError(
+            "give tools or environment_factory, not both: an environment can call what it likes"
+        )
+    options: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "stop_token_ids": models.stop_token_ids(model, tokenizer),
+        "max_turns": args.max_turns,
+    }
+    if environment_factory is not None:
+        if not callable(environment_factory):
+            raise ValueError(
+                "environment_factory must be a class or function that makes an environment, got "
+                f"{environment_factory!r}"
+            )
+        timeout = args.environment_timeout
+        return Player(environment_factory=environment_factory, timeout=timeout, **options)
+    box = Toolbox.of(tools or (), tokenizer, args.environment_timeout)
+    check_template(tokenizer, box.schemas)
+    return Player(
+        environment_factory=partial(ToolEnvironment, box),
+        timeout=None,  # it keeps to that of its tools
+        tools=box.schemas,
+        special_tokens=box.reads_tokens,
+        **options,
+    )

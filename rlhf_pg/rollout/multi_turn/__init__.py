@@ -1,0 +1,1 @@
+"""Episodes: completions of several turns, answered by an environment or by tools."""

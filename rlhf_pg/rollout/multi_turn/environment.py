@@ -1,0 +1,110 @@
+"""What an episode of several turns happens in: it answers every turn, and may pay for it."""
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from rlhf_pg.boundary.quoted import shown
+
+Messages: TypeAlias = str | Sequence[Mapping[str, Any]]
+
+
+class Observation(NamedTuple):
+    """An environment's answer to a turn; a plain tuple of the three will do.
+
+    Attributes:
+        messages: what the next turn follows: text if the prompt is text, chat messages if it is
+            chat. Not looked at when `done`.
+        reward: of this turn; None for nothing.
+        done: the episode is over.
+    """
+
+    messages: Messages = ""
+    reward: float | None = None
+    done: bool = False
+
+
+class Environment(Protocol):
+    """One episode's surroundings; both methods may be `async`.
+
+    What raises, returns something else or takes longer than `environment_timeout` ends its episode
+    with an error that is recorded: such an episode is in no loss and no statistic of rewards.
+    """
+
+    def reset(self, example: dict[str, Any]) -> Messages | Awaitable[Messages]:
+        """Begin the episode of a dataset row, whose `prompt` is among its columns.
+
+        Returns:
+            The prompt, text or chat messages: that of the row, or another.
+        """
+        ...
+
+    def step(self, completion: str) -> Observation | Awaitable[Observation]:
+        """Answer a turn.
+
+        Args:
+            completion: its text, without special tokens. A turn that was cut off by a limit on
+                tokens is among them: it may be paid, and nothing follows it.
+        """
+        ...
+
+
+EnvironmentFactory: TypeAlias = Callable[[], Environment]
+
+
+def checked_prompt(prompt: Any) -> Messages:
+    """What `reset` returned.
+
+    Raises:
+        ValueError: it is neither text nor chat messages.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if _is_chat(prompt) and prompt:
+        return [dict(message) for message in prompt]
+    raise ValueError(f"reset must return a string or a list of messages, got {shown(prompt)}")
+
+
+def checked_observation(answer: Any, prompt: Messages) -> Observation:
+    """What `step` returned.
+
+    Raises:
+        ValueError: no three entries, messages of another kind than the prompt, or a reward that is
+            not a finite number.
+    """
+    if not isinstance(answer, tuple) or len(answer) != 3:
+        raise ValueError(
+            f"step must return Observation(messages, reward, done), got {shown(answer)}"
+        )
+    messages, reward, done = answer
+    done = _over(done)
+    fits = isinstance(messages, str) if isinstance(prompt, str) else _is_chat(messages)
+    if not done and not fits:
+        kind = "a string" if isinstance(prompt, str) else "a list of messages"
+        raise ValueError(f"step must answer with {kind}, as the prompt is, got {shown(messages)}")
+    return Observation(messages, None if reward is None else _finite(reward), done)
+
+
+def _is_chat(messages: Any) -> bool:
+    return isinstance(messages, list | tuple) and all(
+        isinstance(message, Mapping) and "role" in message for message in messages
+    )
+
+
+def _over(done: Any) -> bool:
+    try:
+        return bool(done)
+    except Exception as error:  # an array of several
+        raise ValueError(f"done must be true or false, got {shown(done)}") from error
+
+
+def _finite(reward: Any) -> float:
+    try:
+        number = math.nan if isinstance(reward, str) else float(reward)
+    except Exception:  # whatever an object does
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(
+            f"the reward of a turn must be a finite number or None, got {shown(reward)}"
+        )
+    return number

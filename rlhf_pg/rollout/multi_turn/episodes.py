@@ -1,0 +1,337 @@
+"""Episodes of several turns, many at a time: each goes on as soon as it has been answered."""
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_pg.boundary.quoted import told
+from rlhf_pg.boundary.user_code import foreign
+from rlhf_pg.data.chat import TooLong, encode, encode_answer
+from rlhf_pg.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, Session
+from rlhf_pg.rollout.multi_turn.concurrent_calls import Calls
+from rlhf_pg.rollout.multi_turn.environment import (
+    Environment,
+    EnvironmentFactory,
+    Messages,
+    checked_observation,
+    checked_prompt,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Episode:
+    """One row: a prompt, the turns of the policy and what they were answered.
+
+    Attributes:
+        prompt: what it began with, or the dataset's where `reset` failed.
+        prompt_ids: its tokens.
+        tokens: all that follow, turns as they were sampled and answers as they were encoded.
+        logprobs: one per token, 0 in an answer.
+        actions: which tokens are the policy's own.
+        rewards: at the last token of each turn that was paid; NaN elsewhere.
+        support: where the sampler truncates its distribution, the ids that each token was drawn
+            from; in an answer the token alone.
+        messages: what was said after the prompt, if that is chat.
+        turns: of the policy.
+        truncated: cut off by a limit on tokens or turns.
+        error: of its environment, which ended it.
+        environment: of its own.
+    """
+
+    prompt: Messages
+    prompt_ids: Sequence[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    actions: list[bool] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    support: list[Tensor] = field(default_factory=list)
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
+    turns: int = 0
+    truncated: bool = False
+    error: str | None = None
+    environment: Environment | None = None
+
+    @property
+    def trained(self) -> list[bool]:
+        """The tokens that a loss or a statistic may see: none where the episode failed, since what
+        they would have led to is not known.
+        """
+        return self.actions if self.error is None else [False] * len(self.actions)
+
+    def act(self, completion: Completion, text: str) -> None:
+        """Append a turn."""
+        self._append(completion.tokens, completion.logprobs, own=True)
+        self.support += completion.support or []
+        self.messages.append({"role": "assistant", "content": text})
+        self.turns += 1
+
+    def observe(self, messages: Messages, tokens: Sequence[int]) -> None:
+        """Append an answer."""
+        self._append(tokens, [0.0] * len(tokens), own=False)
+        if self.support:
+            self.support += [torch.tensor([token], dtype=torch.int32) for token in tokens]
+        if not isinstance(messages, str):
+            self.messages += [dict(message) for message in messages]
+
+    def pay(self, reward: float | None) -> None:
+        """For the turn that was last."""
+        if reward is not None:
+            self.rewards[-1] = reward
+
+    def cut_off(self) -> None:
+        """By a limit. What has not been paid anything so far has earned 0: "does not apply" would
+        spare it the comparison with those that went on to the end.
+        """
+        self.truncated = True
+        if all(math.isnan(reward) for reward in self.rewards):
+            self.pay(0.0)
+
+    def _append(self, tokens: Sequence[int], logprobs: Sequence[float], own: bool) -> None:
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.actions += [own] * len(tokens)
+        self.rewards += [math.nan] * len(tokens)
+
+
+@dataclass(kw_only=True)
+class _Row:
+    """An episode that is going on."""
+
+    episode: Episode
+    example: Mapping[str, Any]
+    tokens: Sequence[int]  # of the dataset's prompt
+    draw: int
+    sample: int
+    resetting: bool = True
+    cut_off: bool = False  # its last turn, by the limit on tokens
+    stop_id: int | None = None  # which ended its last turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Player:
+    """How episodes are played.
+
+    Attributes:
+        environment_factory: makes the environment of one episode.
+        tokenizer: of the policy.
+        stop_token_ids: any of which ends a turn.
+        max_turns: per episode; None for as many as its tokens allow.
+        timeout: seconds for a `reset` or a `step`; None leaves it to the environment.
+        tools: schemas of the functions that the chat template shows.
+        special_tokens: leave them in the text that an environment reads, but for the stop token.
+        longest_prompt: tokens that a prompt may have; None for any number.
+    """
+
+    environment_factory: EnvironmentFactory
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: Sequence[int]
+    max_turns: int | None = None
+    timeout: float | None = 60.0
+    tools: Sequence[dict[str, Any]] = ()
+    special_tokens: bool = False
+    longest_prompt: int | None = None
+
+    def play(
+        self,
+        engine: RolloutEngine,
+        examples: Sequence[Mapping[str, Any]],
+        tokens: Sequence[Sequence[int]],
+        draws: Sequence[int],
+        n: int,
+        params: SamplingParams,
+        seed: int,
+    ) -> list[Episode]:
+        """Play `n` episodes of every example, in the order example * n + sample.
+
+        Args:
+            examples: dataset rows, with their `prompt`.
+            tokens: of these prompts.
+            draws: the number of each, which keys its noise: that of a token depends on nothing but
+                (seed, draw, sample, its place after the prompt).
+            params: `max_tokens` is that of all turns and answers of an episode together.
+        """
+        rows = [
+            _Row(
+                episode=Episode(prompt=example["prompt"], prompt_ids=ids),
+                example=example,
+                tokens=ids,
+                draw=draw,
+                sample=sample,
+            )
+            for example, ids, draw in zip(examples, tokens, draws, strict=True)
+            for sample in range(n)
+        ]
+        with (
+            foreign("an environment or a tool"),
+            Calls(self.timeout) as calls,
+            engine.synced(),
+            engine.session(params, seed) as session,
+        ):
+            _Game(self, calls, session, params.max_tokens, rows).run()
+        episodes = [row.episode for row in rows]
+        _warn(episodes)
+        return episodes
+
+
+def _warn(episodes: Sequence[Episode]) -> None:
+    errors = [episode.error for episode in episodes if episode.error is not None]
+    if errors:
+        logger.warning(
+            "%d of %d episodes failed; the first: %s", len(errors), len(episodes), errors[0]
+        )
+
+
+class _Game:
+    """The episodes of one call of `Player.play`."""
+
+    def __init__(
+        self,
+        player: Player,
+        calls: Calls,
+        session: Session,
+        max_tokens: int,
+        rows: Sequence[_Row],
+    ) -> None:
+        self.player, self.calls, self.session = player, calls, session
+        self.max_tokens = max_tokens
+        self.groups: dict[int, dict[int, _Row]] = {}  # by draw and sample
+        for row in rows:
+            self.groups.setdefault(row.draw, {})[row.sample] = row
+        # Whose calls they are, and what takes the results: it says whether another turn follows.
+        self.waiting: dict[Future[Any], tuple[_Row, Callable[[_Row, Any], bool]]] = {}
+
+    def run(self) -> None:
+        for draw, group in self.groups.items():
+            for row in group.values():
+                self._reset(row)
+            self._start(draw)  # unless it waits for somebody
+        while self.waiting or not self.session.idle:
+            finished = [] if self.session.idle else self.session.step()
+            for request, sample, completion in finished:
+                self._turn(self.groups[request.draw][sample], completion)
+            for future in self.calls.ended(wait=self.session.idle):
+                self._returned(future)
+
+    def _call(
+        self,
+        row: _Row,
+        function: Callable[[Any], Any],
+        argument: Any,
+        take: Callable[[_Row, Any], bool],
+    ) -> None:
+        self.waiting[self.calls.start(function, argument)] = row, take
+
+    def _returned(self, future: Future[Any]) -> None:
+        row, take = self.waiting.pop(future)
+        if future.cancelled():
+            row.episode.error = f"TimeoutError: no answer within {self.calls.timeout:g} s"
+        elif (error := future.exception()) is not None:
+            row.episode.error = told(error)
+        else:
+            try:
+                goes_on = take(row, future.result())
+            except Exception as refused:  # whatever the answer is
+                row.episode.error = told(refused)
+            else:
+                if goes_on:
+                    self._ask([row])
+        if row.resetting:
+            row.resetting = False
+            self._start(row.draw)
+
+    # ---------------------------------------------------------------------------- the first turn
+
+    def _reset(self, row: _Row) -> None:
+        try:
+            with foreign("environment_factory"):
+                row.episode.environment = self.player.environment_factory()
+                reset = row.episode.environment.reset
+        except Exception as error:
+            row.episode.error, row.resetting = told(error), False
+            return
+        self._call(row, reset, copy.deepcopy(dict(row.example)), self._prompted)
+
+    def _prompted(self, row: _Row, prompt: Any) -> bool:
+        prompt = checked_prompt(prompt)
+        if prompt != row.example["prompt"]:
+            player = self.player
+            ids = encode(prompt, player.tokenizer, tools=player.tools, most=player.longest_prompt)
+            row.episode.prompt, row.episode.prompt_ids = prompt, ids
+        return False
+
+    def _start(self, draw: int) -> None:
+        """Ask for the first turns of a group, once all of it is there: those with the same prompt
+        share its computation.
+        """
+        group = self.groups[draw].values()
+        if any(row.resetting for row in group):
+            return
+        alike: dict[tuple[int, ...], list[_Row]] = {}
+        for row in group:
+            if row.episode.error is None:
+                alike.setdefault(tuple(row.episode.prompt_ids), []).append(row)
+        for rows in alike.values():
+            self._ask(rows)
+
+    # --------------------------------------------------------------------------------- every turn
+
+    def _ask(self, rows: Sequence[_Row]) -> None:
+        """For the next turn of rows with the same tokens."""
+        first = rows[0].episode
+        position = len(first.tokens)
+        request = Request(
+            tokens=[*first.prompt_ids, *first.tokens],
+            draw=rows[0].draw,
+            samples=[row.sample for row in rows],
+            position=position,
+            max_tokens=self.max_tokens - position,
+        )
+        try:
+            self.session.add(request)
+        except ValueError as error:
+            for row in rows:
+                row.episode.error = f"ValueError: the episode {error}"
+                if not position:  # nobody is to forward what was refused
+                    row.episode.prompt, row.episode.prompt_ids = row.example["prompt"], row.tokens
+
+    def _turn(self, row: _Row, completion: Completion) -> None:
+        ids, player = completion.tokens, self.player
+        row.stop_id = ids[-1] if ids[-1] in player.stop_token_ids else None
+        row.cut_off = completion.finish_reason == "length"
+        text = player.tokenizer.decode(ids, skip_special_tokens=True)
+        row.episode.act(completion, text)
+        if player.special_tokens:
+            text = player.tokenizer.decode(ids if row.stop_id is None else ids[:-1])
+        assert row.episode.environment is not None
+        self._call(row, row.episode.environment.step, text, self._observed)
+
+    def _observed(self, row: _Row, answer: Any) -> bool:
+        episode, player = row.episode, self.player
+        messages, reward, done = checked_observation(answer, episode.prompt)
+        episode.pay(reward)
+        if row.cut_off or (not done and episode.turns == player.max_turns):
+            episode.cut_off()
+        if done or episode.truncated:
+            return False
+        room = self.max_tokens - len(episode.tokens) - 1  # for the answer, and a token behind it
+        try:
+            ids = encode_answer(
+                messages, player.tokenizer, episode.prompt, row.stop_id, player.tools, room
+            )
+        except TooLong:
+            ids = None
+        if ids is None or len(ids) > room:
+            episode.cut_off()
+            return False
+        episode.observe(messages, ids)
+        return True

@@ -1,0 +1,61 @@
+"""What environments paid for a list of episodes, and the metrics of these."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlhf_pg.data.records import padded
+from rlhf_pg.rollout.multi_turn.environment import Environment
+from rlhf_pg.rollout.multi_turn.episodes import Episode
+from rlhf_pg.rollout.multi_turn.tools import ToolEnvironment
+
+
+def paid(episodes: Sequence[Episode]) -> Tensor:
+    """(B,T) float64: what the environment of each paid, at the last token of the turn it paid for;
+    NaN elsewhere, and for all of an episode that failed.
+    """
+    mask = padded([episode.tokens for episode in episodes], 0)[1]
+    rewards = torch.full(mask.shape, math.nan, dtype=torch.float64)
+    flat = [
+        reward if trained else math.nan
+        for episode in episodes
+        for reward, trained in zip(episode.rewards, episode.trained, strict=True)
+    ]
+    rewards[mask] = torch.tensor(flat, dtype=torch.float64)
+    return rewards
+
+
+def episode_counts(episodes: Sequence[Episode], device: torch.device) -> Tensor:
+    """(B,4) float64: turns, whether it failed, calls of tools, calls that failed."""
+    counts = [
+        [
+            episode.turns,
+            episode.error is not None,
+            *_tool_counts(episode.environment),
+        ]
+        for episode in episodes
+    ]
+    table = torch.tensor(counts, dtype=torch.float64, device=device)
+    return table.view(-1, 4)
+
+
+def _tool_counts(environment: Environment | None) -> tuple[int, int]:
+    if type(environment) is not ToolEnvironment:  # of another's object nothing is asked
+        return 0, 0
+    return environment.calls, environment.failures
+
+
+def episode_metrics(counts: Tensor, tools: bool) -> dict[str, float]:
+    """Over all processes, from the rows of `episode_counts`, (N,4).
+
+    `episodes/turns` is their mean, `episodes/failed` how many have failed,
+    `tools/call_frequency` is calls per episode, `tools/failure_frequency` failures per call.
+    """
+    turns, failed, calls, failures = counts.sum(0).tolist()
+    metrics = {"episodes/turns": turns / len(counts), "episodes/failed": failed}
+    if tools:
+        metrics["tools/call_frequency"] = calls / len(counts)
+        metrics["tools/failure_frequency"] = failures / calls if calls else math.nan
+    return metrics

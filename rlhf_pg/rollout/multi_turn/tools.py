@@ -1,0 +1,234 @@
+"""Tools: plain functions that the policy calls through its chat template."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
+
+from rlhf_pg.boundary.quoted import told
+from rlhf_pg.data.chat import continues, encode, encode_answer
+from rlhf_pg.rollout.multi_turn.concurrent_calls import Calls
+from rlhf_pg.rollout.multi_turn.environment import Messages, Observation
+
+Tool = Callable[..., Any]
+
+TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+class ToolCall(NamedTuple):
+    """What the policy asks for; or, where that cannot be read, why not."""
+
+    name: str = ""
+    arguments: Mapping[str, Any] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toolbox:
+    """The tools of a run.
+
+    Attributes:
+        functions: by name.
+        schemas: what the chat template shows of them.
+        tokenizer: of the policy, which may know how to read its answers.
+        timeout: seconds for the calls of a turn.
+    """
+
+    functions: Mapping[str, Tool]
+    schemas: Sequence[dict[str, Any]]
+    tokenizer: PreTrainedTokenizerBase
+    timeout: float
+
+    @classmethod
+    def of(
+        cls, tools: Sequence[Tool], tokenizer: PreTrainedTokenizerBase, timeout: float
+    ) -> "Toolbox":
+        """A box of functions with type hints and a docstring in Google's style.
+
+        Raises:
+            ValueError: two of one name, or one that cannot be described; the message names it.
+        """
+        schemas = [_schema(tool) for tool in tools]
+        names = [schema["function"]["name"] for schema in schemas]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise ValueError(f"tools has two functions named {twice[0]}: rename one")
+        return cls(
+            functions=dict(zip(names, tools, strict=True)),
+            schemas=schemas,
+            tokenizer=tokenizer,
+            timeout=timeout,
+        )
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the tokenizer itself reads calls, special tokens among them."""
+        return getattr(self.tokenizer, "response_template", None) is not None
+
+    def parse(self, completion: str, prompt: Any) -> list[ToolCall]:
+        """The calls in a turn: as the tokenizer's `response_template` has it, or else between
+        <tool_call> and </tool_call>, in the JSON of Hermes and Qwen.
+        """
+        if not self.reads_tokens:
+            # Behind the last tag that closes, each that opens would be searched to the end.
+            closed = "".join(completion.rpartition("</tool_call>")[:2])
+            return [_tagged(text) for text in TAGGED.findall(closed)]
+        prefilled = continues(prompt)
+        opened = self.tokenizer.apply_chat_template(
+            prompt,
+            tools=list(self.schemas),
+            add_generation_prompt=not prefilled,
+            continue_final_message=prefilled,
+            tokenize=False,
+        )
+        try:
+            message = self.tokenizer.parse_response(
+                completion, prefix=opened, tools=list(self.schemas)
+            )
+            calls = message.get("tool_calls") or []
+            return [_call(call.get("function", call)) for call in calls]
+        except Exception as error:  # the text is the policy's, and may be anything
+            return [ToolCall(error=f"the call cannot be read: {told(error)}")]
+
+    def fault(self, call: ToolCall) -> str | None:
+        """What is wrong with a call, by the schema of its tool."""
+        if call.error is not None:
+            return call.error
+        if call.name not in self.functions:
+            return f"there is no tool {call.name!r}, only {', '.join(self.functions)}"
+        [parameters] = [
+            schema["function"].get("parameters", {})
+            for schema in self.schemas
+            if schema["function"]["name"] == call.name
+        ]
+        given, known = set(call.arguments or ()), set(parameters.get("properties", {}))
+        missing = set(parameters.get("required", ())) - given
+        if given - known:
+            return f"{call.name} has no argument {min(given - known)!r}"
+        return f"{call.name} needs the argument {min(missing)!r}" if missing else None
+
+
+class ToolEnvironment:
+    """One episode with tools: it goes on until a turn calls none.
+
+    Args:
+        toolbox: of the run.
+
+    Attributes:
+        calls: made so far.
+        failures: calls that could not be read or made, raised or ran out of time: the policy is
+            told why.
+    """
+
+    def __init__(self, toolbox: Toolbox) -> None:
+        self.toolbox = toolbox
+        self.calls = 0
+        self.failures = 0
+        self.prompt: Any = None
+
+    def reset(self, example: dict[str, Any]) -> Messages:
+        """The prompt as the dataset has it."""
+        self.prompt = example["prompt"]
+        return example["prompt"]  # type: ignore[no-any-return]
+
+    def step(self, completion: str) -> Observation:
+        """One message of the role "tool" for every call, made at the same time."""
+        asked = self.toolbox.parse(completion, self.prompt)
+        if not asked:
+            return Observation(done=True)
+        with Calls(self.toolbox.timeout) as calls:
+            made = [self._start(call, calls) for call in asked]
+            while calls.pending:
+                calls.ended(wait=True)
+            answers = [self._answer(one) for one in made]
+        messages = [
+            {"role": "tool", "name": call.name, "content": answer}
+            for call, answer in zip(asked, answers, strict=True)
+        ]
+        return Observation(messages)
+
+    def _start(self, call: ToolCall, calls: Calls) -> Future[Any] | str:
+        self.calls += 1
+        fault = self.toolbox.fault(call)
+        if fault is not None:
+            return fault
+        return calls.start(self.toolbox.functions[call.name], **(call.arguments or {}))
+
+    def _answer(self, made: Future[Any] | str) -> str:
+        """What the policy is told of one call."""
+        if isinstance(made, str):
+            fault = made
+        elif made.cancelled():
+            fault = f"no result within {self.toolbox.timeout:g} s"
+        elif (error := made.exception()) is not None:
+            fault = told(error)
+        else:
+            try:
+                return _text(made.result())
+            except Exception as unspeakable:
+                fault = told(unspeakable)
+        self.failures += 1
+        return f"Error: {fault}"
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]]) -> None:
+    """Make sure that the model is shown the tools, and can be told what they return.
+
+    Raises:
+        ValueError: the chat template does not do it.
+    """
+    chat = [{"role": "user", "content": "?"}]
+    if encode(chat, tokenizer, tools=schemas) == encode(chat, tokenizer):
+        raise ValueError(
+            "tools: the chat template of the tokenizer does not show them to the model: give a "
+            "processing_class with one that does"
+        )
+    result = {"role": "tool", "name": schemas[0]["function"]["name"], "content": "!"}
+    try:
+        encode_answer([result], tokenizer, chat, None, schemas)
+    except ValueError as error:
+        raise ValueError(f"tools: what one returns cannot be told to the model: {error}") from error
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    name = getattr(tool, "__name__", repr(tool))
+    if not callable(tool):
+        raise ValueError(f"tools must be functions, got {tool!r}")
+    try:
+        schema: dict[str, Any] = get_json_schema(tool)
+    except Exception as error:  # whatever it does not understand
+        raise ValueError(
+            f"the tool {name} cannot be described to the model: {error}. Give every argument a "
+            "type hint and a line under Args: in its docstring"
+        ) from error
+    return schema
+
+
+def _tagged(text: str) -> ToolCall:
+    try:
+        return _call(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        return ToolCall(error=f"the call is no JSON: {error}")
+
+
+def _call(call: Any) -> ToolCall:
+    """Name and arguments, where there are both."""
+    name = call.get("name") if isinstance(call, Mapping) else None
+    arguments = call.get("arguments", {}) if isinstance(call, Mapping) else None
+    if isinstance(arguments, str):  # as some templates leave them
+        arguments = json.loads(arguments)
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        return ToolCall(error='a call needs a "name" and "arguments", an object')
+    return ToolCall(name, arguments)
+
+
+def _text(result: Any) -> str:
+    if not isinstance(result, str):
+        result = json.dumps(result, default=str, ensure_ascii=False)
+    text: str = result.encode(errors="replace").decode()  # half a surrogate pair has no token
+    return text

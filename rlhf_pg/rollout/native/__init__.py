@@ -1,0 +1,1 @@
+"""The native engine: the policy itself samples, every prompt computed once for its whole group."""

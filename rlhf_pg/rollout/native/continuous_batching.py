@@ -1,0 +1,270 @@
+"""Continuous batching: prompts that wait enter as soon as there is room, rows that end leave.
+
+Shapes: R rows being sampled, of G prompts; V ids.
+"""
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_pg.models.attention import configs_of, replaced_attention
+from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
+from rlhf_pg.rollout.native.decode_attention import KeyValues
+from rlhf_pg.rollout.native.kept import Kept, forward
+from rlhf_pg.rollout.native.kv_cache import Padded, Stores
+from rlhf_pg.rollout.native.slots import Drawn, Prompt, Row, chunks
+from rlhf_pg.rollout.native.stopping import Stopping
+from rlhf_pg.rollout.token_sampling import ids_of, kept, sample, uniform
+
+MAX_ROWS = 256
+PREFILL_TOKENS = 8192  # of prompts, computed in one forward pass
+TOKENS_PER_LOOK = 8  # on a GPU, which would have to wait for every look at what has ended
+
+
+class BatchingSession:
+    """A `Session` on a model whose attention can be replaced.
+
+    Args:
+        cache_tokens: most tokens whose keys and values are kept at a time.
+        kept: on a GPU, what stays for the next session.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        params: SamplingParams,
+        seed: int,
+        stopping: Stopping,
+        cache_tokens: int,
+        kept: Kept | None = None,
+    ) -> None:
+        self.model, self.params, self.seed, self.stopping = model, params, seed, stopping
+        self.cache_tokens, self.configs, self.kept = cache_tokens, configs_of(model), kept
+        self.queue: deque[Prompt] = deque()
+        self.prompts: list[Prompt] = []  # by slot
+        self.rows: list[Row] = []  # by slot
+        self.drawn = kept.drawn if kept else Drawn(MAX_ROWS, params.max_tokens, model)
+        self.noise: int | Tensor = kept.begin(seed, cache_tokens) if kept else seed
+        eos = torch.tensor(list(stopping.eos_token_ids), device=model.device)
+        self.eos = kept.eos if kept else eos
+        self.tokens_per_look = TOKENS_PER_LOOK if model.device.type == "cuda" else 1
+        self.prompt_cache = KeyValues(cache_tokens // 2, longest=cache_tokens)
+        self.own_cache = KeyValues(cache_tokens // 2, longest=params.max_tokens)
+        padded = Padded(self.prompt_cache, self.own_cache, model)
+        self.stores: Stores = kept.stores if kept and kept.stores else padded
+        self._places: Any = None  # see `Stores`
+
+    def add(self, request: Request) -> None:
+        """See `Session`."""
+        if not request.samples:
+            return
+        self.queue.append(Prompt(request, request.limit(self.params), deque(request.samples)))
+
+    @property
+    def idle(self) -> bool:
+        """See `Session`."""
+        return not self.queue and not self.rows
+
+    def step(self) -> list[Finished]:
+        """See `Session`.
+
+        Raises:
+            FloatingPointError: the model's logits are NaN.
+        """
+        with replaced_attention(self.configs):
+            if not self._admit():
+                left = max((row.prompt.limit - row.length for row in self.rows), default=0)
+                for _ in range(min(left, self.tokens_per_look)):
+                    self._decode()
+        return self._take_out()
+
+    # ----------------------------------------------------------------------------- coming in
+
+    def _admit(self) -> bool:
+        """Give waiting samples rows and their first tokens, if it is worth a pass."""
+        waiting = sum(len(prompt.waiting) for prompt in self.queue)
+        if not waiting or self._room(self.queue[0], 0) < min(waiting, 1 + len(self.rows) // 8):
+            return False
+        entering: list[Row] = []
+        fresh: list[Prompt] = []
+        while self.queue:
+            prompt = self.queue[0]
+            room = self._room(prompt, len(entering))
+            if room < 1:
+                break
+            if prompt.slot is None:
+                prompt.slot = len(self.prompts)
+                self.prompts.append(prompt)
+                fresh.append(prompt)
+            taken = [prompt.waiting.popleft() for _ in range(min(room, len(prompt.waiting)))]
+            entering += [Row(prompt, number) for number in taken]
+            prompt.rows += len(taken)
+            if not prompt.waiting:
+                self.queue.popleft()
+        self._compute(fresh)
+        self._enter(entering)
+        return True
+
+    def _room(self, prompt: Prompt, entering: int) -> int:
+        """How many samples of a prompt may enter, each with room for all that it may become."""
+        lengths = [other.length for other in self.prompts]
+        if prompt.slot is None:
+            lengths.append(prompt.length)
+        rows = len(self.rows) + entering
+        fitting = (self.cache_tokens - len(lengths) * max(lengths)) // self.params.max_tokens
+        room = min(MAX_ROWS, fitting) - rows
+        return room if rows else max(room, 1)  # one at a time always goes
+
+    def _compute(self, fresh: list[Prompt]) -> None:
+        """Keys and values of new prompts, and the logits of what follows them."""
+        if fresh:
+            self.stores.place(fresh, self.prompts)
+        for chunk in chunks(sorted(fresh, key=lambda prompt: prompt.length), PREFILL_TOKENS):
+            lengths = [prompt.length for prompt in chunk]
+            tensor = torch.tensor([t for p in chunk for t in p.request.tokens])
+            positions = torch.cat([torch.arange(length) for length in lengths])
+            device = self.model.device
+            logits = forward(
+                self.model,
+                tensor.to(device),
+                positions.to(device),
+                self.stores.prefill(chunk),
+                (torch.tensor(lengths).cumsum(0) - 1).to(device),
+            )
+            for prompt, row in zip(chunk, logits, strict=True):
+                prompt.logits = row
+
+    def _enter(self, entering: list[Row]) -> None:
+        """Draw the first token of new rows."""
+        prompts = {id(row.prompt): row.prompt for row in entering}
+        places = {key: i for i, key in enumerate(prompts)}
+        known = [prompt.logits for prompt in prompts.values() if prompt.logits is not None]
+        index = torch.tensor([places[id(row.prompt)] for row in entering])
+        logits = torch.stack(known)[index.to(self.model.device)]
+        start = len(self.rows)
+        self.rows += entering
+        self.stores.grow(self.rows)
+        self.drawn.start(start, entering)
+        self._draw(start, logits)
+        for prompt in prompts.values():
+            if not prompt.waiting:
+                prompt.logits = None
+        self._places = None
+
+    # ------------------------------------------------------------------------------- drawing
+
+    def _decode(self) -> None:
+        """One more token of every row."""
+        self.stores.grow(self.rows)
+        if self._places is None:
+            self._places = self.stores.places(self.prompts, self.rows)
+        if self.kept is None:
+            logits = self._step(self._places)
+        else:
+            logits = self.kept.run(self._step, self._places, self.model, self.stores)
+        if logits is None:
+            self._lengthen(self.rows)
+        else:
+            self._draw(0, logits[: len(self.rows)])
+
+    def _step(self, places: Any) -> Tensor | None:
+        """What is launched for one more token; logits (R,V) where it has not drawn it yet."""
+        drawn, rows = self.drawn, len(places.positions)
+        last = (drawn.lengths[:rows] - 1).clamp(min=0)
+        layout = self.stores.layout(places, last, max(row.length for row in self.rows))
+        ids = drawn.tokens[:rows].gather(1, last[:, None]).squeeze(1)
+        positions = places.positions + last
+        if places.order is not None:
+            ids, positions = ids[places.order], positions[places.order]
+        run = self.kept.forward if self.kept else forward
+        logits = run(self.model, ids, positions, layout, places.back)
+        if self.params.truncates:
+            return logits
+        self._choose(0, logits)
+        return None
+
+    def _draw(self, start: int, logits: Tensor) -> None:
+        """The next token of the rows from `start` on, (R,V)."""
+        self._choose(start, logits)
+        rows = self.rows[start:]
+        if self.params.truncates:  # which waits for a GPU at every token
+            for row, support in zip(rows, ids_of(kept(logits, self.params)), strict=True):
+                row.support.append(support)
+        self._lengthen(rows)
+
+    def _choose(self, start: int, logits: Tensor) -> None:
+        drawn, rows = self.drawn, slice(start, start + len(logits))
+        lengths = drawn.lengths[rows]
+        positions = drawn.first[rows] + lengths
+        noise = uniform(self.noise, drawn.draws[rows], drawn.samples[rows], positions)
+        ids, logprobs = sample(logits, self.params, noise)
+        drawn.append(rows, ids, logprobs, self.eos)
+
+    def _lengthen(self, rows: list[Row]) -> None:
+        for row in rows:
+            row.length = min(row.length + 1, row.prompt.limit)
+
+    # ----------------------------------------------------------------------------- going out
+
+    def _take_out(self) -> list[Finished]:
+        """Remove what has ended."""
+        lengths, ended = self.drawn.look(len(self.rows))
+        if self.stopping.strings:
+            self._search(lengths, ended)
+        done = [i for i, row in enumerate(self.rows) if ended[i] or lengths[i] >= row.prompt.limit]
+        if not done:
+            return []
+        finished = []
+        for i, (tokens, logprobs) in zip(done, self.drawn.read(done), strict=True):
+            row, length = self.rows[i], lengths[i]
+            completion = Completion(
+                tokens[:length],
+                logprobs[:length],
+                "stop" if ended[i] else "length",
+                row.support[:length] or None,
+            )
+            finished.append(Finished(row.prompt.request, row.sample, completion))
+        self._remove(done)
+        return finished
+
+    def _search(self, lengths: list[int], ended: list[bool]) -> None:
+        """Cut rows behind the first stop string."""
+        everything = self.drawn.tokens[: len(self.rows), : max(lengths, default=0)].tolist()
+        for i, row in enumerate(self.rows):
+            for length in range(row.read + 1, lengths[i] + 1):
+                if self.stopping.ends_text(everything[i][:length]):
+                    lengths[i], ended[i] = length, True
+                    break
+            row.read = lengths[i]
+
+    def _remove(self, done: list[int]) -> None:
+        for prompt in [self.rows[i].prompt for i in done]:
+            prompt.rows -= 1
+            if not prompt.rows and not prompt.waiting:
+                self._remove_prompt(prompt)
+        count = len(self.rows) - len(done)
+        sources = sorted(set(range(count, len(self.rows))) - set(done))
+        holes = [i for i in done if i < count]
+        if holes:
+            self.stores.move(sources, holes)
+            self.drawn.move(sources, holes)
+        for source, hole in zip(sources, holes, strict=True):
+            self.rows[hole] = self.rows[source]
+        del self.rows[count:]
+        self.drawn.clear(count)
+        self._places = None
+
+    def _remove_prompt(self, prompt: Prompt) -> None:
+        last = self.prompts.pop()
+        assert prompt.slot is not None
+        assert last.slot is not None
+        self.stores.leave(prompt.slot, last.slot)
+        if last is not prompt:
+            self.prompts[prompt.slot], last.slot = last, prompt.slot
+
+    def close(self) -> None:
+        """Give back the memory of keys and values."""
+        self.stores.close()

@@ -1,0 +1,212 @@
+"""The engine that samples in this process, on the policy's own weights."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_pg.models import (
+    MOST_LOST,
+    evaluating,
+    lost_in_merge,
+    max_positions,
+    merged,
+    quantized,
+)
+from rlhf_pg.models.attention import Fitness, fitness, window
+from rlhf_pg.rollout.engine import Finished, Request, RolloutEngine, SamplingParams, Session
+from rlhf_pg.rollout.native.compiled import Compiled
+from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS, BatchingSession
+from rlhf_pg.rollout.native.hf_generate import PlainSession
+from rlhf_pg.rollout.native.kept import Kept, forward
+from rlhf_pg.rollout.native.stopping import Stopping
+
+logger = logging.getLogger(__name__)
+
+
+class NativeEngine(RolloutEngine):
+    """Generates with a `transformers` decoder: each prompt is computed once for all its samples, a
+    row that has ended leaves the batch, and one that waits takes its place.
+
+    Where the model's attention cannot be replaced (an architecture that does not let it, recurrent
+    layers, a sliding window shorter than a row) it samples by `generate`, and says so in the log.
+
+    Args:
+        model: a causal language model; its weights are used where they are. With an adapter, those
+            that it changes are copied and changed, unless they are quantized, or so coarse that
+            the adapter would be lost in rounding: then it is computed beside them.
+        eos_token_ids: one id or several; each ends a row.
+        pad_token_id: fills the left of shorter prompts in `generate` (never attended to).
+        tokenizer: only needed for `SamplingParams.stop`.
+        cache_tokens: most tokens whose keys and values are kept at a time, a row counting with all
+            that it may become; other rows wait. None: as many as fit half of a GPU's free memory,
+            or 4 GiB of a CPU's.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        eos_token_ids: int | Iterable[int],
+        pad_token_id: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        cache_tokens: int | None = None,
+    ) -> None:
+        self.model = self.weights = model
+        self.eos_token_ids = (
+            [eos_token_ids] if isinstance(eos_token_ids, int) else sorted(set(eos_token_ids))
+        )
+        self.pad_token_id = pad_token_id
+        self.tokenizer = tokenizer
+        self.cache_tokens = cache_tokens
+        self.pads = True  # prompts in `generate`; otherwise only those of one length go together
+        self.together = True  # rows in `generate`; otherwise each goes alone
+        self.refused: str | None = None  # why nothing is sampled in the fast way
+        self.kept: dict[Any, Kept] = {}  # on a GPU, by what makes steps differ
+
+    @contextmanager
+    def session(self, params: SamplingParams, seed: int) -> Iterator[Session]:
+        """See `RolloutEngine`.
+
+        Raises:
+            ValueError: `stop` without a tokenizer. From `add`: no tokens, or more than the model
+                has positions for.
+            FloatingPointError: from `step`: the model's logits are NaN.
+        """
+        stopping = Stopping(self.eos_token_ids, params.stop_strings, self.tokenizer)
+        with self.synced(), evaluating(self.weights), torch.no_grad():
+            session = _Session(self, params, seed, stopping)
+            try:
+                yield session
+            finally:
+                session.close()
+
+    @contextmanager
+    def _taking_over(self) -> Iterator[None]:
+        merges = isinstance(self.model, PeftModel) and not quantized(self.model)
+        if merges and lost_in_merge(self.model) <= MOST_LOST:
+            self.weights = merged(self.model)
+        try:
+            yield
+        finally:
+            self.weights = self.model
+
+    def obstacle(self, longest: int) -> str | None:
+        """What keeps rows of so many tokens from being sampled in the fast way, if anything."""
+        if self.refused is not None:
+            return self.refused
+        if self._window < longest:
+            return f"a row of {longest} tokens is longer than its window of {self._window}"
+        return self._fitness.obstacle
+
+    @cached_property
+    def _window(self) -> float:
+        return window(self.model)
+
+    @cached_property
+    def _fitness(self) -> Fitness:
+        return fitness(self.weights)
+
+    def room(self) -> int:
+        """Tokens whose keys and values there is room for."""
+        if self.cache_tokens is not None:
+            return self.cache_tokens
+        device, room = self.model.device, 4 * 2**30
+        if device.type == "cuda":  # what torch has reserved and does not use is free too
+            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            room = (torch.cuda.mem_get_info(device)[0] + unused) // 2
+        return int(room // self._fitness.bytes_per_token)
+
+    def keeping(self, params: SamplingParams) -> Kept | None:
+        """On a GPU, what sessions with these parameters have in common, for one at a time."""
+        device = self.model.device
+        if device.type != "cuda":
+            return None
+        key = self._key(params)
+        if key in self.kept:
+            return self.kept.pop(key)
+        new = torch.cuda.get_device_capability(device) >= (8, 0)
+        layers = self._fitness.layers if new and self._fitness.flash else None
+        run = self._compiled if layers else forward
+        return Kept(self.weights, params, MAX_ROWS, self.eos_token_ids, layers, run)
+
+    def keep(self, params: SamplingParams, kept: Kept) -> None:
+        """For the next session with these parameters."""
+        self.kept[self._key(params)] = kept
+
+    def _key(self, params: SamplingParams) -> tuple[Any, ...]:
+        cuts = (params.top_k, params.top_p, params.min_p)
+        return (params.temperature, *cuts, params.max_tokens, *self.eos_token_ids)
+
+    @cached_property
+    def _compiled(self) -> Callable[..., Tensor]:
+        return Compiled(forward)
+
+
+class _Session:
+    """Checks requests, and gives each to the way in which rows of its length can be sampled."""
+
+    def __init__(
+        self, engine: NativeEngine, params: SamplingParams, seed: int, stopping: Stopping
+    ) -> None:
+        self.engine, self.params, self.seed, self.stopping = engine, params, seed, stopping
+        self.fast: BatchingSession | None = None
+        self.plain: PlainSession | None = None
+
+    def add(self, request: Request) -> None:
+        """See `Session`."""
+        self._way(self._longest(request)).add(request)
+
+    @property
+    def idle(self) -> bool:
+        """See `Session`."""
+        return all(session.idle for session in self._sessions)
+
+    def step(self) -> list[Finished]:
+        """See `Session`."""
+        return [finished for session in self._sessions for finished in session.step()]
+
+    def close(self) -> None:
+        """Give back keys and values, which the garbage collector would find too late."""
+        if self.fast is not None:
+            self.fast.close()
+            if self.fast.kept is not None:
+                self.engine.keep(self.params, self.fast.kept)
+        self.fast = self.plain = None
+
+    @property
+    def _sessions(self) -> list[Session]:
+        return [session for session in (self.fast, self.plain) if session is not None]
+
+    def _longest(self, request: Request) -> int:
+        """Tokens that a row of the request may come to."""
+        if not len(request.tokens):
+            raise ValueError("is empty: a model needs at least one token to continue")
+        most = request.limit(self.params)
+        longest, limit = len(request.tokens) + most, max_positions(self.engine.model)
+        if limit and longest > limit:
+            raise ValueError(
+                f"has {len(request.tokens)} tokens; with max_tokens {most} that exceeds the "
+                f"model's max_position_embeddings of {limit}"
+            )
+        return longest
+
+    def _way(self, longest: int) -> Session:
+        engine = self.engine
+        common = (engine.weights, self.params, self.seed, self.stopping)
+        reason = engine.obstacle(longest)
+        if reason is None:
+            self.fast = self.fast or BatchingSession(
+                *common, engine.room(), engine.keeping(self.params)
+            )
+            return self.fast
+        if self.plain is None:
+            logger.warning("the model is sampled by generate, which is slower: %s", reason)
+            options = (engine.pad_token_id, engine.cache_tokens, engine.pads, engine.together)
+            self.plain = PlainSession(*common, *options)
+        return self.plain

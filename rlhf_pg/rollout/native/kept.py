@@ -1,0 +1,78 @@
+"""What an engine keeps on a GPU from one session to the next: graphs, and tensors they read."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_pg.models.attention import Heads, Layout
+from rlhf_pg.rng import signed
+from rlhf_pg.rollout.engine import SamplingParams
+from rlhf_pg.rollout.native.cuda_graphs import Graphs
+from rlhf_pg.rollout.native.kv_cache import Stores
+from rlhf_pg.rollout.native.slots import Drawn
+from rlhf_pg.rollout.native.unpadded_kv_cache import Unpadded
+
+
+def forward(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, layout: Layout, keep: Tensor | int = 0
+) -> Tensor:
+    """Logits (N,V) of N tokens in a packed row, or of those that are kept."""
+    output = model(
+        input_ids=ids[None],
+        attention_mask=torch.ones_like(ids[None]),  # or some models look for padding first
+        position_ids=positions[None],
+        use_cache=False,
+        logits_to_keep=keep,
+        layout=layout,
+    )
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+class Kept:
+    """For all sessions with the same parameters.
+
+    Of what a step reads, these tensors stay where they are. Keys and values are given back at the
+    end of a session, and weights may be copies made for it: the next ones may lie where they lay or
+    not, so graphs are kept with all addresses.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        params: SamplingParams,
+        rows: int,
+        eos_token_ids: Sequence[int],
+        layers: Mapping[int, Heads] | None,
+        run: Callable[..., Tensor],
+    ) -> None:
+        self.drawn = Drawn(rows, params.max_tokens, model)
+        self.seed = torch.zeros((), dtype=torch.int64, device=model.device)
+        self.eos = torch.tensor(list(eos_token_ids), device=model.device)
+        self.stores = Unpadded(params.max_tokens, layers, model.device) if layers else None
+        self.graphs, self.forward = Graphs(), run
+        self._weights: tuple[int, ...] = ()
+
+    def begin(self, seed: int, cache_tokens: int) -> Tensor:
+        """A new session, which has room for so many tokens; the seed as a tensor."""
+        self.drawn.clear(0)
+        if self.stores is not None:
+            self.stores.begin(cache_tokens)
+        self._weights = ()
+        return self.seed.fill_(signed(seed))
+
+    def run(
+        self,
+        step: Callable[[Any], Tensor | None],
+        places: Any,
+        model: PreTrainedModel,
+        stores: Stores,
+    ) -> Tensor | None:
+        """A step on what has its place, by one launch if it can be."""
+        if not self._weights:
+            self._weights = tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers()))
+        logits: Tensor | None = self.graphs(step, places, (self._weights, stores.lies()))
+        return logits

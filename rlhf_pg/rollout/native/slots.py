@@ -1,0 +1,158 @@
+"""What is being sampled, and what of it has been drawn.
+
+Shapes: R rows being sampled, of G prompts; T tokens of a completion at most; V ids. Rows and
+prompts lie in the first slots: the last takes the place of one that leaves.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlhf_pg.rollout.engine import Request
+from rlhf_pg.rollout.native.decode_attention import bias
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A request, and what of it is still to be sampled."""
+
+    request: Request
+    limit: int  # tokens of a completion
+    waiting: deque[int]  # samples without a row
+    rows: int = 0  # samples with one
+    slot: int | None = None  # in the store, once it has been computed
+    start: int = 0  # of its tokens, in a store without padding
+    logits: Tensor | None = None  # (V,) of the first new token, while samples wait
+
+    @property
+    def length(self) -> int:
+        return len(self.request.tokens)
+
+
+@dataclass(eq=False)
+class Row:
+    """One sample being drawn."""
+
+    prompt: Prompt
+    sample: int
+    length: int = 0  # tokens drawn; fewer count if one of them was an end
+    read: int = 0  # tokens that were searched for stop strings
+    support: list[Tensor] = field(default_factory=list)  # as in `Completion`, and beyond an end
+
+
+class Drawn:
+    """What has been drawn, by slot, on the model's device."""
+
+    def __init__(self, rows: int, max_tokens: int, model: PreTrainedModel) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=model.device)
+
+        wide = torch.promote_types(model.dtype, torch.float32)
+        self.tokens = zeros(rows, max_tokens)
+        self.logprobs = zeros(rows, max_tokens, dtype=wide)
+        self.lengths, self.limits = zeros(rows), zeros(rows)
+        self.draws, self.samples, self.first = zeros(rows), zeros(rows), zeros(rows)
+        self.ended = zeros(rows, dtype=torch.bool)
+
+    def start(self, slot: int, rows: Sequence[Row]) -> None:
+        """Make the slots from here on those of new rows."""
+        numbers = [
+            (0, r.prompt.limit, r.prompt.request.draw, r.sample, r.prompt.request.position)
+            for r in rows
+        ]
+        columns = torch.tensor(numbers).T.to(self.lengths.device)
+        mine = slice(slot, slot + len(rows))
+        fields = (self.lengths, self.limits, self.draws, self.samples, self.first)
+        for own, values in zip(fields, columns, strict=True):
+            own[mine] = values
+        self.ended[mine] = False
+
+    def append(self, rows: slice, ids: Tensor, logprobs: Tensor, eos: Tensor) -> None:
+        """Add (R,) tokens to those rows that have not ended."""
+        lengths = self.lengths[rows]
+        going = ~self.ended[rows] & (lengths < self.limits[rows])
+        column = lengths.clamp(max=self.tokens.shape[1] - 1)[:, None]
+        for store, new in ((self.tokens[rows], ids), (self.logprobs[rows], logprobs)):
+            old = store.gather(1, column).squeeze(1)
+            store.scatter_(1, column, torch.where(going, new, old)[:, None])
+        lengths += going
+        self.ended[rows] |= going & (ids[:, None] == eos).any(dim=1)
+
+    def clear(self, rows: int) -> None:
+        """From this slot on there are rows that only fill up: they write to their first column."""
+        self.lengths[rows:] = self.limits[rows:] = 0
+
+    def look(self, rows: int) -> tuple[list[int], list[bool]]:
+        """Lengths, and whether an EOS was drawn."""
+        lengths, ended = torch.stack([self.lengths[:rows], self.ended[:rows]]).tolist()
+        return lengths, [bool(end) for end in ended]
+
+    def read(self, rows: list[int]) -> list[tuple[list[int], list[float]]]:
+        """Tokens and log-probabilities of rows, in their whole width."""
+        return list(zip(self.tokens[rows].tolist(), self.logprobs[rows].tolist(), strict=True))
+
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """Copy slots over others."""
+        source, target = torch.tensor([sources, targets], device=self.lengths.device)
+        for tensor in vars(self).values():
+            tensor[target] = tensor[source]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which rows share a prompt: see `Decode`."""
+
+    members: Tensor  # (G,M)
+    places: Tensor  # (R,)
+    bias: Tensor  # (G,P)
+    positions: Tensor  # (R,) of the first new token
+    order: Tensor | None = None  # by slot
+    back: Tensor | int = 0
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Prompt],
+        rows: Sequence[Row],
+        size: Callable[[int], int],
+        width: int,
+        model: PreTrainedModel,
+    ) -> "Groups":
+        """Filled up to the next `size` with row 0, and to this width at least."""
+        groups: list[list[int]] = [[] for _ in prompts]
+        for i, row in enumerate(rows):
+            assert row.prompt.slot is not None
+            groups[row.prompt.slot].append(i)
+        most = size(max(len(group) for group in groups))
+        places = {
+            row: g * most + j for g, group in enumerate(groups) for j, row in enumerate(group)
+        }
+        empty: list[list[int]] = [[] for _ in range(size(len(groups)) - len(groups))]
+        unused = [0] * (size(len(rows)) - len(rows))
+        lengths = torch.tensor([prompt.length for prompt in prompts] + [1] * len(empty))
+        columns = torch.arange(max(width, int(lengths.max())))
+        tensors = (
+            torch.tensor([group + [0] * (most - len(group)) for group in groups + empty]),
+            torch.tensor([places[i] for i in range(len(rows))] + unused),
+            bias(columns < lengths[:, None], model.dtype),
+            torch.tensor([row.prompt.length for row in rows] + unused),
+        )
+        members, of_rows, mask, positions = (tensor.to(model.device) for tensor in tensors)
+        return cls(members, of_rows, mask, positions)
+
+
+def chunks(prompts: Sequence[Prompt], most: int) -> list[list[Prompt]]:
+    """Runs of at most so many tokens, or of one prompt."""
+    runs: list[list[Prompt]] = []
+    tokens = 0
+    for prompt in prompts:
+        if not runs or tokens + prompt.length > most:
+            runs.append([])
+            tokens = 0
+        runs[-1].append(prompt)
+        tokens += prompt.length
+    return runs

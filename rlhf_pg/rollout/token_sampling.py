@@ -1,0 +1,129 @@
+"""Drawing a token: the distribution, and noise that depends on nothing but its own coordinates."""
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from rlhf_pg.masking import widen
+from rlhf_pg.rng import mix, shift, signed
+from rlhf_pg.rollout.engine import SamplingParams
+
+BLOCK = 128  # tokens whose probabilities are summed before any of them is looked at
+
+
+def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token per row by inverting the cumulative distribution.
+
+    Args:
+        logits: (R,V) in any floating dtype.
+        noise: (R,) float64 in [0, 1), see `uniform`.
+
+    Returns:
+        ids (R,) and their log-probabilities (R,) under the distribution drawn from, after
+        temperature and truncation, in at least float32.
+    """
+    logits = widen(logits)
+    if params.temperature == 0:
+        ids = logits.argmax(dim=-1)
+        return ids, _pick(logits, ids) - logits.logsumexp(dim=-1)
+    if params.temperature != 1:
+        logits = logits / params.temperature
+    scores = _truncate(logits, params)
+    top = scores.amax(dim=-1, keepdim=True)
+    weights = (scores - top).exp_()
+    if weights.shape[1] % BLOCK:
+        weights = nn.functional.pad(weights, (0, -weights.shape[1] % BLOCK))
+    weights = weights.view(len(scores), -1, BLOCK)
+    # The block first and then the token in it: the whole vocabulary is summed once, not scanned.
+    blocks = _running_sums(weights.sum(dim=-1).double())
+    block, rest = _invert(blocks, noise)
+    inside = _running_sums(weights[torch.arange(len(block), device=block.device), block].double())
+    token, _ = _invert(inside, rest)
+    ids = (block * BLOCK + token).clamp(max=scores.shape[1] - 1)  # only NaN logits get there
+    return ids, _pick(scores, ids) - top.squeeze(1) - blocks[:, -1].log().to(scores.dtype)
+
+
+def kept(logits: Tensor, params: SamplingParams) -> Tensor:
+    """(R,V) bool: the tokens that `sample` draws from, given the same (R,V) logits.
+
+    At temperature 0, where nothing is truncated, all of them.
+    """
+    if not params.truncates:
+        return torch.ones_like(logits, dtype=torch.bool)
+    return _truncate(widen(logits) / params.temperature, params) > -torch.inf
+
+
+def ids_of(kept: Tensor) -> list[Tensor]:
+    """The ids of the True tokens of each row of (R,V), int32 on the CPU."""
+    ids = kept.nonzero()[:, 1].int().cpu()
+    return list(torch.split(ids, kept.sum(dim=1).tolist()))
+
+
+def _invert(cdf: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Where `noise` in [0, 1) falls in each row of a cumulative distribution, summing to anything;
+    and where in that step, again in [0, 1).
+    """
+    aim = noise[:, None] * cdf[:, -1:]
+    # noise < 1 and `right` skip every step of width 0, at either end.
+    place = torch.searchsorted(cdf, aim, right=True).clamp(max=cdf.shape[1] - 1)
+    end = cdf.gather(1, place)
+    start = torch.where(place > 0, cdf.gather(1, (place - 1).clamp(min=0)), 0.0)
+    return place.squeeze(1), ((aim - start) / (end - start)).clamp(0, 1 - 2**-53).squeeze(1)
+
+
+def _running_sums(x: Tensor) -> Tensor:
+    """Of each row; by a product where a GPU has to sum in the same order every time, which torch
+    says of no running sum of floats there.
+    """
+    if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return x.cumsum(dim=-1)
+    return x @ torch.ones(x.shape[1], x.shape[1], dtype=x.dtype, device=x.device).triu()
+
+
+def _pick(x: Tensor, ids: Tensor) -> Tensor:
+    return x.gather(1, ids[:, None]).squeeze(1)
+
+
+def _truncate(scores: Tensor, params: SamplingParams) -> Tensor:
+    """top-k, then top-p, then min-p, by the rules of `transformers`."""
+    warpers = LogitsProcessorList()
+    if params.top_k > 0:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    if params.min_p > 0:
+        warpers.append(MinPLogitsWarper(params.min_p))
+    truncated: Tensor = warpers(None, scores)
+    return truncated
+
+
+def uniform(seed: int | Tensor, draws: Tensor, samples: Tensor, position: int | Tensor) -> Tensor:
+    """Noise in [0, 1), float64: a pure function of (seed, draw, sample, position).
+
+    A counter-based generator (SplitMix64; Steele et al. 2014, after Salmon et al. 2011), so what a
+    row is given does not depend on the other rows, their order or the number of processes.
+
+    Args:
+        seed: or a tensor of one, which is `signed`.
+        draws, samples: (R,) int64, and position too, or one for all.
+    """
+    return shift(_state(seed, draws, samples, position), 12).to(torch.float64) * 2.0**-52
+
+
+def request_seed(seed: int, draw: int, sample: int, position: int) -> int:
+    """For an engine that makes its own noise: a seed in [0, 2**63), by the same coordinates."""
+    state = _state(seed, torch.tensor([draw]), torch.tensor([sample]), position)
+    return int(shift(state, 1))
+
+
+def _state(seed: int | Tensor, draws: Tensor, samples: Tensor, position: int | Tensor) -> Tensor:
+    first = seed if isinstance(seed, Tensor) else torch.full_like(draws, signed(seed))
+    state = mix(first)
+    state = mix(state + draws)
+    state = mix(state + samples)
+    return mix(state + position)

@@ -1,0 +1,300 @@
+"""The engine that samples with vLLM in this process, on its own copy of the policy's weights."""
+
+import copy
+import gc
+import itertools
+import logging
+import os
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_pg.models import MOST_LOST, lost_in_merge
+from rlhf_pg.rollout.engine import (
+    Completion,
+    Finished,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+)
+from rlhf_pg.rollout.token_sampling import request_seed
+from rlhf_pg.rollout.vllm.handover import bare, has_experts, parts_tied_weights, published_weights
+from rlhf_pg.rollout.vllm.requests import check_version, completion, options, room
+
+logger = logging.getLogger(__name__)
+
+# Read by vLLM when it is imported, or when an engine is made.
+NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the weights are handed over as they lie here
+DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; by itself vLLM takes a share of all memory
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # training has these threads too
+}
+
+
+class VllmEngine(RolloutEngine):
+    """Samples with vLLM, which is given the weights, adapters merged, by each `synced`.
+
+    Several processes have an engine each.
+
+    Args:
+        model: a causal language model; only its config is looked at here.
+        eos_token_ids: each ends a completion.
+        tokenizer: of the model, for stop strings.
+        max_model_length: longest prompt and completion; None: as many tokens as there are
+            positions, and memory for them.
+        memory: share of the GPU's memory that vLLM takes, weights included.
+        sleeps: give that memory back between two `synced`.
+        seed: of the process, which vLLM sets anew.
+        longest: tokens of the longest prompt and completion, which need room.
+
+    Raises:
+        ValueError: vLLM is not installed, is of another version, cannot take the weights, or has no
+            room.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        eos_token_ids: Sequence[int],
+        tokenizer: PreTrainedTokenizerBase,
+        max_model_length: int | None = None,
+        memory: float = 0.3,
+        sleeps: bool = False,
+        seed: int = 0,
+        longest: int = 1,
+    ) -> None:
+        _prepare_environment()
+        check_version(_installed(), "the installed vLLM")
+        if (lack := lacking(model)) is not None:
+            raise ValueError(
+                f"{lack}, and would change the class that is trained: set rollout_engine to native "
+                "or vllm_server"
+            )
+        if getattr(model, "is_quantized", False):
+            raise ValueError(
+                "rollout_engine vllm cannot be given quantized weights: set load_in_4bit to false, "
+                "or rollout_engine to native or vllm_server"
+            )
+        if not torch.cuda.is_available() and has_experts(model):
+            raise ValueError(
+                "rollout_engine vllm runs on a CPU here, where vLLM does not replace the weights "
+                "of experts: set rollout_engine to native"
+            )
+        if parts_tied_weights(model):
+            raise ValueError(
+                "rollout_engine vllm keeps the ends of tied weights alike, and the adapter changes "
+                "one: leave it out of lora_target_modules and modules_to_save, or set "
+                "rollout_engine to native"
+            )
+        self.model, self.eos_token_ids, self.sleeps = model, list(eos_token_ids), sleeps
+        self.numbers = itertools.count()  # of vLLM's requests
+        self._has_warned = False
+        with TemporaryDirectory() as directory:
+            _describe(model, directory)
+            tokenizer.save_pretrained(directory)
+            self.llm = _new_llm(
+                model=directory,
+                dtype=str(_dtype(model)).removeprefix("torch."),
+                max_model_len=max_model_length or -1,  # as long as there is room for
+                gpu_memory_utilization=memory,
+                enable_sleep_mode=sleeps,
+                enforce_eager=not torch.cuda.is_available(),
+                seed=seed % 2**32,
+            )
+        core = self.llm.llm_engine.engine_core.engine_core
+        weakref.finalize(self, _free, core)
+        self.max_model_length: int = self.llm.llm_engine.model_config.max_model_len
+        if longest > self.max_model_length:
+            raise ValueError(
+                f"vLLM has room for {self.max_model_length} tokens, and the longest prompt and "
+                f"completion may have {longest}: raise vllm_gpu_memory_utilization or "
+                "vllm_max_model_length, or set rollout_engine to native"
+            )
+        self._sleep()
+
+    def session(self, params: SamplingParams, seed: int) -> closing["_Session"]:
+        """See `RolloutEngine`.
+
+        Raises:
+            ValueError: a temperature that vLLM would change.
+            RolloutError: vLLM gave a request up.
+            FloatingPointError: the model's log-probabilities are NaN.
+        """
+        return closing(_Session(self, params, seed))
+
+    @contextmanager
+    def _taking_over(self) -> Iterator[None]:
+        try:
+            if self.sleeps:
+                torch.cuda.empty_cache()
+                self.llm.wake_up(["weights"])
+            self._load(self.model)
+            if self.sleeps:
+                self.llm.wake_up(["kv_cache"])
+            yield
+        finally:
+            self._sleep()
+
+    def _load(self, policy: PreTrainedModel) -> None:
+        """Copy the weights where they are, layer by layer: vLLM holds what it was given of a layer
+        until it has all of it, casts and fuses that, and lets it go.
+        """
+        self._warn_of_rounding(policy)
+        weights = {"weights_iterator": published_weights(policy)}
+        self.llm.collective_rpc("reload_weights", kwargs=weights)
+        self.llm.apply_model(_repack_head)
+        if not self.llm.reset_prefix_cache():  # keys and values of the old weights
+            raise RuntimeError("vLLM keeps old keys and values: the session before has not ended")
+
+    def _warn_of_rounding(self, policy: PreTrainedModel) -> None:
+        if self._has_warned or (lost := lost_in_merge(policy)) <= MOST_LOST:
+            return
+        self._has_warned = True
+        logger.warning(
+            "rollout_engine vllm merges the adapter, of which rounding to %s takes %.0f %%: native "
+            "and vllm_server sample with it unmerged",
+            policy.dtype,
+            100 * lost,
+        )
+
+    def _sleep(self) -> None:
+        if self.sleeps:
+            self.llm.sleep(level=2)  # the next weights come from the policy: these are not kept
+
+
+class _Session:
+    """Every sample is a request of vLLM's own, with its own seed."""
+
+    def __init__(self, engine: VllmEngine, params: SamplingParams, seed: int) -> None:
+        self._engine, self._params, self._seed = engine, params, seed
+        self._options = options(params, engine.eos_token_ids)
+        self._asked: dict[str, tuple[Request, int]] = {}
+
+    def add(self, request: Request) -> None:
+        from vllm import SamplingParams as VllmSamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        max_tokens = room(request, self._params, self._engine.max_model_length)
+        for sample in request.samples:
+            name = str(next(self._engine.numbers))
+            wanted = VllmSamplingParams(
+                **self._options,
+                max_tokens=max_tokens,
+                seed=request_seed(self._seed, request.draw, sample, request.position),
+                detokenize=bool(self._params.stop_strings),
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            prompt = {"prompt_token_ids": list(request.tokens)}
+            self._engine.llm.llm_engine.add_request(name, prompt, wanted)
+            self._asked[name] = request, sample
+
+    def step(self) -> list[Finished]:
+        return [
+            Finished(*self._asked.pop(output.request_id), _completion(output.outputs[0]))
+            for output in self._engine.llm.llm_engine.step()
+            if output.finished
+        ]
+
+    @property
+    def idle(self) -> bool:
+        return not self._asked
+
+    def close(self) -> None:
+        """Give up what has not finished."""
+        self._engine.llm.llm_engine.abort_request(list(self._asked))
+        self._asked.clear()
+
+
+def lacking(model: PreTrainedModel) -> str | None:
+    """Why the vLLM that is installed cannot take the model, as far as its list of classes tells."""
+    _prepare_environment()
+    try:
+        from vllm import ModelRegistry
+    except Exception as error:  # what it was compiled for is not there
+        return f"vLLM cannot be imported ({error})"
+    name = type(bare(model)).__name__
+    known = ModelRegistry.models.get(name)
+    if known is None or getattr(known, "class_name", name).startswith("Transformers"):
+        return f"vLLM has no {name} of its own"
+    return None
+
+
+def _prepare_environment() -> None:
+    os.environ.update(NEEDED)
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+
+
+def _installed() -> str:
+    try:
+        import vllm
+    except ImportError as error:
+        raise ValueError(
+            f"rollout_engine vllm needs vLLM, which cannot be imported ({error}): pip install "
+            '"rlhf-pg[vllm]"'
+        ) from error
+    version: str = vllm.__version__
+    return version
+
+
+def _new_llm(**arguments: Any) -> Any:
+    from vllm import LLM
+
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        # Processes that are there already, each of which is to have an engine of its own.
+        arguments["distributed_executor_backend"] = "external_launcher"
+    llm = LLM(
+        **arguments,
+        model_impl="vllm",  # that of transformers would change the class that is trained
+        load_format="dummy",
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        disable_log_stats=True,
+    )
+    # At its end it would destroy the process groups, which others use: training, or another engine.
+    llm.llm_engine.engine_core._finalizer.detach()
+    return llm
+
+
+def _free(core: Any) -> None:
+    """The rest of what it would do: give the memory back."""
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    gc.unfreeze()
+    gc.collect()
+
+
+def _describe(model: PreTrainedModel, directory: str) -> None:
+    """Save the config with the name of the model's class, by which vLLM finds its own."""
+    base = bare(model)
+    config = copy.deepcopy(base.config)
+    config.architectures = [type(base).__name__]
+    config.save_pretrained(directory)
+
+
+def _dtype(model: PreTrainedModel) -> torch.dtype:
+    """Of the weights; vLLM knows no float64."""
+    return torch.float32 if model.dtype == torch.float64 else model.dtype
+
+
+def _repack_head(model: nn.Module) -> None:
+    """On a CPU vLLM packs a copy of each matrix, and forgets a head that is tied to the input."""
+    head: Any = getattr(model, "lm_head", None)
+    if hasattr(head, "cpu_linear"):
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _completion(output: Any) -> Completion:
+    chosen: Iterator[tuple[int, Mapping[int, Any]]] = zip(
+        output.token_ids, output.logprobs, strict=True
+    )
+    return completion(
+        list(output.token_ids), [at[token].logprob for token, at in chosen], output.finish_reason
+    )

@@ -1,0 +1,78 @@
+"""What both ways to vLLM ask it for, and make of what it says."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from rlhf_pg.boundary.quoted import quoted
+from rlhf_pg.rollout.engine import Completion, Request, RolloutError, SamplingParams
+
+OLDEST, TOO_NEW = (0, 32), (0, 33)  # as the extra [vllm] of pyproject.toml has it
+LEAST_TEMPERATURE = 0.01  # what is between 0 and it, vLLM silently raises to it
+
+
+def check_version(version: str, what: str) -> None:
+    """Refuse a vLLM that was never tried.
+
+    Raises:
+        ValueError: the version is outside the range.
+    """
+    oldest, too_new = (".".join(map(str, v)) for v in (OLDEST, TOO_NEW))
+    if not OLDEST <= tuple(map(int, re.findall(r"\d{1,9}", version[:99])[:2])) < TOO_NEW:
+        raise ValueError(f'{what} is version {quoted(version)}: use "vllm>={oldest},<{too_new}"')
+
+
+def options(params: SamplingParams, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+    """What vLLM calls the sampling parameters; none is left to a default of the model's.
+
+    Raises:
+        ValueError: a temperature that vLLM would change.
+    """
+    if 0 < params.temperature < LEAST_TEMPERATURE:
+        raise ValueError(
+            f"temperature must be 0 or at least {LEAST_TEMPERATURE} with vLLM, which would raise "
+            f"it to that, got {params.temperature}"
+        )
+    return {
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repetition_penalty": 1.0,
+        "stop": list(params.stop_strings),
+        # The model's own EOS is only one of ours, or none.
+        "ignore_eos": True,
+        "stop_token_ids": list(eos_token_ids),
+        "skip_special_tokens": False,  # they may be in a stop string
+        "logprobs": 0,  # that of the sampled token alone
+    }
+
+
+def room(request: Request, params: SamplingParams, limit: int) -> int:
+    """How many tokens may be sampled: beyond its limit vLLM would silently cut.
+
+    Raises:
+        ValueError: the tokens are none, or too many for the limit.
+    """
+    wanted = request.limit(params)
+    if not len(request.tokens):
+        raise ValueError("is empty: a model needs at least one token to continue")
+    if len(request.tokens) + wanted > limit:
+        raise ValueError(
+            f"has {len(request.tokens)} tokens; with {wanted} to be sampled that exceeds vLLM's "
+            f"longest sequence of {limit} (vllm_max_model_length, or --max-model-len of a server)"
+        )
+    return wanted
+
+
+def completion(tokens: list[int], logprobs: list[float], reason: str | None) -> Completion:
+    """A completion of vLLM's.
+
+    Raises:
+        RolloutError: it was given up.
+        FloatingPointError: log-probabilities are NaN.
+    """
+    if reason not in ("stop", "length"):
+        raise RolloutError(f"vLLM gave a request up ({reason}): its log says why")
+    ending: Literal["stop", "length"] = "stop" if reason == "stop" else "length"
+    return Completion(tokens, logprobs, ending)

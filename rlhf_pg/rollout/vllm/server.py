@@ -1,0 +1,299 @@
+"""The engine that samples on a stock `vllm serve`, which is told of new weights by path."""
+
+import hashlib
+import os
+import queue
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import closing, contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+
+from rlhf_pg.boundary.quoted import told
+from rlhf_pg.rollout.engine import (
+    Finished,
+    Request,
+    RolloutEngine,
+    RolloutError,
+    SamplingParams,
+)
+from rlhf_pg.rollout.token_sampling import request_seed
+from rlhf_pg.rollout.vllm import answers
+from rlhf_pg.rollout.vllm.answers import Wanted
+from rlhf_pg.rollout.vllm.handover import bare, has_experts
+from rlhf_pg.rollout.vllm.http import MOST, Refused, Server
+from rlhf_pg.rollout.vllm.requests import check_version, options, room
+
+T = TypeVar("T")
+
+BYTES = 4096  # of an answer, for each token: the longest have some hundred characters
+MOMENT = 0.05  # seconds that a step waits for an answer
+REMEDY = "look into its log, start it again, and resume"
+
+
+class VllmServerEngine(RolloutEngine):
+    """Samples on a server, which reads the weights of each `synced` from a directory.
+
+    An adapter is loaded beside the server's own model, which has to be the one it was made for,
+    under a name made from its values: so every process knows the name, and keys and values that
+    the server has kept are those of these weights. Of a model without an adapter the server's own
+    weights are replaced.
+
+    Args:
+        model: the policy; its weights are looked at in `synced` alone.
+        eos_token_ids: each ends a completion.
+        url: of the server, without a path.
+        directory: under a path that the server sees too; weights are put into one of our own in it,
+            which has a name that nobody knows, and is removed in the end.
+        timeout: seconds for one answer.
+        is_main: this process hands over the weights; the others have to wait until it has.
+
+    Raises:
+        ValueError: the server is no vLLM of a known version, or was started without an option that
+            is needed.
+        RolloutError: there is no server.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        eos_token_ids: Sequence[int],
+        url: str,
+        directory: Path,
+        timeout: float = 300.0,
+        is_main: bool = True,
+    ) -> None:
+        self.model, self.eos_token_ids = model, list(eos_token_ids)
+        self.server = Server(url, timeout, REMEDY)
+        self.directory, self.is_main = directory.absolute(), is_main
+        check_version(self._version(), f"the server at {url}")
+        self.vocab_size: int = bare(model).config.get_text_config().vocab_size
+        self.served, self.max_model_length = self._get("/v1/models", answers.served)
+        self.name = self.served  # of the weights to sample from
+        self._check_logprobs()
+        if not isinstance(model, PeftModel):
+            self._check_replaceable(model)
+
+    def session(self, params: SamplingParams, seed: int) -> closing["_Session"]:
+        """See `RolloutEngine`.
+
+        Raises:
+            ValueError: a temperature that vLLM would change.
+            RolloutError: the server fails.
+            FloatingPointError: the model's log-probabilities are NaN.
+        """
+        return closing(_Session(self, params, seed))
+
+    # ------------------------------------------------------------------------------- the weights
+
+    @contextmanager
+    def _taking_over(self) -> Iterator[None]:
+        if not isinstance(self.model, PeftModel):
+            if self.is_main:
+                self._replace_weights()
+        elif (name := f"policy-{_digest(self.model)}") != self.name:
+            if self.is_main:
+                self._load_adapter(self.model, name)
+            self.name = name
+        yield
+
+    def _load_adapter(self, model: PeftModel, name: str) -> None:
+        place = self._saved(model, name)
+        if name not in self._models():
+            try:
+                self._load(name, place)
+            except RolloutError as error:
+                raise RolloutError(
+                    f"{error}. The server needs --enable-lora, a --max-lora-rank that is not below "
+                    f"lora_r, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, and to see "
+                    f"{place} (vllm_sync_directory)"
+                ) from error
+        if self.name != self.served:
+            # It is only memory: a server that has lost the old one has done what is asked.
+            with suppress(Refused):
+                self._do("/v1/unload_lora_adapter", {"lora_name": self.name})
+            shutil.rmtree(self._own / self.name, ignore_errors=True)
+
+    @cached_property
+    def _own(self) -> Path:
+        """A directory that is private to this run, whatever else there is, and whoever made it."""
+        for place in [*reversed(self.directory.parents), self.directory]:
+            place.mkdir(mode=0o700, exist_ok=True)  # another run may be making it
+        own = Path(tempfile.mkdtemp(prefix="weights-", dir=self.directory))
+        weakref.finalize(self, _remove, own, os.getpid())
+        return own
+
+    def _saved(self, model: PreTrainedModel | PeftModel, name: str) -> Path:
+        """Weights, under a path for the server.
+
+        Raises:
+            RolloutError: they cannot be written.
+        """
+        try:
+            place = self._own / name
+            model.save_pretrained(place)
+        except (OSError, SafetensorError) as error:
+            raise RolloutError(
+                f"vllm_sync_directory: weights cannot be written to {self.directory} "
+                f"({told(error)}): make room, or choose another"
+            ) from error
+        return place
+
+    def _load(self, name: str, place: Path) -> None:
+        try:
+            self._do("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(place)})
+        except Refused:
+            # Asked a second time, since its first answer was lost, it refuses what it has done.
+            if name not in self._models():
+                raise
+
+    def _replace_weights(self) -> None:
+        place = self._saved(self.model, "policy")
+        try:
+            arguments = {"weights_path": str(place)}
+            self._do("/collective_rpc", {"method": "reload_weights", "kwargs": arguments})
+        except RolloutError as error:
+            raise RolloutError(f"{error}. It has to see {place} (vllm_sync_directory)") from error
+        shutil.rmtree(place)
+        if not self.server.ask("/reset_prefix_cache", {}, answers.success):
+            raise RolloutError(
+                f"the server at {self.server.url} keeps keys and values of old weights, since it "
+                "is at work for others: it has to be for this run alone"
+            )
+
+    # ------------------------------------------------------------------------ what has to be true
+
+    def _version(self) -> str:
+        try:
+            return str(self._get("/version", lambda answer: answer)["version"])
+        except (Refused, TypeError, LookupError) as error:
+            raise ValueError(
+                f"vllm_server_base_url: at {self.server.url} is no vLLM ({told(error)})"
+            ) from error
+
+    def _get(self, path: str, read: Callable[[Any], T]) -> T:
+        return self.server.ask(path, None, read)
+
+    def _do(self, path: str, body: dict[str, Any]) -> None:
+        """Ask for what is answered with nothing of use."""
+        self.server.ask(path, body, lambda answer: None)
+
+    def _models(self) -> list[str]:
+        return self._get("/v1/models", answers.models)
+
+    def _check_logprobs(self) -> None:
+        """Raw log-probabilities do not depend on the temperature, which may be up to 2."""
+        cold, hot = (self._likeliest(temperature) for temperature in (0.1, 2.0))
+        if abs(cold - hot) < 1e-3:
+            raise ValueError(
+                f"the server at {self.server.url} gives raw log-probabilities, not those of the "
+                "distribution sampled from: start it with --logprobs-mode processed_logprobs"
+            )
+
+    def _likeliest(self, temperature: float) -> float:
+        """Log-probability of the likeliest token after an arbitrary one."""
+        body = {"model": self.served, "prompt": [self.eos_token_ids[0]], "max_tokens": 1}
+        body |= {"temperature": temperature, "logprobs": 1}
+        return self.server.ask("/v1/completions", body, answers.likeliest)
+
+    def _check_replaceable(self, model: PreTrainedModel) -> None:
+        try:
+            on_cpu = self._get("/server_info?config_format=json", answers.on_cpu)
+        except Refused as error:
+            raise ValueError(
+                f"the server at {self.server.url} does not take weights: start it with "
+                "VLLM_SERVER_DEV_MODE=1 in its environment, or train an adapter (use_peft)"
+            ) from error
+        if on_cpu and model.config.tie_word_embeddings:
+            raise ValueError(
+                f"the server at {self.server.url} runs on a CPU, where vLLM does not replace a "
+                "head that is tied to the input: train an adapter (use_peft), or use "
+                "rollout_engine vllm"
+            )
+        if on_cpu and has_experts(model):
+            raise ValueError(
+                f"the server at {self.server.url} runs on a CPU, where vLLM does not replace the "
+                "weights of experts: set rollout_engine to native"
+            )
+
+
+class _Session:
+    """Every sample is a request of its own."""
+
+    def __init__(self, engine: VllmServerEngine, params: SamplingParams, seed: int) -> None:
+        self._engine, self._params, self._seed = engine, params, seed
+        self._options = options(params, engine.eos_token_ids) | {
+            "model": engine.name,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        self._asked: set[Future[Finished]] = set()
+        self._answers: queue.SimpleQueue[Future[Finished]] = queue.SimpleQueue()
+
+    def add(self, request: Request) -> None:
+        max_tokens = room(request, self._params, self._engine.max_model_length)
+        for sample in request.samples:
+            future = self._begin(request, sample, max_tokens)
+            self._asked.add(future)
+            future.add_done_callback(self._answers.put)
+
+    def step(self) -> list[Finished]:
+        arrived = []
+        with suppress(queue.Empty):
+            arrived.append(self._answers.get(timeout=MOMENT))
+            while True:
+                arrived.append(self._answers.get_nowait())
+        self._asked.difference_update(arrived)
+        return [future.result() for future in arrived]
+
+    @property
+    def idle(self) -> bool:
+        return not self._asked
+
+    def close(self) -> None:
+        """Give up what is under way: its connection is closed, by which vLLM knows."""
+        for future in self._asked:
+            future.cancel()
+
+    def _begin(self, request: Request, sample: int, max_tokens: int) -> "Future[Finished]":
+        body = self._options | {
+            "prompt": list(request.tokens),
+            "max_tokens": max_tokens,
+            "seed": request_seed(self._seed, request.draw, sample, request.position),
+        }
+        wanted = Wanted(
+            max_tokens=max_tokens,
+            vocab_size=self._engine.vocab_size,
+            eos_token_ids=self._engine.eos_token_ids,
+            by_string=bool(self._params.stop_strings),
+        )
+
+        def read(answer: Any) -> Finished:
+            return Finished(request, sample, wanted.read(answer))
+
+        most = MOST + BYTES * (len(request.tokens) + max_tokens)
+        return self._engine.server.begin("/v1/completions", body, read, most)
+
+
+def _remove(place: Path, owner: int) -> None:
+    """In the end of the process that made it, and not in that of one which it has forked."""
+    if os.getpid() == owner:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _digest(model: PeftModel) -> str:
+    """Of the values of the adapter."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(get_peft_model_state_dict(model).items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,246 @@
+"""DeepSpeed: ZeRO-1, 2 and 3, with or without offloading to the CPU.
+
+The engine's backward and step are called from here, not by accelerate, which steps inside backward;
+and what DeepSpeed would take from its own config (precision, clipping, accumulation) is what the
+recipe says.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import deepspeed
+import torch
+from accelerate import Accelerator
+from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from rlhf_pg.runtime.bf16_updates import MASTER, Nearest
+from rlhf_pg.runtime.ddp import COUNTER, State, Trained, count
+from rlhf_pg.runtime.full_weights import check_divisible
+from rlhf_pg.runtime.watchdog import waits
+
+
+class ZeroTrained(Trained):
+    """Every process has a piece of the moments (ZeRO-1), of the gradient too (ZeRO-2), and of the
+    weights (ZeRO-3).
+    """
+
+    def _wrap(self) -> Any:
+        check_divisible(self.module, self.optimizer)
+        self._bf16 = any(p.dtype == torch.bfloat16 for p in self.module.parameters())
+        if any(p.dtype == torch.float64 for p in self.module.parameters()):
+            raise ValueError("DeepSpeed does not train in float64: set dtype to float32")
+        config = _config(self._accelerator, self._bf16) | {
+            "gradient_clipping": self.max_grad_norm,
+            "zero_allow_untested_optimizer": True,
+        }
+        engine, *_ = deepspeed.initialize(
+            model=self.module, optimizer=_offloaded(self.optimizer, config), config=config
+        )
+        self._zero: Any = engine.optimizer
+        self._three = engine.zero_optimization_stage() == 3
+        self.optimizer = self._zero.optimizer
+        self._is_broken = False  # an update was broken off
+        self._forgotten: list[Tensor] = []  # pieces of what the next step leaves alone
+        self._buffers: list[Tensor | None] = []  # for the gradients of these
+        self.optimizer.register_step_pre_hook(self._hide)
+        self.optimizer.register_step_post_hook(self._show)
+        return engine
+
+    def _new_updates(self, bfloat16_update: str, seed: int) -> Nearest:
+        """DeepSpeed has masters of its own.
+
+        Raises:
+            ValueError: the recipe wants none.
+        """
+        if bfloat16_update != "master_weights":
+            raise ValueError(
+                f"bfloat16_update {bfloat16_update}: DeepSpeed keeps float32 masters whatever is "
+                "set: leave it out, or launch with DDP or FSDP2"
+            )
+        return Nearest(self.optimizer)
+
+    @staticmethod
+    def place(accelerator: Accelerator, module: nn.Module) -> nn.Module:
+        """In pieces under ZeRO-3, otherwise on every process."""
+        if accelerator.state.deepspeed_plugin.zero_stage < 3:
+            return module.to(accelerator.device)
+        bf16 = any(p.dtype == torch.bfloat16 for p in module.parameters())
+        engine, *_ = deepspeed.initialize(model=module, config=_config(accelerator, bf16))
+        # It has the hooks that gather the weights; as a child it would be the parent of its parent.
+        object.__setattr__(module, "engine", engine)
+        return module
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of one micro-batch."""
+        self._wrapped.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+    @waits
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of this process's share of the loss.
+
+        Raises:
+            ValueError: an update was broken off before.
+        """
+        if self._is_broken:
+            raise ValueError(
+                "an update was broken off, and DeepSpeed keeps half of its gradient: go on from a "
+                "checkpoint in a new process"
+            )
+        self._wrapped.backward(loss * self._world)
+
+    def forget(self, module: nn.Module) -> None:
+        """Drop the gradient of some of the parameters, which the next step then leaves alone."""
+        own = {id(p) for p in module.parameters()}
+        for i, (parameters, piece) in enumerate(self._groups()):
+            if id(parameters[0]) not in own:
+                continue
+            self._forgotten.append(piece)
+            # What the norm is taken of; with offloading it is kept by parameter.
+            for gradient in self._zero.averaged_gradients.get(i) or ():
+                gradient.zero_()
+            norms = getattr(self._zero, "norm_for_param_grads", {})
+            for parameter in parameters:
+                if (key := self._zero.get_param_id(parameter)) in norms:
+                    norms[key] = torch.zeros_like(norms[key])  # times 0, NaN stays
+
+    def abandon(self) -> None:
+        """Gradients are in buffers of DeepSpeed, which cannot take back half of them."""
+        self._is_broken = True
+
+    @waits
+    def step(self) -> float:
+        """Clip, update, and drop the gradient; returns its norm before that, of all processes."""
+        self._wrapped.step()
+        self._forgotten.clear()
+        if not self._wrapped.was_step_applied():
+            return torch.inf
+        return float(self._wrapped.get_global_grad_norm())
+
+    def _hide(self, *_: Any) -> None:
+        """A parameter without a gradient is one that `torch.optim` passes over."""
+        self._buffers = [piece.grad for piece in self._forgotten]
+        for piece in self._forgotten:
+            piece.grad = None
+
+    def _show(self, *_: Any) -> None:
+        for piece, buffer in zip(self._forgotten, self._buffers, strict=True):
+            piece.grad = buffer
+
+    def state(self) -> Iterator[State]:
+        """What the optimizer remembers, tensor by tensor and each of them whole; collective."""
+        for parameters, piece in self._groups():
+            values = self.optimizer.state.get(piece, {})
+            for parameter in parameters:
+                _link(parameter, piece, values)
+                for key, value in values.items():
+                    if key == COUNTER:
+                        yield parameter, key, torch.tensor(float(value))
+                    else:
+                        yield parameter, key, safe_get_full_optimizer_state(parameter, key)
+                if self._bf16:
+                    yield parameter, MASTER, safe_get_full_fp32_param(parameter)
+
+    def load_state(self, state: Iterable[State]) -> None:
+        """The inverse of `state`; whole tensors that every process has. After loading weights."""
+        self._zero.refresh_fp32_params()
+        self.optimizer.state.clear()
+        piece_of = {id(p): piece for parameters, piece in self._groups() for p in parameters}
+        for parameter, key, value in state:
+            piece = piece_of[id(parameter)]
+            values: dict[str, Any] = self.optimizer.state[piece]
+            if key == MASTER and self._bf16:
+                self._set(parameter, None, value)
+            elif key == COUNTER:
+                on_cpu = isinstance(self.optimizer, DeepSpeedCPUAdam)  # which counts in integers
+                values[key] = int(value) if on_cpu else count(self.optimizer, piece, value)
+            elif key != MASTER:
+                values.setdefault(key, torch.zeros_like(piece))
+                _link(parameter, piece, values)
+                self._set(parameter, key, value)
+
+    def _set(self, parameter: Any, key: str | None, value: Tensor) -> None:
+        """This process's piece of the float32 weights (None) or of a moment."""
+        if not self._three:
+            parameter.set_full_hp_param(value, key)
+            return
+        size = parameter.ds_tensor.numel()  # as large everywhere: the last ones are padded
+        flat = nn.functional.pad(value.flatten(), (0, size * self._world - value.numel()))
+        own = flat.narrow(0, self._accelerator.process_index * size, size)
+        self._zero.set_local_hp_param(own, parameter, key)
+
+    def _groups(self) -> Iterable[tuple[list[Any], Tensor]]:
+        """Parameters that are updated together, and this process's flat piece of them."""
+        zero = self._zero
+        if self._three:
+            return zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)
+        return zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True)
+
+
+def _link(parameter: Any, piece: Tensor, values: dict[str, Any]) -> None:
+    """Tell a parameter of ZeRO-1 or 2 where its moments are; DeepSpeed itself (0.19) does so when
+    the first of several groups has been updated, and misses those of the others.
+    """
+    if getattr(parameter, "_hp_mapping", None) is not None:  # a piece of it is on this process
+        parameter._hp_mapping.set_optim_state_fragment(piece, values)
+
+
+def _config(accelerator: Accelerator, bf16: bool) -> dict[str, Any]:
+    """The launcher's DeepSpeed config, without what the recipe decides.
+
+    Raises:
+        ValueError: it has an optimizer or a schedule, or no ZeRO.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    config = _decided(copy.deepcopy(plugin.deepspeed_config))
+    for key in ("optimizer", "scheduler"):
+        if key in config:
+            raise ValueError(
+                f"the DeepSpeed config has a section {key!r}, which is for the recipe to say: "
+                "leave it out (learning_rate, weight_decay, lr_scheduler_type ...)"
+            )
+    if plugin.zero_stage == 0:
+        raise ValueError("DeepSpeed without ZeRO (stage 0) is plain DDP: launch it as such")
+    return config | {
+        "train_micro_batch_size_per_gpu": 1,  # of no consequence: the batches are ours
+        "gradient_accumulation_steps": 1,
+        "fp16": {"enabled": False},
+        # A gradient that is not finite is found in the norm, which all processes share.
+        "bf16": {"enabled": bf16, "check_grad_overflow": bf16},
+    }
+
+
+def _decided(config: dict[str, Any]) -> dict[str, Any]:
+    """Without "auto", which stands for DeepSpeed's defaults, and without batch sizes."""
+    return {
+        key: _decided(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if value != "auto" and key != "train_batch_size"
+    }
+
+
+def _offloaded(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
+    """An optimizer that updates on the CPU, if that is where its state is to be.
+
+    Raises:
+        ValueError: there is none of that kind.
+    """
+    where = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
+    there = isinstance(optimizer, DeepSpeedCPUAdam)
+    if where == "none" or there or not config.get("zero_force_ds_cpu_optimizer", True):
+        return optimizer
+    kind = type(optimizer)
+    if kind not in (Adam, AdamW):  # which accelerate would take for Adam
+        raise ValueError(
+            f"the DeepSpeed config offloads the optimizer, and there is no {kind.__name__} for "
+            "that: use Adam or AdamW, leave offload_optimizer out, or set "
+            "zero_force_ds_cpu_optimizer to false there"
+        )
+    faster: Optimizer = map_pytorch_optim_to_deepspeed(optimizer)
+    return faster

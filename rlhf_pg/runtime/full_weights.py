@@ -1,0 +1,164 @@
+"""Weights that lie in pieces on several processes: put together, and taken apart again.
+
+Under FSDP2 a parameter is a `DTensor`; under ZeRO-3 it is empty and has a `ds_id`; all others are
+whole. "Collective" says that every process has to call it, in the same order.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils import swap_tensors
+
+from rlhf_pg.runtime.watchdog import Watch, waits
+
+CPU = torch.device("cpu")
+
+
+def check_divisible(module: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse what FSDP and DeepSpeed cannot split up.
+
+    Raises:
+        ValueError: weights are quantized, or the optimizer has been used or has 8-bit moments.
+    """
+    if not all(p.is_floating_point() for p in module.parameters()):
+        raise ValueError("4-bit weights are for one process or DDP: launch without FSDP, DeepSpeed")
+    if getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8:  # of bitsandbytes
+        raise ValueError(
+            "8-bit moments are for one process or DDP: launch without FSDP, DeepSpeed, or set "
+            "optim to adamw_torch_fused"
+        )
+    if optimizer.state:
+        raise ValueError(
+            "optimizers: yours has moments already, which FSDP and DeepSpeed would lose: give a "
+            "new one, or launch with DDP"
+        )
+
+
+def full(tensor: Tensor) -> Tensor:
+    """All of a tensor that may lie in pieces, detached; collective."""
+    if isinstance(tensor, DTensor):
+        whole: Tensor = tensor.full_tensor()
+        return whole.detach()
+    if hasattr(tensor, "ds_id"):
+        with gathered(tensor):
+            return tensor.detach().clone()
+    return tensor.detach()
+
+
+def gathered(*parameters: Tensor, write: bool = False) -> AbstractContextManager[Any]:
+    """Around reading ZeRO-3 parameters, or writing what the main process then has; collective."""
+    split = [p for p in parameters if hasattr(p, "ds_id")]
+    if not split:
+        return nullcontext()
+    from deepspeed import zero
+
+    context: AbstractContextManager[Any] = zero.GatheredParameters(split, 0 if write else None)
+    return context
+
+
+def put(parameter: Tensor, value: Tensor) -> None:
+    """Set a parameter to a value that every process has; collective."""
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        value = value.to(mesh.device_type)
+        # Every process has the value: none has to send it.
+        own = distribute_tensor(value, mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().detach().copy_(own.to_local())
+        return
+    with gathered(parameter, write=True):
+        parameter.detach().copy_(value)
+
+
+class Whole:
+    """A module in one piece, for what cannot work with pieces: sampling, saving, loading.
+
+    Args:
+        module: before it is split up; in pieces it is `pieces`.
+        splits: it is going to be. Otherwise this is the module itself, and nothing is copied.
+        watch: of this process, which may have to wait for the others.
+    """
+
+    def __init__(self, module: nn.Module, splits: bool, watch: Watch | None = None) -> None:
+        self.pieces, self.watch = module, watch
+        self.module = _outline(module) if splits else module
+        self._users = 0
+
+    @contextmanager
+    def filled(self, device: torch.device | None, trained: bool = False) -> Iterator[None]:
+        """Around a use of `module`, which has its weights then and no memory otherwise; collective.
+
+        Within another one of the same module it changes nothing.
+
+        Args:
+            device: None: this process helps to gather and keeps nothing.
+            trained: the trained parameters alone.
+        """
+        self._users += 1
+        try:
+            if self._users == 1:
+                self._fill(device, trained)
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._empty()
+
+    @contextmanager
+    def changed(self, trained: bool = False) -> Iterator[None]:
+        """Around a change of `module`, by every process alike, on the CPU; collective."""
+        with self.filled(CPU, trained):
+            yield
+            self._spread(trained)
+
+    @waits
+    def _spread(self, trained: bool) -> None:
+        for own, piece in self._pairs(trained):
+            put(piece, own)
+
+    @waits
+    def _fill(self, device: torch.device | None, trained: bool) -> None:
+        pairs = self._pairs(trained)
+        for own, piece in pairs:
+            value = full(piece)  # one at a time: what is not kept needs no more room than that
+            if device is not None:
+                _put_in_place(own, value.to(device))
+        if pairs and device is not None:
+            for part in self.module.modules():
+                for name, buffer in part.named_buffers(recurse=False):
+                    part._buffers[name] = buffer.to(device)
+
+    def _empty(self) -> None:
+        for own, _ in self._pairs():
+            if not own.is_meta:
+                _put_in_place(own, own.to("meta"))
+
+    def _pairs(self, trained: bool = False) -> list[tuple[Tensor, Tensor]]:
+        """Parameters of `module`, and those in pieces; tied ones once."""
+        if self.module is self.pieces:
+            return []
+        pieces = dict(self.pieces.named_parameters())
+        return [
+            (own, pieces[name])
+            for name, own in self.module.named_parameters()
+            if own.requires_grad or not trained
+        ]
+
+
+def _outline(module: nn.Module) -> nn.Module:
+    """A copy with parameters that have a shape and no memory; buffers are copied."""
+    empty: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()
+    }
+    return copy.deepcopy(module, empty)
+
+
+def _put_in_place(parameter: Tensor, value: Tensor) -> None:
+    """Let a parameter be another tensor, wherever it is used."""
+    swap: Any = swap_tensors
+    swap(parameter, nn.Parameter(value, parameter.requires_grad))

@@ -1,0 +1,132 @@
+"""Coefficients that follow a measurement of the run, one update at a time.
+
+Each controller is a dataclass of plain floats, so that `vars(controller)` is its state in a
+checkpoint. A measurement must be one of all processes together, or they would part. One that is NaN
+changes nothing. The controllers of a KL are in `rlhf_pg.kl`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.kl import AdaptiveKLController, PenaltyKLController
+
+
+@dataclass
+class EntropyController:
+    """Keeps the policy's entropy at a target by the coefficient of its bonus (Skywork-OR1, 2025).
+
+        coef <- min(coef + delta, maximum)  if entropy < target
+        coef <- max(coef - delta, minimum)  if entropy > target
+
+    `entropy` is the mean per action token, in nats, of a whole step.
+
+    Elsewhere: the paper, and TRL's GRPO after it (`use_adaptive_entropy`), leave the bonus out of a
+    step, whatever the coefficient, while the entropy is above the target; TRL raises the
+    coefficient at the target too. Here it applies as it is: `minimum` 0 turns it off.
+    """
+
+    coef: float
+    target: float
+    delta: float
+    minimum: float
+    maximum: float
+
+    def update(self, entropy: float) -> None:
+        step = self.delta * ((entropy < self.target) - (entropy > self.target))
+        self.coef = min(max(self.coef + step, self.minimum), self.maximum)
+
+
+@dataclass
+class KLAdaptiveRate:
+    """Scales the learning rate to move the policy by about `target` (KLAdaptiveLR of skrl).
+
+        coef <- max(coef / 1.5, minimum)  if kl > 2 target
+        coef <- min(coef * 1.5, maximum)  if kl < target / 2
+
+    `kl` estimates KL(pi_old || pi) per token, in nats, after the last update of a step: the mean of
+    rho - 1 - log rho. `coef` multiplies whatever rate the schedule gives.
+
+    Elsewhere: skrl bounds the rate itself, by default to [1e-6, 1e-2], far above what a language
+    model bears.
+    """
+
+    target: float
+    minimum: float = 0.1
+    maximum: float = 10.0
+    coef: float = 1.0
+
+    def update(self, kl: float) -> None:
+        if kl > 2 * self.target:
+            self.coef = max(self.coef / 1.5, self.minimum)
+        elif kl < self.target / 2:
+            self.coef = min(self.coef * 1.5, self.maximum)
+
+
+# What each goes by.
+MEASURED = {
+    "beta": "kl/completion",
+    "old_kl_coef": "approx_kl/after",
+    "entropy_coef": "entropy",
+    "learning_rate_scale": "approx_kl/after",
+}
+
+
+class Coefficients:
+    """beta, old_kl_coef and entropy_coef as they are now, and the scale of the learning rate.
+
+    Attributes:
+        controllers: of those that move, by name; what is in them goes to the checkpoint.
+    """
+
+    def __init__(self, args: PolicyGradientConfig) -> None:
+        self.args = args
+        self.controllers: dict[str, Any] = {}
+        if args.kl_controller == "adaptive":
+            horizon = float(args.kl_horizon)
+            self.controllers["beta"] = AdaptiveKLController(args.beta, args.kl_target, horizon)
+        elif args.kl_controller == "penalty":
+            self.controllers["beta"] = PenaltyKLController(args.beta, args.kl_target)
+        if args.old_kl_target is not None:
+            old_kl = PenaltyKLController(args.old_kl_coef, args.old_kl_target)
+            self.controllers["old_kl_coef"] = old_kl
+        if args.entropy_target is not None:
+            self.controllers["entropy_coef"] = EntropyController(
+                args.entropy_coef,
+                args.entropy_target,
+                args.entropy_coef_delta,
+                args.entropy_coef_min,
+                args.entropy_coef_max,
+            )
+        if args.kl_adaptive_lr is not None:
+            self.controllers["learning_rate_scale"] = KLAdaptiveRate(
+                args.kl_adaptive_lr, args.kl_adaptive_lr_min, args.kl_adaptive_lr_max
+            )
+
+    def __getitem__(self, key: str) -> float:
+        """The coefficient with the name of this config key."""
+        mover = self.controllers.get(key)
+        return float(getattr(self.args, key) if mover is None else mover.coef)
+
+    @property
+    def learning_rate_scale(self) -> float:
+        mover = self.controllers.get("learning_rate_scale")
+        return 1.0 if mover is None else float(mover.coef)
+
+    def metrics(self) -> dict[str, float]:
+        """The entropy's and those that move, as the step that comes next will use them."""
+        moving = {name: controller.coef for name, controller in self.controllers.items()}
+        return {"entropy_coef": self["entropy_coef"]} | moving
+
+    def update(self, metrics: dict[str, Any], num_completions: int) -> None:
+        """Move them by the numbers of a step, which all processes share."""
+        for name, controller in self.controllers.items():
+            measured = metrics[MEASURED[name]]
+            # A step without a token of the policy's own, or without an update.
+            if not math.isfinite(measured):
+                continue
+            if isinstance(controller, AdaptiveKLController):
+                controller.update(measured, num_completions)
+            else:
+                controller.update(measured)

@@ -1,0 +1,36 @@
+"""SplitMix64 against published numbers, and against integers that do not wrap around."""
+
+import pytest
+import torch
+
+from rlhf_pg.rng import mix, shift, signed
+
+STEP = 0x9E3779B97F4A7C15
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        (0, 0xE220A8397B1DCDAF),
+        (1234567, 6457827717110365317),
+        (1234567 + STEP, 3203168211198807973),
+    ],
+)
+def test_published_numbers(state, expected):
+    assert mix(torch.tensor(signed(state))).item() == signed(expected)
+
+
+def test_integers_of_any_size():
+    def by_hand(x):
+        x = (x + STEP) % 2**64
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return signed(x ^ x >> 31)
+
+    states = [signed(i * STEP) for i in range(100)] + [-1, -(2**63), 2**63 - 1]
+    assert mix(torch.tensor(states)).tolist() == [by_hand(x % 2**64) for x in states]
+
+
+def test_a_shift_brings_zeros():
+    assert shift(torch.tensor([-1, 8]), 1).tolist() == [2**63 - 1, 4]
+    assert [signed(x) for x in (2**63, 2**64 - 1, 2**64, 5)] == [-(2**63), -1, 0, 5]
