@@ -37,7 +37,7 @@ PURE = (
     *("advantages", "losses", "kl", "trainers.controllers", "running_stats", "masking"),
     *("rewards.scores", "report.pass_at_k"),
 )
-NOT_PURE = {"Coefficients"}  # in a file of pure classes
+NOT_PURE = {"Controllers"}  # in a file of pure classes
 # The keys by which a config chooses from a module's dict.
 REGISTRIES = {"ADVANTAGES": "advantage_estimator", "POLICY_LOSSES": "policy_loss"}
 

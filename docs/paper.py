@@ -15,10 +15,10 @@ from rlhf_pg.plan.job import Job, spread
 from rlhf_pg.plan.paper import BEFORE, LIBRARIES, WITH_VLLM, Library, engine_gpus, stages
 from rlhf_pg.plan.published import UNITS, agreement, fit, left_out, points
 from rlhf_pg.plan.shapes import SHAPES, Shape
-from rlhf_pg.plan.sharding import LAYOUTS, Layout
+from rlhf_pg.plan.sharding import SHARDINGS, Sharding
 
 H100 = DEVICES["h100"]
-DDP, _, ZERO2, _, FSDP2 = LAYOUTS
+DDP, _, ZERO2, _, FSDP2 = SHARDINGS
 FREE = 0.9  # of a GPU's memory, as `micro_batch_tokens: auto` takes it
 SAMPLING = 0.25  # of it is left to keys and values
 MOST = 65536  # tokens of a micro-batch
@@ -102,7 +102,7 @@ class Case(NamedTuple):
     completions: int  # on each GPU
     processes: int
     trained: float  # share of the parameters
-    layout: Layout
+    layout: Sharding
 
 
 CASES = (

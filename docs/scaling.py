@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from rlhf_pg.plan.sharding import LAYOUTS, Layout, parts
+from rlhf_pg.plan.sharding import SHARDINGS, Sharding, parts
 
 GB = 1e9
 
@@ -26,7 +26,7 @@ RESERVE = 0.25
 FOUR_BITS = 0.6
 # `micro_batch_tokens`, as the recipes have it.
 MICRO_BATCH = 16384
-# Trained parameters of a LoRA of rank 16 on every linear layer, as a share of P.
+# DDPBackend parameters of a LoRA of rank 16 on every linear layer, as a share of P.
 ADAPTER = 0.005
 
 DTYPES = {"float32": 4, "bfloat16": 2}
@@ -49,16 +49,16 @@ MODELS = (
 )
 
 
-DDP, _, ZERO2, ZERO3, _ = LAYOUTS
+DDP, _, ZERO2, ZERO3, _ = SHARDINGS
 
 
-def update_bytes(layout: Layout, b: int, processes: int) -> float:
+def update_bytes(layout: Sharding, b: int, processes: int) -> float:
     """Per parameter, while an update is made."""
     kept = parts(layout, b, processes)
     return sum(part.on_each(processes) for name, part in kept.items() if name != "copy")
 
 
-def rollout_bytes(layout: Layout, b: int, processes: int) -> float:
+def rollout_bytes(layout: Sharding, b: int, processes: int) -> float:
     """Per parameter, while the native engine samples."""
     kept = parts(layout, b, processes)
     return sum(part.on_each(processes) for part in kept.values() if part.stays)
@@ -69,7 +69,7 @@ def state() -> str:
     names = ("weights", "gradients", "buckets", "moments", "masters", "copy")
     head = ("", "dtype", "weights", "gradients", "DDP's buckets", "Adam's moments")
     rows = []
-    for layout in LAYOUTS:
+    for layout in SHARDINGS:
         for dtype, b in DTYPES.items():
             kept = parts(layout, b, MACHINE)
             rows.append([layout.name, dtype, *(str(kept[name]) for name in names)])
@@ -80,14 +80,14 @@ def memory() -> str:
     """GB on one GPU, update / rollout, of a policy that trains in full."""
     columns = [f"{model.name}, {n} GPUs" for model in MODELS for n in PROCESSES]
     rows = []
-    for layout in LAYOUTS:
+    for layout in SHARDINGS:
         for dtype, b in DTYPES.items():
             cells = [_both(layout, b, n, model) for model in MODELS for n in PROCESSES]
             rows.append([layout.name, dtype, *cells])
     return table(["", "dtype", *columns], rows)
 
 
-def _both(layout: Layout, b: int, processes: int, model: Model) -> str:
+def _both(layout: Sharding, b: int, processes: int, model: Model) -> str:
     sizes = (f(layout, b, processes) * model.parameters for f in (update_bytes, rollout_bytes))
     return " / ".join(short(size / GB) for size in sizes)
 
@@ -154,7 +154,7 @@ def in_full(parameters: float, processes: int, room: float, critic: bool = False
     return "ZeRO-3, offload" if parameters * 2 <= room else "-"
 
 
-def peak(layout: Layout, b: int, processes: int, critic: bool = False) -> float:
+def peak(layout: Sharding, b: int, processes: int, critic: bool = False) -> float:
     """Bytes per parameter of the policy, the larger of update and rollout.
 
     The engine copies no critic.

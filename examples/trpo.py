@@ -127,7 +127,9 @@ class TRPOTrainer(ReinforceTrainer):
 
     def mean(self, total: Tensor, experience: Experience) -> Tensor:
         """A sum over the action tokens of this process as the mean over those of all."""
-        return self.runtime.total(total) / self.runtime.total(experience.action_mask.sum())
+        return self.runtime.all_reduce_sum(total) / self.runtime.all_reduce_sum(
+            experience.action_mask.sum()
+        )
 
     @torch.no_grad()
     def compare(self, experience: Experience, old: list[Tensor]) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rlhf_pg.advantages import Signals
+from rlhf_pg.advantages import AdvantageInputs
 from tests.tabular import COMPLETIONS, EOS, MASK
 
 NAN = float("nan")
@@ -72,11 +72,13 @@ def exact_values() -> Tensor:
     return values
 
 
-def signals(prompts: Sequence[int], said: Sequence[int], values: Tensor = VALUES) -> Signals:
+def signals(
+    prompts: Sequence[int], said: Sequence[int], values: Tensor = VALUES
+) -> AdvantageInputs:
     """Of one row per prompt, given the number of each row's completion."""
     p, c = torch.tensor(prompts), torch.tensor(said)
     greedy = chances().argmax(1)
-    return Signals(
+    return AdvantageInputs(
         rewards=REWARDS[p, c],
         mask=MASK[c],
         scores=SCORES[p, c],

@@ -20,7 +20,7 @@ from rlhf_pg.advantages import (
     NEED_VALUES,
     READ_REWARDS,
     SCALES,
-    Signals,
+    AdvantageInputs,
     discounted_returns,
     gae,
     group_normalized,
@@ -750,7 +750,7 @@ def signals(scores, groups, width=2, rows=None, dtype=torch.float64):
     rewards[~mask] = NAN
     rows = rows or slice(0, len(groups))
     values = torch.where(mask, 0.5, NAN).to(dtype)
-    return Signals(
+    return AdvantageInputs(
         rewards=rewards[rows],
         mask=mask[rows],
         scores=scores,
@@ -1010,7 +1010,7 @@ def test_a_step_score_outside_the_action_tokens_is_ignored():
 
 
 def steps(scores, groups):
-    """Signals with all that there may be: step scores at every action token, and a cut-off row."""
+    """All that there may be: step scores at every action token, and a row that was cut off."""
     s = signals(scores, groups, width=3)
     step_scores = torch.where(s.mask, s.rewards + torch.arange(3), NAN)
     end = f64([0.5] + [0.0] * (len(groups) - 1))

@@ -24,7 +24,7 @@ from rlhf_pg.checkpoint.checkpointer import (
 )
 from rlhf_pg.models import Policy, Reference, fingerprint
 from rlhf_pg.rng import restore_rng, rng_tensors
-from rlhf_pg.runtime import Runtime, Whole
+from rlhf_pg.runtime import FullWeights, Runtime
 from tests.tiny import tiny_model
 
 IDS = torch.tensor([[5, 9, 3, 31, 17, 8], [2, 2, 7, 30, 1, 4]])
@@ -46,7 +46,7 @@ def make_checkpointer(
     parts = {"model": model} if reference is None else {"model": model, "reference": reference}
     return Checkpointer(
         directory=directory,
-        parts={name: Whole(part, splits=False) for name, part in parts.items()},
+        parts={name: FullWeights(part, splits=False) for name, part in parts.items()},
         tokenizer=make_tokenizer(),
         trained=RUNTIME.prepare(model, optimizer, bfloat16_update=update),
         scheduler=get_scheduler("cosine", optimizer, 2, 10),

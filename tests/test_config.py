@@ -19,7 +19,7 @@ from rlhf_pg.config import (
     SFTConfig,
 )
 from rlhf_pg.config.fields import Checked, bound, choice, number
-from rlhf_pg.config.foreign_keys import ELSEWHERE, NO_MEANING
+from rlhf_pg.config.foreign_keys import FOREIGN_KEYS, NO_MEANING
 from rlhf_pg.config.parse import dump, parse
 from rlhf_pg.losses import POLICY_LOSSES
 
@@ -704,9 +704,9 @@ def test_a_recipe_of_another_algorithm_is_refused(capsys, recipe, config, other)
     assert parse(config, ["--config", str(recipe)]) == config()
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", FOREIGN_KEYS)
 def test_a_key_of_another_library_points_to_ours(capsys, recipe, name):
-    hint = re.sub(r"\s+", " ", ELSEWHERE[name])
+    hint = re.sub(r"\s+", " ", FOREIGN_KEYS[name])
     recipe.write_text(f"{name}: 1\n")
     from_file = error_of(capsys, GRPOConfig, "--config", str(recipe))
     assert f"{recipe}: '{name}' is not a key here; see {hint}" in from_file
@@ -726,17 +726,17 @@ def test_what_has_no_meaning_for_a_language_model_is_refused_with_the_reason(cap
 
 @each_config
 def test_what_is_refused_is_no_key(config):
-    assert not {*ELSEWHERE, *NO_MEANING} & set(keys(config))
+    assert not {*FOREIGN_KEYS, *NO_MEANING} & set(keys(config))
 
 
 def test_what_is_pointed_to_exists():
     ours = {key for config in TRAINERS for key in keys(config)}
-    for hint in ELSEWHERE.values():
+    for hint in FOREIGN_KEYS.values():
         assert hint.startswith("metrics.jsonl") or re.match(r"\w+", hint)[0] in ours
 
 
 def test_no_name_is_both_elsewhere_and_without_meaning():
-    assert not set(ELSEWHERE) & set(NO_MEANING)
+    assert not set(FOREIGN_KEYS) & set(NO_MEANING)
 
 
 def test_a_value_may_be_spelt_like_a_key_of_another_library():

@@ -37,7 +37,7 @@ NO_SOURCE = NO_FORMULA | {
     "rlhf_pg.rewards.scores.clipped",
     "rlhf_pg.rewards.scores.ends",
     "rlhf_pg.rewards.scores.min_max",
-    "rlhf_pg.rewards.totals",
+    "rlhf_pg.rewards.sum_step_scores",
 }
 
 
@@ -156,8 +156,8 @@ def test_a_table_needs_one_place() -> None:
     place = "<!-- a -->\nold\n<!-- end -->\n"
     both = f"{place}<!-- b -->\nkept\n<!-- end -->\n"
     expected = both.replace("old\n", "\nnew\n\n")
-    assert generate.filled(both, "a", "new") == expected
-    assert generate.filled(expected, "a", "new") == expected
+    assert generate.gathered(both, "a", "new") == expected
+    assert generate.gathered(expected, "a", "new") == expected
     for text in ("", place + place):
         with pytest.raises(ValueError, match="one place <!-- a -->"):
-            generate.filled(text, "a", "new")
+            generate.gathered(text, "a", "new")

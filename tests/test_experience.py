@@ -285,10 +285,10 @@ def test_a_blank_row_can_be_attended_to_and_adds_nothing(make):
 def test_neighbours_with_one_group_and_one_prompt_are_a_family():
     r = rollout(prompts=[[1], [1], [2, 1], [1], [1]], completions=[[2]] * 5)
     r = dataclasses.replace(r, groups=torch.tensor([5, 5, 5, 5, 6]))
-    assert r.families().tolist() == [0, 0, 1, 2, 3]
+    assert r.shared_prefixes().tolist() == [0, 0, 1, 2, 3]
     assert r.longest == 3
     garbage = torch.where(r.prompt_mask, r.prompt_ids, torch.arange(10).view(5, 2))
-    assert dataclasses.replace(r, prompt_ids=garbage).families().tolist() == [0, 0, 1, 2, 3]
+    assert dataclasses.replace(r, prompt_ids=garbage).shared_prefixes().tolist() == [0, 0, 1, 2, 3]
 
 
 def test_micro_batches_are_row_indices():

@@ -10,14 +10,14 @@ from multiprocessing import get_context
 
 import pytest
 
-from rlhf_pg.checkpoint.run_dir import occupied
+from rlhf_pg.checkpoint.run_dir import run_dir_lock
 from rlhf_pg.runtime import Runtime
 
 FORK = get_context("fork")
 
 
 def hold_and_fork(directory, told):
-    with occupied(directory, Runtime()):
+    with run_dir_lock(directory, Runtime()):
         if os.fork() == 0:
             told.send(os.getpid())
         time.sleep(600)
@@ -33,7 +33,7 @@ def test_a_fork_of_a_run_that_was_killed_does_not_hold_its_lock(tmp_path) -> Non
     run.kill()
     run.join()
     try:
-        with occupied(tmp_path, Runtime()):
+        with run_dir_lock(tmp_path, Runtime()):
             assert (tmp_path / "lock").read_text().endswith(f", pid {os.getpid()}\n")
             os.kill(fork, 0)  # it lives
     finally:
@@ -42,12 +42,12 @@ def test_a_fork_of_a_run_that_was_killed_does_not_hold_its_lock(tmp_path) -> Non
 
 def test_a_fork_that_leaves_the_run_does_not_end_it(tmp_path) -> None:
     with ExitStack() as run:
-        run.enter_context(occupied(tmp_path, Runtime()))
+        run.enter_context(run_dir_lock(tmp_path, Runtime()))
         fork = FORK.Process(target=run.close)
         fork.start()
         fork.join()
         assert fork.exitcode == 0
-        other = occupied(tmp_path, Runtime())  # in the same process
+        other = run_dir_lock(tmp_path, Runtime())  # in the same process
         with pytest.raises(ValueError, match=rf"in use .*pid {os.getpid()}\)"), other:
             pass
 
@@ -57,7 +57,7 @@ def test_a_file_system_without_locks_is_one_warning(tmp_path, monkeypatch, caplo
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with occupied(tmp_path, Runtime()):
+    with run_dir_lock(tmp_path, Runtime()):
         pass
     (warning,) = [r.getMessage() for r in caplog.records if r.name.startswith("rlhf_pg")]
     assert f"{tmp_path} cannot be locked" in warning

@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from rlhf_pg.checkpoint.atomic import begin, publish
-from rlhf_pg.checkpoint.run_dir import occupied, set_aside
+from rlhf_pg.checkpoint.run_dir import run_dir_lock, set_aside
 from rlhf_pg.config import RewardModelConfig, SFTConfig
 from rlhf_pg.rewards import train_reward_model
 from rlhf_pg.runtime import Runtime
@@ -38,7 +38,7 @@ def test_a_link_that_leads_nowhere_is_set_aside_too(tmp_path) -> None:
 
 def test_a_file_called_lock_that_is_no_lock_is_left_alone(tmp_path) -> None:
     (tmp_path / "lock").write_text("combination: 1234")
-    run = occupied(tmp_path, Runtime())
+    run = run_dir_lock(tmp_path, Runtime())
     with pytest.raises(ValueError, match="is no lock of a run"), run:
         pass
     assert (tmp_path / "lock").read_text() == "combination: 1234"
@@ -83,6 +83,9 @@ def test_other_trainings_set_aside_what_was_there_and_say_where(train, tmp_path,
 @pytest.mark.parametrize("train", [a_reward_model, a_warm_start])
 def test_other_trainings_leave_the_directory_of_a_live_run_alone(train, tmp_path) -> None:
     (tmp_path / "metrics.jsonl").write_text("of a live run")
-    with occupied(tmp_path, Runtime()), pytest.raises(ValueError, match="in use by another run"):
+    with (
+        run_dir_lock(tmp_path, Runtime()),
+        pytest.raises(ValueError, match="in use by another run"),
+    ):
         train(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "metrics.jsonl"]

@@ -27,7 +27,7 @@ assert _spec.loader is not None
 scaling = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(scaling)
 
-BY_NAME = {layout.name: layout for layout in scaling.LAYOUTS}
+BY_NAME = {layout.name: layout for layout in scaling.SHARDINGS}
 
 # As their cards on the hub have it.
 SHAPES = [

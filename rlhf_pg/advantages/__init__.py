@@ -1,7 +1,7 @@
 """Advantage estimators: how much better was each token, or each completion, than expected?
 
 `per_token` looks along the tokens of a row, `per_group` compares the completions of a prompt, and
-`named` holds what a config chooses from: the estimators in `ADVANTAGES`, functions of `Signals`.
+`estimators` holds what a config chooses from: `ADVANTAGES`, functions of `AdvantageInputs`.
 
 Shapes: B rows and T columns on this rank, N rows on all ranks. Every function returns detached
 tensors in the floating dtype of its input, with 0 in masked slots. A mask may have holes (tool
@@ -35,7 +35,7 @@ from rlhf_pg.advantages.estimators import (
     NEED_VALUES,
     PER_TOKEN,
     READ_REWARDS,
-    Signals,
+    AdvantageInputs,
     total_scores,
 )
 from rlhf_pg.advantages.per_group import (
@@ -59,8 +59,8 @@ __all__ = [
     "PER_TOKEN",
     "READ_REWARDS",
     "SCALES",
+    "AdvantageInputs",
     "GroupStats",
-    "Signals",
     "discounted_returns",
     "gae",
     "group_normalized",

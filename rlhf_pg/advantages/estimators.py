@@ -1,4 +1,4 @@
-"""What a config chooses from: every estimator is a function of `Signals`, named in `ADVANTAGES`.
+"""What a config chooses from: functions of `AdvantageInputs`, named in `ADVANTAGES`.
 
 To add one, write the function and give it a line there, and its name in the sets below it where it
 belongs; its keyword-only parameters are config keys of the same name.
@@ -18,7 +18,7 @@ from rlhf_pg.masking import widen
 
 
 @dataclass(frozen=True, kw_only=True)
-class Signals:
+class AdvantageInputs:
     """Everything an estimator may look at; K counts the sources of reward, and the KL as the last.
 
     The scores are those of every rank, for baselines over the batch; `rows` finds this rank's.
@@ -68,7 +68,7 @@ def total_scores(scores: Tensor, groups: Tensor) -> Tensor:
 
 
 def group_normalized(
-    signals: Signals, *, scale_rewards: str = "group", scale_rewards_eps: float = 1e-4
+    signals: AdvantageInputs, *, scale_rewards: str = "group", scale_rewards_eps: float = 1e-4
 ) -> Tensor:
     """A_i = (s_i - mean of its group) / (std + eps), at every token (GRPO)."""
     groups = signals.groups
@@ -78,7 +78,9 @@ def group_normalized(
     )
 
 
-def process_group_normalized(signals: Signals, *, scale_rewards_eps: float = 1e-4) -> Tensor:
+def process_group_normalized(
+    signals: AdvantageInputs, *, scale_rewards_eps: float = 1e-4
+) -> Tensor:
     """A_t = sum of the normalised step scores at t and later (GRPO with process supervision).
 
     Without step scores it is `group_normalized`. With them nothing else is looked at: a KL in the
@@ -93,7 +95,7 @@ def process_group_normalized(signals: Signals, *, scale_rewards_eps: float = 1e-
     )
 
 
-def leave_one_out(signals: Signals) -> Tensor:
+def leave_one_out(signals: AdvantageInputs) -> Tensor:
     """A_i = s_i - mean of the other scores of its group, at every token: unbiased (RLOO)."""
     columns = signals.scores.unbind(1)
     return signals.per_token(
@@ -104,12 +106,12 @@ def leave_one_out(signals: Signals) -> Tensor:
 # ------------------------------------------------------------------------ returns and a baseline
 
 
-def returns(signals: Signals, *, gamma: float = 1.0) -> Tensor:
+def returns(signals: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     """A_t = G_t, no baseline: unbiased (Williams 1992)."""
     return per_token.discounted_returns(signals.rewards, signals.mask, gamma)
 
 
-def total_returns(signals: Signals, *, gamma: float = 1.0) -> Tensor:
+def total_returns(signals: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     """A_t = G_0, the return of the whole completion, at every token: unbiased (Williams 1992).
 
         sum_t grad log pi(y_t) sum_i gamma^i r_i
@@ -122,7 +124,7 @@ def total_returns(signals: Signals, *, gamma: float = 1.0) -> Tensor:
     return signals.over_tokens(to_go.gather(1, first).squeeze(1))
 
 
-def returns_minus_others(signals: Signals, *, gamma: float = 1.0) -> Tensor:
+def returns_minus_others(signals: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     """A_t = G_t - b_i, b_i the mean score of the *other* rows of the batch (Kool 2019).
 
     Unbiased.
@@ -134,7 +136,7 @@ def returns_minus_others(signals: Signals, *, gamma: float = 1.0) -> Tensor:
     return returns(signals, gamma=gamma) - signals.per_token(baseline)
 
 
-def returns_minus_mean(signals: Signals, *, gamma: float = 1.0) -> Tensor:
+def returns_minus_mean(signals: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     """A_t = G_t - mean score of the N rows, the own among them (Williams 1992).
 
     Which shrinks the expected gradient by 1 - 1/N.
@@ -144,7 +146,7 @@ def returns_minus_mean(signals: Signals, *, gamma: float = 1.0) -> Tensor:
     return returns(signals, gamma=gamma) - signals.per_token(baseline)
 
 
-def returns_minus_moving_average(signals: Signals, *, gamma: float = 1.0) -> Tensor:
+def returns_minus_moving_average(signals: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     """A_t = G_t - the moving average of the scores of *earlier* steps: unbiased (Williams 1992).
 
     This step's own scores must not be in it yet.
@@ -153,7 +155,7 @@ def returns_minus_moving_average(signals: Signals, *, gamma: float = 1.0) -> Ten
     return returns(signals, gamma=gamma) - signals.over_tokens(baseline)
 
 
-def returns_minus_greedy(signals: Signals, *, gamma: float = 1.0) -> Tensor:
+def returns_minus_greedy(signals: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     """A_t = G_t - score of the greedy completion of the same prompt: unbiased (ReMax; Li 2023).
 
     A source that does not apply to the row, or to the greedy completion, is not in the baseline.
@@ -164,7 +166,7 @@ def returns_minus_greedy(signals: Signals, *, gamma: float = 1.0) -> Tensor:
     return returns(signals, gamma=gamma) - signals.over_tokens(baseline)
 
 
-def returns_minus_optimal(signals: Signals, *, gamma: float = 1.0) -> Tensor:
+def returns_minus_optimal(signals: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     """A_t = G_t - mean score of the others of the group, weighted by length: unbiased (OPO).
 
     The estimate of the constant of least variance, |grad log pi|^2 taken proportional to length
@@ -174,7 +176,7 @@ def returns_minus_optimal(signals: Signals, *, gamma: float = 1.0) -> Tensor:
     return _minus_optimal(signals, signals.action_tokens, gamma)
 
 
-def returns_minus_optimal_by_gradient(signals: Signals, *, gamma: float = 1.0) -> Tensor:
+def returns_minus_optimal_by_gradient(signals: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     """`returns_minus_optimal` with the true |grad log pi(y)|^2: unbiased (Weaver & Tao 2001).
 
     It costs a forward and a backward pass of its own for every completion.
@@ -183,7 +185,7 @@ def returns_minus_optimal_by_gradient(signals: Signals, *, gamma: float = 1.0) -
     return _minus_optimal(signals, signals.squared_gradients, gamma)
 
 
-def _minus_optimal(signals: Signals, weights: Tensor, gamma: float) -> Tensor:
+def _minus_optimal(signals: AdvantageInputs, weights: Tensor, gamma: float) -> Tensor:
     groups = signals.groups
     if len(torch.unique(groups)) == len(groups):
         groups = torch.zeros_like(groups)
@@ -195,7 +197,7 @@ def _minus_optimal(signals: Signals, weights: Tensor, gamma: float) -> Tensor:
 # ------------------------------------------------------------------------------- with a critic
 
 
-def returns_minus_values(signals: Signals, *, gamma: float = 1.0) -> Tensor:
+def returns_minus_values(signals: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     """A_t = G_t - V_t: unbiased however wrong V is (VPG; Sutton et al. 2000).
 
     A row that was cut off ends with `bootstrap_value`, and is as biased as that is wrong.
@@ -203,7 +205,7 @@ def returns_minus_values(signals: Signals, *, gamma: float = 1.0) -> Tensor:
     return gae(signals, gamma=gamma, lam=1.0)
 
 
-def n_step(signals: Signals, *, gamma: float = 1.0, n_steps: int | None = 1) -> Tensor:
+def n_step(signals: AdvantageInputs, *, gamma: float = 1.0, n_steps: int | None = 1) -> Tensor:
     """A_t = r_t + ... + gamma^n V_{t+n} - V_t: online A2C with 1, to the end of the row with None.
 
     As biased as V_{t+n} is wrong.
@@ -215,7 +217,11 @@ def n_step(signals: Signals, *, gamma: float = 1.0, n_steps: int | None = 1) -> 
 
 
 def gae(
-    signals: Signals, *, gamma: float = 1.0, lam: float = 0.95, lam_alpha: float | None = None
+    signals: AdvantageInputs,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    lam_alpha: float | None = None,
 ) -> Tensor:
     """A_t = delta_t + gamma lam A_{t+1}, from the critic's values and the row's own rewards alone.
 

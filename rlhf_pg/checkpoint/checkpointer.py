@@ -32,7 +32,7 @@ from rlhf_pg.checkpoint.run_dir import make_directory
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.models import load_weights
 from rlhf_pg.rng import restore_rng, rng_tensors
-from rlhf_pg.runtime import Runtime, State, Trained, Whole, Writing
+from rlhf_pg.runtime import DDPBackend, FullWeights, Runtime, State, Writing
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +55,9 @@ class Checkpointer:
     """Saves and restores everything that a run needs to go on as if it had never stopped."""
 
     directory: Path
-    parts: Mapping[str, Whole]  # "model", and if there are "critic" and "reference"
+    parts: Mapping[str, FullWeights]  # "model", and if there are "critic" and "reference"
     tokenizer: PreTrainedTokenizerBase
-    trained: Trained
+    trained: DDPBackend
     scheduler: LRScheduler
     state: TrainState
     config: dict[str, Any]
@@ -99,11 +99,11 @@ class Checkpointer:
         writing.main(lambda: make_directory(self.directory.parent))  # before a run as in it
         writing.main(lambda: atomic.begin(path))
         self.save_models(writing, unnamed)
-        runtime.wait()  # who is late, is missed here
+        runtime.barrier()  # who is late, is missed here
         names = {p: name for name, p in self.parameters.items()}
         tensors = optimizer_tensors(self.trained, names, keep=runtime.is_main)
         writing.main(lambda: self._save_optimizer(unnamed, tensors))
-        runtime.wait()  # the directory is there
+        runtime.barrier()  # the directory is there
         writing.do(lambda: _save_rng(unnamed, runtime.rank))
         writing.check(undo=lambda: atomic.abandon(path))
         writing.main(lambda: self._complete(unnamed, path, runtime.world))
@@ -112,7 +112,7 @@ class Checkpointer:
             self.saved = self.state.step
             if runtime.is_main:
                 self._prune()
-        runtime.wait()
+        runtime.barrier()
         return path
 
     def _save_optimizer(self, unnamed: Path, tensors: dict[str, Tensor]) -> None:
@@ -174,7 +174,7 @@ class Checkpointer:
                     self._save_configs(Path(trial))
             except Exception as error:  # transformers and tokenizers have many
                 failure = error
-        reason = runtime.agreed(f"{type(failure).__name__}: {failure}" if failure else None)
+        reason = runtime.first_error(f"{type(failure).__name__}: {failure}" if failure else None)
         if reason is not None:
             raise ValueError(
                 f"the model could not be saved at the end ({reason}): mend what is said there, in "
@@ -204,7 +204,7 @@ class Checkpointer:
             part: Any = whole.module
             if name == "reference" and (final or not part.moves):
                 continue
-            with whole.filled(writing.runtime.main_host, _saves_adapter(part)):
+            with whole.gathered(writing.runtime.main_host, _saves_adapter(part)):
                 writing.main(partial(self._save_part, name, part, path))
 
     def _save_part(self, name: str, part: Any, path: Path) -> None:
@@ -253,7 +253,7 @@ class Checkpointer:
             for name in ("best", "final"):
                 atomic.recover(self.directory.parent / name)
             atomic.recover_all(self.directory)
-        runtime.wait()
+        runtime.barrier()
         newest = self._newest(runtime)
         if choice in (True, "latest"):
             return self.restore(self._newest_whole(newest, runtime), runtime.rank)
@@ -283,12 +283,12 @@ class Checkpointer:
     def _ended(self, newest: int, runtime: Runtime) -> bool:
         """Whether the run that saved them came to its end, after the newest. Collective."""
         end = atomic.facts(self.directory.parent / "final").get("step", -1)
-        return bool(runtime.most(int(runtime.is_main and end >= newest)))
+        return bool(runtime.all_reduce_max(int(runtime.is_main and end >= newest)))
 
     def _newest(self, runtime: Runtime, below: int | None = None) -> int:
         """The largest step that any process sees a checkpoint of; -1 if there is none."""
         own = [step for step in self.steps() if below is None or step < below]
-        return runtime.most(max(own, default=-1))
+        return runtime.all_reduce_max(max(own, default=-1))
 
     def _newest_whole(self, newest: int, runtime: Runtime) -> Path:
         """The newest checkpoint that is whole on every process; says which ones are not.
@@ -325,7 +325,7 @@ class Checkpointer:
         everyone, _ = runtime.gather(seal)
         if reason is None and not seal.equal(everyone[: len(seal)]):
             reason = f"its {atomic.MANIFEST} is not the one that rank 0 sees"
-        return runtime.agreed(reason)
+        return runtime.first_error(reason)
 
     def restore(self, path: Path, rank: int) -> dict[str, Any]:
         """Put a saved state back, in place; returns the config that was saved with it.
@@ -379,7 +379,7 @@ class Checkpointer:
             part: Any = whole.module
             if name == "reference" and not part.moves:
                 continue
-            with whole.changed(_saves_adapter(part)):
+            with whole.modified(_saves_adapter(part)):
                 if name == "model":
                     load_weights(part, path)
                 else:
@@ -387,7 +387,7 @@ class Checkpointer:
 
 
 def optimizer_tensors(
-    trained: Trained, names: Mapping[Tensor, str], keep: bool = True
+    trained: DDPBackend, names: Mapping[Tensor, str], keep: bool = True
 ) -> dict[str, Tensor]:
     """Optimizer state as `{parameter name}.{key}` -> tensor, on the CPU.
 

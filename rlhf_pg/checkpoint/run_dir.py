@@ -143,20 +143,20 @@ def _probe(directory: Path) -> None:
         os.fsync(file.fileno())
 
 
-def occupying(method: Callable[P, R]) -> Callable[P, R]:
-    """For a method of an object with `args.output_dir` and a `runtime`: see `occupied`."""
+def locks_run_dir(method: Callable[P, R]) -> Callable[P, R]:
+    """For a method of an object with `args.output_dir` and a `runtime`: see `run_dir_lock`."""
 
     @functools.wraps(method)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
         owner: Any = args[0]
-        with occupied(Path(owner.args.output_dir), owner.runtime):
+        with run_dir_lock(Path(owner.args.output_dir), owner.runtime):
             return method(*args, **kwargs)
 
     return alone
 
 
 @contextmanager
-def occupied(directory: Path, runtime: Runtime) -> Iterator[None]:
+def run_dir_lock(directory: Path, runtime: Runtime) -> Iterator[None]:
     """Around a run: no other one can begin in the directory, which is made if it is not there.
 
     Raises:
@@ -169,7 +169,7 @@ def occupied(directory: Path, runtime: Runtime) -> Iterator[None]:
     except (OSError, ValueError) as error:
         failure = error
     try:
-        reason = runtime.agreed(str(failure) if failure else None)
+        reason = runtime.first_error(str(failure) if failure else None)
         if reason is not None:
             raise ValueError(reason) from failure
         yield

@@ -11,9 +11,9 @@ from rich.text import Text
 
 from rlhf_pg import plan as planning
 from rlhf_pg.cli.train import TRAINERS, _algorithm, _config, _recipe
-from rlhf_pg.plan.sharding import LAYOUTS
+from rlhf_pg.plan.sharding import SHARDINGS
 
-SHARDINGS = {layout.name.replace("-", "").lower(): layout for layout in LAYOUTS}
+BY_FLAG = {layout.name.replace("-", "").lower(): layout for layout in SHARDINGS}
 
 
 # -------------------------------------------------------------------------------------------- plan
@@ -31,24 +31,24 @@ def plan(flags: Sequence[str]) -> None:
         room, kind = planning.DEVICES[options.device].memory, "cuda"
     if options.memory is not None:
         room, kind = options.memory * 1e9, "cuda"
-    drawn = planning.draw(args, device, kind, room if kind == "cuda" else None)
-    layout = SHARDINGS[options.sharding]
-    memory = planning.predicted_memory(drawn, layout, options.gpus, room, kind)
+    meta = planning.build_meta_models(args, device, kind, room if kind == "cuda" else None)
+    layout = BY_FLAG[options.sharding]
+    memory = planning.predicted_memory(meta, layout, options.gpus, room, kind)
     console = Console()
     console.print(_memory_table(memory))
     if options.device is not None:
-        job = planning.job_of(drawn, memory, layout, options.gpus)
-        shape = planning.shape_of(drawn.policy.model)
+        job = planning.job_of(meta, memory, layout, options.gpus)
+        shape = planning.shape_of(meta.policy.model)
         gpu = planning.DEVICES[options.device]._replace(memory=room)
-        console.print(planning.paper_table(gpu, shape, job, drawn.critic is not None))
+        console.print(planning.paper_table(gpu, shape, job, meta.critic is not None))
         console.print(Text(planning.said_beside(job)))
         return
     rates = planning.Rates(options.tflops * 1e12, options.bandwidth * 1e9)
     if not (options.tflops and options.bandwidth):
         here = planning.measured_rates(device, getattr(torch, args.dtype))
         rates = planning.Rates(rates.work or here.work, rates.bytes or here.bytes)
-    console.print(_pace_table(planning.predicted_pace(drawn, memory, options.gpus), rates))
-    console.print(Text(_assumptions(drawn, memory, rates)))
+    console.print(_pace_table(planning.predicted_pace(meta, memory, options.gpus), rates))
+    console.print(Text(_assumptions(meta, memory, rates)))
 
 
 def _plan_options(flags: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -61,7 +61,7 @@ def _plan_options(flags: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--config", required=True, help="a recipe, or the name of a preset")
     add("--gpus", type=_count, default=1, metavar="N", help="processes, one per GPU")
-    add("--sharding", choices=SHARDINGS, default="ddp", help="what the launcher's config asks for")
+    add("--sharding", choices=BY_FLAG, default="ddp", help="what the launcher's config asks for")
     devices = planning.DEVICES
     add(
         "--device", choices=devices, help="whose seconds to work out on paper, beside TRL's, verl's"
@@ -117,10 +117,10 @@ def _pace_table(phases: dict[str, planning.Pace], rates: planning.Rates) -> Tabl
     return table
 
 
-def _assumptions(drawn: planning.Drawn, memory: planning.Memory, rates: planning.Rates) -> str:
-    width = drawn.args.max_completion_length
+def _assumptions(meta: planning.MetaModels, memory: planning.Memory, rates: planning.Rates) -> str:
+    width = meta.args.max_completion_length
     return (
-        f"prompts of {drawn.prompt} and completions of {width} tokens, the most there may be; "
+        f"prompts of {meta.prompt} and completions of {width} tokens, the most there may be; "
         f"micro_batch_tokens {memory.micro_batch_tokens}; {memory.rows} completions sampled at a "
         f"time; {_short(rates.work / 1e12)} TFLOP/s, {_short(rates.bytes / 1e9)} GB/s. Rewards, "
         "and exchanges between processes, are not in it."

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable
 
 # What users of other libraries type, and where to find it here.
-ELSEWHERE = {
+FOREIGN_KEYS = {
     "per_device_train_batch_size": "prompts_per_step (global) and micro_batch_tokens (memory)",
     "gradient_accumulation_steps": "micro_batch_tokens; it never changes the result",
     "generation_batch_size": "prompts_per_step",
@@ -102,8 +102,8 @@ NO_MEANING = {
 
 def explained(key: str) -> str | None:
     """What to do about a key that another library has; None for any other."""
-    if key in ELSEWHERE:
-        return f"{key!r} is not a key here; see {ELSEWHERE[key]}"
+    if key in FOREIGN_KEYS:
+        return f"{key!r} is not a key here; see {FOREIGN_KEYS[key]}"
     if key in NO_MEANING:
         return f"`{key}` has no meaning for a language model: {NO_MEANING[key]}"
     return None

@@ -120,7 +120,7 @@ class Rollout:
         if not self.num_rows:
             return dataclasses.replace(self, host_rows=())
         lengths = [*self.lengths()[:, [1, 0]].T, self.action_mask.sum(1)]
-        columns = torch.stack([self.groups, self.families(), *lengths])
+        columns = torch.stack([self.groups, self.shared_prefixes(), *lengths])
         rows = tuple(micro_batches.Row(*row) for row in columns.T.tolist())
         return dataclasses.replace(self, host_rows=rows)
 
@@ -192,7 +192,7 @@ class Rollout:
             return max(row.prompt + row.completion for row in self.host_rows)
         return int(self.lengths()[:, :2].sum(1).max())
 
-    def families(self) -> Tensor:
+    def shared_prefixes(self) -> Tensor:
         """(B,) int64, from 0: neighbours with the same group and the same prompt share a number.
 
         (An environment may give every episode of a group a prompt of its own.)

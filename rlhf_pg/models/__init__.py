@@ -11,14 +11,14 @@ from rlhf_pg.models.adapters import (
     quantized,
 )
 from rlhf_pg.models.critic import ActorCritic, Critic, ValueHead, new_critic
-from rlhf_pg.models.lm_head import Head, parts_for, piece_for
+from rlhf_pg.models.lm_head import ChunkedLMHead, parts_for, piece_for
 from rlhf_pg.models.loading import (
     load_model,
     load_policy,
     max_positions,
     quantization,
 )
-from rlhf_pg.models.logit_transform import Finish, finish_of
+from rlhf_pg.models.logit_transform import LogitTransform, logit_transform_of
 from rlhf_pg.models.modes import checkpoint_activations, checkpoints, disable_dropout, evaluating
 from rlhf_pg.models.policy import Policy, PolicyOutput
 from rlhf_pg.models.pretrained import (
@@ -41,9 +41,9 @@ from rlhf_pg.models.tokenizers import (
 __all__ = [
     "MOST_LOST",
     "ActorCritic",
+    "ChunkedLMHead",
     "Critic",
-    "Finish",
-    "Head",
+    "LogitTransform",
     "Policy",
     "PolicyOutput",
     "Reference",
@@ -58,13 +58,13 @@ __all__ = [
     "disable_dropout",
     "evaluating",
     "fingerprint",
-    "finish_of",
     "from_pretrained",
     "has_tokenizer",
     "load_model",
     "load_policy",
     "load_tokenizer",
     "load_weights",
+    "logit_transform_of",
     "lora_config",
     "lost_in_merge",
     "max_positions",

@@ -94,30 +94,30 @@ class Heads(NamedTuple):
     dtype: torch.dtype  # of keys
 
 
-class Fitness(NamedTuple):
+class AttentionSupport(NamedTuple):
     """What a model is like for attention in two parts."""
 
-    obstacle: str | None  # what keeps it from that, if anything does
+    unsupported_reason: str | None  # what keeps it from that, if anything does
     bytes_per_token: int = 0  # of keys and values, in all layers, as the model makes them
     flash: bool = False  # whether FlashAttention-2, which torch has on GPUs, takes all its heads
     layers: Mapping[int, Heads] = {}
 
 
-def fitness(model: PreTrainedModel) -> Fitness:
+def attention_support(model: PreTrainedModel) -> AttentionSupport:
     """Whether every layer calls the function, in a form it knows: one token tells."""
     if not model._supports_attention_backend:
-        return Fitness("its attention cannot be replaced")
+        return AttentionSupport("its attention cannot be replaced")
     layers = DynamicCache(config=model.config.get_text_config()).layers
     for layer in layers:
         if not hasattr(layer, "batch_select_indices"):
-            return Fitness(f"it has recurrent layers ({type(layer).__name__})")
+            return AttentionSupport(f"it has recurrent layers ({type(layer).__name__})")
     try:
         probe = _probed(model)
     except (AttributeError, NotImplementedError, TypeError) as error:
-        return Fitness(f"its attention cannot be replaced ({error})")
+        return AttentionSupport(f"its attention cannot be replaced ({error})")
     if len(probe.layers) != len(layers):
-        return Fitness("only some of its layers can be replaced")
-    return Fitness(None, probe.size, probe.flash, probe.layers)
+        return AttentionSupport("only some of its layers can be replaced")
+    return AttentionSupport(None, probe.size, probe.flash, probe.layers)
 
 
 def window(model: PreTrainedModel) -> float:

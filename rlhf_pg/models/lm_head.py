@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from rlhf_pg.models.logit_transform import NOTHING, Finish, output_layer
+from rlhf_pg.models.logit_transform import NOTHING, LogitTransform, output_layer
 from rlhf_pg.models.softmax import Law, token_scores
 
 # Logits that live at a time. Measured forward and backward, on one CPU core, of 2048 tokens with a
@@ -32,7 +32,7 @@ MEMORY_PER_LOGIT = 160
 
 
 @dataclass(frozen=True)
-class Head:
+class ChunkedLMHead:
     """The head of `model` and what comes after it, as one function of hidden states.
 
     It is no module: it owns nothing, and calls the model's own layer, so that adapters, tied
@@ -40,7 +40,7 @@ class Head:
     computes the scores of all pieces meanwhile; any other is called for the logits of each piece.
 
     Args:
-        model: with an adapter or without, one that `finish_of` has an answer for.
+        model: with an adapter or without, one that `logit_transform_of` has an answer for.
         temperature: divides every logit.
         entropy_gradient: the entropy is part of the loss; otherwise it is detached.
         parts: pieces; as many in every process, whatever the rows there, since each call of the
@@ -52,7 +52,7 @@ class Head:
     temperature: float
     entropy_gradient: bool
     parts: int
-    finish: Finish = NOTHING
+    finish: LogitTransform = NOTHING
 
     def __call__(
         self, hidden: Tensor, tokens: Tensor, support_ids: Tensor | None = None

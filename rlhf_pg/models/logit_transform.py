@@ -13,7 +13,7 @@ from rlhf_pg.models.modes import evaluating
 
 
 @dataclass(frozen=True)
-class Finish:
+class LogitTransform:
     """What a model does with the output x of its head: s x, or c tanh(s x / c)."""
 
     scale: float = 1.0  # s
@@ -25,7 +25,7 @@ class Finish:
         return scaled if self.cap is None else self.cap * (scaled / self.cap).tanh()
 
 
-NOTHING = Finish()
+NOTHING = LogitTransform()
 
 
 def output_layer(model: PreTrainedModel) -> nn.Module | None:
@@ -36,15 +36,15 @@ def output_layer(model: PreTrainedModel) -> nn.Module | None:
 
 
 @torch.no_grad()
-def finish_of(model: nn.Module) -> Finish | None:
+def logit_transform_of(model: nn.Module) -> LogitTransform | None:
     """What the model does after its head, measured: the head's output is exchanged for numbers of
     which it is seen what the model makes of them.
 
     To be called while the weights are whole: it runs the model.
 
     Returns:
-        None if `Head` cannot stand for it: what a module of another kind does, or a model whose
-        head reads something else than the trunk's last hidden states, or with more behind it.
+        None if `ChunkedLMHead` cannot stand for it: what a module of another kind does, or a model
+        whose head reads something else than the trunk's last hidden states, or with more behind it.
     """
     layer = output_layer(model) if isinstance(model, LOADED) else None
     # A model that does not say where its trunk is, Llama4ForCausalLM for one, says it is all trunk.
@@ -81,9 +81,9 @@ def _probe(output: Tensor) -> Tensor:
     return x.to(output.device)
 
 
-def _fitted(x: Tensor, made: Tensor) -> Finish | None:
+def _fitted(x: Tensor, made: Tensor) -> LogitTransform | None:
     if made.shape != x.shape:
         return None
     scale, limit = float(made[0, 0, 0] / x[0, 0, 0]), float(made[0, 0, 1])
-    finish = Finish(scale, limit if abs(limit) < 2.0**50 else None)
+    finish = LogitTransform(scale, limit if abs(limit) < 2.0**50 else None)
     return finish if torch.allclose(finish(x), made, rtol=1e-6, atol=0) else None

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from rlhf_pg.data.micro_batches import Row
 from rlhf_pg.data.records import Rollout, to_device
-from rlhf_pg.models.attention import configs_of, fitness, replaced_attention, window
+from rlhf_pg.models.attention import attention_support, configs_of, replaced_attention, window
 from rlhf_pg.models.modes import evaluating
 from rlhf_pg.models.shared_prefix import Family, SharedPrefix
 
@@ -44,7 +44,7 @@ def hidden_states(trunk: nn.Module, batch: Rollout, window: float, routes: bool 
         window: of `packing_window`; what is longer is padded.
         routes: ask for the logits of routers.
     """
-    packs = fits(batch, window)
+    packs = can_pack(batch, window)
     tokens = packed(batch) if packs else padded(batch)
     asked = {"output_router_logits": True} if routes else {}
     with replaced_attention(configs_of(trunk)) if packs else nullcontext():
@@ -53,7 +53,7 @@ def hidden_states(trunk: nn.Module, batch: Rollout, window: float, routes: bool 
     return Hidden(output.last_hidden_state.flatten(0, 1), tokens.states, tokens.rows, logits)
 
 
-def fits(batch: Rollout, window: float) -> bool:
+def can_pack(batch: Rollout, window: float) -> bool:
     """Whether a batch is packed."""
     return window == math.inf or batch.longest <= window
 
@@ -66,7 +66,7 @@ def packing_window(trunk: nn.Module, training: bool = False) -> float:
         return 0.0
     with evaluating(trunk):
         trunk.train(training)
-        return window(trunk) if fitness(trunk).obstacle is None else 0.0
+        return window(trunk) if attention_support(trunk).unsupported_reason is None else 0.0
 
 
 def padded(batch: Rollout) -> Tokens:

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 from rlhf_pg.data.records import Rollout
 from rlhf_pg.models.adapters import trunk
 from rlhf_pg.models.experts import Routed, balance_of
-from rlhf_pg.models.lm_head import PIECE, Head, parts_for
-from rlhf_pg.models.logit_transform import finish_of
+from rlhf_pg.models.lm_head import PIECE, ChunkedLMHead, parts_for
+from rlhf_pg.models.logit_transform import logit_transform_of
 from rlhf_pg.models.modes import train_as_evaluated
 from rlhf_pg.models.packing import Hidden, hidden_states, packing_window, padded
 from rlhf_pg.models.softmax import token_scores
@@ -54,13 +54,13 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.entropy_gradient = entropy_gradient
         self.piece = piece
-        self.head: Head | None = None
+        self.head: ChunkedLMHead | None = None
         self.drops = False  # in training
         self.window = 0.0  # tokens of a row up to which it is packed
-        finish = finish_of(model)
+        finish = logit_transform_of(model)
         if finish is not None:
             parts = parts_for(most_tokens, model.config.get_text_config().vocab_size, piece)
-            self.head = Head(model, temperature, entropy_gradient, parts, finish)
+            self.head = ChunkedLMHead(model, temperature, entropy_gradient, parts, finish)
             self.window = packing_window(trunk(model))
         self.balance = balance_of(model, self.head is not None) if balanced else None
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from rlhf_pg.masking import widen
-from rlhf_pg.models.logit_transform import NOTHING, Finish
+from rlhf_pg.models.logit_transform import NOTHING, LogitTransform
 
 # What a CPU core works on at a time stays in its cache: several passes for the price of one.
 BLOCK = 2**17
@@ -24,7 +24,7 @@ def token_scores(
     support_ids: Tensor | None = None,
     temperature: float = 1.0,
     entropy_gradient: bool = False,
-    finish: Finish = NOTHING,
+    finish: LogitTransform = NOTHING,
     again: Callable[[], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log p(y) and H(p) = -sum_v p_v log p_v for p = softmax(z / temperature), both (N,).
@@ -56,7 +56,7 @@ class Law:
     """From the output of the head to the distribution that a token was drawn from, and back."""
 
     temperature: float
-    finish: Finish
+    finish: LogitTransform
     support_ids: Tensor | None
     entropy_gradient: bool
 

@@ -19,9 +19,9 @@ from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.records import Rollout
 from rlhf_pg.models.adapters import LOADED, trunk
 from rlhf_pg.models.modes import checkpoint_activations, checkpoints
-from rlhf_pg.models.packing import fits
+from rlhf_pg.models.packing import can_pack
 from rlhf_pg.models.policy import Policy
-from rlhf_pg.plan.sharding import Layout
+from rlhf_pg.plan.sharding import Sharding
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +96,10 @@ def footprint(module: nn.Module, batch: Rollout) -> Footprint:
 
 def tokens(policy: Policy, batch: Rollout) -> int:
     """That the policy computes: prompts once and no padding, where it packs."""
-    if not fits(batch, policy.window):
+    if not can_pack(batch, policy.window):
         return batch.num_rows * batch.width
     completion, prompt = batch.lengths()[:, 0], batch.lengths()[:, 1]
-    is_first = batch.families().diff(prepend=torch.full((1,), -1, device=prompt.device)) > 0
+    is_first = batch.shared_prefixes().diff(prepend=torch.full((1,), -1, device=prompt.device)) > 0
     return int(completion.sum() + prompt[is_first].sum())
 
 
@@ -143,11 +143,11 @@ def blueprint(module: nn.Module, device: torch.device | str) -> nn.Module:
     def empty(tensor: Tensor) -> Tensor:
         return FakeTensor(fake, tensor.detach().to("meta"), torch.device(device))
 
-    drawn: dict[int, Any] = {
+    meta: dict[int, Any] = {
         id(p): nn.Parameter(empty(p), p.requires_grad) for p in module.parameters()
     }
-    drawn |= {id(buffer): empty(buffer) for buffer in module.buffers()}
-    copied = copy.deepcopy(module, drawn)
+    meta |= {id(buffer): empty(buffer) for buffer in module.buffers()}
+    copied = copy.deepcopy(module, meta)
     for part in copied.modules():
         if isinstance(part, LOADED) and checkpoints(part):
             checkpoint_activations(part)  # the function that a model is given knows that model
@@ -225,9 +225,9 @@ def of_update(
     """What the micro-batches of an update take, in groups of the longest rows."""
     rows = args.num_generations
     try:
-        drawn = blueprint(module, device)
+        meta = blueprint(module, device)
         return growth(
-            drawn, lambda n: probe(n, rows, longest_prompt, args.max_completion_length, device)
+            meta, lambda n: probe(n, rows, longest_prompt, args.max_completion_length, device)
         )
     except Exception as error:  # a kernel, or a value model, that asks for data
         logger.debug("measured with data, since without: %s", error)
@@ -241,7 +241,7 @@ def update_options(args: PolicyGradientConfig) -> dict[str, Any]:
 
 
 def reference_bytes(
-    args: PolicyGradientConfig, policy: Policy, layout: Layout, processes: int
+    args: PolicyGradientConfig, policy: Policy, layout: Sharding, processes: int
 ) -> float:
     """What the reference does not share with the policy, on one process.
 

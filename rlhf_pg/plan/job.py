@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from rlhf_pg.plan.sharding import LAYOUTS, Layout
+from rlhf_pg.plan.sharding import SHARDINGS, Sharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Job:
     rows: int = 256
     micro_batch: int = 16384
     processes: int = 1
-    layout: Layout = LAYOUTS[0]
+    layout: Sharding = SHARDINGS[0]
     recomputes: bool = False
     trained: float = 1.0
     old: bool = False

@@ -21,7 +21,7 @@ from rlhf_pg.tasks import TASKS
 META = torch.device("meta")
 
 
-class Drawn(NamedTuple):
+class MetaModels(NamedTuple):
     """What a trainer would have, without data."""
 
     args: PolicyGradientConfig
@@ -36,12 +36,12 @@ class Drawn(NamedTuple):
         return next(self.policy.parameters()).device
 
 
-def draw(
+def build_meta_models(
     args: PolicyGradientConfig,
     device: torch.device | str,
     kind: str = "cpu",
     memory: float | None = None,
-) -> Drawn:
+) -> MetaModels:
     """The models that a recipe would load or make.
 
     Args:
@@ -66,10 +66,10 @@ def draw(
         tokens = most(kind, row) if found else args.token_budget
         piece = models.piece_for(None if memory is None else int(memory))
         _, module = assembled(model, args, critic, tokens, piece)
-    drawn: Any = blueprint(module, device)
-    policy = drawn if critic is None else drawn.policy
-    update = of_update(drawn, args, prompt, torch.device(device))
-    return Drawn(args, policy, None if critic is None else drawn.critic, prompt, update)
+    meta: Any = blueprint(module, device)
+    policy = meta if critic is None else meta.policy
+    update = of_update(meta, args, prompt, torch.device(device))
+    return MetaModels(args, policy, None if critic is None else meta.critic, prompt, update)
 
 
 def _model(args: PolicyGradientConfig) -> tuple[Any, PreTrainedModel]:

@@ -28,7 +28,7 @@ from rlhf_pg.plan.learning import (
 )
 from rlhf_pg.plan.paper import VERL, learner_seconds, stages
 from rlhf_pg.plan.shapes import SHAPES, Shape
-from rlhf_pg.plan.sharding import LAYOUTS
+from rlhf_pg.plan.sharding import SHARDINGS
 
 
 class Fitted(NamedTuple):
@@ -112,7 +112,7 @@ def _step(gpu: Device, shape: Shape, setup: dict[str, Any], fitted: Fitted) -> f
 def _job(setup: dict[str, Any]) -> Job:
     rest = dict(setup)
     lengths = long_tailed(rest.pop("rows"), rest.pop("mean"), rest.pop("longest"))
-    layout = {each.name: each for each in LAYOUTS}[rest.pop("layout")]
+    layout = {each.name: each for each in SHARDINGS}[rest.pop("layout")]
     return Job(lengths=lengths, layout=layout, processes=rest.pop("gpus"), **rest)
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Layout(NamedTuple):
+class Sharding(NamedTuple):
     """What a backend shares out among the processes, and what each of them has whole."""
 
     name: str
@@ -16,12 +16,12 @@ class Layout(NamedTuple):
     deepspeed: bool
 
 
-LAYOUTS = (
-    Layout("DDP", False, False, False, False),
-    Layout("ZeRO-1", False, False, True, True),
-    Layout("ZeRO-2", False, True, True, True),
-    Layout("ZeRO-3", True, True, True, True),
-    Layout("FSDP2", True, True, True, False),
+SHARDINGS = (
+    Sharding("DDP", False, False, False, False),
+    Sharding("ZeRO-1", False, False, True, True),
+    Sharding("ZeRO-2", False, True, True, True),
+    Sharding("ZeRO-3", True, True, True, True),
+    Sharding("FSDP2", True, True, True, False),
 )
 
 
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 def parts(
-    layout: Layout,
+    layout: Sharding,
     b: int,
     processes: int,
     bfloat16_update: str = "master_weights",
@@ -70,9 +70,9 @@ def parts(
     }
 
 
-def kept(
+def memory_by_part(
     parameters: Iterable[Tensor],
-    layout: Layout,
+    layout: Sharding,
     processes: int,
     rollout: bool = False,
     **options: str,

@@ -5,23 +5,23 @@ from rich.table import Table
 from rlhf_pg.plan.devices import Device
 from rlhf_pg.plan.job import Job, spread
 from rlhf_pg.plan.memory import Memory
-from rlhf_pg.plan.meta_models import Drawn
+from rlhf_pg.plan.meta_models import MetaModels
 from rlhf_pg.plan.paper import LIBRARIES, Library, stages
 from rlhf_pg.plan.published import agreement
 from rlhf_pg.plan.shapes import Shape
-from rlhf_pg.plan.sharding import Layout
+from rlhf_pg.plan.sharding import Sharding
 
 
-def job_of(drawn: Drawn, memory: Memory, layout: Layout, processes: int) -> Job:
+def job_of(meta: MetaModels, memory: Memory, layout: Sharding, processes: int) -> Job:
     """One GPU's share of a step of the recipe, with completions of 1 token to the most."""
-    args = drawn.args
+    args = meta.args
     groups = -(-args.prompts_per_step // processes)
-    policy = list(drawn.policy.parameters())
+    policy = list(meta.policy.parameters())
     trained = sum(p.numel() for p in policy if p.requires_grad) / sum(p.numel() for p in policy)
-    shares_trunk = drawn.critic is not None and drawn.critic.shares_trunk
+    shares_trunk = meta.critic is not None and meta.critic.shares_trunk
     computes_old = args.needs_old_logprobs and args.old_logprobs_source == "policy"
     return Job(
-        prompt=drawn.prompt,
+        prompt=meta.prompt,
         lengths=spread(groups * args.num_generations, args.max_completion_length),
         generations=args.num_generations,
         rows=memory.rows,
@@ -34,7 +34,7 @@ def job_of(drawn: Drawn, memory: Memory, layout: Layout, processes: int) -> Job:
         references=int(args.beta > 0),
         epochs=args.num_iterations,
         updates=args.updates_per_step,
-        models=1 if drawn.critic is None or shares_trunk else 2,
+        models=1 if meta.critic is None or shares_trunk else 2,
     )
 
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from rlhf_pg.data.records import Rollout
-from rlhf_pg.models.attention import fitness
+from rlhf_pg.models.attention import attention_support
 from rlhf_pg.plan.footprint import forward_work, probe, size
 from rlhf_pg.plan.memory import Memory
-from rlhf_pg.plan.meta_models import Drawn
+from rlhf_pg.plan.meta_models import MetaModels
 
 
 class Rates(NamedTuple):
@@ -32,57 +32,57 @@ class Pace(NamedTuple):
         return max(self.work / rates.work, self.bytes / rates.bytes)
 
 
-def predicted_pace(drawn: Drawn, memory: Memory, processes: int) -> dict[str, Pace]:
+def predicted_pace(meta: MetaModels, memory: Memory, processes: int) -> dict[str, Pace]:
     """Rollout, score and update, if every row is as long as it may be; rewards are not in it."""
-    groups = math.ceil(drawn.args.prompts_per_step / processes)
+    groups = math.ceil(meta.args.prompts_per_step / processes)
     return {
-        "rollout": _rollout(drawn, memory, groups),
-        "score": _score(drawn, groups),
-        "update": _update(drawn, memory, groups),
+        "rollout": _rollout(meta, memory, groups),
+        "score": _score(meta, groups),
+        "update": _update(meta, memory, groups),
     }
 
 
-def _rollout(drawn: Drawn, memory: Memory, groups: int) -> Pace:
+def _rollout(meta: MetaModels, memory: Memory, groups: int) -> Pace:
     """Prompts once per group; every position reads all weights, and the keys and values so far."""
-    args, width = drawn.args, drawn.args.max_completion_length
-    row = drawn.prompt + width
+    args, width = meta.args, meta.args.max_completion_length
+    row = meta.prompt + width
     rows = groups * args.num_generations
-    work = forward_work(drawn.policy, probe(1, 1, drawn.prompt, width, drawn.device)) / row
-    cached = fitness(drawn.policy.model).bytes_per_token * width
-    read = cached * (groups * drawn.prompt + rows * width / 2)
+    work = forward_work(meta.policy, probe(1, 1, meta.prompt, width, meta.device)) / row
+    cached = attention_support(meta.policy.model).bytes_per_token * width
+    read = cached * (groups * meta.prompt + rows * width / 2)
     turns = math.ceil(rows / memory.rows) * width
-    weights = size(drawn.policy.parameters())
-    return Pace(work * (groups * drawn.prompt + rows * width), turns * weights + read)
+    weights = size(meta.policy.parameters())
+    return Pace(work * (groups * meta.prompt + rows * width), turns * weights + read)
 
 
-def _score(drawn: Drawn, groups: int) -> Pace:
+def _score(meta: MetaModels, groups: int) -> Pace:
     """One forward pass of each model that is asked."""
-    args = drawn.args
-    policy = forward_work(drawn.policy, _group(drawn)) * groups
-    together = drawn.update.first.forward_work * groups
+    args = meta.args
+    policy = forward_work(meta.policy, _group(meta)) * groups
+    together = meta.update.first.forward_work * groups
     computes_old = args.needs_old_logprobs and args.old_logprobs_source == "policy"
-    asks = computes_old or (drawn.critic is not None and drawn.critic.shares_trunk)
-    work = together if asks else together - policy if drawn.critic is not None else 0.0
+    asks = computes_old or (meta.critic is not None and meta.critic.shares_trunk)
+    work = together if asks else together - policy if meta.critic is not None else 0.0
     models = int(asks) + int(args.beta > 0)
     work += policy if args.beta > 0 else 0.0
-    return Pace(work, models * size(drawn.policy.parameters()))
+    return Pace(work, models * size(meta.policy.parameters()))
 
 
-def _update(drawn: Drawn, memory: Memory, groups: int) -> Pace:
+def _update(meta: MetaModels, memory: Memory, groups: int) -> Pace:
     """Forward and backward of every row, and the optimizer's pass over its state."""
-    args, one = drawn.args, drawn.update.first
+    args, one = meta.args, meta.update.first
     tokens = groups * one.tokens
     passes = math.ceil(tokens / memory.micro_batch_tokens)
-    weights = size(drawn.policy.parameters())
+    weights = size(meta.policy.parameters())
     # Weights forward, backward, and gradients; then all that an update keeps, read and written.
     read = args.num_iterations * passes * 3 * weights
     kept = sum(memory.update[part] for part in ("weights", "gradients", "optimizer"))
     return Pace(args.num_iterations * groups * one.work, read + args.updates_per_step * 2 * kept)
 
 
-def _group(drawn: Drawn) -> Rollout:
-    args = drawn.args
-    return probe(1, args.num_generations, drawn.prompt, args.max_completion_length, drawn.device)
+def _group(meta: MetaModels) -> Rollout:
+    args = meta.args
+    return probe(1, args.num_generations, meta.prompt, args.max_completion_length, meta.device)
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:

@@ -10,7 +10,7 @@ from torch import nn
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.models import Policy, piece_for
 from rlhf_pg.plan.footprint import Growth, of_update, reference_bytes, update_options
-from rlhf_pg.plan.sharding import LAYOUTS, kept
+from rlhf_pg.plan.sharding import SHARDINGS, memory_by_part
 from rlhf_pg.runtime import Runtime
 
 C = TypeVar("C", bound=PolicyGradientConfig)
@@ -48,7 +48,7 @@ def with_budget(args: C, module: nn.Module, runtime: Runtime, longest_prompt: in
     if kind == "cuda" or sum(p.numel() for p in module.parameters()) > SMALL:
         grown = of_update(module, args, longest_prompt, runtime.device)
         tokens = within(grown, _room(args, module, runtime), tokens)
-    tokens = -runtime.most(-max(row, tokens))
+    tokens = -runtime.all_reduce_max(-max(row, tokens))
     return dataclasses.replace(args, micro_batch_tokens=tokens)
 
 
@@ -61,7 +61,7 @@ def piece(runtime: Runtime) -> int:
     """Logits that may live at a time, the same number on all processes; collective."""
     on_gpu = runtime.device.type == "cuda"
     memory = torch.cuda.mem_get_info(runtime.device)[1] if on_gpu else None
-    return -runtime.most(-piece_for(memory))
+    return -runtime.all_reduce_max(-piece_for(memory))
 
 
 def within(grown: Growth, room: float, most: int) -> int:
@@ -84,8 +84,8 @@ def _room(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> fl
 
 def _due(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> float:
     """Bytes that training is still going to keep on the device of this process."""
-    layout = next(layout for layout in LAYOUTS if layout.name == runtime.kind)
-    own = kept(module.parameters(), layout, runtime.world, **update_options(args))
+    layout = next(layout for layout in SHARDINGS if layout.name == runtime.kind)
+    own = memory_by_part(module.parameters(), layout, runtime.world, **update_options(args))
     if not runtime.splits:
         del own["weights"]  # which are there
     policy = next(part for part in module.modules() if isinstance(part, Policy))

@@ -67,7 +67,7 @@ class Trackers:
             if failure is not None and resumed:
                 logger.warning("%s; it gets nothing of this run", failure)
                 failure = None
-            reason = self._runtime.agreed(failure) if self._names else None
+            reason = self._runtime.first_error(failure) if self._names else None
             if reason is not None:
                 raise ValueError(reason)
             yield

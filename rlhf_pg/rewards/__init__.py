@@ -4,7 +4,7 @@ from rlhf_pg.rewards.bradley_terry import bradley_terry_loss, train_reward_model
 from rlhf_pg.rewards.functions import RewardFunction, Rewards, RewardSource
 from rlhf_pg.rewards.process import ProcessRewardModel
 from rlhf_pg.rewards.reward_model import RewardModel
-from rlhf_pg.rewards.scores import totals
+from rlhf_pg.rewards.scores import sum_step_scores
 
 __all__ = [
     "ProcessRewardModel",
@@ -13,6 +13,6 @@ __all__ = [
     "RewardSource",
     "Rewards",
     "bradley_terry_loss",
-    "totals",
+    "sum_step_scores",
     "train_reward_model",
 ]

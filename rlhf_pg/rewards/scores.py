@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def totals(scores: Tensor) -> Tensor:
+def sum_step_scores(scores: Tensor) -> Tensor:
     """(B,T,K) -> (B,K) what each source pays for a completion, its steps summed; NaN for nothing.
 
     This is what group baselines, metrics, samples and evaluation look at.

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.records import Rollout
-from rlhf_pg.rewards import Rewards, totals
+from rlhf_pg.rewards import Rewards, sum_step_scores
 from rlhf_pg.rewards.scores import at_end, clipped, min_max, overlong, replaced
 from rlhf_pg.running_stats import RunningMoments
 from rlhf_pg.runtime import Runtime
@@ -86,7 +86,7 @@ class Shaping:
             self._bounds = lows, -highs
         if not self.moments:
             return
-        everyone, _ = runtime.gather(totals(self._clipped(scores)[:, :, : self.functions]))
+        everyone, _ = runtime.gather(sum_step_scores(self._clipped(scores)[:, :, : self.functions]))
         columns = everyone.double().unbind(1)
         for column, moments in zip(columns, self.moments.values(), strict=True):
             valid = column[~column.isnan()]

@@ -10,7 +10,7 @@ from rlhf_pg.rollout.engine import (
     Session,
 )
 from rlhf_pg.rollout.multi_turn.environment import Environment, EnvironmentFactory, Observation
-from rlhf_pg.rollout.multi_turn.episodes import Episode, Player
+from rlhf_pg.rollout.multi_turn.episodes import Episode, EpisodeRunner
 from rlhf_pg.rollout.multi_turn.tools import Tool, Toolbox, ToolEnvironment
 from rlhf_pg.rollout.native.engine import NativeEngine
 
@@ -19,10 +19,10 @@ __all__ = [
     "Environment",
     "EnvironmentFactory",
     "Episode",
+    "EpisodeRunner",
     "Finished",
     "NativeEngine",
     "Observation",
-    "Player",
     "Request",
     "RolloutEngine",
     "RolloutError",

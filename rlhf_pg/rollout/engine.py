@@ -191,7 +191,7 @@ class RolloutEngine(ABC):
         ]
         places = {id(request): i for i, request in enumerate(requests)}
         completions: dict[int, Completion] = {}
-        with self.synced(), self.session(params, seed) as session:
+        with self.weights_synced(), self.session(params, seed) as session:
             for i, request in enumerate(requests):
                 try:
                     session.add(request)
@@ -203,18 +203,18 @@ class RolloutEngine(ABC):
         return [completions[i] for i in range(len(prompts) * n)]
 
     @contextmanager
-    def synced(self) -> Iterator[None]:
+    def weights_synced(self) -> Iterator[None]:
         """Around sampling from the weights as they are now; within another one it does nothing.
 
         Whatever an engine has to copy is copied once on entering, and dropped on leaving.
         """
         self._users += 1
         try:
-            with self._taking_over() if self._users == 1 else nullcontext():
+            with self._load_weights() if self._users == 1 else nullcontext():
                 yield
         finally:
             self._users -= 1
 
-    def _taking_over(self) -> AbstractContextManager[None]:
+    def _load_weights(self) -> AbstractContextManager[None]:
         """Take over the policy's weights; on leaving, give back what only sampling needs."""
         return nullcontext()

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_pg import models
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.sampling import SamplingConfig
-from rlhf_pg.rollout import EnvironmentFactory, Player, Tool, Toolbox, ToolEnvironment
+from rlhf_pg.rollout import EnvironmentFactory, EpisodeRunner, Tool, Toolbox, ToolEnvironment
 from rlhf_pg.rollout.engine import RolloutEngine
 from rlhf_pg.rollout.multi_turn.tools import check_template
 from rlhf_pg.rollout.native.engine import NativeEngine
@@ -118,7 +118,7 @@ def new_player(
     environment_factory: EnvironmentFactory | None,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-) -> Player | None:
+) -> EpisodeRunner | None:
     """What plays episodes, for a run with tools or an environment.
 
     Raises:
@@ -146,10 +146,10 @@ def new_player(
                 f"{environment_factory!r}"
             )
         timeout = args.environment_timeout
-        return Player(environment_factory=environment_factory, timeout=timeout, **options)
+        return EpisodeRunner(environment_factory=environment_factory, timeout=timeout, **options)
     box = Toolbox.of(tools or (), tokenizer, args.environment_timeout)
     check_template(tokenizer, box.schemas)
-    return Player(
+    return EpisodeRunner(
         environment_factory=partial(ToolEnvironment, box),
         timeout=None,  # it keeps to that of its tools
         tools=box.schemas,

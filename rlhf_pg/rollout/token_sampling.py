@@ -48,7 +48,7 @@ def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tenso
     return ids, _pick(scores, ids) - top.squeeze(1) - blocks[:, -1].log().to(scores.dtype)
 
 
-def kept(logits: Tensor, params: SamplingParams) -> Tensor:
+def support_mask(logits: Tensor, params: SamplingParams) -> Tensor:
     """(R,V) bool: the tokens that `sample` draws from, given the same (R,V) logits.
 
     At temperature 0, where nothing is truncated, all of them.

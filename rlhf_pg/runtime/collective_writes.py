@@ -41,7 +41,7 @@ class Writing:
             OSError: on all processes, with what failed on the first of those where something did.
         """
         error = self._failure
-        reason = self.runtime.agreed(f"{type(error).__name__}: {error}" if error else None)
+        reason = self.runtime.first_error(f"{type(error).__name__}: {error}" if error else None)
         if reason is None:
             return
         if self.runtime.is_main:

@@ -26,7 +26,7 @@ TABLES = ("qmap1", "qmap2")  # the keys of what the 8 bits of bitsandbytes stand
 OUTSIDE = (MASTER, ROUNDINGS)  # the keys of what no optimizer remembers
 
 
-class Trained:
+class DDPBackend:
     """What is trained, and the verbs of training. Others override what they do differently.
 
     Args:
@@ -97,14 +97,14 @@ class Trained:
         """
         torch.autograd.backward(loss * self._world)
 
-    def forget(self, module: nn.Module) -> None:
+    def zero_grad_of(self, module: nn.Module) -> None:
         """Drop the gradient of some of the parameters, which the next step then leaves alone."""
         for parameter in module.parameters():
             parameter.grad = None
 
-    def abandon(self) -> None:
+    def discard_update(self) -> None:
         """Drop what is left of an update that was broken off."""
-        self.forget(self.module)
+        self.zero_grad_of(self.module)
 
     @waits
     def step(self) -> float:

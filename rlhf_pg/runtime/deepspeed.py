@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from rlhf_pg.runtime.bf16_updates import MASTER, Nearest
-from rlhf_pg.runtime.ddp import COUNTER, State, Trained, count
+from rlhf_pg.runtime.ddp import COUNTER, DDPBackend, State, count
 from rlhf_pg.runtime.full_weights import check_divisible
 from rlhf_pg.runtime.watchdog import waits
 
 
-class ZeroTrained(Trained):
+class DeepSpeedBackend(DDPBackend):
     """Every process has a piece of the moments (ZeRO-1), of the gradient too (ZeRO-2), and of the
     weights (ZeRO-3).
     """
@@ -95,7 +95,7 @@ class ZeroTrained(Trained):
             )
         self._wrapped.backward(loss * self._world)
 
-    def forget(self, module: nn.Module) -> None:
+    def zero_grad_of(self, module: nn.Module) -> None:
         """Drop the gradient of some of the parameters, which the next step then leaves alone."""
         own = {id(p) for p in module.parameters()}
         for i, (parameters, piece) in enumerate(self._groups()):
@@ -110,7 +110,7 @@ class ZeroTrained(Trained):
                 if (key := self._zero.get_param_id(parameter)) in norms:
                     norms[key] = torch.zeros_like(norms[key])  # times 0, NaN stays
 
-    def abandon(self) -> None:
+    def discard_update(self) -> None:
         """Gradients are in buffers of DeepSpeed, which cannot take back half of them."""
         self._is_broken = True
 

@@ -8,11 +8,11 @@ from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
 
-from rlhf_pg.runtime.ddp import Trained
+from rlhf_pg.runtime.ddp import DDPBackend
 from rlhf_pg.runtime.full_weights import check_divisible, put
 
 
-class FullyShardedTrained(Trained):
+class FSDPBackend(DDPBackend):
     """Weights are gathered layer by layer, and gradients come back in pieces, at every micro-batch:
     no process ever holds all of a gradient.
     """

@@ -75,7 +75,7 @@ def put(parameter: Tensor, value: Tensor) -> None:
         parameter.detach().copy_(value)
 
 
-class Whole:
+class FullWeights:
     """A module in one piece, for what cannot work with pieces: sampling, saving, loading.
 
     Args:
@@ -90,7 +90,7 @@ class Whole:
         self._users = 0
 
     @contextmanager
-    def filled(self, device: torch.device | None, trained: bool = False) -> Iterator[None]:
+    def gathered(self, device: torch.device | None, trained: bool = False) -> Iterator[None]:
         """Around a use of `module`, which has its weights then and no memory otherwise; collective.
 
         Within another one of the same module it changes nothing.
@@ -110,9 +110,9 @@ class Whole:
                 self._empty()
 
     @contextmanager
-    def changed(self, trained: bool = False) -> Iterator[None]:
+    def modified(self, trained: bool = False) -> Iterator[None]:
         """Around a change of `module`, by every process alike, on the CPU; collective."""
-        with self.filled(CPU, trained):
+        with self.gathered(CPU, trained):
             yield
             self._spread(trained)
 

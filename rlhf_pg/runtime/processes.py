@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 from transformers.integrations import unset_hf_deepspeed_config
 
-from rlhf_pg.runtime.ddp import Trained
+from rlhf_pg.runtime.ddp import DDPBackend
 from rlhf_pg.runtime.watchdog import Watch, meeting, waits
 
 MARGIN = 30  # seconds that the process group waits longer, so that `Watch` reports stacks first
@@ -73,7 +73,7 @@ class Runtime:
 
     @property
     def main_host(self) -> torch.device | None:
-        """The memory of the main process's host; None on other processes. For `Whole.filled`."""
+        """The memory of the main process's host; None elsewhere. See `FullWeights.gathered`."""
         return torch.device("cpu") if self.is_main else None
 
     def describe(self) -> str:
@@ -97,7 +97,7 @@ class Runtime:
         max_grad_norm: float = 0.0,
         bfloat16_update: str = "master_weights",
         seed: int = 0,
-    ) -> Trained:
+    ) -> DDPBackend:
         """What is trained: on its device, its gradient shared by all processes.
 
         Args:
@@ -144,7 +144,7 @@ class Runtime:
         return everyone, slice(start, start + len(rows))
 
     @waits
-    def total(self, x: Tensor) -> Tensor:
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
         """Sum over processes."""
         if self.world == 1:
             return x
@@ -152,16 +152,16 @@ class Runtime:
         return summed
 
     @waits
-    def most(self, x: int) -> int:
+    def all_reduce_max(self, x: int) -> int:
         """Maximum over processes."""
         if self.world == 1:
             return x
         everyone, _ = self.gather(torch.tensor([x], device=self.device))
         return int(everyone.max())
 
-    def agreed(self, failure: str | None) -> str | None:
+    def first_error(self, failure: str | None) -> str | None:
         """What failed on the first process where something did, on all; None where nothing did."""
-        if self.world == 1 or not self.most(int(failure is not None)):
+        if self.world == 1 or not self.all_reduce_max(int(failure is not None)):
             return failure
         mine = "" if failure is None else f"rank {self.rank}: {failure}\0"
         texts, _ = self.gather(torch.tensor(list(mine.encode()), dtype=torch.uint8).to(self.device))
@@ -176,12 +176,12 @@ class Runtime:
         return self.watch is None or self.watch.leave_together(place)
 
     @waits
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Until every process is here."""
         self._accelerator.wait_for_everyone()
 
 
-def _backend(accelerator: Accelerator) -> tuple[str, type[Trained]]:
+def _backend(accelerator: Accelerator) -> tuple[str, type[DDPBackend]]:
     """How the launcher wants a model to be shared, by name, and what does that.
 
     Every process loads the weights itself, whatever the launcher says: what is not in memory could
@@ -189,18 +189,18 @@ def _backend(accelerator: Accelerator) -> tuple[str, type[Trained]]:
     """
     kind = accelerator.distributed_type
     if kind in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
-        return "DDP", Trained
+        return "DDP", DDPBackend
     if kind == DistributedType.FSDP and accelerator.state.fsdp_plugin.fsdp_version == 2:
-        from rlhf_pg.runtime.fsdp import FullyShardedTrained
+        from rlhf_pg.runtime.fsdp import FSDPBackend
 
         disable_fsdp_ram_efficient_loading()
         accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
-        return "FSDP2", FullyShardedTrained
+        return "FSDP2", FSDPBackend
     if kind == DistributedType.DEEPSPEED:
-        from rlhf_pg.runtime.deepspeed import ZeroTrained
+        from rlhf_pg.runtime.deepspeed import DeepSpeedBackend
 
         unset_hf_deepspeed_config()
-        return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}", ZeroTrained
+        return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}", DeepSpeedBackend
     raise ValueError(
         f"the launcher asks for {kind.value}, which is not supported: use DDP, FSDP with "
         "fsdp_version 2, or DeepSpeed (ZeRO), as in recipes/accelerate/"

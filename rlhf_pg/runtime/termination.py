@@ -79,4 +79,4 @@ class Termination:
 
     def agreed(self) -> int:
         """The signal that has come to any process, the largest of several; or 0. Collective."""
-        return self._runtime.most(self._asked[0] if self._asked else 0)
+        return self._runtime.all_reduce_max(self._asked[0] if self._asked else 0)

@@ -276,7 +276,7 @@ def waits(verb: Callable[P, R]) -> Callable[P, R]:
     return watched
 
 
-def announced(method: Callable[P, R]) -> Callable[P, R]:
+def broadcasts_failure(method: Callable[P, R]) -> Callable[P, R]:
     """For a method of an object with a `runtime`: when it raises, the other processes end too."""
 
     @functools.wraps(method)

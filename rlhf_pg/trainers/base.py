@@ -24,12 +24,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, set_seed
 
 from rlhf_pg import models
-from rlhf_pg.advantages import ADVANTAGES, NEED_GRADIENTS, Signals
+from rlhf_pg.advantages import ADVANTAGES, NEED_GRADIENTS, AdvantageInputs
 from rlhf_pg.boundary.streams import outliving_readers
 from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.checkpoint import atomic
 from rlhf_pg.checkpoint.checkpointer import Checkpointer, TrainState
-from rlhf_pg.checkpoint.run_dir import occupying
+from rlhf_pg.checkpoint.run_dir import locks_run_dir
 from rlhf_pg.config import PolicyGradientConfig, dump
 from rlhf_pg.config.fields import bound
 from rlhf_pg.data.chat import vocabulary_fingerprint
@@ -49,7 +49,7 @@ from rlhf_pg.rewards.shaping import Shaping
 from rlhf_pg.rng import restore_rng, rng_tensors
 from rlhf_pg.rollout import (
     EnvironmentFactory,
-    Player,
+    EpisodeRunner,
     RolloutEngine,
     RolloutError,
     SamplingParams,
@@ -58,19 +58,19 @@ from rlhf_pg.rollout import (
 from rlhf_pg.rollout.factory import new_engine, new_player
 from rlhf_pg.rollout.multi_turn.metrics import episode_counts, episode_metrics, paid
 from rlhf_pg.running_stats import MovingAverage, RunningMoments
-from rlhf_pg.runtime import Runtime, Terminated, Termination, Writing, announced
+from rlhf_pg.runtime import Runtime, Terminated, Termination, Writing, broadcasts_failure
 from rlhf_pg.trainers import inputs
 from rlhf_pg.trainers.callbacks import Callback
-from rlhf_pg.trainers.controllers import Coefficients
+from rlhf_pg.trainers.controllers import Controllers
 from rlhf_pg.trainers.drawing import draw_batch
 from rlhf_pg.trainers.engines import chosen, start, with_engine
 from rlhf_pg.trainers.evaluation import Answer, evaluate, stripped_text
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.leaving import saved_on_leaving
 from rlhf_pg.trainers.model_check import Verdict, check_model
-from rlhf_pg.trainers.samples import Judged, Samples, collect
+from rlhf_pg.trainers.samples import Samples, ScoredSamples, collect
 from rlhf_pg.trainers.scoring import make_experience
-from rlhf_pg.trainers.skipping import Skips
+from rlhf_pg.trainers.skipping import SkippedUpdates
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class PolicyGradientTrainer:
     config_type: ClassVar[type[PolicyGradientConfig]]
     value_moments: RunningMoments | None = None  # of the returns, where they are normalised
 
-    @announced
+    @broadcasts_failure
     def __init__(
         self,
         model: str | PathLike[str] | PreTrainedModel | None = None,
@@ -211,7 +211,7 @@ class PolicyGradientTrainer:
             self.runtime,
             self.loss,
             self.total_steps,
-            Skips(args, self.state, self.processing_class, self.runtime.rank),
+            SkippedUpdates(args, self.state, self.processing_class, self.runtime.rank),
             optimizers,
             self.critic,
             longest,
@@ -255,7 +255,7 @@ class PolicyGradientTrainer:
     def _choose(self) -> None:
         """The functions that the config names, and the coefficients that move."""
         args = self.args
-        self.estimator: Callable[[Signals], Tensor] = bound(
+        self.estimator: Callable[[AdvantageInputs], Tensor] = bound(
             ADVANTAGES[args.advantage_estimator], args
         )
         if args.advantage_estimator in NEED_GRADIENTS and self.runtime.splits:
@@ -264,7 +264,7 @@ class PolicyGradientTrainer:
                 f"which {self.runtime.kind} splits: use DDP, or returns_minus_optimal"
             )
         self.policy_loss: Callable[..., Loss] = bound(POLICY_LOSSES[args.policy_loss], args)
-        self.coefficients = Coefficients(args)
+        self.coefficients = Controllers(args)
         averaging = args.advantage_estimator == "returns_minus_moving_average"
         self.moving_average = MovingAverage() if averaging else None
 
@@ -308,11 +308,11 @@ class PolicyGradientTrainer:
 
     # -------------------------------------------------------------- what makes it an algorithm
 
-    def advantages(self, signals: Signals) -> Tensor:
+    def advantages(self, signals: AdvantageInputs) -> Tensor:
         """Advantages (B,T) of this rank's rows, from the scores of all ranks."""
         raise NotImplementedError
 
-    def returns(self, signals: Signals, advantages: Tensor) -> Tensor:
+    def returns(self, signals: AdvantageInputs, advantages: Tensor) -> Tensor:
         """What a critic is to predict (B,T), from `advantages` before they are whitened."""
         raise NotImplementedError
 
@@ -376,8 +376,8 @@ class PolicyGradientTrainer:
     # --------------------------------------------------------------------------------- the run
 
     @outliving_readers()
-    @announced
-    @occupying
+    @broadcasts_failure
+    @locks_run_dir
     def train(self, resume_from_checkpoint: str | bool | None = None) -> None:
         """Train to the last step, and leave the run directory with `final/` behind.
 
@@ -521,7 +521,7 @@ class PolicyGradientTrainer:
             shown = self.args.num_completions_to_print
             journal.completions(self.state.step, samples.records(scores, self.reward_names, shown))
         metrics |= batch.metrics | self.episode_metrics([samples])
-        metrics |= meter.means(self.runtime.total(meter.sums())) | meter.seconds
+        metrics |= meter.means(self.runtime.all_reduce_sum(meter.sums())) | meter.seconds
         metrics |= meter.extremes(lambda own: self.runtime.gather(own)[0])
         if not alone:  # a policy that stays does not answer to them
             completions = self.args.prompts_per_step * self.args.num_generations
@@ -594,7 +594,7 @@ class PolicyGradientTrainer:
                 player=self._player(),
             )
 
-    def _player(self) -> Player | None:
+    def _player(self) -> EpisodeRunner | None:
         """Of episodes whose prompts, of their environments' choice, leave room for completions."""
         if self.player is None:
             return None
@@ -617,8 +617,8 @@ class PolicyGradientTrainer:
         with ExitStack() as weights:
             # Nobody samples before every process is here: one may speak for all to a server.
             with self.guarded(RolloutError):
-                weights.enter_context(self.learner.whole["model"].filled(self.runtime.device))
-                weights.enter_context(self.engine.synced())
+                weights.enter_context(self.learner.whole["model"].gathered(self.runtime.device))
+                weights.enter_context(self.engine.weights_synced())
             yield
 
     @contextmanager
@@ -634,7 +634,7 @@ class PolicyGradientTrainer:
             yield
         except kind as error:
             failure = error
-        reason = self.runtime.agreed(None if failure is None else str(failure))
+        reason = self.runtime.first_error(None if failure is None else str(failure))
         if reason is None:
             return
         if self.state.step:
@@ -696,7 +696,7 @@ class PolicyGradientTrainer:
         return self.shaping.names
 
     def make_experience(
-        self, rollout: Rollout, scores: Tensor, meter: Meter, greedy: Judged | None = None
+        self, rollout: Rollout, scores: Tensor, meter: Meter, greedy: ScoredSamples | None = None
     ) -> tuple[Experience, dict[str, float]]:
         """Score the rollout under policy and reference, and estimate advantages.
 
@@ -711,7 +711,7 @@ class PolicyGradientTrainer:
 
     # --------------------------------------------------------------------- evaluate, save, resume
 
-    @announced
+    @broadcasts_failure
     def evaluate(
         self,
         eval_dataset: Dataset | None = None,
@@ -772,14 +772,14 @@ class PolicyGradientTrainer:
         saved = self.checkpointer.saved == self.state.step
         return self.checkpointer.path() if saved else self.save_checkpoint()
 
-    @announced
+    @broadcasts_failure
     def save_checkpoint(self) -> Path:
         """Save everything that a resumed run needs, under `output_dir/checkpoints/`."""
         path = self.checkpointer.save(self.runtime)
         self._tell("on_save", path)
         return path
 
-    @announced
+    @broadcasts_failure
     def save_model(self, path: str | Path) -> None:
         """Save model (or its adapter) and tokenizer as `from_pretrained` reads them.
 
@@ -792,7 +792,7 @@ class PolicyGradientTrainer:
         writing = Writing(self.runtime, Path(path))
         self._write_model(writing, writing.path)
         writing.check()
-        self.runtime.wait()
+        self.runtime.barrier()
 
     def _save_final(self, path: Path) -> None:
         """`save_model`, sealed like a checkpoint: all of it is there, or what was there before."""
@@ -802,13 +802,13 @@ class PolicyGradientTrainer:
         writing.main(lambda: atomic.seal(unnamed, {"step": self.state.step}))
         writing.main(lambda: atomic.publish(path))
         writing.check(undo=lambda: atomic.abandon(path))
-        self.runtime.wait()
+        self.runtime.barrier()
 
     def _write_model(self, writing: Writing, path: Path) -> None:
         whole = self.learner.whole["model"]
         self.checkpointer.save_models(writing, path, final=True)
         if self.args.save_merged:
-            with whole.filled(self.runtime.main_host):
+            with whole.gathered(self.runtime.main_host):
                 writing.main(lambda: models.merged(whole.module).save_pretrained(path / "merged"))
                 writing.main(lambda: self.processing_class.save_pretrained(path / "merged"))
 

@@ -73,7 +73,7 @@ MEASURED = {
 }
 
 
-class Coefficients:
+class Controllers:
     """beta, old_kl_coef and entropy_coef as they are now, and the scale of the learning rate.
 
     Attributes:

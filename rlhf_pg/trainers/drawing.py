@@ -16,8 +16,8 @@ from torch import nn
 from rlhf_pg.advantages import NEED_GREEDY, group_stats, total_scores
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.report.metrics import Meter
-from rlhf_pg.rewards import totals
-from rlhf_pg.trainers.samples import Judged, Samples
+from rlhf_pg.rewards import sum_step_scores
+from rlhf_pg.trainers.samples import Samples, ScoredSamples
 
 if TYPE_CHECKING:
     from rlhf_pg.trainers.base import PolicyGradientTrainer
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class Batch:
     """What one step trains on; the plain numbers are those of all ranks."""
 
-    judged: Judged
+    judged: ScoredSamples
     draws: int  # prompts drawn for it
-    greedy: Judged | None = None  # one greedy completion per group, for a baseline
+    greedy: ScoredSamples | None = None  # one greedy completion per group, for a baseline
     other_tokens: int = 0  # sampled, prompts included, and not trained on
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -49,13 +49,13 @@ def draw_batch(trainer: PolicyGradientTrainer, meter: Meter) -> Batch:
     return _with_greedy(trainer, batch, meter) if args.advantage_estimator in NEED_GREEDY else batch
 
 
-def _draw(trainer: PolicyGradientTrainer, draws: range, meter: Meter) -> Judged:
+def _draw(trainer: PolicyGradientTrainer, draws: range, meter: Meter) -> ScoredSamples:
     failpoint("rollout")
     with meter.time("rollout"):
         samples = trainer.roll_out(draws)
     failpoint("reward")
     with meter.time("reward"):
-        return Judged(samples, trainer.reward(samples))
+        return ScoredSamples(samples, trainer.reward(samples))
 
 
 # ------------------------------------------------------------------------------ dynamic sampling
@@ -71,7 +71,7 @@ def _with_spread(trainer: PolicyGradientTrainer, meter: Meter) -> Batch:
     the first draw of the step: their minibatches are as large as without all this.
     """
     args, runtime, start = trainer.args, trainer.runtime, trainer.state.draws
-    parts: list[Judged] = []
+    parts: list[ScoredSamples] = []
     kept: list[int] = []
     aside: list[int] = []
     end = start
@@ -85,11 +85,11 @@ def _with_spread(trainer: PolicyGradientTrainer, meter: Meter) -> Batch:
     chosen = sorted(kept + aside[: args.prompts_per_step - len(kept)])
     places = {draw: start + i for i, draw in enumerate(chosen)}
     judged = _chosen(parts, places, trainer.processing_class.pad_token_id)
-    sampled = sum(int(runtime.total(part.samples.num_tokens)) for part in parts)
+    sampled = sum(int(runtime.all_reduce_sum(part.samples.num_tokens)) for part in parts)
     return Batch(
         judged=judged,
         draws=end - start,
-        other_tokens=sampled - int(runtime.total(judged.samples.num_tokens)),
+        other_tokens=sampled - int(runtime.all_reduce_sum(judged.samples.num_tokens)),
         metrics={
             "sampling/rounds": len(parts) - 1,
             "sampling/kept_fraction": len(kept) / (end - start),
@@ -97,10 +97,10 @@ def _with_spread(trainer: PolicyGradientTrainer, meter: Meter) -> Batch:
     )
 
 
-def _constant_groups(trainer: PolicyGradientTrainer, judged: Judged) -> set[int]:
+def _constant_groups(trainer: PolicyGradientTrainer, judged: ScoredSamples) -> set[int]:
     """The groups of all ranks whose completions have one total score, before penalties and KL."""
     rollout = judged.samples.rollout
-    paid, _ = trainer.runtime.gather(totals(trainer.shaping.judged(judged.scores)))
+    paid, _ = trainer.runtime.gather(sum_step_scores(trainer.shaping.judged(judged.scores)))
     groups, _ = trainer.runtime.gather(rollout.groups)
     # On the CPU, where sums have one order: processes that disagreed would wait for ever.
     paid, groups = paid.cpu(), groups.cpu()
@@ -109,13 +109,15 @@ def _constant_groups(trainer: PolicyGradientTrainer, judged: Judged) -> set[int]
     return set(groups[constant].tolist())
 
 
-def _chosen(parts: Sequence[Judged], places: Mapping[int, int], pad_token_id: int) -> Judged:
+def _chosen(
+    parts: Sequence[ScoredSamples], places: Mapping[int, int], pad_token_id: int
+) -> ScoredSamples:
     """The groups of all rounds that have a place, under its number, in the order of their draws."""
     together = Samples.concat([part.samples for part in parts], pad_token_id)
     samples, rows = together.renumbered(places)
     width = together.rollout.completion_ids.shape[1]
     scores = torch.cat([_widened(part.scores, width) for part in parts])
-    return Judged(samples, scores[rows, : samples.rollout.completion_ids.shape[1]])
+    return ScoredSamples(samples, scores[rows, : samples.rollout.completion_ids.shape[1]])
 
 
 def _widened(scores: torch.Tensor, width: int) -> torch.Tensor:
@@ -135,6 +137,6 @@ def _with_greedy(trainer: PolicyGradientTrainer, batch: Batch, meter: Meter) -> 
     with meter.time("rollout"):
         greedy = trainer.sample(trainer.train_prompts, rows, draws, n=1, temperature=0.0)
     with meter.time("reward"):
-        judged = Judged(greedy, trainer.reward(greedy))
-    tokens = batch.other_tokens + int(trainer.runtime.total(greedy.num_tokens))
+        judged = ScoredSamples(greedy, trainer.reward(greedy))
+    tokens = batch.other_tokens + int(trainer.runtime.all_reduce_sum(greedy.num_tokens))
     return dataclasses.replace(batch, greedy=judged, other_tokens=tokens)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.plan.footprint import update_options
-from rlhf_pg.plan.sharding import LAYOUTS, kept
+from rlhf_pg.plan.sharding import SHARDINGS, memory_by_part
 from rlhf_pg.rollout import RolloutEngine
 from rlhf_pg.rollout.factory import installed, unsuited
 from rlhf_pg.rollout.vllm.in_process import lacking
@@ -30,7 +30,7 @@ def with_engine(args: C, model: PreTrainedModel, runtime: Runtime) -> tuple[C, s
     if args.rollout_engine != "auto":
         return args, "as the config says"
     why = unsuited(args, model, runtime.device.type, installed()) or lacking(model)
-    why = runtime.agreed(why)
+    why = runtime.first_error(why)
     if why is None:
         return chosen(args, "vllm"), "auto: vLLM suits"
     return chosen(args, "native"), f"auto: {why}"
@@ -50,13 +50,13 @@ def start(new: Callable[[], RolloutEngine], args: C, learner: Learner) -> Rollou
     Raises:
         ValueError: it cannot start on one of them.
     """
-    failure = learner.runtime.agreed(crowded(args, learner))
+    failure = learner.runtime.first_error(crowded(args, learner))
     if failure is None:
         try:
             engine = new()
         except Exception as error:  # out of memory, a graph that cannot be recorded, ...
             failure = f"{type(error).__name__}: {error}"
-        failure = learner.runtime.agreed(failure)
+        failure = learner.runtime.first_error(failure)
     if failure is not None:
         gc.collect()  # what has begun holds memory
         raise ValueError(f"vLLM cannot start ({failure})")
@@ -84,12 +84,14 @@ def due(args: PolicyGradientConfig, learner: Learner) -> float:
     the first update makes, and what is put together of weights that lie in pieces.
     """
     runtime = learner.runtime
-    layout = next(layout for layout in LAYOUTS if layout.name == runtime.kind)
+    layout = next(layout for layout in SHARDINGS if layout.name == runtime.kind)
     trained = (whole for name, whole in learner.whole.items() if name != "reference")
     every = [p for whole in trained for p in whole.module.parameters()]
     policy = learner.whole["model"].module.parameters()
     moments, copy = (
-        kept(parameters, layout, runtime.world, rollout=True, **update_options(args)).get(part, 0.0)
+        memory_by_part(parameters, layout, runtime.world, rollout=True, **update_options(args)).get(
+            part, 0.0
+        )
         for parameters, part in ((every, "moments"), (policy, "copy"))
     )
     return moments + copy

@@ -14,7 +14,7 @@ from rlhf_pg.data.chat import text_of
 from rlhf_pg.data.prompts import Prompts, batches
 from rlhf_pg.report.metrics import length_metrics, reward_metrics
 from rlhf_pg.report.pass_at_k import majority_score, pass_at_k
-from rlhf_pg.rewards import totals
+from rlhf_pg.rewards import sum_step_scores
 
 if TYPE_CHECKING:
     from rlhf_pg.trainers.base import PolicyGradientTrainer
@@ -57,12 +57,12 @@ def evaluate(
         samples = trainer.sample(prompts, mine, draws, n, temperature)
         scores = trainer.reward(samples)
         shaped = trainer.shaping(scores, samples.rollout, normalize=False)
-        rows.append(torch.cat([totals(scores), totals(shaped)], dim=1))
+        rows.append(torch.cat([sum_step_scores(scores), sum_step_scores(shaped)], dim=1))
         groups.append(samples.rollout.groups)
         lengths.append(samples.rollout.lengths())
         parts.append(samples)
         if n > 1:
-            paid = _paid(trainer, totals(scores)).view(len(mine), n)
+            paid = _paid(trainer, sum_step_scores(scores)).view(len(mine), n)
             attempts.append(_judged(paid, samples.completions, args.eval_success_threshold, answer))
     everyone, _ = runtime.gather(torch.cat(rows))
     raw, trained = everyone.chunk(2, dim=1)

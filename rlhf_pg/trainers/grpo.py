@@ -8,7 +8,7 @@ token_mean`, as in DAPO), while the paper averages each completion first (`seque
 
 from torch import Tensor
 
-from rlhf_pg.advantages import Signals
+from rlhf_pg.advantages import AdvantageInputs
 from rlhf_pg.config import GRPOConfig
 from rlhf_pg.data.records import Experience
 from rlhf_pg.losses import Loss
@@ -24,7 +24,7 @@ class GRPOTrainer(PolicyGradientTrainer):
 
     config_type = GRPOConfig
 
-    def advantages(self, signals: Signals) -> Tensor:
+    def advantages(self, signals: AdvantageInputs) -> Tensor:
         """Scores normalised within the group (outcome supervision, section 4.1.2).
 
             A_{i,t} = (R_i - mean(R_1..R_G)) / (std(R_1..R_G) + scale_rewards_eps)

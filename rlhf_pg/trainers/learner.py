@@ -29,14 +29,14 @@ from rlhf_pg.models import (
 from rlhf_pg.models.assemble import assembled
 from rlhf_pg.plan.token_budget import most, piece, with_budget
 from rlhf_pg.report.metrics import Meter
-from rlhf_pg.runtime import Runtime, Whole, gathered
+from rlhf_pg.runtime import FullWeights, Runtime, gathered
 from rlhf_pg.trainers.optimizer import Optimizers, group_of, optimizer_and_schedule
-from rlhf_pg.trainers.skipping import Skips
+from rlhf_pg.trainers.skipping import SkippedUpdates
 
 R = TypeVar("R", bound=Rollout)
 
 
-class Scored(NamedTuple):
+class ModelOutputs(NamedTuple):
     """What the models say of a rollout, (B,T); None where the algorithm does not need it."""
 
     old_logprobs: Tensor | None = None  # of the policy before its update
@@ -64,7 +64,7 @@ class Learner:
         runtime: Runtime,
         loss: Callable[[PolicyOutput, Experience], Loss],
         total_steps: int,
-        skips: Skips,
+        skips: SkippedUpdates,
         optimizers: Optimizers = (None, None),
         critic: Critic | None = None,
         longest_prompt: int = 1,
@@ -92,7 +92,7 @@ class Learner:
         args, runtime, critic = self.args, self.runtime, self.critic
         parts = {"model": self.policy.model, "critic": critic, "reference": self.reference}
         self.whole = {
-            name: Whole(part, runtime.splits, runtime.watch)
+            name: FullWeights(part, runtime.splits, runtime.watch)
             for name, part in parts.items()
             if part is not None
         }
@@ -130,13 +130,13 @@ class Learner:
             text += " with the critic"
         return text if trained == total else f"{text}, {trained / 1e6:.2f}M trained"
 
-    def score(self, rollout: Rollout) -> Scored:
+    def score(self, rollout: Rollout) -> ModelOutputs:
         """Whatever the algorithm needs to know of a rollout before the update.
 
         The policy's log-probabilities may not be (`needs_old_logprobs`), the reference's without KL
         are not.
         """
-        args, scored = self.args, Scored()
+        args, scored = self.args, ModelOutputs()
         needs_old = args.needs_old_logprobs
         computes_old = needs_old and args.old_logprobs_source == "policy"
         if computes_old or self.critic is not None:
@@ -146,16 +146,16 @@ class Learner:
             scored = scored._replace(old_logprobs=seen)
         if self.reference is not None:
             ask = partial(self.runtime.output, self.reference)
-            judged = self._over(rollout, lambda batch: Scored(ref_logprobs=ask(batch)))
+            judged = self._over(rollout, lambda batch: ModelOutputs(ref_logprobs=ask(batch)))
             scored = scored._replace(ref_logprobs=judged.ref_logprobs)
         return scored
 
-    def _score_own(self, batch: Rollout, computes_old: bool) -> Scored:
+    def _score_own(self, batch: Rollout, computes_old: bool) -> ModelOutputs:
         if computes_old:
             out: PolicyOutput = self.trained(batch)
-            return Scored(out.logprobs, None, out.values, out.end_values)
+            return ModelOutputs(out.logprobs, None, out.values, out.end_values)
         values, end_values = self.trained(batch, values_alone=True)
-        return Scored(values=values, end_values=end_values)
+        return ModelOutputs(values=values, end_values=end_values)
 
     def squared_gradients(self, rollout: Rollout) -> Tensor:
         """|grad log pi(y)|^2 of every completion over what is trained, (B,) float64.
@@ -175,13 +175,13 @@ class Learner:
         """Every optimizer update on one rollout batch; one that breaks off leaves nothing behind.
 
         Raises:
-            FloatingPointError: see `Skips.end`.
+            FloatingPointError: see `SkippedUpdates.end`.
         """
         self.module.train()
         try:
             metrics = self._updates(experience, step, meter)
         except BaseException:
-            self.trained.abandon()
+            self.trained.discard_update()
             raise
         finally:
             self.module.eval()
@@ -204,9 +204,9 @@ class Learner:
             if alone:
                 # After the exchange, in which DDP waits for every gradient, and before the norm
                 # is taken: neither that nor Adam's moments see where the policy does not go.
-                self.trained.forget(self.policy)
+                self.trained.zero_grad_of(self.policy)
             elif norms and self._has_drifted(seen):
-                self.trained.forget(self.module)
+                self.trained.zero_grad_of(self.module)
                 self.trained.step()
                 break
             self.begun += 1
@@ -234,7 +234,7 @@ class Learner:
         first = args.updates_per_step
         for number, minibatch in enumerate(self._minibatches(experience, step, passes), first):
             self.accumulate(minibatch, Meter())
-            self.trained.forget(self.policy)  # after the exchange, as above
+            self.trained.zero_grad_of(self.policy)  # after the exchange, as above
             self.begun += 1
             norm = self._apply_gradient()
             if not math.isfinite(norm):
@@ -291,7 +291,10 @@ class Learner:
         """
         if self.args.target_kl is None:
             return False
-        return seen.means(self.runtime.total(seen.sums()))["approx_kl"] > 1.5 * self.args.target_kl
+        return (
+            seen.means(self.runtime.all_reduce_sum(seen.sums()))["approx_kl"]
+            > 1.5 * self.args.target_kl
+        )
 
     def _moved(self, experience: Experience) -> float:
         """KL(old || new) per trained token, over all rows of the step and all processes.
@@ -300,19 +303,19 @@ class Learner:
 
         One more forward pass: what the updates themselves saw is the policy before each of them.
         """
-        now = self._over(experience, lambda batch: Scored(self.trained(batch).logprobs))
+        now = self._over(experience, lambda batch: ModelOutputs(self.trained(batch).logprobs))
         assert now.old_logprobs is not None
         assert experience.old_logprobs is not None
         kl = kl_estimate(experience.old_logprobs, now.old_logprobs, "k3")
         meter = Meter()
         meter.add_masked("kl", kl, experience.action_mask)
-        return meter.means(self.runtime.total(meter.sums()))["kl"]
+        return meter.means(self.runtime.all_reduce_sum(meter.sums()))["kl"]
 
     def accumulate(self, minibatch: Experience, meter: Meter) -> None:
         """Add the gradient of one optimizer update to `.grad`, micro-batch by micro-batch."""
         args = self.args
         # Counted over the whole update and all ranks, so no split of the rows changes the gradient.
-        count = self.runtime.total(weight_count(minibatch.action_mask, args.aggregation))
+        count = self.runtime.all_reduce_sum(weight_count(minibatch.action_mask, args.aggregation))
         if args.skip_zero_advantages:
             minibatch = minibatch.select(_rows_with_advantage(minibatch))
         micro_batches = list(self._micro_batches(minibatch))
@@ -361,7 +364,7 @@ class Learner:
             return None
         with torch.no_grad():
             parts = [self.trained(batch, routes_alone=True) for _, batch in micro_batches]
-        chosen = self.runtime.total(torch.stack(parts).sum(0))
+        chosen = self.runtime.all_reduce_sum(torch.stack(parts).sum(0))
 
         def router_loss(new: PolicyOutput) -> Tensor:
             assert new.routed is not None  # a policy that is balanced says so
@@ -379,7 +382,7 @@ class Learner:
         if minibatch.positive is None:
             return None
         tokens = (minibatch.action_mask & minibatch.positive[:, None]).sum()
-        count = self.runtime.total(tokens)
+        count = self.runtime.all_reduce_sum(tokens)
 
         def nll(new: PolicyOutput, batch: Experience) -> Tensor:
             assert batch.positive is not None  # as the minibatch has it
@@ -399,7 +402,7 @@ class Learner:
         return self.trained.step()
 
     @torch.no_grad()
-    def _over(self, rollout: Rollout, score: Callable[[Rollout], Scored]) -> Scored:
+    def _over(self, rollout: Rollout, score: Callable[[Rollout], ModelOutputs]) -> ModelOutputs:
         """What `score` gives, micro-batch by micro-batch."""
         whole: dict[str, Tensor] = {}
         for indices, batch in self._micro_batches(rollout):
@@ -413,7 +416,7 @@ class Learner:
                     # The rows of a micro-batch may all be shorter than the longest.
                     place = (rows, slice(part.shape[1])) if part.ndim == 2 else rows
                     whole[name][place] = part
-        return Scored(**whole)
+        return ModelOutputs(**whole)
 
     def _micro_batches(self, batch: R) -> Iterator[tuple[Tensor | None, R]]:
         """Row indices and rows within the token budget; the same number on every process.
@@ -429,7 +432,7 @@ class Learner:
         whole_groups = self.compares_rows
         chunks = batch.micro_batches(budget, whole_groups, window, self.pads)
         # Asked before the first: a forward pass may itself wait for the other processes.
-        count = max(1, self.runtime.most(len(chunks)))
+        count = max(1, self.runtime.all_reduce_max(len(chunks)))
         for rows in chunks:
             yield rows, batch.select(rows)
         for _ in range(count - len(chunks)):

@@ -175,7 +175,7 @@ def _sampled_right(run: Examined, verdict: Verdict) -> Verdict:
     if not isinstance(engine, NativeEngine):  # what another samples is corrected for in the loss
         return verdict
     before = engine.pads, engine.together, engine.refused
-    slow = verdict._replace(samples_fast=engine.obstacle(sum(run.lengths)) is not None)
+    slow = verdict._replace(samples_fast=engine.unsupported_reason(sum(run.lengths)) is not None)
     try:
         alike = slow._replace(samples_padded=False)
         for tried in (verdict, slow, alike, alike._replace(samples_together=False)):
@@ -274,7 +274,7 @@ def check_model(trainer: "PolicyGradientTrainer", keeps: bool) -> Verdict | None
     """
     args, runtime, learner = trainer.args, trainer.runtime, trainer.learner
     path, key = Path(args.output_dir) / FILE, _key(trainer)
-    known = runtime.most(_known(path, key) if keeps and runtime.is_main else 0)
+    known = runtime.all_reduce_max(_known(path, key) if keeps and runtime.is_main else 0)
     if known:
         return Verdict(*(bool(known >> bit & 1) for bit in range(len(Verdict._fields))))
     run = Examined(
@@ -285,7 +285,7 @@ def check_model(trainer: "PolicyGradientTrainer", keeps: bool) -> Verdict | None
         tokens=[token for tokens in trainer.train_prompts.tokens[:8] for token in tokens],
         lengths=(trainer.longest_row - args.max_completion_length, args.max_completion_length),
         dtype=trainer.dtype,
-        agreed=lambda holds: bool(runtime.most(int(holds))),
+        agreed=lambda holds: bool(runtime.all_reduce_max(int(holds))),
         device=runtime.device,
     )
     native = isinstance(trainer.engine, NativeEngine)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlhf_pg import models
-from rlhf_pg.advantages import Signals, gae
+from rlhf_pg.advantages import AdvantageInputs, gae
 from rlhf_pg.config import PPOConfig
 from rlhf_pg.data.records import Experience, Rollout
 from rlhf_pg.losses import Loss, value_loss
@@ -50,7 +50,7 @@ class PPOTrainer(PolicyGradientTrainer):
         super()._choose()
         self.value_moments = RunningMoments() if self.args.normalize_values else None
 
-    def advantages(self, signals: Signals) -> Tensor:
+    def advantages(self, signals: AdvantageInputs) -> Tensor:
         """Generalised advantage estimation (Schulman et al. 2016, Eq. 16).
 
             r_t     = -beta (log pi_old(y_t) - log pi_ref(y_t)) + s_t
@@ -65,7 +65,7 @@ class PPOTrainer(PolicyGradientTrainer):
         """
         return self.estimator(signals)
 
-    def returns(self, signals: Signals, advantages: Tensor) -> Tensor:
+    def returns(self, signals: AdvantageInputs, advantages: Tensor) -> Tensor:
         """What the critic is to predict.
 
             R_t = A_t + V_t

@@ -6,7 +6,7 @@ variance. The KL to the reference is paid token by token, as part of the reward.
 
 from torch import Tensor
 
-from rlhf_pg.advantages import Signals
+from rlhf_pg.advantages import AdvantageInputs
 from rlhf_pg.config import ReinforceConfig
 from rlhf_pg.data.records import Experience
 from rlhf_pg.losses import Loss
@@ -22,7 +22,7 @@ class ReinforceTrainer(PolicyGradientTrainer):
 
     config_type = ReinforceConfig
 
-    def advantages(self, signals: Signals) -> Tensor:
+    def advantages(self, signals: AdvantageInputs) -> Tensor:
         """Reward-to-go minus a baseline.
 
             r_t = -beta (log pi_old(y_t) - log pi_ref(y_t)) + [t is the last token] R

@@ -6,7 +6,7 @@ the gradient is unbiased (`aggregation: constant`). The KL to the reference is p
 
 from torch import Tensor
 
-from rlhf_pg.advantages import Signals
+from rlhf_pg.advantages import AdvantageInputs
 from rlhf_pg.config import RLOOConfig
 from rlhf_pg.data.records import Experience
 from rlhf_pg.losses import Loss
@@ -22,7 +22,7 @@ class RLOOTrainer(PolicyGradientTrainer):
 
     config_type = RLOOConfig
 
-    def advantages(self, signals: Signals) -> Tensor:
+    def advantages(self, signals: AdvantageInputs) -> Tensor:
         """The score, less the KL of the whole completion, against the mean of the others.
 
             R_i = r_i - beta sum_t (log pi_old(y_{i,t}) - log pi_ref(y_{i,t}))

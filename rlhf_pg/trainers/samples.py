@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pg.data.chat import whole_turn
 from rlhf_pg.data.prompts import Prompts
 from rlhf_pg.data.records import Rollout
-from rlhf_pg.rewards import totals
-from rlhf_pg.rollout import Completion, Episode, Player, RolloutEngine, SamplingParams
+from rlhf_pg.rewards import sum_step_scores
+from rlhf_pg.rollout import Completion, Episode, EpisodeRunner, RolloutEngine, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Samples:
         """The first completions of `count` prompts with the totals of their scores (B,T,K), for
         people to read; of episodes also the first `count` that failed.
         """
-        total = totals(scores).tolist()
+        total = sum_step_scores(scores).tolist()
         failed = [i for i, episode in enumerate(self.episodes) if episode.error is not None]
         return [
             {
@@ -92,7 +92,7 @@ class Samples:
         return {"turns": self.episodes[i].turns, "error": self.episodes[i].error}
 
 
-class Judged(NamedTuple):
+class ScoredSamples(NamedTuple):
     """Completions of this rank and their raw scores (B,T,K), see `PolicyGradientTrainer.reward`."""
 
     samples: Samples
@@ -110,7 +110,7 @@ def collect(
     seed: int,
     dtype: torch.dtype,
     device: torch.device,
-    player: Player | None = None,
+    player: EpisodeRunner | None = None,
 ) -> Samples:
     """Sample `n` completions of the given dataset rows, or play `n` episodes of each.
 

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from rlhf_pg.advantages import NEED_GRADIENTS, Signals
+from rlhf_pg.advantages import NEED_GRADIENTS, AdvantageInputs
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.records import Experience, Rollout
 from rlhf_pg.kl import kl_estimate
 from rlhf_pg.masking import whiten
 from rlhf_pg.report.metrics import Meter, length_metrics, reward_metrics
-from rlhf_pg.rewards import totals
+from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.running_stats import RunningMoments
 from rlhf_pg.runtime import Runtime
-from rlhf_pg.trainers.learner import Scored
-from rlhf_pg.trainers.samples import Judged
+from rlhf_pg.trainers.learner import ModelOutputs
+from rlhf_pg.trainers.samples import ScoredSamples
 
 if TYPE_CHECKING:
     from rlhf_pg.trainers.base import PolicyGradientTrainer
@@ -32,7 +32,7 @@ def make_experience(
     rollout: Rollout,
     scores: Tensor,
     meter: Meter,
-    greedy: Judged | None = None,
+    greedy: ScoredSamples | None = None,
 ) -> tuple[Experience, dict[str, float]]:
     """See `PolicyGradientTrainer.make_experience`."""
     args, runtime, mask = trainer.args, trainer.runtime, rollout.action_mask
@@ -68,10 +68,10 @@ def _signals(
     trainer: PolicyGradientTrainer,
     rollout: Rollout,
     scores: Tensor,
-    scored: Scored,
+    scored: ModelOutputs,
     meter: Meter,
-    greedy: Judged | None,
-) -> tuple[Signals, dict[str, float]]:
+    greedy: ScoredSamples | None,
+) -> tuple[AdvantageInputs, dict[str, float]]:
     """What an estimator may look at, from the raw scores (B,T,K); and the metrics of rewards."""
     runtime, mask = trainer.runtime, rollout.action_mask
     minus_kl = _minus_kl(trainer, rollout, scored, meter)
@@ -84,7 +84,7 @@ def _signals(
         rewards = whiten(rewards, mask, shift_mean=False, stats=stats)
     # A row without a token of its own has no score, and no KL either.
     kl_of_row = minus_kl.sum(1).masked_fill(~mask.any(1), torch.nan)
-    per_row = [totals(scores), totals(shaped), kl_of_row[:, None]]
+    per_row = [sum_step_scores(scores), sum_step_scores(shaped), kl_of_row[:, None]]
     everyone, rows = runtime.gather(torch.cat(per_row, dim=1))
     raw, trained = everyone.tensor_split([scores.shape[2]], dim=1)
     squares = None
@@ -92,7 +92,7 @@ def _signals(
         squares, _ = runtime.gather(trainer.learner.squared_gradients(rollout))
     groups, _ = runtime.gather(rollout.groups)
     lengths, _ = runtime.gather(rollout.lengths())
-    signals = Signals(
+    signals = AdvantageInputs(
         rewards=rewards,
         mask=mask,
         scores=trained,
@@ -112,7 +112,7 @@ def _signals(
 
 
 def _minus_kl(
-    trainer: PolicyGradientTrainer, rollout: Rollout, scored: Scored, meter: Meter
+    trainer: PolicyGradientTrainer, rollout: Rollout, scored: ModelOutputs, meter: Meter
 ) -> Tensor:
     """-beta KL_t, (B,T), where the KL is paid in the reward; otherwise 0."""
     args = trainer.args
@@ -128,7 +128,7 @@ def _positive(trainer: PolicyGradientTrainer, scores: Tensor) -> Tensor | None:
     """(B,) what `positive_nll_coef` is for: the reward functions together say enough of it."""
     if trainer.args.positive_nll_coef == 0:
         return None
-    said = totals(trainer.shaping.judged(scores)).nansum(1)
+    said = sum_step_scores(trainer.shaping.judged(scores)).nansum(1)
     return said > trainer.args.positive_nll_threshold
 
 
@@ -144,19 +144,19 @@ def _without_truncated(experience: Experience, args: PolicyGradientConfig) -> Ex
     return dataclasses.replace(experience, action_mask=mask)
 
 
-def _of_greedy(trainer: PolicyGradientTrainer, greedy: Judged, groups: Tensor) -> Tensor:
+def _of_greedy(trainer: PolicyGradientTrainer, greedy: ScoredSamples, groups: Tensor) -> Tensor:
     """(B,K) what the greedy completion of each row's prompt is paid; nothing for its KL, the last.
 
     Args:
         greedy: one row per group.
         groups: (B,) of the rows.
     """
-    paid = totals(trainer.shaping(greedy.scores, greedy.samples.rollout))
+    paid = sum_step_scores(trainer.shaping(greedy.scores, greedy.samples.rollout))
     _, place = torch.unique_consecutive(groups, return_inverse=True)
     return nn.functional.pad(paid[place], (0, 1))
 
 
-def _baseline_metrics(trainer: PolicyGradientTrainer, signals: Signals) -> dict[str, float]:
+def _baseline_metrics(trainer: PolicyGradientTrainer, signals: AdvantageInputs) -> dict[str, float]:
     """Baselines from beyond the batch, and the mean return that the moving average follows."""
     metrics = {}
     if signals.greedy_scores is not None:
@@ -169,7 +169,9 @@ def _baseline_metrics(trainer: PolicyGradientTrainer, signals: Signals) -> dict[
     return metrics
 
 
-def _denormalized(scored: Scored, moments: RunningMoments | None, mask: Tensor) -> Scored:
+def _denormalized(
+    scored: ModelOutputs, moments: RunningMoments | None, mask: Tensor
+) -> ModelOutputs:
     """The critic's values in units of the reward."""
     if moments is None or scored.values is None or scored.end_values is None:
         return scored
@@ -185,25 +187,25 @@ def _normalized(
         return returns
     mean, var = _mean_and_var(runtime, returns, mask)
     if var.isfinite():  # else the updates that have these returns are skipped
-        moments.update(float(runtime.total(mask.sum())), float(mean), float(var))
+        moments.update(float(runtime.all_reduce_sum(mask.sum())), float(mean), float(var))
     return torch.where(mask, moments.normalize(returns), 0.0)
 
 
-def _kl_of_completions(runtime: Runtime, scored: Scored, mask: Tensor) -> float:
+def _kl_of_completions(runtime: Runtime, scored: ModelOutputs, mask: Tensor) -> float:
     """Mean over the completions of all processes of k1 summed: what moves beta."""
     assert scored.old_logprobs is not None
     assert scored.ref_logprobs is not None
     sums = (scored.old_logprobs - scored.ref_logprobs).double().sum(1)  # 0 in masked slots
-    total, count = runtime.total(torch.stack([sums.sum(), mask.any(1).sum().to(sums)]))
+    total, count = runtime.all_reduce_sum(torch.stack([sums.sum(), mask.any(1).sum().to(sums)]))
     return float(total / count)
 
 
 def _mean_and_var(runtime: Runtime, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and population variance over the True slots of all processes, in float64."""
     wide = torch.where(mask, x, 0.0).double()
-    total, count = runtime.total(torch.stack([wide.sum(), mask.sum().double()]))
+    total, count = runtime.all_reduce_sum(torch.stack([wide.sum(), mask.sum().double()]))
     mean = total / count
-    return mean, runtime.total(torch.where(mask, (wide - mean) ** 2, 0.0).sum()) / count
+    return mean, runtime.all_reduce_sum(torch.where(mask, (wide - mean) ** 2, 0.0).sum()) / count
 
 
 def _explained_variance(runtime: Runtime, values: Tensor, returns: Tensor, mask: Tensor) -> float:

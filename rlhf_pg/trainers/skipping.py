@@ -17,7 +17,7 @@ from rlhf_pg.data.records import Experience
 logger = logging.getLogger(__name__)
 
 
-class Skips:
+class SkippedUpdates:
     """Counts them, and keeps what they would have trained on, in `output_dir/skipped/step-N/`.
 
     All processes skip together, since the norm that they go by is that of all.

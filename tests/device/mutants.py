@@ -16,7 +16,7 @@ IDS = f"{DECODE}test_ids_are_those_of_the_cpu[qwen3-None]"
 STEADY = f"{DECODE}test_a_steady_token_is_one_launch_and_no_wait"
 REPLAYED = f"{DECODE}test_a_replayed_step_is_the_step[fields0-None]"
 KEPT = f"{DECODE}test_graphs_are_kept_for_the_next_session"
-ELSEWHERE = f"{DECODE}test_graphs_are_recorded_anew_where_weights_lie_elsewhere"
+FOREIGN_KEYS = f"{DECODE}test_graphs_are_recorded_anew_where_weights_lie_elsewhere"
 MEMORY = f"{DECODE}test_a_rollout_gives_its_memory_back"
 
 MUTANTS = [
@@ -89,7 +89,7 @@ MUTANTS = [
         name="plan-on-the-cpu",
         mistake="rlhf-pg plan measures batches of the CPU",
         target="rlhf_pg.plan.throughput._group",
-        old="args.max_completion_length, drawn.device)",
+        old="args.max_completion_length, meta.device)",
         new="args.max_completion_length)",
         killers=(f"{UPDATE}test_plan_is_made_on_the_device",),
     ),
@@ -144,7 +144,7 @@ MUTANTS = [
     Mutant(
         name="generate-on-the-cpu",
         mistake="generate is given tokens of the CPU",
-        target="rlhf_pg.rollout.native.hf_generate.PlainSession.step",
+        target="rlhf_pg.rollout.native.hf_generate.HFGenerateSession.step",
         old="input_ids=ids.to(device),",
         new="input_ids=ids,",
         killers=(f"{RUN}[grpo, padded]",),
@@ -251,7 +251,7 @@ MUTANTS = [
     Mutant(
         name="moments-on-the-cpu",
         mistake="the optimizer's moments stay on the CPU when a run is resumed",
-        target="rlhf_pg.runtime.Trained._like",
+        target="rlhf_pg.runtime.DDPBackend._like",
         old="return value.to(parameter.device)",
         new="return value",
         killers=(f"{RUN}[grpo, resumed]",),
@@ -268,7 +268,7 @@ MUTANTS = [
     Mutant(
         name="drawn-tokens-on-the-cpu",
         mistake="what was drawn is kept on the CPU",
-        target="rlhf_pg.rollout.native.slots.Drawn.__init__",
+        target="rlhf_pg.rollout.native.slots.DecodeState.__init__",
         old="return torch.zeros(shape, dtype=dtype, device=model.device)",
         new="return torch.zeros(shape, dtype=dtype)",
         killers=(IDS,),
@@ -343,7 +343,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.native.cuda_graphs.Graphs.__call__",
         old="        if where != self.where:\n",
         new="        if self.where is None:\n",
-        killers=(ELSEWHERE,),
+        killers=(FOREIGN_KEYS,),
     ),
     Mutant(
         name="graphs-recorded-anew",

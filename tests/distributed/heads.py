@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_pg.models.adapters import add_adapter, trunk
-from rlhf_pg.models.lm_head import Head, _Pieces
+from rlhf_pg.models.lm_head import ChunkedLMHead, _Pieces
 from rlhf_pg.runtime.processes import Runtime
 from tests.distributed import backends
 from tests.distributed.runs import flat, gradient_of
@@ -51,7 +51,7 @@ class Scorer(nn.Module):
     def __init__(self, model: Any, parts: int) -> None:
         super().__init__()
         self.model = model
-        self.head = Head(model, TEMPERATURE, True, parts)
+        self.head = ChunkedLMHead(model, TEMPERATURE, True, parts)
 
     def forward(self, ids: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         hidden = trunk(self.model)(ids, use_cache=False).last_hidden_state[0]

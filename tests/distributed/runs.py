@@ -207,7 +207,7 @@ def first_gradients(trainer: Any, out: Path) -> dict[str, Tensor]:
         learner.args = dataclasses.replace(args, micro_batch_tokens=tokens)
         learner.accumulate(experience, Meter())
         gradients[split] = flat(gradient_of(p) for p in parameters(trainer))
-        learner.trained.forget(learner.module)
+        learner.trained.zero_grad_of(learner.module)
         learner.trained.step()
     (out / "exchanges.json").write_text(json.dumps(exchanges))
     learner.args = args

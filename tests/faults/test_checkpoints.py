@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from rlhf_pg import PPOConfig, PPOTrainer, failpoints
 from rlhf_pg.checkpoint import compatibility
 from rlhf_pg.checkpoint.atomic import MANIFEST, partial_of, verified
-from rlhf_pg.checkpoint.run_dir import occupied
+from rlhf_pg.checkpoint.run_dir import run_dir_lock
 from rlhf_pg.runtime import Runtime
 from tests.faults.job import build
 from tests.tiny import tiny_model
@@ -324,7 +324,7 @@ def test_checkpoints_that_were_passed_over_do_not_count(output) -> None:
 
 
 def hold(directory, told):
-    with occupied(directory, Runtime()):
+    with run_dir_lock(directory, Runtime()):
         told.send("here")
         told.recv()
 

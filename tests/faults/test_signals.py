@@ -1,4 +1,4 @@
-"""Signals during a run, and launchers that leave it alone.
+"""AdvantageInputs during a run, and launchers that leave it alone.
 
 Several processes: `tests/distributed/test_failures.py`.
 """

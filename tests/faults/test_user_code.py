@@ -20,7 +20,7 @@ from rlhf_pg.boundary.user_code import Settings
 from rlhf_pg.data.prompts import load_prompts
 from rlhf_pg.report.json_lines import JsonLines
 from rlhf_pg.rewards import Rewards
-from rlhf_pg.rollout import Player, SamplingParams, Toolbox, ToolEnvironment
+from rlhf_pg.rollout import EpisodeRunner, SamplingParams, Toolbox, ToolEnvironment
 from rlhf_pg.trainers.evaluation import evaluate
 from tests.rollout.scripted import letters
 from tests.rollout.test_episodes import EOS, Listed, ids, sayer
@@ -93,7 +93,7 @@ def awaitable_reward(misbehave):
 
 
 def play(factory, engine=None, prompt="q?", **options):
-    player = Player(
+    player = EpisodeRunner(
         environment_factory=factory,
         tokenizer=TOKENIZER,
         stop_token_ids=[EOS],

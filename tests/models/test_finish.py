@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from rlhf_pg.models.adapters import add_adapter, trunk
-from rlhf_pg.models.lm_head import Head
-from rlhf_pg.models.logit_transform import Finish, finish_of
+from rlhf_pg.models.lm_head import ChunkedLMHead
+from rlhf_pg.models.logit_transform import LogitTransform, logit_transform_of
 from tests.tiny import ARCHS, adapter, stir, tiny_model
 
 GROUPED = {"intermediate_size": 48, "num_key_value_heads": 2}
-FINISHED: dict[str, tuple[dict[str, Any], Finish]] = {
-    "cohere": (GROUPED | {"logit_scale": 0.3}, Finish(0.3)),
-    "granite": (GROUPED | {"logits_scaling": 13.0}, Finish(1 / 13)),
-    "gemma2": (GROUPED | {"head_dim": 8, "final_logit_softcapping": 1.5}, Finish(1.0, 1.5)),
+FINISHED: dict[str, tuple[dict[str, Any], LogitTransform]] = {
+    "cohere": (GROUPED | {"logit_scale": 0.3}, LogitTransform(0.3)),
+    "granite": (GROUPED | {"logits_scaling": 13.0}, LogitTransform(1 / 13)),
+    "gemma2": (GROUPED | {"head_dim": 8, "final_logit_softcapping": 1.5}, LogitTransform(1.0, 1.5)),
 }
 
 
@@ -25,13 +25,13 @@ def close(finish, other):
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_most_models_do_nothing(arch) -> None:
-    assert finish_of(tiny_model(arch)) == Finish()
+    assert logit_transform_of(tiny_model(arch)) == LogitTransform()
 
 
 def test_a_model_that_does_not_say_where_its_trunk_is() -> None:
     model = tiny_model("llama4_text", **GROUPED, num_local_experts=2, attention_chunk_size=16)
     assert trunk(model) is model
-    assert finish_of(model) is None
+    assert logit_transform_of(model) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,7 +39,9 @@ def test_a_model_that_does_not_say_where_its_trunk_is() -> None:
 def test_a_scale_and_a_soft_cap_are_measured_whatever_the_logits_are(arch, dtype) -> None:
     """Logits far below the cap look as if there were none."""
     options, expected = FINISHED[arch]
-    assert close(finish_of(tiny_model(arch, dtype=dtype, scale=0.001, **options)), expected)
+    assert close(
+        logit_transform_of(tiny_model(arch, dtype=dtype, scale=0.001, **options)), expected
+    )
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -48,10 +50,10 @@ def test_scores_are_those_of_the_models_own_logits(arch, parts) -> None:
     options, _ = FINISHED[arch]
     model = tiny_model(arch, **options)
     ids, tokens = torch.arange(9)[None], torch.arange(9).flip(0)
-    finish = finish_of(model)
+    finish = logit_transform_of(model)
     assert finish is not None
     hidden = trunk(model)(ids).last_hidden_state[0]
-    logprobs, entropies = Head(model, 0.7, True, parts, finish)(hidden, tokens)
+    logprobs, entropies = ChunkedLMHead(model, 0.7, True, parts, finish)(hidden, tokens)
     everywhere = (model(ids).logits[0].double() / 0.7).log_softmax(-1)
     expected = everywhere[torch.arange(9), tokens]
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
@@ -66,7 +68,7 @@ def test_scores_are_those_of_the_models_own_logits(arch, parts) -> None:
 
 
 def test_a_head_that_reads_something_else_is_left_to_its_model() -> None:
-    assert finish_of(tiny_model("minicpm3")) is None  # it scales the hidden states first
+    assert logit_transform_of(tiny_model("minicpm3")) is None  # it scales the hidden states first
 
 
 @pytest.mark.parametrize(
@@ -82,11 +84,11 @@ def test_more_than_a_scale_and_a_cap_is_left_to_the_model(monkeypatch, change) -
         return output
 
     monkeypatch.setattr(model, "forward", changed)
-    assert finish_of(model) is None
+    assert logit_transform_of(model) is None
 
 
 def test_a_module_of_another_kind_is_left_to_itself() -> None:
-    assert finish_of(torch.nn.Linear(2, 2)) is None
+    assert logit_transform_of(torch.nn.Linear(2, 2)) is None
 
 
 def test_adapters_dropout_and_modes_mean_nothing() -> None:
@@ -94,6 +96,6 @@ def test_adapters_dropout_and_modes_mean_nothing() -> None:
     model = stir(add_adapter(tiny_model("llama"), adapter(**options))).train()
     model.get_base_model().lm_head.eval()
     modes = [part.training for part in model.modules()]
-    assert finish_of(model) == Finish()
+    assert logit_transform_of(model) == LogitTransform()
     assert [part.training for part in model.modules()] == modes
     assert not model.get_output_embeddings()._forward_hooks

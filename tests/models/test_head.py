@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 from rlhf_pg.models import lm_head as module
 from rlhf_pg.models import softmax
 from rlhf_pg.models.adapters import add_adapter, trunk
-from rlhf_pg.models.lm_head import Head, parts_for, piece_for
-from rlhf_pg.models.logit_transform import Finish
+from rlhf_pg.models.lm_head import ChunkedLMHead, parts_for, piece_for
+from rlhf_pg.models.logit_transform import LogitTransform
 from rlhf_pg.models.softmax import token_scores
 from tests.tiny import adapter, stir, tiny_model
 
@@ -87,7 +87,7 @@ def test_equals_softmax_written_out(monkeypatch, parts, entropy, kept, temperatu
     model = tiny_model("llama", dtype=torch.float64)
     hidden, tokens = rows()
     sets, support_ids = supports(tokens) if kept else (None, None)
-    found = Head(model, temperature, entropy, parts)(hidden, tokens, support_ids)
+    found = ChunkedLMHead(model, temperature, entropy, parts)(hidden, tokens, support_ids)
     assert found[0].shape == found[1].shape == tokens.shape
     assert found[1].requires_grad == entropy
     expected = by_hand(hidden @ model.lm_head.weight.T, tokens, temperature, sets)
@@ -101,7 +101,7 @@ def test_tied_weights_get_the_gradient_of_both_ends(parts) -> None:
     _, tokens = rows()
     hidden = trunk(model)(ids).last_hidden_state[0]
     expected = by_hand(model(ids).logits[0], tokens)
-    found = Head(model, 1.0, True, parts)(hidden, tokens)
+    found = ChunkedLMHead(model, 1.0, True, parts)(hidden, tokens)
     assert_same(found, expected, [model.get_input_embeddings().weight, model.lm_head.weight], EXACT)
 
 
@@ -115,7 +115,9 @@ def test_a_head_with_an_adapter(parts) -> None:
     [base] = [w for name, w in weights.items() if "lm_head.base_layer" in name]
     hidden, tokens = rows()
     expected = by_hand(hidden @ (base + 3 * b @ a).T, tokens)
-    assert_same(Head(adapted, 1.0, True, parts)(hidden, tokens), expected, [hidden, a, b], EXACT)
+    assert_same(
+        ChunkedLMHead(adapted, 1.0, True, parts)(hidden, tokens), expected, [hidden, a, b], EXACT
+    )
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -126,9 +128,11 @@ def test_a_head_that_is_trained_whole_beside_an_adapter(parts) -> None:
     [copy] = [w for n, w in adapted.named_parameters() if "lm_head" in n and w.requires_grad]
     hidden, tokens = rows()
     expected = by_hand(hidden @ copy.T, tokens)
-    assert_same(Head(adapted, 1.0, True, parts)(hidden, tokens), expected, [hidden, copy], EXACT)
+    assert_same(
+        ChunkedLMHead(adapted, 1.0, True, parts)(hidden, tokens), expected, [hidden, copy], EXACT
+    )
     with adapted.disable_adapter():
-        found = Head(adapted, 1.0, True, parts)(hidden, tokens)
+        found = ChunkedLMHead(adapted, 1.0, True, parts)(hidden, tokens)
     before = by_hand(hidden @ tiny_model("llama", dtype=torch.float64).lm_head.weight.T, tokens)
     assert_same(found, before, [hidden], EXACT)
 
@@ -139,7 +143,9 @@ def test_a_head_with_a_bias(parts) -> None:
     weights = [model.lm_head.weight, model.lm_head.bias]
     hidden, tokens = rows()
     expected = by_hand(hidden @ weights[0].T + weights[1], tokens)
-    assert_same(Head(model, 1.0, True, parts)(hidden, tokens), expected, [hidden, *weights], EXACT)
+    assert_same(
+        ChunkedLMHead(model, 1.0, True, parts)(hidden, tokens), expected, [hidden, *weights], EXACT
+    )
 
 
 class Doubled(nn.Linear):
@@ -168,16 +174,18 @@ def test_a_layer_with_more_to_it_is_asked_for_its_logits(double, parts) -> None:
     hidden, tokens = rows()
     weight = model.lm_head.weight
     expected = by_hand(2 * hidden @ weight.T, tokens)
-    assert_same(Head(model, 1.0, True, parts)(hidden, tokens), expected, [hidden, weight], EXACT)
+    assert_same(
+        ChunkedLMHead(model, 1.0, True, parts)(hidden, tokens), expected, [hidden, weight], EXACT
+    )
 
 
 def test_the_layer_is_what_it_was() -> None:
     model = tiny_model("llama")
     hidden, tokens = rows(dtype=torch.float32)
     expected = model.lm_head(hidden)
-    Head(model, 1.0, True, 3)(hidden, tokens)
+    ChunkedLMHead(model, 1.0, True, 3)(hidden, tokens)
     with pytest.raises(RuntimeError, match="out of bounds"):
-        Head(model, 1.0, True, 3)(hidden, tokens + V)
+        ChunkedLMHead(model, 1.0, True, 3)(hidden, tokens + V)
     assert model.lm_head(hidden).equal(expected)
 
 
@@ -189,7 +197,7 @@ def test_dropout_on_the_head_is_the_same_forward_and_backward(parts) -> None:
     made = []
     adapted.get_output_embeddings().register_forward_hook(lambda _, __, out: made.append(out))
     hidden, tokens = rows()
-    found = Head(adapted, 1.0, True, parts)(hidden, tokens)
+    found = ChunkedLMHead(adapted, 1.0, True, parts)(hidden, tokens)
     logits = torch.cat([out.detach() for out in made]).requires_grad_()  # with this dropout
     for own, other in zip(found, by_hand(logits, tokens), strict=True):
         torch.testing.assert_close(own, other, **EXACT)
@@ -204,9 +212,9 @@ def test_dropout_on_the_head_is_the_same_forward_and_backward(parts) -> None:
 def test_without_gradients_it_is_the_same() -> None:
     model = tiny_model("llama", dtype=torch.float64)
     hidden, tokens = rows()
-    expected = Head(model, 0.8, False, 3)(hidden, tokens)
+    expected = ChunkedLMHead(model, 0.8, False, 3)(hidden, tokens)
     with torch.no_grad():
-        found = Head(model, 0.8, False, 3)(hidden, tokens)
+        found = ChunkedLMHead(model, 0.8, False, 3)(hidden, tokens)
     assert found[0].equal(expected[0])
     assert found[1].equal(expected[1])
     assert not found[0].requires_grad
@@ -215,7 +223,10 @@ def test_without_gradients_it_is_the_same() -> None:
 # ---------------------------------------------------------------------------- from logits, exactly
 
 
-@pytest.mark.parametrize("finish", [Finish(), Finish(0.4), Finish(1.0, 2.0), Finish(3.0, 1.5)])
+@pytest.mark.parametrize(
+    "finish",
+    [LogitTransform(), LogitTransform(0.4), LogitTransform(1.0, 2.0), LogitTransform(3.0, 1.5)],
+)
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("entropy", [True, False])
 def test_the_gradient_is_that_of_finite_differences(finish, kept, entropy) -> None:
@@ -267,7 +278,7 @@ def test_a_second_backward_pass_is_an_error_and_not_another_gradient() -> None:
 def test_no_rows_are_no_numbers_and_a_gradient_of_0() -> None:
     model = tiny_model("llama")
     hidden, tokens = rows(0, dtype=torch.float32)
-    logprobs, entropies = Head(model, 1.0, True, 3)(hidden, tokens)
+    logprobs, entropies = ChunkedLMHead(model, 1.0, True, 3)(hidden, tokens)
     assert logprobs.shape == entropies.shape == (0,)
     (logprobs.sum() + entropies.sum()).backward()
     assert model.lm_head.weight.grad is not None
@@ -283,9 +294,11 @@ def test_half_precision_is_scored_in_single(parts) -> None:
     hidden, tokens = rows(dtype=torch.bfloat16)
     made = []
     model.lm_head.register_forward_hook(lambda _, __, out: made.append(out))
-    found = Head(model, 0.7, True, parts)(hidden, tokens)
+    found = ChunkedLMHead(model, 0.7, True, parts)(hidden, tokens)
     assert found[0].dtype == found[1].dtype == torch.float32
-    at_once = Head(tiny_model("llama", dtype=torch.bfloat16), 0.7, True, parts)(hidden, tokens)
+    at_once = ChunkedLMHead(tiny_model("llama", dtype=torch.bfloat16), 0.7, True, parts)(
+        hidden, tokens
+    )
     assert all(own.equal(other) for own, other in zip(at_once, found, strict=True))
     logits = torch.cat([out.detach().double() for out in made]).requires_grad_()
     expected = by_hand(logits, tokens, 0.7)
@@ -306,8 +319,8 @@ def error_of_the_gradient(parts, arch):
     model, exact = (tiny_model(arch, dtype=dtype) for dtype in (torch.bfloat16, torch.float64))
     exact.load_state_dict(model.state_dict())
     hidden, tokens = rows(512, dtype=torch.bfloat16)
-    loss(Head(model, 1.0, True, parts)(hidden, tokens)).backward()
-    loss(Head(exact, 1.0, True, 1)(hidden.detach().double(), tokens)).backward()
+    loss(ChunkedLMHead(model, 1.0, True, parts)(hidden, tokens)).backward()
+    loss(ChunkedLMHead(exact, 1.0, True, 1)(hidden.detach().double(), tokens)).backward()
     pairs = zip(model.lm_head.parameters(), exact.lm_head.parameters(), strict=True)
     return [float((p.grad.double() - q.grad).norm() / q.grad.norm()) for p, q in pairs]
 
@@ -356,7 +369,7 @@ def peak(model, count, parts, entropy=True):
     model.zero_grad()
     hidden, tokens = rows(count, dtype=torch.float32)
     with Peak() as measured:
-        loss(Head(model, 0.7, entropy, parts)(hidden, tokens)).backward()
+        loss(ChunkedLMHead(model, 0.7, entropy, parts)(hidden, tokens)).backward()
     return measured.bytes
 
 
@@ -391,7 +404,7 @@ def test_a_plain_head_is_called_once(count) -> None:
     model, calls = tiny_model("llama"), []
     model.lm_head.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     hidden, tokens = rows(count, dtype=torch.float32)
-    Head(model, 1.0, False, 4)(hidden, tokens)[0].sum().backward()
+    ChunkedLMHead(model, 1.0, False, 4)(hidden, tokens)[0].sum().backward()
     assert calls == [True]
 
 
@@ -400,7 +413,7 @@ def test_the_head_is_called_as_often_whatever_the_rows(count) -> None:
     model, calls = tiny_model("llama"), []
     model.lm_head.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     hidden, tokens = rows(count, dtype=torch.float32)
-    logprobs, _ = Head(model, 1.0, False, 4)(hidden, tokens)
+    logprobs, _ = ChunkedLMHead(model, 1.0, False, 4)(hidden, tokens)
     assert calls == [True] * 4
     logprobs.sum().backward()
     assert calls == [True] * 4 + [False] * 4  # computed again

@@ -17,7 +17,7 @@ from rlhf_pg.models import (
     checkpoint_activations,
     disable_dropout,
 )
-from rlhf_pg.models.attention import fitness, replaced_attention
+from rlhf_pg.models.attention import attention_support, replaced_attention
 from rlhf_pg.models.gpu_attention import BLOCK, OnGPU
 from rlhf_pg.models.packing import packed, padded
 from rlhf_pg.models.shared_prefix import Family, SharedPrefix
@@ -141,7 +141,7 @@ def test_every_real_token_is_computed_once():
 def test_prompts_that_differ_within_a_group_are_not_shared():
     batch = batch_of([[5, 9], [5, 8], [6, 8]], [[[7], [8]], [[7, 7]], [[9], [2]]])
     batch = replace(batch, groups=torch.zeros_like(batch.groups))
-    assert batch.families().tolist() == [0, 0, 1, 2, 2]
+    assert batch.shared_prefixes().tolist() == [0, 0, 1, 2, 2]
     assert packed(batch).inputs["input_ids"].numel() == 3 * 2 + 6
     model = tiny_model("gpt2", dtype=torch.float64)
     assert_close(gradient_of(Policy(model), batch), one_by_one(model, batch), 1e-10)
@@ -277,9 +277,9 @@ def test_bfloat16_is_weighed_in_float32():
 
 def test_attention_to_what_comes_later_is_not_replaced():
     model = tiny_model("bert-generation", intermediate_size=48)
-    assert "what comes later" in fitness(model.base_model).obstacle
+    assert "what comes later" in attention_support(model.base_model).unsupported_reason
     decoder = tiny_model("bert-generation", intermediate_size=48, is_decoder=True)
-    assert fitness(decoder.base_model).obstacle is None
+    assert attention_support(decoder.base_model).unsupported_reason is None
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_attention_to_what_comes_later_is_not_replaced():
 )
 def test_attention_is_not_replaced_where_it_is_asked_for_more_than_ours_knows(arch, argument):
     model = build(arch)
-    assert f"attention with {argument}" in fitness(model).obstacle
+    assert f"attention with {argument}" in attention_support(model).unsupported_reason
     assert not Policy(model).window
 
 

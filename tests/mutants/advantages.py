@@ -282,7 +282,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="baseline-of-this-process",
         mistake="scores of all processes taken for those of this one, from the first row on",
-        target="rlhf_pg.advantages.Signals.per_token",
+        target="rlhf_pg.advantages.AdvantageInputs.per_token",
         old="return self.over_tokens(advantages[self.rows])",
         new="return self.over_tokens(advantages[: len(self.mask)])",
         killers=(
@@ -312,7 +312,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="baseline-on-masked-tokens",
         mistake="the baseline is subtracted in masked slots too, which count in the whitening",
-        target="rlhf_pg.advantages.Signals.over_tokens",
+        target="rlhf_pg.advantages.AdvantageInputs.over_tokens",
         old="return torch.where(self.mask, numbers[:, None].to(self.rewards), 0.0)",
         new="return numbers[:, None].to(self.rewards).expand_as(self.mask)",
         killers=(

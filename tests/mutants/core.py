@@ -595,8 +595,8 @@ LOOP = [
         name="denominator-of-another-window",
         mistake="the denominator counts more than the optimizer step (TRL #6024)",
         target="rlhf_pg.trainers.learner.Learner.accumulate",
-        old="count = self.runtime.total(weight_count(minibatch.action_mask, args.aggregation))",
-        new="count = args.num_mini_batches * self.runtime.total(\n"
+        old="count = self.runtime.all_reduce_sum(weight_count(minibatch.action_mask, args.aggregation))",
+        new="count = args.num_mini_batches * self.runtime.all_reduce_sum(\n"
         "            weight_count(minibatch.action_mask, args.aggregation))",
         killers=(f"{STEP}::test_a_minibatch_counts_its_own_tokens_alone",),
     ),
@@ -629,7 +629,7 @@ LOOP = [
     Mutant(
         name="norm-of-the-policy-alone",
         mistake="the gradient is clipped by the policy's norm, the critic's is left out",
-        target="rlhf_pg.runtime.Trained.step",
+        target="rlhf_pg.runtime.DDPBackend.step",
         old="for p in self.module.parameters()]",
         new="for p in self.module.policy.parameters()]",
         killers=(f"{PPO}::test_policy_and_critic_have_one_gradient_norm",),
@@ -637,7 +637,7 @@ LOOP = [
     Mutant(
         name="gradient-not-clipped",
         mistake="max_grad_norm is logged and not applied (TRL's PPO loop had no clipping)",
-        target="rlhf_pg.runtime.Trained.step",
+        target="rlhf_pg.runtime.DDPBackend.step",
         old="self.max_grad_norm or torch.inf",
         new="torch.inf",
         killers=(f"{STEP}::test_the_gradient_is_scaled_down_to_the_norm_that_is_set",),
@@ -646,7 +646,7 @@ LOOP = [
         name="abandoned-gradient-kept",
         mistake="the gradient of the minibatch at which updates stopped enters the next step",
         target="rlhf_pg.trainers.learner.Learner._updates",
-        old="                self.trained.forget(self.module)\n"
+        old="                self.trained.zero_grad_of(self.module)\n"
         "                self.trained.step()\n                break",
         new="                break",
         killers=(f"{STEP}::test_a_minibatch_that_stops_the_updates_leaves_no_gradient",),
@@ -682,7 +682,7 @@ PROCESSES = [
     Mutant(
         name="gradient-averaged-over-processes",
         mistake="DDP's mean over processes is left in the gradient",
-        target="rlhf_pg.runtime.Trained.backward",
+        target="rlhf_pg.runtime.DDPBackend.backward",
         old="torch.autograd.backward(loss * self._world)",
         new="torch.autograd.backward(loss)",
         killers=(f"{DISTRIBUTED}::test_the_gradient_of_an_update_is_the_same[ddp-2-grpo]",),
@@ -691,7 +691,7 @@ PROCESSES = [
         name="tokens-counted-per-process",
         mistake="every process averages over its own tokens, however few",
         target="rlhf_pg.trainers.learner.Learner.accumulate",
-        old="self.runtime.total(weight_count(minibatch.action_mask, args.aggregation))",
+        old="self.runtime.all_reduce_sum(weight_count(minibatch.action_mask, args.aggregation))",
         new="weight_count(minibatch.action_mask, args.aggregation) * self.runtime.world",
         killers=(f"{DISTRIBUTED}::test_the_gradient_of_an_update_is_the_same[ddp-2-grpo]",),
     ),

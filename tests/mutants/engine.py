@@ -26,7 +26,7 @@ MUTANTS = [
         name="small-adapters-merged-in-bfloat16",
         mistake="an adapter is merged for sampling into weights whose rounding takes it away "
         "(NeMo-RL #3696)",
-        target="rlhf_pg.rollout.NativeEngine._taking_over",
+        target="rlhf_pg.rollout.NativeEngine._load_weights",
         old="if merges and lost_in_merge(self.model) <= MOST_LOST:",
         new="if merges:",
         killers=(f"{NATIVE}::test_a_small_adapter_in_bfloat16_is_not_rounded_away",),

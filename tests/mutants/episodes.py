@@ -21,7 +21,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="refused-prompt-forwarded",
         mistake="the prompt of an environment may be longer than positions and micro-batches",
-        target="rlhf_pg.rollout.multi_turn.episodes._Game._prompted",
+        target="rlhf_pg.rollout.multi_turn.episodes._EpisodeBatch._prompted",
         old="most=player.longest_prompt",
         new="most=None",
         killers=(USER_CODE + "a_prompt_that_was_refused_is_not_forwarded",),
@@ -29,7 +29,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="prompt-refused-by-the-engine-forwarded",
         mistake="what the engine refused as too long is scored all the same",
-        target="rlhf_pg.rollout.multi_turn.episodes._Game._ask",
+        target="rlhf_pg.rollout.multi_turn.episodes._EpisodeBatch._ask",
         old="                if not position:  ",
         new="                if False:  ",
         killers=(TOKENS + "a_beginning_that_the_engine_refuses_leaves_the_prompt_of_the_dataset",),
@@ -69,7 +69,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="late-calls-go-on",
         mistake="an environment that is late keeps its thread: one more at every step",
-        target="rlhf_pg.rollout.multi_turn.concurrent_calls.Calls._give_up",
+        target="rlhf_pg.rollout.multi_turn.concurrent_calls.ConcurrentCalls._give_up",
         old="SetAsyncExc(ident, ctypes.py_object(Late))",
         new="SetAsyncExc(ident, None)",
         killers=(TOKENS + "environments_that_hang_in_python_leave_no_threads_behind",),
@@ -93,7 +93,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="turns-tokenised-again",
         mistake="the next turn is asked for with the text of the last ones: other ids (TRL #5224)",
-        target="rlhf_pg.rollout.multi_turn.episodes._Game._ask",
+        target="rlhf_pg.rollout.multi_turn.episodes._EpisodeBatch._ask",
         old="            tokens=[*first.prompt_ids, *first.tokens],\n",
         new=(
             "            tokens=self.player.tokenizer(\n"
@@ -113,7 +113,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="turn-paid-behind-the-answer",
         mistake="the reward of a turn stands at the last token of its answer, where it is not paid",
-        target="rlhf_pg.rollout.multi_turn.episodes._Game._observed",
+        target="rlhf_pg.rollout.multi_turn.episodes._EpisodeBatch._observed",
         old="        episode.observe(messages, ids)\n",
         new=(
             "        episode.observe(messages, ids)\n"
@@ -125,7 +125,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="noise-begins-again-with-every-turn",
         mistake="every turn of an episode is sampled with the noise of the first one",
-        target="rlhf_pg.rollout.multi_turn.episodes._Game._ask",
+        target="rlhf_pg.rollout.multi_turn.episodes._EpisodeBatch._ask",
         old="            position=position,\n",
         new="            position=0,\n",
         killers=(TOKENS + "each_turn_is_asked_for_with_all_before_it_and_noise_of_its_own_place",),
@@ -165,7 +165,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="turns-without-limit",
         mistake="max_turns ends no episode",
-        target="rlhf_pg.rollout.multi_turn.episodes._Game._observed",
+        target="rlhf_pg.rollout.multi_turn.episodes._EpisodeBatch._observed",
         old="(not done and episode.turns == player.max_turns)",
         new="(not done and False)",
         killers=(TOKENS + "the_limit_on_turns",),

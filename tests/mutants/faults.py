@@ -34,7 +34,7 @@ MUTANTS = [
         name="half-an-update-stays",
         mistake="a run that goes on after an error adds the gradient of the update that broke off",
         target="rlhf_pg.trainers.learner.Learner.update",
-        old="            self.trained.abandon()\n",
+        old="            self.trained.discard_update()\n",
         new="",
         killers=("tests/faults/test_updates.py::test_out_of_memory_leaves_no_half_of_an_update",),
     ),

@@ -395,8 +395,8 @@ MUTANTS = [
         name="likelihood-of-what-was-cut-off",
         mistake="right completions found by scores that penalties have changed",
         target="rlhf_pg.trainers.scoring._positive",
-        old="said = totals(trainer.shaping.judged(scores)).nansum(1)",
-        new="said = totals(scores).nansum(1)",
+        old="said = sum_step_scores(trainer.shaping.judged(scores)).nansum(1)",
+        new="said = sum_step_scores(scores).nansum(1)",
         killers=(
             "tests/trainers/test_likelihood.py::test_the_gradient_is_that_of_the_right_completions",
         ),

@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         name="any-prompt-of-the-group",
         mistake="episodes of a group are all scored after the prompt of the first",
-        target="rlhf_pg.data.records.Rollout.families",
+        target="rlhf_pg.data.records.Rollout.shared_prefixes",
         old="columns = torch.cat([self.groups[:, None], prompts], dim=1)",
         new="columns = self.groups[:, None]",
         killers=(f"{TEST}test_prompts_that_differ_within_a_group_are_not_shared",),
@@ -66,7 +66,7 @@ MUTANTS = [
     Mutant(
         name="beyond-the-window",
         mistake="rows longer than a sliding window attend to all of themselves",
-        target="rlhf_pg.models.packing.fits",
+        target="rlhf_pg.models.packing.can_pack",
         old="return window == math.inf or batch.longest <= window",
         new="return window > 0",
         killers=(f"{TEST}test_rows_longer_than_a_sliding_window_are_padded",),

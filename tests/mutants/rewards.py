@@ -126,7 +126,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="total-of-nothing-is-0",
         mistake="nansum makes a source that did not apply a score of 0 in the baseline",
-        target="rlhf_pg.rewards.totals",
+        target="rlhf_pg.rewards.sum_step_scores",
         old="    return scores.nansum(1).masked_fill(scores.isnan().all(1), torch.nan)\n",
         new="    return scores.nansum(1)\n",
         killers=(
@@ -175,8 +175,8 @@ MUTANTS: list[Mutant] = [
         name="normalise-before-the-clip",
         mistake="outliers enter the running std that what is clipped is divided by",
         target="rlhf_pg.rewards.shaping.Shaping.observe",
-        old="totals(self._clipped(scores)[:, :, : self.functions])",
-        new="totals(scores[:, :, : self.functions])",
+        old="sum_step_scores(self._clipped(scores)[:, :, : self.functions])",
+        new="sum_step_scores(scores[:, :, : self.functions])",
         killers=(OPTIONS_TEST + "test_what_is_normalised_has_been_clipped",),
     ),
     Mutant(

@@ -15,7 +15,7 @@ MUTANTS = [
         old="        for rows in chunks:\n            yield rows, batch.select(rows)\n"
         "        for _ in range(count - len(chunks)):",
         new="        for rows in chunks:\n            yield rows, batch.select(rows)\n"
-        "        for _ in range(max(1, self.runtime.most(len(chunks))) - len(chunks)):",
+        "        for _ in range(max(1, self.runtime.all_reduce_max(len(chunks))) - len(chunks)):",
         killers=(
             "tests/trainers/test_sampling_options.py"
             "::test_the_number_of_micro_batches_is_agreed_on_before_the_first",
@@ -24,7 +24,7 @@ MUTANTS = [
     Mutant(
         name="step-with-nan",
         mistake="a gradient that is not finite is reported after the weights are lost",
-        target="rlhf_pg.runtime.Trained.step",
+        target="rlhf_pg.runtime.DDPBackend.step",
         old="if math.isfinite(norm):",
         new="if True:",
         killers=(
@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         name="skips-never-forgotten",
         mistake="skipped steps count as in a row although updates were made between them",
-        target="rlhf_pg.trainers.skipping.Skips.end",
+        target="rlhf_pg.trainers.skipping.SkippedUpdates.end",
         old="skipped_in_a_row = 0 if updates else before + 1",
         new="skipped_in_a_row = before if updates else before + 1",
         killers=(
@@ -100,7 +100,7 @@ MUTANTS = [
     Mutant(
         name="old-moments-kept",
         mistake="a resumed run keeps moments of its own for parameters that had none",
-        target="rlhf_pg.runtime.Trained.load_state",
+        target="rlhf_pg.runtime.DDPBackend.load_state",
         old="        self.optimizer.state.clear()\n",
         new="",
         killers=(f"{CHECKPOINT}::test_restoring_forgets_the_moments_that_were_there",),
@@ -108,7 +108,7 @@ MUTANTS = [
     Mutant(
         name="whole-copy-kept",
         mistake="the copy that sampling needs stays in memory through the update",
-        target="rlhf_pg.runtime.Whole.filled",
+        target="rlhf_pg.runtime.FullWeights.gathered",
         old="                self._empty()\n",
         new="                pass\n",
         killers=(f"{WEIGHTS}::test_a_whole_is_the_module_as_it_is_now",),
@@ -116,7 +116,7 @@ MUTANTS = [
     Mutant(
         name="whole-emptied-by-an-inner-use",
         mistake="a second use within a rollout takes the weights away from the first",
-        target="rlhf_pg.runtime.Whole.filled",
+        target="rlhf_pg.runtime.FullWeights.gathered",
         old="            if not self._users:\n",
         new="            if True:\n",
         killers=(f"{WEIGHTS}::test_it_is_emptied_by_the_outermost_use",),
@@ -124,7 +124,7 @@ MUTANTS = [
     Mutant(
         name="helper-keeps-a-copy",
         mistake="every process holds all weights in host memory while one of them saves",
-        target="rlhf_pg.runtime.Whole._fill",
+        target="rlhf_pg.runtime.FullWeights._fill",
         old="            if device is not None:\n"
         "                _put_in_place(own, value.to(device))",
         new="            _put_in_place(own, value.to(device or CPU))",
@@ -133,7 +133,7 @@ MUTANTS = [
     Mutant(
         name="changes-not-put-back",
         mistake="loaded weights stay in a copy, and the run goes on from those it began with",
-        target="rlhf_pg.runtime.Whole.changed",
+        target="rlhf_pg.runtime.FullWeights.modified",
         old="            self._spread(trained)\n",
         new="",
         killers=(f"{WEIGHTS}::test_what_is_changed_is_put_back_into_the_pieces",),

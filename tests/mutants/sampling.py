@@ -32,18 +32,18 @@ MUTANTS: list[Mutant] = [
         mistake="each process decides on the groups it sampled: the processes wait for each other",
         target="rlhf_pg.trainers.drawing._constant_groups",
         old=(
-            "paid, _ = trainer.runtime.gather(totals(trainer.shaping.judged(judged.scores)))\n"
+            "paid, _ = trainer.runtime.gather(sum_step_scores(trainer.shaping.judged(judged.scores)))\n"
             "    groups, _ = trainer.runtime.gather(rollout.groups)"
         ),
-        new="paid, groups = totals(trainer.shaping.judged(judged.scores)), rollout.groups",
+        new="paid, groups = sum_step_scores(trainer.shaping.judged(judged.scores)), rollout.groups",
         killers=(f"{DYNAMIC}two_ranks_decide_on_the_scores_of_both",),
     ),
     Mutant(
         name="dynamic-sampling-by-penalties",
         mistake="spread of the shaped scores keeps groups that are all wrong, by their lengths",
         target="rlhf_pg.trainers.drawing._constant_groups",
-        old="totals(trainer.shaping.judged(judged.scores))",
-        new="totals(trainer.shaping(judged.scores, rollout))",
+        old="sum_step_scores(trainer.shaping.judged(judged.scores))",
+        new="sum_step_scores(trainer.shaping(judged.scores, rollout))",
         killers=(f"{DYNAMIC}a_penalty_keeps_no_group_that_is_all_wrong",),
     ),
     Mutant(
@@ -82,7 +82,7 @@ MUTANTS: list[Mutant] = [
         name="dynamic-sampling-tokens-not-counted",
         mistake="tokens of the groups set aside are not in num_tokens and the speed",
         target="rlhf_pg.trainers.drawing._with_spread",
-        old="other_tokens=sampled - int(runtime.total(judged.samples.num_tokens)),",
+        old="other_tokens=sampled - int(runtime.all_reduce_sum(judged.samples.num_tokens)),",
         new="other_tokens=0,",
         killers=(f"{DYNAMIC}every_draw_and_every_token_is_counted",),
     ),
@@ -126,8 +126,8 @@ MUTANTS: list[Mutant] = [
         name="truncated-mask-keeps-the-denominator",
         mistake="masked completions still count in the denominator: the others train more slowly",
         target="rlhf_pg.trainers.learner.Learner.accumulate",
-        old="count = self.runtime.total(weight_count(minibatch.action_mask, args.aggregation))",
-        new="count = self.runtime.total(weight_count(minibatch.completion_mask, args.aggregation))",
+        old="count = self.runtime.all_reduce_sum(weight_count(minibatch.action_mask, args.aggregation))",
+        new="count = self.runtime.all_reduce_sum(weight_count(minibatch.completion_mask, args.aggregation))",
         killers=(f"{OPTIONS}completions_that_were_cut_off_leave_loss_and_denominator",),
     ),
     # -------------------------------------------------------------------- rows without advantage
@@ -138,7 +138,7 @@ MUTANTS: list[Mutant] = [
         old="minibatch = minibatch.select(_rows_with_advantage(minibatch))",
         new=(
             "minibatch = minibatch.select(_rows_with_advantage(minibatch))\n"
-            "            count = self.runtime.total("
+            "            count = self.runtime.all_reduce_sum("
             "weight_count(minibatch.action_mask, args.aggregation))"
         ),
         killers=(f"{OPTIONS}rows_without_advantage_are_not_forwarded_and_not_missed",),
@@ -147,8 +147,8 @@ MUTANTS: list[Mutant] = [
         name="skipped-rows-leave-no-gradient",
         mistake="a step whose rows are all skipped has no backward pass: momentum stands still",
         target="rlhf_pg.trainers.learner.Learner._micro_batches",
-        old="count = max(1, self.runtime.most(len(chunks)))",
-        new="count = self.runtime.most(len(chunks))",
+        old="count = max(1, self.runtime.all_reduce_max(len(chunks)))",
+        new="count = self.runtime.all_reduce_max(len(chunks))",
         killers=(f"{OPTIONS}a_step_without_any_advantage_leaves_the_optimizer_as_it_would_be",),
     ),
     Mutant(
@@ -180,8 +180,8 @@ MUTANTS: list[Mutant] = [
         name="remax-baseline-without-options",
         mistake="weights and penalties apply to the samples and not to the greedy completion",
         target="rlhf_pg.trainers.scoring._of_greedy",
-        old="paid = totals(trainer.shaping(greedy.scores, greedy.samples.rollout))",
-        new="paid = totals(greedy.scores)",
+        old="paid = sum_step_scores(trainer.shaping(greedy.scores, greedy.samples.rollout))",
+        new="paid = sum_step_scores(greedy.scores)",
         killers=(f"{OPTIONS}every_row_is_compared_with_the_greedy_completion_of_its_own_prompt",),
     ),
     Mutant(

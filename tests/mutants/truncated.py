@@ -119,8 +119,8 @@ MUTANTS: list[Mutant] = [
         name="right-by-the-trained-reward",
         mistake="penalties, weights and all make an answer right or wrong",
         target="rlhf_pg.trainers.evaluation.evaluate",
-        old="paid = _paid(trainer, totals(scores))",
-        new="paid = totals(shaped).nansum(dim=1).double()",
+        old="paid = _paid(trainer, sum_step_scores(scores))",
+        new="paid = sum_step_scores(shaped).nansum(dim=1).double()",
         killers=(f"{EVALUATING}what_is_right_goes_by_the_reward_functions_alone",),
     ),
     Mutant(

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rlhf_pg import GRPOTrainer, PPOTrainer
-from rlhf_pg.plan import Drawn, Memory, draw, predicted_memory
-from rlhf_pg.plan.sharding import LAYOUTS
+from rlhf_pg.plan import Drawn, Memory, build_meta_models, predicted_memory
+from rlhf_pg.plan.sharding import SHARDINGS
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rollout.native import continuous_batching
 from rlhf_pg.rollout.native.decode_attention import KeyValues
@@ -55,7 +55,7 @@ def case(request, tmp_path_factory) -> tuple[PolicyGradientTrainer, Drawn, Memor
     tokenizer.save_pretrained(path)
     outputs = {"model_name_or_path": path, "output_dir": str(directory / "run")}
     args = trainer_type.config_type(**(COMMON | outputs | options))
-    drawn = draw(args, "cpu")
+    drawn = build_meta_models(args, "cpu")
     trainer = trainer_type(
         reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
         args=args,
@@ -63,7 +63,7 @@ def case(request, tmp_path_factory) -> tuple[PolicyGradientTrainer, Drawn, Memor
     )
     # All completions have their full length.
     trainer.engine.eos_token_ids = []
-    return trainer, drawn, predicted_memory(drawn, LAYOUTS[0], 1, 0.0, "cpu")
+    return trainer, drawn, predicted_memory(drawn, SHARDINGS[0], 1, 0.0, "cpu")
 
 
 def taken(tensors: Iterable[Tensor | None]) -> int:

@@ -37,10 +37,10 @@ from rlhf_pg.plan.published import (
     points,
 )
 from rlhf_pg.plan.shapes import SHAPES, gated, shape_of
-from rlhf_pg.plan.sharding import LAYOUTS
+from rlhf_pg.plan.sharding import SHARDINGS
 
 H100 = DEVICES["h100"]
-LAYOUT = {layout.name: layout for layout in LAYOUTS}
+LAYOUT = {layout.name: layout for layout in SHARDINGS}
 # A thousand operations and a thousand bytes a second; links of 100 and 10 bytes a second.
 SLOW = Device(1e3, 1e3, 1e9, 100.0, 10.0)
 READER = SLOW._replace(flops=1e30)  # computes in no time

@@ -10,12 +10,19 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_pg import GRPOConfig, PPOConfig
 from rlhf_pg.cli import main
-from rlhf_pg.plan import Pace, Rates, draw, measured_rates, predicted_memory, predicted_pace
+from rlhf_pg.plan import (
+    Pace,
+    Rates,
+    build_meta_models,
+    measured_rates,
+    predicted_memory,
+    predicted_pace,
+)
 from rlhf_pg.plan.published import agreement
-from rlhf_pg.plan.sharding import LAYOUTS
+from rlhf_pg.plan.sharding import SHARDINGS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-BY_NAME = {layout.name: layout for layout in LAYOUTS}
+BY_NAME = {layout.name: layout for layout in SHARDINGS}
 
 
 def plan(capsys, *flags: str) -> str:
@@ -71,7 +78,9 @@ def test_no_weights_are_loaded(model_path) -> None:
         raise AssertionError("loads")
 
     with patch.object(AutoModelForCausalLM, "from_pretrained", refuse):
-        drawn = draw(GRPOConfig(model_name_or_path=model_path, max_completion_length=6), "cpu")
+        drawn = build_meta_models(
+            GRPOConfig(model_name_or_path=model_path, max_completion_length=6), "cpu"
+        )
     assert all(p.untyped_storage().device.type == "meta" for p in drawn.policy.parameters())
 
 
@@ -97,7 +106,7 @@ def test_wrong_usage_is_one_message(capsys, flags, message) -> None:
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
     args = PPOConfig(prompts_per_step=8, num_generations=4, max_completion_length=6)
-    return draw(args, "cpu")
+    return build_meta_models(args, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +143,7 @@ def test_the_optimizer_takes_what_its_options_say(update, optim, moments_and_mas
     args = GRPOConfig(
         dtype="bfloat16", bfloat16_update=update, optim=optim, max_completion_length=6
     )
-    own = draw(args, "cpu")
+    own = build_meta_models(args, "cpu")
     memory = predicted_memory(own, BY_NAME["DDP"], 1, 80e9, "cuda")
     count = sum(p.numel() for p in own.policy.parameters())
     assert memory.update["optimizer"] == pytest.approx(moments_and_masters * count)
@@ -142,13 +151,13 @@ def test_the_optimizer_takes_what_its_options_say(update, optim, moments_and_mas
 
 def test_pieces_of_the_head_are_those_of_the_gpu_that_is_planned_for() -> None:
     args = GRPOConfig(max_completion_length=6)
-    assert draw(args, "cpu", "cuda", 16e9).policy.piece == 16e9 / 160
+    assert build_meta_models(args, "cpu", "cuda", 16e9).policy.piece == 16e9 / 160
 
 
 @pytest.mark.parametrize(("source", "is_scored"), [("policy", True), ("sampler", False)])
 def test_the_sampler_spares_a_pass_here_too(source, is_scored) -> None:
     args = GRPOConfig(num_iterations=2, old_logprobs_source=source, max_completion_length=6)
-    own = draw(args, "cpu")
+    own = build_meta_models(args, "cpu")
     memory = predicted_memory(own, BY_NAME["DDP"], 1, 80e9, "cuda")
     assert (predicted_pace(own, memory, 1)["score"].work > 0) == is_scored
 

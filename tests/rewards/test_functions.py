@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from rlhf_pg.rewards import Rewards, totals
+from rlhf_pg.rewards import Rewards, sum_step_scores
 
 PROMPTS = ["p", "p", "q"]
 COMPLETIONS = ["a", "bb", "ccc"]
@@ -22,7 +22,7 @@ COLUMNS = {"answer": ["a", "a", "c"], "tags": [["x"], ["x"], ["y"]]}
 
 def call(*functions, weights=None, columns=COLUMNS):
     """(3,K) the totals."""
-    return totals(per_token(*functions, weights=weights, columns=columns))
+    return sum_step_scores(per_token(*functions, weights=weights, columns=columns))
 
 
 def per_token(*functions, weights=None, columns=COLUMNS, action_mask=None):
@@ -95,7 +95,7 @@ def test_what_is_bound_to_an_event_loop_serves_every_step(wrap):
 
     rewards = Rewards(wrap(asking))
     for _ in range(2):
-        assert totals(rewards(PROMPTS, COMPLETIONS, IDS, {})).tolist() == [[1], [2], [3]]
+        assert sum_step_scores(rewards(PROMPTS, COMPLETIONS, IDS, {})).tolist() == [[1], [2], [3]]
 
 
 def test_an_interrupt_ends_an_async_reward_that_hangs_and_lets_it_clean_up():
@@ -158,12 +158,16 @@ def test_a_column_by_the_name_of_what_the_trainer_knows_is_what_a_function_gets(
     said = Rewards([lambda step, **_: step, lambda ended, **_: [int(e == "no") for e in ended]])
     columns = {"step": [5, 6, 7], "ended": ["yes", "no", "no"]}
     known = {"ended": [True] * 3, "state": TrainerState(global_step=3)}
-    scores = totals(said(PROMPTS, COMPLETIONS, IDS, columns, **known))
+    scores = sum_step_scores(said(PROMPTS, COMPLETIONS, IDS, columns, **known))
     assert scores.tolist() == [[5, 0], [6, 1], [7, 1]]
 
 
 def test_one_function_needs_no_list():
-    assert totals(Rewards(length)(PROMPTS, COMPLETIONS, IDS, {})).tolist() == [[1], [2], [3]]
+    assert sum_step_scores(Rewards(length)(PROMPTS, COMPLETIONS, IDS, {})).tolist() == [
+        [1],
+        [2],
+        [3],
+    ]
 
 
 def test_each_function_has_a_column_and_weights_stay_out_of_it():
@@ -377,7 +381,7 @@ def test_each_function_scores_its_own_steps():
     scores = per_token(says(STEPS), length, says([None, [None, None], 7]))
     assert scores.shape == (3, 3, 3)
     assert scores[2].T.tolist() == [[0.5, NAN, -1], [NAN, NAN, 3], [NAN, NAN, 7]]
-    assert totals(scores)[:, 2].tolist() == [NAN, NAN, 7]  # a list of None is a None
+    assert sum_step_scores(scores)[:, 2].tolist() == [NAN, NAN, 7]  # a list of None is a None
 
 
 def test_a_list_with_its_score_at_the_end_is_a_score_bit_for_bit():

@@ -7,7 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_pg.rewards.scores import at_end, clipped, ends, min_max, overlong, replaced, totals
+from rlhf_pg.rewards.scores import (
+    at_end,
+    clipped,
+    ends,
+    min_max,
+    overlong,
+    replaced,
+    sum_step_scores,
+)
 
 NAN = math.nan
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 0, 1], [0, 1, 0]]).bool()
@@ -28,13 +36,13 @@ def same(actual, expected):
     assert actual.allclose(expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.proves("rlhf_pg.rewards.scores.totals")
+@pytest.mark.proves("rlhf_pg.rewards.scores.sum_step_scores")
 def test_totals_are_sums_over_steps_and_nothing_where_nothing_was_said():
-    same(totals(SCORES), [[-1.5, 3.0], [NAN, 0.0], [1.0, NAN], [7.0, 1.0]])
+    same(sum_step_scores(SCORES), [[-1.5, 3.0], [NAN, 0.0], [1.0, NAN], [7.0, 1.0]])
 
 
 def test_no_rows_have_no_totals():
-    assert totals(torch.zeros(0, 1, 3)).shape == (0, 3)
+    assert sum_step_scores(torch.zeros(0, 1, 3)).shape == (0, 3)
     assert at_end(torch.zeros(0), torch.zeros(0, 1).bool()).shape == (0, 1)
 
 
@@ -44,7 +52,7 @@ def test_the_end_is_the_last_token_that_the_policy_chose():
     numbers = torch.tensor([1.0, 2.0, 3.0, 0.0])
     placed = [[NAN, NAN, 1], [2, NAN, NAN], [NAN, NAN, 3], [NAN, 0, NAN]]
     same(at_end(numbers, MASK), placed)
-    same(totals(at_end(numbers, MASK)[:, :, None])[:, 0], numbers)
+    same(sum_step_scores(at_end(numbers, MASK)[:, :, None])[:, 0], numbers)
 
 
 @pytest.mark.proves("rlhf_pg.rewards.scores.min_max")
@@ -95,7 +103,7 @@ def test_a_replaced_row_is_worth_what_the_one_source_says():
     rows = torch.tensor([True, False, True, False])
     given_ = torch.cat([SCORES, at_end(torch.tensor([-9.0, 0, -9, 0]), MASK)[:, :, None]], dim=2)
     out = replaced(given_, rows, MASK, 2)
-    same(totals(out), [[0, 0, -9], [NAN, 0, 0], [0, 0, -9], [7, 1, 0]])
+    same(sum_step_scores(out), [[0, 0, -9], [NAN, 0, 0], [0, 0, -9], [7, 1, 0]])
     same(out[0, :, 0], [NAN, NAN, 0])  # one 0, at the end, and no steps
     same(out[[1, 3]], given_[[1, 3]])
 
@@ -103,11 +111,11 @@ def test_a_replaced_row_is_worth_what_the_one_source_says():
 @pytest.mark.parametrize(
     "function",
     [
-        totals,
+        sum_step_scores,
         lambda scores: clipped(scores, -0.1, 0.1),
         lambda scores: replaced(scores, torch.ones(4).bool(), MASK, 0),
     ],
-    ids=["totals", "clipped", "replaced"],
+    ids=["sum_step_scores", "clipped", "replaced"],
 )
 def test_scores_stay_as_they_are(function):
     scores = SCORES.clone()

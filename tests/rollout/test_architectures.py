@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from rlhf_pg.models.attention import fitness
+from rlhf_pg.models.attention import attention_support
 from rlhf_pg.rollout import NativeEngine, Request
 from rlhf_pg.rollout.native.continuous_batching import BatchingSession
 from rlhf_pg.rollout.native.stopping import Stopping
@@ -61,7 +61,7 @@ def two_widths():
 def test_keys_and_values_of_any_width(make):
     """Values narrower than keys; layers of two widths."""
     model = make()
-    assert fitness(model).obstacle is None
+    assert attention_support(model).unsupported_reason is None
     completions = NativeEngine(model, EOS, PAD).generate(PROMPTS, 3, PARAMS, seed=0)
     assert_teacher_forced(model, PROMPTS, completions)
 
@@ -75,7 +75,7 @@ def test_the_size_of_a_token_is_what_is_stored(make):
         session.step()
     store = session.prompt_cache
     size = sum(x.nbytes for pair in store._layers.values() for x in pair)
-    assert fitness(model).bytes_per_token == size / (store.slots * store.width)
+    assert attention_support(model).bytes_per_token == size / (store.slots * store.width)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,6 @@ def test_the_size_of_a_token_is_what_is_stored(make):
 )
 def test_attention_of_another_kind_is_not_replaced(name, config, options, reason):
     model = model_of(name, config, **options)
-    assert reason in fitness(model).obstacle
+    assert reason in attention_support(model).unsupported_reason
     completions = NativeEngine(model, EOS, PAD).generate(PROMPTS, 2, PARAMS, seed=0)
     assert_teacher_forced(model, PROMPTS, completions)

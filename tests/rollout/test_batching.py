@@ -160,7 +160,7 @@ def test_an_adapter_is_merged_into_a_copy_and_the_policy_is_left_alone(arch):
     model = stir(add_adapter(tiny_model(arch), adapter(lora_alpha=1)))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     engine = NativeEngine(model, EOS, PAD)
-    with engine.synced():
+    with engine.weights_synced():
         merged = engine.weights
         assert merged is not model
         assert not any("lora" in name for name, _ in merged.named_modules())
@@ -254,7 +254,7 @@ def test_positions_that_turn_faster_in_long_batches_are_not_batched(caplog, max_
 
 
 def plainly(monkeypatch, engine: NativeEngine) -> NativeEngine:
-    monkeypatch.setattr(engine, "obstacle", lambda longest: "of this test")
+    monkeypatch.setattr(engine, "unsupported_reason", lambda longest: "of this test")
     return engine
 
 

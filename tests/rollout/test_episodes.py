@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhf_pg.boundary import user_code
-from rlhf_pg.rollout import Observation, Player, SamplingParams
+from rlhf_pg.rollout import EpisodeRunner, Observation, SamplingParams
 from tests.rollout.scripted import ScriptedEngine, ScriptedSession, letters
 
 TOKENIZER = letters()
@@ -66,7 +66,7 @@ def play(
     **options,
 ):
     made = iter(environments)
-    player = Player(
+    player = EpisodeRunner(
         environment_factory=lambda: next(made),
         tokenizer=tokenizer,
         stop_token_ids=[EOS],
@@ -168,7 +168,7 @@ def test_what_ends_a_turn_is_appended_where_another_stop_token_was_sampled():
     engine = sayer("ab<eos>")
     engine.eos = stop
     engine.script = lambda request, sample: ids("abz" if request.position == 0 else "cz")
-    player = Player(
+    player = EpisodeRunner(
         environment_factory=lambda: Listed(([tool("up")], 0.0, False), ([], 1.0, True)),
         tokenizer=TOKENIZER,
         stop_token_ids=[EOS, stop],
@@ -452,7 +452,9 @@ def test_what_no_loop_takes_is_not_left_unawaited(monkeypatch):
 
 
 def test_a_factory_that_fails_is_an_error_of_its_episode():
-    player = Player(environment_factory=lambda: 1 / 0, tokenizer=TOKENIZER, stop_token_ids=[EOS])
+    player = EpisodeRunner(
+        environment_factory=lambda: 1 / 0, tokenizer=TOKENIZER, stop_token_ids=[EOS]
+    )
     params = SamplingParams(max_tokens=4)
     episodes = player.play(sayer("a<eos>"), [{"prompt": "q?"}], [ids("q?")], [0], 2, params, 0)
     assert [episode.error for episode in episodes] == ["ZeroDivisionError: division by zero"] * 2

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlhf_pg.models.attention import Heads, fitness
+from rlhf_pg.models.attention import Heads, attention_support
 from rlhf_pg.rollout import NativeEngine, Request
 from rlhf_pg.rollout.native import continuous_batching
 from rlhf_pg.rollout.native.compiled import Compiled
@@ -29,7 +29,7 @@ class WithFlash(continuous_batching.BatchingSession):
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
-        layers, device = fitness(self.model).layers, self.model.device
+        layers, device = attention_support(self.model).layers, self.model.device
         self.stores = Unpadded(self.params.max_tokens, layers, device)
         self.tokens_per_look = self.looks
 
@@ -127,7 +127,7 @@ def test_room_that_grows_keeps_what_is_there():
     ],
 )
 def test_heads_that_the_kernel_takes(dtype, options, fits):
-    assert fitness(tiny_model("qwen3", dtype=dtype, **options)).flash == fits
+    assert attention_support(tiny_model("qwen3", dtype=dtype, **options)).flash == fits
 
 
 # --- compiled -------------------------------------------------------------------------------------

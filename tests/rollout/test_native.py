@@ -549,7 +549,7 @@ def test_a_small_adapter_in_bfloat16_is_not_rounded_away(size, is_merged):
             if "lora_B" in name:
                 parameter.mul_(size)
     engine = engine_of(model)
-    with engine.synced():
+    with engine.weights_synced():
         assert (engine.weights is not model) == is_merged
     assert engine.weights is model
     if not is_merged:

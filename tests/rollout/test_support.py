@@ -7,7 +7,7 @@ import torch
 
 from rlhf_pg.rollout import NativeEngine, SamplingParams
 from rlhf_pg.rollout.native.continuous_batching import BatchingSession
-from rlhf_pg.rollout.token_sampling import ids_of, kept, sample
+from rlhf_pg.rollout.token_sampling import ids_of, sample, support_mask
 from tests.rollout.test_native import EOS, PAD, PROMPTS, teacher_forced
 from tests.rollout.test_sampling import PROBS, TRUNCATIONS, noise_of
 from tests.tiny import tiny_model
@@ -19,7 +19,7 @@ PARAMS = SamplingParams(temperature=0.8, max_tokens=10)
 @pytest.mark.parametrize(("fields", "ids"), TRUNCATIONS)
 def test_the_ids_that_are_kept(fields, ids) -> None:
     params = SamplingParams(**fields)
-    [found] = ids_of(kept(PROBS.log()[None], params))
+    [found] = ids_of(support_mask(PROBS.log()[None], params))
     assert found.dtype == torch.int32
     assert found.tolist() == ids
 
@@ -30,7 +30,7 @@ def test_every_token_is_drawn_from_what_was_kept_and_renormalised_on_it(fields, 
     logits = (3 * torch.randn(500, 40, generator=torch.Generator().manual_seed(0))).to(dtype)
     params = SamplingParams(temperature=0.7, **fields)
     ids, logprobs = sample(logits, params, noise_of(500))
-    mask = kept(logits, params)
+    mask = support_mask(logits, params)
     assert mask[range(500), ids].all()
     assert (~mask).any(1).all()
     p = (logits.double() / 0.7).softmax(-1)
@@ -41,7 +41,7 @@ def test_every_token_is_drawn_from_what_was_kept_and_renormalised_on_it(fields, 
 
 def test_rows_keep_different_numbers_of_ids() -> None:
     logits = torch.tensor([[0.0, 9.0, 0.0], [0.0, 0.0, 0.0], [5.0, 0.0, 5.0]])
-    found = ids_of(kept(logits, SamplingParams(top_p=0.9)))
+    found = ids_of(support_mask(logits, SamplingParams(top_p=0.9)))
     assert [ids.tolist() for ids in found] == [[1], [0, 1, 2], [0, 2]]
 
 
@@ -59,7 +59,7 @@ def test_rows_keep_different_numbers_of_ids() -> None:
 def test_only_truncation_leaves_ids_out(fields, truncates) -> None:
     params = SamplingParams(**fields)
     assert params.truncates == truncates
-    mask = kept(torch.tensor([[0.0, 9.0, 1.0]]), params)
+    mask = support_mask(torch.tensor([[0.0, 9.0, 1.0]]), params)
     assert (~mask).any().item() == truncates
     engine = NativeEngine(tiny_model("gpt2"), EOS, PAD)
     completions = engine.generate(PROMPTS, 2, replace(params, max_tokens=4), seed=0)
@@ -81,7 +81,7 @@ def change(monkeypatch, engine: NativeEngine, way: str) -> None:
     if way == "looks later":
         monkeypatch.setattr(engine, "BatchingSession", Looking)
     if way == "by generate":
-        monkeypatch.setattr(engine, "obstacle", lambda longest: "of this test")
+        monkeypatch.setattr(engine, "unsupported_reason", lambda longest: "of this test")
 
 
 @pytest.mark.parametrize("way", ["at once", "rows wait", "looks later", "by generate"])
@@ -95,7 +95,7 @@ def test_each_token_of_a_completion_has_its_own_support(monkeypatch, fields, way
     assert len({len(c.tokens) for c in completions}) > 3  # rows left the batch at many moments
     for i, completion in enumerate(completions):
         exact = teacher_forced(model, PROMPTS[i // 4], completion.tokens, params.temperature)
-        expected = ids_of(kept(exact, SamplingParams(**fields)))
+        expected = ids_of(support_mask(exact, SamplingParams(**fields)))
         assert completion.support is not None
         for t, (token, ids) in enumerate(zip(completion.tokens, completion.support, strict=True)):
             assert ids.tolist() == expected[t].tolist()

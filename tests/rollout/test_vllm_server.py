@@ -67,7 +67,7 @@ def test_a_request_says_where_its_tokens_stand_and_how_many_there_may_be(fake, t
     engine, seeds = engine_of(fake, tmp_path), []
     for position, samples in ((0, (4,)), (1, (4,)), (0, (5,))):
         request = Request(tokens=[5, 6], draw=2, samples=samples, position=position, max_tokens=2)
-        with engine.synced(), engine.session(PARAMS, seed=0) as session:
+        with engine.weights_synced(), engine.session(PARAMS, seed=0) as session:
             session.add(request)
             while not session.idle:
                 for finished in session.step():
@@ -107,7 +107,7 @@ def test_weights_are_loaded_once_for_all_that_is_sampled_from_them(fake, tmp_pat
     fake.answers["/collective_rpc"] = reload
     for _ in range(2):
         stir(model)
-        with engine.synced():
+        with engine.weights_synced():
             engine.generate([[5]], 1, PARAMS, seed=0)
             engine.generate([[5]], 1, PARAMS, seed=0)
         assert loaded[-1]["model.norm.weight"].equal(model.model.norm.weight)
@@ -134,7 +134,7 @@ def test_what_is_the_users_in_the_sync_directory_stays(fake, tmp_path):
 def test_runs_share_a_sync_directory_and_leave_nothing_there(fake, tmp_path):
     engines, places = [engine_of(fake, tmp_path) for _ in range(2)], set()
     fake.answers["/collective_rpc"] = lambda body: places.add(body["kwargs"]["weights_path"])
-    with engines[0].synced(), engines[1].synced():
+    with engines[0].weights_synced(), engines[1].weights_synced():
         owns = list((tmp_path / "sync").iterdir())
     assert len(places) == len(owns) == 2
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in [tmp_path / "sync", *owns])
@@ -187,7 +187,7 @@ def test_an_adapter_has_a_name_of_its_own_for_every_value(fake, tmp_path):
 def test_another_process_knows_the_name_and_loads_nothing(fake, tmp_path):
     model = stir(get_peft_model(tiny_model("llama"), adapter()))
     main, other = (engine_of(fake, tmp_path, model, is_main=here) for here in (True, False))
-    with main.synced():
+    with main.weights_synced():
         assert other.generate([[5]], 2, PARAMS, 0) == main.generate([[5]], 2, PARAMS, 0)
     assert fake.count("/v1/load_lora_adapter") == 1
 

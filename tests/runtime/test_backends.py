@@ -114,13 +114,13 @@ def test_deepspeed_does_not_train_in_float64() -> None:
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     asked = SimpleNamespace(num_processes=1)
     with pytest.raises(ValueError, match="set dtype to float32"):
-        zero.ZeroTrained(asked, layer, optimizer)
+        zero.DeepSpeedBackend(asked, layer, optimizer)
 
 
 def test_deepspeed_does_not_go_on_with_half_an_update() -> None:
     zero = pytest.importorskip("rlhf_pg.runtime.deepspeed")
-    engine = object.__new__(zero.ZeroTrained)
+    engine = object.__new__(zero.DeepSpeedBackend)
     engine.watch = None
-    engine.abandon()
+    engine.discard_update()
     with pytest.raises(ValueError, match=r"an update was broken off.*in a new process"):
         engine.backward(torch.zeros(()))

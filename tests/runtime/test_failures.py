@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from rlhf_pg.runtime.watchdog import Watch, announced
+from rlhf_pg.runtime.watchdog import Watch, broadcasts_failure
 
 
 def hang(stream: str) -> None:
@@ -37,7 +37,7 @@ def test_an_error_is_raised_and_told_though_it_cannot_be_said(stderr, monkeypatc
     stream = None if stderr == "missing" else Broken(OSError if stderr == "full" else ValueError)
     monkeypatch.setattr(sys, "stderr", stream)
 
-    @announced
+    @broadcasts_failure
     def work(owner: SimpleNamespace) -> None:
         raise RuntimeError("the judge is down")
 

@@ -6,7 +6,7 @@ from peft import LoraConfig
 from torch import nn
 
 from rlhf_pg.models import ActorCritic, Policy, add_adapter, new_critic
-from rlhf_pg.runtime import Whole
+from rlhf_pg.runtime import FullWeights
 from rlhf_pg.runtime.fsdp import _set_apart
 from rlhf_pg.runtime.full_weights import check_divisible
 from rlhf_pg.tasks.tiny import character_tokenizer
@@ -24,61 +24,61 @@ def adapted(**overrides):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_whole_is_the_module_as_it_is_now(arch) -> None:
     model = tiny_model(arch)
-    whole = Whole(model, splits=True)
+    whole = FullWeights(model, splits=True)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)  # after the outline was made
         expected = model(IDS).logits
-        with whole.filled(CPU):
+        with whole.gathered(CPU):
             assert whole.module(IDS).logits.equal(expected)
     assert all(p.is_meta for p in whole.module.parameters())
 
 
 def test_nothing_is_copied_of_what_is_whole_anyway() -> None:
     model = tiny_model("gpt2")
-    whole = Whole(model, splits=False)
-    with whole.filled(CPU):
+    whole = FullWeights(model, splits=False)
+    with whole.gathered(CPU):
         assert whole.module is model
     assert not any(p.is_meta for p in model.parameters())
 
 
 def test_a_process_that_only_helps_keeps_nothing() -> None:
-    whole = Whole(tiny_model("gpt2"), splits=True)
-    with whole.filled(None):
+    whole = FullWeights(tiny_model("gpt2"), splits=True)
+    with whole.gathered(None):
         assert all(p.is_meta for p in whole.module.parameters())
 
 
 def test_it_is_emptied_by_the_outermost_use() -> None:
-    whole = Whole(tiny_model("gpt2"), splits=True)
-    with whole.filled(CPU):
-        with whole.filled(CPU):
+    whole = FullWeights(tiny_model("gpt2"), splits=True)
+    with whole.gathered(CPU):
+        with whole.gathered(CPU):
             pass
         assert not any(p.is_meta for p in whole.module.parameters())
-    with pytest.raises(KeyError), whole.filled(CPU):
+    with pytest.raises(KeyError), whole.gathered(CPU):
         raise KeyError
     assert all(p.is_meta for p in whole.module.parameters())
 
 
 def test_tied_weights_stay_tied() -> None:
     model = tiny_model("qwen3", tie_word_embeddings=True)
-    whole = Whole(model, splits=True)
-    with whole.filled(CPU):
+    whole = FullWeights(model, splits=True)
+    with whole.gathered(CPU):
         own = whole.module
         assert own.get_input_embeddings().weight is own.get_output_embeddings().weight
 
 
 def test_the_trained_weights_can_be_had_alone() -> None:
-    whole = Whole(adapted(), splits=True)
-    with whole.filled(CPU, trained=True):
+    whole = FullWeights(adapted(), splits=True)
+    with whole.gathered(CPU, trained=True):
         for name, parameter in whole.module.named_parameters():
             assert parameter.is_meta != ("lora_" in name), name
 
 
 def test_what_is_changed_is_put_back_into_the_pieces() -> None:
     model = tiny_model("gpt2")
-    whole = Whole(model, splits=True)
+    whole = FullWeights(model, splits=True)
     expected = [p.detach() + 1 for p in model.parameters()]
-    with whole.changed():
+    with whole.modified():
         for parameter in whole.module.parameters():
             parameter.data = parameter.data + 1
     assert all(p.equal(e) for p, e in zip(model.parameters(), expected, strict=True))

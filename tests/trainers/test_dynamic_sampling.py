@@ -13,8 +13,8 @@ from rlhf_pg import Callback, GRPOTrainer
 from rlhf_pg.report.journal import Journal
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.metrics import Meter
-from rlhf_pg.rewards import totals
-from rlhf_pg.runtime import Whole
+from rlhf_pg.rewards import sum_step_scores
+from rlhf_pg.runtime import FullWeights
 from rlhf_pg.trainers.drawing import Batch, draw_batch
 from tests.untimed import untimed
 
@@ -125,7 +125,7 @@ def test_a_penalty_keeps_no_group_that_is_all_wrong(trainer_of, penalty, said) -
     trainer = trainer_of(1, **constant, **penalty, temperature=2.0)
     batch = draw_batch(trainer, Meter())
     assert batch.metrics["sampling/kept_fraction"] == 0.0
-    shaped = totals(trainer.shaping(batch.judged.scores, batch.judged.samples.rollout))
+    shaped = sum_step_scores(trainer.shaping(batch.judged.scores, batch.judged.samples.rollout))
     assert len(shaped.nansum(1).unique()) > 1  # there was something to be misled by
 
 
@@ -283,8 +283,8 @@ class Keep(Callback):
 def test_weights_are_put_together_once_for_all_rounds(trainer_of, tmp_path, monkeypatch) -> None:
     """And for the greedy completions: it is the dearest thing to do where they lie in pieces."""
     trainer = trainer_of(2, advantage_estimator="returns_minus_greedy")
-    fills: list[Whole] = []
-    monkeypatch.setattr(Whole, "_fill", lambda whole, *_: fills.append(whole))
+    fills: list[FullWeights] = []
+    monkeypatch.setattr(FullWeights, "_fill", lambda whole, *_: fills.append(whole))
     metrics = trainer.step(Journal(tmp_path, 0, is_main=False))
     assert metrics["sampling/rounds"] == 2
     assert fills == [trainer.learner.whole["model"]]

@@ -20,7 +20,7 @@ from rlhf_pg import (
     ReinforceConfig,
     ReinforceTrainer,
 )
-from rlhf_pg.advantages import Signals
+from rlhf_pg.advantages import AdvantageInputs
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.tasks import arithmetic
@@ -84,12 +84,12 @@ def reinforce(tmp_path: Path, reward: Any, n: int, **options: Any) -> PolicyGrad
 
 def look(
     trainer: PolicyGradientTrainer, said: Sequence[tuple[int, ...]]
-) -> tuple[Signals, dict[str, float]]:
+) -> tuple[AdvantageInputs, dict[str, float]]:
     """What the estimator is given for these completions, and the metrics."""
     trainer.engine.says = said
-    seen: list[Signals] = []
+    seen: list[AdvantageInputs] = []
 
-    def spy(signals: Signals) -> Tensor:
+    def spy(signals: AdvantageInputs) -> Tensor:
         seen.append(signals)
         return torch.zeros_like(signals.rewards)
 

@@ -481,7 +481,7 @@ def test_the_number_of_micro_batches_is_agreed_on_before_the_first(tmp_path, mon
         order.append("agreed")
         return x
 
-    monkeypatch.setattr(trainer.runtime, "most", most)
+    monkeypatch.setattr(trainer.runtime, "all_reduce_max", most)
     batch, _ = draw_batch(trainer, Meter()).judged
     order.clear()
     for _ in trainer.learner._micro_batches(batch.rollout):

@@ -194,7 +194,7 @@ def test_a_sample_depends_on_its_own_coordinates_alone(engine):
 def test_requests_come_and_go(engine):
     first = Request(tokens=PROMPTS[0], draw=0, samples=(2, 5))
     expected = engine.generate([PROMPTS[0]], 6, PARAMS, seed=0)
-    with engine.synced():
+    with engine.weights_synced():
         with engine.session(PARAMS, seed=0) as session:
             session.add(first)
             done = session.step()

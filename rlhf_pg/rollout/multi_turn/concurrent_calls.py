@@ -26,7 +26,7 @@ class Late(SystemExit):
     """Raised in a call whose time is over, where it is."""
 
 
-class Calls:
+class ConcurrentCalls:
     """Each call has its own thread or, of an `async` function, a place on the event loop of the
     process, so that none waits for another; and a time limit.
 

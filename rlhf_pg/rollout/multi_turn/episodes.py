@@ -16,7 +16,7 @@ from rlhf_pg.boundary.quoted import told
 from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.data.chat import TooLong, encode, encode_answer
 from rlhf_pg.rollout.engine import Completion, Request, RolloutEngine, SamplingParams, Session
-from rlhf_pg.rollout.multi_turn.concurrent_calls import Calls
+from rlhf_pg.rollout.multi_turn.concurrent_calls import ConcurrentCalls
 from rlhf_pg.rollout.multi_turn.environment import (
     Environment,
     EnvironmentFactory,
@@ -118,7 +118,7 @@ class _Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Player:
+class EpisodeRunner:
     """How episodes are played.
 
     Attributes:
@@ -173,11 +173,11 @@ class Player:
         ]
         with (
             foreign("an environment or a tool"),
-            Calls(self.timeout) as calls,
-            engine.synced(),
+            ConcurrentCalls(self.timeout) as calls,
+            engine.weights_synced(),
             engine.session(params, seed) as session,
         ):
-            _Game(self, calls, session, params.max_tokens, rows).run()
+            _EpisodeBatch(self, calls, session, params.max_tokens, rows).run()
         episodes = [row.episode for row in rows]
         _warn(episodes)
         return episodes
@@ -191,13 +191,13 @@ def _warn(episodes: Sequence[Episode]) -> None:
         )
 
 
-class _Game:
-    """The episodes of one call of `Player.play`."""
+class _EpisodeBatch:
+    """The episodes of one call of `EpisodeRunner.play`."""
 
     def __init__(
         self,
-        player: Player,
-        calls: Calls,
+        player: EpisodeRunner,
+        calls: ConcurrentCalls,
         session: Session,
         max_tokens: int,
         rows: Sequence[_Row],

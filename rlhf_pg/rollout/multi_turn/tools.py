@@ -12,7 +12,7 @@ from transformers.utils import get_json_schema
 
 from rlhf_pg.boundary.quoted import told
 from rlhf_pg.data.chat import continues, encode, encode_answer
-from rlhf_pg.rollout.multi_turn.concurrent_calls import Calls
+from rlhf_pg.rollout.multi_turn.concurrent_calls import ConcurrentCalls
 from rlhf_pg.rollout.multi_turn.environment import Messages, Observation
 
 Tool = Callable[..., Any]
@@ -141,7 +141,7 @@ class ToolEnvironment:
         asked = self.toolbox.parse(completion, self.prompt)
         if not asked:
             return Observation(done=True)
-        with Calls(self.toolbox.timeout) as calls:
+        with ConcurrentCalls(self.toolbox.timeout) as calls:
             made = [self._start(call, calls) for call in asked]
             while calls.pending:
                 calls.ended(wait=True)
@@ -152,7 +152,7 @@ class ToolEnvironment:
         ]
         return Observation(messages)
 
-    def _start(self, call: ToolCall, calls: Calls) -> Future[Any] | str:
+    def _start(self, call: ToolCall, calls: ConcurrentCalls) -> Future[Any] | str:
         self.calls += 1
         fault = self.toolbox.fault(call)
         if fault is not None:

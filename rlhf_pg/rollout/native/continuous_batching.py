@@ -15,9 +15,9 @@ from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
 from rlhf_pg.rollout.native.decode_attention import KeyValues
 from rlhf_pg.rollout.native.kept import Kept, forward
 from rlhf_pg.rollout.native.kv_cache import Padded, Stores
-from rlhf_pg.rollout.native.slots import Drawn, Prompt, Row, chunks
+from rlhf_pg.rollout.native.slots import DecodeState, Prompt, Row, chunks
 from rlhf_pg.rollout.native.stopping import Stopping
-from rlhf_pg.rollout.token_sampling import ids_of, kept, sample, uniform
+from rlhf_pg.rollout.token_sampling import ids_of, sample, support_mask, uniform
 
 MAX_ROWS = 256
 PREFILL_TOKENS = 8192  # of prompts, computed in one forward pass
@@ -46,7 +46,7 @@ class BatchingSession:
         self.queue: deque[Prompt] = deque()
         self.prompts: list[Prompt] = []  # by slot
         self.rows: list[Row] = []  # by slot
-        self.drawn = kept.drawn if kept else Drawn(MAX_ROWS, params.max_tokens, model)
+        self.drawn = kept.drawn if kept else DecodeState(MAX_ROWS, params.max_tokens, model)
         self.noise: int | Tensor = kept.begin(seed, cache_tokens) if kept else seed
         eos = torch.tensor(list(stopping.eos_token_ids), device=model.device)
         self.eos = kept.eos if kept else eos
@@ -191,7 +191,7 @@ class BatchingSession:
         self._choose(start, logits)
         rows = self.rows[start:]
         if self.params.truncates:  # which waits for a GPU at every token
-            for row, support in zip(rows, ids_of(kept(logits, self.params)), strict=True):
+            for row, support in zip(rows, ids_of(support_mask(logits, self.params)), strict=True):
                 row.support.append(support)
         self._lengthen(rows)
 

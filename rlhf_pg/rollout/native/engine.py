@@ -19,11 +19,11 @@ from rlhf_pg.models import (
     merged,
     quantized,
 )
-from rlhf_pg.models.attention import Fitness, fitness, window
+from rlhf_pg.models.attention import AttentionSupport, attention_support, window
 from rlhf_pg.rollout.engine import Finished, Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.native.compiled import Compiled
 from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS, BatchingSession
-from rlhf_pg.rollout.native.hf_generate import PlainSession
+from rlhf_pg.rollout.native.hf_generate import HFGenerateSession
 from rlhf_pg.rollout.native.kept import Kept, forward
 from rlhf_pg.rollout.native.stopping import Stopping
 
@@ -79,7 +79,7 @@ class NativeEngine(RolloutEngine):
             FloatingPointError: from `step`: the model's logits are NaN.
         """
         stopping = Stopping(self.eos_token_ids, params.stop_strings, self.tokenizer)
-        with self.synced(), evaluating(self.weights), torch.no_grad():
+        with self.weights_synced(), evaluating(self.weights), torch.no_grad():
             session = _Session(self, params, seed, stopping)
             try:
                 yield session
@@ -87,7 +87,7 @@ class NativeEngine(RolloutEngine):
                 session.close()
 
     @contextmanager
-    def _taking_over(self) -> Iterator[None]:
+    def _load_weights(self) -> Iterator[None]:
         merges = isinstance(self.model, PeftModel) and not quantized(self.model)
         if merges and lost_in_merge(self.model) <= MOST_LOST:
             self.weights = merged(self.model)
@@ -96,21 +96,21 @@ class NativeEngine(RolloutEngine):
         finally:
             self.weights = self.model
 
-    def obstacle(self, longest: int) -> str | None:
+    def unsupported_reason(self, longest: int) -> str | None:
         """What keeps rows of so many tokens from being sampled in the fast way, if anything."""
         if self.refused is not None:
             return self.refused
         if self._window < longest:
             return f"a row of {longest} tokens is longer than its window of {self._window}"
-        return self._fitness.obstacle
+        return self._attention_support.unsupported_reason
 
     @cached_property
     def _window(self) -> float:
         return window(self.model)
 
     @cached_property
-    def _fitness(self) -> Fitness:
-        return fitness(self.weights)
+    def _attention_support(self) -> AttentionSupport:
+        return attention_support(self.weights)
 
     def room(self) -> int:
         """Tokens whose keys and values there is room for."""
@@ -120,7 +120,7 @@ class NativeEngine(RolloutEngine):
         if device.type == "cuda":  # what torch has reserved and does not use is free too
             unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             room = (torch.cuda.mem_get_info(device)[0] + unused) // 2
-        return int(room // self._fitness.bytes_per_token)
+        return int(room // self._attention_support.bytes_per_token)
 
     def keeping(self, params: SamplingParams) -> Kept | None:
         """On a GPU, what sessions with these parameters have in common, for one at a time."""
@@ -131,7 +131,7 @@ class NativeEngine(RolloutEngine):
         if key in self.kept:
             return self.kept.pop(key)
         new = torch.cuda.get_device_capability(device) >= (8, 0)
-        layers = self._fitness.layers if new and self._fitness.flash else None
+        layers = self._attention_support.layers if new and self._attention_support.flash else None
         run = self._compiled if layers else forward
         return Kept(self.weights, params, MAX_ROWS, self.eos_token_ids, layers, run)
 
@@ -156,7 +156,7 @@ class _Session:
     ) -> None:
         self.engine, self.params, self.seed, self.stopping = engine, params, seed, stopping
         self.fast: BatchingSession | None = None
-        self.plain: PlainSession | None = None
+        self.plain: HFGenerateSession | None = None
 
     def add(self, request: Request) -> None:
         """See `Session`."""
@@ -199,7 +199,7 @@ class _Session:
     def _way(self, longest: int) -> Session:
         engine = self.engine
         common = (engine.weights, self.params, self.seed, self.stopping)
-        reason = engine.obstacle(longest)
+        reason = engine.unsupported_reason(longest)
         if reason is None:
             self.fast = self.fast or BatchingSession(
                 *common, engine.room(), engine.keeping(self.params)
@@ -208,5 +208,5 @@ class _Session:
         if self.plain is None:
             logger.warning("the model is sampled by generate, which is slower: %s", reason)
             options = (engine.pad_token_id, engine.cache_tokens, engine.pads, engine.together)
-            self.plain = PlainSession(*common, *options)
+            self.plain = HFGenerateSession(*common, *options)
         return self.plain

@@ -20,12 +20,12 @@ from transformers import (
 from rlhf_pg.data.records import padded
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
 from rlhf_pg.rollout.native.stopping import Stopping
-from rlhf_pg.rollout.token_sampling import ids_of, kept, sample, uniform
+from rlhf_pg.rollout.token_sampling import ids_of, sample, support_mask, uniform
 
 MAX_ROWS = 256
 
 
-class PlainSession:
+class HFGenerateSession:
     """What was asked for until a step is sampled together in it, MAX_ROWS at a time or as many as
     `cache_tokens` (see `NativeEngine`) has room for.
 
@@ -125,7 +125,9 @@ class _Chooser:
             ):
                 self.lengths[i] = length
         if self.params.truncates:
-            for own, support in zip(self.supports, ids_of(kept(scores, self.params)), strict=True):
+            for own, support in zip(
+                self.supports, ids_of(support_mask(scores, self.params)), strict=True
+            ):
                 own.append(support)
         return torch.full_like(scores, -torch.inf).scatter(1, ids[:, None], 0.0)
 

@@ -12,7 +12,7 @@ from rlhf_pg.rng import signed
 from rlhf_pg.rollout.engine import SamplingParams
 from rlhf_pg.rollout.native.cuda_graphs import Graphs
 from rlhf_pg.rollout.native.kv_cache import Stores
-from rlhf_pg.rollout.native.slots import Drawn
+from rlhf_pg.rollout.native.slots import DecodeState
 from rlhf_pg.rollout.native.unpadded_kv_cache import Unpadded
 
 
@@ -49,7 +49,7 @@ class Kept:
         layers: Mapping[int, Heads] | None,
         run: Callable[..., Tensor],
     ) -> None:
-        self.drawn = Drawn(rows, params.max_tokens, model)
+        self.drawn = DecodeState(rows, params.max_tokens, model)
         self.seed = torch.zeros((), dtype=torch.int64, device=model.device)
         self.eos = torch.tensor(list(eos_token_ids), device=model.device)
         self.stores = Unpadded(params.max_tokens, layers, model.device) if layers else None

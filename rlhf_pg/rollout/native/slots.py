@@ -44,7 +44,7 @@ class Row:
     support: list[Tensor] = field(default_factory=list)  # as in `Completion`, and beyond an end
 
 
-class Drawn:
+class DecodeState:
     """What has been drawn, by slot, on the model's device."""
 
     def __init__(self, rows: int, max_tokens: int, model: PreTrainedModel) -> None:

@@ -39,7 +39,7 @@ DEFAULTS = {
 
 
 class VllmEngine(RolloutEngine):
-    """Samples with vLLM, which is given the weights, adapters merged, by each `synced`.
+    """Samples with vLLM, which is given the weights, adapters merged, by each `weights_synced`.
 
     Several processes have an engine each.
 
@@ -50,7 +50,7 @@ class VllmEngine(RolloutEngine):
         max_model_length: longest prompt and completion; None: as many tokens as there are
             positions, and memory for them.
         memory: share of the GPU's memory that vLLM takes, weights included.
-        sleeps: give that memory back between two `synced`.
+        sleeps: give that memory back between two `weights_synced`.
         seed: of the process, which vLLM sets anew.
         longest: tokens of the longest prompt and completion, which need room.
 
@@ -130,7 +130,7 @@ class VllmEngine(RolloutEngine):
         return closing(_Session(self, params, seed))
 
     @contextmanager
-    def _taking_over(self) -> Iterator[None]:
+    def _load_weights(self) -> Iterator[None]:
         try:
             if self.sleeps:
                 torch.cuda.empty_cache()

@@ -41,7 +41,7 @@ REMEDY = "look into its log, start it again, and resume"
 
 
 class VllmServerEngine(RolloutEngine):
-    """Samples on a server, which reads the weights of each `synced` from a directory.
+    """Samples on a server, which reads the weights of each `weights_synced` from a directory.
 
     An adapter is loaded beside the server's own model, which has to be the one it was made for,
     under a name made from its values: so every process knows the name, and keys and values that
@@ -49,7 +49,7 @@ class VllmServerEngine(RolloutEngine):
     weights are replaced.
 
     Args:
-        model: the policy; its weights are looked at in `synced` alone.
+        model: the policy; its weights are looked at in `weights_synced` alone.
         eos_token_ids: each ends a completion.
         url: of the server, without a path.
         directory: under a path that the server sees too; weights are put into one of our own in it,
@@ -96,7 +96,7 @@ class VllmServerEngine(RolloutEngine):
     # ------------------------------------------------------------------------------- the weights
 
     @contextmanager
-    def _taking_over(self) -> Iterator[None]:
+    def _load_weights(self) -> Iterator[None]:
         if not isinstance(self.model, PeftModel):
             if self.is_main:
                 self._replace_weights()

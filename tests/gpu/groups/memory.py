@@ -13,8 +13,8 @@ import torch
 from datasets import Dataset
 
 from rlhf_pg import GRPOConfig, GRPOTrainer
-from rlhf_pg.plan import draw, predicted_memory
-from rlhf_pg.plan.sharding import LAYOUTS
+from rlhf_pg.plan import build_meta_models, predicted_memory
+from rlhf_pg.plan.sharding import SHARDINGS
 from rlhf_pg.report.journal import Journal
 from rlhf_pg.report.metrics import Meter
 from tests.gpu.check import Check, Result
@@ -97,7 +97,9 @@ def planned(setup: str, model: str, directory: str, device: str) -> Result:
         return Result("bitsandbytes is not installed", None)
     args = GRPOConfig(model_name_or_path=model, **{**PLANNED, **options})
     total = torch.cuda.get_device_properties(device).total_memory if device == "cuda" else 8e9
-    foretold = predicted_memory(draw(args, device, "cuda"), LAYOUTS[0], 1, float(total), "cuda")
+    foretold = predicted_memory(
+        build_meta_models(args, device, "cuda"), SHARDINGS[0], 1, float(total), "cuda"
+    )
     trainer = wide_trainer(model, directory, device, **options)
     samples = trainer.roll_out(range(2))
     experience, _ = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
