@@ -14,7 +14,6 @@ from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rollout import Completion, RolloutEngine, SamplingParams
 from rlhf_pg.trainers import PolicyGradientTrainer
-from rlhf_pg.trainers.drawing import draw_batch
 from tests.tiny import tiny_model
 
 EOS, A, B = 0, 1, 2
@@ -170,8 +169,8 @@ def gradient_of(trainer: PolicyGradientTrainer, says: Sequence[tuple[int, ...]])
     """The gradient of one update on the given completions, by the trainer's own steps."""
     assert isinstance(trainer.engine, ListedEngine)
     trainer.engine.says = says
-    batch = draw_batch(trainer, Meter())
-    samples, scores = batch.judged
+    batch = trainer.collector.collect(trainer.state.prompt_index, Meter())
+    samples, scores = batch.samples, batch.scores
     experience, _ = trainer.make_experience(samples.rollout, scores, Meter(), batch.greedy)
     trainer.learner.module.zero_grad()
     trainer.learner.accumulate(experience, Meter())

@@ -75,7 +75,7 @@ def train(checkpointer, steps):
         checkpointer.trained.step()
         checkpointer.scheduler.step()
         checkpointer.state.step += 1
-        checkpointer.state.draws += 16
+        checkpointer.state.prompt_index += 16
         checkpointer.state.num_tokens += 300
 
 
@@ -346,7 +346,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     checkpointer = make_checkpointer(tmp_path)
     path = save_at(checkpointer, 4)
     (path / "leftover").touch()
-    checkpointer.state.draws = 77
+    checkpointer.state.prompt_index = 77
     assert save_at(checkpointer, 4) == path
     assert not (path / "leftover").exists()
     assert json.loads((path / "state.json").read_text())["counters"]["draws"] == 77

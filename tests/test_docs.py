@@ -156,8 +156,8 @@ def test_a_table_needs_one_place() -> None:
     place = "<!-- a -->\nold\n<!-- end -->\n"
     both = f"{place}<!-- b -->\nkept\n<!-- end -->\n"
     expected = both.replace("old\n", "\nnew\n\n")
-    assert generate.gathered(both, "a", "new") == expected
-    assert generate.gathered(expected, "a", "new") == expected
+    assert generate.filled(both, "a", "new") == expected
+    assert generate.filled(expected, "a", "new") == expected
     for text in ("", place + place):
         with pytest.raises(ValueError, match="one place <!-- a -->"):
-            generate.gathered(text, "a", "new")
+            generate.filled(text, "a", "new")

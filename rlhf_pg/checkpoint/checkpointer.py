@@ -44,7 +44,7 @@ class TrainState:
     """The counters of a run."""
 
     step: int = 0  # rollout batches trained on
-    draws: int = 0  # prompts drawn so far: the data cursor, and the key of the next noise
+    prompt_index: int = 0  # of the next prompt: the data cursor, and the key of its noise
     num_tokens: int = 0  # prompt and completion tokens so far
     best_reward: float | None = None  # highest eval_reward so far
     skipped_in_a_row: int = 0  # steps, the last ones, all of whose updates were skipped

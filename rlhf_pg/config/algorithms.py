@@ -5,7 +5,7 @@ from typing import Literal
 
 from rlhf_pg.advantages import ADVANTAGES, NEED_VALUES
 from rlhf_pg.config.fields import choice, number
-from rlhf_pg.config.policy_gradient import KLEstimator, PolicyGradientConfig
+from rlhf_pg.config.policy_gradient import CriticOptions, KLEstimator, PolicyGradientConfig
 from rlhf_pg.losses import POLICY_LOSSES
 
 
@@ -172,3 +172,32 @@ class PPOConfig(PolicyGradientConfig):
     @property
     def has_critic(self) -> bool:
         return True
+
+    @property
+    def policy_frozen_until(self) -> int:
+        return self.value_pretraining_steps
+
+    @property
+    def critic_only_iterations(self) -> int:
+        return self.value_iterations
+
+    @property
+    def critic_learning_rate(self) -> float:
+        return self.value_learning_rate or self.learning_rate
+
+    @property
+    def critic_warmup_steps(self) -> int:
+        return self.warmup_steps if self.value_warmup_steps is None else self.value_warmup_steps
+
+    @property
+    def critic_schedule_keys(self) -> list[str]:
+        keys = {
+            "value_pretraining_steps": self.value_pretraining_steps > 0,
+            "value_warmup_steps": self.value_warmup_steps is not None,
+        }
+        return [key for key, is_set in keys.items() if is_set]
+
+    @property
+    def critic_options(self) -> CriticOptions:
+        seed = self.seed if self.value_init == "random" else None
+        return CriticOptions(self.critic == "shared", self.value_model_name_or_path, seed)

@@ -93,7 +93,7 @@ def _texts(config: Any) -> Iterator[str]:
 
 def recipe_file(name: str) -> Path:
     """A recipe that comes with the package: beside it in a checkout, inside it when installed."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     installed = package / "recipes" / name
     return installed if installed.exists() else package.parent / "recipes" / name
 

@@ -1,7 +1,7 @@
 """What all algorithms share of the method: sampling, rewards, advantages, loss, KL."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rlhf_pg.advantages import ADVANTAGES, IN_BATCH, IN_GROUP, NEED_VALUES, PER_TOKEN
 from rlhf_pg.config.fields import choice, number, parameters
@@ -11,6 +11,14 @@ from rlhf_pg.losses import POLICY_LOSSES
 # They look at what tokens are paid, and at no scores of completions.
 PAID_ALONE = {"returns", "total_returns", *NEED_VALUES}
 KLEstimator = Literal["k1", "k2", "k3", "k1_to_go", "k2_straight_through", "k3_ratio"]
+
+
+class CriticOptions(NamedTuple):
+    """What a critic starts from."""
+
+    shared: bool  # a head on the policy's trunk
+    model: str | None  # path or Hub id whose trunk it takes; None: the policy's
+    random_seed: int | None  # of random weights; None: weights as they were trained
 
 
 @dataclass(kw_only=True)
@@ -327,7 +335,10 @@ class PolicyGradientConfig(SamplingConfig):
         )
         penalized = "old_kl_coef" in self.loss_options and self.old_kl_coef > 0
         moving, adaptive = self.kl_controller != "fixed", self.kl_controller == "adaptive"
-        correcting, bonus = self.correction != "none", self.entropy_target is not None
+        correcting, bonus = (
+            self.correction_of(self.rollout_engine) != "none",
+            self.entropy_target is not None,
+        )
         paced, likely = self.kl_adaptive_lr is not None, self.positive_nll_coef > 0
         for needed, used, keys in (
             ("missing_eos_penalty", self.missing_eos_penalty is not None, "missing_eos_mode"),
@@ -374,12 +385,11 @@ class PolicyGradientConfig(SamplingConfig):
             )
         return said
 
-    @property
-    def correction(self) -> str:
-        """`sampler_correction`, with a name in place of auto once the engine has one."""
+    def correction_of(self, engine: str) -> str:
+        """`sampler_correction`, with a name in place of auto, for a rollout engine by its name."""
         if self.sampler_correction != "auto":
             return self.sampler_correction
-        return "none" if self.rollout_engine in ("auto", "native") else "token_truncate"
+        return "none" if engine in ("auto", "native") else "token_truncate"
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -407,3 +417,33 @@ class PolicyGradientConfig(SamplingConfig):
     @property
     def has_critic(self) -> bool:
         return False
+
+    @property
+    def policy_frozen_until(self) -> int:
+        """Steps at the start in which the policy stays as it is."""
+        return 0
+
+    @property
+    def critic_only_iterations(self) -> int:
+        """Passes over each rollout batch in which the critic alone learns."""
+        return 0
+
+    @property
+    def critic_learning_rate(self) -> float:
+        """Peak learning rate of a critic."""
+        return self.learning_rate
+
+    @property
+    def critic_warmup_steps(self) -> int:
+        """Steps of linear warm-up of a critic."""
+        return self.warmup_steps
+
+    @property
+    def critic_schedule_keys(self) -> list[str]:
+        """Keys that are set and that only the trainer's own schedule follows."""
+        return []
+
+    @property
+    def critic_options(self) -> CriticOptions | None:
+        """What a critic starts from, for an algorithm that has one."""
+        return None

@@ -2,7 +2,7 @@
 
 import os
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -16,6 +16,7 @@ from rlhf_pg.models.loading import load_policy, quantization
 from rlhf_pg.models.modes import checkpoint_activations, checkpoints, disable_dropout
 from rlhf_pg.models.policy import Policy
 from rlhf_pg.models.pretrained import about
+from rlhf_pg.models.reference import Reference
 
 
 def policy_of(
@@ -47,6 +48,15 @@ def adapter_of(args: PolicyGradientConfig, given: Any) -> Any:
     if given is not None:
         raise ValueError("there are two adapters: give peft_config or set use_peft, not both")
     return lora_config(args.lora_r, args.lora_alpha, args.lora_dropout, args.lora_target_modules)
+
+
+class Models(NamedTuple):
+    """What a run trains, and what it compares that with."""
+
+    policy: Policy
+    critic: Critic | None
+    reference: Reference | None
+    module: nn.Module  # that is trained: the policy, or it and its critic
 
 
 def assembled(

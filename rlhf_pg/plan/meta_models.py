@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_pg import models
-from rlhf_pg.config import PolicyGradientConfig, PPOConfig
+from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.prompts import load_prompts
 from rlhf_pg.models import Critic, Policy
 from rlhf_pg.models.assemble import adapter_of, assembled
@@ -118,13 +118,13 @@ def _critic(
     dtype: torch.dtype,
     peft: Any,
 ) -> Critic | None:
-    if not isinstance(args, PPOConfig):
+    options = args.critic_options
+    if options is None:
         return None
-    path = args.value_model_name_or_path
     value_model: nn.Module | None = None
-    if path is not None:
+    if options.model is not None:
         with models.about("value_model_name_or_path"):
-            value_model = without_data(path, dtype, AutoModel, args.trust_remote_code)
-    random_seed = args.seed if args.value_init == "random" else None
-    shared = args.critic == "shared"
-    return models.new_critic(model, tokenizer, dtype, shared, value_model, peft, random_seed)
+            value_model = without_data(options.model, dtype, AutoModel, args.trust_remote_code)
+    return models.new_critic(
+        model, tokenizer, dtype, options.shared, value_model, peft, options.random_seed
+    )

@@ -1,8 +1,6 @@
 """How many tokens one process forwards at a time, where the config leaves it open."""
 
-import dataclasses
 import os
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -12,9 +10,6 @@ from rlhf_pg.models import Policy, piece_for
 from rlhf_pg.plan.footprint import Growth, of_update, reference_bytes, update_options
 from rlhf_pg.plan.sharding import SHARDINGS, memory_by_part
 from rlhf_pg.runtime import Runtime
-
-C = TypeVar("C", bound=PolicyGradientConfig)
-
 
 # More tokens at a time are not much faster: then the kernels are busy anyway. (On a CPU, of 6M
 # parameters: 512 tokens cost 20 % more time than 2048, 1024 cost 4 %, and 16384 are as fast.)
@@ -34,22 +29,23 @@ SMALL = 1_000_000
 SHARE = {"cuda": 0.9, "cpu": 0.25}
 
 
-def with_budget(args: C, module: nn.Module, runtime: Runtime, longest_prompt: int) -> C:
-    """The config with a number for `micro_batch_tokens`, the same on all processes; collective.
+def settled_budget(
+    args: PolicyGradientConfig, module: nn.Module, runtime: Runtime, longest_prompt: int
+) -> int:
+    """`micro_batch_tokens`, or for auto a number that fits, the same on all processes; collective.
 
     Args:
         module: what trains, before it is shared out, and before there is a reference.
     """
     if args.micro_batch_tokens != "auto":
-        return args
+        return args.token_budget
     row = longest_prompt + args.max_completion_length
     kind = runtime.device.type
     tokens = most(kind, row)
     if kind == "cuda" or sum(p.numel() for p in module.parameters()) > SMALL:
         grown = of_update(module, args, longest_prompt, runtime.device)
         tokens = within(grown, _room(args, module, runtime), tokens)
-    tokens = -runtime.all_reduce_max(-max(row, tokens))
-    return dataclasses.replace(args, micro_batch_tokens=tokens)
+    return -runtime.all_reduce_max(-max(row, tokens))
 
 
 def most(kind: str, row: int) -> int:

@@ -43,6 +43,12 @@ class Meter:
         self._sums: dict[str, list[Tensor]] = {}
         self._highest: dict[str, list[Tensor]] = {}  # of a /min that of the negative
         self.seconds: dict[str, float] = {}
+        self._made = time.perf_counter()
+
+    @property
+    def age(self) -> float:
+        """Seconds since the meter was made."""
+        return time.perf_counter() - self._made
 
     def add(self, name: str, total: Tensor, count: Tensor | float) -> None:
         """Add to the sum and the count of a mean."""

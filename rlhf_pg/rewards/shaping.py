@@ -1,18 +1,24 @@
-"""What the options of a run make of scores, from what was said to what is trained on."""
+"""What the options of a run make of scores: from raw scores to training rewards."""
 
 import torch
 from torch import Tensor
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.records import Rollout
-from rlhf_pg.rewards import Rewards, sum_step_scores
-from rlhf_pg.rewards.scores import at_end, clipped, min_max, overlong, replaced
+from rlhf_pg.rewards.functions import Rewards
+from rlhf_pg.rewards.scores import (
+    at_end,
+    clipped,
+    min_max,
+    overlong,
+    replaced,
+    sum_step_scores,
+)
 from rlhf_pg.running_stats import RunningMoments
-from rlhf_pg.runtime import Runtime
 
 
 class Shaping:
-    """The sources of reward of a run, and the way of a score to what is trained on.
+    """The sources of reward of a run, and the way from a raw score to what is trained on.
 
     raw        what a reward function said; behind the functions, as sources of their own at the
                last action token, missing_eos_penalty and overlong_penalty
@@ -73,22 +79,24 @@ class Shaping:
         columns = [at_end(penalty, rollout.action_mask) for penalty in added]
         return torch.cat([scores, *(column[:, :, None].to(scores) for column in columns)], dim=2)
 
-    def observe(self, scores: Tensor, runtime: Runtime) -> None:
-        """Take in a step before its scores are shaped: (B,T,K) raw ones of each process.
+    def measured(self, scores: Tensor) -> Tensor | None:
+        """(B,3F) of a step's raw scores (B,T,K), for F functions: lowest, negated highest, totals.
 
-        Bounds and running moments are those of clipped scores, which is what they divide.
+        These are of clipped scores, which is what is divided by them. None where nothing moves.
         """
+        if self.args.reward_squash != "min_max" and not self.moments:
+            return None
+        own = self._clipped(scores)[:, :, : self.functions]
+        low = own.where(~own.isnan(), torch.inf).amin(1)
+        high = own.where(~own.isnan(), -torch.inf).amax(1)
+        return torch.cat([low, -high, sum_step_scores(own)], dim=1)
+
+    def observe(self, everyone: Tensor) -> None:
+        """Take in a step before its scores are shaped: what was `measured` on all processes."""
+        low, negated_high, step_totals = everyone.chunk(3, dim=1)
         if self.args.reward_squash == "min_max":
-            own = self._clipped(scores)[:, :, : self.functions]
-            low = own.where(~own.isnan(), torch.inf).amin(1)
-            high = own.where(~own.isnan(), -torch.inf).amax(1)
-            lows, highs = runtime.gather(torch.cat([low, -high], dim=1))[0].amin(0).chunk(2)
-            self._bounds = lows, -highs
-        if not self.moments:
-            return
-        everyone, _ = runtime.gather(sum_step_scores(self._clipped(scores)[:, :, : self.functions]))
-        columns = everyone.double().unbind(1)
-        for column, moments in zip(columns, self.moments.values(), strict=True):
+            self._bounds = low.amin(0), -negated_high.amin(0)
+        for column, moments in zip(step_totals.double().T, self.moments.values(), strict=False):
             valid = column[~column.isnan()]
             if len(valid):
                 var = valid.var(correction=0).item()

@@ -112,7 +112,7 @@ def new_engine(
     )
 
 
-def new_player(
+def new_episode_runner(
     args: PolicyGradientConfig,
     tools: Sequence[Tool] | None,
     environment_factory: EnvironmentFactory | None,

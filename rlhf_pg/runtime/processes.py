@@ -2,6 +2,8 @@
 
 import atexit
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -166,6 +168,30 @@ class Runtime:
         mine = "" if failure is None else f"rank {self.rank}: {failure}\0"
         texts, _ = self.gather(torch.tensor(list(mine.encode()), dtype=torch.uint8).to(self.device))
         return bytes(texts.tolist()).decode().split("\0")[0]
+
+    @contextmanager
+    def raise_together(self, kind: type[Exception]) -> Iterator[None]:
+        """Around what may fail on one process, to have it fail on all; collective.
+
+        Raises:
+            kind: it was raised here, or on another process.
+        """
+        failure = None
+        try:
+            yield
+        except kind as error:
+            failure = error
+        reason = self.first_error(None if failure is None else str(failure))
+        if reason is not None:
+            raise kind(reason) from failure
+
+    def mean_and_var(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and population variance over the True slots of all processes, in float64."""
+        wide = torch.where(mask, x, 0.0).double()
+        total, count = self.all_reduce_sum(torch.stack([wide.sum(), mask.sum().double()]))
+        mean = total / count
+        squares = torch.where(mask, (wide - mean) ** 2, 0.0).sum()
+        return mean, self.all_reduce_sum(squares) / count
 
     def leave_together(self, place: str) -> bool:
         """Whether all processes end here, each by an error of its own or of all; not collective.

@@ -23,21 +23,21 @@ C = TypeVar("C", bound=PolicyGradientConfig)
 OF_VLLM = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length")
 
 
-def with_engine(args: C, model: PreTrainedModel, runtime: Runtime) -> tuple[C, str]:
-    """The config with an engine for `rollout_engine: auto`, the same on all processes, and why;
-    collective.
-    """
+def choose_engine(
+    args: PolicyGradientConfig, model: PreTrainedModel, runtime: Runtime
+) -> tuple[str, str]:
+    """The name of the engine that samples, the same on all processes, and why; collective."""
     if args.rollout_engine != "auto":
-        return args, "as the config says"
+        return args.rollout_engine, "as the config says"
     why = unsuited(args, model, runtime.device.type, installed()) or lacking(model)
     why = runtime.first_error(why)
-    if why is None:
-        return chosen(args, "vllm"), "auto: vLLM suits"
-    return chosen(args, "native"), f"auto: {why}"
+    return ("vllm", "auto: vLLM suits") if why is None else ("native", f"auto: {why}")
 
 
-def chosen(args: C, engine: str) -> C:
-    """The config of a run whose engine was chosen: vLLM sleeps, so that updates have the memory."""
+def with_engine(args: C, engine: str) -> C:
+    """The config with the engine that was chosen: vLLM sleeps, so that updates have the memory."""
+    if args.rollout_engine != "auto":
+        return args
     if engine == "vllm":
         return dataclasses.replace(args, rollout_engine="vllm", vllm_enable_sleep_mode=True)
     defaults = {f.name: f.default for f in dataclasses.fields(args) if f.name in OF_VLLM}
@@ -85,9 +85,9 @@ def due(args: PolicyGradientConfig, learner: Learner) -> float:
     """
     runtime = learner.runtime
     layout = next(layout for layout in SHARDINGS if layout.name == runtime.kind)
-    trained = (whole for name, whole in learner.whole.items() if name != "reference")
+    trained = (whole for name, whole in learner.parts.items() if name != "reference")
     every = [p for whole in trained for p in whole.module.parameters()]
-    policy = learner.whole["model"].module.parameters()
+    policy = learner.full_policy.module.parameters()
     moments, copy = (
         memory_by_part(parameters, layout, runtime.world, rollout=True, **update_options(args)).get(
             part, 0.0

@@ -6,41 +6,29 @@ token_mean`, as in DAPO), while the paper averages each completion first (`seque
 `beta` is 0 by default.
 """
 
-from torch import Tensor
-
-from rlhf_pg.advantages import AdvantageInputs
 from rlhf_pg.config import GRPOConfig
-from rlhf_pg.data.records import Experience
-from rlhf_pg.losses import Loss
-from rlhf_pg.models import PolicyOutput
 from rlhf_pg.trainers.base import PolicyGradientTrainer
 
 
 class GRPOTrainer(PolicyGradientTrainer):
     """GRPO: `GRPOTrainer(model=..., reward_funcs=..., args=GRPOConfig(...), train_dataset=...)`.
 
-    See `PolicyGradientTrainer` for the arguments.
-    """
+    Advantages are scores normalised within the group (outcome supervision, section 4.1.2), the
+    same for every token of a completion (`rlhf_pg.advantages.group_normalized`):
 
-    config_type = GRPOConfig
+        A_{i,t} = (R_i - mean(R_1..R_G)) / (std(R_1..R_G) + scale_rewards_eps)
 
-    def advantages(self, signals: AdvantageInputs) -> Tensor:
-        """Scores normalised within the group (outcome supervision, section 4.1.2).
+    The std, with Bessel's correction, makes easy and hard prompts weigh alike, which biases the
+    gradient; `scale_rewards: none` leaves it out.
 
-            A_{i,t} = (R_i - mean(R_1..R_G)) / (std(R_1..R_G) + scale_rewards_eps)
-
-        The same for every token of a completion. The std, with Bessel's correction, makes easy and
-        hard prompts weigh alike, which biases the gradient; `scale_rewards: none` leaves it out.
-        """
-        return self.estimator(signals)
-
-    def loss(self, new: PolicyOutput, batch: Experience) -> Loss:
-        """The clipped surrogate of PPO plus a penalty on drifting from the reference (Eq. 3).
+    The loss is the clipped surrogate of PPO plus a penalty on drifting from the reference (Eq. 3;
+    `rlhf_pg.losses.clipped_surrogate`, `rlhf_pg.kl.kl_loss`):
 
         rho_t  = pi(y_t) / pi_old(y_t)
         loss_t = -min(rho_t A_t, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A_t) + beta KL_t
         KL_t   = exp(-u_t) - 1 + u_t,   u_t = log pi(y_t) - log pi_ref(y_t)      (k3, Eq. 4)
-        """
-        surrogate, metrics = self.surrogate(new, batch)
-        regularizer, more = self.regularizer(new, batch)
-        return surrogate + regularizer, metrics | more
+
+    See `PolicyGradientTrainer` for the arguments.
+    """
+
+    config_type = GRPOConfig

@@ -12,25 +12,19 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
+from torch.optim.lr_scheduler import LRScheduler
 
-from rlhf_pg.config import PolicyGradientConfig, PPOConfig
+from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.prompts import permutation
 from rlhf_pg.data.records import Experience, Rollout, to_device
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.kl import kl_estimate
 from rlhf_pg.losses import Loss, positive_nll, token_weights, weight_count
-from rlhf_pg.models import (
-    Critic,
-    PolicyOutput,
-    Reference,
-    fingerprint,
-)
-from rlhf_pg.models.assemble import assembled
-from rlhf_pg.plan.token_budget import most, piece, with_budget
+from rlhf_pg.models import PolicyOutput, fingerprint
+from rlhf_pg.models.assemble import Models
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.runtime import FullWeights, Runtime, gathered
-from rlhf_pg.trainers.optimizer import Optimizers, group_of, optimizer_and_schedule
+from rlhf_pg.trainers.optimizer import group_of
 from rlhf_pg.trainers.skipping import SkippedUpdates
 
 R = TypeVar("R", bound=Rollout)
@@ -49,61 +43,54 @@ class Learner:
     """Policy, critic, reference and optimizer.
 
     Args:
+        models: before any process is given its part of them.
+        optimizer, scheduler: of all that is trained.
         loss: of the algorithm, per token: (policy output, batch) -> (B,T) and metrics.
-        total_steps: of the whole run, for the learning-rate schedule.
-        skips: the updates that are not made.
-        optimizers: an optimizer and a scheduler to use instead of AdamW and the config's.
-        critic: of PPO.
-        longest_prompt: in tokens, for `micro_batch_tokens: auto`.
+        token_budget: tokens that are forwarded at a time.
+        skipped: the updates that are not made.
+
+    Attributes:
+        full_policy: the model that samples and is saved, to be had whole.
+        begun: updates of the step that have reached the weights, or were about to.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        args: PolicyGradientConfig,
-        runtime: Runtime,
+        models: Models,
+        optimizer: Optimizer,
+        scheduler: LRScheduler,
         loss: Callable[[PolicyOutput, Experience], Loss],
-        total_steps: int,
-        skips: SkippedUpdates,
-        optimizers: Optimizers = (None, None),
-        critic: Critic | None = None,
-        longest_prompt: int = 1,
+        runtime: Runtime,
+        args: PolicyGradientConfig,
+        token_budget: int,
+        skipped: SkippedUpdates,
     ) -> None:
-        self.args, self.runtime, self.loss, self.critic = args, runtime, loss, critic
-        self.skips = skips
-        self.begun = 0  # updates of this step that have reached the weights, or were about to
+        self.policy, self.critic, self.reference, self.module = models
+        self.scheduler, self.loss, self.runtime, self.args = scheduler, loss, runtime, args
+        self.token_budget, self.skipped = token_budget, skipped
+        self.begun = 0
         # A loss that takes `groups` looks at other rows: a micro-batch must have all of them.
         self.compares_rows = "groups" in args.loss_options
-        row, found = longest_prompt + args.max_completion_length, args.micro_batch_tokens == "auto"
-        tokens = most(runtime.device.type, row) if found else args.token_budget
-        self.policy, self.module = assembled(model, args, critic, tokens, piece(runtime))
-        self.module.to(runtime.loading_device).eval()
-        self.args = args = with_budget(args, self.module, runtime, longest_prompt)
         self.pads = True  # rows that are not packed, with others that are longer
         self.together = True  # rows of one length
-        self.reference: Reference | None = None
-        if args.beta > 0:
-            self.reference = Reference(self.policy, args.sync_ref_model)
         self.size = self._size()
-        self._share(total_steps, optimizers)
+        self._rates = {"learning_rate": group_of(self.policy, optimizer)}
+        if self.critic is not None:
+            self._rates["value_learning_rate"] = group_of(self.critic, optimizer)
+        self._share(optimizer)
 
-    def _share(self, total_steps: int, optimizers: Optimizers) -> None:
+    def _share(self, optimizer: Optimizer) -> None:
         """Give every process its part; what looks at whole weights has to look before."""
-        args, runtime, critic = self.args, self.runtime, self.critic
-        parts = {"model": self.policy.model, "critic": critic, "reference": self.reference}
-        self.whole = {
+        args, runtime = self.args, self.runtime
+        parts = {"model": self.policy.model, "critic": self.critic, "reference": self.reference}
+        self.parts = {
             name: FullWeights(part, runtime.splits, runtime.watch)
             for name, part in parts.items()
             if part is not None
         }
+        self.full_policy = self.parts["model"]
         if runtime.splits:
             _ = self.fingerprints
-        optimizer, self.scheduler = optimizer_and_schedule(
-            self.policy, critic, args, total_steps, optimizers
-        )
-        self._rates = {"learning_rate": group_of(self.policy, optimizer)}
-        if critic is not None:
-            self._rates["value_learning_rate"] = group_of(critic, optimizer)
         self.trained = runtime.prepare(
             self.module, optimizer, args.max_grad_norm, args.bfloat16_update, args.seed
         )
@@ -177,6 +164,7 @@ class Learner:
         Raises:
             FloatingPointError: see `SkippedUpdates.end`.
         """
+        self.begun = 0
         self.module.train()
         try:
             metrics = self._updates(experience, step, meter)
@@ -185,7 +173,7 @@ class Learner:
             raise
         finally:
             self.module.eval()
-        self.skips.end(step + 1, int(metrics["num_updates"]))
+        self.skipped.end(step + 1, int(metrics["num_updates"]))
         if self.args.follows_old_kl:
             moves = metrics["num_updates"] and not self.trains_critic_alone(step)
             metrics["approx_kl/after"] = self._moved(experience) if moves else math.nan
@@ -214,7 +202,7 @@ class Learner:
             if math.isfinite(norm):
                 norms.append(norm)
             else:
-                self.skips.skip(minibatch, norm, step + 1, number)
+                self.skipped.skip(minibatch, norm, step + 1, number)
                 skipped += 1
                 self.begun -= 1
         self._teach_critic(experience, step)
@@ -228,9 +216,7 @@ class Learner:
     def _teach_critic(self, experience: Experience, step: int) -> None:
         """The updates in which the critic alone learns, once the policy has."""
         args = self.args
-        if not isinstance(args, PPOConfig):
-            return
-        passes = range(args.num_iterations, args.num_iterations + args.value_iterations)
+        passes = range(args.num_iterations, args.num_iterations + args.critic_only_iterations)
         first = args.updates_per_step
         for number, minibatch in enumerate(self._minibatches(experience, step, passes), first):
             self.accumulate(minibatch, Meter())
@@ -238,7 +224,7 @@ class Learner:
             self.begun += 1
             norm = self._apply_gradient()
             if not math.isfinite(norm):
-                self.skips.skip(minibatch, norm, step + 1, number)
+                self.skipped.skip(minibatch, norm, step + 1, number)
                 self.begun -= 1
 
     def keep_to(self, packs: bool, pads: bool, together: bool) -> None:
@@ -251,14 +237,9 @@ class Learner:
             if part is not None:
                 part.window = 0.0
 
-    def set_budget(self, tokens: int) -> None:
-        """Of another run, in place of what was found here."""
-        self.args = dataclasses.replace(self.args, micro_batch_tokens=tokens)
-
     def trains_critic_alone(self, step: int) -> bool:
         """Whether the policy stays as it is in this step, counted from 0."""
-        args = self.args
-        return isinstance(args, PPOConfig) and step < args.value_pretraining_steps
+        return step < self.args.policy_frozen_until
 
     def sync_reference(self, step: int) -> None:
         """Let the reference follow the policy, if it is to after so many steps."""
@@ -428,7 +409,7 @@ class Learner:
         if self.critic is not None:  # what one of them pads must fit
             window = min(window, self.critic.window)
         batch = batch.counted()
-        budget = self.args.token_budget if self.together else 1  # a row is more
+        budget = self.token_budget if self.together else 1  # a row is more
         whole_groups = self.compares_rows
         chunks = batch.micro_batches(budget, whole_groups, window, self.pads)
         # Asked before the first: a forward pass may itself wait for the other processes.

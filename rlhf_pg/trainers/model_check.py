@@ -10,21 +10,20 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from rlhf_pg.data.records import Rollout
 from rlhf_pg.models import Policy
 from rlhf_pg.rollout import Completion, NativeEngine, Request, RolloutEngine, SamplingParams
-
-if TYPE_CHECKING:
-    from rlhf_pg.trainers.base import PolicyGradientTrainer
+from rlhf_pg.runtime import Runtime
 
 FILE = "model_check.json"
 # Nats between two ways to compute a row, the mean over its tokens, that rounding explains. Tiny
@@ -262,36 +261,34 @@ def _name(run: Examined) -> str:
     return f"the model ({getattr(run.policy.model, 'config', run.policy.model).model_type})"
 
 
-def check_model(trainer: "PolicyGradientTrainer", keeps: bool) -> Verdict | None:
+def check_model(
+    run: Examined,
+    runtime: Runtime,
+    key: str,
+    path: Path | None,
+    sampling: Callable[[], AbstractContextManager[None]],
+    updates_evaluate: bool = True,
+    compares_rows: bool = False,
+) -> Verdict | None:
     """What a run finds of its model, see `examine`; all processes share it. Collective.
 
     Args:
-        keeps: it is written to `output_dir`, and what a run left there about the same model is
-            believed.
+        key: of all that the verdict depends on.
+        path: where it is written to, and where what a run left there under the same key is
+            believed; None: nowhere.
+        sampling: what the native engine samples in.
 
     Raises:
         ValueError: see `examine`.
     """
-    args, runtime, learner = trainer.args, trainer.runtime, trainer.learner
-    path, key = Path(args.output_dir) / FILE, _key(trainer)
-    known = runtime.all_reduce_max(_known(path, key) if keeps and runtime.is_main else 0)
+    speaks = runtime.is_main and path is not None
+    known = runtime.all_reduce_max(_known(path, key) if path is not None and speaks else 0)
     if known:
         return Verdict(*(bool(known >> bit & 1) for bit in range(len(Verdict._fields))))
-    run = Examined(
-        policy=learner.policy,
-        module=learner.module,
-        score=lambda batch: learner.trained(batch).logprobs,
-        engine=trainer.engine,
-        tokens=[token for tokens in trainer.train_prompts.tokens[:8] for token in tokens],
-        lengths=(trainer.longest_row - args.max_completion_length, args.max_completion_length),
-        dtype=trainer.dtype,
-        agreed=lambda holds: bool(runtime.all_reduce_max(int(holds))),
-        device=runtime.device,
-    )
-    native = isinstance(trainer.engine, NativeEngine)
-    with trainer.sampling() if native else nullcontext():  # no other samples here
-        verdict = examine(run, args.disable_dropout, learner.compares_rows)
-    if keeps and runtime.is_main and verdict is not None:
+    native = isinstance(run.engine, NativeEngine)
+    with sampling() if native else nullcontext():  # no other samples here
+        verdict = examine(run, updates_evaluate, compares_rows)
+    if path is not None and speaks and verdict is not None:
         with suppress(OSError):  # then the next run looks again
             path.write_text(json.dumps({"key": key} | verdict._asdict()))
     if runtime.is_main and verdict is not None and verdict != Verdict():
@@ -310,12 +307,8 @@ def _known(path: Path, key: str) -> int:
     return sum(bit << i for i, bit in enumerate([*bits, True])) if same else 0
 
 
-def _key(trainer: "PolicyGradientTrainer") -> str:
-    """Of all that a verdict depends on."""
-    args, model = trainer.args, trainer.learner.fingerprints["model"]
-    kept = (args.dtype, args.rollout_engine, args.disable_dropout, args.gradient_checkpointing)
-    config = str(trainer.model.config), trainer.model.config._attn_implementation
-    length = trainer.longest_row
-    versions = (torch.__version__, transformers.__version__, trainer.runtime.device.type)
-    everything = repr((model, kept, length, args.temperature, args.policy_loss, config, versions))
+def key_of(config: PretrainedConfig, *others: Any) -> str:
+    """A name for all that a verdict depends on: the model's config, and what else there is."""
+    versions = torch.__version__, transformers.__version__
+    everything = repr((str(config), config._attn_implementation, versions, *others))
     return hashlib.sha256(everything.encode()).hexdigest()

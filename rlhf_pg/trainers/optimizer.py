@@ -9,7 +9,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 
-from rlhf_pg.config import PolicyGradientConfig, PPOConfig
+from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.models import Critic
 
 Optimizers = tuple[Optimizer | None, LRScheduler | None]
@@ -33,8 +33,11 @@ def optimizer_and_schedule(
     """
     if given[1] is not None and args.kl_adaptive_lr is not None:
         raise ValueError("kl_adaptive_lr would scale a scheduler of your own: leave one out")
-    if isinstance(args, PPOConfig):
-        _check_value_steps(args, given)
+    if given != (None, None) and args.critic_schedule_keys:
+        raise ValueError(
+            f"{args.critic_schedule_keys[0]} is for the optimizer and the schedule that the "
+            "trainer makes: leave it out, or optimizers"
+        )
     optimizer = given[0] or _adamw(policy, critic, args)
     _check_complete(optimizer, policy, critic)
     if given[1] is not None:
@@ -42,7 +45,6 @@ def optimizer_and_schedule(
     if given[0] is not None or critic is None:
         warmup = args.warmup_steps
         return optimizer, get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_steps)
-    assert isinstance(args, PPOConfig)
     return optimizer, _schedule(optimizer, critic, args, total_steps)
 
 
@@ -56,8 +58,7 @@ def _adamw(policy: nn.Module, critic: Critic | None, args: PolicyGradientConfig)
     """AdamW; biases and norms (vectors) do not decay, and the critic has its own rate."""
     groups = _groups(policy, args, args.learning_rate)
     if critic is not None:
-        assert isinstance(args, PPOConfig)
-        groups += _groups(critic, args, args.value_learning_rate or args.learning_rate)
+        groups += _groups(critic, args, args.critic_learning_rate)
     betas = (args.adam_beta1, args.adam_beta2)
     rest: Any = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
     if args.optim == "adamw_8bit":
@@ -87,11 +88,13 @@ def _groups(module: nn.Module, args: PolicyGradientConfig, rate: float) -> list[
     return [group for group in groups if group["params"]]  # DeepSpeed cannot have an empty one
 
 
-def _schedule(optimizer: Optimizer, critic: Critic, args: PPOConfig, total_steps: int) -> LambdaLR:
-    """The critic's rate from the first step on, the policy's after `value_pretraining_steps`."""
-    alone, warmup = args.value_pretraining_steps, args.value_warmup_steps
+def _schedule(
+    optimizer: Optimizer, critic: Critic, args: PolicyGradientConfig, total_steps: int
+) -> LambdaLR:
+    """The critic's rate from the first step on, the policy's after `policy_frozen_until` steps."""
+    alone = args.policy_frozen_until
     later = _rates(args, args.warmup_steps, max(1, total_steps - alone))
-    value = _rates(args, args.warmup_steps if warmup is None else warmup, total_steps)
+    value = _rates(args, args.critic_warmup_steps, total_steps)
 
     def policy(step: int) -> float:
         return 0.0 if step < alone else later(step - alone)
@@ -118,17 +121,4 @@ def _check_complete(optimizer: Optimizer, policy: nn.Module, critic: Critic | No
                 f"optimizers: yours does not have the trained parameter {name}. A critic, or an "
                 "adapter that use_peft or peft_config makes, is not there yet when you make it: "
                 "leave optimizers out, or give a model with its adapter"
-            )
-
-
-def _check_value_steps(args: PPOConfig, given: Optimizers) -> None:
-    keys = {
-        "value_pretraining_steps": args.value_pretraining_steps > 0,
-        "value_warmup_steps": args.value_warmup_steps is not None,
-    }
-    for key, used in keys.items():
-        if used and given != (None, None):
-            raise ValueError(
-                f"{key} is for the optimizer and the schedule that the trainer makes: leave it "
-                "out, or optimizers"
             )

@@ -10,6 +10,7 @@ and all processes, not over a minibatch.
 import os
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rlhf_pg import models
@@ -20,6 +21,7 @@ from rlhf_pg.losses import Loss, value_loss
 from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.running_stats import RunningMoments
 from rlhf_pg.trainers.base import PolicyGradientTrainer
+from rlhf_pg.trainers.learner import ModelOutputs
 
 
 class PPOTrainer(PolicyGradientTrainer):
@@ -30,6 +32,19 @@ class PPOTrainer(PolicyGradientTrainer):
             model (like the policy, or a reward model) the trunk is taken, with a head that begins
             at 0; any other module gives the values itself (see `rlhf_pg.models.Critic`). By default
             `args.value_model_name_or_path`, or else a copy of the policy.
+
+    Advantages are those of generalised advantage estimation (Schulman et al. 2016, Eq. 16;
+    `rlhf_pg.advantages.gae`):
+
+        r_t     = -beta (log pi_old(y_t) - log pi_ref(y_t)) + s_t
+        delta_t = r_t + gamma V_{t+1} - V_t
+        A_t     = delta_t + gamma lam A_{t+1}
+
+    s_t is the score of the step that ends at token t; that of a whole completion is paid at its
+    last token. V_t is the value of the prefix before token t. After the last token it is 0, or the
+    critic's own if the completion was cut off and `bootstrap_truncated` is set. The A_t in the loss
+    are whitened (`normalize_advantages`). Other estimators with a critic are `n_step` (A2C) and
+    `returns_minus_values` (VPG).
 
     See `PolicyGradientTrainer` for the other arguments.
     """
@@ -50,22 +65,13 @@ class PPOTrainer(PolicyGradientTrainer):
         super()._choose()
         self.value_moments = RunningMoments() if self.args.normalize_values else None
 
-    def advantages(self, signals: AdvantageInputs) -> Tensor:
-        """Generalised advantage estimation (Schulman et al. 2016, Eq. 16).
+    @property
+    def running(self) -> dict[str, Any]:
+        """With the moments of the returns, where they are normalised."""
+        moments = {} if self.value_moments is None else {"value_moments": self.value_moments}
+        return super().running | moments
 
-            r_t     = -beta (log pi_old(y_t) - log pi_ref(y_t)) + s_t
-            delta_t = r_t + gamma V_{t+1} - V_t
-            A_t     = delta_t + gamma lam A_{t+1}
-
-        s_t is the score of the step that ends at token t; that of a whole completion is paid at its
-        last token. V_t is the value of the prefix before token t. After the last token it is 0, or
-        the critic's own if the completion was cut off and `bootstrap_truncated` is set. The A_t in
-        the loss are whitened (`normalize_advantages`). Other estimators with a critic are `n_step`
-        (A2C) and `returns_minus_values` (VPG).
-        """
-        return self.estimator(signals)
-
-    def returns(self, signals: AdvantageInputs, advantages: Tensor) -> Tensor:
+    def returns(self, inputs: AdvantageInputs, advantages: Tensor) -> Tensor:
         """What the critic is to predict.
 
             R_t = A_t + V_t
@@ -75,11 +81,11 @@ class PPOTrainer(PolicyGradientTrainer):
         al. 2025: 1 for the critic).
         """
         args = self.args
-        assert signals.values is not None
+        assert inputs.values is not None
         if args.value_lam is None:
-            return advantages + signals.values
-        rewards, values, end = signals.rewards, signals.values, signals.bootstrap_value
-        return gae(rewards, values, signals.mask, args.gamma, args.value_lam, end)[1]
+            return advantages + inputs.values
+        rewards, values, end = inputs.rewards, inputs.values, inputs.bootstrap_value
+        return gae(rewards, values, inputs.mask, args.gamma, args.value_lam, end)[1]
 
     def loss(self, new: PolicyOutput, batch: Experience) -> Loss:
         """The clipped surrogate, the clipped value loss and an entropy bonus (Eq. 9, negated).
@@ -106,22 +112,50 @@ class PPOTrainer(PolicyGradientTrainer):
         per_token = surrogate + self.args.vf_coef * value + regularizer
         return per_token, {"value_loss": value.detach()} | metrics | value_metrics | more
 
-    def bootstrap_value(self, rollout: Rollout, end_values: Tensor | None) -> Tensor | None:
-        """V of what might have followed a completion that was cut off; 0 for the others."""
-        if not self.args.bootstrap_truncated or end_values is None:
-            return None
-        return end_values.where(rollout.truncated, 0.0)
+    def values_of(
+        self, rollout: Rollout, outputs: ModelOutputs
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Values (B,T), and V of what might have followed a completion that was cut off, (B,).
+
+        In units of the reward; 0 follows the others.
+        """
+        values, end, moments = outputs.values, outputs.end_values, self.value_moments
+        assert values is not None
+        assert end is not None
+        if moments is not None:
+            values = torch.where(rollout.action_mask, moments.denormalize(values), 0.0)
+            end = moments.denormalize(end)
+        if not self.args.bootstrap_truncated:
+            return values, None
+        return values, end.where(rollout.truncated, 0.0)
+
+    def critic_targets(
+        self, inputs: AdvantageInputs, advantages: Tensor
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The returns in the units that the critic predicts, once the moments have seen them."""
+        returns, mask, moments = self.returns(inputs, advantages), inputs.mask, self.value_moments
+        assert inputs.values is not None
+        mean, var = self.runtime.mean_and_var(returns, mask)
+        _, unexplained = self.runtime.mean_and_var(returns - inputs.values, mask)
+        # 1 for a perfect critic, 0 for one that knows no more than a mean.
+        metrics = {"explained_variance": (1 - unexplained / var).item()}
+        if moments is None:
+            return returns, metrics
+        if var.isfinite():  # else the updates that have these returns are skipped
+            count = float(self.runtime.all_reduce_sum(mask.sum()))
+            moments.update(count, float(mean), float(var))
+        return torch.where(mask, moments.normalize(returns), 0.0), metrics
 
     def new_critic(self) -> Critic:
         """As `args.critic` and `value_model` say."""
         args = self.args
         value_model = self.value_model
+        options = args.critic_options
         if value_model is None:
-            value_model = args.value_model_name_or_path
-        if value_model is not None and args.critic == "shared":
+            value_model = options.model
+        if value_model is not None and options.shared:
             raise ValueError("value_model is for a separate critic: leave it out with a shared one")
-        random = args.value_init == "random"
-        if value_model is not None and random:
+        if value_model is not None and options.random_seed is not None:
             raise ValueError(
                 "value_init random takes the policy's architecture: leave value_model out"
             )
@@ -129,10 +163,10 @@ class PPOTrainer(PolicyGradientTrainer):
             self.model,
             self.processing_class,
             self.dtype,
-            args.critic == "shared",
+            options.shared,
             value_model,
             self.peft_config,
-            args.seed if random else None,
+            options.random_seed,
             args.trust_remote_code,
         )
         if args.normalize_values and (critic.head is None or critic.head.weight.any()):

@@ -93,45 +93,61 @@ class Samples:
 
 
 class ScoredSamples(NamedTuple):
-    """Completions of this rank and their raw scores (B,T,K), see `PolicyGradientTrainer.reward`."""
+    """Completions of this rank and their raw scores (B,T,K), see `Collector.score`."""
 
     samples: Samples
     scores: Tensor
 
 
-def collect(
+@dataclass(frozen=True, kw_only=True)
+class ScoredBatch:
+    """What one step trains on; the plain numbers are those of all ranks."""
+
+    samples: Samples
+    scores: Tensor  # (B,T,K) raw
+    num_prompts: int  # that were taken for it
+    greedy: ScoredSamples | None = None  # one greedy completion per group, for a baseline
+    other_tokens: int = 0  # sampled, prompts included, and not trained on
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def rollout(self) -> Rollout:
+        return self.samples.rollout
+
+
+def sample(
     engine: RolloutEngine,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Prompts,
     rows: Sequence[int],
-    draws: Sequence[int],
+    prompt_indices: Sequence[int],
     n: int,
     params: SamplingParams,
     seed: int,
     dtype: torch.dtype,
     device: torch.device,
-    player: EpisodeRunner | None = None,
+    episode_runner: EpisodeRunner | None = None,
 ) -> Samples:
     """Sample `n` completions of the given dataset rows, or play `n` episodes of each.
 
     Args:
-        draws: one number per row, which keys its noise and names its group.
+        prompt_indices: one number per row, which keys its noise and names its group.
         dtype: of the log-probabilities.
-        player: of episodes.
+        episode_runner: for a run with an environment or tools.
     """
     examples = [prompts.rows[row] for row in rows]
     tokens = [prompts.tokens[row] for row in rows]
-    if player is None:
-        sampled = engine.generate(tokens, n, params, seed, prompt_ids=draws)
+    if episode_runner is None:
+        sampled = engine.generate(tokens, n, params, seed, prompt_ids=prompt_indices)
         episodes = _single_turns(sampled, examples, tokens, tokenizer)
     else:
-        episodes = player.play(engine, examples, tokens, draws, n, params, seed)
+        episodes = episode_runner.play(engine, examples, tokens, prompt_indices, n, params, seed)
     rollout = Rollout.from_tokens(
         prompts=[episode.prompt_ids for episode in episodes],
         completions=[episode.tokens for episode in episodes],
         logprobs=[episode.logprobs for episode in episodes],
         truncated=[episode.truncated for episode in episodes],
-        groups=[draw for draw in draws for _ in range(n)],
+        groups=[index for index in prompt_indices for _ in range(n)],
         pad_token_id=tokenizer.pad_token_id,
         actions=[episode.trained for episode in episodes],
         dtype=dtype,
@@ -149,7 +165,7 @@ def collect(
         completion_ids=[episode.tokens for episode in episodes],
         columns=columns,
         rows=repeated,
-        episodes=[] if player is None else episodes,
+        episodes=[] if episode_runner is None else episodes,
     )
 
 

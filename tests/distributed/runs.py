@@ -24,7 +24,6 @@ from rlhf_pg.report.metrics import Meter
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.runtime.full_weights import full, put
 from rlhf_pg.tasks import arithmetic
-from rlhf_pg.trainers.drawing import draw_batch
 from tests.distributed import backends
 
 TRAINERS = {
@@ -191,8 +190,8 @@ def run_updates(out: Path, bfloat16_update: str, resume: str | None = None) -> N
 def first_gradients(trainer: Any, out: Path) -> dict[str, Tensor]:
     """Of the whole first batch, with its rows split into micro-batches in three ways."""
     with trainer.sampling():
-        batch = draw_batch(trainer, Meter())
-    samples, scores = batch.judged
+        batch = trainer.collector.collect(trainer.state.prompt_index, Meter())
+    samples, scores = batch.samples, batch.scores
     experience, _ = trainer.make_experience(samples.rollout, scores, Meter(), batch.greedy)
     learner, rank = trainer.learner, trainer.runtime.rank
     sampled = [

@@ -216,7 +216,7 @@ class Waiting:
 
 sys.meta_path.insert(0, Waiting())
 from rlhf_pg.runtime import Runtime, Termination
-from rlhf_pg.runtime.signals import POLL
+from rlhf_pg.runtime.termination import POLL
 termination = Termination(Runtime())
 with termination.awaited():
     time.sleep(2 * POLL)

@@ -21,7 +21,7 @@ from rlhf_pg.data.prompts import load_prompts
 from rlhf_pg.report.json_lines import JsonLines
 from rlhf_pg.rewards import Rewards
 from rlhf_pg.rollout import EpisodeRunner, SamplingParams, Toolbox, ToolEnvironment
-from rlhf_pg.trainers.evaluation import evaluate
+from rlhf_pg.trainers.evaluator import evaluate
 from tests.rollout.scripted import letters
 from tests.rollout.test_episodes import EOS, Listed, ids, sayer
 from tests.trainers.conftest import digits, make  # noqa: F401

@@ -9,8 +9,7 @@ from transformers import set_seed
 
 from rlhf_pg import GRPOTrainer
 from rlhf_pg.tasks import arithmetic
-from rlhf_pg.trainers import PolicyGradientTrainer
-from rlhf_pg.trainers.callbacks import Callback
+from rlhf_pg.trainers import Callback, PolicyGradientTrainer
 
 STEPS = 3
 

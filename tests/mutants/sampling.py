@@ -15,7 +15,7 @@ MUTANTS: list[Mutant] = [
         name="dynamic-sampling-cursor",
         mistake="the data cursor advances by prompts_per_step, so prompts of extra rounds repeat",
         target="rlhf_pg.trainers.PolicyGradientTrainer.step",
-        old="self.state.draws += batch.draws",
+        old="self.state.draws += batch.num_prompts",
         new="self.state.draws += self.args.prompts_per_step",
         killers=(f"{DYNAMIC}every_draw_and_every_token_is_counted",),
     ),

@@ -26,7 +26,7 @@ BY_NAME = {layout.name: layout for layout in SHARDINGS}
 
 
 def plan(capsys, *flags: str) -> str:
-    main.main(["plan", *flags])
+    main(["plan", *flags])
     text: str = capsys.readouterr().out
     return text
 
@@ -98,7 +98,7 @@ def test_no_weights_are_loaded(model_path) -> None:
 )
 def test_wrong_usage_is_one_message(capsys, flags, message) -> None:
     with pytest.raises(SystemExit) as stop:
-        main.main(["plan", "--config", str(RECIPES / "grpo_arithmetic.yaml"), *flags])
+        main(["plan", "--config", str(RECIPES / "grpo_arithmetic.yaml"), *flags])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
 

@@ -36,7 +36,7 @@ def test_a_file_goes_before_a_preset_of_its_name(tmp_path: Path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     Path("dapo").write_text("algorithm: nothing")
     with pytest.raises(SystemExit):
-        main.main(["train", "dapo"])
+        main(["train", "dapo"])
     assert "got 'nothing'" in capsys.readouterr().err
 
 
@@ -44,7 +44,7 @@ def test_a_file_goes_before_a_preset_of_its_name(tmp_path: Path, monkeypatch, ca
 def test_three_steps(name: str, model_path: str, tmp_path: Path) -> None:
     small = ["--max_steps=3", "--prompts_per_step=8", "--eval_steps=0", "--warmup_steps=0"]
     where = ["--output_dir", str(tmp_path), "--model_name_or_path", model_path]
-    main.main(["train", name, *small, *where])
+    main(["train", name, *small, *where])
     lines = read(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert set(KEYS) <= set(lines[0])

@@ -82,7 +82,7 @@ def test_recipe_under_accelerate_launch(processes: int, model_path: str, tmp_pat
 def test_train_command(algorithm: str, model_path: str, tmp_path: Path) -> None:
     recipe = str(RECIPES / f"{algorithm}_arithmetic.yaml")
     out = ["--output_dir", str(tmp_path)]
-    main.main(["train", recipe, *SMALL, *out, "--model_name_or_path", model_path])
+    main(["train", recipe, *SMALL, *out, "--model_name_or_path", model_path])
     assert (tmp_path / "final" / "model.safetensors").exists()
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["algorithm"] == algorithm
 
@@ -91,15 +91,15 @@ def test_train_command_makes_a_warm_start_a_reward_model_and_trains_on_it(tmp_pa
     """The three recipes of the task preference, each from what the one before left."""
     runs = {name: tmp_path / name for name in ("sft", "judge", "rl")}
     brief = ["--max_steps=2", "--task=preference", "--output_dir"]
-    main.main(["train", str(RECIPES / "sft_preference.yaml"), *brief, str(runs["sft"])])
+    main(["train", str(RECIPES / "sft_preference.yaml"), *brief, str(runs["sft"])])
     start = ["--model_name_or_path", str(runs["sft"] / "final")]
     recipe = str(RECIPES / "reward_model_preference.yaml")
-    main.main(["train", recipe, *brief, str(runs["judge"]), *start])
+    main(["train", recipe, *brief, str(runs["judge"]), *start])
     judge = ["--reward_model_name_or_path", str(runs["judge"] / "final")]
     weights = ["--reward_weights", "1.0", "0.0"]
     sizes = ["--prompts_per_step=4", "--eval_steps=2"]
     recipe = str(RECIPES / "rloo_arithmetic.yaml")
-    main.main(["train", recipe, *brief, str(runs["rl"]), *start, *judge, *weights, *sizes])
+    main(["train", recipe, *brief, str(runs["rl"]), *start, *judge, *weights, *sizes])
     lines = read(runs["rl"] / "metrics.jsonl")
     assert all(line["reward"] == pytest.approx(line["rewards/judge/mean"]) for line in lines)
     assert all(line["reward"] != line["rewards/gold/mean"] for line in lines)
@@ -117,7 +117,7 @@ def test_train_command_plays_episodes(algorithm: str, task: str, tmp_path: Path)
     recipe = own if own.exists() else RECIPES / f"{algorithm}_arithmetic.yaml"
     limits = ["--max_turns=3", "--max_completion_length=16"]
     paths = ["--model_name_or_path", str(tmp_path / "start"), "--output_dir", str(tmp_path / "run")]
-    main.main(["train", str(recipe), *SMALL, "--task", task, *limits, *paths])
+    main(["train", str(recipe), *SMALL, "--task", task, *limits, *paths])
     lines = read(tmp_path / "run" / "metrics.jsonl")
     assert [line["episodes/failed"] for line in lines] == [0, 0]
     assert ("tools/call_frequency" in lines[0]) == (task == "calculator")
@@ -145,13 +145,13 @@ def test_a_recipe_script_takes_the_task_preference(script: str, tmp_path: Path) 
 def test_a_reward_model_of_a_task_without_pairs_is_refused(capsys) -> None:
     recipe = str(RECIPES / "reward_model_preference.yaml")
     with pytest.raises(SystemExit):
-        main.main(["train", recipe, "--task", "arithmetic"])
+        main(["train", recipe, "--task", "arithmetic"])
     assert "arithmetic has no preference pairs" in capsys.readouterr().err
 
 
 def test_demo_command(model_path: str, tmp_path: Path, capsys) -> None:
     out = ["--output_dir", str(tmp_path)]
-    main.main(["demo", *SMALL, *out, "--model_name_or_path", model_path])
+    main(["demo", *SMALL, *out, "--model_name_or_path", model_path])
     shown = capsys.readouterr().out
     assert shown.count("% of held-out problems right") == 3  # at the start, and both at the end
     assert "reward (smoothed)" in shown
@@ -169,7 +169,7 @@ def test_demo_command(model_path: str, tmp_path: Path, capsys) -> None:
 )
 def test_wrong_usage_exits_with_2(arguments, message, capsys) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main.main(arguments)
+        main(arguments)
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -179,7 +179,7 @@ def test_a_server_that_is_not_there_is_one_line(model_path, tmp_path, monkeypatc
     server = ["--rollout_engine", "vllm_server", "--vllm_server_base_url", "http://127.0.0.1:1"]
     where = ["--model_name_or_path", model_path, "--output_dir", str(tmp_path)]
     with pytest.raises(SystemExit) as exit_:
-        main.main(["train", str(RECIPES / "grpo_arithmetic.yaml"), *server, *where])
+        main(["train", str(RECIPES / "grpo_arithmetic.yaml"), *server, *where])
     assert exit_.value.code == 2
     assert "error: the server at http://127.0.0.1:1 gave no answer" in capsys.readouterr().err
 
@@ -187,7 +187,7 @@ def test_a_server_that_is_not_there_is_one_line(model_path, tmp_path, monkeypatc
 def test_help_shows_the_values_of_the_recipe(capsys) -> None:
     recipe = str(RECIPES / "rloo_arithmetic.yaml")
     with pytest.raises(SystemExit) as exit_:
-        main.main(["train", recipe, "--help"])
+        main(["train", recipe, "--help"])
     shown = capsys.readouterr().out
     assert exit_.value.code == 0
     assert f"rlhf-pg train {recipe}" in " ".join(shown.split())
@@ -200,7 +200,7 @@ def test_an_interrupted_run_says_so_in_one_line(monkeypatch, capsys) -> None:
 
     monkeypatch.setattr(main, "demo", interrupted)
     with pytest.raises(SystemExit) as exit_:
-        main.main(["demo"])
+        main(["demo"])
     assert exit_.value.code == 130
     assert capsys.readouterr().err.startswith("interrupted: a run that had a step goes on with")
 
@@ -208,7 +208,7 @@ def test_an_interrupted_run_says_so_in_one_line(monkeypatch, capsys) -> None:
 def test_bad_input_is_one_line_and_no_traceback(capsys) -> None:
     recipe = str(RECIPES / "rloo_arithmetic.yaml")
     with pytest.raises(SystemExit) as exit_:
-        main.main(["train", recipe, "--model_name_or_path", "no/such/directory"])
+        main(["train", recipe, "--model_name_or_path", "no/such/directory"])
     assert exit_.value.code == 2
     said = "error: model_name_or_path: there is no model directory no/such/directory\n"
     assert capsys.readouterr().err == said
@@ -216,5 +216,5 @@ def test_bad_input_is_one_line_and_no_traceback(capsys) -> None:
 
 def test_version(capsys) -> None:
     with pytest.raises(SystemExit):
-        main.main(["--version"])
+        main(["--version"])
     assert capsys.readouterr().out.strip() == main.rlhf_pg.__version__

@@ -19,7 +19,7 @@ from rlhf_pg.trainers.learner import Learner
 def test_a_run_leaves_the_number_that_was_found(make) -> None:
     trainer = make(max_steps=1)
     found = trainer.args.micro_batch_tokens
-    assert found == trainer.learner.args.micro_batch_tokens == token_budget.MOST["cpu"]
+    assert found == trainer.learner.token_budget == token_budget.MOST["cpu"]
     trainer.train()
     path = Path(trainer.args.output_dir) / "config.yaml"
     assert parse(GRPOConfig, ["--config", str(path)]).micro_batch_tokens == found
@@ -34,7 +34,7 @@ def test_a_resumed_run_keeps_the_number_unless_it_is_given_one(make, given, expe
     second = make(max_steps=2, micro_batch_tokens=given)
     second.train(resume_from_checkpoint=True)
     assert second.args.micro_batch_tokens == expected
-    assert second.learner.args.micro_batch_tokens == expected
+    assert second.learner.token_budget == expected
     assert second.checkpointer.config["micro_batch_tokens"] == expected
 
 
@@ -61,7 +61,7 @@ def measured(make, room: float, **options) -> Learner:
 @pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
 def test_what_was_found_fits_and_more_would_not(make, trainer_type) -> None:
     learner = measured(make, 4e6, trainer_type=trainer_type)
-    found, row = learner.args.token_budget, 12
+    found, row = learner.token_budget, 12
     assert row < found < token_budget.MOST["cpu"]
     grown = of_update(learner.module, learner.args, 6, learner.runtime.device)
     assert grown.at(found).peak <= 4e6 < grown.at(found + 1).peak
@@ -98,7 +98,7 @@ def test_what_asks_for_data_is_measured_with_data(make) -> None:
     trainer = make()
     trainer.model.lm_head.register_forward_pre_hook(looks)
     learner = measured(make, 4e6, model=trainer.model)
-    assert learner.args.token_budget == pytest.approx(expected, rel=0.2)
+    assert learner.token_budget == pytest.approx(expected, rel=0.2)
     assert all(p.grad is None for p in learner.module.parameters())
 
 

@@ -137,7 +137,7 @@ def test_an_entropy_coefficient_that_rises_from_0_has_a_gradient(tmp_path) -> No
     # Another order of operations: equal but for the last bits.
     gradients = gradient_of(trainer, says), gradient_of(plain, says)
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-15)
-    trainer.coefficients.controllers["entropy_coef"].coef = 0.1
+    trainer.controllers.controllers["entropy_coef"].coef = 0.1
     assert not torch.allclose(gradient_of(trainer, says), gradient_of(plain, says))
 
 

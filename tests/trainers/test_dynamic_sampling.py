@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,12 +11,11 @@ import torch
 from datasets import Dataset
 
 from rlhf_pg import Callback, GRPOTrainer
-from rlhf_pg.report.journal import Journal
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.runtime import FullWeights
-from rlhf_pg.trainers.drawing import Batch, draw_batch
+from rlhf_pg.trainers.samples import ScoredBatch
 from tests.untimed import untimed
 
 # By draw, prompts in their order; the scores of an easy prompt are all 1.
@@ -57,9 +57,9 @@ def trainer_of(make) -> Callable[..., GRPOTrainer]:
 )
 def test_which_draws_are_kept(trainer_of, rounds, kept, draws, metrics) -> None:
     trainer = trainer_of(rounds)
-    batch = draw_batch(trainer, Meter())
-    samples, scores = batch.judged
-    assert (batch.draws, batch.metrics) == (draws, metrics)
+    batch = trainer.collector.collect(trainer.state.prompt_index, Meter())
+    samples, scores = batch.samples, batch.scores
+    assert (batch.num_prompts, batch.metrics) == (draws, metrics)
     rows = [draw for draw in kept for _ in range(2)]
     assert samples.rows == rows
     assert samples.prompts == [DATA["prompt"][row] for row in rows]
@@ -81,18 +81,18 @@ def test_which_draws_are_kept(trainer_of, rounds, kept, draws, metrics) -> None:
 
 def test_groups_go_on_from_the_cursor(trainer_of) -> None:
     trainer = trainer_of(2)
-    trainer.state.draws = 4  # 4 5 6 7 -> 4 and 6; 8 9 -> 9; 10
-    batch = draw_batch(trainer, Meter())
-    assert batch.judged.samples.rows == [4, 4, 6, 6, 9, 9, 10, 10]
-    assert batch.judged.samples.rollout.groups.tolist() == [4, 4, 5, 5, 6, 6, 7, 7]
-    assert batch.draws == 7
+    trainer.state.prompt_index = 4  # 4 5 6 7 -> 4 and 6; 8 9 -> 9; 10
+    batch = trainer.collector.collect(trainer.state.prompt_index, Meter())
+    assert batch.samples.rows == [4, 4, 6, 6, 9, 9, 10, 10]
+    assert batch.samples.rollout.groups.tolist() == [4, 4, 5, 5, 6, 6, 7, 7]
+    assert batch.num_prompts == 7
 
 
 def test_minibatches_stay_even(trainer_of) -> None:
     """Under their own numbers, 4, 6, 9 and 10, three groups of four would be in one minibatch."""
     trainer = trainer_of(2, num_mini_batches=2)
-    trainer.state.draws = 4
-    groups = draw_batch(trainer, Meter()).judged.samples.rollout.groups
+    trainer.state.prompt_index = 4
+    groups = trainer.collector.collect(trainer.state.prompt_index, Meter()).samples.rollout.groups
     assert (groups % 2).bincount().tolist() == [4, 4]
 
 
@@ -107,7 +107,12 @@ def test_the_whole_total_has_to_vary(trainer_of) -> None:
         ([spread, minus_spread], None),
     ):
         trainer = trainer_of(1, reward_funcs=functions, reward_weights=weights)
-        assert draw_batch(trainer, Meter()).metrics["sampling/kept_fraction"] == 0.0
+        assert (
+            trainer.collector.collect(trainer.state.prompt_index, Meter()).metrics[
+                "sampling/kept_fraction"
+            ]
+            == 0.0
+        )
 
 
 @pytest.mark.parametrize(
@@ -123,9 +128,9 @@ def test_a_penalty_keeps_no_group_that_is_all_wrong(trainer_of, penalty, said) -
     """Nor one that is all right (DAPO, Eq. 11)."""
     constant = {"reward_funcs": lambda easy, **_: [said] * len(easy), "num_generations": 4}
     trainer = trainer_of(1, **constant, **penalty, temperature=2.0)
-    batch = draw_batch(trainer, Meter())
+    batch = trainer.collector.collect(trainer.state.prompt_index, Meter())
     assert batch.metrics["sampling/kept_fraction"] == 0.0
-    shaped = sum_step_scores(trainer.shaping(batch.judged.scores, batch.judged.samples.rollout))
+    shaped = sum_step_scores(trainer.shaping(batch.scores, batch.samples.rollout))
     assert len(shaped.nansum(1).unique()) > 1  # there was something to be misled by
 
 
@@ -136,14 +141,23 @@ def test_one_valid_score_is_no_spread(trainer_of) -> None:
         return [float(i) if i % 2 or not e else None for i, e in enumerate(easy)]
 
     trainer = trainer_of(2, reward_funcs=[once, lambda easy, **_: [0.0] * len(easy)])
-    assert draw_batch(trainer, Meter()).judged.samples.rows == [1, 1, 3, 3, 4, 4, 6, 6]
+    assert trainer.collector.collect(trainer.state.prompt_index, Meter()).samples.rows == [
+        1,
+        1,
+        3,
+        3,
+        4,
+        4,
+        6,
+        6,
+    ]
 
 
 @pytest.mark.fault(40, "the run goes on")
 def test_without_any_spread_a_step_is_made_of_what_there_is(trainer_of, tmp_path) -> None:
     trainer = trainer_of(1, reward_funcs=lambda easy, **_: [1.0] * len(easy), max_steps=2)
     trainer.train()
-    assert trainer.state.draws == 2 * 8
+    assert trainer.state.prompt_index == 2 * 8
     for line in read(tmp_path / "run" / "metrics.jsonl"):
         assert (line["sampling/rounds"], line["sampling/kept_fraction"]) == (1, 0.0)
         assert (line["frac_reward_zero_std"], line["grad_norm"], line["loss"]) == (1.0, 0.0, 0.0)
@@ -162,7 +176,7 @@ def test_every_draw_and_every_token_is_counted(trainer_of, tmp_path) -> None:
     trainer.train()
     # 0 ... 6 as above; then 7 8 9 10, of which 9 and 10 have spread, 11 0, and 1 for 11 and 0.
     assert asked == [DATA["prompt"][d % 12] for d in [*range(7), *range(7, 11), 11, 12, 13, 14]]
-    assert trainer.state.draws == 15
+    assert trainer.state.prompt_index == 15
     prompt_tokens = sum(2 * len(trainer.train_prompts.tokens[d % 12]) for d in range(15))
     lines = read(tmp_path / "run" / "metrics.jsonl")
     assert trainer.state.num_tokens == lines[-1]["num_tokens"] == sum(tokens) + prompt_tokens
@@ -235,36 +249,35 @@ class Rank:
         start = self.rank * len(first)
         return torch.cat([first, second]), slice(start, start + len(rows))
 
-    def total(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, x: torch.Tensor) -> torch.Tensor:
         return self.gather(x[None])[0].sum(0)
 
-    def most(self, x: int) -> int:
+    def all_reduce_max(self, x: int) -> int:
         return int(self.gather(torch.tensor([x]))[0].max())
 
-    def agreed(self, failure: str | None) -> str | None:
-        assert failure is None
-        return None
+    def raise_together(self, kind: type[Exception]) -> Any:
+        return nullcontext()
 
 
 def test_two_ranks_decide_on_the_scores_of_both(trainer_of) -> None:
     """Each keeps the rows that it sampled; together they are those of one process."""
-    alone = draw_batch(trainer_of(2, num_mini_batches=2), Meter())
+    alone = trainer_of(2, num_mini_batches=2).collector.collect(0, Meter())
     meeting = Meeting()
     trainers = [trainer_of(2, num_mini_batches=2) for _ in range(2)]
     for rank, trainer in enumerate(trainers):
-        trainer.runtime = Rank(rank, meeting)
+        trainer.collector.runtime = Rank(rank, meeting)
     with ThreadPoolExecutor(2) as pool:
-        parts = list(pool.map(lambda trainer: draw_batch(trainer, Meter()), trainers))
+        parts = list(pool.map(lambda trainer: trainer.collector.collect(0, Meter()), trainers))
     for part in parts:
-        assert (part.draws, part.other_tokens) == (alone.draws, alone.other_tokens)
+        assert (part.num_prompts, part.other_tokens) == (alone.num_prompts, alone.other_tokens)
         assert part.metrics == alone.metrics
     assert sorted(rows_of(parts[0]) + rows_of(parts[1])) == sorted(rows_of(alone))
     assert all(0 < len(rows_of(part)) < 8 for part in parts)
 
 
-def rows_of(batch: Batch) -> list[tuple[int, int, list[int], float]]:
+def rows_of(batch: ScoredBatch) -> list[tuple[int, int, list[int], float]]:
     """Group, row of the dataset, completion and score of every row."""
-    samples, scores = batch.judged
+    samples, scores = batch.samples, batch.scores
     groups, totals = samples.rollout.groups.tolist(), scores.nansum((1, 2)).tolist()
     return list(zip(groups, samples.rows, samples.completion_ids, totals, strict=True))
 
@@ -285,6 +298,6 @@ def test_weights_are_put_together_once_for_all_rounds(trainer_of, tmp_path, monk
     trainer = trainer_of(2, advantage_estimator="returns_minus_greedy")
     fills: list[FullWeights] = []
     monkeypatch.setattr(FullWeights, "_fill", lambda whole, *_: fills.append(whole))
-    metrics = trainer.step(Journal(tmp_path, 0, is_main=False))
+    metrics = trainer.step(Meter())
     assert metrics["sampling/rounds"] == 2
-    assert fills == [trainer.learner.whole["model"]]
+    assert fills == [trainer.learner.full_policy]

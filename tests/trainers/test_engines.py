@@ -193,7 +193,7 @@ def beside(make, monkeypatch, free: float, share: float = 0.3, **options: Any) -
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80e9))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 3e9)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1e9)
-    stand = SimpleNamespace(runtime=there, whole=learner.whole)
+    stand = SimpleNamespace(runtime=there, whole=learner.parts)
     return engines.crowded(args, stand)
 
 

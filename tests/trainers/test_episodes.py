@@ -18,7 +18,6 @@ from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rollout import Request
 from rlhf_pg.tasks import calculator, guess
 from rlhf_pg.trainers import PolicyGradientTrainer
-from rlhf_pg.trainers.drawing import draw_batch
 from tests import enumeration
 from tests.enumeration import EOS, PROMPTS, A, B, make_trainer
 from tests.rollout.scripted import ScriptedEngine
@@ -117,7 +116,8 @@ def play(
 
 def experience_of(trainer: PolicyGradientTrainer, rows: Sequence[Row]):
     trainer.engine = says(rows)
-    samples, scores = draw_batch(trainer, Meter()).judged
+    scored = trainer.collector.collect(trainer.state.prompt_index, Meter())
+    samples, scores = scored.samples, scored.scores
     return trainer.make_experience(samples.rollout, scores, Meter())
 
 
@@ -310,7 +310,8 @@ def test_reward_functions_are_not_asked_about_what_has_failed(tmp_path: Path) ->
     rows = Dataset.from_dict({"prompt": ["a"], "answer": [4]})
     trainer.train_prompts = dataclasses.replace(trainer.train_prompts, rows=rows)
     trainer.engine = says([BROKEN, GOOD[1]])
-    samples, scores = draw_batch(trainer, Meter()).judged
+    scored = trainer.collector.collect(trainer.state.prompt_index, Meter())
+    samples, scores = scored.samples, scored.scores
     assert asked == [[("b", 4)]]
     assert scores[0].isnan().all()
     assert scores[1, 2].tolist() == [1.0, 1.0]
@@ -324,7 +325,7 @@ def test_an_error_of_a_reward_function_names_the_completion(tmp_path: Path) -> N
     trainer = play(RLOOTrainer, tmp_path, Failing, num_generations=2, reward=reward)
     trainer.engine = says([BROKEN, GOOD[1]])
     with pytest.raises(ValueError, match="returned nan for completion 1 of the batch"):
-        draw_batch(trainer, Meter())
+        trainer.collector.collect(trainer.state.prompt_index, Meter())
 
 
 class Broken:

@@ -11,7 +11,7 @@ from rlhf_pg import Callback, PPOTrainer
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.pass_at_k import majority_score
 from rlhf_pg.tasks import arithmetic
-from rlhf_pg.trainers.evaluation import stripped_text
+from rlhf_pg.trainers.evaluator import stripped_text
 
 HELD_OUT = arithmetic().eval_dataset.select(range(9))
 

@@ -7,7 +7,6 @@ from rlhf_pg import GRPOConfig, GRPOTrainer, PPOTrainer
 from rlhf_pg.models.experts import Balance
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.tasks import arithmetic
-from rlhf_pg.trainers.drawing import draw_batch
 from tests.enumeration import flat_gradient
 from tests.tiny import tiny_model
 
@@ -37,7 +36,8 @@ def trainer_of(tmp_path, trainer_type=GRPOTrainer, score=None, **options):
 
 
 def experience_of(trainer):
-    samples, scores = draw_batch(trainer, Meter()).judged
+    scored = trainer.collector.collect(trainer.state.prompt_index, Meter())
+    samples, scores = scored.samples, scored.scores
     return trainer.make_experience(samples.rollout, scores, Meter())[0]
 
 

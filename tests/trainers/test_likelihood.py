@@ -5,7 +5,6 @@ import torch
 
 from rlhf_pg import GRPOConfig, GRPOTrainer, PPOTrainer
 from rlhf_pg.report.metrics import Meter
-from rlhf_pg.trainers.drawing import draw_batch
 from tests.enumeration import (
     COMPLETIONS,
     EOS,
@@ -65,7 +64,8 @@ def test_what_does_not_train_is_not_made_likely_either(tmp_path):
 def test_a_run_says_what_it_was(tmp_path):
     trainer = trainer_of(tmp_path, **LIKELY)
     trainer.engine.says = SAYS
-    samples, scores = draw_batch(trainer, Meter()).judged
+    scored = trainer.collector.collect(trainer.state.prompt_index, Meter())
+    samples, scores = scored.samples, scored.scores
     experience, _ = trainer.make_experience(samples.rollout, scores, Meter())
     meter = Meter()
     trainer.learner.accumulate(experience, meter)

@@ -169,7 +169,7 @@ def test_what_was_sampled_is_scored_alike_where_padding_changes_a_row(
 ):
     trainer = make(**of_task(arch), num_iterations=2, output_dir=str(tmp_path))
     with caplog.at_level(logging.WARNING):
-        trainer._keep_to_model(keeps=True)
+        trainer.on_start()
     assert how in caplog.text
     rollout = trainer.roll_out(range(4)).rollout
     scored = trainer.learner.score(rollout).old_logprobs

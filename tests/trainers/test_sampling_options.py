@@ -14,7 +14,6 @@ from rlhf_pg.config import GRPOConfig, PPOConfig
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.trainers import PolicyGradientTrainer
-from rlhf_pg.trainers.drawing import draw_batch
 from tests import enumeration
 from tests.enumeration import (
     EOS,
@@ -104,7 +103,8 @@ def test_only_the_loss_does_not_see_what_was_cut_off(trainer_type, tmp_path: Pat
             mask_truncated_completions=masked,
         )
         say(trainer, SAYS)
-        samples, scores = draw_batch(trainer, Meter()).judged
+        scored = trainer.collector.collect(trainer.state.prompt_index, Meter())
+        samples, scores = scored.samples, scored.scores
         made[masked] = trainer.make_experience(samples.rollout, scores, Meter())
     (everything, metrics), (experience, masked_metrics) = made[False], made[True]
     assert masked_metrics == metrics
@@ -129,7 +129,8 @@ def test_the_critic_does_not_learn_from_what_was_cut_off(tmp_path: Path) -> None
         mask_truncated_completions=True,
     )
     say(trainer, SAYS)
-    samples, scores = draw_batch(trainer, Meter()).judged
+    scored = trainer.collector.collect(trainer.state.prompt_index, Meter())
+    samples, scores = scored.samples, scored.scores
     experience, _ = trainer.make_experience(samples.rollout, scores, Meter())
     whole = torch.tensor([said[-1] == EOS for said in SAYS])
     real = experience.completion_mask & whole[:, None]
@@ -164,11 +165,11 @@ def test_a_step_in_which_all_were_cut_off_changes_nothing(
     assert all(p.grad is not None for p in trainer.learner.module.parameters())
     trainer.learner.optimizer.zero_grad()
     before = [p.clone() for p in trainer.learner.module.parameters()]
-    coefficients = trainer.coefficients.metrics()
+    coefficients = trainer.controllers.metrics()
     trainer.train()
     after = list(trainer.learner.module.parameters())
     assert all(p.equal(q) for p, q in zip(before, after, strict=True))
-    moved = trainer.coefficients.metrics()
+    moved = trainer.controllers.metrics()
     assert {k: v for k, v in moved.items() if k != "beta"} == coefficients
     for line in read(tmp_path / "metrics.jsonl"):
         assert (line["loss"], line["grad_norm"], line["entropy"]) == (0.0, 0.0, None)
@@ -208,7 +209,8 @@ def test_rows_without_advantage_are_not_forwarded_and_not_missed(
         rows[skip] = forwarded(trainer)
         gradients[skip] = gradient_of(trainer, DULL)
         meter = Meter()
-        samples, scores = draw_batch(trainer, Meter()).judged
+        scored = trainer.collector.collect(trainer.state.prompt_index, Meter())
+        samples, scores = scored.samples, scored.scores
         trainer.learner.accumulate(
             trainer.make_experience(samples.rollout, scores, Meter())[0], meter
         )
@@ -341,8 +343,8 @@ def test_every_row_is_compared_with_the_greedy_completion_of_its_own_prompt(tmp_
     greedy = [paid(p, said) for p, said in zip(prompts, says_greedily, strict=True)]
     assert len(set(greedy)) == 3
     say(trainer, says)
-    batch = draw_batch(trainer, Meter())
-    samples, scores = batch.judged
+    batch = trainer.collector.collect(trainer.state.prompt_index, Meter())
+    samples, scores = batch.samples, batch.scores
     experience, metrics = trainer.make_experience(samples.rollout, scores, Meter(), batch.greedy)
     assert metrics["rewards/greedy"] == pytest.approx(statistics.mean(greedy))
     assert experience.num_rows == 6
@@ -397,10 +399,10 @@ def test_greedy_completions_are_of_the_prompts_that_dynamic_sampling_kept(make) 
         dynamic_sampling_rounds=3,
         **REMAX,
     )
-    batch = draw_batch(trainer, Meter())
-    assert batch.draws > 4
-    assert batch.greedy.samples.rows == batch.judged.samples.rows[::2]
-    assert batch.greedy.samples.prompts == batch.judged.samples.prompts[::2]
+    batch = trainer.collector.collect(trainer.state.prompt_index, Meter())
+    assert batch.num_prompts > 4
+    assert batch.greedy.samples.rows == batch.samples.rows[::2]
+    assert batch.greedy.samples.prompts == batch.samples.prompts[::2]
 
 
 # ------------------------------------------------------------------------------- moving average
@@ -482,7 +484,7 @@ def test_the_number_of_micro_batches_is_agreed_on_before_the_first(tmp_path, mon
         return x
 
     monkeypatch.setattr(trainer.runtime, "all_reduce_max", most)
-    batch, _ = draw_batch(trainer, Meter()).judged
+    batch = trainer.collector.collect(trainer.state.prompt_index, Meter())
     order.clear()
     for _ in trainer.learner._micro_batches(batch.rollout):
         order.append("forward")

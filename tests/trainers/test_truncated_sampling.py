@@ -14,7 +14,6 @@ from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rollout import Completion, SamplingParams
 from rlhf_pg.tasks import arithmetic
-from rlhf_pg.trainers.drawing import draw_batch
 from tests import enumeration
 from tests.enumeration import (
     COMPLETIONS,
@@ -164,7 +163,7 @@ def test_an_engine_that_does_not_say_what_it_kept_is_refused(tmp_path: Path) -> 
 
 def drawn(trainer):
     with trainer.sampling():
-        return draw_batch(trainer, Meter()).judged.samples.rollout
+        return trainer.collector.collect(trainer.state.prompt_index, Meter()).samples.rollout
 
 
 @pytest.mark.parametrize("cuts", CUTS)

@@ -23,7 +23,7 @@ from rlhf_pg.report.json_lines import read
 from rlhf_pg.rollout import RolloutError, SamplingParams
 from rlhf_pg.rollout.vllm.server import VllmServerEngine
 from rlhf_pg.tasks import arithmetic
-from rlhf_pg.trainers.callbacks import Callback
+from rlhf_pg.trainers import Callback
 from tests.rollout.test_native import assert_same, assert_teacher_forced, cut
 from tests.tiny import adapter, stir
 from tests.trainers.conftest import digits

@@ -12,7 +12,7 @@ from rlhf_pg.rollout.multi_turn.episodes import Episode
 from rlhf_pg.rollout.multi_turn.tools import ToolEnvironment
 
 
-def paid(episodes: Sequence[Episode]) -> Tensor:
+def environment_rewards(episodes: Sequence[Episode]) -> Tensor:
     """(B,T) float64: what the environment of each paid, at the last token of the turn it paid for;
     NaN elsewhere, and for all of an episode that failed.
     """

@@ -1,9 +1,7 @@
 """Scoring held-out prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +12,8 @@ from rlhf_pg.data.chat import text_of
 from rlhf_pg.data.prompts import Prompts, batches
 from rlhf_pg.report.metrics import length_metrics, reward_metrics
 from rlhf_pg.report.pass_at_k import majority_score, pass_at_k
-from rlhf_pg.rewards import sum_step_scores
-
-if TYPE_CHECKING:
-    from rlhf_pg.trainers.base import PolicyGradientTrainer
+from rlhf_pg.rewards import Rewards, sum_step_scores
+from rlhf_pg.trainers.collector import Collector
 
 Answer = Callable[[Any], Hashable]
 
@@ -30,7 +26,7 @@ def stripped_text(completion: Any) -> str:
 
 
 def evaluate(
-    trainer: PolicyGradientTrainer,
+    collector: Collector,
     prompts: Prompts,
     temperature: float,
     answer: Answer = stripped_text,
@@ -45,41 +41,41 @@ def evaluate(
         Metrics over all processes, named as in training; `rlhf_pg.rewards.shaping` says of which
         scores. With several completions also what their prompts make of them.
     """
-    runtime, args = trainer.runtime, trainer.args
+    runtime, shaping, args = collector.runtime, collector.shaping, collector.args
     n = args.num_generations_eval if temperature > 0 else 1
     rows, groups, lengths, attempts, parts = [], [], [], [], []
-    # Every process goes through the same batches, be its share of one empty: none waits for ever.
+    # Every process goes through the same batches, even with an empty share: no rank deadlocks.
     at_once = max(1, args.prompts_per_step * args.num_generations // n)
     for batch in batches(range(len(prompts)), at_once):
         mine = list(batch[runtime.rank :: runtime.world])
-        # Negative draws: noise that training never uses.
-        draws = [-1 - row for row in mine]
-        samples = trainer.sample(prompts, mine, draws, n, temperature)
-        scores = trainer.reward(samples)
-        shaped = trainer.shaping(scores, samples.rollout, normalize=False)
+        # Negative indices: noise that training never uses.
+        indices = [-1 - row for row in mine]
+        samples = collector.sample(prompts, mine, indices, n, temperature)
+        scores = collector.score(samples)
+        shaped = shaping(scores, samples.rollout, normalize=False)
         rows.append(torch.cat([sum_step_scores(scores), sum_step_scores(shaped)], dim=1))
         groups.append(samples.rollout.groups)
         lengths.append(samples.rollout.lengths())
         parts.append(samples)
         if n > 1:
-            paid = _paid(trainer, sum_step_scores(scores)).view(len(mine), n)
+            paid = _paid(collector.rewards, sum_step_scores(scores)).view(len(mine), n)
             attempts.append(_judged(paid, samples.completions, args.eval_success_threshold, answer))
     everyone, _ = runtime.gather(torch.cat(rows))
     raw, trained = everyone.chunk(2, dim=1)
     owners, _ = runtime.gather(torch.cat(groups))
-    metrics = reward_metrics(raw, trained, trainer.reward_names, owners)
+    metrics = reward_metrics(raw, trained, shaping.names, owners)
     metrics |= length_metrics(runtime.gather(torch.cat(lengths))[0])
     metrics.pop("tokens")
     if n > 1:
         metrics |= _attempt_metrics(runtime.gather(torch.cat(attempts))[0], n)
-    return metrics | trainer.episode_metrics(parts)
+    return metrics | collector.episode_metrics(parts)
 
 
-def _paid(trainer: PolicyGradientTrainer, raw: Tensor) -> Tensor:
+def _paid(rewards: Rewards, raw: Tensor) -> Tensor:
     """(B,) float64, what the reward functions gave, weighted, from the totals (B,K) of all sources:
     without penalties, clipping or scaling.
     """
-    weights = trainer.rewards.weights.to(raw.device)
+    weights = rewards.weights.to(raw.device)
     return (raw[:, : len(weights)] * weights).nansum(dim=1)
 
 

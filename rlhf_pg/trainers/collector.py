@@ -1,0 +1,260 @@
+"""From prompts to completions with their scores: all that a step trains on.
+
+Shapes: B rows on this rank, T completion width, K sources of reward.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase, TrainerState
+
+from rlhf_pg.advantages import NEED_GREEDY, group_stats, total_scores
+from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.data.prompts import Prompts, PromptSampler
+from rlhf_pg.failpoints import failpoint
+from rlhf_pg.report.metrics import Meter
+from rlhf_pg.rewards import Rewards, sum_step_scores
+from rlhf_pg.rewards.shaping import Shaping
+from rlhf_pg.rollout import EpisodeRunner, RolloutEngine, RolloutError, SamplingParams
+from rlhf_pg.rollout.multi_turn.metrics import (
+    environment_rewards,
+    episode_counts,
+    episode_metrics,
+)
+from rlhf_pg.runtime import FullWeights, Runtime
+from rlhf_pg.trainers.samples import Samples, ScoredBatch, ScoredSamples, sample
+
+
+@dataclass
+class Collector:
+    """Samples completions of prompts and has them scored.
+
+    Attributes:
+        prompts, order: the training prompts, and which of them comes when.
+        policy: whose weights the engine takes over.
+        stop_token_ids: tokens that end a completion.
+        episode_runner: for a run with an environment or tools.
+        progress: of the run, for reward functions that ask.
+    """
+
+    engine: RolloutEngine
+    prompts: Prompts
+    order: PromptSampler
+    rewards: Rewards
+    shaping: Shaping
+    runtime: Runtime
+    args: PolicyGradientConfig
+    policy: FullWeights
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: Sequence[int]
+    progress: Callable[[], TrainerState]
+    episode_runner: EpisodeRunner | None = None
+
+    def collect(self, first: int, meter: Meter) -> ScoredBatch:
+        """`prompts_per_step` groups of the prompts that are next, sampled and scored.
+
+        Args:
+            first: the index of the next prompt.
+
+        Raises:
+            RolloutError, ValueError: on all processes, the engine or a reward function failed.
+        """
+        args = self.args
+        with self.sampling():
+            if args.dynamic_sampling_rounds:
+                batch = self._with_spread(first, meter)
+            else:
+                indices = range(first, first + args.prompts_per_step)
+                samples, scores = self._collect(indices, meter)
+                batch = ScoredBatch(samples=samples, scores=scores, num_prompts=len(indices))
+            needs_greedy = args.advantage_estimator in NEED_GREEDY
+            return self._with_greedy(batch, meter) if needs_greedy else batch
+
+    def _collect(self, indices: range, meter: Meter) -> ScoredSamples:
+        failpoint("rollout")
+        with meter.time("rollout"):
+            samples = self.roll_out(indices)
+        failpoint("reward")
+        with meter.time("reward"):
+            return ScoredSamples(samples, self.score(samples))
+
+    def roll_out(self, indices: range) -> Samples:
+        """Sample this rank's share of the prompts, whole groups each.
+
+        Every minibatch is shared as evenly as its number of prompts allows.
+        """
+        args, runtime = self.args, self.runtime
+        minibatches = [
+            [index for index in indices if index % args.num_mini_batches == m]
+            for m in range(args.num_mini_batches)
+        ]
+        # The first share, which may be one larger, goes to another rank in each minibatch.
+        mine = sorted(
+            index
+            for m, minibatch in enumerate(minibatches)
+            for index in minibatch[(runtime.rank - m) % runtime.world :: runtime.world]
+        )
+        rows = self.order.rows(mine)
+        return self.sample(self.prompts, rows, mine, args.num_generations, args.temperature)
+
+    def sample(
+        self,
+        prompts: Prompts,
+        rows: Sequence[int],
+        prompt_indices: Sequence[int],
+        n: int,
+        temperature: float,
+    ) -> Samples:
+        """Sample `n` completions of dataset rows; the indices key the noise and name the groups."""
+        args = self.args
+        params = SamplingParams(
+            temperature=temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            min_p=args.min_p,
+            max_tokens=args.max_completion_length,
+            stop=args.stop,
+        )
+        with self.sampling(), self.runtime.raise_together(RolloutError):
+            return sample(
+                self.engine,
+                self.tokenizer,
+                prompts,
+                rows,
+                prompt_indices,
+                n,
+                params,
+                args.seed,
+                dtype=torch.promote_types(getattr(torch, args.dtype), torch.float32),
+                device=self.runtime.device,
+                episode_runner=self.episode_runner,
+            )
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Around several calls of `sample`: the engine takes over the weights once, put together
+        before where they lie in pieces.
+        """
+        with ExitStack() as weights:
+            # Nobody samples before every process is here: one may speak for all to a server.
+            with self.runtime.raise_together(RolloutError):
+                weights.enter_context(self.policy.gathered(self.runtime.device))
+                weights.enter_context(self.engine.weights_synced())
+            yield
+
+    def score(self, samples: Samples) -> Tensor:
+        """Raw scores (B,T,K) of the sources in `shaping.names`, at the tokens that end what they
+        judge; NaN elsewhere.
+
+        Raises:
+            ValueError: on all processes, a reward function failed.
+        """
+        rollout = samples.rollout
+        with self.runtime.raise_together(ValueError):
+            scores = self.rewards(
+                samples.prompts,
+                samples.completions,
+                samples.completion_ids,
+                samples.columns,
+                rollout.action_mask,
+                environment_rewards(samples.episodes) if self.rewards.has_environment else None,
+                [bool(ids) and ids[-1] in self.stop_token_ids for ids in samples.completion_ids],
+                self.progress(),
+                rollout.truncated.tolist(),
+            )
+        return self.shaping.penalized(scores.to(rollout.sampler_logprobs), rollout)
+
+    def episode_metrics(self, parts: Sequence[Samples]) -> dict[str, float]:
+        """Over all processes, for a run with an environment or tools."""
+        if self.episode_runner is None:
+            return {}
+        device = self.runtime.device
+        counts = torch.cat([episode_counts(part.episodes, device) for part in parts])
+        everyone, _ = self.runtime.gather(counts)
+        return episode_metrics(everyone, tools=bool(self.episode_runner.tools))
+
+    # -------------------------------------------------------------------------- dynamic sampling
+
+    def _with_spread(self, first: int, meter: Meter) -> ScoredBatch:
+        """Dynamic sampling (DAPO; Yu et al. 2025, section 3.2).
+
+        Groups to whose completions the reward functions give one total score (Eq. 11) are set
+        aside, whatever penalties make of it: by its length alone no answer is right. As many new
+        prompts are taken, for `dynamic_sampling_rounds` rounds at most. What is missing then is
+        filled up with the earliest of the groups set aside, so every step has as many. The groups
+        are numbered anew, from the first index of the step: their minibatches are as large as
+        without all this.
+        """
+        args, runtime = self.args, self.runtime
+        parts: list[ScoredSamples] = []
+        kept: list[int] = []
+        aside: list[int] = []
+        end = first
+        while len(kept) < args.prompts_per_step and len(parts) <= args.dynamic_sampling_rounds:
+            indices = range(end, end + args.prompts_per_step - len(kept))
+            parts.append(self._collect(indices, meter))
+            constant = self._constant_groups(parts[-1])
+            kept += [index for index in indices if index not in constant]
+            aside += [index for index in indices if index in constant]
+            end = indices.stop
+        chosen = sorted(kept + aside[: args.prompts_per_step - len(kept)])
+        places = {index: first + i for i, index in enumerate(chosen)}
+        samples, scores = _chosen(parts, places, self.tokenizer.pad_token_id)
+        sampled = sum(int(runtime.all_reduce_sum(part.samples.num_tokens)) for part in parts)
+        return ScoredBatch(
+            samples=samples,
+            scores=scores,
+            num_prompts=end - first,
+            other_tokens=sampled - int(runtime.all_reduce_sum(samples.num_tokens)),
+            metrics={
+                "sampling/rounds": len(parts) - 1,
+                "sampling/kept_fraction": len(kept) / (end - first),
+            },
+        )
+
+    def _constant_groups(self, part: ScoredSamples) -> set[int]:
+        """The groups of all ranks whose completions have one total score, before penalties and
+        KL.
+        """
+        said = sum_step_scores(self.shaping.judged(part.scores))
+        paid, _ = self.runtime.gather(said)
+        groups, _ = self.runtime.gather(part.samples.rollout.groups)
+        # On the CPU, where sums have one order: processes that disagreed would wait for ever.
+        paid, groups = paid.cpu(), groups.cpu()
+        scores = total_scores(paid, groups)
+        constant = group_stats(scores, ~scores.isnan(), groups).constant
+        return set(groups[constant].tolist())
+
+    # --------------------------------------------------------------------------- greedy baseline
+
+    def _with_greedy(self, batch: ScoredBatch, meter: Meter) -> ScoredBatch:
+        """A greedy completion of every prompt, with its scores, only to make a baseline of."""
+        firsts = batch.samples.firsts()
+        rows = [batch.samples.rows[i] for i in firsts]
+        indices = batch.rollout.groups[firsts].tolist()
+        with meter.time("rollout"):
+            greedy = self.sample(self.prompts, rows, indices, n=1, temperature=0.0)
+        with meter.time("reward"):
+            scored = ScoredSamples(greedy, self.score(greedy))
+        tokens = batch.other_tokens + int(self.runtime.all_reduce_sum(greedy.num_tokens))
+        return dataclasses.replace(batch, greedy=scored, other_tokens=tokens)
+
+
+def _chosen(
+    parts: Sequence[ScoredSamples], places: Mapping[int, int], pad_token_id: int
+) -> ScoredSamples:
+    """The groups of all rounds that have a place, under its number, in order."""
+    together = Samples.concat([part.samples for part in parts], pad_token_id)
+    samples, rows = together.renumbered(places)
+    width = together.rollout.completion_ids.shape[1]
+    scores = torch.cat([_widened(part.scores, width) for part in parts])
+    return ScoredSamples(samples, scores[rows, : samples.rollout.completion_ids.shape[1]])
+
+
+def _widened(scores: Tensor, width: int) -> Tensor:
+    missing = width - scores.shape[1]
+    return nn.functional.pad(scores, (0, 0, 0, missing), value=torch.nan)

@@ -1,0 +1,197 @@
+"""From scored completions to experience: what tokens are paid, and what the update needs.
+
+Shapes: B rows on this rank, N on all ranks, K sources of reward, T completion width.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_pg.advantages import AdvantageInputs
+from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.data.records import Experience, Rollout
+from rlhf_pg.kl import kl_estimate
+from rlhf_pg.masking import whiten
+from rlhf_pg.report.metrics import Meter, length_metrics, reward_metrics
+from rlhf_pg.rewards import sum_step_scores
+from rlhf_pg.rewards.shaping import Shaping
+from rlhf_pg.running_stats import MovingAverage
+from rlhf_pg.runtime import Runtime
+from rlhf_pg.trainers.learner import ModelOutputs
+from rlhf_pg.trainers.samples import ScoredSamples
+
+
+def advantage_inputs(
+    rollout: Rollout,
+    scores: Tensor,
+    outputs: ModelOutputs,
+    shaping: Shaping,
+    runtime: Runtime,
+    args: PolicyGradientConfig,
+    meter: Meter,
+    *,
+    kl_coef: float,
+    values: Tensor | None = None,
+    bootstrap_value: Tensor | None = None,
+    squared_gradients: Tensor | None = None,
+    greedy: ScoredSamples | None = None,
+    moving_average: MovingAverage | None = None,
+) -> tuple[AdvantageInputs, dict[str, float]]:
+    """What an estimator may look at, and the metrics of rewards over all ranks.
+
+    Args:
+        scores: (B,T,K) raw.
+        shaping: it takes in the scores of the step.
+        meter: gets the KL that is paid.
+        kl_coef: beta, of a KL that is paid in the reward.
+        values, bootstrap_value: (B,T) and (B,) of a critic, in units of the reward.
+        squared_gradients: (B,) for an estimator that needs them.
+        greedy: one greedy completion per group, for an estimator that needs them.
+        moving_average: the baseline of an estimator that has one.
+    """
+    mask = rollout.action_mask
+    if (measured := shaping.measured(scores)) is not None:
+        shaping.observe(runtime.gather(measured)[0])
+    shaped = shaping(scores, rollout)
+    minus_kl = _minus_kl(rollout, outputs, args, kl_coef, meter)
+    step_scores, step_mask = shaping.steps(shaped)
+    rewards = minus_kl + step_scores
+    if args.whiten_rewards:
+        stats = runtime.mean_and_var(rewards, mask)
+        rewards = whiten(rewards, mask, shift_mean=False, stats=stats)
+    # A row without a token of its own has no score, and no KL either.
+    kl_of_row = minus_kl.sum(1).masked_fill(~mask.any(1), torch.nan)
+    per_row = [sum_step_scores(scores), sum_step_scores(shaped), kl_of_row[:, None]]
+    everyone, rows = runtime.gather(torch.cat(per_row, dim=1))
+    raw, trained = everyone.tensor_split([scores.shape[2]], dim=1)
+    if squared_gradients is not None:
+        squared_gradients, _ = runtime.gather(squared_gradients)
+    groups, _ = runtime.gather(rollout.groups)
+    lengths, _ = runtime.gather(rollout.lengths())
+    inputs = AdvantageInputs(
+        rewards=rewards,
+        mask=mask,
+        scores=trained,
+        groups=groups,
+        rows=rows,
+        action_tokens=runtime.gather(mask.sum(1))[0],
+        squared_gradients=squared_gradients,
+        values=values,
+        bootstrap_value=bootstrap_value,
+        step_scores=step_scores,
+        step_mask=step_mask,
+        greedy_scores=greedy and _of_greedy(greedy, shaping, rollout.groups),
+        moving_average=moving_average.value if moving_average else 0.0,
+    )
+    metrics = reward_metrics(raw, trained[:, :-1], shaping.names, groups) | length_metrics(lengths)
+    if args.kl_controller != "fixed":
+        metrics["kl/completion"] = _kl_of_completions(runtime, outputs, mask)
+    return inputs, metrics | _baseline_metrics(inputs, runtime, moving_average)
+
+
+def make_experience(
+    rollout: Rollout,
+    scores: Tensor,
+    outputs: ModelOutputs,
+    advantages: Tensor,
+    returns: Tensor | None,
+    shaping: Shaping,
+    runtime: Runtime,
+    args: PolicyGradientConfig,
+) -> Experience:
+    """The rollout with all that the update needs.
+
+    Args:
+        scores: (B,T,K) raw.
+        outputs: of the models, values in the critic's own units.
+        advantages: (B,T), not yet whitened.
+        returns: (B,T) what the critic is to predict, in its units; None without one.
+    """
+    mask = rollout.action_mask
+    if args.normalize_advantages:
+        advantages = whiten(advantages, mask, stats=runtime.mean_and_var(advantages, mask))
+    experience = Experience.of(
+        rollout,
+        advantages=advantages,
+        # With one update per rollout the ratio is 1 by construction, not up to rounding; unless
+        # something is to know how far that update went.
+        old_logprobs=outputs.old_logprobs if args.compares_with_old else None,
+        ref_logprobs=outputs.ref_logprobs,
+        values=outputs.values,
+        returns=returns,
+        positive=_positive(scores, shaping, args),
+    )
+    return _without_truncated(experience, args)
+
+
+def _minus_kl(
+    rollout: Rollout,
+    outputs: ModelOutputs,
+    args: PolicyGradientConfig,
+    kl_coef: float,
+    meter: Meter,
+) -> Tensor:
+    """-beta KL_t, (B,T), where the KL is paid in the reward; otherwise 0."""
+    if outputs.ref_logprobs is None or args.kl_placement != "reward":
+        return torch.zeros_like(rollout.sampler_logprobs)
+    assert outputs.old_logprobs is not None
+    kl = kl_estimate(outputs.old_logprobs, outputs.ref_logprobs, args.kl_estimator)
+    meter.add_masked("kl", kl, rollout.action_mask)
+    return -kl_coef * kl
+
+
+def _positive(scores: Tensor, shaping: Shaping, args: PolicyGradientConfig) -> Tensor | None:
+    """(B,) what `positive_nll_coef` is for: the reward functions together say enough of it."""
+    if args.positive_nll_coef == 0:
+        return None
+    said = sum_step_scores(shaping.judged(scores)).nansum(1)
+    return said > args.positive_nll_threshold
+
+
+def _without_truncated(experience: Experience, args: PolicyGradientConfig) -> Experience:
+    """With the tokens that train as its action tokens.
+
+    A completion that was cut off counts in every statistic up to here, and stays what a model may
+    attend to: only the loss, of the policy and of the critic, does not see it.
+    """
+    if not args.mask_truncated_completions:
+        return experience
+    mask = experience.action_mask & ~experience.truncated[:, None]
+    return dataclasses.replace(experience, action_mask=mask)
+
+
+def _of_greedy(greedy: ScoredSamples, shaping: Shaping, groups: Tensor) -> Tensor:
+    """(B,K) what the greedy completion of each row's prompt is paid; nothing for its KL, the last.
+
+    Args:
+        greedy: one row per group.
+        groups: (B,) of the rows.
+    """
+    paid = sum_step_scores(shaping(greedy.scores, greedy.samples.rollout))
+    _, place = torch.unique_consecutive(groups, return_inverse=True)
+    return nn.functional.pad(paid[place], (0, 1))
+
+
+def _baseline_metrics(
+    inputs: AdvantageInputs, runtime: Runtime, moving_average: MovingAverage | None
+) -> dict[str, float]:
+    """Baselines from beyond the batch, and the mean return that the moving average follows."""
+    metrics = {}
+    if inputs.greedy_scores is not None:
+        greedy, _ = runtime.gather(inputs.greedy_scores.nansum(1))
+        metrics["rewards/greedy"] = greedy.mean().item()
+    if moving_average is not None:
+        there = ~inputs.scores.isnan().all(1)
+        metrics["return"] = inputs.scores.nansum(1)[there].mean().item()
+        metrics["moving_average"] = inputs.moving_average
+    return metrics
+
+
+def _kl_of_completions(runtime: Runtime, outputs: ModelOutputs, mask: Tensor) -> float:
+    """Mean over the completions of all processes of k1 summed: what moves beta."""
+    assert outputs.old_logprobs is not None
+    assert outputs.ref_logprobs is not None
+    sums = (outputs.old_logprobs - outputs.ref_logprobs).double().sum(1)  # 0 in masked slots
+    total, count = runtime.all_reduce_sum(torch.stack([sums.sum(), mask.any(1).sum().to(sums)]))
+    return float(total / count)

@@ -1,0 +1,279 @@
+"""The loop around the steps of a run, whatever a step does: evaluate, save, resume, end.
+
+An algorithm is a `step` and an `evaluate`; this file knows nothing else of it.
+"""
+
+import dataclasses
+import logging
+import math
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhf_pg.boundary.streams import outliving_readers
+from rlhf_pg.boundary.user_code import foreign
+from rlhf_pg.checkpoint import Checkpointer, TrainState, export
+from rlhf_pg.checkpoint.run_dir import locks_run_dir
+from rlhf_pg.config import dump
+from rlhf_pg.config.run import RunConfig
+from rlhf_pg.failpoints import failpoint
+from rlhf_pg.report.journal import Journal
+from rlhf_pg.report.metrics import Meter
+from rlhf_pg.report.trackers import Trackers
+from rlhf_pg.rng import restore_rng, rng_tensors
+from rlhf_pg.runtime import Runtime, Terminated, Termination, broadcasts_failure
+
+logger = logging.getLogger(__name__)
+
+
+class Callback:
+    """Code of the user that looks into a run; every process calls it, at the same moments.
+
+    Override what is needed.
+    """
+
+    def on_step(self, trainer: Any, metrics: dict[str, Any]) -> None:
+        """After each step; `metrics` is the line of metrics.jsonl, and may be added to."""
+
+    def on_save(self, trainer: Any, path: Path) -> None:
+        """After a checkpoint has been written."""
+
+    def on_end(self, trainer: Any) -> None:
+        """After the last step, when `final/` has been written."""
+
+
+class TrainingLoop(ABC):
+    """Steps until the last one, and what has to be done between them.
+
+    A subclass sets the attributes, and has the abstract methods.
+    """
+
+    args: RunConfig
+    runtime: Runtime
+    state: TrainState
+    total_steps: int
+    checkpointer: Checkpointer
+    trackers: Trackers
+    termination: Termination
+    callbacks: Sequence[Callback]
+    journal: Journal | None = None  # while the run trains
+
+    @abstractmethod
+    def step(self, meter: Meter) -> dict[str, Any]:
+        """Take one step and count it in `state`; returns the line for metrics.jsonl."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Metrics of the evaluation dataset, `eval_reward` among them."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What is trained and how, in a line for the console."""
+
+    @abstractmethod
+    def resolved_args(self) -> RunConfig:
+        """The config with a value for everything that it leaves open, for `config.yaml`."""
+
+    @property
+    @abstractmethod
+    def updates_begun(self) -> int:
+        """Updates of the step under way that have reached the weights, or are about to."""
+
+    @abstractmethod
+    def on_resume(self, saved: dict[str, Any]) -> None:
+        """Use what the config leaves open as the resumed run did, whose config is `saved`."""
+
+    @abstractmethod
+    def on_start(self) -> None:
+        """Make the last checks, once the run directory is there."""
+
+    @outliving_readers()
+    @broadcasts_failure
+    @locks_run_dir
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> None:
+        """Train to the last step, and leave the run directory with `final/` behind.
+
+        Args:
+            resume_from_checkpoint: a checkpoint directory, or True or "latest" for the newest one
+                in `output_dir`; by default `args.resume_from_checkpoint`.
+
+        Raises:
+            ValueError: no such checkpoint, none that is whole, or one beyond the last step;
+                `output_dir` holds those of another run, is in use by one or cannot be written to;
+                the model's config could not be saved; or a tracker cannot start.
+            SystemExit: with code 143 (128 + SIGTERM) after SIGTERM to any process, or 129 after
+                SIGHUP, or in several processes 130 after SIGINT: the step has been finished, and a
+                checkpoint saved. Any other error saves a checkpoint of the last finished step,
+                too, unless the run has diverged; in several processes, if all of them end by it.
+        """
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = self.args.resume_from_checkpoint
+        self._resume(resume_from_checkpoint)
+        self.checkpointer.rehearse(self.runtime)
+        directory = Path(self.args.output_dir)
+        self.journal = journal = Journal(directory, self.state.step, self.runtime.is_main)
+        args = self.resolved_args()
+        if self.runtime.is_main:
+            dump(args, directory / "config.yaml")
+        journal.say(self.describe())
+        self.on_start()
+        tracked = self.trackers.opened(
+            directory, args.run_name, dataclasses.asdict(args), self.state.step > 0
+        )
+        progress = journal.progress(self.total_steps)
+        with self.termination.awaited(), tracked, progress, self._saved_on_leaving():
+            while self.state.step < self.total_steps:
+                self._take_step(journal)
+            # Before the trackers are closed, which may wait for a network.
+            export.save_sealed(self.checkpointer, self.runtime, directory / "final")
+            if number := self.termination.agreed():  # whoever called is to end as well
+                self._end_by_signal(number, journal)
+        journal.say(f"saved {directory / 'final'}")
+        self._tell("on_end")
+
+    def _take_step(self, journal: Journal) -> None:
+        """One step, and what is due after it."""
+        metrics = self._step_or_nothing()
+        failpoint("stepped")
+        try:
+            if due(self.state.step, self.args.eval_steps):
+                metrics |= self.evaluate()
+                self._keep_if_best(metrics["eval_reward"])
+            self._tell("on_step", metrics)
+        finally:  # a step that was taken has its line, whatever fails after it
+            journal.step(metrics)
+            if self._is_tracked(metrics):
+                self.trackers.log(metrics)
+        number = self.termination.agreed()
+        if due(self.state.step, self.args.save_steps):
+            self.save_checkpoint()
+        if number:
+            self._end_by_signal(number, journal)
+
+    def _step_or_nothing(self) -> dict[str, Any]:
+        """A step; where it breaks off, random states, counters and records are as before it.
+
+        Weights that it has updated stay as they are.
+        """
+        rng, numbers = rng_tensors(), self.checkpointer.numbers()
+        try:
+            return self.step(Meter())
+        except BaseException:
+            restore_rng(rng)
+            self.checkpointer.put_back(numbers)
+            raise
+
+    # ------------------------------------------------------------------------- resume and leave
+
+    def _resume(self, choice: str | bool | None) -> None:
+        saved = self.checkpointer.resume(choice, self.runtime)
+        if self.state.step > self.total_steps:
+            raise ValueError(
+                f"the checkpoint is of step {self.state.step}, and the run is to have "
+                f"{self.total_steps} steps (max_steps or num_train_epochs): raise them, or load it "
+                "as a model"
+            )
+        self.on_resume(saved)
+
+    def _end_by_signal(self, number: int, journal: Journal) -> None:
+        name = signal.Signals(number).name
+        journal.say(f"{name}: the run goes on from {self._checkpoint()}")
+        raise Terminated(number)
+
+    @contextmanager
+    def _saved_on_leaving(self) -> Iterator[None]:
+        """Save what was finished when an error or Ctrl-C ends the run, and say so in a note.
+
+        In several processes only where all end at once, in one step: an error of one alone leaves
+        the others in a collective, from which nothing calls them back. A failure to save is logged,
+        and what ended the run is raised. Nothing is saved of a run that has diverged, and no
+        checkpoint that was there makes room: weights of half a step are no substitute for those of
+        a whole one.
+        """
+        try:
+            yield
+        except FloatingPointError:  # what is there is from before it diverged, or nearer to that
+            raise
+        except BaseException as error:
+            try:
+                path = self._save_finished()
+            except Exception as another:
+                logger.warning("what was trained since the last checkpoint is lost: %s", another)
+            else:
+                if path is not None:
+                    error.add_note(
+                        f"The run goes on from {path} (--resume_from_checkpoint latest)."
+                    )
+            raise
+
+    def _save_finished(self) -> Path | None:
+        """The checkpoint of the last finished step; None without one that could be saved."""
+        step, begun = self.state.step, self.updates_begun
+        if self.checkpointer.saved == step:
+            return self.checkpointer.path()
+        if not step:
+            return None
+        if not self.runtime.leave_together(f"step {step}, update {begun}"):
+            return None
+        with self.checkpointer.removing_none():
+            path = self.save_checkpoint()
+        if begun and self.runtime.is_main:
+            logger.warning(
+                "%s contains %d updates of the interrupted step %d; that step will be repeated, so "
+                "the run will not be bit-identical",
+                *(path, begun, step + 1),
+            )
+        return path
+
+    # ------------------------------------------------------------------------------------- save
+
+    def _keep_if_best(self, reward: float) -> None:
+        best = self.state.best_reward
+        # NaN, where no source applied, is above nothing, and nothing is above it.
+        if self.args.save_best and not math.isnan(reward) and (best is None or reward > best):
+            self.state.best_reward = reward
+            self.checkpointer.save(self.runtime, Path(self.args.output_dir) / "best")
+
+    def _checkpoint(self) -> Path:
+        """Of the last step that was finished, which is saved unless it is there."""
+        saved = self.checkpointer.saved == self.state.step
+        return self.checkpointer.path() if saved else self.save_checkpoint()
+
+    @broadcasts_failure
+    def save_checkpoint(self) -> Path:
+        """Save everything that a resumed run needs, under `output_dir/checkpoints/`."""
+        path = self.checkpointer.save(self.runtime)
+        self._tell("on_save", path)
+        return path
+
+    @broadcasts_failure
+    def save_model(self, path: str | Path) -> None:
+        """Save model (or its adapter) and tokenizer as `from_pretrained` reads them.
+
+        A critic goes to `critic/` in it, and with `save_merged` the model without an adapter, the
+        same function of its input, to `merged/`.
+
+        Raises:
+            OSError: on all processes, it could not be written.
+        """
+        export.save(self.checkpointer, self.runtime, Path(path))
+
+    # ------------------------------------------------------------------------------------- tell
+
+    def _tell(self, moment: str, *arguments: Any) -> None:
+        """Call a method of every callback."""
+        for callback in self.callbacks:
+            with foreign(f"{moment} of the callback {type(callback).__name__}"):
+                getattr(callback, moment)(self, *arguments)
+
+    def _is_tracked(self, metrics: dict[str, Any]) -> bool:
+        is_due = due(self.state.step, self.args.logging_steps)
+        return is_due or "eval_reward" in metrics or self.state.step == self.total_steps
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something that is done every so many steps (0: never) is done after this one."""
+    return every > 0 and step % every == 0

@@ -1,0 +1,428 @@
+"""What a trainer is given, checked and made ready: model, prompts, rewards, engine, learner."""
+
+import dataclasses
+import logging
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, set_seed
+
+from rlhf_pg import models
+from rlhf_pg.advantages import ADVANTAGES, NEED_GRADIENTS, AdvantageInputs
+from rlhf_pg.checkpoint import Checkpointer, TrainState
+from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.config.fields import bound
+from rlhf_pg.data import Experience, Prompts, PromptSampler, vocabulary_fingerprint
+from rlhf_pg.data.prompts import fitting_prompts
+from rlhf_pg.losses import POLICY_LOSSES, Loss
+from rlhf_pg.models import Critic, PolicyOutput, Reference
+from rlhf_pg.models.assemble import Models, adapter_of, assembled, policy_of
+from rlhf_pg.plan.token_budget import most, piece, settled_budget
+from rlhf_pg.report.trackers import Trackers
+from rlhf_pg.rewards import Rewards, RewardSource
+from rlhf_pg.rewards.shaping import Shaping
+from rlhf_pg.rollout import EnvironmentFactory, RolloutEngine, Tool
+from rlhf_pg.rollout.factory import new_engine, new_episode_runner
+from rlhf_pg.running_stats import MovingAverage
+from rlhf_pg.runtime import Runtime, Termination, broadcasts_failure
+from rlhf_pg.trainers.collector import Collector
+from rlhf_pg.trainers.controllers import Controllers
+from rlhf_pg.trainers.engines import choose_engine, start, with_engine
+from rlhf_pg.trainers.learner import Learner
+from rlhf_pg.trainers.loop import Callback, TrainingLoop
+from rlhf_pg.trainers.model_check import FILE, Examined, Verdict, check_model, key_of
+from rlhf_pg.trainers.optimizer import Optimizers, optimizer_and_schedule
+from rlhf_pg.trainers.skipping import SkippedUpdates
+
+logger = logging.getLogger(__name__)
+
+
+class TrainerSetup(TrainingLoop):
+    """A trainer before its first step; see `PolicyGradientTrainer`."""
+
+    config_type: ClassVar[type[PolicyGradientConfig]]
+    args: PolicyGradientConfig
+
+    @abstractmethod
+    def loss(self, new: PolicyOutput, batch: Experience) -> Loss:
+        """What to minimise at every token (B,T), and (B,T) numbers to average for the log."""
+
+    @abstractmethod
+    def new_critic(self) -> Critic | None:
+        """The critic, for an algorithm that has one."""
+
+    @broadcasts_failure
+    def __init__(
+        self,
+        model: str | PathLike[str] | PreTrainedModel | None = None,
+        reward_funcs: RewardSource | Sequence[RewardSource] = (),
+        args: PolicyGradientConfig | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Any = None,
+        peft_config: Any = None,
+        callbacks: Sequence[Callback] | None = None,
+        optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+        quantization_config: Any = None,
+        tools: Sequence[Tool] | None = None,
+        environment_factory: EnvironmentFactory | None = None,
+    ) -> None:
+        self.args = args = self._settled(args, model, eval_dataset)
+        self.callbacks = list(callbacks or ())
+        self.runtime = Runtime(args.ddp_timeout)
+        for doubt in args.doubts if self.runtime.is_main else ():
+            logger.warning("%s", doubt)
+        self.trackers = Trackers(args.report_to, self.runtime)
+        self.termination = Termination(self.runtime)
+        played = environment_factory is not None
+        self.rewards = self._new_rewards(reward_funcs, reward_processing_classes, played)
+        self.shaping = Shaping(args, self.rewards)
+        set_seed(args.seed)
+        self.dtype: torch.dtype = getattr(torch, args.dtype)
+        self.peft_config = adapter_of(args, peft_config)
+        self.model = policy_of(
+            model or args.model_name_or_path,
+            args,
+            self.runtime.loading_device,
+            self.peft_config,
+            quantization_config,
+        )
+        self.processing_class = models.load_tokenizer(
+            processing_class, self.model, args.pad_token, args.trust_remote_code
+        )
+        self.episode_runner = new_episode_runner(
+            args, tools, environment_factory, self.model, self.processing_class
+        )
+        self._load_prompts(train_dataset, eval_dataset)
+        self._choose()
+        self.critic = self.new_critic()
+        self._settle_positions(has_environment=played)
+        self.state = TrainState()
+        self._verdict: Verdict | None = None  # of the model check
+        self.engine_name, self.why_engine = choose_engine(args, self.model, self.runtime)
+        self.learner = self._new_learner(optimizers)
+        self.collector = self._new_collector()
+        self.checkpointer = self._new_checkpointer()
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """What samples."""
+        return self.collector.engine
+
+    @engine.setter
+    def engine(self, engine: RolloutEngine) -> None:
+        self.collector.engine = engine
+
+    def _settled(
+        self,
+        args: PolicyGradientConfig | None,
+        model: str | PathLike[str] | PreTrainedModel | None,
+        eval_dataset: Dataset | None,
+    ) -> PolicyGradientConfig:
+        """The config of this run, which stays as it is: with the model's path, if it has one, and
+        with an absolute `output_dir`, so that a change of the working directory sends nothing
+        elsewhere.
+
+        Raises:
+            ValueError: it is of another algorithm, names no model, or evaluates on nothing.
+        """
+        args = self.config_type() if args is None else args
+        if not isinstance(args, self.config_type):
+            raise ValueError(
+                f"args must be a {self.config_type.__name__}, got {type(args).__name__}"
+            )
+        if args.eval_steps and eval_dataset is None:
+            raise ValueError("eval_steps needs an eval_dataset")
+        model = model or args.model_name_or_path
+        if model is None:
+            raise ValueError("no model: give model=... or the key model_name_or_path")
+        changes: dict[str, Any] = {"output_dir": os.path.abspath(args.output_dir)}
+        if isinstance(model, str | PathLike):
+            changes["model_name_or_path"] = str(model)
+        return dataclasses.replace(args, **changes)
+
+    def _new_rewards(self, functions: Any, processing_classes: Any, environment: bool) -> Rewards:
+        args = self.args
+        return Rewards(
+            functions,
+            args.reward_weights,
+            processing_classes,
+            self.runtime.device,
+            environment,
+            args.reward_model_sees_eos,
+            args.reward_model_closes_truncated,
+            args.trust_remote_code,
+        )
+
+    def _load_prompts(self, train_dataset: Dataset | None, eval_dataset: Dataset | None) -> None:
+        args = self.args
+        self.train_prompts = self._prompts(train_dataset, "train_dataset")
+        has_eval = eval_dataset is not None
+        self.eval_prompts = self._prompts(eval_dataset, "eval_dataset") if has_eval else None
+        self.prompt_order = PromptSampler(len(self.train_prompts), args.seed, args.shuffle_dataset)
+        self.total_steps = args.total_steps(len(self.train_prompts))
+
+    def _prompts(self, dataset: Dataset | None, name: str) -> Prompts:
+        args = self.args
+        return fitting_prompts(
+            dataset,
+            name,
+            self.processing_class,
+            max_prompt_length=args.max_prompt_length,
+            long_prompts=args.long_prompts,
+            max_completion_length=args.max_completion_length,
+            positions=models.max_positions(self.model),
+            micro_batch_tokens=args.micro_batch_tokens,
+            tools=self.episode_runner.tools if self.episode_runner else (),
+        )
+
+    def _choose(self) -> None:
+        """The functions that the config names, and the coefficients that move."""
+        args = self.args
+        self.estimator: Callable[[AdvantageInputs], Tensor] = bound(
+            ADVANTAGES[args.advantage_estimator], args
+        )
+        if args.advantage_estimator in NEED_GRADIENTS and self.runtime.splits:
+            raise ValueError(
+                f"advantage_estimator {args.advantage_estimator} takes gradients of whole weights, "
+                f"which {self.runtime.kind} splits: use DDP, or returns_minus_optimal"
+            )
+        self.policy_loss: Callable[..., Loss] = bound(POLICY_LOSSES[args.policy_loss], args)
+        self.controllers = Controllers(args)
+        averaging = args.advantage_estimator == "returns_minus_moving_average"
+        self.moving_average = MovingAverage() if averaging else None
+
+    def _settle_positions(self, has_environment: bool) -> None:
+        """One set of positions for all rows, however long they are (`settle_positions`)."""
+        longest = self._limit or 0 if has_environment else 0
+        for module in filter(None, (self.model, self.critic)):
+            models.settle_positions(module, max(longest, self.longest_row))
+
+    def _new_learner(self, optimizers: Optimizers) -> Learner:
+        args, runtime, longest = self.args, self.runtime, self.train_prompts.longest
+        row, is_open = longest + args.max_completion_length, args.micro_batch_tokens == "auto"
+        tokens = most(runtime.device.type, row) if is_open else args.token_budget
+        policy, module = assembled(self.model, args, self.critic, tokens, piece(runtime))
+        module.to(runtime.loading_device).eval()
+        token_budget = settled_budget(args, module, runtime, longest)
+        reference = Reference(policy, args.sync_ref_model) if args.beta > 0 else None
+        optimizer, scheduler = optimizer_and_schedule(
+            policy, self.critic, args, self.total_steps, optimizers
+        )
+        return Learner(
+            Models(policy, self.critic, reference, module),
+            optimizer,
+            scheduler,
+            self.loss,
+            runtime,
+            args,
+            token_budget,
+            SkippedUpdates(args, self.state, self.processing_class, runtime.rank),
+        )
+
+    def _new_collector(self) -> Collector:
+        runner = self.episode_runner
+        if runner is not None:  # a prompt of an environment's own leaves room for a completion
+            longest = self._limit and self._limit - self.args.max_completion_length
+            runner = dataclasses.replace(runner, longest_prompt=longest)
+        return Collector(
+            engine=self._start_engine(),
+            prompts=self.train_prompts,
+            order=self.prompt_order,
+            rewards=self.rewards,
+            shaping=self.shaping,
+            runtime=self.runtime,
+            args=self.args,
+            policy=self.learner.full_policy,
+            tokenizer=self.processing_class,
+            stop_token_ids=models.stop_token_ids(self.model, self.processing_class),
+            progress=self._progress,
+            episode_runner=runner,
+        )
+
+    def _start_engine(self) -> RolloutEngine:
+        """The native one, where vLLM was chosen and cannot start."""
+        if self.args.rollout_engine != "auto" or self.engine_name != "vllm":
+            return self._new_engine()
+        try:
+            return start(self._new_engine, with_engine(self.args, "vllm"), self.learner)
+        except ValueError as error:
+            why = str(error)
+        if self.runtime.is_main:
+            logger.warning("rollout_engine auto: %s, so the native engine samples", why)
+        self.engine_name, self.why_engine = "native", f"auto: {why}"
+        return self._new_engine()
+
+    def _new_engine(self) -> RolloutEngine:
+        return new_engine(
+            with_engine(self.args, self.engine_name),
+            self.learner.full_policy.module,
+            models.stop_token_ids(self.model, self.processing_class),
+            self.processing_class,
+            self.runtime.is_main,
+            self.longest_row,
+        )
+
+    def _new_checkpointer(self) -> Checkpointer:
+        return Checkpointer(
+            directory=Path(self.args.output_dir) / "checkpoints",
+            parts=self.learner.parts,
+            tokenizer=self.processing_class,
+            trained=self.learner.trained,
+            scheduler=self.learner.scheduler,
+            state=self.state,
+            config=self._config(),
+            fingerprints=lambda: self.learner.fingerprints | self.fingerprints,
+            running=self.running,
+            limit=self.args.save_total_limit,
+            found=self._open_keys,
+        )
+
+    # ------------------------------------------------------------------- what a run says of itself
+
+    def describe(self) -> str:
+        """What is trained and how, in a line for the console."""
+        return (
+            f"{type(self).__name__}: {self.runtime.describe()}; {self.learner.size}; "
+            f"{len(self.train_prompts)} prompts, {self.total_steps} steps; "
+            f"rollout_engine {self.engine_name} ({self.why_engine})"
+        )
+
+    def resolved_args(self) -> PolicyGradientConfig:
+        """The config with the engine and the token budget that were found."""
+        tokens = self.learner.token_budget
+        args = with_engine(self.args, self.engine_name)
+        return dataclasses.replace(args, micro_batch_tokens=tokens)
+
+    def _config(self) -> dict[str, Any]:
+        return dataclasses.asdict(self.resolved_args()) | {"algorithm": self.algorithm}
+
+    @property
+    def algorithm(self) -> str:
+        """For example "GRPO"."""
+        return self.config_type.__name__.removesuffix("Config")
+
+    @property
+    def updates_begun(self) -> int:
+        """Updates of the step under way that have reached the weights, or are about to."""
+        return self.learner.begun
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Of what a resumed run has to be given again."""
+        return {
+            "tokenizer": vocabulary_fingerprint(self.processing_class),
+            "train_dataset": self.train_prompts.fingerprint,
+        }
+
+    @property
+    def running(self) -> dict[str, Any]:
+        """Plain records that move with the run and are saved with it, by name."""
+        average = {} if self.moving_average is None else {"moving_average": self.moving_average}
+        return self.controllers.controllers | self.shaping.moments | average
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens that a row may come to at most."""
+        prompts = [p for p in (self.train_prompts, self.eval_prompts) if p is not None]
+        return max(p.longest for p in prompts) + self.args.max_completion_length
+
+    @property
+    def _limit(self) -> int | None:
+        """Tokens that a prompt of an environment's own and a completion may come to; None: any."""
+        limits = [models.max_positions(self.model)]
+        if self.args.micro_batch_tokens != "auto":  # which never changes what is sampled
+            limits.append(self.args.token_budget)
+        return min((limit for limit in limits if limit), default=None)
+
+    @property
+    def _open_keys(self) -> set[str]:
+        """Keys that the config leaves open: a resumed run takes what was found before."""
+        return {
+            k for k in ("micro_batch_tokens", "rollout_engine") if getattr(self.args, k) == "auto"
+        }
+
+    def _progress(self) -> TrainerState:
+        """What reward functions may ask for."""
+        return TrainerState(
+            epoch=self.state.prompt_index / len(self.train_prompts),
+            global_step=self.state.step,
+            max_steps=self.total_steps,
+        )
+
+    # ------------------------------------------------------------------------- start and resume
+
+    def on_resume(self, saved: dict[str, Any]) -> None:
+        """Use what the config leaves open as the resumed run did.
+
+        Raises:
+            ValueError: its engine cannot be had here.
+        """
+        found = self._open_keys & saved.keys()
+        if "micro_batch_tokens" in found:  # sums in another order round otherwise
+            self.learner.token_budget = saved["micro_batch_tokens"]
+        if "rollout_engine" in found:  # another engine samples otherwise
+            self._sample_as_before(saved["rollout_engine"])
+        self.checkpointer.config = self._config()
+
+    def _sample_as_before(self, engine: str) -> None:
+        here = self.engine_name
+        if (engine, here) == ("native", "vllm"):
+            self.engine_name = "native"
+            self.engine = self._new_engine()
+        elif engine != here:
+            raise ValueError(
+                f"the run that is resumed samples with rollout_engine {engine}, and auto takes "
+                f"{here} here ({self.why_engine}): set rollout_engine to {engine} and provide what "
+                "it needs, or start a new run from its weights"
+            )
+        self.why_engine = "auto: as before it was resumed"
+
+    def on_start(self) -> None:
+        """Check the model, and keep what was found in the run directory."""
+        self._keep_to_model(Path(self.args.output_dir) / FILE)
+
+    def _keep_to_model(self, path: Path | None = None) -> None:
+        """Compute rows as the model check finds right, which looks before anything is sampled."""
+        if not self.args.model_check:
+            return
+        if self._verdict is None:
+            self._verdict = self._check_model(path)
+        if self._verdict is not None:
+            self.learner.keep_to(*self._verdict.of_rows)
+            self._verdict.apply(self.engine)
+
+    def _check_model(self, path: Path | None) -> Verdict | None:
+        args, runtime, learner = self.args, self.runtime, self.learner
+        longest = self.longest_row
+        run = Examined(
+            policy=learner.policy,
+            module=learner.module,
+            score=lambda batch: learner.trained(batch).logprobs,
+            engine=self.engine,
+            tokens=[token for tokens in self.train_prompts.tokens[:8] for token in tokens],
+            lengths=(longest - args.max_completion_length, args.max_completion_length),
+            dtype=self.dtype,
+            agreed=lambda holds: bool(runtime.all_reduce_max(int(holds))),
+            device=runtime.device,
+        )
+        key = key_of(
+            self.model.config,
+            *(learner.fingerprints["model"], longest, runtime.device.type, self.engine_name),
+            *(args.dtype, args.disable_dropout, args.gradient_checkpointing),
+            *(args.temperature, args.policy_loss),
+        )
+        return check_model(
+            run, runtime, key, path, self.collector.sampling, args.disable_dropout, learner.compares_rows
+        )
