@@ -3,21 +3,7 @@
 accelerate launch recipes/grpo.py --config recipes/grpo_arithmetic.yaml --max_steps 50
 """
 
-from rlhf_pg import GRPOConfig, GRPOTrainer
-from rlhf_pg.config.parse import parse
-from rlhf_pg.tasks import TASKS
-from rlhf_pg.tasks.warm_start import ensure_model
+from rlhf_pg.cli.train import run_recipe
 
 if __name__ == "__main__":
-    args = parse(GRPOConfig)
-    task = TASKS[args.task]()
-    trainer = GRPOTrainer(
-        model=ensure_model(args.task, args.model_name_or_path),
-        reward_funcs=task.rewards(args.reward_model_name_or_path),
-        args=args,
-        train_dataset=task.train_dataset,
-        eval_dataset=task.eval_dataset,
-        tools=task.tools,
-        environment_factory=task.environment_factory,
-    )
-    trainer.train()
+    run_recipe("grpo")

@@ -5,9 +5,7 @@
 The other recipes do this by themselves, once, when they are given no model.
 """
 
-from rlhf_pg.config import SFTConfig
-from rlhf_pg.config.parse import parse
-from rlhf_pg.tasks.warm_start import warm_start
+from rlhf_pg.cli.train import run_recipe
 
 if __name__ == "__main__":
-    print(f"saved {warm_start(parse(SFTConfig))}")
+    run_recipe("sft")

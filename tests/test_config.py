@@ -356,7 +356,8 @@ def test_what_would_train_wrongly_or_not_at_all_is_refused(config, options, said
     ],
 )
 def test_a_sampler_that_is_not_the_policy_is_corrected_for(options, correction):
-    assert GRPOConfig(**options).correction == correction
+    args = GRPOConfig(**options)
+    assert args.correction_of(args.rollout_engine) == correction
 
 
 def test_losses_for_whole_rows_take_those_of_the_group():

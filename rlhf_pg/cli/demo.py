@@ -9,22 +9,20 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_pg.cli.train import make_trainer
-from rlhf_pg.config.parse import fail, recipe_file
+from rlhf_pg.config import GRPOConfig
+from rlhf_pg.config.parse import fail, parse, recipe_file
 from rlhf_pg.report import save_curve, show_curve
 from rlhf_pg.trainers import (
     PolicyGradientTrainer,
 )
-
-# -------------------------------------------------------------------------------------------- demo
 
 
 def demo(flags: Sequence[str]) -> None:
     """Train the embedded model with GRPO, and show what it has learnt."""
     if not (find_spec("plotext") and find_spec("matplotlib")):
         fail('the demo draws curves: pip install "rlhf-pg[report]"')
-    trainer = make_trainer(
-        recipe_file("grpo_arithmetic.yaml"), ["--output_dir", "runs/demo", *flags]
-    )
+    recipe = ["--config", str(recipe_file("grpo_arithmetic.yaml")), "--output_dir", "runs/demo"]
+    trainer = make_trainer("grpo", parse(GRPOConfig, [*recipe, *flags], "rlhf-pg demo"))
     console = Console(quiet=not trainer.runtime.is_main)
     before, answers_before = trainer.evaluate(), _answers(trainer)
     console.print(Text(f"before: {_accuracy(before)}"))

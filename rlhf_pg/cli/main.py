@@ -13,7 +13,7 @@ import rlhf_pg
 from rlhf_pg.boundary.streams import outliving_readers
 from rlhf_pg.cli.demo import demo
 from rlhf_pg.cli.plan import plan
-from rlhf_pg.cli.train import _recipe, train
+from rlhf_pg.cli.train import find_recipe, train
 from rlhf_pg.config.parse import fail
 from rlhf_pg.rollout import RolloutError
 
@@ -46,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif command == "plan":
             plan(flags)
         else:
-            train(_recipe(flags[0]), flags[1:])
+            train(find_recipe(flags[0]), flags[1:])
     except (ValueError, RolloutError) as error:  # what the library says of it is enough
-        fail(str(error))
+        fail("\n".join([str(error), *getattr(error, "__notes__", ())]))
     except KeyboardInterrupt:
         print(
             "interrupted: a run that had a step goes on with --resume_from_checkpoint latest",

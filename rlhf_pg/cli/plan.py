@@ -10,20 +10,19 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_pg import plan as planning
-from rlhf_pg.cli.train import TRAINERS, _algorithm, _config, _recipe
+from rlhf_pg.cli.train import TRAINERS, algorithm_of, find_recipe
+from rlhf_pg.config.parse import parse
 from rlhf_pg.plan.sharding import SHARDINGS
 
 BY_FLAG = {layout.name.replace("-", "").lower(): layout for layout in SHARDINGS}
 
 
-# -------------------------------------------------------------------------------------------- plan
-
-
 def plan(flags: Sequence[str]) -> None:
     """Show what a recipe would take on each process; no weights are loaded."""
     options, keys = _plan_options(flags)
-    recipe = _recipe(options.config)
-    args = _config(TRAINERS[_algorithm(recipe, ())].config_type, recipe, keys)
+    recipe = find_recipe(options.config)
+    config_type = TRAINERS[algorithm_of(recipe, list(TRAINERS))].config_type
+    args = parse(config_type, ["--config", str(recipe), *keys], f"rlhf-pg train {recipe}")
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     room, kind = _room(device), device.type

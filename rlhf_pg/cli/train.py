@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
-from rlhf_pg.config import RewardModelConfig, SFTConfig
+from rlhf_pg.config import PolicyGradientConfig, RewardModelConfig, SFTConfig
 from rlhf_pg.config.fields import short_repr
 from rlhf_pg.config.parse import fail, load, parse, recipe_file
 from rlhf_pg.rewards import train_reward_model
@@ -18,9 +17,6 @@ from rlhf_pg.trainers import (
     RLOOTrainer,
 )
 
-C = TypeVar("C")
-
-
 TRAINERS: dict[str, type[PolicyGradientTrainer]] = {
     "grpo": GRPOTrainer,
     "ppo": PPOTrainer,
@@ -31,19 +27,25 @@ TRAINERS: dict[str, type[PolicyGradientTrainer]] = {
 
 def train(recipe: Path, flags: Sequence[str]) -> None:
     """Do what a recipe file asks for by its key `algorithm`."""
-    algorithm = load(recipe).get("algorithm")
+    algorithm = algorithm_of(recipe, ("sft", "reward_model", *TRAINERS))
+    run_recipe(algorithm, ["--config", str(recipe), *flags], f"rlhf-pg train {recipe}")
+
+
+def run_recipe(algorithm: str, flags: Sequence[str] | None = None, prog: str | None = None) -> None:
+    """Read a config and train with it: the whole of a script in `recipes/`.
+
+    Args:
+        algorithm: sft, reward_model, or a name in `TRAINERS`.
+        flags: of the config; by default those of the command line.
+        prog: what `--help` calls the program.
+    """
     if algorithm == "sft":
-        print(f"saved {warm_start(_config(SFTConfig, recipe, flags))}")
+        print(f"saved {warm_start(parse(SFTConfig, flags, prog))}")
     elif algorithm == "reward_model":
-        make_reward_model(_config(RewardModelConfig, recipe, flags))
+        make_reward_model(parse(RewardModelConfig, flags, prog))
     else:
-        make_trainer(recipe, flags).train()
-
-
-def _recipe(name: str) -> Path:
-    """The file of this name, or else the preset."""
-    preset = recipe_file(f"presets/{name}.yaml")
-    return preset if preset.exists() and not Path(name).exists() else Path(name)
+        config_type = TRAINERS[algorithm].config_type
+        make_trainer(algorithm, parse(config_type, flags, prog)).train()
 
 
 def make_reward_model(args: RewardModelConfig) -> None:
@@ -57,12 +59,10 @@ def make_reward_model(args: RewardModelConfig) -> None:
     )
 
 
-def make_trainer(recipe: Path, flags: Sequence[str]) -> PolicyGradientTrainer:
-    """The trainer that a recipe file asks for by its key `algorithm`, on its task."""
-    trainer_type = TRAINERS[_algorithm(recipe)]
-    args = _config(trainer_type.config_type, recipe, flags)
+def make_trainer(algorithm: str, args: PolicyGradientConfig) -> PolicyGradientTrainer:
+    """The trainer of an algorithm, on the task that its config names."""
     task = TASKS[args.task]()
-    return trainer_type(
+    return TRAINERS[algorithm](
         model=ensure_model(args.task, args.model_name_or_path),
         reward_funcs=task.rewards(args.reward_model_name_or_path),
         args=args,
@@ -73,14 +73,16 @@ def make_trainer(recipe: Path, flags: Sequence[str]) -> PolicyGradientTrainer:
     )
 
 
-def _config(config_type: type[C], recipe: Path, flags: Sequence[str]) -> C:
-    return parse(config_type, ["--config", str(recipe), *flags], f"rlhf-pg train {recipe}")
+def find_recipe(name: str) -> Path:
+    """The recipe file of this name, or else the preset."""
+    preset = recipe_file(f"presets/{name}.yaml")
+    return preset if preset.exists() and not Path(name).exists() else Path(name)
 
 
-def _algorithm(recipe: Path, others: Sequence[str] = ("sft", "reward_model")) -> str:
-    """The key `algorithm`, which here is that of a trainer; elsewhere `others` are known, too."""
+def algorithm_of(recipe: Path, known: Sequence[str]) -> str:
+    """The key `algorithm` of a recipe file; exits like `fail` if it is none of those known."""
     algorithm = load(recipe).get("algorithm")
-    if not isinstance(algorithm, str) or algorithm not in TRAINERS:
-        known = ", ".join([*others, *TRAINERS])
-        fail(f"{recipe}: the key algorithm must be one of {known}, got {short_repr(algorithm)}")
+    if not isinstance(algorithm, str) or algorithm not in known:
+        names, given = ", ".join(known), short_repr(algorithm)
+        fail(f"{recipe}: the key algorithm must be one of {names}, got {given}")
     return algorithm

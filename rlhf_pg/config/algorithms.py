@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf_pg.advantages import ADVANTAGES, NEED_VALUES
+from rlhf_pg.advantages import ADVANTAGES
 from rlhf_pg.config.fields import choice, number
-from rlhf_pg.config.policy_gradient import CriticOptions, KLEstimator, PolicyGradientConfig
+from rlhf_pg.config.method import CriticOptions, KLEstimator
+from rlhf_pg.config.policy_gradient import PolicyGradientConfig
 from rlhf_pg.losses import POLICY_LOSSES
 
 
@@ -140,6 +141,8 @@ class PPOConfig(PolicyGradientConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.lam_alpha is not None:
+            self.refuse_idle(("lam",), False, "is not used with lam_alpha: leave one of them out")
         if self.critic == "shared":
             own = ("value_model_name_or_path", "value_init")
             self.refuse_idle(
@@ -158,16 +161,6 @@ class PPOConfig(PolicyGradientConfig):
         self.refuse_idle(
             taught, self.vf_coef > 0, "is for a critic that learns: set vf_coef, or leave it out"
         )
-
-    def _check_estimator(self) -> None:
-        if self.advantage_estimator not in NEED_VALUES:
-            raise ValueError(
-                f"advantage_estimator {self.advantage_estimator!r} makes no use of the critic that "
-                f"PPO trains: choose {', '.join(sorted(NEED_VALUES))}, or another algorithm"
-            )
-        super()._check_estimator()
-        if self.lam_alpha is not None:
-            self.refuse_idle(("lam",), False, "is not used with lam_alpha: leave one of them out")
 
     @property
     def has_critic(self) -> bool:

@@ -51,15 +51,9 @@ def advantage_inputs(
         moving_average: the baseline of an estimator that has one.
     """
     mask = rollout.action_mask
-    if (measured := shaping.measured(scores)) is not None:
-        shaping.observe(runtime.gather(measured)[0])
-    shaped = shaping(scores, rollout)
+    shaped = _shaped(scores, rollout, shaping, runtime)
     minus_kl = _minus_kl(rollout, outputs, args, kl_coef, meter)
     step_scores, step_mask = shaping.steps(shaped)
-    rewards = minus_kl + step_scores
-    if args.whiten_rewards:
-        stats = runtime.mean_and_var(rewards, mask)
-        rewards = whiten(rewards, mask, shift_mean=False, stats=stats)
     # A row without a token of its own has no score, and no KL either.
     kl_of_row = minus_kl.sum(1).masked_fill(~mask.any(1), torch.nan)
     per_row = [sum_step_scores(scores), sum_step_scores(shaped), kl_of_row[:, None]]
@@ -70,7 +64,7 @@ def advantage_inputs(
     groups, _ = runtime.gather(rollout.groups)
     lengths, _ = runtime.gather(rollout.lengths())
     inputs = AdvantageInputs(
-        rewards=rewards,
+        rewards=_whitened(minus_kl + step_scores, mask, runtime, args),
         mask=mask,
         scores=trained,
         groups=groups,
@@ -123,6 +117,23 @@ def make_experience(
         positive=_positive(scores, shaping, args),
     )
     return _without_truncated(experience, args)
+
+
+def _shaped(scores: Tensor, rollout: Rollout, shaping: Shaping, runtime: Runtime) -> Tensor:
+    """(B,T,K) scores as they are trained on, by what moves with this step too."""
+    if (measured := shaping.measured(scores)) is not None:
+        shaping.observe(runtime.gather(measured)[0])
+    return shaping(scores, rollout)
+
+
+def _whitened(
+    rewards: Tensor, mask: Tensor, runtime: Runtime, args: PolicyGradientConfig
+) -> Tensor:
+    """(B,T) over the standard deviation of the rewards of the step (`whiten_rewards`)."""
+    if not args.whiten_rewards:
+        return rewards
+    stats = runtime.mean_and_var(rewards, mask)
+    return whiten(rewards, mask, shift_mean=False, stats=stats)
 
 
 def _minus_kl(

@@ -424,5 +424,11 @@ class TrainerSetup(TrainingLoop):
             *(args.temperature, args.policy_loss),
         )
         return check_model(
-            run, runtime, key, path, self.collector.sampling, args.disable_dropout, learner.compares_rows
+            run,
+            runtime,
+            key,
+            path,
+            self.collector.sampling,
+            args.disable_dropout,
+            learner.compares_rows,
         )

@@ -96,7 +96,7 @@ MUTANTS = [
     Mutant(
         name="scores-on-the-cpu",
         mistake="scores of reward functions are not moved to the device",
-        target="rlhf_pg.trainers.PolicyGradientTrainer.reward",
+        target="rlhf_pg.trainers.collector.Collector.score",
         old="self.shaping.penalized(scores.to(rollout.sampler_logprobs), rollout)",
         new="self.shaping.penalized(scores, rollout)",
         killers=(f"{RUN}[grpo, penalties]",),

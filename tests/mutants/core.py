@@ -72,15 +72,15 @@ RECORDS = [
     Mutant(
         name="groups-interleaved",
         mistake="group ids in another order than the rows: groups mix prompts",
-        target="rlhf_pg.trainers.samples.collect",
-        old="groups=[draw for draw in draws for _ in range(n)]",
-        new="groups=[draw for _ in range(n) for draw in draws]",
+        target="rlhf_pg.trainers.samples.sample",
+        old="groups=[index for index in prompt_indices for _ in range(n)]",
+        new="groups=[index for _ in range(n) for index in prompt_indices]",
         killers=(f"{INVARIANCE}::test_a_group_with_equal_scores_has_no_gradient",),
     ),
     Mutant(
         name="columns-interleaved",
         mistake="prompts and columns are repeated in another order than the completions",
-        target="rlhf_pg.trainers.samples.collect",
+        target="rlhf_pg.trainers.samples.sample",
         old="[row for row in rows for _ in range(n)]",
         new="[row for _ in range(n) for row in rows]",
         killers=(f"{STEP}::test_a_reward_sees_the_prompt_and_columns_that_were_answered",),
@@ -88,7 +88,7 @@ RECORDS = [
     Mutant(
         name="completions-retokenized",
         mistake="rewards see the ids of the decoded text, not those that were sampled (TRL #5224)",
-        target="rlhf_pg.trainers.samples.collect",
+        target="rlhf_pg.trainers.samples.sample",
         old="completion_ids=[episode.tokens for episode in episodes],",
         new="completion_ids=[tokenizer(tokenizer.decode(e.tokens, skip_special_tokens=True))"
         '["input_ids"] for e in episodes],',
@@ -208,7 +208,7 @@ MODELS = [
     Mutant(
         name="positions-by-company",
         mistake="LongRoPE takes other frequencies once one row of a batch is long",
-        target="rlhf_pg.trainers.PolicyGradientTrainer.__init__",
+        target="rlhf_pg.trainers.setup.TrainerSetup._settle_positions",
         old="models.settle_positions(module, max(longest, self.longest_row))",
         new="pass",
         killers=(f"{CHECK}::test_a_run_settles_them",),
@@ -466,9 +466,9 @@ LOOP = [
     Mutant(
         name="kl-reward-with-the-wrong-sign",
         mistake="the KL is added to the reward (the RLHF book's formula)",
-        target="rlhf_pg.trainers.scoring._minus_kl",
-        old='return -trainer.controllers["beta"]',
-        new='return trainer.controllers["beta"]',
+        target="rlhf_pg.trainers.experience_maker._minus_kl",
+        old="return -kl_coef * kl",
+        new="return kl_coef * kl",
         killers=(f"{EXACT}::test_unbiased_with_the_kl_in_the_reward",),
     ),
     Mutant(
@@ -533,8 +533,8 @@ LOOP = [
         name="value-target-is-the-instant-reward",
         mistake="the critic regresses to the reward of the token (the RLHF book's code)",
         target="rlhf_pg.trainers.PPOTrainer.returns",
-        old="return advantages + signals.values",
-        new="return signals.rewards",
+        old="return advantages + inputs.values",
+        new="return inputs.rewards",
         killers=(
             f"{PPO}::test_advantages_are_whitened_over_the_tokens_of_the_step_and_returns_are_not",
         ),
@@ -542,9 +542,9 @@ LOOP = [
     Mutant(
         name="value-target-from-whitened-advantages",
         mistake="the critic's target is made of whitened advantages",
-        target="rlhf_pg.trainers.scoring.make_experience",
+        target="rlhf_pg.trainers.experience_maker.make_experience",
         old="        returns=returns,",
-        new="        returns=None if returns is None else advantages + scored.values,",
+        new="        returns=None if returns is None else advantages + outputs.values,",
         killers=(
             f"{PPO}::test_advantages_are_whitened_over_the_tokens_of_the_step_and_returns_are_not",
         ),
@@ -552,8 +552,8 @@ LOOP = [
     Mutant(
         name="padding-whitened",
         mistake="advantages are whitened with the padding (the RLHF book's code)",
-        target="rlhf_pg.trainers.scoring.make_experience",
-        old="advantages = whiten(advantages, mask, stats=_mean_and_var(runtime, advantages, mask))",
+        target="rlhf_pg.trainers.experience_maker.make_experience",
+        old=("advantages = whiten(advantages, mask, stats=runtime.mean_and_var(advantages, mask))"),
         new="advantages = whiten(advantages, torch.ones_like(mask))",
         killers=(
             f"{PPO}::test_advantages_are_whitened_over_the_tokens_of_the_step_and_returns_are_not",
@@ -562,17 +562,17 @@ LOOP = [
     Mutant(
         name="ended-completions-bootstrapped",
         mistake="what ended is bootstrapped as if it had been cut off",
-        target="rlhf_pg.trainers.PPOTrainer.bootstrap_value",
-        old="end_values.where(rollout.truncated, 0.0)",
-        new="end_values",
+        target="rlhf_pg.trainers.PPOTrainer.values_of",
+        old="end.where(rollout.truncated, 0.0)",
+        new="end",
         killers=(f"{PPO}::test_an_ended_completion_is_never_bootstrapped",),
     ),
     Mutant(
         name="truncation-is-termination",
         mistake="what was cut off counts as ended (a well-known blog's terminal or truncated)",
-        target="rlhf_pg.trainers.PPOTrainer.bootstrap_value",
-        old="return end_values.where(rollout.truncated, 0.0)",
-        new="return None",
+        target="rlhf_pg.trainers.PPOTrainer.values_of",
+        old="return values, end.where(rollout.truncated, 0.0)",
+        new="return values, None",
         killers=(f"{PPO}::test_a_completion_cut_off_ends_as_it_was_chosen_to",),
     ),
     Mutant(
@@ -595,8 +595,8 @@ LOOP = [
         name="denominator-of-another-window",
         mistake="the denominator counts more than the optimizer step (TRL #6024)",
         target="rlhf_pg.trainers.learner.Learner.accumulate",
-        old="count = self.runtime.all_reduce_sum(weight_count(minibatch.action_mask, args.aggregation))",
-        new="count = args.num_mini_batches * self.runtime.all_reduce_sum(\n"
+        old="self.runtime.all_reduce_sum(weight_count(minibatch.action_mask, args.aggregation))",
+        new="args.num_mini_batches * self.runtime.all_reduce_sum(\n"
         "            weight_count(minibatch.action_mask, args.aggregation))",
         killers=(f"{STEP}::test_a_minibatch_counts_its_own_tokens_alone",),
     ),
@@ -621,9 +621,9 @@ LOOP = [
     Mutant(
         name="ratio-of-one-update-from-rounding",
         mistake="with one update the ratio depends on the micro-batch's shape (verl #6280)",
-        target="rlhf_pg.trainers.scoring.make_experience",
-        old="old_logprobs=scored.old_logprobs if args.compares_with_old else None",
-        new="old_logprobs=scored.old_logprobs",
+        target="rlhf_pg.trainers.experience_maker.make_experience",
+        old="old_logprobs=outputs.old_logprobs if args.compares_with_old else None",
+        new="old_logprobs=outputs.old_logprobs",
         killers=(f"{STEP}::test_the_ratio_of_a_single_update_is_1_by_construction",),
     ),
     Mutant(
@@ -671,8 +671,8 @@ LOOP = [
     Mutant(
         name="draws-not-counted",
         mistake="every step, and so a resumed run, begins with the first prompts again",
-        target="rlhf_pg.trainers.PolicyGradientTrainer.step",
-        old="self.state.draws += batch.num_prompts",
+        target="rlhf_pg.trainers.PolicyGradientTrainer.finish_step",
+        old="state.prompt_index += batch.num_prompts",
         new="pass",
         killers=(f"{STEP}::test_the_noise_of_a_step_is_its_own",),
     ),
@@ -698,8 +698,8 @@ PROCESSES = [
     Mutant(
         name="whitening-per-process",
         mistake="advantages are whitened on each process by itself (TRL's PPO; slime #2235)",
-        target="rlhf_pg.trainers.scoring.make_experience",
-        old="whiten(advantages, mask, stats=_mean_and_var(runtime, advantages, mask))",
+        target="rlhf_pg.trainers.experience_maker.make_experience",
+        old="whiten(advantages, mask, stats=runtime.mean_and_var(advantages, mask))",
         new="whiten(advantages, mask)",
         killers=(f"{DISTRIBUTED}::test_the_gradient_of_an_update_is_the_same[ddp-2-ppo]",),
     ),

@@ -12,7 +12,7 @@ TARGETS = [
         name="value-target-advantage",
         mistake="the critic regresses to the advantage: the value is not added back",
         target="rlhf_pg.trainers.PPOTrainer.returns",
-        old="return advantages + signals.values",
+        old="return advantages + inputs.values",
         new="return advantages",
         killers=(f"{OPTIONS}::test_targets_by_hand",),
     ),
@@ -20,17 +20,20 @@ TARGETS = [
         name="value-target-with-the-policys-lambda",
         mistake="the critic's targets take the policy's lambda (what VAPO decouples)",
         target="rlhf_pg.trainers.PPOTrainer.returns",
-        old="signals.mask, args.gamma, args.value_lam, end)[1]",
-        new="signals.mask, args.gamma, args.lam, end)[1]",
+        old="inputs.mask, args.gamma, args.value_lam, end)[1]",
+        new="inputs.mask, args.gamma, args.lam, end)[1]",
         killers=(f"{OPTIONS}::test_targets_by_hand",),
     ),
     Mutant(
         name="value-lam-moves-the-policy",
         mistake="the lambda of the critic's targets is used for the advantages as well",
-        target="rlhf_pg.trainers.PPOTrainer.advantages",
-        old="return self.estimator(signals)",
-        new="return self.estimator(signals) if self.args.value_lam is None else "
-        "self.returns(signals, signals.values) - signals.values",
+        target="rlhf_pg.trainers.PolicyGradientTrainer.make_experience",
+        old="        advantages = self.advantages(inputs)",
+        new=(
+            "        advantages = self.advantages(inputs) if getattr(args, "
+            '"value_lam", None) is None else self.returns(inputs, inputs.values) - '
+            "inputs.values"
+        ),
         killers=(f"{OPTIONS}::test_targets_by_hand",),
     ),
     Mutant(
@@ -47,50 +50,56 @@ UNITS = [
     Mutant(
         name="values-not-denormalised",
         mistake="advantages are taken of normalised values and plain rewards",
-        target="rlhf_pg.trainers.scoring.make_experience",
-        old="    scored = _denormalized(scored, trainer.value_moments, mask)\n",
-        new="",
+        target="rlhf_pg.trainers.PPOTrainer.values_of",
+        old="torch.where(rollout.action_mask, moments.denormalize(values), 0.0)",
+        new="values",
         killers=(f"{OPTIONS}::test_advantages_are_those_of_the_denormalised_values",),
     ),
     Mutant(
         name="end-value-not-denormalised",
         mistake="of the critic's values all but the one after a cut-off are denormalised",
-        target="rlhf_pg.trainers.scoring._denormalized",
-        old="end_values=moments.denormalize(scored.end_values))",
-        new="end_values=scored.end_values)",
+        target="rlhf_pg.trainers.PPOTrainer.values_of",
+        old="            end = moments.denormalize(end)\n",
+        new="",
         killers=(f"{OPTIONS}::test_advantages_are_those_of_the_denormalised_values",),
     ),
     Mutant(
         name="value-targets-not-normalised",
         mistake="the critic's values are denormalised, and its targets were never normalised",
-        target="rlhf_pg.trainers.scoring._normalized",
-        old="return torch.where(mask, moments.normalize(returns), 0.0)",
-        new="return returns",
+        target="rlhf_pg.trainers.PPOTrainer.critic_targets",
+        old="return torch.where(mask, moments.normalize(returns), 0.0), metrics",
+        new="return returns, metrics",
         killers=(f"{OPTIONS}::test_targets_are_normalised_by_all_returns_so_far",),
     ),
     Mutant(
         name="old-value-in-other-units",
         mistake="values before the step in units after the moments moved: the clip holds (skrl)",
-        target="rlhf_pg.trainers.scoring.make_experience",
-        old="        values=predicted,\n",
-        new="        values=predicted if trainer.value_moments is None\n"
-        "        else trainer.value_moments.normalize(scored.values),\n",
+        target="rlhf_pg.trainers.PolicyGradientTrainer.make_experience",
+        old="outputs, advantages, targets,",
+        new=(
+            "outputs._replace(values=inputs.values if self.value_moments is None "
+            "else self.value_moments.normalize(inputs.values)), advantages, "
+            "targets,"
+        ),
         killers=(f"{OPTIONS}::test_the_clip_is_about_the_critic_and_not_about_its_units",),
     ),
     Mutant(
         name="value-moments-per-rank",
         mistake="every process normalises values by moments of its own rows",
-        target="rlhf_pg.trainers.scoring._normalized",
-        old="        moments.update(float(runtime.all_reduce_sum(mask.sum())), float(mean), float(var))",
-        new="        own = returns[mask].double()\n"
-        "        moments.update(len(own), float(own.mean()), float(own.var(correction=0)))",
+        target="rlhf_pg.trainers.PPOTrainer.critic_targets",
+        old="            moments.update(count, float(mean), float(var))",
+        new=(
+            "            own = returns[mask].double()\n            "
+            "moments.update(len(own), float(own.mean()), "
+            "float(own.var(correction=0)))"
+        ),
         killers=(f"{DISTRIBUTED}::test_the_metrics_are_the_same[ddp-2-ppo]",),
     ),
     Mutant(
         name="value-moments-with-padding",
         mistake="padded slots count as returns of 0 in the running moments",
-        target="rlhf_pg.trainers.scoring._normalized",
-        old="moments.update(float(runtime.all_reduce_sum(mask.sum())), float(mean), float(var))",
+        target="rlhf_pg.trainers.PPOTrainer.critic_targets",
+        old="moments.update(count, float(mean), float(var))",
         new="moments.update(float(mask.numel()), float(returns.mean()), "
         "float(returns.var(correction=0)))",
         killers=(f"{OPTIONS}::test_targets_are_normalised_by_all_returns_so_far",),
@@ -98,9 +107,9 @@ UNITS = [
     Mutant(
         name="value-moments-not-saved",
         mistake="a resumed run starts its running moments anew",
-        target="rlhf_pg.trainers.PolicyGradientTrainer.running",
-        old='"value_moments": self.value_moments',
-        new='"value_moments": None',
+        target="rlhf_pg.trainers.PPOTrainer.running",
+        old='{"value_moments": self.value_moments}',
+        new="{}",
         killers=(
             f"{OPTIONS}::test_a_run_goes_on_bit_for_bit_inside_and_after_the_head_start",
             f"{OPTIONS}::test_the_moments_are_in_the_checkpoint_and_the_head_there_is_the_trained"
@@ -149,8 +158,8 @@ HEAD_START = [
         name="value-pretraining-one-step-long",
         mistake="the policy waits one step more than it was told",
         target="rlhf_pg.trainers.learner.Learner.trains_critic_alone",
-        old="step < args.value_pretraining_steps",
-        new="step <= args.value_pretraining_steps",
+        old="step < self.args.policy_frozen_until",
+        new="step <= self.args.policy_frozen_until",
         killers=(f"{OPTIONS}::test_the_policy_stays_to_the_last_bit_while_the_critic_begins",),
     ),
     Mutant(
@@ -164,8 +173,8 @@ HEAD_START = [
     Mutant(
         name="coefficients-move-without-the-policy",
         mistake="a beta that moves falls in every step in which the policy is not allowed to",
-        target="rlhf_pg.trainers.PolicyGradientTrainer.step",
-        old="if not alone:",
+        target="rlhf_pg.trainers.PolicyGradientTrainer.finish_step",
+        old="if not policy_stays:",
         new="if True:",
         killers=(f"{OPTIONS}::test_coefficients_wait_for_the_policy",),
     ),
@@ -173,8 +182,8 @@ HEAD_START = [
         name="random-critic-copies-the-policy",
         mistake="a critic of random weights starts from the policy's",
         target="rlhf_pg.trainers.PPOTrainer.new_critic",
-        old="args.seed if random else None",
-        new="None",
+        old="            options.random_seed,\n",
+        new="            None,\n",
         killers=(
             f"{OPTIONS}::test_a_random_critic_has_the_architecture_of_the_policy_and_nothing_else"
             "_of_it",
@@ -198,16 +207,11 @@ FOLLOWING = [
         name="reference-synced-before-the-update",
         mistake="the reference is refreshed from the policy as it was before the step's updates",
         target="rlhf_pg.trainers.PolicyGradientTrainer.step",
-        old="            metrics |= self.update(experience, meter)\n"
-        "        alone = self.learner.trains_critic_alone(self.state.step)\n"
-        '        tokens = int(metrics.pop("tokens")) + batch.other_tokens\n'
-        "        self.state.step += 1\n"
-        "        self.learner.sync_reference(self.state.step)\n",
-        new="            self.learner.sync_reference(self.state.step + 1)\n"
-        "            metrics |= self.update(experience, meter)\n"
-        "        alone = self.learner.trains_critic_alone(self.state.step)\n"
-        '        tokens = int(metrics.pop("tokens")) + batch.other_tokens\n'
-        "        self.state.step += 1\n",
+        old="            metrics |= self.update(experience, meter)",
+        new=(
+            "            self.learner.sync_reference(self.state.step + "
+            "1)\n            metrics |= self.update(experience, meter)"
+        ),
         killers=(f"{MOVING}::test_the_kl_is_exactly_zero_after_a_refresh_and_only_then",),
     ),
     Mutant(

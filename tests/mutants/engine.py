@@ -119,8 +119,8 @@ MUTANTS = [
     Mutant(
         name="noise-of-the-step",
         mistake="the noise is keyed by the place in the batch, so every step and rank has the same",
-        target="rlhf_pg.trainers.samples.collect",
-        old="seed, prompt_ids=draws)",
+        target="rlhf_pg.trainers.samples.sample",
+        old="seed, prompt_ids=prompt_indices)",
         new="seed)",
         killers=(f"{STEP}::test_the_noise_of_a_step_is_its_own",),
     ),
@@ -193,8 +193,8 @@ MUTANTS = [
     Mutant(
         name="vllm-uncorrected",
         mistake="what vLLM sampled is taken for a sample of the policy, unless one asks otherwise",
-        target="rlhf_pg.config.PolicyGradientConfig.correction",
-        old='return "none" if self.rollout_engine in ("auto", "native") else "token_truncate"',
+        target="rlhf_pg.config.method.MethodConfig.correction_of",
+        old='return "none" if engine in ("auto", "native") else "token_truncate"',
         new='return "none"',
         killers=(
             "tests/trainers/test_rollout_server.py::"
@@ -212,9 +212,9 @@ MUTANTS = [
     Mutant(
         name="a-resumed-run-chooses-its-engine-anew",
         mistake="a resumed run samples with the engine that suits now, not the one it began with",
-        target="rlhf_pg.trainers.PolicyGradientTrainer._resume",
-        old='        if "rollout_engine" in found:\n',
-        new='        if "engine" in found:\n',
+        target="rlhf_pg.trainers.setup.TrainerSetup.on_resume",
+        old='        if "rollout_engine" in found:',
+        new='        if "engine" in found:',
         killers=(
             f"{ENGINES}::test_a_resumed_run_goes_on_with_the_native_engine_where_vllm_is_now",
         ),
@@ -222,7 +222,7 @@ MUTANTS = [
     Mutant(
         name="a-chosen-vllm-stays-awake",
         mistake="the vLLM that rollout_engine auto takes keeps the GPU's memory during the update",
-        target="rlhf_pg.trainers.engines.chosen",
+        target="rlhf_pg.trainers.engines.with_engine",
         old="vllm_enable_sleep_mode=True)",
         new="vllm_enable_sleep_mode=False)",
         killers=(f"{ENGINES}::test_vllm_that_was_chosen_sleeps_has_room_and_is_saved",),

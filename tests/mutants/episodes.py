@@ -85,7 +85,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="observations-in-the-record",
         mistake="the record counts all tokens of an episode as the policy's own",
-        target="rlhf_pg.trainers.samples.collect",
+        target="rlhf_pg.trainers.samples.sample",
         old="        actions=[episode.trained for episode in episodes],\n",
         new="",
         killers=(EXACT,),
@@ -189,7 +189,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="failed-episodes-in-the-kl",
         mistake="an episode that failed has a KL of 0, which the others are compared with",
-        target="rlhf_pg.trainers.scoring._signals",
+        target="rlhf_pg.trainers.experience_maker.advantage_inputs",
         old="minus_kl.sum(1).masked_fill(~mask.any(1), torch.nan)",
         new="minus_kl.sum(1)",
         killers=(FAILED,),
@@ -205,7 +205,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="failed-episodes-move-beta",
         mistake="episodes that failed count in the mean KL that moves beta",
-        target="rlhf_pg.trainers.scoring._kl_of_completions",
+        target="rlhf_pg.trainers.experience_maker._kl_of_completions",
         old="mask.any(1).sum().to(sums)",
         new="sums.new_tensor(len(sums))",
         killers=(GRADIENTS + "metrics_and_controllers_leave_out_what_has_failed",),

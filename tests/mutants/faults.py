@@ -41,8 +41,8 @@ MUTANTS = [
     Mutant(
         name="random-numbers-drawn-twice",
         mistake="a step that broke off is taken again with random numbers that came after its own",
-        target="rlhf_pg.trainers.PolicyGradientTrainer.take_back_step",
-        old="            restore_rng(self._begun.rng)\n",
+        target="rlhf_pg.trainers.loop.TrainingLoop._step_or_nothing",
+        old="            restore_rng(rng)\n",
         new="            pass\n",
         killers=(
             "tests/faults/test_updates.py::test_what_breaks_a_step_off_saves_the_one_before_as_it_was",
@@ -115,17 +115,17 @@ MUTANTS = [
     Mutant(
         name="numbers-of-half-a-step",
         mistake="a step that broke off has moved moments or schedule when it is taken again",
-        target="rlhf_pg.trainers.PolicyGradientTrainer.take_back_step",
-        old="            self.checkpointer.put_back(self._begun.numbers)\n",
+        target="rlhf_pg.trainers.loop.TrainingLoop._step_or_nothing",
+        old="            self.checkpointer.put_back(numbers)\n",
         new="",
         killers=("tests/faults/test_leaving.py::test_it_costs_no_step_that_was_finished",),
     ),
     Mutant(
         name="errors-cost-steps",
         mistake="an error between two saves costs all steps since the last (transformers, TRL)",
-        target="rlhf_pg.trainers.leaving._save",
-        old="        path = trainer.save_checkpoint()\n",
-        new="        return None\n",
+        target="rlhf_pg.trainers.loop.TrainingLoop._save_finished",
+        old="            path = self.save_checkpoint()\n",
+        new="            return None\n",
         killers=("tests/faults/test_leaving.py::test_it_costs_no_step_that_was_finished",),
     ),
     Mutant(
@@ -142,7 +142,7 @@ MUTANTS = [
     Mutant(
         name="diverged-weights-for-good-ones",
         mistake="a run that diverged saves its weights, in the place of the last good ones",
-        target="rlhf_pg.trainers.leaving.saved_on_leaving",
+        target="rlhf_pg.trainers.loop.TrainingLoop._saved_on_leaving",
         old="    except FloatingPointError:",
         new="    except ZeroDivisionError:",
         killers=("tests/faults/test_leaving.py::test_nothing_is_saved_of_a_run_that_diverged",),
@@ -158,9 +158,9 @@ MUTANTS = [
     Mutant(
         name="moments-of-nan",
         mistake="one batch of returns that are not finite ends the run, by the moments",
-        target="rlhf_pg.trainers.scoring._normalized",
-        old="    if var.isfinite():",
-        new="    if True:",
+        target="rlhf_pg.trainers.PPOTrainer.critic_targets",
+        old="        if var.isfinite():",
+        new="        if True:",
         killers=("tests/faults/test_updates.py::test_all_passes_over_one_bad_batch_are_one_step",),
     ),
     Mutant(
@@ -230,7 +230,7 @@ MUTANTS = [
     Mutant(
         name="best-is-nan",
         mistake="a first evaluation that is NaN stays the best for ever: nothing is above it",
-        target="rlhf_pg.trainers.PolicyGradientTrainer._keep_if_best",
+        target="rlhf_pg.trainers.loop.TrainingLoop._keep_if_best",
         old="self.args.save_best and not math.isnan(reward) and (",
         new="self.args.save_best and (",
         killers=(

@@ -58,9 +58,9 @@ MUTANTS = [
     Mutant(
         name="pieces-of-a-cpu-on-a-gpu",
         mistake="65k tokens and a vocabulary of 152k make 594 pieces of a CPU's size on a GPU",
-        target="rlhf_pg.trainers.learner.Learner.__init__",
-        old="critic, tokens, piece(runtime))",
-        new="critic, tokens, 2**24)",
+        target="rlhf_pg.trainers.setup.TrainerSetup._new_learner",
+        old="self.critic, tokens, piece(runtime))",
+        new="self.critic, tokens, 2**24)",
         killers=(f"{BUDGET}::test_the_pieces_of_the_logits_are_those_of_the_device",),
     ),
     Mutant(

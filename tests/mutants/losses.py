@@ -69,8 +69,8 @@ MUTANTS = [
         name="advantage-not-detached",
         mistake="a gradient through the advantage into whatever it was made of",
         target="rlhf_pg.losses.ratio.ratio_terms",
-        old="return RatioTerms(bounded, ratio, torch.where(mask, advantages.detach(), 0.0), metrics)",
-        new="return RatioTerms(bounded, ratio, torch.where(mask, advantages, 0.0), metrics)",
+        old="torch.where(mask, advantages.detach(), 0.0)",
+        new="torch.where(mask, advantages, 0.0)",
         killers=(OURS + "test_only_the_first_input_is_trained",),
     ),
     # ------------------------------------------------------------------- without a clip
@@ -394,8 +394,8 @@ MUTANTS = [
     Mutant(
         name="likelihood-of-what-was-cut-off",
         mistake="right completions found by scores that penalties have changed",
-        target="rlhf_pg.trainers.scoring._positive",
-        old="said = sum_step_scores(trainer.shaping.judged(scores)).nansum(1)",
+        target="rlhf_pg.trainers.experience_maker._positive",
+        old="said = sum_step_scores(shaping.judged(scores)).nansum(1)",
         new="said = sum_step_scores(scores).nansum(1)",
         killers=(
             "tests/trainers/test_likelihood.py::test_the_gradient_is_that_of_the_right_completions",

@@ -174,8 +174,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="normalise-before-the-clip",
         mistake="outliers enter the running std that what is clipped is divided by",
-        target="rlhf_pg.rewards.shaping.Shaping.observe",
-        old="sum_step_scores(self._clipped(scores)[:, :, : self.functions])",
+        target="rlhf_pg.rewards.shaping.Shaping.measured",
+        old="sum_step_scores(own)",
         new="sum_step_scores(scores[:, :, : self.functions])",
         killers=(OPTIONS_TEST + "test_what_is_normalised_has_been_clipped",),
     ),
@@ -193,14 +193,15 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="std-of-the-steps-before",
         mistake="the first step is not normalised, since its scores enter the std after use",
-        target="rlhf_pg.trainers.scoring._signals",
+        target="rlhf_pg.trainers.experience_maker._shaped",
         old=(
-            "    trainer.shaping.observe(scores, runtime)\n"
-            "    shaped = trainer.shaping(scores, rollout)\n"
+            "        shaping.observe(runtime.gather(measured)[0])\n    return "
+            "shaping(scores, rollout)\n"
         ),
         new=(
-            "    shaped = trainer.shaping(scores, rollout)\n"
-            "    trainer.shaping.observe(scores, runtime)\n"
+            "        shaped = shaping(scores, rollout)\n        "
+            "shaping.observe(runtime.gather(measured)[0])\n        return "
+            "shaped\n    return shaping(scores, rollout)\n"
         ),
         killers=(OPTIONS_TEST + "test_scores_are_divided_by_the_std_of_all_totals_so_far",),
     ),
@@ -219,9 +220,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="moments-start-again",
         mistake="the running std of the rewards is not in the checkpoint",
-        target="rlhf_pg.trainers.PolicyGradientTrainer.running",
-        old="self.coefficients.controllers | self.shaping.moments",
-        new="self.coefficients.controllers | {}",
+        target="rlhf_pg.trainers.setup.TrainerSetup.running",
+        old="self.controllers.controllers | self.shaping.moments",
+        new="self.controllers.controllers | {}",
         killers=(OPTIONS_TEST + "test_a_resumed_run_normalises_alike",),
     ),
     # --------------------------------------------------------------------------- for the length
@@ -272,7 +273,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="whitened-rewards-lose-their-mean",
         mistake="rewards are whitened like advantages, and average 0 however good they are",
-        target="rlhf_pg.trainers.scoring._signals",
+        target="rlhf_pg.trainers.experience_maker._whitened",
         old="whiten(rewards, mask, shift_mean=False, stats=stats)",
         new="whiten(rewards, mask, stats=stats)",
         killers=(OPTIONS_TEST + "test_whitened_rewards_have_variance_1_and_their_mean",),
@@ -280,7 +281,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="rewards-whitened-per-process",
         mistake="each process whitens its own rewards: their number changes the update (TRL's PPO)",
-        target="rlhf_pg.trainers.scoring._signals",
+        target="rlhf_pg.trainers.experience_maker._whitened",
         old="whiten(rewards, mask, shift_mean=False, stats=stats)",
         new="whiten(rewards, mask, shift_mean=False)",
         killers=(
@@ -290,13 +291,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="kl-behind-the-whitening",
         mistake="rewards are whitened before the KL is subtracted, which keeps its own scale",
-        target="rlhf_pg.trainers.scoring._signals",
-        old="        rewards = whiten(rewards, mask, shift_mean=False, stats=stats)\n",
-        new=(
-            "        stats = _mean_and_var(runtime, step_scores, mask)\n"
-            "        white = whiten(step_scores, mask, shift_mean=False, stats=stats)\n"
-            "        rewards = minus_kl + white\n"
-        ),
+        target="rlhf_pg.trainers.experience_maker.advantage_inputs",
+        old="rewards=_whitened(minus_kl + step_scores, mask, runtime, args)",
+        new=("rewards=minus_kl + _whitened(step_scores, mask, runtime, args)"),
         killers=(OPTIONS_TEST + "test_whitened_rewards_have_variance_1_and_their_mean",),
     ),
     Mutant(
@@ -312,9 +309,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="evaluation-is-normalised",
         mistake="held-out rewards are divided by a std that moves: the best step cannot be told",
-        target="rlhf_pg.trainers.evaluation.evaluate",
-        old="trainer.shaping(scores, samples.rollout, normalize=False)",
-        new="trainer.shaping(scores, samples.rollout)",
+        target="rlhf_pg.trainers.evaluator.evaluate",
+        old="shaping(scores, samples.rollout, normalize=False)",
+        new="shaping(scores, samples.rollout)",
         killers=(OPTIONS_TEST + "test_evaluation_clips_and_penalises_but_does_not_normalise",),
     ),
     Mutant(
@@ -329,8 +326,8 @@ MUTANTS: list[Mutant] = [
         name="min-max-of-all-sources",
         mistake="one pair of bounds for every source of reward: the small one has no range left",
         target="rlhf_pg.rewards.shaping.Shaping.observe",
-        old="            self._bounds = lows, -highs\n",
-        new="            self._bounds = lows.amin(), -highs.amin()\n",
+        old="self._bounds = low.amin(0), -negated_high.amin(0)",
+        new="self._bounds = low.amin(), -negated_high.amin()",
         killers=(f"{OPTIONS_TEST}test_min_max_is_over_the_step_for_each_function",),
     ),
     Mutant(

@@ -14,36 +14,36 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="dynamic-sampling-cursor",
         mistake="the data cursor advances by prompts_per_step, so prompts of extra rounds repeat",
-        target="rlhf_pg.trainers.PolicyGradientTrainer.step",
-        old="self.state.draws += batch.num_prompts",
-        new="self.state.draws += self.args.prompts_per_step",
+        target="rlhf_pg.trainers.PolicyGradientTrainer.finish_step",
+        old="state.prompt_index += batch.num_prompts",
+        new="state.prompt_index += self.args.prompts_per_step",
         killers=(f"{DYNAMIC}every_draw_and_every_token_is_counted",),
     ),
     Mutant(
         name="dynamic-sampling-keeps-the-constant",
         mistake="groups without spread are kept, and the others drawn again",
-        target="rlhf_pg.trainers.drawing._with_spread",
-        old="kept += [draw for draw in draws if draw not in constant]",
-        new="kept += [draw for draw in draws if draw in constant]",
+        target="rlhf_pg.trainers.collector.Collector._with_spread",
+        old="kept += [index for index in indices if index not in constant]",
+        new="kept += [index for index in indices if index in constant]",
         killers=(f"{DYNAMIC}which_draws_are_kept",),
     ),
     Mutant(
         name="dynamic-sampling-by-own-rank",
         mistake="each process decides on the groups it sampled: the processes wait for each other",
-        target="rlhf_pg.trainers.drawing._constant_groups",
+        target="rlhf_pg.trainers.collector.Collector._constant_groups",
         old=(
-            "paid, _ = trainer.runtime.gather(sum_step_scores(trainer.shaping.judged(judged.scores)))\n"
-            "    groups, _ = trainer.runtime.gather(rollout.groups)"
+            "paid, _ = self.runtime.gather(said)\n        groups, _ = "
+            "self.runtime.gather(part.samples.rollout.groups)"
         ),
-        new="paid, groups = sum_step_scores(trainer.shaping.judged(judged.scores)), rollout.groups",
+        new="paid, groups = said, part.samples.rollout.groups",
         killers=(f"{DYNAMIC}two_ranks_decide_on_the_scores_of_both",),
     ),
     Mutant(
         name="dynamic-sampling-by-penalties",
         mistake="spread of the shaped scores keeps groups that are all wrong, by their lengths",
-        target="rlhf_pg.trainers.drawing._constant_groups",
-        old="sum_step_scores(trainer.shaping.judged(judged.scores))",
-        new="sum_step_scores(trainer.shaping(judged.scores, rollout))",
+        target="rlhf_pg.trainers.collector.Collector._constant_groups",
+        old="self.shaping.judged(part.scores)",
+        new="self.shaping(part.scores, part.samples.rollout)",
         killers=(f"{DYNAMIC}a_penalty_keeps_no_group_that_is_all_wrong",),
     ),
     Mutant(
@@ -57,7 +57,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="dynamic-sampling-batch-not-filled",
         mistake="at the last round what was set aside is dropped, and a step has fewer groups",
-        target="rlhf_pg.trainers.drawing._with_spread",
+        target="rlhf_pg.trainers.collector.Collector._with_spread",
         old="chosen = sorted(kept + aside[: args.prompts_per_step - len(kept)])",
         new="chosen = sorted(kept)",
         killers=(f"{DYNAMIC}which_draws_are_kept",),
@@ -65,7 +65,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="dynamic-sampling-filled-with-the-latest",
         mistake="the batch is filled up with the latest of the groups set aside",
-        target="rlhf_pg.trainers.drawing._with_spread",
+        target="rlhf_pg.trainers.collector.Collector._with_spread",
         old="aside[: args.prompts_per_step - len(kept)]",
         new="aside[::-1][: args.prompts_per_step - len(kept)]",
         killers=(f"{DYNAMIC}which_draws_are_kept",),
@@ -73,23 +73,23 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="dynamic-sampling-full-rounds",
         mistake="every round draws a whole batch, of which most is thrown away",
-        target="rlhf_pg.trainers.drawing._with_spread",
-        old="draws = range(end, end + args.prompts_per_step - len(kept))",
-        new="draws = range(end, end + args.prompts_per_step)",
+        target="rlhf_pg.trainers.collector.Collector._with_spread",
+        old="indices = range(end, end + args.prompts_per_step - len(kept))",
+        new="indices = range(end, end + args.prompts_per_step)",
         killers=(f"{DYNAMIC}which_draws_are_kept",),
     ),
     Mutant(
         name="dynamic-sampling-tokens-not-counted",
         mistake="tokens of the groups set aside are not in num_tokens and the speed",
-        target="rlhf_pg.trainers.drawing._with_spread",
-        old="other_tokens=sampled - int(runtime.all_reduce_sum(judged.samples.num_tokens)),",
+        target="rlhf_pg.trainers.collector.Collector._with_spread",
+        old="other_tokens=sampled - int(runtime.all_reduce_sum(samples.num_tokens)),",
         new="other_tokens=0,",
         killers=(f"{DYNAMIC}every_draw_and_every_token_is_counted",),
     ),
     Mutant(
         name="dynamic-sampling-by-one-source",
         mistake="spread is looked for in the first reward function, not in the total",
-        target="rlhf_pg.trainers.drawing._constant_groups",
+        target="rlhf_pg.trainers.collector.Collector._constant_groups",
         old="scores = total_scores(paid, groups)",
         new="scores = total_scores(paid[:, :1], groups)",
         killers=(f"{DYNAMIC}the_whole_total_has_to_vary",),
@@ -106,7 +106,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="truncated-mask-cuts-attention",
         mistake="masking completions that were cut off also hides them from attention (TRL's GRPO)",
-        target="rlhf_pg.trainers.scoring._without_truncated",
+        target="rlhf_pg.trainers.experience_maker._without_truncated",
         old="dataclasses.replace(experience, action_mask=mask)",
         new="dataclasses.replace(experience, action_mask=mask, completion_mask=mask)",
         killers=(f"{OPTIONS}only_the_loss_does_not_see_what_was_cut_off",),
@@ -114,11 +114,11 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="truncated-mask-before-statistics",
         mistake="completions that were cut off are masked before advantages are whitened",
-        target="rlhf_pg.trainers.scoring.make_experience",
-        old="args, runtime, mask = trainer.args, trainer.runtime, rollout.action_mask",
+        target="rlhf_pg.trainers.experience_maker.make_experience",
+        old="    mask = rollout.action_mask\n",
         new=(
-            "args, runtime, mask = trainer.args, trainer.runtime, rollout.action_mask\n"
-            "    mask = mask & ~(rollout.truncated[:, None] & args.mask_truncated_completions)"
+            "    mask = rollout.action_mask\n    mask = mask & "
+            "~(rollout.truncated[:, None] & args.mask_truncated_completions)\n"
         ),
         killers=(f"{OPTIONS}only_the_loss_does_not_see_what_was_cut_off",),
     ),
@@ -126,8 +126,8 @@ MUTANTS: list[Mutant] = [
         name="truncated-mask-keeps-the-denominator",
         mistake="masked completions still count in the denominator: the others train more slowly",
         target="rlhf_pg.trainers.learner.Learner.accumulate",
-        old="count = self.runtime.all_reduce_sum(weight_count(minibatch.action_mask, args.aggregation))",
-        new="count = self.runtime.all_reduce_sum(weight_count(minibatch.completion_mask, args.aggregation))",
+        old="weight_count(minibatch.action_mask, args.aggregation)",
+        new="weight_count(minibatch.completion_mask, args.aggregation)",
         killers=(f"{OPTIONS}completions_that_were_cut_off_leave_loss_and_denominator",),
     ),
     # -------------------------------------------------------------------- rows without advantage
@@ -163,15 +163,15 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="remax-baseline-is-sampled",
         mistake="ReMax's baseline is the score of another sample, not of the greedy completion",
-        target="rlhf_pg.trainers.drawing._with_greedy",
-        old="draws, n=1, temperature=0.0)",
-        new="draws, n=1, temperature=trainer.args.temperature)",
+        target="rlhf_pg.trainers.collector.Collector._with_greedy",
+        old="indices, n=1, temperature=0.0)",
+        new="indices, n=1, temperature=self.args.temperature)",
         killers=(f"{OPTIONS}greedy_completions_are_counted_and_never_trained_on",),
     ),
     Mutant(
         name="remax-baseline-of-another-prompt",
         mistake="a row is compared with the greedy completion of another prompt: still unbiased",
-        target="rlhf_pg.trainers.scoring._of_greedy",
+        target="rlhf_pg.trainers.experience_maker._of_greedy",
         old="nn.functional.pad(paid[place], (0, 1))",
         new="nn.functional.pad(paid.roll(1, 0)[place], (0, 1))",
         killers=(f"{OPTIONS}every_row_is_compared_with_the_greedy_completion_of_its_own_prompt",),
@@ -179,34 +179,36 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="remax-baseline-without-options",
         mistake="weights and penalties apply to the samples and not to the greedy completion",
-        target="rlhf_pg.trainers.scoring._of_greedy",
-        old="paid = sum_step_scores(trainer.shaping(greedy.scores, greedy.samples.rollout))",
+        target="rlhf_pg.trainers.experience_maker._of_greedy",
+        old="paid = sum_step_scores(shaping(greedy.scores, greedy.samples.rollout))",
         new="paid = sum_step_scores(greedy.scores)",
         killers=(f"{OPTIONS}every_row_is_compared_with_the_greedy_completion_of_its_own_prompt",),
     ),
     Mutant(
         name="moving-average-updated-before-use",
         mistake="the moving average has this step's own returns in it before it is used: biased",
-        target="rlhf_pg.trainers.scoring._signals",
-        old="moving_average=trainer.moving_average.value if trainer.moving_average else 0.0",
-        new="moving_average=0.9 * trainer.moving_average.value + 0.1 * trained.nansum(1).mean()"
-        " if trainer.moving_average else 0.0",
+        target="rlhf_pg.trainers.experience_maker.advantage_inputs",
+        old="moving_average=moving_average.value if moving_average else 0.0",
+        new=(
+            "moving_average=0.9 * moving_average.value + 0.1 * "
+            "trained.nansum(1).mean() if moving_average else 0.0"
+        ),
         killers=(f"{OPTIONS}a_moving_average_of_earlier_steps_is_unbiased",),
     ),
     Mutant(
         name="moving-average-without-the-kl",
         mistake="the moving average follows the scores, while the returns have the KL in them",
-        target="rlhf_pg.trainers.scoring._baseline_metrics",
-        old='metrics["return"] = signals.scores.nansum(1)',
-        new='metrics["return"] = signals.scores[:, :-1].nansum(1)',
+        target="rlhf_pg.trainers.experience_maker._baseline_metrics",
+        old='metrics["return"] = inputs.scores.nansum(1)',
+        new='metrics["return"] = inputs.scores[:, :-1].nansum(1)',
         killers=(f"{OPTIONS}it_is_the_average_of_the_returns_of_earlier_steps",),
     ),
     Mutant(
         name="moving-average-not-saved",
         mistake="a resumed run starts its moving average at 0 again",
-        target="rlhf_pg.trainers.PolicyGradientTrainer.running",
-        old='"moving_average": self.moving_average',
-        new='"moving_average": None',
+        target="rlhf_pg.trainers.setup.TrainerSetup.running",
+        old='{"moving_average": self.moving_average}',
+        new="{}",
         killers=(f"{OPTIONS}four_steps_are_two_and_two_bit_for_bit",),
     ),
 ]

@@ -85,9 +85,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="evaluation-from-all-tokens",
         mistake="training samples from the likeliest tokens, evaluation from all",
-        target="rlhf_pg.trainers.PolicyGradientTrainer.sample",
+        target="rlhf_pg.trainers.collector.Collector.sample",
         old="top_k=args.top_k,",
-        new="top_k=args.top_k if rows and min(draws) >= 0 else 0,",
+        new="top_k=args.top_k if rows and min(prompt_indices) >= 0 else 0,",
         killers=(f"{TRAINING}evaluation_samples_what_training_does_and_greedy_stays",),
     ),
     # ---------------------------------------------------------------------- several completions
@@ -118,15 +118,15 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="right-by-the-trained-reward",
         mistake="penalties, weights and all make an answer right or wrong",
-        target="rlhf_pg.trainers.evaluation.evaluate",
-        old="paid = _paid(trainer, sum_step_scores(scores))",
+        target="rlhf_pg.trainers.evaluator.evaluate",
+        old="paid = _paid(collector.rewards, sum_step_scores(scores))",
         new="paid = sum_step_scores(shaped).nansum(dim=1).double()",
         killers=(f"{EVALUATING}what_is_right_goes_by_the_reward_functions_alone",),
     ),
     Mutant(
         name="right-without-the-weights",
         mistake="what makes an answer right is the plain sum of all reward functions",
-        target="rlhf_pg.trainers.evaluation._paid",
+        target="rlhf_pg.trainers.evaluator._paid",
         old="(raw[:, : len(weights)] * weights)",
         new="raw[:, : len(weights)].double()",
         killers=(f"{EVALUATING}what_is_right_goes_by_the_reward_functions_alone",),
@@ -134,7 +134,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="right-but-for-rounding",
         mistake="rewards that add up to the threshold fall short of it in float32",
-        target="rlhf_pg.trainers.evaluation._judged",
+        target="rlhf_pg.trainers.evaluator._judged",
         old="(paid > threshold - 1e-6)",
         new="(paid >= threshold)",
         killers=(f"{EVALUATING}rounding_to_float32_makes_no_answer_wrong",),
@@ -142,7 +142,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="completions-of-other-prompts",
         mistake="the votes of a prompt are counted among completions of others",
-        target="rlhf_pg.trainers.evaluation._judged",
+        target="rlhf_pg.trainers.evaluator._judged",
         old="answers[i * n : (i + 1) * n]",
         new="answers[i :: len(paid)]",
         killers=(f"{EVALUATING}the_answer_that_is_given_most_often_is_scored",),

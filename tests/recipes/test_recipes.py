@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+import rlhf_pg
 from rlhf_pg.cli import main
 from rlhf_pg.config import (
     GRPOConfig,
@@ -198,7 +199,7 @@ def test_an_interrupted_run_says_so_in_one_line(monkeypatch, capsys) -> None:
     def interrupted(flags) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(main, "demo", interrupted)
+    monkeypatch.setattr(sys.modules["rlhf_pg.cli.main"], "demo", interrupted)
     with pytest.raises(SystemExit) as exit_:
         main(["demo"])
     assert exit_.value.code == 130
@@ -217,4 +218,4 @@ def test_bad_input_is_one_line_and_no_traceback(capsys) -> None:
 def test_version(capsys) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
-    assert capsys.readouterr().out.strip() == main.rlhf_pg.__version__
+    assert capsys.readouterr().out.strip() == rlhf_pg.__version__
