@@ -1,19 +1,22 @@
-"""Write docs/algorithms.md, and the tables in docs/benchmarks.md, docs/correctness.md,
-docs/reliability.md and docs/scaling.md, from the code: `make docs`.
+"""Write the pages that are made from the code, and the tables in others: `make docs`.
 
 What is said of a function is its docstring, and what proves it are the tests with the marker
-`@pytest.mark.proves("its.dotted.name")`.
+`@pytest.mark.proves("its.dotted.name")`. `PAGES` lists what is written.
 """
 
+import ast
+import dataclasses
 import importlib
 import importlib.util
 import inspect
 import itertools
 import json
+import os
 import pkgutil
 import re
 import sys
 import textwrap
+import typing
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,10 +30,16 @@ import gpu
 import paper
 import scaling
 
+from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
+from rlhf_pg.config.method import MethodConfig
+from rlhf_pg.config.run import RunConfig
+from rlhf_pg.config.sampling import SamplingConfig
 from tests.device.mutants import MUTANTS as DEVICE_MUTANTS
 from tests.distributed.layouts import LAYOUTS, Layout
 from tests.faults.rows import ROWS, UNSHOWN
-from tests.mutants import Mutant, all_mutants
+from tests.mutants import Mutant
+from tests.mutants import modules as mutant_modules
+from tests.test_layers import FLOORS
 
 ROOT = Path(__file__).resolve().parents[1]
 PURE = (
@@ -40,6 +49,11 @@ PURE = (
 NOT_PURE = {"Controllers"}  # in a file of pure classes
 # The keys by which a config chooses from a module's dict.
 REGISTRIES = {"ADVANTAGES": "advantage_estimator", "POLICY_LOSSES": "policy_loss"}
+
+KEY_TITLES = {RunConfig: "The run", SamplingConfig: "Sampling", MethodConfig: "The method"}
+KEY_TITLES |= {GRPOConfig: "GRPO", RLOOConfig: "RLOO"}
+KEY_TITLES |= {ReinforceConfig: "REINFORCE", PPOConfig: "PPO"}
+UNLISTED = {"algorithm"}  # the same word as the class, and no setting
 
 INTRODUCTION = """\
 # The algorithms, function by function
@@ -215,8 +229,13 @@ def _anchor(name: str) -> str:
     return name.lower().replace(".", "")
 
 
-def _links(tests: list[tuple[str, str]]) -> str:
-    return ", ".join(f"[{name}](../{path})" for path, name in tests)
+def _links(tests: list[tuple[str, str]], page: str = "docs/algorithms.md") -> str:
+    return ", ".join(f"[{name}]({_relative(path, page)})" for path, name in tests)
+
+
+def _relative(path: str, page: str) -> str:
+    """A path from the root of the repository, as a link on a page has it."""
+    return os.path.relpath(path, Path(page).parent)
 
 
 def _section(entry: Entry, tests: list[tuple[str, str]]) -> str:
@@ -268,12 +287,41 @@ def presets() -> str:
     return "\n".join(rows) + "\n\n"
 
 
-def correctness() -> str:
-    """The text of correctness.md, with new tables of mutants in it."""
-    text = (ROOT / "docs" / "correctness.md").read_text()
-    for name, mutants in {"mutants": all_mutants(), "device mutants": DEVICE_MUTANTS}.items():
-        text = filled(text, name, noticed(mutants))
-    return text
+MUTANTS_PAGE = "tests/mutants/README.md"
+MUTANTS_INTRODUCTION = """\
+# Known mistakes, and the tests that notice them
+
+Made by `make docs` from the modules beside this page and from
+[tests/device/mutants.py](../device/mutants.py): change those, not this page.
+
+Each row is a small patch, a *mutant*: a mistake that a paper, a text or a library has made, or one that
+is easy to make. A command puts each into a copy of the code, one at a time, and a named test has to
+fail. [docs/correctness.md](../../docs/correctness.md) says why.
+
+| | Mutants | Command | One alone |
+|---|---|---|---|
+"""
+DEVICE_INTRODUCTION = """\
+These fail on a pretend CUDA device (`tests/device`), which computes on a CPU and refuses what a GPU
+would refuse.
+"""
+
+
+def mutants() -> str:
+    """The page beside the mutants: every one of them, with the tests that notice it."""
+    groups = {module.__doc__ or "": list(module.MUTANTS) for module in mutant_modules()}
+    on_cpu = sum(len(group) for group in groups.values())
+    counts = [
+        f"| on any machine | {on_cpu} | `make mutants` | `python -m tests.mutants.run NAME` |",
+        f"| on a pretend GPU | {len(DEVICE_MUTANTS)} | `make device-mutants` | "
+        "`python -m tests.device.run_mutants NAME` |\n",
+    ]
+    parts = [MUTANTS_INTRODUCTION + "\n".join(counts)]
+    for about, group in groups.items():
+        title = about.partition("\n")[0].removeprefix("Mistakes in ").rstrip(".")
+        parts.append(f"## {title[0].upper()}{title[1:]}\n\n{noticed(group)}\n")
+    parts.append(f"## On a GPU alone\n\n{DEVICE_INTRODUCTION}\n{noticed(DEVICE_MUTANTS)}\n")
+    return "\n".join(parts)
 
 
 def noticed(mutants: Sequence[Mutant]) -> str:
@@ -281,10 +329,79 @@ def noticed(mutants: Sequence[Mutant]) -> str:
     rows = ["| Mistake | In | Noticed by |", "|---|---|---|"]
     for mutant in mutants:
         tests = [tuple(killer.split("::", 1)) for killer in mutant.killers]
-        links = _links([(path, f"`{test}`") for path, test in tests])
-        where = f"[{mutant.file.removeprefix('rlhf_pg/')}](../{mutant.file})"
-        rows.append(f"| {_cell(mutant.mistake)} (`{mutant.name}`) | {where} | {links} |")
+        links = _links([(path, f"`{test}`") for path, test in tests], MUTANTS_PAGE)
+        where = mutant.file.removeprefix("rlhf_pg/")
+        cells = (
+            f"{_cell(mutant.mistake)} (`{mutant.name}`)",
+            f"[{where}]({_relative(mutant.file, MUTANTS_PAGE)})",
+            links,
+        )
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def contributing() -> str:
+    """The text of CONTRIBUTING.md, with the table of floors that tests/test_layers.py checks."""
+    rows = ["| floor | what it is about | files and folders |", "|---|---|---|"]
+    for number, (about, parts) in enumerate(FLOORS.items()):
+        names = ", ".join(f"`{_path_of(part)}`" for part in parts)
+        rows.append(f"| {number} | {about} | {names} |")
+    return filled((ROOT / "CONTRIBUTING.md").read_text(), "floors", "\n".join(rows))
+
+
+def _path_of(part: str) -> str:
+    """A file or folder of the package as a path in it: "rewards/scores.py", "losses/"."""
+    path = part.replace(".", "/")
+    return f"{path}/" if (ROOT / "rlhf_pg" / path).is_dir() else f"{path}.py"
+
+
+def options() -> str:
+    """The text of options.md, with a table of every key."""
+    text = (ROOT / "docs" / "options.md").read_text()
+    return filled(text, "keys", "\n".join(_key_tables()).rstrip("\n"))
+
+
+def _key_tables() -> Iterator[str]:
+    """For each config class, the keys that it adds or to which it gives another default."""
+    inherited: dict[str, Any] = {}
+    shared = (RunConfig, SamplingConfig, MethodConfig)
+    for config in (*shared, GRPOConfig, RLOOConfig, ReinforceConfig, PPOConfig):
+        fields = {field.name: field for field in dataclasses.fields(config)}
+        new = [x for x in fields if x not in inherited or fields[x].default != inherited[x]]
+        about = (inspect.getmodule(config).__doc__ or "") if config in shared else config.__doc__
+        yield f"### {KEY_TITLES[config]}\n"
+        yield f"{about.partition(chr(10))[0]}\n"
+        yield "| Key | Default | Meaning |\n|---|---|---|"
+        yield from (_key_row(fields[name], config) for name in new if name not in UNLISTED)
+        yield ""
+        if config in shared:
+            inherited |= {name: field.default for name, field in fields.items()}
+
+
+def _key_row(field: dataclasses.Field[Any], config: type) -> str:
+    default = json.dumps(field.default) if not isinstance(field.default, str) else field.default
+    meaning = " ".join(_key_docstrings(config)[field.name].split())
+    choices = ", ".join(f"`{value}`" for value in _choices(config, field.name))
+    if choices:
+        meaning += f" One of {choices}."
+    return f"| `{field.name}` | `{default}` | {_cell(meaning)} |"
+
+
+def _choices(config: type, name: str) -> tuple[Any, ...]:
+    """The words that a key may have, if it has a list of them."""
+    hint = typing.get_type_hints(config)[name]
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+
+
+def _key_docstrings(config: type) -> dict[str, str]:
+    """The string below each field of a class and of those that it inherits from."""
+    found: dict[str, str] = {}
+    for base in reversed(config.__mro__[:-1]):
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        for field, below in itertools.pairwise(node.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                found[field.target.id] = ast.literal_eval(below.value)
+    return found
 
 
 def scaled() -> str:
@@ -357,19 +474,21 @@ def filled(text: str, name: str, table: str) -> str:
     return text
 
 
-# Every page that is made, and how.
+# Every page that is made, from the root of the repository, and how.
 PAGES = {
-    "algorithms.md": algorithms,
-    "benchmarks.md": benchmarks,
-    "correctness.md": correctness,
-    "reliability.md": reliability,
-    "scaling.md": scaled,
+    "docs/algorithms.md": algorithms,
+    "docs/benchmarks.md": benchmarks,
+    "docs/options.md": options,
+    "docs/reliability.md": reliability,
+    "docs/scaling.md": scaled,
+    MUTANTS_PAGE: mutants,
+    "CONTRIBUTING.md": contributing,
 }
 
 
 def main() -> None:
     for name, text in PAGES.items():
-        (ROOT / "docs" / name).write_text(text())
+        (ROOT / name).write_text(text())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The example in CONTRIBUTING.md is all that a new estimator takes."""
+"""The examples in CONTRIBUTING.md are all that a new estimator and a new loss take."""
 
 import re
 import shutil
@@ -6,19 +6,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
-DIFF = re.search(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+CASES = {
+    "median_of_others": ["tests/test_advantages.py", "tests/test_advantages_exact.py"],
+    "spo": ["tests/test_losses.py", "tests/test_policy_gradients.py"],
+}
+EACH = list(zip(CASES, DIFFS, strict=True))
 
 
-def test_a_new_estimator_is_a_short_diff_with_its_test(tmp_path: Path) -> None:
-    assert DIFF is not None
-    changed = [line for line in DIFF[1].splitlines() if re.match(r"[+-](?![+-]{2})", line)]
-    assert 0 < len(changed) <= 15
-    for name in ("rlhf_pg", "tests", "pyproject.toml"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
-        copy(ROOT / name, tmp_path / name)
-    subprocess.run(["git", "apply", "-C1"], cwd=tmp_path, input=DIFF[1], text=True, check=True)
-    tests = ["tests/test_advantages.py", "tests/test_advantages_exact.py"]
-    command = [sys.executable, "-m", "pytest", "-k", "median_of_others", *tests]
+@pytest.mark.parametrize(("name", "diff"), EACH, ids=CASES)
+def test_a_new_function_is_a_short_diff_with_its_test(tmp_path: Path, name: str, diff: str) -> None:
+    changed = [line for line in diff.splitlines() if re.match(r"[+-](?![+-]{2})", line)]
+    assert 0 < len(changed) <= 20
+    for source in ("rlhf_pg", "tests", "pyproject.toml"):
+        copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copyfile
+        copy(ROOT / source, tmp_path / source)
+    subprocess.run(["git", "apply", "-C1"], cwd=tmp_path, input=diff, text=True, check=True)
+    command = [sys.executable, "-m", "pytest", "-k", name, *CASES[name]]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout  # 5 if no test has the name

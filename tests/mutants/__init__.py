@@ -6,6 +6,7 @@ import pkgutil
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +29,7 @@ class Mutant:
     """
 
     name: str  # in-kebab-case
-    mistake: str  # what is wrong, and where it is found: one line for docs/correctness.md
+    mistake: str  # what is wrong, and where it is found: one line for the table in README.md
     target: str  # a function, method, class or module by dotted name: "rlhf_pg.advantages.gae"
     old: str
     new: str
@@ -94,9 +95,10 @@ def _inside(file: str, names: list[str], target: str) -> Place:
 
 def all_mutants() -> list[Mutant]:
     """`MUTANTS` of every module beside this file, in order of the modules' names."""
-    modules = [
-        importlib.import_module(f"{__name__}.{module.name}")
-        for module in pkgutil.iter_modules(__path__)
-        if module.name != "run"
-    ]
-    return [mutant for module in modules for mutant in module.MUTANTS]
+    return [mutant for module in modules() for mutant in module.MUTANTS]
+
+
+def modules() -> list[ModuleType]:
+    """The modules beside this file that hold mutants, in order of their names."""
+    names = [module.name for module in pkgutil.iter_modules(__path__) if module.name != "run"]
+    return [importlib.import_module(f"{__name__}.{name}") for name in names]

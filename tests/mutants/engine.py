@@ -1,4 +1,4 @@
-"""Mistakes in sampling: rows, prompts, noise and ends."""
+"""Mistakes in the native engine: rows, prompts, noise and where completions end."""
 
 from tests.mutants import Mutant
 

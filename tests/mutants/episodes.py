@@ -1,4 +1,4 @@
-"""Mistakes in episodes: whose tokens they are, what is carried on, where a reward stands."""
+"""Mistakes in episodes: whose tokens they are, what is carried on, where a reward is placed."""
 
 from tests.mutants import Mutant
 

@@ -1,4 +1,4 @@
-"""Mistakes with mixtures of experts, and with weights on their way."""
+"""Mistakes in mixtures of experts, and in copying weights."""
 
 from tests.mutants import Mutant
 

@@ -1,4 +1,4 @@
-"""Mistakes in what keeps a run through interruptions."""
+"""Mistakes in keeping a run through interruptions."""
 
 from tests.mutants import Mutant
 

@@ -1,4 +1,4 @@
-"""Mistakes in log-probabilities and entropies that are computed without keeping the logits."""
+"""Mistakes in log-probabilities and entropies computed without storing the logits."""
 
 from tests.mutants import Mutant
 

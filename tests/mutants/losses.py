@@ -1,4 +1,4 @@
-"""Mistakes in `rlhf_pg/losses/`."""
+"""Mistakes in the policy losses."""
 
 from tests.mutants import Mutant
 

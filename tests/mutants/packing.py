@@ -1,4 +1,4 @@
-"""Mistakes of prompts that are computed once, and of attention in two parts."""
+"""Mistakes in computing a prompt once, and in attention in two parts."""
 
 from tests.mutants import Mutant
 

@@ -1,4 +1,4 @@
-"""Mistakes of what is foretold on paper."""
+"""Mistakes in the estimates of memory and time."""
 
 from tests.mutants import Mutant
 

@@ -1,4 +1,4 @@
-"""Mistakes in rewards: where a score stands, and what is done to it before it is trained on."""
+"""Mistakes in rewards: where a score is placed, and how it is shaped."""
 
 from tests.mutants import Mutant
 

@@ -1,4 +1,4 @@
-"""Mistakes in how a model is shared among processes."""
+"""Mistakes in sharing a model among processes."""
 
 from tests.mutants import Mutant
 

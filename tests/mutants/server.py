@@ -1,4 +1,4 @@
-"""Mistakes with what others say: a server, an environment, a reward function."""
+"""Mistakes in reading the answers of a server, an environment or a reward function."""
 
 from tests.mutants import Mutant
 

@@ -1,4 +1,4 @@
-"""Mistakes in training on truncated distributions, and in what several completions say."""
+"""Mistakes in training on truncated distributions, and in pass@k and majority votes."""
 
 from tests.mutants import Mutant
 
