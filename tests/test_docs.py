@@ -11,7 +11,12 @@ import pytest
 from tests.gpu import report
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/mutants/README.md")),
+]
+# What has to stay short enough to be read.
+MOST_WORDS = {"README.md": 1200, "docs/correctness.md": 700}
 
 # `docs` is no package.
 _spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
@@ -43,24 +48,43 @@ NO_SOURCE = NO_FORMULA | {
 
 @pytest.mark.parametrize("name", sorted(generate.PAGES))
 def test_pages_are_up_to_date(name: str) -> None:
-    assert (ROOT / "docs" / name).read_text() == generate.PAGES[name](), "run `make docs`"
+    assert (ROOT / name).read_text() == generate.PAGES[name](), "run `make docs`"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("name", MOST_WORDS)
+def test_page_is_short(name: str) -> None:
+    assert len((ROOT / name).read_text().split()) <= MOST_WORDS[name]
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = set(re.findall(r"\]\((docs/\w+\.md)", (ROOT / "README.md").read_text()))
+    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= linked
+
+
+def test_readme_names_the_command_that_runs_the_tests() -> None:
+    assert "`make test`" in (ROOT / "README.md").read_text()
+    assert "\nmake test\n" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_names_exists(page: Path) -> None:
     text = page.read_text()
     for name in set(re.findall(r"\brlhf_pg(?:\.[A-Za-z_]\w*)+", text)):
         pkgutil.resolve_name(name)
-    for link in set(re.findall(r"\]\((?!https?://|#)([^)#]+)", text)):
-        assert (page.parent / link).exists(), link
-    for anchor in set(re.findall(r"\]\(#([^)]+)\)", text)):
-        assert f"#{anchor}" in {f"#{_anchor(line)}" for line in re.findall("^#+ (.*)$", text, re.M)}
+    for link, anchor in set(re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", text)):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target.read_text()), f"{link}#{anchor}"
     for path, test in set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?", text)):
         assert f"def {test}" in (ROOT / path).read_text()
 
 
-def _anchor(heading: str) -> str:
-    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+def _anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    return {
+        re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+        for heading in re.findall("^#+ (.*)$", text, re.M)
+    }
 
 
 def test_what_a_test_claims_to_prove_exists() -> None:
