@@ -11,7 +11,7 @@ from rlhf_pg.models.adapters import (
     quantized,
 )
 from rlhf_pg.models.critic import ActorCritic, Critic, ValueHead, new_critic
-from rlhf_pg.models.lm_head import ChunkedLMHead, parts_for, piece_for
+from rlhf_pg.models.lm_head import ChunkedLMHead, chunk_size_for, num_chunks
 from rlhf_pg.models.loading import (
     load_model,
     load_policy,
@@ -55,6 +55,7 @@ __all__ = [
     "check_vocabulary",
     "checkpoint_activations",
     "checkpoints",
+    "chunk_size_for",
     "disable_dropout",
     "evaluating",
     "fingerprint",
@@ -70,9 +71,8 @@ __all__ = [
     "max_positions",
     "merged",
     "new_critic",
+    "num_chunks",
     "opening",
-    "parts_for",
-    "piece_for",
     "quantization",
     "quantized",
     "settle_positions",

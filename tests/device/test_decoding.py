@@ -91,7 +91,10 @@ def refused():
 
 
 def test_a_session_within_another_has_tensors_of_its_own():
-    engine, request = engine_on("cuda"), Request(tokens=PROMPTS[0], draw=0, samples=range(3))
+    engine, request = (
+        engine_on("cuda"),
+        Request(tokens=PROMPTS[0], prompt_index=0, samples=range(3)),
+    )
     alone = engine.generate(PROMPTS, 2, PARAMS, seed=1)
     with engine.session(PARAMS, seed=0) as session:
         session.add(request)

@@ -100,7 +100,7 @@ MODELS = [
     Mutant(
         name="attention-cut-with-the-loss-mask",
         mistake="what does not enter the loss is not attended to either (TRL's completion_mask)",
-        target="rlhf_pg.models.packing.packed",
+        target="rlhf_pg.models.packing.lay_out_packed",
         old="kept = there & (first[:, None] | (columns >= width))",
         new="kept = there & (first[:, None] & (columns < width) | (columns >= width))\n"
         "    kept[:, width:] &= batch.action_mask.cpu()",
@@ -109,7 +109,7 @@ MODELS = [
     Mutant(
         name="positions-from-the-column",
         mistake="left padding shifts the positions (OpenRLHF #217, TRL #6800)",
-        target="rlhf_pg.models.packing.packed",
+        target="rlhf_pg.models.packing.lay_out_packed",
         old="(there.cumsum(dim=1) - 1)[kept]",
         new="torch.arange(there.shape[1]).expand_as(there)[kept]",
         killers=(f"{POLICY}::test_equals_an_unpadded_teacher_forced_forward",),
@@ -126,8 +126,8 @@ MODELS = [
         name="temperature-not-in-the-scores",
         mistake="what was sampled at a temperature is scored without it (TRL #4159)",
         target="rlhf_pg.models.softmax.Law.slope",
-        old="return self.finish.scale / self.temperature",
-        new="return self.finish.scale",
+        old="return self.transform.scale / self.temperature",
+        new="return self.transform.scale",
         killers=(f"{POLICY}::test_a_temperature_of_one_half_squares_the_odds",),
     ),
     Mutant(
@@ -256,7 +256,7 @@ MODELS = [
     Mutant(
         name="sampled-in-padding",
         mistake="the engine pads prompts that the model check found to change in padding",
-        target="rlhf_pg.rollout.native.engine._Session._way",
+        target="rlhf_pg.rollout.native.engine._NativeSession._way",
         old="options = (engine.pad_token_id, engine.cache_tokens, engine.pads, engine.together)",
         new="options = (engine.pad_token_id, engine.cache_tokens)",
         killers=(f"{CHECK}::test_what_was_sampled_is_scored_alike_where_padding_changes_a_row",),

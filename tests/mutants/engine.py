@@ -112,8 +112,8 @@ MUTANTS = [
         name="noise-without-the-draw",
         mistake="every prompt is given the same noise, as ranks with one seed are",
         target="rlhf_pg.rollout.token_sampling._state",
-        old="mix(state + draws)",
-        new="mix(state + 0 * draws)",
+        old="mix(state + prompt_indices)",
+        new="mix(state + 0 * prompt_indices)",
         killers=(f"{SAMPLING}::test_every_coordinate_gives_its_own_noise",),
     ),
     Mutant(

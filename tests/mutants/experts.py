@@ -26,7 +26,7 @@ MUTANTS = [
     Mutant(
         name="router-loss-counts-prompts-once",
         mistake="a prompt that is computed once counts once, however many completions it has",
-        target="rlhf_pg.models.packing.packed",
+        target="rlhf_pg.models.packing.lay_out_packed",
         old="shares = torch.where(columns < width, shared[:, None], acts[:, None])[kept]",
         new="shares = torch.ones_like(kept, dtype=torch.int64)[kept]",
         killers=(COUNTED,),

@@ -75,7 +75,7 @@ def test_truncation_stops_and_single_tokens(flashing, fields):
 
 
 def prompt_of(length: int, slot: int, start: int = 0) -> Prompt:
-    request = Request(tokens=[1] * length, draw=0)
+    request = Request(tokens=[1] * length, prompt_index=0)
     return Prompt(request, limit=4, waiting=deque(), slot=slot, start=start)
 
 

@@ -68,7 +68,7 @@ def test_what_was_found_fits_and_more_would_not(make, trainer_type) -> None:
 
 
 def test_the_pieces_of_the_logits_are_those_of_the_device(make) -> None:
-    with patch.object(token_budget, "piece_for", lambda memory: 100 if memory is None else 0):
+    with patch.object(token_budget, "chunk_size_for", lambda memory: 100 if memory is None else 0):
         trainer = make()
     logits = trainer.args.micro_batch_tokens * trainer.model.config.vocab_size
     assert trainer.learner.policy.head.parts == math.ceil(logits / 100)
@@ -81,7 +81,7 @@ def test_pieces_are_those_of_the_smallest_gpu() -> None:
             device=torch.device("cuda"), most=lambda x: max(x, *(-size // 160 for size in sizes))
         )
         with patch.object(torch.cuda, "mem_get_info", lambda _, own=own: (0, own)):
-            assert token_budget.piece(runtime) == 40 * 2**30 // 160
+            assert token_budget.chunk_size(runtime) == 40 * 2**30 // 160
 
 
 def test_a_row_always_fits(make) -> None:

@@ -192,14 +192,14 @@ def test_a_sample_depends_on_its_own_coordinates_alone(engine):
 
 
 def test_requests_come_and_go(engine):
-    first = Request(tokens=PROMPTS[0], draw=0, samples=(2, 5))
+    first = Request(tokens=PROMPTS[0], prompt_index=0, samples=(2, 5))
     expected = engine.generate([PROMPTS[0]], 6, PARAMS, seed=0)
     with engine.weights_synced():
         with engine.session(PARAMS, seed=0) as session:
             session.add(first)
             done = session.step()
             # The second turn of an episode, while others are at their first.
-            more = Request(tokens=[*PROMPTS[1], 5], draw=1, position=2, max_tokens=3)
+            more = Request(tokens=[*PROMPTS[1], 5], prompt_index=1, position=2, max_tokens=3)
             session.add(more)
             while not session.idle:
                 done += session.step()
