@@ -129,7 +129,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, arch, dtype, update):
     train(second, 1)  # moments, schedule and counters that are to be replaced
     second.restore(path, rank=0)
     assert everything(second) == saved
-    assert second.state == TrainState(step=3, draws=48, num_tokens=900)
+    assert second.state == TrainState(step=3, prompt_index=48, num_tokens=900)
     train(second, 3)
     assert everything(second) == expected
 
@@ -349,7 +349,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     checkpointer.state.prompt_index = 77
     assert save_at(checkpointer, 4) == path
     assert not (path / "leftover").exists()
-    assert json.loads((path / "state.json").read_text())["counters"]["draws"] == 77
+    assert json.loads((path / "state.json").read_text())["counters"]["prompt_index"] == 77
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000004"]
 
 
