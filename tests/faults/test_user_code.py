@@ -22,8 +22,8 @@ from rlhf_pg.report.json_lines import JsonLines
 from rlhf_pg.rewards import Rewards
 from rlhf_pg.rollout import EpisodeRunner, SamplingParams, Toolbox, ToolEnvironment
 from rlhf_pg.trainers.evaluator import evaluate
-from tests.rollout.scripted import letters
-from tests.rollout.test_episodes import EOS, Listed, ids, sayer
+from tests.rollout.multi_turn.scripted import letters
+from tests.rollout.multi_turn.test_episodes import EOS, Listed, ids, sayer
 from tests.trainers.conftest import digits, make  # noqa: F401
 
 TOKENIZER = letters()

@@ -69,7 +69,7 @@ def test_what_was_found_fits_and_more_would_not(make, trainer_type) -> None:
 def test_the_pieces_of_the_logits_are_those_of_the_device(make) -> None:
     with patch.object(token_budget, "chunk_size_for", lambda memory: 100 if memory is None else 0):
         trainer = make()
-    logits = trainer.args.micro_batch_tokens * trainer.model.config.vocab_size
+    logits = trainer.learner.token_budget * trainer.model.config.vocab_size
     assert trainer.learner.policy.head.chunks == math.ceil(logits / 100)
 
 

@@ -20,7 +20,7 @@ from rlhf_pg.tasks import calculator, guess
 from rlhf_pg.trainers import PolicyGradientTrainer
 from tests import enumeration
 from tests.enumeration import EOS, PROMPTS, A, B, make_trainer
-from tests.rollout.scripted import ScriptedEngine
+from tests.rollout.multi_turn.scripted import ScriptedEngine
 
 TRAINERS = [GRPOTrainer, RLOOTrainer, ReinforceTrainer, PPOTrainer]
 

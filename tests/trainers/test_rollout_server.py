@@ -8,7 +8,7 @@ import pytest
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.rollout import RolloutError
 from rlhf_pg.rollout.vllm import http
-from tests.rollout.fake_vllm import FakeVllm
+from tests.rollout.vllm.fake_vllm import FakeVllm
 
 COMPLETIONS = "/v1/completions"
 

@@ -23,7 +23,7 @@ from rlhf_pg.checkpoint.checkpointer import (
     stored_state,
 )
 from rlhf_pg.models import Policy, Reference, fingerprint
-from rlhf_pg.rng import restore_rng, rng_tensors
+from rlhf_pg.rng import rng_tensors
 from rlhf_pg.runtime import FullWeights, Runtime
 from tests.tiny import tiny_model
 
@@ -229,37 +229,6 @@ def test_restoring_forgets_the_moments_that_were_there():
 
 
 # ----------------------------------------------------------------------------- random generators
-
-
-def draw():
-    return [
-        torch.rand(3).tolist(),
-        torch.randn(3).tolist(),
-        [random.random(), random.gauss(0, 1), random.getrandbits(70)],
-        [np.random.random(), np.random.normal(), int(np.random.randint(2**40))],
-    ]
-
-
-@pytest.mark.parametrize("drawn", [0, 1, 2, 700])
-def test_generators_go_on_where_they_were(drawn):
-    # An odd number of normal deviates leaves a second one in store, in python and in numpy.
-    seed_everything(7)
-    for _ in range(drawn):
-        random.gauss(0, 1), np.random.normal(), torch.randn(1)
-    states = {name: state.clone() for name, state in rng_tensors().items()}
-    expected = draw()
-    seed_everything(8)
-    random.gauss(0, 1), np.random.normal()
-    restore_rng(states)
-    assert draw() == expected
-
-
-def test_reading_the_generators_does_not_move_them():
-    seed_everything(7)
-    expected = draw()
-    seed_everything(7)
-    rng_tensors()
-    assert draw() == expected
 
 
 # ---------------------------------------------------------------------------------- the directory
