@@ -140,7 +140,7 @@ CASES = [
         name,
         options,
         formula,
-        marks=pytest.mark.proves(f"rlhf_pg.advantages.estimators.{name}"),
+        marks=pytest.mark.proves(f"rlhf_pg.advantages.estimators.{ADVANTAGES[name].__name__}"),
         id="-".join([name, *map(str, options.values())]),
     )
     for name, cases in EXPECTED.items()
