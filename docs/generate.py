@@ -84,13 +84,13 @@ class Entry:
 
     @property
     def source(self) -> str | None:
-        """The last parentheses of the docstring's first paragraph with a year or a name in them; or
-        those of the function of the same name that the package passes on, which has the formula.
+        """The last parentheses of the docstring's first paragraph with a year or a name in them; or,
+        of `estimate_gae`, those of `gae`, which has the formula.
         """
         found = re.findall(r"\(((?:[^()]|\([^()]*\))*)\)", " ".join(self.paragraphs[0].split()))
         sources = [text for text in found if re.search(r"(19|20)\d\d|[A-Z]\w{2,}", text)]
         package = sys.modules[_package(self.object)]
-        formula = getattr(package, self.object.__name__, self.object)
+        formula = getattr(package, self.object.__name__.removeprefix("estimate_"), self.object)
         if not sources and formula is not self.object:
             return Entry(self.name, formula).source
         return sources[-1] if sources else None
@@ -132,7 +132,7 @@ def chosen() -> dict[Any, list[str]]:
 def _is_public(x: Any) -> bool:
     package = sys.modules[x.__module__.rpartition(".")[0]]
     inner = package.__name__ in (f"rlhf_pg.{name}" for name in PURE)
-    handed_on = x.__name__ in package.__all__ if inner else not x.__name__.startswith("_")
+    handed_on = vars(package).get(x.__name__) is x if inner else not x.__name__.startswith("_")
     return handed_on and not _is_record(x) and x.__name__ not in NOT_PURE
 
 

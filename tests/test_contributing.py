@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
 CASES = {
-    "median_of_others": ["tests/test_advantages.py", "tests/test_advantages_exact.py"],
-    "spo": ["tests/test_losses.py", "tests/test_policy_gradients.py"],
+    "median_of_others": ["tests/advantages/test_formulas.py", "tests/advantages/test_exact.py"],
+    "spo": ["tests/losses/test_losses.py", "tests/losses/test_policy_gradients.py"],
 }
 EACH = list(zip(CASES, DIFFS, strict=True))
 

@@ -67,51 +67,51 @@ def total_scores(scores: Tensor, groups: Tensor) -> Tensor:
 # ----------------------------------------------------------------------------- against the group
 
 
-def group_normalized(
-    signals: AdvantageInputs, *, scale_rewards: str = "group", scale_rewards_eps: float = 1e-4
+def estimate_group_normalized(
+    inputs: AdvantageInputs, *, scale_rewards: str = "group", scale_rewards_eps: float = 1e-4
 ) -> Tensor:
     """A_i = (s_i - mean of its group) / (std + eps), at every token (GRPO)."""
-    groups = signals.groups
-    scores = total_scores(signals.scores, groups)
-    return signals.per_token(
+    groups = inputs.groups
+    scores = total_scores(inputs.scores, groups)
+    return inputs.per_token(
         per_group.group_normalized(scores, groups, scale_rewards, scale_rewards_eps)
     )
 
 
-def process_group_normalized(
-    signals: AdvantageInputs, *, scale_rewards_eps: float = 1e-4
+def estimate_process_group_normalized(
+    inputs: AdvantageInputs, *, scale_rewards_eps: float = 1e-4
 ) -> Tensor:
     """A_t = sum of the normalised step scores at t and later (GRPO with process supervision).
 
     Without step scores it is `group_normalized`. With them nothing else is looked at: a KL in the
     reward would be lost.
     """
-    if signals.step_scores is None:
-        return group_normalized(signals, scale_rewards_eps=scale_rewards_eps)
-    assert signals.step_mask is not None  # the two come together
-    groups = signals.groups[signals.rows]
+    if inputs.step_scores is None:
+        return estimate_group_normalized(inputs, scale_rewards_eps=scale_rewards_eps)
+    assert inputs.step_mask is not None  # the two come together
+    groups = inputs.groups[inputs.rows]
     return per_group.process_group_normalized(
-        signals.step_scores, signals.step_mask, groups, signals.mask, scale_rewards_eps
+        inputs.step_scores, inputs.step_mask, groups, inputs.mask, scale_rewards_eps
     )
 
 
-def leave_one_out(signals: AdvantageInputs) -> Tensor:
+def estimate_leave_one_out(inputs: AdvantageInputs) -> Tensor:
     """A_i = s_i - mean of the other scores of its group, at every token: unbiased (RLOO)."""
-    columns = signals.scores.unbind(1)
-    return signals.per_token(
-        torch.stack([per_group.leave_one_out(c, signals.groups) for c in columns]).sum(0)
+    columns = inputs.scores.unbind(1)
+    return inputs.per_token(
+        torch.stack([per_group.leave_one_out(c, inputs.groups) for c in columns]).sum(0)
     )
 
 
 # ------------------------------------------------------------------------ returns and a baseline
 
 
-def returns(signals: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
+def returns(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     """A_t = G_t, no baseline: unbiased (Williams 1992)."""
-    return per_token.discounted_returns(signals.rewards, signals.mask, gamma)
+    return per_token.discounted_returns(inputs.rewards, inputs.mask, gamma)
 
 
-def total_returns(signals: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
+def total_returns(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     """A_t = G_0, the return of the whole completion, at every token: unbiased (Williams 1992).
 
         sum_t grad log pi(y_t) sum_i gamma^i r_i
@@ -119,105 +119,107 @@ def total_returns(signals: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     The first form of the policy gradient. What was paid before a token is noise to it, and leaving
     that out is `returns`; with gamma below 1 this is still the gradient of E[G_0].
     """
-    to_go = returns(signals, gamma=gamma)
-    first = signals.mask.int().argmax(1, keepdim=True)
-    return signals.over_tokens(to_go.gather(1, first).squeeze(1))
+    to_go = returns(inputs, gamma=gamma)
+    first = inputs.mask.int().argmax(1, keepdim=True)
+    return inputs.over_tokens(to_go.gather(1, first).squeeze(1))
 
 
-def returns_minus_others(signals: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
+def returns_minus_others(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     """A_t = G_t - b_i, b_i the mean score of the *other* rows of the batch (Kool 2019).
 
     Unbiased.
     """
-    everyone = torch.zeros_like(signals.groups)
-    columns = signals.scores.unbind(1)
+    everyone = torch.zeros_like(inputs.groups)
+    columns = inputs.scores.unbind(1)
     above_others = torch.stack([per_group.leave_one_out(c, everyone) for c in columns]).sum(0)
-    baseline = signals.scores.nansum(1) - above_others
-    return returns(signals, gamma=gamma) - signals.per_token(baseline)
+    baseline = inputs.scores.nansum(1) - above_others
+    return returns(inputs, gamma=gamma) - inputs.per_token(baseline)
 
 
-def returns_minus_mean(signals: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
+def returns_minus_mean(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     """A_t = G_t - mean score of the N rows, the own among them (Williams 1992).
 
     Which shrinks the expected gradient by 1 - 1/N.
     """
-    scores = signals.scores
+    scores = inputs.scores
     baseline = torch.where(scores.isnan(), 0.0, scores.nanmean(0, keepdim=True)).sum(1)
-    return returns(signals, gamma=gamma) - signals.per_token(baseline)
+    return returns(inputs, gamma=gamma) - inputs.per_token(baseline)
 
 
-def returns_minus_moving_average(signals: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
+def returns_minus_moving_average(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     """A_t = G_t - the moving average of the scores of *earlier* steps: unbiased (Williams 1992).
 
     This step's own scores must not be in it yet.
     """
-    baseline = signals.rewards.new_full(signals.rewards.shape[:1], signals.moving_average)
-    return returns(signals, gamma=gamma) - signals.over_tokens(baseline)
+    baseline = inputs.rewards.new_full(inputs.rewards.shape[:1], inputs.moving_average)
+    return returns(inputs, gamma=gamma) - inputs.over_tokens(baseline)
 
 
-def returns_minus_greedy(signals: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
+def returns_minus_greedy(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     """A_t = G_t - score of the greedy completion of the same prompt: unbiased (ReMax; Li 2023).
 
     A source that does not apply to the row, or to the greedy completion, is not in the baseline.
     """
-    assert signals.greedy_scores is not None  # the trainer scores a greedy completion for it
-    own = signals.scores[signals.rows]
-    baseline = torch.where(own.isnan(), 0.0, signals.greedy_scores).nansum(1)
-    return returns(signals, gamma=gamma) - signals.over_tokens(baseline)
+    assert inputs.greedy_scores is not None  # the trainer scores a greedy completion for it
+    own = inputs.scores[inputs.rows]
+    baseline = torch.where(own.isnan(), 0.0, inputs.greedy_scores).nansum(1)
+    return returns(inputs, gamma=gamma) - inputs.over_tokens(baseline)
 
 
-def returns_minus_optimal(signals: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
+def returns_minus_optimal(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     """A_t = G_t - mean score of the others of the group, weighted by length: unbiased (OPO).
 
     The estimate of the constant of least variance, |grad log pi|^2 taken proportional to length
     (see `optimal_baseline`). Where every prompt has one completion, the others are those of the
     batch. A row that is alone in its group otherwise has baseline 0, not advantage 0.
     """
-    return _minus_optimal(signals, signals.action_tokens, gamma)
+    return _minus_optimal(inputs, inputs.action_tokens, gamma)
 
 
-def returns_minus_optimal_by_gradient(signals: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
+def returns_minus_optimal_by_gradient(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     """`returns_minus_optimal` with the true |grad log pi(y)|^2: unbiased (Weaver & Tao 2001).
 
     It costs a forward and a backward pass of its own for every completion.
     """
-    assert signals.squared_gradients is not None  # the trainer measures them for it
-    return _minus_optimal(signals, signals.squared_gradients, gamma)
+    assert inputs.squared_gradients is not None  # the trainer measures them for it
+    return _minus_optimal(inputs, inputs.squared_gradients, gamma)
 
 
-def _minus_optimal(signals: AdvantageInputs, weights: Tensor, gamma: float) -> Tensor:
-    groups = signals.groups
+def _minus_optimal(inputs: AdvantageInputs, weights: Tensor, gamma: float) -> Tensor:
+    groups = inputs.groups
     if len(torch.unique(groups)) == len(groups):
         groups = torch.zeros_like(groups)
-    columns = signals.scores.unbind(1)
+    columns = inputs.scores.unbind(1)
     baselines = [per_group.optimal_baseline(c, weights, groups) for c in columns]
-    return returns(signals, gamma=gamma) - signals.per_token(torch.stack(baselines).sum(0))
+    return returns(inputs, gamma=gamma) - inputs.per_token(torch.stack(baselines).sum(0))
 
 
 # ------------------------------------------------------------------------------- with a critic
 
 
-def returns_minus_values(signals: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
+def returns_minus_values(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     """A_t = G_t - V_t: unbiased however wrong V is (VPG; Sutton et al. 2000).
 
     A row that was cut off ends with `bootstrap_value`, and is as biased as that is wrong.
     """
-    return gae(signals, gamma=gamma, lam=1.0)
+    return estimate_gae(inputs, gamma=gamma, lam=1.0)
 
 
-def n_step(signals: AdvantageInputs, *, gamma: float = 1.0, n_steps: int | None = 1) -> Tensor:
+def estimate_n_step(
+    inputs: AdvantageInputs, *, gamma: float = 1.0, n_steps: int | None = 1
+) -> Tensor:
     """A_t = r_t + ... + gamma^n V_{t+n} - V_t: online A2C with 1, to the end of the row with None.
 
     As biased as V_{t+n} is wrong.
     """
-    assert signals.values is not None  # the config lets only trainers with a critic choose it
+    assert inputs.values is not None  # the config lets only trainers with a critic choose it
     return per_token.n_step(
-        signals.rewards, signals.values, signals.mask, n_steps, gamma, signals.bootstrap_value
+        inputs.rewards, inputs.values, inputs.mask, n_steps, gamma, inputs.bootstrap_value
     )[0]
 
 
-def gae(
-    signals: AdvantageInputs,
+def estimate_gae(
+    inputs: AdvantageInputs,
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
@@ -227,20 +229,20 @@ def gae(
 
     With `lam_alpha`, lam is 1 - 1 / (lam_alpha length) in every row (VAPO) and `lam` is not used.
     """
-    assert signals.values is not None  # the config lets only trainers with a critic choose it
-    mask = signals.mask
+    assert inputs.values is not None  # the config lets only trainers with a critic choose it
+    mask = inputs.mask
     row_lam = lam if lam_alpha is None else per_token.length_adaptive_lam(mask, lam_alpha)
     return per_token.gae(
-        signals.rewards, signals.values, mask, gamma, row_lam, signals.bootstrap_value
+        inputs.rewards, inputs.values, mask, gamma, row_lam, inputs.bootstrap_value
     )[0]
 
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
-    "gae": gae,
-    "group_normalized": group_normalized,
-    "leave_one_out": leave_one_out,
-    "n_step": n_step,
-    "process_group_normalized": process_group_normalized,
+    "gae": estimate_gae,
+    "group_normalized": estimate_group_normalized,
+    "leave_one_out": estimate_leave_one_out,
+    "n_step": estimate_n_step,
+    "process_group_normalized": estimate_process_group_normalized,
     "returns": returns,
     "returns_minus_greedy": returns_minus_greedy,
     "returns_minus_mean": returns_minus_mean,

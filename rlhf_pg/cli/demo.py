@@ -20,7 +20,7 @@ from rlhf_pg.trainers import (
 def demo(flags: Sequence[str]) -> None:
     """Train the embedded model with GRPO, and show what it has learnt."""
     if not (find_spec("plotext") and find_spec("matplotlib")):
-        fail('the demo draws curves: pip install "rlhf-pg[report]"')
+        fail('the demo indices curves: pip install "rlhf-pg[report]"')
     recipe = ["--config", str(recipe_file("grpo_arithmetic.yaml")), "--output_dir", "runs/demo"]
     trainer = make_trainer("grpo", parse(GRPOConfig, [*recipe, *flags], "rlhf-pg demo"))
     console = Console(quiet=not trainer.runtime.is_main)
@@ -60,5 +60,5 @@ def _answers(trainer: PolicyGradientTrainer) -> list[str]:
     """One sampled completion of a few held-out problems."""
     assert trainer.eval_prompts is not None
     rows, temperature = _rows(trainer), trainer.args.temperature
-    draws = [-1 - row for row in rows]
-    return trainer.sample(trainer.eval_prompts, rows, draws, 1, temperature).completions
+    indices = [-1 - row for row in rows]
+    return trainer.sample(trainer.eval_prompts, rows, indices, 1, temperature).completions

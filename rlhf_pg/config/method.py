@@ -24,7 +24,7 @@ class MethodConfig(SamplingConfig):
     """What all algorithms share of the method; `rlhf_pg.config.rules` says what goes together."""
 
     dynamic_sampling_rounds: int = number(0, minimum=0)
-    """How often a step draws new prompts in place of groups to which the reward functions give
+    """How often a step takes new prompts in place of groups to which the reward functions give
     equal scores (DAPO), penalties and a KL left aside. num_train_epochs counts the prompts that
     train."""
     mask_truncated_completions: bool = False

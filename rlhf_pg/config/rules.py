@@ -162,7 +162,7 @@ def check_kl(args: MethodConfig) -> None:
 def check_sampling(args: MethodConfig) -> None:
     if args.dynamic_sampling_rounds and args.num_generations < 2:
         raise ValueError(
-            "dynamic_sampling_rounds draws again where all scores of a group are equal: raise "
+            "dynamic_sampling_rounds samples again where all scores of a group are equal: raise "
             "num_generations, or leave it out"
         )
     of_steps = args.advantage_estimator == "process_group_normalized"

@@ -5,7 +5,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 
-class Row(NamedTuple):
+class RowLengths(NamedTuple):
     """A completion and its prompt."""
 
     group: int
@@ -15,7 +15,9 @@ class Row(NamedTuple):
     actions: int = 0  # tokens of the completion that the policy chose
 
 
-def packed(rows: Sequence[Row], max_tokens: int, whole_groups: bool = False) -> list[list[int]]:
+def split_packed(
+    rows: Sequence[RowLengths], max_tokens: int, whole_groups: bool = False
+) -> list[list[int]]:
     """Indices of rows, where a prompt is computed once for all rows of its family in a batch, and
     nothing is padded.
 
@@ -40,7 +42,9 @@ def packed(rows: Sequence[Row], max_tokens: int, whole_groups: bool = False) -> 
     return batches
 
 
-def padded(rows: Sequence[Row], max_tokens: int, whole_groups: bool = False) -> list[list[int]]:
+def split_padded(
+    rows: Sequence[RowLengths], max_tokens: int, whole_groups: bool = False
+) -> list[list[int]]:
     """Likewise, where all prompts of a batch are as wide as the longest, and so are completions."""
     units = list(_neighbours(rows, "group")) if whole_groups else [[i] for i in range(len(rows))]
     batches: list[list[int]] = []
@@ -52,7 +56,9 @@ def padded(rows: Sequence[Row], max_tokens: int, whole_groups: bool = False) -> 
     return batches
 
 
-def alike(rows: Sequence[Row], max_tokens: int, whole_groups: bool = False) -> list[list[int]]:
+def split_alike(
+    rows: Sequence[RowLengths], max_tokens: int, whole_groups: bool = False
+) -> list[list[int]]:
     """Likewise, where nothing is padded either: all rows of a batch have the same lengths.
 
     Args:
@@ -63,11 +69,13 @@ def alike(rows: Sequence[Row], max_tokens: int, whole_groups: bool = False) -> l
     batches: list[list[int]] = []
     for _, run in groupby(order, key=lambda i: rows[i][2:4]):
         own = list(run)
-        batches += [[own[i] for i in part] for part in padded([rows[i] for i in own], max_tokens)]
+        batches += [
+            [own[i] for i in part] for part in split_padded([rows[i] for i in own], max_tokens)
+        ]
     return batches
 
 
-def _pieces(rows: Sequence[Row], max_tokens: int) -> Iterator[tuple[int, list[int]]]:
+def _pieces(rows: Sequence[RowLengths], max_tokens: int) -> Iterator[tuple[int, list[int]]]:
     """Families, or parts of them, and their tokens; the longest completions first."""
     for family in _neighbours(rows, "family"):
         prompt = rows[family[0]].prompt
@@ -81,20 +89,20 @@ def _pieces(rows: Sequence[Row], max_tokens: int) -> Iterator[tuple[int, list[in
         yield size, piece
 
 
-def _neighbours(rows: Sequence[Row], name: str) -> Iterator[list[int]]:
+def _neighbours(rows: Sequence[RowLengths], name: str) -> Iterator[list[int]]:
     """Indices of the rows in a row that agree in something."""
     for _, run in groupby(range(len(rows)), key=lambda i: getattr(rows[i], name)):
         yield list(run)
 
 
-def _tokens(rows: Sequence[Row], own: Sequence[int]) -> int:
+def _tokens(rows: Sequence[RowLengths], own: Sequence[int]) -> int:
     prompts = {rows[i].family: rows[i].prompt for i in own}
     return sum(prompts.values()) + sum(rows[i].completion for i in own)
 
 
-def _width(rows: Sequence[Row], own: Sequence[int]) -> int:
+def _width(rows: Sequence[RowLengths], own: Sequence[int]) -> int:
     return max(rows[i].prompt for i in own) + max(rows[i].completion for i in own)
 
 
-def _area(rows: Sequence[Row], own: Sequence[int]) -> int:
+def _area(rows: Sequence[RowLengths], own: Sequence[int]) -> int:
     return len(own) * _width(rows, own)

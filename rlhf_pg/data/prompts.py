@@ -180,20 +180,20 @@ def fitting_prompts(
 
 @dataclass(frozen=True)
 class PromptSampler:
-    """The endless order of prompts: a pure function of (seed, draw).
+    """The endless order of prompts: a pure function of (seed, prompt index).
 
-    Draw d belongs to epoch d // size and takes place d % size of that epoch's permutation, so the
-    number of draws so far is all the state there is.
+    Index i belongs to epoch i // size and takes place i % size of that epoch's permutation, so the
+    number of prompts so far is all the state there is.
     """
 
     size: int
     seed: int
     shuffle: bool = True
 
-    def rows(self, draws: Sequence[int]) -> list[int]:
-        """The dataset row of every draw."""
-        orders = {epoch: self._order(epoch) for epoch in {draw // self.size for draw in draws}}
-        return [orders[draw // self.size][draw % self.size] for draw in draws]
+    def rows(self, indices: Sequence[int]) -> list[int]:
+        """The dataset row of every prompt index."""
+        orders = {epoch: self._order(epoch) for epoch in {index // self.size for index in indices}}
+        return [orders[index // self.size][index % self.size] for index in indices]
 
     def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:

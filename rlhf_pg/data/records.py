@@ -29,11 +29,11 @@ class Rollout:
     completion_ids: Tensor  # (B,T)
     completion_mask: Tensor  # (B,T) bool; every real token, what a model may attend to
     action_mask: Tensor  # (B,T) bool; the policy's own tokens, through EOS; all that enters a loss
-    groups: Tensor  # (B,) int64; the prompt's draw number, shared by its completions
+    groups: Tensor  # (B,) int64; the prompt's index, shared by its completions
     truncated: Tensor  # (B,) bool; stopped by length, not by a stop token
     sampler_logprobs: Tensor  # (B,T) as the engine saw them
     support_ids: Tensor | None = None  # (B,T,K) int32; see `from_tokens`
-    host_rows: tuple[micro_batches.Row, ...] | None = None  # see `counted`
+    host_rows: tuple[micro_batches.RowLengths, ...] | None = None  # see `counted`
 
     @classmethod
     def from_tokens(
@@ -71,8 +71,8 @@ class Rollout:
         for row, (tokens, own) in enumerate(zip(completions, actions or completions, strict=True)):
             if len(tokens) != len(own):
                 raise ValueError(f"row {row} has {len(tokens)} tokens but {len(own)} actions")
-        prompt_ids, prompt_mask = padded(prompts, pad_token_id, left=True)
-        completion_ids, completion_mask = padded(completions, pad_token_id)
+        prompt_ids, prompt_mask = pad_rows(prompts, pad_token_id, left=True)
+        completion_ids, completion_mask = pad_rows(completions, pad_token_id)
         sampler_logprobs = torch.zeros(completion_ids.shape, dtype=dtype)
         sampler_logprobs[completion_mask] = torch.tensor(
             [value for row in logprobs for value in row], dtype=dtype
@@ -121,7 +121,7 @@ class Rollout:
             return dataclasses.replace(self, host_rows=())
         lengths = [*self.lengths()[:, [1, 0]].T, self.action_mask.sum(1)]
         columns = torch.stack([self.groups, self.shared_prefixes(), *lengths])
-        rows = tuple(micro_batches.Row(*row) for row in columns.T.tolist())
+        rows = tuple(micro_batches.RowLengths(*row) for row in columns.T.tolist())
         return dataclasses.replace(self, host_rows=rows)
 
     def action_slots(self) -> Tensor:
@@ -181,7 +181,7 @@ class Rollout:
             filled = {"prompt_mask": 1, "completion_mask": 1, "support_ids": -1}
             return torch.full(shape, filled.get(name, 0), dtype=value.dtype, device=value.device)
 
-        row = micro_batches.Row(group=0, family=0, prompt=1, completion=1, actions=0)
+        row = micro_batches.RowLengths(group=0, family=0, prompt=1, completion=1, actions=0)
         blanks: dict[str, Any] = {name: blank(name, value) for name, value in self._tensors()}
         return type(self)(**blanks, host_rows=(row,))
 
@@ -224,8 +224,8 @@ class Rollout:
         if whole_groups:  # which may have rows of both kinds
             long = [any(long)] * len(rows)
         batches: list[Tensor] = []
-        side_by_side = micro_batches.padded if pads else micro_batches.alike
-        for split, kind in ((micro_batches.packed, False), (side_by_side, True)):
+        side_by_side = micro_batches.split_padded if pads else micro_batches.split_alike
+        for split, kind in ((micro_batches.split_packed, False), (side_by_side, True)):
             places = torch.tensor([i for i, is_long in enumerate(long) if is_long == kind])
             own = [row for row, is_long in zip(rows, long, strict=True) if is_long == kind]
             if own:
@@ -257,7 +257,7 @@ class Experience(Rollout):
         return cls(**fields)
 
 
-def padded(rows: Sequence[Sequence[int]], pad: int, left: bool = False) -> tuple[Tensor, Tensor]:
+def pad_rows(rows: Sequence[Sequence[int]], pad: int, left: bool = False) -> tuple[Tensor, Tensor]:
     """Ids and mask, (B, widest row); at least one column, so that B = 0 has two dimensions."""
     width = max((len(row) for row in rows), default=0) or 1
     ids = torch.full((len(rows), width), pad, dtype=torch.int64)

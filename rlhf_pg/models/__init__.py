@@ -11,7 +11,7 @@ from rlhf_pg.models.adapters import (
     quantized,
 )
 from rlhf_pg.models.critic import ActorCritic, Critic, ValueHead, new_critic
-from rlhf_pg.models.lm_head import ChunkedLMHead, parts_for, piece_for
+from rlhf_pg.models.lm_head import ChunkedLMHead, chunk_size_for, num_chunks
 from rlhf_pg.models.loading import (
     load_model,
     load_policy,
@@ -37,46 +37,3 @@ from rlhf_pg.models.tokenizers import (
     load_tokenizer,
     stop_token_ids,
 )
-
-__all__ = [
-    "MOST_LOST",
-    "ActorCritic",
-    "ChunkedLMHead",
-    "Critic",
-    "LogitTransform",
-    "Policy",
-    "PolicyOutput",
-    "Reference",
-    "ValueHead",
-    "about",
-    "adapts_tied_weights",
-    "add_adapter",
-    "check_directory",
-    "check_vocabulary",
-    "checkpoint_activations",
-    "checkpoints",
-    "disable_dropout",
-    "evaluating",
-    "fingerprint",
-    "from_pretrained",
-    "has_tokenizer",
-    "load_model",
-    "load_policy",
-    "load_tokenizer",
-    "load_weights",
-    "logit_transform_of",
-    "lora_config",
-    "lost_in_merge",
-    "max_positions",
-    "merged",
-    "new_critic",
-    "opening",
-    "parts_for",
-    "piece_for",
-    "quantization",
-    "quantized",
-    "settle_positions",
-    "stop_token_ids",
-    "token_scores",
-    "tokenizer_from_pretrained",
-]

@@ -64,16 +64,16 @@ def assembled(
     args: PolicyGradientConfig,
     critic: Critic | None,
     most_tokens: int,
-    piece: int,
+    chunk_size: int,
 ) -> tuple[Policy, nn.Module]:
     """The policy, and the module that is trained: the policy, or it and its critic.
 
     Args:
-        most_tokens, piece: see `Policy`.
+        most_tokens, chunk_size: see `Policy`.
     """
     has_bonus = args.entropy_coef > 0 or args.entropy_target is not None
     balanced = args.router_aux_loss_coef > 0
-    policy = Policy(model, args.temperature, has_bonus, most_tokens, piece, balanced)
+    policy = Policy(model, args.temperature, has_bonus, most_tokens, chunk_size, balanced)
     module: nn.Module = policy
     if critic is not None:
         # With adapters it is activations that memory goes to; checkpointing has its own way.

@@ -25,7 +25,7 @@ from rlhf_pg.models.adapters import (
 )
 from rlhf_pg.models.loading import load_model
 from rlhf_pg.models.modes import train_as_evaluated
-from rlhf_pg.models.packing import Hidden, hidden_states, packing_window, padded
+from rlhf_pg.models.packing import Hidden, hidden_states, lay_out_padded, packing_window
 from rlhf_pg.models.policy import Policy
 from rlhf_pg.models.pretrained import about, opening, tokenizer_from_pretrained
 from rlhf_pg.models.tokenizers import check_vocabulary, has_tokenizer
@@ -120,7 +120,7 @@ class Critic(nn.Module):
     def _given(self, batch: Rollout) -> tuple[Tensor, Tensor]:
         """By a module that gives the values itself."""
         assert self.model is not None
-        inputs, states, _ = padded(batch)
+        inputs, states, _ = lay_out_padded(batch)
         given: Tensor = self.model(**inputs)
         values = given.squeeze(-1) if given.ndim == 3 else given
         if values.shape != inputs["input_ids"].shape:

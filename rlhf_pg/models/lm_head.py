@@ -1,7 +1,7 @@
 """The head of a language model: log-probabilities and entropies of tokens, without the logits.
 
-Logits are the largest tensor of training, N positions times V tokens. Here they live one piece at a
-time, are turned into their own gradient in place, and where there are several pieces each of them
+Logits are the largest tensor of training, N positions times V tokens. Here they live one chunk at a
+time, are turned into their own gradient in place, and where there are several chunks each of them
 is computed again in the backward pass instead of being kept.
 """
 
@@ -23,11 +23,11 @@ from rlhf_pg.models.logit_transform import NOTHING, LogitTransform, output_layer
 from rlhf_pg.models.softmax import Law, token_scores
 
 # Logits that live at a time. Measured forward and backward, on one CPU core, of 2048 tokens with a
-# vocabulary of 32,768 and width 256: 2.4 s where all logits are kept, 2.7 s in pieces of this size
+# vocabulary of 32,768 and width 256: 2.4 s where all logits are kept, 2.7 s in chunks of this size
 # or half of it, which computes them twice; plain log_softmax takes 4.9 s.
-PIECE = 2**24
+CHUNK_SIZE = 2**24
 # On a GPU one for so many bytes of its memory, 2^29 in 80 GiB: at up to 14 bytes each, forward or
-# backward, a piece is a tenth of the memory at most.
+# backward, a chunk is a tenth of the memory at most.
 MEMORY_PER_LOGIT = 160
 
 
@@ -37,22 +37,22 @@ class ChunkedLMHead:
 
     It is no module: it owns nothing, and calls the model's own layer, so that adapters, tied
     weights and the hooks that gather split weights hold. A plain linear layer is called once, and
-    computes the scores of all pieces meanwhile; any other is called for the logits of each piece.
+    computes the scores of all chunks meanwhile; any other is called for the logits of each chunk.
 
     Args:
         model: with an adapter or without, one that `logit_transform_of` has an answer for.
         temperature: divides every logit.
-        entropy_gradient: the entropy is part of the loss; otherwise it is detached.
-        parts: pieces; as many in every process, whatever the rows there, since each call of the
+        entropy_gradient: the entropy is chunk of the loss; otherwise it is detached.
+        chunks: chunks; as many in every process, whatever the rows there, since each call of the
             layer may be a collective. With one, the logits are kept for the backward pass.
-        finish: of this model.
+        transform: of this model.
     """
 
     model: PreTrainedModel
     temperature: float
     entropy_gradient: bool
-    parts: int
-    finish: LogitTransform = NOTHING
+    chunks: int
+    transform: LogitTransform = NOTHING
 
     def __call__(
         self, hidden: Tensor, tokens: Tensor, support_ids: Tensor | None = None
@@ -67,33 +67,33 @@ class ChunkedLMHead:
         layer = output_layer(self.model)
         assert layer is not None
         linear = _plain(layer)
-        if linear is not None and self.parts > 1:
+        if linear is not None and self.chunks > 1:
             with _computing(linear, partial(self._scores, linear, tokens, support_ids)):
                 scores: tuple[Tensor, Tensor] = layer(hidden)
             return scores
         split = (
-            x.tensor_split(self.parts) if x is not None else [None] * self.parts
+            x.tensor_split(self.chunks) if x is not None else [None] * self.chunks
             for x in (hidden, tokens, support_ids)
         )
-        pieces = [self._piece(layer, *piece) for piece in zip(*split, strict=True)]
-        logprobs, entropies = zip(*pieces, strict=True)
+        chunks = [self._chunk(layer, *chunk) for chunk in zip(*split, strict=True)]
+        logprobs, entropies = zip(*chunks, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
     def _scores(
         self, layer: nn.Linear, tokens: Tensor, support_ids: Tensor | None, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
-        law = Law(self.temperature, self.finish, support_ids, self.entropy_gradient)
-        scores: Any = _Pieces.apply
-        logprobs, entropies = scores(hidden, layer.weight, layer.bias, tokens, law, self.parts)
+        law = Law(self.temperature, self.transform, support_ids, self.entropy_gradient)
+        scores: Any = _ChunkedScores.apply
+        logprobs, entropies = scores(hidden, layer.weight, layer.bias, tokens, law, self.chunks)
         return logprobs, entropies
 
-    def _piece(
+    def _chunk(
         self, layer: nn.Module, hidden: Tensor, tokens: Tensor, support_ids: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         # A linear layer keeps its input for the backward pass and not its output, so that nothing
         # but the output needs to be computed again. With dropout it would be another one.
         again = None
-        if self.parts > 1 and not _drops(layer):
+        if self.chunks > 1 and not _drops(layer):
             again = partial(layer, hidden.detach())
         return token_scores(
             layer(hidden),
@@ -101,16 +101,16 @@ class ChunkedLMHead:
             support_ids,
             self.temperature,
             self.entropy_gradient,
-            self.finish,
+            self.transform,
             again,
         )
 
 
-class _Pieces(torch.autograd.Function):
-    """Of the output of a linear layer, one piece of which lives at a time, forward and backward.
+class _ChunkedScores(torch.autograd.Function):
+    """Of the output of a linear layer, one chunk of which lives at a time, forward and backward.
 
-    The gradient of its weights is summed over the pieces in at least float32, and rounded once:
-    rounded to bfloat16 at each of hundreds of pieces it would be wrong by some percent.
+    The gradient of its weights is summed over the chunks in at least float32, and rounded once:
+    rounded to bfloat16 at each of hundreds of chunks it would be wrong by some percent.
     """
 
     @staticmethod
@@ -121,16 +121,16 @@ class _Pieces(torch.autograd.Function):
         bias: Tensor | None,
         tokens: Tensor,
         law: Law,
-        parts: int,
+        chunks: int,
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(len(tokens), dtype=_wide(hidden))
         entropies = torch.empty_like(logprobs)
-        for rows in _split(len(tokens), parts):
+        for rows in _split(len(tokens), chunks):
             logprobs[rows], entropies[rows] = law.of(rows).scores(
                 nn.functional.linear(hidden[rows], weight, bias), tokens[rows]
             )
         ctx.save_for_backward(hidden, weight, bias, tokens, entropies)
-        ctx.law, ctx.parts = law, parts
+        ctx.law, ctx.chunks = law, chunks
         if not law.entropy_gradient:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -145,7 +145,7 @@ class _Pieces(torch.autograd.Function):
             for x, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
         )
         # From the last one to the first, as autograd goes.
-        for rows in reversed(_split(len(hidden), ctx.parts)):
+        for rows in reversed(_split(len(hidden), ctx.chunks)):
             gradient = nn.functional.linear(hidden[rows], weight, bias)
             ctx.law.of(rows).to_gradient(gradient, *(x[rows] for x in (*numbers, *to_scores)))
             to_hidden[rows] = gradient @ weight
@@ -171,10 +171,10 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _split(count: int, parts: int) -> list[slice]:
-    """Rows of each part that has any, as `tensor_split` has them."""
-    least, more = divmod(count, parts)
-    bounds = [part * least + min(part, more) for part in range(parts + 1)]
+def _split(count: int, chunks: int) -> list[slice]:
+    """Rows of each chunk that has any, as `tensor_split` has them."""
+    least, more = divmod(count, chunks)
+    bounds = [chunk * least + min(chunk, more) for chunk in range(chunks + 1)]
     return [slice(start, end) for start, end in pairwise(bounds) if start < end]
 
 
@@ -211,11 +211,11 @@ def _drops(layer: nn.Module) -> bool:
     return any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in layer.modules())
 
 
-def piece_for(memory: int | None) -> int:
+def chunk_size_for(memory: int | None) -> int:
     """Logits that may live at a time: on a GPU by its bytes of memory, None on a CPU."""
-    return PIECE if memory is None else max(PIECE, memory // MEMORY_PER_LOGIT)
+    return CHUNK_SIZE if memory is None else max(CHUNK_SIZE, memory // MEMORY_PER_LOGIT)
 
 
-def parts_for(tokens: int, vocabulary: int, piece: int = PIECE) -> int:
-    """How many pieces keep the logits of a full micro-batch within `piece` numbers each."""
-    return max(1, min(tokens, -(-tokens * vocabulary // piece)))
+def num_chunks(tokens: int, vocabulary: int, chunk: int = CHUNK_SIZE) -> int:
+    """How many chunks keep the logits of a full micro-batch within `chunk` numbers each."""
+    return max(1, min(tokens, -(-tokens * vocabulary // chunk)))

@@ -85,5 +85,5 @@ def _fitted(x: Tensor, made: Tensor) -> LogitTransform | None:
     if made.shape != x.shape:
         return None
     scale, limit = float(made[0, 0, 0] / x[0, 0, 0]), float(made[0, 0, 1])
-    finish = LogitTransform(scale, limit if abs(limit) < 2.0**50 else None)
-    return finish if torch.allclose(finish(x), made, rtol=1e-6, atol=0) else None
+    transform = LogitTransform(scale, limit if abs(limit) < 2.0**50 else None)
+    return transform if torch.allclose(transform(x), made, rtol=1e-6, atol=0) else None

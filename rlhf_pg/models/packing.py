@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_pg.data.micro_batches import Row
+from rlhf_pg.data.micro_batches import RowLengths
 from rlhf_pg.data.records import Rollout, to_device
 from rlhf_pg.models.attention import attention_support, configs_of, replaced_attention, window
 from rlhf_pg.models.modes import evaluating
@@ -45,7 +45,7 @@ def hidden_states(trunk: nn.Module, batch: Rollout, window: float, routes: bool 
         routes: ask for the logits of routers.
     """
     packs = can_pack(batch, window)
-    tokens = packed(batch) if packs else padded(batch)
+    tokens = lay_out_packed(batch) if packs else lay_out_padded(batch)
     asked = {"output_router_logits": True} if routes else {}
     with replaced_attention(configs_of(trunk)) if packs else nullcontext():
         output = trunk(**tokens.inputs, **asked, use_cache=False)
@@ -69,7 +69,7 @@ def packing_window(trunk: nn.Module, training: bool = False) -> float:
         return window(trunk) if attention_support(trunk).unsupported_reason is None else 0.0
 
 
-def padded(batch: Rollout) -> Tokens:
+def lay_out_padded(batch: Rollout) -> Tokens:
     """Prompt and completion side by side, (B,P+T)."""
     mask = torch.cat([batch.prompt_mask, batch.completion_mask], dim=1).long()
     inputs = {
@@ -84,7 +84,7 @@ def padded(batch: Rollout) -> Tokens:
     return Tokens(inputs, states, (mask * batch.action_mask.any(1, keepdim=True)).flatten())
 
 
-def packed(batch: Rollout) -> Tokens:
+def lay_out_packed(batch: Rollout) -> Tokens:
     """All real tokens one after another, (1,N): families, see `rlhf_pg.models.shared_prefix`.
 
     Where they are is worked out on the host, and handed to the device in one piece.
@@ -121,6 +121,6 @@ def packed(batch: Rollout) -> Tokens:
     return Tokens(inputs, flat.view_as(states), shares)
 
 
-def _families(rows: Sequence[Row]) -> list[Family]:
+def _families(rows: Sequence[RowLengths]) -> list[Family]:
     runs = [list(run) for _, run in groupby(rows, key=lambda row: row.family)]
     return [Family(run[0].prompt, [row.completion for row in run]) for run in runs]

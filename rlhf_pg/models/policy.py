@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 from rlhf_pg.data.records import Rollout
 from rlhf_pg.models.adapters import trunk
 from rlhf_pg.models.experts import Routed, balance_of
-from rlhf_pg.models.lm_head import PIECE, ChunkedLMHead, parts_for
+from rlhf_pg.models.lm_head import CHUNK_SIZE, ChunkedLMHead, num_chunks
 from rlhf_pg.models.logit_transform import logit_transform_of
 from rlhf_pg.models.modes import train_as_evaluated
-from rlhf_pg.models.packing import Hidden, hidden_states, packing_window, padded
+from rlhf_pg.models.packing import Hidden, hidden_states, lay_out_padded, packing_window
 from rlhf_pg.models.softmax import token_scores
 
 
@@ -33,7 +33,7 @@ class Policy(nn.Module):
         temperature: divides every logit, as it does in sampling.
         entropy_gradient: the entropy is part of the loss; otherwise it is detached.
         most_tokens: of a batch, on any process.
-        piece: logits of them that may live at a time, as many on every process: see `piece_for`.
+        chunk_size: logits that may live at a time, as many on every process (`chunk_size_for`).
         balanced: the loss of the routers of a mixture of experts is part of the loss.
 
     Raises:
@@ -46,21 +46,21 @@ class Policy(nn.Module):
         temperature: float = 1.0,
         entropy_gradient: bool = False,
         most_tokens: int = 1,
-        piece: int = PIECE,
+        chunk_size: int = CHUNK_SIZE,
         balanced: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
         self.entropy_gradient = entropy_gradient
-        self.piece = piece
+        self.chunk_size = chunk_size
         self.head: ChunkedLMHead | None = None
         self.drops = False  # in training
         self.window = 0.0  # tokens of a row up to which it is packed
-        finish = logit_transform_of(model)
-        if finish is not None:
-            parts = parts_for(most_tokens, model.config.get_text_config().vocab_size, piece)
-            self.head = ChunkedLMHead(model, temperature, entropy_gradient, parts, finish)
+        transform = logit_transform_of(model)
+        if transform is not None:
+            chunks = num_chunks(most_tokens, model.config.get_text_config().vocab_size, chunk_size)
+            self.head = ChunkedLMHead(model, temperature, entropy_gradient, chunks, transform)
             self.window = packing_window(trunk(model))
         self.balance = balance_of(model, self.head is not None) if balanced else None
 
@@ -116,7 +116,7 @@ class Policy(nn.Module):
     def logits(self, batch: Rollout) -> Tensor:
         """Of every token of the completions, (B,T,V), as the model gives them; all at once."""
         columns = batch.completion_ids.shape[1] + 1
-        inputs = padded(batch).inputs
+        inputs = lay_out_padded(batch).inputs
         output = self.model(**inputs, use_cache=False, logits_to_keep=columns)
         # The logits in column t are about token t+1; those of the last column are about no token.
         logits: Tensor = output.logits[:, -columns:-1]

@@ -24,7 +24,7 @@ def token_scores(
     support_ids: Tensor | None = None,
     temperature: float = 1.0,
     entropy_gradient: bool = False,
-    finish: LogitTransform = NOTHING,
+    transform: LogitTransform = NOTHING,
     again: Callable[[], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log p(y) and H(p) = -sum_v p_v log p_v for p = softmax(z / temperature), both (N,).
@@ -38,14 +38,14 @@ def token_scores(
         p_S(y) = p(y) / sum_{v in S} p(v)
 
     Args:
-        logits: (N,V), of which z = finish(logits). The backward pass overwrites them: whoever else
-            needs them is given an error by `torch`.
+        logits: (N,V), of which z = transform(logits). The backward pass overwrites them: whoever
+            else needs them is given an error by `torch`.
         tokens: (N,), each in its support.
         support_ids: (N,K) the tokens of S, padded with -1; a row without any has them all.
         entropy_gradient: otherwise the entropy is detached.
         again: gives the logits another time; they are not kept for the backward pass then.
     """
-    law = Law(temperature, finish, support_ids, entropy_gradient)
+    law = Law(temperature, transform, support_ids, entropy_gradient)
     scores: Any = _Scores.apply
     logprobs, entropies = scores(logits, tokens, law, again)
     return logprobs, entropies
@@ -56,23 +56,23 @@ class Law:
     """From the output of the head to the distribution that a token was drawn from, and back."""
 
     temperature: float
-    finish: LogitTransform
+    transform: LogitTransform
     support_ids: Tensor | None
     entropy_gradient: bool
 
     @property
     def slope(self) -> float:
         """The derivative of `logits` without a cap."""
-        return self.finish.scale / self.temperature
+        return self.transform.scale / self.temperature
 
     def logits(self, output: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
         """What softmax is taken of, (n,V), perhaps `output[rows]` itself; and what a cap multiplies
         the derivative by.
         """
         z, bend = widen(output[rows]), None
-        if self.finish.cap is not None:
-            bent = (z * (self.finish.scale / self.finish.cap)).tanh()
-            z, bend = bent * (self.finish.cap / self.temperature), 1 - bent**2
+        if self.transform.cap is not None:
+            bent = (z * (self.transform.scale / self.transform.cap)).tanh()
+            z, bend = bent * (self.transform.cap / self.temperature), 1 - bent**2
         elif self.slope != 1:
             z = z * self.slope
         return z if self.support_ids is None else _within(z, self.support_ids[rows]), bend

@@ -102,7 +102,7 @@ def rollout_seconds(
     for step, (rows, tokens) in enumerate(positions(job.lengths * gpus, job.rows * gpus)):
         read = math.ceil(rows / job.generations) if engine.shares_prompts else rows
         if engine.padded:
-            rows, width = rounded(rows), padded(min(step + 1, longest), longest)
+            rows, width = rounded(rows), cache_width(min(step + 1, longest), longest)
             read, tokens = rounded(read), rows * width
             recorded.add((rows, width))
         seconds += fixed + _moved(engine, device, shape, rows, read * job.prompt + tokens) / gpus
@@ -130,7 +130,7 @@ def rounded(rows: int) -> int:
     return -(-rows // 32) * 32 if rows > 32 else 1 << (rows - 1).bit_length()
 
 
-def padded(width: int, longest: int) -> int:
+def cache_width(width: int, longest: int) -> int:
     """Tokens that the native engine has room for: 64, doubled until they fit, or the longest."""
     most = -(-longest // 64) * 64
     return min(most, max(64, 1 << (width - 1).bit_length()))

@@ -64,8 +64,8 @@ def build_meta_models(
         critic = _critic(args, model, tokenizer, dtype, adapter)
         row, found = prompt + args.max_completion_length, args.micro_batch_tokens == "auto"
         tokens = most(kind, row) if found else args.token_budget
-        piece = models.piece_for(None if memory is None else int(memory))
-        _, module = assembled(model, args, critic, tokens, piece)
+        chunk_size = models.chunk_size_for(None if memory is None else int(memory))
+        _, module = assembled(model, args, critic, tokens, chunk_size)
     meta: Any = blueprint(module, device)
     policy = meta if critic is None else meta.policy
     update = of_update(meta, args, prompt, torch.device(device))

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.models import Policy, piece_for
+from rlhf_pg.models import Policy, chunk_size_for
 from rlhf_pg.plan.footprint import Growth, of_update, reference_bytes, update_options
 from rlhf_pg.plan.sharding import SHARDINGS, memory_by_part
 from rlhf_pg.runtime import Runtime
@@ -15,14 +15,11 @@ from rlhf_pg.runtime import Runtime
 # parameters: 512 tokens cost 20 % more time than 2048, 1024 cost 4 %, and 16384 are as fast.)
 MOST = {"cuda": 65536, "cpu": 1024}
 
-
 # Of rows as long as they may be, so many are not too many: fewer compute a prompt more often.
 ROWS = 4
 
-
 # Parameters of a model with which so few tokens take less than a gigabyte.
 SMALL = 1_000_000
-
 
 # Of what is free on a GPU: the rest is lost between blocks, and to the kernels' own work space. Of
 # a CPU's memory a part that is the same in every run, and with it the sums of the same rows.
@@ -53,11 +50,11 @@ def most(kind: str, row: int) -> int:
     return max(MOST[kind], ROWS * row)
 
 
-def piece(runtime: Runtime) -> int:
+def chunk_size(runtime: Runtime) -> int:
     """Logits that may live at a time, the same number on all processes; collective."""
     on_gpu = runtime.device.type == "cuda"
     memory = torch.cuda.mem_get_info(runtime.device)[1] if on_gpu else None
-    return -runtime.all_reduce_max(-piece_for(memory))
+    return -runtime.all_reduce_max(-chunk_size_for(memory))
 
 
 def within(grown: Growth, room: float, most: int) -> int:

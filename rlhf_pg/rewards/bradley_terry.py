@@ -25,7 +25,7 @@ from rlhf_pg.boundary.streams import outliving_readers
 from rlhf_pg.checkpoint.run_dir import begun
 from rlhf_pg.config import RewardModelConfig
 from rlhf_pg.data.chat import encode
-from rlhf_pg.data.records import padded
+from rlhf_pg.data.records import pad_rows
 from rlhf_pg.models import about, check_directory, disable_dropout, from_pretrained, max_positions
 from rlhf_pg.rewards.reward_model import encode_whole, score_tokenizer, sequence_scores, with_eos
 
@@ -206,7 +206,7 @@ def _whole(
 def collate(rows: Pairs, pad: int) -> dict[str, Tensor]:
     """(B,2,T) ids and mask, chosen before rejected."""
     texts: Sequence[Sequence[int]] = [row[key] for row in rows for key in ("chosen", "rejected")]
-    ids, mask = padded(texts, pad)
+    ids, mask = pad_rows(texts, pad)
     shape = (len(rows), 2, -1)
     return {"input_ids": ids.view(shape), "attention_mask": mask.view(shape)}
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from rlhf_pg.boundary.quoted import shown, told
 from rlhf_pg.boundary.user_code import foreign, wait_for
-from rlhf_pg.data.records import padded
+from rlhf_pg.data.records import pad_rows
 from rlhf_pg.rewards.reward_model import RewardModel
 from rlhf_pg.rewards.scores import ends
 
@@ -125,7 +125,7 @@ class Rewards:
                 finite number, or a score for a token that the policy did not choose; or all of them
                 said None of the same completion.
         """
-        mask = padded(completion_ids, 0)[1] if action_mask is None else action_mask.cpu()
+        mask = pad_rows(completion_ids, 0)[1] if action_mask is None else action_mask.cpu()
         scores = torch.full((*mask.shape, len(self.names)), math.nan, dtype=torch.float64)
         if paid is not None:
             scores[:, :, -1] = paid.cpu()

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from rlhf_pg.data.chat import encode
-from rlhf_pg.data.records import padded
+from rlhf_pg.data.records import pad_rows
 from rlhf_pg.masking import widen
 from rlhf_pg.models import about, check_directory, from_pretrained, max_positions
 from rlhf_pg.rewards.reward_model import micro_batches, name_of, score_tokenizer
@@ -150,7 +150,7 @@ class ProcessRewardModel:
     @torch.no_grad()
     def _score(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
         """Of each step of each row."""
-        ids, mask = padded([ids for ids, _ in rows], self.processing_class.pad_token_id)
+        ids, mask = pad_rows([ids for ids, _ in rows], self.processing_class.pad_token_id)
         device = self.model.device
         logits = self.model(input_ids=ids.to(device), attention_mask=mask.long().to(device)).logits
         scores = _judged(widen(logits)).tolist()

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from rlhf_pg.data.chat import continues, encode
-from rlhf_pg.data.records import padded
+from rlhf_pg.data.records import pad_rows
 from rlhf_pg.masking import widen
 from rlhf_pg.models import (
     about,
@@ -127,7 +127,7 @@ class RewardModel:
 
     @torch.no_grad()
     def _score(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        ids, mask = padded(rows, self.processing_class.pad_token_id)
+        ids, mask = pad_rows(rows, self.processing_class.pad_token_id)
         device = self.model.device
         return sequence_scores(self.model, ids.to(device), mask.to(device))
 

@@ -97,7 +97,7 @@ class Request:
 
     Attributes:
         tokens: of the prompt, or of a whole episode so far.
-        draw: the number of the prompt, which keys its noise.
+        prompt_index: the running number of the prompt, which keys its noise.
         samples: the numbers of the continuations wanted, which key theirs.
         position: the place of the first new token in its row, counted from the end of the prompt.
         max_tokens: if it is less than that of the `SamplingParams`.
@@ -107,7 +107,7 @@ class Request:
     """
 
     tokens: Sequence[int]
-    draw: int
+    prompt_index: int
     samples: Sequence[int] = (0,)
     position: int = 0
     max_tokens: int | None = None
@@ -158,8 +158,8 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def session(self, params: SamplingParams, seed: int) -> AbstractContextManager[Session]:
-        """Around sampling: what is sampled depends on (seed, draw, sample, position), the request's
-        tokens and the model alone.
+        """Around sampling, which depends on nothing but the model, the request's tokens and (seed,
+        prompt index, sample, position).
         """
 
     def generate(
@@ -174,20 +174,20 @@ class RolloutEngine(ABC):
 
         Args:
             prompts: token ids.
-            prompt_ids: the draw of every prompt, by default its place in the list.
+            prompt_ids: the prompt index of each, by default its place in the list.
 
         Raises:
             ValueError: n below 1, not one prompt id per prompt, or a prompt that is empty or too
                 long.
         """
-        draws = range(len(prompts)) if prompt_ids is None else prompt_ids
+        indices = range(len(prompts)) if prompt_ids is None else prompt_ids
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}")
-        if len(draws) != len(prompts):
-            raise ValueError(f"prompt_ids has {len(draws)} entries for {len(prompts)} prompts")
+        if len(indices) != len(prompts):
+            raise ValueError(f"prompt_ids has {len(indices)} entries for {len(prompts)} prompts")
         requests = [
-            Request(tokens=tokens, draw=draw, samples=range(n))
-            for tokens, draw in zip(prompts, draws, strict=True)
+            Request(tokens=tokens, prompt_index=index, samples=range(n))
+            for tokens, index in zip(prompts, indices, strict=True)
         ]
         places = {id(request): i for i, request in enumerate(requests)}
         completions: dict[int, Completion] = {}

@@ -49,7 +49,7 @@ def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tenso
 
 
 def support_mask(logits: Tensor, params: SamplingParams) -> Tensor:
-    """(R,V) bool: the tokens that `sample` draws from, given the same (R,V) logits.
+    """(R,V) bool: the tokens that `sample` prompt_indices from, given the same (R,V) logits.
 
     At temperature 0, where nothing is truncated, all of them.
     """
@@ -102,28 +102,32 @@ def _truncate(scores: Tensor, params: SamplingParams) -> Tensor:
     return truncated
 
 
-def uniform(seed: int | Tensor, draws: Tensor, samples: Tensor, position: int | Tensor) -> Tensor:
-    """Noise in [0, 1), float64: a pure function of (seed, draw, sample, position).
+def uniform(
+    seed: int | Tensor, prompt_indices: Tensor, samples: Tensor, position: int | Tensor
+) -> Tensor:
+    """Noise in [0, 1), float64: a pure function of (seed, prompt index, sample, position).
 
     A counter-based generator (SplitMix64; Steele et al. 2014, after Salmon et al. 2011), so what a
     row is given does not depend on the other rows, their order or the number of processes.
 
     Args:
         seed: or a tensor of one, which is `signed`.
-        draws, samples: (R,) int64, and position too, or one for all.
+        prompt_indices, samples: (R,) int64, and position too, or one for all.
     """
-    return shift(_state(seed, draws, samples, position), 12).to(torch.float64) * 2.0**-52
+    return shift(_state(seed, prompt_indices, samples, position), 12).to(torch.float64) * 2.0**-52
 
 
-def request_seed(seed: int, draw: int, sample: int, position: int) -> int:
+def request_seed(seed: int, prompt_index: int, sample: int, position: int) -> int:
     """For an engine that makes its own noise: a seed in [0, 2**63), by the same coordinates."""
-    state = _state(seed, torch.tensor([draw]), torch.tensor([sample]), position)
+    state = _state(seed, torch.tensor([prompt_index]), torch.tensor([sample]), position)
     return int(shift(state, 1))
 
 
-def _state(seed: int | Tensor, draws: Tensor, samples: Tensor, position: int | Tensor) -> Tensor:
-    first = seed if isinstance(seed, Tensor) else torch.full_like(draws, signed(seed))
+def _state(
+    seed: int | Tensor, prompt_indices: Tensor, samples: Tensor, position: int | Tensor
+) -> Tensor:
+    first = seed if isinstance(seed, Tensor) else torch.full_like(prompt_indices, signed(seed))
     state = mix(first)
-    state = mix(state + draws)
+    state = mix(state + prompt_indices)
     state = mix(state + samples)
     return mix(state + position)

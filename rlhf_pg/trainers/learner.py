@@ -257,7 +257,7 @@ class Learner:
     def _minibatches(
         self, experience: Experience, step: int, passes: Iterable[int]
     ) -> Iterator[Experience]:
-        """Draw d is in minibatch d mod num_mini_batches in every pass; only their order varies."""
+        """Prompt i is in minibatch i mod num_mini_batches in every pass; only the order varies."""
         args = self.args
         for iteration in passes:
             for m in permutation(args.num_mini_batches, args.seed, step, iteration):

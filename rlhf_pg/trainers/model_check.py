@@ -199,12 +199,14 @@ def sampled(engine: NativeEngine, run: Examined) -> tuple[Rollout, list[Tensor]]
     params = SamplingParams(temperature=run.policy.temperature, max_tokens=run.lengths[1])
     completions: dict[tuple[int, int], Completion] = {}
     with engine.session(params, 0) as session:
-        for draw, tokens in enumerate(prompts):
-            samples = range(2 - draw)
-            session.add(Request(tokens=tokens, draw=draw, samples=samples, max_tokens=count))
+        for index, tokens in enumerate(prompts):
+            samples = range(2 - index)
+            session.add(
+                Request(tokens=tokens, prompt_index=index, samples=samples, max_tokens=count)
+            )
         while not session.idle:
             ended = session.step()
-            completions |= {(f.request.draw, f.sample): f.completion for f in ended}
+            completions |= {(f.request.prompt_index, f.sample): f.completion for f in ended}
     drawn = [completions[key] for key in sorted(completions)]
     batch = _rollout(run, [prompts[0], *prompts], [c.tokens for c in drawn])
     return batch, [torch.tensor(c.logprobs, device=batch.groups.device) for c in drawn]

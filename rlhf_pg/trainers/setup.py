@@ -27,7 +27,7 @@ from rlhf_pg.data.prompts import fitting_prompts
 from rlhf_pg.losses import POLICY_LOSSES, Loss
 from rlhf_pg.models import Critic, PolicyOutput, Reference
 from rlhf_pg.models.assemble import Models, adapter_of, assembled, policy_of
-from rlhf_pg.plan.token_budget import most, piece, settled_budget
+from rlhf_pg.plan.token_budget import chunk_size, most, settled_budget
 from rlhf_pg.report.trackers import Trackers
 from rlhf_pg.rewards import Rewards, RewardSource
 from rlhf_pg.rewards.shaping import Shaping
@@ -213,7 +213,7 @@ class TrainerSetup(TrainingLoop):
         args, runtime, longest = self.args, self.runtime, self.train_prompts.longest
         row, is_open = longest + args.max_completion_length, args.micro_batch_tokens == "auto"
         tokens = most(runtime.device.type, row) if is_open else args.token_budget
-        policy, module = assembled(self.model, args, self.critic, tokens, piece(runtime))
+        policy, module = assembled(self.model, args, self.critic, tokens, chunk_size(runtime))
         module.to(runtime.loading_device).eval()
         token_budget = settled_budget(args, module, runtime, longest)
         reference = Reference(policy, args.sync_ref_model) if args.beta > 0 else None

@@ -32,7 +32,7 @@ MUTANTS = [
     Mutant(
         name="places-on-the-cpu",
         mistake="where the tokens of a packed row lie is not moved to the device",
-        target="rlhf_pg.models.packing.packed",
+        target="rlhf_pg.models.packing.lay_out_packed",
         old="to_device(torch.cat([sources, positions, shares, states.flatten()]), device)",
         new="torch.cat([sources, positions, shares, states.flatten()])",
         killers=(f"{SCORES}[qwen2-options0]",),
@@ -56,7 +56,7 @@ MUTANTS = [
     Mutant(
         name="padded-columns-on-the-cpu",
         mistake="columns of a padded batch are counted on the CPU",
-        target="rlhf_pg.models.packing.padded",
+        target="rlhf_pg.models.packing.lay_out_padded",
         old="torch.arange(rows, device=mask.device)[:, None] * width",
         new="torch.arange(rows)[:, None] * width",
         killers=(f"{SCORES}[mistral-options3]",),

@@ -81,8 +81,8 @@ def step(layers: int) -> tuple[int, int]:
         patch("rlhf_pg.rollout.native.engine.Compiled", lambda function: keep),
         engine.session(SamplingParams(max_tokens=40), seed=0) as session,
     ):
-        session.add(Request(tokens=[5, 6, 7], draw=0, samples=range(12)))
-        session.add(Request(tokens=[8, 9], draw=1, samples=range(12)))
+        session.add(Request(tokens=[5, 6, 7], prompt_index=0, samples=range(12)))
+        session.add(Request(tokens=[8, 9], prompt_index=1, samples=range(12)))
         while not (asked and isinstance(asked[-1][3], FlashDecode)):
             session.step()
         with replaced_attention(configs_of(engine.model)):

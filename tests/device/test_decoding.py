@@ -11,7 +11,7 @@ from rlhf_pg.rollout.native.compiled import Compiled
 from rlhf_pg.rollout.native.continuous_batching import BatchingSession
 from tests.device.pretend import flex, streams
 from tests.device.pretend.extension import ext
-from tests.rollout.test_native import assert_teacher_forced, teacher_forced
+from tests.rollout.native.test_engine import assert_teacher_forced, teacher_forced
 from tests.tiny import tiny_model
 
 PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9], [9, 9, 9, 4]]
@@ -91,7 +91,10 @@ def refused():
 
 
 def test_a_session_within_another_has_tensors_of_its_own():
-    engine, request = engine_on("cuda"), Request(tokens=PROMPTS[0], draw=0, samples=range(3))
+    engine, request = (
+        engine_on("cuda"),
+        Request(tokens=PROMPTS[0], prompt_index=0, samples=range(3)),
+    )
     alone = engine.generate(PROMPTS, 2, PARAMS, seed=1)
     with engine.session(PARAMS, seed=0) as session:
         session.add(request)

@@ -19,7 +19,7 @@ from rlhf_pg.models import (
 )
 from rlhf_pg.models.attention import attention_support, replaced_attention
 from rlhf_pg.models.gpu_attention import BLOCK, OnGPU
-from rlhf_pg.models.packing import packed, padded
+from rlhf_pg.models.packing import lay_out_packed, lay_out_padded
 from rlhf_pg.models.shared_prefix import Family, SharedPrefix
 from tests.models.architectures import build
 from tests.models.test_policy import EXACT, gradient_of, teacher_forced, with_garbage
@@ -123,7 +123,7 @@ def test_attention_with_dropout_is_padded_in_training():
 
 
 def test_every_real_token_is_computed_once():
-    inputs, states, _ = packed(batch_of())
+    inputs, states, _ = lay_out_packed(batch_of())
     ids = [t for p, rows in zip(PROMPTS, COMPLETIONS, strict=True) for t in sum(rows, p)]
     assert inputs["input_ids"].tolist() == [ids]
     rows = zip(PROMPTS, COMPLETIONS, strict=True)
@@ -135,14 +135,14 @@ def test_every_real_token_is_computed_once():
     assert inputs["position_ids"].tolist() == [positions]
     assert states[:2, :3].tolist() == [[3, 4, 5], [3, 6, 7]]  # the prompt ends at 3
     assert states.shape == (9, 12)
-    assert padded(batch_of()).inputs["input_ids"].numel() == 9 * 18
+    assert lay_out_padded(batch_of()).inputs["input_ids"].numel() == 9 * 18
 
 
 def test_prompts_that_differ_within_a_group_are_not_shared():
     batch = batch_of([[5, 9], [5, 8], [6, 8]], [[[7], [8]], [[7, 7]], [[9], [2]]])
     batch = replace(batch, groups=torch.zeros_like(batch.groups))
     assert batch.shared_prefixes().tolist() == [0, 0, 1, 2, 2]
-    assert packed(batch).inputs["input_ids"].numel() == 3 * 2 + 6
+    assert lay_out_packed(batch).inputs["input_ids"].numel() == 3 * 2 + 6
     model = tiny_model("gpt2", dtype=torch.float64)
     assert_close(gradient_of(Policy(model), batch), one_by_one(model, batch), 1e-10)
 

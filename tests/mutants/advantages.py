@@ -2,11 +2,11 @@
 
 from tests.mutants import Mutant
 
-ADVANTAGES_TEST = "tests/test_advantages.py::"
-EXACT_TEST = "tests/test_advantages_exact.py::"
-LONG_TEST = "tests/test_advantages_long.py::"
+ADVANTAGES_TEST = "tests/advantages/test_formulas.py::"
+EXACT_TEST = "tests/advantages/test_exact.py::"
+LONG_TEST = "tests/advantages/test_long.py::"
 MASKING_TEST = "tests/test_masking.py::"
-RUNNING_TEST = "tests/test_running.py::"
+RUNNING_TEST = "tests/test_running_stats.py::"
 
 MUTANTS: list[Mutant] = [
     # ------------------------------------------------------------------------- along a row
@@ -222,9 +222,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="rloo-others-of-the-batch",
         mistake="the others of the whole batch, not of the same prompt: the RLHF book",
-        target="rlhf_pg.advantages.estimators.leave_one_out",
-        old="torch.stack([per_group.leave_one_out(c, signals.groups) for c in columns]).sum(0)",
-        new="torch.stack([per_group.leave_one_out(c, 0 * signals.groups) for c in columns]).sum(0)",
+        target="rlhf_pg.advantages.estimators.estimate_leave_one_out",
+        old="torch.stack([per_group.leave_one_out(c, inputs.groups) for c in columns]).sum(0)",
+        new="torch.stack([per_group.leave_one_out(c, 0 * inputs.groups) for c in columns]).sum(0)",
         killers=(ADVANTAGES_TEST + "test_each_named_estimator_by_hand",),
     ),
     Mutant(
@@ -293,8 +293,8 @@ MUTANTS: list[Mutant] = [
         name="remax-greedy-of-another-source",
         mistake="a reward function that does not apply to the row is still in its ReMax baseline",
         target="rlhf_pg.advantages.estimators.returns_minus_greedy",
-        old="torch.where(own.isnan(), 0.0, signals.greedy_scores).nansum(1)",
-        new="signals.greedy_scores.nansum(1)",
+        old="torch.where(own.isnan(), 0.0, inputs.greedy_scores).nansum(1)",
+        new="inputs.greedy_scores.nansum(1)",
         killers=(
             ADVANTAGES_TEST
             + "test_a_source_that_does_not_apply_to_the_row_or_its_greedy_completion"
@@ -305,8 +305,8 @@ MUTANTS: list[Mutant] = [
         name="moving-average-of-this-step",
         mistake="this step's own scores are in the moving average already",
         target="rlhf_pg.advantages.estimators.returns_minus_moving_average",
-        old="new_full(signals.rewards.shape[:1], signals.moving_average)",
-        new="new_full(signals.rewards.shape[:1], signals.scores.nansum(1).mean().item())",
+        old="new_full(inputs.rewards.shape[:1], inputs.moving_average)",
+        new="new_full(inputs.rewards.shape[:1], inputs.scores.nansum(1).mean().item())",
         killers=(EXACT_TEST + "test_expected_gradient",),
     ),
     Mutant(
@@ -459,10 +459,10 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="group-eps-fixed",
         mistake="the eps of the group's std is a key that reaches one estimator of the two",
-        target="rlhf_pg.advantages.estimators.process_group_normalized",
-        old="signals.mask, scale_rewards_eps\n",
-        new="signals.mask\n",
-        killers=("tests/test_advantages.py::test_what_is_added_to_a_std_is_an_option",),
+        target="rlhf_pg.advantages.estimators.estimate_process_group_normalized",
+        old="inputs.mask, scale_rewards_eps\n",
+        new="inputs.mask\n",
+        killers=("tests/advantages/test_formulas.py::test_what_is_added_to_a_std_is_an_option",),
     ),
     Mutant(
         name="optimal-baseline-by-the-norm",
@@ -490,7 +490,7 @@ MUTANTS: list[Mutant] = [
         name="total-return-to-go",
         mistake="reward-to-go under the name of the total return",
         target="rlhf_pg.advantages.estimators.total_returns",
-        old="    return signals.over_tokens(to_go.gather(1, first).squeeze(1))\n",
+        old="    return inputs.over_tokens(to_go.gather(1, first).squeeze(1))\n",
         new="    return to_go\n",
         killers=(
             ADVANTAGES_TEST

@@ -2,15 +2,15 @@
 
 from tests.mutants import Mutant
 
-HEAD = "tests/models/test_head.py"
-FINISH = "tests/models/test_finish.py"
+HEAD = "tests/models/test_lm_head.py"
+FINISH = "tests/models/test_logit_transform.py"
 BUDGET = "tests/trainers/test_budget.py"
 
 MUTANTS = [
     Mutant(
         name="weights-gradient-rounded-by-piece",
         mistake="a bfloat16 gradient is rounded whenever a piece is added: 2 percent off at 256",
-        target="rlhf_pg.models.lm_head._Pieces.backward",
+        target="rlhf_pg.models.lm_head._ChunkedScores.backward",
         old="torch.zeros_like(x, dtype=_wide(x)) if needed",
         new="torch.zeros_like(x) if needed",
         killers=(f"{HEAD}::test_many_pieces_round_a_gradient_no_more_than_one",),
@@ -18,7 +18,7 @@ MUTANTS = [
     Mutant(
         name="gradient-of-a-frozen-head",
         mistake="the gradient of a frozen head is summed: a head in float32, for nothing",
-        target="rlhf_pg.models.lm_head._Pieces.backward",
+        target="rlhf_pg.models.lm_head._ChunkedScores.backward",
         old="torch.zeros_like(x, dtype=_wide(x)) if needed",
         new="torch.zeros_like(x, dtype=_wide(x)) if x is not None",
         killers=(f"{HEAD}::test_a_frozen_head_sums_no_gradient",),
@@ -26,7 +26,7 @@ MUTANTS = [
     Mutant(
         name="two-pieces-alive",
         mistake="a piece of the logits' gradient lives until there is the next one",
-        target="rlhf_pg.models.lm_head._Pieces.backward",
+        target="rlhf_pg.models.lm_head._ChunkedScores.backward",
         old="            del gradient  # before there is the next one\n",
         new="",
         killers=(f"{HEAD}::test_memory_is_that_of_one_piece",),
@@ -59,24 +59,24 @@ MUTANTS = [
         name="pieces-of-a-cpu-on-a-gpu",
         mistake="65k tokens and a vocabulary of 152k make 594 pieces of a CPU's size on a GPU",
         target="rlhf_pg.trainers.setup.TrainerSetup._new_learner",
-        old="self.critic, tokens, piece(runtime))",
+        old="self.critic, tokens, chunk_size(runtime))",
         new="self.critic, tokens, 2**24)",
         killers=(f"{BUDGET}::test_the_pieces_of_the_logits_are_those_of_the_device",),
     ),
     Mutant(
         name="pieces-by-the-own-gpu",
         mistake="a larger GPU calls an adapted head less often, and others wait for it",
-        target="rlhf_pg.plan.token_budget.piece",
-        old="return -runtime.all_reduce_max(-piece_for(memory))",
-        new="return piece_for(memory)",
+        target="rlhf_pg.plan.token_budget.chunk_size",
+        old="return -runtime.all_reduce_max(-chunk_size_for(memory))",
+        new="return chunk_size_for(memory)",
         killers=(f"{BUDGET}::test_pieces_are_those_of_the_smallest_gpu",),
     ),
     Mutant(
         name="empty-pieces-left-out",
         mistake="a process with few rows calls the head less often, and others wait for it",
         target="rlhf_pg.models.ChunkedLMHead.__call__",
-        old="for piece in zip(*split, strict=True)]",
-        new="for piece in zip(*split, strict=True) if len(piece[0])]",
+        old="for chunk in zip(*split, strict=True)]",
+        new="for chunk in zip(*split, strict=True) if len(chunk[0])]",
         killers=(f"{HEAD}::test_the_head_is_called_as_often_whatever_the_rows",),
     ),
     Mutant(
@@ -90,9 +90,9 @@ MUTANTS = [
     Mutant(
         name="another-dropout-in-the-backward-pass",
         mistake="logits that are computed again have another dropout than those that were scored",
-        target="rlhf_pg.models.ChunkedLMHead._piece",
-        old="if self.parts > 1 and not _drops(layer):",
-        new="if self.parts > 1:",
+        target="rlhf_pg.models.ChunkedLMHead._chunk",
+        old="if self.chunks > 1 and not _drops(layer):",
+        new="if self.chunks > 1:",
         killers=(f"{HEAD}::test_dropout_on_the_head_is_the_same_forward_and_backward",),
     ),
     Mutant(
@@ -148,7 +148,7 @@ MUTANTS = [
         name="logits-scale-forgotten",
         mistake="Cohere and Granite scale what their head gives, and are scored without it",
         target="rlhf_pg.models.softmax.Law.slope",
-        old="return self.finish.scale / self.temperature",
+        old="return self.transform.scale / self.temperature",
         new="return 1 / self.temperature",
         killers=(f"{FINISH}::test_scores_are_those_of_the_models_own_logits",),
     ),

@@ -26,7 +26,7 @@ MUTANTS = [
     Mutant(
         name="positions-begin-anew",
         mistake="but for the first, completions are at positions from 0 on",
-        target="rlhf_pg.models.packing.packed",
+        target="rlhf_pg.models.packing.lay_out_packed",
         old="(there.cumsum(dim=1) - 1)[kept]",
         new="(kept.cumsum(dim=1) - 1)[kept]",
         killers=(f"{TEST}test_every_real_token_is_computed_once", GRADIENTS),
@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant(
         name="first-token-after-the-first-prompt",
         mistake="every completion's first token is scored after the prompt of the first family",
-        target="rlhf_pg.models.packing.packed",
+        target="rlhf_pg.models.packing.lay_out_packed",
         old="places[first, width - 1][run]",
         new="places[first, width - 1][run * 0]",
         killers=(GRADIENTS,),

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rlhf_pg.plan import decoding, learning
-from rlhf_pg.plan.decoding import NATIVE, VLLM, padded, rollout_seconds, rounded
+from rlhf_pg.plan.decoding import NATIVE, VLLM, cache_width, rollout_seconds, rounded
 from rlhf_pg.plan.devices import DEVICES, Device
 from rlhf_pg.plan.job import Job, long_tailed, positions, spread
 from rlhf_pg.plan.learning import (
@@ -216,7 +216,7 @@ def test_drawing_a_token_is_in_the_graph() -> None:
 
 def test_shapes_of_graphs() -> None:
     assert [rounded(n) for n in (1, 3, 32, 33, 256)] == [1, 4, 32, 64, 256]
-    assert [padded(n, 1000) for n in (1, 64, 65, 600, 1000)] == [64, 64, 128, 1024, 1024]
+    assert [cache_width(n, 1000) for n in (1, 64, 65, 600, 1000)] == [64, 64, 128, 1024, 1024]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from rlhf_pg.report.json_lines import read
 from rlhf_pg.rollout import Request, SamplingParams
 from rlhf_pg.rollout.vllm.in_process import VllmEngine, lacking
 from rlhf_pg.tasks import arithmetic
+from tests.rollout.native.test_engine import assert_same, assert_teacher_forced, cut, teacher_forced
 from tests.rollout.stats import chi_square_p
-from tests.rollout.test_native import assert_same, assert_teacher_forced, cut, teacher_forced
 from tests.tiny import adapter, stir, tiny_model
 from tests.trainers.conftest import digits
 
@@ -192,14 +192,14 @@ def test_a_sample_depends_on_its_own_coordinates_alone(engine):
 
 
 def test_requests_come_and_go(engine):
-    first = Request(tokens=PROMPTS[0], draw=0, samples=(2, 5))
+    first = Request(tokens=PROMPTS[0], prompt_index=0, samples=(2, 5))
     expected = engine.generate([PROMPTS[0]], 6, PARAMS, seed=0)
     with engine.weights_synced():
         with engine.session(PARAMS, seed=0) as session:
             session.add(first)
             done = session.step()
             # The second turn of an episode, while others are at their first.
-            more = Request(tokens=[*PROMPTS[1], 5], draw=1, position=2, max_tokens=3)
+            more = Request(tokens=[*PROMPTS[1], 5], prompt_index=1, position=2, max_tokens=3)
             session.add(more)
             while not session.idle:
                 done += session.step()

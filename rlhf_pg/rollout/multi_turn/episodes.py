@@ -110,7 +110,7 @@ class _Row:
     episode: Episode
     example: Mapping[str, Any]
     tokens: Sequence[int]  # of the dataset's prompt
-    draw: int
+    prompt_index: int
     sample: int
     resetting: bool = True
     cut_off: bool = False  # its last turn, by the limit on tokens
@@ -146,7 +146,7 @@ class EpisodeRunner:
         engine: RolloutEngine,
         examples: Sequence[Mapping[str, Any]],
         tokens: Sequence[Sequence[int]],
-        draws: Sequence[int],
+        prompt_indices: Sequence[int],
         n: int,
         params: SamplingParams,
         seed: int,
@@ -156,8 +156,8 @@ class EpisodeRunner:
         Args:
             examples: dataset rows, with their `prompt`.
             tokens: of these prompts.
-            draws: the number of each, which keys its noise: that of a token depends on nothing but
-                (seed, draw, sample, its place after the prompt).
+            prompt_indices: the number of each, which keys its noise: that of a token depends on
+                nothing but (seed, prompt index, sample, its place after the prompt).
             params: `max_tokens` is that of all turns and answers of an episode together.
         """
         rows = [
@@ -165,10 +165,10 @@ class EpisodeRunner:
                 episode=Episode(prompt=example["prompt"], prompt_ids=ids),
                 example=example,
                 tokens=ids,
-                draw=draw,
+                prompt_index=prompt_index,
                 sample=sample,
             )
-            for example, ids, draw in zip(examples, tokens, draws, strict=True)
+            for example, ids, prompt_index in zip(examples, tokens, prompt_indices, strict=True)
             for sample in range(n)
         ]
         with (
@@ -204,21 +204,21 @@ class _EpisodeBatch:
     ) -> None:
         self.player, self.calls, self.session = player, calls, session
         self.max_tokens = max_tokens
-        self.groups: dict[int, dict[int, _Row]] = {}  # by draw and sample
+        self.groups: dict[int, dict[int, _Row]] = {}  # by prompt_index and sample
         for row in rows:
-            self.groups.setdefault(row.draw, {})[row.sample] = row
+            self.groups.setdefault(row.prompt_index, {})[row.sample] = row
         # Whose calls they are, and what takes the results: it says whether another turn follows.
         self.waiting: dict[Future[Any], tuple[_Row, Callable[[_Row, Any], bool]]] = {}
 
     def run(self) -> None:
-        for draw, group in self.groups.items():
+        for prompt_index, group in self.groups.items():
             for row in group.values():
                 self._reset(row)
-            self._start(draw)  # unless it waits for somebody
+            self._start(prompt_index)  # unless it waits for somebody
         while self.waiting or not self.session.idle:
             finished = [] if self.session.idle else self.session.step()
             for request, sample, completion in finished:
-                self._turn(self.groups[request.draw][sample], completion)
+                self._turn(self.groups[request.prompt_index][sample], completion)
             for future in self.calls.ended(wait=self.session.idle):
                 self._returned(future)
 
@@ -247,7 +247,7 @@ class _EpisodeBatch:
                     self._ask([row])
         if row.resetting:
             row.resetting = False
-            self._start(row.draw)
+            self._start(row.prompt_index)
 
     # ---------------------------------------------------------------------------- the first turn
 
@@ -269,11 +269,11 @@ class _EpisodeBatch:
             row.episode.prompt, row.episode.prompt_ids = prompt, ids
         return False
 
-    def _start(self, draw: int) -> None:
+    def _start(self, prompt_index: int) -> None:
         """Ask for the first turns of a group, once all of it is there: those with the same prompt
         share its computation.
         """
-        group = self.groups[draw].values()
+        group = self.groups[prompt_index].values()
         if any(row.resetting for row in group):
             return
         alike: dict[tuple[int, ...], list[_Row]] = {}
@@ -291,7 +291,7 @@ class _EpisodeBatch:
         position = len(first.tokens)
         request = Request(
             tokens=[*first.prompt_ids, *first.tokens],
-            draw=rows[0].draw,
+            prompt_index=rows[0].prompt_index,
             samples=[row.sample for row in rows],
             position=position,
             max_tokens=self.max_tokens - position,

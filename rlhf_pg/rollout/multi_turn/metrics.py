@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlhf_pg.data.records import padded
+from rlhf_pg.data.records import pad_rows
 from rlhf_pg.rollout.multi_turn.environment import Environment
 from rlhf_pg.rollout.multi_turn.episodes import Episode
 from rlhf_pg.rollout.multi_turn.tools import ToolEnvironment
@@ -16,7 +16,7 @@ def environment_rewards(episodes: Sequence[Episode]) -> Tensor:
     """(B,T) float64: what the environment of each paid, at the last token of the turn it paid for;
     NaN elsewhere, and for all of an episode that failed.
     """
-    mask = padded([episode.tokens for episode in episodes], 0)[1]
+    mask = pad_rows([episode.tokens for episode in episodes], 0)[1]
     rewards = torch.full(mask.shape, math.nan, dtype=torch.float64)
     flat = [
         reward if trained else math.nan

@@ -199,7 +199,7 @@ class BatchingSession:
         drawn, rows = self.drawn, slice(start, start + len(logits))
         lengths = drawn.lengths[rows]
         positions = drawn.first[rows] + lengths
-        noise = uniform(self.noise, drawn.draws[rows], drawn.samples[rows], positions)
+        noise = uniform(self.noise, drawn.prompt_indices[rows], drawn.samples[rows], positions)
         ids, logprobs = sample(logits, self.params, noise)
         drawn.append(rows, ids, logprobs, self.eos)
 

@@ -80,7 +80,7 @@ class NativeEngine(RolloutEngine):
         """
         stopping = Stopping(self.eos_token_ids, params.stop_strings, self.tokenizer)
         with self.weights_synced(), evaluating(self.weights), torch.no_grad():
-            session = _Session(self, params, seed, stopping)
+            session = _NativeSession(self, params, seed, stopping)
             try:
                 yield session
             finally:
@@ -148,7 +148,7 @@ class NativeEngine(RolloutEngine):
         return Compiled(forward)
 
 
-class _Session:
+class _NativeSession:
     """Checks requests, and gives each to the way in which rows of its length can be sampled."""
 
     def __init__(

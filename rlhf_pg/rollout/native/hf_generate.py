@@ -17,7 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from rlhf_pg.data.records import padded
+from rlhf_pg.data.records import pad_rows
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
 from rlhf_pg.rollout.native.stopping import Stopping
 from rlhf_pg.rollout.token_sampling import ids_of, sample, support_mask, uniform
@@ -76,7 +76,7 @@ class HFGenerateSession:
         rows, self.waiting = self.waiting[:count], self.waiting[count:]
         chooser = _Chooser(rows, self.params, self.seed, self.stopping, self.model.device)
         device = self.model.device
-        ids, mask = padded([request.tokens for request, _ in rows], self.pad_token_id, left=True)
+        ids, mask = pad_rows([request.tokens for request, _ in rows], self.pad_token_id, left=True)
         with _plainly(self.model), torch.no_grad():
             self.model.generate(
                 input_ids=ids.to(device),
@@ -107,12 +107,12 @@ class _Chooser:
         self.logprobs: list[list[float]] = [[] for _ in rows]
         self.supports: list[list[Tensor]] = [[] for _ in rows]
         self.lengths: list[int | None] = [None for _ in rows]  # of those that have stopped
-        numbers = [(r.draw, number, r.position) for r, number in rows]
+        numbers = [(r.prompt_index, number, r.position) for r, number in rows]
         self.keys = torch.tensor(numbers, device=device).T
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        draws, samples, positions = self.keys
-        noise = uniform(self.seed, draws, samples, positions + len(self.tokens[0]))
+        prompt_indices, samples, positions = self.keys
+        noise = uniform(self.seed, prompt_indices, samples, positions + len(self.tokens[0]))
         ids, logprobs = sample(scores, self.params, noise)
         for i, (token, logprob) in enumerate(zip(ids.tolist(), logprobs.tolist(), strict=True)):
             self.tokens[i].append(token)

@@ -55,18 +55,18 @@ class DecodeState:
         self.tokens = zeros(rows, max_tokens)
         self.logprobs = zeros(rows, max_tokens, dtype=wide)
         self.lengths, self.limits = zeros(rows), zeros(rows)
-        self.draws, self.samples, self.first = zeros(rows), zeros(rows), zeros(rows)
+        self.prompt_indices, self.samples, self.first = zeros(rows), zeros(rows), zeros(rows)
         self.ended = zeros(rows, dtype=torch.bool)
 
     def start(self, slot: int, rows: Sequence[Row]) -> None:
         """Make the slots from here on those of new rows."""
         numbers = [
-            (0, r.prompt.limit, r.prompt.request.draw, r.sample, r.prompt.request.position)
+            (0, r.prompt.limit, r.prompt.request.prompt_index, r.sample, r.prompt.request.position)
             for r in rows
         ]
         columns = torch.tensor(numbers).T.to(self.lengths.device)
         mine = slice(slot, slot + len(rows))
-        fields = (self.lengths, self.limits, self.draws, self.samples, self.first)
+        fields = (self.lengths, self.limits, self.prompt_indices, self.samples, self.first)
         for own, values in zip(fields, columns, strict=True):
             own[mine] = values
         self.ended[mine] = False

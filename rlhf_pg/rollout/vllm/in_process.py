@@ -119,7 +119,7 @@ class VllmEngine(RolloutEngine):
             )
         self._sleep()
 
-    def session(self, params: SamplingParams, seed: int) -> closing["_Session"]:
+    def session(self, params: SamplingParams, seed: int) -> closing["_InProcessSession"]:
         """See `RolloutEngine`.
 
         Raises:
@@ -127,7 +127,7 @@ class VllmEngine(RolloutEngine):
             RolloutError: vLLM gave a request up.
             FloatingPointError: the model's log-probabilities are NaN.
         """
-        return closing(_Session(self, params, seed))
+        return closing(_InProcessSession(self, params, seed))
 
     @contextmanager
     def _load_weights(self) -> Iterator[None]:
@@ -169,7 +169,7 @@ class VllmEngine(RolloutEngine):
             self.llm.sleep(level=2)  # the next weights come from the policy: these are not kept
 
 
-class _Session:
+class _InProcessSession:
     """Every sample is a request of vLLM's own, with its own seed."""
 
     def __init__(self, engine: VllmEngine, params: SamplingParams, seed: int) -> None:
@@ -187,7 +187,7 @@ class _Session:
             wanted = VllmSamplingParams(
                 **self._options,
                 max_tokens=max_tokens,
-                seed=request_seed(self._seed, request.draw, sample, request.position),
+                seed=request_seed(self._seed, request.prompt_index, sample, request.position),
                 detokenize=bool(self._params.stop_strings),
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )

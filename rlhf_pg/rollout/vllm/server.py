@@ -83,7 +83,7 @@ class VllmServerEngine(RolloutEngine):
         if not isinstance(model, PeftModel):
             self._check_replaceable(model)
 
-    def session(self, params: SamplingParams, seed: int) -> closing["_Session"]:
+    def session(self, params: SamplingParams, seed: int) -> closing["_ServerSession"]:
         """See `RolloutEngine`.
 
         Raises:
@@ -91,7 +91,7 @@ class VllmServerEngine(RolloutEngine):
             RolloutError: the server fails.
             FloatingPointError: the model's log-probabilities are NaN.
         """
-        return closing(_Session(self, params, seed))
+        return closing(_ServerSession(self, params, seed))
 
     # ------------------------------------------------------------------------------- the weights
 
@@ -226,7 +226,7 @@ class VllmServerEngine(RolloutEngine):
             )
 
 
-class _Session:
+class _ServerSession:
     """Every sample is a request of its own."""
 
     def __init__(self, engine: VllmServerEngine, params: SamplingParams, seed: int) -> None:
@@ -268,7 +268,7 @@ class _Session:
         body = self._options | {
             "prompt": list(request.tokens),
             "max_tokens": max_tokens,
-            "seed": request_seed(self._seed, request.draw, sample, request.position),
+            "seed": request_seed(self._seed, request.prompt_index, sample, request.position),
         }
         wanted = Wanted(
             max_tokens=max_tokens,

@@ -8,7 +8,7 @@ from rlhf_pg.models.attention import attention_support
 from rlhf_pg.rollout import NativeEngine, Request
 from rlhf_pg.rollout.native.continuous_batching import BatchingSession
 from rlhf_pg.rollout.native.stopping import Stopping
-from tests.rollout.test_native import EOS, PAD, PARAMS, PROMPTS, assert_teacher_forced
+from tests.rollout.native.test_engine import EOS, PAD, PARAMS, PROMPTS, assert_teacher_forced
 from tests.tiny import stir
 
 SIZES = {
@@ -70,7 +70,7 @@ def test_keys_and_values_of_any_width(make):
 def test_the_size_of_a_token_is_what_is_stored(make):
     model = make()
     session = BatchingSession(model, PARAMS, 0, Stopping([]), cache_tokens=1000)
-    session.add(Request(tokens=[1, 2, 3], draw=0))
+    session.add(Request(tokens=[1, 2, 3], prompt_index=0))
     with torch.no_grad():
         session.step()
     store = session.prompt_cache

@@ -11,7 +11,7 @@ import torch
 
 from rlhf_pg.boundary import user_code
 from rlhf_pg.rollout import EpisodeRunner, Observation, SamplingParams
-from tests.rollout.scripted import ScriptedEngine, ScriptedSession, letters
+from tests.rollout.multi_turn.scripted import ScriptedEngine, ScriptedSession, letters
 
 TOKENIZER = letters()
 EOS = TOKENIZER.eos_token_id
@@ -185,7 +185,10 @@ def test_what_ends_a_turn_is_appended_where_another_stop_token_was_sampled():
 def test_a_group_with_one_prompt_is_asked_for_at_once():
     engine = sayer("a<eos>")
     play(engine, *(Listed(("", 1.0, True)) for _ in range(4)), n=2, draws=(3, 8))
-    assert [(r.draw, list(r.samples)) for r in engine.requests] == [(3, [0, 1]), (8, [0, 1])]
+    assert [(r.prompt_index, list(r.samples)) for r in engine.requests] == [
+        (3, [0, 1]),
+        (8, [0, 1]),
+    ]
 
 
 def test_samples_with_prompts_of_their_own_are_asked_for_apart():

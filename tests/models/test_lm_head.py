@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from rlhf_pg.models import lm_head as module
 from rlhf_pg.models import softmax
 from rlhf_pg.models.adapters import add_adapter, trunk
-from rlhf_pg.models.lm_head import ChunkedLMHead, parts_for, piece_for
+from rlhf_pg.models.lm_head import ChunkedLMHead, chunk_size_for, num_chunks
 from rlhf_pg.models.logit_transform import LogitTransform
 from rlhf_pg.models.softmax import token_scores
 from tests.tiny import adapter, stir, tiny_model
@@ -224,12 +224,12 @@ def test_without_gradients_it_is_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    "finish",
+    "transform",
     [LogitTransform(), LogitTransform(0.4), LogitTransform(1.0, 2.0), LogitTransform(3.0, 1.5)],
 )
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("entropy", [True, False])
-def test_the_gradient_is_that_of_finite_differences(finish, kept, entropy) -> None:
+def test_the_gradient_is_that_of_finite_differences(transform, kept, entropy) -> None:
     logits = torch.randn(N, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     _, tokens = rows()
     support_ids = supports(tokens)[1] if kept else None
@@ -239,7 +239,7 @@ def test_the_gradient_is_that_of_finite_differences(finish, kept, entropy) -> No
             return x.detach().clone()
 
         found = token_scores(
-            again() + (x - x.detach()), tokens, support_ids, 0.7, entropy, finish, again
+            again() + (x - x.detach()), tokens, support_ids, 0.7, entropy, transform, again
         )
         return found if entropy else found[0]
 
@@ -420,22 +420,24 @@ def test_the_head_is_called_as_often_whatever_the_rows(count) -> None:
 
 
 def test_a_full_micro_batch_is_split_by_the_size_of_its_logits() -> None:
-    assert piece_for(None) == module.PIECE
-    assert parts_for(8192, 256) == 1
-    assert parts_for(0, 32_768) == 1
-    assert parts_for(5, 10**9) == 5  # no piece without a row
+    assert chunk_size_for(None) == module.CHUNK_SIZE
+    assert num_chunks(8192, 256) == 1
+    assert num_chunks(0, 32_768) == 1
+    assert num_chunks(5, 10**9) == 5  # no piece without a row
     for tokens, vocabulary in ((8192, 32_768), (8191, 151_936), (600, 32_769)):
-        parts = parts_for(tokens, vocabulary)
+        parts = num_chunks(tokens, vocabulary)
         assert parts > 1
         assert (
-            (tokens // parts) * vocabulary <= module.PIECE < -(-tokens // (parts - 1)) * vocabulary
+            (tokens // parts) * vocabulary
+            <= module.CHUNK_SIZE
+            < -(-tokens // (parts - 1)) * vocabulary
         )
 
 
 def test_a_piece_is_a_tenth_of_the_memory_of_a_gpu() -> None:
     memory = 80 * 2**30
-    piece = piece_for(memory)
+    piece = chunk_size_for(memory)
     assert piece == 2**29
     assert 14 * piece < memory / 10 < 17 * piece  # bytes of a logit, in bfloat16 and widened
-    assert parts_for(65_536, 151_936, piece) == 19
-    assert piece_for(2**30) == module.PIECE
+    assert num_chunks(65_536, 151_936, piece) == 19
+    assert chunk_size_for(2**30) == module.CHUNK_SIZE

@@ -18,9 +18,11 @@ FINISHED: dict[str, tuple[dict[str, Any], LogitTransform]] = {
 }
 
 
-def close(finish, other):
-    assert finish is not None
-    return finish.scale == pytest.approx(other.scale) and finish.cap == pytest.approx(other.cap)
+def close(transform, other):
+    assert transform is not None
+    return transform.scale == pytest.approx(other.scale) and transform.cap == pytest.approx(
+        other.cap
+    )
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -50,10 +52,10 @@ def test_scores_are_those_of_the_models_own_logits(arch, parts) -> None:
     options, _ = FINISHED[arch]
     model = tiny_model(arch, **options)
     ids, tokens = torch.arange(9)[None], torch.arange(9).flip(0)
-    finish = logit_transform_of(model)
-    assert finish is not None
+    transform = logit_transform_of(model)
+    assert transform is not None
     hidden = trunk(model)(ids).last_hidden_state[0]
-    logprobs, entropies = ChunkedLMHead(model, 0.7, True, parts, finish)(hidden, tokens)
+    logprobs, entropies = ChunkedLMHead(model, 0.7, True, parts, transform)(hidden, tokens)
     everywhere = (model(ids).logits[0].double() / 0.7).log_softmax(-1)
     expected = everywhere[torch.arange(9), tokens]
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)

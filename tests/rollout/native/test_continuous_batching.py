@@ -10,7 +10,7 @@ from rlhf_pg.models import add_adapter
 from rlhf_pg.rollout import NativeEngine, Request, SamplingParams
 from rlhf_pg.rollout.native import continuous_batching, hf_generate
 from rlhf_pg.rollout.native.cuda_graphs import rounded
-from tests.rollout.test_native import (
+from tests.rollout.native.test_engine import (
     EOS,
     PAD,
     PARAMS,
@@ -101,11 +101,11 @@ def test_a_row_goes_on_where_it_stopped(arch):
     whole = engine.generate(PROMPTS, 3, PARAMS, seed=5)
     with engine.session(PARAMS, seed=5) as session:
         for draw, prompt in enumerate(PROMPTS):
-            session.add(Request(tokens=prompt, draw=draw, samples=range(3), max_tokens=4))
+            session.add(Request(tokens=prompt, prompt_index=draw, samples=range(3), max_tokens=4))
         completions = {}
         while not session.idle:
             for request, sample, completion in session.step():
-                key = (request.draw, sample)
+                key = (request.prompt_index, sample)
                 tokens, logprobs = completions.get(key, ([], []))
                 tokens, logprobs = tokens + completion.tokens, logprobs + completion.logprobs
                 completions[key] = (tokens, logprobs)
@@ -114,8 +114,8 @@ def test_a_row_goes_on_where_it_stopped(arch):
                 # Some go on at once, others share their prompt with nobody any more.
                 session.add(
                     Request(
-                        tokens=[*PROMPTS[request.draw], *tokens],
-                        draw=request.draw,
+                        tokens=[*PROMPTS[request.prompt_index], *tokens],
+                        draw=request.prompt_index,
                         samples=[sample],
                         position=len(tokens),
                         max_tokens=min(4 + sample, PARAMS.max_tokens - len(tokens)),
@@ -131,7 +131,7 @@ def test_samples_of_a_request_may_have_any_numbers():
     engine = NativeEngine(tiny_model("llama"), EOS, PAD)
     all_four = engine.generate([[17, 4]], 4, PARAMS, seed=0, prompt_ids=[9])
     with engine.session(PARAMS, seed=0) as session:
-        session.add(Request(tokens=[17, 4], draw=9, samples=[3, 1]))
+        session.add(Request(tokens=[17, 4], prompt_index=9, samples=[3, 1]))
         finished = []
         while not session.idle:
             finished += session.step()
@@ -143,13 +143,13 @@ def test_samples_of_a_request_may_have_any_numbers():
 def test_a_session_refuses_a_request_and_goes_on():
     engine = NativeEngine(tiny_model("llama", max_position_embeddings=16), EOS, PAD)
     with engine.session(PARAMS, seed=0) as session:
-        session.add(Request(tokens=[5], draw=0))
+        session.add(Request(tokens=[5], prompt_index=0))
         with pytest.raises(ValueError, match="has 7 tokens"):
-            session.add(Request(tokens=[5] * 7, draw=1))
+            session.add(Request(tokens=[5] * 7, prompt_index=1))
         finished = []
         while not session.idle:
             finished += session.step()
-    assert [f.request.draw for f in finished] == [0]
+    assert [f.request.prompt_index for f in finished] == [0]
 
 
 # --- adapters -------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_a_row_that_outgrows_the_window_is_continued_within_it():
     with engine.session(PARAMS, seed=0) as session:
         completions = []
         for prompt in prompts:
-            session.add(Request(tokens=prompt, draw=0, samples=range(4)))
+            session.add(Request(tokens=prompt, prompt_index=0, samples=range(4)))
             while not session.idle:
                 completions += sorted(session.step(), key=lambda f: f.sample)
     assert_teacher_forced(model, prompts, [f.completion for f in completions])
@@ -232,7 +232,7 @@ def test_a_row_that_outgrows_the_window_is_continued_within_it():
 
 def test_a_request_for_less_than_a_token_is_refused():
     with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
-        Request(tokens=[5], draw=0, max_tokens=0)
+        Request(tokens=[5], prompt_index=0, max_tokens=0)
 
 
 @pytest.mark.parametrize("max_tokens", [10, 20])
@@ -276,8 +276,8 @@ def test_both_ways_sample_the_same(monkeypatch, arch, temperature, stop):
 def test_the_plain_way_keeps_limits_and_positions_of_requests(monkeypatch):
     engine = NativeEngine(tiny_model("llama"), [], PAD)
     requests = [
-        Request(tokens=[5, 9], draw=3, samples=[2], position=7, max_tokens=3),
-        Request(tokens=[8], draw=1, samples=[0, 4]),
+        Request(tokens=[5, 9], prompt_index=3, samples=[2], position=7, max_tokens=3),
+        Request(tokens=[8], prompt_index=1, samples=[0, 4]),
     ]
 
     def results():
@@ -287,7 +287,7 @@ def test_the_plain_way_keeps_limits_and_positions_of_requests(monkeypatch):
             finished = []
             while not session.idle:
                 finished += session.step()
-        ordered = sorted(finished, key=lambda f: (f.request.draw, f.sample))
+        ordered = sorted(finished, key=lambda f: (f.request.prompt_index, f.sample))
         return [f.completion for f in ordered]
 
     fast = results()
@@ -330,7 +330,7 @@ def test_nan_logits_are_an_error_the_plain_way_too(monkeypatch):
 
 def test_a_request_without_samples_is_done_at_once():
     with NativeEngine(tiny_model("llama"), EOS, PAD).session(PARAMS, seed=0) as session:
-        session.add(Request(tokens=[5], draw=0, samples=()))
+        session.add(Request(tokens=[5], prompt_index=0, samples=()))
         assert session.idle
 
 

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_pg.data.micro_batches import Row, alike, packed, padded
+from rlhf_pg.data.micro_batches import RowLengths, split_alike, split_packed, split_padded
 
 # Two families of group 5, one of group 6: prompts of 10, 4 and 3 tokens.
 ROWS = [
-    *(Row(5, 0, 10, completion) for completion in (1, 4, 2)),
-    Row(5, 1, 4, 3),
-    *(Row(6, 2, 3, completion) for completion in (5, 6)),
+    *(RowLengths(5, 0, 10, completion) for completion in (1, 4, 2)),
+    RowLengths(5, 1, 4, 3),
+    *(RowLengths(6, 2, 3, completion) for completion in (5, 6)),
 ]
 
 
@@ -37,22 +37,22 @@ def tokens(rows, own):
     ],
 )
 def test_packed_by_hand(limit, expected):
-    assert packed(ROWS, limit) == expected
+    assert split_packed(ROWS, limit) == expected
 
 
 def test_whole_groups_by_hand():
-    assert packed(ROWS, 38, whole_groups=True) == [[0, 1, 2, 3, 4, 5]]
-    assert packed(ROWS, 37, whole_groups=True) == [[0, 1, 2, 3], [4, 5]]
-    assert packed(ROWS, 1, whole_groups=True) == [[0, 1, 2, 3], [4, 5]]
+    assert split_packed(ROWS, 38, whole_groups=True) == [[0, 1, 2, 3, 4, 5]]
+    assert split_packed(ROWS, 37, whole_groups=True) == [[0, 1, 2, 3], [4, 5]]
+    assert split_packed(ROWS, 1, whole_groups=True) == [[0, 1, 2, 3], [4, 5]]
 
 
 def test_padded_by_hand():
     # Widths 11, 14, 12, 7, 8, 9: the widest first, each batch as wide as its widest two parts.
-    assert padded(ROWS, 42) == [[1, 2, 0], [5, 4, 3]]
-    assert padded(ROWS, 41) == [[1, 2], [0, 5], [4, 3]]
-    assert padded(ROWS, 1) == [[1], [2], [0], [5], [4], [3]]
-    assert padded(ROWS, 84, whole_groups=True) == [[0, 1, 2, 3], [5, 4][::-1]]
-    assert padded(ROWS, 96, whole_groups=True) == [[0, 1, 2, 3, 4, 5]]
+    assert split_padded(ROWS, 42) == [[1, 2, 0], [5, 4, 3]]
+    assert split_padded(ROWS, 41) == [[1, 2], [0, 5], [4, 3]]
+    assert split_padded(ROWS, 1) == [[1], [2], [0], [5], [4], [3]]
+    assert split_padded(ROWS, 84, whole_groups=True) == [[0, 1, 2, 3], [5, 4][::-1]]
+    assert split_padded(ROWS, 96, whole_groups=True) == [[0, 1, 2, 3, 4, 5]]
 
 
 @st.composite
@@ -62,7 +62,7 @@ def some_rows(draw):
         for _ in range(draw(st.integers(1, 2))):
             prompt = draw(st.integers(1, 9))
             lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=5))
-            rows += [Row(group, family, prompt, length) for length in lengths]
+            rows += [RowLengths(group, family, prompt, length) for length in lengths]
             family += 1
     return rows
 
@@ -70,7 +70,7 @@ def some_rows(draw):
 @settings(max_examples=200, deadline=None)
 @given(rows=some_rows(), limit=st.integers(1, 60), whole=st.booleans())
 def test_every_row_once_within_the_limit(rows, limit, whole):
-    for split in (packed, padded):
+    for split in (split_packed, split_padded):
         batches = split(rows, limit, whole)
         assert sorted(i for own in batches for i in own) == list(range(len(rows)))
         for own in batches:
@@ -78,28 +78,28 @@ def test_every_row_once_within_the_limit(rows, limit, whole):
             if whole:
                 assert [i for i in range(len(rows)) if rows[i].group in groups] == sorted(own)
             width = max(rows[i].prompt for i in own) + max(rows[i].completion for i in own)
-            cost = tokens(rows, own) if split is packed else len(own) * width
+            cost = tokens(rows, own) if split is split_packed else len(own) * width
             assert cost <= limit or len(groups if whole else own) == 1
 
 
 @settings(max_examples=100, deadline=None)
 @given(rows=some_rows(), limit=st.integers(1, 60))
 def test_rows_of_the_same_lengths_alone_where_nothing_is_padded(rows, limit):
-    batches = alike(rows, limit)
+    batches = split_alike(rows, limit)
     assert sorted(i for own in batches for i in own) == list(range(len(rows)))
     for own in batches:
         lengths = {rows[i][2:4] for i in own}
         assert len(lengths) == 1
         assert len(own) * sum(lengths.pop()) <= limit or len(own) == 1
     again = [rows[own[0]][2:4] for own in batches]
-    roomy = alike(rows, 10**6)
+    roomy = split_alike(rows, 10**6)
     assert len(roomy) == len(set(again))  # each once where there is room
 
 
 @settings(max_examples=100, deadline=None)
 @given(rows=some_rows(), limit=st.integers(1, 60))
 def test_a_family_lies_together_the_longest_first(rows, limit):
-    for own in packed(rows, limit):
+    for own in split_packed(rows, limit):
         families = [family for family, _ in groupby(rows[i].family for i in own)]
         assert len(families) == len(set(families))
         for _, part in groupby(own, key=lambda i: rows[i].family):
@@ -108,6 +108,6 @@ def test_a_family_lies_together_the_longest_first(rows, limit):
 
 
 def test_a_prompt_is_computed_once_where_its_family_fits():
-    rows = [Row(0, 0, 500, 60) for _ in range(16)]
-    assert len(packed(rows, 500 + 16 * 60)) == 1
-    assert len(padded(rows, 500 + 16 * 60)) == 8
+    rows = [RowLengths(0, 0, 500, 60) for _ in range(16)]
+    assert len(split_packed(rows, 500 + 16 * 60)) == 1
+    assert len(split_padded(rows, 500 + 16 * 60)) == 8

@@ -23,7 +23,7 @@ from rlhf_pg.rollout import Request, RolloutError, SamplingParams
 from rlhf_pg.rollout.vllm import http
 from rlhf_pg.rollout.vllm.in_process import VllmEngine
 from rlhf_pg.rollout.vllm.server import VllmServerEngine
-from tests.rollout.fake_vllm import FakeVllm
+from tests.rollout.vllm.fake_vllm import FakeVllm
 from tests.tiny import adapter, stir, tiny_model
 
 PARAMS = SamplingParams(temperature=0.5, max_tokens=6)
@@ -66,7 +66,9 @@ def test_completions_are_what_the_server_says_in_the_order_of_the_prompts(fake, 
 def test_a_request_says_where_its_tokens_stand_and_how_many_there_may_be(fake, tmp_path):
     engine, seeds = engine_of(fake, tmp_path), []
     for position, samples in ((0, (4,)), (1, (4,)), (0, (5,))):
-        request = Request(tokens=[5, 6], draw=2, samples=samples, position=position, max_tokens=2)
+        request = Request(
+            tokens=[5, 6], prompt_index=2, samples=samples, position=position, max_tokens=2
+        )
         with engine.weights_synced(), engine.session(PARAMS, seed=0) as session:
             session.add(request)
             while not session.idle:
@@ -443,7 +445,7 @@ def test_what_is_not_waited_for_is_broken_off(fake, tmp_path):
 
     fake.answers[COMPLETIONS] = lambda body: wait_for_the_end
     with engine.session(PARAMS, seed=0) as session:
-        session.add(Request(tokens=[5], draw=0))
+        session.add(Request(tokens=[5], prompt_index=0))
         session.step()
     assert heard.wait(10)
 
