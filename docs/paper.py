@@ -152,7 +152,7 @@ def errors() -> str:
     every = agreement()
     whole = f"{every.median:.2f}, {every.worst:.2f}"
     rows.append(["all", str(every.points), whole, ""])
-    head = ["", "points", "median, worst", "each foretold by a fit to the others"]
+    head = ["", "points", "median, worst", "each estimated by a fit to the others"]
     return table(head, rows)
 
 
