@@ -84,8 +84,8 @@ class Entry:
 
     @property
     def source(self) -> str | None:
-        """The last parentheses of the docstring's first paragraph with a year or a name in them; or,
-        of `estimate_gae`, those of `gae`, which has the formula.
+        """The last parentheses of the docstring's first paragraph with a year or a name in them;
+        of `estimate_gae`, say, those of `gae`, which has the formula.
         """
         found = re.findall(r"\(((?:[^()]|\([^()]*\))*)\)", " ".join(self.paragraphs[0].split()))
         sources = [text for text in found if re.search(r"(19|20)\d\d|[A-Z]\w{2,}", text)]
@@ -294,9 +294,9 @@ MUTANTS_INTRODUCTION = """\
 Made by `make docs` from the modules beside this page and from
 [tests/device/mutants.py](../device/mutants.py): change those, not this page.
 
-Each row is a small patch, a *mutant*: a mistake that a paper, a text or a library has made, or one that
-is easy to make. A command puts each into a copy of the code, one at a time, and a named test has to
-fail. [docs/correctness.md](../../docs/correctness.md) says why.
+Each row is a small patch, a *mutant*: a mistake that a paper, a text or a library has made, or one
+that is easy to make. A command puts each into a copy of the code, one at a time, and a named test
+has to fail. [docs/correctness.md](../../docs/correctness.md) says why.
 
 | | Mutants | Command | One alone |
 |---|---|---|---|
@@ -398,9 +398,9 @@ def _key_docstrings(config: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for base in reversed(config.__mro__[:-1]):
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        for field, below in itertools.pairwise(node.body):
-            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-                found[field.target.id] = ast.literal_eval(below.value)
+        for key, below in itertools.pairwise(node.body):
+            if isinstance(key, ast.AnnAssign) and isinstance(below, ast.Expr):
+                found[key.target.id] = ast.literal_eval(below.value)
     return found
 
 
