@@ -207,9 +207,9 @@ def returns_minus_values(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tens
 def estimate_n_step(
     inputs: AdvantageInputs, *, gamma: float = 1.0, n_steps: int | None = 1
 ) -> Tensor:
-    """Return A_t = r_t + ... + gamma^n V_{t+n} - V_t, the n-step advantage of A2C.
+    """Return A_t = r_t + ... + gamma^n V_{t+n} - V_t (A2C; Mnih et al. 2016, section 4).
 
-    `n_steps` 1 is online A2C; with None the sum runs to the end of the row. It is as biased as
+    With n = 1 that is online A2C, with None it runs to the end of the row. It is as biased as
     V_{t+n} is wrong.
     """
     assert inputs.values is not None  # the config lets only trainers with a critic choose it
@@ -225,7 +225,9 @@ def estimate_gae(
     lam: float = 0.95,
     lam_alpha: float | None = None,
 ) -> Tensor:
-    """Return A_t = delta_t + gamma lam A_{t+1}, from the critic's values and the row's own rewards.
+    """Return A_t = delta_t + gamma lam A_{t+1} (GAE; Schulman et al. 2016).
+
+    It takes the critic's values and the row's own rewards only.
 
     With `lam_alpha`, lam is 1 - 1 / (lam_alpha length) in every row (VAPO) and `lam` is not used.
     """

@@ -14,13 +14,10 @@ from rlhf_pg.boundary.quoted import shown, told
 # What an assistant says where only what follows it is wanted: of no language, with no blanks.
 MARK = "\ue000\ue001\ue002"
 
-
 # Around the number of a special token's name that is only text.
 QUOTE = re.compile("\ue003([0-9]+)\ue004")
 
-
 DEEPEST = 32  # lists and objects within one another in a message
-
 
 # What templates compare a role with, even where a special token has the same name.
 ROLES = ("system", "developer", "user", "assistant", "tool")

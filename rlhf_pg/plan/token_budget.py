@@ -15,14 +15,11 @@ from rlhf_pg.runtime import Runtime
 # parameters: 512 tokens cost 20 % more time than 2048, 1024 cost 4 %, and 16384 are as fast.)
 MOST = {"cuda": 65536, "cpu": 1024}
 
-
 # Of rows as long as they may be, so many are not too many: fewer compute a prompt more often.
 ROWS = 4
 
-
 # Parameters of a model with which so few tokens take less than a gigabyte.
 SMALL = 1_000_000
-
 
 # Of what is free on a GPU: the rest is lost between blocks, and to the kernels' own work space. Of
 # a CPU's memory a part that is the same in every run, and with it the sums of the same rows.

@@ -21,7 +21,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
 
-
 # In front of the chat the names of the tools, which is all that a tiny model is told of them.
 TOOL_TEMPLATE = (
     "{% if tools %}{{ '<tools>' }}{% for tool in tools %}{{ tool['function']['name'] }}{% endfor %}"
