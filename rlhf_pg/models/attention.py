@@ -150,7 +150,7 @@ class _Probe:
 
 
 def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether torch's `mha_varlen_fwd` (aten/.../flash_attn/flash_api.cpp) takes such heads."""
+    """Return whether `mha_varlen_fwd` of torch (aten/.../flash_attn/flash_api.cpp) takes them."""
     width = query.shape[-1]
     return (
         query.dtype == key.dtype == value.dtype

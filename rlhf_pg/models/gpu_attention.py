@@ -61,7 +61,7 @@ class OnGPU:
     def by_rows(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attend row by row, with a copy of the prompt's keys before each completion's own.
 
-        It takes one call of the variable-length kernel if that supports the dtype, else one call a
+        That is one call of the variable-length kernel if it supports the dtype, else one call a
         row.
         """
         rows = self._rows
@@ -185,7 +185,7 @@ def flex_compiles(dtype: torch.dtype, heads: tuple[int, int, int], device: torch
     except Exception as error:
         how = "the variable-length kernel" if _takes_varlen(query) else "SDPA"
         reason = str(error).partition("\n")[0]
-        logger.warning("without FlexAttention, attention takes %s, slower: %s", how, reason)
+        logger.warning("without FlexAttention; attention uses %s, which is slower: %s", how, reason)
         return False
     return True
 
@@ -201,7 +201,7 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 
 def _seen_blocks(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whether any token sees any other, and all see all, for each pair of blocks in (n,N).
+    """Return for each pair of blocks in (n,N) whether any query sees a key, and whether all do.
 
     The missing part of a last block sees nothing.
     """

@@ -63,7 +63,7 @@ def tokenizer_from_pretrained(
 
 @contextmanager
 def opening(what: str, path: str | PathLike[str]) -> Iterator[None]:
-    """Wrap foreign code that reads the files of a model and may raise anything.
+    """Turn any error of code that reads the files of a model into one that names the path.
 
     Raises:
         ValueError: the code failed, but not for lack of memory; with the path and what belongs

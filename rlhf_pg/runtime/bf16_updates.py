@@ -99,7 +99,7 @@ class MasterWeights(Nearest):
     def state(self) -> Iterator[tuple[Tensor, str, Tensor]]:
         """Yield all trained weights in float32, even those that the model has in float32.
 
-        DeepSpeed keeps a separate copy of the latter.
+        DeepSpeed, which may load them, holds the latter in bfloat16.
         """
         for group in self.optimizer.param_groups if self._of else ():
             for updated in group["params"]:

@@ -115,7 +115,10 @@ class FullWeights:
 
     @contextmanager
     def modified(self, trained: bool = False) -> Iterator[None]:
-        """Apply a change to `module` that every process makes on the CPU in the block; collective."""
+        """Write what every process changes in `module` inside the block back to the shards.
+
+        The change is made on the CPU; collective.
+        """
         with self.gathered(CPU, trained):
             yield
             self._spread(trained)

@@ -82,7 +82,7 @@ class Watch:
         self._launcher = launcher()
         self._stop = threading.Event()
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-            faulthandler.enable(sys.__stderr__)  # NCCL's own watchdog would abort the process
+            faulthandler.enable(sys.__stderr__)  # for stacks when NCCL's watchdog aborts
         self._thread = threading.Thread(target=self._watch, name="failures", daemon=True)
         self._thread.start()
 

@@ -56,7 +56,7 @@ class Tokens:
         return empty
 
     def write(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Put keys and values (K,N,D) into a layer at the places (N,), and return the whole layer."""
+        """Put keys and values (K,N,D) into a layer at the places (N,); return the whole layer."""
         keys, values = self.layers[layer]
         keys[index], values[index] = key.transpose(0, 1), value.transpose(0, 1)
         return keys, values

@@ -35,7 +35,7 @@ def forward(
 class Kept:
     """The state shared by all sessions with the same parameters.
 
-    These tensors, which steps read, stay where they are. Keys and values are freed at the end of a
+    Its tensors, which steps read, stay where they are. Keys and values are freed at the end of a
     session, and weights may be copies made for it, so the next ones may have other addresses.
     Graphs are therefore kept with all addresses.
     """

@@ -1,4 +1,4 @@
-"""The conditions that end a completion before its longest length."""
+"""The conditions that end a completion before its length limit."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
