@@ -1,4 +1,4 @@
-"""The algorithms: one loop in base.py, one file each."""
+"""The algorithms, one file each, and the training step that they share."""
 
 from rlhf_pg.trainers.base import PolicyGradientTrainer
 from rlhf_pg.trainers.grpo import GRPOTrainer

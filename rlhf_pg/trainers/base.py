@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyGradientTrainer(TrainerSetup):
-    """Trains a language model on rewards.
+    """Train a language model on rewards.
 
     Args:
         model: a path, a Hub id or a loaded model (trained in place, cast to `args.dtype`); by
@@ -69,7 +69,11 @@ class PolicyGradientTrainer(TrainerSetup):
     # ------------------------------------------------------------------------------ the one step
 
     def step(self, meter: Meter) -> dict[str, Any]:
-        """One rollout batch and every update on it; returns the line for metrics.jsonl."""
+        """Take one step: one rollout batch and every update on it.
+
+        Returns:
+            The line of the step for metrics.jsonl.
+        """
         batch = self.collector.collect(self.state.prompt_index, meter)  # ids, raw scores (B,T,K)
         with meter.time("score"):
             experience, metrics = self.make_experience(
@@ -117,17 +121,17 @@ class PolicyGradientTrainer(TrainerSetup):
         return experience, metrics | more
 
     def update(self, experience: Experience, meter: Meter) -> dict[str, float]:
-        """Every optimizer update on one rollout batch; returns metrics of this process.
+        """Make every optimizer update on one rollout batch; return metrics of this process.
 
-        One of your own counts in `learner.begun` the updates that have reached the weights, or are
-        about to: a checkpoint that is saved because the step broke off then says that it has them.
+        An override counts in `learner.begun` the updates that have reached the weights, or are
+        about to. A checkpoint that is saved because the step failed then says that it has them.
         """
         return self.learner.update(experience, self.state.step, meter)
 
     def finish_step(
         self, batch: ScoredBatch, metrics: dict[str, Any], meter: Meter
     ) -> dict[str, Any]:
-        """Count the step, let move what moves, and reduce the metrics over all processes."""
+        """Count the step, update the controllers, and reduce the metrics over all processes."""
         args, state = self.args, self.state
         policy_stays = self.learner.trains_critic_alone(state.step)
         tokens = int(metrics.pop("tokens")) + batch.other_tokens
@@ -156,37 +160,37 @@ class PolicyGradientTrainer(TrainerSetup):
     # -------------------------------------------------------------- what makes it an algorithm
 
     def advantages(self, inputs: AdvantageInputs) -> Tensor:
-        """Advantages (B,T) of this rank's rows, by `args.advantage_estimator`."""
+        """Estimate advantages (B,T) of this rank's rows by `args.advantage_estimator`."""
         return self.estimator(inputs)
 
     def loss(self, new: PolicyOutput, batch: Experience) -> Loss:
-        """What to minimise at every token (B,T), and (B,T) numbers to average for the log."""
+        """Compute the loss of every token (B,T), and (B,T) numbers to average for the log."""
         surrogate, metrics = self.surrogate(new, batch)
         regularizer, more = self.regularizer(new, batch)
         return surrogate + regularizer, metrics | more
 
     def new_critic(self) -> Critic | None:
-        """The critic, for an algorithm that has one."""
+        """Make the critic of an algorithm that has one."""
         return None
 
     def values_of(
         self, rollout: Rollout, outputs: ModelOutputs
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Values (B,T) and what follows the last action token (B,), in units of the reward."""
+        """Return values (B,T) and the value after the last action token (B,), in reward units."""
         return None, None
 
     def critic_targets(
         self, inputs: AdvantageInputs, advantages: Tensor
     ) -> tuple[Tensor | None, dict[str, float]]:
-        """What a critic is to predict (B,T), in its own units, and metrics of it.
+        """Compute the targets (B,T) of a critic, in its own units, and metrics of them.
 
         Args:
-            advantages: (B,T), before they are whitened.
+            advantages: (B,T), not yet whitened.
         """
         return None, {}
 
     def surrogate(self, new: PolicyOutput, batch: Experience) -> Loss:
-        """The policy loss that `args.policy_loss` names, weighed where the sampler was another."""
+        """Compute the loss `args.policy_loss`, weighted if another engine sampled."""
         args = self.args
         changing = {"groups": batch.groups, "old_kl_coef": self.controllers["old_kl_coef"]}
         options = {name: changing[name] for name in changing.keys() & args.loss_options}
@@ -209,7 +213,7 @@ class PolicyGradientTrainer(TrainerSetup):
         return per_token, metrics | {"policy_loss": per_token.detach()}
 
     def regularizer(self, new: PolicyOutput, batch: Experience) -> Loss:
-        """beta KL_t - entropy_coef H_t, (B,T); the KL only where it is part of the loss."""
+        """Compute beta KL_t - entropy_coef H_t, (B,T); the KL only if it is part of the loss."""
         per_token = -self.controllers["entropy_coef"] * new.entropy
         if batch.ref_logprobs is None or self.args.kl_placement == "reward":
             return per_token, {}
@@ -241,16 +245,16 @@ class PolicyGradientTrainer(TrainerSetup):
         return self.collector.sample(prompts, rows, prompt_indices, n, temperature)
 
     def sampling(self) -> AbstractContextManager[None]:
-        """Around several calls of `sample`, for which the engine takes over the weights once."""
+        """Hand the weights to the engine once for all calls of `sample` inside."""
         return self.collector.sampling()
 
     def reward(self, samples: Samples) -> Tensor:
-        """Raw scores (B,T,K) of the sources in `reward_names`; NaN where nothing is judged."""
+        """Score samples: raw scores (B,T,K) of the sources in `reward_names`, NaN elsewhere."""
         return self.collector.score(samples)
 
     @property
     def reward_names(self) -> list[str]:
-        """Of the sources of `reward`: the reward functions, and the penalties that are set."""
+        """The names of the reward functions, and of the penalties that are set."""
         return self.shaping.names
 
     # ---------------------------------------------------------------------------------- evaluate
@@ -263,15 +267,16 @@ class PolicyGradientTrainer(TrainerSetup):
         metric_key_prefix: str = "eval",
         answer: Answer | None = None,
     ) -> dict[str, float]:
-        """Score completions of every evaluation prompt, with the same noise at every call: one, or
-        `args.num_generations_eval` if they are sampled.
+        """Score completions of every evaluation prompt, with the same noise at every call.
+
+        There is one completion per prompt, or `args.num_generations_eval` if they are sampled.
 
         Args:
             eval_dataset: by default the one given to the trainer.
-            temperature: 0 is greedy. By default both: that of training, and greedy under
+            temperature: 0 is greedy. By default both are used: that of training, and greedy under
                 `eval_greedy_`.
-            answer: what a completion, as the reward functions see it, says: a string or a number,
-                for the majority vote. By default all of its text, without the spaces around it.
+            answer: extracts the answer (a string or a number) from a completion, for the majority
+                vote. By default it is the whole text, stripped.
 
         Returns:
             `eval_reward`, `eval_rewards/{name}/mean`, `eval_completions/mean_length` and so on,

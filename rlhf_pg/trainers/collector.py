@@ -1,4 +1,4 @@
-"""From prompts to completions with their scores: all that a step trains on.
+"""The first half of a step: prompts are sampled and their completions scored.
 
 Shapes: B rows on this rank, T completion width, K sources of reward.
 """
@@ -31,14 +31,14 @@ from rlhf_pg.trainers.samples import Samples, ScoredBatch, ScoredSamples, sample
 
 @dataclass
 class Collector:
-    """Samples completions of prompts and has them scored.
+    """Sample completions of prompts and have them scored.
 
     Attributes:
-        prompts, order: the training prompts, and which of them comes when.
-        policy: whose weights the engine takes over.
+        prompts, order: the training prompts, and the order in which they come.
+        policy: the model whose weights the engine takes over.
         stop_token_ids: tokens that end a completion.
         episode_runner: for a run with an environment or tools.
-        progress: of the run, for reward functions that ask.
+        progress: tells reward functions that ask how far the run is.
     """
 
     engine: RolloutEngine
@@ -55,7 +55,7 @@ class Collector:
     episode_runner: EpisodeRunner | None = None
 
     def collect(self, first: int, meter: Meter) -> ScoredBatch:
-        """`prompts_per_step` groups of the prompts that are next, sampled and scored.
+        """Sample and score groups of the next `prompts_per_step` prompts.
 
         Args:
             first: the index of the next prompt.
@@ -136,19 +136,21 @@ class Collector:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Around several calls of `sample`: the engine takes over the weights once, put together
-        before where they lie in pieces.
+        """Hand the weights to the engine once for all calls of `sample` inside.
+
+        Sharded weights are gathered first.
         """
         with ExitStack() as weights:
-            # Nobody samples before every process is here: one may speak for all to a server.
+            # No process samples before all are here: one may speak for all to a server.
             with self.runtime.raise_together(RolloutError):
                 weights.enter_context(self.policy.gathered(self.runtime.device))
                 weights.enter_context(self.engine.weights_synced())
             yield
 
     def score(self, samples: Samples) -> Tensor:
-        """Raw scores (B,T,K) of the sources in `shaping.names`, at the tokens that end what they
-        judge; NaN elsewhere.
+        """Return raw scores (B,T,K) of the sources in `shaping.names`.
+
+        They stand at the tokens that end what they judge; NaN stands elsewhere.
 
         Raises:
             ValueError: on all processes, a reward function failed.
@@ -169,7 +171,7 @@ class Collector:
         return self.shaping.penalized(scores.to(rollout.sampler_logprobs), rollout)
 
     def episode_metrics(self, parts: Sequence[Samples]) -> dict[str, float]:
-        """Over all processes, for a run with an environment or tools."""
+        """Compute metrics of episodes over all processes; none without an environment or tools."""
         if self.episode_runner is None:
             return {}
         device = self.runtime.device
@@ -180,14 +182,13 @@ class Collector:
     # -------------------------------------------------------------------------- dynamic sampling
 
     def _with_spread(self, first: int, meter: Meter) -> ScoredBatch:
-        """Dynamic sampling (DAPO; Yu et al. 2025, section 3.2).
+        """Sample until enough groups have scores that differ (DAPO; Yu et al. 2025, section 3.2).
 
-        Groups to whose completions the reward functions give one total score (Eq. 11) are set
-        aside, whatever penalties make of it: by its length alone no answer is right. As many new
-        prompts are taken, for `dynamic_sampling_rounds` rounds at most. What is missing then is
-        filled up with the earliest of the groups set aside, so every step has as many. The groups
-        are numbered anew, from the first index of the step: their minibatches are as large as
-        without all this.
+        A group is set aside if the reward functions give all its completions one total score
+        (Eq. 11). Penalties do not count: length alone makes no answer right. As many new prompts
+        are sampled, for at most `dynamic_sampling_rounds` rounds. If groups are still missing, the
+        earliest of those set aside are used, so every step has the same number. The groups are
+        renumbered from the first index of the step, which keeps minibatches equally large.
         """
         args, runtime = self.args, self.runtime
         parts: list[ScoredSamples] = []
@@ -217,13 +218,11 @@ class Collector:
         )
 
     def _constant_groups(self, part: ScoredSamples) -> set[int]:
-        """The groups of all ranks whose completions have one total score, before penalties and
-        KL.
-        """
+        """Find the groups, of all ranks, whose completions share one score before penalties."""
         said = sum_step_scores(self.shaping.judged(part.scores))
         paid, _ = self.runtime.gather(said)
         groups, _ = self.runtime.gather(part.samples.rollout.groups)
-        # On the CPU, where sums have one order: processes that disagreed would wait for ever.
+        # On the CPU, where sums have one order: processes that disagreed would deadlock.
         paid, groups = paid.cpu(), groups.cpu()
         scores = total_scores(paid, groups)
         constant = group_stats(scores, ~scores.isnan(), groups).constant
@@ -232,7 +231,7 @@ class Collector:
     # --------------------------------------------------------------------------- greedy baseline
 
     def _with_greedy(self, batch: ScoredBatch, meter: Meter) -> ScoredBatch:
-        """A greedy completion of every prompt, with its scores, only to make a baseline of."""
+        """Add a scored greedy completion of every prompt, from which a baseline is made."""
         firsts = batch.samples.firsts()
         rows = [batch.samples.rows[i] for i in firsts]
         indices = batch.rollout.groups[firsts].tolist()
@@ -247,7 +246,7 @@ class Collector:
 def _chosen(
     parts: Sequence[ScoredSamples], places: Mapping[int, int], pad_token_id: int
 ) -> ScoredSamples:
-    """The groups of all rounds that have a place, under its number, in order."""
+    """Pick the groups of all rounds that have a place, renumbered and in order."""
     together = Samples.concat([part.samples for part in parts], pad_token_id)
     samples, rows = together.renumbered(places)
     width = together.rollout.completion_ids.shape[1]

@@ -15,7 +15,7 @@ from rlhf_pg.kl import AdaptiveKLController, PenaltyKLController
 
 @dataclass
 class EntropyController:
-    """Keeps the policy's entropy at a target by the coefficient of its bonus (Skywork-OR1, 2025).
+    """Keep the policy's entropy at a target by the coefficient of its bonus (Skywork-OR1, 2025).
 
         coef <- min(coef + delta, maximum)  if entropy < target
         coef <- max(coef - delta, minimum)  if entropy > target
@@ -40,7 +40,7 @@ class EntropyController:
 
 @dataclass
 class KLAdaptiveRate:
-    """Scales the learning rate to move the policy by about `target` (KLAdaptiveLR of skrl).
+    """Scale the learning rate to move the policy by about `target` (KLAdaptiveLR of skrl).
 
         coef <- max(coef / 1.5, minimum)  if kl > 2 target
         coef <- min(coef * 1.5, maximum)  if kl < target / 2
@@ -64,7 +64,7 @@ class KLAdaptiveRate:
             self.coef = min(self.coef * 1.5, self.maximum)
 
 
-# What each goes by.
+# The metric that each one follows.
 MEASURED = {
     "beta": "kl/completion",
     "old_kl_coef": "approx_kl/after",
@@ -74,10 +74,10 @@ MEASURED = {
 
 
 class Controllers:
-    """beta, old_kl_coef and entropy_coef as they are now, and the scale of the learning rate.
+    """The current beta, old_kl_coef and entropy_coef, and the scale of the learning rate.
 
     Attributes:
-        controllers: of those that move, by name; what is in them goes to the checkpoint.
+        controllers: the controllers of those that move, by name; checkpoints hold their state.
     """
 
     def __init__(self, args: PolicyGradientConfig) -> None:
@@ -105,7 +105,7 @@ class Controllers:
             )
 
     def __getitem__(self, key: str) -> float:
-        """The coefficient with the name of this config key."""
+        """Return the coefficient with the name of this config key."""
         mover = self.controllers.get(key)
         return float(getattr(self.args, key) if mover is None else mover.coef)
 
@@ -115,12 +115,12 @@ class Controllers:
         return 1.0 if mover is None else float(mover.coef)
 
     def metrics(self) -> dict[str, float]:
-        """The entropy's and those that move, as the step that comes next will use them."""
+        """Return entropy_coef and the coefficients that move, as the next step will use them."""
         moving = {name: controller.coef for name, controller in self.controllers.items()}
         return {"entropy_coef": self["entropy_coef"]} | moving
 
     def update(self, metrics: dict[str, Any], num_completions: int) -> None:
-        """Move them by the numbers of a step, which all processes share."""
+        """Update the controllers by the metrics of a step, which all processes share."""
         for name, controller in self.controllers.items():
             measured = metrics[MEASURED[name]]
             # A step without a token of the policy's own, or without an update.

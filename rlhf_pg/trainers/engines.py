@@ -1,4 +1,4 @@
-"""Which engine samples, where the config leaves it open: chosen once, and alike everywhere."""
+"""The choice of the rollout engine for `rollout_engine: auto`, the same on all processes."""
 
 import dataclasses
 import gc
@@ -26,7 +26,7 @@ OF_VLLM = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_mo
 def choose_engine(
     args: PolicyGradientConfig, model: PreTrainedModel, runtime: Runtime
 ) -> tuple[str, str]:
-    """The name of the engine that samples, the same on all processes, and why; collective."""
+    """Return the name of the engine that samples, and why; collective."""
     if args.rollout_engine != "auto":
         return args.rollout_engine, "as the config says"
     why = unsuited(args, model, runtime.device.type, installed()) or lacking(model)
@@ -35,7 +35,7 @@ def choose_engine(
 
 
 def with_engine(args: C, engine: str) -> C:
-    """The config with the engine that was chosen: vLLM sleeps, so that updates have the memory."""
+    """Return the config with the chosen engine; vLLM sleeps, so that updates have its memory."""
     if args.rollout_engine != "auto":
         return args
     if engine == "vllm":
@@ -45,7 +45,7 @@ def with_engine(args: C, engine: str) -> C:
 
 
 def start(new: Callable[[], RolloutEngine], args: C, learner: Learner) -> RolloutEngine:
-    """The vLLM of a run that chose it, on every process or on none; collective.
+    """Start vLLM on every process or on none; collective.
 
     Raises:
         ValueError: it cannot start on one of them.
@@ -64,7 +64,7 @@ def start(new: Callable[[], RolloutEngine], args: C, learner: Learner) -> Rollou
 
 
 def crowded(args: PolicyGradientConfig, learner: Learner) -> str | None:
-    """Why vLLM's share of this process's GPU is not to be had beside training, if it is not."""
+    """Say why training leaves too little of this GPU for vLLM; None if there is enough."""
     device = learner.runtime.device
     if device.type != "cuda":
         return None
@@ -80,8 +80,9 @@ def crowded(args: PolicyGradientConfig, learner: Learner) -> str | None:
 
 
 def due(args: PolicyGradientConfig, learner: Learner) -> float:
-    """Bytes that this process is still going to have on its GPU when it samples: the moments, which
-    the first update makes, and what is put together of weights that lie in pieces.
+    """Count the bytes that this process will still allocate before it samples.
+
+    These are the moments, which the first update makes, and the gathered copy of sharded weights.
     """
     runtime = learner.runtime
     layout = next(layout for layout in SHARDINGS if layout.name == runtime.kind)

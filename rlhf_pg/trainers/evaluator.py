@@ -1,4 +1,4 @@
-"""Scoring held-out prompts."""
+"""Evaluation: completions of held-out prompts are sampled and scored."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ Answer = Callable[[Any], Hashable]
 
 
 def stripped_text(completion: Any) -> str:
-    """Of a completion, or of the last message of one that is a chat; "" if it has none."""
+    """Return the stripped text of a completion, or of its last message; "" if it has none."""
     if isinstance(completion, str):
         return completion.strip()
     return text_of(completion[-1]).strip() if completion else ""
@@ -31,11 +31,12 @@ def evaluate(
     temperature: float,
     answer: Answer = stripped_text,
 ) -> dict[str, float]:
-    """Sample `num_generations_eval` completions of every prompt, all on one process, and score
-    them; at temperature 0 there is one.
+    """Sample completions of every prompt and score them.
+
+    There are `num_generations_eval` per prompt, all on one process, or one at temperature 0.
 
     Args:
-        answer: of a completion, for the majority vote.
+        answer: extracts the answer of a completion, for the majority vote.
 
     Returns:
         Metrics over all processes, named as in training; `rlhf_pg.rewards.shaping` says of which
@@ -72,15 +73,16 @@ def evaluate(
 
 
 def _paid(rewards: Rewards, raw: Tensor) -> Tensor:
-    """(B,) float64, what the reward functions gave, weighted, from the totals (B,K) of all sources:
-    without penalties, clipping or scaling.
+    """Sum the weighted rewards of the functions, (B,) float64, from totals (B,K) of all sources.
+
+    Penalties, clipping and scaling are left out.
     """
     weights = rewards.weights.to(raw.device)
     return (raw[:, : len(weights)] * weights).nansum(dim=1)
 
 
 def _judged(paid: Tensor, completions: Sequence[Any], threshold: float, answer: Answer) -> Tensor:
-    """(P,2) float64 of P prompts: how many completions are right, and what the majority is paid.
+    """Return (P,2) float64: the right completions of each prompt, and the majority's reward.
 
     Args:
         paid: (P,n).
@@ -105,7 +107,7 @@ def _counted(given: Hashable, answer: Answer) -> Hashable:
 
 
 def _attempt_metrics(judged: Tensor, n: int) -> dict[str, float]:
-    """pass@1, 2, 4 ... n and majority@n, means over the rows of `_judged`."""
+    """Compute pass@1, 2, 4 ... n and majority@n: means over the rows of `_judged`."""
     right, majority = judged.unbind(dim=1)
     sizes = [2**i for i in range(n.bit_length()) if 2**i < n]
     metrics = {f"pass@{k}": pass_at_k(right, n, k).mean().item() for k in (*sizes, n)}

@@ -1,4 +1,4 @@
-"""From scored completions to experience: what tokens are paid, and what the update needs.
+"""The second half of a step before the update: rewards per token, and the experience.
 
 Shapes: B rows on this rank, N on all ranks, K sources of reward, T completion width.
 """
@@ -38,13 +38,13 @@ def advantage_inputs(
     greedy: ScoredSamples | None = None,
     moving_average: MovingAverage | None = None,
 ) -> tuple[AdvantageInputs, dict[str, float]]:
-    """What an estimator may look at, and the metrics of rewards over all ranks.
+    """Return the inputs of an estimator, and the metrics of rewards over all ranks.
 
     Args:
         scores: (B,T,K) raw.
-        shaping: it takes in the scores of the step.
-        meter: gets the KL that is paid.
-        kl_coef: beta, of a KL that is paid in the reward.
+        shaping: shapes the scores; its running statistics take in this step.
+        meter: records the KL in the reward.
+        kl_coef: beta, the coefficient of that KL.
         values, bootstrap_value: (B,T) and (B,) of a critic, in units of the reward.
         squared_gradients: (B,) for an estimator that needs them.
         greedy: one greedy completion per group, for an estimator that needs them.
@@ -94,13 +94,13 @@ def make_experience(
     runtime: Runtime,
     args: PolicyGradientConfig,
 ) -> Experience:
-    """The rollout with all that the update needs.
+    """Join the rollout with all that the update needs.
 
     Args:
         scores: (B,T,K) raw.
         outputs: of the models, values in the critic's own units.
         advantages: (B,T), not yet whitened.
-        returns: (B,T) what the critic is to predict, in its units; None without one.
+        returns: (B,T) targets of the critic, in its units; None without one.
     """
     mask = rollout.action_mask
     if args.normalize_advantages:
@@ -120,7 +120,7 @@ def make_experience(
 
 
 def _shaped(scores: Tensor, rollout: Rollout, shaping: Shaping, runtime: Runtime) -> Tensor:
-    """(B,T,K) scores as they are trained on, by what moves with this step too."""
+    """Shape scores (B,T,K) for training; running statistics take in this step first."""
     if (measured := shaping.measured(scores)) is not None:
         shaping.observe(runtime.gather(measured)[0])
     return shaping(scores, rollout)
@@ -129,7 +129,7 @@ def _shaped(scores: Tensor, rollout: Rollout, shaping: Shaping, runtime: Runtime
 def _whitened(
     rewards: Tensor, mask: Tensor, runtime: Runtime, args: PolicyGradientConfig
 ) -> Tensor:
-    """(B,T) over the standard deviation of the rewards of the step (`whiten_rewards`)."""
+    """Divide rewards (B,T) by their standard deviation over the step (`whiten_rewards`)."""
     if not args.whiten_rewards:
         return rewards
     stats = runtime.mean_and_var(rewards, mask)
@@ -143,7 +143,7 @@ def _minus_kl(
     kl_coef: float,
     meter: Meter,
 ) -> Tensor:
-    """-beta KL_t, (B,T), where the KL is paid in the reward; otherwise 0."""
+    """Compute -beta KL_t, (B,T), for a KL in the reward; otherwise 0."""
     if outputs.ref_logprobs is None or args.kl_placement != "reward":
         return torch.zeros_like(rollout.sampler_logprobs)
     assert outputs.old_logprobs is not None
@@ -153,7 +153,7 @@ def _minus_kl(
 
 
 def _positive(scores: Tensor, shaping: Shaping, args: PolicyGradientConfig) -> Tensor | None:
-    """(B,) what `positive_nll_coef` is for: the reward functions together say enough of it."""
+    """Mark the rows (B,) whose total score is above `positive_nll_threshold`."""
     if args.positive_nll_coef == 0:
         return None
     said = sum_step_scores(shaping.judged(scores)).nansum(1)
@@ -161,10 +161,10 @@ def _positive(scores: Tensor, shaping: Shaping, args: PolicyGradientConfig) -> T
 
 
 def _without_truncated(experience: Experience, args: PolicyGradientConfig) -> Experience:
-    """With the tokens that train as its action tokens.
+    """Take the tokens of truncated completions out of the action mask.
 
-    A completion that was cut off counts in every statistic up to here, and stays what a model may
-    attend to: only the loss, of the policy and of the critic, does not see it.
+    They count in every statistic up to here, and models may still attend to them. Only the losses
+    of policy and critic leave them out.
     """
     if not args.mask_truncated_completions:
         return experience
@@ -173,7 +173,7 @@ def _without_truncated(experience: Experience, args: PolicyGradientConfig) -> Ex
 
 
 def _of_greedy(greedy: ScoredSamples, shaping: Shaping, groups: Tensor) -> Tensor:
-    """(B,K) what the greedy completion of each row's prompt is paid; nothing for its KL, the last.
+    """Return the reward (B,K) of the greedy completion of each row's prompt; 0 for the KL.
 
     Args:
         greedy: one row per group.
@@ -187,7 +187,7 @@ def _of_greedy(greedy: ScoredSamples, shaping: Shaping, groups: Tensor) -> Tenso
 def _baseline_metrics(
     inputs: AdvantageInputs, runtime: Runtime, moving_average: MovingAverage | None
 ) -> dict[str, float]:
-    """Baselines from beyond the batch, and the mean return that the moving average follows."""
+    """Report the greedy baseline, the moving average, and the mean return that it follows."""
     metrics = {}
     if inputs.greedy_scores is not None:
         greedy, _ = runtime.gather(inputs.greedy_scores.nansum(1))
@@ -200,7 +200,7 @@ def _baseline_metrics(
 
 
 def _kl_of_completions(runtime: Runtime, outputs: ModelOutputs, mask: Tensor) -> float:
-    """Mean over the completions of all processes of k1 summed: what moves beta."""
+    """Average the summed k1 over the completions of all processes; adaptive betas follow it."""
     assert outputs.old_logprobs is not None
     assert outputs.ref_logprobs is not None
     sums = (outputs.old_logprobs - outputs.ref_logprobs).double().sum(1)  # 0 in masked slots

@@ -1,4 +1,4 @@
-"""The half of a step that has gradients: scoring a rollout, and the updates made from it.
+"""The part of a step that runs the models: scoring a rollout, and the updates made from it.
 
 Shapes: B rows on this rank, T completion width.
 """
@@ -31,7 +31,7 @@ R = TypeVar("R", bound=Rollout)
 
 
 class ModelOutputs(NamedTuple):
-    """What the models say of a rollout, (B,T); None where the algorithm does not need it."""
+    """The outputs of all models for a rollout, (B,T); None if the algorithm does not need one."""
 
     old_logprobs: Tensor | None = None  # of the policy before its update
     ref_logprobs: Tensor | None = None
@@ -40,17 +40,17 @@ class ModelOutputs(NamedTuple):
 
 
 class Learner:
-    """Policy, critic, reference and optimizer.
+    """The policy, critic, reference and optimizer of a run.
 
     Args:
-        models: before any process is given its part of them.
-        optimizer, scheduler: of all that is trained.
-        loss: of the algorithm, per token: (policy output, batch) -> (B,T) and metrics.
-        token_budget: tokens that are forwarded at a time.
-        skipped: the updates that are not made.
+        models: the models, not yet sharded.
+        optimizer, scheduler: of all trained parameters.
+        loss: the algorithm's loss per token: (policy output, batch) -> (B,T) and metrics.
+        token_budget: tokens in one forward pass.
+        skipped: records the updates that are skipped.
 
     Attributes:
-        full_policy: the model that samples and is saved, to be had whole.
+        full_policy: the model that samples and is saved; it can be gathered.
         begun: updates of the step that have reached the weights, or were about to.
     """
 
@@ -80,7 +80,7 @@ class Learner:
         self._share(optimizer)
 
     def _share(self, optimizer: Optimizer) -> None:
-        """Give every process its part; what looks at whole weights has to look before."""
+        """Shard the models; whatever needs whole weights runs before."""
         args, runtime = self.args, self.runtime
         parts = {"model": self.policy.model, "critic": self.critic, "reference": self.reference}
         self.parts = {
@@ -99,17 +99,17 @@ class Learner:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The one of `torch`, with the learning rates."""
+        """The `torch` optimizer, which holds the learning rates."""
         return self.trained.optimizer
 
     @cached_property
     def fingerprints(self) -> dict[str, str | None]:
-        """Of what never changes in a run, None for what there is not."""
+        """The fingerprint of each model's frozen weights; None for a model that is not there."""
         parts = {"model": self.policy.model, "reference": self.reference, "critic": self.critic}
         return {name: None if part is None else fingerprint(part) for name, part in parts.items()}
 
     def _size(self) -> str:
-        """For example "0.43M parameters in float32"."""
+        """Describe the size of the models, for example "0.43M parameters in float32"."""
         total = sum(p.numel() for p in self.module.parameters())
         trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         text = f"{total / 1e6:.2f}M parameters in {self.args.dtype}"
@@ -118,10 +118,10 @@ class Learner:
         return text if trained == total else f"{text}, {trained / 1e6:.2f}M trained"
 
     def score(self, rollout: Rollout) -> ModelOutputs:
-        """Whatever the algorithm needs to know of a rollout before the update.
+        """Compute what the algorithm needs from the models before the update.
 
-        The policy's log-probabilities may not be (`needs_old_logprobs`), the reference's without KL
-        are not.
+        The policy's log-probabilities are left out where nothing needs them
+        (`needs_old_logprobs`), the reference's without a KL.
         """
         args, scored = self.args, ModelOutputs()
         needs_old = args.needs_old_logprobs
@@ -145,9 +145,9 @@ class Learner:
         return ModelOutputs(values=values, end_values=end_values)
 
     def squared_gradients(self, rollout: Rollout) -> Tensor:
-        """|grad log pi(y)|^2 of every completion over what is trained, (B,) float64.
+        """Compute |grad log pi(y)|^2 of every completion over the trained parameters, (B,) float64.
 
-        Each has passes of its own, on whole weights and past all hooks: nothing is exchanged.
+        Each completion has its own passes, on whole weights and past all hooks: no process waits.
         """
         trained = [p for p in self.policy.parameters() if p.requires_grad]
         squares = torch.zeros(rollout.num_rows, dtype=torch.float64, device=rollout.groups.device)
@@ -159,7 +159,7 @@ class Learner:
         return squares
 
     def update(self, experience: Experience, step: int, meter: Meter) -> dict[str, float]:
-        """Every optimizer update on one rollout batch; one that breaks off leaves nothing behind.
+        """Make every optimizer update on one rollout batch; a failed one leaves nothing behind.
 
         Raises:
             FloatingPointError: see `SkippedUpdates.end`.
@@ -214,7 +214,7 @@ class Learner:
         }
 
     def _teach_critic(self, experience: Experience, step: int) -> None:
-        """The updates in which the critic alone learns, once the policy has."""
+        """Make the updates in which the critic alone learns, after those of the policy."""
         args = self.args
         passes = range(args.num_iterations, args.num_iterations + args.critic_only_iterations)
         first = args.updates_per_step
@@ -228,7 +228,7 @@ class Learner:
                 self.begun -= 1
 
     def keep_to(self, packs: bool, pads: bool, together: bool) -> None:
-        """What the model check found: how rows may lie together."""
+        """Batch rows as the model check found right."""
         self.pads, self.together = pads, together
         if packs:
             return
@@ -238,18 +238,18 @@ class Learner:
                 part.window = 0.0
 
     def trains_critic_alone(self, step: int) -> bool:
-        """Whether the policy stays as it is in this step, counted from 0."""
+        """Tell whether the policy is frozen in this step, counted from 0."""
         return step < self.args.policy_frozen_until
 
     def sync_reference(self, step: int) -> None:
-        """Let the reference follow the policy, if it is to after so many steps."""
+        """Move the reference towards the policy after every `ref_model_sync_steps` steps."""
         args = self.args
         if args.sync_ref_model and step % args.ref_model_sync_steps == 0:
             assert self.reference is not None  # the config asks for a beta
             self.reference.follow(self.policy, args.ref_model_mixup_alpha, gathered)
 
     def next_rate(self, scale: float) -> None:
-        """Advance the learning-rate schedule by a step, and multiply what it says."""
+        """Advance the learning-rate schedule by a step, and scale its rates."""
         self.scheduler.step()
         for group in self.optimizer.param_groups:
             group["lr"] *= scale
@@ -257,7 +257,7 @@ class Learner:
     def _minibatches(
         self, experience: Experience, step: int, passes: Iterable[int]
     ) -> Iterator[Experience]:
-        """Prompt i is in minibatch i mod num_mini_batches in every pass; only the order varies."""
+        """Yield the minibatches: prompt i is always in i mod num_mini_batches; the order varies."""
         args = self.args
         for iteration in passes:
             for m in permutation(args.num_mini_batches, args.seed, step, iteration):
@@ -265,7 +265,7 @@ class Learner:
                 yield experience.select(rows)
 
     def _has_drifted(self, seen: Meter) -> bool:
-        """Whether KL(old || new), over all processes, is beyond 1.5 target_kl: none decides alone.
+        """Tell whether KL(old || new), over all processes, is beyond 1.5 target_kl.
 
         The factor is that of Spinning Up and Stable-Baselines3. A step's first update is always
         made: its policy is the old one.
@@ -278,7 +278,7 @@ class Learner:
         )
 
     def _moved(self, experience: Experience) -> float:
-        """KL(old || new) per trained token, over all rows of the step and all processes.
+        """Measure KL(old || new) per trained token, over all rows of the step and all processes.
 
             E_old[sum_t (rho_t - 1 - log rho_t)] / E_old[length],   rho_t = pi(y_t) / pi_old(y_t)
 
@@ -335,10 +335,10 @@ class Learner:
     def _router_loss(
         self, micro_batches: list[tuple[Tensor | None, Experience]]
     ) -> Callable[[PolicyOutput], Tensor] | None:
-        """What a micro-batch adds to the auxiliary loss of the routers; None without one.
+        """Return the routers' auxiliary loss of a micro-batch, as a function; None without one.
 
-        A pass of its own counts what all tokens of the update choose, on all processes: the
-        gradient of the first micro-batch goes by what the last one chooses.
+        A separate pass counts the experts chosen for all tokens of the update, on all processes:
+        the gradient of the first micro-batch depends on the choices of the last.
         """
         balance = self.policy.balance
         if balance is None:
@@ -356,9 +356,9 @@ class Learner:
     def _positive_nll(
         self, minibatch: Experience
     ) -> Callable[[PolicyOutput, Experience], Tensor] | None:
-        """What a micro-batch adds to the loss of the right completions; None without one.
+        """Return the likelihood loss of right completions, as a function; None without one.
 
-        Their tokens are counted like those of the loss, over the update and all processes.
+        Its tokens are counted like those of the loss, over the update and all processes.
         """
         if minibatch.positive is None:
             return None
@@ -384,7 +384,7 @@ class Learner:
 
     @torch.no_grad()
     def _over(self, rollout: Rollout, score: Callable[[Rollout], ModelOutputs]) -> ModelOutputs:
-        """What `score` gives, micro-batch by micro-batch."""
+        """Apply `score` to every micro-batch and put the results together."""
         whole: dict[str, Tensor] = {}
         for indices, batch in self._micro_batches(rollout):
             rows = None if indices is None else to_device(indices, rollout.groups.device)
@@ -400,10 +400,10 @@ class Learner:
         return ModelOutputs(**whole)
 
     def _micro_batches(self, batch: R) -> Iterator[tuple[Tensor | None, R]]:
-        """Row indices and rows within the token budget; the same number on every process.
+        """Yield row indices and rows within the token budget, equally many on every process.
 
-        A process with fewer adds blank rows (indices None), so that none waits for another; where
-        no process has a row, one blank still gives every parameter a gradient.
+        A process with fewer adds blank rows (indices None), so that no rank deadlocks. If no
+        process has a row, one blank row still gives every parameter a gradient.
         """
         window = self.policy.window
         if self.critic is not None:  # what one of them pads must fit
@@ -421,5 +421,5 @@ class Learner:
 
 
 def _rows_with_advantage(batch: Experience) -> Tensor:
-    """Indices of the rows with an advantage other than 0: the others have no gradient."""
+    """Return the indices of the rows with a nonzero advantage: the others have no gradient."""
     return ((batch.advantages != 0) & batch.action_mask).any(1).nonzero().squeeze(1)

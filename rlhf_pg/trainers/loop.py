@@ -1,6 +1,6 @@
-"""The loop around the steps of a run, whatever a step does: evaluate, save, resume, end.
+"""The loop around the steps of a run: evaluate, save, resume, end.
 
-An algorithm is a `step` and an `evaluate`; this file knows nothing else of it.
+It knows no algorithm, only a `step` and an `evaluate`.
 """
 
 import dataclasses
@@ -30,25 +30,25 @@ logger = logging.getLogger(__name__)
 
 
 class Callback:
-    """Code of the user that looks into a run; every process calls it, at the same moments.
+    """User code that observes a run; every process calls it, at the same moments.
 
     Override what is needed.
     """
 
     def on_step(self, trainer: Any, metrics: dict[str, Any]) -> None:
-        """After each step; `metrics` is the line of metrics.jsonl, and may be added to."""
+        """Called after each step; `metrics` is the line of metrics.jsonl, and may be added to."""
 
     def on_save(self, trainer: Any, path: Path) -> None:
-        """After a checkpoint has been written."""
+        """Called after a checkpoint has been written."""
 
     def on_end(self, trainer: Any) -> None:
-        """After the last step, when `final/` has been written."""
+        """Called after the last step, when `final/` has been written."""
 
 
 class TrainingLoop(ABC):
-    """Steps until the last one, and what has to be done between them.
+    """Steps until the last one, and everything that happens between them.
 
-    A subclass sets the attributes, and has the abstract methods.
+    A subclass sets the attributes and implements the abstract methods.
     """
 
     args: RunConfig
@@ -63,28 +63,28 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def step(self, meter: Meter) -> dict[str, Any]:
-        """Take one step and count it in `state`; returns the line for metrics.jsonl."""
+        """Take one step and count it in `state`; return the line for metrics.jsonl."""
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """Metrics of the evaluation dataset, `eval_reward` among them."""
+        """Return metrics of the evaluation dataset, `eval_reward` among them."""
 
     @abstractmethod
     def describe(self) -> str:
-        """What is trained and how, in a line for the console."""
+        """Describe in one line what is trained and how."""
 
     @abstractmethod
     def resolved_args(self) -> RunConfig:
-        """The config with a value for everything that it leaves open, for `config.yaml`."""
+        """Return the config with a value for every key that it leaves open, for `config.yaml`."""
 
     @property
     @abstractmethod
     def updates_begun(self) -> int:
-        """Updates of the step under way that have reached the weights, or are about to."""
+        """Updates of the current step that have reached the weights, or are about to."""
 
     @abstractmethod
     def on_resume(self, saved: dict[str, Any]) -> None:
-        """Use what the config leaves open as the resumed run did, whose config is `saved`."""
+        """Settle open keys as the resumed run did; `saved` is its config."""
 
     @abstractmethod
     def on_start(self) -> None:
@@ -135,7 +135,7 @@ class TrainingLoop(ABC):
         self._tell("on_end")
 
     def _take_step(self, journal: Journal) -> None:
-        """One step, and what is due after it."""
+        """Take one step, and do what is due after it."""
         metrics = self._step_or_nothing()
         failpoint("stepped")
         try:
@@ -154,9 +154,9 @@ class TrainingLoop(ABC):
             self._end_by_signal(number, journal)
 
     def _step_or_nothing(self) -> dict[str, Any]:
-        """A step; where it breaks off, random states, counters and records are as before it.
+        """Take a step; if it fails, restore random states, counters and records.
 
-        Weights that it has updated stay as they are.
+        Weights that it has updated are not restored.
         """
         rng, numbers = rng_tensors(), self.checkpointer.numbers()
         try:
@@ -185,13 +185,12 @@ class TrainingLoop(ABC):
 
     @contextmanager
     def _saved_on_leaving(self) -> Iterator[None]:
-        """Save what was finished when an error or Ctrl-C ends the run, and say so in a note.
+        """Save the last finished step when an error or Ctrl-C ends the run, and say so in a note.
 
-        In several processes only where all end at once, in one step: an error of one alone leaves
-        the others in a collective, from which nothing calls them back. A failure to save is logged,
-        and what ended the run is raised. Nothing is saved of a run that has diverged, and no
-        checkpoint that was there makes room: weights of half a step are no substitute for those of
-        a whole one.
+        With several processes this happens only if all fail together, in one step: an error of one
+        alone leaves the others in a collective. A failure to save is logged, and the original
+        error is raised. Nothing is saved of a run that has diverged, and no older checkpoint is
+        removed: weights of half a step do not replace those of a whole one.
         """
         try:
             yield
@@ -210,7 +209,7 @@ class TrainingLoop(ABC):
             raise
 
     def _save_finished(self) -> Path | None:
-        """The checkpoint of the last finished step; None without one that could be saved."""
+        """Save the last finished step, unless it is saved; None if it cannot be."""
         step, begun = self.state.step, self.updates_begun
         if self.checkpointer.saved == step:
             return self.checkpointer.path()
@@ -238,7 +237,7 @@ class TrainingLoop(ABC):
             self.checkpointer.save(self.runtime, Path(self.args.output_dir) / "best")
 
     def _checkpoint(self) -> Path:
-        """Of the last step that was finished, which is saved unless it is there."""
+        """Return the checkpoint of the last finished step, and save it unless it is there."""
         saved = self.checkpointer.saved == self.state.step
         return self.checkpointer.path() if saved else self.save_checkpoint()
 
@@ -275,5 +274,5 @@ class TrainingLoop(ABC):
 
 
 def due(step: int, every: int) -> bool:
-    """Whether something that is done every so many steps (0: never) is done after this one."""
+    """Tell whether something that happens every so many steps (0: never) is due."""
     return every > 0 and step % every == 0

@@ -1,9 +1,9 @@
-"""Whether a model says the same of a row however it is computed: asked once, when a run starts.
+"""A check, once at the start of a run, that a model gives a row the same numbers in every way.
 
 Sampling, scoring and updates compute a row alone or beside others, padded or packed, token by token
-or at once. Not every architecture is the same function then, and a loss would not tell. What can
-be made right is: such rows are not packed, not padded, or sampled in the slow way. The rest is
-refused.
+or at once. Some architectures then compute different functions, and the loss would not show it.
+What can be avoided is: such rows are not packed, not padded, or sampled in the slow way. The rest
+is refused.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Verdict(NamedTuple):
-    """In which ways the rows of a run may be computed."""
+    """The ways in which the rows of a run may be computed."""
 
     packs: bool = True
     pads: bool = True
@@ -47,11 +47,11 @@ class Verdict(NamedTuple):
 
     @property
     def of_rows(self) -> tuple[bool, bool, bool]:
-        """In scoring and in updates."""
+        """The part of the verdict that concerns scoring and updates."""
         return self.packs, self.pads, self.together
 
     def text(self) -> str:
-        """What is done otherwise, and why."""
+        """Say what is done differently, and why."""
         ways = {
             "packing (rows will be padded)": self.packs,
             "padding (only rows of one length go together)": self.pads,
@@ -64,7 +64,7 @@ class Verdict(NamedTuple):
         return f"model_check: this model's log-probabilities change with {found}"
 
     def apply(self, engine: RolloutEngine) -> None:
-        """Let the engine keep to it."""
+        """Make the engine follow the verdict."""
         if isinstance(engine, NativeEngine):
             engine.pads, engine.together = self.samples_padded, self.samples_together
             if not self.samples_fast:
@@ -72,7 +72,7 @@ class Verdict(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """What is looked at.
+    """A model under examination, and how to run it.
 
     Args:
         module: with the policy in it, whose mode `score` runs in.
@@ -92,7 +92,7 @@ class Examined(NamedTuple):
     device: torch.device | str = "cpu"
 
     def differ(self, found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-        """Whether any row is further from what is expected than rounding explains."""
+        """Tell whether any row differs from what is expected by more than rounding."""
         apart = [(a - b).abs().mean() for a, b in zip(found, expected, strict=True) if len(b)]
         return self.agreed(not all(bool(x <= LIMITS[self.dtype]) for x in apart))
 
@@ -101,8 +101,7 @@ class Examined(NamedTuple):
 def examine(
     run: Examined, updates_evaluate: bool = True, compares_rows: bool = False
 ) -> Verdict | None:
-    """How the rows of a run may be computed; None if the model gives what is no number, and cannot
-    be examined.
+    """Find out how the rows of a run may be computed; None if the model returns NaN or infinity.
 
     Args:
         updates_evaluate: updates are to be without dropout.
@@ -150,7 +149,7 @@ def _check_mode(run: Examined, batch: Rollout, alone: Sequence[Tensor]) -> None:
 
 
 def _packs(run: Examined, batch: Rollout, alone: Sequence[Tensor]) -> bool:
-    """Whether rows are the same packed as alone, of as many tokens as may be packed."""
+    """Tell whether packed rows equal rows alone, at the longest lengths that are packed."""
     window = run.policy.window
     if sum(run.lengths) > window:
         prompt = max(1, int(window) // 2)
@@ -161,7 +160,7 @@ def _packs(run: Examined, batch: Rollout, alone: Sequence[Tensor]) -> bool:
 
 
 def _together(run: Examined) -> bool:
-    """Whether rows of one length are the same together as alone."""
+    """Tell whether rows of equal length are the same together as alone."""
     one = max(1, run.lengths[0] // 3)
     prompts = [_taken(run.tokens, one, skip) for skip in range(2)]
     batch = _rollout(run, prompts, prompts[::-1])
@@ -169,7 +168,7 @@ def _together(run: Examined) -> bool:
 
 
 def _sampled_right(run: Examined, verdict: Verdict) -> Verdict:
-    """The fastest way of the native engine whose numbers are those of the policy."""
+    """Find the fastest way to sample whose numbers are those of the policy."""
     engine = run.engine
     if not isinstance(engine, NativeEngine):  # what another samples is corrected for in the loss
         return verdict
@@ -192,7 +191,11 @@ def _sampled_right(run: Examined, verdict: Verdict) -> Verdict:
 
 
 def sampled(engine: NativeEngine, run: Examined) -> tuple[Rollout, list[Tensor]]:
-    """A few tokens behind a long prompt, twice, and behind a short one, and what was said then."""
+    """Sample a few tokens after a long prompt, twice, and after a short one.
+
+    Returns:
+        The rows, and the log-probabilities at sampling.
+    """
     total = sum(run.lengths)
     count = min(DRAWN, run.lengths[1])
     prompts = [_taken(run.tokens, total - count), _taken(run.tokens, max(1, run.lengths[0] // 3))]
@@ -213,7 +216,7 @@ def sampled(engine: NativeEngine, run: Examined) -> tuple[Rollout, list[Tensor]]
 
 
 def rows_of(run: Examined, prompt: int, completion: int) -> Rollout:
-    """Two completions of a long prompt, of which one is short, and a row that is short."""
+    """Make two completions of a long prompt, one of them short, and one short row."""
     short = [max(1, length // 3) for length in (prompt, completion)]
     prompts = [_taken(run.tokens, length) for length in (prompt, prompt, short[0])]
     lengths = (completion, short[1], short[1])
@@ -238,19 +241,19 @@ def _rollout(run: Examined, prompts: list[list[int]], completions: list[list[int
 
 
 def by_row(score: Score, batch: Rollout) -> list[Tensor]:
-    """Log-probabilities of every row, each computed alone."""
+    """Compute the log-probabilities of every row alone."""
     rows = (batch.select(torch.tensor([i])) for i in range(batch.num_rows))
     return [row for alone in rows for row in _rows(score(alone), alone)]
 
 
 def _rows(logprobs: Tensor, batch: Rollout) -> list[Tensor]:
-    """Without padding."""
+    """Split log-probabilities into rows without padding."""
     return [row[mask] for row, mask in zip(logprobs, batch.action_mask, strict=True)]
 
 
 @contextmanager
 def packing(policy: Policy, window: float) -> Iterator[None]:
-    """Rows of at most so many tokens are packed inside."""
+    """Pack rows of at most `window` tokens inside this context."""
     before = policy.window
     policy.window = window
     try:
@@ -272,7 +275,7 @@ def check_model(
     updates_evaluate: bool = True,
     compares_rows: bool = False,
 ) -> Verdict | None:
-    """What a run finds of its model, see `examine`; all processes share it. Collective.
+    """Examine the model of a run (`examine`); all processes share the verdict. Collective.
 
     Args:
         key: of all that the verdict depends on.
@@ -299,7 +302,7 @@ def check_model(
 
 
 def _known(path: Path, key: str) -> int:
-    """The bits of a verdict on the same model, and one above them; 0 where there is none."""
+    """Return the bits of a stored verdict on this model, and one above them; 0 if none is there."""
     try:
         found = json.loads(path.read_text())
         bits = [bool(found[name]) for name in Verdict._fields]
@@ -310,7 +313,7 @@ def _known(path: Path, key: str) -> int:
 
 
 def key_of(config: PretrainedConfig, *others: Any) -> str:
-    """A name for all that a verdict depends on: the model's config, and what else there is."""
+    """Hash everything that a verdict depends on: the model's config, and `others`."""
     versions = torch.__version__, transformers.__version__
     everything = repr((str(config), config._attn_implementation, versions, *others))
     return hashlib.sha256(everything.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""AdamW and its schedule, where policy and critic have rates and warm-ups of their own."""
+"""AdamW and its schedule, with separate rates and warm-ups for policy and critic."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ def optimizer_and_schedule(
     total_steps: int,
     given: Optimizers = (None, None),
 ) -> tuple[Optimizer, LRScheduler]:
-    """What a run trains with.
+    """Make the optimizer and the learning-rate schedule of a run.
 
     Args:
         total_steps: of the whole run.
@@ -49,13 +49,13 @@ def optimizer_and_schedule(
 
 
 def group_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The options of its first trained parameter; its rate is `["lr"]`."""
+    """Return the parameter group of a module's first trained parameter; `["lr"]` is its rate."""
     first = next(p for p in module.parameters() if p.requires_grad)
     return next(g for g in optimizer.param_groups if any(p is first for p in g["params"]))
 
 
 def _adamw(policy: nn.Module, critic: Critic | None, args: PolicyGradientConfig) -> Optimizer:
-    """AdamW; biases and norms (vectors) do not decay, and the critic has its own rate."""
+    """Make AdamW without decay for vectors (biases, norms), and with the critic's own rate."""
     groups = _groups(policy, args, args.learning_rate)
     if critic is not None:
         groups += _groups(critic, args, args.critic_learning_rate)
@@ -91,7 +91,7 @@ def _groups(module: nn.Module, args: PolicyGradientConfig, rate: float) -> list[
 def _schedule(
     optimizer: Optimizer, critic: Critic, args: PolicyGradientConfig, total_steps: int
 ) -> LambdaLR:
-    """The critic's rate from the first step on, the policy's after `policy_frozen_until` steps."""
+    """Schedule the critic from the first step, the policy after `policy_frozen_until` steps."""
     alone = args.policy_frozen_until
     later = _rates(args, args.warmup_steps, max(1, total_steps - alone))
     value = _rates(args, args.critic_warmup_steps, total_steps)
@@ -105,7 +105,7 @@ def _schedule(
 
 
 def _rates(args: PolicyGradientConfig, warmup_steps: int, steps: int) -> Callable[[int], float]:
-    """Step to share of the peak rate, as `lr_scheduler_type` has it."""
+    """Return the schedule `lr_scheduler_type`: from a step to the share of the peak rate."""
     unused = SGD([torch.zeros(())], lr=args.learning_rate)  # transformers asks for an optimizer
     schedule: Any = get_scheduler(args.lr_scheduler_type, unused, warmup_steps, steps)
     rates: Callable[[int], float] = schedule.lr_lambdas[0]

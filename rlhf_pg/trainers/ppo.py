@@ -67,12 +67,12 @@ class PPOTrainer(PolicyGradientTrainer):
 
     @property
     def running(self) -> dict[str, Any]:
-        """With the moments of the returns, where they are normalised."""
+        """The records of the base class, and the moments of the returns if they are normalised."""
         moments = {} if self.value_moments is None else {"value_moments": self.value_moments}
         return super().running | moments
 
     def returns(self, inputs: AdvantageInputs, advantages: Tensor) -> Tensor:
-        """What the critic is to predict.
+        """Compute the targets of the critic, in reward units.
 
             R_t = A_t + V_t
 
@@ -88,7 +88,7 @@ class PPOTrainer(PolicyGradientTrainer):
         return gae(rewards, values, inputs.mask, args.gamma, args.value_lam, end)[1]
 
     def loss(self, new: PolicyOutput, batch: Experience) -> Loss:
-        """The clipped surrogate, the clipped value loss and an entropy bonus (Eq. 9, negated).
+        """Add the clipped surrogate, the clipped value loss and an entropy bonus (Eq. 9, negated).
 
         rho_t   = pi(y_t) / pi_old(y_t)
         loss_t  = -min(rho_t A_t, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A_t)
@@ -115,9 +115,9 @@ class PPOTrainer(PolicyGradientTrainer):
     def values_of(
         self, rollout: Rollout, outputs: ModelOutputs
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Values (B,T), and V of what might have followed a completion that was cut off, (B,).
+        """Return values (B,T) and the value after each truncated completion (B,), in reward units.
 
-        In units of the reward; 0 follows the others.
+        The value after a completion that ended is 0.
         """
         values, end, moments = outputs.values, outputs.end_values, self.value_moments
         assert values is not None
@@ -132,7 +132,7 @@ class PPOTrainer(PolicyGradientTrainer):
     def critic_targets(
         self, inputs: AdvantageInputs, advantages: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        """The returns in the units that the critic predicts, once the moments have seen them."""
+        """Return the targets in the critic's units; the moments take in this step first."""
         returns, mask, moments = self.returns(inputs, advantages), inputs.mask, self.value_moments
         assert inputs.values is not None
         mean, var = self.runtime.mean_and_var(returns, mask)
@@ -147,7 +147,7 @@ class PPOTrainer(PolicyGradientTrainer):
         return torch.where(mask, moments.normalize(returns), 0.0), metrics
 
     def new_critic(self) -> Critic:
-        """As `args.critic` and `value_model` say."""
+        """Make the critic that `args.critic` and `value_model` ask for."""
         args = self.args
         value_model = self.value_model
         options = args.critic_options

@@ -1,4 +1,4 @@
-"""From prompts to completions, as token ids for the learner and as text for the rewards."""
+"""Sampled completions, as token ids for the learner and as text for the rewards."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,13 +34,13 @@ class Samples:
         return self.rollout.prompt_mask.sum() + self.rollout.completion_mask.sum()
 
     def firsts(self) -> list[int]:
-        """Where the groups begin."""
+        """Return the index of the first row of every group."""
         groups = self.rollout.groups.tolist()
         return [i for i, group in enumerate(groups) if i == 0 or groups[i - 1] != group]
 
     @classmethod
     def concat(cls, parts: Sequence[Self], pad_token_id: int) -> Self:
-        """The completions of all parts, one after another; a part may have none."""
+        """Join the completions of all parts; a part may have none."""
         names = dict.fromkeys(name for part in parts for name in part.columns)
         return cls(
             rollout=Rollout.concat([part.rollout for part in parts], pad_token_id),
@@ -54,7 +54,7 @@ class Samples:
         )
 
     def renumbered(self, groups: Mapping[int, int]) -> tuple[Self, Tensor]:
-        """The completions of these groups under their new numbers, and which rows they were."""
+        """Select groups and renumber them; return them and the indices of their rows."""
         own = self.rollout.groups.tolist()
         rows = [i for i, group in enumerate(own) if group in groups]
         index = torch.tensor(rows, dtype=torch.int64, device=self.rollout.groups.device)
@@ -71,8 +71,9 @@ class Samples:
         return samples, index
 
     def records(self, scores: Tensor, names: Sequence[str], count: int) -> list[dict[str, Any]]:
-        """The first completions of `count` prompts with the totals of their scores (B,T,K), for
-        people to read; of episodes also the first `count` that failed.
+        """Return the first completions of `count` prompts with their total scores, for readers.
+
+        The first `count` episodes that failed are shown, too.
         """
         total = sum_step_scores(scores).tolist()
         failed = [i for i, episode in enumerate(self.episodes) if episode.error is not None]
@@ -101,7 +102,7 @@ class ScoredSamples(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredBatch:
-    """What one step trains on; the plain numbers are those of all ranks."""
+    """The completions that one step trains on; plain numbers are those of all ranks."""
 
     samples: Samples
     scores: Tensor  # (B,T,K) raw
@@ -175,7 +176,7 @@ def _single_turns(
     tokens: Sequence[Sequence[int]],
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[Episode]:
-    """Completions, in the order example * n + sample, as episodes of one turn."""
+    """Wrap completions, in the order example * n + sample, as episodes of one turn."""
     episodes = []
     for i, completion in enumerate(sampled):
         place = i * len(examples) // len(sampled)
@@ -187,7 +188,7 @@ def _single_turns(
 
 
 def _said(episode: Episode, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, Any]:
-    """Prompt and completion, both text or both messages."""
+    """Return prompt and completion, both as text or both as messages."""
     if isinstance(episode.prompt, str):
         return episode.prompt, tokenizer.decode(episode.tokens, skip_special_tokens=True)
     return whole_turn(episode.prompt, episode.messages)

@@ -1,4 +1,4 @@
-"""What a trainer is given, checked and made ready: model, prompts, rewards, engine, learner."""
+"""The construction of a trainer: model, prompts, rewards, engine and learner are made ready."""
 
 import dataclasses
 import logging
@@ -48,18 +48,18 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerSetup(TrainingLoop):
-    """A trainer before its first step; see `PolicyGradientTrainer`."""
+    """A trainer up to its first step; `PolicyGradientTrainer` documents the arguments."""
 
     config_type: ClassVar[type[PolicyGradientConfig]]
     args: PolicyGradientConfig
 
     @abstractmethod
     def loss(self, new: PolicyOutput, batch: Experience) -> Loss:
-        """What to minimise at every token (B,T), and (B,T) numbers to average for the log."""
+        """Compute the loss of every token (B,T), and (B,T) numbers to average for the log."""
 
     @abstractmethod
     def new_critic(self) -> Critic | None:
-        """The critic, for an algorithm that has one."""
+        """Make the critic of an algorithm that has one."""
 
     @broadcasts_failure
     def __init__(
@@ -117,7 +117,7 @@ class TrainerSetup(TrainingLoop):
 
     @property
     def engine(self) -> RolloutEngine:
-        """What samples."""
+        """The engine that samples."""
         return self.collector.engine
 
     @engine.setter
@@ -130,9 +130,10 @@ class TrainerSetup(TrainingLoop):
         model: str | PathLike[str] | PreTrainedModel | None,
         eval_dataset: Dataset | None,
     ) -> PolicyGradientConfig:
-        """The config of this run, which stays as it is: with the model's path, if it has one, and
-        with an absolute `output_dir`, so that a change of the working directory sends nothing
-        elsewhere.
+        """Return the config of this run, which never changes.
+
+        It has the model's path, if there is one, and an absolute `output_dir`, so that a change of
+        the working directory does not matter.
 
         Raises:
             ValueError: it is of another algorithm, names no model, or evaluates on nothing.
@@ -188,7 +189,7 @@ class TrainerSetup(TrainingLoop):
         )
 
     def _choose(self) -> None:
-        """The functions that the config names, and the coefficients that move."""
+        """Look up the functions that the config names, and make the controllers."""
         args = self.args
         self.estimator: Callable[[AdvantageInputs], Tensor] = bound(
             ADVANTAGES[args.advantage_estimator], args
@@ -204,7 +205,7 @@ class TrainerSetup(TrainingLoop):
         self.moving_average = MovingAverage() if averaging else None
 
     def _settle_positions(self, has_environment: bool) -> None:
-        """One set of positions for all rows, however long they are (`settle_positions`)."""
+        """Fix one set of positions for rows of all lengths (`settle_positions`)."""
         longest = self._limit or 0 if has_environment else 0
         for module in filter(None, (self.model, self.critic)):
             models.settle_positions(module, max(longest, self.longest_row))
@@ -252,7 +253,7 @@ class TrainerSetup(TrainingLoop):
         )
 
     def _start_engine(self) -> RolloutEngine:
-        """The native one, where vLLM was chosen and cannot start."""
+        """Start the engine; fall back to the native one if a chosen vLLM cannot start."""
         if self.args.rollout_engine != "auto" or self.engine_name != "vllm":
             return self._new_engine()
         try:
@@ -292,7 +293,7 @@ class TrainerSetup(TrainingLoop):
     # ------------------------------------------------------------------- what a run says of itself
 
     def describe(self) -> str:
-        """What is trained and how, in a line for the console."""
+        """Describe in one line what is trained and how."""
         return (
             f"{type(self).__name__}: {self.runtime.describe()}; {self.learner.size}; "
             f"{len(self.train_prompts)} prompts, {self.total_steps} steps; "
@@ -300,7 +301,7 @@ class TrainerSetup(TrainingLoop):
         )
 
     def resolved_args(self) -> PolicyGradientConfig:
-        """The config with the engine and the token budget that were found."""
+        """Return the config with the engine and the token budget that were found."""
         tokens = self.learner.token_budget
         args = with_engine(self.args, self.engine_name)
         return dataclasses.replace(args, micro_batch_tokens=tokens)
@@ -310,17 +311,17 @@ class TrainerSetup(TrainingLoop):
 
     @property
     def algorithm(self) -> str:
-        """For example "GRPO"."""
+        """The name of the algorithm, for example "GRPO"."""
         return self.config_type.__name__.removesuffix("Config")
 
     @property
     def updates_begun(self) -> int:
-        """Updates of the step under way that have reached the weights, or are about to."""
+        """Updates of the current step that have reached the weights, or are about to."""
         return self.learner.begun
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """Of what a resumed run has to be given again."""
+        """The fingerprints of what a resumed run has to be given again."""
         return {
             "tokenizer": vocabulary_fingerprint(self.processing_class),
             "train_dataset": self.train_prompts.fingerprint,
@@ -328,19 +329,19 @@ class TrainerSetup(TrainingLoop):
 
     @property
     def running(self) -> dict[str, Any]:
-        """Plain records that move with the run and are saved with it, by name."""
+        """The records that change during the run and are saved with it, by name."""
         average = {} if self.moving_average is None else {"moving_average": self.moving_average}
         return self.controllers.controllers | self.shaping.moments | average
 
     @property
     def longest_row(self) -> int:
-        """Tokens that a row may come to at most."""
+        """The most tokens that a row may have."""
         prompts = [p for p in (self.train_prompts, self.eval_prompts) if p is not None]
         return max(p.longest for p in prompts) + self.args.max_completion_length
 
     @property
     def _limit(self) -> int | None:
-        """Tokens that a prompt of an environment's own and a completion may come to; None: any."""
+        """The most tokens of an environment's own prompt and a completion; None: any number."""
         limits = [models.max_positions(self.model)]
         if self.args.micro_batch_tokens != "auto":  # which never changes what is sampled
             limits.append(self.args.token_budget)
@@ -348,13 +349,13 @@ class TrainerSetup(TrainingLoop):
 
     @property
     def _open_keys(self) -> set[str]:
-        """Keys that the config leaves open: a resumed run takes what was found before."""
+        """Keys that the config leaves open; a resumed run takes what was found before."""
         return {
             k for k in ("micro_batch_tokens", "rollout_engine") if getattr(self.args, k) == "auto"
         }
 
     def _progress(self) -> TrainerState:
-        """What reward functions may ask for."""
+        """Return the progress of the run, which reward functions may ask for."""
         return TrainerState(
             epoch=self.state.prompt_index / len(self.train_prompts),
             global_step=self.state.step,
@@ -364,7 +365,7 @@ class TrainerSetup(TrainingLoop):
     # ------------------------------------------------------------------------- start and resume
 
     def on_resume(self, saved: dict[str, Any]) -> None:
-        """Use what the config leaves open as the resumed run did.
+        """Settle open keys as the resumed run did.
 
         Raises:
             ValueError: its engine cannot be had here.
@@ -394,7 +395,7 @@ class TrainerSetup(TrainingLoop):
         self._keep_to_model(Path(self.args.output_dir) / FILE)
 
     def _keep_to_model(self, path: Path | None = None) -> None:
-        """Compute rows as the model check finds right, which looks before anything is sampled."""
+        """Run the model check before anything is sampled, and batch rows as it finds right."""
         if not self.args.model_check:
             return
         if self._verdict is None:

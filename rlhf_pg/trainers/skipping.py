@@ -1,4 +1,4 @@
-"""Updates that are skipped, since the loss or the gradient is not finite."""
+"""Updates that are skipped because the loss or the gradient is not finite."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class SkippedUpdates:
-    """Counts them, and keeps what they would have trained on, in `output_dir/skipped/step-N/`.
+    """Count skipped updates, and keep their batches in `output_dir/skipped/step-N/`.
 
     All processes skip together, since the norm that they go by is that of all.
 
@@ -38,7 +38,7 @@ class SkippedUpdates:
         self._tokenizer, self._rank = tokenizer, rank
 
     def skip(self, minibatch: Experience, norm: float, step: int, update: int) -> None:
-        """An update was not made: keep its batch, and say so.
+        """Record a skipped update: keep its batch, and log it.
 
         Args:
             step: counted from 1.
@@ -54,7 +54,7 @@ class SkippedUpdates:
             )
 
     def end(self, step: int, updates: int) -> None:
-        """A step is over.
+        """Finish a step; give up after too many without an update.
 
         Args:
             updates: how many of it were made.
@@ -77,7 +77,7 @@ class SkippedUpdates:
         return self._directory / f"step-{step:08d}"
 
     def _dump(self, minibatch: Experience, place: Path, what: dict[str, Any]) -> None:
-        """This process's rows, if it has any; a full disk is no reason to end a run either."""
+        """Write this process's rows, if it has any; a full disk does not end the run."""
         if not len(minibatch.groups):
             return
         stem = f"update{what['update']}-rank{self._rank}"
