@@ -25,17 +25,13 @@ def number(
     below: float | None = None,
     because: str = "",
 ) -> Any:
-    """Declare a numeric field with its range, which may take a word in place of a number. The error
-    ends with `because`.
-    """
+    """Declare a numeric field with its range, or with words too; the error ends with `because`."""
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
     return dataclasses.field(default=default, metadata={**limits, "because": because})
 
 
 def choice(default: str, options: Collection[str]) -> Any:
-    """Declare a field that takes a name in `options`, which is read when the config is made, since
-    a registry can grow.
-    """
+    """Declare a field that takes a name in `options`, read late since a registry can grow."""
     return dataclasses.field(default=default, metadata={"options": options})
 
 

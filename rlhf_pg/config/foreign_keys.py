@@ -13,7 +13,7 @@ FOREIGN_KEYS = {
     "loss_type": "aggregation (token_mean, sequence_mean, constant) and policy_loss",
     "loss_agg_mode": "aggregation (token_mean, sequence_mean, constant)",
     "adv_estimator": "advantage_estimator",
-    "use_vllm": "rollout_engine: vllm; auto takes it on a GPU where it is installed and suits",
+    "use_vllm": "rollout_engine: vllm; auto takes it on a GPU where it supports the run",
     "vllm_mode": "rollout_engine: vllm (colocate) or vllm_server (server)",
     **dict.fromkeys(("vllm_server_host", "vllm_server_port"), "vllm_server_base_url"),
     **dict.fromkeys(
@@ -75,13 +75,13 @@ FOREIGN_KEYS = {
     "wandb": "report_to: wandb",
     "wandb_kwargs": "run_name; the rest is read from W&B's own environment variables",
     "write_interval": "logging_steps, for trackers; metrics.jsonl has a line for every step",
-    "repetition_penalty": "temperature; the policy that trains knows of no penalty on what was "
-    "said before, and sampling with one would bias the gradient",
+    "repetition_penalty": "temperature; the policy that trains has no penalty on repetition, "
+    "and sampling with one would bias the gradient",
 }
 
 # A key of other RL libraries, and why it has no meaning here.
 NO_MEANING = {
-    "random_timesteps": "random tokens are no language, and a sampled policy explores as it is",
+    "random_timesteps": "random tokens are not language, and a sampled policy explores anyway",
     "learning_starts": "a policy gradient learns from the newest rollout; it fills no buffer first",
     **dict.fromkeys(
         (

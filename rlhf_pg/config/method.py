@@ -21,14 +21,12 @@ class CriticOptions(NamedTuple):
 
 @dataclass(kw_only=True)
 class MethodConfig(SamplingConfig):
-    """Config of the method, shared by all algorithms. `rlhf_pg.config.rules` checks which keys go
-    together.
-    """
+    """Config of the method; `rlhf_pg.config.rules` checks which keys go together."""
 
     dynamic_sampling_rounds: int = number(0, minimum=0)
-    """Times that a step may sample new prompts to replace groups of equal scores (DAPO); 0 keeps
-    these groups. Penalties and the KL are no part of these scores, and num_train_epochs counts only
-    the prompts that train."""
+    """Most rounds in which a step samples new prompts in place of groups of equal scores (DAPO); 0
+    keeps these groups. Penalties and the KL are no part of these scores, and num_train_epochs
+    counts only the prompts that train."""
     mask_truncated_completions: bool = False
     """Leave completions that were cut off by their length out of the losses of policy and critic
     (DAPO). They still count in baselines, statistics and reward metrics."""
@@ -45,8 +43,8 @@ class MethodConfig(SamplingConfig):
     """Close a chat turn that was cut off with the reward model's chat template. Otherwise it reads
     the turn as it stands, without an end."""
     reward_clip_range: tuple[float, ...] | None = None
-    """Lowest and highest score of each reward function, for a step or a completion; scores outside
-    are clipped. None does not clip."""
+    """Lowest and highest score that a reward function may give, for a step or a completion; scores
+    outside are clipped. None does not clip."""
     reward_squash: Literal["none", "sigmoid", "min_max"] = "none"
     """Map every score into [0, 1]: sigmoid takes 1 / (1 + exp(-score)), min_max takes (score -
     lowest) / (highest - lowest) over the scores of its function in the step."""

@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import docstring_parser
 import tyro
 import yaml
 
@@ -54,6 +55,7 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
 
 def _cli(config_type: type[C], flags: Sequence[str], default: C | None, prog: str | None) -> C:
     quiet = nullcontext() if _is_main() else redirect_stderr(io.StringIO())
+    _set_help(config_type)
     with _escaping([*flags, *_texts(default)]), quiet:
         return tyro.cli(
             config_type,
@@ -66,11 +68,19 @@ def _cli(config_type: type[C], flags: Sequence[str], default: C | None, prog: st
         )
 
 
+def _set_help(config_type: type[Any]) -> None:
+    """Give tyro each key's docstring as one line; left alone, it keeps the source's line breaks."""
+    texts: dict[str, str] = {}
+    for owner in reversed(config_type.__mro__[:-1]):
+        for key in docstring_parser.parse_from_object(owner).params:
+            texts[key.arg_name] = " ".join((key.description or "").split())
+    for field in dataclasses.fields(config_type):
+        field.metadata = types.MappingProxyType({**field.metadata, "help": texts[field.name]})
+
+
 @contextmanager
 def _escaping(texts: Sequence[str]) -> Iterator[None]:
-    """Escape control characters in all that tyro prints, if a given text holds any; tyro's colours
-    are then left out.
-    """
+    """Escape control characters in what tyro prints, if a text holds any; no colours then."""
     if all(visible(text) == text for text in texts):
         yield
         return
@@ -92,9 +102,7 @@ def _texts(config: Any) -> Iterator[str]:
 
 
 def recipe_file(name: str) -> Path:
-    """Return the path of a recipe that comes with the package: beside it in a checkout, inside it
-    when installed.
-    """
+    """Return the path of a recipe of the package: beside it in a checkout, else inside it."""
     package = Path(__file__).parents[1]
     installed = package / "recipes" / name
     return installed if installed.exists() else package.parent / "recipes" / name
@@ -106,13 +114,13 @@ def load(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             text = file.read(LONGEST + 1)
         if len(text) > LONGEST:
-            fail(f"{path}: is longer than {LONGEST} bytes: it is no recipe")
+            fail(f"{path}: is longer than {LONGEST} bytes: it is not a recipe")
         recipe = yaml.load(text.decode(), Loader=_UniqueKeys)
     except (OSError, UnicodeDecodeError) as error:
         fail(f"{path}: cannot be read: {getattr(error, 'strerror', error)}")
     except RecursionError:
         fail(f"{path}: not valid YAML for a recipe: it is nested too deeply")
-    except (yaml.YAMLError, ValueError) as error:  # a date that there is not, for one
+    except (yaml.YAMLError, ValueError) as error:  # an impossible date, for example
         fail(f"{path}: not valid YAML: {error}")
     if not isinstance(recipe, dict):
         fail(f"{path}: expected `key: value` lines, got {type(recipe).__name__}")
@@ -171,7 +179,7 @@ class _UniqueKeys(yaml.SafeLoader):
         keys = [self.construct_object(key, deep) for key, _ in node.value]
         twice = [key for key in keys if keys.count(key) > 1]
         if twice:
-            raise yaml.YAMLError(f"key {twice[0]!r} stands twice")
+            raise yaml.YAMLError(f"key {twice[0]!r} is given twice")
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
 

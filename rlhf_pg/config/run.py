@@ -137,7 +137,7 @@ class RunConfig(Checked):
     save_best: bool = True
     """Keep the checkpoint with the highest eval_reward so far, in `best/`."""
     log_completions_steps: int = number(10, minimum=0)
-    """Steps between two times that sampled completions are shown and saved; 0 never does."""
+    """Steps between two samples of completions that are shown and saved; 0 shows none."""
     num_completions_to_print: int = number(2, minimum=1)
     """Number of completions to show and save each time."""
     logging_steps: int = number(1, minimum=1)
