@@ -333,7 +333,7 @@ def test_advantages_that_a_loss_for_whole_rows_cannot_take_are_refused(config, o
         (GRPOConfig, {"beta": 0.1, "kl_estimator": "k1"}, "expected gradient of 0"),
         (RLOOConfig, {"kl_estimator": "k3_ratio"}, "is a form of the loss"),
         (GRPOConfig, {"sync_ref_model": True}, "no effect without beta"),
-        (GRPOConfig, {"policy_loss": "mdpo"}, "measures how far"),
+        (GRPOConfig, {"policy_loss": "mdpo"}, "goes by how far"),
         (GRPOConfig, {"bfloat16_update": "nearest"}, "set dtype to bfloat16, or leave it out"),
         (GRPOConfig, {"dtype": "float64", "optim": "adamw_8bit"}, "updates no float64 weights"),
     ],
@@ -616,7 +616,7 @@ def test_trackers_may_be_one_name_none_or_one_name_twice():
         ("xyzzy: 1", "unknown key 'xyzzy' for GRPOConfig"),
         ("gamma: 0.9", "unknown key 'gamma' for GRPOConfig"),  # a key of another algorithm
         ("off: 1", "unknown key False"),
-        ("seed: 1\nbeta: 0.1\nseed: 2", "'seed' is given twice"),
+        ("seed: 1\nbeta: 0.1\nseed: 2", "'seed' stands twice"),
         ("beta: [1", "not valid YAML"),
         ("- beta", "expected `key: value` lines"),
         ("beta", "expected `key: value` lines"),
@@ -1116,7 +1116,7 @@ def test_a_value_that_begins_with_a_dash_is_no_flag(recipe):
         (
             GRPOConfig,
             {"router_aux_loss_coef": 0.1, "disable_dropout": False},
-            "^router_aux_loss_coef .* with disable_dropout false has other dropout",
+            "^router_aux_loss_coef .* with disable_dropout false draws other dropout",
         ),
         (GRPOConfig, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type must be"),
     ],

@@ -368,9 +368,7 @@ class Checkpointer:
                 rate * new / old if old not in (0, new) else rate
                 for rate, new, old in zip(rates, peaks, before, strict=True)
             ]
-        if isinstance(
-            self.scheduler, LambdaLR
-        ):  # our own, whose rates depend on the length of the run
+        if isinstance(self.scheduler, LambdaLR):  # our own; its rates depend on the run's length
             at, step = self.scheduler.lr_lambdas, self.scheduler.last_epoch
             rates = [peak * f(step) * scale for peak, f in zip(peaks or (), at, strict=True)]
         for group, rate in zip(self.trained.optimizer.param_groups, rates, strict=True):

@@ -84,7 +84,7 @@ def _plan_options(flags: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     options, keys = parser.parse_known_args(list(flags))
     if options.device and (options.tflops or options.bandwidth):
-        parser.error("--device sets what --tflops and --bandwidth would: leave these out")
+        parser.error("--device sets what --tflops and --bandwidth would: give it alone")
     return options, keys
 
 

@@ -114,7 +114,7 @@ def load(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             text = file.read(LONGEST + 1)
         if len(text) > LONGEST:
-            fail(f"{path}: is longer than {LONGEST} bytes: it is not a recipe")
+            fail(f"{path}: is longer than {LONGEST} bytes: it is no recipe")
         recipe = yaml.load(text.decode(), Loader=_UniqueKeys)
     except (OSError, UnicodeDecodeError) as error:
         fail(f"{path}: cannot be read: {getattr(error, 'strerror', error)}")
@@ -179,7 +179,7 @@ class _UniqueKeys(yaml.SafeLoader):
         keys = [self.construct_object(key, deep) for key, _ in node.value]
         twice = [key for key in keys if keys.count(key) > 1]
         if twice:
-            raise yaml.YAMLError(f"key {twice[0]!r} is given twice")
+            raise yaml.YAMLError(f"key {twice[0]!r} stands twice")
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
 

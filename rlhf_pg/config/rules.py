@@ -123,7 +123,7 @@ def check_updates(args: MethodConfig) -> None:
     if args.router_aux_loss_coef and not args.disable_dropout:
         raise ValueError(
             "router_aux_loss_coef counts what the routers choose in a pass of its own, which "
-            "with disable_dropout false has other dropout and jitter than the pass with "
+            "with disable_dropout false draws other dropout and jitter than the pass with "
             "gradients: leave one of them out"
         )
     moved = {
@@ -133,7 +133,7 @@ def check_updates(args: MethodConfig) -> None:
     for what, wanted in moved.items():
         if wanted and args.updates_per_step == 1:
             raise ValueError(
-                f"{what} measures how far earlier updates of a step have moved the policy, and "
+                f"{what} goes by how far earlier updates of a step have moved the policy, and "
                 "there is only one update: raise num_iterations or num_mini_batches"
             )
 

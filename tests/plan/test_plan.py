@@ -92,7 +92,7 @@ def test_no_weights_are_loaded(model_path) -> None:
         (["--sharding", "zero4"], "invalid choice"),
         (["--no_such_key", "1"], "no_such_key"),
         (["--device", "h900"], "invalid choice: 'h900' (choose from"),
-        (["--device", "h100", "--tflops", "1"], "leave these out"),
+        (["--device", "h100", "--tflops", "1"], "give it alone"),
         (["--model_name_or_path", "no/such/directory"], "no model directory"),
     ],
 )

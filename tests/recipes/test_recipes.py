@@ -203,7 +203,7 @@ def test_an_interrupted_run_says_so_in_one_line(monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["demo"])
     assert exit_.value.code == 130
-    assert capsys.readouterr().err.startswith("interrupted: after its first step, a run resumes")
+    assert capsys.readouterr().err.startswith("interrupted: a run that had a step goes on with")
 
 
 def test_bad_input_is_one_line_and_no_traceback(capsys) -> None:
