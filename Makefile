@@ -9,8 +9,9 @@ SM90 := .venv-sm90
 export OMP_NUM_THREADS ?= 1
 
 # The tests of the pure modules, which pyproject.toml lists ([tool.coverage.report]).
-PURE_TESTS := $(wildcard $(patsubst %,tests/test_%*.py,\
-	masking kl control advantages attempts losses policy_ experience micro_batches rng running)) tests/rewards/test_scores.py
+PURE_TESTS := $(addprefix tests/,advantages losses data/test_records.py data/test_micro_batches.py \
+	report/test_pass_at_k.py rewards/test_scores.py $(addprefix test_,$(addsuffix .py,\
+	masking kl controllers running_stats rng)))
 
 .PHONY: help demo preference fuzz soak test test-device test-device-slow test-sm90 test-distributed test-faults models test-slow test-vllm \
 	device-mutants \

@@ -118,7 +118,7 @@ def chosen() -> dict[Any, list[str]]:
 def _is_public(x: Any) -> bool:
     package = sys.modules[x.__module__.rpartition(".")[0]]
     inner = package.__name__ in (f"rlhf_pg.{name}" for name in PURE)
-    handed_on = x.__name__ in package.__all__ if inner else not x.__name__.startswith("_")
+    handed_on = vars(package).get(x.__name__) is x if inner else not x.__name__.startswith("_")
     return handed_on and not _is_record(x) and x.__name__ not in NOT_PURE
 
 

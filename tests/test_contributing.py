@@ -18,7 +18,7 @@ def test_a_new_estimator_is_a_short_diff_with_its_test(tmp_path: Path) -> None:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
         copy(ROOT / name, tmp_path / name)
     subprocess.run(["git", "apply", "-C1"], cwd=tmp_path, input=DIFF[1], text=True, check=True)
-    tests = ["tests/test_advantages.py", "tests/test_advantages_exact.py"]
+    tests = ["tests/advantages/test_formulas.py", "tests/advantages/test_exact.py"]
     command = [sys.executable, "-m", "pytest", "-k", "median_of_others", *tests]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout  # 5 if no test has the name

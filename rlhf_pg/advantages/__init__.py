@@ -48,27 +48,3 @@ from rlhf_pg.advantages.per_group import (
     process_group_normalized,
 )
 from rlhf_pg.advantages.per_token import discounted_returns, gae, length_adaptive_lam, n_step
-
-__all__ = [
-    "ADVANTAGES",
-    "IN_BATCH",
-    "IN_GROUP",
-    "NEED_GRADIENTS",
-    "NEED_GREEDY",
-    "NEED_VALUES",
-    "PER_TOKEN",
-    "READ_REWARDS",
-    "SCALES",
-    "AdvantageInputs",
-    "GroupStats",
-    "discounted_returns",
-    "gae",
-    "group_normalized",
-    "group_stats",
-    "leave_one_out",
-    "length_adaptive_lam",
-    "n_step",
-    "optimal_baseline",
-    "process_group_normalized",
-    "total_scores",
-]

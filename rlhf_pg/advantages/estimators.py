@@ -208,9 +208,10 @@ def returns_minus_values(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tens
 def estimate_n_step(
     inputs: AdvantageInputs, *, gamma: float = 1.0, n_steps: int | None = 1
 ) -> Tensor:
-    """A_t = r_t + ... + gamma^n V_{t+n} - V_t: online A2C with 1, to the end of the row with None.
+    """A_t = r_t + ... + gamma^n V_{t+n} - V_t (A2C; Mnih et al. 2016, section 4).
 
-    As biased as V_{t+n} is wrong.
+    With n = 1 that is online A2C, with None it runs to the end of the row. It is as biased as
+    V_{t+n} is wrong.
     """
     assert inputs.values is not None  # the config lets only trainers with a critic choose it
     return per_token.n_step(
@@ -225,7 +226,7 @@ def estimate_gae(
     lam: float = 0.95,
     lam_alpha: float | None = None,
 ) -> Tensor:
-    """A_t = delta_t + gamma lam A_{t+1}, from the critic's values and the row's own rewards alone.
+    """A_t = delta_t + gamma lam A_{t+1}, from values and rewards (GAE; Schulman et al. 2016).
 
     With `lam_alpha`, lam is 1 - 1 / (lam_alpha length) in every row (VAPO) and `lam` is not used.
     """

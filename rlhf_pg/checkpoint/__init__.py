@@ -1,5 +1,3 @@
 """The files that a run leaves on disk: its directory, its checkpoints and its final model."""
 
 from rlhf_pg.checkpoint.checkpointer import Checkpointer, TrainState
-
-__all__ = ["Checkpointer", "TrainState"]

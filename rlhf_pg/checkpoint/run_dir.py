@@ -3,23 +3,23 @@
 What an earlier run left in it is set aside when another run begins there.
 """
 
-import fcntl
 import functools
 import logging
 import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, ParamSpec, TextIO, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+from filelock import FileLock, Timeout
 
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.runtime import Runtime
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
 
 LOCK = "lock"
 HOLDER = "host "  # beginning of a lock that a run has written
@@ -83,47 +83,49 @@ def make_directory(directory: Path) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
-def locked(directory: Path) -> TextIO:
-    """Lock the directory of a run; return the file, which says who holds the lock until it is
-    closed.
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of a run directory, in a file that says who holds it.
 
-    The lock is the system's (flock), so it ends when the process does, for whatever reason.
+    The lock is the system's, so it ends when the process does, for whatever reason.
 
     Raises:
         ValueError: another run has the directory, or it cannot be written to.
     """
+    file = directory / LOCK
+    lock = FileLock(file)
     try:
         make_directory(directory)
         _probe(directory)
-        lock = (directory / LOCK).open("a+", errors="replace")
+        file.open("a").close()
     except OSError as error:
         raise ValueError(
             f"output_dir {directory} cannot be written to: {error}. Make room, or choose another"
         ) from error
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.seek(0)
-        holder = lock.read().strip()
-        lock.close()
+        lock.acquire(timeout=0)
+    except Timeout as error:
         raise ValueError(
-            f"output_dir {directory} is in use by another run ({holder}): wait for it, end it, or "
-            "choose another"
+            f"output_dir {directory} is in use by another run ({_holder(file)}): wait for it, end "
+            "it, or choose another"
         ) from error
     except OSError as error:  # some network file systems know no locks
         logger.warning("%s cannot be locked (%s): let no other run use it", directory, error)
-    lock.seek(0)
-    if (first := lock.read(len(HOLDER))) not in ("", HOLDER):
-        lock.close()
-        raise ValueError(
-            f"{directory / LOCK} is no lock of a run (it begins with {first!r}): move it away, or "
-            "choose another output_dir"
-        )
-    lock.truncate(0)
-    lock.write(f"{HOLDER}{socket.gethostname()}, pid {os.getpid()}\n")
-    lock.flush()
-    os.register_at_fork(after_in_child=lock.close)  # a fork would hold the lock, and outlive us
-    return lock
+    try:
+        holder = _holder(file)
+        if not holder.startswith(HOLDER) and holder:
+            raise ValueError(
+                f"{file} is no lock of a run (it begins with {holder[: len(HOLDER)]!r}): move it "
+                "away, or choose another output_dir"
+            )
+        file.write_text(f"{HOLDER}{socket.gethostname()}, pid {os.getpid()}\n")
+        yield
+    finally:
+        lock.release()
+
+
+def _holder(file: Path) -> str:
+    return file.read_text(errors="replace").strip() if file.exists() else ""
 
 
 def _probe(directory: Path) -> None:
@@ -155,16 +157,13 @@ def run_dir_lock(directory: Path, runtime: Runtime) -> Iterator[None]:
         ValueError: on all processes: another run has the directory, or it cannot be written to.
     """
     failure: Exception | None = None
-    lock = None
-    try:
-        lock = locked(directory) if runtime.is_main else None
-    except (OSError, ValueError) as error:
-        failure = error
-    try:
+    with ExitStack() as held:
+        try:
+            if runtime.is_main:
+                held.enter_context(locked(directory))
+        except (OSError, ValueError) as error:
+            failure = error
         reason = runtime.first_error(str(failure) if failure else None)
         if reason is not None:
             raise ValueError(reason) from failure
         yield
-    finally:
-        if lock is not None:
-            lock.close()

@@ -1,5 +1,3 @@
 """The `rlhf-pg` command."""
 
 from rlhf_pg.cli.main import main
-
-__all__ = ["main"]

@@ -9,17 +9,3 @@ from rlhf_pg.config.fields import choice, number
 from rlhf_pg.config.parse import dump, parse
 from rlhf_pg.config.policy_gradient import PolicyGradientConfig
 from rlhf_pg.config.supervised import RewardModelConfig, SFTConfig
-
-__all__ = [
-    "GRPOConfig",
-    "PPOConfig",
-    "PolicyGradientConfig",
-    "RLOOConfig",
-    "ReinforceConfig",
-    "RewardModelConfig",
-    "SFTConfig",
-    "choice",
-    "dump",
-    "number",
-    "parse",
-]

@@ -18,21 +18,3 @@ from rlhf_pg.data.prompts import (
     permutation,
 )
 from rlhf_pg.data.records import Experience, Rollout
-
-__all__ = [
-    "Experience",
-    "PromptSampler",
-    "Prompts",
-    "Rollout",
-    "TooLong",
-    "batches",
-    "check_fit",
-    "continues",
-    "encode",
-    "encode_answer",
-    "load_prompts",
-    "permutation",
-    "text_of",
-    "vocabulary_fingerprint",
-    "whole_turn",
-]

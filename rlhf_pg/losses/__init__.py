@@ -17,26 +17,3 @@ from rlhf_pg.losses.registry import POLICY_LOSSES
 from rlhf_pg.losses.unclipped import kl_penalty, mdpo, surrogate, vanilla
 from rlhf_pg.losses.value import value_loss
 from rlhf_pg.losses.weights import AGGREGATIONS, token_weights, weight_count
-
-__all__ = [
-    "AGGREGATIONS",
-    "MAX_LOG_RATIO",
-    "POLICY_LOSSES",
-    "SAMPLER_CORRECTIONS",
-    "SAMPLING_LEVELS",
-    "Loss",
-    "cispo",
-    "clipped_surrogate",
-    "gmpo",
-    "kl_penalty",
-    "mdpo",
-    "p3o",
-    "positive_nll",
-    "sampler_weights",
-    "sapo",
-    "surrogate",
-    "token_weights",
-    "value_loss",
-    "vanilla",
-    "weight_count",
-]

@@ -9,9 +9,7 @@ from rlhf_pg.masking import masked_mean, widen
 
 SAMPLING_LEVELS = ("token", "sequence")
 
-
 MAX_LOG_RATIO = 20.0
-
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 

@@ -6,19 +6,3 @@ from rlhf_pg.plan.meta_models import MetaModels, build_meta_models
 from rlhf_pg.plan.shapes import shape_of
 from rlhf_pg.plan.show import job_of, paper_table, said_beside
 from rlhf_pg.plan.throughput import Pace, Rates, measured_rates, predicted_pace
-
-__all__ = [
-    "DEVICES",
-    "Memory",
-    "MetaModels",
-    "Pace",
-    "Rates",
-    "build_meta_models",
-    "job_of",
-    "measured_rates",
-    "paper_table",
-    "predicted_memory",
-    "predicted_pace",
-    "said_beside",
-    "shape_of",
-]

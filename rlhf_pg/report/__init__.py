@@ -2,5 +2,3 @@
 
 from rlhf_pg.report.curve import save_curve, show_curve
 from rlhf_pg.report.metrics import Meter
-
-__all__ = ["Meter", "save_curve", "show_curve"]

@@ -5,14 +5,3 @@ from rlhf_pg.rewards.functions import RewardFunction, Rewards, RewardSource
 from rlhf_pg.rewards.process import ProcessRewardModel
 from rlhf_pg.rewards.reward_model import RewardModel
 from rlhf_pg.rewards.scores import sum_step_scores
-
-__all__ = [
-    "ProcessRewardModel",
-    "RewardFunction",
-    "RewardModel",
-    "RewardSource",
-    "Rewards",
-    "bradley_terry_loss",
-    "sum_step_scores",
-    "train_reward_model",
-]

@@ -13,22 +13,3 @@ from rlhf_pg.rollout.multi_turn.environment import Environment, EnvironmentFacto
 from rlhf_pg.rollout.multi_turn.episodes import Episode, EpisodeRunner
 from rlhf_pg.rollout.multi_turn.tools import Tool, Toolbox, ToolEnvironment
 from rlhf_pg.rollout.native.engine import NativeEngine
-
-__all__ = [
-    "Completion",
-    "Environment",
-    "EnvironmentFactory",
-    "Episode",
-    "EpisodeRunner",
-    "Finished",
-    "NativeEngine",
-    "Observation",
-    "Request",
-    "RolloutEngine",
-    "RolloutError",
-    "SamplingParams",
-    "Session",
-    "Tool",
-    "ToolEnvironment",
-    "Toolbox",
-]

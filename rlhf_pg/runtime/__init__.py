@@ -11,15 +11,3 @@ from rlhf_pg.runtime.full_weights import FullWeights, gathered
 from rlhf_pg.runtime.processes import Runtime
 from rlhf_pg.runtime.termination import Termination
 from rlhf_pg.runtime.watchdog import Terminated, broadcasts_failure
-
-__all__ = [
-    "DDPBackend",
-    "FullWeights",
-    "Runtime",
-    "State",
-    "Terminated",
-    "Termination",
-    "Writing",
-    "broadcasts_failure",
-    "gathered",
-]

@@ -12,5 +12,3 @@ TASKS = {
     "guess": guess,
     "calculator": calculator,
 }
-
-__all__ = ["TASKS", "Demonstration", "Task", "arithmetic", "calculator", "guess", "preference"]

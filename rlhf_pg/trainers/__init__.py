@@ -6,12 +6,3 @@ from rlhf_pg.trainers.loop import Callback
 from rlhf_pg.trainers.ppo import PPOTrainer
 from rlhf_pg.trainers.reinforce import ReinforceTrainer
 from rlhf_pg.trainers.rloo import RLOOTrainer
-
-__all__ = [
-    "Callback",
-    "GRPOTrainer",
-    "PPOTrainer",
-    "PolicyGradientTrainer",
-    "RLOOTrainer",
-    "ReinforceTrainer",
-]

@@ -11,7 +11,7 @@ from rlhf_pg.rollout.native.compiled import Compiled
 from rlhf_pg.rollout.native.continuous_batching import BatchingSession
 from tests.device.pretend import flex, streams
 from tests.device.pretend.extension import ext
-from tests.rollout.test_native import assert_teacher_forced, teacher_forced
+from tests.rollout.native.test_engine import assert_teacher_forced, teacher_forced
 from tests.tiny import tiny_model
 
 PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9], [9, 9, 9, 4]]

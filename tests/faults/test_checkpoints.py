@@ -429,7 +429,7 @@ def test_another_algorithm_is_refused(output) -> None:
     trainer = build(str(output), **OPTIONS)
     assert trainer.algorithm == "GRPO"
     trainer.config_type = PPOConfig
-    trainer.checkpointer = trainer._checkpointer()
+    trainer.checkpointer = trainer._new_checkpointer()
     with pytest.raises(ValueError, match="algorithm was 'GRPO' and is 'PPO'"):
         trainer.checkpointer.resume("latest", trainer.runtime)
 

@@ -35,16 +35,16 @@ def in_backward(trainer, error, finished=2) -> None:
 
 
 def in_sampling(trainer, error) -> None:
-    roll_out = trainer.roll_out
+    roll_out = trainer.collector.roll_out
 
-    def broken(draws):
-        samples = roll_out(draws)
+    def broken(indices):
+        samples = roll_out(indices)
         if trainer.state.step == 2:
             torch.rand(1)
             raise error
         return samples
 
-    trainer.roll_out = broken
+    trainer.collector.roll_out = broken
 
 
 def after_update(trainer, error) -> None:

@@ -22,8 +22,8 @@ from rlhf_pg.report.json_lines import JsonLines
 from rlhf_pg.rewards import Rewards
 from rlhf_pg.rollout import EpisodeRunner, SamplingParams, Toolbox, ToolEnvironment
 from rlhf_pg.trainers.evaluator import evaluate
-from tests.rollout.scripted import letters
-from tests.rollout.test_episodes import EOS, Listed, ids, sayer
+from tests.rollout.multi_turn.scripted import letters
+from tests.rollout.multi_turn.test_episodes import EOS, Listed, ids, sayer
 from tests.trainers.conftest import digits, make  # noqa: F401
 
 TOKENIZER = letters()
@@ -224,7 +224,7 @@ def test_nor_does_the_answer_of_an_evaluation(make):  # noqa: F811
     data = Dataset.from_list([{"prompt": "1+1="}])
     trainer = make(eval_dataset=data, num_generations_eval=2)
     with pytest.raises(RuntimeError, match="answer raised SystemExit: 0"), trainer.sampling():
-        evaluate(trainer, trainer.eval_prompts, 1.0, lambda _: sys.exit(0))
+        evaluate(trainer.collector, trainer.eval_prompts, 1.0, lambda _: sys.exit(0))
 
 
 # -------------------------------------------------------------- what it does to the process

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_pg.rollout.vllm import http
 from tests.fuzz.case import Case, small
-from tests.rollout.fake_vllm import FakeVllm
+from tests.rollout.vllm.fake_vllm import FakeVllm
 
 PATHS = ["/v1/completions"] * 5 + ["/v1/models", "/version", "/server_info", "/collective_rpc"]
 PATHS += ["/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"]

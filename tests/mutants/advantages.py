@@ -2,11 +2,11 @@
 
 from tests.mutants import Mutant
 
-ADVANTAGES_TEST = "tests/test_advantages.py::"
-EXACT_TEST = "tests/test_advantages_exact.py::"
-LONG_TEST = "tests/test_advantages_long.py::"
+ADVANTAGES_TEST = "tests/advantages/test_formulas.py::"
+EXACT_TEST = "tests/advantages/test_exact.py::"
+LONG_TEST = "tests/advantages/test_long.py::"
 MASKING_TEST = "tests/test_masking.py::"
-RUNNING_TEST = "tests/test_running.py::"
+RUNNING_TEST = "tests/test_running_stats.py::"
 
 MUTANTS: list[Mutant] = [
     # ------------------------------------------------------------------------- along a row
@@ -462,7 +462,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.advantages.estimators.estimate_process_group_normalized",
         old="inputs.mask, scale_rewards_eps\n",
         new="inputs.mask\n",
-        killers=("tests/test_advantages.py::test_what_is_added_to_a_std_is_an_option",),
+        killers=("tests/advantages/test_formulas.py::test_what_is_added_to_a_std_is_an_option",),
     ),
     Mutant(
         name="optimal-baseline-by-the-norm",

@@ -2,7 +2,7 @@
 
 from tests.mutants import Mutant
 
-TESTS = "tests/runtime/test_bfloat16.py"
+TESTS = "tests/runtime/test_bf16_updates.py"
 
 MUTANTS = [
     Mutant(

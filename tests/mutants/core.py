@@ -12,8 +12,8 @@ STEP = "tests/trainers/test_step.py"
 POLICY = "tests/models/test_policy.py"
 CRITIC = "tests/models/test_critic.py"
 REFERENCE = "tests/models/test_reference.py"
-NATIVE = "tests/rollout/test_native.py"
-SAMPLING = "tests/rollout/test_sampling.py"
+NATIVE = "tests/rollout/native/test_engine.py"
+SAMPLING = "tests/rollout/test_token_sampling.py"
 REWARDS = "tests/rewards/test_functions.py"
 DISTRIBUTED = "tests/distributed/test_invariance.py"
 
@@ -24,7 +24,7 @@ RECORDS = [
         target="rlhf_pg.data.records.Rollout.from_tokens",
         old='"action_mask": action_mask,',
         new='"action_mask": action_mask & (completion_ids != pad_token_id),',
-        killers=("tests/test_experience.py::test_a_real_token_equal_to_pad_is_still_real",),
+        killers=("tests/data/test_records.py::test_a_real_token_equal_to_pad_is_still_real",),
     ),
     Mutant(
         name="last-token-is-no-action",
@@ -41,7 +41,7 @@ RECORDS = [
         old="value[:, -prompt_width:]",
         new="value[:, :prompt_width]",
         killers=(
-            "tests/test_experience.py::"
+            "tests/data/test_records.py::"
             "test_select_takes_rows_in_the_given_order_and_cuts_common_padding",
         ),
     ),
@@ -51,7 +51,7 @@ RECORDS = [
         target="rlhf_pg.data.chat.encode",
         old="if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:",
         new="if False:",
-        killers=("tests/test_data.py::test_a_bos_stands_in_front_once",),
+        killers=("tests/data/test_prompts.py::test_a_bos_stands_in_front_once",),
     ),
     Mutant(
         name="long-prompts-cut",
@@ -59,7 +59,9 @@ RECORDS = [
         target="rlhf_pg.data.prompts.load_prompts",
         old="encode(prompt, tokenizer, row, tools=tools, most=max_prompt_length)",
         new="encode(prompt, tokenizer, row, tools=tools)[-(max_prompt_length or 0) :]",
-        killers=("tests/test_data.py::test_longer_prompts_are_an_error_that_names_the_first",),
+        killers=(
+            "tests/data/test_prompts.py::test_longer_prompts_are_an_error_that_names_the_first",
+        ),
     ),
     Mutant(
         name="one-order-for-every-epoch",
@@ -67,7 +69,7 @@ RECORDS = [
         target="rlhf_pg.data.prompts.PromptSampler._order",
         old="permutation(self.size, self.seed, epoch)",
         new="permutation(self.size, self.seed)",
-        killers=("tests/test_data.py::test_epochs_and_seeds_have_orders_of_their_own",),
+        killers=("tests/data/test_prompts.py::test_epochs_and_seeds_have_orders_of_their_own",),
     ),
     Mutant(
         name="groups-interleaved",
@@ -136,7 +138,7 @@ MODELS = [
         target="rlhf_pg.models.softmax.Law.logits",
         old="z, bend = widen(output[rows]), None",
         new="z, bend = output[rows], None",
-        killers=("tests/models/test_head.py::test_half_precision_is_scored_in_single",),
+        killers=("tests/models/test_lm_head.py::test_half_precision_is_scored_in_single",),
     ),
     Mutant(
         name="entropy-of-impossible-tokens",
@@ -420,7 +422,7 @@ SOURCES = [
         old="(mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1)",
         new="mask.sum(dim=1) - 1",
         killers=(
-            "tests/rewards/test_model.py::"
+            "tests/rewards/test_reward_model.py::"
             "test_a_decoder_is_scored_at_the_last_real_token_whatever_the_padding",
         ),
     ),
@@ -432,7 +434,7 @@ SOURCES = [
         old="(mask * torch.arange(",
         new="((input_ids != (model.config.pad_token_id or 0)) * torch.arange(",
         killers=(
-            "tests/rewards/test_model.py::"
+            "tests/rewards/test_reward_model.py::"
             "test_a_decoder_is_scored_at_the_last_real_token_whatever_the_padding",
         ),
     ),
@@ -442,7 +444,9 @@ SOURCES = [
         target="rlhf_pg.rewards.reward_model.encode_whole",
         old='"text", open_turn=cut and continues(text)',
         new='"text", open_turn=True',
-        killers=("tests/rewards/test_model.py::test_a_chat_turn_that_was_cut_off_is_left_open",),
+        killers=(
+            "tests/rewards/test_reward_model.py::test_a_chat_turn_that_was_cut_off_is_left_open",
+        ),
     ),
     Mutant(
         name="reward-model-drops-out",
@@ -450,7 +454,9 @@ SOURCES = [
         target="rlhf_pg.rewards.RewardModel.__init__",
         old="model.to(device or model.device).eval()",
         new="model.to(device or model.device)",
-        killers=("tests/rewards/test_model.py::test_it_neither_drops_out_nor_keeps_gradients",),
+        killers=(
+            "tests/rewards/test_reward_model.py::test_it_neither_drops_out_nor_keeps_gradients",
+        ),
     ),
     Mutant(
         name="preferences-reversed",

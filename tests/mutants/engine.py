@@ -2,13 +2,13 @@
 
 from tests.mutants import Mutant
 
-BATCHING = "tests/rollout/test_batching.py"
-FLASH = "tests/rollout/test_flash.py"
-NATIVE = "tests/rollout/test_native.py"
-SAMPLING = "tests/rollout/test_sampling.py"
+BATCHING = "tests/rollout/native/test_continuous_batching.py"
+FLASH = "tests/rollout/native/test_flash_attention.py"
+NATIVE = "tests/rollout/native/test_engine.py"
+SAMPLING = "tests/rollout/test_token_sampling.py"
 STEP = "tests/trainers/test_step.py"
-HANDOVER = "tests/rollout/test_handover.py"
-CHOOSE = "tests/rollout/test_choose.py"
+HANDOVER = "tests/rollout/vllm/test_handover.py"
+CHOOSE = "tests/rollout/test_factory.py"
 ENGINES = "tests/trainers/test_engines.py"
 
 MUTANTS = [
@@ -19,7 +19,7 @@ MUTANTS = [
         old="(lost := lost_in_merge(policy)) <= MOST_LOST:",
         new="(lost := lost_in_merge(policy)) <= 1 + MOST_LOST:",
         killers=(
-            "tests/rollout/test_handover.py::test_vllm_says_once_that_rounding_takes_an_adapter",
+            "tests/rollout/vllm/test_handover.py::test_vllm_says_once_that_rounding_takes_an_adapter",
         ),
     ),
     Mutant(

@@ -3,7 +3,7 @@
 from tests.mutants import Mutant
 
 USER_CODE = "tests/faults/test_user_code.py::test_"
-TOKENS = "tests/rollout/test_episodes.py::test_"
+TOKENS = "tests/rollout/multi_turn/test_episodes.py::test_"
 GRADIENTS = "tests/trainers/test_episodes.py::test_"
 FAILED = GRADIENTS + "an_episode_that_failed_is_in_no_baseline_statistic_or_loss"
 TURNS_AND_ANSWERS = TOKENS + "turns_and_answers_stand_in_one_row_with_what_was_paid_for_each"
@@ -16,7 +16,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.data.chat._looked_up",
         old="{*added.values(), MARK[0], ",
         new="{*added.values(), ",
-        killers=("tests/test_data.py::test_nor_is_what_an_environment_answers",),
+        killers=("tests/data/test_prompts.py::test_nor_is_what_an_environment_answers",),
     ),
     Mutant(
         name="refused-prompt-forwarded",
@@ -136,7 +136,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.data.chat._quoted_chat",
         old="    quoted: list[Any] = _quoted(messages, special)",
         new="    quoted: list[Any] = list(messages)",
-        killers=("tests/test_data.py::test_what_a_message_says_is_no_control_token",),
+        killers=("tests/data/test_prompts.py::test_what_a_message_says_is_no_control_token",),
     ),
     Mutant(
         name="prefill-closed",
@@ -144,7 +144,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.data.chat.encode",
         old="    if open_turn and continues(text):\n",
         new="    if False:\n",
-        killers=("tests/test_data.py::test_the_assistants_own_words_are_continued",),
+        killers=("tests/data/test_prompts.py::test_the_assistants_own_words_are_continued",),
     ),
     Mutant(
         name="end-of-turn-twice",

@@ -3,7 +3,7 @@
 from tests.mutants import Mutant
 
 TRAINED = "tests/trainers/test_experts.py::test_the_gradient_is_that_of_all_rows_together"
-NAMES = "tests/rollout/test_handover.py::test_"
+NAMES = "tests/rollout/vllm/test_handover.py::test_"
 COUNTED = "tests/models/test_experts.py::test_of_a_policy_it_is_over_all_tokens_of_all_rows"
 
 MUTANTS = [

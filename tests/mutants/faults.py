@@ -54,7 +54,9 @@ MUTANTS = [
         target="rlhf_pg.checkpoint.run_dir.set_aside",
         old="    if not there:\n",
         new='    if "metrics.jsonl" not in there:\n',
-        killers=("tests/test_run_files.py::test_what_has_the_name_of_a_runs_file_is_set_aside",),
+        killers=(
+            "tests/checkpoint/test_run_dir.py::test_what_has_the_name_of_a_runs_file_is_set_aside",
+        ),
     ),
     Mutant(
         name="manifest-of-any-kind",
@@ -135,7 +137,7 @@ MUTANTS = [
         old="    with locked(directory):\n",
         new="    if True:\n",
         killers=(
-            "tests/test_run_files.py"
+            "tests/checkpoint/test_run_dir.py"
             "::test_other_trainings_leave_the_directory_of_a_live_run_alone[a_reward_model]",
         ),
     ),
@@ -169,7 +171,7 @@ MUTANTS = [
         target="rlhf_pg.data.chat._quoted",
         old=" and v in ROLES",
         new="",
-        killers=("tests/test_data.py::test_nor_is_what_it_says_of_roles",),
+        killers=("tests/data/test_prompts.py::test_nor_is_what_it_says_of_roles",),
     ),
     Mutant(
         name="links-in-a-manifest-followed",

@@ -2,8 +2,8 @@
 
 from tests.mutants import Mutant
 
-HEAD = "tests/models/test_head.py"
-FINISH = "tests/models/test_finish.py"
+HEAD = "tests/models/test_lm_head.py"
+FINISH = "tests/models/test_logit_transform.py"
 BUDGET = "tests/trainers/test_budget.py"
 
 MUTANTS = [

@@ -156,7 +156,9 @@ MUTANTS = [
         target="rlhf_pg.kl.AdaptiveKLController.update",
         old="min(max(kl / self.target - 1, -0.2), 0.2)",
         new="kl / self.target - 1",
-        killers=("tests/test_control.py::test_adaptive_controller_moves_with_the_clipped_error",),
+        killers=(
+            "tests/test_controllers.py::test_adaptive_controller_moves_with_the_clipped_error",
+        ),
     ),
     Mutant(
         name="kl-controller-horizon-inverted",
@@ -164,7 +166,9 @@ MUTANTS = [
         target="rlhf_pg.kl.AdaptiveKLController.update",
         old="error * num_samples / self.horizon",
         new="error * self.horizon / num_samples",
-        killers=("tests/test_control.py::test_adaptive_controller_moves_with_the_clipped_error",),
+        killers=(
+            "tests/test_controllers.py::test_adaptive_controller_moves_with_the_clipped_error",
+        ),
     ),
     Mutant(
         name="kl-controller-swallows-nan",
@@ -172,7 +176,7 @@ MUTANTS = [
         target="rlhf_pg.kl.AdaptiveKLController.update",
         old="        if kl != kl:\n",
         new="        if False:\n",
-        killers=("tests/test_control.py::test_a_measurement_that_is_nan_changes_nothing",),
+        killers=("tests/test_controllers.py::test_a_measurement_that_is_nan_changes_nothing",),
     ),
     Mutant(
         name="kl-penalty-swapped",
@@ -180,7 +184,9 @@ MUTANTS = [
         target="rlhf_pg.kl.PenaltyKLController.update",
         old="        if kl < self.target / 1.5:\n            self.coef /= 2\n",
         new="        if kl < self.target / 1.5:\n            self.coef *= 2\n",
-        killers=("tests/test_control.py::test_penalty_controller_halves_below_and_doubles_above",),
+        killers=(
+            "tests/test_controllers.py::test_penalty_controller_halves_below_and_doubles_above",
+        ),
     ),
     Mutant(
         name="kl-penalty-thresholds",
@@ -188,7 +194,9 @@ MUTANTS = [
         target="rlhf_pg.kl.PenaltyKLController.update",
         old="        elif kl > self.target * 1.5:\n",
         new="        elif kl > self.target:\n",
-        killers=("tests/test_control.py::test_penalty_controller_halves_below_and_doubles_above",),
+        killers=(
+            "tests/test_controllers.py::test_penalty_controller_halves_below_and_doubles_above",
+        ),
     ),
     Mutant(
         name="entropy-controller-sign",
@@ -197,7 +205,7 @@ MUTANTS = [
         old="self.coef = min(max(self.coef + step",
         new="self.coef = min(max(self.coef - step",
         killers=(
-            "tests/test_control.py::"
+            "tests/test_controllers.py::"
             "test_entropy_controller_pushes_below_the_target_and_eases_above_it",
         ),
     ),
@@ -208,7 +216,7 @@ MUTANTS = [
         old="max(self.coef + step, self.minimum)",
         new="self.coef + step",
         killers=(
-            "tests/test_control.py::test_entropy_controller_lands_on_bounds_that_no_step_meets",
+            "tests/test_controllers.py::test_entropy_controller_lands_on_bounds_that_no_step_meets",
         ),
     ),
     Mutant(
@@ -218,7 +226,7 @@ MUTANTS = [
         old="self.coef = max(self.coef / 1.5, self.minimum)",
         new="self.coef = min(self.coef * 1.5, self.maximum)",
         killers=(
-            "tests/test_control.py::"
+            "tests/test_controllers.py::"
             "test_rate_falls_above_twice_the_target_and_rises_below_half_of_it",
         ),
     ),
@@ -229,7 +237,7 @@ MUTANTS = [
         old="min(self.coef * 1.5, self.maximum)",
         new="self.coef * 1.5",
         killers=(
-            "tests/test_control.py::test_rate_begins_at_one_and_stays_within_a_factor_of_ten",
+            "tests/test_controllers.py::test_rate_begins_at_one_and_stays_within_a_factor_of_ten",
         ),
     ),
     Mutant(
@@ -241,7 +249,7 @@ MUTANTS = [
         "            metrics = self._updates(experience, step, meter)\n"
         "            self._moved = lambda _: seen\n",
         killers=(
-            "tests/trainers/test_coefficients.py::"
+            "tests/trainers/test_controllers.py::"
             "test_what_moves_a_coefficient_is_the_exact_kl_after_the_last_update",
         ),
     ),
@@ -252,7 +260,7 @@ MUTANTS = [
         old='kl_estimate(experience.old_logprobs, now.old_logprobs, "k3")',
         new='kl_estimate(now.old_logprobs, experience.old_logprobs, "k3")',
         killers=(
-            "tests/trainers/test_coefficients.py::"
+            "tests/trainers/test_controllers.py::"
             "test_what_moves_a_coefficient_is_the_exact_kl_after_the_last_update",
         ),
     ),

@@ -2,9 +2,9 @@
 
 from tests.mutants import Mutant
 
-OURS = "tests/test_losses.py::"
-FORMULA = "tests/test_policy_losses.py::"
-EXACT = "tests/test_policy_gradients.py::"
+OURS = "tests/losses/test_losses.py::"
+FORMULA = "tests/losses/test_policy_losses.py::"
+EXACT = "tests/losses/test_policy_gradients.py::"
 IS_ITS_FORMULA = (FORMULA + "test_every_loss_is_its_formula",)
 KINKS = (FORMULA + "test_both_sides_of_every_kink",)
 

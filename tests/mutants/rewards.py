@@ -5,7 +5,7 @@ from tests.mutants import Mutant
 FUNCTIONS_TEST = "tests/rewards/test_functions.py::"
 PROCESS_TEST = "tests/rewards/test_process.py::"
 PURE_TEST = "tests/rewards/test_scores.py::"
-MODEL_TEST = "tests/rewards/test_model.py::"
+MODEL_TEST = "tests/rewards/test_reward_model.py::"
 OPTIONS_TEST = "tests/trainers/test_reward_options.py::"
 
 MUTANTS: list[Mutant] = [
@@ -303,7 +303,7 @@ MUTANTS: list[Mutant] = [
         old="means = trained.nanmean(0)",
         new="means = raw.nanmean(0)",
         killers=(
-            "tests/test_metrics.py::test_reward_is_of_what_is_trained_on_and_the_sources_are_raw",
+            "tests/report/test_metrics.py::test_reward_is_of_what_is_trained_on_and_the_sources_are_raw",
         ),
     ),
     Mutant(
@@ -320,7 +320,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.report.metrics.reward_metrics",
         old="valid.std().item()",
         new="valid.std(correction=0).item()",
-        killers=("tests/test_metrics.py::test_rewards_by_hand",),
+        killers=("tests/report/test_metrics.py::test_rewards_by_hand",),
     ),
     Mutant(
         name="min-max-of-all-sources",

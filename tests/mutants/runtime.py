@@ -2,9 +2,9 @@
 
 from tests.mutants import Mutant
 
-WEIGHTS = "tests/runtime/test_weights.py"
+WEIGHTS = "tests/runtime/test_full_weights.py"
 BACKENDS = "tests/runtime/test_backends.py"
-CHECKPOINT = "tests/test_checkpoint.py"
+CHECKPOINT = "tests/checkpoint/test_checkpointer.py"
 
 MUTANTS = [
     Mutant(

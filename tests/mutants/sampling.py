@@ -100,7 +100,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.data.records.Rollout.concat",
         old="max(value.shape[1] for value in values), name in _PROMPT_FIELDS",
         new="max(value.shape[1] for value in values), False",
-        killers=("tests/test_experience.py::test_concat_is_the_record_of_all_rows_at_once",),
+        killers=("tests/data/test_records.py::test_concat_is_the_record_of_all_rows_at_once",),
     ),
     # ------------------------------------------------------------------ truncated completions
     Mutant(

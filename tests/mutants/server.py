@@ -2,8 +2,8 @@
 
 from tests.mutants import Mutant
 
-SERVER = "tests/rollout/test_vllm_server.py"
-QUOTED = "tests/test_quoted.py"
+SERVER = "tests/rollout/vllm/test_server.py"
+QUOTED = "tests/boundary/test_quoted.py"
 FAULT = f"{SERVER}::test_a_fault_that_passes_is_survived_and_one_that_stays_is_one_error"
 
 MUTANTS = [

@@ -4,9 +4,9 @@ from tests.mutants import Mutant
 
 TRAINING = "tests/trainers/test_truncated_sampling.py::test_"
 SUPPORT = "tests/models/test_support.py::test_"
-RECORDS = "tests/test_experience.py::test_"
+RECORDS = "tests/data/test_records.py::test_"
 EVALUATING = "tests/trainers/test_evaluation.py::test_"
-PURE = "tests/test_attempts.py::test_"
+PURE = "tests/report/test_pass_at_k.py::test_"
 
 MUTANTS: list[Mutant] = [
     # ------------------------------------------------------------------------ the saved support

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rlhf_pg import GRPOTrainer, PPOTrainer
-from rlhf_pg.plan import Drawn, Memory, build_meta_models, predicted_memory
+from rlhf_pg.plan import Memory, MetaModels, build_meta_models, predicted_memory
 from rlhf_pg.plan.sharding import SHARDINGS
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rollout.native import continuous_batching
@@ -43,8 +43,8 @@ CASES: dict[str, tuple[type[PolicyGradientTrainer], int, dict[str, Any]]] = {
 
 
 @pytest.fixture(params=CASES, scope="module")
-def case(request, tmp_path_factory) -> tuple[PolicyGradientTrainer, Drawn, Memory]:
-    """A trainer, and what is drawn and predicted of it from its files."""
+def case(request, tmp_path_factory) -> tuple[PolicyGradientTrainer, MetaModels, Memory]:
+    """A trainer, and what is built and predicted of it from its files."""
     trainer_type, vocabulary, options = CASES[request.param]
     layers = 6 if not options else 2
     directory = tmp_path_factory.mktemp("plan")
@@ -55,7 +55,7 @@ def case(request, tmp_path_factory) -> tuple[PolicyGradientTrainer, Drawn, Memor
     tokenizer.save_pretrained(path)
     outputs = {"model_name_or_path": path, "output_dir": str(directory / "run")}
     args = trainer_type.config_type(**(COMMON | outputs | options))
-    drawn = build_meta_models(args, "cpu")
+    meta = build_meta_models(args, "cpu")
     trainer = trainer_type(
         reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
         args=args,
@@ -63,7 +63,7 @@ def case(request, tmp_path_factory) -> tuple[PolicyGradientTrainer, Drawn, Memor
     )
     # All completions have their full length.
     trainer.engine.eos_token_ids = []
-    return trainer, drawn, predicted_memory(drawn, SHARDINGS[0], 1, 0.0, "cpu")
+    return trainer, meta, predicted_memory(meta, SHARDINGS[0], 1, 0.0, "cpu")
 
 
 def taken(tensors: Iterable[Tensor | None]) -> int:
@@ -171,17 +171,17 @@ def test_parts_are_what_a_step_has(case) -> None:
 
 def test_activations_are_what_a_forward_pass_keeps(case) -> None:
     """Of a micro-batch of the largest size: two prompts and eight completions."""
-    trainer, drawn, _ = case
+    trainer, meta, _ = case
     seen, rollout = Seen(trainer), trainer.roll_out(range(2)).rollout
     trainer.learner.module.train()
     with seen.watched():
         trainer.learner.trained(rollout)
-    assert close(drawn.update.at(10 * LENGTH).forward, seen.saved)
+    assert close(meta.update.at(10 * LENGTH).forward, seen.saved)
 
 
 def test_the_peak_is_what_the_allocator_has_given(case) -> None:
     """Forward and backward, by the profiler of torch: kernels' own work space is in it."""
-    trainer, drawn, memory = case
+    trainer, meta, memory = case
     rollout, module = trainer.roll_out(range(2)).rollout, trainer.learner.module.train()
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -194,7 +194,7 @@ def test_the_peak_is_what_the_allocator_has_given(case) -> None:
             now += event.nbytes()
             most = max(most, now)
     predicted = memory.update["activations"] + memory.update["head, loss, backward"]
-    assert predicted == drawn.update.at(10 * LENGTH).peak
+    assert predicted == meta.update.at(10 * LENGTH).peak
     assert close(predicted, most)
 
 

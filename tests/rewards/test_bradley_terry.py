@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Eval
 from rlhf_pg.config import RewardModelConfig
 from rlhf_pg.rewards import RewardModel, bradley_terry_loss, train_reward_model
 from rlhf_pg.rewards.bradley_terry import PairScorer, _accuracy, collate, tokenize_pairs
-from tests.rewards.test_model import TEMPLATE, by_hand, classifier, close, letters, says
+from tests.rewards.test_reward_model import TEMPLATE, by_hand, classifier, close, letters, says
 from tests.tiny import tiny_model
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFas
 
 from rlhf_pg.advantages import process_group_normalized
 from rlhf_pg.rewards import ProcessRewardModel, Rewards
-from tests.rewards.test_model import letters
+from tests.rewards.test_reward_model import letters
 from tests.tiny import tiny_model
 
 

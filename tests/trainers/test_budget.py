@@ -18,8 +18,8 @@ from rlhf_pg.trainers.learner import Learner
 
 def test_a_run_leaves_the_number_that_was_found(make) -> None:
     trainer = make(max_steps=1)
-    found = trainer.args.micro_batch_tokens
-    assert found == trainer.learner.token_budget == token_budget.MOST["cpu"]
+    found = trainer.learner.token_budget
+    assert found == trainer.resolved_args().micro_batch_tokens == token_budget.MOST["cpu"]
     trainer.train()
     path = Path(trainer.args.output_dir) / "config.yaml"
     assert parse(GRPOConfig, ["--config", str(path)]).micro_batch_tokens == found
@@ -30,22 +30,21 @@ def test_a_resumed_run_keeps_the_number_unless_it_is_given_one(make, given, expe
     with patch.dict(token_budget.MOST, cpu=100):
         first = make(max_steps=1, save_steps=1)
         first.train()
-    assert first.args.micro_batch_tokens == 100
+    assert first.learner.token_budget == 100
     second = make(max_steps=2, micro_batch_tokens=given)
     second.train(resume_from_checkpoint=True)
-    assert second.args.micro_batch_tokens == expected
     assert second.learner.token_budget == expected
     assert second.checkpointer.config["micro_batch_tokens"] == expected
 
 
 def test_four_of_the_longest_rows_are_not_too_many(make) -> None:
     with patch.dict(token_budget.MOST, cpu=10):
-        assert make().args.micro_batch_tokens == 4 * (6 + 6)  # of the prompt and the completion
+        assert make().learner.token_budget == 4 * (6 + 6)  # of the prompt and the completion
 
 
 def test_a_number_that_is_given_is_kept(make) -> None:
     with patch.dict(token_budget.MOST, cpu=100):
-        assert make(micro_batch_tokens=300).args.micro_batch_tokens == 300
+        assert make(micro_batch_tokens=300).learner.token_budget == 300
 
 
 def measured(make, room: float, **options) -> Learner:
@@ -70,27 +69,28 @@ def test_what_was_found_fits_and_more_would_not(make, trainer_type) -> None:
 def test_the_pieces_of_the_logits_are_those_of_the_device(make) -> None:
     with patch.object(token_budget, "chunk_size_for", lambda memory: 100 if memory is None else 0):
         trainer = make()
-    logits = trainer.args.micro_batch_tokens * trainer.model.config.vocab_size
-    assert trainer.learner.policy.head.parts == math.ceil(logits / 100)
+    logits = trainer.learner.token_budget * trainer.model.config.vocab_size
+    assert trainer.learner.policy.head.chunks == math.ceil(logits / 100)
 
 
 def test_pieces_are_those_of_the_smallest_gpu() -> None:
     sizes = [80 * 2**30, 40 * 2**30]
     for own in sizes:
         runtime = SimpleNamespace(
-            device=torch.device("cuda"), most=lambda x: max(x, *(-size // 160 for size in sizes))
+            device=torch.device("cuda"),
+            all_reduce_max=lambda x: max(x, *(-size // 160 for size in sizes)),
         )
         with patch.object(torch.cuda, "mem_get_info", lambda _, own=own: (0, own)):
             assert token_budget.chunk_size(runtime) == 40 * 2**30 // 160
 
 
 def test_a_row_always_fits(make) -> None:
-    assert measured(make, 0.0).args.token_budget == 12  # 6 of the prompt and 6 of the completion
+    assert measured(make, 0.0).token_budget == 12  # 6 of the prompt and 6 of the completion
 
 
 def test_what_asks_for_data_is_measured_with_data(make) -> None:
     """A model whose forward pass looks at a weight, which without data is an error."""
-    expected = measured(make, 4e6).args.token_budget
+    expected = measured(make, 4e6).token_budget
 
     def looks(module, *_) -> None:
         assert float(module.weight.detach().sum()) != 0.0

@@ -83,7 +83,6 @@ def test_vllm_that_was_chosen_sleeps_has_room_and_is_saved(make, vllm, capsys):
     assert made["sleeps"]
     assert made["memory"] == 0.4
     assert made["longest"] == trainer.train_prompts.longest + 6
-    assert trainer.args is trainer.learner.args
     trainer.train()
     assert "rollout_engine vllm (auto: vLLM suits)" in capsys.readouterr().out
     line = read(Path(trainer.args.output_dir) / "metrics.jsonl")[0]
@@ -109,9 +108,8 @@ def test_a_vllm_that_cannot_start_is_replaced_with_one_warning(make, vllm, monke
     assert record.levelno == logging.WARNING
     assert "vLLM cannot start (OutOfMemoryError: 2 GiB), so the native engine" in record.message
     assert type(trainer.engine) is NativeEngine
-    assert trainer.args is trainer.learner.args
     trainer.train()
-    assert trainer.args.rollout_engine == trainer.checkpointer.config["rollout_engine"] == "native"
+    assert trainer.engine_name == trainer.checkpointer.config["rollout_engine"] == "native"
     with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
         make(rollout_engine="vllm")
 
@@ -122,15 +120,16 @@ def test_a_vllm_that_cannot_start_is_replaced_with_one_warning(make, vllm, monke
 def elsewhere(failure: str | None) -> Any:
     """A runtime in which this is what another process says."""
     return SimpleNamespace(
-        device=torch.device("cpu"), agreed=lambda own: own or (failure and f"rank 1: {failure}")
+        device=torch.device("cpu"),
+        first_error=lambda own: own or (failure and f"rank 1: {failure}"),
     )
 
 
 def test_what_one_process_lacks_no_process_takes(make, vllm):
     args, model = GRPOConfig(), make().model
-    assert engines.with_engine(args, model, elsewhere(None))[0].rollout_engine == "vllm"
-    taken, why = engines.with_engine(args, model, elsewhere("vLLM is not installed"))
-    assert (taken.rollout_engine, why) == ("native", "auto: rank 1: vLLM is not installed")
+    assert engines.choose_engine(args, model, elsewhere(None))[0] == "vllm"
+    taken, why = engines.choose_engine(args, model, elsewhere("vLLM is not installed"))
+    assert (taken, why) == ("native", "auto: rank 1: vLLM is not installed")
 
 
 def test_a_vllm_that_does_not_start_on_one_process_starts_on_none(make, vllm):
@@ -161,8 +160,8 @@ def test_a_resumed_run_goes_on_with_the_native_engine_where_vllm_is_now(make, vl
     assert type(again.engine) is vllm
     again.train(resume_from_checkpoint=True)
     assert type(again.engine) is NativeEngine
-    assert again.args.rollout_engine == again.checkpointer.config["rollout_engine"] == "native"
-    assert not again.args.vllm_enable_sleep_mode
+    assert again.engine_name == again.checkpointer.config["rollout_engine"] == "native"
+    assert not again.checkpointer.config["vllm_enable_sleep_mode"]
     assert saved_config(again).rollout_engine == "native"
 
 
@@ -187,13 +186,13 @@ def test_an_engine_that_is_named_is_that_of_the_checkpoint_or_an_error(make, vll
 def beside(make, monkeypatch, free: float, share: float = 0.3, **options: Any) -> str | None:
     """`crowded` of a learner on a GPU of 80 GB, of which so much is free."""
     learner = make(**options).learner
-    args, runtime = engines.chosen(learner.args, "vllm"), learner.runtime
+    args, runtime = engines.with_engine(learner.args, "vllm"), learner.runtime
     args = dataclasses.replace(args, vllm_gpu_memory_utilization=share)
     there = SimpleNamespace(device=torch.device("cuda"), kind=runtime.kind, world=runtime.world)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80e9))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 3e9)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1e9)
-    stand = SimpleNamespace(runtime=there, whole=learner.parts)
+    stand = SimpleNamespace(runtime=there, parts=learner.parts, full_policy=learner.full_policy)
     return engines.crowded(args, stand)
 
 

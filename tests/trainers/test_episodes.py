@@ -20,7 +20,7 @@ from rlhf_pg.tasks import calculator, guess
 from rlhf_pg.trainers import PolicyGradientTrainer
 from tests import enumeration
 from tests.enumeration import EOS, PROMPTS, A, B, make_trainer
-from tests.rollout.scripted import ScriptedEngine
+from tests.rollout.multi_turn.scripted import ScriptedEngine
 
 TRAINERS = [GRPOTrainer, RLOOTrainer, ReinforceTrainer, PPOTrainer]
 
@@ -218,7 +218,8 @@ def test_a_cut_off_episode_ends_with_the_value_behind_its_last_own_token(tmp_pat
     ids = torch.tensor([[*PROMPTS["a"], *rows[0].tokens]])
     hidden = trainer.critic.model(ids).last_hidden_state
     end = trainer.critic.head(hidden)[0, -1]
-    assert trainer.bootstrap_value(rollout, scored.end_values).item() == pytest.approx(end.item())
+    _, bootstrap_value = trainer.values_of(rollout, scored)
+    assert bootstrap_value.item() == pytest.approx(end.item())
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
@@ -308,7 +309,7 @@ def test_reward_functions_are_not_asked_about_what_has_failed(tmp_path: Path) ->
 
     trainer = play(RLOOTrainer, tmp_path, Failing, num_generations=2, reward=length)
     rows = Dataset.from_dict({"prompt": ["a"], "answer": [4]})
-    trainer.train_prompts = dataclasses.replace(trainer.train_prompts, rows=rows)
+    trainer.collector.prompts = dataclasses.replace(trainer.train_prompts, rows=rows)
     trainer.engine = says([BROKEN, GOOD[1]])
     scored = trainer.collector.collect(trainer.state.prompt_index, Meter())
     samples, scores = scored.samples, scored.scores

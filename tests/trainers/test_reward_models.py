@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.rewards import RewardModel
 from rlhf_pg.tasks import arithmetic
-from tests.rewards.test_model import classifier, letters
+from tests.rewards.test_reward_model import classifier, letters
 from tests.trainers.conftest import digits
 
 

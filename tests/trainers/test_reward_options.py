@@ -175,7 +175,7 @@ def objective(trainer: PolicyGradientTrainer) -> Tensor:
     return total
 
 
-@pytest.mark.proves("rlhf_pg.trainers.scoring.make_experience")
+@pytest.mark.proves("rlhf_pg.trainers.experience_maker.make_experience")
 @pytest.mark.parametrize("estimator", ["returns", "leave_one_out", "returns_minus_others"])
 def test_the_gradient_is_that_of_everything_that_is_paid(tmp_path, estimator) -> None:
     trainer = reinforce(tmp_path, stepwise, 2, advantage_estimator=estimator)
@@ -185,7 +185,7 @@ def test_the_gradient_is_that_of_everything_that_is_paid(tmp_path, estimator) ->
     assert (ascent - truth).norm() <= 1e-8 * truth.norm()
 
 
-@pytest.mark.proves("rlhf_pg.trainers.scoring.make_experience")
+@pytest.mark.proves("rlhf_pg.trainers.experience_maker.make_experience")
 def test_a_token_is_credited_with_what_follows_it_alone(tmp_path) -> None:
     """With a discount it also shows by how many tokens a reward is away."""
     trainer = reinforce(tmp_path, stepwise, 1, gamma=0.5)

@@ -38,7 +38,8 @@ def test_run_directory(make, trainer_type, tmp_path) -> None:
     completions = read(run / "completions.jsonl")
     assert [c["step"] for c in completions] == [2, 2]
     assert set(completions[0]) == {"step", "prompt", "completion", "rewards/digits"}
-    assert parse(trainer.config_type, ["--config", str(run / "config.yaml")]) == trainer.args
+    saved = parse(trainer.config_type, ["--config", str(run / "config.yaml")])
+    assert saved == trainer.resolved_args()
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000002"]
 
     model = AutoModelForCausalLM.from_pretrained(run / "final")
@@ -116,13 +117,13 @@ def test_a_loss_of_rows_with_weights_by_length_is_worth_a_warning(
 def test_metrics_of_a_step_against_the_samples(make) -> None:
     trainer = make()
     seen = {}
-    collected = trainer.roll_out
+    collected = trainer.collector.roll_out
 
     def roll_out(draws):
         seen["samples"] = collected(draws)
         return seen["samples"]
 
-    trainer.roll_out = roll_out
+    trainer.collector.roll_out = roll_out
     trainer.callbacks.append(Keep())
     trainer.train()
     metrics, rollout = trainer.callbacks[0].last, seen["samples"].rollout

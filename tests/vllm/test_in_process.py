@@ -14,8 +14,8 @@ from rlhf_pg.report.json_lines import read
 from rlhf_pg.rollout import Request, SamplingParams
 from rlhf_pg.rollout.vllm.in_process import VllmEngine, lacking
 from rlhf_pg.tasks import arithmetic
+from tests.rollout.native.test_engine import assert_same, assert_teacher_forced, cut, teacher_forced
 from tests.rollout.stats import chi_square_p
-from tests.rollout.test_native import assert_same, assert_teacher_forced, cut, teacher_forced
 from tests.tiny import adapter, stir, tiny_model
 from tests.trainers.conftest import digits
 

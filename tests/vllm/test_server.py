@@ -24,7 +24,7 @@ from rlhf_pg.rollout import RolloutError, SamplingParams
 from rlhf_pg.rollout.vllm.server import VllmServerEngine
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers import Callback
-from tests.rollout.test_native import assert_same, assert_teacher_forced, cut
+from tests.rollout.native.test_engine import assert_same, assert_teacher_forced, cut
 from tests.tiny import adapter, stir
 from tests.trainers.conftest import digits
 

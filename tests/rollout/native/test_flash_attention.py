@@ -16,7 +16,7 @@ from rlhf_pg.rollout.native.kept import forward
 from rlhf_pg.rollout.native.slots import Prompt, Row
 from rlhf_pg.rollout.native.unpadded_kv_cache import Places, Unpadded
 from tests.device.pretend import flash
-from tests.rollout.test_native import EOS, PAD, PARAMS, PROMPTS, assert_same, char_tokenizer
+from tests.rollout.native.test_engine import EOS, PAD, PARAMS, PROMPTS, assert_same, char_tokenizer
 from tests.tiny import ARCHS, tiny_model
 
 flash.install("CPU", (torch.float32, torch.float64))

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rlhf_pg.advantages import ADVANTAGES, optimal_baseline
-from tests import tabular_signals as tabular
-from tests.tabular import MASK
-from tests.tabular_signals import (
+from tests.advantages import tabular_inputs as tabular
+from tests.advantages.tabular import MASK
+from tests.advantages.tabular_inputs import (
     PAID,
     REWARDS,
     STATES,
@@ -140,7 +140,7 @@ CASES = [
         name,
         options,
         formula,
-        marks=pytest.mark.proves(f"rlhf_pg.advantages.estimators.{name}"),
+        marks=pytest.mark.proves(f"rlhf_pg.advantages.estimators.{ADVANTAGES[name].__name__}"),
         id="-".join([name, *map(str, options.values())]),
     )
     for name, cases in EXPECTED.items()

@@ -11,7 +11,7 @@ import torch
 
 from rlhf_pg.boundary import user_code
 from rlhf_pg.rollout import EpisodeRunner, Observation, SamplingParams
-from tests.rollout.scripted import ScriptedEngine, ScriptedSession, letters
+from tests.rollout.multi_turn.scripted import ScriptedEngine, ScriptedSession, letters
 
 TOKENIZER = letters()
 EOS = TOKENIZER.eos_token_id

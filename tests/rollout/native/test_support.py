@@ -8,8 +8,8 @@ import torch
 from rlhf_pg.rollout import NativeEngine, SamplingParams
 from rlhf_pg.rollout.native.continuous_batching import BatchingSession
 from rlhf_pg.rollout.token_sampling import ids_of, sample, support_mask
-from tests.rollout.test_native import EOS, PAD, PROMPTS, teacher_forced
-from tests.rollout.test_sampling import PROBS, TRUNCATIONS, noise_of
+from tests.rollout.native.test_engine import EOS, PAD, PROMPTS, teacher_forced
+from tests.rollout.test_token_sampling import PROBS, TRUNCATIONS, noise_of
 from tests.tiny import tiny_model
 
 CUTS = [{"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 8, "top_p": 0.8, "min_p": 0.05}]

@@ -18,8 +18,8 @@ from rlhf_pg.losses import (
     token_weights,
     vanilla,
 )
-from tests import tabular
-from tests.tabular import MASK, SCORES
+from tests.advantages import tabular
+from tests.advantages.tabular import MASK, SCORES
 
 POLICY, OLD = tabular.logits(0), tabular.logits(1)
 OLD_PROBABILITIES = tabular.probabilities(OLD).detach()

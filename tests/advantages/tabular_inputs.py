@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_pg.advantages import AdvantageInputs
-from tests.tabular import COMPLETIONS, EOS, MASK
+from tests.advantages.tabular import COMPLETIONS, EOS, MASK
 
 NAN = float("nan")
 # (C,T) the tokens and the states before them; what stands beyond the end of a completion is unused.

@@ -10,7 +10,7 @@ from rlhf_pg.models import add_adapter
 from rlhf_pg.rollout import NativeEngine, Request, SamplingParams
 from rlhf_pg.rollout.native import continuous_batching, hf_generate
 from rlhf_pg.rollout.native.cuda_graphs import rounded
-from tests.rollout.test_native import (
+from tests.rollout.native.test_engine import (
     EOS,
     PAD,
     PARAMS,

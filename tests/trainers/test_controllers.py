@@ -68,7 +68,7 @@ def test_the_beta_in_use_is_the_one_that_moved(where, estimator, tmp_path) -> No
     options["advantage_estimator"] = "leave_one_out"
     says = [(1, 0), (2, 2)]
     moved = make_trainer(GRPOTrainer, tmp_path, beta=0.1, kl_controller="penalty", **options)
-    moved.coefficients.controllers["beta"].coef = 0.4
+    moved.controllers.controllers["beta"].coef = 0.4
     fixed = make_trainer(GRPOTrainer, tmp_path, beta=0.4, **options)
     torch.testing.assert_close(gradient_of(moved, says), gradient_of(fixed, says))
     other = make_trainer(GRPOTrainer, tmp_path, beta=0.1, **options)

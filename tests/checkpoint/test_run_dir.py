@@ -11,7 +11,7 @@ from rlhf_pg.config import RewardModelConfig, SFTConfig
 from rlhf_pg.rewards import train_reward_model
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.tasks.warm_start import warm_start
-from tests.rewards.test_model import classifier, letters
+from tests.rewards.test_reward_model import classifier, letters
 from tests.trainers.conftest import make as make
 
 

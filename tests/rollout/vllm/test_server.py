@@ -23,7 +23,7 @@ from rlhf_pg.rollout import Request, RolloutError, SamplingParams
 from rlhf_pg.rollout.vllm import http
 from rlhf_pg.rollout.vllm.in_process import VllmEngine
 from rlhf_pg.rollout.vllm.server import VllmServerEngine
-from tests.rollout.fake_vllm import FakeVllm
+from tests.rollout.vllm.fake_vllm import FakeVllm
 from tests.tiny import adapter, stir, tiny_model
 
 PARAMS = SamplingParams(temperature=0.5, max_tokens=6)

@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_pg.rollout import Toolbox, ToolEnvironment
 from rlhf_pg.tasks.tiny import tool_tokenizer
-from tests.rollout.scripted import letters
+from tests.rollout.multi_turn.scripted import letters
 
 TOKENIZER = letters()
 
