@@ -91,7 +91,7 @@ class RunConfig(Checked):
     """AdamW implementation: torch's in one kernel or in several, or with moments in 8 bits
     (bitsandbytes)."""
     learning_rate: float = number(1e-6, above=0)
-    """Peak learning rate of AdamW; lower it if training is unstable."""
+    """Peak learning rate; lower it if runs diverge."""
     lr_scheduler_type: str = choice("linear", SCHEDULES)
     """Learning-rate schedule, which advances once per step. linear, cosine, cosine_with_restarts
     and polynomial stretch over the whole run, so max_steps changes every rate; constant,
