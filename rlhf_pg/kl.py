@@ -1,4 +1,4 @@
-"""KL(policy || reference) from sampled tokens: estimates, terms for a loss, and controllers.
+"""Estimates of KL(policy || reference) from sampled tokens, KL terms for a loss, and controllers.
 
 Throughout, u = log pi(y_t) - log pi_ref(y_t) for a token y_t that the policy sampled, and pi_old is
 the policy that sampled it.
@@ -18,38 +18,39 @@ KL_LOSSES = ("k2", "k3", "k1_to_go", "k2_straight_through", "k3_ratio")
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """One sample's estimate of KL(pi || pi_ref) (Schulman 2020, "Approximating KL divergence").
+    """Estimate KL(pi || pi_ref) from one sample (Schulman 2020, "Approximating KL divergence").
 
         k1 = u                unbiased, may be negative
         k2 = u^2 / 2          biased, small variance
         k3 = exp(-u) - 1 + u  unbiased, never negative
 
-    The *value* says nothing of the *gradient*. On policy, at one prefix, its expectation is
+    The *value* says nothing about the *gradient*, whose expectation, on policy and at one prefix,
+    is
 
               differentiated as a loss    as a detached penalty in the reward
         k1    0                           grad KL(pi || pi_ref)
         k2    grad KL(pi || pi_ref)       grad E[k2] - grad KL(pi || pi_ref)
         k3    grad KL(pi_ref || pi)       grad KL(pi || pi_ref) - grad KL(pi_ref || pi)
 
-    so that k3 in the reward pays almost nothing near the reference, where the two cancel: 2 % of
+    so k3 in the reward does almost nothing near the reference, where the two terms cancel: 2 % of
     the true gradient at logits 0.1 away. Over a completion, only k1 in the reward, summed from
-    every token to the end, gives the gradient of the whole KL; as losses k2 and k3 hold the
-    prefixes fixed, and leave out what an early token does to the KL of later ones.
+    every token to the end, gives the gradient of the whole KL. As losses, k2 and k3 hold the
+    prefixes fixed and leave out what an early token does to the KL of later ones.
 
     Args:
         logprobs, ref_logprobs: any equal shapes, in nats.
         estimator: "k1", "k2" or "k3".
 
     Returns:
-        Elementwise, differentiable in both and never clamped: k3 is inf where exp(-u) overflows, in
-        float32 at u < -88.
+        The estimates, elementwise, differentiable in both arguments and never clamped: k3 is inf
+        where exp(-u) overflows, in float32 at u < -88.
 
     Raises:
-        ValueError: another estimator.
+        ValueError: the estimator is unknown.
 
-    Elsewhere: verl and OpenRLHF clamp k3 at 10, and with it its gradient: exactly 0 for a token
-    that has become 14 times less likely than in the reference, when it is needed most. TRL's PPO
-    offers k3 as a penalty in the reward.
+    Elsewhere: verl and OpenRLHF clamp k3 at 10, so its gradient is exactly 0 for a token that has
+    become 14 times less likely than in the reference, where it is needed most. TRL's PPO offers k3
+    as a penalty in the reward.
     """
     u = logprobs - ref_logprobs
     if estimator == "k1":
@@ -64,7 +65,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 def kl_loss(
     logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str
 ) -> Tensor:
-    """The KL as a term of the loss, with the gradient that its name promises (Schulman 2020).
+    """Compute the KL as a loss term with the gradient that its name promises (Schulman 2020).
 
                              value     gradient, times grad log pi(y_t)
         k2                   u^2 / 2   u
@@ -74,33 +75,33 @@ def kl_loss(
         k1_to_go             u         rho sum_{i >= t} u_i   (the policy gradient of k1)
 
     with rho = pi(y_t) / pi_old(y_t). rho u is the whole derivative of rho k3, that of rho included;
-    at rho = 1 too, where a detached rho would leave k3's own.
+    this holds at rho = 1 too, where a detached rho would leave k3's own.
 
-    On policy all but k3 follow KL(pi || pi_ref), at one prefix; k3 follows KL(pi_ref || pi). Over
-    a completion `k1_to_go` alone is exact, where the weights add tokens up (aggregation
-    "constant"); the others hold the prefixes fixed: sum_t E[grad KL_t], for prefixes from pi.
-    Off policy the two with rho stay exact at one prefix. Prefixes, and the u_i after the own token,
+    On policy and at one prefix, all but k3 follow KL(pi || pi_ref); k3 follows KL(pi_ref || pi).
+    Over a completion only `k1_to_go` is exact, and only where the weights add the tokens up
+    (aggregation "constant"); the others hold the prefixes fixed: sum_t E[grad KL_t], for prefixes
+    from pi. Off policy, the two with rho stay exact at one prefix. The prefixes and the later u_i
     still come from pi_old, as in PPO's surrogate: the unbiased weights are products of rho over all
-    tokens, whose variance grows exponentially with length. Those without rho are weighted by pi_old
-    throughout, and follow no KL.
+    tokens, whose variance grows exponentially with length. The losses without rho are weighted by
+    pi_old throughout and follow no KL.
 
     Args:
         logprobs: (B,T) of the sampled tokens; only these get a gradient.
-        old_logprobs: (B,T) of the policy that sampled them; only "k1_to_go" and "k3_ratio" look.
+        old_logprobs: (B,T) of the policy that sampled them, read by "k1_to_go" and "k3_ratio" only.
         ref_logprobs: (B,T).
-        mask: (B,T) action tokens; the u of others counts nowhere.
+        mask: (B,T) action tokens; the u of other tokens is ignored.
         estimator: one of `KL_LOSSES`.
 
     Returns:
-        (B,T), 0 where masked, for `beta` to multiply. |log rho| is held at 20 in the weights, which
-        scales a gradient and never stops it. Nothing else is clamped: where k3 overflows (see
-        `kl_estimate`) the value is inf, and the gradient too in "k3" alone.
+        (B,T), 0 where masked, to be multiplied by `beta`. |log rho| is limited to 20 in the
+        weights, which scales a gradient and never stops it. Nothing else is clamped: where k3
+        overflows (see `kl_estimate`), the value is inf; the gradient is inf only in "k3".
 
     Raises:
-        ValueError: another estimator; "k1", whose expected gradient is 0.
+        ValueError: the estimator is unknown, or "k1", whose expected gradient is 0.
 
-    Elsewhere: verl's "k3+" is `k2_straight_through`. TRL's GRPO has `k3_ratio` where
-    `use_bias_correction_kl` is set, and k3 otherwise; its logged `kl` is then rho k3.
+    Elsewhere: verl's "k3+" is `k2_straight_through`. TRL's GRPO uses `k3_ratio` if
+    `use_bias_correction_kl` is set, and k3 otherwise; the `kl` it logs is then rho k3.
     """
     _check_loss(estimator)
     logprobs = torch.where(mask, logprobs, 0.0)
@@ -123,8 +124,8 @@ def kl_loss(
 def _check_loss(estimator: str) -> None:
     if estimator == "k1":
         raise ValueError(
-            'estimator "k1" is no loss, its expected gradient is 0: take "k1_to_go", or pay k1 in '
-            "the reward"
+            'estimator "k1" cannot be a loss, since its expected gradient is 0: take "k1_to_go", '
+            "or pay k1 in the reward"
         )
     if estimator not in KL_LOSSES:
         raise ValueError(f"estimator must be one of {', '.join(KL_LOSSES)}, got {estimator!r}")
@@ -132,7 +133,7 @@ def _check_loss(estimator: str) -> None:
 
 @dataclass
 class AdaptiveKLController:
-    """Moves the KL coefficient in proportion to the error (Ziegler et al. 2019, section 2.2).
+    """A KL coefficient that moves in proportion to the error (Ziegler et al. 2019, section 2.2).
 
         e = clip(kl / target - 1, -0.2, 0.2),  coef <- coef * (1 + e * num_samples / horizon)
 
@@ -153,11 +154,11 @@ class AdaptiveKLController:
 
 @dataclass
 class PenaltyKLController:
-    """The adaptive penalty of PPO (Schulman et al. 2017, section 4).
+    """The adaptive KL penalty of PPO (Schulman et al. 2017, section 4).
 
-    coef <- coef / 2 if kl < target / 1.5;  coef <- 2 * coef if kl > 1.5 * target
+        coef <- coef / 2 if kl < target / 1.5;  coef <- 2 * coef if kl > 1.5 * target
 
-    PPO's `kl` is that after the updates which the coefficient has held back.
+    PPO measures `kl` after the updates that the coefficient has held back.
     """
 
     coef: float

@@ -1,4 +1,4 @@
-"""Masks over tokens, and the statistics that look only at the tokens a mask selects.
+"""Masks over tokens, and statistics over the tokens that a mask selects.
 
 Shapes: B rows, T columns. A mask is bool; values under False may be anything, NaN included.
 """
@@ -10,14 +10,15 @@ from torch import Tensor
 
 
 def widen(x: Tensor) -> Tensor:
-    """At least float32, so that sums over many low-precision numbers keep their digits."""
+    """Cast to at least float32, so that sums over many low-precision numbers keep their digits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def completion_mask(ids: Tensor, eos_token_ids: int | Iterable[int]) -> Tensor:
-    """True through the first EOS of every row, that EOS included; the whole row if there is none.
+    """Return True through the first EOS of every row, inclusive; the whole row if there is none.
 
-    Meant for raw padded ids, where pad may equal EOS: only the first EOS belongs to the completion.
+    It is meant for raw padded ids, where pad may equal EOS: only the first EOS belongs to the
+    completion.
 
     Args:
         ids: (B,T) token ids of the completions alone, without the prompts.
@@ -26,8 +27,8 @@ def completion_mask(ids: Tensor, eos_token_ids: int | Iterable[int]) -> Tensor:
     Returns:
         (B,T) bool.
 
-    Elsewhere: a mask of `ids != pad`, with EOS for pad, hides the EOS of every completion, and the
-    policy never learns to stop (TRL #4970).
+    Elsewhere: with EOS as the pad token, a mask of `ids != pad` hides the EOS of every completion,
+    and the policy never learns to stop (TRL #4970).
     """
     stops = [eos_token_ids] if isinstance(eos_token_ids, int) else list(eos_token_ids)
     is_eos = torch.isin(ids, torch.tensor(stops, dtype=ids.dtype, device=ids.device))
@@ -36,11 +37,11 @@ def completion_mask(ids: Tensor, eos_token_ids: int | Iterable[int]) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of `x` where `mask` is True; 0 where no slot is True.
+    """Compute the mean of `x` where `mask` is True; 0 where no slot is True.
 
         sum of x_i over True slots / number of True slots
 
-    Differentiable; a masked slot gets gradient 0, whatever stands in it.
+    It is differentiable; a masked slot gets gradient 0, whatever it holds.
 
     Args:
         x: any shape; `mask` broadcasts to it.
@@ -49,7 +50,7 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     Returns:
         A scalar, or `x` without `dim`.
 
-    Elsewhere: `(x * mask).sum()` makes NaN of a NaN under the mask.
+    Elsewhere: with `(x * mask).sum()`, a NaN in a masked slot makes the result NaN.
     """
     mask = mask.expand_as(x)
     wide = torch.where(mask, widen(x), 0.0)
@@ -58,7 +59,7 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_var(x: Tensor, mask: Tensor, unbiased: bool = False) -> Tensor:
-    """Variance over all True slots: population, or with Bessel's correction if `unbiased`.
+    """Compute the variance over all True slots, with Bessel's correction if `unbiased`.
 
         sum of (x_i - mean)^2 over the n True slots / n, or / (n - 1)
 
@@ -66,7 +67,7 @@ def masked_var(x: Tensor, mask: Tensor, unbiased: bool = False) -> Tensor:
         x: any shape; `mask` broadcasts to it.
 
     Returns:
-        A scalar; 0 for a single True slot, or none.
+        A scalar; 0 if at most one slot is True.
     """
     mask = mask.expand_as(x)
     wide = torch.where(mask, widen(x), 0.0)
@@ -82,20 +83,20 @@ def whiten(
     shift_mean: bool = True,
     stats: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the True slots, with the population variance.
+    """Compute (x - mean) / sqrt(var + 1e-8) over the True slots, with the population variance.
 
     Args:
         x: any shape; `mask` broadcasts to it.
         shift_mean: False adds the mean back, so only the scale changes.
-        stats: (mean, var) reduced over every process; by default those of `x` under `mask`.
+        stats: (mean, var) reduced over all processes; by default those of `x` under `mask`.
 
     Returns:
         Like `x`; 0 in masked slots. Where nothing varies (one token, or all equal) the whitened
         value is exactly 0 before the mean is added back: rounding noise is never scaled up.
 
-    Elsewhere: TRL's PPO whitened every process by its own statistics, so the number of processes
-    changed the result; the RLHF book whitens the padding with the tokens; torchtune's `shift_mean`
-    means the opposite of what TRL's means, which is meant here.
+    Elsewhere: TRL's PPO whitened each process by its own statistics, so the number of processes
+    changed the result. The RLHF book whitens the padding with the tokens. torchtune's `shift_mean`
+    means the opposite of TRL's; this function follows TRL.
     """
     mask = mask.expand_as(x)
     wide = torch.where(mask, widen(x), 0.0)
@@ -108,7 +109,7 @@ def whiten(
         exact = torch.as_tensor(stats[1], device=x.device).double()
         # Equal numbers leave a variance of rounding errors, a few (eps * mean)^2.
         varies = exact > (4 * torch.finfo(wide.dtype).eps * mean.double()) ** 2
-    # A variance may be beyond the dtype where its root is not: all would become 0.
+    # A variance may overflow the dtype where its root does not: all would become 0.
     scale = torch.where(var.isinf(), exact.rsqrt().to(wide.dtype), torch.rsqrt(var + 1e-8))
     whitened = torch.where(varies, (wide - mean) * scale, 0.0)
     if not shift_mean:
@@ -117,5 +118,5 @@ def whiten(
 
 
 def float_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a result: that of `x`, or float32 for whole numbers."""
+    """Return the dtype of a result: that of `x`, or float32 for whole numbers."""
     return x.dtype if x.is_floating_point() else torch.float32

@@ -1,6 +1,6 @@
-"""Random numbers: noise as a function of its coordinates, and the states of the generators.
+"""Noise as a function of its coordinates, and the states of the random generators.
 
-The noise is SplitMix64 (Steele et al. 2014) on tensors of int64, whose arithmetic wraps around; its
+The noise is SplitMix64 (Steele et al. 2014) on int64 tensors, whose arithmetic wraps around. The
 coordinates are mixed in one after another.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def mix(x: Tensor) -> Tensor:
-    """One step of it: each of the 64 bits depends on every bit of `x`."""
+    """Take one step of SplitMix64: each of the 64 bits depends on every bit of `x`."""
     x = x + signed(0x9E3779B97F4A7C15)
     x = (x ^ shift(x, 30)) * signed(0xBF58476D1CE4E5B9)
     x = (x ^ shift(x, 27)) * signed(0x94D049BB133111EB)
@@ -22,17 +22,17 @@ def mix(x: Tensor) -> Tensor:
 
 
 def shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift (torch's own keeps the sign)."""
+    """Shift right logically (torch's own shift keeps the sign)."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def signed(x: int) -> int:
-    """The int64 with the low 64 bits of `x`."""
+    """Return the int64 with the low 64 bits of `x`."""
     return (x + 2**63) % 2**64 - 2**63
 
 
 def rng_tensors() -> dict[str, Tensor]:
-    """The states of every generator of this process, as tensors."""
+    """Return the states of all random generators of this process, as tensors."""
     version, numbers, gauss = random.getstate()
     twister: Any = np.random.get_state(legacy=True)
     kind, keys, position, has_gauss, cached = twister
@@ -51,7 +51,7 @@ def rng_tensors() -> dict[str, Tensor]:
 
 
 def restore_rng(states: Mapping[str, Any]) -> None:
-    """The inverse of `rng_tensors`."""
+    """Restore the states that `rng_tensors` returned."""
     torch.set_rng_state(states["torch"])
     gauss = states["python_gauss"].item()
     numbers = tuple(states["python"].tolist())

@@ -1,4 +1,4 @@
-"""Statistics that go on over the steps of a run: plain floats, so that a checkpoint can hold them.
+"""Running statistics over the steps of a run, as plain floats that a checkpoint can hold.
 
 `vars(statistics)` is what to save, and `type(statistics)(**saved)` restores it.
 """
@@ -15,9 +15,9 @@ ROUNDING = 1e-6  # a std below this share of the mean is rounding, at float32's 
 
 @dataclass
 class RunningMoments:
-    """Count, mean and population variance of every number so far (Chan et al. 1979).
+    """Count, mean and population variance of all numbers so far (Chan et al. 1979).
 
-    Before any, mean 0 and std 1.
+    Before the first number, the mean is 0 and the std 1.
     """
 
     count: float = 0.0
@@ -25,23 +25,23 @@ class RunningMoments:
     var: float = 1.0
 
     def update(self, count: float, mean: float, var: float) -> None:
-        """Merge the moments of a batch, as if all its numbers had come (Chan et al. 1979).
+        """Merge the moments of a batch into those of all numbers so far (Chan et al. 1979).
 
             d = mean_b - mean_a,   n = n_a + n_b
             mean = mean_a + d n_b / n,   n var = n_a var_a + n_b var_b + d^2 n_a n_b / n
 
         Args:
-            count: numbers in the batch, over all processes; with 0 nothing changes.
-            mean, var: theirs; `var` is the population variance.
+            count: size of the batch over all processes; with 0 nothing changes.
+            mean, var: of the batch; `var` is the population variance.
 
         Raises:
-            ValueError: not finite, or a negative count or variance.
+            ValueError: an argument is not finite, or the count or variance is negative.
         """
         if count == 0:
             return
         if not (0 < count < INF and abs(mean) < INF and 0 <= var < INF):  # NaN fails, too
             raise ValueError(
-                "RunningMoments.update takes a finite count, mean and variance, none but the mean "
+                "RunningMoments.update takes a finite count, mean and variance, only the mean "
                 f"below 0: got {count}, {mean} and {var}"
             )
         both = self.count + count
@@ -53,27 +53,30 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """1 where nothing has varied, so that a constant is shifted to 0 and never blown up."""
+        """The standard deviation so far, or 1 if nothing has varied.
+
+        A constant is then shifted to 0 and never blown up.
+        """
         std = self.var**0.5
         return std if std > ROUNDING * abs(self.mean) else 1.0
 
     def normalize(self, x: Tensor) -> Tensor:
-        """(x - mean) / std, of any shape."""
+        """Return (x - mean) / std, for `x` of any shape."""
         return ((widen(x) - self.mean) / self.std).to(float_dtype(x))
 
     def denormalize(self, x: Tensor) -> Tensor:
-        """x std + mean, of any shape."""
+        """Return x std + mean, for `x` of any shape."""
         return (widen(x) * self.std + self.mean).to(float_dtype(x))
 
 
 @dataclass
 class MovingAverage:
-    """An exponential moving average, free of its start at 0 (Adam's correction; Kingma & Ba 2015).
+    """An exponential moving average, corrected for its start at 0 (Adam; Kingma & Ba 2015).
 
         m <- decay m + (1 - decay) x,   value = m / (1 - decay^updates)
 
     Raises:
-        ValueError: a decay outside [0, 1).
+        ValueError: the decay is outside [0, 1).
     """
 
     decay: float = 0.9
@@ -86,14 +89,14 @@ class MovingAverage:
 
     @property
     def value(self) -> float:
-        """0 before any update."""
+        """The corrected average; 0 before any update."""
         return self.average / (1 - self.decay**self.updates) if self.updates else 0.0
 
     def update(self, x: float) -> None:
         """Add the next number.
 
         Raises:
-            ValueError: it is not finite.
+            ValueError: the number is not finite.
         """
         if not abs(x) < INF:
             raise ValueError(f"MovingAverage.update takes a finite number: got {x}")

@@ -1,16 +1,16 @@
-"""Advantage estimators: how much better was each token, or each completion, than expected?
+"""Advantage estimators: how much better each token or completion was than expected.
 
 `per_token` looks along the tokens of a row, `per_group` compares the completions of a prompt, and
-`estimators` holds what a config chooses from: `ADVANTAGES`, functions of `AdvantageInputs`.
+`estimators` holds `ADVANTAGES`, the functions of `AdvantageInputs` that a config chooses from.
 
 Shapes: B rows and T columns on this rank, N rows on all ranks. Every function returns detached
 tensors in the floating dtype of its input, with 0 in masked slots. A mask may have holes (tool
 output): False slots are skipped, t+1 means the next True slot, and gamma and lam count True slots.
 
-A paper's name is often an estimator with one or two options:
+Many papers correspond to one estimator with one or two options:
 
     REINFORCE (Williams 1992)    returns, or one of returns_minus_* for a baseline; total_returns is
-                                 its first form, without reward-to-go
+                                 its original form, without reward-to-go
     VPG                          returns_minus_values
     online, multi-step A2C       n_step with n_steps 1, or None to the end of the row
     PPO (Schulman 2017)          gae
@@ -21,9 +21,9 @@ A paper's name is often an estimator with one or two options:
     RLOO (Ahmadian 2024)         leave_one_out
     ReMax (Li 2023)              returns_minus_greedy
     OPO (Hao 2025)               returns_minus_optimal, or _by_gradient with the norms that
-                                 OPO takes lengths for
+                                 OPO approximates by lengths
     REINFORCE++ (Hu 2025)        returns, whitened over the batch (`normalize_advantages`)
-    REINFORCE++ with a baseline  group_normalized with scale_rewards "none", whitened likewise
+    REINFORCE++ with a baseline  group_normalized with scale_rewards "none", whitened too
 """
 
 from rlhf_pg.advantages.estimators import (

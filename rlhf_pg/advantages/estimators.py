@@ -1,10 +1,11 @@
-"""What a config chooses from: functions of `AdvantageInputs`, named in `ADVANTAGES`.
+"""The advantage estimators that a config chooses from: functions of `AdvantageInputs`.
 
-To add one, write the function and give it a line there, and its name in the sets below it where it
-belongs; its keyword-only parameters are config keys of the same name.
+To add one, write the function, give it a line in `ADVANTAGES`, and add its name to the sets below
+where it belongs. Its keyword-only parameters are config keys of the same name.
 
-Where a function below and one in `per_group` or `per_token` have the same name, the other one has
-the formula. "Unbiased" is said of the policy gradient, with gamma 1 and the rewards as they are.
+Where a function below and one in `per_group` or `per_token` have the same name, the latter
+documents the formula. "Unbiased" refers to the policy gradient, with gamma 1 and the rewards as
+they are.
 """
 
 from collections.abc import Callable
@@ -19,27 +20,27 @@ from rlhf_pg.masking import widen
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """Everything an estimator may look at; K counts the sources of reward, and the KL as the last.
+    """Everything an estimator may look at.
 
-    The scores are those of every rank, for baselines over the batch; `rows` finds this rank's.
-    Groups are whole on one rank.
+    K counts the reward sources, and the KL as the last. The scores are those of all ranks, for
+    baselines over the batch; `rows` selects this rank's. Groups are whole on one rank.
     """
 
     rewards: Tensor  # (B,T) paid per token: scores where their steps end, -beta KL at each
     mask: Tensor  # (B,T) action tokens
-    # (N,K) weighted score per source, and -beta KL summed. NaN: does not apply; where the policy
-    # chose no token of a row, nothing does.
+    # (N,K) weighted score per source, and -beta KL summed. NaN: does not apply. Nothing applies
+    # to a row in which the policy chose no token.
     scores: Tensor
     groups: Tensor  # (N,)
     rows: slice  # this rank's B rows among the N
     action_tokens: Tensor  # (N,) tokens that the policy chose
     squared_gradients: Tensor | None = None  # (N,) |grad log pi(y)|^2, if an estimator needs them
     values: Tensor | None = None  # (B,T) V of the state before each token, where there is a critic
-    bootstrap_value: Tensor | None = None  # (B,) see `gae`; None: every episode really ended
+    bootstrap_value: Tensor | None = None  # (B,) see `gae`; None: every episode terminated
     greedy_scores: Tensor | None = None  # (B,K) weighted, of the greedy completion of the prompt
     moving_average: float = 0.0  # of the mean score of earlier steps
     step_scores: Tensor | None = None  # (B,T) weighted, at the last token of each step
-    step_mask: Tensor | None = None  # (B,T) True where there is one; None: one per completion
+    step_mask: Tensor | None = None  # (B,T) True at step scores; None: one score per completion
 
     def per_token(self, advantages: Tensor) -> Tensor:
         """Spread one number per row, (N,), over this rank's action tokens, (B,T)."""
@@ -51,10 +52,10 @@ class AdvantageInputs:
 
 
 def total_scores(scores: Tensor, groups: Tensor) -> Tensor:
-    """Sum of the sources, (N,K) -> (N,); NaN where none applies to a row.
+    """Sum the reward sources, (N,K) -> (N,); NaN where none applies to a row.
 
     Where a source does not apply to a row (NaN), the mean of that source in the row's group stands
-    in: after the group mean is subtracted, the row is neutral in that source.
+    in: once the group mean is subtracted, the row is neutral in that source.
     """
     nothing = scores.isnan().all(1)
     columns = []
@@ -70,7 +71,7 @@ def total_scores(scores: Tensor, groups: Tensor) -> Tensor:
 def estimate_group_normalized(
     inputs: AdvantageInputs, *, scale_rewards: str = "group", scale_rewards_eps: float = 1e-4
 ) -> Tensor:
-    """A_i = (s_i - mean of its group) / (std + eps), at every token (GRPO)."""
+    """Return A_i = (s_i - mean of its group) / (std + eps), at every token (GRPO)."""
     groups = inputs.groups
     scores = total_scores(inputs.scores, groups)
     return inputs.per_token(
@@ -81,9 +82,9 @@ def estimate_group_normalized(
 def estimate_process_group_normalized(
     inputs: AdvantageInputs, *, scale_rewards_eps: float = 1e-4
 ) -> Tensor:
-    """A_t = sum of the normalised step scores at t and later (GRPO with process supervision).
+    """Return A_t = sum of the normalised step scores at t and later (GRPO, process supervision).
 
-    Without step scores it is `group_normalized`. With them nothing else is looked at: a KL in the
+    Without step scores it is `group_normalized`. With them it reads nothing else, so a KL in the
     reward would be lost.
     """
     if inputs.step_scores is None:
@@ -96,7 +97,7 @@ def estimate_process_group_normalized(
 
 
 def estimate_leave_one_out(inputs: AdvantageInputs) -> Tensor:
-    """A_i = s_i - mean of the other scores of its group, at every token: unbiased (RLOO)."""
+    """Return A_i = s_i - mean of the other scores of its group, at every token; unbiased (RLOO)."""
     columns = inputs.scores.unbind(1)
     return inputs.per_token(
         torch.stack([per_group.leave_one_out(c, inputs.groups) for c in columns]).sum(0)
@@ -107,17 +108,17 @@ def estimate_leave_one_out(inputs: AdvantageInputs) -> Tensor:
 
 
 def returns(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
-    """A_t = G_t, no baseline: unbiased (Williams 1992)."""
+    """Return A_t = G_t, without a baseline; unbiased (Williams 1992)."""
     return per_token.discounted_returns(inputs.rewards, inputs.mask, gamma)
 
 
 def total_returns(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
-    """A_t = G_0, the return of the whole completion, at every token: unbiased (Williams 1992).
+    """Return A_t = G_0, the return of the whole completion; unbiased (Williams 1992).
 
         sum_t grad log pi(y_t) sum_i gamma^i r_i
 
-    The first form of the policy gradient. What was paid before a token is noise to it, and leaving
-    that out is `returns`; with gamma below 1 this is still the gradient of E[G_0].
+    This is the original form of the policy gradient. What was paid before a token is noise to it,
+    which `returns` leaves out. With gamma below 1 this is still the gradient of E[G_0].
     """
     to_go = returns(inputs, gamma=gamma)
     first = inputs.mask.int().argmax(1, keepdim=True)
@@ -125,10 +126,7 @@ def total_returns(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
 
 
 def returns_minus_others(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
-    """A_t = G_t - b_i, b_i the mean score of the *other* rows of the batch (Kool 2019).
-
-    Unbiased.
-    """
+    """Return A_t = G_t - mean score of the *other* rows of the batch; unbiased (Kool 2019)."""
     everyone = torch.zeros_like(inputs.groups)
     columns = inputs.scores.unbind(1)
     above_others = torch.stack([per_group.leave_one_out(c, everyone) for c in columns]).sum(0)
@@ -137,9 +135,9 @@ def returns_minus_others(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tens
 
 
 def returns_minus_mean(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
-    """A_t = G_t - mean score of the N rows, the own among them (Williams 1992).
+    """Return A_t = G_t - mean score of the N rows, its own among them (Williams 1992).
 
-    Which shrinks the expected gradient by 1 - 1/N.
+    Counting its own score shrinks the expected gradient by 1 - 1/N.
     """
     scores = inputs.scores
     baseline = torch.where(scores.isnan(), 0.0, scores.nanmean(0, keepdim=True)).sum(1)
@@ -147,18 +145,18 @@ def returns_minus_mean(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor
 
 
 def returns_minus_moving_average(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
-    """A_t = G_t - the moving average of the scores of *earlier* steps: unbiased (Williams 1992).
+    """Return A_t = G_t - moving average of *earlier* steps' scores; unbiased (Williams 1992).
 
-    This step's own scores must not be in it yet.
+    The average must not contain this step's own scores yet.
     """
     baseline = inputs.rewards.new_full(inputs.rewards.shape[:1], inputs.moving_average)
     return returns(inputs, gamma=gamma) - inputs.over_tokens(baseline)
 
 
 def returns_minus_greedy(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
-    """A_t = G_t - score of the greedy completion of the same prompt: unbiased (ReMax; Li 2023).
+    """Return A_t = G_t - score of the greedy completion of the prompt; unbiased (ReMax; Li 2023).
 
-    A source that does not apply to the row, or to the greedy completion, is not in the baseline.
+    A source that does not apply to the row or to the greedy completion is left out of the baseline.
     """
     assert inputs.greedy_scores is not None  # the trainer scores a greedy completion for it
     own = inputs.scores[inputs.rows]
@@ -167,19 +165,20 @@ def returns_minus_greedy(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tens
 
 
 def returns_minus_optimal(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
-    """A_t = G_t - mean score of the others of the group, weighted by length: unbiased (OPO).
+    """Return A_t = G_t - length-weighted mean score of the others of the group; unbiased (OPO).
 
-    The estimate of the constant of least variance, |grad log pi|^2 taken proportional to length
-    (see `optimal_baseline`). Where every prompt has one completion, the others are those of the
-    batch. A row that is alone in its group otherwise has baseline 0, not advantage 0.
+    The baseline estimates the constant of least variance, with |grad log pi|^2 taken to be
+    proportional to length (see `optimal_baseline`). Where every prompt has one completion, the
+    others are those of the batch. Otherwise a row that is alone in its group has baseline 0, not
+    advantage 0.
     """
     return _minus_optimal(inputs, inputs.action_tokens, gamma)
 
 
 def returns_minus_optimal_by_gradient(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
-    """`returns_minus_optimal` with the true |grad log pi(y)|^2: unbiased (Weaver & Tao 2001).
+    """Return `returns_minus_optimal` with the true |grad log pi(y)|^2 (Weaver & Tao 2001).
 
-    It costs a forward and a backward pass of its own for every completion.
+    It is unbiased, and costs an additional forward and backward pass for every completion.
     """
     assert inputs.squared_gradients is not None  # the trainer measures them for it
     return _minus_optimal(inputs, inputs.squared_gradients, gamma)
@@ -198,9 +197,9 @@ def _minus_optimal(inputs: AdvantageInputs, weights: Tensor, gamma: float) -> Te
 
 
 def returns_minus_values(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
-    """A_t = G_t - V_t: unbiased however wrong V is (VPG; Sutton et al. 2000).
+    """Return A_t = G_t - V_t, which is unbiased however wrong V is (VPG; Sutton et al. 2000).
 
-    A row that was cut off ends with `bootstrap_value`, and is as biased as that is wrong.
+    A truncated row ends with `bootstrap_value`, and is as biased as that value is wrong.
     """
     return estimate_gae(inputs, gamma=gamma, lam=1.0)
 
@@ -208,7 +207,7 @@ def returns_minus_values(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tens
 def estimate_n_step(
     inputs: AdvantageInputs, *, gamma: float = 1.0, n_steps: int | None = 1
 ) -> Tensor:
-    """A_t = r_t + ... + gamma^n V_{t+n} - V_t (A2C; Mnih et al. 2016, section 4).
+    """Return A_t = r_t + ... + gamma^n V_{t+n} - V_t (A2C; Mnih et al. 2016, section 4).
 
     With n = 1 that is online A2C, with None it runs to the end of the row. It is as biased as
     V_{t+n} is wrong.
@@ -226,7 +225,9 @@ def estimate_gae(
     lam: float = 0.95,
     lam_alpha: float | None = None,
 ) -> Tensor:
-    """A_t = delta_t + gamma lam A_{t+1}, from values and rewards (GAE; Schulman et al. 2016).
+    """Return A_t = delta_t + gamma lam A_{t+1} (GAE; Schulman et al. 2016).
+
+    It takes the critic's values and the row's own rewards only.
 
     With `lam_alpha`, lam is 1 - 1 / (lam_alpha length) in every row (VAPO) and `lam` is not used.
     """
@@ -257,10 +258,10 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
 NEED_VALUES = {"gae", "n_step", "returns_minus_values"}  # a critic
 NEED_GRADIENTS = {"returns_minus_optimal_by_gradient"}  # of every completion
 NEED_GREEDY = {"returns_minus_greedy"}  # a greedy completion of every prompt, scored
-# Those that see when a token is paid; the others see a completion's scores alone.
+# These see when a token is paid; the others see only a completion's scores.
 READ_REWARDS = NEED_VALUES | {name for name in ADVANTAGES if "returns" in name}
 PER_TOKEN = READ_REWARDS | {"process_group_normalized"}  # not one advantage per completion
-# Those that compare completions, and so need several: of a prompt, or of the batch.
+# These compare completions, so they need several of a prompt, or of the batch.
 IN_GROUP = {"group_normalized", "process_group_normalized", "leave_one_out"}
 IN_BATCH = {
     *("returns_minus_others", "returns_minus_mean"),

@@ -1,4 +1,4 @@
-"""Per completion: its score against those of its group, the rows that share a prompt.
+"""Advantages per completion, from its score and those of its group, the rows that share a prompt.
 
 Shapes: (N,), one entry per row; NaN where no score applies to a row.
 """
@@ -25,7 +25,7 @@ class GroupStats:
 
 
 def group_stats(x: Tensor, valid: Tensor, groups: Tensor) -> GroupStats:
-    """Count, mean and std (ddof 1) of the valid elements of every group (Bessel's correction).
+    """Compute count, mean and std (ddof 1) of each group's valid elements (Bessel's correction).
 
     Args:
         x: (N,) floating, in the dtype to compute in; may be anything where not valid.
@@ -33,7 +33,7 @@ def group_stats(x: Tensor, valid: Tensor, groups: Tensor) -> GroupStats:
         groups: (N,) elements with equal ids belong together.
 
     Returns:
-        (N,) each: every element is told the numbers of its own group.
+        (N,) each: every element gets the statistics of its own group.
     """
     index, size = _index(groups)
     zeros = torch.zeros(size, dtype=x.dtype, device=x.device)
@@ -46,15 +46,15 @@ def group_stats(x: Tensor, valid: Tensor, groups: Tensor) -> GroupStats:
     mean = zeros.index_add(0, index, x) / count.clamp(min=1)
     square = torch.where(valid, (x - mean[index]) ** 2, 0.0)
     std = (zeros.index_add(0, index, square) / (count - 1).clamp(min=1)).sqrt() * unit
-    # The mean of equal numbers is off by rounding: take the number itself.
+    # Rounding would put the mean of equal numbers slightly off: take the number itself.
     mean = torch.where(constant & (count > 0), high, mean * unit)
     return GroupStats(count[index], mean[index], std[index], constant[index])
 
 
 def _power_of_two(x: Tensor) -> Tensor:
-    """At most x, and more than half of it; 1 where x is infinite.
+    """Return the largest power of two that is at most x; 1 where x is infinite or 0.
 
-    To divide by before squaring: no digit changes, and no square is beyond the dtype.
+    Dividing by it before squaring changes no digit, and no square overflows the dtype.
     """
     unit = torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - 1)
     return unit.where(x.isfinite() & (x > 0), 1.0)
@@ -69,29 +69,29 @@ def _index(groups: Tensor) -> tuple[Tensor, int]:
 def group_normalized(
     scores: Tensor, groups: Tensor, scale: str = "group", eps: float = 1e-4
 ) -> Tensor:
-    """A score against the mean and std of its group (GRPO; DeepSeekMath, section 4.1.2).
+    """Normalise a score by the mean and std of its group (GRPO; DeepSeekMath, section 4.1.2).
 
         A_i = (s_i - mean of its group) / (std + eps)
 
     The mean counts the row itself, which shrinks the gradient of a group of G rows by 1 - 1/G and
-    leaves its direction; the std of the group weighs prompts by how much their scores agree, which
-    changes it.
+    keeps its direction. The group's std weighs prompts by how much their scores agree, which
+    changes the direction.
 
     Args:
-        scores: (N,) NaN where no score applies: such a row is excluded from the statistics and
-            gets 0.
+        scores: (N,) NaN where no score applies: such a row is excluded from the statistics and gets
+            0.
         groups: (N,) rows with equal ids share a prompt.
-        scale: std of the "group", of the "batch" (all valid scores), or "none", which divides by
-            nothing (Dr. GRPO; Liu et al. 2025). Both take Bessel's correction (ddof 1).
+        scale: divide by the std of the "group", by that of the "batch" (all valid scores), or by
+            nothing, "none" (Dr. GRPO; Liu et al. 2025). Both take Bessel's correction (ddof 1).
 
     Returns:
         (N,); exactly 0 for a group with one valid score or with all scores equal.
 
     Raises:
-        ValueError: an unknown scale.
+        ValueError: the scale is unknown.
 
     Elsewhere: verl takes mean 0 and std 1 for a group of one, so the raw score comes through. TRL
-    has the same formula, but seven scores of 0.1 in float32 do not give it 0, only little.
+    has the same formula, but gives seven float32 scores of 0.1 a small number instead of 0.
     """
     valid, wide = ~scores.isnan(), widen(scores)
     group = group_stats(wide, valid, groups)
@@ -110,7 +110,7 @@ def group_normalized(
 
 @torch.no_grad()
 def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
-    """A score against the others of its group (RLOO; Kool et al. 2019, Ahmadian et al. 2024).
+    """Subtract the mean score of the others of the group (RLOO; Kool 2019, Ahmadian et al. 2024).
 
         A_i = s_i - 1/(G-1) sum_{j != i} s_j = G/(G-1) (s_i - mean)
 
@@ -122,8 +122,8 @@ def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
     Returns:
         (N,); exactly 0 for NaN, for a group with one valid score and for one with all scores equal.
 
-    Elsewhere: TRL has the same formula, and its 0 comes from `nan_to_num`, which also turns an
-    infinite score into 3e38. The RLHF book takes the others of the batch: those of the same prompt
+    Elsewhere: TRL has the same formula, but its 0 comes from `nan_to_num`, which also turns an
+    infinite score into 3e38. The RLHF book takes the others of the batch; those of the same prompt
     are meant.
     """
     valid, wide = ~scores.isnan(), widen(scores)
@@ -135,7 +135,7 @@ def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
 
 @torch.no_grad()
 def optimal_baseline(scores: Tensor, weights: Tensor, groups: Tensor) -> Tensor:
-    """The constant of least variance, from the others (Weaver & Tao 2001; Greensmith et al. 2004).
+    """Average the others for least variance (Weaver & Tao 2001; Greensmith et al. 2004).
 
         b   = E[w R] / E[w],   w = |grad log pi(y)|^2, minimises E|grad log pi(y) (R - b)|^2
         b_i = sum_{j != i} w_j s_j / sum_{j != i} w_j
@@ -144,14 +144,14 @@ def optimal_baseline(scores: Tensor, weights: Tensor, groups: Tensor) -> Tensor:
 
     Args:
         scores, groups: (N,), as in `group_normalized`.
-        weights: (N,) at least 0, in any unit: squared gradient norms, or what is proportional to
-            them (OPO, Hao et al. 2025: the length, as the gradients of tokens are nearly orthogonal
-            and equally long).
+        weights: (N,) non-negative, in any unit: squared gradient norms, or a quantity proportional
+            to them (OPO, Hao et al. 2025: the length, since the gradients of tokens are nearly
+            orthogonal and equally long).
 
     Returns:
         (N,) baselines: exactly the common score where all are equal; 0 for NaN, and where the
-        others weigh nothing, as for a row without any: its own score would cancel its gradient,
-        while 0 only leaves the variance as it is.
+        others weigh nothing, as for a row without any others. There its own score would cancel its
+        gradient, while 0 only leaves the variance as it is.
 
     Elsewhere: the paper's estimate and verl's `opo` count the row itself, which biases the
     gradient.
@@ -175,17 +175,17 @@ def _group_sum(x: Tensor, groups: Tensor) -> Tensor:
 def process_group_normalized(
     step_scores: Tensor, step_mask: Tensor, groups: Tensor, mask: Tensor, eps: float = 1e-4
 ) -> Tensor:
-    """GRPO with process supervision (DeepSeekMath, section 4.1.3).
+    """Compute the advantages of GRPO with process supervision (DeepSeekMath, section 4.1.3).
 
         A_t = sum of (s_j - mean) / (std + eps) over the steps j that end at t or later
 
-    The mean and the (ddof 1) std are those of all step scores of the group, own ones included: the
-    gradient is biased as that of `group_normalized` is, and by the number of steps besides, since
-    the baseline is subtracted once per step.
+    The mean and the (ddof 1) std are those of all step scores of the group, the row's own included.
+    So the gradient is biased as that of `group_normalized` is, and also by the number of steps,
+    since the baseline is subtracted once per step.
 
     Args:
         step_scores: (B,T) a score in the column of each step's last token.
-        step_mask: (B,T) True where there is one.
+        step_mask: (B,T) True where there is a step score.
         groups: (B,).
         mask: (B,T) the action tokens; a step score elsewhere is ignored.
 

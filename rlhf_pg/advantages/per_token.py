@@ -1,7 +1,7 @@
-"""Per token: what a row's own rewards and values say of each of its tokens. (B,T) throughout.
+"""Advantages per token, from a row's own rewards and values, (B,T) throughout.
 
-All of it is recursion from the last token to the first, and `_scan` takes log2(T) steps for that: a
-loop over the tokens would be several launches for each of them on a GPU.
+All of it is recursion from the last token to the first. `_scan` does that in log2(T) steps, where a
+loop over the tokens would launch several GPU kernels for each of them.
 """
 
 import torch
@@ -11,22 +11,22 @@ from torch.nn.functional import pad
 
 @torch.no_grad()
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """Reward-to-go (Williams 1992; Sutton & Barto, 3.9).
+    """Compute the reward-to-go (Williams 1992; Sutton & Barto, 3.9).
 
         G_t = r_t + gamma G_{t+1}
 
     With gamma 1 the policy gradient is unbiased, whatever constant or value of the state before t
-    is subtracted; a smaller gamma follows the gradient of a shorter-sighted objective.
+    is subtracted. A smaller gamma follows the gradient of a shorter-sighted objective.
 
     Args:
-        rewards, mask: (B,T); what stands in a False slot is not paid.
+        rewards, mask: (B,T); rewards in False slots are ignored.
 
     Returns:
         (B,T).
 
-    Elsewhere: verl's REINFORCE++ now has the same returns; up to August 2026 (#7278) it started
-    again at every hole of the mask, and what came after a tool's output was no credit to the tokens
-    before it.
+    Elsewhere: verl's REINFORCE++ now has the same returns. Up to August 2026 (#7278) it started
+    again at every hole of the mask, so tokens before a tool's output got no credit for what came
+    after it.
     """
     returns = _scan(gamma, rewards.double(), mask)
     return torch.where(mask, returns, 0.0).to(rewards.dtype)
@@ -41,26 +41,26 @@ def gae(
     lam: float | Tensor = 0.95,
     bootstrap_value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, Eq. 16; PPO Eq. 11 where truncated).
+    """Estimate generalised advantages (Schulman et al. 2016, Eq. 16; PPO Eq. 11 where truncated).
 
         delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1}
 
-    With gamma 1 the policy gradient is unbiased at lam 1, and at any lam where V is exact;
-    otherwise 1 - lam of what the critic gets wrong about the next state goes into it.
+    With gamma 1 the policy gradient is unbiased at lam 1, and at any lam where V is exact.
+    Otherwise it contains 1 - lam of the critic's error about the next state.
 
     Args:
         rewards, values: (B,T); `values[:, t]` is V of the state *before* token t.
         mask: (B,T).
         lam: one for all rows, or (B,).
-        bootstrap_value: (B,) V of the state after the last True slot of a truncated row; 0, or None
-            for all rows, where the episode really ended.
+        bootstrap_value: (B,) V of the state after the last True slot of a truncated row, and 0
+            where the episode terminated; None if all did.
 
     Returns:
         advantages (B,T), not whitened, and returns (B,T) = advantages + values.
 
     Elsewhere: skrl's documentation has a minus before gamma lam A_{t+1} (its code has the plus),
-    and skrl adds gamma V_t, not V_{t+1}, where an episode was cut off. TRL's PPO paid the score one
-    slot after EOS.
+    and skrl adds gamma V_t instead of V_{t+1} where an episode was truncated. TRL's PPO paid the
+    score one slot after EOS.
     """
     wide = values.double()
     lam = lam.to(wide)[:, None] if isinstance(lam, Tensor) else lam
@@ -74,15 +74,15 @@ def gae(
 
 @torch.no_grad()
 def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
-    """A lam for every row that grows with its length (VAPO; Yue et al. 2025, length-adaptive GAE).
+    """Compute a lam for every row that grows with its length (VAPO; Yue et al. 2025).
 
         lam_i = max(0, 1 - 1 / (alpha length_i))
 
-    The weights lam^l of GAE sum to 1 / (1 - lam) = alpha length_i: the same share of every row.
+    The weights lam^l of GAE sum to 1 / (1 - lam) = alpha length_i, the same share of every row.
 
     Args:
-        mask: (B,T); a row's length is its True slots.
-        alpha: above 0; the paper has 0.05, with which rows of up to 20 tokens get lam 0.
+        mask: (B,T); the length of a row is the number of its True slots.
+        alpha: above 0; the paper has 0.05, which gives rows of up to 20 tokens lam 0.
 
     Returns:
         (B,) in float64, for `gae`; 0 for a row without a token.
@@ -99,22 +99,22 @@ def n_step(
     gamma: float = 1.0,
     bootstrap_value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """n-step advantages and their targets (A2C; Mnih et al. 2016, section 4).
+    """Compute n-step advantages and their targets (A2C; Mnih et al. 2016, section 4).
 
         R_t = r_t + ... + gamma^{n-1} r_{t+n-1} + gamma^n V_{t+n},   A_t = R_t - V_t
 
-    n = 1 is online A2C. With n = None, or past the end of a row, the sum runs to the end and V
+    n = 1 is online A2C. With n = None, or past the end of a row, the sum runs to the end, and V
     there is `bootstrap_value` (see `gae`). With gamma 1 the policy gradient is unbiased where the
-    sum runs to the end or V_{t+n} is exact; otherwise it has the critic's error at t+n in it.
+    sum runs to the end or V_{t+n} is exact; otherwise it contains the critic's error at t+n.
 
     Returns:
         advantages (B,T) and targets R (B,T).
 
     Raises:
-        ValueError: n below 1.
+        ValueError: n is below 1.
 
-    Elsewhere: a well-known tutorial puts V itself in the place of the last return, so the last
-    reward is lost and the last advantage is 0; and it takes a cut-off episode for a finished one.
+    Elsewhere: a well-known tutorial puts V itself in place of the last return, so the last reward
+    is lost and the last advantage is 0. It also treats a truncated episode as a finished one.
     """
     if n is not None and n < 1:
         raise ValueError(f"n must be at least 1, or None for the whole row, got {n}")
@@ -137,19 +137,20 @@ def _scan(
     start: Tensor | None = None,
     n: int | None = None,
 ) -> Tensor:
-    """What a recursion from the right gives, in log2(n) steps (Hillis & Steele 1986).
+    """Run a recursion from the right in log2(n) steps (Hillis & Steele 1986).
 
         x_t = paid_t + decay x_{t+1}    in True slots, n times over; False slots hand on x_{t+1}
 
     Every slot is a map x -> offset + slope x, and so are the 2, 4, 8 ... slots from it on. Slopes
-    are multiplied and never divided by, so a power of `decay` may vanish. In float64, since each
-    squaring doubles the error of such a power.
+    are multiplied and never divided by, so a power of `decay` may vanish. All of it is in float64,
+    since each squaring doubles the error of such a power.
 
     Args:
         decay: one for all rows, or (B,1).
         paid: (B,T) in float64; anything in a False slot.
-        start: (B,T+1) of x, whose last column stays: it is behind the last slot. None is 0.
-        n: None for the whole row. What padding adds to that changes the order of no sum.
+        start: (B,T+1), initial x; its last column is behind the last slot and never changes. None
+            is 0.
+        n: None for the whole row. Padding adds steps to that, but changes the order of no sum.
     """
     width = mask.shape[1]
     n = width if n is None else min(n, width)
@@ -167,7 +168,7 @@ def _scan(
 
 
 def _next(x: Tensor, mask: Tensor) -> Tensor:
-    """What stands in the next True slot, (B,T), or else in the last column of x, (B,T+1)."""
+    """Return x, (B,T+1), at the next True slot, (B,T), or its last column where there is none."""
     width = mask.shape[1]
     columns = torch.arange(width, device=mask.device)
     slots = pad(torch.where(mask, columns, width), (0, 1), value=width)
@@ -175,7 +176,7 @@ def _next(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _with_end(values: Tensor, bootstrap_value: Tensor | None) -> Tensor:
-    """(B,T+1): with the value of the state behind the last True slot."""
+    """Append the value of the state after the last True slot, giving (B,T+1)."""
     if bootstrap_value is None:
         return pad(values, (0, 1))
     return torch.cat([values, bootstrap_value.detach().to(values)[:, None]], dim=1)

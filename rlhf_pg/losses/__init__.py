@@ -1,12 +1,12 @@
-"""Per-token policy and value losses, and the weights that make one number of them.
+"""Per-token policy and value losses, and the weights that sum them to one number.
 
-A loss returns (per_token, metrics), each (B,T): what is minimised at every token, and numbers to
-average over the mask for the log. It knows nothing of aggregation or of other processes:
-`loss = (per_token * token_weights(...)).sum()`, where the denominator of the weights counts the
-whole optimizer step on every rank, so any split into micro-batches has the same gradient.
+A loss returns (per_token, metrics), each (B,T): what to minimise at every token, and numbers to
+average over the mask for the log. It knows nothing of aggregation or of other processes: `loss =
+(per_token * token_weights(...)).sum()`, where the denominator of the weights counts the whole
+optimizer step on all ranks, so any split into micro-batches has the same gradient.
 
 Throughout, rho_t = pi(y_t) / pi_old(y_t) for a token y_t that pi_old sampled, and sg stops the
-gradient. Masked slots may hold anything, NaN included, and are 0 in what comes out.
+gradient. Masked slots may hold anything, NaN included, and are 0 in the output.
 """
 
 from rlhf_pg.losses.clipped import cispo, clipped_surrogate, gmpo, p3o, sapo

@@ -1,4 +1,4 @@
-"""Policy losses per token that clip the ratio, the weight or the gate."""
+"""Per-token policy losses that clip the ratio, the weight or the gate."""
 
 import torch
 from torch import Tensor
@@ -17,37 +17,37 @@ def clipped_surrogate(
     delta: float | None = None,
     importance_sampling_level: str = "token",
 ) -> Loss:
-    """The negated objective of PPO (Schulman et al. 2017, Eq. 7), to be minimised.
+    """Compute the negated clipped objective of PPO, to be minimised (Schulman et al. 2017, Eq. 7).
 
         loss_t = -min(rho_t A_t, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A_t)
         with delta, where A_t < 0:  loss_t = -max(min(...), delta A_t)
 
-    Once rho_t has left the interval on the side that A_t pushes to, the gradient is exactly 0, and
-    so it is above delta where A_t < 0. At rho = 1 it is -A_t grad log pi(y_t).
+    Once rho_t has left the interval on the side that A_t pushes towards, the gradient is exactly 0;
+    where A_t < 0 it is also 0 above delta. At rho = 1 it is -A_t grad log pi(y_t).
 
     Args:
         logprobs, old_logprobs: (B,T) of the sampled tokens; only `logprobs` gets a gradient.
         advantages: (B,T) or (B,1).
         mask: (B,T) action tokens.
         epsilon_high: upper clip distance (DAPO's clip-higher); None means `epsilon`.
-        delta: the highest rho_t where A_t < 0 (dual clip; Ye et al. 2020); None: no bound.
+        delta: the highest rho_t where A_t < 0 (dual clip; Ye et al. 2020); None sets no bound.
         importance_sampling_level: "sequence" takes one ratio for the row, exp(mean_t log rho_t)
-            (GSPO, Zheng et al. 2025); with one advantage per row and the aggregation
-            "sequence_mean" that is GSPO's objective. Its epsilon is far smaller: 3e-4.
+            (GSPO, Zheng et al. 2025). With one advantage per row and the aggregation
+            "sequence_mean", this is GSPO's objective. Its epsilon is far smaller: 3e-4.
 
     Returns:
         per_token (B,T) and metrics: `clip_ratio/low_mean`, `clip_ratio/high_mean` and
-        `clip_ratio/region_mean` (tokens cut off by the bound below, above, either),
-        `clip_ratio/delta_mean` (by delta, where it is given), `ratio`, `approx_kl`
+        `clip_ratio/region_mean` (tokens cut off by the lower bound, the upper bound, either),
+        `clip_ratio/delta_mean` (tokens cut off by delta, if it is given), `ratio`, `approx_kl`
         (rho_t - 1 - log rho_t of the token, whose mean estimates KL(pi_old || pi)), and
-        `ratio_overflow` (tokens whose |log rho_t| was held at 20 to keep the loss finite).
+        `ratio_overflow` (tokens whose |log rho_t| was limited to 20 to keep the loss finite).
 
     Raises:
-        ValueError: an unknown level, or delta not above 1.
+        ValueError: the level is unknown, or delta is not above 1.
 
-    Elsewhere: TRL caps rho_t at delta before the minimum, the same for delta >= 1 + epsilon; verl
-    always has one, by default 3. TRL's PPO logs (log rho_t)^2 / 2 as approx_kl and averages it over
-    padding too, Spinning Up logs -log rho_t.
+    Elsewhere: TRL caps rho_t at delta before the minimum, which is the same for delta >= 1 +
+    epsilon; verl always has a delta, by default 3. TRL's PPO logs (log rho_t)^2 / 2 as approx_kl
+    and averages it over padding too; Spinning Up logs -log rho_t.
     """
     if importance_sampling_level not in SAMPLING_LEVELS:
         level, known = importance_sampling_level, ", ".join(SAMPLING_LEVELS)
@@ -77,12 +77,12 @@ def cispo(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
 ) -> Loss:
-    """Clips the weight, not the token (CISPO; MiniMax-M1, 2025, Eq. 4 and 5).
+    """Clip the weight of a token instead of the token (CISPO; MiniMax-M1, 2025, Eq. 4 and 5).
 
         loss_t = -sg(clip(rho_t, 1 - epsilon, 1 + epsilon_high)) A_t log pi(y_t)
 
-    The gradient is that of `surrogate` with the weight rho_t clipped: no token loses its gradient.
-    At rho = 1 it is REINFORCE's.
+    The gradient is that of `surrogate` with the weight rho_t clipped, so no token loses its
+    gradient. At rho = 1 it is REINFORCE's.
 
     Args:
         logprobs, old_logprobs, advantages, mask: as in `clipped_surrogate`.
@@ -93,7 +93,7 @@ def cispo(
         per_token (B,T) and the metrics of `clipped_surrogate`, where `clip_ratio/*` count the
         tokens whose weight was clipped, whatever the sign of A_t.
 
-    Elsewhere: TRL has the upper bound alone and takes its epsilon_high as that bound itself, so its
+    Elsewhere: TRL has only the upper bound and takes its epsilon_high as that bound itself, so its
     5.0 is epsilon = 1, epsilon_high = 4.0 here.
     """
     terms = ratio_terms(logprobs, old_logprobs, advantages, mask)
@@ -112,25 +112,25 @@ def gmpo(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
 ) -> Loss:
-    """The geometric mean of a row's clipped ratios (GMPO; Zhao et al. 2025, arXiv 2507.20673).
+    """Average a row's clipped ratios geometrically (GMPO; Zhao et al. 2025, arXiv 2507.20673).
 
         c_t = min(log rho_t, epsilon_high) where A > 0, max(log rho_t, -epsilon) where A < 0
         loss = -A exp(mean_t c_t), the same at every token of the row
 
-    The gradient is that of -A exp(mean_t c_t) mean_t log pi(y_t), a clipped token's being exactly
-    0. At rho = 1 and with the aggregation "sequence_mean", the paper's, it is REINFORCE's.
+    The gradient is that of -A exp(mean_t c_t) mean_t log pi(y_t), and exactly 0 for a clipped
+    token. At rho = 1 and with the paper's aggregation, "sequence_mean", it is REINFORCE's.
 
     Args:
         logprobs, old_logprobs, mask: as in `clipped_surrogate`.
         advantages: (B,1), or (B,T) equal along a row.
-        epsilon: in log space: rho_t is clipped to [exp(-epsilon), exp(epsilon_high)]. The paper
-            takes 0.4, since one outlier weighs less in a geometric mean.
+        epsilon: distance in log space: rho_t is clipped to [exp(-epsilon), exp(epsilon_high)]. The
+            paper takes 0.4, since one outlier weighs less in a geometric mean.
         epsilon_high: None means `epsilon`.
 
     Returns:
-        per_token (B,T) and the metrics of `clipped_surrogate`, `ratio` being the token's.
+        per_token (B,T) and the metrics of `clipped_surrogate`, where `ratio` is the token's.
 
-    Elsewhere: TRL and verl have it in this form, verl with a small constant in the length.
+    Elsewhere: TRL and verl have the same form, verl with a small constant added to the length.
     """
     terms = ratio_terms(logprobs, old_logprobs, advantages, mask)
     upper = epsilon if epsilon_high is None else epsilon_high
@@ -151,24 +151,25 @@ def sapo(
     sapo_temperature_pos: float = 1.0,
     sapo_temperature_neg: float = 1.05,
 ) -> Loss:
-    """A soft gate in place of the clip (SAPO; Gao et al. 2025).
+    """Compute the policy loss with a soft gate in place of the clip (SAPO; Gao et al. 2025).
 
         loss_t = -(4 / tau) sigmoid(tau (rho_t - 1)) A_t
 
-    The gradient is that of `surrogate` times the gate 4 s (1 - s), s being the sigmoid: 1 at
-    rho = 1, and less on either side, whatever the sign of A_t. With rho_t in it, a token that has
-    become up to 3.4 times as likely still counts for more than at rho = 1 (tau = 1).
+    The gradient is that of `surrogate` times the gate 4 s (1 - s), where s is the sigmoid: 1 at rho
+    = 1, and less on either side, whatever the sign of A_t. Since the gradient also contains rho_t,
+    a token that has become up to 3.4 times as likely still counts for more than at rho = 1 (tau =
+    1).
 
     Args:
         logprobs, old_logprobs, advantages, mask: as in `clipped_surrogate`.
-        sapo_temperature_pos, sapo_temperature_neg: tau where A_t > 0, and elsewhere; a higher one
-            closes sooner.
+        sapo_temperature_pos, sapo_temperature_neg: tau where A_t > 0, and elsewhere; a higher tau
+            closes the gate sooner.
 
     Returns:
         per_token (B,T) and the metrics `ratio`, `approx_kl` and `ratio_overflow` of
         `clipped_surrogate`.
 
-    Elsewhere: TRL has it in this form.
+    Elsewhere: TRL has the same form.
     """
     terms = ratio_terms(logprobs, old_logprobs, advantages, mask)
     tau = torch.full_like(terms.ratio, sapo_temperature_neg)
@@ -187,31 +188,31 @@ def p3o(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
 ) -> Loss:
-    """Every row against the others of its prompt (P3O, clipped separately; Wu et al. 2023).
+    """Compare every row with the others of its prompt (P3O, clipped separately; Wu et al. 2023).
 
         rho_i = prod_t rho_t of row i,   q_ij = sg(rho_j) (r_i - r_j)
         c_i = clip(rho_i, 1 - epsilon, 1 + epsilon_high)
         loss_i = -1/(n-1) sum_{j != i} min(rho_i q_ij, c_i q_ij)
 
-    shared evenly among the tokens of row i. A constant added to the scores of a prompt changes
+    shared evenly among the tokens of row i. A constant added to all scores of a prompt changes
     nothing. At rho = 1 the gradient is RLOO's; without a clip it stays unbiased when pi has moved
-    away from pi_old, since rho_i is that of the whole row.
+    away from pi_old, since rho_i is the ratio of the whole row.
 
     Args:
         logprobs, old_logprobs, mask: as in `clipped_surrogate`. A row without a True slot is in no
             pair.
-        advantages: (B,1), or (B,T) equal along a row: r_i, or r_i less any number of its group's
-            own, as `group_normalized` with scale "none" has it (`leave_one_out` stretches the
-            differences by n/(n-1)).
-        groups: (B,) ids; a group has to be in the batch as a whole. Alone in its group, a row has
-            loss 0.
+        advantages: (B,1), or (B,T) equal along a row: r_i, possibly minus a number that is the same
+            for the whole group, such as `group_normalized` with scale "none" (`leave_one_out`
+            stretches the differences by n/(n-1)).
+        groups: (B,) ids; every group must be in the batch as a whole. A row that is alone in its
+            group has loss 0.
 
     Returns:
-        per_token (B,T) and the metrics of `clipped_surrogate`, `ratio` being the row's; the
+        per_token (B,T) and the metrics of `clipped_surrogate`, where `ratio` is the row's and the
         `clip_ratio/*` are the share of a row's pairs that are cut off.
 
-    Elsewhere: the authors' code also clips the detached rho_j, to [1/c, c]; their "V2" clips
-    log rho_i - log rho_j instead.
+    Elsewhere: the authors' code also clips the detached rho_j, to [1/c, c]. Their "V2" clips log
+    rho_i - log rho_j instead.
     """
     terms = ratio_terms(logprobs, old_logprobs, advantages, mask, "product")
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
@@ -229,7 +230,7 @@ def p3o(
 
 
 def _pair_shares(groups: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B,B): 1/(n-1) where j is another of the n rows of i's group that have a True slot."""
+    """Return (B,B): 1/(n-1) where j is another of the n rows of i's group that have a True slot."""
     rows = mask.any(dim=1)
     pairs = (groups[:, None] == groups) & rows[:, None] & rows
     pairs.fill_diagonal_(False)

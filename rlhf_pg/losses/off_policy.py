@@ -1,4 +1,4 @@
-"""How far the sampler's log-probabilities are from the policy's, and what is done about it."""
+"""The mismatch between the sampler's and the policy's log-probabilities, and its correction."""
 
 import math
 
@@ -19,30 +19,30 @@ def sampler_weights(
     clip_max: float = 3.0,
     clip_min: float | None = None,
 ) -> Tensor:
-    """Importance weights against an engine whose probabilities differ (TIS; Yao et al. 2025).
+    """Compute importance weights for an engine whose probabilities differ (TIS; Yao et al. 2025).
 
         w_t = pi_old(y_t) / pi_sampler(y_t); for "sequence_*" the product of w_t over the row
         *_truncate: clip(w, clip_min, clip_max)
         *_mask:     w where clip_min <= w <= clip_max, else 0
 
-    To multiply the per-token policy loss with; its denominator stays. Only the row's whole product,
-    unbounded, makes the gradient unbiased: a token's own weight ignores how the sampler came to the
-    tokens before it, and every bound trades a bias for variance.
+    The weights multiply the per-token policy loss; its denominator stays as it is. Only the
+    unbounded product over the row makes the gradient unbiased: a token's own weight ignores how the
+    sampler came to the tokens before it, and every bound trades bias for variance.
 
     Args:
-        old_logprobs, sampler_logprobs: (B,T) of the policy before the update, by the trainer and by
-            the engine.
+        old_logprobs, sampler_logprobs: (B,T) of the policy before the update, as computed by the
+            trainer and by the engine.
         mask: (B,T) action tokens.
         mode: a name in SAMPLER_CORRECTIONS.
-        clip_max, clip_min: bounds of w; None: 0.
+        clip_max, clip_min: bounds of w; `clip_min` None means 0.
 
     Returns:
-        (B,T), detached, |log w| held at 20.
+        (B,T), detached, with |log w| limited to 20.
 
     Raises:
-        ValueError: an unknown mode.
+        ValueError: the mode is unknown.
 
-    Elsewhere: TRL has these four too; its default is "sequence_mask" with 3.0.
+    Elsewhere: TRL has the same four modes; its default is "sequence_mask" with 3.0.
     """
     if mode not in SAMPLER_CORRECTIONS:
         raise ValueError(f"mode must be one of {', '.join(SAMPLER_CORRECTIONS)}, got {mode!r}")
@@ -66,9 +66,9 @@ def against_sampler(
     clip_max: float = 3.0,
     clip_min: float | None = None,
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """The weights (B,T) of a correction, None for the mode "none", and (B,T) numbers for the log.
+    """Return the weights (B,T) of a correction, None for the mode "none", and (B,T) numbers to log.
 
-    The numbers are the weights, or without a correction the plain ratios; and the differences.
+    The numbers are the weights (without a correction, the plain ratios) and the differences.
 
     Args:
         old_logprobs, sampler_logprobs, mask, clip_max, clip_min: as in `sampler_weights`.

@@ -1,4 +1,4 @@
-"""The probability ratio of a token, and what all losses with one have in common."""
+"""The probability ratio of a token, and the terms shared by all losses with a ratio."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ Loss = tuple[Tensor, dict[str, Tensor]]
 
 
 class RatioTerms(NamedTuple):
-    """What the losses with a ratio have in common, each (B,T) and 0 (the ratio 1) where masked."""
+    """The terms shared by the losses with a ratio, each (B,T) and 0 (the ratio 1) where masked."""
 
     log_ratio: Tensor  # held within +-MAX_LOG_RATIO
     ratio: Tensor
@@ -26,7 +26,7 @@ class RatioTerms(NamedTuple):
 def ratio_terms(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, level: str = "token"
 ) -> RatioTerms:
-    """`level`: the ratio of the "token", or of its row: "sequence" (geometric mean), "product"."""
+    """Compute the ratio of the "token", or of its row: "sequence" (geometric mean) or "product"."""
     tokens = torch.where(mask, logprobs - old_logprobs.detach(), 0.0)
     log_ratio = tokens
     if level == "sequence":
@@ -48,7 +48,7 @@ def held(log_ratio: Tensor) -> Tensor:
 
 
 def excess(log_ratio: Tensor) -> Tensor:
-    """rho - 1 - log rho: never negative, and its mean under pi_old is KL(pi_old || pi)."""
+    """Return rho - 1 - log rho, never negative and with the mean KL(pi_old || pi) under pi_old."""
     return torch.expm1(log_ratio) - log_ratio
 
 

@@ -1,8 +1,7 @@
-"""The policy losses that a config chooses from, by the key `policy_loss`.
+"""The policy losses that a config chooses by the key `policy_loss`.
 
-To add one, write a function and give it a line here; its
-parameters beyond the first four are config keys of the same name (`groups`, of `p3o`, is the
-batch's).
+To add one, write a function and give it a line here. Its parameters beyond the first four are
+config keys of the same name (except `groups` of `p3o`, which comes from the batch).
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Policy losses per token without a clip."""
+"""Per-token policy losses without a clip."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,12 @@ from rlhf_pg.losses.ratio import Loss, excess, ratio_terms
 
 
 def vanilla(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Loss:
-    """-A_t log pi(y_t) (REINFORCE; Williams 1992).
+    """Compute -A_t log pi(y_t) (REINFORCE; Williams 1992).
 
         E[sum_t A_t grad log pi(y_t)] = grad J
 
-    Unbiased while pi is the policy that sampled, so for one update per rollout only; from the
-    second on it misses the weight rho. `old_logprobs` is not used.
+    It is unbiased while pi is the policy that sampled, so for one update per rollout only; from the
+    second update on, the weight rho is missing. `old_logprobs` is not used.
 
     Args:
         logprobs, old_logprobs, advantages, mask: as in `clipped_surrogate`.
@@ -20,30 +20,32 @@ def vanilla(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Te
     Returns:
         per_token (B,T), and no metrics.
 
-    Elsewhere: a mean over the tokens of each completion, as in a well-known blog, weighs by
-    1/length: another direction than grad J. That is the choice of `token_weights` here.
+    Elsewhere: a mean over the tokens of each completion, as in a well-known blog, weighs
+    completions by 1/length, which is not the direction of grad J. Here `token_weights` makes that
+    choice.
     """
     advantages = torch.where(mask, advantages.detach(), 0.0)
     return -advantages * torch.where(mask, logprobs, 0.0), {}
 
 
 def surrogate(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Loss:
-    """-rho_t A_t, nothing clipped (conservative policy iteration; PPO, Eq. 6).
+    """Compute -rho_t A_t, without a clip (conservative policy iteration; PPO, Eq. 6).
 
         grad = -rho_t A_t grad log pi(y_t)
 
-    At rho = 1 that is REINFORCE, so with one update per rollout it is unbiased. Further away every
-    token's own probability is corrected, but not that of the tokens before it: the gradient is
-    that of choosing y_t by pi in states that pi_old visits.
+    At rho = 1 this is REINFORCE, so with one update per rollout it is unbiased. Further away, every
+    token's own probability is corrected, but not that of the tokens before it: the gradient is that
+    of choosing y_t by pi in states that pi_old visits.
 
     Args:
         logprobs, old_logprobs, advantages, mask: as in `clipped_surrogate`.
 
     Returns:
-        per_token (B,T) and the metrics `ratio`, `approx_kl` and `ratio_overflow` of it.
+        per_token (B,T) and the metrics `ratio`, `approx_kl` and `ratio_overflow` of
+        `clipped_surrogate`.
 
-    Elsewhere: GRPO code with one update per rollout writes rho as pi / sg(pi), which is this with
-    old_logprobs = logprobs.
+    Elsewhere: GRPO code with one update per rollout writes rho as pi / sg(pi), which is this loss
+    with old_logprobs = logprobs.
     """
     terms = ratio_terms(logprobs, old_logprobs, advantages, mask)
     return -terms.ratio * terms.advantages, terms.metrics
@@ -56,20 +58,21 @@ def kl_penalty(
     mask: Tensor,
     old_kl_coef: float = 1.0,
 ) -> Loss:
-    """The surrogate, less a penalty for leaving the old policy (PPO, Eq. 8).
+    """Compute the surrogate plus a penalty for leaving the old policy (PPO, Eq. 8).
 
         loss_t = -rho_t A_t + old_kl_coef (rho_t - 1 - log rho_t)
 
-    The samples are of pi_old, so the penalty's expected gradient is exactly that of
-    KL(pi_old || pi), of whole completions too; at rho = 1 every token's is 0, and what is left is
-    REINFORCE.
+    The samples come from pi_old, so the penalty's expected gradient is exactly that of KL(pi_old ||
+    pi), over whole completions too. At rho = 1 every token's penalty gradient is 0, and REINFORCE
+    is left.
 
     Args:
         logprobs, old_logprobs, advantages, mask: as in `clipped_surrogate`.
         old_kl_coef: PPO's beta, which `rlhf_pg.kl.PenaltyKLController` adapts.
 
     Returns:
-        per_token (B,T) and the metrics `ratio`, `approx_kl` and `ratio_overflow` of it.
+        per_token (B,T) and the metrics `ratio`, `approx_kl` and `ratio_overflow` of
+        `clipped_surrogate`.
 
     Elsewhere: a well-known blog writes KL(pi || pi_old), which is `mdpo`.
     """
@@ -85,21 +88,23 @@ def mdpo(
     mask: Tensor,
     old_kl_coef: float = 1.0,
 ) -> Loss:
-    """On-policy mirror descent (MDPO; Tomar et al. 2020): the KL of `kl_penalty`, turned round.
+    """Compute the loss of on-policy mirror descent (MDPO; Tomar et al. 2020).
 
         loss_t = -rho_t A_t + old_kl_coef (rho_t log rho_t - rho_t + 1)
 
-    The penalty's gradient is rho_t log rho_t grad log pi(y_t), in expectation exactly that of
-    KL(pi || pi_old) in every state that pi_old visits, which is MDPO's objective; KL(pi || pi_old)
-    of whole completions would weigh the states by pi. rho log rho alone has the same expected
-    gradient, but not 0 at rho = 1, where this is REINFORCE token by token.
+    This is `kl_penalty` with the KL reversed. The penalty's gradient is rho_t log rho_t grad log
+    pi(y_t), in expectation exactly that of KL(pi || pi_old) in every state that pi_old visits,
+    which is MDPO's objective; KL(pi || pi_old) of whole completions would weigh the states by pi.
+    rho log rho alone has the same expected gradient, but is not 0 at rho = 1, where this loss is
+    REINFORCE token by token.
 
     Args:
         logprobs, old_logprobs, advantages, mask: as in `clipped_surrogate`.
         old_kl_coef: 1 / t_k, one over MDPO's step size.
 
     Returns:
-        per_token (B,T) and the metrics `ratio`, `approx_kl` and `ratio_overflow` of it.
+        per_token (B,T) and the metrics `ratio`, `approx_kl` and `ratio_overflow` of
+        `clipped_surrogate`.
     """
     terms = ratio_terms(logprobs, old_logprobs, advantages, mask)
     penalty = old_kl_coef * (terms.ratio * terms.log_ratio - torch.expm1(terms.log_ratio))

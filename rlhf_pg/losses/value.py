@@ -1,4 +1,4 @@
-"""The loss of the critic, per token."""
+"""The per-token loss of the critic."""
 
 import torch
 from torch import Tensor
@@ -13,22 +13,22 @@ def value_loss(
     mask: Tensor,
     clip_range: float | None = None,
 ) -> Loss:
-    """Squared error of the critic, optionally with value clipping (OpenAI baselines, ppo2).
+    """Compute the critic's squared error, optionally with value clipping (OpenAI baselines, ppo2).
 
         V_c = V_old + clip(V - V_old, -clip_range, clip_range)
         loss_t = 1/2 max((V - R)^2, (V_c - R)^2)
 
-    The gradient is V - R, and exactly 0 where V has moved by more than clip_range and is nearer to
+    The gradient is V - R, but exactly 0 where V has moved by more than clip_range and is nearer to
     R than V_c is.
 
     Args:
         values, old_values, returns: (B,T); only `values` gets a gradient.
-        clip_range: None: 1/2 (V - R)^2.
+        clip_range: None means no clipping: 1/2 (V - R)^2.
 
     Returns:
         per_token (B,T) and the metric `value_clip_ratio`, the tokens where the clipped term won.
 
-    Elsewhere: skrl has V_c alone, which is stuck where V has moved away from R.
+    Elsewhere: skrl has V_c alone, which gets stuck where V has moved away from R.
     """
     values = torch.where(mask, values, 0.0)
     returns = torch.where(mask, returns.detach(), 0.0)

@@ -1,4 +1,4 @@
-"""How much every token counts: the weights that make one number of a loss per token."""
+"""The weights that sum a loss per token to one number."""
 
 import torch
 from torch import Tensor
@@ -13,28 +13,29 @@ def token_weights(
     denominator: Tensor | float | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The weight of every token in the loss (DAPO, Eq. 8; GRPO, Eq. 3; Dr. GRPO), (B,T).
+    """Compute the weight of every token in the loss, (B,T) (DAPO, Eq. 8; GRPO, Eq. 3; Dr. GRPO).
 
         token_mean     1 / sum of mask        every token counts the same (DAPO)
         sequence_mean  1 / (N len_i)          every completion counts the same (GRPO)
-        constant       1 / (N max_length)     no length in it at all: the unbiased one (Dr. GRPO)
+        constant       1 / (N max_length)     independent of length, hence unbiased (Dr. GRPO)
 
     N is the number of rows with a True slot. "constant" leaves an unbiased gradient unbiased, up to
-    its scale; the denominator of "token_mean" depends on the lengths that were drawn, and
+    its scale. The denominator of "token_mean" depends on the lengths that were drawn, and
     "sequence_mean" weighs a completion by 1/length.
 
     Args:
         mask: (B,T) action tokens.
-        max_completion_length: for "constant".
+        max_completion_length: used by "constant" only.
         denominator: the count over the whole optimizer step and all ranks, of tokens for
             "token_mean" and of rows otherwise (see `weight_count`); by default that of `mask`.
         dtype: of the result; by default torch's default dtype.
 
     Raises:
-        ValueError: an unknown aggregation, or "constant" without `max_completion_length`.
+        ValueError: the aggregation is unknown, or is "constant" without `max_completion_length`.
 
     Elsewhere: verl divides Dr. GRPO's sum by the padded width, so its scale depends on the longest
-    completion beside it; TRL's "bnpo" is a mean per micro-batch, so the split changes the gradient.
+    completion in the batch. TRL's "bnpo" is a mean per micro-batch, so the split changes the
+    gradient.
     """
     own_count = weight_count(mask, aggregation)
     count = own_count if denominator is None else denominator
@@ -50,7 +51,7 @@ def token_weights(
 
 
 def weight_count(mask: Tensor, aggregation: str) -> Tensor:
-    """What the denominator of `token_weights` counts, for these rows alone: tokens or rows."""
+    """Count what the denominator of `token_weights` counts, tokens or rows, on these rows alone."""
     if aggregation not in AGGREGATIONS:
         raise ValueError(
             f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {aggregation!r}"

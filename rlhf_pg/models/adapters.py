@@ -1,6 +1,6 @@
-"""LoRA and its kin: small trained adapters on frozen weights.
+"""LoRA and similar adapters: few trained weights on top of frozen ones.
 
-Policy, critic and reference are modules of their own that share every frozen tensor, so the base
+Policy, critic and reference are separate modules that share every frozen tensor, so the base
 weights are in memory once.
 """
 
@@ -31,22 +31,19 @@ from rlhf_pg.models.pretrained import from_pretrained
 
 M = TypeVar("M", bound=nn.Module)
 
-# What `from_pretrained` loads: PeftModel, which wraps a model, is no PreTrainedModel.
+# The classes that `from_pretrained` returns: PeftModel wraps a PreTrainedModel and is none itself.
 LOADED = (PreTrainedModel, PeftModel)
 
-# Share of an adapter that rounding may take when it is merged for sampling. In bfloat16 that is
-# more at first: a change of a weight by less than 2^-9 of it is lost.
+# Share of an adapter that may be lost to rounding when it is merged for sampling. A young adapter
+# in bfloat16 loses more: a change of a weight by less than 2^-9 of it vanishes.
 MOST_LOST = 0.1
 
-# What the config of a restored adapter may say otherwise: nothing that the model computes.
+# Keys in which the config of a restored adapter may differ: they change nothing that is computed.
 MAY_DIFFER = {"base_model_name_or_path", "inference_mode", "peft_version", "revision"}
 
 
 def share_frozen(module: M) -> M:
-    """A copy in which every frozen parameter is the very tensor of the original.
-
-    What trains is copied; what does not, cannot become different.
-    """
+    """Copy a module, except for its frozen parameters, which the copy shares."""
     frozen: dict[int, Any] = {id(p): p for p in module.parameters() if not p.requires_grad}
     return copy.deepcopy(module, frozen)
 
@@ -58,8 +55,8 @@ def add_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
         config: a `peft` config.
 
     Raises:
-        ValueError: the model has an adapter already, a target matches no module, or the adapter is
-            of a kind that cannot be trained here.
+        ValueError: the model already has an adapter, a target matches no module, or this kind of
+            adapter cannot be trained here.
     """
     if isinstance(model, PeftModel):
         raise ValueError(
@@ -78,7 +75,7 @@ def add_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
 def lora_config(
     r: int, alpha: float, dropout: float, target_modules: Collection[str] | None
 ) -> LoraConfig:
-    """LoRA (Hu et al. 2021); without targets, on every linear layer but the head."""
+    """Return the config of LoRA (Hu et al. 2021), by default on every linear layer but the head."""
     return LoraConfig(
         r=r,
         lora_alpha=alpha,
@@ -89,9 +86,12 @@ def lora_config(
 
 
 def _with_a_forward_of_their_own(model: nn.Module) -> list[str]:
-    """Linear layers by inheritance alone, which peft would wrap and break: routers of experts that
-    return a tuple (PhiMoE, Llama 4), grouped projections (DeepSeek-V4)."""
-    own = "transformers.models.", "transformers_modules."  # and not kinds of quantised layers
+    """Return the names of subclasses of Linear with their own forward, which peft would break.
+
+    Examples are routers of experts that return a tuple (PhiMoE, Llama 4) and grouped projections
+    (DeepSeek-V4).
+    """
+    own = "transformers.models.", "transformers_modules."  # not classes of quantised layers
     return [
         name
         for name, module in model.named_modules()
@@ -102,7 +102,7 @@ def _with_a_forward_of_their_own(model: nn.Module) -> list[str]:
 
 
 def _check_targets(model: nn.Module, config: Any) -> None:
-    """peft itself is content when one of several targets matches."""
+    """Refuse a target that matches no module; peft accepts it if another target matches."""
     targets = getattr(config, "target_modules", None)
     if targets is None or targets == "all-linear":
         return
@@ -124,17 +124,17 @@ def _check_targets(model: nn.Module, config: Any) -> None:
 
 
 def check_kind(model: PreTrainedModel) -> None:
-    """Make sure that an adapter, if there is one, can be trained, saved and copied here.
+    """Refuse an adapter that cannot be trained, saved or copied here.
 
     Raises:
-        ValueError: there are several, one under a name of its own, or one that is a prompt.
+        ValueError: there are several adapters, one is not named "default", or one is a prompt.
     """
     if not isinstance(model, PeftModel):
         return
     if list(model.peft_config) != ["default"]:
         raise ValueError(
-            f"the model has the adapters {', '.join(model.peft_config)}: what is trained and saved "
-            'is one, by the name that peft gives it, "default"'
+            f"the model has the adapters {', '.join(model.peft_config)}: one adapter is trained "
+            'and saved, under the name that peft gives it, "default"'
         )
     if model.active_peft_config.is_prompt_learning:
         kind = type(model.active_peft_config).__name__
@@ -142,10 +142,12 @@ def check_kind(model: PreTrainedModel) -> None:
 
 
 def check_adapter(model: PeftModel, path: str | Path) -> None:
-    """Make sure that an adapter was loaded whole: peft fills what is missing with a fresh one.
+    """Refuse an adapter that was not loaded whole.
+
+    peft fills in missing tensors with random ones.
 
     Raises:
-        ValueError: the file has other tensors than the model's adapter.
+        ValueError: the file has different tensors from the model's adapter.
     """
     file = Path(path) / "adapter_model.safetensors"
     if not file.exists():  # on the Hub, or in an older format
@@ -153,11 +155,11 @@ def check_adapter(model: PeftModel, path: str | Path) -> None:
     saved, here = load_file(file), get_peft_model_state_dict(model)
     if saved.keys() != here.keys():
         odd = sorted(saved.keys() ^ here.keys())
-        raise ValueError(f"{len(odd)} tensors of one are not in the other, {odd[0]} for example")
+        raise ValueError(f"{len(odd)} tensors are only in the file or the model, such as {odd[0]}")
 
 
 def adds_nothing(model: PreTrainedModel) -> bool:
-    """Whether the model has a LoRA adapter that is still as it was created, with B = 0."""
+    """Return whether the model has a LoRA adapter that is still as created, with B = 0."""
     if not isinstance(model, PeftModel):
         return False
     tensors = get_peft_model_state_dict(model)
@@ -166,15 +168,16 @@ def adds_nothing(model: PreTrainedModel) -> bool:
 
 
 def trunk(model: PreTrainedModel) -> nn.Module:
-    """The model without its head (and with its adapters): tokens to hidden states."""
+    """Return the model without its head (but with its adapters), from tokens to hidden states."""
     bare = model.get_base_model() if isinstance(model, PeftModel) else model
     module: nn.Module = bare.base_model
     return module
 
 
 def freeze_unread(model: PreTrainedModel) -> None:
-    """Freeze what no text goes through, towers for images and sounds and the adapters on them: DDP
-    waits in vain for the gradient of such weights.
+    """Freeze the weights that text does not pass through, such as image and audio towers.
+
+    DDP would wait in vain for their gradients.
     """
     bare: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     if bare.config.get_text_config() is bare.config:
@@ -187,14 +190,14 @@ def freeze_unread(model: PreTrainedModel) -> None:
 
 
 def quantized(model: nn.Module) -> bool:
-    """Whether weights are kept in fewer bits than they compute in."""
+    """Return whether weights are stored in fewer bits than they compute in."""
     return not all(p.is_floating_point() for p in model.parameters())
 
 
 def merged(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with its adapter added into the weights, a model like any other.
+    """Return the model with its adapter added into the weights, a model like any other.
 
-    Weights that the adapter changes are copied; the others are the very tensors of the original.
+    Weights that the adapter changes are copied; the others are shared with the original.
     """
     if not isinstance(model, PeftModel):
         return model
@@ -212,12 +215,12 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def lost_in_merge(model: nn.Module) -> float:
-    """How much of an adapter is lost when its sum with the weights is rounded to their dtype.
+    """Return the share of an adapter that is lost to rounding when it is merged into the weights.
 
         |rounded - exact| / |exact - base|
 
-    over all weights together: 1 where the adapter is too small to move any, and nearly 0 in
-    float32. Each layer is copied when its turn comes.
+    over all weights together: 1 where the adapter is too small to move any weight, and nearly 0 in
+    float32. Layers are copied one at a time.
     """
     error = change = 0.0
     for layer in model.modules():
@@ -236,7 +239,7 @@ def _weight(layer: Any) -> Tensor | None:
 
 
 def _merged_weight(layer: Any, dtype: torch.dtype) -> Tensor:
-    """Of a copy, whose base has this dtype."""
+    """Return the weight of a merged copy of the layer whose base is cast to `dtype` first."""
     merged = copy.deepcopy(layer)
     merged.get_base_layer().to(dtype)
     merged.merge()
@@ -246,12 +249,12 @@ def _merged_weight(layer: Any, dtype: torch.dtype) -> Tensor:
 
 
 def adapts_tied_weights(model: nn.Module) -> bool:
-    """Whether an adapter changes one end of weights that are tied to another."""
+    """Return whether an adapter changes one end of tied weights."""
     return any(_tied_layers(model))
 
 
 def _tied_layers(model: nn.Module) -> Iterator[Any]:
-    """The layers below an adapter whose weight is another's too."""
+    """Yield the layers under an adapter that share their weight with another layer."""
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     for layer in model.modules():
         if isinstance(layer, BaseTunerLayer):
@@ -261,18 +264,18 @@ def _tied_layers(model: nn.Module) -> Iterator[Any]:
 
 
 def _untie(model: PeftModel) -> None:
-    """Make weights that an adapter changes their layer's own: what is tied to them stays."""
+    """Give the layers under an adapter their own weights, leaving the tied layers as they are."""
     for base in list(_tied_layers(model)):
         base.weight = nn.Parameter(base.weight.detach().clone(), base.weight.requires_grad)
         model.get_base_model().config.tie_word_embeddings = False
 
 
 def load_weights(model: PreTrainedModel, path: Path) -> None:
-    """Put back, in place, what `model.save_pretrained(path)` saved: the weights or the adapter.
+    """Restore in place what `model.save_pretrained(path)` saved: the weights or the adapter.
 
     Raises:
-        ValueError: the adapter that was saved has another config (its scale is no tensor), or a
-            tensor is missing.
+        ValueError: the saved adapter has a different config (its scale is no tensor), or a tensor
+            is missing.
     """
     if isinstance(model, PeftModel):
         saved, here = PeftConfig.from_pretrained(path).to_dict(), model.active_peft_config.to_dict()

@@ -1,4 +1,4 @@
-"""From a config to the modules that a run trains: the policy, its adapter and its critic."""
+"""The modules that a run trains, built from its config: the policy, its adapter and its critic."""
 
 import os
 from contextlib import nullcontext
@@ -26,7 +26,7 @@ def policy_of(
     peft_config: Any,
     quantization_config: Any,
 ) -> PreTrainedModel:
-    """The model in `args.dtype` on its device, with its adapter."""
+    """Load the model in `args.dtype` on its device, with its adapter."""
     dtype: torch.dtype = getattr(torch, args.dtype)
     if args.load_in_4bit and quantization_config is not None:
         raise ValueError("give quantization_config or set load_in_4bit, not both")
@@ -42,7 +42,7 @@ def policy_of(
 
 
 def adapter_of(args: PolicyGradientConfig, given: Any) -> Any:
-    """The adapter's config: the one given, or that of `use_peft`."""
+    """Return the adapter's config: the given one, or that of `use_peft`."""
     if not args.use_peft:
         return given
     if given is not None:
@@ -51,12 +51,12 @@ def adapter_of(args: PolicyGradientConfig, given: Any) -> Any:
 
 
 class Models(NamedTuple):
-    """What a run trains, and what it compares that with."""
+    """The models of a run: those that it trains, and the reference that it compares them with."""
 
     policy: Policy
     critic: Critic | None
     reference: Reference | None
-    module: nn.Module  # that is trained: the policy, or it and its critic
+    module: nn.Module  # the one that is trained: the policy, or policy and critic
 
 
 def assembled(
@@ -66,7 +66,7 @@ def assembled(
     most_tokens: int,
     chunk_size: int,
 ) -> tuple[Policy, nn.Module]:
-    """The policy, and the module that is trained: the policy, or it and its critic.
+    """Return the policy, and the module that is trained: the policy, or policy and critic.
 
     Args:
         most_tokens, chunk_size: see `Policy`.
@@ -76,7 +76,7 @@ def assembled(
     policy = Policy(model, args.temperature, has_bonus, most_tokens, chunk_size, balanced)
     module: nn.Module = policy
     if critic is not None:
-        # With adapters it is activations that memory goes to; checkpointing has its own way.
+        # With adapters, activations take most of the memory. Checkpointing recomputes by itself.
         recompute = isinstance(critic.model, PeftModel) and not args.gradient_checkpointing
         module = ActorCritic(policy, critic, recompute)
     if args.disable_dropout:
@@ -86,7 +86,7 @@ def assembled(
         if critic is not None:
             critic.keep_dropout()
     for part in (model, critic.model if critic else None):
-        # The user may have asked the model itself, in another form than ours.
+        # The user may have turned it on in the model itself, in another form than ours.
         if args.gradient_checkpointing or checkpoints(part):
             checkpoint_activations(part)
     return policy, module

@@ -1,7 +1,7 @@
-"""Attention of our own in a model of `transformers`, which lets it be any registered function.
+"""A custom attention function for `transformers` models, which accept any registered one.
 
-Every token of a forward pass lies in one packed row, and where it belongs travels with the pass as
-the argument `layout`.
+All tokens of a forward pass lie in one packed row. The argument `layout` travels with the pass and
+says where each token belongs.
 
 Shapes: N tokens of the pass, H query and K key-value heads, D their width.
 """
@@ -18,22 +18,22 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from rlhf_pg.models.rotary import LONG, is_settled
 
 NAME = "rlhf_pg"
-# What a model may ask of attention beside its operands: all else, it would be without.
+# Options that a model may pass to attention; any other would be ignored, so it is refused.
 HONOURED = {
     "is_causal",
-    "output_router_logits",  # which goes through all layers, and is not about attention
-    "position_ids",  # of which its own functions find out what is packed: the layout says it here
+    "output_router_logits",  # passed through all layers, but not about attention
+    "position_ids",  # from which stock functions infer the packing; here the layout gives it
     "sliding_window",  # longer rows do not come here: see `window`
 }
-# Attention by blocks, and the log of what each row of the softmax was divided by; (B,H,L,D).
+# Blockwise attention, and the log of each row's softmax denominator; (B,H,L,D).
 fused_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class Layout(Protocol):
-    """Where the tokens of a forward pass belong."""
+    """A description of where the tokens of a forward pass belong."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """(N,H,D) from query (H,N,D), and key and value (K,N,D) of the same tokens."""
+        """Return (N,H,D) from query (H,N,D), and key and value (K,N,D) of the same tokens."""
         ...
 
 
@@ -48,8 +48,8 @@ def _attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What `transformers` calls: (1,H,N,D) -> (1,N,H,D); `layout` is what the model was given."""
-    # Not None, not False, and no rate of 0.
+    """Attend as `transformers` asks, (1,H,N,D) -> (1,N,H,D), with the `layout` of the pass."""
+    # None, False and a rate of 0 ask for nothing.
     asked = (name for name, value in options.items() if isinstance(value, Tensor) or value)
     unknown = sorted(set(asked) - HONOURED)
     if unknown:
@@ -57,24 +57,24 @@ def _attention(
     causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise NotImplementedError("attention to what comes later")
-    if attention_mask is not None:  # none is made for a function that `transformers` does not know
+    if attention_mask is not None:  # `transformers` makes none for an unknown function
         raise NotImplementedError("attention with a mask of its own")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = layout.attend(int(module.layer_idx), query[0], key[0], value[0], scale)  # type: ignore[arg-type]
-    return out.contiguous()[None], None  # as other functions' is, which some models rely on
+    return out.contiguous()[None], None  # some models rely on contiguous output
 
 
 AttentionInterface.register(NAME, _attention)
 
 
 def configs_of(model: PreTrainedModel) -> list[Any]:
-    """Those that its modules look at, each once."""
+    """Return the distinct configs that the modules of the model read."""
     return list({id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values())
 
 
 @contextmanager
 def replaced_attention(configs: Sequence[Any], name: str = NAME) -> Iterator[None]:
-    """The function of this file in the whole model inside; its own again afterwards."""
+    """Use the attention of this file in the whole model inside the block, then restore its own."""
     own = [config._attn_implementation for config in configs]
     try:
         for config in configs:
@@ -86,7 +86,7 @@ def replaced_attention(configs: Sequence[Any], name: str = NAME) -> Iterator[Non
 
 
 class Heads(NamedTuple):
-    """Of a layer's attention."""
+    """The attention heads of one layer."""
 
     queries: int
     key_values: int
@@ -95,16 +95,16 @@ class Heads(NamedTuple):
 
 
 class AttentionSupport(NamedTuple):
-    """What a model is like for attention in two parts."""
+    """A model's support for attention in two parts."""
 
-    unsupported_reason: str | None  # what keeps it from that, if anything does
+    unsupported_reason: str | None  # None if it is supported
     bytes_per_token: int = 0  # of keys and values, in all layers, as the model makes them
-    flash: bool = False  # whether FlashAttention-2, which torch has on GPUs, takes all its heads
+    flash: bool = False  # whether torch's FlashAttention-2 on GPUs takes all its heads
     layers: Mapping[int, Heads] = {}
 
 
 def attention_support(model: PreTrainedModel) -> AttentionSupport:
-    """Whether every layer calls the function, in a form it knows: one token tells."""
+    """Find out, by passing one token, whether every layer calls our function in a known form."""
     if not model._supports_attention_backend:
         return AttentionSupport("its attention cannot be replaced")
     layers = DynamicCache(config=model.config.get_text_config()).layers
@@ -121,13 +121,13 @@ def attention_support(model: PreTrainedModel) -> AttentionSupport:
 
 
 def window(model: PreTrainedModel) -> float:
-    """Tokens of a row up to which its layers attend to all of it; infinite without a limit."""
+    """Return how long a row may be for all layers to attend to all of it; perhaps infinite."""
     config = model.config.get_text_config()
     layers = DynamicCache(config=config).layers
     windows = [getattr(layer, "sliding_window", None) or math.inf for layer in layers]
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == LONG and not is_settled(model):
-        # Beyond it the positions of a whole batch turn faster, once one of its rows is there.
+        # Once one row is longer than this, the positions of the whole batch turn faster.
         windows.append(rope["original_max_position_embeddings"])
     return min(windows)
 
@@ -150,7 +150,7 @@ class _Probe:
 
 
 def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """What `mha_varlen_fwd` of torch asks for (aten/.../flash_attn/flash_api.cpp)."""
+    """Return whether `mha_varlen_fwd` of torch (aten/.../flash_attn/flash_api.cpp) takes them."""
     width = query.shape[-1]
     return (
         query.dtype == key.dtype == value.dtype
@@ -163,7 +163,7 @@ def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 @torch.no_grad()
 def _probed(model: PreTrainedModel) -> _Probe:
-    """After one token went through the trunk."""
+    """Pass one token through the trunk, and return the probe that recorded it."""
     probe, token = _Probe(), torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     inputs = {"input_ids": token, "attention_mask": token + 1, "position_ids": token}
     trunk: Any = model.base_model

@@ -1,4 +1,4 @@
-"""The critic of PPO: what the rest of a completion is expected to be paid."""
+"""The critic of PPO, which predicts the return of the rest of a completion."""
 
 import copy
 import math
@@ -38,7 +38,7 @@ VALUE_MODEL = "value_model (value_model_name_or_path)"  # as errors about its fi
 
 
 class ValueHead(nn.Linear):
-    """Hidden states to values, in at least float32. It begins at 0, and so do the values."""
+    """A linear layer from hidden states to values, in at least float32, initialised to 0."""
 
     _no_split_modules = ("ValueHead",)  # FSDP2 wants weights of one dtype in a unit
 
@@ -48,11 +48,11 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(N,hidden) to (N,)."""
+        """Map (N,hidden) to (N,)."""
         return super().forward(hidden.to(self.weight.dtype)).squeeze(-1)
 
     def denormalized(self, moments: RunningMoments | None) -> dict[str, Tensor]:
-        """Its weights such that it gives V std + mean: (w h + b) std + mean."""
+        """Return weights that predict V std + mean: (w h + b) std + mean."""
         if moments is None:
             return self.state_dict()
         weight, bias = self.weight.detach(), self.bias.detach()
@@ -60,13 +60,13 @@ class ValueHead(nn.Linear):
 
 
 class Critic(nn.Module):
-    """V(x, y_<t) for every state of a completion.
+    """A model of the value V(x, y_<t) of every state of a completion.
 
     Args:
         model: a `transformers` model whose last hidden states the head reads; without a head, any
             module that maps `input_ids, attention_mask, position_ids` to values (B,S) or (B,S,1).
-            None: the head reads the hidden states of the policy.
-        head: None if `model` gives the values itself.
+            With None the head reads the hidden states of the policy.
+        head: None if `model` returns the values itself.
     """
 
     def __init__(self, model: nn.Module | None, head: ValueHead | None) -> None:
@@ -74,7 +74,7 @@ class Critic(nn.Module):
         self.model = model
         self.head = head
         self.drops = False  # in training
-        # Tokens of a row up to which it is packed, if its trunk is not the policy's.
+        # Longest row, in tokens, that its own trunk takes packed.
         self.window = math.inf if model is None else 0.0
         if model is not None and head is not None:
             self.window = packing_window(trunk(model))
@@ -84,23 +84,23 @@ class Critic(nn.Module):
         return self.model is None
 
     def train(self, mode: bool = True) -> Self:
-        """As in `Policy`; a module of another kind may know why it asks for train mode."""
+        """Switch train mode as `Policy.train` does; a foreign module is switched as asked."""
         super().train(mode)
         if mode and not self.drops and isinstance(self.model, LOADED):
             train_as_evaluated(self.model)
         return self
 
     def keep_dropout(self) -> None:
-        """As in `Policy`."""
+        """Train with dropout, as `Policy.keep_dropout` does."""
         self.drops = True
         if self.model is not None:
             self.window = self.window and packing_window(trunk(self.model), training=True)
 
     def forward(self, batch: Rollout, of_policy: Hidden | None = None) -> tuple[Tensor, Tensor]:
-        """Values of the states before each token (B,T), and of the state after the last one (B,).
+        """Return the values before each token (B,T), and of the state after the last one (B,).
 
         Args:
-            of_policy: its `hidden_states`, where the trunk is the policy's.
+            of_policy: the policy's `hidden_states`, if the critic shares its trunk.
         """
         values, states = self._everywhere(batch, of_policy)
         mask = batch.action_mask
@@ -110,7 +110,7 @@ class Critic(nn.Module):
         return before, values[states.gather(1, end).squeeze(1)]
 
     def _everywhere(self, batch: Rollout, of_policy: Hidden | None) -> tuple[Tensor, Tensor]:
-        """Values of all tokens that are computed, and which of them are those of the states."""
+        """Return the values of all computed tokens, and the places of the states among them."""
         if self.head is None:
             return self._given(batch)
         if of_policy is None:
@@ -118,7 +118,7 @@ class Critic(nn.Module):
         return self.head(of_policy.hidden), of_policy.states
 
     def _given(self, batch: Rollout) -> tuple[Tensor, Tensor]:
-        """By a module that gives the values itself."""
+        """Return the values of a module that computes them itself."""
         assert self.model is not None
         inputs, states, _ = lay_out_padded(batch)
         given: Tensor = self.model(**inputs)
@@ -131,11 +131,11 @@ class Critic(nn.Module):
         return widen(values).flatten(), states
 
     def save(self, path: Path, moments: RunningMoments | None = None) -> None:
-        """Trunk or adapter as `from_pretrained` reads them, and the head beside them.
+        """Save trunk or adapter as `from_pretrained` reads them, and the head beside them.
 
         Args:
-            moments: of the returns, where the head predicts (R - mean) / std. What is saved as the
-                head predicts R; the trained one lies beside it.
+            moments: of the returns, if the head predicts (R - mean) / std. The saved head then
+                predicts R, and the trained one is saved beside it.
         """
         path.mkdir(parents=True, exist_ok=True)
         if self.head is not None:
@@ -148,7 +148,7 @@ class Critic(nn.Module):
             safetensors.save_model(self.model, str(path / MODULE_FILE))  # tied weights once
 
     def restore(self, path: Path) -> None:
-        """The inverse of `save`, in place."""
+        """Load in place what `save` wrote."""
         if self.head is not None:
             trained = path / TRAINED_HEAD_FILE
             own = trained if trained.exists() else path / HEAD_FILE
@@ -160,12 +160,12 @@ class Critic(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """Policy and critic as one module: wrapped once, trained by one optimizer.
+    """A policy and its critic as one module, wrapped once and trained by one optimizer.
 
     Args:
-        recompute: the activations of a separate critic in the backward pass. What is forwarded
-            first comes last there, when those of the policy are gone: no more of them live at a
-            time than without a critic.
+        recompute: recompute the activations of a separate critic in the backward pass. The backward
+            pass reaches the critic, which is forwarded first, when the policy's activations are
+            gone: no more of them live at a time than without a critic.
     """
 
     def __init__(self, policy: Policy, critic: Critic, recompute: bool = False) -> None:
@@ -177,12 +177,12 @@ class ActorCritic(nn.Module):
     def forward(
         self, batch: Rollout, values_alone: bool = False, routes_alone: bool = False
     ) -> Any:
-        """What `Policy` gives, with values.
+        """Return what `Policy.forward` returns, with values.
 
         Args:
-            values_alone: what the critic gives, and nothing else is computed. (Asking it here:
+            values_alone: compute and return only the critic's output. (It is asked for here because
                 FSDP2 wants every call to begin with the module that was wrapped.)
-            routes_alone: of the policy, likewise.
+            routes_alone: compute and return only the policy's routes, for the same reason.
         """
         if routes_alone:
             return self.policy(batch, routes_alone=True)
@@ -211,22 +211,24 @@ def new_critic(
     random_seed: int | None = None,
     trust_remote_code: bool = False,
 ) -> Critic:
-    """The critic of a policy.
+    """Create the critic of a policy.
 
     Args:
-        policy_model: its trunk is where the critic starts, unless there is a `value_model`.
+        policy_model: the critic starts from its trunk, unless there is a `value_model`.
         tokenizer: of the policy, whose tokens the critic reads.
-        shared: a head on the policy's own trunk.
-        value_model: a path, a Hub id or an object. Of a `transformers` model of any kind the trunk
-            is taken, a copy of an object's; what an earlier run left in `critic/` brings its head
-            along. Any other module gives the values itself (see `Critic`), and is trained in place.
+        shared: put a head on the policy's own trunk.
+        value_model: a path, a Hub id or an object. The critic takes the trunk of any `transformers`
+            model (copied if it is an object); what an earlier run left in `critic/` also has its
+            head. Any other module computes the values itself (see `Critic`), and is trained in
+            place.
         peft_config: train an adapter on the trunk of `value_model` instead of the trunk; by default
-            that of the policy's own adapter, if it has one.
-        random_seed: of weights to start from in place of the policy's, in the same architecture.
+            one like the policy's own adapter, if it has one.
+        random_seed: start from random weights with this seed instead of the policy's, in the same
+            architecture.
 
     Raises:
-        ValueError: no such model, one with another vocabulary, or the policy itself; or random
-            weights under an adapter.
+        ValueError: there is no such model, it has another vocabulary, it is the policy itself, or
+            random weights would be under an adapter.
     """
     if shared:
         return Critic(None, _head(policy_model, dtype))
@@ -254,8 +256,9 @@ def new_critic(
 
 
 def _copy(policy_model: PreTrainedModel) -> Any:
-    """The trunk as it is now. With an adapter, the whole model, since an adapter is saved with it;
-    all but the adapter is shared with the policy.
+    """Copy the trunk as it is now, or with an adapter the whole model.
+
+    An adapter is saved with its whole model; all but the adapter is shared with the policy.
     """
     if not isinstance(policy_model, PeftModel):
         return share_frozen(trunk(policy_model))
@@ -263,7 +266,7 @@ def _copy(policy_model: PreTrainedModel) -> Any:
 
 
 def _random(policy_model: PreTrainedModel, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """A trunk like the policy's as it was before any training; no other random number changes."""
+    """Make an untrained trunk like the policy's, without touching other random numbers."""
     if isinstance(policy_model, PeftModel):
         raise ValueError(
             "value_init random has no weights worth an adapter, which the policy has: leave it out"
@@ -276,7 +279,7 @@ def _random(policy_model: PreTrainedModel, dtype: torch.dtype, seed: int) -> Pre
 
 
 def _without_head(model: PreTrainedModel) -> PreTrainedModel:
-    """Freeze what the critic has no use for: DDP waits in vain for the gradient of such weights."""
+    """Freeze what the critic does not use: DDP would wait in vain for the gradients."""
     freeze_unread(model)
     used = {id(p) for p in trunk(model).parameters()}
     for parameter in model.parameters():
@@ -300,7 +303,7 @@ def _check_tokens(
     tokenizer: PreTrainedTokenizerBase,
     trust_remote_code: bool,
 ) -> None:
-    """The critic must mean the same tokens by the same ids."""
+    """Refuse a critic whose ids do not mean the same tokens as the policy's."""
     check_vocabulary(tokenizer, model, "value_model")
     if isinstance(value_model, str | os.PathLike) and has_tokenizer(value_model):
         with about(VALUE_MODEL):
@@ -319,11 +322,11 @@ def _head(model: PreTrainedModel, dtype: torch.dtype) -> ValueHead:
 
 
 def _for_trunk(peft_config: Any) -> Any:
-    """The same adapter for a model without a head, and perhaps of another depth."""
+    """Return the same adapter config for a model without a head, perhaps of another depth."""
     config = copy.deepcopy(peft_config)
     config.task_type, config.modules_to_save = "FEATURE_EXTRACTION", None
     config.base_model_name_or_path = None
     if isinstance(config.target_modules, set):
-        # An adapter that was loaded names every module with its path in the policy.
+        # A loaded adapter names every module by its path in the policy.
         config.target_modules = {name.rsplit(".", 1)[-1] for name in config.target_modules}
     return config

@@ -1,6 +1,6 @@
-"""How evenly a mixture of experts shares out its tokens, and the loss that asks for it.
+"""The load balance of a mixture of experts, and the auxiliary loss for it.
 
-Shapes: L layers with a router, E experts, N tokens that are computed.
+Shapes: L layers with a router, E experts, N computed tokens.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 class Routed(NamedTuple):
     """Sums over the tokens of a batch, (L,E), which add up over micro-batches and processes."""
 
-    chosen: Tensor  # tokens that have the expert among their `top_k`; no gradient
-    probability: Tensor  # of the expert, by the softmax of the router
+    chosen: Tensor  # tokens with the expert among their `top_k`; no gradient
+    probability: Tensor  # of the expert, by the router's softmax
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,19 @@ class Balance:
 
         1/L sum_l E sum_e f_le P_le
 
-    with f_le the share of the tokens that chose expert e in layer l, and P_le its mean probability:
-    `top_k` where all experts are alike. `transformers` takes f and P over all layers together,
-    which lets every layer have a favourite of its own; with one layer both are the same.
+    where f_le is the share of the tokens that chose expert e in layer l, and P_le its mean
+    probability. The loss is `top_k` where all experts are alike. `transformers` takes f and P over
+    all layers together, which lets every layer have its own favourite; with one layer both are the
+    same.
 
-    The tokens are those of all rows of an optimizer update, each prompt once per row. f has no
-    gradient, so given the f of the whole update the loss is a sum over micro-batches.
+    The tokens are those of all rows of an optimizer update, each prompt counted once per row. f has
+    no gradient, so given the f of the whole update the loss is a sum over micro-batches.
     """
 
     top_k: int
 
     def routed(self, logits: Sequence[Tensor], rows: Tensor) -> Routed:
-        """What a forward pass adds.
+        """Sum what the tokens of a forward pass chose.
 
         Args:
             logits: of the routers, (N,E) each.
@@ -51,20 +52,20 @@ class Balance:
         return Routed((chosen * weights).sum(1), (probability * weights).sum(1))
 
     def loss(self, chosen: Tensor, probability: Tensor) -> Tensor:
-        """What the tokens of `probability` add to the loss, given what all tokens have chosen."""
+        """Return what the tokens of `probability` add to the loss, given all tokens' choices."""
         tokens = (chosen.sum(1, keepdim=True) / self.top_k).clamp(min=1)
         share = (chosen / tokens) * (probability / tokens)
         return chosen.shape[1] * share.sum(1).mean()
 
 
 def balance_of(model: PreTrainedModel, has_trunk: bool = True) -> Balance:
-    """Of a mixture of experts that `transformers` has an auxiliary loss for.
+    """Return the balance of a mixture of experts that `transformers` has an auxiliary loss for.
 
     Args:
-        has_trunk: the policy looks at hidden states, and with them at routers.
+        has_trunk: the policy computes hidden states, and with them router logits.
 
     Raises:
-        ValueError: the model is none.
+        ValueError: the model is not such a mixture.
     """
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model
     top_k = getattr(bare.config.get_text_config(), "num_experts_per_tok", None)

@@ -1,6 +1,7 @@
-"""Attention of packed families on a GPU: see `rlhf_pg.models.shared_prefix`.
+"""Attention of packed families on a GPU, as described in `rlhf_pg.models.shared_prefix`.
 
-One kernel, FlexAttention, which `torch.compile` makes; where that fails, kernels that are there.
+It is one FlexAttention kernel, compiled by `torch.compile`; where that fails, ready-made kernels
+take its place.
 
 Shapes: N tokens of the packed row, H query and K key-value heads, D their width.
 """
@@ -16,12 +17,12 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from rlhf_pg.data.records import to_device
 
-Families: TypeAlias = Sequence[tuple[int, list[int]]]  # lengths of a prompt and its completions
+Families: TypeAlias = Sequence[tuple[int, list[int]]]  # lengths of each prompt and its completions
 
 BLOCK = 128  # tokens that the kernel skips or computes together
-# Kinds of heads, passes and masks in a process. Beyond its limit torch computes all scores instead.
+# For all kinds of heads, passes and masks. Beyond its limit torch computes every score instead.
 RECOMPILATIONS = 64
-NARROWEST = 16  # numbers of a head that it takes; zeros behind narrower ones change no score
+NARROWEST = 16  # smallest head width of the kernel; zero padding changes no score
 _varlen = torch.ops.aten._flash_attention_forward
 
 logger = logging.getLogger(__name__)
@@ -34,17 +35,16 @@ class OnGPU:
         self.families, self.device = families, device
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """(N,H,D) from query (H,N,D), key and value (K,N,D)."""
-        width = max(-(-query.shape[2] // 8) * 8, NARROWEST)  # which every kernel here takes
+        width = max(-(-query.shape[2] // 8) * 8, NARROWEST)  # every kernel here takes this
         wide = [_widened(x, width) for x in (query, key, value)]
         heads = (query.shape[0], key.shape[0], width)
         by = self.by_flex if flex_compiles(query.dtype, heads, query.device) else self.by_rows
         return by(wide[0], wide[1], wide[2], scale)[..., : value.shape[2]]
 
     def by_flex(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """One fused kernel that skips what no query sees (FlexAttention; Dong et al. 2024)."""
+        """Attend with one fused kernel that skips unseen keys (FlexAttention; Dong et al. 2024)."""
         attend: Any = _compiled() if query.is_cuda else flex_attention
-        # For fewer than 128 tokens inductor would choose a kernel that cannot have these blocks.
+        # For fewer than 128 tokens inductor would choose a kernel that cannot use these blocks.
         options = {"FORCE_USE_FLEX_ATTENTION": True}
         with torch._dynamo.config.patch(recompile_limit=RECOMPILATIONS):
             out: Tensor = attend(
@@ -59,8 +59,10 @@ class OnGPU:
         return out[0].transpose(0, 1)
 
     def by_rows(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Every completion on a copy of its prompt's keys and its own: by the fused kernel for
-        sequences of any length where it has the dtype, else by one call a row.
+        """Attend row by row, with a copy of the prompt's keys before each completion's own.
+
+        That is one call of the variable-length kernel if it supports the dtype, else one call a
+        row.
         """
         rows = self._rows
         keys, values = key[:, rows.keys], value[:, rows.keys]
@@ -84,14 +86,14 @@ class OnGPU:
 
     @cached_property
     def mask(self) -> BlockMask:
-        """Token q sees token k if k is not later, in the same family, and in q's row or prompt."""
+        """The block mask: a token sees itself and what is earlier in its own row or its prompt."""
         family, row = self._places()
         total = len(family)
 
         def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (q >= k) & (family[q] == family[k]) & ((row[k] == row[q]) | (row[k] == 0))
 
-        # A few blocks of queries at a time: all at once takes several times N * N bytes.
+        # A few blocks of queries at a time: all at once would take several times N * N bytes.
         tokens, none = torch.arange(total, device=self.device), torch.zeros(())
         parts = [
             _seen_blocks(sees(none, none, queries[:, None], tokens))
@@ -107,7 +109,7 @@ class OnGPU:
         )
 
     def _places(self) -> tuple[Tensor, Tensor]:
-        """The family of every token, and its row there: 0 for the prompt; (N,) each."""
+        """Return the family of every token and its row there, 0 for the prompt; (N,) each."""
         lengths = [[prompt, *completions] for prompt, completions in self.families]
         family = [i for i, rows in enumerate(lengths) for _ in range(sum(rows))]
         row = [j for rows in lengths for j, length in enumerate(rows) for _ in range(length)]
@@ -116,12 +118,12 @@ class OnGPU:
 
 
 class _Rows(NamedTuple):
-    """Prompts and completions as sequences of their own, with the keys that each of them sees."""
+    """Prompts and completions as separate sequences, with the keys that each of them sees."""
 
     queries: list[int]  # tokens of each
     seen: list[int]  # keys of each: those of its prompt, and its own
     keys: Tensor  # (sum of seen,) places of those keys in the packed row
-    query_ends: Tensor  # (sequences + 1,) int32, where each begins and ends
+    query_ends: Tensor  # (sequences + 1,) int32, boundaries of the sequences
     key_ends: Tensor
 
     @classmethod
@@ -140,7 +142,7 @@ class _Rows(NamedTuple):
 
 
 def _row(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """(H,L,D), the last of the keys being the queries' own."""
+    """Attend with one row, (H,L,D); the last L keys are those of the queries."""
     length, seen = query.shape[1], key.shape[1]
     mask = torch.ones(length, seen, dtype=torch.bool, device=query.device).tril(seen - length)
     return nn.functional.scaled_dot_product_attention(
@@ -154,7 +156,7 @@ def _row(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
 
 
 def _takes_varlen(query: Tensor) -> bool:
-    """Whether the fused kernel for sequences of any length takes such heads, on such a GPU."""
+    """Return whether the variable-length kernel supports these heads on this GPU."""
     if not query.is_cuda or torch.cuda.get_device_capability(query.device) < (8, 0):
         return False
     return query.dtype in (torch.bfloat16, torch.float16) and query.shape[2] <= 256
@@ -162,8 +164,7 @@ def _takes_varlen(query: Tensor) -> bool:
 
 @cache
 def flex_compiles(dtype: torch.dtype, heads: tuple[int, int, int], device: torch.device) -> bool:
-    """Whether FlexAttention can be compiled for heads of this kind, which is tried; if not, the log
-    says why, once.
+    """Try to compile FlexAttention for such heads, and return whether it works; log once why not.
 
     Args:
         heads: query heads, key-value heads, and their width.
@@ -173,8 +174,8 @@ def flex_compiles(dtype: torch.dtype, heads: tuple[int, int, int], device: torch
     try:
         if dtype == torch.float64:
             raise TypeError("it has no float64")
-        # Hooks of their own: those of gradient checkpointing, in which a first pass may be, would
-        # take the tensors that are saved here for the layer's.
+        # Separate hooks: the first pass may run under gradient checkpointing, whose hooks would
+        # mistake the tensors saved here for the layer's.
         own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with torch.enable_grad(), own:
             query, key = query.requires_grad_(), key.requires_grad_()
@@ -182,16 +183,16 @@ def flex_compiles(dtype: torch.dtype, heads: tuple[int, int, int], device: torch
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        how = "the fused kernel for sequences of any length" if _takes_varlen(query) else "SDPA"
+        how = "the variable-length kernel" if _takes_varlen(query) else "SDPA"
         reason = str(error).partition("\n")[0]
-        logger.warning("without FlexAttention, by %s, which is slower: %s", how, reason)
+        logger.warning("without FlexAttention; attention uses %s, which is slower: %s", how, reason)
         return False
     return True
 
 
 @cache
 def _compiled() -> Any:
-    """When it is first needed: what compiles takes a second to import."""
+    """Compile FlexAttention on first use: importing the compiler takes a second."""
     return torch.compile(flex_attention, dynamic=True)
 
 
@@ -200,8 +201,9 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 
 def _seen_blocks(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each pair of blocks in (n,N), whether any query sees any key, and every query every key;
-    what is missing of a last block sees nothing.
+    """Return for each pair of blocks in (n,N) whether any query sees a key, and whether all do.
+
+    The missing part of a last block sees nothing.
     """
     missing = [-length % BLOCK for length in seen.shape]
     seen = nn.functional.pad(seen, (0, missing[1], 0, missing[0]))
@@ -211,6 +213,6 @@ def _seen_blocks(seen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ordered(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """How many key blocks belong to each query block, and their numbers in front of the others."""
+    """Return the number of key blocks of each query block, and the indices of all, those first."""
     order = pairs.int().argsort(dim=-1, descending=True, stable=True)
     return pairs.sum(-1, dtype=torch.int32), order.int()

@@ -1,8 +1,8 @@
-"""The head of a language model: log-probabilities and entropies of tokens, without the logits.
+"""The language model head: log-probabilities and entropies of tokens without the logits.
 
 Logits are the largest tensor of training, N positions times V tokens. Here they live one chunk at a
-time, are turned into their own gradient in place, and where there are several chunks each of them
-is computed again in the backward pass instead of being kept.
+time and are turned into their own gradient in place. Where there are several chunks, each is
+computed again in the backward pass instead of being kept.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,29 +22,31 @@ from transformers import PreTrainedModel
 from rlhf_pg.models.logit_transform import NOTHING, LogitTransform, output_layer
 from rlhf_pg.models.softmax import Law, token_scores
 
-# Logits that live at a time. Measured forward and backward, on one CPU core, of 2048 tokens with a
-# vocabulary of 32,768 and width 256: 2.4 s where all logits are kept, 2.7 s in chunks of this size
-# or half of it, which computes them twice; plain log_softmax takes 4.9 s.
+# Logits that live at a time. Forward and backward of 2048 tokens with a vocabulary of 32,768 and
+# width 256 took, on one CPU core, 2.4 s with all logits kept, 2.7 s in chunks of this size or half
+# of it, which computes them twice, and 4.9 s with plain log_softmax.
 CHUNK_SIZE = 2**24
-# On a GPU one for so many bytes of its memory, 2^29 in 80 GiB: at up to 14 bytes each, forward or
-# backward, a chunk is a tenth of the memory at most.
+# Bytes of GPU memory for each logit that lives, 2^29 in 80 GiB: a logit takes up to 14 bytes,
+# forward or backward, so a chunk is a tenth of the memory at most.
 MEMORY_PER_LOGIT = 160
 
 
 @dataclass(frozen=True)
 class ChunkedLMHead:
-    """The head of `model` and what comes after it, as one function of hidden states.
+    """The head of `model` and what follows it, as one function of hidden states.
 
-    It is no module: it owns nothing, and calls the model's own layer, so that adapters, tied
-    weights and the hooks that gather split weights hold. A plain linear layer is called once, and
-    computes the scores of all chunks meanwhile; any other is called for the logits of each chunk.
+    It is no module: it owns nothing and calls the model's own layer, so adapters, tied weights and
+    the hooks that gather sharded weights keep working. A plain linear layer is called once and
+    computes the scores of all chunks meanwhile; any other layer is called for the logits of each
+    chunk.
 
     Args:
-        model: with an adapter or without, one that `logit_transform_of` has an answer for.
+        model: with an adapter or without; `logit_transform_of` must have an answer for it.
         temperature: divides every logit.
-        entropy_gradient: the entropy is chunk of the loss; otherwise it is detached.
-        chunks: chunks; as many in every process, whatever the rows there, since each call of the
-            layer may be a collective. With one, the logits are kept for the backward pass.
+        entropy_gradient: whether the entropy is part of the loss; otherwise it is detached.
+        chunks: number of chunks, the same in every process whatever its rows, since each call of
+            the layer may be a collective. With one chunk, the logits are kept for the backward
+            pass.
         transform: of this model.
     """
 
@@ -57,11 +59,11 @@ class ChunkedLMHead:
     def __call__(
         self, hidden: Tensor, tokens: Tensor, support_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, (N,), in at least float32.
+        """Return log-probabilities and entropies, (N,), in at least float32.
 
         Args:
             hidden: (N,H) last hidden states of the trunk.
-            tokens: (N,) what followed.
+            tokens: (N,) the tokens that followed.
             support_ids: (N,K) as in `token_scores`.
         """
         layer = output_layer(self.model)
@@ -90,8 +92,8 @@ class ChunkedLMHead:
     def _chunk(
         self, layer: nn.Module, hidden: Tensor, tokens: Tensor, support_ids: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        # A linear layer keeps its input for the backward pass and not its output, so that nothing
-        # but the output needs to be computed again. With dropout it would be another one.
+        # A linear layer keeps its input for the backward pass but not its output, so only the
+        # output needs recomputing. With dropout the output would be another one.
         again = None
         if self.chunks > 1 and not _drops(layer):
             again = partial(layer, hidden.detach())
@@ -107,10 +109,10 @@ class ChunkedLMHead:
 
 
 class _ChunkedScores(torch.autograd.Function):
-    """Of the output of a linear layer, one chunk of which lives at a time, forward and backward.
+    """Scores of a linear layer's output, of which one chunk lives at a time, forward and backward.
 
-    The gradient of its weights is summed over the chunks in at least float32, and rounded once:
-    rounded to bfloat16 at each of hundreds of chunks it would be wrong by some percent.
+    The gradient of the weights is summed over the chunks in at least float32 and rounded once.
+    Rounded to bfloat16 at each of hundreds of chunks, it would be wrong by some percent.
     """
 
     @staticmethod
@@ -144,7 +146,7 @@ class _ChunkedScores(torch.autograd.Function):
             torch.zeros_like(x, dtype=_wide(x)) if needed else None
             for x, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
         )
-        # From the last one to the first, as autograd goes.
+        # From the last chunk to the first, in autograd's order.
         for rows in reversed(_split(len(hidden), ctx.chunks)):
             gradient = nn.functional.linear(hidden[rows], weight, bias)
             ctx.law.of(rows).to_gradient(gradient, *(x[rows] for x in (*numbers, *to_scores)))
@@ -153,15 +155,15 @@ class _ChunkedScores(torch.autograd.Function):
                 to_weight += _product(gradient.T, hidden[rows])
             if to_bias is not None:
                 to_bias += gradient.sum(0, dtype=to_bias.dtype)
-            del gradient  # before there is the next one
+            del gradient  # before the next one is made
         rounded = (None if x is None else x.to(weight.dtype) for x in (to_weight, to_bias))
         return to_hidden, *rounded, None, None, None
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Their matrix product, summed and kept in at least float32."""
+    """Multiply two matrices, summing and returning in at least float32."""
     wide = _wide(a)
-    # Tensor cores sum in float32 anyway; those of ROCm do not give these sums away.
+    # Tensor cores sum in float32 anyway; ROCm's do not return these sums.
     if a.is_cuda and a.dtype != wide and torch.version.hip is None:
         return torch.mm(a, b, out_dtype=wide)
     return a.to(wide) @ b.to(wide)
@@ -172,19 +174,20 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _split(count: int, chunks: int) -> list[slice]:
-    """Rows of each chunk that has any, as `tensor_split` has them."""
+    """Return the rows of each chunk that has any, split as by `tensor_split`."""
     least, more = divmod(count, chunks)
     bounds = [chunk * least + min(chunk, more) for chunk in range(chunks + 1)]
     return [slice(start, end) for start, end in pairwise(bounds) if start < end]
 
 
 def _plain(layer: nn.Module) -> nn.Linear | None:
-    """The linear layer that this is, or whose output it passes on; None where there is more to it:
-    an adapter, quantised weights, or a hook that wants to see logits.
+    """Return the linear layer that `layer` is or wraps, if nothing is added to its output.
+
+    Additions are an adapter, quantised weights, or a hook that expects logits.
     """
-    weights = list(layer.parameters())  # not by their names: at these ZeRO-3 gathers them
+    weights = list(layer.parameters())  # access by name would make ZeRO-3 gather them
     has_hooks = bool(layer._forward_hooks or layer._backward_hooks)
-    if has_hooks and not hasattr(weights[0], "ds_id"):  # those of ZeRO-3 take anything
+    if has_hooks and not hasattr(weights[0], "ds_id"):  # ZeRO-3's hooks take any output
         return None
     if isinstance(layer, ModulesToSaveWrapper):  # trained whole beside an adapter
         trains = layer.active_adapters and not layer.disable_adapters
@@ -198,7 +201,7 @@ def _plain(layer: nn.Module) -> nn.Linear | None:
 
 @contextmanager
 def _computing(layer: nn.Module, forward: Callable[[Tensor], Any]) -> Iterator[None]:
-    """Let a call of the layer compute something else, between the same hooks."""
+    """Let a call of the layer compute something else between the same hooks."""
     layer.forward = forward
     try:
         yield
@@ -207,15 +210,15 @@ def _computing(layer: nn.Module, forward: Callable[[Tensor], Any]) -> Iterator[N
 
 
 def _drops(layer: nn.Module) -> bool:
-    """Whether two calls of the layer give two results."""
+    """Return whether two calls of the layer may give two results."""
     return any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in layer.modules())
 
 
 def chunk_size_for(memory: int | None) -> int:
-    """Logits that may live at a time: on a GPU by its bytes of memory, None on a CPU."""
+    """Return how many logits may live at a time, given bytes of GPU memory, or None on a CPU."""
     return CHUNK_SIZE if memory is None else max(CHUNK_SIZE, memory // MEMORY_PER_LOGIT)
 
 
 def num_chunks(tokens: int, vocabulary: int, chunk: int = CHUNK_SIZE) -> int:
-    """How many chunks keep the logits of a full micro-batch within `chunk` numbers each."""
+    """Return how many chunks keep the logits of a full micro-batch within `chunk` numbers each."""
     return max(1, min(tokens, -(-tokens * vocabulary // chunk)))

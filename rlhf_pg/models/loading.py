@@ -1,4 +1,4 @@
-"""Models by path, Hub id or object, checked before anything is computed."""
+"""Loading of models by path, Hub id or object, with checks before anything is computed."""
 
 import os
 from typing import Any
@@ -25,7 +25,7 @@ from rlhf_pg.models.pretrained import (
 )
 from rlhf_pg.models.tokenizers import has_tokenizer
 
-POOLER = ("pooler.",)  # of an encoder, which nothing here looks at
+POOLER = ("pooler.",)  # of an encoder; nothing here uses it
 
 
 def load_policy(
@@ -36,10 +36,11 @@ def load_policy(
     quantization_config: Any = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model to train, on its device and with its adapter, if it is to have one.
+    """Load the model to train on its device, with its adapter if it is to have one.
 
     Raises:
-        ValueError: as in `load_model` and `add_adapter`, or nothing in the model can be trained.
+        ValueError: as in `load_model` and `add_adapter`, or because nothing in the model can be
+            trained.
     """
     loaded = load_model(
         model,
@@ -67,19 +68,18 @@ def load_model(
     quantization_config: Any = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """A model with weights in `dtype`; an object's weights are cast in place.
+    """Load a model with weights in `dtype`; an object's weights are cast in place.
 
     Args:
-        model: a path or Hub id of a model, or of an adapter, which then comes on its base model and
-            goes on being trained; or an object.
+        model: a path or Hub id of a model, or of an adapter, which is loaded on its base model and
+            trained further; or an object.
         auto_class: what to load a path as.
         quantization_config: of `transformers`, for a path: 4 bits of bitsandbytes.
         trust_remote_code: run code that comes with the model; unset, transformers would ask.
 
     Raises:
-        ValueError: a path (what cannot be a Hub id) with no directory there, one that holds no
-            model or not all of it, an adapter that does not fit its base model, or a quantization
-            that does not work here.
+        ValueError: a path (which cannot be a Hub id) is no directory, or does not hold a whole
+            model; an adapter does not fit its base model; or the quantization does not work here.
     """
     if quantization_config is not None:
         _check_quantization(model, dtype, quantization_config)
@@ -102,14 +102,14 @@ def load_model(
     )
     for module in loaded.modules():
         # bitsandbytes (0.50) repacks weights in place for some CPUs, and its backward pass then
-        # reads them wrongly: a gradient that is 90 % off, without a word.
+        # misreads them: the gradient is 90 % off, without a warning.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return loaded
 
 
 def quantization(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """QLoRA (Dettmers et al. 2023): weights in NF4, computing in `dtype`."""
+    """Return the config of QLoRA (Dettmers et al. 2023): weights in NF4, computing in `dtype`."""
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
     )
@@ -150,23 +150,23 @@ def _load_adapter(
         check_adapter(model, path)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # safetensors has one of its own
-        reason = " ".join(str(error).split("\n\t")[:2])  # torch goes on to list every tensor
+    except Exception as error:  # safetensors raises its own class
+        reason = " ".join(str(error).split("\n\t")[:2])  # torch would list every tensor
         raise ValueError(
             f"the adapter {path} does not fit its base model {base!r} (base_model_name_or_path in "
             f"adapter_config.json): {reason}"
         ) from error
     check_kind(model)
     if has_tokenizer(path):
-        model.name_or_path = path  # the base model's own may lack a chat template, say
+        model.name_or_path = path  # the base model's tokenizer may lack, say, a chat template
     return _cast(model, dtype)
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """All weights to `dtype`, but trained adapters to float32 at least."""
+    """Cast all weights to `dtype`, but trained adapters to at least float32."""
     has_adapter = isinstance(model, PeftModel)
     for parameter in model.parameters():
-        # Not model.to(dtype), which would round the rotary frequencies too: they are buffers.
+        # model.to(dtype) would also round the rotary frequencies, which are buffers.
         if parameter.is_floating_point():  # 4-bit weights are stored as bytes
             wide = has_adapter and parameter.requires_grad
             own = torch.promote_types(dtype, torch.float32) if wide else dtype
@@ -175,6 +175,6 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
-    """Longest sequence that the model has positions for; None if it sets no limit."""
+    """Return the longest sequence that the model has positions for; None if it sets no limit."""
     limit: Any = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit if isinstance(limit, int) else None

@@ -1,4 +1,4 @@
-"""What a model does between its head and its logits: nothing, or a scale, or a soft cap."""
+"""The step between a model's head and its logits: nothing, a scale, or a soft cap."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +14,13 @@ from rlhf_pg.models.modes import evaluating
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model does with the output x of its head: s x, or c tanh(s x / c)."""
+    """A function that a model applies to the output x of its head: s x, or c tanh(s x / c)."""
 
     scale: float = 1.0  # s
     cap: float | None = None  # c
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The model's logits."""
+        """Return the model's logits."""
         scaled = x * self.scale
         return scaled if self.cap is None else self.cap * (scaled / self.cap).tanh()
 
@@ -29,7 +29,7 @@ NOTHING = LogitTransform()
 
 
 def output_layer(model: PreTrainedModel) -> nn.Module | None:
-    """The head of the model below any adapter, itself adapted perhaps."""
+    """Return the head of the model below any adapter; it may itself be adapted."""
     bare = model.get_base_model() if isinstance(model, PeftModel) else model
     layer: nn.Module | None = bare.get_output_embeddings()
     return layer
@@ -37,20 +37,20 @@ def output_layer(model: PreTrainedModel) -> nn.Module | None:
 
 @torch.no_grad()
 def logit_transform_of(model: nn.Module) -> LogitTransform | None:
-    """What the model does after its head, measured: the head's output is exchanged for numbers of
-    which it is seen what the model makes of them.
+    """Measure what the model does after its head, by replacing the head's output by known numbers.
 
-    To be called while the weights are whole: it runs the model.
+    It runs the model, so call it while the weights are whole.
 
     Returns:
-        None if `ChunkedLMHead` cannot stand for it: what a module of another kind does, or a model
-        whose head reads something else than the trunk's last hidden states, or with more behind it.
+        The transform, or None if `ChunkedLMHead` cannot replace what follows the trunk: the module
+        is of another kind, its head reads something other than the trunk's last hidden states, or
+        it does more after the head.
     """
     layer = output_layer(model) if isinstance(model, LOADED) else None
-    # A model that does not say where its trunk is, Llama4ForCausalLM for one, says it is all trunk.
+    # A model that does not name its trunk, such as Llama4ForCausalLM, claims to be all trunk.
     if layer is None or layer in trunk(model).modules():
         return None
-    if next(model.parameters()).is_meta:  # without data there is nothing to be seen
+    if next(model.parameters()).is_meta:  # without data there is nothing to measure
         return NOTHING
     read: list[Any] = []
     shown: list[Tensor] = []
@@ -75,9 +75,9 @@ def logit_transform_of(model: nn.Module) -> LogitTransform | None:
 
 
 def _probe(output: Tensor) -> Tensor:
-    """Numbers in place of the head's output, none of which any dtype rounds."""
+    """Return numbers to put in place of the head's output that no dtype rounds."""
     x = (torch.arange(output.numel(), dtype=torch.float64) * 7 % 129 - 64).reshape(output.shape)
-    x[..., 0], x[..., 1] = 2.0**-20, 2.0**100  # where tanh is a line, and where it is flat
+    x[..., 0], x[..., 1] = 2.0**-20, 2.0**100  # where tanh is linear, and where it is flat
     return x.to(output.device)
 
 

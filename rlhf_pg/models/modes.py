@@ -1,4 +1,4 @@
-"""Train mode and evaluation mode: which parts are in which, what is recomputed, and no dropout."""
+"""Train and evaluation modes, activation checkpointing and dropout."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,7 +13,7 @@ from rlhf_pg.models.attention import configs_of, replaced_attention
 
 
 def checkpoint_activations(model: nn.Module | None) -> None:
-    """Recompute activations in the backward pass, in a model of `transformers`."""
+    """Recompute activations in the backward pass of a `transformers` model."""
     if not isinstance(model, LOADED):
         return
     configs = configs_of(model)
@@ -29,7 +29,7 @@ def checkpoint_activations(model: nn.Module | None) -> None:
 def _contexts(
     part: nn.Module, configs: list[Any]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Of the forward pass, and of the recomputation, which has to attend as that did."""
+    """Return contexts for the forward pass and its recomputation, which must attend alike."""
     return _mode_of_children(part), _again(part, configs, configs[0]._attn_implementation)
 
 
@@ -41,7 +41,7 @@ def _again(part: nn.Module, configs: list[Any], attention: str) -> Iterator[None
 
 @contextmanager
 def _mode_of_children(part: nn.Module) -> Iterator[None]:
-    """For what a part does itself, whose own mode may only say that it recomputes."""
+    """Give a part the mode of its children, since its own may only say that it recomputes."""
     own = part.training
     part.training = all(child.training for child in part.children())
     try:
@@ -51,20 +51,20 @@ def _mode_of_children(part: nn.Module) -> Iterator[None]:
 
 
 def checkpoints(model: nn.Module | None) -> bool:
-    """Whether any part of it recomputes its activations.
+    """Return whether any part of the model recomputes its activations.
 
-    (`transformers` has a property for that, under another name in every other version.)
+    (`transformers` has a property for that, whose name changes from version to version.)
     """
     parts = () if model is None else model.modules()
     return any(getattr(part, "gradient_checkpointing", False) for part in parts)
 
 
 def train_as_evaluated(model: nn.Module) -> None:
-    """Evaluation mode, in which a gradient is as good: train mode is more than dropout (jitter of
-    routers, clipped coefficients), so that what is trained would not be what samples.
+    """Train a model in evaluation mode, so that what is trained is what samples.
 
-    Only what recomputes its activations is in train mode, itself and not what is in it: in
-    `transformers` nothing else does.
+    Train mode is more than dropout (jitter in routers, clipped coefficients), and a gradient is as
+    good without it. Only a part that recomputes its activations is in train mode, itself without
+    its children: in `transformers` that does nothing else.
     """
     model.eval()
     for part in model.modules():
@@ -72,7 +72,7 @@ def train_as_evaluated(model: nn.Module) -> None:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0: the modules, and the rates that attention functions read."""
+    """Set every dropout to 0, in the modules and in the rates that attention functions read."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -83,7 +83,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; every module's own mode again afterwards."""
+    """Put the model in evaluation mode inside the block, then restore the mode of every module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

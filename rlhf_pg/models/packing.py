@@ -1,6 +1,6 @@
-"""How a batch goes through a model: every prompt once, and without padding, where the model allows.
+"""Layouts of a batch for a model: packed, with every prompt once and no padding, or padded.
 
-Shapes: B rows, P prompt width, T completion width; N tokens that are computed; H hidden width.
+Shapes: B rows, P prompt width, T completion width; N computed tokens; H hidden width.
 """
 
 import math
@@ -21,27 +21,27 @@ from rlhf_pg.models.shared_prefix import Family, SharedPrefix
 
 
 class Tokens(NamedTuple):
-    """A batch as a `transformers` decoder takes it, and where its states are in what comes out."""
+    """The input of a `transformers` decoder for a batch, and where its states are in the output."""
 
     inputs: dict[str, Any]  # (rows, columns) each
-    states: Tensor  # (B,T+1) of the N = rows * columns: the one before each token, and the last
-    rows: Tensor  # (N,) how many rows with actions each stands for
+    states: Tensor  # (B,T+1) indices among the N = rows * columns: before each token, and the last
+    rows: Tensor  # (N,) how many rows with actions each token stands for
 
 
 class Hidden(NamedTuple):
-    """What comes out."""
+    """The output of a trunk for a batch."""
 
     hidden: Tensor  # (N,H) last hidden states
     states: Tensor  # as in `Tokens`
-    rows: Tensor  # likewise
-    router_logits: tuple[Tensor, ...] = ()  # (N,E) per layer, where they are asked for
+    rows: Tensor  # as in `Tokens`
+    router_logits: tuple[Tensor, ...] = ()  # (N,E) per layer, if they are asked for
 
 
 def hidden_states(trunk: nn.Module, batch: Rollout, window: float, routes: bool = False) -> Hidden:
-    """What a trunk makes of a batch.
+    """Run a trunk over a batch, packed where possible.
 
     Args:
-        window: of `packing_window`; what is longer is padded.
+        window: from `packing_window`; longer batches are padded.
         routes: ask for the logits of routers.
     """
     packs = can_pack(batch, window)
@@ -54,13 +54,14 @@ def hidden_states(trunk: nn.Module, batch: Rollout, window: float, routes: bool 
 
 
 def can_pack(batch: Rollout, window: float) -> bool:
-    """Whether a batch is packed."""
+    """Return whether a batch is packed."""
     return window == math.inf or batch.longest <= window
 
 
 def packing_window(trunk: nn.Module, training: bool = False) -> float:
-    """Tokens of a row up to which the trunk may be given packed rows: 0 where its attention cannot
-    be replaced, or in training where that has dropout.
+    """Return how long rows may be, in tokens, to be given to the trunk packed.
+
+    It is 0 where the trunk's attention cannot be replaced, or has dropout in training.
     """
     if not isinstance(trunk, PreTrainedModel):
         return 0.0
@@ -70,12 +71,12 @@ def packing_window(trunk: nn.Module, training: bool = False) -> float:
 
 
 def lay_out_padded(batch: Rollout) -> Tokens:
-    """Prompt and completion side by side, (B,P+T)."""
+    """Lay prompts and completions side by side, (B,P+T)."""
     mask = torch.cat([batch.prompt_mask, batch.completion_mask], dim=1).long()
     inputs = {
         "input_ids": torch.cat([batch.prompt_ids, batch.completion_ids], dim=1),
         "attention_mask": mask,
-        # Positions count real tokens, not columns: models with absolute positions notice.
+        # Positions count real tokens, not columns: absolute positions make a difference.
         "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
     }
     rows, width = mask.shape
@@ -85,9 +86,9 @@ def lay_out_padded(batch: Rollout) -> Tokens:
 
 
 def lay_out_packed(batch: Rollout) -> Tokens:
-    """All real tokens one after another, (1,N): families, see `rlhf_pg.models.shared_prefix`.
+    """Lay all real tokens one after another, (1,N), in the families of `SharedPrefix`.
 
-    Where they are is worked out on the host, and handed to the device in one piece.
+    Their places are computed on the host and moved to the device in one piece.
     """
     rows = batch.counted().host_rows or ()
     device, width = batch.completion_ids.device, batch.prompt_ids.shape[1]
@@ -99,7 +100,7 @@ def lay_out_packed(batch: Rollout) -> Tokens:
     columns = torch.arange(batch.width)
     there = (columns >= (width - prompt)[:, None]) & (columns < (width + completion)[:, None])
     kept = there & (first[:, None] | (columns >= width))
-    # In padding this is the last token before: any state will do there.
+    # Padding gets the place of the last real token before it: any state will do there.
     places = (kept.flatten().cumsum(0) - 1).view_as(kept)
     prompt_end = places[first, width - 1][run]
     states = torch.cat([prompt_end[:, None], places[:, width:]], dim=1)
@@ -114,7 +115,7 @@ def lay_out_packed(batch: Rollout) -> Tokens:
     ids = torch.cat([batch.prompt_ids, batch.completion_ids], dim=1).flatten()[sources]
     inputs = {
         "input_ids": ids[None],
-        "attention_mask": torch.ones_like(ids[None]),  # or some models look for padding first
+        "attention_mask": torch.ones_like(ids[None]),  # without it some models look for padding
         "position_ids": positions[None],
         "layout": SharedPrefix(_families(rows), device),
     }

@@ -1,4 +1,4 @@
-"""The policy: from a rollout to the log-probability and entropy of each of its actions."""
+"""The policy, which computes the log-probability and entropy of each action of a rollout."""
 
 from typing import Any, NamedTuple, Self
 
@@ -16,13 +16,13 @@ from rlhf_pg.models.softmax import token_scores
 
 
 class PolicyOutput(NamedTuple):
-    """Per action token, (B,T), in at least float32; 0 in masked slots."""
+    """Scores of the action tokens, (B,T), in at least float32; 0 in masked slots."""
 
     logprobs: Tensor  # of the sampled tokens
     entropy: Tensor  # of the distribution they were drawn from
     values: Tensor | None = None  # V of the state before each token, where there is a critic
     end_values: Tensor | None = None  # (B,) V of the state after the last action token
-    routed: Routed | None = None  # of all tokens, where the loss asks for it
+    routed: Routed | None = None  # of all tokens, if the loss asks for it
 
 
 class Policy(nn.Module):
@@ -31,13 +31,13 @@ class Policy(nn.Module):
     Args:
         model: any `transformers` decoder, with adapters or without.
         temperature: divides every logit, as it does in sampling.
-        entropy_gradient: the entropy is part of the loss; otherwise it is detached.
+        entropy_gradient: whether the entropy is part of the loss; otherwise it is detached.
         most_tokens: of a batch, on any process.
-        chunk_size: logits that may live at a time, as many on every process (`chunk_size_for`).
-        balanced: the loss of the routers of a mixture of experts is part of the loss.
+        chunk_size: logits that may live at a time, the same on every process (`chunk_size_for`).
+        balanced: whether the loss of the routers of a mixture of experts is part of the loss.
 
     Raises:
-        ValueError: the model is to be `balanced`, and has no such loss.
+        ValueError: the model is to be `balanced` but has no such loss.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Policy(nn.Module):
         self.chunk_size = chunk_size
         self.head: ChunkedLMHead | None = None
         self.drops = False  # in training
-        self.window = 0.0  # tokens of a row up to which it is packed
+        self.window = 0.0  # longest row, in tokens, that is packed
         transform = logit_transform_of(model)
         if transform is not None:
             chunks = num_chunks(most_tokens, model.config.get_text_config().vocab_size, chunk_size)
@@ -65,25 +65,25 @@ class Policy(nn.Module):
         self.balance = balance_of(model, self.head is not None) if balanced else None
 
     def train(self, mode: bool = True) -> Self:
-        """Without dropout it is trained as it is evaluated: see `train_as_evaluated`."""
+        """Switch train mode; without dropout the model trains as it is evaluated."""
         super().train(mode)
         if mode and not self.drops:
             train_as_evaluated(self.model)
         return self
 
     def keep_dropout(self) -> None:
-        """Train in train mode; pack no more if the attention has dropout, which ours has not."""
+        """Train with dropout, unpacked if the attention has dropout, which ours lacks."""
         self.drops = True
         self.window = self.window and packing_window(trunk(self.model), training=True)
 
     def forward(self, batch: Rollout, routes_alone: bool = False) -> Any:
-        """log pi(y_t | x, y_<t) and H(pi(. | x, y_<t)) for every action token of the batch.
+        """Return log pi(y_t | x, y_<t) and H(pi(. | x, y_<t)) for every action token of the batch.
 
-        Where the sampler kept some tokens of a slot, S, and left out the others, this is all about
-        the policy renormalised on them: see `token_scores`.
+        Where the sampler kept only some tokens S of a slot, both are those of the policy
+        renormalised on S (see `token_scores`).
 
         Args:
-            routes_alone: what the routers chose, (L,E), and nothing else is computed.
+            routes_alone: compute and return only what the routers chose, (L,E).
         """
         if routes_alone:
             routed = self._routed(self.hidden_states(batch))
@@ -97,11 +97,11 @@ class Policy(nn.Module):
         return _spread(batch, slots, *token_scores(logits, *_drawn(batch, slots), *options))
 
     def hidden_states(self, batch: Rollout) -> Hidden:
-        """See `rlhf_pg.models.packing`."""
+        """Run the trunk over a batch, as in `rlhf_pg.models.packing`."""
         return hidden_states(trunk(self.model), batch, self.window, self.balance is not None)
 
     def score(self, batch: Rollout, trunk: Hidden) -> PolicyOutput:
-        """What the head says of the completions, given the `hidden_states` of the batch."""
+        """Apply the head to the completions, given the `hidden_states` of the batch."""
         assert self.head is not None
         slots = batch.action_slots()
         before = trunk.hidden[trunk.states[:, :-1].flatten()[slots]]
@@ -114,7 +114,7 @@ class Policy(nn.Module):
         return self.balance.routed(trunk.router_logits, trunk.rows)
 
     def logits(self, batch: Rollout) -> Tensor:
-        """Of every token of the completions, (B,T,V), as the model gives them; all at once."""
+        """Return the logits of all tokens of the completions, (B,T,V), as the model gives them."""
         columns = batch.completion_ids.shape[1] + 1
         inputs = lay_out_padded(batch).inputs
         output = self.model(**inputs, use_cache=False, logits_to_keep=columns)
@@ -124,14 +124,14 @@ class Policy(nn.Module):
 
 
 def _drawn(batch: Rollout, slots: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The action tokens (M,), and what each was drawn from (M,K)."""
+    """Return the action tokens (M,), and the support that each was drawn from (M,K)."""
     support = batch.support_ids
     tokens = batch.completion_ids.flatten()[slots]
     return tokens, None if support is None else support.flatten(0, 1)[slots]
 
 
 def _spread(batch: Rollout, slots: Tensor, *numbers: Tensor) -> PolicyOutput:
-    """Numbers of the action tokens in their slots, 0 elsewhere: (B,T) each."""
+    """Put numbers of the action tokens into their slots, with 0 elsewhere; (B,T) each."""
     mask = batch.action_mask
     spread = [x.new_zeros(mask.numel()).scatter(0, slots, x).view(mask.shape) for x in numbers]
     logprobs, entropy = spread

@@ -1,4 +1,4 @@
-"""Weights by path or Hub id, all of them, and tokenizers."""
+"""Loading of complete weights, and of tokenizers, by path or Hub id."""
 
 import os
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ def from_pretrained(
     trust_remote_code: bool,
     **options: Any,
 ) -> PreTrainedModel:
-    """A model whose every tensor the checkpoint has: `transformers` makes up what is missing.
+    """Load a model, and refuse a checkpoint that lacks tensors, which `transformers` would make up.
 
     Args:
         auto_class: of `transformers`, or a model's own class.
         trust_remote_code: run code that comes with the model.
-        new: how the names of tensors begin that the checkpoint need not have: those of a new head.
+        new: prefixes of the names of tensors that the checkpoint may lack: those of a new head.
 
     Raises:
         ValueError: a tensor is missing, or nothing can be loaded.
@@ -49,10 +49,10 @@ def from_pretrained(
 def tokenizer_from_pretrained(
     path: str | PathLike[str], *, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer saved there.
+    """Load the tokenizer saved at a path or Hub id.
 
     Raises:
-        ValueError: there is none that can be loaded.
+        ValueError: there is none, or it cannot be loaded.
     """
     with opening("tokenizer", path):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -63,10 +63,11 @@ def tokenizer_from_pretrained(
 
 @contextmanager
 def opening(what: str, path: str | PathLike[str]) -> Iterator[None]:
-    """Around code of others that reads the files of a model and may raise anything.
+    """Turn any error of code that reads the files of a model into one that names the path.
 
     Raises:
-        ValueError: it did, and not for want of memory; with the path and what should be there.
+        ValueError: the code failed, but not for lack of memory; with the path and what belongs
+            there.
     """
     try:
         yield
@@ -82,10 +83,10 @@ def opening(what: str, path: str | PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def about(name: str) -> Iterator[None]:
-    """Name what an error is about.
+    """Put the name of the setting in front of a `ValueError` that is raised inside.
 
     Raises:
-        ValueError: the one that was raised, with the name in front.
+        ValueError: the same error, with the name in front.
     """
     try:
         yield
@@ -94,11 +95,12 @@ def about(name: str) -> Iterator[None]:
 
 
 def check_directory(model: str | PathLike[str]) -> None:
-    """Refuse a path (what cannot be a Hub id) with no directory there, and a directory with a pipe
-    or a device in it: reading that might never end.
+    """Refuse a path without a model directory, or a directory that holds a pipe or a device.
+
+    Whatever cannot be a Hub id is a path. Reading a pipe or a device might never end.
 
     Raises:
-        ValueError: there is none, or such a one.
+        ValueError: the directory is missing or holds such a file.
     """
     name = str(model)
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1

@@ -1,4 +1,4 @@
-"""The reference: the policy as it was when training began, or what follows it at a distance."""
+"""The reference: the policy as it was when training began, or a copy that follows it slowly."""
 
 import hashlib
 from collections.abc import Callable
@@ -15,27 +15,28 @@ from rlhf_pg.models.policy import Policy
 
 
 class Reference(nn.Module):
-    """A frozen copy of a policy. It is copied from memory, never read again from a path or a hub,
-    so it is the model that training really started from.
+    """A frozen copy of a policy.
 
-    Frozen weights are shared with the policy, so with LoRA it costs an adapter at most: a copy of
-    the initial one, or none where that was fresh and the reference stays.
+    It is copied from memory, never read again from a path or the Hub, so it is the model that
+    training really started from. Frozen weights are shared with the policy, so with LoRA it costs
+    an adapter at most: a copy of the initial one, or none if that was fresh and the reference does
+    not move.
 
     Args:
-        moves: it is going to `follow` the policy.
+        moves: whether it is going to `follow` the policy.
     """
 
     def __init__(self, policy: Policy, moves: bool = False) -> None:
         super().__init__()
         self.policy = share_frozen(policy).eval().requires_grad_(False)
-        self.policy.balance = None  # what its routers choose is no matter
+        self.policy.balance = None  # its routers' choices do not matter
         self.moves = moves
         if adds_nothing(policy.model) and not moves:
             self.policy.model = self.policy.model.unload()
 
     @torch.no_grad()
     def forward(self, batch: Rollout) -> Tensor:
-        """Log-probabilities of the action tokens, (B,T)."""
+        """Return the log-probabilities of the action tokens, (B,T)."""
         logprobs: Tensor = self.policy(batch).logprobs
         return logprobs
 
@@ -50,17 +51,17 @@ class Reference(nn.Module):
 
             ref <- alpha policy + (1 - alpha) ref
 
-        Buffers move too. With 1 it becomes a copy, to the last bit; at every step with a small
-        `alpha` it is an exponential average, which bfloat16 rounds away once a move is below the
-        last bit of a weight. Of a LoRA the factors A and B are averaged, not their product: for
+        Buffers move too. With `alpha` 1 the reference becomes an exact copy. With a small `alpha`
+        at every step it is an exponential average, which bfloat16 rounds away once a move is below
+        the last bit of a weight. For LoRA the factors A and B are averaged, not their product: for
         `alpha` below 1 the reference is not the average of the two models.
 
         Args:
             gathered: `gathered(own, theirs, write=True)` is entered around each move, for tensors
                 that can only be written together.
 
-        Elsewhere: TRL moves parameters alone, and saves no reference: after a resume it begins
-        anew from the initial model.
+        Elsewhere: TRL moves only the parameters and does not save the reference: after a resume it
+        starts again from the initial model.
         """
         for theirs, own in zip(_tensors(policy), _tensors(self.policy), strict=True):
             if own is theirs:  # frozen and shared
@@ -72,23 +73,23 @@ class Reference(nn.Module):
                     own.copy_(theirs)
 
     def save(self, path: Path) -> None:
-        """As `from_pretrained` reads it: the weights, or the adapter."""
+        """Save the weights or the adapter as `from_pretrained` reads them."""
         self.policy.model.save_pretrained(path)
 
     def restore(self, path: Path) -> None:
-        """The inverse of `save`, in place."""
+        """Load in place what `save` wrote."""
         load_weights(self.policy.model, path)
 
     def train(self, mode: bool = True) -> "Reference":
-        """Stays in evaluation mode whatever is asked."""
+        """Stay in evaluation mode, whatever is asked."""
         return super().train(False)
 
 
 def fingerprint(module: nn.Module) -> str:
-    """SHA-256 of the names and shapes of all tensors, and of the frozen parameters themselves, but
-    for a reference that moves.
+    """Hash the names and shapes of all tensors, and the values of the frozen parameters (SHA-256).
 
-    A resumed run must find the same: the saved weights fit then, and what was not saved is equal.
+    The values of a moving reference are left out. A resumed run must find the same hash: then the
+    saved weights fit, and what was not saved is equal.
     """
     digest, stays = hashlib.sha256(), not (isinstance(module, Reference) and module.moves)
     for name, tensor in sorted(module.state_dict(keep_vars=True).items()):

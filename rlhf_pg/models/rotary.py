@@ -1,4 +1,4 @@
-"""Rotary positions of LongRoPE (Ding et al. 2024), settled for a run."""
+"""LongRoPE positions (Ding et al. 2024), settled for a run."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ LONG, SETTLED = "longrope", "longrope, settled"
 
 
 def settle_positions(model: nn.Module, longest: int) -> None:
-    """Let the positions of every row turn at one speed, whatever the row's length and company.
+    """Make the positions of every row turn at one speed, whatever the row's length and batch.
 
-    Such a model turns them otherwise beyond its original length: for all rows of a batch once one
-    of them is there, and in sampling from one token on, whose earlier keys stay as they are. Then
-    what samples is not what is scored. Here the longest row of the run decides, as in vLLM.
+    Beyond its original length such a model changes the speed: for all rows of a batch once one of
+    them is that long, and in sampling from one token on, while earlier keys stay as they are.
+    Sampling and scoring would then disagree. Here the longest row of the run decides, as in vLLM.
 
     Args:
-        longest: tokens that a row of the run may come to.
+        longest: the most tokens that a row of the run may reach.
     """
     rotary: list[Any] = [m for m in model.modules() if getattr(m, "rope_type", None) == LONG]
     for module in rotary:
@@ -26,5 +26,5 @@ def settle_positions(model: nn.Module, longest: int) -> None:
 
 
 def is_settled(model: nn.Module) -> bool:
-    """Whether `settle_positions` found something to do."""
+    """Return whether `settle_positions` changed the model."""
     return any(getattr(module, "rope_type", None) == SETTLED for module in model.modules())

@@ -1,9 +1,9 @@
-"""Attention of completions to themselves and to a prompt that they share, with exact gradients.
+"""Attention of completions to themselves and to a shared prompt, with exact gradients.
 
-A packed row holds families: a prompt and after it its completions, each of which continues the
+A packed row holds families: a prompt followed by its completions, each of which continues the
 prompt and does not see its siblings. So the keys of a token are in two places, and its softmax has
-two parts, over its own row and over its prompt, which are weighed by what each adds up to (online
-softmax; Milakov and Gimelshein 2018). With o and l the outputs and log-sums of exponentials:
+two parts, over its own row and over its prompt, which are weighed by their sums (online softmax;
+Milakov and Gimelshein 2018). With o and l the outputs and log-sums of exponentials:
 
     l = log(e^l_own + e^l_prompt),    o = e^(l_own - l) o_own + e^(l_prompt - l) o_prompt
 
@@ -31,14 +31,14 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class Family(NamedTuple):
-    """Lengths of a prompt and of its completions, as they lie one after another."""
+    """Lengths of a prompt and of its completions, in their order in the packed row."""
 
     prompt: int
     completions: list[int]
 
 
 class _Block(NamedTuple):
-    """Neighbouring sequences of one length, each of which attends to one of the keys."""
+    """Neighbouring sequences of one length, each of which attends to its share of the keys."""
 
     queries: slice
     keys: slice
@@ -47,7 +47,7 @@ class _Block(NamedTuple):
 
 
 class SharedPrefix:
-    """The `Layout` of a packed row of families.
+    """A `Layout` for a packed row of families.
 
     Args:
         families: in the order of the row.
@@ -58,8 +58,7 @@ class SharedPrefix:
         self.families, self.device = families, device
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `Layout`."""
-        # Tensors without data are to be measured: the kernel of GPUs keeps and computes as much.
+        # Fake tensors only measure memory, and the GPU kernel keeps and computes as much.
         if query.is_cuda and not isinstance(query, FakeTensor):
             return self._on_gpu.attend(query, key, value, scale)
         missing = query.shape[2] - value.shape[2]
@@ -80,7 +79,7 @@ class SharedPrefix:
 
 
 def _blocks(families: Sequence[Family]) -> Iterator[_Block]:
-    """Every token is a query of one causal block, and in a completion of one other, its prompt."""
+    """Yield the blocks: each token queries a causal one, and in a completion its prompt's too."""
     start = 0
     for prompt, completions in families:
         keys = slice(start, start + prompt)
@@ -97,7 +96,7 @@ def _blocks(families: Sequence[Family]) -> Iterator[_Block]:
 
 
 class _Attention(torch.autograd.Function):
-    """The blocks of a packed row, by the fused kernel for CPUs: (H,N,D)."""
+    """Attention over the blocks of a packed row with the fused CPU kernel, (H,N,D)."""
 
     @staticmethod
     def forward(
@@ -149,7 +148,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _operands(block: _Block, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """What the kernel takes, (sequences,H,length,D) each: a key head once for every query head."""
+    """Return the operands of the kernel, (sequences,H,length,D) each.
+
+    A key head is repeated for each of its query heads.
+    """
     copies = query.shape[0] // key.shape[0]
     keys = (_split(x[:, block.keys], block.sequences) for x in (key, value))
     repeated = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in keys)
@@ -157,17 +159,17 @@ def _operands(block: _Block, query: Tensor, key: Tensor, value: Tensor) -> list[
 
 
 def _split(x: Tensor, count: int) -> Tensor:
-    """(H,count * length,D) to (count,H,length,D)."""
+    """Reshape (H,count * length,D) to (count,H,length,D)."""
     return x.view(x.shape[0], count, x.shape[1] // count, x.shape[2]).transpose(0, 1)
 
 
 def _joined(x: Tensor) -> Tensor:
-    """The inverse of `_split`."""
+    """Undo what `_split` did."""
     return x.transpose(0, 1).flatten(1, 2)
 
 
 def _add(out: Tensor, logsum: Tensor, part: Tensor, own: Tensor) -> None:
-    """Weigh another part of the softmax in, in place: (H,L,D) and (H,L) each."""
+    """Merge another part of the softmax into `out` (H,L,D) and `logsum` (H,L), in place."""
     both = torch.logaddexp(logsum, own)
     out.mul_((logsum - both).exp_()[..., None]).add_(part * (own - both).exp_()[..., None])
     logsum.copy_(both)

@@ -1,4 +1,4 @@
-"""From the output of a head to log-probabilities and entropies, and back to its gradient."""
+"""Log-probabilities and entropies from the output of a head, and their gradient."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from rlhf_pg.masking import widen
 from rlhf_pg.models.logit_transform import NOTHING, LogitTransform
 
-# What a CPU core works on at a time stays in its cache: several passes for the price of one.
+# Numbers per CPU core in one block: they stay in its cache, so further passes are nearly free.
 BLOCK = 2**17
 # exp of this is 0 in every dtype, and 0 times this is not NaN, as it is for -inf.
 IMPOSSIBLE = -1e4
@@ -27,23 +27,24 @@ def token_scores(
     transform: LogitTransform = NOTHING,
     again: Callable[[], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log p(y) and H(p) = -sum_v p_v log p_v for p = softmax(z / temperature), both (N,).
+    """Return log p(y) and H(p) = -sum_v p_v log p_v for p = softmax(z / temperature), both (N,).
 
         d log p_y / dz_v = (1[v = y] - p_v) / temperature
         dH / dz_v        = -p_v (log p_v + H) / temperature
 
-    In at least float32, whatever the dtype of the logits; a token of probability 0 adds 0. Where
-    there is a support S, p is renormalised on it:
+    Both are in at least float32, whatever the dtype of the logits; a token of probability 0 adds 0.
+    If there is a support S, p is renormalised on it:
 
         p_S(y) = p(y) / sum_{v in S} p(v)
 
     Args:
-        logits: (N,V), of which z = transform(logits). The backward pass overwrites them: whoever
-            else needs them is given an error by `torch`.
+        logits: (N,V), with z = transform(logits). The backward pass overwrites them; `torch` raises
+            an error if anything else needs them.
         tokens: (N,), each in its support.
-        support_ids: (N,K) the tokens of S, padded with -1; a row without any has them all.
-        entropy_gradient: otherwise the entropy is detached.
-        again: gives the logits another time; they are not kept for the backward pass then.
+        support_ids: (N,K) the tokens of S, padded with -1; a row without any has the whole
+            vocabulary.
+        entropy_gradient: whether the entropy has a gradient; otherwise it is detached.
+        again: recomputes the logits, which are then not kept for the backward pass.
     """
     law = Law(temperature, transform, support_ids, entropy_gradient)
     scores: Any = _Scores.apply
@@ -53,7 +54,7 @@ def token_scores(
 
 @dataclass(frozen=True)
 class Law:
-    """From the output of the head to the distribution that a token was drawn from, and back."""
+    """The mapping from the output of the head to the distribution of a token, and its gradient."""
 
     temperature: float
     transform: LogitTransform
@@ -66,8 +67,9 @@ class Law:
         return self.transform.scale / self.temperature
 
     def logits(self, output: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """What softmax is taken of, (n,V), perhaps `output[rows]` itself; and what a cap multiplies
-        the derivative by.
+        """Return the argument of softmax, (n,V), and a cap's factor in the derivative.
+
+        The former may be `output[rows]` itself.
         """
         z, bend = widen(output[rows]), None
         if self.transform.cap is not None:
@@ -78,13 +80,13 @@ class Law:
         return z if self.support_ids is None else _within(z, self.support_ids[rows]), bend
 
     def of(self, rows: slice) -> "Law":
-        """That of some rows."""
+        """Restrict the law to some rows."""
         return (
             self if self.support_ids is None else replace(self, support_ids=self.support_ids[rows])
         )
 
     def scores(self, output: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, (N,)."""
+        """Return log-probabilities and entropies, (N,)."""
         logprobs = output.new_empty(len(tokens), dtype=widen(output[:0]).dtype)
         entropies = torch.empty_like(logprobs)
         for rows in _blocks(output):
@@ -102,7 +104,7 @@ class Law:
         to_logprobs: Tensor,
         to_entropies: Tensor,
     ) -> None:
-        """Overwrite the output with its gradient, given those of the scores."""
+        """Overwrite the output with its gradient, given the gradients of the scores."""
         to_logprobs = to_logprobs[:, None] * self.slope
         to_entropies = to_entropies[:, None] * self.slope
         for rows in _blocks(output):
@@ -119,7 +121,7 @@ class Law:
 
 
 class _Scores(torch.autograd.Function):
-    """Of logits that are kept for the backward pass, or come `again`."""
+    """Scores of logits that are kept for the backward pass, or recomputed by `again`."""
 
     @staticmethod
     def forward(
@@ -143,20 +145,20 @@ class _Scores(torch.autograd.Function):
 
 
 def _blocks(output: Tensor) -> Iterator[slice]:
-    """The rows in blocks that a CPU's caches hold; a GPU is better off with all of them."""
+    """Yield the rows in blocks that fit a CPU's caches; a GPU takes all rows at once."""
     count, vocabulary = output.shape
     block = max(1, count if output.is_cuda else BLOCK * torch.get_num_threads() // vocabulary)
-    # Without data every block takes what the first one takes, and there may be thousands.
+    # Fake tensors only measure memory: one block tells for all, and there may be thousands.
     end = min(count, block) if isinstance(output, FakeTensor) else count
     for start in range(0, end, block):
         yield slice(start, start + block)
 
 
 def _within(logits: Tensor, support_ids: Tensor) -> Tensor:
-    """The logits (N,V), -inf beyond the support of their row; one without any keeps them all."""
+    """Set logits (N,V) outside their row's support to -inf; a row without any keeps them all."""
     given = support_ids >= 0
     vocabulary = logits.shape[-1]
-    # Padding is sent to a column of its own, behind the vocabulary.
+    # Padding goes to an extra column after the vocabulary.
     columns = torch.where(given, support_ids, vocabulary).long()
     kept = torch.zeros((len(logits), vocabulary + 1), dtype=torch.bool, device=logits.device)
     kept = kept.scatter_(1, columns, True)[:, :-1] | ~given.any(dim=1, keepdim=True)

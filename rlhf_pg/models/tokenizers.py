@@ -1,4 +1,4 @@
-"""Tokenizers by path, Hub id or object, and whether model and tokenizer go together."""
+"""Loading of tokenizers by path, Hub id or object, and checks that they fit the model."""
 
 import os
 from pathlib import Path
@@ -17,14 +17,14 @@ def load_tokenizer(
     pad_token: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer given, or the one saved beside the model.
+    """Return the given tokenizer, or load the one saved beside the model.
 
     Args:
-        pad_token: used where the tokenizer has none.
+        pad_token: used if the tokenizer has none.
 
     Raises:
-        ValueError: no tokenizer, or none that can be loaded, no pad or EOS token, ids beyond the
-            model's embedding rows, or embedding rows whose id it cannot decode.
+        ValueError: there is no tokenizer that can be loaded, it has no pad or EOS token, it has ids
+            beyond the model's embedding rows, or it cannot decode the id of an embedding row.
     """
     if tokenizer is None and not model.name_or_path:
         raise ValueError(
@@ -51,10 +51,10 @@ def load_tokenizer(
 
 
 def _check_special(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make sure that there are an EOS and a pad token.
+    """Refuse a tokenizer without an EOS or a pad token.
 
     Raises:
-        ValueError: there are not.
+        ValueError: one of them is missing.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -75,19 +75,19 @@ def _check_special(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def has_tokenizer(path: str | os.PathLike[str]) -> bool:
-    """Whether one was saved there; where none was, `AutoTokenizer` may make up an empty one.
+    """Return whether a tokenizer was saved at a path; a Hub id is assumed to have one.
 
-    A Hub id is taken at its word.
+    Where there is none, `AutoTokenizer` may make up an empty one.
     """
     here = Path(path)
     return not here.is_dir() or any((here / name).exists() for name in TOKENIZER_FILES)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, name: str) -> None:
-    """Make sure that every id has an embedding.
+    """Refuse a tokenizer with an id that has no embedding.
 
     Raises:
-        ValueError: there are more ids.
+        ValueError: there are more ids than embeddings.
     """
     rows = model.get_input_embeddings().weight.shape[0]
     remedy = "they do not belong together, or model.resize_token_embeddings is due"
@@ -106,10 +106,10 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel,
 
 
 def _check_decoding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
-    """Make sure that whatever the model can sample has a text, or a reward would never see it.
+    """Refuse a tokenizer that cannot decode every id the model can sample: rewards read the text.
 
     Raises:
-        ValueError: some id has none, and the tokenizer raises an error of its own over it.
+        ValueError: some id cannot be decoded, and the tokenizer raises its own error for it.
     """
     rows = model.get_input_embeddings().weight.shape[0]
     for id_ in sorted(set(range(rows)) - set(tokenizer.get_vocab().values())):
@@ -124,10 +124,10 @@ def _check_decoding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) 
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every id that ends a completion: the tokenizer's EOS and those of the generation config.
+    """Return every id that ends a completion: the tokenizer's EOS and the generation config's.
 
     Raises:
-        ValueError: one is no number.
+        ValueError: an id is not a number.
     """
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]

@@ -1,4 +1,4 @@
-"""What every rollout engine takes and gives: token ids in, token ids out."""
+"""The interface of all rollout engines: token ids in, token ids out."""
 
 import math
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample; the names and meanings of vLLM.
+    """The sampling parameters, with vLLM's names and meanings.
 
     Attributes:
         temperature: divides the logits; 0 is greedy, with log-probabilities at temperature 1.
@@ -23,7 +23,7 @@ class SamplingParams:
         stop: strings that end a completion; their tokens stay in it.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number is out of range.
     """
 
     temperature: float = 1.0
@@ -49,7 +49,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens may be left out of the distribution."""
+        """True if tokens may be left out of the distribution."""
         cuts = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return cuts and self.temperature > 0
 
@@ -63,12 +63,12 @@ class Completion:
     """One sampled completion.
 
     Attributes:
-        tokens: sampled ids, the EOS that ended the row included.
+        tokens: sampled ids, including the EOS that ended the row.
         logprobs: one per token, under the distribution that it was really drawn from.
         finish_reason: "stop" if an EOS id or a stop string ended it, even as the last allowed
             token; otherwise "length".
-        support: per token the ids that it was drawn from, int32 on the CPU, where
-            `SamplingParams.truncates`; None where that was the whole vocabulary.
+        support: per token the ids that it was drawn from, int32 on the CPU, if
+            `SamplingParams.truncates`; None if that was the whole vocabulary.
 
     Raises:
         FloatingPointError: a log-probability is NaN.
@@ -77,7 +77,7 @@ class Completion:
     tokens: list[int]
     logprobs: list[float]
     finish_reason: Literal["stop", "length"]
-    support: list[Tensor] | None = field(default=None, compare=False)  # tensors have no one ==
+    support: list[Tensor] | None = field(default=None, compare=False)  # == of tensors is no bool
 
     def __post_init__(self) -> None:
         if any(map(math.isnan, self.logprobs)):
@@ -88,19 +88,19 @@ class Completion:
 
 
 class RolloutError(RuntimeError):
-    """An engine cannot sample any more, because its server is gone, say."""
+    """An error after which an engine cannot sample any more, such as the loss of its server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Tokens to continue, once per sample.
+    """A sequence of tokens to continue, once per sample.
 
     Attributes:
         tokens: of the prompt, or of a whole episode so far.
         prompt_index: the running number of the prompt, which keys its noise.
-        samples: the numbers of the continuations wanted, which key theirs.
+        samples: the numbers of the wanted continuations, which key theirs.
         position: the place of the first new token in its row, counted from the end of the prompt.
-        max_tokens: if it is less than that of the `SamplingParams`.
+        max_tokens: a limit below that of the `SamplingParams`.
 
     Raises:
         ValueError: max_tokens is below 1.
@@ -117,12 +117,12 @@ class Request:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
 
     def limit(self, params: SamplingParams) -> int:
-        """Tokens that each continuation may have."""
+        """Return how many tokens each continuation may have."""
         return min(self.max_tokens or params.max_tokens, params.max_tokens)
 
 
 class Finished(NamedTuple):
-    """A completion, and what it was asked for by."""
+    """A completion with its request and sample number."""
 
     request: Request
     sample: int
@@ -130,36 +130,38 @@ class Finished(NamedTuple):
 
 
 class Session(Protocol):
-    """Requests that are sampled together, each entering and leaving when it is its time."""
+    """A set of requests that are sampled together, each entering and leaving at its own time."""
 
     def add(self, request: Request) -> None:
         """Ask for completions.
 
         Raises:
-            ValueError: the request cannot be met; the message goes on from the name of its prompt
-                ("is empty: ...").
+            ValueError: the request cannot be met; the message continues the name of its prompt ("is
+                empty: ...").
         """
         ...
 
     def step(self) -> list[Finished]:
-        """Sample for a moment: whatever has finished by then, often nothing."""
+        """Sample for a moment, and return what has finished by then, which is often nothing."""
         ...
 
     @property
     def idle(self) -> bool:
-        """Whether everything that was asked for has been returned."""
+        """True if everything that was asked for has been returned."""
         ...
 
 
 class RolloutEngine(ABC):
-    """Anything that can sample."""
+    """The base class of all engines that sample completions."""
 
     _users = 0
 
     @abstractmethod
     def session(self, params: SamplingParams, seed: int) -> AbstractContextManager[Session]:
-        """Around sampling, which depends on nothing but the model, the request's tokens and (seed,
-        prompt index, sample, position).
+        """Open a session for sampling.
+
+        What is sampled depends only on the model, the request's tokens and (seed, prompt index,
+        sample, position).
         """
 
     def generate(
@@ -177,8 +179,8 @@ class RolloutEngine(ABC):
             prompt_ids: the prompt index of each, by default its place in the list.
 
         Raises:
-            ValueError: n below 1, not one prompt id per prompt, or a prompt that is empty or too
-                long.
+            ValueError: n is below 1, there is not one prompt id per prompt, or a prompt is empty or
+                too long.
         """
         indices = range(len(prompts)) if prompt_ids is None else prompt_ids
         if n < 1:
@@ -204,9 +206,9 @@ class RolloutEngine(ABC):
 
     @contextmanager
     def weights_synced(self) -> Iterator[None]:
-        """Around sampling from the weights as they are now; within another one it does nothing.
+        """Sample from the weights as they are now inside the block; nested blocks change nothing.
 
-        Whatever an engine has to copy is copied once on entering, and dropped on leaving.
+        Whatever an engine has to copy is copied once on entry and dropped on exit.
         """
         self._users += 1
         try:
@@ -216,5 +218,5 @@ class RolloutEngine(ABC):
             self._users -= 1
 
     def _load_weights(self) -> AbstractContextManager[None]:
-        """Take over the policy's weights; on leaving, give back what only sampling needs."""
+        """Take over the policy's weights, and on exit free what only sampling needs."""
         return nullcontext()

@@ -1,4 +1,4 @@
-"""What samples: the engine that `rollout_engine` names, and what plays episodes on it."""
+"""Construction of the engine that `rollout_engine` names, and of what plays episodes on it."""
 
 import importlib.metadata
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from rlhf_pg.rollout.vllm.server import VllmServerEngine
 
 
 def installed() -> str | None:
-    """The version of the vLLM that is installed, which is not imported: that takes its time."""
+    """Return the version of the installed vLLM, without importing it, which takes long."""
     try:
         return importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
@@ -32,11 +32,11 @@ def installed() -> str | None:
 def unsuited(
     args: PolicyGradientConfig, model: PreTrainedModel, kind: str, version: str | None
 ) -> str | None:
-    """Why vLLM in the process is not for this run; None where it may be.
+    """Return why vLLM in the process does not suit this run; None if it does.
 
     Args:
         kind: "cuda" or "cpu", of the run.
-        version: of the vLLM that is installed, if there is one.
+        version: of the installed vLLM, if there is one.
     """
     if kind != "cuda":
         return f"the device is {kind}"
@@ -74,16 +74,16 @@ def new_engine(
     is_main: bool,
     longest: int = 1,
 ) -> RolloutEngine:
-    """The engine of a run, or this process's own.
+    """Create the engine of a run, or this process's own.
 
     Args:
-        args: with an engine in place of auto.
+        args: with a concrete engine in place of auto.
         model: the policy, which has its weights when the engine takes them over.
-        is_main: of several processes, the one that hands weights to a server.
+        is_main: whether this process is the one that hands weights to a server.
         longest: tokens of the longest prompt and completion.
 
     Raises:
-        ValueError: the engine cannot be had, or cannot sample from the model.
+        ValueError: the engine is not available, or cannot sample from the model.
         RolloutError: the server does not answer.
     """
     if args.rollout_engine == "vllm":
@@ -119,11 +119,11 @@ def new_episode_runner(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> EpisodeRunner | None:
-    """What plays episodes, for a run with tools or an environment.
+    """Create the runner of episodes, for a run with tools or an environment.
 
     Raises:
-        ValueError: there are both, something that cannot be called, or keys of episodes for a run
-            that has none; or a chat template that does not know tools.
+        ValueError: there are both, one cannot be called, a run without episodes has keys for them,
+            or the chat template does not know tools.
     """
     has_episodes = bool(tools) or environment_factory is not None
     why = "is for episodes: give tools or environment_factory to the trainer, or leave it out"
@@ -151,7 +151,7 @@ def new_episode_runner(
     check_template(tokenizer, box.schemas)
     return EpisodeRunner(
         environment_factory=partial(ToolEnvironment, box),
-        timeout=None,  # it keeps to that of its tools
+        timeout=None,  # the tools have their own
         tools=box.schemas,
         special_tokens=box.reads_tokens,
         **options,

@@ -1,4 +1,4 @@
-"""Drawing a token: the distribution, and noise that depends on nothing but its own coordinates."""
+"""Drawing of tokens from a distribution, with noise that depends only on its coordinates."""
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from rlhf_pg.masking import widen
 from rlhf_pg.rng import mix, shift, signed
 from rlhf_pg.rollout.engine import SamplingParams
 
-BLOCK = 128  # tokens whose probabilities are summed before any of them is looked at
+BLOCK = 128  # tokens whose probabilities are summed before looking at single ones
 
 
 def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,7 +21,7 @@ def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tenso
 
     Args:
         logits: (R,V) in any floating dtype.
-        noise: (R,) float64 in [0, 1), see `uniform`.
+        noise: (R,) float64 in [0, 1), from `uniform`.
 
     Returns:
         ids (R,) and their log-probabilities (R,) under the distribution drawn from, after
@@ -39,7 +39,7 @@ def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tenso
     if weights.shape[1] % BLOCK:
         weights = nn.functional.pad(weights, (0, -weights.shape[1] % BLOCK))
     weights = weights.view(len(scores), -1, BLOCK)
-    # The block first and then the token in it: the whole vocabulary is summed once, not scanned.
+    # First find the block, then the token in it: the vocabulary is summed once, not scanned.
     blocks = _running_sums(weights.sum(dim=-1).double())
     block, rest = _invert(blocks, noise)
     inside = _running_sums(weights[torch.arange(len(block), device=block.device), block].double())
@@ -49,9 +49,9 @@ def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tenso
 
 
 def support_mask(logits: Tensor, params: SamplingParams) -> Tensor:
-    """(R,V) bool: the tokens that `sample` prompt_indices from, given the same (R,V) logits.
+    """Return the tokens that `sample` draws from, (R,V) bool, given the same (R,V) logits.
 
-    At temperature 0, where nothing is truncated, all of them.
+    At temperature 0, where nothing is truncated, these are all tokens.
     """
     if not params.truncates:
         return torch.ones_like(logits, dtype=torch.bool)
@@ -59,14 +59,15 @@ def support_mask(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def ids_of(kept: Tensor) -> list[Tensor]:
-    """The ids of the True tokens of each row of (R,V), int32 on the CPU."""
+    """Return the ids of the True tokens of each row of (R,V), int32 on the CPU."""
     ids = kept.nonzero()[:, 1].int().cpu()
     return list(torch.split(ids, kept.sum(dim=1).tolist()))
 
 
 def _invert(cdf: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Where `noise` in [0, 1) falls in each row of a cumulative distribution, summing to anything;
-    and where in that step, again in [0, 1).
+    """Find the step of each row's cumulative distribution where `noise` in [0, 1) falls.
+
+    The distribution may sum to anything. Also return the place within that step, again in [0, 1).
     """
     aim = noise[:, None] * cdf[:, -1:]
     # noise < 1 and `right` skip every step of width 0, at either end.
@@ -77,8 +78,10 @@ def _invert(cdf: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _running_sums(x: Tensor) -> Tensor:
-    """Of each row; by a product where a GPU has to sum in the same order every time, which torch
-    says of no running sum of floats there.
+    """Return the running sums of each row.
+
+    It is a product where a GPU must sum in a fixed order, which torch does not promise for
+    `cumsum`.
     """
     if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):
         return x.cumsum(dim=-1)
@@ -90,7 +93,7 @@ def _pick(x: Tensor, ids: Tensor) -> Tensor:
 
 
 def _truncate(scores: Tensor, params: SamplingParams) -> Tensor:
-    """top-k, then top-p, then min-p, by the rules of `transformers`."""
+    """Apply top-k, then top-p, then min-p, by the rules of `transformers`."""
     warpers = LogitsProcessorList()
     if params.top_k > 0:
         warpers.append(TopKLogitsWarper(params.top_k))
@@ -105,20 +108,20 @@ def _truncate(scores: Tensor, params: SamplingParams) -> Tensor:
 def uniform(
     seed: int | Tensor, prompt_indices: Tensor, samples: Tensor, position: int | Tensor
 ) -> Tensor:
-    """Noise in [0, 1), float64: a pure function of (seed, prompt index, sample, position).
+    """Return noise in [0, 1), float64, a pure function of (seed, prompt index, sample, position).
 
-    A counter-based generator (SplitMix64; Steele et al. 2014, after Salmon et al. 2011), so what a
-    row is given does not depend on the other rows, their order or the number of processes.
+    This is a counter-based generator (SplitMix64; Steele et al. 2014, after Salmon et al. 2011), so
+    the noise of a row does not depend on the other rows, their order or the number of processes.
 
     Args:
-        seed: or a tensor of one, which is `signed`.
-        prompt_indices, samples: (R,) int64, and position too, or one for all.
+        seed: an integer, or a tensor of one that is `signed`.
+        prompt_indices, samples: (R,) int64; `position` too, or one for all.
     """
     return shift(_state(seed, prompt_indices, samples, position), 12).to(torch.float64) * 2.0**-52
 
 
 def request_seed(seed: int, prompt_index: int, sample: int, position: int) -> int:
-    """For an engine that makes its own noise: a seed in [0, 2**63), by the same coordinates."""
+    """Return a seed in [0, 2**63) for an engine with its own noise, from the same coordinates."""
     state = _state(seed, torch.tensor([prompt_index]), torch.tensor([sample]), position)
     return int(shift(state, 1))
 

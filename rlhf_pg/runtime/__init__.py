@@ -1,8 +1,8 @@
-"""Processes and devices: the only package that knows how a model is distributed.
+"""Processes and devices, the only package that knows how a model is distributed.
 
-Everything else sees a few verbs: of all processes gather, all_reduce_sum, all_reduce_max and
-barrier; of what is trained micro_batch, backward and step; and a module that lies in pieces can be
-had whole.
+The rest of the code uses a few verbs: gather, all_reduce_sum, all_reduce_max and barrier of all
+processes; micro_batch, backward and step of the trained module; and access to the full weights of a
+sharded module.
 """
 
 from rlhf_pg.runtime.collective_writes import Writing

@@ -1,4 +1,4 @@
-"""Files that several processes write together, each its own, and any of which may fail."""
+"""Writing of files by several processes together, any of which may fail."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +8,10 @@ from rlhf_pg.runtime.processes import Runtime
 
 
 class Writing:
-    """One thing that is written to `path`, in steps.
+    """A sequence of steps that write to `path`.
 
-    A process whose step fails leaves out its further ones, but comes along to every collective
-    between them, where others would wait for it. `check` is where all learn of it.
+    A process whose step fails skips its further steps, but still takes part in every collective
+    between them, since the others would wait for it. At `check` all processes learn of the failure.
     """
 
     def __init__(self, runtime: Runtime, path: Path) -> None:
@@ -23,22 +23,22 @@ class Writing:
         if self._failure is None:
             try:
                 step()
-            except Exception as error:  # of the disk; safetensors and tokenizers have their own
+            except Exception as error:  # OSError, or the own classes of safetensors and tokenizers
                 self._failure = error
 
     def main(self, step: Callable[[], Any]) -> None:
-        """Take a step, on the main process alone."""
+        """Take a step on the main process only."""
         if self.runtime.is_main:
             self.do(step)
 
     def check(self, undo: Callable[[], Any] = lambda: None) -> None:
-        """Go on if no step has failed on any process; collective.
+        """Raise on all processes if a step has failed on any; collective.
 
         Args:
-            undo: done by the main process first, if one has.
+            undo: called by the main process before it raises.
 
         Raises:
-            OSError: on all processes, with what failed on the first of those where something did.
+            OSError: a step has failed; the message is that of the first process with a failure.
         """
         error = self._failure
         reason = self.runtime.first_error(f"{type(error).__name__}: {error}" if error else None)

@@ -1,4 +1,4 @@
-"""A module and its optimizer, of which every process has all: one process, or DDP."""
+"""The backend for one process or DDP, where every process has the whole module and optimizer."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -20,20 +20,22 @@ from rlhf_pg.runtime.bf16_updates import (
 from rlhf_pg.runtime.full_weights import full
 from rlhf_pg.runtime.watchdog import Watch, waits
 
-State = tuple[Tensor, str, Tensor]  # parameter, key, what the optimizer remembers of it
-COUNTER = "step"  # the key that is no tensor like the parameter
-TABLES = ("qmap1", "qmap2")  # the keys of what the 8 bits of bitsandbytes stand for
-OUTSIDE = (MASTER, ROUNDINGS)  # the keys of what no optimizer remembers
+State = tuple[Tensor, str, Tensor]  # parameter, key, value in the optimizer's state
+COUNTER = "step"  # the key whose value is not shaped like the parameter
+TABLES = ("qmap1", "qmap2")  # the keys of the code tables of bitsandbytes' 8-bit moments
+OUTSIDE = (MASTER, ROUNDINGS)  # the keys that are not in an optimizer's state
 
 
 class DDPBackend:
-    """What is trained, and the verbs of training. Others override what they do differently.
+    """The trained module with its optimizer, and the verbs of training.
+
+    Other backends override what they do differently.
 
     Args:
-        module: on its device and wrapped here, once.
-        optimizer: of its parameters; `self.optimizer` has the learning rates from here on.
+        module: on its device; it is wrapped here, once.
+        optimizer: of its parameters; `self.optimizer` has the learning rates from now on.
         max_grad_norm: 0 leaves the gradient as it is.
-        bfloat16_update: how an update reaches weights in bfloat16, as the config has it.
+        bfloat16_update: how an update reaches bfloat16 weights, as in the config.
         seed: of stochastic rounding.
     """
 
@@ -72,17 +74,17 @@ class DDPBackend:
 
     @staticmethod
     def place(accelerator: Accelerator, module: nn.Module) -> nn.Module:
-        """A module that is not trained, where it belongs."""
+        """Move a module that is not trained to its device."""
         return module.to(accelerator.device)
 
     @waits
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """The module's output."""
+        """Return the module's output."""
         called = self._wrapped if torch.is_grad_enabled() else self.module
         return called(*inputs, **options)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one micro-batch: gradients are exchanged on the last."""
+        """Wrap forward and backward of one micro-batch; gradients are exchanged on the last one."""
         if last:
             return nullcontext()
         hold_back: AbstractContextManager[Any] = self._accelerator.no_sync(self._wrapped)
@@ -92,25 +94,25 @@ class DDPBackend:
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this process's share of the loss.
 
-        The shares of all processes sum to the loss, while the gradient that is exchanged is a mean:
-        multiplying by the number of processes undoes that, here and nowhere else.
+        The shares of all processes sum to the loss, while the exchanged gradient is a mean.
+        Multiplying by the number of processes undoes that, here and nowhere else.
         """
         torch.autograd.backward(loss * self._world)
 
     def zero_grad_of(self, module: nn.Module) -> None:
-        """Drop the gradient of some of the parameters, which the next step then leaves alone."""
+        """Drop the gradient of some parameters, which the next step then leaves unchanged."""
         for parameter in module.parameters():
             parameter.grad = None
 
     def discard_update(self) -> None:
-        """Drop what is left of an update that was broken off."""
+        """Drop what is left of an interrupted update."""
         self.zero_grad_of(self.module)
 
     @waits
     def step(self) -> float:
-        """Clip, update, and drop the gradient; returns its norm before that, of all processes.
+        """Clip, update and drop the gradient; return its norm before clipping, over all processes.
 
-        With a gradient that is not finite the weights stay as they were.
+        If the gradient is not finite, the weights stay as they were.
         """
         self._updates.take_gradients()
         updated = [self._updates.of(p) for p in self.module.parameters()]
@@ -121,16 +123,16 @@ class DDPBackend:
         return norm
 
     def state(self) -> Iterator[State]:
-        """What the optimizer remembers, tensor by tensor and each of them whole; collective."""
+        """Yield the optimizer's state, tensor by tensor and each of them whole; collective."""
         for updated, values in self.optimizer.state.items():
             for key, value in values.items():
                 whole = full(torch.as_tensor(value))
-                # 8-bit moments of all parameters share their tables; a file has each of them.
+                # All 8-bit moments share their tables, but a file stores one for each.
                 yield self._updates.weight(updated), key, whole.clone() if key in TABLES else whole
         yield from self._updates.state()
 
     def load_state(self, state: Iterable[State]) -> None:
-        """The inverse of `state`; whole tensors that every process has. After loading weights."""
+        """Restore what `state` yielded, from whole tensors on every process, after the weights."""
         self.optimizer.state.clear()
         self._updates.refresh()
         for weight, key, value in state:
@@ -143,12 +145,12 @@ class DDPBackend:
             self.optimizer.state[updated][key] = own
 
     def _like(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """A moment where its parameter is."""
+        """Move a moment to the device of its parameter."""
         return value.to(parameter.device)
 
 
 def count(optimizer: Optimizer, updated: Tensor, value: Tensor) -> Tensor | int:
-    """The number of updates of a parameter, as the optimizer keeps it."""
+    """Return the number of updates of a parameter in the optimizer's own format."""
     if not value.is_floating_point():
         return int(value)
     return value.to(updated.device) if optimizer.defaults.get("fused") else value

@@ -1,8 +1,7 @@
-"""DeepSpeed: ZeRO-1, 2 and 3, with or without offloading to the CPU.
+"""The DeepSpeed backend: ZeRO-1, 2 and 3, with or without offloading to the CPU.
 
-The engine's backward and step are called from here, not by accelerate, which steps inside backward;
-and what DeepSpeed would take from its own config (precision, clipping, accumulation) is what the
-recipe says.
+The engine's backward and step are called here, not by accelerate, which steps inside backward. The
+recipe decides what DeepSpeed would read from its own config (precision, clipping, accumulation).
 """
 
 import copy
@@ -26,9 +25,7 @@ from rlhf_pg.runtime.watchdog import waits
 
 
 class DeepSpeedBackend(DDPBackend):
-    """Every process has a piece of the moments (ZeRO-1), of the gradient too (ZeRO-2), and of the
-    weights (ZeRO-3).
-    """
+    """A backend that shards the moments, from ZeRO-2 on the gradient, and in ZeRO-3 the weights."""
 
     def _wrap(self) -> Any:
         check_divisible(self.module, self.optimizer)
@@ -45,18 +42,18 @@ class DeepSpeedBackend(DDPBackend):
         self._zero: Any = engine.optimizer
         self._three = engine.zero_optimization_stage() == 3
         self.optimizer = self._zero.optimizer
-        self._is_broken = False  # an update was broken off
-        self._forgotten: list[Tensor] = []  # pieces of what the next step leaves alone
-        self._buffers: list[Tensor | None] = []  # for the gradients of these
+        self._is_broken = False  # an update was interrupted
+        self._forgotten: list[Tensor] = []  # shards that the next step leaves unchanged
+        self._buffers: list[Tensor | None] = []  # for their gradients
         self.optimizer.register_step_pre_hook(self._hide)
         self.optimizer.register_step_post_hook(self._show)
         return engine
 
     def _new_updates(self, bfloat16_update: str, seed: int) -> Nearest:
-        """DeepSpeed has masters of its own.
+        """Leave float32 masters to DeepSpeed, which has its own.
 
         Raises:
-            ValueError: the recipe wants none.
+            ValueError: the recipe asks for another kind of update.
         """
         if bfloat16_update != "master_weights":
             raise ValueError(
@@ -67,17 +64,17 @@ class DeepSpeedBackend(DDPBackend):
 
     @staticmethod
     def place(accelerator: Accelerator, module: nn.Module) -> nn.Module:
-        """In pieces under ZeRO-3, otherwise on every process."""
+        """Shard a module that is not trained under ZeRO-3; otherwise move it to the device."""
         if accelerator.state.deepspeed_plugin.zero_stage < 3:
             return module.to(accelerator.device)
         bf16 = any(p.dtype == torch.bfloat16 for p in module.parameters())
         engine, *_ = deepspeed.initialize(model=module, config=_config(accelerator, bf16))
-        # It has the hooks that gather the weights; as a child it would be the parent of its parent.
+        # The engine has the hooks that gather the weights. As a child it would contain its parent.
         object.__setattr__(module, "engine", engine)
         return module
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one micro-batch."""
+        """Wrap forward and backward of one micro-batch."""
         self._wrapped.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
@@ -86,37 +83,37 @@ class DeepSpeedBackend(DDPBackend):
         """Add the gradient of this process's share of the loss.
 
         Raises:
-            ValueError: an update was broken off before.
+            ValueError: an update was interrupted before.
         """
         if self._is_broken:
             raise ValueError(
-                "an update was broken off, and DeepSpeed keeps half of its gradient: go on from a "
+                "an update was broken off, and DeepSpeed keeps half of its gradient: resume from a "
                 "checkpoint in a new process"
             )
         self._wrapped.backward(loss * self._world)
 
     def zero_grad_of(self, module: nn.Module) -> None:
-        """Drop the gradient of some of the parameters, which the next step then leaves alone."""
+        """Drop the gradient of some parameters, which the next step then leaves unchanged."""
         own = {id(p) for p in module.parameters()}
         for i, (parameters, piece) in enumerate(self._groups()):
             if id(parameters[0]) not in own:
                 continue
             self._forgotten.append(piece)
-            # What the norm is taken of; with offloading it is kept by parameter.
+            # The norm is computed from these; with offloading it is kept by parameter.
             for gradient in self._zero.averaged_gradients.get(i) or ():
                 gradient.zero_()
             norms = getattr(self._zero, "norm_for_param_grads", {})
             for parameter in parameters:
                 if (key := self._zero.get_param_id(parameter)) in norms:
-                    norms[key] = torch.zeros_like(norms[key])  # times 0, NaN stays
+                    norms[key] = torch.zeros_like(norms[key])  # multiplying by 0 would keep NaN
 
     def discard_update(self) -> None:
-        """Gradients are in buffers of DeepSpeed, which cannot take back half of them."""
+        """Note that an update was interrupted: DeepSpeed's buffers cannot drop half a gradient."""
         self._is_broken = True
 
     @waits
     def step(self) -> float:
-        """Clip, update, and drop the gradient; returns its norm before that, of all processes."""
+        """Clip, update and drop the gradient; return its norm before clipping, of all processes."""
         self._wrapped.step()
         self._forgotten.clear()
         if not self._wrapped.was_step_applied():
@@ -124,7 +121,7 @@ class DeepSpeedBackend(DDPBackend):
         return float(self._wrapped.get_global_grad_norm())
 
     def _hide(self, *_: Any) -> None:
-        """A parameter without a gradient is one that `torch.optim` passes over."""
+        """Hide gradients from `torch.optim`, which skips parameters without one."""
         self._buffers = [piece.grad for piece in self._forgotten]
         for piece in self._forgotten:
             piece.grad = None
@@ -134,7 +131,7 @@ class DeepSpeedBackend(DDPBackend):
             piece.grad = buffer
 
     def state(self) -> Iterator[State]:
-        """What the optimizer remembers, tensor by tensor and each of them whole; collective."""
+        """Yield the optimizer's state, tensor by tensor and each of them whole; collective."""
         for parameters, piece in self._groups():
             values = self.optimizer.state.get(piece, {})
             for parameter in parameters:
@@ -148,7 +145,7 @@ class DeepSpeedBackend(DDPBackend):
                     yield parameter, MASTER, safe_get_full_fp32_param(parameter)
 
     def load_state(self, state: Iterable[State]) -> None:
-        """The inverse of `state`; whole tensors that every process has. After loading weights."""
+        """Restore what `state` yielded, from whole tensors on every process, after the weights."""
         self._zero.refresh_fp32_params()
         self.optimizer.state.clear()
         piece_of = {id(p): piece for parameters, piece in self._groups() for p in parameters}
@@ -158,7 +155,7 @@ class DeepSpeedBackend(DDPBackend):
             if key == MASTER and self._bf16:
                 self._set(parameter, None, value)
             elif key == COUNTER:
-                on_cpu = isinstance(self.optimizer, DeepSpeedCPUAdam)  # which counts in integers
+                on_cpu = isinstance(self.optimizer, DeepSpeedCPUAdam)  # it counts in integers
                 values[key] = int(value) if on_cpu else count(self.optimizer, piece, value)
             elif key != MASTER:
                 values.setdefault(key, torch.zeros_like(piece))
@@ -166,17 +163,17 @@ class DeepSpeedBackend(DDPBackend):
                 self._set(parameter, key, value)
 
     def _set(self, parameter: Any, key: str | None, value: Tensor) -> None:
-        """This process's piece of the float32 weights (None) or of a moment."""
+        """Set this process's shard of the float32 weights (key None) or of a moment."""
         if not self._three:
             parameter.set_full_hp_param(value, key)
             return
-        size = parameter.ds_tensor.numel()  # as large everywhere: the last ones are padded
+        size = parameter.ds_tensor.numel()  # the same on all processes: the last ones are padded
         flat = nn.functional.pad(value.flatten(), (0, size * self._world - value.numel()))
         own = flat.narrow(0, self._accelerator.process_index * size, size)
         self._zero.set_local_hp_param(own, parameter, key)
 
     def _groups(self) -> Iterable[tuple[list[Any], Tensor]]:
-        """Parameters that are updated together, and this process's flat piece of them."""
+        """Return the parameters that are updated together, with this process's shard of them."""
         zero = self._zero
         if self._three:
             return zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)
@@ -184,18 +181,20 @@ class DeepSpeedBackend(DDPBackend):
 
 
 def _link(parameter: Any, piece: Tensor, values: dict[str, Any]) -> None:
-    """Tell a parameter of ZeRO-1 or 2 where its moments are; DeepSpeed itself (0.19) does so when
-    the first of several groups has been updated, and misses those of the others.
+    """Tell a parameter of ZeRO-1 or 2 where its moments are.
+
+    DeepSpeed itself (0.19) does so when the first of several groups has been updated, and misses
+    the moments of the others.
     """
     if getattr(parameter, "_hp_mapping", None) is not None:  # a piece of it is on this process
         parameter._hp_mapping.set_optim_state_fragment(piece, values)
 
 
 def _config(accelerator: Accelerator, bf16: bool) -> dict[str, Any]:
-    """The launcher's DeepSpeed config, without what the recipe decides.
+    """Return the launcher's DeepSpeed config without what the recipe decides.
 
     Raises:
-        ValueError: it has an optimizer or a schedule, or no ZeRO.
+        ValueError: the config has an optimizer or a schedule, or no ZeRO.
     """
     plugin = accelerator.state.deepspeed_plugin
     config = _decided(copy.deepcopy(plugin.deepspeed_config))
@@ -208,16 +207,16 @@ def _config(accelerator: Accelerator, bf16: bool) -> dict[str, Any]:
     if plugin.zero_stage == 0:
         raise ValueError("DeepSpeed without ZeRO (stage 0) is plain DDP: launch it as such")
     return config | {
-        "train_micro_batch_size_per_gpu": 1,  # of no consequence: the batches are ours
+        "train_micro_batch_size_per_gpu": 1,  # has no effect: the batches are ours
         "gradient_accumulation_steps": 1,
         "fp16": {"enabled": False},
-        # A gradient that is not finite is found in the norm, which all processes share.
+        # A non-finite gradient shows in the norm, which all processes share.
         "bf16": {"enabled": bf16, "check_grad_overflow": bf16},
     }
 
 
 def _decided(config: dict[str, Any]) -> dict[str, Any]:
-    """Without "auto", which stands for DeepSpeed's defaults, and without batch sizes."""
+    """Drop the values "auto", which stand for DeepSpeed's defaults, and the batch size."""
     return {
         key: _decided(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -226,17 +225,17 @@ def _decided(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _offloaded(optimizer: Optimizer, config: dict[str, Any]) -> Optimizer:
-    """An optimizer that updates on the CPU, if that is where its state is to be.
+    """Return an optimizer that updates on the CPU, if its state is to be there.
 
     Raises:
-        ValueError: there is none of that kind.
+        ValueError: there is no such optimizer for the CPU.
     """
     where = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
     there = isinstance(optimizer, DeepSpeedCPUAdam)
     if where == "none" or there or not config.get("zero_force_ds_cpu_optimizer", True):
         return optimizer
     kind = type(optimizer)
-    if kind not in (Adam, AdamW):  # which accelerate would take for Adam
+    if kind not in (Adam, AdamW):  # accelerate would treat it as Adam
         raise ValueError(
             f"the DeepSpeed config offloads the optimizer, and there is no {kind.__name__} for "
             "that: use Adam or AdamW, leave offload_optimizer out, or set "

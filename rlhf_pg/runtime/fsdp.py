@@ -1,4 +1,4 @@
-"""FSDP2: every process has a piece of each weight, its gradient and its moments."""
+"""The FSDP2 backend, where every process has a shard of weights, gradients and moments."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,8 +13,9 @@ from rlhf_pg.runtime.full_weights import check_divisible, put
 
 
 class FSDPBackend(DDPBackend):
-    """Weights are gathered layer by layer, and gradients come back in pieces, at every micro-batch:
-    no process ever holds all of a gradient.
+    """A backend that gathers weights layer by layer and reduces gradients to shards.
+
+    It does so at every micro-batch, so no process ever holds the whole gradient.
     """
 
     def _wrap(self) -> Any:
@@ -29,39 +30,43 @@ class FSDPBackend(DDPBackend):
 
     @staticmethod
     def place(accelerator: Accelerator, module: nn.Module) -> nn.Module:
-        """In pieces, whatever the launcher wants to stay whole: no backward pass takes it apart."""
+        """Shard a module that is not trained, even parts that the launcher wants to keep whole.
+
+        Without a backward pass, whole weights would never be released.
+        """
         _sharded(accelerator, module).set_reshard_after_forward(True)
         return module
 
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one micro-batch."""
+        """Wrap forward and backward of one micro-batch."""
         return nullcontext()
 
     def _like(self, parameter: Tensor, value: Tensor) -> Tensor:
-        # As the optimizer makes it: `DTensor.from_local` would move an offloaded one to the GPU.
+        # As the optimizer makes it: `DTensor.from_local` would move an offloaded moment to the GPU.
         moment = torch.empty_like(parameter, dtype=value.dtype)
         put(moment, value)
         return moment
 
 
 def _sharded(accelerator: Accelerator, module: nn.Module) -> Any:
-    """In pieces, each a layer of `transformers` or what is left over; in place."""
+    """Shard a module in place, into the layers of `transformers` and the rest."""
     module._no_split_modules = _layers(module)  # type: ignore[assignment]
     plugin = accelerator.state.fsdp_plugin
     wanted = plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap
-    # Not `Accelerator.prepare`, which takes one model, and that with its optimizer.
+    # `Accelerator.prepare` takes only one model, and only with its optimizer.
     sharded: Any = fsdp2_prepare_model(accelerator, module)
-    # The plugin now says what fits this module, and the next one has other layers.
+    # The plugin is now set for this module's layers; the next module has others.
     plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = wanted
-    # By default the outermost weights stay whole after a pass without gradients, and what is
+    # By default the outermost weights stay whole after a pass without gradients, and anything
     # written to them then is lost.
     sharded.set_reshard_after_forward(True, recurse=False)
     return sharded
 
 
 def _set_apart(module: nn.Module) -> None:
-    """Give each child its own copy of frozen weights that it shares with an earlier one: FSDP2 has
-    a weight in one place only. (Weights that are tied within a child stay so.)
+    """Give each child its own copy of frozen weights that it shares with an earlier one.
+
+    FSDP2 allows a weight in one place only. (Weights that are tied within a child stay tied.)
     """
     taken: set[int] = set()
     for child in module.children():
@@ -78,7 +83,7 @@ def _set_apart(module: nn.Module) -> None:
 
 
 def _layers(module: nn.Module) -> list[str]:
-    """Class names of the layers that every model in the module says must stay together."""
+    """Return the class names of the layers that a model in the module wants to keep together."""
     names = {
         name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()
     }

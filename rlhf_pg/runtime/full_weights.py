@@ -1,7 +1,7 @@
-"""Weights that lie in pieces on several processes: put together, and taken apart again.
+"""Weights that are sharded over several processes: gathering them, and sharding them again.
 
-Under FSDP2 a parameter is a `DTensor`; under ZeRO-3 it is empty and has a `ds_id`; all others are
-whole. "Collective" says that every process has to call it, in the same order.
+Under FSDP2 a parameter is a `DTensor`; under ZeRO-3 it is empty and has a `ds_id`; any other is
+whole. "Collective" means that every process has to call the function, in the same order.
 """
 
 import copy
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def check_divisible(module: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse what FSDP and DeepSpeed cannot split up.
+    """Refuse what FSDP and DeepSpeed cannot shard.
 
     Raises:
         ValueError: weights are quantized, or the optimizer has been used or has 8-bit moments.
@@ -41,7 +41,7 @@ def check_divisible(module: nn.Module, optimizer: Optimizer) -> None:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """All of a tensor that may lie in pieces, detached; collective."""
+    """Return all of a tensor that may be sharded, detached; collective."""
     if isinstance(tensor, DTensor):
         whole: Tensor = tensor.full_tensor()
         return whole.detach()
@@ -52,7 +52,10 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def gathered(*parameters: Tensor, write: bool = False) -> AbstractContextManager[Any]:
-    """Around reading ZeRO-3 parameters, or writing what the main process then has; collective."""
+    """Gather ZeRO-3 parameters inside the block; with `write`, the main process's values are kept.
+
+    It is collective.
+    """
     split = [p for p in parameters if hasattr(p, "ds_id")]
     if not split:
         return nullcontext()
@@ -76,11 +79,12 @@ def put(parameter: Tensor, value: Tensor) -> None:
 
 
 class FullWeights:
-    """A module in one piece, for what cannot work with pieces: sampling, saving, loading.
+    """The full weights of a module, for what cannot work with shards: sampling, saving, loading.
 
     Args:
-        module: before it is split up; in pieces it is `pieces`.
-        splits: it is going to be. Otherwise this is the module itself, and nothing is copied.
+        module: before it is sharded; `pieces` is the same module afterwards.
+        splits: whether it is going to be sharded. Otherwise this is the module itself, and nothing
+            is copied.
         watch: of this process, which may have to wait for the others.
     """
 
@@ -91,13 +95,13 @@ class FullWeights:
 
     @contextmanager
     def gathered(self, device: torch.device | None, trained: bool = False) -> Iterator[None]:
-        """Around a use of `module`, which has its weights then and no memory otherwise; collective.
+        """Give `module` its weights inside the block, and no memory otherwise; collective.
 
-        Within another one of the same module it changes nothing.
+        Within another such block for the same module it changes nothing.
 
         Args:
-            device: None: this process helps to gather and keeps nothing.
-            trained: the trained parameters alone.
+            device: where to put them; None: this process helps to gather and keeps nothing.
+            trained: gather only the trained parameters.
         """
         self._users += 1
         try:
@@ -111,7 +115,10 @@ class FullWeights:
 
     @contextmanager
     def modified(self, trained: bool = False) -> Iterator[None]:
-        """Around a change of `module`, by every process alike, on the CPU; collective."""
+        """Write what every process changes in `module` inside the block back to the shards.
+
+        The change is made on the CPU; collective.
+        """
         with self.gathered(CPU, trained):
             yield
             self._spread(trained)
@@ -125,7 +132,7 @@ class FullWeights:
     def _fill(self, device: torch.device | None, trained: bool) -> None:
         pairs = self._pairs(trained)
         for own, piece in pairs:
-            value = full(piece)  # one at a time: what is not kept needs no more room than that
+            value = full(piece)  # one at a time, so a process that keeps none needs little memory
             if device is not None:
                 _put_in_place(own, value.to(device))
         if pairs and device is not None:
@@ -139,7 +146,7 @@ class FullWeights:
                 _put_in_place(own, own.to("meta"))
 
     def _pairs(self, trained: bool = False) -> list[tuple[Tensor, Tensor]]:
-        """Parameters of `module`, and those in pieces; tied ones once."""
+        """Return the parameters of `module` with their sharded ones, tied ones once."""
         if self.module is self.pieces:
             return []
         pieces = dict(self.pieces.named_parameters())
@@ -151,7 +158,7 @@ class FullWeights:
 
 
 def _outline(module: nn.Module) -> nn.Module:
-    """A copy with parameters that have a shape and no memory; buffers are copied."""
+    """Copy a module with parameters that have a shape but no memory; buffers are copied whole."""
     empty: dict[int, Any] = {
         id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()
     }
@@ -159,6 +166,6 @@ def _outline(module: nn.Module) -> nn.Module:
 
 
 def _put_in_place(parameter: Tensor, value: Tensor) -> None:
-    """Let a parameter be another tensor, wherever it is used."""
+    """Replace a parameter by another tensor wherever it is used."""
     swap: Any = swap_tensors
     swap(parameter, nn.Parameter(value, parameter.requires_grad))

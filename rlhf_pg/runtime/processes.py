@@ -1,4 +1,4 @@
-"""Processes, their collectives, and how a module is shared among them."""
+"""Processes, their collectives, and the ways to distribute a module over them."""
 
 import atexit
 import time
@@ -19,22 +19,22 @@ from rlhf_pg.runtime.ddp import DDPBackend
 from rlhf_pg.runtime.watchdog import Watch, meeting, waits
 
 MARGIN = 30  # seconds that the process group waits longer, so that `Watch` reports stacks first
-LAST_TENSORS = 0.3  # seconds in which the threads of gloo drop what they have exchanged
+LAST_TENSORS = 0.3  # seconds for gloo's threads to drop the tensors that they have exchanged
 
 
 class Runtime:
-    """This process among the others.
+    """The current process and its connection to the others.
 
     Args:
-        timeout: `ddp_timeout`, in seconds; of the first `Runtime` also that of the process group.
+        timeout: `ddp_timeout`, in seconds; the first `Runtime` also sets that of the process group.
 
     Raises:
         ValueError: the launcher asks for what is not supported here.
     """
 
     def __init__(self, timeout: int = 1800) -> None:
-        # The config decides on precision and accumulation, not what a launcher has in store; and
-        # without CUDA the CPU, since float64 (sampling, metrics) is not to be had on Apple's GPUs.
+        # The config, not the launcher, decides on precision and accumulation. Without CUDA all
+        # runs on the CPU, since Apple's GPUs lack float64 (for sampling, metrics).
         with meeting():
             self._accelerator = Accelerator(
                 cpu=not torch.cuda.is_available(),
@@ -58,7 +58,7 @@ class Runtime:
 
     @property
     def loading_device(self) -> torch.device:
-        """Where a model is loaded; a GPU that is to have a piece may not hold it all."""
+        """The device on which to load a model; a GPU that gets a shard may not hold it all."""
         return torch.device("cpu") if self.splits else self.device
 
     @property
@@ -75,11 +75,11 @@ class Runtime:
 
     @property
     def main_host(self) -> torch.device | None:
-        """The memory of the main process's host; None elsewhere. See `FullWeights.gathered`."""
+        """The memory of the main process's host; None elsewhere (see `FullWeights.gathered`)."""
         return torch.device("cpu") if self.is_main else None
 
     def describe(self) -> str:
-        """For example "2 processes (gloo, ZeRO-3), cpu"."""
+        """Describe the processes, for example "2 processes (gloo, ZeRO-3), cpu"."""
         if self.world == 1:
             how = "" if self.kind == "DDP" else f" ({self.kind})"
             return f"1 process{how}, {self.device.type}"
@@ -88,7 +88,7 @@ class Runtime:
 
     @property
     def splits(self) -> bool:
-        """Whether every process has only a piece of each weight."""
+        """True if every process has only a shard of each weight."""
         return self.kind in ("FSDP2", "ZeRO-3")
 
     @waits
@@ -100,11 +100,11 @@ class Runtime:
         bfloat16_update: str = "master_weights",
         seed: int = 0,
     ) -> DDPBackend:
-        """What is trained: on its device, its gradient shared by all processes.
+        """Return the backend that trains a module, on its device and with gradients shared by all.
 
         Args:
             max_grad_norm: 0 leaves the gradient as it is.
-            bfloat16_update: of the config; weights in other dtypes are updated in their own.
+            bfloat16_update: as in the config; weights in other dtypes are updated in their own.
             seed: of stochastic rounding.
 
         Raises:
@@ -118,17 +118,17 @@ class Runtime:
 
     @waits
     def place(self, module: nn.Module) -> nn.Module:
-        """What is not trained: on its device, and in pieces if what is trained lies in pieces."""
+        """Put a module that is not trained on its device, sharded if the trained one is."""
         return self._backend.place(self._accelerator, module)
 
     @waits
     def output(self, placed: nn.Module, *inputs: Any) -> Any:
-        """What a module gives that was placed, whose weights may have to come from others."""
+        """Return the output of a placed module, whose weights may have to be gathered."""
         return placed(*inputs)
 
     @waits
     def gather(self, rows: Tensor) -> tuple[Tensor, slice]:
-        """The rows of all processes in order of rank, and where this process's own are.
+        """Return the rows of all processes in order of rank, and where this process's own are.
 
         Args:
             rows: (B,...); B may differ between processes, the other dimensions may not.
@@ -147,7 +147,7 @@ class Runtime:
 
     @waits
     def all_reduce_sum(self, x: Tensor) -> Tensor:
-        """Sum over processes."""
+        """Sum over all processes."""
         if self.world == 1:
             return x
         summed: Tensor = self._accelerator.reduce(x, reduction="sum")
@@ -155,14 +155,14 @@ class Runtime:
 
     @waits
     def all_reduce_max(self, x: int) -> int:
-        """Maximum over processes."""
+        """Take the maximum over all processes."""
         if self.world == 1:
             return x
         everyone, _ = self.gather(torch.tensor([x], device=self.device))
         return int(everyone.max())
 
     def first_error(self, failure: str | None) -> str | None:
-        """What failed on the first process where something did, on all; None where nothing did."""
+        """Return, on all processes, the failure of the first process that has one, or None."""
         if self.world == 1 or not self.all_reduce_max(int(failure is not None)):
             return failure
         mine = "" if failure is None else f"rank {self.rank}: {failure}\0"
@@ -171,10 +171,10 @@ class Runtime:
 
     @contextmanager
     def raise_together(self, kind: type[Exception]) -> Iterator[None]:
-        """Around what may fail on one process, to have it fail on all; collective.
+        """Make an error that one process raises inside the block fail all of them; collective.
 
         Raises:
-            kind: it was raised here, or on another process.
+            kind: raised here or on another process.
         """
         failure = None
         try:
@@ -186,7 +186,7 @@ class Runtime:
             raise kind(reason) from failure
 
     def mean_and_var(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and population variance over the True slots of all processes, in float64."""
+        """Compute mean and population variance over the True slots of all processes, in float64."""
         wide = torch.where(mask, x, 0.0).double()
         total, count = self.all_reduce_sum(torch.stack([wide.sum(), mask.sum().double()]))
         mean = total / count
@@ -194,24 +194,24 @@ class Runtime:
         return mean, self.all_reduce_sum(squares) / count
 
     def leave_together(self, place: str) -> bool:
-        """Whether all processes end here, each by an error of its own or of all; not collective.
+        """Return whether all processes end here, by own errors or a shared one; not collective.
 
         Args:
-            place: where in the run.
+            place: name of the place in the run.
         """
         return self.watch is None or self.watch.leave_together(place)
 
     @waits
     def barrier(self) -> None:
-        """Until every process is here."""
+        """Wait until every process is here."""
         self._accelerator.wait_for_everyone()
 
 
 def _backend(accelerator: Accelerator) -> tuple[str, type[DDPBackend]]:
-    """How the launcher wants a model to be shared, by name, and what does that.
+    """Return the name of the launcher's way to distribute a model, and its backend.
 
-    Every process loads the weights itself, whatever the launcher says: what is not in memory could
-    not be copied for a reference or a critic.
+    Every process loads the weights itself, whatever the launcher says: weights that are not in
+    memory could not be copied for a reference or a critic.
     """
     kind = accelerator.distributed_type
     if kind in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
@@ -236,9 +236,9 @@ def _backend(accelerator: Accelerator) -> tuple[str, type[DDPBackend]]:
 def _leave(accelerator: Accelerator) -> None:
     """Leave the process group before the interpreter ends.
 
-    A thread of gloo that drops a tensor takes the lock of the interpreter, and aborts a process
-    whose interpreter is about to end. Destroying a group ends its threads, but not of a group that
-    a module still holds, as FSDP2's do: these get the lock while this thread sleeps.
+    A gloo thread that drops a tensor takes the interpreter's lock, and aborts the process if the
+    interpreter is about to end. Destroying a group ends its threads, except those of a group that a
+    module still holds, as FSDP2's do: these get the lock while this thread sleeps.
     """
     accelerator.state.destroy_process_group()
     time.sleep(LAST_TENSORS)

@@ -1,8 +1,8 @@
-"""When a process fails or hangs, the others say so and end.
+"""A watchdog that reports the failure or hang of one process to the others and ends them.
 
-A process inside a collective hears nothing: no exception reaches Python until the operation
-returns. So each has a thread that looks once a second at a key of torch.distributed's own store,
-where the first failure is written.
+A process inside a collective notices nothing: no exception reaches Python until the operation
+returns. So each process has a thread that once a second reads a key of torch.distributed's own
+store, under which the first failure is written.
 """
 
 import faulthandler
@@ -27,32 +27,32 @@ from rlhf_pg.boundary.launcher import launcher
 P = ParamSpec("P")
 R = TypeVar("R")
 
-POLL = 1.0  # seconds between two looks at the store
-MEETING = 2.0  # seconds in which all processes raise what they raise together
-PARTING = 120.0  # seconds that one may wait for others who save, when the launcher is gone
-GRACE = 5.0  # seconds that others get to answer, or to end by an error of their own
+POLL = 1.0  # seconds between two reads of the store
+MEETING = 2.0  # seconds within which all processes raise an error that they share
+PARTING = 120.0  # seconds to wait for other processes to save, once the launcher is gone
+GRACE = 5.0  # seconds for other processes to answer, or to end by an error of their own
 LONGEST = 20_000  # characters of a failure
 NUMBERS = itertools.count()  # of watches: the same in every process
 
-HOLDS_STORE = "TORCHELASTIC_RUN_ID"  # set by a launcher in which the store of all processes is
+HOLDS_STORE = "TORCHELASTIC_RUN_ID"  # set by a launcher that holds the store
 
-# What gloo says when the process at the other end is gone.
+# Messages of gloo when the process at the other end is gone.
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 GONE = "The connection to another process was lost: it was killed (out of memory?), or has left."
 
-# What a stream raises that is not there, is closed, or goes to a disk that is full.
+# Errors of a stream that is missing, closed, or on a full disk.
 UNHEARD = (AttributeError, ValueError, OSError)
 
 
 class Terminated(SystemExit):
-    """All processes leave together, after a signal: that is no failure of one of them."""
+    """The exit of all processes together after a signal, which is no failure of any of them."""
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
-        super().__init__(128 + number)  # as a shell has it
+        super().__init__(128 + number)  # the convention of shells
 
 
 class Failure(NamedTuple):
-    """What is in the store: the first process that failed, and why."""
+    """The entry in the store: the first process that failed, and why."""
 
     rank: int
     text: str
@@ -60,12 +60,12 @@ class Failure(NamedTuple):
 
 
 class Watch:
-    """Tells the others of a failure here, and ends this process after a failure elsewhere.
+    """A thread that tells the others of a failure here, and ends this process after one elsewhere.
 
     A process that waits for others ends `GRACE` seconds after it heard of the failure, unless an
-    error ends it before. One that is at work of its own (it may be saving, or closing its trackers)
-    is left to it until it waits for others, or for `timeout` seconds. One that has waited for
-    `timeout` seconds makes every process report its stacks and end.
+    error ends it first. A process with work of its own (it may be saving, or closing its trackers)
+    may go on until it waits for others, for at most `timeout` seconds. A process that has waited
+    for `timeout` seconds makes every process report its stacks and end.
 
     Args:
         store: the `torch.distributed.Store` of all processes.
@@ -76,18 +76,18 @@ class Watch:
         # A clone has its own connection: the original is locked while somebody waits for a key.
         self._store = PrefixStore(f"rlhf_pg/failure/{next(NUMBERS)}", store.clone())
         self._rank, self._world, self._timeout = rank, world, timeout
-        self._wait: tuple[str, float] | None = None  # in what the main thread waits, since when
+        self._wait: tuple[str, float] | None = None  # where the main thread waits, and since when
         self._heard: Failure | None = None
         self._departures = itertools.count()
         self._launcher = launcher()
         self._stop = threading.Event()
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-            faulthandler.enable(sys.__stderr__)  # the watchdog of NCCL aborts the process
+            faulthandler.enable(sys.__stderr__)  # for stacks when NCCL's watchdog aborts
         self._thread = threading.Thread(target=self._watch, name="failures", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread: from here on this process is left alone."""
+        """End the thread; from now on this process is not watched."""
         if not self._stop.is_set():
             self._stop.set()
             self._thread.join(GRACE)
@@ -95,7 +95,7 @@ class Watch:
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
-        """Around whatever returns only when other processes have come as far."""
+        """Mark a block that returns only when other processes have come as far."""
         outer = self._wait
         self._wait = place, time.monotonic()
         try:
@@ -106,9 +106,9 @@ class Watch:
     def tell(self, error: BaseException) -> None:
         """Tell the others why this process leaves, and wait until they know.
 
-        An error that only follows from the failure of another gets that one as a note.
+        An error that only follows from another process's failure gets that failure as a note.
         """
-        if self._stop.is_set():  # it has been told where it was raised
+        if self._stop.is_set():  # it was already told where it was raised
             return
         self._stop.set()
         self._thread.join(GRACE)
@@ -116,7 +116,7 @@ class Watch:
         what = f"failed: {type(error).__name__}: {error}"
         trace = "".join(traceback.format_exception(error))
         first = self._heard or self._publish(f"{what}\n{trace}{GONE if lost else ''}")
-        # Said now: once the first process has left, a launcher may kill the others at any moment.
+        # Print it now: once the first process has left, a launcher may kill the others any moment.
         self._say(what)
         if first.rank != self._rank and isinstance(error, RuntimeError):
             error.add_note(f"Before that, {first.text.splitlines()[0]}")
@@ -126,9 +126,10 @@ class Watch:
             self._answer()
 
     def leave_together(self, place: str) -> bool:
-        """Whether every process is on its way out, from the same place; the same answer in all.
+        """Return whether all processes are leaving from the same place; all get the same answer.
 
-        None is then in a collective, or comes to one: they may take another together.
+        If they are, none is in a collective or on its way to one, so they may start another
+        together.
         """
         departure = f"leaves/{next(self._departures)}"
         keys = [f"{departure}/{rank}" for rank in range(self._world)]
@@ -138,23 +139,23 @@ class Watch:
             while not (all_here := self._store.check(keys)) and time.monotonic() < deadline:
                 time.sleep(POLL / 20)
             places = {self._store.get(key) for key in keys} if all_here else set()
-            # One of them decides for all: others may have lost patience at the same moment.
+            # One of them decides for all: others may have timed out at the same moment.
             verdict = self._store.compare_set(departure, "", "yes" if len(places) == 1 else "no")
         except RuntimeError:  # the store is gone
             return False
         return bool(verdict == b"yes")
 
     def _publish(self, what: str, hung: bool = False) -> Failure:
-        """Write a failure of this process, if it is the first; returns the first."""
+        """Write a failure of this process if it is the first, and return the first."""
         text = f"rank {self._rank} ({socket.gethostname()}) {what[:LONGEST]}"
         mine = Failure(self._rank, text, hung)
         try:
             return Failure(*json.loads(self._store.compare_set("first", "", json.dumps(mine))))
-        except RuntimeError:  # the store is gone, and nobody left to be told
+        except RuntimeError:  # the store is gone, so nobody can be told
             return mine
 
     def _answer(self) -> None:
-        """Say that this process knows, and wait for the others, whose connections it will break."""
+        """Confirm that this process knows, and wait for the others, whose connections it breaks."""
         silent = self._meet("knows", [r for r in range(self._world) if r != self._rank])
         if silent:
             self._say(f"no answer from ranks {silent}: gone, or frozen")
@@ -162,9 +163,9 @@ class Watch:
             time.sleep(POLL)  # others may be counting answers
 
     def _meet(self, sign: str, others: Sequence[int]) -> Sequence[int]:
-        """Give a sign, and wait for that of others; returns those that gave none.
+        """Give a sign and wait for that of the others; return those that gave none.
 
-        Rank 0, or its launcher, holds the store: it must not go while others read in it.
+        Rank 0 or its launcher holds the store, and must not go while others read in it.
         """
         deadline = time.monotonic() + GRACE
         keys = [f"{sign}/{rank}" for rank in others]
@@ -186,12 +187,12 @@ class Watch:
                     self._end(Failure(*json.loads(self._store.get("first"))))
             except RuntimeError as error:
                 text = f"the store of all processes is gone, with rank 0 or its launcher: {error}"
-                orphaned = os.getppid() != self._launcher  # then all save and end by themselves
+                orphaned = os.getppid() != self._launcher  # all then save and end by themselves
                 grace = PARTING if orphaned else GRACE
                 self._end_when_waiting(text, patience=float("inf"), grace=grace)
 
     def _waited(self, since: float = 0.0) -> float:
-        """Seconds that the main thread has waited for others, of those after `since`."""
+        """Return for how many seconds after `since` the main thread has waited for others."""
         wait = self._wait
         return 0.0 if wait is None else time.monotonic() - max(wait[1], since)
 
@@ -208,14 +209,14 @@ class Watch:
         self._end_when_waiting("cannot go on without the others", self._timeout)
 
     def _end_when_waiting(self, why: str, patience: float, grace: float = GRACE) -> None:
-        """Returns when the process ends by itself."""
+        """End the process once it waits for others; return if it ends by itself."""
         heard = time.monotonic()
         while not self._stop.wait(POLL):
             if self._waited(heard) > grace or time.monotonic() - heard > patience:
                 self._leave(why)
 
     def _leave(self, why: str) -> NoReturn:
-        """End the process, although its main thread cannot be interrupted."""
+        """End the process without interrupting its main thread, which is not possible."""
         self._say(f"{why}\n{stacks()}")
         self._answer()
         with suppress(*UNHEARD):
@@ -223,7 +224,7 @@ class Watch:
         os._exit(1)
 
     def _say(self, text: str) -> None:
-        """In one piece, since processes share the terminal; if nobody can hear it, not at all."""
+        """Write to stderr in one piece, since the terminal is shared; ignore a broken stream."""
         with suppress(*UNHEARD):
             sys.stderr.write(f"[rank {self._rank}] {text.rstrip()}\n")
             sys.stderr.flush()
@@ -231,8 +232,10 @@ class Watch:
 
 @contextmanager
 def meeting() -> Iterator[None]:
-    """Around the first meeting of all processes, in a store that their launcher may hold: without
-    it they would wait for `ddp_timeout`. Who has begun nothing has nothing to save, and ends.
+    """Watch the launcher while all processes meet for the first time, and end without it.
+
+    The launcher may hold their store, so they would wait for `ddp_timeout` without it. A process
+    that has not begun has nothing to save.
     """
     met = threading.Event()
     if HOLDS_STORE in os.environ:
@@ -253,7 +256,7 @@ def _end_with(parent: int, met: threading.Event) -> None:
 
 
 def stacks() -> str:
-    """Where every thread of this process is, but the one that asks."""
+    """Describe where every other thread of this process is."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"Stack of {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
@@ -263,7 +266,7 @@ def stacks() -> str:
 
 
 def waits(verb: Callable[P, R]) -> Callable[P, R]:
-    """For a method of `Runtime` that returns only when other processes have come as far."""
+    """Decorate a method of `Runtime` that returns only when other processes have come as far."""
 
     @functools.wraps(verb)
     def watched(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -277,7 +280,7 @@ def waits(verb: Callable[P, R]) -> Callable[P, R]:
 
 
 def broadcasts_failure(method: Callable[P, R]) -> Callable[P, R]:
-    """For a method of an object with a `runtime`: when it raises, the other processes end too."""
+    """Decorate a method of an object with a `runtime`, to end other processes when it raises."""
 
     @functools.wraps(method)
     def telling(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -130,7 +130,7 @@ def test_a_process_that_hangs_is_reported_with_the_stacks_of_all(started) -> Non
     for rank, text in enumerate((first, second)):
         assert f"[rank {rank}] rank 0 (" in text
         assert "has waited 8 s in gather (ddp_timeout): another process hangs\nStack of" in text
-    assert ", in agreed\n" in first
+    assert ", in first_error\n" in first
     assert ", in sleeps_for_ever\n" in second
     assert "sleeps_for_ever" not in first
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from rlhf_pg.cli.train import make_trainer
-from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
+from rlhf_pg.cli.train import TRAINERS, algorithm_of, make_trainer
+from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig, parse
 from rlhf_pg.tasks import arithmetic
 from tests.fuzz.case import STEPS, Case
 
@@ -89,6 +89,8 @@ def draw(rng: random.Random, number: int) -> Case:
         for part in arithmetic().new_model():
             part.save_pretrained(model)
         where = ["--output_dir", str(output), "--model_name_or_path", str(model)]
-        return make_trainer(recipe, where)
+        named = algorithm_of(recipe, list(TRAINERS))
+        flags = ["--config", str(recipe), *where]
+        return make_trainer(named, parse(TRAINERS[named].config_type, flags))
 
     return Case(kind="config", what=f"{algorithm} with {what}", run=run, names=names)

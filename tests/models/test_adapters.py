@@ -289,7 +289,7 @@ def on_another_base(adapter_path, tmp_path, base, **config):
     ("shape", "message"),
     [
         (None, "there is no model directory"),
-        ({"num_hidden_layers": 1}, "14 tensors of one are not in the other"),
+        ({"num_hidden_layers": 1}, "14 tensors are only in the file or the model"),
         ({"hidden_size": 16}, "size mismatch"),
     ],
 )

@@ -16,6 +16,7 @@ class Place(NamedTuple):
     """Where a dotted name is defined: a file, and the characters from `start` to `end` of it."""
 
     file: str
+    names: tuple[str, ...]  # of the class and the function in it; none of them: the whole file
     start: int
     end: int
 
@@ -45,7 +46,7 @@ class Mutant:
         Raises:
             ValueError: `old` does not stand exactly once in the target.
         """
-        file, start, end = find(self.target)
+        file, _, start, end = find(self.target)
         text = (ROOT / file).read_text()
         own = text[start:end]
         if own.count(self.old) != 1:
@@ -76,7 +77,7 @@ def find(target: str) -> Place:
 def _inside(file: str, names: list[str], target: str) -> Place:
     text = (ROOT / file).read_text()
     if not names:
-        return Place(file, 0, len(text))
+        return Place(file, (), 0, len(text))
     body: list[ast.stmt] = ast.parse(text).body
     for depth, name in enumerate(names):
         for node in body:
@@ -89,7 +90,7 @@ def _inside(file: str, names: list[str], target: str) -> Place:
     lines = text.splitlines(keepends=True)
     first = min(node.lineno for node in (found, *found.decorator_list)) - 1
     start = sum(map(len, lines[:first]))
-    return Place(file, start, start + sum(map(len, lines[first : found.end_lineno])))
+    return Place(file, tuple(names), start, start + sum(map(len, lines[first : found.end_lineno])))
 
 
 def all_mutants() -> list[Mutant]:

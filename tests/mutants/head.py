@@ -27,7 +27,7 @@ MUTANTS = [
         name="two-pieces-alive",
         mistake="a piece of the logits' gradient lives until there is the next one",
         target="rlhf_pg.models.lm_head._ChunkedScores.backward",
-        old="            del gradient  # before there is the next one\n",
+        old="            del gradient  # before the next one is made\n",
         new="",
         killers=(f"{HEAD}::test_memory_is_that_of_one_piece",),
     ),

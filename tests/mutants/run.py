@@ -2,14 +2,19 @@
 
     python -m tests.mutants.run [--jobs 2] [--timeout 120] [name ...]
 
-The libraries are imported once; a forked child per mutant then imports the copy. A mutant that
-hangs counts as killed. What is reported as a failure: a mutant that survives, one that breaks the
-import (which proves nothing), and a killer that does not pass without any mutant.
+The package and its tests are imported once. A forked child per mutant gets the function with the
+mistake in it (`swap`); where that is not possible, or kills nothing, since a test starts other
+processes, it imports a copy of the repository. A mutant that hangs counts as killed. What is
+reported as a failure: a mutant that survives, one that breaks the import (which proves nothing),
+and a killer that does not pass without any mutant.
 """
 
 import argparse
+import ast
 import gc
 import importlib
+import inspect
+import io
 import json
 import os
 import shutil
@@ -20,15 +25,18 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
 
-from tests.mutants import ROOT, Mutant, all_mutants
+from tests.mutants import ROOT, Mutant, all_mutants, find
 
 OWN = ("rlhf_pg", "tests")
 KEPT = ("tests.device.pretend", "tests.device.plugin")  # there once, before torch
@@ -90,28 +98,70 @@ def copy_of(mutant: Mutant | None, directory: Path) -> None:
         (directory / mutant.file).write_text(mutant.text())
 
 
-def child(directory: Path, killers: Sequence[str], stop: bool) -> None:
-    """Run pytest in the copy, which holds the only `rlhf_pg` and `tests` that it can import."""
-    os.setsid()  # what hangs is killed with whatever it has started
-    output = os.open(directory / "output.txt", os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+def swap(mutant: Mutant) -> bool:
+    """Give the function that is the target the code with the mistake in it, in this process.
+
+    Returns:
+        Whether that could be done: not where a class, a module, defaults or decorators change.
+    """
+    file, names, *_ = find(mutant.target)
+    code = compile(mutant.text(), str(ROOT / file), "exec")
+    before, after = (ast.parse(text) for text in ((ROOT / file).read_text(), mutant.text()))
+    if _heads(before) != _heads(after):
+        return False
+    found: Any = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+    for name in names:
+        found = inspect.getattr_static(found, name)
+        inner = [c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name]
+        if len(inner) != 1:
+            return False
+        code = inner[0]
+    found = getattr(found, "fget", None) or getattr(found, "func", None) or found
+    found = inspect.unwrap(getattr(found, "__func__", found))
+    if not isinstance(found, FunctionType) or found.__code__.co_freevars != code.co_freevars:
+        return False
+    found.__code__ = code
+    return True
+
+
+def _heads(tree: ast.Module) -> list[str]:
+    """All of a module that is not the body of a function."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = []
+    return [ast.dump(node) for node in tree.body]
+
+
+def import_copy(directory: Path) -> None:
+    """Let the copy hold the only `rlhf_pg` and `tests` that this process can import."""
     os.chdir(directory)
     os.environ["PYTHONPATH"] = str(directory)
-    sys.dont_write_bytecode = True
     sys.path[:] = [str(directory), *(p for p in sys.path if p and Path(p).resolve() != ROOT)]
     own = [name for name in sys.modules if name.split(".")[0] in OWN]
     for name in [name for name in own if not name.startswith(KEPT)]:
         del sys.modules[name]
+
+
+def child(directory: Path, mutant: Mutant | None, killers: Sequence[str], copied: bool) -> None:
+    """Run pytest with the mistake, in the copy or in this process alone."""
+    os.setsid()  # what hangs is killed with whatever it has started
+    output = os.open(directory / "output.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.dont_write_bytecode = True
+    if copied:
+        import_copy(directory)
+    elif mutant is not None and not swap(mutant):
+        killers = ()
     # A counterexample is enough: looking for the smallest one takes minutes.
     settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate))
     settings.load_profile("mutants")
     recorder = Recorder()
     options = ["-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-W", "ignore"]
-    code = pytest.main([*options, *(["-x"] if stop else []), *killers], plugins=[recorder])
-    import rlhf_pg
-
-    assert Path(rlhf_pg.__file__).is_relative_to(directory), rlhf_pg.__file__
+    stop = ["-x"] if mutant else []
+    code = pytest.main([*options, *stop, *killers], plugins=[recorder]) if killers else 0
+    place = directory if copied else ROOT
+    assert Path(sys.modules["rlhf_pg"].__file__ or "").is_relative_to(place)
     result = {"code": int(code), **vars(recorder)}
     (directory / "result.json").write_text(json.dumps(result))
     sys.stdout.flush()
@@ -120,16 +170,18 @@ def child(directory: Path, killers: Sequence[str], stop: bool) -> None:
 
 @dataclass
 class Job:
-    """A child at work on `killers`, in a copy with `mutant` or without one."""
+    """A child at work on `killers`, with `mutant` or without one."""
 
     mutant: Mutant | None
     killers: Sequence[str]
+    copied: bool = False
 
     def start(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="mutant-")).resolve()
-        copy_of(self.mutant, self.directory)
+        if self.copied:
+            copy_of(self.mutant, self.directory)
         self.began = time.monotonic()
-        arguments = (self.directory, self.killers, self.mutant is not None)
+        arguments = (self.directory, self.mutant, self.killers, self.copied)
         self.process = get_context("fork").Process(target=child, args=arguments)
         self.process.start()
 
@@ -167,6 +219,15 @@ def each(jobs: Sequence[Job], at_once: int, timeout: float) -> Iterator[tuple[Jo
                 yield job, run
 
 
+def import_all(files: Sequence[str]) -> None:
+    """Import the libraries, the package and the tests, which the children then have."""
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    with redirect_stdout(io.StringIO()):
+        pytest.main(["-q", "-p", "no:cacheprovider", "--collect-only", *files])
+    gc.freeze()  # the children need not look through all that for garbage: half their time
+
+
 def without_mutants(killers: Sequence[str], at_once: int, timeout: float) -> list[str]:
     """What is wrong with the killers themselves: each has to exist and to pass."""
     files: dict[str, list[str]] = {}
@@ -198,12 +259,19 @@ def verdict(run: Run) -> tuple[str, str]:
 def with_mutants(mutants: Sequence[Mutant], at_once: int, timeout: float) -> list[str]:
     """Names and outcomes of the mutants that no test has killed."""
     problems = []
-    for job, run in each([Job(m, m.killers) for m in mutants], at_once, timeout):
-        assert job.mutant is not None
-        word, why = verdict(run)
-        print(f"{word:8} {job.mutant.name:45} {run.seconds:5.1f} s  {why}", flush=True)
-        if word != "killed":
-            problems.append(f"{job.mutant.name} ({job.mutant.target}) {word}: {why}")
+    alive = list(mutants)
+    for copied in (False, True):
+        jobs = [Job(mutant, mutant.killers, copied) for mutant in alive]
+        alive = []
+        for job, run in each(jobs, at_once, timeout):
+            assert job.mutant is not None
+            word, why = verdict(run)
+            if not copied and not run.failed and not run.hung:
+                alive.append(job.mutant)
+                continue
+            print(f"{word:8} {job.mutant.name:45} {run.seconds:5.1f} s  {why}", flush=True)
+            if word != "killed":
+                problems.append(f"{job.mutant.name} ({job.mutant.target}) {word}: {why}")
     return problems
 
 
@@ -232,10 +300,8 @@ def main(listed: Sequence[Mutant] | None = None) -> int:
     if unknown:
         parser.error(f"there is no mutant {', '.join(sorted(unknown))}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for name in LIBRARIES:
-        importlib.import_module(name)
-    gc.freeze()  # the children need not look through the libraries for garbage: half their time
     killers = sorted({killer for mutant in mutants for killer in mutant.killers})
+    import_all(sorted({killer.split("::")[0] for killer in killers}))
     problems = unfit(mutants) or without_mutants(killers, args.jobs, args.timeout)
     problems = problems or with_mutants(mutants, args.jobs, args.timeout)
     seconds = time.monotonic() - start

@@ -19,8 +19,8 @@ MUTANTS = [
         name="redirects-followed",
         mistake="prompts are sent to wherever a server redirects them",
         target="rlhf_pg.rollout.vllm.http.Server.__init__",
-        old="            timeout=None,  # ours",
-        new="            follow_redirects=True,\n            timeout=None,  # ours",
+        old="            timeout=None,  # our own",
+        new="            follow_redirects=True,\n            timeout=None,  # our own",
         killers=(f"{SERVER}::test_a_server_that_sends_us_elsewhere_is_not_followed",),
     ),
     Mutant(

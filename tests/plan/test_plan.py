@@ -151,7 +151,7 @@ def test_the_optimizer_takes_what_its_options_say(update, optim, moments_and_mas
 
 def test_pieces_of_the_head_are_those_of_the_gpu_that_is_planned_for() -> None:
     args = GRPOConfig(max_completion_length=6)
-    assert build_meta_models(args, "cpu", "cuda", 16e9).policy.piece == 16e9 / 160
+    assert build_meta_models(args, "cpu", "cuda", 16e9).policy.chunk_size == 16e9 / 160
 
 
 @pytest.mark.parametrize(("source", "is_scored"), [("policy", True), ("sampler", False)])

@@ -1,1 +1,1 @@
-"""Episodes: completions of several turns, answered by an environment or by tools."""
+"""Episodes: completions of several turns that an environment or tools answer."""

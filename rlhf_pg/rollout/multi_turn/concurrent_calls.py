@@ -1,4 +1,4 @@
-"""Calls that take their time, made beside the sampling."""
+"""Slow calls of user code that run concurrently with sampling."""
 
 import concurrent.futures
 import ctypes
@@ -19,23 +19,23 @@ from rlhf_pg.boundary.user_code import begin, check_late, end_fork
 
 Task = tuple[Future[Any], Callable[[], Any]]
 
-_late: set[threading.Thread] = set()  # which are still in a call that was given up
+_late: set[threading.Thread] = set()  # threads still in a call that was given up
 
 
 class Late(SystemExit):
-    """Raised in a call whose time is over, where it is."""
+    """The exception that is raised in a call that has run out of time."""
 
 
 class ConcurrentCalls:
-    """Each call has its own thread or, of an `async` function, a place on the event loop of the
-    process, so that none waits for another; and a time limit.
+    """A pool of calls with a time limit, none of which waits for another.
 
-    A plain function that is late gets the exception `Late` at its next line. What waits outside of
-    Python does not see it: such a thread is left behind, as few others are, and does not keep the
-    process from ending.
+    Each plain function has its own thread, each `async` function a place on the event loop of the
+    process. A plain function that is late gets the exception `Late` at its next line. Code that
+    waits outside of Python does not see it: its thread is left behind, up to a small number of such
+    threads, and does not keep the process from ending.
 
     Args:
-        timeout: seconds for each; None where the functions keep to a time of their own.
+        timeout: seconds for each call; None if the functions limit their own time.
     """
 
     def __init__(self, timeout: float | None) -> None:
@@ -43,7 +43,7 @@ class ConcurrentCalls:
         self._deadlines: dict[Future[Any], float] = {}  # the earliest first
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._running: dict[Future[Any], threading.Thread] = {}
-        self._switching = threading.Lock()  # held where a thread begins or ends a call
+        self._switching = threading.Lock()  # held while a thread begins or ends a call
         self._idle = threading.Semaphore(0)
         self._threads = 0
 
@@ -63,25 +63,25 @@ class ConcurrentCalls:
 
     @property
     def pending(self) -> int:
-        """How many are not over, or have not been returned by `ended`."""
+        """The number of calls that are not over, or have not been returned by `ended`."""
         return len(self._deadlines)
 
     def start(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Future[Any]:
-        """Call a function, plain or async; the future gets what it returns or raises."""
+        """Call a function, plain or async, and return a future of its result."""
         call = partial(function, *arguments, **keywords)
         try:
             future = begin(call) if inspect.iscoroutinefunction(function) else self._queue(call)
-        except RuntimeError as error:  # too many hang
+        except RuntimeError as error:  # too many calls hang
             future = Future()
             future.set_exception(error)
         self._deadlines[future] = time.monotonic() + self.timeout
         return future
 
     def ended(self, wait: bool) -> list[Future[Any]]:
-        """The calls that are over since the last time; those that are late are cancelled.
+        """Return the calls that are over since the last time; cancel those that are late.
 
         Args:
-            wait: until there is one; otherwise there may be none.
+            wait: wait until there is at least one.
         """
         if wait and self._deadlines:
             left = max(0.0, next(iter(self._deadlines.values())) - time.monotonic())
@@ -131,7 +131,7 @@ class ConcurrentCalls:
                 if thread in _late:  # the exception may still be on its way
                     return
                 self._idle.release()
-        except Late:  # when its call was over already
+        except Late:  # it arrived after the call was over
             pass
         finally:
             _late.discard(thread)
@@ -146,7 +146,7 @@ def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
             awaited = begin(lambda: outcome)
             future.add_done_callback(lambda _: awaited.cancel())
             outcome = awaited.result()
-    except BaseException as error:  # whatever it is, it is not for this thread
+    except BaseException as error:  # any error belongs to the caller, not to this thread
         settle, outcome = future.set_exception, error
     end_fork(process, "an environment or a tool")
     with suppress(InvalidStateError):  # it was late

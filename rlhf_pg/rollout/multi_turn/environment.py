@@ -1,4 +1,4 @@
-"""What an episode of several turns happens in: it answers every turn, and may pay for it."""
+"""The environment of an episode of several turns, which answers every turn and may reward it."""
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -10,13 +10,13 @@ Messages: TypeAlias = str | Sequence[Mapping[str, Any]]
 
 
 class Observation(NamedTuple):
-    """An environment's answer to a turn; a plain tuple of the three will do.
+    """An environment's answer to a turn; a plain tuple of the three fields will do.
 
     Attributes:
-        messages: what the next turn follows: text if the prompt is text, chat messages if it is
-            chat. Not looked at when `done`.
-        reward: of this turn; None for nothing.
-        done: the episode is over.
+        messages: what precedes the next turn: text if the prompt is text, chat messages if it is
+            chat. Ignored when `done`.
+        reward: of this turn; None for no reward.
+        done: whether the episode is over.
     """
 
     messages: Messages = ""
@@ -25,17 +25,17 @@ class Observation(NamedTuple):
 
 
 class Environment(Protocol):
-    """One episode's surroundings; both methods may be `async`.
+    """The surroundings of one episode; both methods may be `async`.
 
-    What raises, returns something else or takes longer than `environment_timeout` ends its episode
-    with an error that is recorded: such an episode is in no loss and no statistic of rewards.
+    An episode ends with a recorded error if a method raises, returns something else or takes longer
+    than `environment_timeout`. Such an episode enters no loss and no statistic of rewards.
     """
 
     def reset(self, example: dict[str, Any]) -> Messages | Awaitable[Messages]:
         """Begin the episode of a dataset row, whose `prompt` is among its columns.
 
         Returns:
-            The prompt, text or chat messages: that of the row, or another.
+            The prompt, as text or chat messages: that of the row or another.
         """
         ...
 
@@ -43,8 +43,8 @@ class Environment(Protocol):
         """Answer a turn.
 
         Args:
-            completion: its text, without special tokens. A turn that was cut off by a limit on
-                tokens is among them: it may be paid, and nothing follows it.
+            completion: its text, without special tokens. This may be a turn that was cut off by a
+                limit on tokens: it may be rewarded, and nothing follows it.
         """
         ...
 
@@ -53,7 +53,7 @@ EnvironmentFactory: TypeAlias = Callable[[], Environment]
 
 
 def checked_prompt(prompt: Any) -> Messages:
-    """What `reset` returned.
+    """Check what `reset` returned, and return it as a prompt.
 
     Raises:
         ValueError: it is neither text nor chat messages.
@@ -66,11 +66,11 @@ def checked_prompt(prompt: Any) -> Messages:
 
 
 def checked_observation(answer: Any, prompt: Messages) -> Observation:
-    """What `step` returned.
+    """Check what `step` returned, and return it as an `Observation`.
 
     Raises:
-        ValueError: no three entries, messages of another kind than the prompt, or a reward that is
-            not a finite number.
+        ValueError: there are not three entries, the messages are of another kind than the prompt,
+            or the reward is not a finite number.
     """
     if not isinstance(answer, tuple) or len(answer) != 3:
         raise ValueError(
@@ -94,14 +94,14 @@ def _is_chat(messages: Any) -> bool:
 def _over(done: Any) -> bool:
     try:
         return bool(done)
-    except Exception as error:  # an array of several
+    except Exception as error:  # such as an array of several
         raise ValueError(f"done must be true or false, got {shown(done)}") from error
 
 
 def _finite(reward: Any) -> float:
     try:
         number = math.nan if isinstance(reward, str) else float(reward)
-    except Exception:  # whatever an object does
+    except Exception:  # an object may raise anything
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Episodes of several turns, many at a time: each goes on as soon as it has been answered."""
+"""Concurrent episodes of several turns, each of which continues as soon as it is answered."""
 
 import copy
 import logging
@@ -30,22 +30,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Episode:
-    """One row: a prompt, the turns of the policy and what they were answered.
+    """One row: a prompt, the turns of the policy and the answers to them.
 
     Attributes:
-        prompt: what it began with, or the dataset's where `reset` failed.
-        prompt_ids: its tokens.
-        tokens: all that follow, turns as they were sampled and answers as they were encoded.
+        prompt: the prompt that it began with, or the dataset's if `reset` failed.
+        prompt_ids: the tokens of the prompt.
+        tokens: all later tokens, turns as they were sampled and answers as they were encoded.
         logprobs: one per token, 0 in an answer.
-        actions: which tokens are the policy's own.
-        rewards: at the last token of each turn that was paid; NaN elsewhere.
-        support: where the sampler truncates its distribution, the ids that each token was drawn
-            from; in an answer the token alone.
-        messages: what was said after the prompt, if that is chat.
-        turns: of the policy.
-        truncated: cut off by a limit on tokens or turns.
-        error: of its environment, which ended it.
-        environment: of its own.
+        actions: which tokens the policy chose.
+        rewards: at the last token of each rewarded turn; NaN elsewhere.
+        support: if the sampler truncates its distribution, the ids that each token was drawn from;
+            in an answer only the token itself.
+        messages: the messages after the prompt, if it is chat.
+        turns: the number of the policy's turns.
+        truncated: whether a limit on tokens or turns cut it off.
+        error: the error of its environment that ended it.
+        environment: its own environment.
     """
 
     prompt: Messages
@@ -63,20 +63,21 @@ class Episode:
 
     @property
     def trained(self) -> list[bool]:
-        """The tokens that a loss or a statistic may see: none where the episode failed, since what
-        they would have led to is not known.
+        """The tokens that a loss or a statistic may use.
+
+        There are none if the episode failed, since what they would have led to is not known.
         """
         return self.actions if self.error is None else [False] * len(self.actions)
 
     def act(self, completion: Completion, text: str) -> None:
-        """Append a turn."""
+        """Append a turn of the policy."""
         self._append(completion.tokens, completion.logprobs, own=True)
         self.support += completion.support or []
         self.messages.append({"role": "assistant", "content": text})
         self.turns += 1
 
     def observe(self, messages: Messages, tokens: Sequence[int]) -> None:
-        """Append an answer."""
+        """Append an answer of the environment."""
         self._append(tokens, [0.0] * len(tokens), own=False)
         if self.support:
             self.support += [torch.tensor([token], dtype=torch.int32) for token in tokens]
@@ -84,13 +85,15 @@ class Episode:
             self.messages += [dict(message) for message in messages]
 
     def pay(self, reward: float | None) -> None:
-        """For the turn that was last."""
+        """Reward the last turn."""
         if reward is not None:
             self.rewards[-1] = reward
 
     def cut_off(self) -> None:
-        """By a limit. What has not been paid anything so far has earned 0: "does not apply" would
-        spare it the comparison with those that went on to the end.
+        """Mark the episode as cut off by a limit.
+
+        If it has no reward so far, it gets 0: "does not apply" would spare it the comparison with
+        episodes that were completed.
         """
         self.truncated = True
         if all(math.isnan(reward) for reward in self.rewards):
@@ -105,7 +108,7 @@ class Episode:
 
 @dataclass(kw_only=True)
 class _Row:
-    """An episode that is going on."""
+    """An episode in progress."""
 
     episode: Episode
     example: Mapping[str, Any]
@@ -113,22 +116,22 @@ class _Row:
     prompt_index: int
     sample: int
     resetting: bool = True
-    cut_off: bool = False  # its last turn, by the limit on tokens
-    stop_id: int | None = None  # which ended its last turn
+    cut_off: bool = False  # whether the limit on tokens cut off its last turn
+    stop_id: int | None = None  # the token that ended its last turn
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeRunner:
-    """How episodes are played.
+    """A player of episodes, with the settings of the run.
 
     Attributes:
         environment_factory: makes the environment of one episode.
         tokenizer: of the policy.
-        stop_token_ids: any of which ends a turn.
+        stop_token_ids: each of them ends a turn.
         max_turns: per episode; None for as many as its tokens allow.
         timeout: seconds for a `reset` or a `step`; None leaves it to the environment.
         tools: schemas of the functions that the chat template shows.
-        special_tokens: leave them in the text that an environment reads, but for the stop token.
+        special_tokens: keep them, except for the stop token, in the text that an environment reads.
         longest_prompt: tokens that a prompt may have; None for any number.
     """
 
@@ -156,9 +159,9 @@ class EpisodeRunner:
         Args:
             examples: dataset rows, with their `prompt`.
             tokens: of these prompts.
-            prompt_indices: the number of each, which keys its noise: that of a token depends on
-                nothing but (seed, prompt index, sample, its place after the prompt).
-            params: `max_tokens` is that of all turns and answers of an episode together.
+            prompt_indices: the prompt index of each, which keys its noise: the noise of a token
+                depends only on (seed, prompt index, sample, its place after the prompt).
+            params: `max_tokens` is for all turns and answers of an episode together.
         """
         rows = [
             _Row(
@@ -207,14 +210,14 @@ class _EpisodeBatch:
         self.groups: dict[int, dict[int, _Row]] = {}  # by prompt_index and sample
         for row in rows:
             self.groups.setdefault(row.prompt_index, {})[row.sample] = row
-        # Whose calls they are, and what takes the results: it says whether another turn follows.
+        # The row of each call, and the method that takes the result and says if a turn follows.
         self.waiting: dict[Future[Any], tuple[_Row, Callable[[_Row, Any], bool]]] = {}
 
     def run(self) -> None:
         for prompt_index, group in self.groups.items():
             for row in group.values():
                 self._reset(row)
-            self._start(prompt_index)  # unless it waits for somebody
+            self._start(prompt_index)  # does nothing while a reset is pending
         while self.waiting or not self.session.idle:
             finished = [] if self.session.idle else self.session.step()
             for request, sample, completion in finished:
@@ -240,7 +243,7 @@ class _EpisodeBatch:
         else:
             try:
                 goes_on = take(row, future.result())
-            except Exception as refused:  # whatever the answer is
+            except Exception as refused:  # the answer may be anything
                 row.episode.error = told(refused)
             else:
                 if goes_on:
@@ -270,8 +273,9 @@ class _EpisodeBatch:
         return False
 
     def _start(self, prompt_index: int) -> None:
-        """Ask for the first turns of a group, once all of it is there: those with the same prompt
-        share its computation.
+        """Ask for the first turns of a group once all of its episodes are reset.
+
+        Rows with the same prompt share its computation.
         """
         group = self.groups[prompt_index].values()
         if any(row.resetting for row in group):
@@ -286,7 +290,7 @@ class _EpisodeBatch:
     # --------------------------------------------------------------------------------- every turn
 
     def _ask(self, rows: Sequence[_Row]) -> None:
-        """For the next turn of rows with the same tokens."""
+        """Ask for the next turn of rows with the same tokens."""
         first = rows[0].episode
         position = len(first.tokens)
         request = Request(
@@ -301,7 +305,7 @@ class _EpisodeBatch:
         except ValueError as error:
             for row in rows:
                 row.episode.error = f"ValueError: the episode {error}"
-                if not position:  # nobody is to forward what was refused
+                if not position:  # a refused prompt must not reach the model
                     row.episode.prompt, row.episode.prompt_ids = row.example["prompt"], row.tokens
 
     def _turn(self, row: _Row, completion: Completion) -> None:
@@ -323,7 +327,7 @@ class _EpisodeBatch:
             episode.cut_off()
         if done or episode.truncated:
             return False
-        room = self.max_tokens - len(episode.tokens) - 1  # for the answer, and a token behind it
+        room = self.max_tokens - len(episode.tokens) - 1  # for the answer, with one token after it
         try:
             ids = encode_answer(
                 messages, player.tokenizer, episode.prompt, row.stop_id, player.tools, room

@@ -1,4 +1,4 @@
-"""What environments paid for a list of episodes, and the metrics of these."""
+"""The rewards that environments gave to a list of episodes, and metrics of the episodes."""
 
 import math
 from collections.abc import Sequence
@@ -13,8 +13,9 @@ from rlhf_pg.rollout.multi_turn.tools import ToolEnvironment
 
 
 def environment_rewards(episodes: Sequence[Episode]) -> Tensor:
-    """(B,T) float64: what the environment of each paid, at the last token of the turn it paid for;
-    NaN elsewhere, and for all of an episode that failed.
+    """Return the rewards of the environments, (B,T) float64, at the last token of each turn.
+
+    They are NaN elsewhere, and in all of an episode that failed.
     """
     mask = pad_rows([episode.tokens for episode in episodes], 0)[1]
     rewards = torch.full(mask.shape, math.nan, dtype=torch.float64)
@@ -28,7 +29,7 @@ def environment_rewards(episodes: Sequence[Episode]) -> Tensor:
 
 
 def episode_counts(episodes: Sequence[Episode], device: torch.device) -> Tensor:
-    """(B,4) float64: turns, whether it failed, calls of tools, calls that failed."""
+    """Count turns, failure, calls of tools and failed calls of each episode, (B,4) float64."""
     counts = [
         [
             episode.turns,
@@ -42,16 +43,16 @@ def episode_counts(episodes: Sequence[Episode], device: torch.device) -> Tensor:
 
 
 def _tool_counts(environment: Environment | None) -> tuple[int, int]:
-    if type(environment) is not ToolEnvironment:  # of another's object nothing is asked
+    if type(environment) is not ToolEnvironment:  # a user's object may not have the attributes
         return 0, 0
     return environment.calls, environment.failures
 
 
 def episode_metrics(counts: Tensor, tools: bool) -> dict[str, float]:
-    """Over all processes, from the rows of `episode_counts`, (N,4).
+    """Compute metrics over all processes from the rows of `episode_counts`, (N,4).
 
-    `episodes/turns` is their mean, `episodes/failed` how many have failed,
-    `tools/call_frequency` is calls per episode, `tools/failure_frequency` failures per call.
+    `episodes/turns` is the mean number of turns, `episodes/failed` the number of failed episodes,
+    `tools/call_frequency` calls per episode, `tools/failure_frequency` failures per call.
     """
     turns, failed, calls, failures = counts.sum(0).tolist()
     metrics = {"episodes/turns": turns / len(counts), "episodes/failed": failed}

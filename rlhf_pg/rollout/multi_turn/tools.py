@@ -1,4 +1,4 @@
-"""Tools: plain functions that the policy calls through its chat template."""
+"""Tools, which are plain functions that the policy calls through its chat template."""
 
 import json
 import re
@@ -21,7 +21,7 @@ TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class ToolCall(NamedTuple):
-    """What the policy asks for; or, where that cannot be read, why not."""
+    """A call that the policy asks for, or the reason why it cannot be read."""
 
     name: str = ""
     arguments: Mapping[str, Any] | None = None
@@ -34,8 +34,8 @@ class Toolbox:
 
     Attributes:
         functions: by name.
-        schemas: what the chat template shows of them.
-        tokenizer: of the policy, which may know how to read its answers.
+        schemas: the descriptions that the chat template shows.
+        tokenizer: of the policy; it may be able to parse calls.
         timeout: seconds for the calls of a turn.
     """
 
@@ -48,10 +48,10 @@ class Toolbox:
     def of(
         cls, tools: Sequence[Tool], tokenizer: PreTrainedTokenizerBase, timeout: float
     ) -> "Toolbox":
-        """A box of functions with type hints and a docstring in Google's style.
+        """Collect functions with type hints and a docstring in Google's style.
 
         Raises:
-            ValueError: two of one name, or one that cannot be described; the message names it.
+            ValueError: two have the same name, or one cannot be described; the message names it.
         """
         schemas = [_schema(tool) for tool in tools]
         names = [schema["function"]["name"] for schema in schemas]
@@ -67,15 +67,17 @@ class Toolbox:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the tokenizer itself reads calls, special tokens among them."""
+        """True if the tokenizer itself parses calls, including their special tokens."""
         return getattr(self.tokenizer, "response_template", None) is not None
 
     def parse(self, completion: str, prompt: Any) -> list[ToolCall]:
-        """The calls in a turn: as the tokenizer's `response_template` has it, or else between
+        """Return the calls in a turn.
+
+        They are read by the tokenizer's `response_template` if it has one, or else between
         <tool_call> and </tool_call>, in the JSON of Hermes and Qwen.
         """
         if not self.reads_tokens:
-            # Behind the last tag that closes, each that opens would be searched to the end.
+            # After the last closing tag, the regex would search from each opening tag to the end.
             closed = "".join(completion.rpartition("</tool_call>")[:2])
             return [_tagged(text) for text in TAGGED.findall(closed)]
         prefilled = continues(prompt)
@@ -92,11 +94,11 @@ class Toolbox:
             )
             calls = message.get("tool_calls") or []
             return [_call(call.get("function", call)) for call in calls]
-        except Exception as error:  # the text is the policy's, and may be anything
+        except Exception as error:  # the policy's text may be anything
             return [ToolCall(error=f"the call cannot be read: {told(error)}")]
 
     def fault(self, call: ToolCall) -> str | None:
-        """What is wrong with a call, by the schema of its tool."""
+        """Return what is wrong with a call by the schema of its tool, or None."""
         if call.error is not None:
             return call.error
         if call.name not in self.functions:
@@ -114,14 +116,14 @@ class Toolbox:
 
 
 class ToolEnvironment:
-    """One episode with tools: it goes on until a turn calls none.
+    """The environment of one episode with tools, which goes on until a turn calls none.
 
     Args:
         toolbox: of the run.
 
     Attributes:
-        calls: made so far.
-        failures: calls that could not be read or made, raised or ran out of time: the policy is
+        calls: number of calls so far.
+        failures: calls that could not be read or made, raised or ran out of time; the policy is
             told why.
     """
 
@@ -132,12 +134,12 @@ class ToolEnvironment:
         self.prompt: Any = None
 
     def reset(self, example: dict[str, Any]) -> Messages:
-        """The prompt as the dataset has it."""
+        """Return the prompt as the dataset has it."""
         self.prompt = example["prompt"]
         return example["prompt"]  # type: ignore[no-any-return]
 
     def step(self, completion: str) -> Observation:
-        """One message of the role "tool" for every call, made at the same time."""
+        """Answer with one message of the role "tool" for every call; the calls run concurrently."""
         asked = self.toolbox.parse(completion, self.prompt)
         if not asked:
             return Observation(done=True)
@@ -160,7 +162,7 @@ class ToolEnvironment:
         return calls.start(self.toolbox.functions[call.name], **(call.arguments or {}))
 
     def _answer(self, made: Future[Any] | str) -> str:
-        """What the policy is told of one call."""
+        """Return what the policy is told about one call."""
         if isinstance(made, str):
             fault = made
         elif made.cancelled():
@@ -177,10 +179,10 @@ class ToolEnvironment:
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]]) -> None:
-    """Make sure that the model is shown the tools, and can be told what they return.
+    """Refuse a chat template that cannot show the tools to the model, or tell it their results.
 
     Raises:
-        ValueError: the chat template does not do it.
+        ValueError: the chat template cannot do one of them.
     """
     chat = [{"role": "user", "content": "?"}]
     if encode(chat, tokenizer, tools=schemas) == encode(chat, tokenizer):
@@ -201,7 +203,7 @@ def _schema(tool: Tool) -> dict[str, Any]:
         raise ValueError(f"tools must be functions, got {tool!r}")
     try:
         schema: dict[str, Any] = get_json_schema(tool)
-    except Exception as error:  # whatever it does not understand
+    except Exception as error:  # it may raise anything
         raise ValueError(
             f"the tool {name} cannot be described to the model: {error}. Give every argument a "
             "type hint and a line under Args: in its docstring"
@@ -217,10 +219,10 @@ def _tagged(text: str) -> ToolCall:
 
 
 def _call(call: Any) -> ToolCall:
-    """Name and arguments, where there are both."""
+    """Read name and arguments of a call, if it has both."""
     name = call.get("name") if isinstance(call, Mapping) else None
     arguments = call.get("arguments", {}) if isinstance(call, Mapping) else None
-    if isinstance(arguments, str):  # as some templates leave them
+    if isinstance(arguments, str):  # some templates leave them so
         arguments = json.loads(arguments)
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         return ToolCall(error='a call needs a "name" and "arguments", an object')

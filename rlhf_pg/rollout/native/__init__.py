@@ -1,1 +1,1 @@
-"""The native engine: the policy itself samples, every prompt computed once for its whole group."""
+"""The native engine, where the policy samples and computes each prompt once for its group."""

@@ -1,4 +1,4 @@
-"""A function by the kernels that torch's compiler makes of it, or as it is where that fails."""
+"""Compilation of a function by torch, with the plain function as a fallback."""
 
 import logging
 from collections.abc import Callable
@@ -10,10 +10,10 @@ logger = logging.getLogger(__name__)
 
 
 class Compiled:
-    """Calls a function through `torch.compile`, for sizes of any number; the first call takes long.
+    """A function called through `torch.compile`, for any sizes; the first call takes long.
 
-    What fails (no C compiler, no triton, an operation that it does not know) is said once in the
-    log, and the function is called itself from then on.
+    A failure (no C compiler, no triton, an unknown operation) is logged once, and the plain
+    function is called from then on.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -23,12 +23,12 @@ class Compiled:
     def __call__(self, *args: Any) -> Any:
         if self.works:
             try:
-                # Or scales and epsilons would be inputs of the graph, and compiled twice.
+                # Otherwise scales and epsilons become inputs of the graph, compiled twice.
                 with torch._dynamo.config.patch(specialize_float=True):
                     return self.compiled(*args)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # whatever a compiler raises
+            except Exception as error:  # a compiler may raise anything
                 logger.warning("decoding without torch.compile, which is slower: %s", error)
                 self.works = False
         return self.function(*args)

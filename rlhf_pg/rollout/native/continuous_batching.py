@@ -1,4 +1,4 @@
-"""Continuous batching: prompts that wait enter as soon as there is room, rows that end leave.
+"""Continuous batching, where waiting prompts enter as soon as finished rows make room.
 
 Shapes: R rows being sampled, of G prompts; V ids.
 """
@@ -21,7 +21,7 @@ from rlhf_pg.rollout.token_sampling import ids_of, sample, support_mask, uniform
 
 MAX_ROWS = 256
 PREFILL_TOKENS = 8192  # of prompts, computed in one forward pass
-TOKENS_PER_LOOK = 8  # on a GPU, which would have to wait for every look at what has ended
+TOKENS_PER_LOOK = 8  # on a GPU, which has to be waited for at every check for finished rows
 
 
 class BatchingSession:
@@ -29,7 +29,7 @@ class BatchingSession:
 
     Args:
         cache_tokens: most tokens whose keys and values are kept at a time.
-        kept: on a GPU, what stays for the next session.
+        kept: on a GPU, the state that sessions share.
     """
 
     def __init__(
@@ -58,18 +58,16 @@ class BatchingSession:
         self._places: Any = None  # see `Stores`
 
     def add(self, request: Request) -> None:
-        """See `Session`."""
         if not request.samples:
             return
         self.queue.append(Prompt(request, request.limit(self.params), deque(request.samples)))
 
     @property
     def idle(self) -> bool:
-        """See `Session`."""
         return not self.queue and not self.rows
 
     def step(self) -> list[Finished]:
-        """See `Session`.
+        """Admit waiting samples or draw tokens, and return the completions that have finished.
 
         Raises:
             FloatingPointError: the model's logits are NaN.
@@ -81,10 +79,10 @@ class BatchingSession:
                     self._decode()
         return self._take_out()
 
-    # ----------------------------------------------------------------------------- coming in
+    # ----------------------------------------------------------------------------- entering
 
     def _admit(self) -> bool:
-        """Give waiting samples rows and their first tokens, if it is worth a pass."""
+        """Give waiting samples rows and their first tokens, if that is worth a pass."""
         waiting = sum(len(prompt.waiting) for prompt in self.queue)
         if not waiting or self._room(self.queue[0], 0) < min(waiting, 1 + len(self.rows) // 8):
             return False
@@ -109,17 +107,17 @@ class BatchingSession:
         return True
 
     def _room(self, prompt: Prompt, entering: int) -> int:
-        """How many samples of a prompt may enter, each with room for all that it may become."""
+        """Return how many samples of a prompt may enter, with room for their full length."""
         lengths = [other.length for other in self.prompts]
         if prompt.slot is None:
             lengths.append(prompt.length)
         rows = len(self.rows) + entering
         fitting = (self.cache_tokens - len(lengths) * max(lengths)) // self.params.max_tokens
         room = min(MAX_ROWS, fitting) - rows
-        return room if rows else max(room, 1)  # one at a time always goes
+        return room if rows else max(room, 1)  # a single row may always enter
 
     def _compute(self, fresh: list[Prompt]) -> None:
-        """Keys and values of new prompts, and the logits of what follows them."""
+        """Compute the keys and values of new prompts, and the logits of the token after each."""
         if fresh:
             self.stores.place(fresh, self.prompts)
         for chunk in chunks(sorted(fresh, key=lambda prompt: prompt.length), PREFILL_TOKENS):
@@ -157,7 +155,7 @@ class BatchingSession:
     # ------------------------------------------------------------------------------- drawing
 
     def _decode(self) -> None:
-        """One more token of every row."""
+        """Draw one more token of every row."""
         self.stores.grow(self.rows)
         if self._places is None:
             self._places = self.stores.places(self.prompts, self.rows)
@@ -171,7 +169,7 @@ class BatchingSession:
             self._draw(0, logits[: len(self.rows)])
 
     def _step(self, places: Any) -> Tensor | None:
-        """What is launched for one more token; logits (R,V) where it has not drawn it yet."""
+        """Launch the kernels for one more token; return logits (R,V) if it is not drawn yet."""
         drawn, rows = self.drawn, len(places.positions)
         last = (drawn.lengths[:rows] - 1).clamp(min=0)
         layout = self.stores.layout(places, last, max(row.length for row in self.rows))
@@ -187,10 +185,10 @@ class BatchingSession:
         return None
 
     def _draw(self, start: int, logits: Tensor) -> None:
-        """The next token of the rows from `start` on, (R,V)."""
+        """Draw the next token of the rows from `start` on, (R,V)."""
         self._choose(start, logits)
         rows = self.rows[start:]
-        if self.params.truncates:  # which waits for a GPU at every token
+        if self.params.truncates:  # this waits for a GPU at every token
             for row, support in zip(rows, ids_of(support_mask(logits, self.params)), strict=True):
                 row.support.append(support)
         self._lengthen(rows)
@@ -207,10 +205,10 @@ class BatchingSession:
         for row in rows:
             row.length = min(row.length + 1, row.prompt.limit)
 
-    # ----------------------------------------------------------------------------- going out
+    # ----------------------------------------------------------------------------- leaving
 
     def _take_out(self) -> list[Finished]:
-        """Remove what has ended."""
+        """Remove the rows that have ended, and return their completions."""
         lengths, ended = self.drawn.look(len(self.rows))
         if self.stopping.strings:
             self._search(lengths, ended)
@@ -231,7 +229,7 @@ class BatchingSession:
         return finished
 
     def _search(self, lengths: list[int], ended: list[bool]) -> None:
-        """Cut rows behind the first stop string."""
+        """Cut rows after the first stop string."""
         everything = self.drawn.tokens[: len(self.rows), : max(lengths, default=0)].tolist()
         for i, row in enumerate(self.rows):
             for length in range(row.read + 1, lengths[i] + 1):
@@ -266,5 +264,5 @@ class BatchingSession:
             self.prompts[prompt.slot], last.slot = last, prompt.slot
 
     def close(self) -> None:
-        """Give back the memory of keys and values."""
+        """Free the memory of keys and values."""
         self.stores.close()

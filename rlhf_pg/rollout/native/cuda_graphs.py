@@ -1,4 +1,4 @@
-"""CUDA graphs: the kernels of a decoding step, recorded once per shape and launched as one."""
+"""CUDA graphs, the kernels of a decoding step recorded once per shape and launched as one."""
 
 import dataclasses
 import logging
@@ -12,24 +12,24 @@ logger = logging.getLogger(__name__)
 
 
 def rounded(size: int) -> int:
-    """The next of few sizes: powers of two, from 32 on multiples of 32; 0 is 0."""
+    """Round up to one of a few sizes: powers of two, from 32 on multiples of 32; 0 stays 0."""
     return -(-size // 32) * 32 if size > 32 else 2 ** (size - 1).bit_length() if size else 0
 
 
 @dataclasses.dataclass
 class _Recording:
     graph: torch.cuda.CUDAGraph
-    inputs: Any  # what it reads: of the kind of `source`, and its own
-    source: Any  # what was copied there last
+    inputs: Any  # its own copy of the inputs, which it reads
+    source: Any  # the inputs that were copied there last
     output: Tensor | None
 
 
 class Graphs:
-    """Runs a step, `step(inputs)` of a dataclass of tensors, by replaying what it launched before.
+    """A runner of a step, `step(inputs)` of a dataclass of tensors, that replays recorded kernels.
 
-    The inputs are copied to where they were when it was recorded, once each. Everything else that a
-    step reads or writes has to stay in its place, which the caller says: where that is another one
-    everything is recorded anew.
+    Inputs are copied to the places that were recorded, once each. Everything else that a step reads
+    or writes must stay in its place; the caller says where that is, and when it changes everything
+    is recorded anew.
     """
 
     def __init__(self) -> None:
@@ -39,14 +39,14 @@ class Graphs:
         self.works = True
 
     def __call__(self, step: Callable[[Any], Tensor | None], inputs: Any, where: Any) -> Any:
-        """What the step returns, valid until the next one.
+        """Run the step, and return its output, which is valid until the next one.
 
-        A shape is run before it is recorded: libraries choose their kernels then.
+        A shape is run once before it is recorded: libraries choose their kernels then.
         """
         if where != self.where:
             self.where = where
             self.recorded.clear()
-            self.pool = torch.cuda.graph_pool_handle()  # one without graphs is not taken up again
+            self.pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be reused
         key = tuple(tensor.shape for tensor in _tensors(inputs).values())
         if not self.works or key not in self.recorded:
             self.recorded[key] = None
@@ -72,7 +72,7 @@ class Graphs:
         own: dict[str, Any] = {name: x.clone() for name, x in _tensors(inputs).items()}
         copied = dataclasses.replace(inputs, **own)
         graph = torch.cuda.CUDAGraph()
-        # Threads that have nothing to do with it (of tools, of a watchdog) may go on meanwhile.
+        # Unrelated threads (of tools, of a watchdog) may go on meanwhile.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             output = step(copied)
         return _Recording(graph, copied, inputs, output)

@@ -1,7 +1,7 @@
-"""Attention over keys and values in two parts: a prompt's, stored once, and those of each row.
+"""Attention over keys and values in two parts: those of a prompt, stored once, and of each row.
 
 Shapes: N tokens of the pass, H query and K key-value heads, D their width; G prompts, R rows (one
-per completion that is being sampled), M rows of the prompt that has most.
+per completion being sampled), M rows of the prompt with the most.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ class KeyValues:
     """Keys and values of every layer in slots, (slots, K, width, D) each, with room that grows.
 
     Args:
-        spare: tokens up to which room may be more than is needed.
-        longest: tokens that a slot may come to.
+        spare: the most tokens of room beyond what is needed.
+        longest: the most tokens that a slot may hold.
     """
 
     def __init__(self, spare: int, longest: int) -> None:
@@ -29,10 +29,10 @@ class KeyValues:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def reserve(self, slots: int, width: int) -> None:
-        """Make room for so many slots of so many tokens; what is there of them stays.
+        """Make room for this many slots of this many tokens, and keep what they hold.
 
-        Room is doubled while it is small, so that growing bit by bit copies each of them a few
-        times at most; and where it grows one way, what is beyond in the other is given back.
+        Room is doubled while it is small, so that growing bit by bit copies each number only a few
+        times. When it grows in one dimension, spare room in the other is given back.
         """
         if slots <= self.slots and width <= self.width:
             return
@@ -42,11 +42,11 @@ class KeyValues:
         if width > self.width and slots * 2 * self.width <= self.spare:
             wide = max(min(2 * self.width, self.longest), wide)
         self.slots, self.width = slots, wide
-        for layer, (keys, values) in self._layers.items():  # one by one: not all are there twice
+        for layer, (keys, values) in self._layers.items():  # one by one, to save memory
             self._layers[layer] = (self._resized(keys), self._resized(values))
 
     def of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, whose newest are key and value (K,N,D)."""
+        """Return the stores of a layer, made to fit key and value (K,N,D) if they are new."""
         if layer not in self._layers:
             self._layers[layer] = (self._empty(key), self._empty(value))
         return self._layers[layer]
@@ -58,12 +58,12 @@ class KeyValues:
                 tensor[targets] = tensor[sources]
 
     def lies(self) -> tuple[int, ...]:
-        """Where, and how much: another thing whenever room has grown."""
+        """Return the addresses and sizes, which change whenever room has grown."""
         places = (tensor.data_ptr() for pair in self._layers.values() for tensor in pair)
         return (self.slots, self.width, *places)
 
     def _empty(self, like: Tensor) -> Tensor:
-        # Zeros: what is masked has weight 0, and 0 times what lies about in memory may be NaN.
+        # Zeros: masked slots have weight 0, and 0 times uninitialised memory may be NaN.
         return like.new_zeros(self.slots, like.shape[0], self.width, like.shape[2])
 
     def _resized(self, old: Tensor) -> Tensor:
@@ -77,8 +77,8 @@ class Prefill:
     """Prompts one after another in a packed row, each attending to itself.
 
     Args:
-        store: takes their keys and values.
-        slots: of the prompts there.
+        store: receives their keys and values.
+        slots: of the prompts in the store.
         lengths: of the prompts; neighbours of one length are computed together.
     """
 
@@ -94,7 +94,6 @@ class Prefill:
             start += length
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `Layout`."""
         keys, values = self.store.of(layer, key, value)
         parts = []
         for slots, start, length in self.runs:
@@ -123,14 +122,13 @@ class Decode:
 
     prompts: KeyValues
     own: KeyValues
-    columns: Tensor | int  # (R,) of each row's newest token in its slot, or of all of them
-    members: Tensor  # (G,M) the rows of each prompt; any row where there are fewer
+    columns: Tensor | int  # (R,) of each row's newest token in its slot, or one for all
+    members: Tensor  # (G,M) the rows of each prompt, filled up with any row
     places: Tensor  # (R,) of each row in `members`, flattened
-    prompt_bias: Tensor  # (G,P) see `bias`: what is prompt, of the first P columns
-    own_bias: Tensor  # (R,T) what has been written, of the first T columns
+    prompt_bias: Tensor  # (G,P) `bias` of the prompt's tokens, in the first P columns
+    own_bias: Tensor  # (R,T) `bias` of the tokens written so far, in the first T columns
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `Layout`."""
         rows, heads = query.shape[1], key.shape[0]
         own_keys, own_values = self.own.of(layer, key, value)
         one = isinstance(self.columns, int)  # a slice is written faster
@@ -138,7 +136,7 @@ class Decode:
         own_keys[index, :, self.columns] = key.transpose(0, 1)
         own_values[index, :, self.columns] = value.transpose(0, 1)
         keys, values = self.prompts.of(layer, key, value)
-        # Query heads that share a key head are so many more queries of it: (R,K,H/K,D).
+        # Query heads that share a key head become additional queries of it: (R,K,H/K,D).
         q = query.view(heads, -1, rows, query.shape[2]).permute(2, 0, 1, 3)
         own = _weigh(q, own_keys, own_values, self.own_bias, scale)
         of_prompt = q[self.members].transpose(1, 2)  # (G,K,M,H/K,D)
@@ -156,20 +154,20 @@ class Decode:
 
 
 class Weighed(NamedTuple):
-    """A softmax that waits for its other part; what follows (..., queries, D), D or 1."""
+    """One part of a softmax, to be joined with the other; shapes (..., queries, D or 1)."""
 
-    values: Tensor  # weighed mean
+    values: Tensor  # weighted mean
     logsum: Tensor  # log of the sum of exp(score)
 
 
 def bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What scores are raised by: 0 where the mask is True, or else minus infinity."""
+    """Return what to add to scores: 0 where the mask is True, minus infinity elsewhere."""
     wide = torch.promote_types(dtype, torch.float32)
     return torch.zeros_like(mask, dtype=wide).masked_fill_(~mask, -torch.inf)
 
 
 def _weigh(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Weighed:
-    """Query (B,K,Q,D) on keys and values of B slots; scores are scaled and raised by (B,W)."""
+    """Attend with query (B,K,Q,D) to B slots; scores are scaled, and (B,W) is added to them."""
     slots, width = bias.shape
     keys, values = keys[:slots, :, :width], values[:slots, :, :width]
     if keys.device.type == "cpu" and keys.dtype == bias.dtype and keys.shape == values.shape:
@@ -181,12 +179,12 @@ def _weigh(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: flo
 
 
 def together(a: Weighed, b: Weighed) -> Tensor:
-    """The softmax over both parts (online softmax; Milakov and Gimelshein 2018, section 3)."""
+    """Join both parts of a softmax (online softmax; Milakov and Gimelshein 2018, section 3)."""
     return torch.lerp(a.values, b.values, torch.sigmoid(b.logsum - a.logsum))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, summed and returned in at least float32; `b` is what lies in memory."""
+    """Return a @ b, summed and returned in at least float32; `b` is the stored tensor."""
     wide = torch.promote_types(b.dtype, torch.float32)
     if b.dtype == wide:
         return a.to(wide) @ b

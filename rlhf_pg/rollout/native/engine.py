@@ -1,4 +1,4 @@
-"""The engine that samples in this process, on the policy's own weights."""
+"""The engine that samples in this process, from the policy's own weights."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -31,22 +31,23 @@ logger = logging.getLogger(__name__)
 
 
 class NativeEngine(RolloutEngine):
-    """Generates with a `transformers` decoder: each prompt is computed once for all its samples, a
-    row that has ended leaves the batch, and one that waits takes its place.
+    """An engine that generates with a `transformers` decoder in this process.
 
-    Where the model's attention cannot be replaced (an architecture that does not let it, recurrent
-    layers, a sliding window shorter than a row) it samples by `generate`, and says so in the log.
+    Each prompt is computed once for all its samples. A finished row leaves the batch, and a waiting
+    one takes its place. Where the model's attention cannot be replaced (an architecture that does
+    not allow it, recurrent layers, a sliding window shorter than a row) it samples by `generate`,
+    and logs that.
 
     Args:
-        model: a causal language model; its weights are used where they are. With an adapter, those
-            that it changes are copied and changed, unless they are quantized, or so coarse that
-            the adapter would be lost in rounding: then it is computed beside them.
+        model: a causal language model, whose weights are used in place. With an adapter, the
+            weights that it changes are copied and changed, unless they are quantized, or so coarse
+            that rounding would lose the adapter: then the adapter is computed beside them.
         eos_token_ids: one id or several; each ends a row.
         pad_token_id: fills the left of shorter prompts in `generate` (never attended to).
         tokenizer: only needed for `SamplingParams.stop`.
-        cache_tokens: most tokens whose keys and values are kept at a time, a row counting with all
-            that it may become; other rows wait. None: as many as fit half of a GPU's free memory,
-            or 4 GiB of a CPU's.
+        cache_tokens: most tokens whose keys and values are kept at a time, counting each row at its
+            full length; other rows wait. None: as many as fit half of a GPU's free memory, or 4 GiB
+            of a CPU's.
     """
 
     def __init__(
@@ -64,18 +65,18 @@ class NativeEngine(RolloutEngine):
         self.pad_token_id = pad_token_id
         self.tokenizer = tokenizer
         self.cache_tokens = cache_tokens
-        self.pads = True  # prompts in `generate`; otherwise only those of one length go together
-        self.together = True  # rows in `generate`; otherwise each goes alone
+        self.pads = True  # prompts in `generate`; otherwise only equal lengths are batched
+        self.together = True  # batches rows in `generate`; otherwise each is sampled alone
         self.refused: str | None = None  # why nothing is sampled in the fast way
-        self.kept: dict[Any, Kept] = {}  # on a GPU, by what makes steps differ
+        self.kept: dict[Any, Kept] = {}  # on a GPU, by the parameters that make steps differ
 
     @contextmanager
     def session(self, params: SamplingParams, seed: int) -> Iterator[Session]:
-        """See `RolloutEngine`.
+        """Open a session on the weights as they are now.
 
         Raises:
-            ValueError: `stop` without a tokenizer. From `add`: no tokens, or more than the model
-                has positions for.
+            ValueError: `stop` is set without a tokenizer; from `add`: there are no tokens, or more
+                than the model has positions for.
             FloatingPointError: from `step`: the model's logits are NaN.
         """
         stopping = Stopping(self.eos_token_ids, params.stop_strings, self.tokenizer)
@@ -97,7 +98,7 @@ class NativeEngine(RolloutEngine):
             self.weights = self.model
 
     def unsupported_reason(self, longest: int) -> str | None:
-        """What keeps rows of so many tokens from being sampled in the fast way, if anything."""
+        """Return why rows of this many tokens cannot be sampled in the fast way, or None."""
         if self.refused is not None:
             return self.refused
         if self._window < longest:
@@ -113,17 +114,17 @@ class NativeEngine(RolloutEngine):
         return attention_support(self.weights)
 
     def room(self) -> int:
-        """Tokens whose keys and values there is room for."""
+        """Return how many tokens there is room for, with their keys and values."""
         if self.cache_tokens is not None:
             return self.cache_tokens
         device, room = self.model.device, 4 * 2**30
-        if device.type == "cuda":  # what torch has reserved and does not use is free too
+        if device.type == "cuda":  # memory that torch has reserved but does not use is free too
             unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             room = (torch.cuda.mem_get_info(device)[0] + unused) // 2
         return int(room // self._attention_support.bytes_per_token)
 
     def keeping(self, params: SamplingParams) -> Kept | None:
-        """On a GPU, what sessions with these parameters have in common, for one at a time."""
+        """Take, on a GPU, the state that sessions with these parameters share, one at a time."""
         device = self.model.device
         if device.type != "cuda":
             return None
@@ -136,7 +137,7 @@ class NativeEngine(RolloutEngine):
         return Kept(self.weights, params, MAX_ROWS, self.eos_token_ids, layers, run)
 
     def keep(self, params: SamplingParams, kept: Kept) -> None:
-        """For the next session with these parameters."""
+        """Keep the state for the next session with these parameters."""
         self.kept[self._key(params)] = kept
 
     def _key(self, params: SamplingParams) -> tuple[Any, ...]:
@@ -149,7 +150,7 @@ class NativeEngine(RolloutEngine):
 
 
 class _NativeSession:
-    """Checks requests, and gives each to the way in which rows of its length can be sampled."""
+    """A session that checks requests, and samples each in the way that its length allows."""
 
     def __init__(
         self, engine: NativeEngine, params: SamplingParams, seed: int, stopping: Stopping
@@ -159,20 +160,17 @@ class _NativeSession:
         self.plain: HFGenerateSession | None = None
 
     def add(self, request: Request) -> None:
-        """See `Session`."""
         self._way(self._longest(request)).add(request)
 
     @property
     def idle(self) -> bool:
-        """See `Session`."""
         return all(session.idle for session in self._sessions)
 
     def step(self) -> list[Finished]:
-        """See `Session`."""
         return [finished for session in self._sessions for finished in session.step()]
 
     def close(self) -> None:
-        """Give back keys and values, which the garbage collector would find too late."""
+        """Free keys and values, which the garbage collector would find too late."""
         if self.fast is not None:
             self.fast.close()
             if self.fast.kept is not None:
@@ -184,7 +182,7 @@ class _NativeSession:
         return [session for session in (self.fast, self.plain) if session is not None]
 
     def _longest(self, request: Request) -> int:
-        """Tokens that a row of the request may come to."""
+        """Return how many tokens a row of the request may reach."""
         if not len(request.tokens):
             raise ValueError("is empty: a model needs at least one token to continue")
         most = request.limit(self.params)

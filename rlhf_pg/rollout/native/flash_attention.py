@@ -1,8 +1,8 @@
-"""Attention in two parts by torch's own kernel for sequences of any lengths, on a GPU in 16 bits.
+"""Attention in two parts by torch's variable-length FlashAttention, on a GPU in 16 bits.
 
-It reads what is there and no padding, takes fewer key heads than query heads, and returns the log
-of the sum of exp(score), by which the parts are put together (FlashAttention-2; Dao 2023). That is
-all that decoding needs of the packages flash-attn, kernels and FlashInfer.
+The kernel reads no padding, takes fewer key heads than query heads, and returns the log of the sum
+of exp(score), by which the parts are joined (FlashAttention-2; Dao 2023). So decoding does not need
+the packages flash-attn, kernels or FlashInfer.
 
 Shapes: N tokens of the pass, H query and K key-value heads, D their width, S = H/K; R rows.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from rlhf_pg.models.attention import Heads
 from rlhf_pg.rollout.native.decode_attention import Weighed, together
 
-QUERIES = 64  # of a key head, of rows that share a prompt: a block of the kernel has 64 or 128
+QUERIES = 64  # per key head, of rows that share a prompt: the kernel's blocks have 64 or 128
 
 
 class Tokens:
@@ -24,25 +24,25 @@ class Tokens:
 
     def __init__(self, layers: Mapping[int, Heads], device: torch.device) -> None:
         self.shapes, self.device = layers, device
-        self.tokens = 0  # that there was room for at most: what grows again lies elsewhere
+        self.tokens = 0  # the most room so far: growing again would change addresses
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens; what is there stays."""
+        """Make room for this many tokens, and keep what is there."""
         if self.layers and tokens <= self.tokens:
             return
         self.tokens = max(tokens, self.tokens)
         if not self.layers:
             self._allocate()
             return
-        for layer, pair in self.layers.items():  # one by one: not all are there twice
+        for layer, pair in self.layers.items():  # one by one, to save memory
             new = (self._empty(self.shapes[layer]), self._empty(self.shapes[layer]))
             for more, tensor in zip(new, pair, strict=True):
                 more[: len(tensor)] = tensor
             self.layers[layer] = new
 
     def _allocate(self) -> None:
-        """Of blocks of one size a layer gets the same again, whichever is given out first."""
+        """Allocate all layers, giving each the same block again, whatever the allocator's order."""
         for heads in set(self.shapes.values()):
             layers = sorted(layer for layer, other in self.shapes.items() if other == heads)
             blocks = sorted((self._empty(heads) for _ in 2 * layers), key=Tensor.data_ptr)
@@ -52,17 +52,17 @@ class Tokens:
     def _empty(self, heads: Heads) -> Tensor:
         shape = (self.tokens, heads.key_values, heads.width)
         empty = torch.empty(shape, dtype=heads.dtype, device=self.device)
-        torch._dynamo.mark_static(empty, [1, 2])  # or as many rows as heads would be taken for one
+        torch._dynamo.mark_static(empty, [1, 2])  # else equal numbers of rows and heads are tied
         return empty
 
     def write(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All of a layer, after (K,N,D) keys and values have been put to these (N,) places."""
+        """Put keys and values (K,N,D) into a layer at the places (N,); return the whole layer."""
         keys, values = self.layers[layer]
         keys[index], values[index] = key.transpose(0, 1), value.transpose(0, 1)
         return keys, values
 
     def tensors(self) -> list[Tensor]:
-        """Of all layers."""
+        """Return the tensors of all layers."""
         return [tensor for pair in self.layers.values() for tensor in pair]
 
 
@@ -71,12 +71,11 @@ class FlashPrefill:
     """Prompts one after another in a packed row, each attending to itself."""
 
     store: Tokens
-    index: Tensor  # (N,) where their tokens are put
-    bounds: Tensor  # (P+1,) int32: prompt p has the tokens from bounds[p] to bounds[p + 1]
+    index: Tensor  # (N,) places of their tokens in the store
+    bounds: Tensor  # (P+1,) int32; prompt p has the tokens from bounds[p] to bounds[p + 1]
     longest: int
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `Layout`."""
         self.store.write(layer, self.index, key, value)
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         out = _flash(q, k, v, self.bounds, self.bounds, None, self.longest, scale, causal=True)
@@ -92,7 +91,7 @@ class FlashDecode:
 
     prompts: Tokens
     own: Tokens
-    index: Tensor  # (R,) where the newest token is put
+    index: Tensor  # (R,) places of the newest tokens
     own_starts: Tensor  # (R+1,) int32
     own_lengths: Tensor  # (R,) int32
     starts: Tensor  # see `Places`
@@ -100,10 +99,9 @@ class FlashDecode:
     bounds: dict[int, tuple[Tensor, Tensor]]  # by S: queries of each row, and of each run
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `Layout`."""
         heads, rows, width = key.shape
         own = self.own.write(layer, self.index, key, value)
-        # Query heads that share a key head are so many more queries of it: (RS,K,D).
+        # Query heads that share a key head become additional queries of it: (RS,K,D).
         q = query.view(heads, -1, rows, width).permute(2, 1, 0, 3)
         shared = q.shape[1]
         q = q.reshape(-1, heads, width)
@@ -139,7 +137,7 @@ def _flash(
     scale: float,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs (N,H,D), and the log of the sum of exp(score) (H,N).
+    """Return outputs (N,H,D), and the log of the sum of exp(score) (H,N).
 
     Args:
         query: (N,H,D); run i has those from runs[i] to runs[i + 1], at most `most`.

@@ -1,4 +1,4 @@
-"""Sampling by the `generate` of `transformers`, for models whose attention cannot be replaced.
+"""Sampling by `generate` of `transformers`, for models whose attention cannot be replaced.
 
 It is slower: every sample computes its prompt again, and all wait for the longest.
 """
@@ -26,12 +26,14 @@ MAX_ROWS = 256
 
 
 class HFGenerateSession:
-    """What was asked for until a step is sampled together in it, MAX_ROWS at a time or as many as
-    `cache_tokens` (see `NativeEngine`) has room for.
+    """A session that samples waiting requests in batches by `generate`.
+
+    A batch has at most MAX_ROWS rows, and as many as `cache_tokens` (see `NativeEngine`) has room
+    for.
 
     Args:
-        pads: prompts of several lengths are sampled together, the shorter ones padded.
-        together: more than one row at a time.
+        pads: whether prompts of different lengths are sampled together, the shorter ones padded.
+        together: whether to sample more than one row at a time.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class HFGenerateSession:
         pads: bool = True,
         together: bool = True,
     ) -> None:
-        # Adapters work inside it; the `generate` of peft would leave another generation config.
+        # Adapters work inside the base model; peft's `generate` would change the generation config.
         self.model = model.get_base_model() if isinstance(model, PeftModel) else model
         self.params, self.seed, self.stopping = params, seed, stopping
         self.pad_token_id, self.cache_tokens = pad_token_id, cache_tokens
@@ -60,7 +62,7 @@ class HFGenerateSession:
         return not self.waiting
 
     def step(self) -> list[Finished]:
-        """The next rows, to their ends."""
+        """Sample the next batch of rows to their ends."""
         if not self.waiting:
             return []
         if not self.pads:
@@ -90,7 +92,7 @@ class HFGenerateSession:
 
 
 class _Chooser:
-    """Draws every token with the noise of its row, and leaves `generate` no other choice."""
+    """A logits processor that draws each token with its row's noise and leaves no other choice."""
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class _Chooser:
         self.tokens: list[list[int]] = [[] for _ in rows]
         self.logprobs: list[list[float]] = [[] for _ in rows]
         self.supports: list[list[Tensor]] = [[] for _ in rows]
-        self.lengths: list[int | None] = [None for _ in rows]  # of those that have stopped
+        self.lengths: list[int | None] = [None for _ in rows]  # None until a row stops
         numbers = [(r.prompt_index, number, r.position) for r, number in rows]
         self.keys = torch.tensor(numbers, device=device).T
 
@@ -147,7 +149,7 @@ class _Chooser:
 
 
 class _AllOver:
-    """Stops `generate` once every row is over."""
+    """A stopping criterion that ends `generate` once every row is over."""
 
     def __init__(self, chooser: _Chooser) -> None:
         self.chooser = chooser
@@ -164,9 +166,9 @@ class _AllOver:
 
 @contextmanager
 def _plainly(model: PreTrainedModel) -> Iterator[None]:
-    """Without what the model's own generation config asks for: penalties, another end."""
+    """Ignore what the model's own generation config asks for, such as penalties or another end."""
     own = model.generation_config
-    model.generation_config = GenerationConfig(pad_token_id=0)  # only ever behind an end
+    model.generation_config = GenerationConfig(pad_token_id=0)  # padding only follows an end
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What an engine keeps on a GPU from one session to the next: graphs, and tensors they read."""
+"""The state that an engine keeps on a GPU between sessions: graphs, and tensors they read."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,10 +19,10 @@ from rlhf_pg.rollout.native.unpadded_kv_cache import Unpadded
 def forward(
     model: PreTrainedModel, ids: Tensor, positions: Tensor, layout: Layout, keep: Tensor | int = 0
 ) -> Tensor:
-    """Logits (N,V) of N tokens in a packed row, or of those that are kept."""
+    """Return logits (N,V) of N tokens in a packed row, or of those to `keep`."""
     output = model(
         input_ids=ids[None],
-        attention_mask=torch.ones_like(ids[None]),  # or some models look for padding first
+        attention_mask=torch.ones_like(ids[None]),  # without it some models look for padding
         position_ids=positions[None],
         use_cache=False,
         logits_to_keep=keep,
@@ -33,11 +33,11 @@ def forward(
 
 
 class Kept:
-    """For all sessions with the same parameters.
+    """The state shared by all sessions with the same parameters.
 
-    Of what a step reads, these tensors stay where they are. Keys and values are given back at the
-    end of a session, and weights may be copies made for it: the next ones may lie where they lay or
-    not, so graphs are kept with all addresses.
+    Its tensors, which steps read, stay where they are. Keys and values are freed at the end of a
+    session, and weights may be copies made for it, so the next ones may have other addresses.
+    Graphs are therefore kept with all addresses.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Kept:
         self._weights: tuple[int, ...] = ()
 
     def begin(self, seed: int, cache_tokens: int) -> Tensor:
-        """A new session, which has room for so many tokens; the seed as a tensor."""
+        """Begin a session with room for this many tokens, and return the seed as a tensor."""
         self.drawn.clear(0)
         if self.stores is not None:
             self.stores.begin(cache_tokens)
@@ -71,7 +71,7 @@ class Kept:
         model: PreTrainedModel,
         stores: Stores,
     ) -> Tensor | None:
-        """A step on what has its place, by one launch if it can be."""
+        """Run a step, by a single launch if possible."""
         if not self._weights:
             self._weights = tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers()))
         logits: Tensor | None = self.graphs(step, places, (self._weights, stores.lies()))

@@ -1,7 +1,7 @@
-"""What is being sampled, and what of it has been drawn.
+"""The rows and prompts being sampled, and the tokens drawn so far.
 
-Shapes: R rows being sampled, of G prompts; T tokens of a completion at most; V ids. Rows and
-prompts lie in the first slots: the last takes the place of one that leaves.
+Shapes: R rows being sampled, of G prompts; at most T tokens of a completion; V ids. Rows and
+prompts fill the first slots: the last one takes the place of one that leaves.
 """
 
 from collections import deque
@@ -18,14 +18,14 @@ from rlhf_pg.rollout.native.decode_attention import bias
 
 @dataclass(eq=False)
 class Prompt:
-    """A request, and what of it is still to be sampled."""
+    """A request, and the part of it that is still to be sampled."""
 
     request: Request
     limit: int  # tokens of a completion
     waiting: deque[int]  # samples without a row
-    rows: int = 0  # samples with one
+    rows: int = 0  # samples with a row
     slot: int | None = None  # in the store, once it has been computed
-    start: int = 0  # of its tokens, in a store without padding
+    start: int = 0  # of its tokens, in an unpadded store
     logits: Tensor | None = None  # (V,) of the first new token, while samples wait
 
     @property
@@ -39,13 +39,13 @@ class Row:
 
     prompt: Prompt
     sample: int
-    length: int = 0  # tokens drawn; fewer count if one of them was an end
-    read: int = 0  # tokens that were searched for stop strings
-    support: list[Tensor] = field(default_factory=list)  # as in `Completion`, and beyond an end
+    length: int = 0  # tokens drawn; those after an end do not count
+    read: int = 0  # tokens already searched for stop strings
+    support: list[Tensor] = field(default_factory=list)  # as in `Completion`, also after an end
 
 
 class DecodeState:
-    """What has been drawn, by slot, on the model's device."""
+    """The tokens drawn so far, by slot, on the model's device."""
 
     def __init__(self, rows: int, max_tokens: int, model: PreTrainedModel) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -59,7 +59,7 @@ class DecodeState:
         self.ended = zeros(rows, dtype=torch.bool)
 
     def start(self, slot: int, rows: Sequence[Row]) -> None:
-        """Make the slots from here on those of new rows."""
+        """Give the slots from `slot` on to new rows."""
         numbers = [
             (0, r.prompt.limit, r.prompt.request.prompt_index, r.sample, r.prompt.request.position)
             for r in rows
@@ -72,7 +72,7 @@ class DecodeState:
         self.ended[mine] = False
 
     def append(self, rows: slice, ids: Tensor, logprobs: Tensor, eos: Tensor) -> None:
-        """Add (R,) tokens to those rows that have not ended."""
+        """Add (R,) tokens to the rows that have not ended."""
         lengths = self.lengths[rows]
         going = ~self.ended[rows] & (lengths < self.limits[rows])
         column = lengths.clamp(max=self.tokens.shape[1] - 1)[:, None]
@@ -83,16 +83,16 @@ class DecodeState:
         self.ended[rows] |= going & (ids[:, None] == eos).any(dim=1)
 
     def clear(self, rows: int) -> None:
-        """From this slot on there are rows that only fill up: they write to their first column."""
+        """Make the slots from `rows` on filler rows, which write to their first column."""
         self.lengths[rows:] = self.limits[rows:] = 0
 
     def look(self, rows: int) -> tuple[list[int], list[bool]]:
-        """Lengths, and whether an EOS was drawn."""
+        """Return lengths, and whether an EOS was drawn."""
         lengths, ended = torch.stack([self.lengths[:rows], self.ended[:rows]]).tolist()
         return lengths, [bool(end) for end in ended]
 
     def read(self, rows: list[int]) -> list[tuple[list[int], list[float]]]:
-        """Tokens and log-probabilities of rows, in their whole width."""
+        """Return tokens and log-probabilities of rows, in their whole width."""
         return list(zip(self.tokens[rows].tolist(), self.logprobs[rows].tolist(), strict=True))
 
     def move(self, sources: list[int], targets: list[int]) -> None:
@@ -104,7 +104,7 @@ class DecodeState:
 
 @dataclass(frozen=True)
 class Groups:
-    """Which rows share a prompt: see `Decode`."""
+    """The assignment of rows to shared prompts, for `Decode`."""
 
     members: Tensor  # (G,M)
     places: Tensor  # (R,)
@@ -122,7 +122,7 @@ class Groups:
         width: int,
         model: PreTrainedModel,
     ) -> "Groups":
-        """Filled up to the next `size` with row 0, and to this width at least."""
+        """Group the rows by prompt, filling up to the next `size` with row 0 and to this width."""
         groups: list[list[int]] = [[] for _ in prompts]
         for i, row in enumerate(rows):
             assert row.prompt.slot is not None
@@ -146,7 +146,7 @@ class Groups:
 
 
 def chunks(prompts: Sequence[Prompt], most: int) -> list[list[Prompt]]:
-    """Runs of at most so many tokens, or of one prompt."""
+    """Split prompts into runs of at most `most` tokens, or of one prompt."""
     runs: list[list[Prompt]] = []
     tokens = 0
     for prompt in prompts:

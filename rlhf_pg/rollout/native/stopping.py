@@ -1,4 +1,4 @@
-"""What ends a completion before its length does."""
+"""The conditions that end a completion before its length limit."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -8,10 +8,12 @@ from transformers import PreTrainedTokenizerBase
 
 @dataclass(frozen=True)
 class Stopping:
-    """EOS ids, and strings that are looked for in the decoded text, never by tokenizing again.
+    """The EOS ids, and the stop strings that are searched for in the decoded text.
+
+    Text is never tokenized again.
 
     Raises:
-        ValueError: strings without a tokenizer.
+        ValueError: there are strings but no tokenizer.
     """
 
     eos_token_ids: Collection[int]
@@ -23,11 +25,11 @@ class Stopping:
             raise ValueError("stop strings are matched on text: give NativeEngine a tokenizer")
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Whether a completion of these tokens, which was not over before the last, is over."""
+        """Return whether a completion is over with its last token, if it was not over before."""
         return tokens[-1] in self.eos_token_ids or self.ends_text(tokens)
 
     def ends_text(self, tokens: Sequence[int]) -> bool:
-        """Whether their text has one of the strings."""
+        """Return whether the text of these tokens contains one of the strings."""
         if self.tokenizer is None or not self.strings:
             return False
         text = self.tokenizer.decode(tokens, skip_special_tokens=False)

@@ -1,6 +1,6 @@
 """Keys and values without padding, for attention by `rlhf_pg.rollout.native.flash_attention`.
 
-Shapes: R rows of a pass, with those that only fill it up; S query heads share a key head.
+Shapes: R rows of a pass, filler rows included; S query heads share a key head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,22 +15,22 @@ from rlhf_pg.rollout.native.cuda_graphs import rounded
 from rlhf_pg.rollout.native.flash_attention import QUERIES, FlashDecode, FlashPrefill, Tokens
 from rlhf_pg.rollout.native.slots import Prompt, Row
 
-FEWEST = 8  # rows of a pass: so few more or less take the same time
+FEWEST = 8  # rows of a pass; fewer would take the same time
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where rows and their prompts lie; the same until a row enters or leaves.
+    """The places of rows and their prompts, constant until a row enters or leaves.
 
-    Rows are computed in the order of their prompts. Those that share one are cut into runs of a
-    few: at most R runs, whatever the groups are, and a small grid of the kernel.
+    Rows are computed in the order of their prompts. Those that share one are cut into short runs,
+    at most R in all whatever the groups are, so the grid of the kernel is small.
     """
 
     positions: Tensor  # (R,) of the first new token, by slot
     order: Tensor  # (R,) slots
     back: Tensor  # (R,) the place of each slot in `order`
-    runs: Tensor  # (R+1,) int32: run i has the places from runs[i] to runs[i + 1]
-    starts: Tensor  # (R+1,) int32: of the prompt of each run
+    runs: Tensor  # (R+1,) int32; run i has the places from runs[i] to runs[i + 1]
+    starts: Tensor  # (R+1,) int32, of the prompt of each run
     lengths: Tensor  # (R,) int32
 
     @classmethod
@@ -42,7 +42,7 @@ class Places:
         most: int,
         device: torch.device,
     ) -> "Places":
-        """Of so many rows, those that only fill up at the beginning of any prompt.
+        """Lay out `count` rows, where filler rows attend to the first token of the first prompt.
 
         Args:
             most: rows of a run.
@@ -62,7 +62,7 @@ class Places:
         there = torch.tensor(numbers).to(device)
         sizes = [count, count, count, count + 1, count + 1, count]
         a, b, c, *rest = torch.split(there, sizes)
-        # Each at the beginning of its own memory, as copies of them are: or it is compiled again.
+        # Each gets its own memory, as their copies do; otherwise the step is compiled again.
         return cls(a.clone(), b.clone(), c.clone(), *(x.int() for x in rest))
 
 
@@ -71,10 +71,10 @@ def _cut(rows: int, most: int, start: int, length: int) -> list[tuple[int, int, 
 
 
 class Unpadded:
-    """See `Stores`: rows in slots of one size, and prompts wherever there is a gap.
+    """A `Stores` with rows in slots of one size, and prompts wherever there is a gap.
 
     Args:
-        max_tokens: that a row may come to.
+        max_tokens: the most tokens of a row.
         layers: of the model.
     """
 
@@ -86,16 +86,14 @@ class Unpadded:
         self.shares = sorted({heads.queries // heads.key_values for heads in layers.values()})
 
     def begin(self, cache_tokens: int) -> None:
-        """A new session: sizes of earlier ones hold as long as there is room for them."""
+        """Begin a session; sizes of earlier ones are kept as long as there is room for them."""
         if self.prompts.tokens + self.own.tokens > cache_tokens:
             self.prompts.tokens = self.own.tokens = 0
 
     def size(self, rows: int) -> int:
-        """See `Stores`."""
         return max(rounded(rows), FEWEST)
 
     def place(self, fresh: Sequence[Prompt], prompts: Sequence[Prompt]) -> None:
-        """See `Stores`."""
         new = {id(prompt) for prompt in fresh}
         taken = sorted((p.start, p.start + p.length) for p in prompts if id(p) not in new)
         for prompt in fresh:
@@ -104,7 +102,6 @@ class Unpadded:
         self.prompts.reserve(_coarse(taken[-1][1]))
 
     def prefill(self, prompts: Sequence[Prompt]) -> Layout:
-        """See `Stores`."""
         lengths = [prompt.length for prompt in prompts]
         index = torch.cat([torch.arange(p.start, p.start + p.length) for p in prompts])
         bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
@@ -116,16 +113,13 @@ class Unpadded:
         )
 
     def grow(self, rows: Sequence[Row]) -> None:
-        """See `Stores`."""
         self.own.reserve(self.size(len(rows)) * self.max_tokens)
 
     def places(self, prompts: Sequence[Prompt], rows: Sequence[Row]) -> Places:
-        """See `Stores`."""
         most = max(1, QUERIES // self.shares[-1])
         return Places.of(prompts, rows, self.size(len(rows)), most, self.device)
 
     def layout(self, places: Places, last: Tensor, longest: int) -> Layout:
-        """See `Stores`."""
         slots = torch.arange(len(last) + 1, device=last.device)
         starts = torch.where(slots < len(last), nn.functional.pad(places.order, (0, 1)), 0)
         starts = starts * self.max_tokens
@@ -142,27 +136,24 @@ class Unpadded:
         )
 
     def move(self, sources: list[int], targets: list[int]) -> None:
-        """See `Stores`."""
         source, target = torch.tensor([sources, targets], device=self.device)
         for store in self.own.tensors():
             slots = store.view(-1, self.max_tokens, *store.shape[1:])
             slots[target] = slots[source]
 
     def leave(self, slot: int, last: int) -> None:
-        """See `Stores`: its tokens are a gap now."""
+        """Leave the prompt's tokens as a gap."""
 
     def lies(self) -> tuple[int, ...]:
-        """See `Stores`."""
         return tuple(x.data_ptr() for x in (*self.prompts.tensors(), *self.own.tensors()))
 
     def close(self) -> None:
-        """See `Stores`."""
         self.prompts.layers.clear()
         self.own.layers.clear()
 
 
 def _gap(taken: Sequence[tuple[int, int]], length: int) -> int:
-    """Where the first gap of so many tokens begins."""
+    """Return the start of the first gap with room for `length` tokens."""
     end = 0
     for start, behind in taken:
         if start - end >= length:
@@ -172,6 +163,6 @@ def _gap(taken: Sequence[tuple[int, int]], length: int) -> int:
 
 
 def _coarse(tokens: int) -> int:
-    """The next of few numbers, at most a quarter more: so the next session needs the same."""
+    """Round up to one of few sizes, at most a quarter more, so sessions tend to need the same."""
     step = 1 << max(tokens.bit_length() - 3, 10)
     return -(-tokens // step) * step

@@ -1,1 +1,1 @@
-"""vLLM as the engine: in this process, or on servers of its own."""
+"""Engines that sample with vLLM, in this process or on separate servers."""

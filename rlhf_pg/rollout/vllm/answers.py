@@ -1,4 +1,4 @@
-"""What `vllm serve` answers, checked: whatever is not as it has to be raises before it is used."""
+"""The answers of `vllm serve`, checked so that anything malformed raises before it is used."""
 
 import math
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from typing import Any, Literal, NamedTuple
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.rollout.engine import Completion
 
-LEAST = -9999.0  # what vLLM says for minus infinity
-ROUNDING = 1e-3  # by which a log-probability may be above 0
+LEAST = -9999.0  # vLLM's number for minus infinity
+ROUNDING = 1e-3  # the most by which rounding may lift a log-probability above 0
 
 
 class Served(NamedTuple):
-    """The model that a server has."""
+    """The model that a server serves."""
 
     name: str
     max_model_length: int
@@ -21,13 +21,13 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A completion, as it was asked for.
+    """A completion as it was requested.
 
     Attributes:
-        max_tokens: at most.
+        max_tokens: the most tokens.
         vocab_size: ids are below it.
         eos_token_ids: each ends a completion.
-        by_string: so may a stop string, which can end with any token.
+        by_string: whether a stop string, which may end with any token, can end it too.
     """
 
     max_tokens: int
@@ -36,10 +36,10 @@ class Wanted:
     by_string: bool
 
     def read(self, answer: Any) -> Completion:
-        """The only choice of an answer.
+        """Read the only choice of an answer.
 
         Raises:
-            ValueError, LookupError, TypeError: something is missing, or cannot be.
+            ValueError, LookupError, TypeError: something is missing or impossible.
         """
         [choice] = answer["choices"]
         tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
@@ -72,12 +72,12 @@ class Wanted:
 
 
 def models(answer: Any) -> list[str]:
-    """The names of all models that there are."""
+    """Return the names of all models."""
     return [_name(model["id"]) for model in answer["data"]]
 
 
 def served(answer: Any) -> Served:
-    """The first of them, which is the server's own."""
+    """Return the first model, which is the server's own."""
     own = answer["data"][0]
     length = own["max_model_len"]
     if type(length) is not int or length < 1:
@@ -86,7 +86,7 @@ def served(answer: Any) -> Served:
 
 
 def likeliest(answer: Any) -> float:
-    """Log-probability of the likeliest token."""
+    """Return the log-probability of the likeliest token."""
     [token] = answer["choices"][0]["logprobs"]["top_logprobs"]
     logprob = max(token.values())
     if not _is_number(logprob) or not math.isfinite(logprob):
@@ -95,7 +95,7 @@ def likeliest(answer: Any) -> float:
 
 
 def success(answer: Any) -> bool:
-    """Whether it could be done."""
+    """Return whether the server succeeded."""
     done = answer["success"]
     if type(done) is not bool:
         raise ValueError(f"success is {shown(done)}")
@@ -103,7 +103,7 @@ def success(answer: Any) -> bool:
 
 
 def on_cpu(answer: Any) -> bool:
-    """Whether the server computes on a CPU."""
+    """Return whether the server computes on a CPU."""
     return "cpu" in str(answer["vllm_config"]["device_config"])
 
 

@@ -1,4 +1,4 @@
-"""The policy's weights on their way to another engine, adapters merged layer by layer."""
+"""The handover of the policy's weights to another engine, with adapters merged layer by layer."""
 
 import copy
 import re
@@ -18,17 +18,17 @@ from rlhf_pg import models
 
 
 def bare(model: PreTrainedModel) -> PreTrainedModel:
-    """The model below its adapter, if it has one."""
+    """Return the model below its adapter, if it has one."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def has_experts(model: PreTrainedModel) -> bool:
-    """Whether it is a mixture of experts."""
+    """Return whether the model is a mixture of experts."""
     return any(".experts." in name for name, _ in model.named_parameters())
 
 
 def parts_tied_weights(model: PreTrainedModel) -> bool:
-    """Whether an adapter gives one end of tied weights a value that the other end has not."""
+    """Return whether an adapter gives one end of tied weights another value than the other end."""
     base = bare(model)
     ends = base.get_input_embeddings(), base.get_output_embeddings()
     saved = any(isinstance(end, ModulesToSaveWrapper) for end in ends)
@@ -36,14 +36,13 @@ def parts_tied_weights(model: PreTrainedModel) -> bool:
 
 
 def published_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """`merged_weights` as checkpoints have them, whose names other engines know.
+    """Yield `merged_weights` under the names of checkpoints, which other engines know.
 
-    `transformers` keeps the experts of a layer in one tensor, and calls some parts otherwise. A
-    layer of such a model is copied when its turn comes.
+    `transformers` keeps the experts of a layer in one tensor, and has other names for some parts.
+    The layers of such a model are copied one at a time.
     """
     names = copy.copy(bare(model))
-    # What the checkpoint that it was loaded from calls them: perhaps with the prefix of another
-    # class, whose language model this is.
+    # These names come from the loaded checkpoint, perhaps with the prefix of a larger model.
     vars(names).pop("_weight_conversions", None)
     weights = merged_weights(model)
     if not get_model_conversion_mapping(names, add_legacy=False):
@@ -54,17 +53,17 @@ def published_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _layer(name: str) -> str:
-    """Of a weight: "model.layers.3." for one of layer 3."""
+    """Return the prefix of a weight's layer, "model.layers.3." for one of layer 3."""
     found = re.match(r".*?\.\d+\.", name)
     return found[0] if found else name
 
 
 def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of `models.merged(model)`, without a second copy of the model; and the
-    buffers that are saved with them, as the bias that an expert is chosen by.
+    """Yield the names and weights of `models.merged(model)` without a second copy of the model.
 
-    A layer that the adapter changes is copied when its turn comes, and the copy is the caller's: it
-    goes when the caller lets it go. The others are the policy's own tensors, tied ones once.
+    Buffers that are saved with the weights are included, such as a bias for choosing experts. The
+    layers that the adapter changes are copied one at a time, and each copy lives as long as the
+    caller keeps it. The others are the policy's own tensors, tied ones once.
     """
     yield from _weights(bare(model), "", {id(p): False for p in model.parameters()})
 
@@ -72,7 +71,10 @@ def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def _weights(
     module: nn.Module, prefix: str, given: dict[int, bool]
 ) -> Iterator[tuple[str, Tensor]]:
-    """`given` has the policy's own; a copy may get the id of one that is gone."""
+    """Yield the weights of a module, skipping those of the policy that were given already.
+
+    `given` has only the policy's own: a copy may get the id of one that is gone.
+    """
     if hasattr(module, "unload_and_optionally_merge_module") or hasattr(module, "base_layer"):
         module = _merged(module)
     for name, parameter in module.named_parameters(recurse=False):
@@ -88,7 +90,7 @@ def _weights(
 
 
 def _merged(layer: Any) -> nn.Module:
-    """What `peft` leaves of a layer of its own in `merge_and_unload`, in a copy."""
+    """Merge a layer of `peft` in a copy, as `merge_and_unload` does."""
     tuners = [part for part in layer.modules() if isinstance(part, BaseTunerLayer)]
     changed = {id(p) for part in tuners for p in part.parameters()}
     shared: dict[int, Any] = {id(p): p for p in layer.parameters() if id(p) not in changed}

@@ -1,4 +1,4 @@
-"""Asking a server over HTTP: a bounded number of times, for a bounded time, for so many bytes."""
+"""Requests to a server over HTTP, with bounded attempts, time and size."""
 
 import asyncio
 import ipaddress
@@ -19,30 +19,30 @@ T = TypeVar("T")
 
 ATTEMPTS = 3
 PAUSE = 1.0  # seconds before the second attempt; longer before each further one
-CONNECTIONS = 256  # requests that a server is given at once
+CONNECTIONS = 256  # concurrent requests to a server
 MOST = 1 << 20  # bytes of an answer
-TOO_BUSY = (408, 429)  # statuses below 500 that may pass: too late, too many requests
+TOO_BUSY = (408, 429)  # temporary statuses below 500: too late, too many requests
 
 
 class Refused(RolloutError):
-    """The server understood, and will not: asking again is no use."""
+    """An error after which asking again is no use: the server understood and refused."""
 
 
 class _Failed(Exception):
-    """It has failed, which may pass."""
+    """A failure of the server that may be temporary."""
 
 
 class Server:
     """A server that answers in JSON, or with nothing.
 
-    What it is asked runs on an event loop of its own, since the time of a whole answer, from the
-    look-up of its name to the last byte, can be bounded only there. It is believed no more than a
-    stranger: redirects are not followed, and compressed bodies not asked for.
+    Requests run on a separate event loop, since only there can the time of a whole answer, from the
+    name lookup to the last byte, be bounded. The server is not trusted: redirects are not followed,
+    and compressed bodies are not asked for.
 
     Args:
         url: without a path.
         timeout: seconds for one answer.
-        remedy: what to do when it fails, for the error.
+        remedy: what the user should do when it fails, for the error message.
     """
 
     def __init__(self, url: str, timeout: float, remedy: str) -> None:
@@ -50,8 +50,8 @@ class Server:
         self._free = asyncio.Semaphore(CONNECTIONS)
         self._client = httpx2.AsyncClient(
             headers={"Accept-Encoding": "identity"},
-            timeout=None,  # ours is that of the whole
-            # A connection that is kept may be closed just when it is used.
+            timeout=None,  # our own bounds the whole answer
+            # A kept connection may be closed just when it is used.
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=not _is_loopback(httpx2.URL(url).host),  # its proxies
         )
@@ -61,23 +61,25 @@ class Server:
         ending.atexit = False
 
     def ask(self, path: str, body: Any, read: Callable[[Any], T], most: int = MOST) -> T:
-        """The result of `begin`; an interrupt breaks it off, and the server hears of it."""
+        """Return the result of `begin`; an interrupt cancels the request, which the server sees."""
         return result_of(self.begin(path, body, read, most))
 
     def begin(
         self, path: str, body: Any, read: Callable[[Any], T], most: int = MOST
     ) -> "Future[T]":
-        """What `read` makes of the answer; what fails, is late or cannot be read is asked again.
+        """Send a request, and return a future of what `read` makes of the answer.
+
+        A request that fails, is late or cannot be read is repeated.
 
         Args:
-            body: to be posted as JSON; None gets instead.
-            read: raises ValueError, TypeError or LookupError at an answer that is not whole.
+            body: posted as JSON; None makes it a GET.
+            read: raises ValueError, TypeError or LookupError if an answer is malformed.
             most: bytes that an answer may have.
 
         Raises:
-            Refused: by the future: the server answered with a status from 300 to 499, but for
+            Refused: from the future: the server answered with a status from 300 to 499, except for
                 `TOO_BUSY`.
-            RolloutError: by the future: `ATTEMPTS` have failed.
+            RolloutError: from the future: `ATTEMPTS` attempts have failed.
         """
         return asyncio.run_coroutine_threadsafe(self._asked(path, body, read, most), self._loop)
 
@@ -109,11 +111,11 @@ class Server:
         ):
             text, status = await _body(answer, most), answer.status_code
         if status < 300:
-            # vLLM says "Success: ..." to some requests, in plain text.
+            # vLLM answers some requests in plain text, "Success: ...".
             return json.loads(text) if text[:1] in (b"{", b"[") else None
         said = f"status {status}: {quoted(_said(text) or answer.reason_phrase)}"
         if status < 400:
-            said = f"status {status}: it sends us elsewhere, where we do not go"
+            said = f"status {status}: it sends us elsewhere, and redirects are not followed"
         if status >= 500 or status in TOO_BUSY:
             raise _Failed(said)
         raise Refused(f"the server at {self.url} refuses {path} with {said}")
@@ -130,7 +132,7 @@ async def _body(answer: httpx2.Response, most: int) -> bytes:
 
 
 def _said(text: bytes) -> str:
-    """The message of an error of vLLM's, or what stands in its place."""
+    """Return the message of one of vLLM's errors, or the text itself."""
     try:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, TypeError, LookupError, RecursionError):
@@ -138,7 +140,7 @@ def _said(text: bytes) -> str:
 
 
 def _origin(error: BaseException) -> BaseException:
-    """Of an error that libraries have passed on: which system call failed, and how."""
+    """Return the system error that libraries have wrapped."""
     while (cause := error.__cause__ or error.__context__) is not None and str(cause):
         error = cause
     return error

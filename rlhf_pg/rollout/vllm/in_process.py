@@ -29,34 +29,34 @@ from rlhf_pg.rollout.vllm.requests import check_version, completion, options, ro
 
 logger = logging.getLogger(__name__)
 
-# Read by vLLM when it is imported, or when an engine is made.
-NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the weights are handed over as they lie here
+# vLLM reads these when it is imported, or when an engine is made.
+NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # weights are handed over within the process
 DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; by itself vLLM takes a share of all memory
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # training has these threads too
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; vLLM's default is a share of all memory
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # training uses these threads too
 }
 
 
 class VllmEngine(RolloutEngine):
-    """Samples with vLLM, which is given the weights, adapters merged, by each `weights_synced`.
+    """An engine that samples with vLLM, and gets the merged weights at each `weights_synced`.
 
-    Several processes have an engine each.
+    With several processes, each has its own engine.
 
     Args:
-        model: a causal language model; only its config is looked at here.
+        model: a causal language model; only its config is read here.
         eos_token_ids: each ends a completion.
         tokenizer: of the model, for stop strings.
         max_model_length: longest prompt and completion; None: as many tokens as there are
             positions, and memory for them.
         memory: share of the GPU's memory that vLLM takes, weights included.
         sleeps: give that memory back between two `weights_synced`.
-        seed: of the process, which vLLM sets anew.
-        longest: tokens of the longest prompt and completion, which need room.
+        seed: of the process, which vLLM resets.
+        longest: tokens of the longest prompt and completion of the run.
 
     Raises:
-        ValueError: vLLM is not installed, is of another version, cannot take the weights, or has no
-            room.
+        ValueError: vLLM is not installed, has an unsupported version, cannot take the weights, or
+            has too little room.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class VllmEngine(RolloutEngine):
             self.llm = _new_llm(
                 model=directory,
                 dtype=str(_dtype(model)).removeprefix("torch."),
-                max_model_len=max_model_length or -1,  # as long as there is room for
+                max_model_len=max_model_length or -1,  # -1: as long as there is room for
                 gpu_memory_utilization=memory,
                 enable_sleep_mode=sleeps,
                 enforce_eager=not torch.cuda.is_available(),
@@ -120,11 +120,11 @@ class VllmEngine(RolloutEngine):
         self._sleep()
 
     def session(self, params: SamplingParams, seed: int) -> closing["_InProcessSession"]:
-        """See `RolloutEngine`.
+        """Open a session on vLLM.
 
         Raises:
-            ValueError: a temperature that vLLM would change.
-            RolloutError: vLLM gave a request up.
+            ValueError: vLLM would change the temperature.
+            RolloutError: vLLM gave up a request.
             FloatingPointError: the model's log-probabilities are NaN.
         """
         return closing(_InProcessSession(self, params, seed))
@@ -143,8 +143,10 @@ class VllmEngine(RolloutEngine):
             self._sleep()
 
     def _load(self, policy: PreTrainedModel) -> None:
-        """Copy the weights where they are, layer by layer: vLLM holds what it was given of a layer
-        until it has all of it, casts and fuses that, and lets it go.
+        """Copy the weights into place, layer by layer.
+
+        vLLM collects the weights of a layer until it has all of them, casts and fuses them, and
+        lets them go.
         """
         self._warn_of_rounding(policy)
         weights = {"weights_iterator": published_weights(policy)}
@@ -166,11 +168,11 @@ class VllmEngine(RolloutEngine):
 
     def _sleep(self) -> None:
         if self.sleeps:
-            self.llm.sleep(level=2)  # the next weights come from the policy: these are not kept
+            self.llm.sleep(level=2)  # drops the weights: the next ones come from the policy
 
 
 class _InProcessSession:
-    """Every sample is a request of vLLM's own, with its own seed."""
+    """A session in which every sample is a separate request of vLLM with its own seed."""
 
     def __init__(self, engine: VllmEngine, params: SamplingParams, seed: int) -> None:
         self._engine, self._params, self._seed = engine, params, seed
@@ -207,17 +209,17 @@ class _InProcessSession:
         return not self._asked
 
     def close(self) -> None:
-        """Give up what has not finished."""
+        """Abort the requests that have not finished."""
         self._engine.llm.llm_engine.abort_request(list(self._asked))
         self._asked.clear()
 
 
 def lacking(model: PreTrainedModel) -> str | None:
-    """Why the vLLM that is installed cannot take the model, as far as its list of classes tells."""
+    """Return why the installed vLLM cannot take the model, judging by its list of classes."""
     _prepare_environment()
     try:
         from vllm import ModelRegistry
-    except Exception as error:  # what it was compiled for is not there
+    except Exception as error:  # such as a missing library that it was compiled for
         return f"vLLM cannot be imported ({error})"
     name = type(bare(model)).__name__
     known = ModelRegistry.models.get(name)
@@ -248,23 +250,23 @@ def _new_llm(**arguments: Any) -> Any:
     from vllm import LLM
 
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        # Processes that are there already, each of which is to have an engine of its own.
+        # The processes exist already, and each is to have its own engine.
         arguments["distributed_executor_backend"] = "external_launcher"
     llm = LLM(
         **arguments,
-        model_impl="vllm",  # that of transformers would change the class that is trained
+        model_impl="vllm",  # that of transformers would change the trained class
         load_format="dummy",
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         disable_log_stats=True,
     )
-    # At its end it would destroy the process groups, which others use: training, or another engine.
+    # Its finalizer would destroy the process groups, which training or another engine still uses.
     llm.llm_engine.engine_core._finalizer.detach()
     return llm
 
 
 def _free(core: Any) -> None:
-    """The rest of what it would do: give the memory back."""
+    """Free the memory, as the detached finalizer would have done."""
     core.model_executor.shutdown()
     core.scheduler.shutdown()
     gc.unfreeze()
@@ -272,7 +274,7 @@ def _free(core: Any) -> None:
 
 
 def _describe(model: PreTrainedModel, directory: str) -> None:
-    """Save the config with the name of the model's class, by which vLLM finds its own."""
+    """Save the config with the name of the model's class, by which vLLM finds its own class."""
     base = bare(model)
     config = copy.deepcopy(base.config)
     config.architectures = [type(base).__name__]
@@ -280,12 +282,12 @@ def _describe(model: PreTrainedModel, directory: str) -> None:
 
 
 def _dtype(model: PreTrainedModel) -> torch.dtype:
-    """Of the weights; vLLM knows no float64."""
+    """Return the dtype of the weights; vLLM has no float64."""
     return torch.float32 if model.dtype == torch.float64 else model.dtype
 
 
 def _repack_head(model: nn.Module) -> None:
-    """On a CPU vLLM packs a copy of each matrix, and forgets a head that is tied to the input."""
+    """Pack a tied head again, which vLLM forgets on a CPU, where it packs a copy of each matrix."""
     head: Any = getattr(model, "lm_head", None)
     if hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)

@@ -1,4 +1,4 @@
-"""What both ways to vLLM ask it for, and make of what it says."""
+"""The requests to vLLM and the reading of its results, shared by both engines."""
 
 import re
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ from typing import Any, Literal
 from rlhf_pg.boundary.quoted import quoted
 from rlhf_pg.rollout.engine import Completion, Request, RolloutError, SamplingParams
 
-OLDEST, TOO_NEW = (0, 32), (0, 33)  # as the extra [vllm] of pyproject.toml has it
-LEAST_TEMPERATURE = 0.01  # what is between 0 and it, vLLM silently raises to it
+OLDEST, TOO_NEW = (0, 32), (0, 33)  # as in the extra [vllm] of pyproject.toml
+LEAST_TEMPERATURE = 0.01  # vLLM silently raises a temperature between 0 and this to it
 
 
 def check_version(version: str, what: str) -> None:
-    """Refuse a vLLM that was never tried.
+    """Refuse a vLLM version that was never tested.
 
     Raises:
         ValueError: the version is outside the range.
@@ -23,10 +23,10 @@ def check_version(version: str, what: str) -> None:
 
 
 def options(params: SamplingParams, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """What vLLM calls the sampling parameters; none is left to a default of the model's.
+    """Translate the sampling parameters for vLLM; none is left to the model's defaults.
 
     Raises:
-        ValueError: a temperature that vLLM would change.
+        ValueError: vLLM would change the temperature.
     """
     if 0 < params.temperature < LEAST_TEMPERATURE:
         raise ValueError(
@@ -44,15 +44,15 @@ def options(params: SamplingParams, eos_token_ids: Sequence[int]) -> dict[str, A
         "ignore_eos": True,
         "stop_token_ids": list(eos_token_ids),
         "skip_special_tokens": False,  # they may be in a stop string
-        "logprobs": 0,  # that of the sampled token alone
+        "logprobs": 0,  # only that of the sampled token
     }
 
 
 def room(request: Request, params: SamplingParams, limit: int) -> int:
-    """How many tokens may be sampled: beyond its limit vLLM would silently cut.
+    """Return how many tokens may be sampled; beyond its limit vLLM would cut silently.
 
     Raises:
-        ValueError: the tokens are none, or too many for the limit.
+        ValueError: there are no tokens, or too many for the limit.
     """
     wanted = request.limit(params)
     if not len(request.tokens):
@@ -66,10 +66,10 @@ def room(request: Request, params: SamplingParams, limit: int) -> int:
 
 
 def completion(tokens: list[int], logprobs: list[float], reason: str | None) -> Completion:
-    """A completion of vLLM's.
+    """Convert a completion of vLLM's.
 
     Raises:
-        RolloutError: it was given up.
+        RolloutError: vLLM gave it up.
         FloatingPointError: log-probabilities are NaN.
     """
     if reason not in ("stop", "length"):

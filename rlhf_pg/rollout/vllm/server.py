@@ -1,4 +1,4 @@
-"""The engine that samples on a stock `vllm serve`, which is told of new weights by path."""
+"""The engine that samples on a stock `vllm serve`, which is told the path of new weights."""
 
 import hashlib
 import os
@@ -35,31 +35,31 @@ from rlhf_pg.rollout.vllm.requests import check_version, options, room
 
 T = TypeVar("T")
 
-BYTES = 4096  # of an answer, for each token: the longest have some hundred characters
+BYTES = 4096  # of an answer, per token: the longest tokens have some hundred characters
 MOMENT = 0.05  # seconds that a step waits for an answer
 REMEDY = "look into its log, start it again, and resume"
 
 
 class VllmServerEngine(RolloutEngine):
-    """Samples on a server, which reads the weights of each `weights_synced` from a directory.
+    """An engine that samples on a server, which reads new weights from a directory.
 
-    An adapter is loaded beside the server's own model, which has to be the one it was made for,
-    under a name made from its values: so every process knows the name, and keys and values that
-    the server has kept are those of these weights. Of a model without an adapter the server's own
-    weights are replaced.
+    The weights are handed over at each `weights_synced`. An adapter is loaded beside the server's
+    own model, which has to be the adapter's base, under a name made from its values: so every
+    process knows the name, and keys and values that the server has kept belong to these weights.
+    Without an adapter the server's own weights are replaced.
 
     Args:
-        model: the policy; its weights are looked at in `weights_synced` alone.
+        model: the policy; its weights are only read in `weights_synced`.
         eos_token_ids: each ends a completion.
         url: of the server, without a path.
-        directory: under a path that the server sees too; weights are put into one of our own in it,
-            which has a name that nobody knows, and is removed in the end.
+        directory: under a path that the server sees too; weights are put into a subdirectory with a
+            secret name, which is removed in the end.
         timeout: seconds for one answer.
-        is_main: this process hands over the weights; the others have to wait until it has.
+        is_main: whether this process hands over the weights; the others have to wait until it has.
 
     Raises:
-        ValueError: the server is no vLLM of a known version, or was started without an option that
-            is needed.
+        ValueError: the server is not a vLLM of a supported version, or was started without a needed
+            option.
         RolloutError: there is no server.
     """
 
@@ -84,10 +84,10 @@ class VllmServerEngine(RolloutEngine):
             self._check_replaceable(model)
 
     def session(self, params: SamplingParams, seed: int) -> closing["_ServerSession"]:
-        """See `RolloutEngine`.
+        """Open a session on the server.
 
         Raises:
-            ValueError: a temperature that vLLM would change.
+            ValueError: vLLM would change the temperature.
             RolloutError: the server fails.
             FloatingPointError: the model's log-probabilities are NaN.
         """
@@ -118,14 +118,14 @@ class VllmServerEngine(RolloutEngine):
                     f"{place} (vllm_sync_directory)"
                 ) from error
         if self.name != self.served:
-            # It is only memory: a server that has lost the old one has done what is asked.
+            # Unloading only saves memory, and a server that has lost the old one need not.
             with suppress(Refused):
                 self._do("/v1/unload_lora_adapter", {"lora_name": self.name})
             shutil.rmtree(self._own / self.name, ignore_errors=True)
 
     @cached_property
     def _own(self) -> Path:
-        """A directory that is private to this run, whatever else there is, and whoever made it."""
+        """The directory that is private to this run, whatever else is there, whoever made it."""
         for place in [*reversed(self.directory.parents), self.directory]:
             place.mkdir(mode=0o700, exist_ok=True)  # another run may be making it
         own = Path(tempfile.mkdtemp(prefix="weights-", dir=self.directory))
@@ -133,7 +133,7 @@ class VllmServerEngine(RolloutEngine):
         return own
 
     def _saved(self, model: PreTrainedModel | PeftModel, name: str) -> Path:
-        """Weights, under a path for the server.
+        """Save weights under a path for the server, and return it.
 
         Raises:
             RolloutError: they cannot be written.
@@ -152,7 +152,7 @@ class VllmServerEngine(RolloutEngine):
         try:
             self._do("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(place)})
         except Refused:
-            # Asked a second time, since its first answer was lost, it refuses what it has done.
+            # If its first answer was lost, it refuses the repeated request, which it has done.
             if name not in self._models():
                 raise
 
@@ -170,7 +170,7 @@ class VllmServerEngine(RolloutEngine):
                 "is at work for others: it has to be for this run alone"
             )
 
-    # ------------------------------------------------------------------------ what has to be true
+    # ------------------------------------------------------------------------------------ checks
 
     def _version(self) -> str:
         try:
@@ -184,14 +184,14 @@ class VllmServerEngine(RolloutEngine):
         return self.server.ask(path, None, read)
 
     def _do(self, path: str, body: dict[str, Any]) -> None:
-        """Ask for what is answered with nothing of use."""
+        """Send a request whose answer holds nothing of use."""
         self.server.ask(path, body, lambda answer: None)
 
     def _models(self) -> list[str]:
         return self._get("/v1/models", answers.models)
 
     def _check_logprobs(self) -> None:
-        """Raw log-probabilities do not depend on the temperature, which may be up to 2."""
+        """Refuse raw log-probabilities, which do not depend on the temperature (up to 2)."""
         cold, hot = (self._likeliest(temperature) for temperature in (0.1, 2.0))
         if abs(cold - hot) < 1e-3:
             raise ValueError(
@@ -200,7 +200,7 @@ class VllmServerEngine(RolloutEngine):
             )
 
     def _likeliest(self, temperature: float) -> float:
-        """Log-probability of the likeliest token after an arbitrary one."""
+        """Return the log-probability of the likeliest token after an arbitrary one."""
         body = {"model": self.served, "prompt": [self.eos_token_ids[0]], "max_tokens": 1}
         body |= {"temperature": temperature, "logprobs": 1}
         return self.server.ask("/v1/completions", body, answers.likeliest)
@@ -227,7 +227,7 @@ class VllmServerEngine(RolloutEngine):
 
 
 class _ServerSession:
-    """Every sample is a request of its own."""
+    """A session in which every sample is a separate request."""
 
     def __init__(self, engine: VllmServerEngine, params: SamplingParams, seed: int) -> None:
         self._engine, self._params, self._seed = engine, params, seed
@@ -260,7 +260,7 @@ class _ServerSession:
         return not self._asked
 
     def close(self) -> None:
-        """Give up what is under way: its connection is closed, by which vLLM knows."""
+        """Cancel the requests under way; closing their connections tells vLLM."""
         for future in self._asked:
             future.cancel()
 
@@ -285,13 +285,13 @@ class _ServerSession:
 
 
 def _remove(place: Path, owner: int) -> None:
-    """In the end of the process that made it, and not in that of one which it has forked."""
+    """Remove the directory when the process that made it ends, but not when its forks do."""
     if os.getpid() == owner:
         shutil.rmtree(place, ignore_errors=True)
 
 
 def _digest(model: PeftModel) -> str:
-    """Of the values of the adapter."""
+    """Return a hash of the adapter's values."""
     digest = hashlib.sha256()
     for name, tensor in sorted(get_peft_model_state_dict(model).items()):
         digest.update(name.encode())

@@ -99,9 +99,14 @@ def test_each_turn_is_asked_for_with_all_before_it_and_noise_of_its_own_place():
     engine = sayer("ab<eos>", "c<eos>")
     play(engine, Listed(("up", 0.0, False), ("", 1.0, True)), max_tokens=9)
     first, second = engine.requests
-    assert (first.draw, list(first.samples), first.position, first.max_tokens) == (7, [0], 0, 9)
+    assert (first.prompt_index, list(first.samples), first.position, first.max_tokens) == (
+        7,
+        [0],
+        0,
+        9,
+    )
     assert text(second.tokens) == "q?ab<eos>up"
-    assert (second.draw, list(second.samples)) == (7, [0])
+    assert (second.prompt_index, list(second.samples)) == (7, [0])
     assert (second.position, second.max_tokens) == (5, 4)
 
 

@@ -115,7 +115,7 @@ def test_a_row_goes_on_where_it_stopped(arch):
                 session.add(
                     Request(
                         tokens=[*PROMPTS[request.prompt_index], *tokens],
-                        draw=request.prompt_index,
+                        prompt_index=request.prompt_index,
                         samples=[sample],
                         position=len(tokens),
                         max_tokens=min(4 + sample, PARAMS.max_tokens - len(tokens)),

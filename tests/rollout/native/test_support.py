@@ -79,7 +79,7 @@ def change(monkeypatch, engine: NativeEngine, way: str) -> None:
     if way == "rows wait":
         engine.cache_tokens = 60
     if way == "looks later":
-        monkeypatch.setattr(engine, "BatchingSession", Looking)
+        monkeypatch.setattr("rlhf_pg.rollout.native.engine.BatchingSession", Looking)
     if way == "by generate":
         monkeypatch.setattr(engine, "unsupported_reason", lambda longest: "of this test")
 
