@@ -10,11 +10,7 @@ import pytest
 import rlhf_pg
 
 ROOT = Path(rlhf_pg.__file__).parent
-# Rewritten so far.
-DONE = (
-    *("config", "cli", "plan", "data", "checkpoint", "report", "tasks", "boundary", "rewards"),
-    "failpoints.py",
-)
+NOT_YET = ("trainers",)
 FILES = [str(path.relative_to(ROOT)) for path in sorted(ROOT.rglob("*.py"))]
 # A sentence that begins with one of these continues another one.
 LEANING = {
@@ -75,7 +71,7 @@ def fault(sentence: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name.split("/")[0] in DONE])
+@pytest.mark.parametrize("name", [name for name in FILES if name.split("/")[0] not in NOT_YET])
 def test_docstrings_begin_with_a_sentence_that_stands_alone(name):
     faults = [
         f"{name}:{line}: {why}: {sentence}"
