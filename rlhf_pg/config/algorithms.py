@@ -34,7 +34,21 @@ class GRPOConfig(PolicyGradientConfig):
 
 
 @dataclass(kw_only=True)
-class RLOOConfig(PolicyGradientConfig):
+class KLInRewardConfig(PolicyGradientConfig):
+    """Config of an algorithm whose reward has the KL to a reference in it."""
+
+    beta: float = number(0.05, minimum=0)
+    """Coefficient of KL(policy || reference), which holds the policy near it; 0 keeps no
+    reference."""
+    kl_placement: Literal["reward", "loss"] = "reward"
+    """Place of the KL: subtracted from the reward of each token, or added to the loss."""
+    kl_estimator: KLEstimator = "k1"
+    """Estimator of the KL (rlhf_pg.kl): k1, k2 or k3 in the reward; k2, k3, k1_to_go,
+    k2_straight_through or k3_ratio in the loss."""
+
+
+@dataclass(kw_only=True)
+class RLOOConfig(KLInRewardConfig):
     """Config of RLOO: the mean of the other completions as the baseline, KL in the reward."""
 
     algorithm: Literal["rloo"] = "rloo"
@@ -49,18 +63,10 @@ class RLOOConfig(PolicyGradientConfig):
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "constant"
     """Weight of each token in the loss: 1 / tokens (token_mean), 1 / (completions * own length)
     (sequence_mean) or 1 / (completions * max_completion_length) (constant)."""
-    beta: float = number(0.05, minimum=0)
-    """Coefficient of KL(policy || reference), which holds the policy near it; 0 keeps no
-    reference."""
-    kl_placement: Literal["reward", "loss"] = "reward"
-    """Place of the KL: subtracted from the reward of each token, or added to the loss."""
-    kl_estimator: KLEstimator = "k1"
-    """Estimator of the KL (rlhf_pg.kl): k1, k2 or k3 in the reward; k2, k3, k1_to_go,
-    k2_straight_through or k3_ratio in the loss."""
 
 
 @dataclass(kw_only=True)
-class ReinforceConfig(PolicyGradientConfig):
+class ReinforceConfig(KLInRewardConfig):
     """Config of REINFORCE: reward-to-go minus a baseline, KL per token in the reward."""
 
     algorithm: Literal["reinforce"] = "reinforce"
@@ -79,18 +85,10 @@ class ReinforceConfig(PolicyGradientConfig):
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "constant"
     """Weight of each token in the loss: 1 / tokens (token_mean), 1 / (completions * own length)
     (sequence_mean) or 1 / (completions * max_completion_length) (constant)."""
-    beta: float = number(0.05, minimum=0)
-    """Coefficient of KL(policy || reference), which holds the policy near it; 0 keeps no
-    reference."""
-    kl_placement: Literal["reward", "loss"] = "reward"
-    """Place of the KL: subtracted from the reward of each token, or added to the loss."""
-    kl_estimator: KLEstimator = "k1"
-    """Estimator of the KL (rlhf_pg.kl): k1, k2 or k3 in the reward; k2, k3, k1_to_go,
-    k2_straight_through or k3_ratio in the loss."""
 
 
 @dataclass(kw_only=True)
-class PPOConfig(PolicyGradientConfig):
+class PPOConfig(KLInRewardConfig):
     """Config of PPO: a critic and GAE, clipped surrogate, KL per token in the reward."""
 
     algorithm: Literal["ppo"] = "ppo"
@@ -121,14 +119,6 @@ class PPOConfig(PolicyGradientConfig):
     otherwise the cut counts as a true end, with a value of 0."""
     normalize_advantages: bool = True
     """Whiten advantages over all tokens of the step: mean 0, variance 1."""
-    beta: float = number(0.05, minimum=0)
-    """Coefficient of KL(policy || reference), which holds the policy near it; 0 keeps no
-    reference."""
-    kl_placement: Literal["reward", "loss"] = "reward"
-    """Place of the KL: subtracted from the reward of each token, or added to the loss."""
-    kl_estimator: KLEstimator = "k1"
-    """Estimator of the KL (rlhf_pg.kl): k1, k2 or k3 in the reward; k2, k3, k1_to_go,
-    k2_straight_through or k3_ratio in the loss."""
 
     critic: Literal["separate", "shared"] = "separate"
     """Kind of critic: a model of its own, or a head on the policy's trunk, which saves memory."""
@@ -193,22 +183,17 @@ class PPOConfig(PolicyGradientConfig):
         return self.value_iterations
 
     @property
-    def critic_learning_rate(self) -> float:
-        return self.value_learning_rate or self.learning_rate
-
-    @property
-    def critic_warmup_steps(self) -> int:
-        return self.warmup_steps if self.value_warmup_steps is None else self.value_warmup_steps
-
-    @property
-    def critic_schedule_keys(self) -> list[str]:
-        keys = {
-            "value_pretraining_steps": self.value_pretraining_steps > 0,
-            "value_warmup_steps": self.value_warmup_steps is not None,
-        }
-        return [key for key, is_set in keys.items() if is_set]
-
-    @property
     def critic_options(self) -> CriticOptions:
-        seed = self.seed if self.value_init == "random" else None
-        return CriticOptions(self.critic == "shared", self.value_model_name_or_path, seed)
+        warmup = self.value_warmup_steps
+        scheduled = {
+            "value_pretraining_steps": self.value_pretraining_steps > 0,
+            "value_warmup_steps": warmup is not None,
+        }
+        return CriticOptions(
+            shared=self.critic == "shared",
+            model=self.value_model_name_or_path,
+            random_seed=self.seed if self.value_init == "random" else None,
+            learning_rate=self.value_learning_rate or self.learning_rate,
+            warmup_steps=self.warmup_steps if warmup is None else warmup,
+            schedule_keys=tuple(key for key, is_set in scheduled.items() if is_set),
+        )

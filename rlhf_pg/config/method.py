@@ -17,6 +17,9 @@ class CriticOptions(NamedTuple):
     shared: bool  # a head on the policy's trunk
     model: str | None  # path or Hub id whose trunk it takes; None: the policy's
     random_seed: int | None  # of random weights; None: weights as they were trained
+    learning_rate: float  # at its peak
+    warmup_steps: int
+    schedule_keys: tuple[str, ...]  # that are set and only the trainer's own schedule follows
 
 
 @dataclass(kw_only=True)
@@ -215,21 +218,6 @@ class MethodConfig(SamplingConfig):
     def critic_only_iterations(self) -> int:
         """Number of passes over each rollout batch that train the critic alone."""
         return 0
-
-    @property
-    def critic_learning_rate(self) -> float:
-        """Peak learning rate of the critic."""
-        return self.learning_rate
-
-    @property
-    def critic_warmup_steps(self) -> int:
-        """Steps of linear learning-rate warm-up of the critic."""
-        return self.warmup_steps
-
-    @property
-    def critic_schedule_keys(self) -> list[str]:
-        """The keys that are set and that only the trainer's own schedule follows."""
-        return []
 
     @property
     def critic_options(self) -> CriticOptions | None:
