@@ -13,7 +13,7 @@ PURE_TESTS := $(addprefix tests/,advantages losses data/test_records.py data/tes
 	report/test_pass_at_k.py rewards/test_scores.py $(addprefix test_,$(addsuffix .py,\
 	masking kl controllers running_stats rng)))
 
-.PHONY: help demo preference fuzz soak test test-device test-device-slow test-sm90 test-distributed test-faults models test-slow test-vllm \
+.PHONY: help demo preference fuzz soak test test-fast test-device test-device-slow test-sm90 test-distributed test-faults models test-slow test-vllm \
 	device-mutants \
 	coverage mutants docs lint format clean
 
@@ -33,6 +33,9 @@ preference: $(VENV)/.installed  ## SFT, reward model, PPO: about five minutes on
 	$(BIN)/rlhf-pg train recipes/sft_preference.yaml
 	$(BIN)/rlhf-pg train recipes/reward_model_preference.yaml
 	$(BIN)/rlhf-pg train recipes/ppo_preference.yaml
+
+test-fast: $(VENV)/.installed  ## the pure functions, the config and the data: under a minute
+	$(BIN)/pytest -n 2 $(PURE_TESTS) tests/config tests/data tests/boundary tests/test_layers.py tests/test_words.py
 
 test: $(VENV)/.installed  ## every test that is not slow, two files at a time
 	$(BIN)/pytest -n 2 --dist loadfile

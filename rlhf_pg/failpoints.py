@@ -1,6 +1,6 @@
 """Failpoints: places where a run can be made to fail, as machines do.
 
-`RLHF_PG_FAULT=<point>:<action>` does so when the point is passed for the first time, and
+`RLHF_PG_FAULT=<point>:<action>` fails when the point is passed for the first time, and
 `<point>:<action>@<n>` when it is passed for the n-th time. Without it a failpoint does nothing.
 """
 
@@ -10,25 +10,25 @@ import signal
 from collections import Counter
 from collections.abc import Callable
 
-# Every point there is, and where.
+# Every point, and when it is passed.
 POINTS = {
     "rollout": "before the completions of a step are sampled",
-    "reward": "before they are scored",
+    "reward": "before the completions are scored",
     "backward": "before the backward pass of a micro-batch",
     "step": "before the optimizer's step",
     "stepped": "after a step, before its line in metrics.jsonl",
-    "probe": "before the first step, when output_dir is tried",
-    # Of a checkpoint, of best/ or of final/.
+    "probe": "before the first step, when writing to output_dir is tried",
+    # While a checkpoint, best/ or final/ is saved.
     "save-begin": "before the first file is written",
     "save-models": "when the models are written",
     "save-optimizer": "when the optimizer is written",
     "save-rng": "when the random states are written",
     "save-manifest": "before the manifest is written",
-    "save-rename": "before what is complete gets its name",
-    "save-aside": "after what it replaces was moved aside",
-    "save-renamed": "after it has its name",
+    "save-rename": "before the complete directory gets its name",
+    "save-aside": "after the directory that it replaces was moved aside",
+    "save-renamed": "after the new directory has its name",
     "prune": "before an old checkpoint is removed",
-    "pruning": "after it has lost its name",
+    "pruning": "after an old checkpoint has lost its name",
 }
 
 
@@ -49,7 +49,7 @@ def failpoint(point: str) -> None:
     """Fail here, if `RLHF_PG_FAULT` says so.
 
     Raises:
-        ValueError: it names no point or action that there is.
+        ValueError: it names an unknown point or action.
     """
     wanted = os.environ.get("RLHF_PG_FAULT")
     if not wanted:

@@ -1,1 +1,1 @@
-"""Where the package meets what it does not control: users' code and text, launchers, terminals."""
+"""Contact with what the package does not control: users' code and text, launchers, terminals."""

@@ -1,5 +1,7 @@
-"""Who has started this process, which the package looks at before it imports anything else: that
-takes seconds, and loading a model minutes, in which a launcher may die.
+"""The process that started this one.
+
+The package looks before it imports anything else: imports take seconds and loading a model minutes,
+in which a launcher may die.
 """
 
 import os
@@ -8,6 +10,6 @@ _BORN = os.getpid(), os.getppid()
 
 
 def launcher() -> int:
-    """The id of the process that has started this one, and may be gone; of a fork, its parent."""
+    """Return the id of the process that started this one, of a fork its parent; it may be gone."""
     process, parent = _BORN
     return parent if process == os.getpid() else os.getppid()

@@ -1,4 +1,4 @@
-"""Text of others (servers, environments, reward functions), as a log or an error may show it."""
+"""Quoting of foreign text (servers, environments, reward functions) for a log or an error."""
 
 import re
 
@@ -9,22 +9,22 @@ _QUERY = re.compile(r"(://[^\s?'\"<>]*\?)[^\s'\"<>]+")
 
 
 def quoted(text: str) -> str:
-    """One line of text that no terminal obeys, cut at `LONGEST` characters, without what may be
-    secret in a URL: its user and password, and its query.
+    """Return one line of text without control characters, cut at `LONGEST` characters, and without
+    what may be secret in a URL: its user and password, and its query.
     """
     more = f" ... ({len(text)} characters)" if len(text) > LONGEST else ""
-    # What is cut off before a secret is found has been cut off behind what is shown.
+    # Searching this far is enough: a secret cut off here lies beyond what is shown.
     text = _QUERY.sub(r"\1***", _USER.sub("***@", text[: 4 * LONGEST]))
     return "".join(map(_visible, text[:LONGEST])) + more
 
 
 def visible(text: str) -> str:
-    """Lines of text that no terminal obeys."""
+    """Return lines of text with control characters escaped."""
     return "\n".join("".join(map(_visible, line)) for line in text.split("\n"))
 
 
 def shown(value: object) -> str:
-    """The `repr` of anything, `quoted`."""
+    """Return the `repr` of anything, `quoted`."""
     try:
         return quoted(repr(value))
     except Exception as error:
@@ -32,7 +32,7 @@ def shown(value: object) -> str:
 
 
 def told(error: BaseException) -> str:
-    """An exception's type and message, `quoted`."""
+    """Return an exception's type and message, `quoted`."""
     kind = type(error).__name__
     try:
         return quoted(f"{kind}: {error}")
@@ -41,7 +41,7 @@ def told(error: BaseException) -> str:
 
 
 def _visible(character: str) -> str:
-    """Escaped, if it is a control character, ends a line or changes its direction."""
+    """Escape a character that is a control character, ends a line or changes its direction."""
     if character.isprintable():
         return character
     return character.encode("unicode_escape").decode()

@@ -1,4 +1,4 @@
-"""Streams whose reader may leave, as `head` does: what is said then is lost, and nothing else."""
+"""Output streams whose reader may leave, as `head` does: only what is written then is lost."""
 
 import io
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def outliving_readers() -> Iterator[None]:
-    """Around whatever may say something, code of users too: no broken pipe ends it."""
+    """Keep broken pipes from ending what is run inside, code of users included."""
     with _outliving("stdout"), _outliving("stderr"):
         yield
 
@@ -45,7 +45,7 @@ def _outliving(name: str) -> Iterator[None]:
 
 
 def _is_pipe(stream: Any) -> bool:
-    """Whether it is text that goes straight to a pipe or a socket."""
+    """Return whether a stream is text that goes straight to a pipe or a socket."""
     if not isinstance(stream, io.TextIOWrapper) or stream.closed:
         return False
     raw = getattr(stream.buffer, "raw", stream.buffer)
@@ -64,7 +64,7 @@ class _Pipe(io.FileIO):
             return len(data)
 
     def silence(self) -> None:
-        """Let all that writes to the file, in other languages too, write to nowhere."""
+        """Redirect all that writes to the file, from other languages too, to the null device."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
         os.close(nowhere)

@@ -1,5 +1,6 @@
-"""Code of users, which may do anything: it has one event loop, what it changes of the process is
-put back, and its errors become words.
+"""Calls of users' code, which may do anything.
+
+They share one event loop, changes that they make to the process are undone, and errors become text.
 """
 
 import asyncio
@@ -22,20 +23,20 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 PATIENCE = 1.0  # seconds after which an event loop that does not answer is given up
-MOST_LATE = 64  # threads that hang in calls which nobody waits for any more
+MOST_LATE = 64  # threads hanging in abandoned calls
 
 _starting = threading.Lock()
 _loops: list[asyncio.AbstractEventLoop] = []
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The loop of all async rewards, environments and tools of the process: a client or a semaphore
-    that they share is bound to the loop of its first use.
+    """Return the loop of all async rewards, environments and tools of the process: a client or a
+    semaphore that they share is bound to the loop of its first use.
 
-    Another one follows where a call that does not await anything holds it up.
+    Another loop takes over if a call that never awaits holds it up.
 
     Raises:
-        RuntimeError: too many are held up.
+        RuntimeError: too many loops are held up.
     """
     with _starting:
         if not _loops or not _answers(_loops[-1], PATIENCE):
@@ -44,7 +45,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _another_loop() -> asyncio.AbstractEventLoop:
-    """One that goes on after it was held up, or a new one."""
+    """Return a loop that has recovered from being held up, or a new one."""
     for loop in _loops[:-1]:
         if _answers(loop, PATIENCE / 10):
             _loops.remove(loop)
@@ -56,15 +57,15 @@ def _another_loop() -> asyncio.AbstractEventLoop:
 
 
 def check_late(count: int) -> None:
-    """Make sure that another thread may be left behind.
+    """Refuse to leave another thread behind if too many hang.
 
     Raises:
-        RuntimeError: so many hang already.
+        RuntimeError: `MOST_LATE` hang already.
     """
     if count >= MOST_LATE:
         raise RuntimeError(
-            f"{count} earlier calls have not returned, long after their time: let them keep to a "
-            "time of their own, or be async and await"
+            f"{count} earlier calls have not returned, long after their time: give them a timeout "
+            "of their own, or make them async and let them await"
         )
 
 
@@ -79,12 +80,12 @@ def begin(call: Callable[[], Awaitable[Any]]) -> Future[Any]:
 
 
 def wait_for(awaitable: Awaitable[Any]) -> Any:
-    """The `result_of` it, also where an event loop is running already (a notebook)."""
+    """Wait for an awaitable's result, even inside a running event loop (a notebook)."""
     return result_of(begin(lambda: awaitable))
 
 
 def result_of(future: Future[T]) -> T:
-    """Wait for it; an interrupt is raised at once, and cancels it."""
+    """Wait for a future's result; an interrupt is raised at once and cancels the future."""
     try:
         return future.result()
     except BaseException:
@@ -93,7 +94,7 @@ def result_of(future: Future[T]) -> T:
 
 
 async def _outcome(call: Callable[[], Awaitable[Any]]) -> Any:
-    """What it returns; an attempt to end the process is an error, and does not end the loop."""
+    """Return what a call returns; an attempt to end the process becomes an error."""
     process = os.getpid()
     try:
         return await call()
@@ -109,11 +110,11 @@ def _answers(loop: asyncio.AbstractEventLoop, patience: float) -> bool:
     return answered.wait(patience)
 
 
-# --------------------------------------------------------------------- what it does to the process
+# -------------------------------------------------------- effects of users' code on the process
 
 
 class Settings(NamedTuple):
-    """What of a process its whole run depends on."""
+    """The settings of a process that its whole run depends on."""
 
     process: int
     directory: str | None  # None: it was removed
@@ -137,7 +138,7 @@ class Settings(NamedTuple):
         )
 
     def restore(self, who: str) -> None:
-        """Put back what `who` has changed, with a warning. A fork of the process ends here."""
+        """Restore what `who` has changed, with a warning. A fork of the process ends here."""
         end_fork(self.process, who)
         _reopen(who)
         now = self.now()
@@ -152,15 +153,17 @@ class Settings(NamedTuple):
         torch.set_grad_enabled(self.gradients)
         torch.set_num_threads(self.threads)
         changed = [name for name, value in now._asdict().items() if value != getattr(self, name)]
-        _warn_once(f"{who} changed this of the process: {', '.join(changed)}; it is put back")
+        _warn_once(
+            f"{who} changed settings of the process: {', '.join(changed)}; they are put back"
+        )
 
 
 def _reopen(who: str) -> None:
-    """What was closed of standard output and error: whatever says something would fail."""
+    """Reopen standard output or error that was closed, or whatever prints would fail."""
     for name in ("stdout", "stderr"):
         if getattr(getattr(sys, name), "closed", False):
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-            _warn_once(f"{who} closed {name}: what is said there from now on goes nowhere")
+            _warn_once(f"{who} closed {name}: what is written there from now on is lost")
 
 
 @lru_cache(maxsize=64)
@@ -179,10 +182,10 @@ def end_fork(process: int, who: str) -> None:
 
 @contextmanager
 def foreign(who: str) -> Iterator[None]:
-    """Around code of users: what it changes of the process is put back, and it does not end it.
+    """Run users' code inside: undo what it changes of the process, and keep it from ending it.
 
     Raises:
-        RuntimeError: it called `sys.exit`, or raised what is no error.
+        RuntimeError: it called `sys.exit`, or raised another BaseException.
     """
     before = Settings.now()
     try:
@@ -196,7 +199,7 @@ def foreign(who: str) -> Iterator[None]:
 
 
 def plain_text(value: Any) -> str:
-    """The `str` of a value, also where it raises."""
+    """Return the `str` of a value, even if that raises."""
     try:
         return str(value)
     except Exception as error:

@@ -1,3 +1,3 @@
-"""What a run leaves on disk: its directory, its checkpoints and its final model."""
+"""The files that a run leaves on disk: its directory, its checkpoints and its final model."""
 
 from rlhf_pg.checkpoint.checkpointer import Checkpointer, TrainState

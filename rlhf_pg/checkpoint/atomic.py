@@ -1,8 +1,8 @@
-"""Directories that are whole or not there, whatever interrupts who writes them.
+"""Directories that are whole or absent, whatever interrupts the process that writes them.
 
-One is written beside its place as `partial-{name}`, gets a `manifest.json` with size and SHA-256 of
-every file, and only then its name. Everything is on the disk before that, since a machine may lose
-power at any moment. What it replaces is called `aside-{name}` until then.
+A directory is written beside its place as `partial-{name}`, gets a `manifest.json` with size and
+SHA-256 of every file, and only then its name. Everything is synced to disk before that, since a
+machine may lose power at any moment. Until then the one that it replaces is called `aside-{name}`.
 """
 
 import errno
@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 LONGEST = 1 << 26  # bytes of a manifest, which has about a hundred for each file
 PARTIAL, ASIDE = "partial-", "aside-"
-# What a manifest raises that is no JSON, or not ours.
+# Errors of a manifest that is not JSON, or not ours.
 UNREADABLE = (
     *(OSError, ValueError, KeyError, TypeError, AttributeError),
     *(OverflowError, RecursionError),
@@ -31,12 +31,12 @@ UNREADABLE = (
 
 
 def partial_of(path: Path) -> Path:
-    """Where a directory is written, or removed: nothing of that name is ever read."""
+    """Return the path where a directory is written or removed; it is never read."""
     return path.with_name(PARTIAL + path.name)
 
 
 def begin(path: Path) -> Path:
-    """An empty directory to write in, without what an earlier attempt has left."""
+    """Make an empty directory to write in, without what an earlier attempt has left."""
     failpoint("save-begin")
     recover(path)
     partial = partial_of(path)
@@ -48,10 +48,10 @@ def begin(path: Path) -> Path:
 
 
 def seal(partial: Path, facts: Mapping[str, Any]) -> None:
-    """Write the manifest, when every file is on the disk.
+    """Sync every file to disk, then write the manifest.
 
     Args:
-        facts: more for the manifest; JSON.
+        facts: more entries of the manifest, in JSON types.
     """
     failpoint("save-manifest")
     files = sorted(file for file in partial.rglob("*") if file.is_file())
@@ -64,7 +64,7 @@ def seal(partial: Path, facts: Mapping[str, Any]) -> None:
 
 
 def publish(path: Path) -> None:
-    """Give what was sealed its name, and replace what has it: one of the two is always there."""
+    """Give the sealed directory its name in place of an old one; one of the two is always there."""
     failpoint("save-rename")
     aside = _aside_of(path)
     if os.path.lexists(path):
@@ -78,16 +78,16 @@ def publish(path: Path) -> None:
 
 
 def abandon(path: Path) -> None:
-    """Remove what was begun, and take back what it was to replace; as far as the disk allows."""
+    """Remove what was begun and put back what it was to replace, as far as the disk allows."""
     shutil.rmtree(partial_of(path), ignore_errors=True)
     try:
         recover(path)
     except OSError:
-        return  # it is tried again when a run begins, and when it saves
+        return  # `recover` runs again when a run begins, and when it saves
 
 
 def recover(path: Path) -> None:
-    """Put back what was moved aside, if what was to replace it has not come."""
+    """Put back what was moved aside, unless its replacement has arrived."""
     aside = _aside_of(path)
     if not os.path.lexists(aside):
         return
@@ -99,13 +99,13 @@ def recover(path: Path) -> None:
 
 
 def recover_all(directory: Path) -> None:
-    """`recover` whatever was moved aside in a directory."""
+    """Call `recover` for everything that was moved aside in a directory."""
     for aside in list(directory.glob(f"{ASIDE}*")):
         recover(aside.with_name(aside.name.removeprefix(ASIDE)))
 
 
 def remove(path: Path) -> None:
-    """Remove a directory that loses its name first: half of it is never taken for the whole."""
+    """Remove a directory, its name first, so that half of it is never taken for the whole."""
     failpoint("prune")
     doomed = partial_of(path)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -122,7 +122,7 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Remove whatever has this name; of a link not what it leads to."""
+    """Remove whatever has this name; for a link, not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -130,10 +130,10 @@ def _delete(path: Path) -> None:
 
 
 def verified(path: Path, contents: bool = True) -> str | None:
-    """Why a directory is not the whole one that was sealed; None if it is.
+    """Return why a directory is not the whole one that was sealed; None if it is.
 
     Args:
-        contents: compare the SHA-256 of every file too, and not the sizes alone.
+        contents: compare the SHA-256 of every file too, not only its size.
     """
     try:
         manifest = json.loads(_manifest(path))
@@ -150,7 +150,7 @@ def verified(path: Path, contents: bool = True) -> str | None:
 
 
 def facts(path: Path) -> dict[str, Any]:
-    """What `seal` was told of a directory that is whole, whose contents nobody compares; or {}."""
+    """Return the `facts` that `seal` wrote, contents unchecked; {} if the directory is broken."""
     if verified(path, contents=False) is not None:
         return {}
     known: dict[str, Any] = json.loads(_manifest(path))
@@ -158,7 +158,7 @@ def facts(path: Path) -> dict[str, Any]:
 
 
 def seal_of(path: Path) -> bytes:
-    """SHA-256 of the manifest, which tells two directories apart; zeros if it cannot be read."""
+    """Return the SHA-256 of the manifest, which identifies a directory; zeros if unreadable."""
     try:
         return hashlib.sha256(_manifest(path)).digest()
     except OSError:
@@ -166,7 +166,7 @@ def seal_of(path: Path) -> bytes:
 
 
 def _manifest(path: Path) -> bytes:
-    """The bytes of its manifest.
+    """Read the bytes of a directory's manifest.
 
     Raises:
         OSError: there is none, or it is a link, a pipe, a device or beyond `LONGEST`: reading it
@@ -184,7 +184,7 @@ def _manifest(path: Path) -> bytes:
 
 
 def _difference(path: Path, name: str, size: int, sha256: str, contents: bool) -> str | None:
-    """Of one file and what the manifest says of it."""
+    """Return how a file differs from its entry in the manifest; None if it does not."""
     parts = PurePosixPath(name).parts
     if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
         return f"its {MANIFEST} names {shown(name)}, which is not inside it"
@@ -212,7 +212,7 @@ def sync_file(file: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Return when the names in a directory are on the disk, where the file system can tell."""
+    """Return when the names in a directory are on the disk, if the file system can tell."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""One training state, saved and restored: weights, optimizer, schedule, random states, counters.
+"""Save and restore a training state: weights, optimizer, schedule, random states, counters.
 
 A checkpoint is a directory that `from_pretrained` reads, with three files beside the model (or its
 adapter): `optimizer.safetensors` (by parameter name), `rng-rank{r}.safetensors` and `state.json`;
@@ -44,32 +44,32 @@ class TrainState:
     """The counters of a run."""
 
     step: int = 0  # rollout batches trained on
-    prompt_index: int = 0  # of the next prompt: the data cursor, and the key of its noise
+    prompt_index: int = 0  # the next prompt's: the data cursor, and the key of its noise
     num_tokens: int = 0  # prompt and completion tokens so far
     best_reward: float | None = None  # highest eval_reward so far
-    skipped_in_a_row: int = 0  # steps, the last ones, all of whose updates were skipped
+    skipped_in_a_row: int = 0  # latest steps in which every update was skipped
 
 
 @dataclass
 class Checkpointer:
-    """Saves and restores everything that a run needs to go on as if it had never stopped."""
+    """Save and restore everything that a run needs to go on as if it had never stopped."""
 
     directory: Path
-    parts: Mapping[str, FullWeights]  # "model", and if there are "critic" and "reference"
+    parts: Mapping[str, FullWeights]  # "model"; "critic" and "reference", if they exist
     tokenizer: PreTrainedTokenizerBase
     trained: DDPBackend
     scheduler: LRScheduler
     state: TrainState
     config: dict[str, Any]
-    fingerprints: Callable[[], Mapping[str, str | None]]  # of what never changes in a run, by part
-    running: Mapping[str, Any] = field(default_factory=dict)  # records that move, by name
-    limit: int | None = None  # of checkpoints to keep; None keeps all
-    found: Collection[str] = ()  # keys that were left open: what was found before is used again
-    saved: int | None = None  # the last step that was saved, by this process
+    fingerprints: Callable[[], Mapping[str, str | None]]  # by part; they never change in a run
+    running: Mapping[str, Any] = field(default_factory=dict)  # records that change, by name
+    limit: int | None = None  # number of checkpoints to keep; None keeps all
+    found: Collection[str] = ()  # keys set to auto, whose values a resumed run takes over
+    saved: int | None = None  # the last step that this process saved
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Every parameter by name; those of the critic begin with "critic."."""
+        """Every parameter by name; names of the critic's begin with "critic."."""
         model = self.parts["model"].pieces.named_parameters()
         if "critic" not in self.parts:
             return dict(model)
@@ -82,7 +82,7 @@ class Checkpointer:
         return self.directory / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Of all checkpoints, whole or not, in order."""
+        """Return the steps of all checkpoints, whole or not, in order."""
         found = self.directory.glob("step-" + "[0-9]" * 8)
         return sorted(int(path.name.removeprefix("step-")) for path in found)
 
@@ -90,20 +90,20 @@ class Checkpointer:
         """Write a checkpoint, by default under its step; it gets its name when it is complete.
 
         Raises:
-            OSError: on all processes, it could not be written. There is nothing of it, and what was
-                there before is as it was; or, if only its name could not be synced, all of it.
+            OSError: on all processes, it could not be written. Nothing of it remains, and what was
+                there before is unchanged; if only its name could not be synced, all of it remains.
         """
         path = path or self.path()
         writing, unnamed = Writing(runtime, path), atomic.partial_of(path)
         writing.main(lambda: atomic.remove_leftovers(self.directory))
-        writing.main(lambda: make_directory(self.directory.parent))  # before a run as in it
+        writing.main(lambda: make_directory(self.directory.parent))  # also if no run has made it
         writing.main(lambda: atomic.begin(path))
         self.save_models(writing, unnamed)
-        runtime.barrier()  # who is late, is missed here
+        runtime.barrier()  # fail here if a rank is late
         names = {p: name for name, p in self.parameters.items()}
         tensors = optimizer_tensors(self.trained, names, keep=runtime.is_main)
         writing.main(lambda: self._save_optimizer(unnamed, tensors))
-        runtime.barrier()  # the directory is there
+        runtime.barrier()  # the directory exists from here on
         writing.do(lambda: _save_rng(unnamed, runtime.rank))
         writing.check(undo=lambda: atomic.abandon(path))
         writing.main(lambda: self._complete(unnamed, path, runtime.world))
@@ -116,7 +116,7 @@ class Checkpointer:
         return path
 
     def _save_optimizer(self, unnamed: Path, tensors: dict[str, Tensor]) -> None:
-        """And what is no tensor."""
+        """Save the optimizer, and all of the state that is not tensors."""
         failpoint("save-optimizer")
         save_file(tensors, unnamed / "optimizer.safetensors")
         (unnamed / STATE).write_text(json.dumps(self._record(), indent=2))
@@ -125,7 +125,7 @@ class Checkpointer:
         """Seal what all processes have written, and give it its name.
 
         Raises:
-            OSError: not all of it is to be seen here.
+            OSError: not all of it is visible to this process.
         """
         for rank in range(world):
             if not _rng_file(unnamed, rank).exists():
@@ -138,7 +138,7 @@ class Checkpointer:
 
     @contextmanager
     def removing_none(self) -> Iterator[None]:
-        """Around a save that leaves older checkpoints to the next one to remove."""
+        """Save inside without removing older checkpoints, which the next save does."""
         limit, self.limit = self.limit, None
         try:
             yield
@@ -146,7 +146,7 @@ class Checkpointer:
             self.limit = limit
 
     def _prune(self) -> None:
-        """Remove what is beyond `limit`, once the newest checkpoint is known to be whole."""
+        """Remove checkpoints beyond `limit`, once the newest is known to be whole."""
         older = [step for step in self.steps() if step < self.state.step]
         kept = len(older) if self.limit is None else self.limit - 1
         doomed = older[: max(0, len(older) - kept)]
@@ -162,7 +162,7 @@ class Checkpointer:
             logger.warning("older checkpoints were not removed (save_total_limit): %s", error)
 
     def rehearse(self, runtime: Runtime) -> None:
-        """Save once all that is not weights, in a directory that goes; collective.
+        """Save everything but weights, once, in a temporary directory; collective.
 
         Raises:
             ValueError: on all processes, it could not be saved.
@@ -172,7 +172,7 @@ class Checkpointer:
             try:
                 with tempfile.TemporaryDirectory(dir=self.directory.parent) as trial:
                     self._save_configs(Path(trial))
-            except Exception as error:  # transformers and tokenizers have many
+            except Exception as error:  # transformers and tokenizers raise many kinds
                 failure = error
         reason = runtime.first_error(f"{type(failure).__name__}: {failure}" if failure else None)
         if reason is not None:
@@ -194,11 +194,11 @@ class Checkpointer:
         self.tokenizer.save_pretrained(path)
 
     def save_models(self, writing: Writing, path: Path, final: bool = False) -> None:
-        """Model (or its adapter), tokenizer and critic, as `from_pretrained` reads them.
+        """Save model (or its adapter), tokenizer and critic, as `from_pretrained` reads them.
 
         Args:
             path: a directory.
-            final: without a reference that moves, which only a resumed run needs.
+            final: leave out a reference that moves, which only a resumed run needs.
         """
         for name, whole in self.parts.items():
             part: Any = whole.module
@@ -218,11 +218,11 @@ class Checkpointer:
             part.save(path / name)
 
     def _record(self) -> dict[str, Any]:
-        """What is no tensor."""
+        """Return the part of the state that is not tensors."""
         return {**self.numbers(), "fingerprints": self.fingerprints(), "config": self.config}
 
     def numbers(self) -> dict[str, Any]:
-        """What moves with the run and is no tensor; a copy."""
+        """Return a copy of what changes during a run and is not a tensor."""
         return {
             "counters": asdict(self.state),
             "running": {name: dict(vars(record)) for name, record in self.running.items()},
@@ -231,7 +231,7 @@ class Checkpointer:
         }
 
     def put_back(self, numbers: Mapping[str, Any]) -> None:
-        """The inverse of `numbers`."""
+        """Restore what `numbers` returned."""
         scale = numbers["running"].get("learning_rate_scale", {"coef": 1.0})["coef"]
         self._load_schedule(numbers["scheduler"], numbers["learning_rates"], scale)
         vars(self.state).update(numbers["counters"])
@@ -239,8 +239,9 @@ class Checkpointer:
             vars(record).update(numbers["running"][name])
 
     def resume(self, choice: str | bool | None, runtime: Runtime) -> dict[str, Any]:
-        """Restore a checkpoint directory, or for True and "latest" the newest that is whole;
-        nothing for None. Collective.
+        """Restore a checkpoint directory; True and "latest" mean the newest whole one. Collective.
+
+        None restores nothing.
 
         Returns:
             The config that was saved there; empty for None.
@@ -281,17 +282,17 @@ class Checkpointer:
         return {}
 
     def _ended(self, newest: int, runtime: Runtime) -> bool:
-        """Whether the run that saved them came to its end, after the newest. Collective."""
+        """Return whether the run that saved the checkpoints ended, after the newest; collective."""
         end = atomic.facts(self.directory.parent / "final").get("step", -1)
         return bool(runtime.all_reduce_max(int(runtime.is_main and end >= newest)))
 
     def _newest(self, runtime: Runtime, below: int | None = None) -> int:
-        """The largest step that any process sees a checkpoint of; -1 if there is none."""
+        """Return the largest step of which any process sees a checkpoint; -1 if there is none."""
         own = [step for step in self.steps() if below is None or step < below]
         return runtime.all_reduce_max(max(own, default=-1))
 
     def _newest_whole(self, newest: int, runtime: Runtime) -> Path:
-        """The newest checkpoint that is whole on every process; says which ones are not.
+        """Return the newest checkpoint that is whole on every process; log which ones are not.
 
         Raises:
             ValueError: there is none.
@@ -314,9 +315,9 @@ class Checkpointer:
         )
 
     def _fault(self, path: Path, runtime: Runtime) -> str | None:
-        """Why not every process can resume from a checkpoint; None if they can. Collective.
+        """Return why not every process can resume from a checkpoint; None if all can. Collective.
 
-        The main process reads all of it; the others look whether they see the same.
+        The main process reads all of it; the others check that they see the same manifest.
         """
         reason = atomic.verified(path, contents=runtime.is_main)
         if reason is None and not (path / STATE).is_file():
@@ -328,7 +329,7 @@ class Checkpointer:
         return runtime.first_error(reason)
 
     def restore(self, path: Path, rank: int) -> dict[str, Any]:
-        """Put a saved state back, in place; returns the config that was saved with it.
+        """Restore a saved state in place; return the config that was saved with it.
 
         Raises:
             ValueError: config, model, reference, critic, tokenizer or dataset are not those of the
@@ -345,7 +346,7 @@ class Checkpointer:
         self.put_back(state)
         self.saved = self.state.step if path.resolve() == self.path().resolve() else None
         if not self._has_best(path.resolve()):
-            self.state.best_reward = None  # the best checkpoint stayed there
+            self.state.best_reward = None  # the best checkpoint stayed in the other directory
         rng = _rng_file(path, rank)
         if rng.exists():
             restore_rng(load_file(rng))
@@ -353,12 +354,12 @@ class Checkpointer:
         return saved
 
     def _has_best(self, path: Path) -> bool:
-        """Whether the best checkpoint so far of the run that saved `path` is in this directory."""
+        """Return whether the best checkpoint of the run that saved `path` is in this directory."""
         best = self.directory.parent.resolve() / "best"
         return best.exists() and path.parent in (best.parent, self.directory.resolve())
 
     def _load_schedule(self, saved: dict[str, Any], rates: list[float], scale: float) -> None:
-        """Where it was; the peaks and the length are those of this run, which may be others."""
+        """Restore the schedule's position; peaks and length are this run's, which may differ."""
         peaks = getattr(self.scheduler, "base_lrs", None)  # not every scheduler has them
         self.scheduler.load_state_dict(saved)
         if peaks is not None:
@@ -367,14 +368,14 @@ class Checkpointer:
                 rate * new / old if old not in (0, new) else rate
                 for rate, new, old in zip(rates, peaks, before, strict=True)
             ]
-        if isinstance(self.scheduler, LambdaLR):  # ours, and what it says of a longer run
+        if isinstance(self.scheduler, LambdaLR):  # our own; its rates depend on the run's length
             at, step = self.scheduler.lr_lambdas, self.scheduler.last_epoch
             rates = [peak * f(step) * scale for peak, f in zip(peaks or (), at, strict=True)]
         for group, rate in zip(self.trained.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
     def _load_models(self, path: Path) -> None:
-        """The inverse of `save_models`."""
+        """Load what `save_models` saved."""
         for name, whole in self.parts.items():
             part: Any = whole.module
             if name == "reference" and not part.moves:
@@ -389,10 +390,10 @@ class Checkpointer:
 def optimizer_tensors(
     trained: DDPBackend, names: Mapping[Tensor, str], keep: bool = True
 ) -> dict[str, Tensor]:
-    """Optimizer state as `{parameter name}.{key}` -> tensor, on the CPU.
+    """Return the optimizer state as `{parameter name}.{key}` -> tensor, on the CPU.
 
     Args:
-        keep: otherwise this process only helps another to gather it.
+        keep: False if this process only helps another to gather it.
     """
     return {
         f"{names[parameter]}.{key}": value.cpu().contiguous()
@@ -402,7 +403,7 @@ def optimizer_tensors(
 
 
 def stored_state(path: Path, parameters: Mapping[str, Tensor]) -> Iterator[State]:
-    """What `optimizer_tensors` gave and `save_file` saved, tensor by tensor."""
+    """Yield what `optimizer_tensors` gave and `save_file` saved, tensor by tensor."""
     with safe_open(path, framework="pt") as file:
         for full_name in file.keys():  # noqa: SIM118 (it is no dict)
             name, key = full_name.rsplit(".", 1)
@@ -416,7 +417,7 @@ def _save_rng(path: Path, rank: int) -> None:
 
 
 def _beside(path: Path) -> str:
-    """Where a run has its checkpoints, of a path that is in it or the run's own; or nothing."""
+    """Return where the run that a path belongs to has its checkpoints, for an error; or nothing."""
     for place in (path, path / "checkpoints", path.parent / "checkpoints"):
         if found := sorted(place.glob("step-*")):
             return f": {place} has {found[-1].name}"
@@ -428,7 +429,7 @@ def _rng_file(path: Path, rank: int) -> Path:
 
 
 def _saves_adapter(module: nn.Module) -> bool:
-    """Whether what is saved of it is what is trained."""
+    """Return whether only the module's trained adapter is saved."""
     return any(isinstance(part, PeftModel) and _trains(part) for part in module.modules())
 
 

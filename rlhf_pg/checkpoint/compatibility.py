@@ -1,11 +1,11 @@
-"""Whether a checkpoint is one of this run: what a resumed run may change, and what it may not."""
+"""The check that a checkpoint belongs to this run: what a resumed run may change, and what not."""
 
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-# Keys that a resumed run may change: how long, how often, where, and what never changes a result.
+# Keys that a resumed run may change: length, intervals, places, and what never changes a result.
 MAY_CHANGE = {
     *("output_dir", "resume_from_checkpoint", "model_name_or_path", "value_model_name_or_path"),
     *("max_steps", "num_train_epochs", "save_steps", "save_best", "save_merged", "eval_steps"),
@@ -18,13 +18,13 @@ MAY_CHANGE = {
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"),
     *("vllm_server_base_url", "vllm_server_timeout", "vllm_sync_directory"),
 }
-# Keys that one may change too, which it says: its schedule goes on with the new peak.
+# Keys that may change with a warning: the schedule goes on with the new peak.
 PEAKS = {"learning_rate", "value_learning_rate"}
-# Likewise where the schedule is stretched over the run: the rates of the steps to come are others.
+# The same if the schedule stretches over the run: the rates of later steps change.
 LENGTHS = {"max_steps", "num_train_epochs"}
 WITHOUT_LENGTH = {"constant", "constant_with_warmup", "inverse_sqrt"}
 
-# What has to be as it was when the run began, and where it comes from.
+# What must be as it was when the run began, and how to provide it.
 REMEDIES = {
     "model": "the same base model and peft_config",
     "reference": "the model that training started from, and with the same beta",
@@ -41,17 +41,17 @@ def check(
     fingerprints: Mapping[str, str | None],
     running: Iterable[str],
 ) -> str:
-    """Refuse to go on with another run's state.
+    """Refuse to resume from another run's state.
 
     Args:
-        saved: what was in `state.json`.
-        config, fingerprints, running: of this run.
+        saved: contents of `state.json`.
+        config, fingerprints, running: those of this run.
 
     Returns:
-        What makes the learning rates other than before, if anything: one may do so on purpose.
+        The changes that alter the learning rates, if any; they may be made on purpose.
 
     Raises:
-        ValueError: something is not as it was; it is named, with the remedy.
+        ValueError: something has changed; the message names it and the remedy.
     """
     now = json.loads(json.dumps(config))
     _check_config(path, saved["config"], now)
@@ -59,7 +59,7 @@ def check(
         if saved["fingerprints"][name] != fingerprints[name]:
             raise ValueError(f"{path} was saved by a run with another {name}: resume with {remedy}")
     theirs, ours = (", ".join(sorted(names)) or "nothing" for names in (saved["running"], running))
-    if theirs != ours:  # what moves with a run has the name of its reward function, for one
+    if theirs != ours:  # they have the names of reward functions, among others
         raise ValueError(
             f"{path} was saved by a run that keeps {theirs}, and this one keeps {ours}: resume "
             "with the same reward functions"

@@ -22,7 +22,7 @@ def save(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None:
 
 
 def save_sealed(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None:
-    """`save`, sealed like a checkpoint: all of it is there, or what was there before."""
+    """Save as `save` does, but sealed: all of it appears, or the old directory stays."""
     writing, unnamed = Writing(runtime, path), atomic.partial_of(path)
     writing.main(lambda: atomic.begin(path))
     _write(checkpointer, writing, unnamed)

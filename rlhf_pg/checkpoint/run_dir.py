@@ -1,5 +1,6 @@
-"""The directory of a run: private, proved to be writable, of one run at a time; what that leaves in
-it, and where it goes when another run begins there.
+"""The directory of a run: private, writable, and used by one run at a time.
+
+What an earlier run left in it is set aside when another run begins there.
 """
 
 import functools
@@ -21,23 +22,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LOCK = "lock"
-HOLDER = "host "  # what a lock begins with that a run has left
-PROBE = 1 << 16  # bytes: more than a file system may find in a block that is half full
+HOLDER = "host "  # beginning of a lock that a run has written
+PROBE = 1 << 16  # bytes: more than a half-full block of a full file system has left
 
 logger = logging.getLogger(__name__)
 
-# In the order in which they are set aside: metrics.jsonl, by which a run is known, comes last.
+# In the order in which they are set aside: metrics.jsonl, which identifies a run, comes last.
 RUN_FILES = (
     *("config.yaml", "completions.jsonl", "checkpoints", "best", "final", "reward.png"),
     *("tensorboard", "wandb", "run-id", "skipped", "metrics.json", "metrics.jsonl"),
 )
-
 SET_ASIDE = "{} held an earlier run or a model: it is in {} now"
 
 
 def check_regular(directory: Path) -> None:
-    """Refuse what has the name of a run's file and is a pipe or a device: reading it might never
-    end.
+    """Refuse a pipe or a device with the name of a run's file: reading it might never end.
 
     Raises:
         ValueError: there is one.
@@ -49,10 +48,10 @@ def check_regular(directory: Path) -> None:
 
 @contextmanager
 def begun(directory: Path) -> Iterator[None]:
-    """Around a training by one process: the directory is its alone, and what was there, set aside.
+    """Train inside, by one process: the directory is locked, and earlier contents are set aside.
 
     Raises:
-        ValueError: see `locked`.
+        ValueError: `locked` refuses the directory.
     """
     with locked(directory):
         earlier = set_aside(directory)
@@ -62,11 +61,10 @@ def begun(directory: Path) -> Iterator[None]:
 
 
 def set_aside(directory: Path) -> Path | None:
-    """Move what has the name of a run's file, whoever wrote it, to `earlier-N/` beside it: nothing
-    is lost.
+    """Move all files with names of a run's files to `earlier-N/`, so that nothing is lost.
 
     Returns:
-        Where it is now; None if there was none.
+        The new place; None if there was nothing to move.
     """
     there = [name for name in RUN_FILES if os.path.lexists(directory / name)]
     if not there:
@@ -81,7 +79,7 @@ def set_aside(directory: Path) -> Path | None:
 
 
 def make_directory(directory: Path) -> None:
-    """Make the directory of a run, for its owner alone; one that is there stays as it is."""
+    """Make the directory of a run, for its owner alone; an existing one stays as it is."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
@@ -89,7 +87,7 @@ def make_directory(directory: Path) -> None:
 def locked(directory: Path) -> Iterator[None]:
     """Hold the lock of a run directory, in a file that says who holds it.
 
-    The lock is the system's, so it ends with the process, however that ends.
+    The lock is the system's, so it ends when the process does, for whatever reason.
 
     Raises:
         ValueError: another run has the directory, or it cannot be written to.
@@ -131,7 +129,7 @@ def _holder(file: Path) -> str:
 
 
 def _probe(directory: Path) -> None:
-    """Write as a run will, and remove it."""
+    """Write a file as a run will, and remove it."""
     failpoint("probe")
     with tempfile.NamedTemporaryFile(dir=directory, prefix="probe-") as file:
         file.write(bytes(PROBE))
@@ -140,7 +138,7 @@ def _probe(directory: Path) -> None:
 
 
 def locks_run_dir(method: Callable[P, R]) -> Callable[P, R]:
-    """For a method of an object with `args.output_dir` and a `runtime`: see `run_dir_lock`."""
+    """Wrap a method in `run_dir_lock`; its object has `args.output_dir` and a `runtime`."""
 
     @functools.wraps(method)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -153,7 +151,7 @@ def locks_run_dir(method: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def run_dir_lock(directory: Path, runtime: Runtime) -> Iterator[None]:
-    """Around a run: no other one can begin in the directory, which is made if it is not there.
+    """Keep other runs out of a directory, which is made if it does not exist.
 
     Raises:
         ValueError: on all processes: another run has the directory, or it cannot be written to.

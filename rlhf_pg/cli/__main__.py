@@ -1,4 +1,4 @@
-"""`python -m rlhf_pg.cli` is `rlhf-pg`."""
+"""`python -m rlhf_pg.cli` runs the `rlhf-pg` command."""
 
 from rlhf_pg.cli.main import main
 

@@ -1,4 +1,4 @@
-"""`rlhf-pg demo`: train the embedded model, and show what it has learnt."""
+"""`rlhf-pg demo` trains the embedded model and shows what it has learnt."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -12,15 +12,13 @@ from rlhf_pg.cli.train import make_trainer
 from rlhf_pg.config import GRPOConfig
 from rlhf_pg.config.parse import fail, parse, recipe_file
 from rlhf_pg.report import save_curve, show_curve
-from rlhf_pg.trainers import (
-    PolicyGradientTrainer,
-)
+from rlhf_pg.trainers import PolicyGradientTrainer
 
 
 def demo(flags: Sequence[str]) -> None:
-    """Train the embedded model with GRPO, and show what it has learnt."""
+    """Train the embedded model with GRPO and show what it has learnt."""
     if not (find_spec("plotext") and find_spec("matplotlib")):
-        fail('the demo indices curves: pip install "rlhf-pg[report]"')
+        fail('the demo draws curves: pip install "rlhf-pg[report]"')
     recipe = ["--config", str(recipe_file("grpo_arithmetic.yaml")), "--output_dir", "runs/demo"]
     trainer = make_trainer("grpo", parse(GRPOConfig, [*recipe, *flags], "rlhf-pg demo"))
     console = Console(quiet=not trainer.runtime.is_main)
@@ -57,7 +55,7 @@ def _problems(trainer: PolicyGradientTrainer) -> list[str]:
 
 
 def _answers(trainer: PolicyGradientTrainer) -> list[str]:
-    """One sampled completion of a few held-out problems."""
+    """Sample one completion of each of a few held-out problems."""
     assert trainer.eval_prompts is not None
     rows, temperature = _rows(trainer), trainer.args.temperature
     indices = [-1 - row for row in rows]

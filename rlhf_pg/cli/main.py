@@ -19,24 +19,24 @@ from rlhf_pg.rollout import RolloutError
 
 USAGE = """\
 rlhf-pg train RECIPE.yaml [--key value ...]   train with a recipe; flags override its keys (--help)
-rlhf-pg train PRESET [--key value ...]        likewise, by the name of a preset: dapo, vapo ...
-rlhf-pg plan --config RECIPE.yaml --gpus N    memory and seconds that it would take (plan --help)
-rlhf-pg plan --config RECIPE.yaml --device h100   likewise of a GPU that is not here, on paper
-rlhf-pg demo [--key value ...]                GRPO on the embedded task: a few minutes on a CPU
+rlhf-pg train PRESET [--key value ...]        train with a preset by its name: dapo, vapo ...
+rlhf-pg plan --config RECIPE.yaml --gpus N    estimate memory and seconds per step (plan --help)
+rlhf-pg plan --config RECIPE.yaml --device h100   estimate them for a GPU that is not here
+rlhf-pg demo [--key value ...]                train with GRPO on a CPU: a few minutes
 rlhf-pg --version"""
 
 
 @outliving_readers()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point; exits with status 2 on wrong usage."""
+    """Run a subcommand; exit with status 2 on wrong usage."""
     parser = argparse.ArgumentParser(prog="rlhf-pg", usage=USAGE, add_help=True)
     parser.add_argument("--version", action="version", version=rlhf_pg.__version__)
     parser.add_argument("command", choices=["train", "plan", "demo"])
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = parser.parse_args(arguments[:1]).command
     flags = arguments[1:]
-    disable_progress_bar()  # of loading and saving, which would break ours
-    if not torch.accelerator.is_available():  # which DeepSpeed, where it is there, says in between
+    disable_progress_bar()  # bars of loading and saving would break ours
+    if not torch.accelerator.is_available():  # or DeepSpeed would print a line
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if command == "train" and (not flags or flags[0].startswith("-")):
         parser.error("train needs a recipe: rlhf-pg train recipes/grpo_arithmetic.yaml")
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             plan(flags)
         else:
             train(find_recipe(flags[0]), flags[1:])
-    except (ValueError, RolloutError) as error:  # what the library says of it is enough
+    except (ValueError, RolloutError) as error:  # a traceback would add nothing
         fail("\n".join([str(error), *getattr(error, "__notes__", ())]))
     except KeyboardInterrupt:
         print(

@@ -1,4 +1,4 @@
-"""`rlhf-pg plan`: memory and seconds of a recipe, before anything is loaded."""
+"""`rlhf-pg plan` estimates memory and seconds of a recipe before anything is loaded."""
 
 import argparse
 import os
@@ -51,26 +51,40 @@ def plan(flags: Sequence[str]) -> None:
 
 
 def _plan_options(flags: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Those of the plan itself, and the keys of the recipe that are set."""
+    """Parse the plan's own options; return them, and the flags that are keys of the recipe."""
     parser = argparse.ArgumentParser(
         prog="rlhf-pg plan",
         allow_abbrev=False,
         epilog="Other flags are keys of the recipe, as in rlhf-pg train.",
     )
     add = parser.add_argument
-    add("--config", required=True, help="a recipe, or the name of a preset")
-    add("--gpus", type=_count, default=1, metavar="N", help="processes, one per GPU")
-    add("--sharding", choices=BY_FLAG, default="ddp", help="what the launcher's config asks for")
-    devices = planning.DEVICES
+    add("--config", required=True, help="recipe file, or the name of a preset")
+    add("--gpus", type=_count, default=1, metavar="N", help="number of processes, one per GPU")
     add(
-        "--device", choices=devices, help="whose seconds to work out on paper, beside TRL's, verl's"
+        "--sharding",
+        choices=BY_FLAG,
+        default="ddp",
+        help="how weights are split, as in the launcher's config",
     )
-    add("--memory", type=_positive, metavar="GB", help="of a GPU; default: of this machine")
-    add("--tflops", type=_positive, default=0.0, help="of large matrix products; default: measured")
-    add("--bandwidth", type=_positive, default=0.0, metavar="GB/S", help="default: measured")
+    devices = planning.DEVICES
+    add("--device", choices=devices, help="GPU to estimate seconds for, beside TRL's and verl's")
+    add("--memory", type=_positive, metavar="GB", help="memory of a GPU; default: this machine's")
+    add(
+        "--tflops",
+        type=_positive,
+        default=0.0,
+        help="TFLOP/s of large matrix products; default: measured",
+    )
+    add(
+        "--bandwidth",
+        type=_positive,
+        default=0.0,
+        metavar="GB/S",
+        help="memory bandwidth; default: measured",
+    )
     options, keys = parser.parse_known_args(list(flags))
     if options.device and (options.tflops or options.bandwidth):
-        parser.error("--device says what --tflops and --bandwidth would: give it alone")
+        parser.error("--device sets what --tflops and --bandwidth would: give it alone")
     return options, keys
 
 
@@ -87,7 +101,7 @@ def _positive(text: str) -> float:
 
 
 def _room(device: torch.device) -> float:
-    """Bytes of the device, or those of a CPU's memory that a run takes by itself."""
+    """Return the bytes of the device; for the CPU, all of its memory."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[1])
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -119,13 +133,13 @@ def _pace_table(phases: dict[str, planning.Pace], rates: planning.Rates) -> Tabl
 def _assumptions(meta: planning.MetaModels, memory: planning.Memory, rates: planning.Rates) -> str:
     width = meta.args.max_completion_length
     return (
-        f"prompts of {meta.prompt} and completions of {width} tokens, the most there may be; "
+        f"prompts of {meta.prompt} and completions of {width} tokens, the longest allowed; "
         f"micro_batch_tokens {memory.micro_batch_tokens}; {memory.rows} completions sampled at a "
         f"time; {_short(rates.work / 1e12)} TFLOP/s, {_short(rates.bytes / 1e9)} GB/s. Rewards, "
-        "and exchanges between processes, are not in it."
+        "and exchanges between processes, are not included."
     )
 
 
 def _short(number: float) -> str:
-    """Three digits."""
+    """Format a number with three digits."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"

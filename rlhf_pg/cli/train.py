@@ -26,17 +26,17 @@ TRAINERS: dict[str, type[PolicyGradientTrainer]] = {
 
 
 def train(recipe: Path, flags: Sequence[str]) -> None:
-    """Do what a recipe file asks for by its key `algorithm`."""
+    """Train by a recipe file, with the trainer that its key `algorithm` names."""
     algorithm = algorithm_of(recipe, ("sft", "reward_model", *TRAINERS))
     run_recipe(algorithm, ["--config", str(recipe), *flags], f"rlhf-pg train {recipe}")
 
 
 def run_recipe(algorithm: str, flags: Sequence[str] | None = None, prog: str | None = None) -> None:
-    """Read a config and train with it: the whole of a script in `recipes/`.
+    """Read a config and train with it, which is all that a script in `recipes/` does.
 
     Args:
         algorithm: sft, reward_model, or a name in `TRAINERS`.
-        flags: of the config; by default those of the command line.
+        flags: flags of the config; by default those of the command line.
         prog: what `--help` calls the program.
     """
     if algorithm == "sft":
@@ -60,7 +60,7 @@ def make_reward_model(args: RewardModelConfig) -> None:
 
 
 def make_trainer(algorithm: str, args: PolicyGradientConfig) -> PolicyGradientTrainer:
-    """The trainer of an algorithm, on the task that its config names."""
+    """Make the trainer of an algorithm, on the task that its config names."""
     task = TASKS[args.task]()
     return TRAINERS[algorithm](
         model=ensure_model(args.task, args.model_name_or_path),
@@ -74,13 +74,13 @@ def make_trainer(algorithm: str, args: PolicyGradientConfig) -> PolicyGradientTr
 
 
 def find_recipe(name: str) -> Path:
-    """The recipe file of this name, or else the preset."""
+    """Return the recipe file of this name, or else the preset."""
     preset = recipe_file(f"presets/{name}.yaml")
     return preset if preset.exists() and not Path(name).exists() else Path(name)
 
 
 def algorithm_of(recipe: Path, known: Sequence[str]) -> str:
-    """The key `algorithm` of a recipe file; exits like `fail` if it is none of those known."""
+    """Return the key `algorithm` of a recipe file, or `fail` if it is not a known one."""
     algorithm = load(recipe).get("algorithm")
     if not isinstance(algorithm, str) or algorithm not in known:
         names, given = ", ".join(known), short_repr(algorithm)

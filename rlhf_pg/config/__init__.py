@@ -1,4 +1,4 @@
-"""Every key of every algorithm: its default, its range beside it, and what it means.
+"""Configs of all algorithms: every key with its default, its range and its meaning.
 
 Batch sizes are global: the number of processes is not a hyper-parameter. `rlhf_pg.config.parse`
 reads a config from YAML and flags.

@@ -1,4 +1,4 @@
-"""What each algorithm has of its own: other defaults, and PPO the keys of its critic."""
+"""Configs of the algorithms: their own defaults, and the keys of PPO's critic."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,18 +12,20 @@ from rlhf_pg.losses import POLICY_LOSSES
 
 @dataclass(kw_only=True)
 class GRPOConfig(PolicyGradientConfig):
-    """GRPO (DeepSeekMath): advantages normalised within the group, clipped surrogate."""
+    """Config of GRPO (DeepSeekMath): advantages normalised within the group, clipped surrogate."""
 
     algorithm: Literal["grpo"] = "grpo"
-    """Which algorithm a recipe file is for."""
+    """Algorithm of the recipe file; `rlhf-pg train` chooses the trainer by it."""
     output_dir: str = "runs/grpo"
-    """Directory of everything that the run leaves behind."""
+    """Directory for everything that the run writes."""
     num_generations: int = number(8, minimum=2, because="a group of one has no spread to compare")
-    """Completions per prompt: the group."""
+    """Completions per prompt (its group); more make a better baseline and cost more time."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """What centred scores are divided by: their group's std, the batch's, or nothing."""
+    """Divisor of the centred scores: the standard deviation of their group or of the batch, or
+    none."""
     scale_rewards_eps: float = number(1e-4, minimum=0)
-    """Added to that std (TRL has 1e-4 too, verl and NeMo-RL 1e-6)."""
+    """Constant added to the standard deviation that scores are divided by (TRL has 1e-4 too, verl
+    and NeMo-RL 1e-6)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,112 +34,118 @@ class GRPOConfig(PolicyGradientConfig):
 
 
 @dataclass(kw_only=True)
-class RLOOConfig(PolicyGradientConfig):
-    """RLOO: the mean of the other completions as the baseline, KL in the reward."""
+class KLInRewardConfig(PolicyGradientConfig):
+    """Config of an algorithm whose reward has the KL to a reference in it."""
+
+    beta: float = number(0.05, minimum=0)
+    """Coefficient of KL(policy || reference), which holds the policy near it; 0 keeps no
+    reference."""
+    kl_placement: Literal["reward", "loss"] = "reward"
+    """Place of the KL: subtracted from the reward of each token, or added to the loss."""
+    kl_estimator: KLEstimator = "k1"
+    """Estimator of the KL (rlhf_pg.kl): k1, k2 or k3 in the reward; k2, k3, k1_to_go,
+    k2_straight_through or k3_ratio in the loss."""
+
+
+@dataclass(kw_only=True)
+class RLOOConfig(KLInRewardConfig):
+    """Config of RLOO: the mean of the other completions as the baseline, KL in the reward."""
 
     algorithm: Literal["rloo"] = "rloo"
-    """Which algorithm a recipe file is for."""
+    """Algorithm of the recipe file; `rlhf-pg train` chooses the trainer by it."""
     output_dir: str = "runs/rloo"
-    """Directory of everything that the run leaves behind."""
+    """Directory for everything that the run writes."""
     num_generations: int = number(4, minimum=2, because="leaving one out needs others to compare")
-    """Completions per prompt: the group."""
+    """Completions per prompt (its group); more make a better baseline and cost more time."""
     advantage_estimator: str = choice("leave_one_out", ADVANTAGES)
-    """A name in rlhf_pg.advantages.ADVANTAGES."""
+    """Name of the advantage estimator, a key of rlhf_pg.advantages.ADVANTAGES (see
+    docs/algorithms.md)."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "constant"
-    """How tokens weigh in the loss: see rlhf_pg.losses.token_weights."""
-    beta: float = number(0.05, minimum=0)
-    """Coefficient of KL(policy || reference); at 0 no reference is kept."""
-    kl_placement: Literal["reward", "loss"] = "reward"
-    """Where the KL enters: subtracted from the reward, or added to the loss."""
-    kl_estimator: KLEstimator = "k1"
-    """See rlhf_pg.kl.kl_estimate and, for the loss, rlhf_pg.kl.kl_loss."""
+    """Weight of each token in the loss: 1 / tokens (token_mean), 1 / (completions * own length)
+    (sequence_mean) or 1 / (completions * max_completion_length) (constant)."""
 
 
 @dataclass(kw_only=True)
-class ReinforceConfig(PolicyGradientConfig):
-    """REINFORCE: reward-to-go minus a baseline, KL per token in the reward."""
+class ReinforceConfig(KLInRewardConfig):
+    """Config of REINFORCE: reward-to-go minus a baseline, KL per token in the reward."""
 
     algorithm: Literal["reinforce"] = "reinforce"
-    """Which algorithm a recipe file is for."""
+    """Algorithm of the recipe file; `rlhf-pg train` chooses the trainer by it."""
     output_dir: str = "runs/reinforce"
-    """Directory of everything that the run leaves behind."""
+    """Directory for everything that the run writes."""
     num_generations: int = number(1, minimum=1)
-    """Completions per prompt."""
+    """Completions sampled per prompt."""
     gamma: float = number(1.0, above=0, maximum=1)
-    """Discount per token."""
+    """Discount factor per token; below 1, earlier tokens get less of the final score."""
     advantage_estimator: str = choice("returns_minus_others", ADVANTAGES)
-    """returns (no baseline), returns_minus_others or returns_minus_mean (batch mean)."""
+    """Name of the advantage estimator (see docs/algorithms.md): returns has no baseline,
+    returns_minus_others the mean of the other completions, returns_minus_mean that of the batch."""
     policy_loss: str = choice("vanilla", POLICY_LOSSES)
-    """A name in rlhf_pg.losses.POLICY_LOSSES."""
+    """Name of the policy loss, a key of rlhf_pg.losses.POLICY_LOSSES (see docs/algorithms.md)."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "constant"
-    """How tokens weigh in the loss: see rlhf_pg.losses.token_weights."""
-    beta: float = number(0.05, minimum=0)
-    """Coefficient of KL(policy || reference); at 0 no reference is kept."""
-    kl_placement: Literal["reward", "loss"] = "reward"
-    """Where the KL enters: subtracted from the reward, or added to the loss."""
-    kl_estimator: KLEstimator = "k1"
-    """See rlhf_pg.kl.kl_estimate and, for the loss, rlhf_pg.kl.kl_loss."""
+    """Weight of each token in the loss: 1 / tokens (token_mean), 1 / (completions * own length)
+    (sequence_mean) or 1 / (completions * max_completion_length) (constant)."""
 
 
 @dataclass(kw_only=True)
-class PPOConfig(PolicyGradientConfig):
-    """PPO: a critic and GAE, clipped surrogate, KL per token in the reward."""
+class PPOConfig(KLInRewardConfig):
+    """Config of PPO: a critic and GAE, clipped surrogate, KL per token in the reward."""
 
     algorithm: Literal["ppo"] = "ppo"
-    """Which algorithm a recipe file is for."""
+    """Algorithm of the recipe file; `rlhf-pg train` chooses the trainer by it."""
     output_dir: str = "runs/ppo"
-    """Directory of everything that the run leaves behind."""
+    """Directory for everything that the run writes."""
     num_generations: int = number(1, minimum=1)
-    """Completions per prompt."""
+    """Completions sampled per prompt."""
     num_iterations: int = number(4, minimum=1)
-    """Passes over each rollout batch (PPO epochs)."""
+    """Passes over each rollout batch (PPO epochs); more move the policy further in a step."""
     advantage_estimator: str = choice("gae", ADVANTAGES)
-    """A name in rlhf_pg.advantages.ADVANTAGES that makes use of the critic."""
+    """Name of an advantage estimator that uses the critic: gae, n_step or returns_minus_values."""
     gamma: float = number(1.0, above=0, maximum=1)
-    """Discount per token."""
+    """Discount factor per token; below 1, earlier tokens get less of the final score."""
     lam: float = number(0.95, minimum=0, maximum=1)
-    """GAE: 0 trusts the critic after one token, 1 only the rewards."""
+    """Lambda of GAE: 0 trusts the critic after one token, 1 only the rewards."""
     lam_alpha: float | None = number(None, above=0)
-    """GAE with lam = 1 - 1 / (lam_alpha * length) for each completion (VAPO); None: lam."""
+    """Length-adaptive GAE (VAPO): lam is 1 - 1 / (lam_alpha * length) for each completion. None
+    uses lam for all."""
     value_lam: float | None = number(None, minimum=0, maximum=1)
-    """Lam of the critic's targets (VAPO: 1); None: they are advantage + value."""
+    """Lambda of GAE for the critic's targets (VAPO has 1). None takes advantage + value as the
+    target."""
     n_steps: int | None = number(1, minimum=1)
-    """Of n_step: rewards before the critic takes over; None: all to the end."""
+    """Rewards that the estimator n_step sums before it takes the critic's value; None sums all to
+    the end."""
     bootstrap_truncated: bool = False
-    """A completion cut off by its length ends with the critic's value of what might have followed;
-    otherwise its end counts as one, worth its score."""
+    """End a completion that was cut off by its length with the critic's value of what would follow;
+    otherwise the cut counts as a true end, with a value of 0."""
     normalize_advantages: bool = True
     """Whiten advantages over all tokens of the step: mean 0, variance 1."""
-    beta: float = number(0.05, minimum=0)
-    """Coefficient of KL(policy || reference); at 0 no reference is kept."""
-    kl_placement: Literal["reward", "loss"] = "reward"
-    """Where the KL enters: subtracted from the reward, or added to the loss."""
-    kl_estimator: KLEstimator = "k1"
-    """See rlhf_pg.kl.kl_estimate and, for the loss, rlhf_pg.kl.kl_loss."""
 
     critic: Literal["separate", "shared"] = "separate"
-    """A model of its own, or a head on the policy's trunk."""
+    """Kind of critic: a model of its own, or a head on the policy's trunk, which saves memory."""
     value_model_name_or_path: str | None = None
-    """Whose trunk a separate critic starts from (a reward model, say); None: the policy's."""
+    """Path or Hub id of the model whose trunk a separate critic starts from, such as a reward
+    model. None takes the policy's."""
     value_init: Literal["pretrained", "random"] = "pretrained"
-    """Its trunk as it was trained, or the policy's architecture with random weights."""
+    """Initial trunk of a separate critic: pretrained weights, or the policy's architecture with
+    random weights."""
     value_learning_rate: float | None = number(None, above=0)
-    """Peak learning rate of the critic; None: learning_rate."""
+    """Peak learning rate of the critic; None uses learning_rate."""
     value_warmup_steps: int | None = number(None, minimum=0)
-    """Steps of linear warm-up of the critic; None: warmup_steps."""
+    """Steps of linear learning-rate warm-up of the critic; None uses warmup_steps."""
     value_pretraining_steps: int = number(0, minimum=0)
-    """Steps at the start in which the critic alone is trained (VAPO); the schedule and the warm-up
-    of the policy come after them."""
+    """Steps at the start that train the critic alone (VAPO); the policy's schedule and warm-up
+    begin after them."""
     value_iterations: int = number(0, minimum=0)
-    """Further passes over each rollout batch that train the critic alone, after those that train
-    both: several of its updates for one of the policy (VPG, A2C). Of a shared critic the head."""
+    """Extra passes over each rollout batch that train the critic alone, after those that train both
+    (VPG, A2C). Of a shared critic they train only the head."""
     normalize_values: bool = False
-    """Let the critic predict returns less their running mean, over their running deviation; the
-    value loss and cliprange_value are in these units."""
+    """Let the critic predict (return - running mean) / running standard deviation. The value loss
+    and cliprange_value are then in these units."""
     vf_coef: float = number(0.1, minimum=0)
-    """Coefficient of the value loss."""
+    """Coefficient of the value loss; 0 leaves the critic untrained."""
     cliprange_value: float | None = number(0.2, above=0)
-    """How far a value may move from the one at rollout before its loss is clipped; None: any."""
+    """Largest change of a value since the rollout before its loss is clipped; None does not
+    clip."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -175,22 +183,17 @@ class PPOConfig(PolicyGradientConfig):
         return self.value_iterations
 
     @property
-    def critic_learning_rate(self) -> float:
-        return self.value_learning_rate or self.learning_rate
-
-    @property
-    def critic_warmup_steps(self) -> int:
-        return self.warmup_steps if self.value_warmup_steps is None else self.value_warmup_steps
-
-    @property
-    def critic_schedule_keys(self) -> list[str]:
-        keys = {
-            "value_pretraining_steps": self.value_pretraining_steps > 0,
-            "value_warmup_steps": self.value_warmup_steps is not None,
-        }
-        return [key for key, is_set in keys.items() if is_set]
-
-    @property
     def critic_options(self) -> CriticOptions:
-        seed = self.seed if self.value_init == "random" else None
-        return CriticOptions(self.critic == "shared", self.value_model_name_or_path, seed)
+        warmup = self.value_warmup_steps
+        scheduled = {
+            "value_pretraining_steps": self.value_pretraining_steps > 0,
+            "value_warmup_steps": warmup is not None,
+        }
+        return CriticOptions(
+            shared=self.critic == "shared",
+            model=self.value_model_name_or_path,
+            random_seed=self.seed if self.value_init == "random" else None,
+            learning_rate=self.value_learning_rate or self.learning_rate,
+            warmup_steps=self.warmup_steps if warmup is None else warmup,
+            schedule_keys=tuple(key for key, is_set in scheduled.items() if is_set),
+        )

@@ -25,14 +25,13 @@ def number(
     below: float | None = None,
     because: str = "",
 ) -> Any:
-    """A numeric field with its range, or a word in place of a number; `because` is added to the
-    error."""
+    """Declare a numeric field with its range, or with words too; the error ends with `because`."""
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
     return dataclasses.field(default=default, metadata={**limits, "because": because})
 
 
 def choice(default: str, options: Collection[str]) -> Any:
-    """A field that takes a name in `options`, read when the config is made: a registry can grow."""
+    """Declare a field that takes a name in `options`, read late since a registry can grow."""
     return dataclasses.field(default=default, metadata={"options": options})
 
 
@@ -43,11 +42,11 @@ _SHORT.maxlevel = 2
 
 @dataclass(kw_only=True)
 class Checked:
-    """A dataclass whose fields are checked, in Python as in YAML.
+    """A dataclass that checks its fields, in Python as in YAML.
 
     Raises:
-        ValueError: a wrong type or a value out of range; the message names the key.
-        TypeError: no such key; the message says what there is in its place.
+        ValueError: a type is wrong or a value out of range; the message names the key.
+        TypeError: a key is unknown; the message names the key to use.
     """
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
@@ -67,25 +66,25 @@ class Checked:
 
 
 def short_repr(value: Any) -> str:
-    """Its `repr`, for an error: short, since what is nested in YAML may be endless."""
+    """Return a short `repr` for an error message, since nested YAML values may be endless."""
     return _SHORT.repr(value)
 
 
 def bound(function: Callable[..., Any], config: Any) -> Callable[..., Any]:
-    """The function with every parameter set that is a key of the config."""
+    """Bind every parameter of the function that is a key of the config."""
     keys = {field.name for field in dataclasses.fields(config)}
     names = inspect.signature(function).parameters
     return partial(function, **{name: getattr(config, name) for name in names if name in keys})
 
 
 def parameters(function: Callable[..., Any]) -> set[str]:
-    """Their names."""
+    """Return the names of a function's parameters."""
     return set(inspect.signature(function).parameters)
 
 
 def _checked_type(name: str, value: Any, hint: Any) -> Any:
-    """The value, an int made a float and a list a tuple where that is what is wanted."""
-    # With a Literal in it a union is one of `typing`, whatever it is written as.
+    """Return a value of the wanted type: an int may become a float, and a list a tuple."""
+    # A union that holds a Literal is always a `typing.Union`.
     is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     options = typing.get_args(hint) if is_union else (hint,)
     for option in options:

@@ -1,9 +1,9 @@
-"""Keys of other libraries, and what there is here in their place."""
+"""Keys of other libraries, and the keys to use here in their place."""
 
 import difflib
 from collections.abc import Iterable
 
-# What users of other libraries type, and where to find it here.
+# A key of another library, and what to use here.
 FOREIGN_KEYS = {
     "per_device_train_batch_size": "prompts_per_step (global) and micro_batch_tokens (memory)",
     "gradient_accumulation_steps": "micro_batch_tokens; it never changes the result",
@@ -13,7 +13,7 @@ FOREIGN_KEYS = {
     "loss_type": "aggregation (token_mean, sequence_mean, constant) and policy_loss",
     "loss_agg_mode": "aggregation (token_mean, sequence_mean, constant)",
     "adv_estimator": "advantage_estimator",
-    "use_vllm": "rollout_engine: vllm; auto takes it on a GPU where it is installed and suits",
+    "use_vllm": "rollout_engine: vllm; auto takes it on a GPU where it supports the run",
     "vllm_mode": "rollout_engine: vllm (colocate) or vllm_server (server)",
     **dict.fromkeys(("vllm_server_host", "vllm_server_port"), "vllm_server_base_url"),
     **dict.fromkeys(
@@ -75,13 +75,13 @@ FOREIGN_KEYS = {
     "wandb": "report_to: wandb",
     "wandb_kwargs": "run_name; the rest is read from W&B's own environment variables",
     "write_interval": "logging_steps, for trackers; metrics.jsonl has a line for every step",
-    "repetition_penalty": "temperature; the policy that trains knows of no penalty on what was "
-    "said before, and sampling with one would bias the gradient",
+    "repetition_penalty": "temperature; the policy that trains has no penalty on repetition, "
+    "and sampling with one would bias the gradient",
 }
 
-# What texts on reinforcement learning offer, and why it has no meaning here.
+# A key of other RL libraries, and why it has no meaning here.
 NO_MEANING = {
-    "random_timesteps": "random tokens are no language, and a sampled policy explores as it is",
+    "random_timesteps": "random tokens are not language, and a sampled policy explores anyway",
     "learning_starts": "a policy gradient learns from the newest rollout; it fills no buffer first",
     **dict.fromkeys(
         (
@@ -101,7 +101,7 @@ NO_MEANING = {
 
 
 def explained(key: str) -> str | None:
-    """What to do about a key that another library has; None for any other."""
+    """Explain what to use in place of another library's key; return None for any other key."""
     if key in FOREIGN_KEYS:
         return f"{key!r} is not a key here; see {FOREIGN_KEYS[key]}"
     if key in NO_MEANING:
@@ -110,6 +110,6 @@ def explained(key: str) -> str | None:
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """ "; did you mean ...?", or nothing where no name is like it."""
+    """Return "; did you mean ...?" for the nearest known name, or nothing if none is similar."""
     near = difflib.get_close_matches(key, known, 1)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""Reading a config: defaults < YAML < flags.
+"""Parser of configs: defaults < YAML < flags.
 
 An unknown key, a wrong type or a value out of range is one error that names the key and the file,
 before any model loads.
@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import docstring_parser
 import tyro
 import yaml
 
@@ -29,7 +30,7 @@ LONGEST = 1 << 20  # bytes of a recipe
 
 
 def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | None = None) -> C:
-    """Read a config: defaults < the YAML file given as `--config` < the other flags.
+    """Parse a config: defaults < the YAML file given as `--config` < the other flags.
 
     The YAML is read as values: a string in it is one, however much it looks like a flag.
 
@@ -54,6 +55,7 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
 
 def _cli(config_type: type[C], flags: Sequence[str], default: C | None, prog: str | None) -> C:
     quiet = nullcontext() if _is_main() else redirect_stderr(io.StringIO())
+    _set_help(config_type)
     with _escaping([*flags, *_texts(default)]), quiet:
         return tyro.cli(
             config_type,
@@ -66,11 +68,19 @@ def _cli(config_type: type[C], flags: Sequence[str], default: C | None, prog: st
         )
 
 
+def _set_help(config_type: type[Any]) -> None:
+    """Give tyro each key's docstring as one line; left alone, it keeps the source's line breaks."""
+    texts: dict[str, str] = {}
+    for owner in reversed(config_type.__mro__[:-1]):
+        for key in docstring_parser.parse_from_object(owner).params:
+            texts[key.arg_name] = " ".join((key.description or "").split())
+    for field in dataclasses.fields(config_type):
+        field.metadata = types.MappingProxyType({**field.metadata, "help": texts[field.name]})
+
+
 @contextmanager
 def _escaping(texts: Sequence[str]) -> Iterator[None]:
-    """Around tyro, which shows values as they are: if one of them holds what a terminal obeys, all
-    that is shown is made `visible`, and tyro's colours are left out.
-    """
+    """Escape control characters in what tyro prints, if a text holds any; no colours then."""
     if all(visible(text) == text for text in texts):
         yield
         return
@@ -84,7 +94,7 @@ def _escaping(texts: Sequence[str]) -> Iterator[None]:
 
 
 def _texts(config: Any) -> Iterator[str]:
-    """The strings among the values of a config, if there is one."""
+    """Yield the strings among the values of a config, if there is one."""
     for value in vars(config).values() if config is not None else ():
         yield from (
             v for v in (value if isinstance(value, tuple) else [value]) if isinstance(v, str)
@@ -92,14 +102,14 @@ def _texts(config: Any) -> Iterator[str]:
 
 
 def recipe_file(name: str) -> Path:
-    """A recipe that comes with the package: beside it in a checkout, inside it when installed."""
+    """Return the path of a recipe of the package: beside it in a checkout, else inside it."""
     package = Path(__file__).parents[1]
     installed = package / "recipes" / name
     return installed if installed.exists() else package.parent / "recipes" / name
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The keys of a YAML file; exits like `fail` if it is none."""
+    """Load the keys of a YAML file, or `fail` if it is not one."""
     try:
         with path.open("rb") as file:
             text = file.read(LONGEST + 1)
@@ -110,7 +120,7 @@ def load(path: Path) -> dict[str, Any]:
         fail(f"{path}: cannot be read: {getattr(error, 'strerror', error)}")
     except RecursionError:
         fail(f"{path}: not valid YAML for a recipe: it is nested too deeply")
-    except (yaml.YAMLError, ValueError) as error:  # a date that there is not, for one
+    except (yaml.YAMLError, ValueError) as error:  # an impossible date, for example
         fail(f"{path}: not valid YAML: {error}")
     if not isinstance(recipe, dict):
         fail(f"{path}: expected `key: value` lines, got {type(recipe).__name__}")
@@ -118,7 +128,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _from_file(path: Path, config_type: type[C]) -> C:
-    """The config that a YAML file asks for."""
+    """Make the config that a YAML file describes."""
     recipe = load(path)
     hints = typing.get_type_hints(config_type)
     keys = [field.name for field in dataclasses.fields(config_type)]  # type: ignore[arg-type]
@@ -138,10 +148,10 @@ def _from_file(path: Path, config_type: type[C]) -> C:
 
 
 def _meant(value: Any, hint: Any) -> Any:
-    """What YAML has read in the type that is wanted, where one can be made of the other.
+    """Convert a YAML value to the wanted type, if it can be.
 
-    PyYAML takes `1e-5` for a string, and a name such as `2026` for a number; one of several values
-    may stand without brackets.
+    PyYAML reads `1e-5` as a string and a name such as `2026` as a number. A single value may stand
+    for a list of one.
     """
     wanted = typing.get_args(hint) if _is_union(hint) else (hint,)
     items = [typing.get_args(one)[0] for one in wanted if typing.get_origin(one) is tuple]
@@ -163,7 +173,7 @@ def _is_union(hint: Any) -> bool:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key given twice, of which plain YAML silently keeps the last."""
+    """A YAML loader that refuses a key given twice; plain YAML silently keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep) for key, _ in node.value]
@@ -181,14 +191,14 @@ def _refuse_elsewhere(key: str, where: str, known: Sequence[str] = ()) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """Say what is wrong, once for all processes, and exit with status 2."""
+    """Print an error, once for all processes, and exit with status 2."""
     if _is_main():
         print(f"error: {visible(message)}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def _is_main() -> bool:
-    """Whether this process speaks for all; one with a RANK and no launcher is alone."""
+    """Return whether this process prints for all; one with a RANK but no launcher is alone."""
     return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
 
 

@@ -8,7 +8,7 @@ from rlhf_pg.config.method import MethodConfig
 
 @dataclass(kw_only=True)
 class PolicyGradientConfig(MethodConfig):
-    """What all algorithms share. One step is one rollout batch and every update on it."""
+    """Config shared by all algorithms. One step is one rollout batch and every update on it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -16,5 +16,5 @@ class PolicyGradientConfig(MethodConfig):
 
     @property
     def doubts(self) -> list[str]:
-        """What is allowed and seldom meant, one sentence each, for a trainer to say."""
+        """Warnings, one sentence each, about settings that are allowed but seldom meant."""
         return rules.doubts(self)

@@ -1,4 +1,4 @@
-"""Which keys of a config go together: what would be ignored or wrong is refused by name."""
+"""Rules on which keys go together: those that would be ignored or wrong are refused by name."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from rlhf_pg.config.fields import parameters
 from rlhf_pg.config.method import MethodConfig
 from rlhf_pg.losses import POLICY_LOSSES
 
-# They look at what tokens are paid, and at no scores of completions.
+# These use the rewards of tokens, not the scores of completions.
 PAID_ALONE = {"returns", "total_returns", *NEED_VALUES}
 
 
@@ -15,7 +15,7 @@ def check(args: MethodConfig) -> None:
     """Refuse keys that do not go together.
 
     Raises:
-        ValueError: some do not; the message names them and says what to do.
+        ValueError: the message names the keys and says what to change.
     """
     for rule in (
         check_ranges,
@@ -114,7 +114,7 @@ def check_loss(args: MethodConfig) -> None:
 
 
 def check_updates(args: MethodConfig) -> None:
-    """Refuse what one update per rollout is too few for, or several are too many."""
+    """Refuse options that do not suit the number of updates per rollout."""
     if args.policy_loss == "vanilla" and args.updates_per_step > 1:
         raise ValueError(
             'policy_loss "vanilla" is right for one update per rollout: set num_iterations and '
@@ -123,7 +123,7 @@ def check_updates(args: MethodConfig) -> None:
     if args.router_aux_loss_coef and not args.disable_dropout:
         raise ValueError(
             "router_aux_loss_coef counts what the routers choose in a pass of its own, which "
-            "with disable_dropout false draws other dropout and jitter than the one with "
+            "with disable_dropout false draws other dropout and jitter than the pass with "
             "gradients: leave one of them out"
         )
     moved = {
@@ -133,8 +133,8 @@ def check_updates(args: MethodConfig) -> None:
     for what, wanted in moved.items():
         if wanted and args.updates_per_step == 1:
             raise ValueError(
-                f"{what} goes by how far the updates of a step have moved the policy, and "
-                "before the only one it has not moved: raise num_iterations or num_mini_batches"
+                f"{what} goes by how far earlier updates of a step have moved the policy, and "
+                "there is only one update: raise num_iterations or num_mini_batches"
             )
 
 
@@ -239,7 +239,7 @@ def check_idle(args: MethodConfig) -> None:
 
 
 def doubts(args: MethodConfig) -> list[str]:
-    """What is allowed and seldom meant, one sentence each, for a trainer to say."""
+    """Return warnings, one sentence each, about settings that are allowed but seldom meant."""
     of_rows = "gmpo" if args.policy_loss == "gmpo" else "importance_sampling_level sequence"
     alike = args.policy_loss == "gmpo" or args.importance_sampling_level == "sequence"
     said = []

@@ -1,4 +1,4 @@
-"""What every run has, whatever the algorithm: model, data, optimizer, checkpoints, trackers."""
+"""Keys of every run, whatever the algorithm: model, data, optimizer, checkpoints, trackers."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from typing import Literal
 
 from rlhf_pg.config.fields import Checked, choice, number
 
-# Those of transformers that need no arguments beyond the number of steps.
+# Schedules of transformers that need no argument but the number of steps.
 SCHEDULES = (
     *("linear", "cosine", "cosine_with_restarts", "polynomial"),
     *("constant", "constant_with_warmup", "inverse_sqrt"),
@@ -16,141 +16,139 @@ SCHEDULES = (
 
 @dataclass(kw_only=True)
 class RunConfig(Checked):
-    """One step is one rollout batch and every update on it."""
+    """Config of a run. One step is one rollout batch and every update on it."""
 
     algorithm: str = "policy gradient"
-    """Which algorithm a recipe file is for."""
+    """Algorithm of the recipe file; `rlhf-pg train` chooses the trainer by it."""
 
     model_name_or_path: str | None = None
-    """Path or Hub id of the model to train; without one, the task's own tiny model."""
+    """Path or Hub id of the model to train; None trains the task's own tiny model."""
     trust_remote_code: bool = False
     """Run code that comes with a model, tokenizer or reward model; otherwise one that needs it is
     refused."""
     task: Literal["arithmetic", "preference", "guess", "calculator"] = "arithmetic"
-    """The embedded task that a recipe trains on: prompts and reward, environment or tools."""
+    """Embedded task that a recipe trains on: prompts with rewards, an environment or tools."""
     reward_model_name_or_path: str | None = None
-    """A sequence-classification model, path or Hub id, that a recipe trains on; the task's own
-    reward comes second: with reward_weights 1 and 0 it is tracked and has no effect."""
+    """Path or Hub id of a sequence-classification model that rewards a recipe's completions. The
+    task's own reward comes second: with reward_weights 1 and 0 it is tracked and has no effect."""
     output_dir: str = "runs/policy_gradient"
-    """Directory of everything that the run leaves behind."""
+    """Directory for everything that the run writes."""
     resume_from_checkpoint: str | None = None
-    """A checkpoint directory, or "latest" for the newest one in output_dir."""
+    """Checkpoint directory to resume from, or "latest" for the newest one in output_dir."""
     seed: int = number(42, minimum=0, maximum=2**32 - 1)
     """Seed of prompt order, sampling noise and minibatch order."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Of the weights and of the computation; log-probabilities are in float32 at least."""
+    """Data type of the weights and the computation; log-probabilities are in float32 at least."""
     bfloat16_update: Literal["master_weights", "stochastic_rounding", "nearest"] = "master_weights"
-    """How an update reaches weights in bfloat16, which have 8 bits: through float32 copies, which
-    stay in memory; rounded up or down at random, so that the mean is exact; or rounded to the
-    nearest, which loses most updates. Adapters are in float32.
-    """
+    """Method of updating bfloat16 weights, whose 8 bits lose small changes: keep float32 copies in
+    memory (master_weights), round up or down at random, exact on average (stochastic_rounding), or
+    round to the nearest, which loses most updates (nearest). Adapters are in float32."""
     disable_dropout: bool = True
-    """Update in evaluation mode, without dropout, jitter of routers or what else train mode has, so
-    that scoring and training see one policy; False: in train mode, with the model's own rates."""
+    """Update in evaluation mode, without dropout or router jitter, so that scoring and training see
+    one policy. False updates in train mode, with the model's own rates."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass, to save memory."""
+    """Recompute activations in the backward pass, which saves memory and costs time."""
 
     use_peft: bool = False
     """Train a LoRA adapter on frozen weights; `final/` then holds the adapter."""
     lora_r: int = number(16, minimum=1)
-    """Rank of the adapter."""
+    """Rank of the LoRA adapter; a higher one learns more and takes more memory."""
     lora_alpha: float = number(32.0, above=0)
-    """The adapter's output is scaled by lora_alpha / lora_r."""
+    """Scale of the LoRA adapter: its output is multiplied by lora_alpha / lora_r."""
     lora_dropout: float = number(0.0, minimum=0, below=1)
-    """Dropout in front of the adapter; needs disable_dropout: false."""
+    """Dropout rate on the input of the LoRA adapter; it needs disable_dropout: false."""
     lora_target_modules: tuple[str, ...] | None = None
-    """Names of the modules that get an adapter; None: every linear layer but the head."""
+    """Names of the modules that get an adapter; None adapts every linear layer but the head."""
     load_in_4bit: bool = False
-    """QLoRA: load the frozen weights in 4 bits (NF4); needs bitsandbytes and an adapter."""
+    """Load the frozen weights in 4 bits (QLoRA, NF4); it needs bitsandbytes and an adapter."""
     save_merged: bool = False
-    """Leave the model with its adapter merged in, too, in `final/merged/`."""
+    """Save the model with its adapter merged in as well, in `final/merged/`."""
 
     pad_token: str | None = None
-    """Used where the tokenizer has no pad token; the EOS token will do."""
+    """Pad token for a tokenizer that has none; the EOS token will do."""
     shuffle_dataset: bool = True
-    """Draw prompts in an order permuted anew each epoch; otherwise as the dataset has them."""
+    """Draw prompts in a new random order each epoch; otherwise in the order of the dataset."""
     max_prompt_length: int | None = number(None, minimum=1)
-    """Longest prompt in tokens; None allows whatever the model's positions leave."""
+    """Longest prompt in tokens; None allows what the model's positions leave."""
     long_prompts: Literal["error", "drop"] = "error"
-    """What to do with prompts beyond max_prompt_length: refuse the dataset, or drop and count."""
+    """Refuse a dataset with prompts beyond max_prompt_length, or drop and count these prompts."""
 
     prompts_per_step: int = number(16, minimum=1)
-    """Prompts drawn per step, over all processes."""
+    """Prompts per step, over all processes; more make the gradient less noisy and the step
+    longer."""
     num_generations: int = number(8, minimum=1)
-    """Completions per prompt: the group."""
+    """Completions per prompt (its group); more make a better baseline and cost more time."""
     num_iterations: int = number(1, minimum=1)
-    """Passes over each rollout batch (PPO epochs)."""
+    """Passes over each rollout batch (PPO epochs); more move the policy further in a step."""
     num_mini_batches: int = number(1, minimum=1)
-    """Optimizer updates per pass; each minibatch is whole groups."""
+    """Optimizer updates per pass over the rollout batch; each minibatch holds whole groups."""
     micro_batch_tokens: int | Literal["auto"] = number("auto", minimum=1)
-    """Tokens that one process forwards at a time; it never changes the result. auto: what a
-    GPU's free memory holds, or a quarter of a CPU's, up to where more is not faster; a resumed run
-    goes on with the number that was found."""
+    """Most tokens that one process forwards at a time; lower it if memory runs out. It never
+    changes the result. auto finds what a GPU's free memory holds, or a quarter of a CPU's, as far
+    as more is faster; a resumed run keeps the number that was found."""
 
     optim: Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit"] = "adamw_torch_fused"
-    """AdamW of torch, in one kernel or in several, or with moments in 8 bits (bitsandbytes)."""
+    """AdamW implementation: torch's in one kernel or in several, or with moments in 8 bits
+    (bitsandbytes)."""
     learning_rate: float = number(1e-6, above=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate; lower it if runs diverge."""
     lr_scheduler_type: str = choice("linear", SCHEDULES)
-    """linear, cosine, cosine_with_restarts, polynomial, constant, constant_with_warmup or
-    inverse_sqrt; it advances once per step. The first four are stretched over the run, so that
-    max_steps says what each step's rate is; the others give the first steps of a longer run."""
+    """Learning-rate schedule, which advances once per step. linear, cosine, cosine_with_restarts
+    and polynomial stretch over the whole run, so max_steps changes every rate; constant,
+    constant_with_warmup and inverse_sqrt do not depend on its length."""
     warmup_steps: int = number(0, minimum=0)
-    """Steps of linear warm-up."""
+    """Steps over which the learning rate rises linearly to its peak."""
     weight_decay: float = number(0.0, minimum=0)
-    """Of AdamW."""
+    """Weight decay of AdamW; biases and norms do not decay."""
     adam_beta1: float = number(0.9, minimum=0, below=1)
-    """Of AdamW."""
+    """Decay rate of AdamW's first moment."""
     adam_beta2: float = number(0.999, minimum=0, below=1)
-    """Of AdamW."""
+    """Decay rate of AdamW's second moment."""
     adam_epsilon: float = number(1e-8, above=0)
-    """Of AdamW, as torch places it: outside the square root."""
+    """Epsilon of AdamW, added outside the square root as in torch."""
     max_grad_norm: float = number(1.0, minimum=0)
-    """Clip the gradient to this global norm; 0 does not clip."""
+    """Global norm to which the gradient is clipped; 0 does not clip."""
     max_skipped_steps: int = number(3, minimum=0)
-    """An update whose loss or gradient is not finite is skipped, in all processes, and its batch
-    kept in skipped/ in output_dir; one step more in a row than this without any update ends the
-    run."""
+    """Steps in a row that may pass without any update; one more ends the run. An update whose loss
+    or gradient is not finite is skipped in all processes, and its batch is kept in skipped/ in
+    output_dir."""
     max_steps: int = number(-1, minimum=-1)
-    """Steps to train; -1 goes by num_train_epochs. See lr_scheduler_type."""
+    """Number of steps to train; -1 goes by num_train_epochs. It may change the learning rate: see
+    lr_scheduler_type."""
     num_train_epochs: float = number(1.0, above=0)
     """Passes over the prompts, if max_steps is -1."""
 
     ddp_timeout: int = number(1800, above=0)
-    """Seconds that a process waits for another; then all of them report where they are, and end.
-
-    One process may generate, reward or save for this much longer than the others, and no more.
-    """
+    """Seconds that a process waits for the others before all of them report where they are and end.
+    Raise it if one process generates, rewards or saves for longer than that."""
 
     save_steps: int = number(100, minimum=0)
-    """Save a checkpoint every so many steps; 0 saves only when the run is cut short."""
+    """Steps between two checkpoints; 0 saves one only if the run is cut short."""
     save_total_limit: int | None = number(2, minimum=1)
-    """Keep so many checkpoints, the newest; None keeps all. `best/` is none of them."""
+    """Number of checkpoints to keep, the newest, not counting `best/`; None keeps all."""
     eval_steps: int = number(0, minimum=0)
-    """Evaluate every so many steps, sampled and greedy; 0 never does."""
+    """Steps between two evaluations, which are sampled and greedy; 0 never evaluates."""
     num_generations_eval: int = number(1, minimum=1)
-    """Sampled completions per prompt in evaluation; with several there is eval_pass@k and
+    """Completions sampled per prompt in evaluation; several give eval_pass@k and
     eval_majority@n."""
     eval_success_threshold: float = number(1.0)
-    """A completion is right, for eval_pass@k, if its reward is at least this: the weighted sum of
-    the reward functions, as they gave it."""
+    """Lowest reward at which eval_pass@k counts a completion as right: the weighted sum of the
+    reward functions' raw scores."""
     save_best: bool = True
     """Keep the checkpoint with the highest eval_reward so far, in `best/`."""
     log_completions_steps: int = number(10, minimum=0)
-    """Show and keep samples every so many steps; 0 never does."""
+    """Steps between two samples of completions that are shown and saved; 0 shows none."""
     num_completions_to_print: int = number(2, minimum=1)
-    """How many samples that is."""
+    """Number of completions to show and save each time."""
     logging_steps: int = number(1, minimum=1)
-    """Trackers get the line of every so many steps, of each evaluation and of the last step;
-    metrics.jsonl has them all."""
+    """Steps between two lines sent to trackers, which also get evaluations and the last step;
+    metrics.jsonl has every step."""
     report_to: tuple[Literal["none", "tensorboard", "wandb", "trackio"], ...] = ()
-    """Trackers that get lines of metrics.jsonl as well; "none", like no name at all, is none.
-
-    TensorBoard writes to tensorboard/ in output_dir and W&B to wandb/; trackio keeps its own
-    database (TRACKIO_DIR). The project is rlhf_pg, or for W&B what WANDB_PROJECT says.
-    """
+    """Trackers that get lines of metrics.jsonl as well: TensorBoard writes to tensorboard/ in
+    output_dir, W&B to wandb/, trackio to its own database (TRACKIO_DIR); "none" is no tracker. The
+    project is rlhf_pg, or for W&B what WANDB_PROJECT says."""
     run_name: str | None = None
-    """What W&B and trackio call the run; None leaves it to them."""
+    """Name of the run in W&B and trackio; None leaves it to them."""
 
     def __post_init__(self) -> None:
         if isinstance(self.report_to, str):  # as users of transformers write it
@@ -185,8 +183,8 @@ class RunConfig(Checked):
         """Refuse a key that was set but would be ignored.
 
         Raises:
-            ValueError: `used` is False and one of the keys is not at its default; it is named,
-                followed by `why`.
+            ValueError: `used` is False and a key is not at its default; the message names the key
+                and ends with `why`.
         """
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for key in keys:
@@ -194,14 +192,14 @@ class RunConfig(Checked):
                 raise ValueError(f"{key} {why}")
 
     def total_steps(self, num_prompts: int) -> int:
-        """Steps of the run on a dataset of `num_prompts`."""
+        """Return the number of steps of the run on a dataset of `num_prompts`."""
         if self.max_steps > 0:
             return self.max_steps
         return math.ceil(self.num_train_epochs * num_prompts / self.prompts_per_step)
 
     @property
     def token_budget(self) -> int:
-        """`micro_batch_tokens`, once there is a number: a trainer's config has one."""
+        """The number in `micro_batch_tokens`; a trainer's config has one in place of auto."""
         if isinstance(self.micro_batch_tokens, str):
             raise ValueError("micro_batch_tokens is auto, for a trainer to find: give a number")
         return self.micro_batch_tokens

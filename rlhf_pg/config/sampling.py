@@ -1,4 +1,4 @@
-"""How completions are sampled: by what, from which distribution, how long."""
+"""Keys of sampling: the engine, the distribution and the length of completions."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -12,47 +12,52 @@ from rlhf_pg.config.run import RunConfig
 
 @dataclass(kw_only=True)
 class SamplingConfig(RunConfig):
-    """One step is one rollout batch and every update on it."""
+    """Config of sampling: the engine, the distribution and the length of completions."""
 
     rollout_engine: Literal["auto", "native", "vllm", "vllm_server"] = "auto"
-    """What samples: the policy itself, vLLM in this process, or a `vllm serve`. auto: on a GPU vLLM
-    in this process, asleep between rollouts, where it is installed and suits; else the policy."""
+    """Engine that samples: the policy itself (native), vLLM in this process, or a `vllm serve`.
+    auto takes vLLM in this process, asleep between rollouts, on a GPU where it is installed and
+    supports the run; otherwise the policy."""
     rollout_cache_tokens: int | None = number(None, minimum=1)
-    """Tokens whose keys and values the native engine keeps at a time; other completions wait. None:
-    what half of a GPU's free memory holds, or 4 GiB of a CPU's. It never changes the result."""
+    """Most tokens whose keys and values the native engine keeps at a time; other completions wait.
+    None takes half of a GPU's free memory, or 4 GiB of a CPU's. It never changes the result."""
     vllm_gpu_memory_utilization: float = number(0.3, above=0, maximum=1)
-    """Share of the GPU's memory that vLLM takes for weights, keys and values."""
+    """Share of the GPU's memory that vLLM takes for weights, keys and values; lower it if training
+    runs out of memory."""
     vllm_enable_sleep_mode: bool = False
-    """Give that memory back while vLLM does not sample."""
+    """Give vLLM's memory back while it does not sample."""
     vllm_max_model_length: int | None = number(None, minimum=1)
-    """Longest prompt and completion together, which need room at once; None: what the model can, or
-    the memory that vLLM takes."""
+    """Most tokens of a prompt and its completion together, for which vLLM must have room. None
+    takes what the model allows, or what fits into vLLM's memory."""
     vllm_server_base_url: str = "http://localhost:8000"
-    """Where the server is."""
+    """Base URL of the vLLM server, without user, password or query."""
     vllm_server_timeout: float = number(300.0, above=0)
-    """Seconds that it may take over one answer; it is asked three times."""
+    """Seconds that the vLLM server may take over one answer; every request is tried three times."""
     vllm_sync_directory: str | None = None
-    """Where weights are put for it, in a directory of the run's own that only this user can read,
-    under a path that it sees too; None: sync/ in output_dir."""
+    """Directory through which the vLLM server gets new weights, under a path that the server sees
+    too; they are put into a private directory of the run in it. None is sync/ in output_dir."""
     max_completion_length: int = number(512, minimum=1)
-    """Longest completion in tokens, EOS included."""
+    """Longest completion in tokens, EOS included; raise it if too many completions are cut off."""
     max_turns: int | None = number(None, minimum=1)
-    """Turns of the policy in an episode with an environment or tools; None: as many as
-    max_completion_length allows, which counts all turns and answers together."""
+    """Most turns of the policy in an episode with an environment or tools. None allows as many as
+    max_completion_length, which counts all turns and answers together."""
     environment_timeout: float = number(60.0, above=0)
-    """Seconds for each answer of an environment or a tool."""
+    """Seconds that an environment or a tool may take for each answer."""
     temperature: float = number(1.0, above=0, because="training needs the sampled distribution")
-    """Of the policy: it divides every logit, in sampling, scoring and training alike."""
+    """Temperature of the policy, which divides every logit, in sampling, scoring and training
+    alike."""
     top_k: int = number(0, minimum=0)
-    """Sample from the k likeliest tokens; 0 from all."""
+    """Number of likeliest tokens to sample from; 0 samples from all."""
     top_p: float = number(1.0, above=0, maximum=1)
-    """Sample from the smallest set of likeliest tokens whose mass reaches this; 1 from all."""
+    """Probability that the smallest set of likeliest tokens to sample from must reach; 1 samples
+    from all."""
     min_p: float = number(0.0, minimum=0, maximum=1)
-    """Sample from tokens at least this fraction as likely as the likeliest; 0 from all."""
+    """Lowest probability of a token to sample, as a fraction of the likeliest token's; 0 samples
+    from all."""
     truncated_sampling: Literal["refuse", "saved_support"] = "refuse"
-    """What to do with top_k, top_p and min_p, which sample from another distribution than the
-    policy's: refuse them, or save which tokens were kept and renormalise the policy (new and old),
-    the reference and the entropy on them."""
+    """Refuse top_k, top_p and min_p, which sample from another distribution than the policy's; or
+    save which tokens they kept and renormalise the policy (new and old), the reference and the
+    entropy on these (saved_support)."""
     stop: tuple[str, ...] | None = None
     """Strings that end a completion, as an EOS does; their tokens stay in it."""
 
@@ -104,7 +109,7 @@ class SamplingConfig(RunConfig):
 
 
 def _check_url(url: str) -> None:
-    """Refuse what is no address, or holds what is secret; that is not repeated in the error."""
+    """Refuse a URL that is no address or holds a secret, which the error does not repeat."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(
             f"vllm_server_base_url must begin with http:// or https://, got {quoted(url)!r}"

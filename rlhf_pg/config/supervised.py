@@ -1,4 +1,4 @@
-"""Keys of the runs that prepare for RL: the supervised warm start and the reward model."""
+"""Configs of the runs that prepare for RL: the supervised warm start and the reward model."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,50 +8,50 @@ from rlhf_pg.config.fields import Checked, number
 
 @dataclass(kw_only=True)
 class SFTConfig(Checked):
-    """Supervised warm start of the embedded task (`recipes/sft.py`)."""
+    """Config of the supervised warm start of the embedded task (`recipes/sft.py`)."""
 
     algorithm: Literal["sft"] = "sft"
-    """Which algorithm a recipe file is for."""
+    """Algorithm of the recipe file; `rlhf-pg train` chooses the trainer by it."""
     task: Literal["arithmetic", "preference", "guess", "calculator"] = "arithmetic"
-    """The embedded task: its training split gives prompts and answers, or whole episodes."""
+    """Embedded task whose training split gives prompts and answers, or whole episodes."""
     output_dir: str = "runs/sft_arithmetic"
-    """Where the model goes, in `final/`."""
+    """Directory in which the model is saved, in `final/`."""
     seed: int = number(42, minimum=0, maximum=2**32 - 1)
     """Seed of the initial weights and of the order of examples."""
     max_steps: int = number(600, minimum=1)
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     label_smoothing: float = number(0.2, minimum=0, below=1)
-    """Mass spread over the vocabulary: the model knows more answers than it will say."""
+    """Probability spread over the vocabulary, so that the model leaves RL answers to explore."""
     batch_size: int = number(128, minimum=1)
-    """Examples per step."""
+    """Number of examples per step."""
     learning_rate: float = number(3e-3, above=0)
-    """Peak learning rate of AdamW; it falls as a cosine."""
+    """Peak learning rate of AdamW, which falls as a cosine."""
 
 
 @dataclass(kw_only=True)
 class RewardModelConfig(Checked):
-    """A reward model from preference pairs (`recipes/reward_model.py`)."""
+    """Config of a reward model trained on preference pairs (`recipes/reward_model.py`)."""
 
     algorithm: Literal["reward_model"] = "reward_model"
-    """Which algorithm a recipe file is for."""
+    """Algorithm of the recipe file; `rlhf-pg train` chooses the trainer by it."""
     model_name_or_path: str | None = None
-    """Path or Hub id of the model to start from; without one, the task's own tiny model."""
+    """Path or Hub id of the model to start from; None takes the task's own tiny model."""
     trust_remote_code: bool = False
-    """Run code that comes with a model or tokenizer; otherwise one that needs it is
-    refused."""
+    """Run code that comes with a model or tokenizer; otherwise one that needs it is refused."""
     task: Literal["arithmetic", "preference"] = "preference"
-    """The embedded task that a recipe takes its pairs from."""
+    """Embedded task whose preference pairs the recipe trains on."""
     output_dir: str = "runs/reward_model_preference"
-    """Where the model goes, in `final/`, and its held-out accuracy, in `metrics.json`."""
+    """Directory for the model, in `final/`, and its held-out accuracy, in `metrics.json`."""
     seed: int = number(42, minimum=0, maximum=2**32 - 1)
     """Seed of the new head and of the order of pairs."""
     max_steps: int = number(400, minimum=1)
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     batch_size: int = number(64, minimum=1)
-    """Pairs per step, over all processes."""
+    """Preference pairs per step, over all processes."""
     max_length: int | None = number(None, minimum=1)
     """Longest text in tokens; None allows as many as the model has positions."""
     append_eos: bool = True
-    """Put the EOS behind texts that are strings, as a policy ends them (reward_model_sees_eos)."""
+    """Append the EOS to texts that are strings, as a policy ends them (see
+    reward_model_sees_eos)."""
     learning_rate: float = number(1e-5, above=0)
-    """Peak learning rate of AdamW, after a tenth of the steps; then it falls as a cosine."""
+    """Peak learning rate of AdamW, which rises over a tenth of the steps and falls as a cosine."""

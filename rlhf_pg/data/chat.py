@@ -11,20 +11,17 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import shown, told
 
-# What an assistant says where only what follows it is wanted: of no language, with no blanks.
+# Marks the end of the assistant's words in a rendered chat: private characters without blanks.
 MARK = "\ue000\ue001\ue002"
-
-# Around the number of a special token's name that is only text.
+# Encloses the number of a special token's name that is only text.
 QUOTE = re.compile("\ue003([0-9]+)\ue004")
-
-DEEPEST = 32  # lists and objects within one another in a message
-
-# What templates compare a role with, even where a special token has the same name.
+DEEPEST = 32  # nested lists and objects in a message
+# Templates compare a role with these, even if a special token has the same name.
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class TooLong(ValueError):
-    """A text has more tokens than it may have."""
+    """An error for a text with more tokens than it may have."""
 
     def __init__(self, where: str, size: str, most: int) -> None:
         super().__init__(f"{where} is too long: {size}, for at most {most} tokens")
@@ -32,7 +29,7 @@ class TooLong(ValueError):
 
 
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of all that makes tokens of a chat: vocabulary, special tokens and chat template."""
+    """Return the SHA-256 of vocabulary, special tokens and chat template, which tokenize a chat."""
     parts = (tokenizer.get_vocab(), tokenizer.special_tokens_map, tokenizer.chat_template)
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -46,21 +43,22 @@ def encode(
     tools: Sequence[dict[str, Any]] = (),
     most: int | None = None,
 ) -> list[int]:
-    """Token ids of a string, or of chat messages.
+    """Encode a string or chat messages as token ids.
 
     A BOS that both the text and the tokenizer put in front is kept once. The name of a special
-    token is one in a string, which may have been rendered before, and only text in a message.
+    token becomes that token in a string, which may be a rendered chat, and is only text in a
+    message.
 
     Args:
-        row, what: how an error calls the text.
+        row, what: names of the text in an error.
         open_turn: leave a chat open for the assistant to continue, behind the opening of its turn
-            or behind its own words, where they stand last; otherwise it is closed.
+            or behind its own words, if they come last; otherwise it is closed.
         tools: schemas of the functions that a chat may call.
-        most: tokens that there may be.
+        most: most tokens allowed.
 
     Raises:
-        TooLong: there are more, or more characters than so many tokens can stand for.
-        ValueError: something else is wrong; row and text are named.
+        TooLong: there are more tokens, or more characters than `most` tokens can stand for.
+        ValueError: something else is wrong; the message names row and text.
     """
     where = f"{what} in row {row}"
     if isinstance(text, str):
@@ -96,7 +94,7 @@ def _check_length(
 
 @lru_cache(maxsize=4)
 def _widest(tokenizer: PreTrainedTokenizerBase, size: int) -> int:
-    """Characters that one token can stand for."""
+    """Return the most characters that one token can stand for."""
     return max(map(len, tokenizer.get_vocab()))
 
 
@@ -108,13 +106,13 @@ def encode_answer(
     tools: Sequence[dict[str, Any]] = (),
     most: int | None = None,
 ) -> list[int]:
-    """Token ids of the answer to an assistant's turn, through the opening of its next turn.
+    """Encode the answer to an assistant's turn, through the opening of its next turn.
 
     Args:
         messages: text, which is taken as it is; or chat messages, with all that the chat template
-            has between two turns of the assistant.
-        prompt: of the chat.
-        stop_id: the token that ended the turn, if one did: it is there already.
+            puts between two turns of the assistant.
+        prompt: the chat's prompt.
+        stop_id: the token that ended the turn, if one did; it is not encoded again.
         tools, most: as in `encode`.
 
     Raises:
@@ -139,7 +137,7 @@ def encode_answer(
 
 
 def continues(prompt: Any) -> bool:
-    """Whether a prompt ends with the assistant's own words, which the policy is to continue."""
+    """Return whether a prompt ends with words of the assistant, which the policy continues."""
     last = prompt[-1] if isinstance(prompt, list | tuple) and prompt else None
     if not isinstance(last, Mapping) or last.get("role") != "assistant":
         return False
@@ -147,8 +145,10 @@ def continues(prompt: Any) -> bool:
 
 
 def whole_turn(prompt: Any, messages: list[Any]) -> tuple[Any, list[Any]]:
-    """A prompt and the messages that follow it; words of the assistant that the policy continued
-    move from the end of the one to the beginning of the other, as TRL has it.
+    """Return a prompt and its messages with the assistant's turn whole, as TRL has it.
+
+    Words of the assistant that end the prompt, and that the policy continued, move to the first
+    message.
     """
     if not messages or not continues(prompt):
         return prompt, messages
@@ -157,7 +157,7 @@ def whole_turn(prompt: Any, messages: list[Any]) -> tuple[Any, list[Any]]:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """What a message says: its content, or the texts of its parts."""
+    """Return the text of a message: its content, or the texts of its parts."""
     content = message.get("content")
     parts = content if isinstance(content, list | tuple) else [{"text": content}]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
@@ -165,7 +165,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:
-    """With MARK behind all that it says."""
+    """Return the message with MARK behind its content."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": content + MARK}
@@ -180,7 +180,7 @@ def _around_mark(chat: str) -> tuple[str, str]:
 
 
 def _quoted_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Any]:
-    """Chat messages for `_rendered`."""
+    """Quote chat messages for `_rendered`."""
     special = _special(tokenizer)
     _refuse_split(messages, special, where)
     try:
@@ -197,14 +197,14 @@ def _rendered(
     open_turn: bool,
     tools: Sequence[dict[str, Any]],
 ) -> str:
-    """Chat messages by the chat template; for `_tokenize_chat`."""
+    """Render quoted chat messages by the chat template, for `_tokenize_chat`."""
     if not tokenizer.chat_template:
         raise ValueError(f"{where} is a list of messages, but the tokenizer has no chat_template")
     try:
         chat: str = tokenizer.apply_chat_template(
             quoted, tools=list(tools) or None, add_generation_prompt=open_turn, tokenize=False
         )
-    except Exception as error:  # a template raises what it likes
+    except Exception as error:  # a template may raise anything
         raise ValueError(f"{where} does not fit the chat template: {told(error)}") from error
     return chat
 
@@ -218,23 +218,23 @@ class _Special(NamedTuple):
 
 
 def _special(tokenizer: PreTrainedTokenizerBase) -> _Special:
-    """Looked up anew when tokens have been added."""
+    """Return the special tokens, looked up anew when tokens have been added."""
     return _looked_up(tokenizer, len(tokenizer))
 
 
 @lru_cache(maxsize=4)
 def _looked_up(tokenizer: PreTrainedTokenizerBase, size: int) -> _Special:
     added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    # Longer ones before what they begin with; and no text forges a mark or a quote.
+    # Longer names come before their prefixes; and no text forges a mark or a quote.
     names = sorted({*added.values(), MARK[0], "\ue003"}, reverse=True)
     return _Special(names, re.compile("|".join(map(re.escape, names))), set(added))
 
 
 def _refuse_split(messages: list[Any], special: _Special, where: str) -> None:
-    """Parts of a message, which a template may join, must not spell a name together.
+    """Refuse parts of a message that spell a name together, since a template may join them.
 
     Raises:
-        ValueError: they do.
+        ValueError: there are such parts.
     """
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
@@ -250,7 +250,7 @@ def _refuse_split(messages: list[Any], special: _Special, where: str) -> None:
 
 
 def _quoted(value: Any, special: _Special, depth: int = 0) -> Any:
-    """What messages say, with a `QUOTE` in place of every name."""
+    """Copy messages with a `QUOTE` in place of every special token's name."""
     if depth > DEEPEST:
         raise ValueError(f"there are more than {DEEPEST} lists and objects within one another")
     if isinstance(value, list | tuple):
@@ -270,7 +270,7 @@ def _quoted(value: Any, special: _Special, depth: int = 0) -> Any:
 
 
 def _tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) -> list[int]:
-    """Ids of what `_rendered` gave: a `QUOTE` stands for a name, letter by letter."""
+    """Tokenize what `_rendered` gave; a `QUOTE` stands for a name, letter by letter."""
     names = _special(tokenizer).names
     first, *rest = QUOTE.split(chat)
     ids = _tokenize(tokenizer, first, where, add_special_tokens=False)
@@ -281,7 +281,7 @@ def _tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) ->
 
 
 def _spelled(tokenizer: PreTrainedTokenizerBase, name: str, where: str) -> list[int]:
-    """Ids of a special token's name, of which none is a special token."""
+    """Return ids that spell a special token's name without using a special token."""
     plain = {"add_special_tokens": False, "split_special_tokens": True}
     ids = _tokenize(tokenizer, name, where, **plain)
     if _special(tokenizer).ids & set(ids):  # some vocabularies have it among their pieces

@@ -1,4 +1,4 @@
-"""Which rows are computed together: as many as a budget of tokens allows, in as few batches."""
+"""Splits of rows into batches: as many rows as a budget of tokens allows, in as few batches."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class RowLengths(NamedTuple):
-    """A completion and its prompt."""
+    """The lengths of a completion and its prompt."""
 
     group: int
     family: int  # shared by neighbours whose prompt, too, is the same
@@ -18,13 +18,13 @@ class RowLengths(NamedTuple):
 def split_packed(
     rows: Sequence[RowLengths], max_tokens: int, whole_groups: bool = False
 ) -> list[list[int]]:
-    """Indices of rows, where a prompt is computed once for all rows of its family in a batch, and
-    nothing is padded.
+    """Split rows into batches of row indices in which nothing is padded.
 
-    What does not fit `max_tokens` by itself is a batch of its own.
+    A prompt is computed once for all rows of its family in a batch. A row that does not fit
+    `max_tokens` by itself is a batch of its own.
 
     Args:
-        whole_groups: never split neighbours of one group; otherwise families are split where they
+        whole_groups: never split neighbours of one group; otherwise families are split if they
             do not fit.
     """
     whole = [(_tokens(rows, own), own) for own in _neighbours(rows, "group")]
@@ -45,7 +45,7 @@ def split_packed(
 def split_padded(
     rows: Sequence[RowLengths], max_tokens: int, whole_groups: bool = False
 ) -> list[list[int]]:
-    """Likewise, where all prompts of a batch are as wide as the longest, and so are completions."""
+    """Split rows into batches in which prompts, and completions, are padded to the longest."""
     units = list(_neighbours(rows, "group")) if whole_groups else [[i] for i in range(len(rows))]
     batches: list[list[int]] = []
     for own in sorted(units, key=lambda own: -_width(rows, own)):
@@ -59,7 +59,7 @@ def split_padded(
 def split_alike(
     rows: Sequence[RowLengths], max_tokens: int, whole_groups: bool = False
 ) -> list[list[int]]:
-    """Likewise, where nothing is padded either: all rows of a batch have the same lengths.
+    """Split rows into batches of rows with equal lengths, so that nothing is padded.
 
     Args:
         whole_groups: must be False, since the rows of a group have lengths of their own.
@@ -76,7 +76,7 @@ def split_alike(
 
 
 def _pieces(rows: Sequence[RowLengths], max_tokens: int) -> Iterator[tuple[int, list[int]]]:
-    """Families, or parts of them, and their tokens; the longest completions first."""
+    """Yield families, or parts of them, and their tokens; the longest completions come first."""
     for family in _neighbours(rows, "family"):
         prompt = rows[family[0]].prompt
         size, piece = prompt, list[int]()
@@ -90,7 +90,7 @@ def _pieces(rows: Sequence[RowLengths], max_tokens: int) -> Iterator[tuple[int, 
 
 
 def _neighbours(rows: Sequence[RowLengths], name: str) -> Iterator[list[int]]:
-    """Indices of the rows in a row that agree in something."""
+    """Yield the indices of each run of rows that agree in a field."""
     for _, run in groupby(range(len(rows)), key=lambda i: getattr(rows[i], name)):
         yield list(run)
 

@@ -1,4 +1,4 @@
-"""Prompts: checked and tokenized once, drawn in an order that a single number resumes."""
+"""Prompts that are checked and tokenized once, and drawn in an order that one number resumes."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ class Prompts:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the tokens and of all columns, row by row: a resumed run needs the same."""
+        """The SHA-256 of the tokens and of all columns by row; a resumed run needs the same."""
         digest = hashlib.sha256()
         for tokens in self.tokens:
             digest.update(f"{tokens}\n".encode())
@@ -56,12 +56,12 @@ def load_prompts(
 
     Args:
         dataset: has a column `prompt` of strings or of lists of chat messages.
-        max_prompt_length: in tokens.
+        max_prompt_length: longest prompt in tokens.
         long_prompts: "error" refuses a longer prompt; "drop" leaves it out and logs how many.
         tools: schemas of the functions that the chats may call.
 
     Raises:
-        ValueError: no `prompt` column, no rows, an empty or a too long prompt (the row is named).
+        ValueError: no `prompt` column, no rows, an empty or a too long prompt (it names the row).
     """
     if dataset is None:
         raise ValueError("there is none: give a datasets.Dataset with a column 'prompt'")
@@ -101,9 +101,10 @@ def load_prompts(
 
 
 def _in_rows(dataset: Dataset) -> Dataset:
-    """Rows with all columns, where a format shows tables, or leaves the prompt out; and with what a
-    transform (`with_transform`) makes of every row, once: it may be random, and policy and reward
-    are to see the same.
+    """Return rows with all columns, whatever the dataset's format.
+
+    A transform (`with_transform`) is applied to every row once: it may be random, and policy and
+    reward must see the same.
     """
     shape = dataset.format
     if shape["type"] != "custom":
@@ -122,10 +123,11 @@ def check_fit(
     positions: int | None,
     micro_batch_tokens: int | str,
 ) -> None:
-    """Make sure that the widest row has a position for every token, and fits a micro-batch.
+    """Refuse prompts whose widest row lacks positions for its tokens, or does not fit a
+    micro-batch.
 
     Raises:
-        ValueError: it does not.
+        ValueError: it does not fit.
     """
     width = prompts.longest + max_completion_length
     row = f"the longest prompt ({prompts.longest}) plus max_completion_length is {width} tokens"
@@ -156,13 +158,13 @@ def fitting_prompts(
     """Tokenize every prompt of a dataset, and make sure that its widest row fits.
 
     Args:
-        name: how an error calls the dataset.
-        positions: of the model; None: any number.
+        name: name of the dataset in an error.
+        positions: positions of the model; None: any number.
         max_prompt_length, long_prompts, tools: as in `load_prompts`.
         max_completion_length, micro_batch_tokens: as in `check_fit`.
 
     Raises:
-        ValueError: what is wrong with the dataset.
+        ValueError: something is wrong with the dataset.
     """
     try:
         loaded = load_prompts(dataset, tokenizer, max_prompt_length, long_prompts, tools)
@@ -180,10 +182,10 @@ def fitting_prompts(
 
 @dataclass(frozen=True)
 class PromptSampler:
-    """The endless order of prompts: a pure function of (seed, prompt index).
+    """The endless order of prompts, a pure function of (seed, prompt index).
 
     Index i belongs to epoch i // size and takes place i % size of that epoch's permutation, so the
-    number of prompts so far is all the state there is.
+    number of prompts so far is the whole state.
     """
 
     size: int
@@ -191,7 +193,7 @@ class PromptSampler:
     shuffle: bool = True
 
     def rows(self, indices: Sequence[int]) -> list[int]:
-        """The dataset row of every prompt index."""
+        """Return the dataset row of every prompt index."""
         orders = {epoch: self._order(epoch) for epoch in {index // self.size for index in indices}}
         return [orders[index // self.size][index % self.size] for index in indices]
 
@@ -202,12 +204,12 @@ class PromptSampler:
 
 
 def permutation(size: int, *key: int) -> list[int]:
-    """A random order of 0..size-1 that depends on the key alone."""
+    """Return a random order of 0..size-1 that depends on the key alone."""
     order: list[int] = np.random.default_rng(key).permutation(size).tolist()
     return order
 
 
 def batches(rows: range, size: int) -> Iterator[range]:
-    """The rows in runs of `size`."""
+    """Yield the rows in runs of `size`."""
     for start in range(0, len(rows), size):
         yield rows[start : start + size]

@@ -1,4 +1,4 @@
-"""The two records that travel: what was sampled, and what a learner needs to know about it.
+"""The two records that travel: the sampled rollout, and the experience that a learner needs.
 
 Shapes: B rows on this rank, P prompt width, T completion width. A row is one completion. Prompts
 are left-padded and completions right-padded, so every completion starts in the same column.
@@ -22,7 +22,7 @@ _ID_FIELDS = ("prompt_ids", "completion_ids")
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """What the engine sampled."""
+    """The completions that the engine sampled, with their prompts."""
 
     prompt_ids: Tensor  # (B,P)
     prompt_mask: Tensor  # (B,P) bool
@@ -53,15 +53,15 @@ class Rollout:
 
         Args:
             actions: which tokens the policy chose; by default all of them.
-            dtype: of the log-probabilities.
-            supports: where the sampler truncates its distribution, for every token the ids that it
-                was drawn from; none stand for the whole vocabulary. They become `support_ids`,
-                padded with -1 to the K of the widest set of the batch. That is 4 B T K bytes:
-                little with top_k, and with top_p alone up to the vocabulary at every token.
+            dtype: data type of the log-probabilities.
+            supports: for a sampler that truncates its distribution, the ids that every token was
+                drawn from; no ids stand for the whole vocabulary. They become `support_ids`, padded
+                with -1 to the K of the widest set of the batch. That takes 4 B T K bytes: little
+                with top_k, but with top_p alone up to the vocabulary at every token.
 
         Raises:
             ValueError: a completion does not have one log-probability (or action, or support) per
-                token; or a token is not in its own.
+                token; or a token is not in its own support.
         """
         for row, (tokens, numbers) in enumerate(zip(completions, logprobs, strict=True)):
             if len(tokens) != len(numbers):
@@ -102,18 +102,18 @@ class Rollout:
 
     @property
     def width(self) -> int:
-        """Columns of a row, prompt and completion together."""
+        """The number of columns of a row, prompt and completion together."""
         return self.prompt_ids.shape[1] + self.completion_ids.shape[1]
 
     def lengths(self) -> Tensor:
-        """(B,3) int64: tokens of the completion, tokens of the prompt, whether it was truncated."""
+        """Return (B,3) int64: the completion's tokens, the prompt's, whether it was truncated."""
         lengths = [self.completion_mask.sum(1), self.prompt_mask.sum(1), self.truncated.long()]
         return torch.stack(lengths, dim=1)
 
     def counted(self) -> Self:
-        """The same with the lengths of its rows on the host.
+        """Return the same record with the lengths of its rows on the host.
 
-        A GPU is waited for here, and not again by who cuts it into micro-batches or packs them.
+        This waits for a GPU, so that splitting into micro-batches and packing need not.
         """
         if self.host_rows is not None:
             return self
@@ -125,16 +125,16 @@ class Rollout:
         return dataclasses.replace(self, host_rows=rows)
 
     def action_slots(self) -> Tensor:
-        """(M,) int64: where the action tokens are in (B,T), flattened."""
+        """Return (M,) int64: the places of the action tokens in (B,T), flattened."""
         mask = self.action_mask.flatten()
         if self.host_rows is None:
             return mask.nonzero().squeeze(1)
         return mask.nonzero_static(size=sum(row.actions for row in self.host_rows)).squeeze(1)
 
     def select(self, rows: Tensor) -> Self:
-        """These rows (int64 indices), with columns that are padding in all of them cut off.
+        """Return these rows (int64 indices), without columns that are padding in all of them.
 
-        Of a batch that is `counted`, indices on the host spare a GPU every wait.
+        For a `counted` record and indices on the host, this does not wait for a GPU.
         """
         host_rows = self.host_rows and tuple(self.host_rows[i] for i in rows.tolist())
         rows = to_device(rows, self.groups.device)
@@ -158,7 +158,7 @@ class Rollout:
 
     @classmethod
     def concat(cls, parts: Sequence[Self], pad_token_id: int) -> Self:
-        """The rows of all parts, one after another, padded to the widest of them."""
+        """Return the rows of all parts, one after another, padded to the widest of them."""
 
         def join(name: str) -> Tensor:
             values = [getattr(part, name) for part in parts]
@@ -174,7 +174,7 @@ class Rollout:
         return cls(**joined)
 
     def blank_row(self) -> Self:
-        """One row without action tokens: it costs a forward pass and adds nothing to a loss."""
+        """Return one row without action tokens, which costs a forward pass and adds no loss."""
 
         def blank(name: str, value: Tensor) -> Tensor:
             shape = (1,) if name in _ROW_FIELDS else (1,) * value.ndim
@@ -187,13 +187,14 @@ class Rollout:
 
     @property
     def longest(self) -> int:
-        """Real tokens of the longest row, prompt and completion together."""
+        """The number of real tokens of the longest row, prompt and completion together."""
         if self.host_rows is not None:
             return max(row.prompt + row.completion for row in self.host_rows)
         return int(self.lengths()[:, :2].sum(1).max())
 
     def shared_prefixes(self) -> Tensor:
-        """(B,) int64, from 0: neighbours with the same group and the same prompt share a number.
+        """Number the shared prefixes, (B,) int64 from 0: neighbours of equal group and prompt share
+        one.
 
         (An environment may give every episode of a group a prompt of its own.)
         """
@@ -209,19 +210,19 @@ class Rollout:
         window: float = math.inf,
         pads: bool = True,
     ) -> list[Tensor]:
-        """Row indices on the host, split so that what is computed stays within `max_tokens`.
+        """Split row indices on the host so that what is computed stays within `max_tokens`.
 
         Args:
             whole_groups: see `rlhf_pg.data.micro_batches`.
-            window: tokens of a row up to which prompts are computed once and nothing is padded. One
-                longer row has its whole micro-batch padded, so shorter ones keep away from it.
-            pads: whether rows that are longer may be padded.
+            window: longest row, in tokens, with which prompts are computed once and nothing is
+                padded. A longer row has its whole micro-batch padded, so it is kept apart.
+            pads: whether longer rows may be padded.
         """
         if not self.num_rows:
             return []
         rows = self.counted().host_rows or ()
         long = [row.prompt + row.completion > window for row in rows]
-        if whole_groups:  # which may have rows of both kinds
+        if whole_groups:  # a group may have rows of both kinds
             long = [any(long)] * len(rows)
         batches: list[Tensor] = []
         side_by_side = micro_batches.split_padded if pads else micro_batches.split_alike
@@ -241,7 +242,7 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class Experience(Rollout):
-    """A rollout with what the update needs; None where the algorithm does not need it."""
+    """A rollout with what the update needs; fields that the algorithm does not need are None."""
 
     advantages: Tensor  # (B,T)
     old_logprobs: Tensor | None = None  # (B,T) None: one update per rollout, the ratio is 1
@@ -252,13 +253,13 @@ class Experience(Rollout):
 
     @classmethod
     def of(cls, rollout: Rollout, **numbers: Tensor | None) -> Self:
-        """A rollout and its numbers."""
+        """Make the experience of a rollout and its numbers."""
         fields: dict[str, Any] = {**dict(rollout._tensors()), **numbers}
         return cls(**fields)
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad: int, left: bool = False) -> tuple[Tensor, Tensor]:
-    """Ids and mask, (B, widest row); at least one column, so that B = 0 has two dimensions."""
+    """Return ids and mask, (B, widest row); at least one column, so that B = 0 stays 2-D."""
     width = max((len(row) for row in rows), default=0) or 1
     ids = torch.full((len(rows), width), pad, dtype=torch.int64)
     mask = torch.zeros((len(rows), width), dtype=torch.bool)
@@ -270,7 +271,7 @@ def pad_rows(rows: Sequence[Sequence[int]], pad: int, left: bool = False) -> tup
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """A copy, for which a GPU is not waited for, of a tensor that is not changed any more."""
+    """Copy a tensor that no longer changes, without waiting for the GPU."""
     if device.type != "cuda" or x.device.type != "cpu":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
@@ -279,7 +280,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 def _padded_supports(
     supports: Sequence[Sequence[Tensor] | None], ids: Tensor, mask: Tensor
 ) -> Tensor:
-    """(B,T,K) int32, from one list of id tensors per row; ids and mask of the completions (B,T)."""
+    """Pad one list of id tensors per row to (B,T,K) int32, for completion ids and mask (B,T)."""
     for row, (support, length) in enumerate(zip(supports, mask.sum(1).tolist(), strict=True)):
         if support is None or len(support) != length:
             given = "none" if support is None else len(support)
@@ -302,7 +303,7 @@ def _padded_supports(
 
 
 def _joined_supports(supports: Sequence[Tensor]) -> Tensor:
-    """Padded to the longest row and to the widest set."""
+    """Concatenate supports, padded to the longest row and to the widest set."""
     longest, widest = (max(part.shape[dim] for part in supports) for dim in (1, 2))
     padded = [
         nn.functional.pad(part, (0, widest - part.shape[2], 0, longest - part.shape[1]), value=-1)
@@ -312,7 +313,7 @@ def _joined_supports(supports: Sequence[Tensor]) -> Tensor:
 
 
 def _widest(support_ids: Tensor) -> int:
-    """Ids in the widest set: at least 1."""
+    """Return the number of ids in the widest set, at least 1."""
     return max(int((support_ids >= 0).sum(2).max()) if support_ids.numel() else 0, 1)
 
 
@@ -322,5 +323,5 @@ def _widened(x: Tensor, width: int, fill: int, left: bool) -> Tensor:
 
 
 def _longest(mask: Tensor) -> int:
-    """Real tokens in the longest row: at least 1."""
+    """Return the number of real tokens in the longest row, at least 1."""
     return max(int(mask.sum(dim=1).max()) if len(mask) else 0, 1)

@@ -1,4 +1,4 @@
-"""What a run will take, before anything is loaded: memory by part, and the time of a step."""
+"""Estimates of a run before anything is loaded: memory by part, and the time of a step."""
 
 from rlhf_pg.plan.devices import DEVICES
 from rlhf_pg.plan.memory import Memory, predicted_memory

@@ -1,4 +1,4 @@
-"""The seconds of a rollout on paper: kernels launched, bytes read, operations."""
+"""Estimates of the seconds of a rollout, from kernels launched, bytes read and operations."""
 
 import math
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ HOST = 1.7e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """How an engine makes one token of every row.
+    """The costs of an engine that makes one token of every row at a time.
 
     Args:
-        kernels: of a layer, in a graph.
+        kernels: kernels of a layer, in a graph.
         drawing: kernels of a position that draw its tokens, in a graph.
         launched: kernels of a position in no graph.
         host: seconds that the host adds to a position.
-        captures: graphs are recorded anew in every rollout.
+        captures: whether graphs are recorded anew in every rollout.
         moves: operations of a layer that make room for rows, every `LOOK` positions.
         cache_rate: share of the bandwidth at which keys and values are read.
-        padded: they are read at the width of the longest row, rounded up.
-        shares_prompts: those of a prompt are read once for all its completions.
-        logits: times that logits are read or written.
+        padded: whether these are read at the width of the longest row, rounded up.
+        shares_prompts: whether those of a prompt are read once for all its completions.
+        logits: number of times that logits are read or written.
     """
 
     kernels: int
@@ -76,7 +76,7 @@ VLLM = Engine(
 def rollout_seconds(
     engine: Engine, device: Device, shape: Shape, job: Job, gpus: int = 1, host: float | None = None
 ) -> float:
-    """Of sampling all completions: prompts once, then position after position.
+    """Estimate the seconds of sampling all completions: prompts once, then position after position.
 
         prompts    2 (body + head) groups P / rate, and what is read and written between products
         position   (L k + 21 + drawing) KERNEL + launched LAUNCH + host
@@ -85,11 +85,11 @@ def rollout_seconds(
         captures   shapes (4 (L k + 160) LAUNCH + 0.05)
         looks      (25 + moves L) 15 us, every 8 positions
 
-    N are the parameters that a token passes through; with `gpus` that share a model all of it but
-    kernels is divided among them, and 2 L sums are added.
+    N are the parameters that a token passes through. With `gpus` that share a model, everything but
+    the kernels is divided among them, and 2 L sums are added.
 
     Args:
-        host: in place of the engine's.
+        host: seconds per position, in place of the engine's own.
     """
     longest, recorded = max(job.lengths), set[tuple[int, int]]()
     host = engine.host if host is None else host
@@ -113,10 +113,10 @@ def rollout_seconds(
 
 
 def _moved(engine: Engine, device: Device, shape: Shape, rows: int, tokens: float) -> float:
-    """Seconds of one position's bytes and operations, on one GPU.
+    """Estimate the seconds that bytes and operations of one position take on one GPU.
 
     Args:
-        tokens: whose keys and values are read.
+        tokens: number of tokens whose keys and values are read.
     """
     weights = 2 * shape.read / (MEMORY * device.bandwidth)
     products = 2 * shape.read * rows / (EFFICIENCY * device.flops)
@@ -126,11 +126,11 @@ def _moved(engine: Engine, device: Device, shape: Shape, rows: int, tokens: floa
 
 
 def rounded(rows: int) -> int:
-    """Rows of the graph that the native engine replays: a power of two, or a multiple of 32."""
+    """Return the rows of the graph that the native engine replays: 2^n, or a multiple of 32."""
     return -(-rows // 32) * 32 if rows > 32 else 1 << (rows - 1).bit_length()
 
 
 def cache_width(width: int, longest: int) -> int:
-    """Tokens that the native engine has room for: 64, doubled until they fit, or the longest."""
+    """Return the native engine's room in tokens: 64, doubled until they fit, or `longest`."""
     most = -(-longest // 64) * 64
     return min(most, max(64, 1 << (width - 1).bit_length()))

@@ -1,4 +1,4 @@
-"""GPUs by name, as their makers state them; none of the numbers is measured here."""
+"""Data sheets of GPUs by name, as their makers state them; no number is measured here."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ MACHINE = 8  # GPUs that share a machine
 
 
 class Device(NamedTuple):
-    """One GPU, and what links it to others."""
+    """The rates of one GPU and of its links to others."""
 
     flops: float  # dense bfloat16, floating-point operations per second
     bandwidth: float  # bytes per second of its own memory
@@ -15,7 +15,8 @@ class Device(NamedTuple):
     network: float  # bytes per second in each direction, through all cards of a machine
 
     def ring(self, processes: int) -> float:
-        """Bytes per second that every process sends in a ring: as fast as its slowest link.
+        """Return the bytes per second that every process sends in a ring, as fast as its slowest
+        link.
 
         NCCL lays a ring through every card of a machine, so they share what leaves it.
         """

@@ -1,5 +1,5 @@
-"""What an update takes beside weights, gradients and optimizer state, measured rather than guessed:
-the real forward and backward pass, on tensors that have shapes and no data.
+"""Measured footprint of an update beside weights, gradients and optimizer state: it runs the real
+forward and backward pass on tensors that have shapes and no data.
 """
 
 import copy
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Footprint(NamedTuple):
-    """Of one micro-batch; bytes are those that come on top of weights and their gradients."""
+    """The footprint of one micro-batch; bytes come on top of weights and their gradients."""
 
     tokens: float
     layers: float  # bytes alive when the last layer has been forwarded
@@ -44,21 +44,22 @@ class Growth(NamedTuple):
     each: Footprint  # per token
 
     def at(self, tokens: float) -> Footprint:
-        """The footprint of so many tokens."""
+        """Return the footprint of so many tokens."""
         more = tokens - self.first.tokens
         return Footprint(*(a + more * b for a, b in zip(self.first, self.each, strict=True)))
 
     def tokens_within(self, room: float) -> int:
-        """Tokens of the largest micro-batch whose peak is within so many bytes."""
+        """Return the tokens of the largest micro-batch whose peak is within `room` bytes."""
         return int(self.first.tokens + (room - self.first.peak) / self.each.peak)
 
 
 def growth(module: nn.Module, batch: Callable[[int], Rollout]) -> Growth:
-    """From batches of one group and of two; by two points, since some of it does not grow.
+    """Measure how a footprint grows, on batches of one and of two groups, since a part of it does
+    not grow.
 
     Args:
         module: a `Policy`, or one with a critic; it is left as it was.
-        batch: how many groups to what the module is given.
+        batch: makes the module's input of so many groups.
     """
     one, two = (footprint(module, batch(groups)) for groups in (1, 2))
     more = two.tokens - one.tokens
@@ -66,9 +67,9 @@ def growth(module: nn.Module, batch: Callable[[int], Rollout]) -> Growth:
 
 
 def footprint(module: nn.Module, batch: Rollout) -> Footprint:
-    """Of one micro-batch, by running it forward and backward.
+    """Measure the footprint of one micro-batch by running it forward and backward.
 
-    Gradients are there before, as for every micro-batch but the first.
+    Gradients exist already, as for every micro-batch but the first.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     training = module.training
@@ -95,7 +96,7 @@ def footprint(module: nn.Module, batch: Rollout) -> Footprint:
 
 
 def tokens(policy: Policy, batch: Rollout) -> int:
-    """That the policy computes: prompts once and no padding, where it packs."""
+    """Count the tokens that the policy computes: prompts once and no padding, if it packs."""
     if not can_pack(batch, policy.window):
         return batch.num_rows * batch.width
     completion, prompt = batch.lengths()[:, 0], batch.lengths()[:, 1]
@@ -110,7 +111,7 @@ def _total(numbers: Iterable[Tensor | None]) -> Tensor:
 
 @torch.no_grad()
 def forward_work(module: nn.Module, batch: Rollout) -> int:
-    """Floating-point operations of scoring a batch."""
+    """Count the floating-point operations of scoring a batch."""
     with _Meter(module) as meter:
         module(batch)
     work: int = meter.work
@@ -120,7 +121,7 @@ def forward_work(module: nn.Module, batch: Rollout) -> int:
 def probe(
     groups: int, rows: int, prompt: int, completion: int, device: torch.device | str = "cpu"
 ) -> Rollout:
-    """Groups of so many rows each, with prompts and completions of so many tokens, all the same."""
+    """Make groups of `rows` rows each, with prompts and completions of one length."""
     count = groups * rows
     return Rollout.from_tokens(
         prompts=[[0] * prompt] * count,
@@ -134,9 +135,10 @@ def probe(
 
 
 def blueprint(module: nn.Module, device: torch.device | str) -> nn.Module:
-    """A copy whose tensors seem to be on a device and have no memory: what it computes is shapes.
+    """Copy a module with tensors that seem to be on a device and hold no memory, so that only
+    shapes are computed.
 
-    Integers that it is given stay real, so that masks and lengths can be looked at.
+    Integer inputs stay real, since masks and lengths are read.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -150,20 +152,20 @@ def blueprint(module: nn.Module, device: torch.device | str) -> nn.Module:
     copied = copy.deepcopy(module, meta)
     for part in copied.modules():
         if isinstance(part, LOADED) and checkpoints(part):
-            checkpoint_activations(part)  # the function that a model is given knows that model
+            checkpoint_activations(part)  # its hook is bound to the model that was copied
     return copied
 
 
 def size(tensors: Iterable[Tensor]) -> int:
-    """Bytes of distinct tensors."""
+    """Return the bytes of distinct tensors."""
     return sum(t.nbytes for t in {id(t): t for t in tensors}.values())
 
 
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of what is made inside and still alive, and floating-point operations.
+    """A mode that counts the bytes made inside it and still alive, and floating-point operations.
 
-    Storages count, not tensors: a view has no memory of its own. Those of parameters and of their
-    gradients were there before.
+    It counts storages, not tensors: a view has no memory of its own. Parameters and their gradients
+    do not count.
     """
 
     supports_higher_order_operators = True  # FlexAttention is one
@@ -210,7 +212,7 @@ def _attention_backward(
     return int(count(grad.shape, query.shape, key.shape, value.shape))
 
 
-# What each kernel computes; that of torch knows those of GPUs.
+# Operations of each kernel; torch's own registry covers those of GPUs.
 _aten = torch.ops.aten
 _WORK: dict[Any, Callable[..., int]] = {
     **flop_counter.flop_registry,
@@ -222,28 +224,28 @@ _WORK: dict[Any, Callable[..., int]] = {
 def of_update(
     module: nn.Module, args: PolicyGradientConfig, longest_prompt: int, device: torch.device
 ) -> Growth:
-    """What the micro-batches of an update take, in groups of the longest rows."""
+    """Measure how the micro-batches of an update grow, in groups of the longest rows."""
     rows = args.num_generations
     try:
         meta = blueprint(module, device)
         return growth(
             meta, lambda n: probe(n, rows, longest_prompt, args.max_completion_length, device)
         )
-    except Exception as error:  # a kernel, or a value model, that asks for data
-        logger.debug("measured with data, since without: %s", error)
+    except Exception as error:  # a kernel or a value model that reads data
+        logger.debug("measured with data, since without it: %s", error)
         short = min(longest_prompt, 16), min(args.max_completion_length, 16)
         return growth(module, lambda n: probe(n, min(rows, 4), *short, device))
 
 
 def update_options(args: PolicyGradientConfig) -> dict[str, Any]:
-    """What decides how much an update keeps of a weight."""
+    """Return the options that decide how much an update keeps of a weight."""
     return {"bfloat16_update": args.bfloat16_update, "optim": args.optim}
 
 
 def reference_bytes(
     args: PolicyGradientConfig, policy: Policy, layout: Sharding, processes: int
 ) -> float:
-    """What the reference does not share with the policy, on one process.
+    """Return the bytes on one process of a reference that it does not share with the policy.
 
     A fresh adapter (of `use_peft`) adds nothing, so a reference that stays needs none.
     """

@@ -10,19 +10,19 @@ from rlhf_pg.plan.sharding import SHARDINGS, Sharding
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is sampled and learnt from on one GPU, in tokens.
+    """The samples of one GPU in a step, in tokens, and how they are learnt from.
 
     Args:
-        prompt: tokens of each.
+        prompt: tokens of each prompt.
         lengths: tokens of every completion.
         generations: completions of a prompt.
-        rows: sampled at a time.
+        rows: rows sampled at a time.
         micro_batch: tokens that a learner forwards at a time.
-        recomputes: gradient checkpointing.
+        recomputes: whether gradient checkpointing is on.
         trained: share of the parameters that is trained; less than 1 with adapters.
-        old: the policy is scored before its update, or a critic on its trunk.
+        old: whether the policy, or a critic on its trunk, is scored before the update.
         references: models beside the policy that are scored.
-        models: as large as the policy that learn, a separate critic among them.
+        models: models of the policy's size that learn, a separate critic included.
     """
 
     prompt: int
@@ -46,20 +46,20 @@ class Job:
 
 
 def spread(count: int, longest: int) -> tuple[int, ...]:
-    """Lengths as even as `count` rows allow, from `longest / count` to `longest`."""
+    """Return `count` lengths spread evenly from `longest / count` to `longest`."""
     return tuple(math.ceil(longest * (i + 1) / count) for i in range(count))
 
 
 def long_tailed(count: int, mean: float, longest: int) -> tuple[int, ...]:
-    """Quantiles of an exponential distribution, cut at `longest`."""
+    """Return quantiles of an exponential distribution as lengths, cut at `longest`."""
     shares = ((i + 0.5) / count for i in range(count))
     return tuple(min(longest, math.ceil(-mean * math.log(1 - share))) for share in shares)
 
 
 def positions(lengths: Sequence[int], room: int) -> Iterator[tuple[int, int]]:
-    """(rows, tokens that they have already) at every position of a rollout.
+    """Yield, for every position of a rollout, the rows and the tokens that they already have.
 
-    At most `room` rows at a time; one that waits begins where another has ended.
+    At most `room` rows run at a time; a waiting row begins where another has ended.
     """
     waiting, active = list(reversed(lengths)), list[tuple[int, int]]()
     step = begun = 0  # begun: sum of the steps at which the active rows began

@@ -1,4 +1,4 @@
-"""The seconds of scoring and updating on paper: operations, bytes and exchanges."""
+"""Estimates of the seconds of scoring and updating, from operations, bytes and exchanges."""
 
 import math
 from typing import Literal, NamedTuple
@@ -13,14 +13,14 @@ EFFICIENCY = 0.8
 TRAFFIC = 44.0
 MEMORY = 0.85  # share of the bandwidth that a large read reaches: an assumption, as are those below
 LAUNCH = 6.5e-6  # seconds from one kernel to the next without a graph
-KERNELS = 60  # of a layer's forward pass without a graph
+KERNELS = 60  # in a layer's forward pass without a graph
 EXPOSED = 0.2  # share of an exchange that no computing hides
 OPTIMIZER = 28  # bytes of moments, masters, gradients and weights, read and written
-HEAD_KERNELS = 30  # of one piece of the head
+HEAD_KERNELS = 30  # for one piece of the head
 
 
 class Tokens(NamedTuple):
-    """What a learner computes in one pass over its completions."""
+    """The tokens that a learner computes in one pass over its completions."""
 
     body: float  # tokens that pass through the layers
     pairs: float  # (query, key) that attend
@@ -31,7 +31,7 @@ Rows = Literal["shared", "unpadded", "padded"]
 
 
 def tokens_of(rows: Rows, job: Job) -> Tokens:
-    """What is computed of prompts of P and completions of l tokens.
+    """Count what is computed of prompts of P and completions of l tokens.
 
     shared     a prompt once for its group:  sum l + groups P
     unpadded   every row without padding:    sum (P + l), and the head on prompts too
@@ -59,7 +59,7 @@ def body_seconds(
     efficiency: float = EFFICIENCY,
     traffic: float = TRAFFIC,
 ) -> float:
-    """Of the layers, a forward pass being 1 and a backward pass 2.
+    """Estimate the seconds of the layers, a forward pass being 1 and a backward pass 2.
 
     passes ((2 body tokens + 4 L attention pairs) / (efficiency peak)
             + traffic 2 L (hidden + attention + inner) tokens / (0.85 bandwidth))
@@ -79,7 +79,7 @@ def head_seconds(
     backward: bool = True,
     efficiency: float = EFFICIENCY,
 ) -> float:
-    """Of logits and their log-probabilities, one piece after the other.
+    """Estimate the seconds of logits and their log-probabilities, one piece after the other.
 
         n = tokens V / piece pieces, of r = piece / V tokens each:
         n (products max(2 V H / bandwidth, 2 V H r / (efficiency peak))
@@ -89,7 +89,7 @@ def head_seconds(
     with 16 passes over the logits, 4 without a backward pass.
 
     Args:
-        piece: numbers that are there at a time.
+        piece: logits that are in memory at a time.
         products: matrix products with the head, one of them in the forward pass.
     """
     count = tokens * shape.vocabulary / piece
@@ -107,25 +107,25 @@ def micro_batches(tokens: float, job: Job) -> int:
 
 
 def launched(seconds: float, passes: float, shape: Shape, batches: int) -> float:
-    """As long as the slower takes: the GPU, or the host that launches its kernels."""
+    """Return the seconds of the slower of the GPU and the host that launches its kernels."""
     return max(seconds, batches * passes * KERNELS * shape.layers * LAUNCH)
 
 
 def optimizer_seconds(device: Device, shape: Shape, job: Job) -> float:
-    """Of the optimizer's pass over its share of the state."""
+    """Estimate the seconds of the optimizer's pass over its share of the state."""
     share = job.processes if job.layout.moments else 1
     kept = OPTIMIZER * shape.parameters * job.trained / share
     return job.updates * kept / (MEMORY * device.bandwidth)
 
 
 def gather_seconds(device: Device, shape: Shape, processes: int, times: float = 1.0) -> float:
-    """Of sending `times` (N-1)/N 2P bytes in a ring of N."""
+    """Estimate the seconds of sending `times` (N-1)/N 2P bytes in a ring of N."""
     share = (processes - 1) / processes
     return times * share * 2 * shape.parameters / device.ring(processes)
 
 
 def exchanges(job: Job, batches: int, scores: int) -> float:
-    """How often (N-1)/N 2P bytes travel in a step, the rollout apart.
+    """Count how often (N-1)/N 2P bytes travel in a step, the rollout apart.
 
     DDP, ZeRO-1      2 per update, of what is trained
     ZeRO-2           1 per micro-batch and 1 per update, of what is trained

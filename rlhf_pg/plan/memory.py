@@ -19,7 +19,7 @@ CPU_CACHE = 4 * 2**30  # bytes that the native engine takes of a CPU's memory
 
 
 class Memory(NamedTuple):
-    """Bytes of each part, and what follows from the room that they leave."""
+    """The bytes of each part, and what fits in the room that they leave."""
 
     update: dict[str, float]
     rollout: dict[str, float]
@@ -30,7 +30,7 @@ class Memory(NamedTuple):
 def predicted_memory(
     meta: MetaModels, layout: Sharding, processes: int, room: float, kind: str
 ) -> Memory:
-    """What one process keeps.
+    """Estimate what one process keeps in memory.
 
     Args:
         room: bytes of its device.
@@ -50,7 +50,7 @@ def predicted_memory(
 
 
 def _budget(meta: MetaModels, room: float, kind: str) -> int:
-    """`micro_batch_tokens`, as a trainer would find it."""
+    """Return `micro_batch_tokens` as a trainer would find it."""
     if meta.args.micro_batch_tokens != "auto":
         return meta.args.token_budget
     row = meta.prompt + meta.args.max_completion_length
@@ -58,7 +58,7 @@ def _budget(meta: MetaModels, room: float, kind: str) -> int:
 
 
 def _kept(meta: MetaModels, layout: Sharding, processes: int, sampling: bool) -> dict[str, float]:
-    """Of policy, critic and reference, without activations."""
+    """Return the bytes of policy, critic and reference, without activations."""
     policy = list(meta.policy.parameters())
     options = update_options(meta.args)
     own = memory_by_part(policy, layout, processes, sampling, **options)
@@ -83,20 +83,20 @@ def _kept(meta: MetaModels, layout: Sharding, processes: int, sampling: bool) ->
 
 
 def _adapted(policy: nn.Module) -> float:
-    """Of the weights that adapters are merged into, in copies."""
+    """Return the bytes of copies of the weights that adapters are merged into."""
     layers = [m for m in policy.modules() if isinstance(m, BaseTunerLayer)]
     return float(size(p for layer in layers for p in layer.get_base_layer().parameters()))
 
 
 def _largest(meta: MetaModels, processes: int, budget: int) -> float:
-    """Tokens of the largest micro-batch, if all rows are as long as they may be."""
+    """Return the tokens of the largest micro-batch, if all rows have their greatest length."""
     args = meta.args
     groups = math.ceil(math.ceil(args.prompts_per_step / args.num_mini_batches) / processes)
     return min(budget, groups * meta.update.first.tokens)
 
 
 def _cache(meta: MetaModels, processes: int, room: float) -> tuple[float, int]:
-    """Bytes of keys and values when all rows have their last token, and how many rows that is."""
+    """Return the bytes of keys and values at every row's last token, and how many rows fit."""
     args, each = meta.args, attention_support(meta.policy.model).bytes_per_token
     groups = math.ceil(args.prompts_per_step / processes)
     tokens = args.rollout_cache_tokens or int(room // max(each, 1))

@@ -1,4 +1,4 @@
-"""The models of a run without their data: from the config beside the weights, none of them read."""
+"""The models of a run without their data: built from configs, without reading any weights."""
 
 import os
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ META = torch.device("meta")
 
 
 class MetaModels(NamedTuple):
-    """What a trainer would have, without data."""
+    """The models that a trainer would have, without data."""
 
     args: PolicyGradientConfig
     policy: Policy
@@ -32,7 +32,7 @@ class MetaModels(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Where the models seem to be."""
+        """The device on which the models seem to be."""
         return next(self.policy.parameters()).device
 
 
@@ -42,17 +42,17 @@ def build_meta_models(
     kind: str = "cpu",
     memory: float | None = None,
 ) -> MetaModels:
-    """The models that a recipe would load or make.
+    """Build the models that a recipe would load or make, on the meta device.
 
     Args:
-        device: whose kernels are to be had here.
-        kind: "cuda" or "cpu", of the run.
+        device: the device here, whose kernels are used.
+        kind: device of the run, "cuda" or "cpu".
         memory: bytes of each GPU of the run.
 
     Prompts are as long as `max_prompt_length` says, or else as the longest of the recipe's task.
 
     Raises:
-        ValueError: there is no such model, or what a trainer would say of the config.
+        ValueError: there is no such model, or a trainer would refuse the config.
     """
     tokenizer, model = _model(args)
     dtype: torch.dtype = getattr(torch, args.dtype)
@@ -73,7 +73,7 @@ def build_meta_models(
 
 
 def _model(args: PolicyGradientConfig) -> tuple[Any, PreTrainedModel]:
-    """Tokenizer and model; without a name the task's own."""
+    """Return tokenizer and model; without a name, those of the task."""
     if args.model_name_or_path is None:
         with META:
             model, tokenizer = TASKS[args.task]().new_model()
@@ -91,7 +91,7 @@ def without_data(
     auto_class: Any = AutoModelForCausalLM,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model or adapter of this path or Hub id, its tensors on the meta device.
+    """Build the model or adapter of a path or Hub id with its tensors on the meta device.
 
     Raises:
         ValueError: there is no such directory, or no model in it.

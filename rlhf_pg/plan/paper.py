@@ -1,6 +1,6 @@
-"""The seconds of a training step on paper, stage by stage: ours, TRL and verl by one formula each.
+"""Estimates of the seconds of a training step, by stage: ours, TRL and verl by one formula each.
 
-A library is a row of data; what differs between them is nothing but that row.
+A library is a row of data, and libraries differ in nothing else.
 """
 
 import math
@@ -30,18 +30,18 @@ CACHE_SHARE = 0.3  # of a GPU's memory is left to keys and values when vLLM samp
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """How a library takes a step.
+    """The way in which a library takes a step.
 
     Args:
-        rows: what of prompts and padding its learner computes.
-        engine: what samples.
-        in_process: the engine samples from the policy's own weights.
-        parallel: its engine can share one model out among the GPUs of a machine.
+        rows: how its learner computes prompts and padding.
+        engine: the engine that samples.
+        in_process: whether the engine samples from the policy's own weights.
+        parallel: whether its engine can share one model among the GPUs of a machine.
         scores: forward passes before an update with one update per rollout.
-        recomputes: gradient checkpointing unless it is turned off.
-        piece: numbers of logits at a time; None: those of a micro-batch.
+        recomputes: whether gradient checkpointing is on by default.
+        piece: logits in memory at a time; None: those of a micro-batch.
         products: matrix products with the head in an update.
-        critics: it has PPO.
+        critics: whether it has PPO.
     """
 
     name: str
@@ -100,7 +100,7 @@ BEFORE = replace(
 
 
 def stages(library: Library, device: Device, shape: Shape, job: Job) -> dict[str, float]:
-    """Seconds of a step by stage; they add up to `total`.
+    """Estimate the seconds of a step by stage; they add up to `total`.
 
     Raises:
         ValueError: its engine cannot sample from a model of this size on such a GPU.
@@ -118,10 +118,11 @@ def stages(library: Library, device: Device, shape: Shape, job: Job) -> dict[str
 
 
 def engine_gpus(library: Library, device: Device, shape: Shape, job: Job) -> int:
-    """GPUs that share the weights of one engine: the fewest on which they leave room for a cache.
+    """Return the number of GPUs that share one engine's weights: the fewest that leave room for a
+    cache.
 
     Raises:
-        ValueError: there are not as many.
+        ValueError: there are not enough.
     """
     room = (1 - CACHE_SHARE) * device.memory
     gpus = 1 << max(0, math.ceil(math.log2(2 * shape.parameters / room)))
@@ -133,7 +134,7 @@ def engine_gpus(library: Library, device: Device, shape: Shape, job: Job) -> int
 def learner_seconds(
     library: Library, device: Device, shape: Shape, job: Job
 ) -> tuple[float, float, float]:
-    """Of scoring, of updating, and of what no computing hides of the exchanges.
+    """Estimate the seconds of scoring, of updating, and of exchanges that no computing hides.
 
     score      forwards (body + head): the policy's if asked for, references, critics
     update     epochs (3 body, 2 of them the backward pass, + 1 if it recomputes, + head)
@@ -163,9 +164,9 @@ def learner_seconds(
 
 
 def handover_seconds(library: Library, device: Device, shape: Shape, job: Job) -> float:
-    """Until the engine has the new weights: gathered where they are shared out, then taken over.
+    """Estimate the seconds until the engine has the new weights: gathered if sharded, then loaded.
 
-    The native engine samples from them where they are; adapters are merged into a copy.
+    The native engine samples from the weights in place; adapters are merged into a copy.
     """
     gathered = job.layout.weights and job.processes > 1
     seconds = gather_seconds(device, shape, job.processes) if gathered else 0.0

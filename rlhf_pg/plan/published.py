@@ -1,4 +1,4 @@
-"""How far the paper model is off on the throughputs of published.yaml.
+"""Comparison of the paper model with the published throughputs of published.yaml.
 
 The constants that are neither from a data sheet nor assumed are fitted to them: EFFICIENCY and
 TRAFFIC to the rows of `train`, HOST to those of `decode`. The other rows fit nothing.
@@ -32,7 +32,7 @@ from rlhf_pg.plan.sharding import SHARDINGS
 
 
 class Fitted(NamedTuple):
-    """The constants that are fitted."""
+    """The constants that are fitted to published numbers."""
 
     efficiency: float = EFFICIENCY
     traffic: float = TRAFFIC
@@ -53,18 +53,20 @@ class Point:
     setup: dict[str, Any] = field(default_factory=dict)
 
     def predicted(self, fitted: Fitted | None = None) -> float:
-        """By the formula of its kind."""
+        """Return the number that the formula of its kind predicts."""
         gpu = DEVICES[self.device]
         gpu = gpu._replace(bandwidth=self.bandwidth or gpu.bandwidth)
         return KINDS[self.kind](gpu, SHAPES[self.model], self.setup, fitted or Fitted())
 
     def off(self, fitted: Fitted | None = None) -> float:
-        """The larger of published and predicted, divided by the smaller."""
+        """Return the larger of published and predicted, divided by the smaller."""
         return math.exp(abs(math.log(self.predicted(fitted) / self.published)))
 
 
 def _decode(gpu: Device, shape: Shape, setup: dict[str, Any], fitted: Fitted) -> float:
-    """Milliseconds of a token, the first apart; GPUs that share a model have a row each."""
+    """Predict the milliseconds per token after the first; GPUs that share a model have a row
+    each.
+    """
     gpus, width = setup.get("gpus", 1), setup["width"]
     rows = max(1, setup["rows"] // gpus)
     seconds = [
@@ -75,7 +77,7 @@ def _decode(gpu: Device, shape: Shape, setup: dict[str, Any], fitted: Fitted) ->
 
 
 def _requests(gpu: Device, shape: Shape, setup: dict[str, Any], fitted: Fitted) -> float:
-    """Per second."""
+    """Predict the requests per second."""
     rows: int = setup["rows"]
     job = _requested(setup, rows, setup["width"])
     return float(rows / rollout_seconds(VLLM, gpu, shape, job, 1, fitted.host))
@@ -86,7 +88,7 @@ def _requested(setup: dict[str, Any], rows: int, width: int) -> Job:
 
 
 def _train(gpu: Device, shape: Shape, setup: dict[str, Any], fitted: Fitted) -> float:
-    """Tokens per second on each GPU: forward, backward, and what is gathered for them."""
+    """Predict the tokens per second on each GPU: forward, backward and gathering."""
     tokens: int = setup["tokens"]
     passes, pairs = 3 + setup["recomputed"], tokens * setup["length"] / 2
     body = body_seconds(gpu, shape, tokens, pairs, passes, fitted.efficiency, fitted.traffic)
@@ -105,7 +107,7 @@ def _update(gpu: Device, shape: Shape, setup: dict[str, Any], fitted: Fitted) ->
 
 
 def _step(gpu: Device, shape: Shape, setup: dict[str, Any], fitted: Fitted) -> float:
-    """Without padding, and recomputing only what the set-up says."""
+    """Predict the seconds of a step without padding, recomputing only if the set-up says so."""
     return stages(replace(VERL, recomputes=False), gpu, shape, _job(setup))["total"]
 
 
@@ -138,13 +140,13 @@ UNITS = {
 
 @cache
 def points() -> tuple[Point, ...]:
-    """All of published.yaml, in its order."""
+    """Return the points of published.yaml, in its order."""
     found = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
     return tuple(Point(kind=kind, **row) for kind, rows in found.items() for row in rows)
 
 
 class Agreement(NamedTuple):
-    """By which factor the model is off on so many points."""
+    """The factors by which the model is off on so many points."""
 
     points: int
     median: float
@@ -158,7 +160,7 @@ def _agreement(off: Iterable[float]) -> Agreement:
 
 @cache
 def agreement() -> Agreement:
-    """With the constants as they are."""
+    """Return the agreement of the model with its present constants."""
     return _agreement(point.off() for point in points())
 
 
@@ -171,18 +173,18 @@ GRIDS = {
 
 @cache
 def _losses(kind: str) -> list[list[float]]:
-    """The squared logarithm by which each point is off, for everything that is tried."""
+    """Return the squared log of each point's factor, for every candidate."""
     chosen = [point for point in points() if point.kind == kind]
     return [[math.log(p.off(tried)) ** 2 for p in chosen] for tried in GRIDS[kind]]
 
 
 def fit(kind: str, without: int | None = None) -> Fitted:
-    """What is least off on the points of a kind, or on all of them but one."""
+    """Return the candidate with the least error on the points of a kind, less one if given."""
     losses = [sum(row) - (row[without] if without is not None else 0) for row in _losses(kind)]
     return GRIDS[kind][losses.index(min(losses))]
 
 
 def left_out(kind: str) -> Agreement:
-    """Each point of a kind foretold with constants that are fitted to the others."""
+    """Return the agreement when each point is predicted with constants fitted to the others."""
     chosen = [point for point in points() if point.kind == kind]
     return _agreement(point.off(fit(kind, i)) for i, point in enumerate(chosen))

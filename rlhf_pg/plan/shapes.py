@@ -1,4 +1,4 @@
-"""What of a dense decoder's shape its seconds depend on."""
+"""The numbers of a dense decoder's shape that its seconds depend on."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 class Shape(NamedTuple):
-    """A decoder whose layers are attention and an MLP."""
+    """The shape of a decoder whose layers are attention and an MLP."""
 
     layers: int
     hidden: int
@@ -19,22 +19,22 @@ class Shape(NamedTuple):
 
     @property
     def head(self) -> float:
-        """Parameters of the head."""
+        """The number of parameters of the head."""
         return float(self.vocabulary * self.hidden)
 
     @property
     def read(self) -> float:
-        """Parameters that a token passes through: all but the embedding."""
+        """The number of parameters that a token passes through: all but the embedding."""
         return self.body + self.head
 
     @property
     def parameters(self) -> float:
-        """All, embedding and head counted once where they are one."""
+        """The number of all parameters; a tied embedding and head count once."""
         return self.read + (0 if self.tied else self.head)
 
     @property
     def cached(self) -> float:
-        """Bytes of keys and values of a token, in bfloat16."""
+        """The bytes of keys and values of a token, in bfloat16."""
         return 2 * 2.0 * self.layers * self.keys
 
 
@@ -47,11 +47,12 @@ def gated(
     tied: bool = False,
     width: int = 128,
 ) -> Shape:
-    """A Llama or Qwen: an MLP of three matrices; norms and biases are not counted.
+    """Return the shape of a Llama or Qwen, whose MLP has three matrices; norms and biases do not
+    count.
 
     Args:
-        heads: of queries, and of keys and values.
-        width: of a head.
+        heads: numbers of query heads, and of key-value heads.
+        width: width of a head.
     """
     attention, keys = (n * width for n in heads)
     body = layers * hidden * (2 * attention + 2 * keys + 3 * inner)
@@ -59,10 +60,10 @@ def gated(
 
 
 def shape_of(model: nn.Module) -> Shape:
-    """Of a model, whose tensors may be without data; adapters count as layers.
+    """Return the shape of a model, whose tensors may be without data; adapters count as layers.
 
     Args:
-        model: one of transformers, or that with adapters.
+        model: a model of transformers, with or without adapters.
     """
     part: Any = model
     config = part.config.get_text_config()

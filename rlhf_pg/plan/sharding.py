@@ -1,4 +1,4 @@
-"""What each way of sharing a model out among processes keeps on every one of them, in bytes."""
+"""The bytes that each process keeps of a model, for every way of sharding it."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Sharding(NamedTuple):
-    """What a backend shares out among the processes, and what each of them has whole."""
+    """A way of sharding: what is split among the processes; the rest is whole on each."""
 
     name: str
     weights: bool
@@ -26,14 +26,14 @@ SHARDINGS = (
 
 
 class Part(NamedTuple):
-    """A kind of number that training keeps: so many bytes per parameter."""
+    """A kind of number that training keeps, with its bytes per parameter."""
 
     size: float
     shared: bool  # one N-th on each process
     stays: bool = True  # during the rollout too
 
     def on_each(self, processes: int) -> float:
-        """Bytes per parameter on one process."""
+        """Return the bytes per parameter on one process."""
         return self.size / (processes if self.shared else 1)
 
     def __str__(self) -> str:
@@ -47,13 +47,13 @@ def parts(
     bfloat16_update: str = "master_weights",
     optim: str = "adamw_torch_fused",
 ) -> dict[str, Part]:
-    """What one process keeps of a model that trains in full, in bytes per parameter of `b`.
+    """Return what one process keeps of a fully trained model, in bytes per parameter of `b` bytes.
 
     Args:
-        bfloat16_update: of the config, as is `optim`; DeepSpeed has masters whatever they say.
+        bfloat16_update, optim: keys of the config; DeepSpeed has masters whatever they say.
     """
     own = layout.deepspeed or bfloat16_update == "master_weights"
-    # Of torch's AdamW they have the dtype of what it updates: masters, where weights have 16 bits.
+    # In torch's AdamW they have the dtype that it updates: that of the masters for 16-bit weights.
     moments = 8 if layout.deepspeed else 2 * (b if bfloat16_update == "nearest" else max(b, 4))
     if optim == "adamw_8bit":
         moments = 2
@@ -77,9 +77,9 @@ def memory_by_part(
     rollout: bool = False,
     **options: str,
 ) -> dict[str, float]:
-    """Bytes of each part of these parameters on one process, in an update or in a rollout.
+    """Return the bytes of each part of these parameters on one process, updating or sampling.
 
-    Frozen ones have weights alone.
+    Frozen parameters have weights alone.
 
     Args:
         options: see `parts`.

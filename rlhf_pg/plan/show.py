@@ -1,4 +1,4 @@
-"""The step on paper as a table, and what has to be said beside it."""
+"""The estimated step as a table, with its assumptions."""
 
 from rich.table import Table
 
@@ -13,7 +13,7 @@ from rlhf_pg.plan.sharding import Sharding
 
 
 def job_of(meta: MetaModels, memory: Memory, layout: Sharding, processes: int) -> Job:
-    """One GPU's share of a step of the recipe, with completions of 1 token to the most."""
+    """Return one GPU's share of a step, with completions from 1 token to the longest."""
     args = meta.args
     groups = -(-args.prompts_per_step // processes)
     policy = list(meta.policy.parameters())
@@ -39,7 +39,7 @@ def job_of(meta: MetaModels, memory: Memory, layout: Sharding, processes: int) -
 
 
 def paper_table(device: Device, shape: Shape, job: Job, has_critic: bool) -> Table:
-    """Seconds by stage and library; "-" where a library cannot take such a step."""
+    """Tabulate the seconds by stage and library; "-" if a library cannot take such a step."""
     columns = [_seconds(library, device, shape, job, has_critic) for library in LIBRARIES]
     table = Table("seconds, on paper", *(library.name for library in LIBRARIES))
     for stage in next((column for column in columns if column), {}):
@@ -51,7 +51,7 @@ def paper_table(device: Device, shape: Shape, job: Job, has_critic: bool) -> Tab
 def _seconds(
     library: Library, device: Device, shape: Shape, job: Job, has_critic: bool
 ) -> dict[str, float]:
-    """Empty where it cannot."""
+    """Estimate the seconds by stage, or return {} if the library cannot take such a step."""
     try:
         return stages(library, device, shape, job) if library.critics >= has_critic else {}
     except ValueError:
@@ -63,7 +63,7 @@ def _short(seconds: float) -> str:
 
 
 def said_beside(job: Job) -> str:
-    """The assumptions, and how far the model is off on what others have published."""
+    """State the assumptions, and how far the model is off on what others have published."""
     found = agreement()
     return (
         f"On paper, none of it measured: bfloat16; {len(job.lengths)} completions on each GPU, "

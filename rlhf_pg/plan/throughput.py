@@ -15,25 +15,25 @@ from rlhf_pg.plan.meta_models import MetaModels
 
 
 class Rates(NamedTuple):
-    """Of one device."""
+    """The rates of one device."""
 
     work: float  # floating-point operations per second, of large matrix products
     bytes: float  # per second, read or written
 
 
 class Pace(NamedTuple):
-    """Of one phase of a step, on one process."""
+    """The work of one phase of a step, on one process."""
 
     work: float  # floating-point operations
     bytes: float  # read or written, of weights, caches and optimizer state
 
     def seconds(self, rates: Rates) -> float:
-        """As long as the slower of the two takes."""
+        """Return the seconds of the slower of operations and bytes."""
         return max(self.work / rates.work, self.bytes / rates.bytes)
 
 
 def predicted_pace(meta: MetaModels, memory: Memory, processes: int) -> dict[str, Pace]:
-    """Rollout, score and update, if every row is as long as it may be; rewards are not in it."""
+    """Estimate rollout, score and update, without rewards, if all rows have the greatest length."""
     groups = math.ceil(meta.args.prompts_per_step / processes)
     return {
         "rollout": _rollout(meta, memory, groups),
@@ -43,7 +43,7 @@ def predicted_pace(meta: MetaModels, memory: Memory, processes: int) -> dict[str
 
 
 def _rollout(meta: MetaModels, memory: Memory, groups: int) -> Pace:
-    """Prompts once per group; every position reads all weights, and the keys and values so far."""
+    """Estimate a rollout: prompts once per group; all weights and the cache at every position."""
     args, width = meta.args, meta.args.max_completion_length
     row = meta.prompt + width
     rows = groups * args.num_generations
@@ -56,7 +56,7 @@ def _rollout(meta: MetaModels, memory: Memory, groups: int) -> Pace:
 
 
 def _score(meta: MetaModels, groups: int) -> Pace:
-    """One forward pass of each model that is asked."""
+    """Estimate one forward pass of each model that scores."""
     args = meta.args
     policy = forward_work(meta.policy, _group(meta)) * groups
     together = meta.update.first.forward_work * groups
@@ -69,7 +69,7 @@ def _score(meta: MetaModels, groups: int) -> Pace:
 
 
 def _update(meta: MetaModels, memory: Memory, groups: int) -> Pace:
-    """Forward and backward of every row, and the optimizer's pass over its state."""
+    """Estimate forward and backward of every row, and the optimizer's pass over its state."""
     args, one = meta.args, meta.update.first
     tokens = groups * one.tokens
     passes = math.ceil(tokens / memory.micro_batch_tokens)
@@ -86,7 +86,7 @@ def _group(meta: MetaModels) -> Rollout:
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Of this machine: one large matrix product, and one large copy."""
+    """Measure the rates of this machine by one large matrix product and one large copy."""
     on_gpu = device.type == "cuda"
     side, length = (8192, 2**30) if on_gpu else (1024, 2**26)
     a = torch.ones(side, side, device=device, dtype=dtype)
@@ -98,7 +98,7 @@ def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def _fastest(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
-    """Seconds of the fastest of several runs."""
+    """Return the seconds of the fastest of several runs."""
     seconds = []
     for _ in range(times):
         start = time.perf_counter()

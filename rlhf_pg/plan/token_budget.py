@@ -1,4 +1,4 @@
-"""How many tokens one process forwards at a time, where the config leaves it open."""
+"""The number of tokens that one process forwards at a time, if the config leaves it open."""
 
 import os
 
@@ -11,28 +11,25 @@ from rlhf_pg.plan.footprint import Growth, of_update, reference_bytes, update_op
 from rlhf_pg.plan.sharding import SHARDINGS, memory_by_part
 from rlhf_pg.runtime import Runtime
 
-# More tokens at a time are not much faster: then the kernels are busy anyway. (On a CPU, of 6M
-# parameters: 512 tokens cost 20 % more time than 2048, 1024 cost 4 %, and 16384 are as fast.)
+# More tokens at a time are hardly faster, since the kernels are busy. (6M parameters on a CPU: 512
+# tokens cost 20 % more time than 2048, 1024 cost 4 %, and 16384 are as fast.)
 MOST = {"cuda": 65536, "cpu": 1024}
-
-# Of rows as long as they may be, so many are not too many: fewer compute a prompt more often.
+# At least so many rows of the greatest length: with fewer, a prompt is computed more often.
 ROWS = 4
-
-# Parameters of a model with which so few tokens take less than a gigabyte.
+# A model with fewer parameters takes less than a gigabyte for these tokens.
 SMALL = 1_000_000
-
-# Of what is free on a GPU: the rest is lost between blocks, and to the kernels' own work space. Of
-# a CPU's memory a part that is the same in every run, and with it the sums of the same rows.
+# Share of a GPU's free memory; the rest is lost between blocks and to the kernels' work space. For
+# a CPU a share of all its memory, so that every run finds the same number and sums the same rows.
 SHARE = {"cuda": 0.9, "cpu": 0.25}
 
 
 def settled_budget(
     args: PolicyGradientConfig, module: nn.Module, runtime: Runtime, longest_prompt: int
 ) -> int:
-    """`micro_batch_tokens`, or for auto a number that fits, the same on all processes; collective.
+    """Return `micro_batch_tokens`, or for auto a number that fits on all processes; collective.
 
     Args:
-        module: what trains, before it is shared out, and before there is a reference.
+        module: the trained module, before it is sharded and before there is a reference.
     """
     if args.micro_batch_tokens != "auto":
         return args.token_budget
@@ -46,24 +43,24 @@ def settled_budget(
 
 
 def most(kind: str, row: int) -> int:
-    """Tokens beyond which more are hardly faster on such a device, for rows of this length."""
+    """Return the tokens beyond which a device is hardly faster, for rows of this length."""
     return max(MOST[kind], ROWS * row)
 
 
 def chunk_size(runtime: Runtime) -> int:
-    """Logits that may live at a time, the same number on all processes; collective."""
+    """Return how many logits may be in memory at a time, the same on all processes; collective."""
     on_gpu = runtime.device.type == "cuda"
     memory = torch.cuda.mem_get_info(runtime.device)[1] if on_gpu else None
     return -runtime.all_reduce_max(-chunk_size_for(memory))
 
 
 def within(grown: Growth, room: float, most: int) -> int:
-    """Tokens of a micro-batch that fits so many bytes, at most so many; at least 1."""
+    """Return the tokens of a micro-batch that fits in `room` bytes, between 1 and `most`."""
     return max(1, min(most, grown.tokens_within(room)))
 
 
 def _room(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> float:
-    """Bytes that a micro-batch may take on this process."""
+    """Return the bytes that a micro-batch may take on this process."""
     if runtime.device.type == "cpu":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return SHARE["cpu"] * memory / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -76,10 +73,10 @@ def _room(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> fl
 
 
 def _due(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> float:
-    """Bytes that training is still going to keep on the device of this process."""
+    """Return the bytes that training will yet keep on the device of this process."""
     layout = next(layout for layout in SHARDINGS if layout.name == runtime.kind)
     own = memory_by_part(module.parameters(), layout, runtime.world, **update_options(args))
     if not runtime.splits:
-        del own["weights"]  # which are there
+        del own["weights"]  # they are on the device already
     policy = next(part for part in module.modules() if isinstance(part, Policy))
     return sum(own.values()) + reference_bytes(args, policy, layout, runtime.world)

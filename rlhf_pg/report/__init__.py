@@ -1,4 +1,4 @@
-"""What a run shows and keeps of itself: numbers, lines, curves, trackers."""
+"""Reports of a run on itself: numbers, lines, curves, trackers."""
 
 from rlhf_pg.report.curve import save_curve, show_curve
 from rlhf_pg.report.metrics import Meter

@@ -58,7 +58,7 @@ def _reward(directory: Path) -> tuple[list[int], list[float]]:
 
 
 def _smoothed(values: list[float]) -> list[float]:
-    """Exponential moving average that starts at the first value."""
+    """Return the exponential moving average, which starts at the first value."""
     smooth: list[float] = []
     for value in values:
         last = smooth[-1] if smooth else value

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on, and the two files of lines that it keeps."""
+"""The output of a running process: its console, and its two files of JSON lines."""
 
 import logging
 import math
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 SHOWN = ("reward", "kl", "entropy")
 APART = "sampling/sampling_logp_difference/mean"
-FAR = 0.5  # nats per token between policy and sampler: no rounding is as much
+FAR = 0.5  # nats per token between policy and sampler: more than rounding explains
 
 
 class RunConsole(Console):
-    """A console whose reader may leave, as `head` does: from then on it is quiet."""
+    """A console that becomes quiet when its reader leaves, as `head` does."""
 
     def on_broken_pipe(self) -> None:
         with suppress(SystemExit, OSError, ValueError):  # rich would end the process
@@ -32,11 +32,11 @@ class RunConsole(Console):
 
 
 class Journal:
-    """Console and run directory of the main process; on the others every method does nothing.
+    """The console and the run directory of the main process; in others every method does nothing.
 
     Args:
-        directory: of the run; made if it is not there.
-        after_step: the step that a resumed run goes on from; lines of later steps are removed.
+        directory: directory of the run; made if it does not exist.
+        after_step: the step after which a resumed run goes on; lines of later steps are removed.
     """
 
     def __init__(self, directory: Path, after_step: int, is_main: bool) -> None:
@@ -62,16 +62,16 @@ class Journal:
         self._unheard(lambda: self.console.print(Text(line), soft_wrap=True))
 
     def _unheard(self, act: Callable[[], None]) -> None:
-        """Show something, if it can be shown."""
+        """Show something, or stop showing anything if that fails."""
         try:
             act()
-        except OSError as error:  # a file on a disk that is full, a terminal that was closed
+        except OSError as error:  # a full disk, a closed terminal
             self.console.quiet = True
             logger.warning("the run says nothing from here on: %s", error)
 
     @contextmanager
     def progress(self, total_steps: int) -> Iterator[None]:
-        """A live bar in a terminal; elsewhere about twenty lines over the run."""
+        """Show a live bar in a terminal; elsewhere about twenty lines over the run."""
         self._total = total_steps
         columns = (
             BarColumn(bar_width=24),
@@ -89,7 +89,7 @@ class Journal:
             self._unheard(bar.stop)
 
     def step(self, metrics: dict[str, Any]) -> None:
-        """Keep the line of a step, and show it."""
+        """Save the line of a step, and show it."""
         if not self.is_main:
             return
         self._metrics.write(metrics)
@@ -105,19 +105,19 @@ class Journal:
             self.say(f"step {step}/{self._total}  {summary}  {metrics['step_time']:.2f} s/step")
 
     def _doubt_sampler(self, apart: float) -> None:
-        """Say once that the engine samples from another distribution than the policy's."""
+        """Warn once if the engine samples from another distribution than the policy's."""
         if apart > FAR and not self._doubts:
             self._doubts = True
             logger.warning(
-                "what samples gives tokens log-probabilities that are %.2f nats from the policy's "
-                "(%s). That is no rounding: check that the engine serves this model in its whole "
-                "length, unquantised, and takes over its weights",
+                "the engine's log-probabilities are %.2f nats from the policy's (%s), more than "
+                "rounding explains: check that the engine serves this model in its whole length, "
+                "unquantised, and takes over its weights",
                 apart,
                 APART,
             )
 
     def completions(self, step: int, records: Sequence[dict[str, Any]]) -> None:
-        """Keep and show samples; control characters are shown escaped."""
+        """Save and show samples; control characters are shown escaped."""
         if not self.is_main:
             return
         for record in records:
@@ -128,7 +128,7 @@ class Journal:
 
 
 def _text(turns: Any) -> str:
-    """A string, or the last message of a chat (if there is one), shortened and escaped."""
+    """Return a string, or the last message of a chat (if there is one), shortened and escaped."""
     text = turns if isinstance(turns, str) else text_of(turns[-1]) if turns else ""
     return repr(text if len(text) <= 200 else f"{text[:100]} ... {text[-95:]}")
 

@@ -18,9 +18,9 @@ class JsonLines:
     """A file with one JSON object per line; each line has its step."""
 
     def __init__(self, path: Path, keep_through_step: int) -> None:
-        """Opens the file, keeping the lines up to a step: a resumed run repeats none.
+        """Open the file, keeping the lines up to a step, which a resumed run does not repeat.
 
-        A line that cannot be read, which a crash has cut off or a disk has spoilt, goes too.
+        Lines that cannot be read, after a crash or a fault of the disk, are removed too.
 
         Raises:
             OSError: it cannot be written; what was there stays.
@@ -39,9 +39,10 @@ class JsonLines:
         self._has_failed = False
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line; NaN and infinities, which JSON does not know, become null wherever they
-        are, and what else it does not know text. It is on the disk when this returns. On a full
-        disk it is missing, and the first time a warning says so.
+        """Append one line, which is on the disk when this returns.
+
+        NaN and infinities, which JSON does not have, become null, and other foreign values text. On
+        a full disk the line is missing, and the first time a warning says so.
         """
         line = _line(record) + "\n"
         size = None
@@ -56,12 +57,12 @@ class JsonLines:
                 logger.warning("%s lacks lines from here on: %s", self.path, error)
             self._has_failed = True
             if size is not None:
-                with suppress(OSError):  # or half of the line would spoil the next
+                with suppress(OSError):  # half of the line would spoil the next
                     os.truncate(self.path, size)
 
 
 def _step(line: bytes) -> float:
-    """Infinity for a line that is none of ours."""
+    """Return the step of a line; infinity if it is not one of ours."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -71,12 +72,12 @@ def _step(line: bytes) -> float:
 def _line(record: dict[str, Any]) -> str:
     try:
         return json.dumps(finite(record), allow_nan=False, default=plain_text)
-    except (TypeError, ValueError, RecursionError):  # something odd of a callback's, or deep inside
+    except (TypeError, ValueError, RecursionError):  # a callback's odd value, or too deep
         return json.dumps({plain_text(k): _json_or_text(v) for k, v in record.items()})
 
 
 def _json_or_text(value: Any) -> Any:
-    """The value where JSON has it, or else its text."""
+    """Return the value if JSON can hold it, or else its text."""
     try:
         value = finite(value)
         json.dumps(value, allow_nan=False)
@@ -86,7 +87,7 @@ def _json_or_text(value: Any) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """With None for NaN and infinities wherever they are, and text as keys."""
+    """Replace NaN and infinities by None at any depth, and keys by text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -95,5 +96,5 @@ def finite(value: Any) -> Any:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All lines of a metrics file."""
+    """Read all lines of a metrics file."""
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf_pg.advantages import group_stats, total_scores
 
-# Every line of metrics.jsonl has these keys; null where a number was not computed.
+# Keys of every line of metrics.jsonl; null if a number was not computed.
 KEYS = (
     "step",
     "loss",
@@ -35,25 +35,25 @@ KEYS = (
 
 
 class Meter:
-    """Means as sums and counts, which add up over micro-batches and processes; and extremes, for
-    names that end in /min or /max.
+    """A collector of means, as sums and counts that add up over micro-batches and processes, and of
+    extremes, for names that end in /min or /max.
     """
 
     def __init__(self) -> None:
         self._sums: dict[str, list[Tensor]] = {}
-        self._highest: dict[str, list[Tensor]] = {}  # of a /min that of the negative
+        self._highest: dict[str, list[Tensor]] = {}  # for /min: of the negative
         self.seconds: dict[str, float] = {}
         self._made = time.perf_counter()
 
     @property
     def age(self) -> float:
-        """Seconds since the meter was made."""
+        """The seconds since the meter was made."""
         return time.perf_counter() - self._made
 
     def add(self, name: str, total: Tensor, count: Tensor | float) -> None:
         """Add to the sum and the count of a mean."""
         total = total.detach().to(torch.float64)
-        # A number is filled in: copied to a GPU it would be waited for.
+        # Filling in a number spares the synchronisation that copying it to a GPU would cost.
         count = count.to(total) if isinstance(count, Tensor) else torch.full_like(total, count)
         pair = torch.stack([total, count])
         self._sums.setdefault(name, []).append(pair)
@@ -68,25 +68,25 @@ class Meter:
         self._highest.setdefault(name, []).append(highest)
 
     def absorb(self, other: "Meter") -> None:
-        """Add all that another has seen."""
+        """Add all that another meter has seen."""
         for own, theirs in ((self._sums, other._sums), (self._highest, other._highest)):
             for name, parts in theirs.items():
                 own.setdefault(name, []).extend(parts)
 
     def sums(self) -> Tensor:
-        """(names, 2) sums and counts in the order of the names, which all processes share."""
+        """Return (names, 2) sums and counts in the order of the names, equal on all processes."""
         return torch.stack([torch.stack(self._sums[name]).sum(0) for name in sorted(self._sums)])
 
     def means(self, sums: Tensor) -> dict[str, float]:
-        """The means, from `sums` reduced over processes."""
+        """Return the means, from `sums` reduced over processes."""
         pairs = zip(sorted(self._sums), sums.tolist(), strict=True)
         return {name: total / count if count else math.nan for name, (total, count) in pairs}
 
     def extremes(self, gather: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Minima and maxima over processes; NaN where there was no slot.
+        """Return minima and maxima over processes; NaN if there was no slot.
 
         Args:
-            gather: from (1, names) of this process to the rows of all.
+            gather: returns the rows of all processes, from (1, names) of this one.
         """
         if not self._highest:
             return {}
@@ -98,7 +98,7 @@ class Meter:
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Wall-clock seconds of a phase, under `time/{phase}`."""
+        """Measure the wall-clock seconds of a phase, under `time/{phase}`."""
         start = time.perf_counter()
         yield
         key = f"time/{phase}"
@@ -108,7 +108,7 @@ class Meter:
 def reward_metrics(
     raw: Tensor, trained: Tensor, names: Sequence[str], groups: Tensor | None = None
 ) -> dict[str, float]:
-    """Rewards over all ranks, from the totals of completions.
+    """Compute the reward metrics over all ranks, from the totals of completions.
 
     Args:
         raw: (N,K) as the sources gave them, one column each; NaN where one does not apply.
@@ -120,7 +120,7 @@ def reward_metrics(
     metrics = {"reward": math.nan if means.isnan().all() else means.nansum().item()}
     for name, column in zip(names, raw.unbind(1), strict=True):
         metrics[f"rewards/{name}/mean"] = column.nanmean().item()
-        # Of all completions, whatever their prompts; of a single one there is none.
+        # Over all completions, whatever their prompts; a single one has no std.
         valid = column[~column.isnan()]
         metrics[f"rewards/{name}/std"] = valid.std().item() if len(valid) > 1 else math.nan
     if groups is not None and len(torch.unique(groups)) == len(groups):
@@ -136,7 +136,7 @@ def reward_metrics(
 
 
 def length_metrics(lengths: Tensor) -> dict[str, float]:
-    """Lengths over all ranks, from the rows of `Rollout.lengths`, (N,3)."""
+    """Compute the length metrics over all ranks, from the rows of `Rollout.lengths`, (N,3)."""
     completion, prompt, truncated = lengths.double().unbind(1)
     return {
         "completions/mean_length": completion.mean().item(),

@@ -1,4 +1,4 @@
-"""What several attempts at one prompt say of it: pass@k and the majority vote.
+"""Metrics of several attempts at one prompt: pass@k and the majority vote.
 
 Plain numbers on the CPU; P prompts, n attempts at each.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def pass_at_k(right: Tensor, n: int, k: int) -> Tensor:
-    """The chance that one of k attempts is right (Chen et al. 2021, Eq. 1), without bias.
+    """Compute the chance that one of k attempts is right (Chen et al. 2021, Eq. 1), without bias.
 
         pass@k = 1 - C(n - c, k) / C(n, k) = 1 - prod_{j=0}^{k-1} (n - c - j) / (n - j)
 
@@ -25,7 +25,7 @@ def pass_at_k(right: Tensor, n: int, k: int) -> Tensor:
     Returns:
         (P,) float64.
 
-    Elsewhere: 1 - (1 - c/n)^k is too low for every k above 1, for it draws an attempt twice.
+    Elsewhere: 1 - (1 - c/n)^k is too low for every k above 1, since it may draw an attempt twice.
     """
     if not 1 <= k <= n:
         raise ValueError(f"k must be between 1 and the {n} attempts, got {k}")
@@ -35,15 +35,15 @@ def pass_at_k(right: Tensor, n: int, k: int) -> Tensor:
 
 
 def majority_score(answers: Sequence[Hashable], scores: Sequence[float]) -> float:
-    """The score of the most frequent answer to one prompt (self-consistency; Wang et al. 2022).
+    """Compute the score of one prompt's most frequent answer (self-consistency; Wang et al. 2022).
 
     An answer's score is the mean of the attempts that gave it, which may have been scored for more
     than the answer. Answers that are equally frequent share the vote: the mean over them, which
     does not depend on the order of the attempts.
 
     Args:
-        answers: n, one per attempt.
-        scores: n.
+        answers: n answers, one per attempt.
+        scores: n scores of the attempts.
     """
     votes = Counter(answers)
     most = max(votes.values())

@@ -1,4 +1,4 @@
-"""TensorBoard, W&B and trackio, by way of accelerate."""
+"""TensorBoard, W&B and trackio, used through accelerate."""
 
 import json
 import logging
@@ -27,9 +27,9 @@ PROJECT = "rlhf_pg"
 
 
 class Trackers:
-    """TensorBoard, W&B and trackio of the main process; on the others nothing is opened.
+    """The trackers of the main process; in other processes nothing is opened.
 
-    `Accelerator` has these too, but there one that fails takes the others and the run with it.
+    `Accelerator` has these too, but there one that fails ends the others and the run.
 
     Args:
         names: as `report_to` has them.
@@ -51,16 +51,16 @@ class Trackers:
     def opened(
         self, directory: Path, run_name: str | None, config: dict[str, Any], resumed: bool = False
     ) -> Iterator[None]:
-        """Around a run: its trackers are closed however it ends.
+        """Open the trackers for a run, and close them however it ends.
 
         Args:
-            directory: of the run; one that is resumed goes on in the trackers too.
+            directory: directory of the run; a resumed run goes on in the trackers too.
             run_name: None leaves it to them.
             config: logged as hyper-parameters.
-            resumed: it has more to lose than its curves: one that cannot start is left out.
+            resumed: leave out a tracker that cannot start, since the run has more to lose.
 
         Raises:
-            ValueError: one cannot start; on all processes, since the others would wait for ever.
+            ValueError: one cannot start; raised on all processes, or the others would hang.
         """
         try:
             failure = self._start(directory, run_name, config)
@@ -72,7 +72,7 @@ class Trackers:
                 raise ValueError(reason)
             yield
         except BaseException:
-            if "wandb" in self._open:  # which otherwise shows the run as finished
+            if "wandb" in self._open:  # or it shows the run as finished
                 self._try("wandb", lambda tracker: tracker.tracker.finish(exit_code=1))
             raise
         finally:
@@ -80,14 +80,14 @@ class Trackers:
                 self._close(name)
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Report the line of a step, less the numbers that were not computed."""
+        """Report the line of a step, without the numbers that were not computed."""
         step = metrics["step"]
         values = {k: v for k, v in finite(metrics).items() if v is not None and k != "step"}
         for name in list(self._open):
             self._try(name, lambda tracker: tracker.log(values, step=step))
 
     def _start(self, directory: Path, run_name: str | None, config: dict[str, Any]) -> str | None:
-        """Open all that can start; returns what went wrong."""
+        """Open all trackers that can start; return what went wrong."""
         if not (self._names and self._runtime.is_main):
             return None
         plain = {
@@ -126,7 +126,7 @@ class Trackers:
 
 
 def _trackers(directory: Path, run_name: str | None) -> dict[str, Callable[[], GeneralTracker]]:
-    """How each is made; a resumed run has the id that its directory keeps."""
+    """Return functions that make the trackers; a resumed run has the id in its directory."""
     file = directory / "run-id"
     resumed = file.exists()
     if not resumed:

@@ -1,4 +1,4 @@
-"""Training a reward model on preference pairs, with the `Trainer` of transformers."""
+"""Training of a reward model on preference pairs, with the `Trainer` of transformers."""
 
 import json
 import sys
@@ -29,14 +29,15 @@ from rlhf_pg.data.records import pad_rows
 from rlhf_pg.models import about, check_directory, disable_dropout, from_pretrained, max_positions
 from rlhf_pg.rewards.reward_model import encode_whole, score_tokenizer, sequence_scores, with_eos
 
-# Of a checkpoint that was no classifier, as `transformers` calls what it adds.
+# Names of the weights that `transformers` adds to a checkpoint that was not a classifier.
 NEW_HEADS = ("score.", "classifier.", "pre_classifier.", "pooler.")
 
 Pairs = list[dict[str, list[int]]]
 
 
 def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """The negative log-likelihood of preferences (Bradley & Terry 1952; Christiano et al. 2017).
+    """Compute the negative log-likelihood of preferences (Bradley & Terry 1952; Christiano et al.
+    2017).
 
         P(chosen over rejected) = sigmoid(r_chosen - r_rejected)
         L = -mean log sigmoid(r_chosen - r_rejected)
@@ -57,7 +58,7 @@ def train_reward_model(
 ) -> dict[str, float]:
     """Train a reward model, and save it with its tokenizer in `args.output_dir/final`.
 
-    What was there is set aside.
+    An earlier one is set aside.
 
     Args:
         model: a path or Hub id (a language model gets a new head), or a loaded sequence classifier
@@ -65,15 +66,15 @@ def train_reward_model(
         processing_class: the tokenizer; by default the one saved with the model.
         train_dataset: columns `chosen` and `rejected`, strings or chat messages; with a column
             `prompt` they continue it, without it they are whole texts or conversations.
-        eval_dataset: likewise, held out.
+        eval_dataset: held-out pairs with the same columns.
 
     Returns:
         `eval_accuracy` (the share of held-out pairs with r_chosen > r_rejected) and `eval_loss`,
         also in `args.output_dir/metrics.json`.
 
     Raises:
-        ValueError: no model, what is wrong with a dataset, by row, or `args.output_dir` is in use
-            by another run or cannot be written to.
+        ValueError: no model, a fault in a row of a dataset, or an `args.output_dir` that another
+            run uses or that cannot be written to.
     """
     set_seed(args.seed)
     scorer = _load(model or args.model_name_or_path, args.trust_remote_code)
@@ -109,20 +110,20 @@ def train_reward_model(
 
 
 class PairScorer(nn.Module):
-    """The model as a function of pairs; one module, so that DDP sees every forward pass."""
+    """A module that scores pairs with a model, so that DDP sees every forward pass."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """(B,2,T) ids and mask, chosen before rejected -> scores (B,2)."""
+        """Score (B,2,T) ids and mask, chosen before rejected, as (B,2)."""
         ids, mask = input_ids.flatten(0, 1), attention_mask.flatten(0, 1)
         return sequence_scores(self.model, ids, mask).view(-1, 2)
 
 
 class PairTrainer(Trainer):  # type: ignore[misc]
-    """`Trainer` with the loss of a pair."""
+    """A `Trainer` with the Bradley-Terry loss of pairs."""
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any
@@ -134,14 +135,14 @@ class PairTrainer(Trainer):  # type: ignore[misc]
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss, scores (B,2), and the column of the chosen text."""
+        """Return the loss, scores (B,2), and the column of the chosen text."""
         with torch.no_grad():
             loss, scores = self.compute_loss(model, self._prepare_inputs(inputs), True)
         return loss, scores, torch.zeros_like(scores[:, 0], dtype=torch.long)
 
 
 def _accuracy(evaluation: EvalPrediction) -> dict[str, float]:
-    """The share of pairs in the right order; a tie is not."""
+    """Compute the share of pairs in the right order; a tie counts as wrong."""
     scores = evaluation.predictions
     return {"accuracy": float((scores[:, 0] > scores[:, 1]).mean())}
 
@@ -153,7 +154,7 @@ def tokenize_pairs(
     name: str,
     eos: bool = False,
 ) -> Pairs:
-    """The ids of both texts of every pair; strings end with the EOS, if `eos` says so.
+    """Tokenize both texts of every pair; strings end with the EOS, if `eos` says so.
 
     Raises:
         ValueError: no dataset or rows, a missing column, or a pair that is not one: equal texts, a
@@ -204,7 +205,7 @@ def _whole(
 
 
 def collate(rows: Pairs, pad: int) -> dict[str, Tensor]:
-    """(B,2,T) ids and mask, chosen before rejected."""
+    """Pad pairs to (B,2,T) ids and mask, chosen before rejected."""
     texts: Sequence[Sequence[int]] = [row[key] for row in rows for key in ("chosen", "rejected")]
     ids, mask = pad_rows(texts, pad)
     shape = (len(rows), 2, -1)
@@ -220,7 +221,7 @@ def _load(
         return model
     with about("model_name_or_path"):
         check_directory(model)
-        # Not in the dtype of the checkpoint: bfloat16 would lose small updates.
+        # The checkpoint's dtype may be bfloat16, which would lose small updates.
         return from_pretrained(
             AutoModelForSequenceClassification,
             model,
@@ -242,7 +243,7 @@ def _training_arguments(args: RewardModelConfig) -> TrainingArguments:
         max_steps=args.max_steps,
         per_device_train_batch_size=args.batch_size,
         per_device_eval_batch_size=args.batch_size,
-        accelerator_config={"split_batches": True},  # so batch_size is that of all processes
+        accelerator_config={"split_batches": True},  # batch_size is global
         learning_rate=args.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=args.max_steps // 10,

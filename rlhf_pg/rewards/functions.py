@@ -1,4 +1,4 @@
-"""Calling reward functions, and refusing what is not a score."""
+"""Calls of reward functions, and the refusal of what is not a score."""
 
 import copy
 import inspect
@@ -25,7 +25,7 @@ RewardSource: TypeAlias = RewardFunction | str | PathLike[str] | PreTrainedModel
 Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
 
 MODELS = (str, PathLike, PreTrainedModel)
-ENVIRONMENT = "environment"  # the name of what an environment pays
+ENVIRONMENT = "environment"  # name of an environment's rewards
 
 
 class Rewards:
@@ -34,22 +34,22 @@ class Rewards:
     Args:
         functions: callables `(prompts, completions, completion_ids, **columns)` that return one
             float per completion, or None where the reward does not apply; plain, or async, all on
-            one event loop for the run. In place of a float, a list with one entry per token of
-            `completion_ids` gives a score to every step that ends at its token, and None to the
-            other tokens. A sequence classifier, or the path or Hub id of one, becomes a
+            one event loop for the run. Instead of a float, a list with one entry per token of
+            `completion_ids` gives a score to every step, at the token that ends it, and None to
+            the other tokens. A sequence classifier, or the path or Hub id of one, becomes a
             `RewardModel`.
-        weights: one per function; None weighs each by 1.
+        weights: one per function; None gives each weight 1.
         processing_classes: tokenizers of the reward models: one for all, or a list with one entry
             per function. None stands for the tokenizer saved beside the model.
-        device: of the reward models; None leaves a model where it is.
-        environment: an environment pays too: it is the last source, "environment".
-        sees_eos, closes_truncated, trust_remote_code: of reward models that are made here.
+        device: device of the reward models; None leaves a model where it is.
+        environment: an environment pays too, as the last source, "environment".
+        sees_eos, closes_truncated, trust_remote_code: options of reward models made here.
 
     A function whose signature names them also gets `ended` (a bool per completion: the policy ended
-    it by an EOS), `truncated` (likewise: a limit ended it; a stop string is neither), `step` (how
-    many steps have been taken) and `trainer_state` (a copy of a `transformers.TrainerState` with
-    `global_step`, `max_steps` and `epoch`), unless the dataset has a column by that name, which it
-    gets then.
+    it by an EOS), `truncated` (a bool per completion: a limit ended it; a stop string sets
+    neither), `step` (number of steps so far) and `trainer_state` (a copy of a
+    `transformers.TrainerState` with `global_step`, `max_steps` and `epoch`). A dataset column of
+    that name takes precedence.
 
     Raises:
         ValueError: no source, another number of weights or tokenizers, or a reward model that
@@ -110,20 +110,20 @@ class Rewards:
         """Score B completions.
 
         Args:
-            ended, state, truncated: see the class, for functions that ask for them.
+            ended, state, truncated: arguments for functions that name them; see the class.
             action_mask: (B,T) True where the policy chose the token; by default it chose them all.
-                What has no such token is shown to nobody, and has no score.
-            paid: (B,T) by the environment, where there is one; NaN for nothing.
+                A row without such a token is not shown to functions and has no score.
+            paid: (B,T) rewards of the environment, if there is one; NaN for none.
 
         Returns:
             (B,T,K) float64 on the CPU, unweighted, one slice per source and as wide as the widest
             completion: a score stands at the token that ends its step, or for a whole completion
-            at its last action token. NaN elsewhere, and where a function said None.
+            at its last action token. NaN elsewhere, and where a function returned None.
 
         Raises:
-            ValueError: a function failed, returned the wrong number of scores, something that is no
-                finite number, or a score for a token that the policy did not choose; or all of them
-                said None of the same completion.
+            ValueError: a function failed, returned the wrong number of scores, something else than
+                a finite number, or a score for a token that the policy did not choose; or all of
+                them returned None for the same completion.
         """
         mask = pad_rows(completion_ids, 0)[1] if action_mask is None else action_mask.cpu()
         scores = torch.full((*mask.shape, len(self.names)), math.nan, dtype=torch.float64)
@@ -159,7 +159,7 @@ class Rewards:
     def _call(
         self, name: str, function: RewardFunction, inputs: dict[str, Any], wanted: dict[str, Any]
     ) -> Any:
-        # Each function has its own copy: what it does to it, the others and the trainer never see.
+        # Each function gets a copy, so that its changes reach neither the others nor the trainer.
         who = f"reward function {name}"
         try:
             with foreign(who):
@@ -172,7 +172,7 @@ class Rewards:
             with foreign(who):
                 result = _plain(result)
                 return [_listed(score) for score in result] if _is_list(result) else result
-        except Exception as error:  # a tensor without values, say
+        except Exception as error:  # a tensor without values, for example
             raise ValueError(f"{who} returned what cannot be read: {told(error)}") from error
 
 
@@ -190,14 +190,14 @@ def _offered(
 def _wanted(
     function: RewardFunction, offered: dict[str, Any], columns: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Of what is offered, what the function's signature names.
+    """Select, of what is offered, the arguments that the function's signature names.
 
-    A column of the dataset by that name is what a function of users means; a reward model, which
+    A user's function that names a column of the dataset means the column; a reward model, which
     takes no columns, does not.
     """
     try:
         asked = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # of some built-in functions nobody knows
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return {}
     other = () if isinstance(function, RewardModel) else columns
     return {key: value for key, value in offered.items() if key in asked and key not in other}
@@ -234,7 +234,7 @@ def _placed(
     completion_ids: Sequence[Sequence[int]],
     mask: Tensor,
 ) -> Tensor:
-    """(B,T) what one function said of these rows, each score at its token; NaN elsewhere."""
+    """Return (B,T) scores of these rows by one function, each at its token; NaN elsewhere."""
     if not _is_list(scores) or len(scores) != len(rows):
         got = f"{len(scores)} scores" if _is_list(scores) else shown(scores)
         raise ValueError(
@@ -254,13 +254,13 @@ def _placed(
 
 
 def _plain(said: Any) -> Any:
-    """Arrays and tensors as numbers and lists; and any sequence as a list, which tells no lies."""
+    """Convert arrays, tensors and any other sequence to numbers and plain lists."""
     said = said.tolist() if hasattr(said, "tolist") else said
     return [said[i] for i in range(len(said))] if _is_list(said) else said
 
 
 def _listed(score: Any) -> Any:
-    """Scores of steps as a list; what is one number stays as it is."""
+    """Convert scores of steps to a list; a single number stays as it is."""
     steps = _plain(score)
     return steps if _is_list(steps) else score
 
@@ -270,7 +270,7 @@ def _is_list(x: Any) -> bool:
 
 
 def _steps(name: str, completion: int, scores: Sequence[Any], own: Sequence[bool]) -> list[float]:
-    """One number per token, NaN for None; `own` says which tokens the policy chose."""
+    """Return one number per token, NaN for None; `own` says which tokens the policy chose."""
     if len(scores) != len(own):
         raise ValueError(
             f"reward function {name} returned a list of {len(scores)} scores for completion "
@@ -293,7 +293,7 @@ def _number(name: str, where: str, score: Any) -> float:
         return math.nan
     try:
         number = math.nan if isinstance(score, str) else float(score)
-    except Exception:  # whatever an object does
+    except Exception:  # an object may raise anything
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(
@@ -304,7 +304,7 @@ def _number(name: str, where: str, score: Any) -> float:
 
 
 def _unique_names(functions: Sequence[RewardFunction]) -> list[str]:
-    """The name of each function or of its class; one that is taken gets a number."""
+    """Return the name of each function or of its class; one that is taken gets a number."""
     names: list[str] = []
     for function in functions:
         name = own = getattr(function, "__name__", type(function).__name__)

@@ -19,27 +19,26 @@ from rlhf_pg.masking import widen
 from rlhf_pg.models import about, check_directory, from_pretrained, max_positions
 from rlhf_pg.rewards.reward_model import micro_batches, name_of, score_tokenizer
 
-HALF = "\N{REPLACEMENT CHARACTER}"  # what stands for a character whose bytes are not all there
-MOST = 4  # tokens that a character may come in, byte by byte
+HALF = "\N{REPLACEMENT CHARACTER}"  # decoded from an incomplete character
+MOST = 4  # most tokens of one character, byte by byte
 
 
 class ProcessRewardModel:
-    """Scores the steps of a completion (Lightman et al. 2023), for `process_group_normalized`.
+    """A scorer of a completion's steps (Lightman et al. 2023), for `process_group_normalized`.
 
-    What stands between two separators is a step, unless it is blank. The model reads the prompt,
-    and each step with the separator behind it, tokenised apart, as the `PRMTrainer` of TRL trains
-    it; it says what it thinks of a step at the last token of its separator: the probability of
-    label 1 of two, or its only output. In the completion that score stands at the token of the
-    policy that completes the separator, or ends the completion. Where one token does that for
-    several steps, their mean stands there: `process_group_normalized` compares what stands at a
-    token with the scores of single steps, which a sum would seem to surpass.
+    Text between two separators is a step, unless it is blank. The model reads the prompt, and each
+    step followed by the separator, tokenised apart, as the `PRMTrainer` of TRL trains it. Its score
+    of a step, at the last token of the separator, is the probability of label 1 of two, or its only
+    output. In the completion the score stands at the policy's token that completes the separator or
+    ends the completion. If one token completes several steps, their mean stands there:
+    `process_group_normalized` compares it with scores of single steps, which a sum would exceed.
 
     Args:
         model: a path, a Hub id or a loaded model (put in evaluation mode).
         processing_class: its tokenizer; by default the one saved beside the model.
-        policy_tokenizer: the one that the completions come from; by default the model's.
-        separator: of steps.
-        device: where to compute; by default where the model is.
+        policy_tokenizer: the tokenizer of the completions; by default the model's.
+        separator: text that separates steps.
+        device: device to compute on; by default where the model is.
         trust_remote_code: run code that comes with a model that is loaded here.
 
     Raises:
@@ -81,7 +80,7 @@ class ProcessRewardModel:
         completion_ids: Sequence[Sequence[int]],
         **columns: Any,
     ) -> list[list[float | None]]:
-        """A score for each step, at its last token, and None for the other tokens.
+        """Return a score for each step, at its last token, and None for the other tokens.
 
         Raises:
             ValueError: a completion of several messages, or more tokens than positions.
@@ -108,10 +107,10 @@ class ProcessRewardModel:
         return scores
 
     def _steps(self, ids: Sequence[int]) -> list[tuple[str, int]]:
-        """The steps of a completion, and the place of the token that ends each.
+        """Return the steps of a completion, and the place of the token that ends each.
 
-        Text is read from left to right, each token with those right before it, on which its own
-        text depends: the blank before a word, or the first bytes of a character.
+        Each token is decoded together with those right before it, on which its text depends: the
+        blank before a word, or the first bytes of a character.
         """
         text, through = "", list[int]()
         start = read = 0
@@ -128,7 +127,7 @@ class ProcessRewardModel:
         return text
 
     def _encode(self, row: int, prompt: Any, steps: Sequence[str]) -> tuple[list[int], list[int]]:
-        """Token ids, and where the steps are judged."""
+        """Return token ids, and the places where the steps are judged."""
         try:
             ids = encode(prompt, self.processing_class, row)
         except ValueError as error:
@@ -149,7 +148,7 @@ class ProcessRewardModel:
 
     @torch.no_grad()
     def _score(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
-        """Of each step of each row."""
+        """Score each step of each row."""
         ids, mask = pad_rows([ids for ids, _ in rows], self.processing_class.pad_token_id)
         device = self.model.device
         logits = self.model(input_ids=ids.to(device), attention_mask=mask.long().to(device)).logits
@@ -158,5 +157,5 @@ class ProcessRewardModel:
 
 
 def _judged(logits: Tensor) -> Tensor:
-    """(B,T,1 or 2) -> (B,T) the only output, or the probability of label 1."""
+    """Reduce (B,T,1 or 2) to (B,T): the only output, or the probability of label 1."""
     return logits.squeeze(-1) if logits.shape[-1] == 1 else logits.softmax(-1)[..., 1]

@@ -27,22 +27,22 @@ from rlhf_pg.models import (
     tokenizer_from_pretrained,
 )
 
-# Padded tokens that are forwarded at a time; it never changes a score.
+# Padded tokens forwarded at a time; it never changes a score.
 SCORING_TOKENS = 32768
 
 
 class RewardModel:
-    """Scores prompt and completion with a sequence classifier (`num_labels` 1).
+    """A scorer of prompt and completion by a sequence classifier (`num_labels` 1).
 
     It reads text, with a tokenizer of its own: strings as prompt + completion, chats through its
-    own chat template. It judges what the policy wrote: behind a string that the policy ended by an
-    EOS stands the EOS of its own (Stiennon et al. 2020; Huang et al. 2024), and a chat turn that
-    was cut off is left open.
+    own chat template. It judges what the policy wrote: a string that the policy ended by an EOS
+    gets the model's own EOS (Stiennon et al. 2020; Huang et al. 2024), and a chat turn that was cut
+    off is left open.
 
     Args:
         model: a path, a Hub id or a loaded model (put in evaluation mode).
         processing_class: its tokenizer; by default the one saved beside the model.
-        device: where to compute; by default where the model is.
+        device: device to compute on; by default where the model is.
         sees_eos: False appends no EOS to a string.
         closes_truncated: close a chat turn that was cut off, as the template closes any.
         trust_remote_code: run code that comes with a model that is loaded here.
@@ -79,13 +79,13 @@ class RewardModel:
         truncated: Sequence[bool] | None = None,
         **columns: Any,
     ) -> list[float]:
-        """One score per completion.
+        """Return one score per completion.
 
         Args:
             ended: whether the policy ended it by an EOS. By default strings are taken as they
                 stand, and chats are closed.
-            truncated: whether a limit ended it; a stop string is none. By default what is known
-                not to have ended by an EOS.
+            truncated: whether a limit ended it; a stop string is not a limit. By default, all that
+                are known not to have ended by an EOS.
 
         Raises:
             ValueError: a text that the tokenizer cannot encode, or without a position for every
@@ -111,7 +111,7 @@ class RewardModel:
     ) -> list[int]:
         limit = max_positions(self.model)
         eos = self.sees_eos and bool(ended)
-        # A limit on turns leaves the last one whole.
+        # A limit on turns does not cut the last one off.
         cut = truncated and not ended and not self.closes_truncated
         try:
             ids = encode_whole(prompt, completion, self.processing_class, row, eos, cut)
@@ -133,12 +133,12 @@ class RewardModel:
 
 
 def sequence_scores(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """The score of each text, (B,), in at least float32: at its last token for a decoder.
+    """Score each text, (B,), in at least float32, at its last token for a decoder.
 
     The forward of a `transformers` decoder looks for that token by its id, the right-most that is
-    not `pad_token_id`: wrong where pad is EOS, or absent (huggingface/transformers#35911). Here it
-    is the right-most position attended to. A model without a `score` head (an encoder) pools as it
-    was made to.
+    not `pad_token_id`: wrong if pad is EOS, or absent (huggingface/transformers#35911). Here it is
+    the right-most position attended to. A model without a `score` head (an encoder) pools in its
+    own way.
 
     Args:
         input_ids, attention_mask: (B,T), padded on either side.
@@ -165,7 +165,7 @@ def encode_whole(
     eos: bool = False,
     cut: bool = False,
 ) -> list[int]:
-    """Token ids of a whole text: both strings, or both chat messages.
+    """Encode a whole text as token ids: both strings, or both chat messages.
 
     Args:
         eos: a string ends with the EOS, if the tokenizer has one.
@@ -185,7 +185,7 @@ def encode_whole(
 
 
 def with_eos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids with an EOS at the end, once, if the tokenizer has one."""
+    """Return the ids with one EOS at the end, if the tokenizer has one."""
     eos = tokenizer.eos_token_id
     return ids if eos is None or ids[-1] == eos else [*ids, eos]
 
@@ -197,11 +197,11 @@ def score_tokenizer(
     trust_remote_code: bool = False,
     labels: Sequence[int] = (1,),
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer given, or the one saved beside the model; checked, and the model's head too.
+    """Return the given tokenizer, or the one saved beside the model; check it and the model's head.
 
     Args:
-        who: how an error calls the model.
-        labels: how many outputs it may have.
+        who: name of the model in an error.
+        labels: allowed numbers of outputs.
 
     Raises:
         ValueError: the model has another number of outputs; no tokenizer, no pad token, or ids
@@ -224,7 +224,7 @@ def score_tokenizer(
 
 
 def name_of(path: str | PathLike[str]) -> str:
-    """The last part of a path or Hub id; of what a run has left in `final/`, that of the run."""
+    """Return the last part of a path or Hub id; for a run's `final/`, the name of the run."""
     whole = Path(path)
     return whole.parent.name if whole.name == "final" else whole.name
 
@@ -246,14 +246,14 @@ def _saved_tokenizer(path: str, who: str, trust_remote_code: bool) -> PreTrained
         raise ValueError(none)
     with about(who):
         tokenizer = tokenizer_from_pretrained(path, trust_remote_code=trust_remote_code)
-    # Where there are no files, some model types give a tokenizer with special tokens and no others.
+    # Without files, some model types give a tokenizer with special tokens only.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(none)
     return tokenizer
 
 
 def micro_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of texts of like length, so many that their padded tokens fit SCORING_TOKENS."""
+    """Yield indices of texts of similar length, whose padded tokens fit SCORING_TOKENS."""
     batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         if batch and (len(batch) + 1) * lengths[i] > SCORING_TOKENS:

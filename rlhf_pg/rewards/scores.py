@@ -1,7 +1,7 @@
-"""What is done to scores before they are trained on: pure functions on tensors.
+"""Transformations of scores before they are trained on: pure functions on tensors.
 
 Shapes: B completions, T columns, K sources of reward. Scores (B,T,K) stand at the token that ends
-what they judge, a step or the whole completion, and are NaN where there is none.
+the step or the completion that they judge, and are NaN elsewhere.
 """
 
 import torch
@@ -9,26 +9,26 @@ from torch import Tensor
 
 
 def sum_step_scores(scores: Tensor) -> Tensor:
-    """(B,T,K) -> (B,K) what each source pays for a completion, its steps summed; NaN for nothing.
+    """Sum step scores (B,T,K) to each source's score of a completion, (B,K); NaN if there is none.
 
-    This is what group baselines, metrics, samples and evaluation look at.
+    Group baselines, metrics, samples and evaluation use this sum.
     """
     return scores.nansum(1).masked_fill(scores.isnan().all(1), torch.nan)
 
 
 def ends(mask: Tensor) -> Tensor:
-    """(B,T) -> (B,) the column of each row's last True slot; where there is none, the last."""
+    """Return the column of each row's last True slot, (B,T) -> (B,); the last column if none."""
     return mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
 
 
 def at_end(scores: Tensor, mask: Tensor) -> Tensor:
-    """Scores of whole completions (B,) at the last True slot of each row: (B,T), NaN elsewhere."""
+    """Place scores of completions (B,) at the last True slot of each row: (B,T), else NaN."""
     nowhere = scores.new_full(mask.shape, torch.nan)
     return nowhere.scatter(1, ends(mask)[:, None], scores[:, None])
 
 
 def clipped(scores: Tensor, low: float, high: float) -> Tensor:
-    """min(max(s, low), high) for every score by itself, of a step or of a completion.
+    """Clip every score, of a step or of a completion: min(max(s, low), high).
 
     Args:
         scores: any shape; NaN stays.
@@ -37,7 +37,7 @@ def clipped(scores: Tensor, low: float, high: float) -> Tensor:
 
 
 def min_max(scores: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """(s - low) / (high - low), in [0, 1]; 0 where the two are equal.
+    """Map scores into [0, 1] by (s - low) / (high - low); 0 where the two are equal.
 
     Args:
         scores: (B,T,K); NaN stays.
@@ -48,7 +48,7 @@ def min_max(scores: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def overlong(lengths: Tensor, longest: int, buffer: int, penalty: float = 1.0) -> Tensor:
-    """Soft overlong punishment (DAPO; Yu et al. 2025, Eq. 13), which is negative or 0.
+    """Compute the soft overlong punishment (DAPO; Yu et al. 2025, Eq. 13), which is negative or 0.
 
         |y| <= L - C          0
         L - C < |y| <= L      penalty ((L - C) - |y|) / C
@@ -59,7 +59,7 @@ def overlong(lengths: Tensor, longest: int, buffer: int, penalty: float = 1.0) -
     Args:
         lengths: (B,) |y|, tokens of each completion.
         longest: L, the longest completion that is sampled.
-        buffer: C.
+        buffer: C, the tokens over which the penalty rises.
         penalty: 1 in the paper.
 
     Returns:
@@ -70,16 +70,16 @@ def overlong(lengths: Tensor, longest: int, buffer: int, penalty: float = 1.0) -
 
 
 def replaced(scores: Tensor, rows: Tensor, mask: Tensor, source: int) -> Tensor:
-    """The scores, one source in place of all others in some rows (N Implementation Details).
+    """Replace all other sources by one in some rows (N Implementation Details).
 
-    There every other source counts 0, once, at the last True slot: also one that did not apply,
-    or the mean of its group would stand in for it.
+    There every other source counts 0, once, at the last True slot. A source that did not apply
+    does too, or the mean of its group would stand in for it.
 
     Args:
         scores: (B,T,K).
         rows: (B,) bool.
         mask: (B,T) action tokens.
-        source: which of the K stays.
+        source: index in K of the source that stays.
     """
     blank = at_end(scores.new_zeros(len(scores)), mask)[:, :, None].expand_as(scores)
     others = torch.arange(scores.shape[2], device=scores.device) != source

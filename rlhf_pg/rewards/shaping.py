@@ -1,4 +1,4 @@
-"""What the options of a run make of scores: from raw scores to training rewards."""
+"""The way from raw scores to training rewards, by the options of a run."""
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from rlhf_pg.running_stats import RunningMoments
 class Shaping:
     """The sources of reward of a run, and the way from a raw score to what is trained on.
 
-    raw        what a reward function said; behind the functions, as sources of their own at the
-               last action token, missing_eos_penalty and overlong_penalty
+    raw        what a reward function returned; missing_eos_penalty and overlong_penalty follow the
+               functions, as sources of their own at the last action token
     clip       each score by itself to reward_clip_range
     squash     each score by itself into [0, 1] (reward_squash), min_max by those of the step
     normalise  divided by the running std of its source's totals (normalize_rewards)
@@ -31,18 +31,18 @@ class Shaping:
     whiten     the sum of all that, over the tokens of the step (whiten_rewards)
 
     Penalties are in the units of the result: they are not clipped, squashed, normalised or
-    weighted. Squashing shifts, so that a further step is paid for being there. No mean
-    is subtracted from normalised scores: shifted, each further step would be paid or fined for
-    being there, and the length that pays best would be another. (Whitening does shift, by a share
-    of the mean: Ziegler et al. 2019, in their code.)
+    weighted. Squashing shifts scores, so that a further step is paid for being there. No mean is
+    subtracted from normalised scores: that would pay or fine each further step for being there, and
+    so change the best length. (Whitening does shift, by a share of the mean: Ziegler et al. 2019,
+    in their code.)
 
-    `rewards/{name}/mean` and the samples show raw scores, steps summed; `reward` is what is trained
-    on before the KL, and in evaluation before normalising and min_max too: what moves would set
-    scores of different steps apart.
+    `rewards/{name}/mean` and the samples show raw scores, steps summed. `reward` is what is trained
+    on, before the KL; in evaluation also before normalising and min_max, which change during a run
+    and would make scores of different steps incomparable.
 
     Attributes:
-        names: of the sources.
-        moments: of the totals of each reward function, where they are normalised.
+        names: names of the sources.
+        moments: moments of each reward function's totals, if they are normalised.
 
     Raises:
         ValueError: a reward function with the name of a penalty.
@@ -66,23 +66,26 @@ class Shaping:
         self._bounds: tuple[Tensor, Tensor] | None = None  # of a step, (functions,) each
 
     def penalized(self, scores: Tensor, rollout: Rollout) -> Tensor:
-        """The scores of the functions, (B,T,functions), with those of the penalties behind them."""
+        """Append the penalties, as sources of their own, to the functions' scores
+        (B,T,functions).
+        """
         args, added = self.args, []
         if args.missing_eos_penalty is not None:
             added.append(-args.missing_eos_penalty * rollout.truncated.double())
         if args.overlong_buffer is not None:
             lengths, longest = rollout.completion_mask.sum(1), args.max_completion_length
             added.append(overlong(lengths, longest, args.overlong_buffer, args.overlong_penalty))
-        # Where the policy chose nothing, nothing is to be said of it.
+        # A row in which the policy chose no token has no penalty.
         silent = ~rollout.action_mask.any(1)
         added = [penalty.masked_fill(silent, torch.nan) for penalty in added]
         columns = [at_end(penalty, rollout.action_mask) for penalty in added]
         return torch.cat([scores, *(column[:, :, None].to(scores) for column in columns)], dim=2)
 
     def measured(self, scores: Tensor) -> Tensor | None:
-        """(B,3F) of a step's raw scores (B,T,K), for F functions: lowest, negated highest, totals.
+        """Return (B,3F) of a step's raw scores (B,T,K) for F functions: lowest, negated highest,
+        totals.
 
-        These are of clipped scores, which is what is divided by them. None where nothing moves.
+        These are of clipped scores, which they are applied to. None if nothing is normalised.
         """
         if self.args.reward_squash != "min_max" and not self.moments:
             return None
@@ -92,7 +95,7 @@ class Shaping:
         return torch.cat([low, -high, sum_step_scores(own)], dim=1)
 
     def observe(self, everyone: Tensor) -> None:
-        """Take in a step before its scores are shaped: what was `measured` on all processes."""
+        """Take in what was `measured` of a step on all processes, before its scores are shaped."""
         low, negated_high, step_totals = everyone.chunk(3, dim=1)
         if self.args.reward_squash == "min_max":
             self._bounds = low.amin(0), -negated_high.amin(0)
@@ -103,7 +106,7 @@ class Shaping:
                 moments.update(len(valid), valid.mean().item(), var)
 
     def __call__(self, scores: Tensor, rollout: Rollout, normalize: bool = True) -> Tensor:
-        """(B,T,K) raw -> (B,T,K) weighted, up to the KL; `normalize`: also by what moves."""
+        """Shape raw scores (B,T,K), without the KL; `normalize` adds what changes during a run."""
         scores = self._squashed(self._clipped(scores), normalize)
         if normalize and self.moments:
             stds = [moments.std for moments in self.moments.values()]
@@ -116,15 +119,15 @@ class Shaping:
         return scores
 
     def judged(self, scores: Tensor) -> Tensor:
-        """(B,T,K) raw -> (B,T,functions): what the functions say, clipped and weighted.
+        """Return the functions' scores, clipped and weighted: (B,T,K) raw -> (B,T,functions).
 
-        Without penalties, which tell completions of one group apart that are equally wrong.
+        Penalties are left out: they would tell apart completions of a group that are equally wrong.
         """
         weights = self.weights[: self.functions].to(scores)
         return self._clipped(scores)[:, :, : self.functions] * weights
 
     def steps(self, shaped: Tensor) -> tuple[Tensor, Tensor]:
-        """Step scores (B,T), summed over sources, and where there is one (B,T).
+        """Return step scores (B,T), summed over sources, and where there is a step, (B,T).
 
         A penalty of 0 is no step: process supervision would count it as one more, worth nothing.
         """
@@ -133,7 +136,7 @@ class Shaping:
         return shaped.nansum(2), there
 
     def _squashed(self, scores: Tensor, normalize: bool) -> Tensor:
-        """Of the functions; penalties stay."""
+        """Squash the scores of functions, not penalties."""
         how = self.args.reward_squash
         if how == "none" or (how == "min_max" and not normalize):
             return scores
@@ -144,7 +147,7 @@ class Shaping:
         return torch.cat([min_max(functions, *self._bounds), penalties], dim=2)
 
     def _clipped(self, scores: Tensor) -> Tensor:
-        """Of the functions; penalties stay."""
+        """Clip the scores of functions, not penalties."""
         if self.args.reward_clip_range is None:
             return scores
         functions, penalties = scores.tensor_split([self.functions], dim=2)

@@ -1,4 +1,4 @@
-"""Adding two numbers below 100, one character at a time: "17+68=" is to be continued by "85"."""
+"""A task of adding two numbers below 100, one character at a time: "85" should follow "17+68="."""
 
 import random
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ HELD_OUT_PAIRS = 550
 
 
 def arithmetic() -> Task:
-    """Every sum a+b with a, b < 100: 550 unordered pairs are held out, in both orders."""
+    """Make the task of every sum a+b with a, b < 100; 550 pairs are held out, in both orders."""
     pairs = [(a, b) for a in range(LIMIT) for b in range(a, LIMIT)]
     random.Random(0).shuffle(pairs)
     return Task(
@@ -28,7 +28,7 @@ def arithmetic() -> Task:
 
 
 def _problems(pairs: Sequence[tuple[int, int]]) -> Dataset:
-    """Each pair in both orders; (a,b) and (b,a) are always in the same split."""
+    """Make a dataset with each pair in both orders, so that (a,b) and (b,a) share a split."""
     ordered = sorted({pair for a, b in pairs for pair in ((a, b), (b, a))})
     return Dataset.from_dict(
         {
@@ -41,7 +41,7 @@ def _problems(pairs: Sequence[tuple[int, int]]) -> Dataset:
 def exact_match(
     prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **columns: Any
 ) -> list[float]:
-    """1 if the whole completion is the answer, 0 otherwise."""
+    """Score 1 if the whole completion is the answer, 0 otherwise."""
     return [float(said == right) for said, right in zip(completions, answer, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Sums that are too hard to do in one's head, in a chat with a calculator: "37*48" is 1776."""
+"""A task of sums that are hard to do in one's head, in a chat with a calculator: "37*48"."""
 
 import json
 import random
@@ -15,18 +15,18 @@ from rlhf_pg.tasks.tiny import tiny_decoder, tool_tokenizer
 LIMIT = 100
 PROBLEMS, HELD_OUT = 8192, 256
 LONGEST = 32  # characters of an expression
-# Any text without line breaks has tokens, an error message say; a call has few.
+# Any text without line breaks can be tokenized, such as an error message; a call has few tokens.
 CHARACTERS = "".join(map(chr, range(32, 127)))
 PIECES = [
     *("<tool_call>", '{"name": "', "calculate", '", "arguments": {"', "expression", '": "'),
     *('"}}', "</tool_call>"),
 ]
-BY_HEAD = 0.4  # how often a demonstrated answer is made up without the calculator
-MISREAD = 0.1  # how often one figure of what is typed into it is another
+BY_HEAD = 0.4  # share of demonstrated answers that are invented without the calculator
+MISREAD = 0.1  # share of demonstrated calls with one wrong digit
 
 
 def calculator() -> Task:
-    """Problems a?b of numbers below 100, where ? is +, - or *: 256 of about 8000 are held out."""
+    """Make the task of about 8000 problems a?b below 100, where ? is +, - or *; 256 held out."""
     chance = random.Random(0)
     problems = list(dict.fromkeys(_problem(chance) for _ in range(PROBLEMS)))
     train = problems[HELD_OUT:]
@@ -67,7 +67,7 @@ def last_word(
     answer: Sequence[str],
     **columns: Any,
 ) -> list[float]:
-    """1 if the last message is the answer, 0 otherwise."""
+    """Score 1 if the last message is the answer, 0 otherwise."""
     pairs = zip(completions, answer, strict=True)
     return [float(messages[-1]["content"] == right) for messages, right in pairs]
 
@@ -90,7 +90,7 @@ def _asked(problem: str) -> list[dict[str, str]]:
 
 
 def _demonstrations(problems: Sequence[str], chance: random.Random) -> list[Demonstration]:
-    """Some make an answer up, some type the wrong thing, and some do it right."""
+    """Demonstrate each problem: some invent an answer, some mistype, and some do it right."""
     return [_worked(problem, chance) for problem in problems]
 
 

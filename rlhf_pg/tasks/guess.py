@@ -1,7 +1,7 @@
-"""Guessing a hidden number from "higher" and "lower": "1-13:" may go on "6>10<8".
+"""A task of guessing a hidden number from "higher" and "lower": "6>10<8" may follow "1-13:".
 
-The policy's turns are guesses; the environment answers ">" where the number is greater, "<" where
-it is less and "?" where it was told no number. It pays each guess for what it has found out, and a
+The policy's turns are guesses; the environment answers ">" if the number is greater, "<" if it is
+less and "?" if the guess was not a number. It pays each guess for what it has found out, and a
 reward function pays for the right one at the end.
 """
 
@@ -17,16 +17,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from rlhf_pg.tasks.task import Demonstration, Task
 from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder
 
-HIGHEST = range(8, 16)  # 15 = 2^4 - 1: four guesses find any number, if each halves what is left
+HIGHEST = range(8, 16)  # 15 = 2^4 - 1: four guesses that halve the range find any number
 TURNS = 4
 DEMONSTRATIONS = 4096
-BLIND = 0.5  # how often a demonstrated guess pays no heed to the answers
+BLIND = 0.5  # share of demonstrated guesses that ignore the answers
 
 
 def guess() -> Task:
-    """Every number from 1 to n for every n in `HIGHEST`: 92 pairs.
+    """Make the task of every number from 1 to n for every n in `HIGHEST`: 92 pairs.
 
-    None are held out: a player would learn that these numbers never come up.
+    No pair is held out: a player would learn that these numbers never come up.
     """
     pairs = [(highest, number) for highest in HIGHEST for number in range(1, highest + 1)]
     return Task(
@@ -43,29 +43,29 @@ def guess() -> Task:
 def found(
     prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **columns: Any
 ) -> list[float]:
-    """1 if the last guess is the number, 0 otherwise."""
+    """Score 1 if the last guess is the number, 0 otherwise."""
     pairs = zip(completions, answer, strict=True)
     return [float(re.split("[<>?]", text)[-1] == number) for text, number in pairs]
 
 
 class Guess:
-    """The environment of one number: which of 1 to n, and what has been found out so far."""
+    """The environment of one hidden number from 1 to n, with what has been found out so far."""
 
     def __init__(self) -> None:
         self.number = 0
         self.low = self.high = self.highest = 1
 
     def reset(self, example: dict[str, str]) -> str:
-        """The prompt as it is: the range of the number."""
+        """Return the prompt as it is, with the range of the number."""
         self.number = int(example["answer"])
         self.high = self.highest = int(example["prompt"].strip(":").split("-")[1])
         return example["prompt"]
 
     def step(self, completion: str) -> tuple[str, float, bool]:
-        """Whether the number is greater or less than the guess.
+        """Answer whether the number is greater or less than the guess.
 
-        The reward is log(left before / left after) / log n, of the numbers that the answers leave:
-        those of an episode add up to 1 when there is one number left, whatever the way.
+        The reward is log(left before / left after) / log n, where `left` counts the numbers that
+        the answers leave possible: the rewards of an episode add up to 1 once one number is left.
         """
         if not re.fullmatch("[0-9]{1,2}", completion):
             return "?", 0.0, False
@@ -90,7 +90,7 @@ def _problems(pairs: list[tuple[int, int]]) -> Dataset:
 
 
 def _demonstrations(pairs: list[tuple[int, int]], chance: random.Random) -> list[Demonstration]:
-    """Players who listen now and then: they know the form of the game, and little of its point."""
+    """Demonstrate players who know the form of the game and heed only some answers."""
     return [_played(*chance.choice(pairs), chance) for _ in range(DEMONSTRATIONS)]
 
 

@@ -1,8 +1,9 @@
-"""Short reviews with a hidden taste: "our soup here was " may go on "very fresh and not cold .".
+"""A task of short reviews with a hidden taste: "very fresh and not cold ." may follow "our soup
+here was ".
 
 The gold reward is what the reader really thinks; a reward model sees it only through noisy
-preferences between pairs of reviews. Keeping it beside the learned reward shows where the two part
-(Gao et al. 2023, "Scaling Laws for Reward Model Overoptimization").
+preferences between pairs of reviews. Tracking it beside the learned reward shows where the two
+diverge (Gao et al. 2023, "Scaling Laws for Reward Model Overoptimization").
 """
 
 import itertools
@@ -23,11 +24,11 @@ ROOMS = ["room", "cabin", "kitchen", "office", "hall", "tent", "cellar", "attic"
 TIMES = ["here", "there", "today", "again", "tonight"]
 
 MODIFIERS = {"very": 1.5, "quite": 0.7, "not": -1.0}
-MODIFIER_ODDS = [3, 2, 1, 1]  # of none, and of these
+MODIFIER_ODDS = [3, 2, 1, 1]  # odds of no modifier, and of each of these
 CONNECTIVES = ["and", "but"]
 STOP = "."
 
-# What an adjective is worth, said of a food and of a room.
+# Value of an adjective, for a food and for a room.
 VALENCES = {
     "good": (1.0, 1.0),
     "fine": (0.6, 0.6),
@@ -55,7 +56,7 @@ VALENCES = {
     "soft": (0.6, -0.6),
 }
 
-# The grammar: what may follow what. A review begins after a "start".
+# The grammar: which kinds of word may follow which. A review begins after a "start".
 FOLLOWS = {
     "start": {"modifier", "adjective"},
     "modifier": {"adjective"},
@@ -82,7 +83,7 @@ NOISE_SCALE = 0.35
 
 
 def preference() -> Task:
-    """Every prompt "<owner> <thing> <time> was "; 64 of the 320 are held out."""
+    """Make the task of every prompt "<owner> <thing> <time> was "; 64 of the 320 are held out."""
     prompts = [
         f"{owner} {thing} {time} was "
         for owner, thing, time in itertools.product(OWNERS, FOODS + ROOMS, TIMES)
@@ -103,16 +104,16 @@ def preference() -> Task:
 
 
 def gold(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
-    """The hidden reward of each review: see `gold_score`."""
+    """Score each review by its hidden reward, `gold_score`."""
     return [gold_score(p, c) for p, c in zip(prompts, completions, strict=True)]
 
 
 def gold_score(prompt: str, completion: str) -> float:
-    """The valence of every adjective times its modifier's factor, less what is wrong in form.
+    """Sum the valence of every adjective times its modifier's factor, less penalties for bad form.
 
-    Defined for any words. An adjective counts once, and only before the first ".". Each word that
-    the grammar does not allow after the one before it costs 0.5; a review that does not end in "."
-    costs 1.
+    It is defined for any words. An adjective counts once, and only before the first ".". Each word
+    that the grammar does not allow after the one before it costs 0.5; a review that does not end in
+    "." costs 1.
     """
     words = completion.split()
     kinds = ["start", *(KINDS.get(word, "other") for word in words)]
@@ -131,12 +132,12 @@ def _content(prompt: str, words: Sequence[str]) -> float:
 
 
 def _kind_of_thing(prompt: str) -> int:
-    """The column of VALENCES: 0 for a food, 1 for a room."""
+    """Return the column of VALENCES: 0 for a food, 1 for a room."""
     return 0 if any(word in FOODS for word in prompt.split()) else 1
 
 
 def preferred_probability(better: float, worse: float) -> float:
-    """How often the first of two reviews is preferred, by their gold rewards.
+    """Return the probability that the first of two reviews is preferred, by their gold rewards.
 
     P = sigmoid((better - worse) / NOISE_SCALE)
     """
@@ -144,7 +145,7 @@ def preferred_probability(better: float, worse: float) -> float:
 
 
 def draw_pairs(prompts: Sequence[str], count: int, chance: random.Random) -> Dataset:
-    """Pairs of different reviews of one prompt, ordered by a noisy reader."""
+    """Draw pairs of different reviews of one prompt, ordered by a noisy reader."""
     rows: list[dict[str, str]] = []
     while len(rows) < count:
         prompt = chance.choice(prompts)
@@ -158,13 +159,13 @@ def draw_pairs(prompts: Sequence[str], count: int, chance: random.Random) -> Dat
 
 
 def _reviews(prompts: Sequence[str], per_prompt: int, chance: random.Random) -> Dataset:
-    """Answers of every quality: what a model imitates before it knows what is wanted."""
+    """Make answers of every quality, which the warm start imitates before RL."""
     repeated = [prompt for prompt in prompts for _ in range(per_prompt)]
     return Dataset.from_dict({"prompt": repeated, "answer": [_review(p, chance) for p in repeated]})
 
 
 def _review(prompt: str, chance: random.Random) -> str:
-    """One to four phrases, most of which praise or most of which blame."""
+    """Write one to four phrases, which mostly praise or mostly blame."""
     mood = chance.choice([-1, 1])
     review = _phrase(prompt, mood, chance)
     for _ in range(chance.randrange(4)):
@@ -181,7 +182,7 @@ def _phrase(prompt: str, mood: int, chance: random.Random) -> list[str]:
 
 
 def _draft(prompt: str, chance: random.Random) -> str:
-    """A review, now and then corrupted: a reward model must see what bad form is like."""
+    """Write a review, now and then corrupted, since a reward model must see bad form."""
     words = _review(prompt, chance).split()
     if chance.random() >= CORRUPTED_SHARE:
         return " ".join(words)

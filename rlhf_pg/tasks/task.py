@@ -1,4 +1,4 @@
-"""What a task is: prompts to learn from, prompts held out, a reward, and a model to start from."""
+"""The parts of a task: training prompts, held-out prompts, a reward, and a model to start from."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
 class Demonstration(NamedTuple):
-    """An episode to imitate: turn, answer, turn, answer, turn. The turns alone are learnt."""
+    """An episode to imitate: turn, answer, turn, answer, turn; only the turns are learnt."""
 
     prompt: Any  # text or chat messages
     turns: Sequence[str]
-    answers: Sequence[Any]  # each text or chat messages, one less than the turns
+    answers: Sequence[Any]  # text or chat messages, one fewer than the turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +25,11 @@ class Task:
             few of `guess`).
         new_model: a freshly initialised model and its tokenizer; the seed is torch's.
         reward: `(prompts, completions, completion_ids, **columns)` -> one float per completion;
-            None where the environment pays.
+            None if the environment pays.
         tools, environment_factory: see `PolicyGradientTrainer`.
         demonstrate: episodes for the warm start; None: the training set's prompts and answers.
         draw_pairs: training and held-out preference pairs, columns `prompt`, `chosen` and
-            `rejected`; None where the task has none.
+            `rejected`; None if the task has none.
     """
 
     name: str
@@ -43,17 +43,17 @@ class Task:
     draw_pairs: Callable[[], tuple[Dataset, Dataset]] | None = None
 
     def rewards(self, reward_model: str | None) -> list[Any]:
-        """What a recipe trains on: the reward model first where it names one, then the reward."""
+        """Return a recipe's sources of reward: the reward model, if named, before the task's."""
         return [source for source in (reward_model, self.reward) if source is not None]
 
     def demonstrations(self) -> list[Demonstration]:
-        """What the warm start imitates."""
+        """Return the episodes that the warm start imitates."""
         if self.demonstrate is not None:
             return self.demonstrate()
         return [Demonstration(row["prompt"], [row["answer"]], []) for row in self.train_dataset]
 
     def pairs(self) -> tuple[Dataset, Dataset]:
-        """Training and held-out preference pairs.
+        """Return training and held-out preference pairs.
 
         Raises:
             ValueError: the task has none.

@@ -12,7 +12,6 @@ from transformers import (
 )
 
 PAD, EOS, USER, ASSISTANT = "<pad>", "<eos>", "<user>", "<assistant>"
-
 TOOLS, TOOL = "<tools>", "<tool>"
 
 CHAT_TEMPLATE = (
@@ -20,8 +19,7 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
-
-# In front of the chat the names of the tools, which is all that a tiny model is told of them.
+# The chat begins with the names of the tools, which is all that a tiny model learns of them.
 TOOL_TEMPLATE = (
     "{% if tools %}{{ '<tools>' }}{% for tool in tools %}{{ tool['function']['name'] }}{% endfor %}"
     "{% endif %}" + CHAT_TEMPLATE
@@ -29,7 +27,7 @@ TOOL_TEMPLATE = (
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """One token per character, and pad, EOS and the marks of a chat's turns."""
+    """Make a tokenizer of characters, pad, EOS and the marks of a chat's turns."""
     tokenizer = _tokenizer(characters)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -37,9 +35,7 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 
 
 def tool_tokenizer(characters: str, pieces: Sequence[str]) -> PreTrainedTokenizerFast:
-    """One token per character and one for each of the longer `pieces` that calls of tools are made
-    of, and pad, EOS and the marks of a chat's turns.
-    """
+    """Make a character tokenizer with a token for each of the longer `pieces` of tool calls."""
     tokenizer = character_tokenizer(characters)
     tokenizer.add_special_tokens(
         {"additional_special_tokens": [USER, ASSISTANT, TOOLS, TOOL]},
@@ -50,7 +46,7 @@ def tool_tokenizer(characters: str, pieces: Sequence[str]) -> PreTrainedTokenize
 
 
 def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """One token per word, and pad, EOS and the marks of a chat's turns; blanks part words."""
+    """Make a tokenizer of words parted by blanks, pad, EOS and the marks of a chat's turns."""
     tokenizer = _tokenizer(words)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return _fast(tokenizer)
@@ -75,7 +71,7 @@ def _fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def tiny_decoder(tokenizer: PreTrainedTokenizerFast, max_positions: int = 64) -> PreTrainedModel:
-    """A Qwen3 of about half a million parameters, with tied embeddings and random weights."""
+    """Make a Qwen3 of about half a million parameters, with tied embeddings and random weights."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,

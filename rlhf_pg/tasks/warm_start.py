@@ -1,5 +1,6 @@
-"""The supervised warm start of an embedded task: by hand with `recipes/sft.py`, or by itself when a
-recipe is given no model.
+"""The supervised warm start of an embedded task.
+
+`recipes/sft.py` runs it by hand; a recipe without a model runs it by itself.
 """
 
 import os
@@ -23,7 +24,7 @@ from rlhf_pg.tasks import TASKS, Demonstration, Task
 
 Examples = list[dict[str, list[int]]]
 
-# What a launcher tells its processes: a child that trains alone must not hear it.
+# Variables that a launcher sets for its processes; a child that trains alone must not inherit them.
 LAUNCHER_PREFIXES = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_"),
     *("TORCHELASTIC_", "ACCELERATE_"),
@@ -32,7 +33,7 @@ LAUNCHER_PREFIXES = (
 
 @outliving_readers()
 def warm_start(args: SFTConfig) -> Path:
-    """Train a new model on the task's problems and answers; set aside what was there, and save it.
+    """Train a new model on the task's problems and answers, and save it; an older one is set aside.
 
     Returns:
         The directory of the model, `args.output_dir/final`.
@@ -68,15 +69,16 @@ def warm_start(args: SFTConfig) -> Path:
     with begun(final.parent):
         trainer.train()
         tokenizer.save_pretrained(final)
-        trainer.save_model(str(final))  # last: where there are weights, there is all
+        trainer.save_model(str(final))  # last: weights mean that everything is there
     return final
 
 
 def ensure_model(task: str, path: str | None) -> str:
-    """The model of a recipe: the path or Hub id it names, or the task's own, made once and cached.
+    """Return the model of a recipe: the path or Hub id it names, or the task's own, made once and
+    cached.
 
-    `recipes/sft_{task}.yaml` says how. The training runs in a process of its own, so that one
-    process or many find the same model.
+    `recipes/sft_{task}.yaml` says how. The training runs in a process of its own, so that the model
+    does not depend on how many processes ask for it.
     """
     if path is not None:
         return path
@@ -84,7 +86,7 @@ def ensure_model(task: str, path: str | None) -> str:
     args = parse(SFTConfig, recipe)
     final = Path(args.output_dir) / "final"
     final.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(final.parent / "lock-once"):  # "lock" is for who trains
+    with FileLock(final.parent / "lock-once"):  # "lock" belongs to the training
         if not (final / "model.safetensors").exists():
             print(f"no model at {final}: warm-starting one (once)", flush=True)
             env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
@@ -94,7 +96,7 @@ def ensure_model(task: str, path: str | None) -> str:
 
 
 def _examples(task: Task, tokenizer: PreTrainedTokenizerFast) -> Examples:
-    """Each demonstration as ids; only the turns, through their EOS, have labels."""
+    """Encode each demonstration as ids; only the turns, through their EOS, have labels."""
     tools = [get_json_schema(tool) for tool in task.tools]
     return [_example(one, tokenizer, tools) for one in task.demonstrations()]
 

@@ -33,19 +33,21 @@ def optimizer_and_schedule(
     """
     if given[1] is not None and args.kl_adaptive_lr is not None:
         raise ValueError("kl_adaptive_lr would scale a scheduler of your own: leave one out")
-    if given != (None, None) and args.critic_schedule_keys:
+    keys = args.critic_options.schedule_keys if args.critic_options else ()
+    if given != (None, None) and keys:
         raise ValueError(
-            f"{args.critic_schedule_keys[0]} is for the optimizer and the schedule that the "
+            f"{keys[0]} is for the optimizer and the schedule that the "
             "trainer makes: leave it out, or optimizers"
         )
     optimizer = given[0] or _adamw(policy, critic, args)
     _check_complete(optimizer, policy, critic)
     if given[1] is not None:
         return optimizer, given[1]
-    if given[0] is not None or critic is None:
+    options = args.critic_options
+    if given[0] is not None or critic is None or options is None:
         warmup = args.warmup_steps
         return optimizer, get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_steps)
-    return optimizer, _schedule(optimizer, critic, args, total_steps)
+    return optimizer, _schedule(optimizer, critic, args, options.warmup_steps, total_steps)
 
 
 def group_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -57,8 +59,8 @@ def group_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def _adamw(policy: nn.Module, critic: Critic | None, args: PolicyGradientConfig) -> Optimizer:
     """Make AdamW without decay for vectors (biases, norms), and with the critic's own rate."""
     groups = _groups(policy, args, args.learning_rate)
-    if critic is not None:
-        groups += _groups(critic, args, args.critic_learning_rate)
+    if critic is not None and args.critic_options is not None:
+        groups += _groups(critic, args, args.critic_options.learning_rate)
     betas = (args.adam_beta1, args.adam_beta2)
     rest: Any = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
     if args.optim == "adamw_8bit":
@@ -89,12 +91,16 @@ def _groups(module: nn.Module, args: PolicyGradientConfig, rate: float) -> list[
 
 
 def _schedule(
-    optimizer: Optimizer, critic: Critic, args: PolicyGradientConfig, total_steps: int
+    optimizer: Optimizer,
+    critic: Critic,
+    args: PolicyGradientConfig,
+    warmup: int,
+    total_steps: int,
 ) -> LambdaLR:
     """Schedule the critic from the first step, the policy after `policy_frozen_until` steps."""
     alone = args.policy_frozen_until
     later = _rates(args, args.warmup_steps, max(1, total_steps - alone))
-    value = _rates(args, args.critic_warmup_steps, total_steps)
+    value = _rates(args, warmup, total_steps)
 
     def policy(step: int) -> float:
         return 0.0 if step < alone else later(step - alone)

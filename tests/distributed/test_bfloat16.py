@@ -7,6 +7,8 @@ import torch
 
 from tests.distributed.launching import launch
 
+pytestmark = pytest.mark.distributed
+
 UPDATES = ["master_weights", "stochastic_rounding", "nearest"]
 JOBS = {update: {"kind": "updates", "bfloat16_update": update} for update in UPDATES}
 

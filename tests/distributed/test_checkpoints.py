@@ -10,6 +10,8 @@ import pytest
 from tests.distributed.launching import PATIENCE, start_two
 from tests.faults.job import STEPS, left
 
+pytestmark = pytest.mark.distributed
+
 
 def run(
     outputs: Sequence[Path], *resume: str, faults: Sequence[str] = ("", "")

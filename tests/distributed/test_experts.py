@@ -5,6 +5,8 @@ import pytest
 from tests.distributed.launching import COMMON, launch, saved_model
 from tests.distributed.runs import SPLITS
 
+pytestmark = pytest.mark.distributed
+
 JOB = COMMON | {
     "algorithm": "grpo",
     "num_generations": 4,
@@ -23,14 +25,7 @@ def one(tmp_path_factory):
     return launch(root / "one", {"grpo": own})["grpo"], job
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "ddp",
-        pytest.param("fsdp2", marks=pytest.mark.distributed),
-        pytest.param("zero3", marks=pytest.mark.distributed),
-    ],
-)
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2", "zero3"])
 def test_two_processes(one, backend, tmp_path):
     alone, job = one
     own = job | {"micro_batch_tokens": SPLITS["one"]}

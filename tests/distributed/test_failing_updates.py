@@ -8,14 +8,11 @@ import torch
 
 from rlhf_pg.report.json_lines import read
 from tests.distributed.launching import COMMON, launch, saved_model
-from tests.distributed.layouts import LAYOUTS, Layout
+from tests.distributed.layouts import LAYOUTS
 
-ALWAYS = {Layout("ddp", 2)}
-CASES = [
-    pytest.param(layout, id=str(layout), marks=() if layout in ALWAYS else pytest.mark.distributed)
-    for layout in LAYOUTS
-    if layout.processes == 2
-]
+pytestmark = pytest.mark.distributed
+
+CASES = [layout for layout in LAYOUTS if layout.processes == 2]
 # DeepSpeed's own check depends on the dtype; in the others a bfloat16 model has float32 parts.
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -25,7 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.fault(21, "all processes skip the update together, and it leaves no trace")
-@pytest.mark.parametrize("layout", CASES)
+@pytest.mark.parametrize("layout", CASES, ids=str)
 def test_it_is_skipped_by_all_and_after_too_many_every_process_says_why(tmp_path, layout) -> None:
     job = {"algorithm": "ppo", "model": saved_model(tmp_path / "model"), "kind": "nan", **COMMON}
     job |= {"num_iterations": 2, "max_skipped_steps": 1}

@@ -68,6 +68,7 @@ def test_a_launcher_that_is_killed_ends_all_after_the_same_step(tmp_path) -> Non
     assert (saved.name, verified(saved)) == ("step-00000002", None)
 
 
+@pytest.mark.distributed
 @pytest.mark.fault(6, "all finish the same step, save it and exit with 143")
 def test_sigterm_to_one_ends_all_after_the_same_step(started, tmp_path) -> None:
     for process in started("reward", "is_terminated"):
@@ -88,6 +89,7 @@ def test_an_error_of_one_ends_the_other(started) -> None:
     assert "[rank 0] cannot go on without the others\nStack of MainThread:\n" in text
 
 
+@pytest.mark.distributed
 def test_an_error_of_all_saves_what_was_trained(started, tmp_path) -> None:
     for process in started("all callbacks", "raises"):
         assert "RuntimeError: the judge is down" in said(process)
@@ -95,6 +97,7 @@ def test_an_error_of_all_saves_what_was_trained(started, tmp_path) -> None:
     assert (saved.name, verified(saved)) == ("step-00000001", None)
 
 
+@pytest.mark.distributed
 @pytest.mark.fault(5, "in several processes SIGINT is like SIGTERM, with 130")
 def test_ctrl_c_to_all_ends_them_after_the_same_step(started, tmp_path) -> None:
     for process in started("all callbacks", "is_interrupted_by_signal"):
@@ -104,12 +107,14 @@ def test_ctrl_c_to_all_ends_them_after_the_same_step(started, tmp_path) -> None:
     assert verified(saved) is None
 
 
+@pytest.mark.distributed
 def test_a_process_that_has_finished_is_not_aborted_by_the_threads_of_gloo() -> None:
     for process in start_two("tests.distributed.leaving", [[], []]):
         output = process.communicate(timeout=PATIENCE)[0]
         assert process.returncode == 0, output
 
 
+@pytest.mark.distributed
 @pytest.mark.fault(3, "the other says which process is gone, and ends")
 def test_a_process_that_is_killed_is_missed(started) -> None:
     first, second = started("reward", "is_killed")
@@ -119,6 +124,7 @@ def test_a_process_that_is_killed_is_missed(started) -> None:
     assert said(second).count("Traceback") == 0
 
 
+@pytest.mark.distributed
 @pytest.mark.fault(
     26,
     "after ddp_timeout all processes report their stacks and end; one that is alone waits, since "

@@ -13,6 +13,8 @@ from tests.distributed.heads import KINDS, ROWS, TEMPERATURE, loss, model_of, ro
 from tests.distributed.launching import ROOT
 from tests.distributed.runs import flat
 
+pytestmark = pytest.mark.distributed
+
 
 def expected(kind):
     """From all logits of every sequence, in one process."""
@@ -26,14 +28,7 @@ def expected(kind):
     return flat(torch.autograd.grad(total, trained))
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param("ddp", marks=pytest.mark.distributed),
-        pytest.param("fsdp2", marks=pytest.mark.distributed),
-        "zero3",
-    ],
-)
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2", "zero3"])
 def test_the_gradient_is_that_of_all_logits(tmp_path, backend) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += ["-m", "tests.distributed.heads", str(tmp_path), backend]

@@ -6,15 +6,11 @@ import torch
 from tests.distributed.launching import COMMON, launch, saved_model
 from tests.distributed.layouts import JOBS, ONE, Layout
 
+pytestmark = pytest.mark.distributed
+
 STEP = "checkpoints/step-00000003"
 RESUMED = ["ppo", "grpo", "ppo, LoRA"]  # a critic in units of its own, a reference that moves
 LAYOUTS = [Layout("ddp", 2), Layout("fsdp2", 2), Layout("zero2", 2), Layout("zero3", 2)]
-ALWAYS = Layout("zero3", 2)
-
-
-def layouts() -> list:
-    marks = {layout: () if layout == ALWAYS else pytest.mark.distributed for layout in LAYOUTS}
-    return [pytest.param(layout, id=str(layout), marks=marks[layout]) for layout in LAYOUTS]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +26,7 @@ def whole(tmp_path_factory, common) -> dict:
     return launch(tmp_path_factory.mktemp("whole") / "one", jobs)
 
 
-@pytest.fixture(scope="module", params=layouts())
+@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def there_and_back(request, tmp_path_factory, common, whole) -> tuple[dict, dict]:
     """Begun in one process and finished in the layout, and the other way round."""
     layout, root = request.param, tmp_path_factory.mktemp("resumed")
@@ -69,7 +65,6 @@ def narrow(tmp_path_factory, common) -> dict:
     return {"whole": whole["ppo"]} | launch(root / "rest", {"rest": job}, "zero3", 2)
 
 
-@pytest.mark.distributed
 def test_float32_masters_are_resumed_bit_for_bit(narrow) -> None:
     """A bfloat16 weight alone has lost what its updates added below the last bit."""
     assert narrow["rest"].end.equal(narrow["whole"].end)
