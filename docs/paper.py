@@ -130,7 +130,7 @@ def before_and_after() -> str:
 
 
 def published() -> str:
-    """What others have measured, and what the model foretells."""
+    """What others have measured, and what the model predicts."""
     rows = []
     for point in points():
         numbers = (point.published, point.predicted())

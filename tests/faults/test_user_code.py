@@ -93,7 +93,7 @@ def awaitable_reward(misbehave):
 
 
 def play(factory, engine=None, prompt="q?", **options):
-    player = EpisodeRunner(
+    runner = EpisodeRunner(
         environment_factory=factory,
         tokenizer=TOKENIZER,
         stop_token_ids=[EOS],
@@ -102,7 +102,7 @@ def play(factory, engine=None, prompt="q?", **options):
     )
     engine = engine or sayer("a<eos>", "b<eos>")
     params = SamplingParams(max_tokens=9)
-    [episode] = player.play(engine, [{"prompt": prompt}], [ids("q?")], [0], 1, params, 0)
+    [episode] = runner.play(engine, [{"prompt": prompt}], [ids("q?")], [0], 1, params, 0)
     return episode
 
 

@@ -22,7 +22,7 @@ MUTANTS: list[Mutant] = [
         name="refused-prompt-forwarded",
         mistake="the prompt of an environment may be longer than positions and micro-batches",
         target="rlhf_pg.rollout.multi_turn.episodes._EpisodeBatch._prompted",
-        old="most=player.longest_prompt",
+        old="most=runner.longest_prompt",
         new="most=None",
         killers=(USER_CODE + "a_prompt_that_was_refused_is_not_forwarded",),
     ),
@@ -96,8 +96,8 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rollout.multi_turn.episodes._EpisodeBatch._ask",
         old="            tokens=[*first.prompt_ids, *first.tokens],\n",
         new=(
-            "            tokens=self.player.tokenizer(\n"
-            "                self.player.tokenizer.decode([*first.prompt_ids, *first.tokens])\n"
+            "            tokens=self.runner.tokenizer(\n"
+            "                self.runner.tokenizer.decode([*first.prompt_ids, *first.tokens])\n"
             '            )["input_ids"],\n'
         ),
         killers=(TOKENS + "turns_are_carried_as_they_were_sampled",),
@@ -166,7 +166,7 @@ MUTANTS: list[Mutant] = [
         name="turns-without-limit",
         mistake="max_turns ends no episode",
         target="rlhf_pg.rollout.multi_turn.episodes._EpisodeBatch._observed",
-        old="(not done and episode.turns == player.max_turns)",
+        old="(not done and episode.turns == runner.max_turns)",
         new="(not done and False)",
         killers=(TOKENS + "the_limit_on_turns",),
     ),

@@ -365,7 +365,7 @@ def test_the_constants_are_those_that_fit_best() -> None:
     assert decode.host == pytest.approx(decoding.HOST)
 
 
-def test_a_point_left_out_is_foretold_worse() -> None:
+def test_a_point_left_out_is_predicted_worse() -> None:
     for kind in ("train", "decode"):
         inside = [point.off() for point in points() if point.kind == kind]
         assert left_out(kind).worst > max(inside)

@@ -1,4 +1,4 @@
-"""`rlhf-pg plan`, and the seconds it foretells."""
+"""`rlhf-pg plan`, and the seconds it predicts."""
 
 import re
 from pathlib import Path

@@ -122,7 +122,7 @@ class _Row:
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeRunner:
-    """A player of episodes, with the settings of the run.
+    """A runner of episodes with the settings of the run.
 
     Attributes:
         environment_factory: makes the environment of one episode.
@@ -199,13 +199,13 @@ class _EpisodeBatch:
 
     def __init__(
         self,
-        player: EpisodeRunner,
+        runner: EpisodeRunner,
         calls: ConcurrentCalls,
         session: Session,
         max_tokens: int,
         rows: Sequence[_Row],
     ) -> None:
-        self.player, self.calls, self.session = player, calls, session
+        self.runner, self.calls, self.session = runner, calls, session
         self.max_tokens = max_tokens
         self.groups: dict[int, dict[int, _Row]] = {}  # by prompt_index and sample
         for row in rows:
@@ -257,7 +257,7 @@ class _EpisodeBatch:
     def _reset(self, row: _Row) -> None:
         try:
             with foreign("environment_factory"):
-                row.episode.environment = self.player.environment_factory()
+                row.episode.environment = self.runner.environment_factory()
                 reset = row.episode.environment.reset
         except Exception as error:
             row.episode.error, row.resetting = told(error), False
@@ -267,8 +267,8 @@ class _EpisodeBatch:
     def _prompted(self, row: _Row, prompt: Any) -> bool:
         prompt = checked_prompt(prompt)
         if prompt != row.example["prompt"]:
-            player = self.player
-            ids = encode(prompt, player.tokenizer, tools=player.tools, most=player.longest_prompt)
+            runner = self.runner
+            ids = encode(prompt, runner.tokenizer, tools=runner.tools, most=runner.longest_prompt)
             row.episode.prompt, row.episode.prompt_ids = prompt, ids
         return False
 
@@ -309,28 +309,28 @@ class _EpisodeBatch:
                     row.episode.prompt, row.episode.prompt_ids = row.example["prompt"], row.tokens
 
     def _turn(self, row: _Row, completion: Completion) -> None:
-        ids, player = completion.tokens, self.player
-        row.stop_id = ids[-1] if ids[-1] in player.stop_token_ids else None
+        ids, runner = completion.tokens, self.runner
+        row.stop_id = ids[-1] if ids[-1] in runner.stop_token_ids else None
         row.cut_off = completion.finish_reason == "length"
-        text = player.tokenizer.decode(ids, skip_special_tokens=True)
+        text = runner.tokenizer.decode(ids, skip_special_tokens=True)
         row.episode.act(completion, text)
-        if player.special_tokens:
-            text = player.tokenizer.decode(ids if row.stop_id is None else ids[:-1])
+        if runner.special_tokens:
+            text = runner.tokenizer.decode(ids if row.stop_id is None else ids[:-1])
         assert row.episode.environment is not None
         self._call(row, row.episode.environment.step, text, self._observed)
 
     def _observed(self, row: _Row, answer: Any) -> bool:
-        episode, player = row.episode, self.player
+        episode, runner = row.episode, self.runner
         messages, reward, done = checked_observation(answer, episode.prompt)
         episode.pay(reward)
-        if row.cut_off or (not done and episode.turns == player.max_turns):
+        if row.cut_off or (not done and episode.turns == runner.max_turns):
             episode.cut_off()
         if done or episode.truncated:
             return False
         room = self.max_tokens - len(episode.tokens) - 1  # for the answer, with one token after it
         try:
             ids = encode_answer(
-                messages, player.tokenizer, episode.prompt, row.stop_id, player.tools, room
+                messages, runner.tokenizer, episode.prompt, row.stop_id, runner.tools, room
             )
         except TooLong:
             ids = None

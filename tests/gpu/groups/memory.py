@@ -1,4 +1,4 @@
-"""Bytes: what a rollout gives back before the update, and what the plan foretells."""
+"""Bytes: what a rollout gives back before the update, and what the plan predicts."""
 
 import gc
 import tempfile
@@ -41,7 +41,7 @@ SETUPS = {
 
 
 def memory(device: str) -> Iterator[Check]:
-    """Bytes that torch's allocator has given out, and those that the plan foretells."""
+    """Bytes that torch's allocator has given out, and those that the plan predicts."""
     with tempfile.TemporaryDirectory() as directory:
         model = save_wide_model(directory, device)
         yield "a rollout gives back its memory", partial(kept, model, directory, device)
@@ -88,13 +88,13 @@ def later_steps(model: str, directory: str, device: str) -> Result:
 
 
 def planned(setup: str, model: str, directory: str, device: str) -> Result:
-    """Bytes that the plan foretells for an update, against the most that were allocated in one."""
+    """Bytes that the plan predicts for an update, against the most that were allocated in one."""
     options = SETUPS[setup]
     if "optim" in options and not find_spec("bitsandbytes"):
         return Result("bitsandbytes is not installed", None)
     args = GRPOConfig(model_name_or_path=model, **{**PLANNED, **options})
     total = torch.cuda.get_device_properties(device).total_memory if device == "cuda" else 8e9
-    foretold = predicted_memory(
+    predicted = predicted_memory(
         build_meta_models(args, device, "cuda"), SHARDINGS[0], 1, float(total), "cuda"
     )
     trainer = wide_trainer(model, directory, device, **options)
@@ -102,7 +102,7 @@ def planned(setup: str, model: str, directory: str, device: str) -> Result:
     experience, _ = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
     del samples
     most = peak(device, lambda: trainer.update(experience, Meter()))
-    off = sum(foretold.update.values()) / max(most, 1) - 1
+    off = sum(predicted.update.values()) / max(most, 1) - 1
     return of_gpu(device, f"{most / 1e9:.2f} GB, {100 * off:+.0f} %", abs(off) <= 0.2, off)
 
 

@@ -66,7 +66,7 @@ def play(
     **options,
 ):
     made = iter(environments)
-    player = EpisodeRunner(
+    runner = EpisodeRunner(
         environment_factory=lambda: next(made),
         tokenizer=tokenizer,
         stop_token_ids=[EOS],
@@ -75,7 +75,7 @@ def play(
     examples = [{"prompt": prompt, "answer": "a"} for _ in draws]
     tokens = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else [5] for _ in draws]
     params = SamplingParams(max_tokens=max_tokens)
-    return player.play(engine, examples, tokens, list(draws), n, params, seed=0)
+    return runner.play(engine, examples, tokens, list(draws), n, params, seed=0)
 
 
 # ------------------------------------------------------------------------------ what a row is
@@ -173,13 +173,13 @@ def test_what_ends_a_turn_is_appended_where_another_stop_token_was_sampled():
     engine = sayer("ab<eos>")
     engine.eos = stop
     engine.script = lambda request, sample: ids("abz" if request.position == 0 else "cz")
-    player = EpisodeRunner(
+    runner = EpisodeRunner(
         environment_factory=lambda: Listed(([tool("up")], 0.0, False), ([], 1.0, True)),
         tokenizer=TOKENIZER,
         stop_token_ids=[EOS, stop],
     )
     params = SamplingParams(max_tokens=40)
-    [episode] = player.play(engine, [{"prompt": ASKED}], [[5]], [0], 1, params, 0)
+    [episode] = runner.play(engine, [{"prompt": ASKED}], [[5]], [0], 1, params, 0)
     assert text(episode.tokens) == "abz<eos><tool>up<assistant>cz"
     assert [i for i, own in enumerate(episode.actions) if not own] == list(range(3, 8))
 
@@ -460,11 +460,11 @@ def test_what_no_loop_takes_is_not_left_unawaited(monkeypatch):
 
 
 def test_a_factory_that_fails_is_an_error_of_its_episode():
-    player = EpisodeRunner(
+    runner = EpisodeRunner(
         environment_factory=lambda: 1 / 0, tokenizer=TOKENIZER, stop_token_ids=[EOS]
     )
     params = SamplingParams(max_tokens=4)
-    episodes = player.play(sayer("a<eos>"), [{"prompt": "q?"}], [ids("q?")], [0], 2, params, 0)
+    episodes = runner.play(sayer("a<eos>"), [{"prompt": "q?"}], [ids("q?")], [0], 2, params, 0)
     assert [episode.error for episode in episodes] == ["ZeroDivisionError: division by zero"] * 2
 
 
