@@ -92,7 +92,7 @@ coverage: $(VENV)/.installed  ## every line of the pure modules is run by their 
 	$(BIN)/pytest $(PURE_TESTS) --cov=rlhf_pg --cov-report=term-missing --cov-fail-under=100
 
 mutants: $(VENV)/.installed  ## known mistakes, each put into a copy of the code: a test has to fail
-	$(BIN)/python -m tests.mutants.run
+	$(BIN)/python -m tests.mutants.run $(MUTANTS)
 
 docs: $(VENV)/.installed  ## write the pages that are made from the code
 	$(BIN)/python docs/generate.py
