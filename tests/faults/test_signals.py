@@ -1,4 +1,4 @@
-"""AdvantageInputs during a run, and launchers that leave it alone.
+"""Signals during a run, and launchers that leave it alone.
 
 Several processes: `tests/distributed/test_failures.py`.
 """

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -12,6 +13,7 @@ from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.pass_at_k import majority_score
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.evaluator import stripped_text
+from tests.untimed import untimed
 
 HELD_OUT = arithmetic().eval_dataset.select(range(9))
 
@@ -281,7 +283,10 @@ def test_a_callback_may_add_an_evaluation_of_its_own(make) -> None:
         def on_step(self, trainer, metrics) -> None:
             metrics |= trainer.evaluate(temperature=0.5)
 
-    make(eval_dataset=HELD_OUT, callbacks=[Own()]).train()
+    trainer = make(eval_dataset=HELD_OUT, callbacks=[Own()])
+    trainer.train()
+    lines = untimed(Path(trainer.args.output_dir))
+    assert all(0 <= line["eval_reward"] <= 1 for line in lines)
 
 
 def test_no_best_if_not_wanted(make, tmp_path) -> None:

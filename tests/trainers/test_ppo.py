@@ -30,6 +30,7 @@ from tests.enumeration import (
     log_probs,
     make_trainer,
 )
+from tests.untimed import untimed
 
 TWO = ("ab", "bba")
 PLAIN = {"normalize_advantages": False, "num_iterations": 1, "lam": 1.0}
@@ -394,7 +395,10 @@ def test_gradient_of_one_pass_is_that_of_many_at_the_start(tmp_path) -> None:
 
 def test_the_first_update_is_made_even_if_dropout_makes_it_drift(make) -> None:
     options = {"lora_dropout": 0.3, "use_peft": True, "disable_dropout": False}
-    make(PPOTrainer, target_kl=1e-9, num_iterations=2, max_steps=2, **options).train()
+    trainer = make(PPOTrainer, target_kl=1e-9, num_iterations=2, max_steps=2, **options)
+    trainer.train()
+    lines = untimed(Path(trainer.args.output_dir))
+    assert [line["num_updates"] for line in lines] == [1, 1]
 
 
 def test_a_value_model_that_is_the_reward_model_too_leaves_the_reward_alone(

@@ -1,5 +1,6 @@
 """Which rows train, and baselines from beyond the batch, on listed completions in float64."""
 
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -386,6 +387,8 @@ def test_greedy_completions_are_counted_and_never_trained_on(make, tmp_path) -> 
 def test_a_greedy_baseline_needs_no_second_completion(make) -> None:
     trainer = make(ReinforceTrainer, prompts_per_step=1, num_generations=1, max_steps=1, **REMAX)
     trainer.train()
+    [line] = untimed(Path(trainer.args.output_dir))
+    assert math.isfinite(line["rewards/greedy"])
 
 
 def test_greedy_completions_are_of_the_prompts_that_dynamic_sampling_kept(make) -> None:
