@@ -80,6 +80,7 @@ def test_sigterm_to_one_ends_all_after_the_same_step(started, tmp_path) -> None:
     assert (saved / "rng-rank1.safetensors").exists()
 
 
+@pytest.mark.distributed
 def test_an_error_of_one_ends_the_other(started) -> None:
     """Rank 1 keeps its connections: rank 0 waits in a collective that will not end by itself."""
     first, _ = started("callback", "is_interrupted")

@@ -9,6 +9,8 @@ from tests.distributed.launching import COMMON, Outcome, launch, saved_model
 from tests.distributed.layouts import JOBS
 from tests.distributed.runs import SPLITS
 
+pytestmark = pytest.mark.distributed
+
 PLAIN = {
     "algorithm": "ppo",
     "prompts_per_step": 5,
@@ -97,7 +99,6 @@ def test_episodes_are_those_of_one_process(outcomes, tmp_path) -> None:
         assert a["reward"] == pytest.approx(b["reward"], rel=1e-5)
 
 
-@pytest.mark.distributed
 def test_a_reference_follows_where_layers_stay_whole_after_a_forward_pass(tmp_path) -> None:
     job = COMMON | JOBS["grpo"] | {"model": saved_model(tmp_path / "model"), "gradients": False}
     one = launch(tmp_path / "one", {"grpo": job})["grpo"]

@@ -119,6 +119,7 @@ def test_fsdp2(launched: dict[str, str], offload: type[OffloadPolicy]) -> None:
         ("fsdp2", {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}),
     ],
 )
+@pytest.mark.slow
 def test_one_launcher_per_machine(name: str, told: dict[str, str], tmp_path: Path) -> None:
     """Two machines, both of them this one, with the flags of docs/scaling.md."""
     if name == "zero2":

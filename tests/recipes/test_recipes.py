@@ -50,7 +50,7 @@ def test_the_sft_recipe_is_what_runs_by_itself() -> None:
     assert args == SFTConfig()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_recipe_under_accelerate_launch(processes: int, model_path: str, tmp_path: Path) -> None:
     accelerate = [sys.executable, "-m", "accelerate.commands.launch"]
     setup = {
@@ -124,7 +124,7 @@ def test_train_command_plays_episodes(algorithm: str, task: str, tmp_path: Path)
     assert ("tools/call_frequency" in lines[0]) == (task == "calculator")
 
 
-@pytest.mark.parametrize("script", ["reward_model", "rloo"])
+@pytest.mark.parametrize("script", ["reward_model", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_a_recipe_script_takes_the_task_preference(script: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     for part in preference().new_model():

@@ -38,7 +38,7 @@ def outcome(name: str) -> str:
             token = torch.zeros(1, 1, dtype=torch.int64)
             model(input_ids=token, attention_mask=token + 1)
     except Exception:  # of any kind: its config, its layers, its size
-        return "not built so small"
+        return "could not be built this small"
     settle_positions(model, sum(LENGTHS))
     disable_dropout(model)
     run = examined(model)

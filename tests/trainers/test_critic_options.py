@@ -94,8 +94,12 @@ def test_targets_by_hand(tmp_path, options, advantages, returns) -> None:
     assert experience.returns[0].tolist() == pytest.approx(returns)
 
 
+SLOW = (VPG, STEPS_OF_TWO, STEPS_OF_TWO | {"n_steps": 1})
+
+
 @pytest.mark.parametrize(
-    "options", [VPG, STEPS_OF_TWO, STEPS_OF_TWO | {"n_steps": 1}, GAE | {"value_lam": 1.0}]
+    "options",
+    [GAE | {"value_lam": 1.0}, *(pytest.param(own, marks=pytest.mark.slow) for own in SLOW)],
 )
 def test_a_critic_fitted_to_these_targets_converges_to_the_true_values(tmp_path, options) -> None:
     """By the expected gradient of the value loss, while the policy stays."""

@@ -5,16 +5,20 @@ import pytest
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.report.json_lines import read
 
+OTHERS = [
+    (GRPOTrainer, {"num_iterations": 2, "num_mini_batches": 2}),
+    (RLOOTrainer, {"beta": 0.001}),
+    (PPOTrainer, {"beta": 0.001, "num_iterations": 2}),
+    (PPOTrainer, {"beta": 0.001, "num_iterations": 2, "critic": "shared"}),
+    (ReinforceTrainer, {"beta": 0.001, "num_generations": 1, "prompts_per_step": 64}),
+]
+
 
 @pytest.mark.parametrize(
     ("trainer_type", "options"),
     [
         (GRPOTrainer, {"beta": 0.001}),
-        (GRPOTrainer, {"num_iterations": 2, "num_mini_batches": 2}),
-        (RLOOTrainer, {"beta": 0.001}),
-        (PPOTrainer, {"beta": 0.001, "num_iterations": 2}),
-        (PPOTrainer, {"beta": 0.001, "num_iterations": 2, "critic": "shared"}),
-        (ReinforceTrainer, {"beta": 0.001, "num_generations": 1, "prompts_per_step": 64}),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS),
     ],
 )
 def test_reward_rises_by_half(make, tmp_path, trainer_type, options) -> None:

@@ -185,11 +185,11 @@ def test_gradient_checkpointing_changes_no_gradient(make, critic, deeper_path, t
     ("trainer_type", "options"),
     [
         (GRPOTrainer, LORA),
-        (PPOTrainer, LORA),
         (PPOTrainer, {**LORA, "critic": "shared"}),
-        (PPOTrainer, {**LORA, "value_model": "deeper"}),
-        (PPOTrainer, {"value_model": "deeper"}),
         (PPOTrainer, {"value_model": "module"}),
+        pytest.param(PPOTrainer, LORA, marks=pytest.mark.slow),
+        pytest.param(PPOTrainer, {**LORA, "value_model": "deeper"}, marks=pytest.mark.slow),
+        pytest.param(PPOTrainer, {"value_model": "deeper"}, marks=pytest.mark.slow),
     ],
 )
 def test_ten_steps_are_five_and_five_bit_for_bit(

@@ -170,7 +170,7 @@ def test_with_the_true_values_every_expected_advantage_is_zero(tmp_path, lam, ga
         assert weighted[rows, len(said)].sum().item() == pytest.approx(0, abs=1e-12)
 
 
-@pytest.mark.parametrize("lam", [0.5, 1.0])
+@pytest.mark.parametrize("lam", [pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_a_fitted_critic_converges_to_the_true_values(tmp_path, lam) -> None:
     """By the expected gradient of the value loss, while the policy stays."""
     truth = true_values(("ab",))
