@@ -18,7 +18,7 @@ EACH = list(zip(CASES, DIFFS, strict=True))
 
 
 @pytest.mark.parametrize(("name", "diff"), EACH, ids=CASES)
-def test_a_new_function_is_a_short_diff_with_its_test(tmp_path: Path, name: str, diff: str) -> None:
+def test_new_function_with_test_is_short_diff(tmp_path: Path, name: str, diff: str) -> None:
     changed = [line for line in diff.splitlines() if re.match(r"[+-](?![+-]{2})", line)]
     assert 0 < len(changed) <= 20
     for source in ("rlhf_pg", "tests", "pyproject.toml"):

@@ -24,7 +24,7 @@ NAN, INF = float("nan"), float("inf")
         (6.0, 0.1),
     ],
 )
-def test_adaptive_controller_moves_with_the_clipped_error(kl, expected):
+def test_adaptive_controller_follows_clipped_error(kl, expected):
     controller = AdaptiveKLController(coef=0.1, target=6.0, horizon=10_000)
     controller.update(kl, num_samples=100)
     assert controller.coef == pytest.approx(expected, rel=1e-12)
@@ -57,7 +57,7 @@ def test_penalty_controller_compounds():
 
 
 @pytest.mark.proves("rlhf_pg.trainers.controllers.EntropyController")
-def test_entropy_controller_pushes_below_the_target_and_eases_above_it():
+def test_entropy_controller_rises_below_and_falls_above_target():
     controller = EntropyController(coef=0.25, target=0.5, delta=0.125, minimum=0.0, maximum=0.5)
     steps = [
         (0.4, 0.375),
@@ -76,7 +76,7 @@ def test_entropy_controller_pushes_below_the_target_and_eases_above_it():
         assert controller.coef == expected
 
 
-def test_entropy_controller_lands_on_bounds_that_no_step_meets():
+def test_entropy_controller_stops_at_off_step_bounds():
     controller = EntropyController(coef=0.3, target=1.0, delta=0.25, minimum=0.1, maximum=0.4)
     controller.update(0.0)
     assert controller.coef == 0.4
@@ -98,13 +98,13 @@ def test_entropy_controller_lands_on_bounds_that_no_step_meets():
         (INF, 1.0),
     ],
 )
-def test_rate_falls_above_twice_the_target_and_rises_below_half_of_it(kl, expected):
+def test_rate_falls_above_twice_target_and_rises_below_half(kl, expected):
     rate = KLAdaptiveRate(target=0.25, coef=1.5)
     rate.update(kl)
     assert rate.coef == expected
 
 
-def test_rate_begins_at_one_and_stays_within_a_factor_of_ten():
+def test_rate_starts_at_one_and_stays_within_factor_ten():
     rate = KLAdaptiveRate(target=0.01)
     assert rate.coef == 1
     for expected in (1.5, 2.25, 3.375, 5.0625, 7.59375, 10, 10):
@@ -117,7 +117,7 @@ def test_rate_begins_at_one_and_stays_within_a_factor_of_ten():
     assert rate.coef == 0.1
 
 
-def test_rate_lands_on_bounds_of_ones_own():
+def test_rate_stops_at_custom_bounds():
     rate = KLAdaptiveRate(target=0.01, minimum=0.5, maximum=2.0)
     for kl, expected in ((0.0, 1.5), (0.0, 2.0), (1.0, 2 / 1.5), (1.0, 2 / 1.5**2), (1.0, 0.5926)):
         rate.update(kl)
@@ -141,7 +141,7 @@ def update(controller, value):
 
 
 @pytest.mark.parametrize("new", CONTROLLERS.values(), ids=CONTROLLERS)
-def test_a_measurement_that_is_nan_changes_nothing(new):
+def test_nan_measurement_leaves_controller_unchanged(new):
     controller = new()
     update(controller, NAN)
     assert controller == new()
@@ -150,7 +150,7 @@ def test_a_measurement_that_is_nan_changes_nothing(new):
 
 
 @pytest.mark.parametrize("new", CONTROLLERS.values(), ids=CONTROLLERS)
-def test_the_state_goes_through_json_and_back(new):
+def test_controller_state_survives_json(new):
     controller = new()
     update(controller, 100.0)
     restored = type(controller)(**json.loads(json.dumps(vars(controller))))
@@ -159,13 +159,13 @@ def test_the_state_goes_through_json_and_back(new):
     assert restored == controller
 
 
-def test_the_kl_controllers_are_found_beside_the_estimators_too():
+def test_kl_controllers_are_importable_from_kl_module():
     assert kl_module.AdaptiveKLController is AdaptiveKLController
     assert kl_module.PenaltyKLController is PenaltyKLController
 
 
 @pytest.mark.parametrize(("start", "entropy", "expected"), [(0.0, 0.5, 0.1), (5.0, 2.0, 1.0)])
-def test_entropy_controller_comes_within_its_bounds_from_either_side(start, entropy, expected):
+def test_entropy_coefficient_is_clamped_at_either_bound(start, entropy, expected):
     controller = EntropyController(start, target=1.0, delta=0.01, minimum=0.1, maximum=1.0)
     controller.update(entropy)
     assert controller.coef == expected

@@ -11,7 +11,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 ARGUMENTS = dict(re.findall(r"^ARG (\w+)=(\S+)$", DOCKERFILE, re.M))
 
 
-def test_the_image_has_the_torch_that_was_tested() -> None:
+def test_image_has_tested_torch_version() -> None:
     """Or pip would download another one over it."""
     constraints = (ROOT / ARGUMENTS["CONSTRAINTS"]).read_text()
     wanted = re.search(r"^torch==(\S+)$", constraints, re.M)[1]
@@ -19,7 +19,7 @@ def test_the_image_has_the_torch_that_was_tested() -> None:
     assert {image.split(":")[1].split("-")[0] for image in images} == {wanted}
 
 
-def test_the_image_is_made_from_what_there_is() -> None:
+def test_image_uses_existing_extras_and_files() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = [extras.strip(".") for extras in re.findall(r"EXTRAS=([\w,]+)", DOCKERFILE)]
     assert len(named) == 2
@@ -32,7 +32,7 @@ def test_the_image_is_made_from_what_there_is() -> None:
     assert not {".git", "tests", "constraints.txt", "examples"} & set(ignored)
 
 
-def test_the_form_takes_the_report() -> None:
+def test_issue_form_accepts_report() -> None:
     form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/gpu_report.yml").read_text())
     assert {"name", "description", "body"} <= set(form)
     fields = [field for field in form["body"] if field["type"] != "markdown"]

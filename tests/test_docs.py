@@ -52,22 +52,22 @@ def test_pages_are_up_to_date(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MOST_WORDS)
-def test_page_is_short(name: str) -> None:
+def test_page_is_within_word_limit(name: str) -> None:
     assert len((ROOT / name).read_text().split()) <= MOST_WORDS[name]
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
+def test_every_page_is_linked_from_readme() -> None:
     linked = set(re.findall(r"\]\((docs/\w+\.md)", (ROOT / "README.md").read_text()))
     assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= linked
 
 
-def test_readme_names_the_command_that_runs_the_tests() -> None:
+def test_readme_and_ci_name_test_command() -> None:
     assert "`make test`" in (ROOT / "README.md").read_text()
     assert "\nmake test\n" in (ROOT / ".ci" / "run").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_names_exists(page: Path) -> None:
+def test_names_and_links_on_page_exist(page: Path) -> None:
     text = page.read_text()
     for name in set(re.findall(r"\brlhf_pg(?:\.[A-Za-z_]\w*)+", text)):
         pkgutil.resolve_name(name)
@@ -87,24 +87,24 @@ def _anchors(text: str) -> set[str]:
     }
 
 
-def test_what_a_test_claims_to_prove_exists() -> None:
+def test_proved_functions_exist() -> None:
     for name, path, test in generate.proof_names():
         assert callable(pkgutil.resolve_name(name)), f"{path}::{test} proves {name}"
 
 
-def test_every_function_has_a_proof() -> None:
+def test_every_function_has_proof() -> None:
     proved = generate.proofs()
     unproved = [entry.name for entry in ENTRIES if not proved.get(entry.object)]
     lacking = [name for name in unproved if name not in NO_FORMULA]
     assert not lacking, f"no test with the marker `proves`: {', '.join(lacking)}"
 
 
-def test_every_formula_has_a_source() -> None:
+def test_every_formula_has_source() -> None:
     lacking = [e.name for e in ENTRIES if e.source is None and e.name not in NO_SOURCE]
     assert not lacking, f"no (source) in the first sentence: {', '.join(lacking)}"
 
 
-def test_the_functions_without_a_source_exist() -> None:
+def test_functions_without_source_exist() -> None:
     assert {entry.name for entry in ENTRIES} >= NO_SOURCE
 
 
@@ -121,7 +121,7 @@ def test_the_functions_without_a_source_exist() -> None:
         ("Elsewhere: TRL clips.", "**Elsewhere:** TRL clips.\n"),
     ],
 )
-def test_a_docstring_becomes_markdown(paragraph: str, expected: str) -> None:
+def test_docstring_becomes_markdown(paragraph: str, expected: str) -> None:
     assert generate.rendered(paragraph) == expected
 
 
@@ -148,7 +148,7 @@ REPORT = {
 }
 
 
-def test_a_report_of_a_gpu_becomes_a_table(tmp_path: Path) -> None:
+def test_gpu_report_becomes_table(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     assert generate.gpu.section(path).startswith("No GPU has run any of this yet.")
     assert "tests/gpu/run.sh" in generate.gpu.section(path)
@@ -170,13 +170,13 @@ def test_a_report_of_a_gpu_becomes_a_table(tmp_path: Path) -> None:
     assert "1 not checked; it was broken off." in generate.gpu.section(path)
 
 
-def test_what_the_checks_write_can_be_rendered(tmp_path: Path) -> None:
+def test_written_report_can_be_rendered(tmp_path: Path) -> None:
     path, rows = tmp_path / "gpu.json", [report.Row("a", "b", "1 s", 1.0, True, 2.0)]
     report.write(path, report.environment("cpu"), rows, 61.0, done=True)
     assert "| a | b | 1 s | ok |" in generate.gpu.section(path)
 
 
-def test_a_table_needs_one_place() -> None:
+def test_filled_requires_exactly_one_place() -> None:
     place = "<!-- a -->\nold\n<!-- end -->\n"
     both = f"{place}<!-- b -->\nkept\n<!-- end -->\n"
     expected = both.replace("old\n", "\nnew\n\n")

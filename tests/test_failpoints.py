@@ -14,12 +14,12 @@ def anew(monkeypatch):
     monkeypatch.setattr(failpoints, "_passed", failpoints.Counter())
 
 
-def test_without_the_variable_nothing_happens(monkeypatch) -> None:
+def test_unset_variable_disables_failpoint(monkeypatch) -> None:
     monkeypatch.delenv("RLHF_PG_FAULT", raising=False)
     failpoint("step")
 
 
-def test_it_fails_there_at_that_passage_and_only_then(monkeypatch) -> None:
+def test_failpoint_fails_only_at_named_pass(monkeypatch) -> None:
     monkeypatch.setenv("RLHF_PG_FAULT", "step:enospc@2")
     for point in ("step", "reward", "reward"):
         failpoint(point)
@@ -29,7 +29,7 @@ def test_it_fails_there_at_that_passage_and_only_then(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["stop:kill", "step:explode", "step", "step:kill@x", ":"])
-def test_what_there_is_not_is_refused_where_any_point_is_passed(monkeypatch, wanted) -> None:
+def test_unknown_point_or_action_raises_at_any_point(monkeypatch, wanted) -> None:
     monkeypatch.setenv("RLHF_PG_FAULT", wanted)
     with pytest.raises(ValueError, match=r"points are rollout, .*; actions are kill"):
         failpoint("rollout")

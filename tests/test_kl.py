@@ -66,7 +66,7 @@ def test_estimates_are_elementwise(estimator):
 
 @pytest.mark.proves("rlhf_pg.kl.kl_estimate")
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_expected_value_is_the_kl(estimator):
+def test_expected_value_is_kl(estimator):
     policy = LOGITS.log_softmax(0)
     expected = (policy.exp() * kl_estimate(policy, REF, estimator)).sum()
     assert expected.item() == pytest.approx(kl(policy, REF).item(), rel=1e-14)
@@ -81,7 +81,7 @@ def test_expected_value_is_the_kl(estimator):
         ("k3", lambda policy: kl(REF, policy)),
     ],
 )
-def test_expected_gradient_as_a_loss(estimator, target):
+def test_expected_gradient_as_loss(estimator, target):
     # E[grad k] under a fixed sampling distribution, by enumeration of the three tokens
     as_loss = gradient(lambda p: (p.detach().exp() * kl_estimate(p, REF, estimator)).sum())
     torch.testing.assert_close(as_loss, gradient(target), rtol=1e-12, atol=1e-15)
@@ -96,7 +96,7 @@ def test_expected_gradient_as_a_loss(estimator, target):
         ("k3", lambda policy: kl(policy, REF) - kl(REF, policy)),
     ],
 )
-def test_expected_policy_gradient_as_a_detached_penalty(estimator, target):
+def test_expected_policy_gradient_as_detached_penalty(estimator, target):
     # E[k grad log pi]
     as_reward = gradient(
         lambda p: (p.detach().exp() * kl_estimate(p, REF, estimator).detach() * p).sum()
@@ -105,7 +105,7 @@ def test_expected_policy_gradient_as_a_detached_penalty(estimator, target):
 
 
 @pytest.mark.proves("rlhf_pg.kl.kl_estimate")
-def test_k3_in_the_reward_pays_almost_nothing_near_the_reference():
+def test_k3_reward_gradient_vanishes_near_reference():
     direction = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64)
     kept = []
     for distance in (0.1, 0.05):
@@ -136,7 +136,7 @@ def test_gradient_matches_finite_differences(estimator):
         (-50.0, "k3", math.exp(50) - 51, 1 - math.exp(50)),
     ],
 )
-def test_nothing_is_clamped(u, estimator, value, slope):
+def test_estimates_are_not_clamped(u, estimator, value, slope):
     logprob = torch.tensor(u, dtype=torch.float64, requires_grad=True)
     k = kl_estimate(logprob, torch.zeros_like(logprob), estimator)
     k.backward()
@@ -144,7 +144,7 @@ def test_nothing_is_clamped(u, estimator, value, slope):
     assert logprob.grad.item() == pytest.approx(slope, rel=1e-12)
 
 
-def test_k3_keeps_its_digits_near_zero():
+def test_k3_keeps_precision_near_zero():
     # u^2/2 - u^3/6 = 5e-13 at u = 1e-6; exp(-u) - 1 + u would be off by 1e-16, 2 parts in 10^4
     u = torch.tensor(1e-6, dtype=torch.float64)
     k3 = kl_estimate(u, torch.zeros_like(u), "k3")
@@ -161,7 +161,7 @@ def test_dtype_is_kept(estimator, dtype):
 
 
 @pytest.mark.parametrize("estimator", ["k4", "", "K1"])
-def test_an_unknown_estimator_is_refused(estimator):
+def test_unknown_estimator_raises(estimator):
     with pytest.raises(ValueError, match="k1, k2, k3"):
         kl_estimate(torch.zeros(1), torch.zeros(1), estimator)
 
@@ -192,13 +192,13 @@ def expected(estimator, old):
         ("k3_ratio", lambda policy: kl(policy, REF)),
     ],
 )
-def test_expected_gradient_of_a_loss_on_policy(estimator, target):
+def test_expected_gradient_of_on_policy_loss(estimator, target):
     torch.testing.assert_close(expected(estimator, None), gradient(target), rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.proves("rlhf_pg.kl.kl_loss")
 @each_loss
-def test_only_the_forms_with_a_ratio_are_exact_off_policy(estimator):
+def test_only_ratio_losses_are_exact_off_policy(estimator):
     wanted = gradient(lambda policy: kl(policy, REF))
     if estimator in ("k1_to_go", "k3_ratio"):
         torch.testing.assert_close(expected(estimator, OLD), wanted, rtol=1e-12, atol=1e-15)
@@ -221,7 +221,7 @@ def test_only_the_forms_with_a_ratio_are_exact_off_policy(estimator):
         (2.0, -math.log(2), "k1_to_go", -math.log(2), -2 * math.log(2)),
     ],
 )
-def test_a_loss_of_one_token_by_hand(rho, u, estimator, value, slope):
+def test_single_token_loss_by_hand(rho, u, estimator, value, slope):
     logprob = torch.tensor([[-1.5]], dtype=torch.float64, requires_grad=True)
     old, ref = logprob.detach() - math.log(rho), logprob.detach() - u
     per_token = kl_loss(logprob, old, ref, torch.ones(1, 1).bool(), estimator)
@@ -284,7 +284,7 @@ def completion_gradient(estimator, logits, old, ref):
 
 @pytest.mark.proves("rlhf_pg.kl.kl_loss")
 @pytest.mark.parametrize("seed", range(3))
-def test_k1_to_go_is_the_gradient_of_the_kl_of_completions(seed):
+def test_k1_to_go_is_gradient_of_sequence_kl(seed):
     logits, ref = table(seed), table(seed + 10)
 
     def whole_kl(x):
@@ -298,7 +298,7 @@ def test_k1_to_go_is_the_gradient_of_the_kl_of_completions(seed):
 @pytest.mark.proves("rlhf_pg.kl.kl_loss")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("estimator", ["k2", "k2_straight_through", "k3_ratio"])
-def test_token_level_losses_hold_the_prefixes_fixed(estimator, seed):
+def test_token_level_losses_hold_prefixes_fixed(estimator, seed):
     logits, ref = table(seed), table(seed + 10)
     actual = completion_gradient(estimator, logits, logits, ref)
     held = table_gradient(lambda x: (reach(logits) * prefix_kl(x, ref)).sum(), logits)
@@ -312,7 +312,7 @@ def test_token_level_losses_hold_the_prefixes_fixed(estimator, seed):
 
 @pytest.mark.proves("rlhf_pg.kl.kl_loss")
 @pytest.mark.parametrize("seed", range(3))
-def test_k3_ratio_off_policy_is_exact_at_the_prefixes_of_the_old_policy(seed):
+def test_off_policy_k3_ratio_is_exact_at_old_prefixes(seed):
     logits, ref, old = table(seed), table(seed + 10), table(seed + 20)
     actual = completion_gradient("k3_ratio", logits, old, ref)
     held = table_gradient(lambda x: (reach(old) * prefix_kl(x, ref)).sum(), logits)
@@ -321,7 +321,7 @@ def test_k3_ratio_off_policy_is_exact_at_the_prefixes_of_the_old_policy(seed):
 
 @pytest.mark.proves("rlhf_pg.kl.kl_loss")
 @pytest.mark.parametrize("seed", range(3))
-def test_k1_to_go_off_policy_takes_prefixes_and_what_follows_from_the_old_policy(seed):
+def test_off_policy_k1_to_go_uses_old_policy_completions(seed):
     logits, ref, old = table(seed), table(seed + 10), table(seed + 20)
     u = (logits.log_softmax(1) - ref.log_softmax(1)).tolist()
     pi_old = old.softmax(1).tolist()
@@ -379,7 +379,7 @@ def looped(logprobs, old, ref, mask, estimator):
 @each_loss
 @few
 @given(case=tokens())
-def test_losses_and_their_gradients_match_a_loop_and_masked_slots_never_matter(estimator, case):
+def test_losses_and_gradients_match_loop_over_unmasked_slots(estimator, case):
     mask, logprobs, old, ref = case
     values, slopes = looped(logprobs, old, ref, mask, estimator)
     logprobs.requires_grad_()
@@ -403,7 +403,7 @@ def numbers(seed, shape=(3, 4)):
         ("k1_to_go", lambda x, old, ref, u: np.exp(x - old) * u[:, ::-1].cumsum(1)[:, ::-1]),
     ],
 )
-def test_gradient_of_a_loss_matches_finite_differences(estimator, primitive):
+def test_loss_gradient_matches_finite_differences(estimator, primitive):
     # of what the gradient belongs to; u stays where it was
     logprobs, old, ref = numbers(0), numbers(1), numbers(2)
     x, *fixed = (each.numpy().copy() for each in (logprobs, old, ref))
@@ -414,7 +414,7 @@ def test_gradient_of_a_loss_matches_finite_differences(estimator, primitive):
     np.testing.assert_allclose(logprobs.grad.numpy(), difference / (2 * step), rtol=1e-7, atol=1e-9)
 
 
-def test_the_sum_to_go_skips_tokens_of_a_tool():
+def test_sum_to_go_skips_tool_tokens():
     logprobs = torch.tensor([[-1.0, NAN, -2.0, -0.5, NAN]], requires_grad=True)
     ref = torch.tensor([[-1.5, NAN, -1.0, -2.5, NAN]])  # u = 0.5, -1, 2
     mask = torch.tensor([[True, False, True, True, False]])
@@ -427,7 +427,7 @@ def test_the_sum_to_go_skips_tokens_of_a_tool():
 @pytest.mark.parametrize("u", [12.0, -12.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @each_loss
-def test_far_from_the_reference_the_gradient_still_pulls_back(estimator, dtype, u):
+def test_gradient_far_from_reference_still_pulls_back(estimator, dtype, u):
     # where others clamp k3 at 10 it is 0
     logprob = torch.full((1, 1), u, dtype=dtype, requires_grad=True)
     mask = torch.ones(1, 1).bool()
@@ -446,7 +446,7 @@ def test_far_from_the_reference_the_gradient_still_pulls_back(estimator, dtype, 
         ("k1_to_go", -100, -100),
     ],
 )
-def test_an_overflow_of_k3_shows_in_the_value_and_spoils_no_other_gradient(estimator, value, slope):
+def test_k3_overflow_shows_in_value_only(estimator, value, slope):
     logprob = torch.full((1, 1), -100.0, requires_grad=True)  # float32: exp(100) is inf
     mask = torch.ones(1, 1).bool()
     per_token = kl_loss(logprob, logprob.detach(), torch.zeros(1, 1), mask, estimator)
@@ -457,7 +457,7 @@ def test_an_overflow_of_k3_shows_in_the_value_and_spoils_no_other_gradient(estim
 
 @pytest.mark.parametrize("log_rho", [50.0, -50.0])
 @pytest.mark.parametrize("estimator", ["k1_to_go", "k3_ratio"])
-def test_a_ratio_out_of_bounds_is_held_and_keeps_its_gradient(estimator, log_rho):
+def test_extreme_ratio_is_clamped_and_keeps_gradient(estimator, log_rho):
     logprob = torch.tensor([[-1.5]], dtype=torch.float64, requires_grad=True)
     old, ref = logprob.detach() - log_rho, logprob.detach() - 0.75
     kl_loss(logprob, old, ref, torch.ones(1, 1).bool(), estimator).sum().backward()
@@ -466,7 +466,7 @@ def test_a_ratio_out_of_bounds_is_held_and_keeps_its_gradient(estimator, log_rho
 
 
 @each_loss
-def test_only_the_policy_gets_a_gradient(estimator):
+def test_only_policy_gets_gradient(estimator):
     logprobs, old, ref = (numbers(i).requires_grad_() for i in range(3))
     kl_loss(logprobs, old, ref, torch.ones(3, 4).bool(), estimator).sum().backward()
     assert (logprobs.grad != 0).any()
@@ -476,12 +476,12 @@ def test_only_the_policy_gets_a_gradient(estimator):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @each_loss
-def test_a_loss_keeps_the_dtype(estimator, dtype):
+def test_loss_keeps_dtype(estimator, dtype):
     x = torch.zeros(2, 3, dtype=dtype)
     assert kl_loss(x, x, x, torch.ones(2, 3).bool(), estimator).dtype == dtype
 
 
-def test_the_sum_to_go_of_a_long_bfloat16_row_keeps_its_digits():
+def test_sum_to_go_of_long_bf16_row_keeps_precision():
     # 2048 tokens of u = 1; bfloat16 counts no further than 256
     logprobs = torch.ones(1, 2048, dtype=torch.bfloat16, requires_grad=True)
     mask, zeros = torch.ones(1, 2048).bool(), torch.zeros(1, 2048, dtype=torch.bfloat16)
@@ -493,7 +493,7 @@ def test_the_sum_to_go_of_a_long_bfloat16_row_keeps_its_digits():
     ("estimator", "message"),
     [("k1", "its expected gradient is 0: take .k1_to_go."), ("k4", ", ".join(KL_LOSSES))],
 )
-def test_what_cannot_be_a_loss_is_refused(estimator, message):
+def test_unusable_loss_estimator_raises(estimator, message):
     x = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=message):
         kl_loss(x, x, x, torch.ones(1, 1).bool(), estimator)

@@ -76,19 +76,19 @@ def test_imports_point_downward(name: str) -> None:
     assert not upward
 
 
-def test_no_circle_of_files() -> None:
+def test_imports_have_no_cycle() -> None:
     try:
         TopologicalSorter({name: own_imports(name) for name in FILES}).prepare()
     except CycleError as error:
         pytest.fail(f"these import one another: {' -> '.join(error.args[1])}")
 
 
-def test_six_files_at_the_root() -> None:
+def test_root_has_only_allowed_files() -> None:
     assert {path.stem for path in ROOT.glob("*.py")} <= AT_THE_ROOT
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_only_the_runtime_knows_the_distribution_libraries(name: str) -> None:
+def test_only_runtime_imports_distribution_libraries(name: str) -> None:
     libraries = {
         full for full in imported(name) if full.split(".")[0] in ("accelerate", "deepspeed")
     }
@@ -99,12 +99,12 @@ def test_only_the_runtime_knows_the_distribution_libraries(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GROUND_FLOOR)
-def test_ground_floor_imports_torch_alone(name: str) -> None:
+def test_ground_floor_imports_only_torch(name: str) -> None:
     assert {full.split(".")[0] for full in imported(name)} <= PLAIN | {"rlhf_pg"}
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_functions_fit_on_a_screen(name: str) -> None:
+def test_functions_have_at_most_60_lines(name: str) -> None:
     """At most 60 lines, docstring included."""
     for node in ast.walk(ast.parse(FILES[name].read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -112,7 +112,7 @@ def test_functions_fit_on_a_screen(name: str) -> None:
             assert lines <= 60, f"{name}: {node.name} has {lines} lines"
 
 
-def test_the_whole_ground_floor_has_to_be_covered() -> None:
+def test_coverage_includes_whole_ground_floor() -> None:
     """`make coverage` asks for every line of what pyproject.toml lists."""
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
     asked = project["tool"]["coverage"]["report"]["include"]

@@ -45,25 +45,25 @@ def masked_numbers(draw, max_rows=4, max_width=6):
         pytest.param([5, 6], [], [1, 1], id="no-ids"),
     ],
 )
-def test_completion_ends_with_its_first_eos(row, eos, expected):
+def test_completion_ends_at_first_eos(row, eos, expected):
     mask = completion_mask(torch.tensor([row]), eos)
     assert mask.dtype == torch.bool
     assert mask.int().tolist() == [expected]
 
 
 @pytest.mark.proves("rlhf_pg.masking.completion_mask")
-def test_each_row_ends_on_its_own():
+def test_each_row_ends_separately():
     ids = torch.tensor([[5, EOS, EOS], [5, 6, EOS], [EOS, EOS, EOS]])
     assert completion_mask(ids, EOS).sum(dim=1).tolist() == [2, 3, 1]
 
 
 @pytest.mark.parametrize("kind", [list, tuple, set, iter, torch.tensor])
-def test_any_iterable_of_eos_ids_will_do(kind):
+def test_eos_ids_may_be_any_iterable(kind):
     assert completion_mask(torch.tensor([[5, STOP, 6]]), kind([EOS, STOP])).sum() == 2
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
-def test_completion_mask_of_nothing_is_empty(shape):
+def test_completion_mask_of_empty_input_is_empty(shape):
     assert completion_mask(torch.zeros(shape, dtype=torch.int64), EOS).shape == shape
 
 
@@ -89,7 +89,7 @@ def test_masked_var_by_hand():
 @pytest.mark.proves("rlhf_pg.masking.masked_mean", "rlhf_pg.masking.masked_var")
 @few
 @given(case=masked_numbers())
-def test_mean_and_variance_are_those_of_the_true_slots_alone(case):
+def test_mean_and_variance_use_only_unmasked_slots(case):
     x, mask = case
     seen = x.numpy()[mask.numpy()]
     if len(seen) > 0:
@@ -110,13 +110,13 @@ def test_variance_of_fewer_than_two_slots_is_zero(true_slots, unbiased):
     assert masked_mean(x, mask).item() == 3.5 * true_slots
 
 
-def test_masked_mean_sends_no_gradient_into_masked_slots():
+def test_masked_mean_gives_masked_slots_no_gradient():
     x = f64([[1, NAN], [2, 3]]).requires_grad_()
     masked_mean(x, torch.tensor([[1, 0], [1, 1]]).bool()).backward()
     assert torch.equal(x.grad, f64([[1 / 3, 0], [1 / 3, 1 / 3]]))
 
 
-def test_a_mask_of_one_column_covers_whole_rows():
+def test_one_column_mask_covers_whole_rows():
     x, mask = f64([[1, 2], [NAN, NAN]]), torch.tensor([[True], [False]])
     assert masked_mean(x, mask).item() == 1.5
     assert masked_var(x, mask).item() == 0.25
@@ -136,7 +136,7 @@ def test_whiten_by_hand():
     torch.testing.assert_close(whiten(x, mask, shift_mean=False), shifted, rtol=1e-14, atol=0)
 
 
-def test_whiten_adds_its_epsilon_to_the_variance():
+def test_whiten_adds_epsilon_to_variance():
     # mean 1e-4, variance 1e-8: 1e-4 / sqrt(1e-8 + 1e-8) = 1 / sqrt(2); to the std it would be 1
     whitened = whiten(f64([[0, 2e-4]]), torch.ones(1, 2).bool())
     torch.testing.assert_close(whitened, f64([[-(0.5**0.5), 0.5**0.5]]))
@@ -165,7 +165,7 @@ def test_whiten_without_variance_gives_exactly_zero(row, dtype):
 
 
 @pytest.mark.proves("rlhf_pg.masking.whiten")
-def test_whiten_uses_the_given_statistics():
+def test_whiten_uses_given_statistics():
     x, mask = f64([[1, 5, NAN]]), torch.tensor([[True, True, False]])
     stats = (f64(2), f64(9))  # its own are 3 and 4
     expected = f64([[-1, 3, 0]]) / (9 + 1e-8) ** 0.5
@@ -174,7 +174,7 @@ def test_whiten_uses_the_given_statistics():
     torch.testing.assert_close(kept, torch.where(mask, expected + 2, 0.0))
 
 
-def test_whiten_scales_one_token_by_the_statistics_of_all_processes():
+def test_whiten_scales_single_token_by_given_statistics():
     one = whiten(f64([[5.0]]), torch.ones(1, 1).bool(), stats=(f64(3), f64(4)))
     assert one.item() == pytest.approx(1)
 
@@ -182,7 +182,7 @@ def test_whiten_scales_one_token_by_the_statistics_of_all_processes():
 @pytest.mark.proves("rlhf_pg.masking.whiten")
 @few
 @given(case=masked_numbers(), cut=st.integers(0, 4))
-def test_processes_that_share_statistics_whiten_like_one(case, cut):
+def test_ranks_sharing_statistics_whiten_like_one(case, cut):
     x, mask = case
     stats = masked_mean(x, mask), masked_var(x, mask)
     parts = [whiten(x[s], mask[s], stats=stats) for s in (slice(cut), slice(cut, None))]
@@ -190,7 +190,7 @@ def test_processes_that_share_statistics_whiten_like_one(case, cut):
 
 
 @pytest.mark.parametrize("noise", [0.0, 7e-4])
-def test_statistics_without_variance_give_zero_and_not_scaled_up_noise(noise):
+def test_zero_variance_statistics_give_zero(noise):
     # 10_000.1 in float32 on every process: its mean may be off by an ulp (1e-3)
     x = torch.full((1, 4), 10_000.1)
     stats = (x.mean() + noise, torch.tensor(noise**2))
@@ -202,7 +202,7 @@ def test_statistics_without_variance_give_zero_and_not_scaled_up_noise(noise):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("function", [masked_mean, masked_var, whiten])
-def test_the_floating_dtype_is_kept_and_rounded_only_once(function, dtype):
+def test_dtype_is_kept_and_result_rounded_once(function, dtype):
     x = torch.randn(3, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = (10 + x).to(dtype)
     mask = torch.rand(3, 50, generator=torch.Generator().manual_seed(1)) < 0.7
@@ -223,7 +223,7 @@ def test_integers_become_floats(function):
 
 @few
 @given(case=masked_numbers(), pad=st.integers(0, 5))
-def test_extra_padding_changes_nothing(case, pad):
+def test_extra_padding_leaves_results_unchanged(case, pad):
     x, mask = case
     wide = torch.cat([x, torch.full((len(x), pad), NAN, dtype=x.dtype)], dim=1)
     wide_mask = torch.cat([mask, torch.zeros(len(x), pad, dtype=torch.bool)], dim=1)
@@ -236,7 +236,7 @@ def test_extra_padding_changes_nothing(case, pad):
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_numbers_whose_squares_are_beyond_float32_are_whitened_like_others(given):
+def test_huge_numbers_are_whitened_without_overflow(given):
     x, mask = torch.tensor([[1.0, 0.0, 2.0, 0.0]]), torch.ones(1, 4).bool()
     huge = x * 2.0**80
     stats = (huge.double().mean(), huge.double().var(correction=0)) if given else None

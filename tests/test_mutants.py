@@ -18,14 +18,14 @@ def functions_in(path: str) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-def test_names_are_unique_and_in_kebab_case() -> None:
+def test_mutant_names_are_unique_and_kebab_case() -> None:
     names = [mutant.name for mutant in MUTANTS]
     assert len(names) == len(set(names))
     assert [name for name in names if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name)] == []
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_fits_the_code_and_names_its_killers(mutant: Mutant) -> None:
+def test_mutant_applies_and_its_killers_exist(mutant: Mutant) -> None:
     text = mutant.text()  # refuses one whose `old` does not stand exactly once
     assert text != (ROOT / mutant.file).read_text()
     ast.parse(text)

@@ -19,11 +19,11 @@ STEP = 0x9E3779B97F4A7C15
         (1234567 + STEP, 3203168211198807973),
     ],
 )
-def test_published_numbers(state, expected):
+def test_mix_matches_published_values(state, expected):
     assert mix(torch.tensor(signed(state))).item() == signed(expected)
 
 
-def test_integers_of_any_size():
+def test_mix_of_integers_of_any_size():
     def by_hand(x):
         x = (x + STEP) % 2**64
         x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
@@ -34,7 +34,7 @@ def test_integers_of_any_size():
     assert mix(torch.tensor(states)).tolist() == [by_hand(x % 2**64) for x in states]
 
 
-def test_a_shift_brings_zeros():
+def test_shift_fills_with_zeros():
     assert shift(torch.tensor([-1, 8]), 1).tolist() == [2**63 - 1, 4]
     assert [signed(x) for x in (2**63, 2**64 - 1, 2**64, 5)] == [-(2**63), -1, 0, 5]
 
@@ -53,7 +53,7 @@ def draw():
 
 
 @pytest.mark.parametrize("drawn", [0, 1, 2, 700])
-def test_generators_go_on_where_they_were(drawn):
+def test_restored_generators_continue_from_saved_state(drawn):
     # An odd number of normal deviates leaves a second one in store, in python and in numpy.
     seed_everything(7)
     for _ in range(drawn):
@@ -66,7 +66,7 @@ def test_generators_go_on_where_they_were(drawn):
     assert draw() == expected
 
 
-def test_reading_the_generators_does_not_move_them():
+def test_reading_generators_does_not_advance_them():
     seed_everything(7)
     expected = draw()
     seed_everything(7)

@@ -35,7 +35,7 @@ def restored(statistics):
 
 
 @pytest.mark.proves("rlhf_pg.running_stats.RunningMoments")
-def test_two_batches_by_hand():
+def test_moments_of_two_batches_by_hand():
     # 1, 3 (mean 2, var 1) and 6, 6, 9 (mean 7, var 2): mean 25/5; 16 + 4 + 1 + 1 + 16 = 38
     moments = RunningMoments()
     moments.update(2, 2.0, 1.0)
@@ -49,7 +49,7 @@ def test_two_batches_by_hand():
 @pytest.mark.proves("rlhf_pg.running_stats.RunningMoments")
 @few
 @given(batches=batches, shift=st.sampled_from([0.0, -1000.0]))
-def test_moments_are_those_of_everything_in_any_split(batches, shift):
+def test_moments_match_whole_data_for_any_split(batches, shift):
     moments = moments_of(*batches, shift=shift)
     everything = np.array([x for batch in batches for x in batch]) + shift
     assert moments.count == len(everything)
@@ -58,13 +58,13 @@ def test_moments_are_those_of_everything_in_any_split(batches, shift):
         assert moments.var == pytest.approx(everything.var(), rel=1e-12, abs=1e-9)
 
 
-def test_moments_without_rounding_are_exact():
+def test_moments_of_powers_of_two_are_exact():
     # powers of two alone
     moments = moments_of([0, 2], [4, 6], [0, 2, 4, 6])
     assert vars(moments) == {"count": 8, "mean": 3, "var": 5}
 
 
-def test_before_any_update_numbers_stay_as_they_are():
+def test_numbers_before_any_update_are_unchanged():
     x = torch.randn(5, generator=torch.Generator().manual_seed(0))
     assert RunningMoments().normalize(x).equal(x)
     assert RunningMoments().denormalize(x).equal(x)
@@ -79,7 +79,7 @@ def test_normalize_and_denormalize_by_hand():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_the_dtype_is_kept_and_rounded_only_once(dtype):
+def test_dtype_is_kept_and_result_rounded_once(dtype):
     moments = RunningMoments(count=4, mean=100.3, var=0.07)
     x = torch.linspace(99, 101, 20).to(dtype)
     for function in (moments.normalize, moments.denormalize):
@@ -92,7 +92,7 @@ def test_the_dtype_is_kept_and_rounded_only_once(dtype):
 
 @pytest.mark.parametrize("constant", [0.0, 0.1, -1e6 + 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_constant_is_shifted_to_zero_and_never_blown_up(constant, dtype):
+def test_constant_is_shifted_to_zero_and_never_scaled_up(constant, dtype):
     x = torch.full((7,), constant, dtype=dtype)
     moments = RunningMoments()
     for _ in range(5):
@@ -103,14 +103,14 @@ def test_a_constant_is_shifted_to_zero_and_never_blown_up(constant, dtype):
     torch.testing.assert_close(moments.denormalize(moments.normalize(x)), x)
 
 
-def test_small_numbers_that_vary_are_scaled():
+def test_small_varying_numbers_are_scaled():
     moments = moments_of([1e-9, 3e-9])
     assert moments.std == pytest.approx(1e-9)
 
 
 @few
 @given(first=batches, second=batches)
-def test_moments_go_on_after_a_restart_as_if_there_had_been_none(first, second):
+def test_restored_moments_continue_identically(first, second):
     again = restored(moments_of(*first))
     assert again == moments_of(*first)
     for moments in (whole := moments_of(*first), again):
@@ -125,7 +125,7 @@ def test_moments_go_on_after_a_restart_as_if_there_had_been_none(first, second):
         *((2, math.inf, 1.0), (2, 0.0, -1e-9), (2, 0.0, math.nan), (2, 0.0, math.inf)),
     ],
 )
-def test_moments_refuse_what_would_spoil_them(batch):
+def test_moments_with_invalid_batch_raise(batch):
     moments = RunningMoments(count=2, mean=1.0, var=4.0)
     with pytest.raises(ValueError, match=r"RunningMoments\.update takes a finite count"):
         moments.update(*batch)
@@ -148,7 +148,7 @@ def test_moving_average_by_hand():
 @pytest.mark.proves("rlhf_pg.running_stats.MovingAverage")
 @few
 @given(xs=st.lists(st.integers(-40, 40).map(lambda i: i / 8), min_size=1, max_size=20))
-def test_moving_average_is_the_mean_with_weights_that_decay(xs):
+def test_moving_average_is_mean_with_decaying_weights(xs):
     average = MovingAverage()
     for x in xs:
         average.update(x)
@@ -157,14 +157,14 @@ def test_moving_average_is_the_mean_with_weights_that_decay(xs):
     assert average.value == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
-def test_moving_average_without_decay_is_the_last_number():
+def test_moving_average_without_decay_is_last_number():
     average = MovingAverage(decay=0.0)
     for x in (3.0, -7.0):
         average.update(x)
         assert average.value == x
 
 
-def test_moving_average_goes_on_after_a_restart():
+def test_restored_moving_average_continues_identically():
     average = MovingAverage(decay=0.8)
     average.update(0.3)
     again = restored(average)
@@ -175,13 +175,13 @@ def test_moving_average_goes_on_after_a_restart():
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, math.nan])
-def test_moving_average_refuses_a_decay_outside_its_range(decay):
+def test_moving_average_decay_out_of_range_raises(decay):
     with pytest.raises(ValueError, match="MovingAverage: decay must be"):
         MovingAverage(decay=decay)
 
 
 @pytest.mark.parametrize("x", [math.nan, math.inf])
-def test_moving_average_refuses_what_would_spoil_it(x):
+def test_moving_average_with_non_finite_number_raises(x):
     average = MovingAverage()
     average.update(2.0)
     with pytest.raises(ValueError, match="finite"):

@@ -57,7 +57,7 @@ def without_data(config: PreTrainedConfig) -> nn.Module:
 
 
 @pytest.mark.parametrize(("model", "config"), list(zip(scaling.MODELS, SHAPES, strict=True)))
-def test_the_models_are_of_the_size_and_shape_of_real_ones(model, config) -> None:
+def test_models_match_real_sizes_and_shapes(model, config) -> None:
     count = sum(p.numel() for p in without_data(config).parameters())
     assert model.parameters == pytest.approx(count, rel=0.1)
     assert (model.layers, model.vocabulary) == (config.num_hidden_layers, config.vocab_size)
@@ -65,7 +65,7 @@ def test_the_models_are_of_the_size_and_shape_of_real_ones(model, config) -> Non
     assert model.key_width == config.num_key_value_heads * width
 
 
-def test_the_share_of_an_adapter() -> None:
+def test_adapter_share_matches_real_adapter() -> None:
     model = without_data(SHAPES[0])
     total = sum(p.numel() for p in model.parameters())
     adapted = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
@@ -74,7 +74,7 @@ def test_the_share_of_an_adapter() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "b"), [(torch.float32, 4), (torch.bfloat16, 2)])
-def test_bytes_of_one_process_are_what_torch_takes(dtype: torch.dtype, b: int) -> None:
+def test_single_process_bytes_match_torch(dtype: torch.dtype, b: int) -> None:
     layer = nn.Linear(64, 64, dtype=dtype)
     optimizer = torch.optim.AdamW(layer.parameters())
     trained = Runtime().prepare(layer, optimizer)
@@ -109,12 +109,12 @@ def test_bytes_of_one_process_are_what_torch_takes(dtype: torch.dtype, b: int) -
         ("FSDP2", 4, 0.5 + 0.5 + 1, 0.5 + 1 + 4),
     ],
 )
-def test_bytes_on_eight_processes_by_hand(name: str, b: int, update: float, rollout: float) -> None:
+def test_bytes_on_eight_ranks_by_hand(name: str, b: int, update: float, rollout: float) -> None:
     assert scaling.update_bytes(BY_NAME[name], b, 8) == update
     assert scaling.rollout_bytes(BY_NAME[name], b, 8) == rollout
 
 
-def test_ppo_takes_two_updates_one_copy_and_a_reference() -> None:
+def test_ppo_peak_by_hand() -> None:
     update = 2 * (0.25 + 0.25 + 1.5) + 0.25
     rollout = 2 * (0.25 + 0.25 + 1.5) + 2 + 0.25
     assert scaling.peak(BY_NAME["ZeRO-3"], 2, 8, critic=True) == max(update, rollout)
@@ -141,12 +141,12 @@ def test_choices_by_hand(gpus, size, processes, critic, expected) -> None:
     ("size", "processes", "expected"),
     [(14e9, 1, "one process"), (14e9, 2, "DDP"), (70e9, 8, "DDP, 4 bits"), (100e9, 8, "-")],
 )
-def test_choices_for_adapters_by_hand(size: float, processes: int, expected: str) -> None:
+def test_adapter_choices_by_hand(size: float, processes: int, expected: str) -> None:
     assert scaling.as_adapter(size, processes, 60e9) == expected
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
-def test_a_ring_sends_what_the_page_says(n: int) -> None:
+def test_ring_all_reduce_sends_documented_share(n: int) -> None:
     """Sums n vectors of n chunks in a ring, and counts: reduce-scatter, then all-gather."""
     vectors = [torch.arange(n * n).reshape(n, n)[i].double().clone() for i in range(n)]
     total, chunks_sent = sum(vectors), {"reduce": 0, "gather": 0}
@@ -165,7 +165,7 @@ def test_a_ring_sends_what_the_page_says(n: int) -> None:
     assert scaling.sent(2, model, n, b=1) == sum(chunks_sent.values())
 
 
-def test_the_cache_is_that_of_transformers() -> None:
+def test_cache_size_matches_transformers() -> None:
     config = LlamaConfig(
         hidden_size=32,
         intermediate_size=32,
@@ -187,7 +187,7 @@ def test_seconds_by_hand() -> None:
     assert scaling.seconds(400e9, 16, cards=1) == 8
 
 
-def test_a_step_by_hand() -> None:
+def test_step_by_hand() -> None:
     """7B on 64 GPUs: 64 rows of 256 + 1024 tokens each."""
     step = scaling.step_seconds(scaling.MODELS[0], 64)
     cached = 64 * (256 + 512) * (2 * 28 * 512 * 2)
@@ -199,7 +199,7 @@ def test_a_step_by_hand() -> None:
     assert step["gather"] == pytest.approx(63 / 64 * 14e9 / 400e9)
 
 
-def test_computing_and_exchanging_take_equally_long_at_the_balance() -> None:
+def test_compute_and_exchange_times_are_equal_at_balance() -> None:
     tokens = float(scaling.balance().splitlines()[-1].split("|")[2])
     for model in scaling.MODELS:
         computing = 6 * model.parameters * tokens / scaling.FLOPS

@@ -71,7 +71,7 @@ def fault(sentence: str) -> str | None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_docstrings_begin_with_a_sentence_that_stands_alone(name):
+def test_docstring_starts_with_standalone_sentence(name):
     faults = [
         f"{name}:{line}: {why}: {sentence}"
         for line, text in docstrings(ROOT / name)
@@ -101,5 +101,5 @@ def test_fragments_are_found(text):
         "Return a number.\n\n    x = y",
     ],
 )
-def test_sentences_pass(text):
+def test_complete_sentences_pass(text):
     assert fault(first_sentence(text)) is None

@@ -148,12 +148,12 @@ CASES = [
 ]
 
 
-def test_every_named_estimator_has_its_expectation_here():
+def test_every_estimator_has_expected_gradient_case():
     assert EXPECTED.keys() == ADVANTAGES.keys()
 
 
 @pytest.mark.parametrize(("name", "options", "formula"), CASES)
-def test_expected_gradient(name, options, formula):
+def test_estimator_expected_gradient(name, options, formula):
     equal(estimated(name, **options), formula())
 
 
@@ -168,7 +168,7 @@ def test_expected_gradient(name, options, formula):
         "returns_minus_values",
     ],
 )
-def test_unbiased_over_prompts_of_different_size_and_sources(name):
+def test_gradient_is_unbiased_over_unequal_prompts(name):
     equal(estimated(name, MIXED), true_gradient(MIXED))
 
 
@@ -181,11 +181,11 @@ def test_unbiased_over_prompts_of_different_size_and_sources(name):
         ("returns_minus_values", {}),
     ],
 )
-def test_unbiased_at_any_lam_and_n_where_the_critic_is_exact(name, options):
+def test_exact_critic_gives_unbiased_gradient_for_any_lam_and_n(name, options):
     equal(estimated(name, values=tabular.exact_values(), **options), truth())
 
 
-def test_how_far_the_biased_ones_turn_away_from_the_gradient():
+def test_biased_estimators_angle_to_true_gradient():
     """On this table; what follows from the formulas above, in numbers."""
     turned = {
         "group_normalized": expected_gradient(GROUP, normalized),
@@ -211,7 +211,7 @@ def squared_norms():
 
 
 @pytest.mark.proves("rlhf_pg.advantages.optimal_baseline")
-def test_the_optimal_constant_has_the_least_variance():
+def test_optimal_baseline_has_least_variance():
     """With the true norms, E[w (R - b - d)^2] is a parabola in d with its lowest point at 0."""
     chances, weights, paid = tabular.chances()[0], squared_norms(), PAID[0]
 
@@ -233,7 +233,7 @@ def test_the_optimal_constant_has_the_least_variance():
 @pytest.mark.parametrize(
     ("weight", "pinned"), [("length", (0.6545, 0.9999)), ("norm", (0.6536, 0.995))]
 )
-def test_the_others_keep_the_gradient_and_the_row_itself_biases_it(weight, pinned):
+def test_only_own_score_biases_optimal_baseline(weight, pinned):
     """`pinned`: the norm of the gradient with the row itself, over the true one, and the cosine."""
     weights = MASK.sum(1).double() if weight == "length" else squared_norms()
     group = torch.zeros(3).long()

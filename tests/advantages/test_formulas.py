@@ -102,7 +102,7 @@ def test_discounted_returns_by_hand():
     assert discounted_returns(f64([[1, 2, 4]]), mask).tolist() == [[7, 6, 4]]
 
 
-def test_discounted_returns_count_true_slots_only():
+def test_discounted_returns_count_only_unmasked_slots():
     rewards, mask = f64([[1, NAN, 2, 9, 4, NAN]]), torch.tensor([[1, 0, 1, 0, 1, 0]]).bool()
     assert discounted_returns(rewards, mask, gamma=0.5).tolist() == [[3, 0, 4, 0, 4, 0]]
 
@@ -110,7 +110,7 @@ def test_discounted_returns_count_true_slots_only():
 @pytest.mark.proves("rlhf_pg.advantages.discounted_returns")
 @few
 @given(case=episodes(), gamma=unit)
-def test_discounted_returns_match_the_sum(case, gamma):
+def test_discounted_returns_match_loop(case, gamma):
     mask, rewards, _, _ = case
 
     def slot(row, columns, k):
@@ -145,7 +145,7 @@ def test_gae_defaults_are_gamma_1_and_lam_095():
 
 
 @pytest.mark.proves("rlhf_pg.advantages.gae")
-def test_gae_bootstraps_where_the_row_was_cut_off():
+def test_gae_bootstraps_truncated_row():
     # delta = [.1, .1, .8 - .7]; with V = 0 after the end the last would be -.7
     values = f64([[0.5, 0.6, 0.7]] * 2)
     args = torch.zeros(2, 3).double(), values, torch.ones(2, 3).bool(), 1.0, 0.95
@@ -164,7 +164,7 @@ def test_gae_with_discount_and_bootstrap_by_hand():
     assert returns.tolist() == [[3.5, 6]]
 
 
-def test_gae_skips_holes():
+def test_gae_skips_mask_holes():
     rewards, values = f64([[0, 9, 0, NAN, 1, NAN]]), f64([[0.5, NAN, 0.6, 9, 0.7, NAN]])
     mask = torch.tensor([[1, 0, 1, 0, 1, 0]]).bool()
     advantages, returns = gae(rewards, values, mask)
@@ -175,7 +175,7 @@ def test_gae_skips_holes():
 @pytest.mark.proves("rlhf_pg.advantages.gae")
 @few
 @given(case=episodes(), gamma=unit, lam=unit)
-def test_gae_matches_the_sum_over_deltas(case, gamma, lam):
+def test_gae_matches_sum_of_deltas(case, gamma, lam):
     mask, rewards, values, bootstrap = case
 
     def value(row, columns, k):
@@ -199,7 +199,7 @@ def test_gae_matches_the_sum_over_deltas(case, gamma, lam):
 
 @few
 @given(case=episodes(), gamma=unit)
-def test_gae_with_lam_1_is_the_return_minus_the_value(case, gamma):
+def test_gae_with_lam_1_is_return_minus_value(case, gamma):
     mask, rewards, values, bootstrap = case
     columns_left = mask.double().flip(1).cumsum(1).flip(1)
     end = 0.0 if bootstrap is None else bootstrap[:, None] * gamma**columns_left
@@ -214,7 +214,7 @@ def test_gae_with_lam_1_is_the_return_minus_the_value(case, gamma):
 
 @few
 @given(case=episodes(), gamma=unit, data=st.data())
-def test_gae_takes_a_lam_for_each_row(case, gamma, data):
+def test_gae_accepts_per_row_lam(case, gamma, data):
     mask, rewards, values, bootstrap = case
     lams = data.draw(st.lists(unit, min_size=len(mask), max_size=len(mask)))
     rows = gae(rewards, values, mask, gamma, f64(lams), bootstrap)
@@ -227,7 +227,7 @@ def test_gae_takes_a_lam_for_each_row(case, gamma, data):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_gae_keeps_its_dtype_whatever_that_of_lam(dtype):
+def test_gae_keeps_dtype_for_any_lam_dtype(dtype):
     x = torch.ones(2, 3, dtype=dtype)
     for result in gae(x, x, x.bool(), lam=f64([0.5, 0.9])):
         assert result.dtype == dtype
@@ -242,7 +242,7 @@ def test_length_adaptive_lam_by_hand():
 
 @pytest.mark.proves("rlhf_pg.advantages.length_adaptive_lam")
 @pytest.mark.parametrize(("alpha", "length"), [(0.05, 100), (0.5, 9), (2.0, 3)])
-def test_the_weights_of_an_endless_row_sum_to_alpha_times_its_length(alpha, length):
+def test_length_adaptive_weights_sum_to_alpha_times_length(alpha, length):
     lam = length_adaptive_lam(torch.ones(1, length).bool(), alpha).item()
     assert sum(lam**i for i in range(5000)) == pytest.approx(alpha * length, rel=1e-9)
 
@@ -270,14 +270,14 @@ def test_n_step_by_hand(n, targets):
 
 
 @pytest.mark.proves("rlhf_pg.advantages.n_step")
-def test_n_step_keeps_the_last_reward_of_a_cut_off_episode():
+def test_n_step_keeps_last_reward_of_truncated_episode():
     # R = [13, 12, 11]; with V as the last return, without its reward, A would be [2, 1, 0]
     ones = torch.ones(1, 3).double()
     advantages, _ = n_step(ones, 10 * ones, ones.bool(), None, bootstrap_value=f64([10]))
     assert advantages.tolist() == [[3, 2, 1]]
 
 
-def test_n_step_skips_holes():
+def test_n_step_skips_mask_holes():
     rewards, values = f64([[NAN, 1, 9, 2, NAN, 3, NAN]]), f64([[9, 10, NAN, 20, NAN, 30, 9]])
     mask = torch.tensor([[0, 1, 0, 1, 0, 1, 0]]).bool()
     advantages, targets = n_step(rewards, values, mask, 2, 0.5, f64([40]))
@@ -288,7 +288,7 @@ def test_n_step_skips_holes():
 @pytest.mark.proves("rlhf_pg.advantages.n_step")
 @few
 @given(case=episodes(), gamma=unit, n=st.none() | st.integers(1, 8))
-def test_n_step_matches_the_sum(case, gamma, n):
+def test_n_step_matches_loop(case, gamma, n):
     mask, rewards, values, bootstrap = case
 
     def slot(row, columns, k):
@@ -308,7 +308,7 @@ def test_n_step_matches_the_sum(case, gamma, n):
 
 @few
 @given(case=episodes(), gamma=unit)
-def test_n_step_joins_the_ends_of_gae(case, gamma):
+def test_n_step_extremes_match_gae_extremes(case, gamma):
     mask, rewards, values, bootstrap = case
     for n, lam in ((1, 0.0), (None, 1.0)):
         one_way = n_step(rewards, values, mask, n, gamma, bootstrap)
@@ -318,7 +318,7 @@ def test_n_step_joins_the_ends_of_gae(case, gamma):
 
 
 @pytest.mark.parametrize("n", [0, -1])
-def test_n_step_refuses_n_below_one(n):
+def test_n_step_n_below_one_raises(n):
     with pytest.raises(ValueError, match="n must be at least 1"):
         n_step(f64([[1]]), f64([[1]]), torch.ones(1, 1).bool(), n)
 
@@ -336,7 +336,7 @@ ALONG_A_ROW = {
 @pytest.mark.parametrize("name", ALONG_A_ROW)
 @few
 @given(case=episodes(), pad=st.integers(0, 3))
-def test_padding_changes_nothing_and_stays_zero(name, case, pad):
+def test_padding_leaves_results_unchanged_and_zero(name, case, pad):
     mask, rewards, values, bootstrap = case
     width = mask.shape[1]
     for left, right in ((0, pad), (pad, 0)):
@@ -350,7 +350,7 @@ def test_padding_changes_nothing_and_stays_zero(name, case, pad):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ALONG_A_ROW)
-def test_dtype_is_kept_and_results_are_detached(name, dtype):
+def test_results_keep_dtype_and_are_detached(name, dtype):
     rewards, values = (torch.ones(2, 3, dtype=dtype, requires_grad=True) for _ in range(2))
     bootstrap = torch.ones(2, dtype=torch.float32, requires_grad=True)
     for result in ALONG_A_ROW[name](rewards, values, torch.ones(2, 3).bool(), bootstrap):
@@ -360,7 +360,7 @@ def test_dtype_is_kept_and_results_are_detached(name, dtype):
 
 @pytest.mark.parametrize("name", ALONG_A_ROW)
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
-def test_no_rows_or_no_columns_give_empty_results(name, shape):
+def test_empty_inputs_give_empty_results(name, shape):
     x, mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
     for result in ALONG_A_ROW[name](x, x, mask, torch.zeros(shape[0])):
         assert result.shape == shape
@@ -368,7 +368,7 @@ def test_no_rows_or_no_columns_give_empty_results(name, shape):
 
 @few
 @given(case=episodes())
-def test_inputs_along_a_row_are_left_as_they_were(case):
+def test_token_functions_leave_inputs_unchanged(case):
     mask, rewards, values, bootstrap = case
     before = [x.clone() for x in (rewards, values, mask)]
     for function in ALONG_A_ROW.values():
@@ -403,7 +403,7 @@ def test_group_normalized_by_hand():
 
 
 @pytest.mark.proves("rlhf_pg.advantages.group_normalized")
-def test_batch_scale_is_the_std_of_all_raw_valid_scores():
+def test_batch_scale_is_std_of_raw_valid_scores():
     # scores 0, 2, 5, 5, 8: mean 4, squares 16 + 4 + 1 + 1 + 16 = 38, ddof 1: 38/4. Of centred
     # scores it would be 4/4. The lone 8 and the equal 5s count in the std, and get exactly 0.
     scores, groups = f64([0, 5, NAN, 2, 5, 8]), torch.tensor([1, 2, 1, 1, 2, 3])
@@ -418,7 +418,7 @@ def test_leave_one_out_by_hand():
     equal(leave_one_out(scores, groups), f64([1, -4, -1 / 3, -1 / 3, 4, -1 / 3]))
 
 
-def test_a_missing_score_leaves_the_baseline_and_the_count():
+def test_missing_score_leaves_baseline_and_count():
     scores, groups = f64([1, NAN, 0, 5]), torch.zeros(4).long()
     equal(leave_one_out(scores, groups), f64([-1.5, 0, -3, 4.5]))  # 1 - 5/2, 0 - 6/2, 5 - 1/2
     # mean 2; squares 1 + 4 + 9 = 14, ddof 1: 7
@@ -429,7 +429,7 @@ def test_a_missing_score_leaves_the_baseline_and_the_count():
 @pytest.mark.parametrize("scale", SCALES)
 @few
 @given(case=scored())
-def test_group_normalized_matches_a_loop(scale, case):
+def test_group_normalized_matches_loop(scale, case):
     scores, groups = case
     valid = [s for s in scores.tolist() if not math.isnan(s)]
 
@@ -444,7 +444,7 @@ def test_group_normalized_matches_a_loop(scale, case):
 @pytest.mark.proves("rlhf_pg.advantages.leave_one_out")
 @few
 @given(case=scored())
-def test_leave_one_out_matches_a_loop(case):
+def test_leave_one_out_matches_loop(case):
     scores, groups = case
 
     def advantage(score, group):
@@ -457,7 +457,7 @@ def test_leave_one_out_matches_a_loop(case):
 
 @few
 @given(case=scored(missing=False))
-def test_leave_one_out_is_the_centred_score_times_n_over_n_minus_1(case):
+def test_leave_one_out_is_scaled_centred_score(case):
     scores, groups = case
     count = (groups[:, None] == groups).sum(1)
     ratio = torch.where(count > 1, count.double() / (count - 1), 0.0)
@@ -473,7 +473,7 @@ AGAINST_THE_GROUP = {
 @pytest.mark.parametrize("function", AGAINST_THE_GROUP.values(), ids=AGAINST_THE_GROUP)
 @few
 @given(case=scored(), order=st.randoms(use_true_random=False))
-def test_group_functions_follow_a_permutation_of_the_rows(function, case, order):
+def test_group_functions_are_permutation_equivariant(function, case, order):
     scores, groups = case
     rows = list(range(len(scores)))
     order.shuffle(rows)
@@ -483,7 +483,7 @@ def test_group_functions_follow_a_permutation_of_the_rows(function, case, order)
 @pytest.mark.parametrize("function", AGAINST_THE_GROUP.values(), ids=AGAINST_THE_GROUP)
 @few
 @given(case=scored(), shift=st.integers(-64, 64))
-def test_a_shift_of_all_scores_changes_no_advantage(function, case, shift):
+def test_score_shift_leaves_advantages_unchanged(function, case, shift):
     scores, groups = case
     equal(function(scores + shift, groups), function(scores, groups))
 
@@ -491,7 +491,7 @@ def test_a_shift_of_all_scores_changes_no_advantage(function, case, shift):
 @pytest.mark.parametrize(("scale", "power"), [("group", 0), ("batch", 0), ("none", 1)])
 @few
 @given(case=scored(), factor=st.sampled_from([0.25, 3.0, 100.0]))
-def test_only_the_unscaled_advantage_grows_with_the_scores(scale, power, case, factor):
+def test_only_unscaled_advantage_grows_with_scores(scale, power, case, factor):
     scores, groups = case
     scaled = group_normalized(factor * scores, groups, scale, eps=0)
     equal(scaled, factor**power * group_normalized(scores, groups, scale, eps=0), 1e-9)
@@ -500,7 +500,7 @@ def test_only_the_unscaled_advantage_grows_with_the_scores(scale, power, case, f
 @pytest.mark.parametrize("function", AGAINST_THE_GROUP.values(), ids=AGAINST_THE_GROUP)
 @few
 @given(case=scored())
-def test_advantages_of_a_group_sum_to_zero(function, case):
+def test_group_advantages_sum_to_zero(function, case):
     scores, groups = case
     for name in groups.unique():
         assert function(scores, groups)[groups == name].sum().item() == pytest.approx(0, abs=1e-9)
@@ -510,7 +510,7 @@ def test_advantages_of_a_group_sum_to_zero(function, case):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("function", AGAINST_THE_GROUP.values(), ids=AGAINST_THE_GROUP)
 @pytest.mark.parametrize("scores", [[0.1] * 7, [0.1] * 7 + [NAN], [NAN] * 3, [0.7], [0.7, NAN]])
-def test_a_group_without_spread_gets_exactly_zero(function, scores, dtype):
+def test_constant_group_has_exactly_zero_advantage(function, scores, dtype):
     # beside another group, whose spread is in the batch std; seven 0.1 in float32 sum to a mean
     # that is not 0.1, and the error over a std of 0 + eps is not small
     scores = torch.tensor([*scores, 1.0, 0.0], dtype=dtype)
@@ -522,7 +522,7 @@ def test_a_group_without_spread_gets_exactly_zero(function, scores, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("function", AGAINST_THE_GROUP.values(), ids=AGAINST_THE_GROUP)
-def test_group_functions_keep_the_dtype_round_once_and_detach(function, dtype):
+def test_group_functions_keep_dtype_round_once_and_detach(function, dtype):
     scores = torch.randn(40, generator=torch.Generator().manual_seed(0)).to(dtype)
     groups = torch.arange(40) % 5
     advantages = function(scores.requires_grad_(), groups)
@@ -535,19 +535,19 @@ def test_group_functions_keep_the_dtype_round_once_and_detach(function, dtype):
 
 
 @pytest.mark.parametrize("function", AGAINST_THE_GROUP.values(), ids=AGAINST_THE_GROUP)
-def test_group_functions_leave_their_inputs_as_they_were(function):
+def test_group_functions_leave_inputs_unchanged(function):
     scores, groups = f64([1, NAN, 0, 3]), torch.tensor([4, 4, 4, 4])
     function(scores, groups)
     torch.testing.assert_close(scores, f64([1, NAN, 0, 3]), equal_nan=True)
     assert groups.tolist() == [4] * 4
 
 
-def test_group_functions_of_no_rows_are_empty():
+def test_group_functions_on_no_rows_are_empty():
     for function in AGAINST_THE_GROUP.values():
         assert function(torch.zeros(0), torch.zeros(0).long()).shape == (0,)
 
 
-def test_an_unknown_scale_is_refused():
+def test_unknown_scale_raises():
     with pytest.raises(ValueError, match="group, batch, none"):
         group_normalized(f64([1, 0]), torch.zeros(2).long(), "std")
 
@@ -560,7 +560,7 @@ def test_an_unknown_scale_is_refused():
         (lambda s, g: group_normalized(s, g, "none"), 2 / 3),  # mean with self: (1 - 1/n) of it
     ],
 )
-def test_expected_gradient_over_all_groups_of_three(function, share):
+def test_expected_gradient_over_groups_of_three(function, share):
     # a bandit with three arms, enumerated: the sum over 27 groups is the expectation
     rewards = f64([1.0, 0.0, 0.5])
     logits = f64([0.2, -0.5, 0.4]).requires_grad_()
@@ -576,7 +576,7 @@ def test_expected_gradient_over_all_groups_of_three(function, share):
 
 @pytest.mark.parametrize("power", [-60, 62, 80, 120])
 @pytest.mark.parametrize("scale", ["group", "batch"])
-def test_scores_whose_squares_are_beyond_float32_are_normalised_to_the_same_bits(power, scale):
+def test_huge_scores_normalize_bit_identically(power, scale):
     """A score of 2e19 had a std of inf, and every advantage was 0."""
     scores = torch.tensor([0.1, 0.7, 0.3, -0.9, 5.0, 4.0, NAN])
     groups = torch.tensor([0, 0, 0, 1, 1, 1, 1])
@@ -602,7 +602,7 @@ def test_optimal_baseline_by_hand():
 @pytest.mark.proves("rlhf_pg.advantages.optimal_baseline")
 @few
 @given(case=scored(), data=st.data())
-def test_optimal_baseline_matches_a_loop(case, data):
+def test_optimal_baseline_matches_loop(case, data):
     scores, groups = case
     weight = st.integers(0, 5)
     weights = data.draw(st.lists(weight, min_size=len(scores), max_size=len(scores)))
@@ -621,7 +621,7 @@ def test_optimal_baseline_matches_a_loop(case, data):
 
 @few
 @given(case=scored(), unit_of_weight=st.sampled_from([0.25, 1.0, 7.0]))
-def test_equal_weights_give_the_leave_one_out_mean_whatever_their_unit(case, unit_of_weight):
+def test_equal_weights_give_leave_one_out_mean(case, unit_of_weight):
     scores, groups = case
     baseline = optimal_baseline(scores, torch.full_like(scores, unit_of_weight), groups)
     counted = torch.stack([((groups == g) & ~scores.isnan()).sum() for g in groups])
@@ -631,7 +631,7 @@ def test_equal_weights_give_the_leave_one_out_mean_whatever_their_unit(case, uni
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_optimal_baseline_of_equal_scores_is_that_score_exactly(dtype):
+def test_optimal_baseline_of_equal_scores_is_exact(dtype):
     scores = torch.tensor([0.1] * 7 + [NAN], dtype=dtype, requires_grad=True)
     baseline = optimal_baseline(scores, torch.arange(1, 9), torch.zeros(8).long())
     assert baseline.dtype == dtype
@@ -639,14 +639,14 @@ def test_optimal_baseline_of_equal_scores_is_that_score_exactly(dtype):
     assert baseline.tolist() == [*scores[:7].tolist(), 0.0]
 
 
-def test_optimal_baseline_keeps_its_digits_far_from_zero():
+def test_optimal_baseline_keeps_precision_far_from_zero():
     # in float32, 1e6 times a weight of 3000 has no digits left for the scores' difference
     scores = torch.tensor([1e6, 1e6 + 1, 1e6 + 2])
     baseline = optimal_baseline(scores, torch.tensor([3000, 1000, 1000]), torch.zeros(3).long())
     assert (baseline - 1e6).tolist() == pytest.approx([1.5, 0.5, 0.25], abs=0.07)  # an ulp: 1/16
 
 
-def test_optimal_baseline_ignores_its_own_score_follows_a_permutation_and_a_shift():
+def test_optimal_baseline_ignores_own_score():
     scores, groups = f64([1, 5, 0, 2, 7, NAN]), torch.tensor([0, 1, 0, 0, 1, 0])
     weights, order = f64([1, 2, 3, 4, 5, 6]), torch.tensor([3, 5, 0, 4, 2, 1])
     baseline = optimal_baseline(scores, weights, groups)
@@ -692,7 +692,7 @@ def stepped(draw):
 @pytest.mark.proves("rlhf_pg.advantages.process_group_normalized")
 @few
 @given(case=stepped())
-def test_process_group_normalized_matches_a_loop(case):
+def test_process_group_normalized_matches_loop(case):
     step_scores, step_mask, groups, mask = case
     of_group = defaultdict(list)
     for row, t in step_mask.nonzero().tolist():
@@ -709,7 +709,7 @@ def test_process_group_normalized_matches_a_loop(case):
     equal(process_group_normalized(*case, eps=0.01), loop(mask, slot))
 
 
-def test_process_scores_of_one_step_per_row_are_the_outcome_advantages():
+def test_single_step_process_scores_match_outcome():
     scores, groups = f64([1, 5, 0, 2, 7]), torch.tensor([0, 1, 0, 0, 1])
     step_mask = torch.tensor([[False, True]]).expand(5, 2)
     step_scores = torch.where(step_mask, scores[:, None], NAN)
@@ -719,7 +719,7 @@ def test_process_scores_of_one_step_per_row_are_the_outcome_advantages():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_equal_step_scores_get_exactly_zero(dtype):
+def test_equal_step_scores_give_exactly_zero(dtype):
     scores = torch.full((1, 7), 0.1, dtype=dtype, requires_grad=True)
     every = torch.ones(1, 7).bool()
     advantages = process_group_normalized(scores, every, torch.zeros(1).long(), every)
@@ -728,7 +728,7 @@ def test_equal_step_scores_get_exactly_zero(dtype):
     assert not advantages.requires_grad
 
 
-def test_step_scores_under_a_hole_of_the_mask_leave_the_hole_zero():
+def test_step_score_in_mask_hole_leaves_hole_zero():
     step_scores, step_mask, groups, mask = process_case()
     mask[0, 2] = False
     assert process_group_normalized(step_scores, step_mask, groups, mask)[0, 2] == 0
@@ -791,14 +791,14 @@ TWO_GROUPS = ([[1.0], [5.0], [0.0], [2.0], [7.0]], [0, 1, 0, 0, 1])
         ("n_step", {"n_steps": None}, [0.5, 4.5, -0.5, 1.5, 6.5]),
     ],
 )
-def test_each_named_estimator_by_hand(name, options, per_row):
+def test_named_estimators_by_hand(name, options, per_row):
     s = signals(*TWO_GROUPS)
     expected = torch.where(s.mask, f64(per_row)[:, None], 0.0)
     equal(ADVANTAGES[name](s, **options), expected, 1.01e-4)  # eps = 1e-4
 
 
 @pytest.mark.parametrize("name", ["group_normalized", "process_group_normalized"])
-def test_what_is_added_to_a_std_is_an_option(name):
+def test_std_epsilon_is_option(name):
     s = signals(*TWO_GROUPS)  # stds 1 and sqrt 2
     expected = f64([0, -1 / (2**0.5 + 0.25), -1 / 1.25, 1 / 1.25, 1 / (2**0.5 + 0.25)])
     expected = torch.where(s.mask, expected[:, None], 0.0)
@@ -813,7 +813,7 @@ def test_what_is_added_to_a_std_is_an_option(name):
     ("name", "weights"),
     [("returns_minus_optimal", [1, 2, 2]), ("returns_minus_optimal_by_gradient", [1, 2, 3])],
 )
-def test_one_completion_per_prompt_has_the_optimal_baseline_of_the_batch(name, weights):
+def test_single_completion_prompts_use_batch_baseline(name, weights):
     s = signals([[1.0], [5.0], [0.0]], [4, 7, 5])
     assert s.action_tokens.tolist() == [1, 2, 2]
     (u, v, w), (a, b, c) = weights, (1.0, 5.0, 0.0)
@@ -822,7 +822,7 @@ def test_one_completion_per_prompt_has_the_optimal_baseline_of_the_batch(name, w
     equal(ADVANTAGES[name](s), torch.where(s.mask, expected[:, None], 0.0))
 
 
-def test_the_total_return_is_that_of_the_first_token_whatever_was_paid_before():
+def test_total_return_is_same_at_every_token():
     mask = torch.tensor([[False, True, False, True], [True, True, True, True], [False] * 4])
     rewards = f64([[9, 1, 9, 2], [1, 0, 4, 8], [1, 1, 1, 1]])
     s = dataclasses.replace(signals([[0.0]] * 3, [0, 0, 0], width=4), mask=mask, rewards=rewards)
@@ -830,14 +830,14 @@ def test_the_total_return_is_that_of_the_first_token_whatever_was_paid_before():
     equal(ADVANTAGES["total_returns"](s, gamma=0.5), expected)
 
 
-def test_named_gae_takes_gamma_lam_and_the_value_after_the_end():
+def test_named_gae_takes_gamma_lam_and_bootstrap():
     s = dataclasses.replace(signals([[3.0]], [0], width=3), bootstrap_value=f64([2.0]))
     # delta = 3 + 1/2 * 2 - 1/2 = 3.5 at the end, and 0 + 1/2 * 1/2 - 1/2 = -1/4 before it
     expected = f64([[0, -0.25 + 0.5 * 0.8 * 3.5, 3.5]])
     equal(ADVANTAGES["gae"](s, gamma=0.5, lam=0.8), expected)
 
 
-def test_named_n_step_takes_gamma_n_and_the_value_after_the_end():
+def test_named_n_step_takes_gamma_n_and_bootstrap():
     s = dataclasses.replace(signals([[3.0]], [0], width=4), bootstrap_value=f64([2.0]))
     # V = 1/2, paid 3 in the last of three slots: 1/2 * 1/2 - 1/2, 3 + 1/2 * 2 - 1/2
     equal(ADVANTAGES["n_step"](s, gamma=0.5), f64([[0, -0.25, -0.25, 3.5]]))
@@ -845,12 +845,12 @@ def test_named_n_step_takes_gamma_n_and_the_value_after_the_end():
     equal(ADVANTAGES["n_step"](s, gamma=0.5, n_steps=2), f64([[0, -0.375, 1.5, 3.5]]))
 
 
-def test_named_values_end_with_the_value_after_the_end():
+def test_named_values_take_bootstrap():
     s = dataclasses.replace(signals([[3.0]], [0], width=3), bootstrap_value=f64([2.0]))
     equal(ADVANTAGES["returns_minus_values"](s, gamma=0.5), f64([[0, 1.5, 3.5]]))  # 4/2, 4
 
 
-def test_named_gae_takes_a_lam_for_each_length():
+def test_named_gae_takes_length_adaptive_lam():
     # r = 0, 0, 1, V = .5, .6, .7; 1 - 1 / (20/3 * 3) = .95; alone, delta is all there is
     mask = torch.tensor([[True] * 3, [True, False, False]])
     s = dataclasses.replace(
@@ -863,7 +863,7 @@ def test_named_gae_takes_a_lam_for_each_length():
     equal(advantages, f64([[0.46575, 0.385, 0.3], [0.5, 0, 0]]))
 
 
-def test_named_process_scores_are_normalised_over_the_steps_of_the_group():
+def test_named_process_scores_normalize_over_group_steps():
     step_scores, step_mask, groups, mask = process_case()
     s = signals([[9.0], [9.0]], groups.tolist(), width=5)
     s = dataclasses.replace(s, mask=mask, step_scores=step_scores, step_mask=step_mask)
@@ -872,7 +872,7 @@ def test_named_process_scores_are_normalised_over_the_steps_of_the_group():
 
 
 @pytest.mark.parametrize("name", sorted(n for n in ADVANTAGES if n.startswith("returns_minus")))
-def test_a_row_without_others(name):
+def test_single_row_baseline_by_hand(name):
     """The mean of one row is its own score; without any baseline the return is left as it is."""
     s = signals([[3.0]], [0])
     expected = {
@@ -900,14 +900,14 @@ def test_a_row_without_others(name):
         "returns_minus_values",
     ],
 )
-def test_named_returns_discount_but_their_baseline_does_not(name):
+def test_named_returns_are_discounted_but_baseline_is_not(name):
     s = signals(*TWO_GROUPS)
     last, first = ADVANTAGES[name](s, gamma=0.5)[1, [1, 0]]
     assert (last - first).item() == pytest.approx(2.5)  # 5 - 5/2
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_each_process_computes_its_own_rows_with_the_scores_of_all(name):
+def test_ranks_use_global_scores_for_own_rows(name):
     scores, groups = [[1.0], [0.0], [2.0], [5.0], [7.0], [3.0]], [0, 0, 0, 1, 1, 2]
     whole = ADVANTAGES[name](signals(scores, groups))
     for rows in (slice(0, 3), slice(3, 5), slice(5, 6)):  # whole groups, whose own means differ
@@ -916,7 +916,7 @@ def test_each_process_computes_its_own_rows_with_the_scores_of_all(name):
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_named_estimators_give_detached_advantages_that_are_zero_where_masked(name, dtype):
+def test_named_estimators_are_detached_and_zero_if_masked(name, dtype):
     s = signals(*TWO_GROUPS, dtype=dtype)
     s.rewards.requires_grad_()
     advantages = ADVANTAGES[name](s)
@@ -928,25 +928,25 @@ def test_named_estimators_give_detached_advantages_that_are_zero_where_masked(na
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_two_sources_without_gaps_are_one_source_of_their_sum(name):
+def test_two_complete_sources_equal_source_of_sum(name):
     scores, groups = [[1.0, 2.0], [5.0, -1.0], [0.0, 0.5], [2.0, 3.0], [7.0, 1.0]], [0, 1, 0, 0, 1]
     summed = signals([[sum(row)] for row in scores], groups)
     equal(ADVANTAGES[name](signals(scores, groups)), ADVANTAGES[name](summed))
 
 
-def test_leave_one_out_lets_a_missing_source_leave_baseline_and_count():
+def test_leave_one_out_excludes_missing_source():
     # source one: 1, -, 3 -> -2, 0, 2; source two: 4, 6, 8 -> -3, 0, 3
     s = signals([[1.0, 4.0], [NAN, 6.0], [3.0, 8.0]], [0, 0, 0])
     equal(ADVANTAGES["leave_one_out"](s)[:, 1], f64([-5, 0, 5]))
 
 
-def test_returns_minus_others_lets_a_missing_source_leave_baseline_and_count():
+def test_returns_minus_others_excludes_missing_source():
     # returns 5, 6, 11; baselines 3 + 7, 6 (the first source does not apply), 1 + 5
     s = signals([[1.0, 4.0], [NAN, 6.0], [3.0, 8.0]], [0, 1, 2])
     equal(ADVANTAGES["returns_minus_others"](s)[:, 1], f64([-5, 0, 5]))
 
 
-def test_a_source_that_does_not_apply_to_the_row_or_its_greedy_completion_is_in_no_baseline():
+def test_inapplicable_source_is_in_no_baseline():
     # returns 5, 6, 11, 2; baselines 2 + 1, 7, 3 and the second source's 4
     s = signals([[1.0, 4.0], [NAN, 6.0], [3.0, 8.0], [0.0, 2.0]], [0, 0, 1, 1])
     greedy = f64([[2, 1], [5, 7], [3, NAN], [NAN, 4]])
@@ -954,20 +954,20 @@ def test_a_source_that_does_not_apply_to_the_row_or_its_greedy_completion_is_in_
     equal(ADVANTAGES["returns_minus_greedy"](s)[:, 1], f64([2, -1, 8, -2]))
 
 
-def test_returns_minus_optimal_lets_a_missing_source_leave_baseline_and_count():
+def test_returns_minus_optimal_excludes_missing_source():
     # lengths 1, 2, 2; returns 5, 6, 11; baselines 3 + 28/4, 0 + 20/3, 1 + 16/3
     s = signals([[1.0, 4.0], [NAN, 6.0], [3.0, 8.0]], [0, 0, 0])
     equal(ADVANTAGES["returns_minus_optimal"](s)[:, 1], f64([-5, -2 / 3, 14 / 3]))
 
 
-def test_returns_minus_mean_lets_a_missing_source_leave_baseline_and_count():
+def test_returns_minus_mean_excludes_missing_source():
     # mean of 1 and 3; the second row's only source does not apply
     s = signals([[1.0], [NAN], [3.0]], [0, 1, 2])
     equal(ADVANTAGES["returns_minus_mean"](s)[:, 1], f64([-1, 0, 1]))
 
 
 @pytest.mark.parametrize("name", ["leave_one_out", "group_normalized"])
-def test_equal_scores_beside_missing_ones_give_exactly_zero(name):
+def test_equal_scores_with_missing_ones_give_exactly_zero(name):
     for others in range(2, 12):
         rows = [[0.1, 0.0]] * others + [[NAN, 0.0]]
         s = signals(rows, [0] * len(rows), dtype=torch.float32)
@@ -975,18 +975,18 @@ def test_equal_scores_beside_missing_ones_give_exactly_zero(name):
 
 
 @pytest.mark.proves("rlhf_pg.advantages.total_scores")
-def test_total_scores_put_the_group_mean_where_a_source_does_not_apply():
+def test_total_scores_fill_missing_source_with_group_mean():
     # first source: mean of 1 and 3 for the gap in group 0; nothing in group 1 has it
     scores = f64([[1, 4], [NAN, 6], [3, 8], [NAN, 5]])
     equal(total_scores(scores, torch.tensor([0, 0, 0, 1])), f64([5, 8, 11, 5]))
 
 
-def test_a_row_is_neutral_in_a_source_that_does_not_apply():
+def test_missing_source_gives_row_zero_advantage():
     s = signals([[1.0, 0.0], [NAN, 0.0], [3.0, 0.0]], [0, 0, 0])
     assert ADVANTAGES["group_normalized"](s)[1, 1] == 0
 
 
-def test_many_low_precision_rewards_are_summed_in_full():
+def test_low_precision_rewards_are_summed_exactly():
     """In bfloat16 itself 256 + 1 is 256."""
     ones = torch.ones(1, 1024, dtype=torch.bfloat16)
     mask = torch.ones(1, 1024, dtype=torch.bool)
@@ -998,7 +998,7 @@ def test_many_low_precision_rewards_are_summed_in_full():
     assert sums == [1024.0] * 3
 
 
-def test_a_step_score_outside_the_action_tokens_is_ignored():
+def test_step_score_outside_action_tokens_is_ignored():
     scores = torch.tensor([[1.0, 9.0], [3.0, 0.0]])
     mask = torch.tensor([[True, False], [True, False]])
     everywhere, groups = torch.ones_like(mask), torch.zeros(2, dtype=torch.int64)
@@ -1025,7 +1025,7 @@ def tensors(s):
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_named_estimators_leave_the_signals_as_they_were(name):
+def test_named_estimators_leave_signals_unchanged(name):
     s = steps(*TWO_GROUPS)
     before = {key: value.clone() for key, value in tensors(s).items()}
     ADVANTAGES[name](s)
@@ -1035,7 +1035,7 @@ def test_named_estimators_leave_the_signals_as_they_were(name):
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 @pytest.mark.parametrize("planted", [0.0, -1e30, math.inf])
-def test_what_stands_in_masked_slots_never_matters_to_a_named_estimator(name, planted):
+def test_masked_slots_do_not_affect_named_estimators(name, planted):
     s = steps(*TWO_GROUPS)
     keys = ("rewards", "values", "step_scores")
     filled = {key: torch.where(s.mask, getattr(s, key), planted) for key in keys}
@@ -1044,7 +1044,7 @@ def test_what_stands_in_masked_slots_never_matters_to_a_named_estimator(name, pl
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_named_estimators_follow_a_permutation_of_the_rows(name):
+def test_named_estimators_are_permutation_equivariant(name):
     s, order = steps(*TWO_GROUPS), torch.tensor([3, 0, 4, 2, 1])
     shuffled = dataclasses.replace(s, **{key: value[order] for key, value in tensors(s).items()})
     equal(ADVANTAGES[name](shuffled), ADVANTAGES[name](s)[order])
@@ -1058,7 +1058,7 @@ SHIFTED = {  # what a shift of all scores by 8 adds to every advantage
 
 
 @pytest.mark.parametrize("name", sorted(set(SHIFTED) - {"gae", "n_step"}))
-def test_a_baseline_made_of_scores_moves_with_them(name):
+def test_score_baseline_shifts_with_scores(name):
     scores, groups = TWO_GROUPS
     shifted = signals([[row[0] + 8] for row in scores], groups)
     plain = signals(scores, groups)
@@ -1067,7 +1067,7 @@ def test_a_baseline_made_of_scores_moves_with_them(name):
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_the_sets_say_what_an_estimator_needs_and_reads(name):
+def test_estimator_sets_match_required_and_read_signals(name):
     s = signals(*TWO_GROUPS)
     ADVANTAGES[name](s)
     for key, needed in (

@@ -33,7 +33,7 @@ def by_loop(rewards, values, mask, end, gamma, lam):
 
 
 @pytest.mark.parametrize(("gamma", "lam"), DECAYS)
-def test_a_long_row_loses_no_digits(gamma, lam) -> None:
+def test_long_row_keeps_precision(gamma, lam) -> None:
     rewards, values, mask, end = rows(8192)
     tolerances = {"rtol": 1e-6, "atol": 1e-7}
     advantages, returns = gae(rewards, values, mask, gamma, lam, end)
@@ -48,7 +48,7 @@ def test_a_long_row_loses_no_digits(gamma, lam) -> None:
 
 
 @pytest.mark.parametrize("n", [127, 128, 400, None])
-def test_n_steps_of_a_long_row(n) -> None:
+def test_n_step_on_long_row(n) -> None:
     rewards, values, mask, end = rows(600, 2, torch.float64)
     expected = torch.zeros_like(values)
     for row in range(2):
@@ -63,7 +63,7 @@ def test_n_steps_of_a_long_row(n) -> None:
     torch.testing.assert_close(targets, expected, rtol=1e-12, atol=0)
 
 
-def test_padding_does_not_change_the_order_of_a_sum() -> None:
+def test_padding_leaves_summation_order_unchanged() -> None:
     rewards, values, mask, end = rows(100, dtype=torch.float64)
     wide = [pad(x, (0, 231)) for x in (rewards, values, mask)]
     for narrow, padded in zip(
@@ -96,7 +96,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_twice_the_tokens_are_a_step_more_and_rows_are_none(name) -> None:
+def test_operation_count_hardly_grows_with_length(name) -> None:
     """On a GPU every operation is a launch: a loop over 8192 tokens took half a second."""
 
     def operations(*shape):

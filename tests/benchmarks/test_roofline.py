@@ -19,7 +19,7 @@ def operations(model: PreTrainedModel, tokens: int, predicted: int) -> float:
     return counter.get_total_flops() - attention + causal
 
 
-def test_a_group_shares_its_prompt(tmp_path: Path) -> None:
+def test_group_prompt_work_is_counted_once(tmp_path: Path) -> None:
     workload = Workload(prompts=1, shortest=9, longest=9, n=3, new=8)
     path = save_model(tmp_path, vocabulary=64, width=128, layers=2)
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")

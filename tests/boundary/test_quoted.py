@@ -24,11 +24,11 @@ class Unspeakable(Exception):
         ("is it? https://host/a (yes?)", "is it? https://host/a (yes?)"),
     ],
 )
-def test_what_a_terminal_obeys_or_a_url_hides_is_not_said(text, said):
+def test_quoted_escapes_control_characters_and_hides_secrets(text, said):
     assert quoted(text) == said
 
 
-def test_it_is_cut_and_says_so():
+def test_long_quoted_text_is_truncated_with_note():
     assert quoted("a" * LONGEST) == "a" * LONGEST
     assert quoted("ab" * LONGEST) == "ab" * (LONGEST // 2) + f" ... ({2 * LONGEST} characters)"
     secret = "https://host/?" + "s" * 3 * LONGEST + " end"
@@ -36,11 +36,11 @@ def test_it_is_cut_and_says_so():
     assert len(shown([0] * 10**6)) < LONGEST + 50
 
 
-def test_lines_stay_lines():
+def test_visible_keeps_newlines():
     assert visible("key: a\x1b\n  \u202e^\n") == "key: a\\x1b\n  \\u202e^\n"
 
 
-def test_what_cannot_be_said_is_named():
+def test_unprintable_exception_is_named():
     assert told(ValueError("a\x1b")) == r"ValueError: a\x1b"
     assert told(Unspeakable()) == "Unspeakable, whose message cannot be read"
     assert shown(Unspeakable()) == "a Unspeakable whose repr raises RuntimeError"

@@ -115,7 +115,7 @@ def seed_everything(seed):
         (torch.bfloat16, "nearest"),
     ],
 )
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, arch, dtype, update):
+def test_resumed_training_is_bit_identical(tmp_path, arch, dtype, update):
     seed_everything(0)
     first = make_checkpointer(tmp_path, arch=arch, dtype=dtype, update=update)
     train(first, 3)
@@ -134,7 +134,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, arch, dtype, update):
     assert everything(second) == expected
 
 
-def test_the_weights_are_restored_in_place(tmp_path):
+def test_weights_are_restored_in_place(tmp_path):
     checkpointer = make_checkpointer(tmp_path)
     before = [p.data_ptr() for p in model_of(checkpointer).parameters()]
     path = checkpointer.save(RUNTIME)
@@ -142,7 +142,7 @@ def test_the_weights_are_restored_in_place(tmp_path):
     assert [p.data_ptr() for p in model_of(checkpointer).parameters()] == before
 
 
-def test_the_generators_of_a_rank_that_was_not_there_are_left_alone(tmp_path):
+def test_missing_rank_leaves_generators_unchanged(tmp_path):
     checkpointer = make_checkpointer(tmp_path)
     path = checkpointer.save(RUNTIME)
     seed_everything(5)
@@ -177,7 +177,7 @@ def two_layers(seed=0):
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_an_optimizer_restored_by_name_takes_the_same_steps(make, tmp_path):
+def test_optimizer_restored_by_name_takes_same_steps(make, tmp_path):
     model = two_layers()
     optimizer = make(model.parameters())
     optimize(model, optimizer, 3)
@@ -195,7 +195,7 @@ def test_an_optimizer_restored_by_name_takes_the_same_steps(make, tmp_path):
     assert all(p.equal(q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_the_names_of_optimizer_tensors_say_whose_they_are():
+def test_optimizer_tensor_names_identify_parameters():
     model = two_layers()
     optimizer = torch.optim.AdamW(model.parameters())
     optimize(model, optimizer, 1)
@@ -207,7 +207,7 @@ def test_the_names_of_optimizer_tensors_say_whose_they_are():
     assert optimizer_tensors(fresh, names) == {}
 
 
-def test_weights_that_were_saved_in_fewer_bits_are_restored_from_their_masters():
+def test_lower_precision_weights_come_from_masters():
     model = two_layers().float()
     model["b"].to(torch.bfloat16)
     trained = RUNTIME.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -220,7 +220,7 @@ def test_weights_that_were_saved_in_fewer_bits_are_restored_from_their_masters()
     assert not trained.optimizer.state
 
 
-def test_restoring_forgets_the_moments_that_were_there():
+def test_restore_clears_existing_moments():
     model = two_layers()
     optimizer = torch.optim.AdamW(model.parameters())
     optimize(model, optimizer, 1)
@@ -234,7 +234,7 @@ def test_restoring_forgets_the_moments_that_were_there():
 # ---------------------------------------------------------------------------------- the directory
 
 
-def test_the_directory_is_one_that_from_pretrained_reads(tmp_path):
+def test_checkpoint_is_readable_by_from_pretrained(tmp_path):
     checkpointer = make_checkpointer(tmp_path)
     train(checkpointer, 2)
     path = checkpointer.save(RUNTIME)
@@ -244,7 +244,7 @@ def test_the_directory_is_one_that_from_pretrained_reads(tmp_path):
     assert AutoTokenizer.from_pretrained(path).get_vocab() == checkpointer.tokenizer.get_vocab()
 
 
-def test_nothing_in_it_is_pickled(tmp_path):
+def test_checkpoint_contains_no_pickle(tmp_path):
     checkpointer = make_checkpointer(tmp_path)
     train(checkpointer, 1)
     path = checkpointer.save(RUNTIME)
@@ -258,7 +258,7 @@ def test_nothing_in_it_is_pickled(tmp_path):
 
 
 @pytest.mark.parametrize("make_there", [False, True])
-def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path, make_there):
+def test_directory_without_manifest_is_no_checkpoint(tmp_path, make_there):
     checkpointer, path = make_checkpointer(tmp_path), tmp_path / "elsewhere"
     if make_there:
         model_of(checkpointer).save_pretrained(path)
@@ -273,7 +273,7 @@ def reference(seed):
 
 
 @pytest.mark.parametrize(("saved", "present"), [(0, 1), (0, None), (None, 0)])
-def test_another_reference_is_refused_before_anything_changes(tmp_path, saved, present):
+def test_different_reference_raises_before_any_change(tmp_path, saved, present):
     path = make_checkpointer(tmp_path, reference=reference(saved)).save(RUNTIME)
     checkpointer = make_checkpointer(tmp_path, seed=5, reference=reference(present))
     train(checkpointer, 1)
@@ -283,7 +283,7 @@ def test_another_reference_is_refused_before_anything_changes(tmp_path, saved, p
     assert everything(checkpointer) == before
 
 
-def test_the_same_reference_is_taken(tmp_path):
+def test_same_reference_is_accepted(tmp_path):
     path = make_checkpointer(tmp_path, reference=reference(3)).save(RUNTIME)
     checkpointer = make_checkpointer(tmp_path, seed=5, reference=reference(3))
     checkpointer.restore(path, rank=0)
@@ -299,7 +299,7 @@ def save_at(checkpointer, step):
     return checkpointer.save(RUNTIME)
 
 
-def test_the_latest_is_the_one_of_the_largest_step(tmp_path):
+def test_latest_checkpoint_has_largest_step(tmp_path):
     checkpointer = make_checkpointer(tmp_path / "checkpoints")
     assert checkpointer.steps() == []
     tenth = save_at(checkpointer, 10)
@@ -311,7 +311,7 @@ def test_the_latest_is_the_one_of_the_largest_step(tmp_path):
     assert checkpointer.state.step == 10
 
 
-def test_saving_a_step_again_replaces_it(tmp_path):
+def test_saving_step_again_replaces_checkpoint(tmp_path):
     checkpointer = make_checkpointer(tmp_path)
     path = save_at(checkpointer, 4)
     (path / "leftover").touch()
@@ -323,7 +323,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 
 
 @pytest.mark.parametrize("choice", [True, "latest", "step-00000005"])
-def test_a_run_resumes_from_the_newest_or_from_the_one_named(tmp_path, choice):
+def test_run_resumes_from_newest_or_named_checkpoint(tmp_path, choice):
     first = make_checkpointer(tmp_path)
     for step in (3, 5):
         save_at(first, step)
@@ -342,12 +342,12 @@ def test_a_run_resumes_from_the_newest_or_from_the_one_named(tmp_path, choice):
         ("elsewhere", r"elsewhere holds no checkpoint that is whole: it has no manifest\.json"),
     ],
 )
-def test_a_run_cannot_resume_from_what_is_not_there(tmp_path, choice, message):
+def test_resuming_from_missing_checkpoint_raises(tmp_path, choice, message):
     with pytest.raises(ValueError, match=message):
         make_checkpointer(tmp_path).resume(choice, RUNTIME)
 
 
-def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(tmp_path):
+def test_new_run_over_earlier_checkpoints_raises(tmp_path):
     checkpointer = make_checkpointer(tmp_path)
     checkpointer.resume(None, RUNTIME)  # nothing there yet
     save_at(checkpointer, 3)
@@ -363,7 +363,7 @@ class DiskFull:
         raise OSError("no space left on device")
 
 
-def test_a_save_that_breaks_off_is_never_the_latest_and_can_be_repeated(tmp_path):
+def test_interrupted_save_is_never_latest_and_repeatable(tmp_path):
     checkpointer = make_checkpointer(tmp_path)
     earlier = save_at(checkpointer, 1)
     tokenizer, checkpointer.tokenizer = checkpointer.tokenizer, DiskFull()
@@ -377,7 +377,7 @@ def test_a_save_that_breaks_off_is_never_the_latest_and_can_be_repeated(tmp_path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
-def test_a_save_that_breaks_off_leaves_the_same_step_as_it_was(tmp_path):
+def test_interrupted_save_leaves_same_step_unchanged(tmp_path):
     checkpointer = make_checkpointer(tmp_path)
     path = save_at(checkpointer, 1)
     before = {file.name: file.read_bytes() for file in path.iterdir()}
@@ -388,7 +388,7 @@ def test_a_save_that_breaks_off_leaves_the_same_step_as_it_was(tmp_path):
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
 
-def test_an_earlier_checkpoint_does_not_leave_later_ones_to_be_picked_up(tmp_path):
+def test_resuming_before_later_checkpoints_raises(tmp_path):
     first = make_checkpointer(tmp_path)
     for step in (3, 5):
         save_at(first, step)
@@ -397,7 +397,7 @@ def test_an_earlier_checkpoint_does_not_leave_later_ones_to_be_picked_up(tmp_pat
 
 
 @pytest.mark.parametrize(("key", "refused"), [("seed", True), ("max_steps", False)])
-def test_another_config_is_refused_by_key(tmp_path, key, refused):
+def test_changed_config_raises_with_key(tmp_path, key, refused):
     save_at(make_checkpointer(tmp_path), 3)
     other = make_checkpointer(tmp_path)
     other.config[key] = 77

@@ -16,7 +16,7 @@ from tests.trainers.conftest import make as make
 
 
 @pytest.mark.parametrize("name", ["final", "best", "config.yaml", "tensorboard"])
-def test_what_has_the_name_of_a_runs_file_is_set_aside(make, tmp_path, name) -> None:
+def test_directory_named_like_run_file_is_set_aside(make, tmp_path, name) -> None:
     mine = tmp_path / "run" / name
     if name.endswith(".yaml"):
         mine.parent.mkdir()
@@ -30,13 +30,13 @@ def test_what_has_the_name_of_a_runs_file_is_set_aside(make, tmp_path, name) -> 
     assert mine.read_text() == "mine"
 
 
-def test_a_link_that_leads_nowhere_is_set_aside_too(tmp_path) -> None:
+def test_dangling_link_is_set_aside(tmp_path) -> None:
     (tmp_path / "final").symlink_to("nowhere")
     assert set_aside(tmp_path) == tmp_path / "earlier-1"
     assert os.readlink(tmp_path / "earlier-1" / "final") == "nowhere"
 
 
-def test_a_file_called_lock_that_is_no_lock_is_left_alone(tmp_path) -> None:
+def test_foreign_lock_file_is_left_unchanged(tmp_path) -> None:
     (tmp_path / "lock").write_text("combination: 1234")
     run = run_dir_lock(tmp_path, Runtime())
     with pytest.raises(ValueError, match="is no lock of a run"), run:
@@ -45,7 +45,7 @@ def test_a_file_called_lock_that_is_no_lock_is_left_alone(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("leads_to", ["elsewhere", "nowhere"])
-def test_a_link_is_replaced_and_not_what_it_leads_to(tmp_path, leads_to) -> None:
+def test_publish_replaces_link_not_its_target(tmp_path, leads_to) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "mine").write_text("mine")
     best = tmp_path / "best"
@@ -69,7 +69,7 @@ def a_warm_start(directory) -> None:
 
 
 @pytest.mark.parametrize("train", [a_reward_model, a_warm_start])
-def test_other_trainings_set_aside_what_was_there_and_say_where(train, tmp_path, capsys) -> None:
+def test_other_trainings_set_aside_earlier_files(train, tmp_path, capsys) -> None:
     mine = tmp_path / "run" / "final" / "mine"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
@@ -81,7 +81,7 @@ def test_other_trainings_set_aside_what_was_there_and_say_where(train, tmp_path,
 
 
 @pytest.mark.parametrize("train", [a_reward_model, a_warm_start])
-def test_other_trainings_leave_the_directory_of_a_live_run_alone(train, tmp_path) -> None:
+def test_other_trainings_leave_live_run_unchanged(train, tmp_path) -> None:
     (tmp_path / "metrics.jsonl").write_text("of a live run")
     with (
         run_dir_lock(tmp_path, Runtime()),

@@ -24,7 +24,7 @@ def hold_and_fork(directory, told):
 
 
 @pytest.mark.fault(15, "forks of a run that was killed do not hold its lock")
-def test_a_fork_of_a_run_that_was_killed_does_not_hold_its_lock(tmp_path) -> None:
+def test_fork_of_killed_run_does_not_hold_lock(tmp_path) -> None:
     ours, theirs = FORK.Pipe()
     run = FORK.Process(target=hold_and_fork, args=(tmp_path, theirs))
     run.start()
@@ -40,7 +40,7 @@ def test_a_fork_of_a_run_that_was_killed_does_not_hold_its_lock(tmp_path) -> Non
         os.kill(fork, signal.SIGKILL)
 
 
-def test_a_fork_that_leaves_the_run_does_not_end_it(tmp_path) -> None:
+def test_fork_leaving_run_does_not_release_lock(tmp_path) -> None:
     with ExitStack() as run:
         run.enter_context(run_dir_lock(tmp_path, Runtime()))
         fork = FORK.Process(target=run.close)
@@ -52,7 +52,7 @@ def test_a_fork_that_leaves_the_run_does_not_end_it(tmp_path) -> None:
             pass
 
 
-def test_a_file_system_without_locks_is_one_warning(tmp_path, monkeypatch, caplog) -> None:
+def test_unsupported_locks_give_one_warning(tmp_path, monkeypatch, caplog) -> None:
     def flock(*_) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

@@ -176,13 +176,13 @@ def recipe(tmp_path):
 
 @pytest.mark.fault(33, "refused by name when it is read")
 @pytest.mark.parametrize(("config", "key", "value"), cases(1))
-def test_a_number_outside_its_range_is_refused_by_name(config, key, value):
+def test_out_of_range_number_raises_with_key(config, key, value):
     with pytest.raises(ValueError, match=rf"^{key} must be .*got {re.escape(str(value))}"):
         config(**{key: value})
 
 
 @pytest.mark.parametrize(("config", "key", "value"), cases(0))
-def test_a_number_at_the_edge_of_its_range_is_taken(config, key, value):
+def test_number_at_range_edge_is_accepted(config, key, value):
     clipped = {"policy_loss": "clipped_surrogate"}
     twice = {"num_mini_batches": 2}
     moving = {"beta": 0.1, "kl_controller": "adaptive"}
@@ -230,7 +230,7 @@ def test_a_number_at_the_edge_of_its_range_is_taken(config, key, value):
 
 
 @each_config
-def test_every_numeric_key_is_tried_above(config):
+def test_every_numeric_key_has_range_test(config):
     unions = (types.UnionType, typing.Union)  # of a Literal it is the latter
     numeric = {
         name
@@ -244,19 +244,19 @@ def test_every_numeric_key_is_tried_above(config):
 
 @pytest.mark.fault(33, "refused with the reason")
 @pytest.mark.parametrize("config", [GRPOConfig, RLOOConfig])
-def test_a_group_of_one_is_refused_with_the_reason(config):
+def test_group_of_one_raises_with_reason(config):
     with pytest.raises(ValueError, match=r"num_generations must be at least 2 \(.+ to compare\)"):
         config(num_generations=1)
 
 
-def test_more_minibatches_than_prompts_are_refused():
+def test_more_minibatches_than_prompts_raises():
     assert GRPOConfig(prompts_per_step=4, num_mini_batches=4).num_mini_batches == 4
     with pytest.raises(ValueError, match=r"num_mini_batches .*prompts_per_step \(4\)"):
         GRPOConfig(prompts_per_step=4, num_mini_batches=5)
 
 
 @pytest.mark.parametrize("more", [{"num_iterations": 2}, {"num_mini_batches": 2}])
-def test_vanilla_is_refused_for_several_updates_per_step(more):
+def test_vanilla_loss_with_several_updates_raises(more):
     assert ReinforceConfig().policy_loss == "vanilla"
     with pytest.raises(ValueError, match=r'policy_loss "vanilla".*"clipped_surrogate"'):
         ReinforceConfig(**more)
@@ -273,7 +273,7 @@ def test_vanilla_is_refused_for_several_updates_per_step(more):
         (RLOOConfig, {"policy_loss": "p3o"}, "scale_rewards none"),
     ],
 )
-def test_advantages_that_a_loss_for_whole_rows_cannot_take_are_refused(config, options, said):
+def test_unsuitable_advantages_for_sequence_loss_raise(config, options, said):
     with pytest.raises(ValueError, match=said):
         config(**options)
 
@@ -338,7 +338,7 @@ def test_advantages_that_a_loss_for_whole_rows_cannot_take_are_refused(config, o
         (GRPOConfig, {"dtype": "float64", "optim": "adamw_8bit"}, "updates no float64 weights"),
     ],
 )
-def test_what_would_train_wrongly_or_not_at_all_is_refused(config, options, said):
+def test_harmful_option_combination_raises(config, options, said):
     with pytest.raises(ValueError, match=said):
         config(**options)
 
@@ -355,22 +355,22 @@ def test_what_would_train_wrongly_or_not_at_all_is_refused(config, options, said
         ({"old_logprobs_source": "sampler", "sampler_correction": "none"}, "none"),
     ],
 )
-def test_a_sampler_that_is_not_the_policy_is_corrected_for(options, correction):
+def test_off_policy_sampler_is_corrected_by_default(options, correction):
     args = GRPOConfig(**options)
     assert args.correction_of(args.rollout_engine) == correction
 
 
-def test_losses_for_whole_rows_take_those_of_the_group():
+def test_sequence_losses_accept_group_advantages():
     assert RLOOConfig(policy_loss="gmpo", epsilon=0.4).policy_loss == "gmpo"
     assert GRPOConfig(policy_loss="p3o", scale_rewards="none").policy_loss == "p3o"
 
 
-def test_nothing_is_divided_by_the_eps_of_no_std():
+def test_std_eps_without_std_raises():
     with pytest.raises(ValueError, match="scale_rewards_eps is added to a std"):
         GRPOConfig(scale_rewards="none", scale_rewards_eps=1e-6)
 
 
-def test_an_engine_that_cannot_tell_what_was_kept_is_refused():
+def test_engine_without_saved_support_raises():
     """Every other one can sample from a truncated distribution, and not say which that was."""
 
     @dataclasses.dataclass(kw_only=True)
@@ -429,12 +429,12 @@ def test_updates_per_step_are_passes_times_minibatches():
         ("truncated_sampling", True),
     ],
 )
-def test_a_value_of_the_wrong_type_is_refused_by_name(key, value):
+def test_wrong_type_raises_with_key(key, value):
     with pytest.raises(ValueError, match=rf"^{key} must be .*got "):
         GRPOConfig(**{key: value})
 
 
-def test_ints_become_floats_and_lists_tuples():
+def test_ints_become_floats_and_lists_become_tuples():
     config = GRPOConfig(beta=1, reward_weights=[1, 2.5], num_train_epochs=3)
     assert (config.beta, config.num_train_epochs) == (1.0, 3.0)
     assert config.reward_weights == (1.0, 2.5)
@@ -442,13 +442,13 @@ def test_ints_become_floats_and_lists_tuples():
     assert {type(x) for x in whole} == {float}
 
 
-def test_a_misspelt_choice_is_told_its_neighbour_and_all_the_names():
+def test_misspelt_choice_error_lists_names_with_suggestion():
     with pytest.raises(ValueError, match="did you mean 'leave_one_out'") as refusal:
         GRPOConfig(advantage_estimator="leave_1_out")
     assert all(name in str(refusal.value) for name in ADVANTAGES)
 
 
-def test_an_estimator_added_to_the_registry_is_selectable_by_name(monkeypatch, recipe):
+def test_registered_estimator_is_selectable_by_name(monkeypatch, recipe):
     monkeypatch.setitem(ADVANTAGES, "mine", lambda signals: signals.rewards)
     monkeypatch.setitem(POLICY_LOSSES, "my_loss", lambda *args: (args[0], {}))
     assert GRPOConfig(advantage_estimator="mine").advantage_estimator == "mine"
@@ -456,7 +456,7 @@ def test_an_estimator_added_to_the_registry_is_selectable_by_name(monkeypatch, r
     assert (config.advantage_estimator, config.policy_loss) == ("mine", "my_loss")
 
 
-def test_a_function_is_bound_to_the_config_keys_that_it_takes():
+def test_function_is_bound_to_its_config_keys():
     def loss(logprobs, beta=0.3, *, epsilon_high=None, not_a_key=1):
         return logprobs, beta, epsilon_high, not_a_key
 
@@ -484,7 +484,7 @@ def test_each_kind_of_limit(limits, inside, outside, words):
         made(x=outside)
 
 
-def test_a_default_outside_its_own_range_or_registry_is_refused_too():
+def test_default_outside_range_or_registry_raises():
     for field in (number(0, minimum=1), choice("b", {"a": 1})):
         kind = int if field.default == 0 else str
         made = dataclasses.make_dataclass("Made", [("x", kind, field)], bases=(Checked,))
@@ -504,7 +504,7 @@ def test_a_default_outside_its_own_range_or_registry_is_refused_too():
         (PPOConfig, ("gae", "clipped_surrogate", "token_mean", 0.05, "reward", "k1")),
     ],
 )
-def test_defaults_are_those_of_the_algorithm(config, expected):
+def test_defaults_match_algorithm(config, expected):
     c = parse(config, [])
     assert c == config()
     names = (c.advantage_estimator, c.policy_loss, c.aggregation)
@@ -521,7 +521,7 @@ def test_more_defaults():
 
 
 @each_config
-def test_every_key_stands_in_the_help(capsys, config):
+def test_help_lists_every_key(capsys, config):
     with pytest.raises(SystemExit) as done:
         parse(config, ["--help"])
     assert done.value.code == 0
@@ -532,7 +532,7 @@ def test_every_key_stands_in_the_help(capsys, config):
 # ------------------------------------------------------------------------ defaults < YAML < flags
 
 
-def test_flags_win_over_yaml_and_yaml_over_defaults(recipe):
+def test_flags_override_yaml_and_yaml_overrides_defaults(recipe):
     text = "learning_rate: 1e-5\nbeta: 0.5\nseed: 7\n"
     config = read(GRPOConfig, recipe, text, "--beta", "0.25", "--epsilon=0.1")
     assert (config.learning_rate, config.beta, config.seed) == (1e-5, 0.25, 7)
@@ -542,7 +542,7 @@ def test_flags_win_over_yaml_and_yaml_over_defaults(recipe):
     assert all(getattr(config, k) == getattr(default, k) for k in set(keys(config)) - changed)
 
 
-def test_the_config_flag_may_stand_anywhere(recipe):
+def test_config_flag_may_be_anywhere(recipe):
     recipe.write_text("beta: 0.5\nseed: 7\n")
     config = parse(GRPOConfig, ["--beta", "0.25", f"--config={recipe}"])
     assert (config.beta, config.seed) == (0.25, 7)
@@ -583,13 +583,13 @@ def test_the_config_flag_may_stand_anywhere(recipe):
         ("reward_weights: 2", "reward_weights", (2.0,)),
     ],
 )
-def test_yaml_values_arrive_with_their_type(recipe, line, key, value):
+def test_yaml_values_keep_their_type(recipe, line, key, value):
     result = getattr(read(GRPOConfig, recipe, line), key)
     assert result == value
     assert type(result) is type(value)
 
 
-def test_flags_arrive_with_their_type():
+def test_flags_have_declared_type():
     args = "--epsilon_high None --reward_weights -1 2 --disable_dropout False --max_steps -1"
     config = parse(GRPOConfig, args.split())
     assert (config.epsilon_high, config.reward_weights) == (None, (-1.0, 2.0))
@@ -598,7 +598,7 @@ def test_flags_arrive_with_their_type():
     assert (trackers.report_to, trackers.run_name) == (("tensorboard", "wandb"), "a")
 
 
-def test_trackers_may_be_one_name_none_or_one_name_twice():
+def test_trackers_accept_one_name_none_or_duplicates():
     assert GRPOConfig(report_to="wandb").report_to == ("wandb",)
     assert GRPOConfig(report_to="none").report_to == ()
     assert GRPOConfig(report_to=["trackio", "wandb", "trackio"]).report_to == ("trackio", "wandb")
@@ -641,14 +641,14 @@ def test_trackers_may_be_one_name_none_or_one_name_twice():
         ("# " + "x" * (1 << 20), "is longer than 1048576 bytes"),
     ],
 )
-def test_a_bad_recipe_is_one_error_that_names_key_and_file(capsys, tmp_path, recipe, text, said):
+def test_bad_recipe_is_one_error_with_key_and_file(capsys, tmp_path, recipe, text, said):
     recipe.write_text(text + "\n")
     error = error_of(capsys, GRPOConfig, "--config", str(recipe))
     assert said in error
     assert str(recipe) in re.sub(r" ", "", error)
 
 
-def test_a_recipe_that_would_unfold_without_end_is_one_short_error(capsys, recipe):
+def test_expanding_recipe_is_one_short_error(capsys, recipe):
     levels = [f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]" for i in range(9)]
     recipe.write_text("a0: &a0 [x, x]\n" + "\n".join(levels) + "\n")
     assert len(error_of(capsys, GRPOConfig, "--config", str(recipe))) < 1000
@@ -659,21 +659,21 @@ def test_a_recipe_that_would_unfold_without_end_is_one_short_error(capsys, recip
     assert len(error_of(capsys, GRPOConfig, "--config", str(recipe))) < 1000
 
 
-def test_a_device_is_no_recipe(capsys):
+def test_endless_recipe_file_is_rejected(capsys):
     assert "is longer than" in error_of(capsys, GRPOConfig, "--config", "/dev/zero")
 
 
-def test_the_error_says_what_a_bad_key_was_not(capsys, recipe):
+def test_unrelated_bad_key_gets_no_suggestion(capsys, recipe):
     recipe.write_text("xyzzy: 1\n")
     assert "did you mean" not in error_of(capsys, GRPOConfig, "--config", str(recipe))
 
 
-def test_a_recipe_that_is_not_text_is_one_error(capsys, recipe):
+def test_binary_recipe_is_one_error(capsys, recipe):
     recipe.write_bytes(b"output_dir: \xff\n")
     assert "recipe.yaml: cannot be read" in error_of(capsys, GRPOConfig, "--config", str(recipe))
 
 
-def test_a_recipe_that_is_not_there_is_one_error(capsys, tmp_path):
+def test_missing_recipe_is_one_error(capsys, tmp_path):
     error = error_of(capsys, GRPOConfig, "--config", str(tmp_path / "no.yaml"))
     assert "no.yaml: cannot be read" in error
 
@@ -691,14 +691,14 @@ def test_a_recipe_that_is_not_there_is_one_error(capsys, tmp_path):
         ("surplus", "surplus"),
     ],
 )
-def test_a_bad_flag_is_one_error_that_names_it(capsys, flags, said):
+def test_bad_flag_is_one_error_with_name(capsys, flags, said):
     error = error_of(capsys, GRPOConfig, *flags.split())
     assert said in error
     assert ".yaml" not in error
 
 
 @pytest.mark.parametrize(("config", "other"), [(a, b) for a in CONFIGS for b in CONFIGS if a != b])
-def test_a_recipe_of_another_algorithm_is_refused(capsys, recipe, config, other):
+def test_recipe_of_other_algorithm_is_rejected(capsys, recipe, config, other):
     recipe.write_text(f"algorithm: {other().algorithm}\n")
     assert "algorithm must be" in error_of(capsys, config, "--config", str(recipe))
     recipe.write_text(f"algorithm: {config().algorithm}\n")
@@ -706,7 +706,7 @@ def test_a_recipe_of_another_algorithm_is_refused(capsys, recipe, config, other)
 
 
 @pytest.mark.parametrize("name", FOREIGN_KEYS)
-def test_a_key_of_another_library_points_to_ours(capsys, recipe, name):
+def test_foreign_key_error_points_to_our_key(capsys, recipe, name):
     hint = re.sub(r"\s+", " ", FOREIGN_KEYS[name])
     recipe.write_text(f"{name}: 1\n")
     from_file = error_of(capsys, GRPOConfig, "--config", str(recipe))
@@ -717,7 +717,7 @@ def test_a_key_of_another_library_points_to_ours(capsys, recipe, name):
 
 
 @pytest.mark.parametrize("name", NO_MEANING)
-def test_what_has_no_meaning_for_a_language_model_is_refused_with_the_reason(capsys, recipe, name):
+def test_meaningless_key_is_rejected_with_reason(capsys, recipe, name):
     said = f"`{name}` has no meaning for a language model: {NO_MEANING[name]}"
     recipe.write_text(f"{name}: 1\n")
     assert f"{recipe}: {said}" in error_of(capsys, GRPOConfig, "--config", str(recipe))
@@ -726,21 +726,21 @@ def test_what_has_no_meaning_for_a_language_model_is_refused_with_the_reason(cap
 
 
 @each_config
-def test_what_is_refused_is_no_key(config):
+def test_rejected_names_are_not_config_keys(config):
     assert not {*FOREIGN_KEYS, *NO_MEANING} & set(keys(config))
 
 
-def test_what_is_pointed_to_exists():
+def test_hinted_keys_exist():
     ours = {key for config in TRAINERS for key in keys(config)}
     for hint in FOREIGN_KEYS.values():
         assert hint.startswith("metrics.jsonl") or re.match(r"\w+", hint)[0] in ours
 
 
-def test_no_name_is_both_elsewhere_and_without_meaning():
+def test_foreign_and_meaningless_keys_are_disjoint():
     assert not set(FOREIGN_KEYS) & set(NO_MEANING)
 
 
-def test_a_value_may_be_spelt_like_a_key_of_another_library():
+def test_value_may_equal_foreign_key():
     assert parse(GRPOConfig, ["--output_dir", "bf16"]).output_dir == "bf16"
 
 
@@ -754,7 +754,7 @@ def test_a_value_may_be_spelt_like_a_key_of_another_library():
         "beta: -1",
     ],
 )
-def test_only_the_first_process_speaks(capsys, monkeypatch, recipe, text):
+def test_only_first_rank_prints_error(capsys, monkeypatch, recipe, text):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as refusal:
@@ -763,7 +763,7 @@ def test_only_the_first_process_speaks(capsys, monkeypatch, recipe, text):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_rank_without_a_launcher_speaks(capsys, monkeypatch, recipe):
+def test_rank_without_launcher_prints_error(capsys, monkeypatch, recipe):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(SystemExit):
@@ -974,14 +974,14 @@ def apart(config):
 
 
 @pytest.mark.parametrize("url", ["http://me:S3CRET@a", "http://a?key=S3CRET", "http://a/#S3CRET"])
-def test_what_is_secret_in_the_address_of_a_server_is_refused_and_not_said(url):
+def test_secret_in_server_address_is_rejected_and_hidden(url):
     with pytest.raises(ValueError, match="vllm_server_base_url holds") as error:
         GRPOConfig(rollout_engine="vllm_server", vllm_server_base_url=url)
     assert "S3CRET" not in str(error.value)
 
 
 @each_config
-def test_a_dumped_config_parses_back_to_itself(config, tmp_path):
+def test_dumped_config_parses_back_to_itself(config, tmp_path):
     options = [{}, OTHERS[config], *apart(config)]
     for original in (config(**values) for values in options):
         dump(original, tmp_path / "config.yaml")
@@ -989,7 +989,7 @@ def test_a_dumped_config_parses_back_to_itself(config, tmp_path):
 
 
 @each_config
-def test_that_dump_covers_every_key_that_can_have_another_value(config):
+def test_dump_test_covers_every_variable_key(config):
     default, others = dataclasses.asdict(config()), OTHERS[config]
     with_one_value = {"algorithm", "critic", "skip_zero_advantages"}
     with_one_value |= {"importance_sampling_level"}  # for PPO
@@ -1002,7 +1002,7 @@ def test_that_dump_covers_every_key_that_can_have_another_value(config):
 
 
 @each_trainer
-def test_a_dump_is_plain_yaml_of_every_key(config, tmp_path):
+def test_dump_is_plain_yaml_of_every_key(config, tmp_path):
     dump(config(reward_weights=(1.0, 2.0)), tmp_path / "config.yaml")
     values = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert list(values) == keys(config)
@@ -1011,7 +1011,7 @@ def test_a_dump_is_plain_yaml_of_every_key(config, tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_numbers_are_finite(value):
+def test_non_finite_number_raises(value):
     with pytest.raises(ValueError, match="temperature must be a finite number"):
         GRPOConfig(temperature=value)
 
@@ -1031,7 +1031,7 @@ def test_numbers_are_finite(value):
         ("", ["--\x1b[2J", "5"]),
     ],
 )
-def test_no_terminal_obeys_what_is_said_of_a_value(capsys, recipe, text, flags):
+def test_printed_values_are_escaped_for_terminal(capsys, recipe, text, flags):
     recipe.write_text(f"{text}\nalgorithm: grpo\n")
     with pytest.raises(SystemExit):
         parse(GRPOConfig, ["--config", str(recipe), *flags])
@@ -1040,11 +1040,11 @@ def test_no_terminal_obeys_what_is_said_of_a_value(capsys, recipe, text, flags):
     assert not [letter for letter in said if not letter.isprintable() and letter != "\n"]
 
 
-def test_a_value_with_a_line_in_it_is_taken_as_it_is():
+def test_value_with_newline_is_kept():
     assert parse(GRPOConfig, ["--stop", "\n", "\x1b"]).stop == ("\n", "\x1b")
 
 
-def test_a_value_that_begins_with_a_dash_is_no_flag(recipe):
+def test_value_starting_with_dash_is_no_flag(recipe):
     recipe.write_text("output_dir: -x\n")
     assert parse(GRPOConfig, ["--config", str(recipe)]).output_dir == "-x"
 
@@ -1121,12 +1121,12 @@ def test_a_value_that_begins_with_a_dash_is_no_flag(recipe):
         (GRPOConfig, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type must be"),
     ],
 )
-def test_what_could_not_learn_or_would_be_ignored_is_refused(config, options, message):
+def test_useless_or_ignored_option_raises(config, options, message):
     with pytest.raises(ValueError, match=message):
         config(**options)
 
 
-def test_what_is_not_there_says_where_to_look(capsys):
+def test_unavailable_flag_error_points_to_alternative(capsys):
     assert "metrics.jsonl" in error_of(capsys, GRPOConfig, "--write_interval", "1")
 
 
@@ -1140,7 +1140,7 @@ def test_what_is_not_there_says_where_to_look(capsys):
     ],
 )
 @each_config
-def test_in_python_an_unknown_key_says_where_to_look(config, key, said):
+def test_unknown_keyword_raises_with_hint(config, key, said):
     if key == "num_generation" and not hasattr(config, "num_generations"):
         said = "unknown key 'num_generation'"
     with pytest.raises(TypeError, match=f"^{config.__name__}: .*{said.replace('?', '[?]')}"):

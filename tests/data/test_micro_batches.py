@@ -36,17 +36,17 @@ def tokens(rows, own):
         (1, [[1], [2], [0], [5], [4], [3]]),
     ],
 )
-def test_packed_by_hand(limit, expected):
+def test_packed_split_by_hand(limit, expected):
     assert split_packed(ROWS, limit) == expected
 
 
-def test_whole_groups_by_hand():
+def test_whole_group_split_by_hand():
     assert split_packed(ROWS, 38, whole_groups=True) == [[0, 1, 2, 3, 4, 5]]
     assert split_packed(ROWS, 37, whole_groups=True) == [[0, 1, 2, 3], [4, 5]]
     assert split_packed(ROWS, 1, whole_groups=True) == [[0, 1, 2, 3], [4, 5]]
 
 
-def test_padded_by_hand():
+def test_padded_split_by_hand():
     # Widths 11, 14, 12, 7, 8, 9: the widest first, each batch as wide as its widest two parts.
     assert split_padded(ROWS, 42) == [[1, 2, 0], [5, 4, 3]]
     assert split_padded(ROWS, 41) == [[1, 2], [0, 5], [4, 3]]
@@ -69,7 +69,7 @@ def some_rows(draw):
 
 @settings(max_examples=200, deadline=None)
 @given(rows=some_rows(), limit=st.integers(1, 60), whole=st.booleans())
-def test_every_row_once_within_the_limit(rows, limit, whole):
+def test_split_covers_every_row_once_within_limit(rows, limit, whole):
     for split in (split_packed, split_padded):
         batches = split(rows, limit, whole)
         assert sorted(i for own in batches for i in own) == list(range(len(rows)))
@@ -84,7 +84,7 @@ def test_every_row_once_within_the_limit(rows, limit, whole):
 
 @settings(max_examples=100, deadline=None)
 @given(rows=some_rows(), limit=st.integers(1, 60))
-def test_rows_of_the_same_lengths_alone_where_nothing_is_padded(rows, limit):
+def test_split_alike_groups_rows_of_equal_lengths(rows, limit):
     batches = split_alike(rows, limit)
     assert sorted(i for own in batches for i in own) == list(range(len(rows)))
     for own in batches:
@@ -98,7 +98,7 @@ def test_rows_of_the_same_lengths_alone_where_nothing_is_padded(rows, limit):
 
 @settings(max_examples=100, deadline=None)
 @given(rows=some_rows(), limit=st.integers(1, 60))
-def test_a_family_lies_together_the_longest_first(rows, limit):
+def test_packed_families_are_contiguous_and_longest_first(rows, limit):
     for own in split_packed(rows, limit):
         families = [family for family, _ in groupby(rows[i].family for i in own)]
         assert len(families) == len(set(families))
@@ -107,7 +107,7 @@ def test_a_family_lies_together_the_longest_first(rows, limit):
             assert lengths == sorted(lengths, reverse=True)
 
 
-def test_a_prompt_is_computed_once_where_its_family_fits():
+def test_packing_computes_family_prompt_once():
     rows = [RowLengths(0, 0, 500, 60) for _ in range(16)]
     assert len(split_packed(rows, 500 + 16 * 60)) == 1
     assert len(split_padded(rows, 500 + 16 * 60)) == 8

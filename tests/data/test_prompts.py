@@ -47,7 +47,7 @@ def message(content, role="user"):
 # ------------------------------------------------------------------------------------ tokenizing
 
 
-def test_strings_become_their_ids_and_the_rows_stay():
+def test_string_prompts_are_tokenized_and_rows_kept():
     prompts = load_prompts(dataset("ab", "cab", "a", answer=[7, 8, 9]), plain())
     assert prompts.tokens == [[4, 5], [6, 4, 5], [4]]
     assert (len(prompts), prompts.longest) == (3, 3)
@@ -72,7 +72,7 @@ def byte_tokenizer():
 @pytest.mark.parametrize(
     "text", ["<end>", "<end>>", "a<end>b<end>>c", "a\ue0030\ue004", "\ue000\ue001\ue002b"]
 )
-def test_what_a_message_says_is_no_control_token(text):
+def test_message_content_yields_no_control_token(text):
     tokenizer = byte_tokenizer()
     ends = set(tokenizer.convert_tokens_to_ids(["<end>", "<end>>"]))
     *said, end = encode([message(text)], tokenizer)
@@ -90,7 +90,7 @@ def test_what_a_message_says_is_no_control_token(text):
         {"role": "assistant", "content": [{"arguments": {"role": "<end>"}}]},
     ],
 )
-def test_nor_is_what_it_says_of_roles(message):
+def test_message_role_yields_no_control_token(message):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
     said = encode([message], tokenizer)
@@ -98,7 +98,7 @@ def test_nor_is_what_it_says_of_roles(message):
     assert "<end>" in tokenizer.decode(said)
 
 
-def test_a_role_may_have_the_name_of_a_special_token():
+def test_role_may_equal_special_token():
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["user"]})
     tokenizer.chat_template = (
@@ -110,7 +110,7 @@ def test_a_role_may_have_the_name_of_a_special_token():
     assert user not in said
 
 
-def test_nor_where_the_vocabulary_has_its_name_among_its_pieces():
+def test_unigram_message_content_yields_no_control_token():
     pieces = [("<end>", 0.0), *((letter, -9.0) for letter in "<end>ab")]
     fast = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.Unigram(pieces)), eos_token="<end>"
@@ -121,7 +121,7 @@ def test_nor_where_the_vocabulary_has_its_name_among_its_pieces():
     assert fast.convert_ids_to_tokens(said) == [*"a<end>b", "<end>"]
 
 
-def test_parts_of_a_message_do_not_spell_one_together():
+def test_message_parts_joining_into_special_token_raise():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endfor %}"
@@ -132,7 +132,7 @@ def test_parts_of_a_message_do_not_spell_one_together():
         encode([message(parts)], tokenizer)
 
 
-def test_nor_is_what_an_environment_answers():
+def test_environment_answer_yields_no_control_token():
     tokenizer = byte_tokenizer()
     prompt = [message("a<end>")]
     for text in ("<end>b", "\ue000\ue001\ue002<end>b", "\ue000\ue001\ue002"):
@@ -144,7 +144,7 @@ def test_nor_is_what_an_environment_answers():
 @pytest.mark.parametrize(
     "words", ["ab ", [{"type": "text", "text": "a"}, {"type": "text", "text": "b "}]]
 )
-def test_the_assistants_own_words_are_continued(words):
+def test_last_assistant_message_is_continued(words):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'][0] + ':' }}"
@@ -166,11 +166,11 @@ def test_the_assistants_own_words_are_continued(words):
     assert whole_turn(chat, []) == (chat, [])
 
 
-def test_a_call_of_a_tool_is_not_continued():
+def test_assistant_tool_call_is_not_continued():
     assert not continues([message("", "assistant") | {"tool_calls": [{}]}])
 
 
-def test_messages_become_a_chat_that_the_assistant_is_to_continue():
+def test_messages_become_chat_with_generation_prompt():
     chat = [message("ab"), message("c", "assistant"), message("a")]
     prompts = load_prompts(dataset([message("ab")], chat), plain())
     assert prompts.tokens == [[2, 4, 5, 3], [2, 4, 5, 3, 6, 1, 2, 4, 3]]
@@ -187,17 +187,17 @@ def test_messages_become_a_chat_that_the_assistant_is_to_continue():
         ("", [2]),
     ],
 )
-def test_a_bos_stands_in_front_once(prompt, ids):
+def test_bos_is_prepended_once(prompt, ids):
     assert encode(prompt, with_bos()) == ids
 
 
-def test_a_template_without_bos_gets_none():
+def test_template_without_bos_gets_none():
     chat = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     assert encode([message("ab")], with_bos(chat)) == [4, 5]
 
 
 @pytest.mark.parametrize("prompt", ["aab", "<user><user>a"])
-def test_without_a_bos_token_nothing_is_taken_away(prompt):
+def test_tokenizer_without_bos_removes_no_token(prompt):
     assert len(encode(prompt, plain())) == 3
 
 
@@ -215,12 +215,12 @@ def test_without_a_bos_token_nothing_is_taken_away(prompt):
         ([3], 0),
     ],
 )
-def test_a_prompt_of_nothing_or_of_something_else_is_refused_by_its_row(prompts, row):
+def test_empty_or_invalid_prompt_raises_with_row(prompts, row):
     with pytest.raises(ValueError, match=f"prompt in row {row} (is empty|must be a string or)"):
         load_prompts(dataset(*prompts), plain())
 
 
-def test_a_chat_needs_a_template():
+def test_chat_without_template_raises():
     tokenizer = plain()
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"row 0 is a list of messages.*no chat_template"):
@@ -229,21 +229,21 @@ def test_a_chat_needs_a_template():
 
 
 @pytest.mark.fault(37, "an error names the columns that are there")
-def test_a_missing_prompt_column_names_those_that_are_there():
+def test_missing_prompt_column_error_names_columns():
     data = Dataset.from_dict({"question": ["a"], "answer": ["b"]})
     with pytest.raises(ValueError, match=r"no column 'prompt'.*question, answer"):
         load_prompts(data, plain())
 
 
 @pytest.mark.parametrize("shape", [{"type": "pandas"}, {"type": "arrow"}, {"columns": ["answer"]}])
-def test_a_dataset_that_shows_itself_as_a_table_or_without_its_prompts_has_rows(shape):
+def test_formatted_dataset_rows_are_plain(shape):
     plain = Dataset.from_dict({"prompt": ["1+1=", "2"], "answer": ["2", "2"]})
     loaded, tokenizer = plain.with_format(**shape), character_tokenizer("12+=")
     assert load_prompts(loaded, tokenizer).rows[0] == {"prompt": "1+1=", "answer": "2"}
 
 
 @pytest.mark.fault(34, "refused")
-def test_an_empty_dataset_is_refused():
+def test_empty_dataset_raises():
     with pytest.raises(ValueError, match=r"the dataset has no prompts$"):
         load_prompts(dataset(), plain())
 
@@ -252,7 +252,7 @@ def test_an_empty_dataset_is_refused():
 
 
 @pytest.mark.parametrize("limit", [None, 3, 100])
-def test_prompts_up_to_the_limit_are_kept(limit, caplog):
+def test_prompts_within_limit_are_kept(limit, caplog):
     for long_prompts in ("error", "drop"):
         prompts = load_prompts(dataset("ab", "abc"), plain(), limit, long_prompts)
         assert len(prompts) == 2
@@ -260,14 +260,14 @@ def test_prompts_up_to_the_limit_are_kept(limit, caplog):
 
 
 @pytest.mark.fault(36, "an error names the first")
-def test_longer_prompts_are_an_error_that_names_the_first():
+def test_long_prompts_raise_with_first_row():
     data = dataset("a", "abc", "ab", "abcabc")
     with pytest.raises(ValueError, match=r"^2 prompts .* 2; the first is row 1 with 3 tokens"):
         load_prompts(data, plain(), max_prompt_length=2)
 
 
 @pytest.mark.fault(36, "or they are dropped and counted (long_prompts)")
-def test_longer_prompts_are_dropped_with_their_columns_and_counted(caplog):
+def test_longer_prompts_are_dropped_with_columns_and_counted(caplog):
     data = dataset("a", "abc", "ab", "abcabc", answer=[1, 2, 3, 4])
     with caplog.at_level(logging.WARNING):
         prompts = load_prompts(data, plain(), max_prompt_length=2, long_prompts="drop")
@@ -278,18 +278,18 @@ def test_longer_prompts_are_dropped_with_their_columns_and_counted(caplog):
 
 
 @pytest.mark.fault(34, "refused")
-def test_dropping_every_prompt_is_an_error():
+def test_dropping_every_prompt_raises():
     with pytest.raises(ValueError, match="no prompts left: all were too long"):
         load_prompts(dataset("abc", "abcabc"), plain(), 2, "drop")
 
 
-def test_the_length_is_that_of_the_tokens_with_the_chat_around_them():
+def test_prompt_length_includes_chat_template():
     with pytest.raises(ValueError, match="row 0 with 4 tokens"):
         load_prompts(dataset([message("ab")]), plain(), max_prompt_length=3)
 
 
 @pytest.mark.parametrize(("positions", "budget"), [(9, 9), (None, 9), (9, 100)])
-def test_the_longest_row_may_take_all_the_room_there_is(positions, budget):
+def test_longest_row_may_fill_positions_and_budget(positions, budget):
     check_fit(load_prompts(dataset("a", "abc"), plain()), 6, positions, budget)
 
 
@@ -300,7 +300,7 @@ def test_the_longest_row_may_take_all_the_room_there_is(positions, budget):
         (None, 8, r"\(3\) .* is 9 tokens, more than micro_batch_tokens 8"),
     ],
 )
-def test_a_row_without_room_is_refused(positions, budget, message):
+def test_row_beyond_positions_or_budget_raises(positions, budget, message):
     with pytest.raises(ValueError, match=message):
         check_fit(load_prompts(dataset("a", "abc", "ab"), plain()), 6, positions, budget)
 
@@ -310,7 +310,7 @@ def test_a_row_without_room_is_refused(positions, budget, message):
 
 @settings(max_examples=50, deadline=None)
 @given(size=st.integers(1, 9), seed=st.integers(0, 2**32), shuffle=st.booleans())
-def test_every_epoch_takes_every_row_once(size, seed, shuffle):
+def test_each_epoch_draws_every_row_once(size, seed, shuffle):
     rows = PromptSampler(size, seed, shuffle).rows(range(4 * size))
     for epoch in range(4):
         assert sorted(rows[epoch * size : (epoch + 1) * size]) == list(range(size))
@@ -318,30 +318,30 @@ def test_every_epoch_takes_every_row_once(size, seed, shuffle):
 
 @settings(max_examples=50, deadline=None)
 @given(draws=st.lists(st.integers(0, 60)), size=st.integers(1, 9))
-def test_a_row_depends_on_seed_and_draw_alone(draws, size):
+def test_drawn_row_depends_only_on_seed_and_draw(draws, size):
     whole = PromptSampler(size, seed=5).rows(range(61))
     assert PromptSampler(size, seed=5).rows(draws) == [whole[draw] for draw in draws]
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
+def test_epochs_and_seeds_have_different_orders():
     epochs = [tuple(PromptSampler(50, 0).rows(range(50 * e, 50 * e + 50))) for e in range(5)]
     seeds = [tuple(PromptSampler(50, seed).rows(range(50))) for seed in range(5)]
     assert len({*epochs, *seeds}) == 9  # seed 0, epoch 0 is in both
     assert tuple(range(50)) not in {*epochs, *seeds}
 
 
-def test_without_shuffling_the_rows_come_as_they_are():
+def test_unshuffled_rows_keep_their_order():
     assert PromptSampler(3, seed=1, shuffle=False).rows(range(7)) == [0, 1, 2, 0, 1, 2, 0]
 
 
 @pytest.mark.fault(35, "prompts come again, in the order of the next epoch")
-def test_a_step_larger_than_the_dataset_goes_round_it():
+def test_step_larger_than_dataset_wraps_around():
     rows = PromptSampler(3, seed=1).rows(range(8))
     assert set(Counter(rows).values()) == {2, 3}
     assert PromptSampler(1, seed=1).rows([0, 1, 5]) == [0, 0, 0]
 
 
-def test_a_permutation_depends_on_every_part_of_its_key():
+def test_permutation_depends_on_every_key_part():
     keys = list(itertools.product(range(3), repeat=3))
     orders = {tuple(permutation(30, *key)) for key in keys}
     assert len(orders) == len(keys)
@@ -349,7 +349,7 @@ def test_a_permutation_depends_on_every_part_of_its_key():
     assert all(sorted(order) == list(range(30)) for order in orders)
 
 
-def test_a_permutation_neither_reads_nor_moves_the_global_generator():
+def test_permutation_leaves_global_generator_alone():
     np.random.seed(0)
     first, state = permutation(20, 3), np.random.get_state()[1].tolist()
     np.random.seed(1)
@@ -359,7 +359,7 @@ def test_a_permutation_neither_reads_nor_moves_the_global_generator():
     assert np.random.get_state()[1].tolist() == state
 
 
-def test_every_order_is_as_likely_as_the_others():
+def test_permutations_are_equally_likely():
     counts = Counter(tuple(PromptSampler(3, 0).rows(range(3 * e, 3 * e + 3))) for e in range(1200))
     assert len(counts) == 6
     assert sum((n - 200) ** 2 / 200 for n in counts.values()) < 30  # chi-square, 5 dof: p < 2e-5
@@ -373,5 +373,5 @@ def test_every_order_is_as_likely_as_the_others():
         (range(3, 7), 4, [range(3, 7)]),
     ],
 )
-def test_batches_cover_the_rows_in_order(rows, size, expected):
+def test_batches_cover_rows_in_order(rows, size, expected):
     assert list(batches(rows, size)) == expected

@@ -34,7 +34,7 @@ def tensors(record):
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
-def test_prompts_are_padded_on_the_left_and_completions_on_the_right():
+def test_prompts_are_padded_left_and_completions_right():
     r = rollout()
     assert r.prompt_ids.tolist() == [[PAD, PAD, 1], [2, 3, 4], [PAD, 5, 6]]
     assert r.prompt_mask.int().tolist() == [[0, 0, 1], [1, 1, 1], [0, 1, 1]]
@@ -47,14 +47,14 @@ def test_prompts_are_padded_on_the_left_and_completions_on_the_right():
     assert (r.num_rows, r.width) == (3, 6)
 
 
-def test_each_logprob_stands_at_its_token():
+def test_logprobs_align_with_tokens():
     r = Rollout.from_tokens(
         [[1], [1]], [[2, 3], [4]], [[-0.5, -1.5], [-2.5]], [False] * 2, [0, 0], PAD
     )
     assert r.sampler_logprobs.tolist() == [[-0.5, -1.5], [-2.5, 0]]
 
 
-def test_dtypes_of_the_record():
+def test_record_dtypes():
     r = rollout(dtype=torch.float64)
     ids = ("prompt_ids", "completion_ids", "groups")
     masks = ("prompt_mask", "completion_mask", "action_mask", "truncated")
@@ -64,7 +64,7 @@ def test_dtypes_of_the_record():
     assert rollout().sampler_logprobs.dtype == torch.float32
 
 
-def test_a_real_token_equal_to_pad_is_still_real():
+def test_real_token_equal_to_pad_is_unmasked():
     r = rollout(prompts=((PAD, 1), (2,), (3,)), completions=((1, PAD), (PAD,), (2, 3)))
     assert r.prompt_mask.sum(dim=1).tolist() == [2, 1, 1]
     assert r.completion_mask.sum(dim=1).tolist() == [2, 1, 2]
@@ -80,12 +80,12 @@ def test_empty_completions_and_no_rows_keep_two_dimensions():
 
 
 @pytest.mark.parametrize("logprobs", [[[-0.5], []], [[-0.5], [-0.6, -0.7]]])
-def test_logprobs_that_do_not_fit_their_tokens_are_refused(logprobs):
+def test_mismatched_logprobs_raise(logprobs):
     with pytest.raises(ValueError, match="log-probabilities"):
         Rollout.from_tokens([[1], [1]], [[2, 3], [4]], logprobs, [False] * 2, [0, 0], PAD)
 
 
-def test_actions_have_holes_where_the_policy_was_answered():
+def test_action_mask_has_holes_at_environment_tokens():
     r = Rollout.from_tokens(
         [[1], [1]],
         [[2, 3, 4], [5, PAD]],
@@ -104,7 +104,7 @@ def test_actions_have_holes_where_the_policy_was_answered():
         )
 
 
-def test_records_are_frozen_and_take_keywords_only():
+def test_records_are_frozen_and_keyword_only():
     with pytest.raises(dataclasses.FrozenInstanceError):
         rollout().groups = torch.zeros(3)
     with pytest.raises(TypeError):
@@ -114,7 +114,7 @@ def test_records_are_frozen_and_take_keywords_only():
 # ----------------------------------------------------------------------------------------- select
 
 
-def test_select_takes_rows_in_the_given_order_and_cuts_common_padding():
+def test_select_keeps_order_and_trims_common_padding():
     r = rollout().select(torch.tensor([2, 0]))
     assert r.prompt_ids.tolist() == [[5, 6], [PAD, 1]]
     assert r.prompt_mask.int().tolist() == [[1, 1], [0, 1]]
@@ -126,7 +126,7 @@ def test_select_takes_rows_in_the_given_order_and_cuts_common_padding():
     assert short.truncated.tolist() == [True, False]
 
 
-def test_select_keeps_tokens_that_are_not_actions():
+def test_select_keeps_non_action_tokens():
     tool_output_last = dataclasses.replace(
         rollout(), action_mask=torch.tensor([[1, 0, 0], [1, 0, 0], [1, 0, 0]]).bool()
     )
@@ -142,7 +142,7 @@ def test_select_may_repeat_rows_or_take_none():
     assert none.completion_ids.shape == (0, 1)
 
 
-def test_select_of_an_experience_cuts_its_numbers_too():
+def test_select_on_experience_trims_its_tensors():
     e = experience(values=torch.arange(9.0).view(3, 3) + 20).select(torch.tensor([1, 0]))
     assert isinstance(e, Experience)
     assert e.advantages.tolist() == [[3, 4], [0, 1]]
@@ -177,7 +177,7 @@ def of_rows(rows):
 
 @settings(max_examples=40, deadline=None)
 @given(parts=st.lists(ROWS, min_size=1, max_size=3))
-def test_concat_is_the_record_of_all_rows_at_once(parts):
+def test_concat_equals_record_of_all_rows(parts):
     together = Rollout.concat([of_rows(rows) for rows in parts], PAD)
     at_once = tensors(of_rows([row for rows in parts for row in rows]))
     for name in ("support_ids", "host_rows"):
@@ -188,7 +188,7 @@ def test_concat_is_the_record_of_all_rows_at_once(parts):
         assert value.equal(at_once[name]), name
 
 
-def test_concat_pads_what_an_experience_has_beside_it():
+def test_concat_pads_experience_tensors():
     short = experience(values=torch.arange(9.0).view(3, 3) + 20).select(torch.tensor([1, 0]))
     e = Experience.concat([short, experience(values=torch.ones(3, 3))], PAD)
     assert isinstance(e, Experience)
@@ -208,7 +208,7 @@ def supported(supports=SUPPORTS, **options):
     return rollout(supports=rows, **options)
 
 
-def test_supports_are_padded_to_the_widest_and_a_slot_may_have_none():
+def test_supports_are_padded_to_widest_and_may_be_empty():
     ids = supported().support_ids
     assert ids.dtype == torch.int32
     nothing = [-1] * 4
@@ -219,7 +219,7 @@ def test_supports_are_padded_to_the_widest_and_a_slot_may_have_none():
     ]
 
 
-def test_no_rows_and_no_tokens_have_supports_of_width_one():
+def test_supports_without_rows_or_tokens_have_width_one():
     assert supported((), prompts=(), completions=()).support_ids.shape == (0, 1, 1)
     none = supported(([], [], []), completions=((), (), ()))
     assert none.support_ids.tolist() == [[[-1]]] * 3
@@ -233,19 +233,19 @@ def test_no_rows_and_no_tokens_have_supports_of_width_one():
         ([SUPPORTS[0], [[2]], SUPPORTS[2]], "row 1: token 0 is not in the support"),
     ],
 )
-def test_supports_that_do_not_fit_their_tokens_are_refused(supports, said):
+def test_mismatched_supports_raise(supports, said):
     rows = [row and [torch.tensor(ids) for ids in row] for row in supports]
     with pytest.raises(ValueError, match=said):
         rollout(supports=rows)
 
 
-def test_select_cuts_supports_to_the_widest_that_is_left():
+def test_select_trims_supports_to_widest_left():
     short = supported().select(torch.tensor([1, 0]))
     assert short.support_ids.tolist() == [[[1, 0, -1], [-1] * 3], [[7, -1, -1], [2, 8, 5]]]
     assert supported().select(torch.tensor([], dtype=torch.int64)).support_ids.shape == (0, 1, 1)
 
 
-def test_concat_pads_supports_with_no_id():
+def test_concat_pads_supports_with_minus_one():
     parts = [supported().select(torch.tensor(rows)) for rows in ([1], [0, 2])]
     together = Rollout.concat([*parts, supported((), prompts=(), completions=())], PAD)
     order = torch.tensor([1, 0, 2])
@@ -253,7 +253,7 @@ def test_concat_pads_supports_with_no_id():
     assert together.support_ids.dtype == torch.int32
 
 
-def test_an_experience_has_the_supports_of_its_rollout():
+def test_experience_keeps_supports_of_rollout():
     e = Experience.of(supported(), advantages=torch.ones(3, 3))
     assert e.support_ids.equal(supported().support_ids)
     assert e.blank_row().support_ids.tolist() == [[[-1]]]  # of no use is id 0
@@ -263,7 +263,7 @@ def test_an_experience_has_the_supports_of_its_rollout():
 
 
 @pytest.mark.parametrize("make", [rollout, lambda: experience(returns=torch.ones(3, 3))])
-def test_a_blank_row_can_be_attended_to_and_adds_nothing(make):
+def test_blank_row_has_attended_tokens_but_no_actions(make):
     record = make()
     blank = record.blank_row()
     assert type(blank) is type(record)
@@ -282,7 +282,7 @@ def test_a_blank_row_can_be_attended_to_and_adds_nothing(make):
             assert not getattr(blank, name).any()
 
 
-def test_neighbours_with_one_group_and_one_prompt_are_a_family():
+def test_adjacent_rows_with_same_group_and_prompt_are_family():
     r = rollout(prompts=[[1], [1], [2, 1], [1], [1]], completions=[[2]] * 5)
     r = dataclasses.replace(r, groups=torch.tensor([5, 5, 5, 5, 6]))
     assert r.shared_prefixes().tolist() == [0, 0, 1, 2, 3]
@@ -303,7 +303,7 @@ def test_micro_batches_are_row_indices():
     assert [b.tolist() for b in packed] == [[0, 1, 2]]
 
 
-def test_rows_beyond_the_window_are_split_by_what_their_padding_takes():
+def test_rows_beyond_window_are_split_by_padded_size():
     r = rollout(prompts=[[1] * 6] * 4, completions=[[2] * 3, [2] * 2, [2], [2] * 2])
     r = dataclasses.replace(r, groups=torch.zeros(4, dtype=torch.int64))
     assert [b.tolist() for b in r.micro_batches(14)] == [[0, 1, 3, 2]]
@@ -315,13 +315,13 @@ def test_rows_beyond_the_window_are_split_by_what_their_padding_takes():
     assert [b.tolist() for b in split] == [[0, 1], [2, 3]]
 
 
-def test_lengths_are_those_of_the_real_tokens():
+def test_lengths_count_real_tokens():
     r = rollout(prompts=((PAD, 1), (2,), (3,)), completions=((1, PAD), (PAD,), (2, 3, 4)))
     assert r.lengths().tolist() == [[2, 2, 0], [1, 1, 1], [3, 1, 0]]
     assert r.lengths().dtype == torch.int64
 
 
-def test_experience_is_a_rollout_with_numbers():
+def test_experience_is_rollout_with_tensors():
     e, base = experience(), rollout()
     assert e.support_ids is base.support_ids is None
     for name, value in base._tensors():
@@ -329,7 +329,7 @@ def test_experience_is_a_rollout_with_numbers():
     assert (e.old_logprobs, e.ref_logprobs, e.values, e.returns) == (None,) * 4
 
 
-def test_counted_rows_are_those_of_the_masks():
+def test_counted_rows_match_masks():
     r = rollout(prompts=[[1], [1], [2, 1]], completions=[[2], [3, 4], [5]])
     own = r.completion_mask & (r.completion_ids != 3)
     r = dataclasses.replace(r, groups=torch.tensor([7, 7, 8]), action_mask=own).counted()
@@ -353,12 +353,12 @@ def test_counted_record_without_rows():
     assert none.select(torch.tensor([], dtype=torch.int64)).num_rows == 0
 
 
-def test_counting_twice_is_counting_once():
+def test_counted_is_idempotent():
     once = rollout().counted()
     assert once.counted() is once
 
 
-def test_what_goes_to_a_device_that_waits_for_no_copy_is_pinned(monkeypatch):
+def test_copy_to_cuda_is_non_blocking(monkeypatch):
     """There is no GPU here: what is asked of torch is what counts."""
     asked = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)

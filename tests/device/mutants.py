@@ -5,19 +5,19 @@
 
 from tests.mutants import Mutant
 
-RUN = "tests/device/test_runs.py::test_run_gives_the_cpu_s_numbers"
+RUN = "tests/device/test_runs.py::test_run_matches_cpu"
 MODELS = "tests/device/test_models.py::"
-SCORES = f"{MODELS}test_scores_and_gradients_are_the_cpu_s"
-FALLBACK = f"{MODELS}test_attention_without_flex_attention_is_the_same"
+SCORES = f"{MODELS}test_scores_and_gradients_match_cpu"
+FALLBACK = f"{MODELS}test_attention_without_flex_attention_matches_cpu"
 UPDATE = "tests/device/test_update.py::"
-WAITS = f"{UPDATE}test_micro_batch_waits_for_nothing"
+WAITS = f"{UPDATE}test_added_micro_batch_adds_no_sync_beyond_attention"
 DECODE = "tests/device/test_decoding.py::"
-IDS = f"{DECODE}test_ids_are_those_of_the_cpu[qwen3-None]"
-STEADY = f"{DECODE}test_a_steady_token_is_one_launch_and_no_wait"
-REPLAYED = f"{DECODE}test_a_replayed_step_is_the_step[fields0-None]"
-KEPT = f"{DECODE}test_graphs_are_kept_for_the_next_session"
-FOREIGN_KEYS = f"{DECODE}test_graphs_are_recorded_anew_where_weights_lie_elsewhere"
-MEMORY = f"{DECODE}test_a_rollout_gives_its_memory_back"
+IDS = f"{DECODE}test_sampled_ids_match_cpu[qwen3-None]"
+STEADY = f"{DECODE}test_steady_token_is_one_launch_without_sync"
+REPLAYED = f"{DECODE}test_replayed_graph_matches_eager_step[fields0-None]"
+KEPT = f"{DECODE}test_graphs_are_reused_by_next_session"
+FOREIGN_KEYS = f"{DECODE}test_moved_weights_are_recaptured_and_read"
+MEMORY = f"{DECODE}test_rollout_frees_its_memory"
 
 MUTANTS = [
     # --------------------------------------------------------------- tensors of two devices
@@ -83,7 +83,7 @@ MUTANTS = [
         target="rlhf_pg.plan.footprint.of_update",
         old="args.max_completion_length, device)",
         new="args.max_completion_length)",
-        killers=(f"{UPDATE}test_budget_is_found_without_data",),
+        killers=(f"{UPDATE}test_budget_is_found_on_meta_tensors",),
     ),
     Mutant(
         name="plan-on-the-cpu",
@@ -91,7 +91,7 @@ MUTANTS = [
         target="rlhf_pg.plan.throughput._group",
         old="args.max_completion_length, meta.device)",
         new="args.max_completion_length)",
-        killers=(f"{UPDATE}test_plan_is_made_on_the_device",),
+        killers=(f"{UPDATE}test_plan_runs_on_device",),
     ),
     Mutant(
         name="scores-on-the-cpu",
@@ -204,7 +204,7 @@ MUTANTS = [
         target="rlhf_pg.models.shared_prefix.SharedPrefix.attend",
         old="if query.is_cuda and not isinstance(query, FakeTensor):",
         new="if query.is_cuda:",
-        killers=(f"{UPDATE}test_budget_is_found_without_data",),
+        killers=(f"{UPDATE}test_budget_is_found_on_meta_tensors",),
     ),
     # ---------------------------------------------------------------------------------- waits
     Mutant(
@@ -359,7 +359,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.native.cuda_graphs.Graphs._record",
         old=', capture_error_mode="thread_local"',
         new="",
-        killers=(f"{DECODE}test_captures_do_not_mind_other_threads",),
+        killers=(f"{DECODE}test_captures_are_thread_local",),
     ),
     Mutant(
         name="memory-left-to-the-collector",
@@ -375,7 +375,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.NativeEngine.room",
         old="room = (torch.cuda.mem_get_info(device)[0] + unused) // 2",
         new="room = torch.cuda.mem_get_info(device)[0] // 2",
-        killers=(f"{DECODE}test_room_counts_what_torch_has_reserved_and_does_not_use",),
+        killers=(f"{DECODE}test_room_counts_reserved_unused_memory",),
     ),
     Mutant(
         name="running-sum-that-may-not-repeat",
@@ -383,7 +383,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.token_sampling._running_sums",
         old="if not (x.is_cuda and torch.are_deterministic_algorithms_enabled()):",
         new="if True:",
-        killers=(f"{DECODE}test_drawing_repeats_where_it_is_told_to",),
+        killers=(f"{DECODE}test_deterministic_mode_draws_same_ids",),
     ),
     Mutant(
         name="tried-with-the-tensors-of-a-layer",
@@ -391,7 +391,7 @@ MUTANTS = [
         target="rlhf_pg.models.gpu_attention.flex_compiles",
         old="with torch.enable_grad(), own:",
         new="with torch.enable_grad():",
-        killers=(f"{MODELS}test_flex_attention_is_tried_within_a_layer_that_is_checkpointed",),
+        killers=(f"{MODELS}test_flex_attention_probe_works_under_checkpointing",),
     ),
     Mutant(
         name="heads-of-any-width",
@@ -407,6 +407,6 @@ MUTANTS = [
         target="rlhf_pg.rollout.native.unpadded_kv_cache.Unpadded.begin",
         old="if self.prompts.tokens + self.own.tokens > cache_tokens:",
         new="if False:",
-        killers=(f"{DECODE}test_session_with_less_room_does_not_take_what_an_earlier_one_took",),
+        killers=(f"{DECODE}test_session_with_less_room_shrinks_kept_store",),
     ),
 ]

@@ -38,7 +38,7 @@ def ids(completions: list[Completion]) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("arch", "cache_tokens"), [("qwen3", None), ("gpt2", None), ("llama", 700)]
 )
-def test_ids_are_those_of_the_cpu(arch, cache_tokens, caplog):
+def test_sampled_ids_match_cpu(arch, cache_tokens, caplog):
     """Rows that enter, leave and move, stores that grow, graphs of several shapes."""
     sampled, replays = {}, streams.replays
     for where in ("cpu", "cuda"):
@@ -50,7 +50,7 @@ def test_ids_are_those_of_the_cpu(arch, cache_tokens, caplog):
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gpt2", "llama"])
-def test_log_probabilities_of_bfloat16_are_those_of_a_plain_forward(arch):
+def test_bf16_logprobs_match_plain_forward(arch):
     engine = engine_on("cuda", arch)
     completions = engine.generate(PROMPTS, 4, SamplingParams(max_tokens=60), seed=0)
     model = tiny_model(arch, max_position_embeddings=128, dtype=torch.bfloat16)
@@ -71,7 +71,7 @@ def teacher_forced_of(model, completions):
 
 @pytest.mark.parametrize("cache_tokens", [None, 700])
 @pytest.mark.parametrize("fields", [{}, {"top_k": 5}, {"temperature": 0.0}])
-def test_a_replayed_step_is_the_step(monkeypatch, caplog, cache_tokens, fields):
+def test_replayed_graph_matches_eager_step(monkeypatch, caplog, cache_tokens, fields):
     """With graphs and without, bit for bit: nothing is read where it was once."""
     params = SamplingParams(max_tokens=100, **fields)
     sampled = []
@@ -90,7 +90,7 @@ def refused():
     raise RuntimeError("no graphs")
 
 
-def test_a_session_within_another_has_tensors_of_its_own():
+def test_nested_session_has_own_tensors():
     engine, request = (
         engine_on("cuda"),
         Request(tokens=PROMPTS[0], prompt_index=0, samples=range(3)),
@@ -106,7 +106,7 @@ def test_a_session_within_another_has_tensors_of_its_own():
     assert by_sample == engine_on("cuda").generate(PROMPTS[:1], 3, PARAMS, seed=0)
 
 
-def test_graphs_are_kept_for_the_next_session():
+def test_graphs_are_reused_by_next_session():
     engine = engine_on("cuda")
     engine.generate(PROMPTS, 6, PARAMS, seed=0)
     captures, replays = len(streams.recorded), streams.replays
@@ -117,7 +117,7 @@ def test_graphs_are_kept_for_the_next_session():
     assert ids(again) == ids(fresh.generate(PROMPTS, 6, PARAMS, seed=1))
 
 
-def test_graphs_are_recorded_anew_where_weights_lie_elsewhere():
+def test_moved_weights_are_recaptured_and_read():
     """And read the new ones: a row that the old ones would draw is not drawn."""
     engine = engine_on("cuda")
     engine.generate(PROMPTS, 6, PARAMS, seed=0)
@@ -130,7 +130,7 @@ def test_graphs_are_recorded_anew_where_weights_lie_elsewhere():
     assert ids(moved) == ids(fresh)
 
 
-def test_weights_that_change_in_their_place_are_read_anew():
+def test_weights_changed_in_place_are_read_without_recapture():
     engine = engine_on("cuda")
     engine.generate(PROMPTS, 6, PARAMS, seed=0)
     captures = len(streams.recorded)
@@ -143,14 +143,14 @@ def test_weights_that_change_in_their_place_are_read_anew():
     assert ids(changed) == ids(fresh)
 
 
-def test_captures_do_not_mind_other_threads():
+def test_captures_are_thread_local():
     modes = len(streams.modes)
     engine_on("cuda").generate(PROMPTS, 6, PARAMS, seed=0)
     assert set(streams.modes[modes:]) == {"thread_local"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_steady_token_is_one_launch_and_no_wait(monkeypatch, dtype):
+def test_steady_token_is_one_launch_without_sync(monkeypatch, dtype):
     seen, decode = [], BatchingSession._decode
 
     def counted(self):
@@ -172,7 +172,7 @@ def test_a_steady_token_is_one_launch_and_no_wait(monkeypatch, dtype):
     assert ext.syncs() - waits < 60
 
 
-def test_one_compilation_does_for_all_sessions_and_numbers_of_rows(monkeypatch):
+def test_one_compilation_serves_all_sessions_and_row_counts(monkeypatch):
     monkeypatch.setattr("rlhf_pg.rollout.native.engine.Compiled", Compiled)
     engine, compilations = engine_on("cuda"), sum(flex.compilations.values())
     engine.generate(PROMPTS, 6, PARAMS, seed=0)
@@ -180,7 +180,7 @@ def test_one_compilation_does_for_all_sessions_and_numbers_of_rows(monkeypatch):
     assert sum(flex.compilations.values()) == compilations + 1
 
 
-def test_kernels_of_a_step():
+def test_kernel_count_per_step_is_bounded():
     """Of two layers, without the compiler's fusing: a bound that a copy too many would break."""
     captures = len(streams.recorded)
     engine_on("cuda").generate(PROMPTS, 6, PARAMS, seed=0)
@@ -188,7 +188,7 @@ def test_kernels_of_a_step():
     assert max(streams.recorded[captures:]) <= 300
 
 
-def test_a_rollout_gives_its_memory_back():
+def test_rollout_frees_its_memory():
     """At once, and not when the garbage collector runs; small tensors and graphs stay."""
     engine = engine_on("cuda")
     gc.collect()
@@ -214,7 +214,7 @@ def test_a_rollout_gives_its_memory_back():
         gc.enable()
 
 
-def test_room_counts_what_torch_has_reserved_and_does_not_use():
+def test_room_counts_reserved_unused_memory():
     engine = engine_on("cuda")
     before = engine.room()
     taken = torch.empty(2**24, dtype=torch.uint8, device="cuda")
@@ -223,7 +223,7 @@ def test_room_counts_what_torch_has_reserved_and_does_not_use():
     assert engine.room() == before
 
 
-def test_drawing_repeats_where_it_is_told_to():
+def test_deterministic_mode_draws_same_ids():
     """By torch's deterministic algorithms, which have no running sum of floats on a GPU."""
     engine = engine_on("cuda", dtype=torch.float32)
     plain = engine.generate(PROMPTS, 4, PARAMS, seed=0)
@@ -235,7 +235,7 @@ def test_drawing_repeats_where_it_is_told_to():
     assert ids(told) == ids(plain)
 
 
-def test_session_with_less_room_does_not_take_what_an_earlier_one_took():
+def test_session_with_less_room_shrinks_kept_store():
     """The first rollout of a run comes before Adam has its moments."""
     engine = engine_on("cuda", cache_tokens=4000)
     engine.generate(PROMPTS, 8, PARAMS, seed=0)

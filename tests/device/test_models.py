@@ -46,7 +46,7 @@ def rollout(device: str) -> Rollout:
         ("qwen3", {"dtype": torch.float64}),
     ],
 )
-def test_scores_and_gradients_are_the_cpu_s(arch: str, options: dict[str, Any], caplog) -> None:
+def test_scores_and_gradients_match_cpu(arch: str, options: dict[str, Any], caplog) -> None:
     caplog.set_level("WARNING", "rlhf_pg")
     made = {}
     for device in ("cpu", "cuda"):
@@ -75,7 +75,7 @@ def attended(device: str, dtype: torch.dtype, width: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("width", [8, 20, 24])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_attention_without_flex_attention_is_the_same(dtype, width, monkeypatch, caplog) -> None:
+def test_attention_without_flex_attention_matches_cpu(dtype, width, monkeypatch, caplog) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("no C compiler\nand more")
 
@@ -92,7 +92,7 @@ def test_attention_without_flex_attention_is_the_same(dtype, width, monkeypatch,
     assert "more" not in said
 
 
-def test_flex_attention_is_compiled_where_it_can_be() -> None:
+def test_flex_attention_is_compiled_where_possible() -> None:
     flex.compilations.clear()
     gpu_attention._compiled.cache_clear()
     with torch._dynamo.config.patch(recompile_limit=1000):  # that of a process, which tests share
@@ -100,7 +100,7 @@ def test_flex_attention_is_compiled_where_it_can_be() -> None:
     assert sum(flex.compilations.values()) > 0
 
 
-def test_flex_attention_is_tried_within_a_layer_that_is_checkpointed(tmp_path, caplog) -> None:
+def test_flex_attention_probe_works_under_checkpointing(tmp_path, caplog) -> None:
     """The first pass of a run may be one that trains: what is tried is none of the layer's."""
     caplog.set_level("WARNING", "rlhf_pg")
     made = trainer(Run(options={"gradient_checkpointing": True, "max_steps": 1}), tmp_path)

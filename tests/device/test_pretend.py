@@ -15,7 +15,7 @@ def waits_of(run) -> int:
     return ext.syncs() - before
 
 
-def test_tensors_of_two_devices_are_refused() -> None:
+def test_tensors_on_two_devices_raise() -> None:
     a, b = torch.ones(3, device="cuda"), torch.ones(3)
     for mixed in (lambda: a + b, lambda: torch.cat([a, b]), lambda: a[:, None] @ b[None]):
         with pytest.raises(RuntimeError, match="same device"):
@@ -23,18 +23,18 @@ def test_tensors_of_two_devices_are_refused() -> None:
     assert (a + torch.tensor(2.0)).tolist() == [3, 3, 3]  # one number may come from the host
 
 
-def test_generator_of_the_cpu_is_refused() -> None:
+def test_cpu_generator_raises() -> None:
     with pytest.raises(RuntimeError, match="generator"):
         torch.rand(2, device="cuda", generator=torch.Generator())
 
 
-def test_kernel_that_only_a_cpu_has_is_refused() -> None:
+def test_cpu_only_kernel_raises() -> None:
     x = torch.ones(1, 1, 2, 8, device="cuda")
     with pytest.raises(RuntimeError, match="'CUDA' backend"):
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x)
 
 
-def test_memory_is_full_of_garbage() -> None:
+def test_empty_memory_is_garbage() -> None:
     assert torch.empty(3, device="cuda").isnan().all()
 
 
@@ -55,12 +55,12 @@ def test_memory_is_full_of_garbage() -> None:
         (lambda x, i: torch.repeat_interleave(x, i, output_size=3), 0),
     ],
 )
-def test_waits_are_counted(act, waits) -> None:
+def test_syncs_are_counted(act, waits) -> None:
     x, i = torch.ones(3, device="cuda"), torch.tensor([0, 1, 2], device="cuda")
     assert waits_of(lambda: act(x, i)) == waits
 
 
-def test_waits_are_found_in_the_code() -> None:
+def test_sync_is_traced_to_source_line() -> None:
     cuda.waits.clear()
     torch.ones(1, device="cuda").item()
     [(_, kernel, line)] = cuda.waits
@@ -68,7 +68,7 @@ def test_waits_are_found_in_the_code() -> None:
     assert line.startswith("tests.device.test_pretend:")
 
 
-def test_sums_of_floats_in_order_are_refused_where_they_must_repeat() -> None:
+def test_float_cumsum_raises_in_deterministic_mode() -> None:
     x = torch.ones(3, device="cuda")
     torch.use_deterministic_algorithms(True)
     try:
@@ -86,7 +86,7 @@ def recorded(run, mode: str = "thread_local") -> torch.cuda.CUDAGraph:
     return graph
 
 
-def test_graph_reads_the_memory_that_it_saw() -> None:
+def test_graph_reads_captured_memory() -> None:
     x, out = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
     graph = recorded(lambda: out.copy_(2 * x))
     x += 1
@@ -97,7 +97,7 @@ def test_graph_reads_the_memory_that_it_saw() -> None:
     assert out.tolist() == [4, 4, 4]
 
 
-def test_wait_while_a_graph_is_recorded_is_refused() -> None:
+def test_sync_during_capture_raises() -> None:
     x = torch.ones(3, device="cuda")
     with pytest.raises(RuntimeError, match="capturing"):
         recorded(lambda: x.sum().item())
@@ -105,7 +105,7 @@ def test_wait_while_a_graph_is_recorded_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("mode", "breaks"), [("global", True), ("thread_local", False)])
-def test_another_thread_breaks_a_recording_in_mode_global(mode, breaks) -> None:
+def test_other_thread_breaks_only_global_mode_capture(mode, breaks) -> None:
     x, out = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
     errors: list[str] = []
 
@@ -131,7 +131,7 @@ def test_another_thread_breaks_a_recording_in_mode_global(mode, breaks) -> None:
         assert out.tolist() == [1, 1, 1]
 
 
-def test_memory_that_was_given_back_is_taken_up_again() -> None:
+def test_freed_memory_is_reused() -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     size = 4 * 2**20
@@ -144,7 +144,7 @@ def test_memory_that_was_given_back_is_taken_up_again() -> None:
     assert torch.cuda.memory_reserved() == torch.cuda.memory_allocated()
 
 
-def test_flash_attention_is_as_strict_as_a_gpu_s() -> None:
+def test_flash_attention_rejects_unsupported_inputs() -> None:
     flash = torch.ops.aten._flash_attention_forward
     ends = torch.tensor([0, 2], dtype=torch.int32, device="cuda")
     good = torch.ones(2, 1, 16, dtype=torch.bfloat16, device="cuda")
@@ -154,7 +154,7 @@ def test_flash_attention_is_as_strict_as_a_gpu_s() -> None:
             flash(bad, bad, bad, limits, limits, 2, 2, 0.0, True, False)
 
 
-def test_flash_attention_has_the_gradient_of_softmax() -> None:
+def test_flash_attention_gradient_matches_softmax() -> None:
     """Of two sequences of 3 and 2 tokens, against attention written out in float32."""
     torch.manual_seed(0)
     ends = torch.tensor([0, 3, 5], dtype=torch.int32, device="cuda")

@@ -36,7 +36,7 @@ def launched(config: str, path: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     "config", ["ddp", "fsdp2", pytest.param("zero2", marks=pytest.mark.slow), "zero3"]
 )
-def test_two_gpus_give_the_numbers_of_one_cpu(expected: Any, config: str, tmp_path: Path) -> None:
+def test_two_gpus_match_one_cpu(expected: Any, config: str, tmp_path: Path) -> None:
     there = launched(config, tmp_path)
     for run in RUNS:
         assert there[run]["device"] == "cuda:0"

@@ -14,9 +14,7 @@ TOLERANCE = {"float32": 1e-4, "float64": 1e-12, "bfloat16": 2e-2}
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_run_gives_the_cpu_s_numbers(
-    expected: Any, run: str, record_property: Any, tmp_path: Path
-) -> None:
+def test_run_matches_cpu(expected: Any, run: str, record_property: Any, tmp_path: Path) -> None:
     there, here = numbers(run, tmp_path), expected[run]
     assert (there["device"], here["device"]) == ("cuda:0", "cpu")
     dtype = RUNS[run].dtype

@@ -36,7 +36,9 @@ def waits(algorithm: str, tokens: int, path: Path) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(("algorithm", "passes"), [("grpo", (1, 1)), ("ppo", (3, 2))])
-def test_micro_batch_waits_for_nothing(algorithm: str, passes: tuple[int, int], tmp_path) -> None:
+def test_added_micro_batch_adds_no_sync_beyond_attention(
+    algorithm: str, passes: tuple[int, int], tmp_path
+) -> None:
     """Beyond what the first costs: where its tokens lie was worked out on the host.
 
     Args:
@@ -50,7 +52,7 @@ def test_micro_batch_waits_for_nothing(algorithm: str, passes: tuple[int, int], 
     assert few[2] - passes[1] * 2 * TRACED <= 8  # a whole update
 
 
-def test_update_leaves_nothing_behind_but_state(tmp_path: Path) -> None:
+def test_update_frees_activations_and_gradients(tmp_path: Path) -> None:
     """Activations and gradients are gone when the next rollout asks how much room there is."""
     made = trainer(Run(options={"micro_batch_tokens": 200}), tmp_path)
     samples = made.roll_out(range(4))
@@ -62,7 +64,7 @@ def test_update_leaves_nothing_behind_but_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_budget_is_found_without_data(algorithm: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_budget_is_found_on_meta_tensors(algorithm: str, tmp_path: Path, monkeypatch: Any) -> None:
     """`auto` measures on tensors that have shapes alone: the device computes nothing for it."""
     from rlhf_pg.plan import token_budget
 
@@ -76,7 +78,7 @@ def test_budget_is_found_without_data(algorithm: str, tmp_path: Path, monkeypatc
     assert grown.first.work > grown.first.forward_work > 0
 
 
-def test_plan_is_made_on_the_device(tmp_path: Path) -> None:
+def test_plan_runs_on_device(tmp_path: Path) -> None:
     run = Run(options={"micro_batch_tokens": "auto"})
     made = trainer(run, tmp_path)
     drawn = draw(made.args, torch.device("cuda"), "cuda")

@@ -34,7 +34,7 @@ def pieces(request, root, whole) -> dict:
 
 @pytest.mark.parametrize("suffix", ["", ", resumed"])
 @pytest.mark.parametrize("update", UPDATES)
-def test_pieces_are_updated_as_the_whole(whole, pieces, update, suffix) -> None:
+def test_sharded_bfloat16_update_matches_single_process(whole, pieces, update, suffix) -> None:
     expected, actual = (torch.load(f) for f in (whole[update], pieces[update + suffix]))
     for step, tensors in actual.items():
         assert tensors.keys() == expected[step].keys()
@@ -42,7 +42,7 @@ def test_pieces_are_updated_as_the_whole(whole, pieces, update, suffix) -> None:
     assert not actual[6]["tall"].equal(actual[5]["tall"])
 
 
-def test_the_three_ways_differ(whole) -> None:
+def test_bfloat16_update_modes_differ(whole) -> None:
     ends = [torch.load(path)[6] for path in whole.values()]
     assert len({tuple(end["wide"].flatten().tolist()) for end in ends}) == 3
     assert [any(name.endswith(".master") for name in end) for end in ends] == [True, False, False]

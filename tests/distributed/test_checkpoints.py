@@ -43,7 +43,7 @@ def names(output: Path) -> list[str]:
 
 @pytest.mark.fault(7, "on one of two processes: the same error on both")
 @pytest.mark.fault(13, "passed over with a warning, by all processes")
-def test_a_file_that_one_process_could_not_write_or_has_lost(whole, tmp_path) -> None:
+def test_checkpoint_failure_on_one_rank_is_shared_by_all(whole, tmp_path) -> None:
     broken = tmp_path / "broken"
     for code, text in run([broken] * 2, faults=("", "save-rng:enospc@4")):
         assert code not in (None, 0)
@@ -63,7 +63,7 @@ def test_a_file_that_one_process_could_not_write_or_has_lost(whole, tmp_path) ->
 
 @pytest.mark.slow
 @pytest.mark.fault(2, "in two processes too")
-def test_two_processes_that_are_killed_end_as_those_that_are_not(whole, tmp_path) -> None:
+def test_killed_processes_resume_to_same_result(whole, tmp_path) -> None:
     broken = tmp_path / "broken"
     killed = run([broken] * 2, faults=("stepped:kill@3", "stepped:kill@3"))
     codes = {code for code, _ in killed}  # one may be killed while the other still needs it
@@ -74,7 +74,7 @@ def test_two_processes_that_are_killed_end_as_those_that_are_not(whole, tmp_path
     assert left(broken) == left(whole)
 
 
-def test_processes_that_do_not_share_a_directory_save_nothing(tmp_path) -> None:
+def test_unshared_output_dir_fails_without_saving(tmp_path) -> None:
     outputs = [tmp_path / "one", tmp_path / "two"]
     for code, text in run(outputs):
         assert code not in (None, 0)

@@ -26,7 +26,7 @@ def one(tmp_path_factory):
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2", "zero3"])
-def test_two_processes(one, backend, tmp_path):
+def test_aux_loss_matches_single_process(one, backend, tmp_path):
     alone, job = one
     own = job | {"micro_batch_tokens": SPLITS["one"]}
     two = launch(tmp_path / backend, {"grpo": own}, backend, 2)["grpo"]

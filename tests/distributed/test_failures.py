@@ -42,7 +42,7 @@ def said(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.fault(25, "all raise it with its process; what was trained is saved")
-def test_what_all_agree_on_ends_all_with_the_reason_and_a_checkpoint(tmp_path) -> None:
+def test_reward_error_on_one_rank_raises_on_all_and_saves(tmp_path) -> None:
     logs = ["--log-dir", tmp_path / "logs", "--redirects", "3"]
     command = [*LAUNCHER, *logs, FAILING, tmp_path, "reward", "raises"]
     assert subprocess.run(command, env=ENVIRONMENT, timeout=PATIENCE).returncode != 0
@@ -58,7 +58,7 @@ def test_what_all_agree_on_ends_all_with_the_reason_and_a_checkpoint(tmp_path) -
 
 @pytest.mark.distributed
 @pytest.mark.fault(49, "of several processes, all save after the same step, and end")
-def test_a_launcher_that_is_killed_ends_all_after_the_same_step(tmp_path) -> None:
+def test_killed_launcher_ends_all_after_same_step(tmp_path) -> None:
     command = [*LAUNCHER, FAILING, tmp_path, "reward", "loses_its_launcher"]
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as launcher:
         said = launcher.stdout.read()  # through the end of all who could say something
@@ -70,7 +70,7 @@ def test_a_launcher_that_is_killed_ends_all_after_the_same_step(tmp_path) -> Non
 
 @pytest.mark.distributed
 @pytest.mark.fault(6, "all finish the same step, save it and exit with 143")
-def test_sigterm_to_one_ends_all_after_the_same_step(started, tmp_path) -> None:
+def test_sigterm_to_one_rank_ends_all_after_same_step(started, tmp_path) -> None:
     for process in started("reward", "is_terminated"):
         output = said(process)
         assert process.returncode == 143
@@ -81,7 +81,7 @@ def test_sigterm_to_one_ends_all_after_the_same_step(started, tmp_path) -> None:
 
 
 @pytest.mark.distributed
-def test_an_error_of_one_ends_the_other(started) -> None:
+def test_callback_error_on_one_rank_ends_other_rank(started) -> None:
     """Rank 1 keeps its connections: rank 0 waits in a collective that will not end by itself."""
     first, _ = started("callback", "is_interrupted")
     text = said(first)
@@ -91,7 +91,7 @@ def test_an_error_of_one_ends_the_other(started) -> None:
 
 
 @pytest.mark.distributed
-def test_an_error_of_all_saves_what_was_trained(started, tmp_path) -> None:
+def test_callback_error_on_all_ranks_saves_checkpoint(started, tmp_path) -> None:
     for process in started("all callbacks", "raises"):
         assert "RuntimeError: the judge is down" in said(process)
     (saved,) = (tmp_path / "checkpoints").iterdir()
@@ -100,7 +100,7 @@ def test_an_error_of_all_saves_what_was_trained(started, tmp_path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.fault(5, "in several processes SIGINT is like SIGTERM, with 130")
-def test_ctrl_c_to_all_ends_them_after_the_same_step(started, tmp_path) -> None:
+def test_sigint_to_all_ranks_saves_one_checkpoint(started, tmp_path) -> None:
     for process in started("all callbacks", "is_interrupted_by_signal"):
         output = said(process)
         assert process.returncode == 130, output
@@ -109,7 +109,7 @@ def test_ctrl_c_to_all_ends_them_after_the_same_step(started, tmp_path) -> None:
 
 
 @pytest.mark.distributed
-def test_a_process_that_has_finished_is_not_aborted_by_the_threads_of_gloo() -> None:
+def test_finished_process_exits_cleanly_despite_gloo_threads() -> None:
     for process in start_two("tests.distributed.leaving", [[], []]):
         output = process.communicate(timeout=PATIENCE)[0]
         assert process.returncode == 0, output
@@ -117,7 +117,7 @@ def test_a_process_that_has_finished_is_not_aborted_by_the_threads_of_gloo() -> 
 
 @pytest.mark.distributed
 @pytest.mark.fault(3, "the other says which process is gone, and ends")
-def test_a_process_that_is_killed_is_missed(started) -> None:
+def test_killed_rank_is_reported_by_other_rank(started) -> None:
     first, second = started("reward", "is_killed")
     text = said(first)
     assert "The connection to another process was lost: it was killed" in text
@@ -132,7 +132,7 @@ def test_a_process_that_is_killed_is_missed(started) -> None:
     "reward functions run in its own process: give a judge that may hang a timeout of its own",
 )
 @pytest.mark.fault(29, "after ddp_timeout all report their stacks and end")
-def test_a_process_that_hangs_is_reported_with_the_stacks_of_all(started) -> None:
+def test_hanging_rank_is_reported_with_all_stacks(started) -> None:
     first, second = map(said, started("reward", "sleeps_for_ever"))
     for rank, text in enumerate((first, second)):
         assert f"[rank {rank}] rank 0 (" in text
@@ -143,7 +143,7 @@ def test_a_process_that_hangs_is_reported_with_the_stacks_of_all(started) -> Non
 
 
 @pytest.mark.distributed
-def test_it_is_missed_where_weights_are_put_together(started) -> None:
+def test_rank_hanging_in_save_times_out_weight_gather(started) -> None:
     """The other has gone on to the next step, and begins with what it needs for sampling."""
     first, second = map(said, started("save", "sleeps_for_ever", "fsdp2"))
     for text in (first, second):

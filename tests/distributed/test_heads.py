@@ -29,7 +29,7 @@ def expected(kind):
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2", "zero3"])
-def test_the_gradient_is_that_of_all_logits(tmp_path, backend) -> None:
+def test_head_gradient_and_calls_match_across_uneven_ranks(tmp_path, backend) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += ["-m", "tests.distributed.heads", str(tmp_path), backend]
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment(backend)

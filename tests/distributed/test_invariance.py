@@ -82,7 +82,7 @@ def noted(layout: Layout, job: str, **found: float) -> None:
 
 
 @pytest.mark.parametrize(("layout", "job"), CELLS)
-def test_the_same_is_sampled(launched, layout, job) -> None:
+def test_samples_match_single_process(launched, layout, job) -> None:
     one, own = launched(ONE)[job], launched(layout)[job]
     assert own.sampled == one.sampled
     assert len({tuple(row) for row in one.sampled}) > len(one.sampled) / 2  # no repeated noise
@@ -90,7 +90,7 @@ def test_the_same_is_sampled(launched, layout, job) -> None:
 
 
 @pytest.mark.parametrize(("layout", "job"), CELLS)
-def test_the_gradient_of_an_update_is_the_same(launched, layout, job) -> None:
+def test_gradient_matches_single_process(launched, layout, job) -> None:
     expected = launched(ONE)[job].gradients["all"]
     assert expected.norm() > 0
     gradients = launched(layout)[job].gradients
@@ -101,7 +101,7 @@ def test_the_gradient_of_an_update_is_the_same(launched, layout, job) -> None:
 
 
 @pytest.mark.parametrize(("layout", "job"), CELLS)
-def test_five_steps_end_at_the_same_weights(launched, layout, job) -> None:
+def test_weights_after_five_steps_match_single_process(launched, layout, job) -> None:
     one, own = launched(ONE)[job], launched(layout)[job]
     assert own.start.equal(one.start)
     distance = float((own.end - one.end).norm() / (one.end - one.start).norm())
@@ -110,7 +110,7 @@ def test_five_steps_end_at_the_same_weights(launched, layout, job) -> None:
 
 
 @pytest.mark.parametrize(("layout", "job"), CELLS)
-def test_the_metrics_are_the_same(launched, layout, job) -> None:
+def test_metrics_match_single_process(launched, layout, job) -> None:
     one, own = launched(ONE)[job], launched(layout)[job]
     for line, other in zip(one.numbers(), own.numbers(), strict=True):
         assert other == pytest.approx(line, rel=1e-3, abs=1e-6)
@@ -119,7 +119,7 @@ def test_the_metrics_are_the_same(launched, layout, job) -> None:
 
 
 @pytest.mark.parametrize(("layout", "job"), CELLS)
-def test_what_it_leaves_behind_loads_as_any_other_model(launched, layout, job) -> None:
+def test_final_model_loads_with_trained_weights(launched, layout, job) -> None:
     own = launched(layout)[job]
     final = own.directory / "final"
     if "LoRA" in job:

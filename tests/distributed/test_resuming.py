@@ -47,7 +47,9 @@ def there_and_back(request, tmp_path_factory, common, whole) -> tuple[dict, dict
 @pytest.mark.fault(18, "the same data and noise; it ends within 1e-4 of the distance moved")
 @pytest.mark.parametrize("way", [0, 1], ids=["there", "back"])
 @pytest.mark.parametrize("job", RESUMED)
-def test_a_resumed_run_ends_where_it_would_have(there_and_back, whole, job, way) -> None:
+def test_run_resumed_on_other_layout_matches_uninterrupted_run(
+    there_and_back, whole, job, way
+) -> None:
     resumed, expected = there_and_back[way][job], whole[job]
     assert [line["step"] for line in resumed.metrics] == [4, 5]
     moved = (expected.end - expected.start).norm()
@@ -65,7 +67,7 @@ def narrow(tmp_path_factory, common) -> dict:
     return {"whole": whole["ppo"]} | launch(root / "rest", {"rest": job}, "zero3", 2)
 
 
-def test_float32_masters_are_resumed_bit_for_bit(narrow) -> None:
+def test_float32_master_weights_resume_bit_for_bit(narrow) -> None:
     """A bfloat16 weight alone has lost what its updates added below the last bit."""
     assert narrow["rest"].end.equal(narrow["whole"].end)
     assert narrow["rest"].start.dtype == torch.bfloat16

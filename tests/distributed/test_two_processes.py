@@ -46,26 +46,26 @@ def outcomes(tmp_path_factory) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_exchanged_once_per_update(outcomes, case) -> None:
+def test_gradients_are_reduced_once_per_update(outcomes, case) -> None:
     """However many micro-batches there are, each bucket of gradients travels once."""
     exchanges = outcomes[case].exchanges
     assert exchanges
     assert len(exchanges) == len(set(exchanges))
 
 
-def test_a_step_that_stops_is_stopped_by_all(outcomes) -> None:
+def test_target_kl_stops_updates_on_all_ranks(outcomes) -> None:
     """It is decided on the KL of all: a rank alone would wait for the others."""
     updates = [line["num_updates"] for line in outcomes["ppo"].metrics]
     assert min(updates) < 6
 
 
-def test_groups_are_kept_by_the_scores_of_all(outcomes) -> None:
+def test_two_ranks_resample_groups_without_spread(outcomes) -> None:
     outcome = outcomes["rloo"]
     assert min(line["sampling/kept_fraction"] for line in outcome.metrics) < 1
     assert sorted({row[0] for row in outcome.sampled}) == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_step_in_which_no_row_trains_is_taken_all_the_same(outcomes) -> None:
+def test_step_without_trained_rows_leaves_weights_unchanged(outcomes) -> None:
     """Both processes still wait for the same gradients, which are 0."""
     outcome = outcomes["no row"]
     assert [line["completions/clipped_ratio"] for line in outcome.metrics] == [1.0]
@@ -74,7 +74,7 @@ def test_a_step_in_which_no_row_trains_is_taken_all_the_same(outcomes) -> None:
 
 
 @pytest.mark.parametrize(("case", "moves"), [("idle critic", False), ("trained critic", True)])
-def test_the_critic_moves_by_its_loss_alone(outcomes, case, moves) -> None:
+def test_critic_moves_only_with_value_loss(outcomes, case, moves) -> None:
     outcome = outcomes[case]
     head = 128 + 1
     size = (len(outcome.start) - head) // 2  # the policy, whose head is its embeddings, comes first
@@ -83,7 +83,7 @@ def test_the_critic_moves_by_its_loss_alone(outcomes, case, moves) -> None:
     assert critic[0].equal(critic[1]) != moves
 
 
-def test_episodes_are_those_of_one_process(outcomes, tmp_path) -> None:
+def test_episodes_match_single_process(outcomes, tmp_path) -> None:
     """Some of which fail, in one process or in the other."""
     job = COMMON | EPISODES | {"model": saved_model(tmp_path / "model"), "micro_batch_tokens": 1000}
     one, two = launch(tmp_path / "run", {"one": job})["one"], outcomes["episodes"]
@@ -99,7 +99,7 @@ def test_episodes_are_those_of_one_process(outcomes, tmp_path) -> None:
         assert a["reward"] == pytest.approx(b["reward"], rel=1e-5)
 
 
-def test_a_reference_follows_where_layers_stay_whole_after_a_forward_pass(tmp_path) -> None:
+def test_reference_sync_without_reshard_matches_one_process(tmp_path) -> None:
     job = COMMON | JOBS["grpo"] | {"model": saved_model(tmp_path / "model"), "gradients": False}
     one = launch(tmp_path / "one", {"grpo": job})["grpo"]
     kept = launch(tmp_path / "kept", {"grpo": job}, "fsdp2_kept", 2)["grpo"]

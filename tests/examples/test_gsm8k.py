@@ -53,14 +53,14 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("text", "marked", "last"), ANSWERS)
-def test_an_answer_is_read(
+def test_answer_is_parsed(
     gsm8k: ModuleType, text: str, marked: str | None, last: str | None
 ) -> None:
     assert gsm8k.marked_answer(text) == (None if marked is None else Decimal(marked))
     assert gsm8k.last_answer(text) == (None if last is None else Decimal(last))
 
 
-def test_a_right_answer_is_worth_one(gsm8k: ModuleType) -> None:
+def test_right_answer_scores_one(gsm8k: ModuleType) -> None:
     texts = ["#### 18", "#### 18.0", "So 18.", "#### 81", "#### 181", "no idea"]
     chats = [[{"role": "assistant", "content": text}] for text in texts]
     right = ["18"] * len(texts)
@@ -105,7 +105,7 @@ def run(gsm8k: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "run"
 
 
-def test_the_example_runs(run: Path) -> None:
+def test_example_runs(run: Path) -> None:
     lines = read(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["grad_norm"] > 0 for line in lines)
@@ -115,7 +115,7 @@ def test_the_example_runs(run: Path) -> None:
     assert (run / "final" / "critic").is_dir()
 
 
-def test_the_sizes_are_verls(gsm8k: ModuleType) -> None:
+def test_sizes_match_verl(gsm8k: ModuleType) -> None:
     """Those of the run that reached 56.7, as its log begins."""
     args = PPOConfig(**{**load(EXAMPLES / "gsm8k.yaml"), "reward_weights": (1.0, 0.0)})
     verl = {"train_batch_size": 256, "ppo_mini_batch_size": 64, "ppo_epochs": 1}
@@ -143,7 +143,7 @@ def commands() -> list[str]:
     return [line.lstrip("!%") for line in text.splitlines() if line.startswith(("!", "%"))]
 
 
-def test_the_notebook_is_clean() -> None:
+def test_notebook_has_no_outputs_and_compiles() -> None:
     assert NOTEBOOK["nbformat"] == 4
     for cell in CODE:
         assert cell["outputs"] == []
@@ -153,7 +153,7 @@ def test_the_notebook_is_clean() -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_the_notebooks_commands_are_right(gsm8k: ModuleType) -> None:
+def test_notebook_commands_are_valid(gsm8k: ModuleType) -> None:
     said = commands()
     (train,) = (line for line in said if "examples/gsm8k.py" in line)
     flags = train.split("examples/gsm8k.py", 1)[1].replace("examples/", f"{EXAMPLES}/").split()
@@ -165,7 +165,7 @@ def test_the_notebooks_commands_are_right(gsm8k: ModuleType) -> None:
     assert Path(EXAMPLES.parent, check.split()[0]).exists()
 
 
-def test_the_notebooks_cells_run_without_a_gpu(
+def test_notebook_cells_run_without_gpu(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """From the checkout, on what the checks and the example leave behind."""

@@ -64,7 +64,7 @@ def next_token(trainer, vector, prefix):
         return trainer.model(ids).logits[0, -1].log_softmax(-1)
 
 
-def test_the_fisher_product_is_that_of_the_scores(make):
+def test_fisher_product_matches_score_outer_product(make):
     """F v = mean over states of sum_y p(y) grad log p(y) (grad log p(y) . v)."""
     trainer, experience = make()
     generator = torch.Generator().manual_seed(0)
@@ -82,7 +82,7 @@ def test_the_fisher_product_is_that_of_the_scores(make):
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [5, 16384])
-def test_damping_and_micro_batches(make, micro_batch_tokens):
+def test_fisher_product_adds_damping_for_any_micro_batch(make, micro_batch_tokens):
     trainer, experience = make(micro_batch_tokens=micro_batch_tokens, damping=0.5)
     plain, _ = make()
     vector = torch.linspace(-1, 1, len(weights(trainer)), dtype=torch.float64)
@@ -92,7 +92,7 @@ def test_damping_and_micro_batches(make, micro_batch_tokens):
     torch.testing.assert_close(difference, 0.5 * vector, rtol=1e-9, atol=1e-12)
 
 
-def test_conjugate_gradients_solve_a_system(trpo):
+def test_conjugate_gradients_solve_linear_system(trpo):
     root = torch.randn(6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     matrix, target = root @ root.T + torch.eye(6), torch.arange(6, dtype=torch.float64)
     solution = trpo.conjugate_gradients(lambda v: matrix @ v, target, 6)
@@ -101,7 +101,7 @@ def test_conjugate_gradients_solve_a_system(trpo):
 
 
 @pytest.mark.parametrize("max_kl", [1e-4, 1e-2])
-def test_a_step_keeps_the_constraint_and_uses_it(make, max_kl):
+def test_step_kl_stays_within_and_uses_max_kl(make, max_kl):
     trainer, experience = make(max_kl=max_kl, damping=1e-3)
     old = weights(trainer)
     metrics = trainer.update(experience, Meter())
@@ -111,7 +111,7 @@ def test_a_step_keeps_the_constraint_and_uses_it(make, max_kl):
     assert 0.1 * max_kl < kl <= max_kl
 
 
-def test_the_first_step_tried_has_the_length_of_the_trust_region(make):
+def test_first_tried_step_has_trust_region_length(make):
     """To second order its KL is max_kl."""
     trainer, experience = make(max_kl=1e-8, damping=0.0, cg_iterations=30)
     metrics = trainer.update(experience, Meter())
@@ -119,7 +119,7 @@ def test_the_first_step_tried_has_the_length_of_the_trust_region(make):
     assert metrics["trpo/kl"] == pytest.approx(share**2 * 1e-8, rel=1e-2)
 
 
-def test_a_step_that_gains_nothing_is_not_taken(make):
+def test_step_without_gain_is_not_taken(make):
     trainer, experience = make()
     old = weights(trainer)
     step = torch.cat([p.flatten() for p in trainer.parameters]).detach() * 0
@@ -128,7 +128,7 @@ def test_a_step_that_gains_nothing_is_not_taken(make):
     assert torch.equal(weights(trainer), old)
 
 
-def test_what_breaks_the_line_search_off_is_told_of_the_weights(make, monkeypatch) -> None:
+def test_interrupted_line_search_counts_begun_update(make, monkeypatch) -> None:
     trainer, experience = make()
     monkeypatch.setattr(trainer, "compare", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -137,14 +137,14 @@ def test_what_breaks_the_line_search_off_is_told_of_the_weights(make, monkeypatc
 
 
 @pytest.mark.parametrize(("together", "sizes"), [(True, [1, 2]), (False, [1, 1, 1])])
-def test_rows_lie_together_as_the_model_check_found(make, together, sizes) -> None:
+def test_rows_are_batched_as_model_check_found(make, together, sizes) -> None:
     """Of lengths 2, 2 and 1."""
     trainer, experience = make()
     trainer.learner.keep_to(packs=False, pads=False, together=together)
     assert sorted(len(batch.groups) for batch, _ in trainer.forward(experience)) == sizes
 
 
-def test_it_needs_nothing_private() -> None:
+def test_example_uses_no_private_attribute() -> None:
     names = [n.attr for n in ast.walk(ast.parse(FILE.read_text())) if isinstance(n, ast.Attribute)]
     assert not [name for name in names if name.startswith("_")]
 
@@ -163,6 +163,6 @@ def test_it_needs_nothing_private() -> None:
         {"target_kl": 0.1},
     ],
 )
-def test_what_the_line_search_would_not_see_is_refused(trpo, options) -> None:
+def test_option_ignored_by_line_search_raises(trpo, options) -> None:
     with pytest.raises(ValueError, match=f"^({'|'.join(options)}) "):
         trpo.TRPOConfig(**options)

@@ -77,7 +77,7 @@ DAMAGE = {
 @pytest.mark.fault(11, "passed over with a warning: the newest whole checkpoint is resumed")
 @pytest.mark.fault(13, "passed over with a warning, by all processes")
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_the_newest_whole_checkpoint_is_resumed(output, caplog, damage) -> None:
+def test_damaged_checkpoint_is_skipped_for_newest_intact_one(output, caplog, damage) -> None:
     how, name, reason = DAMAGE[damage]
     how(output / "checkpoints" / NAMES[2] / name)
     assert resume(output) == 2
@@ -148,7 +148,7 @@ def obeyed(file):
     ],
 )
 @pytest.mark.usefixtures("no_hang")
-def test_a_manifest_that_is_none_is_no_end(output, caplog, how, said) -> None:
+def test_unreadable_manifest_is_skipped_on_resume(output, caplog, how, said) -> None:
     how(output / "checkpoints" / NAMES[2] / MANIFEST)
     assert resume(output) == 2
     assert "step-00000003 is not whole" in caplog.text
@@ -159,7 +159,7 @@ def test_a_manifest_that_is_none_is_no_end(output, caplog, how, said) -> None:
 @pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl", "config.yaml"])
 @pytest.mark.parametrize("how", [piped, linked_to("/dev/zero")])
 @pytest.mark.usefixtures("no_hang")
-def test_a_pipe_or_a_device_is_no_file_of_a_run(output, how, name) -> None:
+def test_non_regular_run_file_is_refused(output, how, name) -> None:
     how(output / name)
     trainer = build(str(output), **OPTIONS | {"max_steps": 4})
     with pytest.raises(ValueError, match=f"{name} is no regular file: move it away"):
@@ -167,7 +167,7 @@ def test_a_pipe_or_a_device_is_no_file_of_a_run(output, how, name) -> None:
 
 
 @pytest.mark.parametrize("name", ["final", "best", ".", "checkpoints", "config.yaml"])
-def test_what_is_no_checkpoint_is_told_where_they_are(output, name) -> None:
+def test_resume_from_non_checkpoint_names_checkpoint_location(output, name) -> None:
     shutil.copytree(output / "final", output / "best", dirs_exist_ok=True)
     said = "it is a model alone, as final/ and best/ are" if name in ("final", "best") else "it has"
     there = f"{said}.*from another directory: {output}/checkpoints has {NAMES[2]}$"
@@ -176,7 +176,7 @@ def test_what_is_no_checkpoint_is_told_where_they_are(output, name) -> None:
 
 
 @pytest.mark.fault(12, "one error that says what is wrong with each; never a new start")
-def test_if_none_is_whole_nothing_begins(output) -> None:
+def test_no_intact_checkpoint_raises(output) -> None:
     for name in NAMES:
         flip(output / "checkpoints" / name / "model.safetensors")
     for trial in ("latest", True):
@@ -187,7 +187,7 @@ def test_if_none_is_whole_nothing_begins(output) -> None:
         resume(output, None)
 
 
-def test_a_run_does_not_go_on_from_beyond_its_last_step(output) -> None:
+def test_checkpoint_beyond_max_steps_is_refused(output) -> None:
     before = [(output / name).read_bytes() for name in ("metrics.jsonl", "final/manifest.json")]
     with pytest.raises(ValueError, match=r"of step 3, and the run is to have 2 steps.*raise them"):
         build(str(output), **OPTIONS | {"max_steps": 2}).train("latest")
@@ -196,7 +196,7 @@ def test_a_run_does_not_go_on_from_beyond_its_last_step(output) -> None:
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../x", "a/../../x", ""])
-def test_a_manifest_that_leads_out_of_its_directory_is_refused(output, name) -> None:
+def test_manifest_path_outside_checkpoint_is_refused(output, name) -> None:
     path = output / "checkpoints" / NAMES[2]
     manifest = json.loads((path / MANIFEST).read_text())
     manifest["files"][name] = {"size": 0, "sha256": ""}
@@ -204,7 +204,7 @@ def test_a_manifest_that_leads_out_of_its_directory_is_refused(output, name) -> 
     assert verified(path) == f"its manifest.json names {name!r}, which is not inside it"
 
 
-def test_the_manifest_names_every_file_and_what_made_it(output) -> None:
+def test_manifest_lists_all_files_and_run_metadata(output) -> None:
     path = output / "checkpoints" / NAMES[2]
     manifest = json.loads((path / MANIFEST).read_text())
     files = {str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()}
@@ -226,7 +226,7 @@ SAVING = ["save-begin", "save-models", "save-optimizer", "save-rng", "save-manif
 
 @pytest.mark.fault(7, "one error with path and remedy; earlier checkpoints stay, nothing half-made")
 @pytest.mark.parametrize("point", SAVING)
-def test_a_full_disk_costs_no_checkpoint(output, monkeypatch, point) -> None:
+def test_full_disk_during_save_keeps_earlier_checkpoints(output, monkeypatch, point) -> None:
     trainer = build(str(output), **OPTIONS)
     trainer.checkpointer.resume("latest", trainer.runtime)
     trainer.state.step = 4
@@ -242,7 +242,7 @@ def test_a_full_disk_costs_no_checkpoint(output, monkeypatch, point) -> None:
 
 
 @pytest.mark.fault(7, "what was to be replaced is there again")
-def test_what_cannot_be_replaced_is_taken_back(output, monkeypatch) -> None:
+def test_failed_replacement_restores_old_checkpoint(output, monkeypatch) -> None:
     trainer = build(str(output), **OPTIONS)
     trainer.checkpointer.resume("latest", trainer.runtime)
     before = (output / "checkpoints" / NAMES[2] / MANIFEST).read_bytes()
@@ -255,7 +255,7 @@ def test_what_cannot_be_replaced_is_taken_back(output, monkeypatch) -> None:
 
 @pytest.mark.fault(8, "one error before the first step")
 @pytest.mark.parametrize("action", ["enospc", "eio"])
-def test_a_directory_that_cannot_be_written_to_is_found_first(tmp_path, monkeypatch, action):
+def test_unwritable_output_dir_raises_before_first_step(tmp_path, monkeypatch, action):
     trainer = build(str(tmp_path / "run"), **OPTIONS)
     fail_at(monkeypatch, f"probe:{action}")
     with pytest.raises(
@@ -267,7 +267,7 @@ def test_a_directory_that_cannot_be_written_to_is_found_first(tmp_path, monkeypa
 
 @pytest.mark.fault(8, "one error before the first step")
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_directory_is_found_first(tmp_path) -> None:
+def test_read_only_output_dir_raises_before_first_step(tmp_path) -> None:
     (tmp_path / "run").mkdir(mode=0o500)
     trainer = build(str(tmp_path / "run"), **OPTIONS)
     with pytest.raises(ValueError, match=r"cannot be written to: .*Permission denied"):
@@ -275,14 +275,14 @@ def test_a_read_only_directory_is_found_first(tmp_path) -> None:
     assert trainer.state.step == 0
 
 
-def test_the_directory_is_private_if_the_run_makes_it(whole, tmp_path) -> None:
+def test_output_dir_created_by_run_is_private(whole, tmp_path) -> None:
     assert stat.S_IMODE(whole.stat().st_mode) == 0o700
     (tmp_path / "run").mkdir(mode=0o755)
     build(str(tmp_path / "run"), **OPTIONS | {"max_steps": 1, "save_steps": 0}).train()
     assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o755
 
 
-def test_it_is_private_too_if_something_is_saved_before_the_run(tmp_path) -> None:
+def test_output_dir_created_by_early_save_is_private(tmp_path) -> None:
     trainer = build(str(tmp_path / "run"), **OPTIONS)
     trainer.evaluate()
     assert not (tmp_path / "run").exists()
@@ -293,7 +293,7 @@ def test_it_is_private_too_if_something_is_saved_before_the_run(tmp_path) -> Non
 # ----------------------------------------------------------------------------------------- pruning
 
 
-def test_older_checkpoints_stay_while_the_newest_is_not_whole(output, caplog, monkeypatch) -> None:
+def test_damaged_newest_checkpoint_keeps_older_ones(output, caplog, monkeypatch) -> None:
     trainer = build(str(output), **OPTIONS | {"save_total_limit": 1})
     trainer.checkpointer.resume("latest", trainer.runtime)
     trainer.state.step = 4
@@ -308,7 +308,7 @@ def test_older_checkpoints_stay_while_the_newest_is_not_whole(output, caplog, mo
     assert [path.name for path in checkpoints.iterdir()] == ["step-00000004"]
 
 
-def test_checkpoints_that_were_passed_over_do_not_count(output) -> None:
+def test_save_total_limit_does_not_count_skipped_checkpoints(output) -> None:
     """They are the newest by number."""
     for name in NAMES[1:]:
         flip(output / "checkpoints" / name / "model.safetensors")
@@ -330,7 +330,7 @@ def hold(directory, told):
 
 
 @pytest.mark.fault(15, "an error that names host and process; the lock ends with the process")
-def test_a_directory_is_of_one_run_at_a_time(tmp_path) -> None:
+def test_locked_output_dir_refuses_second_run(tmp_path) -> None:
     trainer = build(str(tmp_path), **OPTIONS | {"max_steps": 1})
     context = get_context("fork")
     ours, theirs = context.Pipe()
@@ -368,7 +368,7 @@ def rates(output):
 
 @pytest.mark.fault(16, "a warning with both values; the schedule goes on with the new peak")
 @pytest.mark.parametrize("key", ["learning_rate", "value_learning_rate"])
-def test_another_learning_rate_is_taken_with_a_warning(stopped, tmp_path, caplog, key) -> None:
+def test_changed_learning_rate_on_resume_warns_and_applies(stopped, tmp_path, caplog, key) -> None:
     output, before = tmp_path / "run", stopped[1]
     shutil.copytree(stopped[0], output)
     changed = {"learning_rate": 1e-3, "value_learning_rate": 2e-3}
@@ -380,9 +380,7 @@ def test_another_learning_rate_is_taken_with_a_warning(stopped, tmp_path, caplog
     assert rates(output) == {name: pytest.approx(values) for name, values in expected.items()}
 
 
-def test_another_number_of_steps_stretches_the_schedule_and_says_so(
-    stopped, tmp_path, caplog
-) -> None:
+def test_changed_max_steps_on_resume_warns_and_rescales_schedule(stopped, tmp_path, caplog) -> None:
     output = tmp_path / "run"
     shutil.copytree(stopped[0], output)
     build(str(output), **FOUR | {"max_steps": 8}).train("latest")
@@ -395,7 +393,7 @@ def test_another_number_of_steps_stretches_the_schedule_and_says_so(
     ("schedule", "said"),
     [("constant", ""), ("inverse_sqrt", ""), ("cosine", "max_steps was 4 and is 8")],
 )
-def test_a_schedule_that_knows_no_length_is_not_stretched(schedule, said) -> None:
+def test_changed_max_steps_warns_only_for_finite_schedule(schedule, said) -> None:
     names = dict.fromkeys(compatibility.REMEDIES, "the same")
     config = {"lr_scheduler_type": schedule, "max_steps": 4}
     saved = {"config": config, "fingerprints": names, "running": {}}
@@ -403,14 +401,14 @@ def test_a_schedule_that_knows_no_length_is_not_stretched(schedule, said) -> Non
 
 
 @pytest.mark.fault(17, "refused, with what is different")
-def test_another_model_is_refused(output) -> None:
+def test_changed_model_on_resume_is_refused(output) -> None:
     with pytest.raises(ValueError, match="by a run with another model: resume with the same base"):
         resume(output, model=tiny_model("gpt2"))
 
 
 @pytest.mark.fault(17, "refused, with what is different")
 @pytest.mark.parametrize("change", ["vocabulary", "chat template"])
-def test_another_tokenizer_is_refused(output, change) -> None:
+def test_changed_tokenizer_on_resume_is_refused(output, change) -> None:
     trainer = build(str(output), **OPTIONS)
     tokenizer = trainer.processing_class
     if change == "vocabulary":
@@ -425,7 +423,7 @@ def test_another_tokenizer_is_refused(output, change) -> None:
 
 
 @pytest.mark.fault(17, "refused, with what is different")
-def test_another_algorithm_is_refused(output) -> None:
+def test_changed_algorithm_on_resume_is_refused(output) -> None:
     trainer = build(str(output), **OPTIONS)
     assert trainer.algorithm == "GRPO"
     trainer.config_type = PPOConfig
@@ -440,7 +438,7 @@ def changed_row(rows):
 
 @pytest.mark.fault(19, "refused, with the remedy")
 @pytest.mark.parametrize("change", [changed_row, lambda rows: rows.select([1, 0, 2, 3, 4, 5])])
-def test_another_dataset_is_refused(output, change) -> None:
+def test_changed_dataset_on_resume_is_refused(output, change) -> None:
     trainer = build(str(output), **OPTIONS)
     trainer._load_prompts(change(trainer.train_prompts.rows), None)
     with pytest.raises(ValueError, match="another train_dataset: resume with the same rows"):
@@ -457,7 +455,7 @@ class Planted:
         return Path.touch, (self.file,)
 
 
-def test_nothing_in_a_checkpoint_is_unpickled(output, tmp_path) -> None:
+def test_resume_never_unpickles_checkpoint_files(output, tmp_path) -> None:
     fired = tmp_path / "fired"
     for name in ("pytorch_model.bin", "adapter_model.bin", "optimizer.pt", "training_args.bin"):
         torch.save(Planted(fired), output / "checkpoints" / NAMES[2] / name)

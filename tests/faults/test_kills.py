@@ -29,7 +29,7 @@ def called() -> set[str]:
     }
 
 
-def test_every_point_is_passed_somewhere() -> None:
+def test_package_calls_every_failpoint() -> None:
     assert called() == set(POINTS)
 
 
@@ -62,7 +62,7 @@ CASES = [(point, passage) for point in POINTS for passage in passages(point)]
 @pytest.mark.fault(2, "resumed from the newest whole checkpoint, bit for bit")
 @pytest.mark.fault(14, "at least one whole checkpoint remains, and the run goes on bit for bit")
 @pytest.mark.parametrize(("point", "passage"), CASES)
-def test_a_run_that_is_killed_ends_as_the_unbroken_one(tmp_path, unbroken, point, passage) -> None:
+def test_killed_run_resumes_to_uninterrupted_result(tmp_path, unbroken, point, passage) -> None:
     output = tmp_path / "run"
     killed = start(output, f"{point}:kill@{passage}")
     assert killed.returncode == -signal.SIGKILL, killed.said
@@ -89,7 +89,7 @@ def test_a_run_that_is_killed_ends_as_the_unbroken_one(tmp_path, unbroken, point
 )
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
 @pytest.mark.parametrize("trainer_type", TRAINERS)
-def test_ten_steps_are_five_a_kill_and_five(tmp_path, trainer_type, lora) -> None:
+def test_run_killed_at_step_eight_resumes_bit_for_bit(tmp_path, trainer_type, lora) -> None:
     options = {"trainer_type": trainer_type, "max_steps": 10, "save_steps": 5, "eval_steps": 0}
     options |= {"beta": 0.1, "use_peft": lora, "warmup_steps": 3}
     whole, broken = tmp_path / "whole", tmp_path / "broken"

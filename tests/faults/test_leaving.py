@@ -68,7 +68,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_it_costs_no_step_that_was_finished(make, tmp_path, end) -> None:
+def test_interrupted_run_keeps_all_finished_steps(make, tmp_path, end) -> None:
     make(max_steps=4, output_dir=str(tmp_path / "whole"), **HURT).train()
     where, error = ENDS[end]
     trainer = make(max_steps=4, **HURT)
@@ -85,7 +85,7 @@ def test_it_costs_no_step_that_was_finished(make, tmp_path, end) -> None:
     assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
 
 
-def test_updates_of_a_step_that_broke_off_are_kept_and_told(make, tmp_path, caplog) -> None:
+def test_interrupted_step_saves_updates_with_warning(make, tmp_path, caplog) -> None:
     trainer = make(PPOTrainer, normalize_values=True)
     after_update(trainer, RuntimeError("not today"))
     with pytest.raises(RuntimeError, match="not today"):
@@ -103,7 +103,7 @@ def test_updates_of_a_step_that_broke_off_are_kept_and_told(make, tmp_path, capl
 SEVERAL = {"save_steps": 2, "save_total_limit": 1, "max_steps": 4}
 
 
-def test_nothing_is_saved_of_a_run_that_diverged(make, tmp_path) -> None:
+def test_diverged_run_saves_no_exit_checkpoint(make, tmp_path) -> None:
     trainer = make(**SEVERAL)
     in_backward(trainer, FloatingPointError("the gradient is not finite"), finished=3)
     with pytest.raises(FloatingPointError) as left:
@@ -113,7 +113,7 @@ def test_nothing_is_saved_of_a_run_that_diverged(make, tmp_path) -> None:
     assert saved.name == "step-00000002"
 
 
-def test_what_was_saved_before_makes_no_room(make, tmp_path) -> None:
+def test_exit_checkpoint_keeps_older_one_despite_limit(make, tmp_path) -> None:
     trainer = make(**SEVERAL)
     in_backward(trainer, RuntimeError("not today"), finished=3)
     with pytest.raises(RuntimeError, match="not today"):
@@ -124,9 +124,7 @@ def test_what_was_saved_before_makes_no_room(make, tmp_path) -> None:
     assert [p.name for p in checkpoints.iterdir()] == ["step-00000004"]
 
 
-def test_what_cannot_be_saved_is_told_and_what_ended_the_run_is_raised(
-    make, monkeypatch, caplog
-) -> None:
+def test_failed_exit_save_warns_and_raises_original_error(make, monkeypatch, caplog) -> None:
     monkeypatch.setenv("RLHF_PG_FAULT", "save-begin:enospc")
     trainer = make()
     in_callback(trainer, RuntimeError("the dashboard is down"))
@@ -136,7 +134,7 @@ def test_what_cannot_be_saved_is_told_and_what_ended_the_run_is_raised(
     assert "No space left" in caplog.text
 
 
-def test_what_is_there_is_not_saved_again(make, tmp_path) -> None:
+def test_exit_save_skips_existing_checkpoint(make, tmp_path) -> None:
     trainer = make(save_steps=2)
     in_callback(trainer, RuntimeError("not today"))
     with pytest.raises(RuntimeError):
@@ -150,7 +148,7 @@ def test_what_is_there_is_not_saved_again(make, tmp_path) -> None:
     assert saved.stat().st_ino == before.st_ino
 
 
-def test_a_run_saves_by_default_and_keeps_two(make, tmp_path) -> None:
+def test_checkpoint_defaults_save_and_keep_two(make, tmp_path) -> None:
     assert make().args.save_steps == 100
     make(save_steps=1).train()
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
@@ -158,7 +156,7 @@ def test_a_run_saves_by_default_and_keeps_two(make, tmp_path) -> None:
 
 
 @pytest.mark.fault(4, "SIGHUP likewise, with 129")
-def test_sighup_saves(make, tmp_path) -> None:
+def test_sighup_saves_checkpoint_and_exits(make, tmp_path) -> None:
     trainer = make(reward_funcs=signalled(signal.SIGHUP, 2))
     with pytest.raises(SystemExit) as left:
         trainer.train()
@@ -167,7 +165,7 @@ def test_sighup_saves(make, tmp_path) -> None:
     assert saved.name == "step-00000002"
 
 
-def test_a_signal_that_is_ignored_still_is(make) -> None:
+def test_ignored_sighup_stays_ignored(make) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     try:
         trainer = make(reward_funcs=signalled(signal.SIGHUP, 1))
@@ -177,7 +175,7 @@ def test_a_signal_that_is_ignored_still_is(make) -> None:
     assert trainer.state.step == 3
 
 
-def test_a_second_ctrl_c_ends_the_save_too(make, tmp_path, monkeypatch, request) -> None:
+def test_second_sigint_interrupts_exit_save(make, tmp_path, monkeypatch, request) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     trainer = make(reward_funcs=signalled(signal.SIGINT, 2))

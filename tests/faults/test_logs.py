@@ -24,7 +24,7 @@ def warnings_of(caplog) -> list[str]:
 
 
 @pytest.mark.fault(46, "one warning for each file, and the run goes on to its end")
-def test_a_full_disk_under_the_logs_never_stops_a_run(make, tmp_path, caplog) -> None:
+def test_full_disk_for_logs_warns_and_run_finishes(make, tmp_path, caplog) -> None:
     run = tmp_path / "run"
 
     def reward(completions, **columns):
@@ -44,7 +44,7 @@ def test_a_full_disk_under_the_logs_never_stops_a_run(make, tmp_path, caplog) ->
     assert all("lacks lines from here on: " in line and "No space left" in line for line in said)
 
 
-def test_half_a_line_does_not_spoil_the_next(tmp_path, caplog) -> None:
+def test_partial_line_is_dropped_before_next_write(tmp_path, caplog) -> None:
     lines = JsonLines(tmp_path / "metrics.jsonl", 0)
     lines.write({"step": 1})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -60,7 +60,7 @@ def test_half_a_line_does_not_spoil_the_next(tmp_path, caplog) -> None:
     assert len(warnings_of(caplog)) == 1
 
 
-def test_resuming_on_a_full_disk_keeps_the_lines(tmp_path, monkeypatch) -> None:
+def test_json_lines_resume_on_full_disk_keeps_lines(tmp_path, monkeypatch) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     os.symlink("/dev/full", tmp_path / "partial-metrics.jsonl")
@@ -82,7 +82,7 @@ def synced(monkeypatch) -> dict[int, int]:
     return sizes
 
 
-def test_every_line_is_on_the_disk_when_it_is_written(tmp_path, synced) -> None:
+def test_json_lines_write_syncs_each_line(tmp_path, synced) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = JsonLines(path, 0)
     for step in (1, 2):
@@ -90,7 +90,7 @@ def test_every_line_is_on_the_disk_when_it_is_written(tmp_path, synced) -> None:
         assert synced[path.stat().st_ino] == path.stat().st_size > 0
 
 
-def test_the_lines_that_a_resumed_run_keeps_are_on_the_disk(tmp_path, synced) -> None:
+def test_json_lines_resume_syncs_kept_lines(tmp_path, synced) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     JsonLines(path, 1)
@@ -98,7 +98,7 @@ def test_the_lines_that_a_resumed_run_keeps_are_on_the_disk(tmp_path, synced) ->
     assert tmp_path.stat().st_ino in synced
 
 
-def test_resuming_on_a_disk_that_fails_keeps_the_lines(tmp_path, monkeypatch) -> None:
+def test_json_lines_resume_with_failing_fsync_keeps_lines(tmp_path, monkeypatch) -> None:
     def fsync(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -110,7 +110,7 @@ def test_resuming_on_a_disk_that_fails_keeps_the_lines(tmp_path, monkeypatch) ->
     assert read(path) == [{"step": 1}, {"step": 2}]
 
 
-def test_a_full_disk_under_the_console_silences_it(tmp_path, caplog) -> None:
+def test_full_disk_for_console_warns_once(tmp_path, caplog) -> None:
     journal = Journal(tmp_path, 0, is_main=True)
     with suppress(OSError), open("/dev/full", "w") as full:  # what is left cannot be closed either
         journal.console = Console(file=full)
@@ -120,7 +120,7 @@ def test_a_full_disk_under_the_console_silences_it(tmp_path, caplog) -> None:
 
 
 @pytest.mark.fault(50, "the run goes on quietly, and saves")
-def test_a_reader_that_leaves_silences_the_console(make, tmp_path, monkeypatch) -> None:
+def test_closed_stdout_reader_does_not_stop_run(make, tmp_path, monkeypatch) -> None:
     """As `head` does, or a `tee` that dies."""
     ours, theirs = os.pipe()
     os.close(ours)
@@ -132,7 +132,9 @@ def test_a_reader_that_leaves_silences_the_console(make, tmp_path, monkeypatch) 
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 
 
-def test_a_console_that_a_reward_has_closed_is_silent(make, tmp_path, monkeypatch, caplog) -> None:
+def test_stdout_closed_by_reward_warns_and_run_finishes(
+    make, tmp_path, monkeypatch, caplog
+) -> None:
     def closes(completions: list[str], **_: Any) -> list[float]:
         sys.stdout.close()
         return [float(len(text)) for text in completions]
@@ -145,7 +147,7 @@ def test_a_console_that_a_reward_has_closed_is_silent(make, tmp_path, monkeypatc
     assert "closes closed stdout" in caplog.text
 
 
-def test_a_terminal_that_is_closed_silences_the_bar(tmp_path, monkeypatch, caplog) -> None:
+def test_closed_terminal_silences_progress_bar(tmp_path, monkeypatch, caplog) -> None:
     ours, theirs = os.openpty()
     journal = Journal(tmp_path, 0, is_main=True)
     with suppress(OSError), os.fdopen(theirs, "w") as terminal:
@@ -157,7 +159,7 @@ def test_a_terminal_that_is_closed_silences_the_bar(tmp_path, monkeypatch, caplo
     assert "says nothing from here on" in warnings_of(caplog)[0]
 
 
-def test_what_the_console_cannot_spell_is_escaped(tmp_path) -> None:
+def test_unencodable_console_text_is_escaped(tmp_path) -> None:
     text = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     journal = Journal(tmp_path, 0, is_main=True)
     journal.console = Console(file=text)
@@ -166,12 +168,12 @@ def test_what_the_console_cannot_spell_is_escaped(tmp_path) -> None:
     assert text.read() == "caf\u00e9 \\U0001f600 \\ud800\n"
 
 
-def test_no_terminal_obeys_the_name_of_a_directory(tmp_path, capsys) -> None:
+def test_console_escapes_control_characters(tmp_path, capsys) -> None:
     Journal(tmp_path, 0, is_main=True).say("saved a\x1b[2J\u202e/final")
     assert capsys.readouterr().out == "saved a\\x1b[2J\\u202e/final\n"
 
 
-def test_numbers_that_json_does_not_know_are_null_wherever_they_are(tmp_path) -> None:
+def test_json_lines_write_nested_nonfinite_as_null(tmp_path) -> None:
     lines = JsonLines(tmp_path / "completions.jsonl", 0)
     lines.write({"step": 1, "row": {"scores": [math.nan, (math.inf, 1.0)], ("a", 1): -math.inf}})
     (line,) = read(tmp_path / "completions.jsonl")
@@ -181,7 +183,7 @@ def test_numbers_that_json_does_not_know_are_null_wherever_they_are(tmp_path) ->
 @pytest.mark.parametrize(
     "bad", [b'{"step": 1, "\xff', b'{"step": null}', b"[1]", b'{"step": 1e999}', b"[" * 100_000]
 )
-def test_a_line_that_cannot_be_read_is_left_out(tmp_path, caplog, bad) -> None:
+def test_unreadable_line_is_dropped_on_resume(tmp_path, caplog, bad) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + bad + b'\n{"step": 2}\n{"step": 3}\n')
     JsonLines(path, 2)

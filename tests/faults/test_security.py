@@ -45,7 +45,7 @@ def misuses(tree: ast.AST) -> list[str]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
-def test_no_line_runs_or_unpickles_what_it_is_given(path) -> None:
+def test_source_has_no_unsafe_calls(path) -> None:
     assert misuses(ast.parse(path.read_text())) == []
 
 
@@ -62,12 +62,12 @@ def test_no_line_runs_or_unpickles_what_it_is_given(path) -> None:
         "importlib.import_module(x)",
     ],
 )
-def test_such_lines_are_found(line) -> None:
+def test_unsafe_call_is_detected(line) -> None:
     assert misuses(ast.parse(line))
 
 
 @pytest.mark.parametrize("tag", ["!!python/object/apply:os.mkdir", "!!python/name:os.mkdir"])
-def test_a_recipe_makes_no_objects(tmp_path, capsys, tag) -> None:
+def test_yaml_object_tag_in_recipe_is_refused(tmp_path, capsys, tag) -> None:
     recipe, planted = tmp_path / "recipe.yaml", tmp_path / "planted"
     recipe.write_text(f"run_name: {tag} ['{planted}']\n")
     with pytest.raises(SystemExit):
@@ -76,7 +76,7 @@ def test_a_recipe_makes_no_objects(tmp_path, capsys, tag) -> None:
     assert not planted.exists()
 
 
-def test_the_code_beside_a_model_is_not_run(tmp_path) -> None:
+def test_load_policy_does_not_run_remote_code(tmp_path) -> None:
     planted = tmp_path / "planted"
     model = tmp_path / "model"
     tiny_model("llama").save_pretrained(model)
@@ -94,14 +94,14 @@ def test_the_code_beside_a_model_is_not_run(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://me:secret@localhost:8000", "https://token@host"])
-def test_a_password_is_not_taken_into_a_config_that_is_saved(url) -> None:
+def test_server_url_with_credentials_is_refused(url) -> None:
     with pytest.raises(ValueError, match="vllm_server_base_url holds a user, a password") as caught:
         GRPOConfig(rollout_engine="vllm_server", vllm_server_base_url=url)
     assert "secret" not in str(caught.value)
     assert "token" not in str(caught.value)
 
 
-def test_code_that_comes_with_a_model_needs_the_key_whatever_is_piped_in(
+def test_remote_code_runs_only_with_trust_remote_code(
     make, model_path, tmp_path, monkeypatch
 ) -> None:
     model, fired = tmp_path / "model", tmp_path / "fired"

@@ -36,7 +36,7 @@ def signalled(number: int, step: int):
 
 
 @pytest.mark.fault(4, "the step is finished, a checkpoint saved, and the exit code is 143")
-def test_sigterm_saves_and_what_follows_is_as_if_it_had_never_come(make, tmp_path) -> None:
+def test_sigterm_saves_and_resume_matches_uninterrupted_run(make, tmp_path) -> None:
     whole = make(max_steps=4, output_dir=str(tmp_path / "whole"))
     whole.train()
     before = signal.getsignal(signal.SIGTERM)
@@ -53,7 +53,7 @@ def test_sigterm_saves_and_what_follows_is_as_if_it_had_never_come(make, tmp_pat
     assert all(a.equal(b) for a, b in pairs)
 
 
-def test_a_step_that_is_saved_anyway_is_saved_once(make) -> None:
+def test_sigterm_on_save_step_saves_once(make) -> None:
     trainer = make(save_steps=1, reward_funcs=signalled(signal.SIGTERM, 1))
     saved, save = [], trainer.checkpointer.save
     trainer.checkpointer.save = lambda *args: saved.append(1) or save(*args)
@@ -62,7 +62,7 @@ def test_a_step_that_is_saved_anyway_is_saved_once(make) -> None:
     assert saved == [1]
 
 
-def test_the_next_run_of_a_trainer_does_not_end_for_it(make) -> None:
+def test_trainer_can_train_again_after_sigterm(make) -> None:
     trainer = make(reward_funcs=signalled(signal.SIGTERM, 1))
     with pytest.raises(SystemExit):
         trainer.train()
@@ -71,7 +71,7 @@ def test_the_next_run_of_a_trainer_does_not_end_for_it(make) -> None:
 
 
 @pytest.mark.fault(5, "SIGINT breaks the step off, and the ones before are saved")
-def test_sigint_ends_it_at_once(make, tmp_path, request) -> None:
+def test_sigint_abandons_step_and_keeps_previous_ones(make, tmp_path, request) -> None:
     # A shell starts what it puts into the background with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
@@ -84,7 +84,7 @@ def test_sigint_ends_it_at_once(make, tmp_path, request) -> None:
     assert len(untimed(tmp_path / "run")) == 3
 
 
-def test_sigterm_that_comes_twice_at_once_is_one(make) -> None:
+def test_repeated_immediate_sigterm_counts_once(make) -> None:
     """A launcher passes it on to processes that were sent it themselves."""
 
     def reward(completions, **_):
@@ -98,7 +98,7 @@ def test_sigterm_that_comes_twice_at_once_is_one(make) -> None:
     assert trainer.state.step == 1
 
 
-def test_a_fork_of_a_reward_function_ends_by_sigterm(make) -> None:
+def test_sigterm_ends_fork_of_reward_function(make) -> None:
     codes = []
 
     def reward(completions, **_):
@@ -118,7 +118,7 @@ def test_a_fork_of_a_reward_function_ends_by_sigterm(make) -> None:
     assert codes == [-signal.SIGTERM]
 
 
-def test_sigterm_while_the_model_is_saved_ends_the_caller_too(make, tmp_path, monkeypatch) -> None:
+def test_sigterm_during_final_save_exits_after_saving(make, tmp_path, monkeypatch) -> None:
     trainer = make(max_steps=1)
     save = trainer.checkpointer.save_models
 
@@ -136,7 +136,7 @@ def test_sigterm_while_the_model_is_saved_ends_the_caller_too(make, tmp_path, mo
 
 
 @pytest.mark.fault(5, "a second SIGTERM ends the process at once; the last checkpoint is whole")
-def test_the_second_sigterm_ends_it_at_once(tmp_path) -> None:
+def test_second_sigterm_kills_process_at_once(tmp_path) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
 
     def reward(completions, **_):
@@ -154,7 +154,7 @@ def test_the_second_sigterm_ends_it_at_once(tmp_path) -> None:
     assert verified(checkpoints / "step-00000001") is None
 
 
-def test_in_another_thread_the_handlers_stay(make) -> None:
+def test_training_in_thread_keeps_signal_handlers(make) -> None:
     seen = []
 
     def reward(completions, **_):
@@ -171,7 +171,7 @@ def test_in_another_thread_the_handlers_stay(make) -> None:
 
 @pytest.mark.fault(49, "its process saves after the step that it is in, and ends")
 @pytest.mark.parametrize("launched", [True, False])
-def test_a_launcher_that_is_killed_leaves_no_orphan_at_work(tmp_path, launched) -> None:
+def test_killed_launcher_ends_worker_after_step(tmp_path, launched) -> None:
     """A launcher of one process does not pass SIGTERM on; a shell that ends is none."""
     run = tmp_path / "run"
 
@@ -226,7 +226,7 @@ print(termination.agreed())
 
 @pytest.mark.fault(49, "also if it was killed before the run began, while it was loaded")
 @pytest.mark.parametrize("launched", [True, False])
-def test_a_launcher_that_is_killed_before_the_run_begins_is_missed(launched) -> None:
+def test_launcher_killed_before_run_ends_worker(launched) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHED}
     environment |= {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "true"}
     if not launched:
@@ -246,7 +246,7 @@ Runtime(timeout=5)
 
 
 @pytest.mark.fault(49, "also of several processes that wait for it: they end at once")
-def test_who_waits_for_a_launcher_that_is_killed_ends() -> None:
+def test_killed_launcher_ends_worker_waiting_for_store() -> None:
     """It holds the store in which processes meet."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -43,12 +43,12 @@ def users(package: Path, unwanted: set[str]) -> dict[str, set[str]]:
 
 
 @pytest.mark.fault(47, "every deadline is of a monotonic clock")
-def test_nothing_is_timed_by_the_wall_clock() -> None:
+def test_package_does_not_use_wall_clock() -> None:
     assert users(PACKAGE, WALL) == {}
 
 
 @pytest.mark.fault(48, "no process of ours forks")
-def test_nothing_forks() -> None:
+def test_package_does_not_fork() -> None:
     assert users(PACKAGE, FORKS) == {}
 
 
@@ -75,7 +75,7 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_it_would_be_found(tmp_path, sample) -> None:
+def test_unwanted_name_is_detected(tmp_path, sample) -> None:
     for place, source in {"a": "", "b": sample, "c": "import time\ntime.monotonic()"}.items():
         (tmp_path / place).mkdir()
         (tmp_path / place / "same.py").write_text(source)
@@ -99,7 +99,7 @@ def askers(source: str) -> list[str]:
     ]
 
 
-def test_whether_to_run_code_of_a_model_is_always_said() -> None:
+def test_every_load_call_sets_trust_remote_code() -> None:
     assert not [call for path in PACKAGE.rglob("*.py") for call in askers(path.read_text())]
     assert askers("AutoConfig.from_pretrained(path)") == ["AutoConfig.from_pretrained(path)"]
 
@@ -125,7 +125,7 @@ def unguarded(source: str) -> list[str]:
     ]
 
 
-def test_what_is_wrong_with_a_model_is_always_said_by_its_path() -> None:
+def test_every_transformers_load_is_inside_opening() -> None:
     assert not [call for path in PACKAGE.rglob("*.py") for call in unguarded(path.read_text())]
     assert unguarded("with a:\n    AutoConfig.from_pretrained(path)")
     assert not unguarded("with opening('a', b):\n    AutoConfig.from_pretrained(path)")

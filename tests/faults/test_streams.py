@@ -38,7 +38,7 @@ def piped(monkeypatch):
 
 
 @pytest.mark.fault(50, "what a reward function prints goes nowhere either")
-def test_a_reward_that_prints_is_not_ended(make, tmp_path, piped) -> None:
+def test_printing_reward_survives_closed_reader(make, tmp_path, piped) -> None:
     reader, left = piped(), []
 
     def talks(completions, **columns):
@@ -53,14 +53,14 @@ def test_a_reward_that_prints_is_not_ended(make, tmp_path, piped) -> None:
 
 
 @pytest.mark.fault(50, "a warm start goes on quietly, and saves")
-def test_a_warm_start_is_not_ended(tmp_path, piped) -> None:
+def test_warm_start_survives_closed_reader(tmp_path, piped) -> None:
     os.close(piped())
     final = warm_start(SFTConfig(output_dir=str(tmp_path / "run"), max_steps=2, batch_size=2))
     assert (final / "model.safetensors").exists()
 
 
 @pytest.mark.fault(50, "the training of a reward model goes on quietly, and saves")
-def test_a_reward_model_is_not_ended(model_path, tmp_path, piped) -> None:
+def test_reward_model_training_survives_closed_reader(model_path, tmp_path, piped) -> None:
     os.close(piped())
     args = RewardModelConfig(output_dir=str(tmp_path / "run"), max_steps=1, batch_size=2)
     few = Dataset.from_dict({"chosen": ["1+1=2", "2+2=4"], "rejected": ["1+1=3", "2+2=5"]})
@@ -68,14 +68,14 @@ def test_a_reward_model_is_not_ended(model_path, tmp_path, piped) -> None:
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 
 
-def test_a_command_is_not_ended(piped) -> None:
+def test_cli_command_survives_closed_reader(piped) -> None:
     os.close(piped())
     with pytest.raises(SystemExit) as left:
         main(["--version"])
     assert left.value.code == 0
 
 
-def test_what_is_heard_is_whole_and_in_order(monkeypatch) -> None:
+def test_outliving_readers_delivers_all_output(monkeypatch) -> None:
     ours, theirs = os.pipe()
     with os.fdopen(ours) as reader, os.fdopen(theirs, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
@@ -89,7 +89,7 @@ def test_what_is_heard_is_whole_and_in_order(monkeypatch) -> None:
         assert sorted(reader.read().splitlines()) == ["after", "as bytes", "before", "in it"]
 
 
-def test_a_stream_that_code_of_users_closes_ends_nothing(piped) -> None:
+def test_stdout_closed_by_user_code_is_restored(piped) -> None:
     piped()
     before = sys.stdout
     with outliving_readers():
@@ -98,7 +98,7 @@ def test_a_stream_that_code_of_users_closes_ends_nothing(piped) -> None:
 
 
 @pytest.mark.parametrize("stream", [None, io.StringIO(), io.TextIOWrapper(io.BytesIO())])
-def test_what_is_no_pipe_stays(monkeypatch, stream) -> None:
+def test_outliving_readers_keeps_non_pipe_stdout(monkeypatch, stream) -> None:
     monkeypatch.setattr(sys, "stdout", stream)
     with outliving_readers():
         assert sys.stdout is stream

@@ -47,7 +47,7 @@ def same(some, others) -> bool:
 
 @pytest.mark.fault(20, "the update is skipped and counted, and its batch kept; the run goes on")
 @pytest.mark.parametrize("shift", SHIFTS)
-def test_it_is_skipped_without_a_trace(make, tmp_path, shift) -> None:
+def test_nonfinite_update_is_skipped_without_trace(make, tmp_path, shift) -> None:
     trainer = make(max_steps=3)
     left = Break(trainer, {2}, shift).left
     trainer.train()
@@ -62,7 +62,7 @@ def test_it_is_skipped_without_a_trace(make, tmp_path, shift) -> None:
     assert [path.name for path in (tmp_path / "run" / "skipped").iterdir()] == ["step-00000002"]
 
 
-def test_what_is_kept_is_the_batch(make, tmp_path) -> None:
+def test_skipped_update_saves_batch(make, tmp_path) -> None:
     seen = []
 
     def reward(prompts, completions, completion_ids, **_):
@@ -91,7 +91,7 @@ def test_what_is_kept_is_the_batch(make, tmp_path) -> None:
     assert tensors["advantages"].isfinite().all()
 
 
-def test_only_the_update_that_is_not_finite_is_skipped(make, tmp_path) -> None:
+def test_only_nonfinite_update_is_skipped(make, tmp_path) -> None:
     trainer = make(max_steps=1, num_mini_batches=4)
     loss, calls = trainer.learner.loss, []
 
@@ -108,7 +108,7 @@ def test_only_the_update_that_is_not_finite_is_skipped(make, tmp_path) -> None:
 
 
 @pytest.mark.fault(22, "after max_skipped_steps the run ends; the last checkpoint is good")
-def test_too_many_in_a_row_end_the_run_also_across_a_resume(make) -> None:
+def test_max_skipped_steps_ends_run_across_resume(make) -> None:
     trainer = make(max_steps=9, save_steps=1, max_skipped_steps=2)
     Break(trainer, {1, 2, 4, 5, 6})
     with pytest.raises(FloatingPointError, match=r"step 6: .* 2 steps right before.*step-0*6\."):
@@ -124,7 +124,7 @@ def test_too_many_in_a_row_end_the_run_also_across_a_resume(make) -> None:
     assert fresh.checkpointer.resume("latest", fresh.runtime)
 
 
-def test_all_passes_over_one_bad_batch_are_one_step(make, tmp_path) -> None:
+def test_skipped_passes_over_one_batch_count_as_one_step(make, tmp_path) -> None:
     options = {"num_iterations": 4, "max_skipped_steps": 1, "normalize_values": True}
     bad = make(PPOTrainer, max_steps=3, **options)
     estimator, moments = bad.estimator, []
@@ -142,7 +142,7 @@ def test_all_passes_over_one_bad_batch_are_one_step(make, tmp_path) -> None:
 
 
 @pytest.mark.fault(30, "the error of torch ends the run; the weights are as before the update")
-def test_out_of_memory_leaves_no_half_of_an_update(make, tmp_path) -> None:
+def test_out_of_memory_leaves_weights_unchanged(make, tmp_path) -> None:
     whole = make(micro_batch_tokens=24, output_dir=str(tmp_path / "whole"))
     whole.train()
     trainer = make(micro_batch_tokens=24, save_steps=1)
@@ -165,7 +165,7 @@ def test_out_of_memory_leaves_no_half_of_an_update(make, tmp_path) -> None:
     assert all(p.equal(q) for p, q in pairs)
 
 
-def test_what_breaks_a_step_off_saves_the_one_before_as_it_was(make, tmp_path) -> None:
+def test_interrupted_step_restarts_with_same_random_state(make, tmp_path) -> None:
     """A step is taken again from where it began, random numbers included."""
     broken = []
 
@@ -192,7 +192,7 @@ def test_what_breaks_a_step_off_saves_the_one_before_as_it_was(make, tmp_path) -
     assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
 
 
-def test_a_checkpoint_that_is_there_is_not_saved_again(make, tmp_path) -> None:
+def test_reward_error_after_save_reuses_checkpoint(make, tmp_path) -> None:
     calls = []
 
     def reward(completions, **_):

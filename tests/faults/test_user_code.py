@@ -195,7 +195,7 @@ KINDS = {
 )
 @raising
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_raises_is_an_error_that_says_what(kind, misbehave):
+def test_user_code_error_names_cause(kind, misbehave):
     if misbehave is raise_no_error and kind.startswith("async"):
         pytest.skip("asyncio ends its loop only for the two that are tried")
     assert RAISING[misbehave] in KINDS[kind](misbehave)
@@ -207,7 +207,7 @@ MOMENTS = ("on_step", "on_save", "on_end")
 @pytest.mark.fault(51, "a callback: an error names it, and the process is not ended")
 @raising
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_callback_never_ends_the_process(make, moment, misbehave):  # noqa: F811
+def test_callback_error_does_not_exit_process(make, moment, misbehave):  # noqa: F811
     class Leaving(Callback):
         pass
 
@@ -220,7 +220,7 @@ def test_a_callback_never_ends_the_process(make, moment, misbehave):  # noqa: F8
         assert str(error.value).startswith(f"{moment} of the callback Leaving raised")
 
 
-def test_nor_does_the_answer_of_an_evaluation(make):  # noqa: F811
+def test_exit_in_evaluation_answer_raises(make):  # noqa: F811
     data = Dataset.from_list([{"prompt": "1+1="}])
     trainer = make(eval_dataset=data, num_generations_eval=2)
     with pytest.raises(RuntimeError, match="answer raised SystemExit: 0"), trainer.sampling():
@@ -260,7 +260,7 @@ def upheaval(directory):
 @pytest.mark.fault(53, "the child ends where it returns")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_it_changes_of_the_process_is_put_back_and_its_forks_end(kind, tmp_path, caplog):
+def test_user_code_side_effects_are_undone_and_forks_end(kind, tmp_path, caplog):
     before = Settings.now()
     user_code._warn_once.cache_clear()
     with forks() as (fork, codes):
@@ -280,7 +280,7 @@ def test_what_it_changes_of_the_process_is_put_back_and_its_forks_end(kind, tmp_
 
 
 @pytest.mark.fault(52, "put back: the same numbers, and nothing is saved elsewhere")
-def test_a_reward_that_turns_the_process_upside_down_changes_nothing_of_the_run(
+def test_process_changes_by_user_code_leave_run_unchanged(
     make,  # noqa: F811
     tmp_path,
     monkeypatch,
@@ -330,7 +330,7 @@ ODD = {
 
 @pytest.mark.fault(54, "of a reward: an error names the function")
 @pytest.mark.parametrize("odd", ODD)
-def test_odd_scores_are_named(odd):
+def test_odd_score_error_names_reward_function(odd):
     for result in (ODD[odd], [ODD[odd]]):
         with pytest.raises(ValueError, match=r"^reward function <lambda> "):
             Rewards(lambda result=result, **_: result)(["p"], ["c"], [[4]], {})
@@ -339,7 +339,7 @@ def test_odd_scores_are_named(odd):
 @pytest.mark.fault(54, "of an environment: at most its episode ends")
 @pytest.mark.parametrize("where", ["answer", "reward", "done", "messages", "content", "part"])
 @pytest.mark.parametrize("odd", ODD)
-def test_odd_answers_end_their_episode_at_most(odd, where):
+def test_odd_environment_answer_ends_at_most_one_episode(odd, where):
     value = ODD[odd]
     if where == "part":
         value = [{"type": "text", "text": value}, {"type": "image"}]
@@ -371,7 +371,7 @@ def read(monkeypatch):
 
 
 @pytest.mark.fault(56, "cut before they are tokenized: the episode is truncated")
-def test_megabytes_are_never_tokenized(read):
+def test_huge_text_is_cut_before_tokenization(read):
     huge = "a" * 1_000_000
     messages = [{"role": "tool", "content": huge}]
     episode = play(lambda: Listed((messages, 1.0, False), prompt=CHAT), prompt=CHAT)
@@ -384,7 +384,7 @@ def test_megabytes_are_never_tokenized(read):
     assert max(read) < 1000
 
 
-def test_a_message_without_text_is_read():
+def test_message_without_text_is_accepted():
     tokenizer = letters()
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
     for content in ([{"type": "image"}, {"type": "text", "text": None}], None, [None]):
@@ -392,7 +392,7 @@ def test_a_message_without_text_is_read():
         assert load_prompts(data, tokenizer).tokens == [ids("user")]
 
 
-def test_whatever_a_callback_adds_has_a_line(tmp_path):
+def test_odd_metric_values_are_written(tmp_path):
     lines = JsonLines(tmp_path / "metrics.jsonl", 0)
     circle: list = []
     circle.append(circle)
@@ -402,7 +402,7 @@ def test_whatever_a_callback_adds_has_a_line(tmp_path):
     assert [line["loss"] for line in written] == [0.5] * (len(ODD) + 2)
 
 
-def test_prompts_that_are_dropped_leave_no_tokens_behind(read, caplog):
+def test_dropped_long_prompts_are_not_tokenized_whole(read, caplog):
     data = Dataset.from_list([{"prompt": "a" * size} for size in (3, 50_000, 9, 4)])
     with caplog.at_level(logging.WARNING):
         prompts = load_prompts(data, TOKENIZER, 5, "drop")
@@ -411,7 +411,7 @@ def test_prompts_that_are_dropped_leave_no_tokens_behind(read, caplog):
     assert max(read) < 100
 
 
-def test_a_random_transform_is_drawn_once(make):  # noqa: F811
+def test_random_dataset_transform_is_applied_once(make):  # noqa: F811
     drawn = iter(range(1000))
     data = Dataset.from_list([{"prompt": ""}] * 3).with_transform(
         lambda batch: {
@@ -434,7 +434,7 @@ def test_a_random_transform_is_drawn_once(make):  # noqa: F811
         assert trainer.processing_class.decode(tokens[mask.bool()]) == prompt
 
 
-def test_a_prompt_that_was_refused_is_not_forwarded(make):  # noqa: F811
+def test_refused_environment_prompt_is_not_forwarded(make):  # noqa: F811
     begun = itertools.count()
 
     class Long(Listed):

@@ -14,19 +14,19 @@ from tests.fuzz.verdict import judged
 
 
 @pytest.mark.parametrize("number", range(len(KINDS)), ids=KINDS)
-def test_a_fault_costs_no_more_than_it_has_to(number, tmp_path):
+def test_fault_costs_no_more_than_necessary(number, tmp_path):
     [verdict] = judged([(number, case(0, number))], tmp_path, workers=1)
     assert verdict.fault is None, verdict
 
 
-def test_the_same_seed_gives_the_same_cases():
+def test_same_seed_gives_same_cases():
     first, again, other = ([case(seed, n).what for n in range(200)] for seed in (0, 0, 1))
     assert first == again
     assert len(set(first)) == 200
     assert sum(a != b for a, b in zip(first, other, strict=True)) > 190
 
 
-def test_the_order_of_a_hash_has_no_part_in_it():
+def test_cases_do_not_depend_on_hash_order():
     """Sets of strings come in another order in every process."""
     keys = [case(0, n).what for n in range(3, 200, 5)]
     code = "from tests.fuzz.run import case; print([case(0, n).what for n in range(3, 200, 5)])"
@@ -72,7 +72,7 @@ def forgetful(output: Path) -> Any:
         ),
     ],
 )
-def test_what_should_not_be_is_noticed(run, names, fault, tmp_path):
+def test_misbehaviour_is_reported_as_fault(run, names, fault, tmp_path):
     made = Case(kind="reward", what="", run=run, names=names)
     [verdict] = judged([(0, made)], tmp_path, workers=1)
     assert verdict.fault == fault, verdict

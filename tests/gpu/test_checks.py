@@ -22,7 +22,7 @@ def rows(name: str, logs: Path, seconds: float = 100.0) -> list[Row]:
     return list(checks.run(Job(name, broken.GROUPS[name], "cpu", until, logs, "tests.gpu.broken")))
 
 
-def test_whatever_a_check_does_the_next_is_made(tmp_path: Path) -> None:
+def test_failing_check_does_not_stop_next(tmp_path: Path) -> None:
     found = rows("every_way", tmp_path)
     assert [(row.what, row.passed) for row in found] == [
         ("fine", True),
@@ -49,19 +49,19 @@ def test_whatever_a_check_does_the_next_is_made(tmp_path: Path) -> None:
     assert "a library that talks" in log
 
 
-def test_a_group_that_cannot_begin_ends(tmp_path: Path) -> None:
+def test_group_that_cannot_start_ends(tmp_path: Path) -> None:
     (row,) = rows("dies", tmp_path)
     assert (row.what, row.passed) == ("starting", False)
     assert "SIGABRT" in row.figure
 
 
-def test_what_there_is_no_time_for_has_not_failed(tmp_path: Path) -> None:
+def test_check_without_time_left_has_not_failed(tmp_path: Path) -> None:
     found = rows("slow", tmp_path, seconds=4.0)
     assert found[-1] == Row("slow", "what comes after", "no time left for it", None, None, 0.0)
     assert all(row.passed is not False for row in found)
 
 
-def test_the_report_is_whole_json(tmp_path: Path) -> None:
+def test_report_is_complete_json(tmp_path: Path) -> None:
     found = [Row("a", "b", "1.5 s", 1.5, True, 2.0), Row("a", "c", "-", None, None, 0.0)]
     report.write(tmp_path / "r.json", ENVIRONMENT, found, 12.34, done=True)
     read = json.loads((tmp_path / "r.json").read_text())
@@ -74,7 +74,7 @@ def test_the_report_is_whole_json(tmp_path: Path) -> None:
     assert set(report.environment("cpu")) >= {"device", "driver", "commit", "versions", "date"}
 
 
-def test_without_a_gpu_it_says_so(
+def test_missing_gpu_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -85,13 +85,13 @@ def test_without_a_gpu_it_says_so(
 
 
 @pytest.mark.parametrize("name", ["float32", "sampling"])
-def test_the_checks_can_be_tried_on_a_cpu(name: str) -> None:
+def test_checks_run_on_cpu(name: str) -> None:
     what, check = next(GROUPS[name].checks("cpu"))
     assert isinstance(result := check(), Result), what
     assert result.passed
 
 
-def test_kernels_without_a_deterministic_form_are_told() -> None:
+def test_nondeterministic_kernels_are_reported() -> None:
     with correctness.deterministic() as without:
         assert torch.are_deterministic_algorithms_enabled()
         torch.zeros(3).put_(torch.tensor([0]), torch.ones(1), accumulate=False)

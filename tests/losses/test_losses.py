@@ -122,7 +122,7 @@ def test_clipped_surrogate_by_hand(ratio, advantage, loss, slope):
     ("ratio", "advantage", "loss", "slope"),
     [(1.5, 1.0, -1.5, -1.5), (2.0, 1.0, -1.6, 0.0), (0.8, -1.0, 0.9, 0.0), (0.95, -1, 0.95, 0.95)],
 )
-def test_upper_clip_distance_is_its_own(ratio, advantage, loss, slope):
+def test_upper_clip_distance_is_separate(ratio, advantage, loss, slope):
     value, grad, _ = surrogate_of_one(ratio, advantage, epsilon=0.1, epsilon_high=0.6)
     assert value == pytest.approx(loss, abs=1e-12)
     assert grad == pytest.approx(slope, abs=1e-12)
@@ -140,7 +140,7 @@ def test_upper_clip_distance_is_its_own(ratio, advantage, loss, slope):
         (1.1, 1.0, 0, 0),
     ],
 )
-def test_clip_metrics_count_tokens_that_were_cut_off(ratio, advantage, low, high):
+def test_clip_metrics_count_clipped_tokens(ratio, advantage, low, high):
     _, _, metrics = surrogate_of_one(ratio, advantage)
     assert metrics["clip_ratio/low_mean"] == low
     assert metrics["clip_ratio/high_mean"] == high
@@ -151,7 +151,7 @@ def test_clip_metrics_count_tokens_that_were_cut_off(ratio, advantage, low, high
 @pytest.mark.proves("rlhf_pg.losses.clipped_surrogate")
 @few
 @given(case=tokens(), low=st.sampled_from([0.1, 0.2]), high=st.sampled_from([None, 0.1, 0.5]))
-def test_clipped_surrogate_matches_a_loop(case, low, high):
+def test_clipped_surrogate_matches_loop(case, low, high):
     mask, logprobs, old, advantages = case
     expected = torch.zeros(mask.shape).double()
     for i, t in mask.nonzero().tolist():
@@ -164,7 +164,7 @@ def test_clipped_surrogate_matches_a_loop(case, low, high):
 @pytest.mark.proves("rlhf_pg.losses.clipped_surrogate")
 @few
 @given(case=tokens())
-def test_clipped_tokens_have_exactly_no_gradient_and_others_have_one(case):
+def test_only_clipped_tokens_have_zero_gradient(case):
     mask, logprobs, old, advantages = case
     grad = gradient(clipped_surrogate, logprobs, old, advantages, mask=mask)
     cut = clipped_surrogate(logprobs, old, advantages, mask)[1]["clip_ratio/region_mean"] == 1
@@ -180,7 +180,7 @@ def test_clipped_tokens_have_exactly_no_gradient_and_others_have_one(case):
 @pytest.mark.parametrize("name", sorted(POLICY.keys() - {"p3o"}))  # its gradient is RLOO's
 @few
 @given(case=tokens(2))
-def test_at_ratio_one_the_gradient_is_that_of_reinforce(name, case):
+def test_loss_gradient_at_ratio_one_is_reinforce(name, case):
     mask, logprobs, advantages = case
     if name in OF_ROWS:
         advantages = advantages.nan_to_num(nan=0.5)[:, :1]
@@ -192,7 +192,7 @@ def test_at_ratio_one_the_gradient_is_that_of_reinforce(name, case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("log_ratio", [100.0, -100.0, 1e4])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_a_huge_ratio_stays_finite_and_is_counted(loss, log_ratio, sign, dtype):
+def test_huge_ratio_stays_finite_and_is_counted(loss, log_ratio, sign, dtype):
     logprobs = torch.tensor([[log_ratio, log_ratio], [0.0, 0.0]], dtype=dtype)
     others = torch.zeros(2, 2, dtype=dtype), torch.tensor([[sign], [-2 * sign]], dtype=dtype)
     mask = torch.ones(2, 2).bool()
@@ -208,14 +208,14 @@ def test_a_huge_ratio_stays_finite_and_is_counted(loss, log_ratio, sign, dtype):
 
 @pytest.mark.parametrize("log_ratio", [100.0, -100.0])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_a_huge_ratio_leaves_the_other_tokens_alone(log_ratio, advantage):
+def test_huge_ratio_leaves_other_tokens_unchanged(log_ratio, advantage):
     logprobs, others = f64([[log_ratio, 0.0]]), (f64([[0.0, 0.0]]), f64([[advantage]]))
     grad = gradient(clipped_surrogate, logprobs, *others, mask=torch.ones(1, 2).bool())
     assert grad[0, 1] == -advantage
 
 
 @pytest.mark.parametrize(("log_ratio", "counted"), [(19.9, 0), (-19.9, 0), (20.1, 1), (-20.1, 1)])
-def test_ratios_up_to_e_to_the_20_are_exact(log_ratio, counted):
+def test_ratios_up_to_e_to_20_are_exact(log_ratio, counted):
     loss, grad, metrics = surrogate_of_one(math.exp(log_ratio), -1.0)
     assert metrics["ratio_overflow"] == counted
     if not counted and log_ratio > 0:
@@ -225,7 +225,7 @@ def test_ratios_up_to_e_to_the_20_are_exact(log_ratio, counted):
 @pytest.mark.parametrize("name", POLICY)
 @few
 @given(case=tokens(2), shares=arrays(float, 4, elements=quarters))
-def test_one_advantage_per_row_is_that_advantage_at_every_token(name, case, shares):
+def test_row_advantage_is_broadcast_to_tokens(name, case, shares):
     mask, logprobs, old = case
     advantages = torch.tensor(shares[: len(mask), None])
     loss = POLICY[name]
@@ -236,7 +236,7 @@ def test_one_advantage_per_row_is_that_advantage_at_every_token(name, case, shar
         equal(narrow[1][metric], wide[1][metric])
 
 
-def test_approx_kl_is_a_mean_over_the_mask():
+def test_approx_kl_is_masked_mean():
     # Two tokens of eight with log rho = .2: e^.2 - 1 - .2, close to .2^2 / 2, not a quarter of it
     logprobs = f64([[-0.8, -0.8] + [NAN] * 6])
     mask = torch.arange(8)[None] < 2
@@ -275,7 +275,7 @@ def test_value_loss_by_hand(value, old, target, clip_range, loss, slope, clipped
 @pytest.mark.proves("rlhf_pg.losses.value_loss")
 @few
 @given(case=tokens(), clip_range=st.sampled_from([None, 0.3, 1.1]))
-def test_value_loss_matches_a_loop(case, clip_range):
+def test_value_loss_matches_loop(case, clip_range):
     mask, values, old, returns = case
     expected = torch.zeros(mask.shape).double()
     for i, t in mask.nonzero().tolist():
@@ -287,7 +287,7 @@ def test_value_loss_matches_a_loop(case, clip_range):
     equal(value_loss(values, old, returns, mask, clip_range)[0], expected)
 
 
-def test_values_inside_the_range_do_not_count_as_clipped():
+def test_values_inside_clip_range_count_as_unclipped():
     values, old, returns = torch.randn(3, 100, 100, generator=torch.Generator().manual_seed(0))
     _, metrics = value_loss(values, old, returns, torch.ones(100, 100).bool(), clip_range=100.0)
     assert not metrics["value_clip_ratio"].any()
@@ -315,7 +315,7 @@ def test_gradients_match_finite_differences(name):
 @each_loss
 @few
 @given(case=tokens())
-def test_masked_values_reach_neither_loss_nor_gradient_nor_metrics(loss, case):
+def test_masked_values_are_ignored(loss, case):
     mask, *numbers = case
     filled = [x.nan_to_num(nan=0.7) for x in numbers]
     per_token, metrics = loss(*numbers, mask)
@@ -333,7 +333,7 @@ def test_masked_values_reach_neither_loss_nor_gradient_nor_metrics(loss, case):
 @each_loss
 @few
 @given(case=tokens(), pad=st.integers(1, 4))
-def test_extra_padding_changes_nothing(loss, case, pad):
+def test_extra_padding_leaves_results_unchanged(loss, case, pad):
     mask, *numbers = case
     wide_mask = torch.nn.functional.pad(mask, (0, pad), value=False)
     wide = [torch.nn.functional.pad(x, (0, pad), value=NAN) for x in numbers]
@@ -347,7 +347,7 @@ def test_extra_padding_changes_nothing(loss, case, pad):
 @each_loss
 @few
 @given(case=tokens(), order=st.permutations(range(4)))
-def test_rows_may_come_in_any_order(loss, case, order):
+def test_losses_are_permutation_equivariant(loss, case, order):
     mask, *numbers = case
     order = torch.tensor([i for i in order if i < len(mask)])
     per_token, metrics = loss(*numbers, mask)
@@ -358,7 +358,7 @@ def test_rows_may_come_in_any_order(loss, case, order):
 
 
 @each_loss
-def test_only_the_first_input_is_trained(loss):
+def test_only_first_input_gets_gradient(loss):
     inputs = [torch.full((2, 3), v, dtype=torch.float64) for v in (0.3, 0.2, 1)]
     inputs[2][1] = -0.5
     inputs = [x.requires_grad_() for x in inputs]
@@ -372,7 +372,7 @@ def test_only_the_first_input_is_trained(loss):
 
 @each_loss
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_the_floating_dtype_is_kept(loss, dtype):
+def test_losses_keep_dtype(loss, dtype):
     inputs = [torch.full((2, 3), v, dtype=dtype) for v in (0.3, 0.2, 1)]
     per_token, metrics = loss(*inputs, torch.ones(2, 3).bool())
     assert per_token.dtype == dtype
@@ -381,7 +381,7 @@ def test_the_floating_dtype_is_kept(loss, dtype):
 
 @each_loss
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_a_batch_without_tokens_has_loss_zero_and_stays_in_the_graph(loss, aggregation):
+def test_batch_without_tokens_has_zero_loss_and_gradient(loss, aggregation):
     x = torch.full((2, 3), NAN, requires_grad=True)
     mask = torch.zeros(2, 3).bool()
     total = (loss(x, x.detach(), x.detach(), mask)[0] * token_weights(mask, aggregation, 8)).sum()
@@ -418,7 +418,7 @@ def test_token_weights_by_hand(aggregation, denominator, first_row, second_row, 
 @pytest.mark.parametrize(
     ("aggregation", "expected"), [("token_mean", 0.1), ("sequence_mean", 0.5), ("constant", 0.05)]
 )
-def test_one_token_of_loss_one_beside_nine_of_loss_zero(aggregation, expected):
+def test_aggregation_of_one_short_and_one_long_row(aggregation, expected):
     mask = torch.arange(9) < torch.tensor([[1], [9]])
     per_token = torch.zeros(2, 9)
     per_token[0, 0] = 1
@@ -428,7 +428,7 @@ def test_one_token_of_loss_one_beside_nine_of_loss_zero(aggregation, expected):
 
 @pytest.mark.proves("rlhf_pg.losses.weight_count")
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_weight_count_is_tokens_or_rows_with_tokens(aggregation):
+def test_weight_count_is_tokens_or_nonempty_rows(aggregation):
     assert weight_count(HOLED, aggregation).item() == (4 if aggregation == "token_mean" else 2)
 
 
@@ -436,7 +436,7 @@ def test_weight_count_is_tokens_or_rows_with_tokens(aggregation):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @few
 @given(case=tokens(1), cuts=st.sets(st.integers(1, 3)))
-def test_any_split_into_micro_batches_adds_up_to_the_same(aggregation, case, cuts):
+def test_micro_batch_splits_add_up_to_whole_loss(aggregation, case, cuts):
     mask, per_token = case
     per_token = per_token.nan_to_num()
     weights = token_weights(mask, aggregation, 7, dtype=torch.float64)
@@ -453,7 +453,7 @@ def test_any_split_into_micro_batches_adds_up_to_the_same(aggregation, case, cut
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @few
 @given(case=tokens(0), pad=st.integers(1, 4))
-def test_weights_ignore_padding_and_sum_to_what_their_name_says(aggregation, case, pad):
+def test_weights_ignore_padding_and_sum_by_aggregation(aggregation, case, pad):
     (mask,) = case
     weights = token_weights(mask, aggregation, 7, dtype=torch.float64)
     wide = torch.nn.functional.pad(mask, (0, pad), value=False)
@@ -466,19 +466,19 @@ def test_weights_ignore_padding_and_sum_to_what_their_name_says(aggregation, cas
         assert weights.sum().item() == pytest.approx(sums.get(aggregation, 1))
 
 
-def test_weights_have_the_default_dtype_unless_told():
+def test_weights_use_default_dtype_unless_given():
     assert token_weights(HOLED, "token_mean").dtype == torch.get_default_dtype()
     exact = token_weights(HOLED, "sequence_mean", dtype=torch.float64)
     assert exact[0, 0].item() == 1 / 6
 
 
-def test_an_unknown_aggregation_is_refused():
+def test_unknown_aggregation_raises():
     for function in (token_weights, weight_count):
         with pytest.raises(ValueError, match="token_mean, sequence_mean, constant"):
             function(HOLED, "mean")
 
 
-def test_constant_needs_its_length():
+def test_constant_aggregation_without_length_raises():
     with pytest.raises(ValueError, match="max_completion_length"):
         token_weights(HOLED, "constant")
 
@@ -486,7 +486,7 @@ def test_constant_needs_its_length():
 # ----------------------------------------------------------------------- likelihood
 
 
-def test_the_likelihood_of_right_completions_by_hand():
+def test_positive_nll_by_hand():
     """Three tokens of rows 0 and 2: -(-1 - 2 - 4) / 3; of a part of a larger update, / 14."""
     logprobs = torch.tensor([[-1.0, -2.0], [-8.0, -8.0], [-4.0, NAN]], requires_grad=True)
     mask = torch.tensor([[True, True], [True, True], [True, False]])
@@ -499,6 +499,6 @@ def test_the_likelihood_of_right_completions_by_hand():
     assert positive_nll(logprobs, mask, right, torch.tensor(14)).item() == pytest.approx(0.5)
 
 
-def test_where_nothing_is_right_its_likelihood_is_no_loss():
+def test_positive_nll_without_right_completions_is_zero():
     mask = torch.tensor([[True, True]])
     assert positive_nll(torch.tensor([[-1.0, -2.0]]), mask, torch.tensor([False])).item() == 0

@@ -49,7 +49,7 @@ def in_visited_states(number_of_state):
     return (tabular.visits(OLD).detach() * number_of_state).sum()
 
 
-def test_the_table_is_a_distribution_and_its_action_values_are_right():
+def test_tabular_policy_and_action_values_are_consistent():
     assert OLD_PROBABILITIES.sum().item() == pytest.approx(1)
     value = (OLD.softmax(-1)[0] * tabular.action_values(OLD)[0]).sum()
     close(value, tabular.objective(OLD))
@@ -70,12 +70,12 @@ ON_POLICY = {
 
 @pytest.mark.parametrize("loss", ON_POLICY.values(), ids=ON_POLICY)
 @pytest.mark.proves(*(f"rlhf_pg.losses.{name}" for name in ON_POLICY if name != "gspo"))
-def test_on_policy_every_loss_follows_the_gradient_of_the_expected_score(loss):
+def test_on_policy_losses_follow_true_gradient(loss):
     close(expected_gradient(loss, sampler=POLICY), -TRUTH)
 
 
 @pytest.mark.proves("rlhf_pg.losses.vanilla")
-def test_vanilla_off_policy_imitates_the_old_policy_in_proportion_to_the_score():
+def test_off_policy_vanilla_imitates_old_policy():
     likelihood = (OLD_PROBABILITIES * SCORES * tabular.log_probs(POLICY).nansum(1)).sum()
     biased = expected_gradient(vanilla)
     close(biased, -tabular.gradient(likelihood, POLICY))
@@ -84,7 +84,7 @@ def test_vanilla_off_policy_imitates_the_old_policy_in_proportion_to_the_score()
 
 @pytest.mark.proves("rlhf_pg.losses.surrogate", "rlhf_pg.losses.cispo")
 @pytest.mark.parametrize("loss", [surrogate, lambda *x: cispo(*x, **NO_CLIP)])
-def test_a_ratio_per_token_corrects_the_token_but_not_its_state(loss):
+def test_token_ratio_does_not_correct_state_distribution(loss):
     # sum_s d_old(s) sum_a pi(a|s) Q_old(s,a): TRPO's L, not J
     local = in_visited_states((POLICY.softmax(-1) * tabular.action_values(OLD).detach()).sum(1))
     biased = expected_gradient(loss)
@@ -93,7 +93,7 @@ def test_a_ratio_per_token_corrects_the_token_but_not_its_state(loss):
 
 
 @pytest.mark.proves("rlhf_pg.losses.kl_penalty")
-def test_kl_penalty_is_the_gradient_of_kl_old_new_of_whole_completions():
+def test_kl_penalty_is_gradient_of_sequence_kl_old_new():
     nothing = torch.zeros_like(SCORES)
     penalty = expected_gradient(lambda *x: kl_penalty(*x, old_kl_coef=0.7), scores=nothing)
     log_ratio = tabular.log_probs(POLICY).nansum(1) - OLD_PROBABILITIES.log()
@@ -102,7 +102,7 @@ def test_kl_penalty_is_the_gradient_of_kl_old_new_of_whole_completions():
 
 
 @pytest.mark.proves("rlhf_pg.losses.mdpo")
-def test_mdpo_is_the_gradient_of_kl_new_old_in_the_states_of_the_old_policy():
+def test_mdpo_is_gradient_of_kl_new_old_in_old_states():
     nothing = torch.zeros_like(SCORES)
     penalty = expected_gradient(lambda *x: mdpo(*x, old_kl_coef=0.7), scores=nothing)
     log_pi, log_old = POLICY.log_softmax(-1), OLD.log_softmax(-1).detach()
@@ -115,7 +115,7 @@ def test_mdpo_is_the_gradient_of_kl_new_old_in_the_states_of_the_old_policy():
 
 @pytest.mark.proves("rlhf_pg.losses.clipped_surrogate", "rlhf_pg.losses.gmpo")
 @pytest.mark.parametrize("loss", [ON_POLICY["gspo"], gmpo])
-def test_at_ratio_one_a_geometric_mean_has_the_gradient_of_the_mean_log_probability(loss):
+def test_geometric_mean_at_ratio_one_follows_mean_logprob(loss):
     weights = token_weights(MASK, "sequence_mean", denominator=1, dtype=torch.float64)
     mean_log_prob = tabular.log_probs(POLICY).nanmean(1)
     chances = tabular.probabilities(POLICY).detach()
@@ -127,7 +127,7 @@ def test_at_ratio_one_a_geometric_mean_has_the_gradient_of_the_mean_log_probabil
 @pytest.mark.proves("rlhf_pg.losses.p3o")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("sampler", [POLICY, OLD])
-def test_p3o_is_unbiased_at_the_old_policy_and_without_a_clip_away_from_it(size, sampler):
+def test_p3o_is_unbiased_on_policy_and_unclipped_off_policy(size, sampler):
     rows = torch.tensor(list(itertools.product(range(7), repeat=size)))
     groups = torch.arange(len(rows)).repeat_interleave(size)
     index = rows.flatten()
@@ -151,13 +151,13 @@ def corrected(mode, **options):
 
 @pytest.mark.proves("rlhf_pg.losses.sampler_weights")
 @pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
-def test_whole_sequence_weights_without_a_bound_undo_the_mismatch(mode):
+def test_unbounded_sequence_weights_remove_mismatch(mode):
     close(corrected(mode, clip_max=float("inf")), -TRUTH)
 
 
 @pytest.mark.proves("rlhf_pg.losses.sampler_weights")
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
-def test_token_weights_leave_the_states_to_the_sampler(mode):
+def test_token_weights_keep_sampler_state_distribution(mode):
     biased = corrected(mode, clip_max=float("inf"))
     local = in_visited_states((POLICY.softmax(-1) * tabular.action_values(OLD).detach()).sum(1))
     close(biased, -tabular.gradient(local, POLICY))
@@ -165,5 +165,5 @@ def test_token_weights_leave_the_states_to_the_sampler(mode):
 
 
 @pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
-def test_a_bound_on_the_weights_is_a_bias(mode):
+def test_bounded_sequence_weights_are_biased(mode):
     assert off_by(corrected(mode, clip_max=1.5), -TRUTH) > 0.1

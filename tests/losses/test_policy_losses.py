@@ -167,13 +167,13 @@ def completions(draw):
 @each_formula
 @few
 @given(case=completions())
-def test_every_loss_is_its_formula(loss, formula, case):
+def test_loss_matches_formula(loss, formula, case):
     equal(loss(*case)[0], by_formula(formula, *case))
 
 
 @proves_all
 @each_formula
-def test_every_gradient_is_that_of_its_formula(loss, formula):
+def test_loss_gradient_matches_formula(loss, formula):
     noise = torch.Generator().manual_seed(0)
     logprobs, old = torch.randn(2, 6, 5, generator=noise, dtype=torch.float64) / 2
     advantages = torch.randn(6, 1, generator=noise, dtype=torch.float64)
@@ -220,7 +220,7 @@ KINKS = [
 @proves_all
 @pytest.mark.parametrize(("name", "kink", "advantage", "below", "above"), KINKS)
 @pytest.mark.parametrize("side", [-1e-3, 1e-3])
-def test_both_sides_of_every_kink(name, kink, advantage, below, above, side):
+def test_loss_and_gradient_match_formula_around_kinks(name, kink, advantage, below, above, side):
     loss, formula = FORMULAS[name]
     old, mask = f64([[math.log(0.25)]]), torch.ones(1, 1).bool()
     logprobs, rest = old + kink + side, (old, f64([[advantage]]), mask)
@@ -234,7 +234,7 @@ def test_both_sides_of_every_kink(name, kink, advantage, below, above, side):
     assert difference == pytest.approx(slope, rel=1e-6, abs=1e-9)
 
 
-def test_sapo_closes_on_both_sides_of_one():
+def test_sapo_gradient_shrinks_on_both_sides_of_ratio_one():
     # 4 s (1 - s) rho at tau = 1: s = sigmoid(.5) where rho = 1.5, sigmoid(-.5) where rho = .5
     old, mask = torch.zeros(1, 3).double(), torch.ones(1, 3).bool()
     s = 1 / (1 + math.exp(-0.5))
@@ -242,7 +242,7 @@ def test_sapo_closes_on_both_sides_of_one():
     equal(grad, f64([[-1, -4 * s * (1 - s) * 1.5, -4 * s * (1 - s) * 0.5]]))
 
 
-def test_sapo_keeps_its_temperatures_in_the_dtype_of_the_ratio():
+def test_sapo_temperatures_keep_ratio_dtype():
     # -4 / tau sigmoid(tau (rho - 1)) A; in float32 a tau of 1.05 or 1.3 is off by 5e-8
     old, mask = torch.zeros(1, 2).double(), torch.ones(1, 2).bool()
     per_token, _ = sapo(f64([[3.0, 3.0]]).log(), old, f64([[2.0, -2.0]]), mask, 1.3, 1.05)
@@ -272,7 +272,7 @@ def test_gspo_by_hand():
 @pytest.mark.parametrize(
     "loss", [lambda *x: clipped_surrogate(*x, importance_sampling_level="sequence"), sapo, gmpo]
 )
-def test_approx_kl_is_the_tokens_whatever_the_level_of_the_ratio(loss):
+def test_approx_kl_is_token_level_for_any_ratio_level(loss):
     # e^.2 - 1 - .2 = .0214 at two tokens of eight; over the padding it would be .00535
     logprobs = f64([[-0.8, -0.8] + [NAN] * 6])
     old, mask = f64([[-1.0] * 8]), torch.arange(8)[None] < 2
@@ -280,7 +280,7 @@ def test_approx_kl_is_the_tokens_whatever_the_level_of_the_ratio(loss):
     assert masked_mean(metrics["approx_kl"], mask).item() == pytest.approx(0.0214, abs=3e-5)
 
 
-def test_gmpo_clips_one_token_and_leaves_the_other():
+def test_gmpo_clips_tokens_separately():
     # A > 0: e^.5 is cut to e^.4, e^-.9 is not: exp((.4 - .9) / 2) = e^-.25
     logprobs, old = f64([[0.5, -0.9]]), f64([[0.0, 0.0]])
     case = (logprobs, old, f64([[2.0]]), torch.ones(1, 2).bool())
@@ -293,14 +293,14 @@ def test_gmpo_clips_one_token_and_leaves_the_other():
 
 @pytest.mark.parametrize(("ratio", "low", "high"), [(0.7, 1, 0), (1.1, 0, 0), (1.3, 0, 1)])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
-def test_cispo_counts_clipped_weights_whatever_the_sign(ratio, low, high, advantage):
+def test_cispo_counts_clipped_weights_for_either_sign(ratio, low, high, advantage):
     old, mask = f64([[-1.0]]), torch.ones(1, 1).bool()
     _, metrics = cispo(old + math.log(ratio), old, f64([[advantage]]), mask)
     clips = [metrics[f"clip_ratio/{name}_mean"].item() for name in ("low", "high", "region")]
     assert clips == [low, high, low + high]
 
 
-def test_the_metric_of_delta_counts_the_tokens_it_holds():
+def test_delta_metric_counts_tokens_capped_at_delta():
     old, mask = torch.zeros(1, 4).double(), torch.ones(1, 4).bool()
     case = (f64([[3.5, 2.9, 3.5, 0.5]]).log(), old, f64([[-1, -1, 1, -1]]), mask)
     per_token, metrics = clipped_surrogate(*case, delta=3.0)
@@ -310,13 +310,13 @@ def test_the_metric_of_delta_counts_the_tokens_it_holds():
 
 
 @pytest.mark.parametrize("delta", [1.0, 0.5])
-def test_a_delta_that_would_stop_the_first_update_is_refused(delta):
+def test_delta_not_above_one_raises(delta):
     x = torch.zeros(1, 1)
     with pytest.raises(ValueError, match="delta must be above 1"):
         clipped_surrogate(x, x, x, torch.ones(1, 1).bool(), delta=delta)
 
 
-def test_an_unknown_level_is_refused():
+def test_unknown_importance_sampling_level_raises():
     x = torch.zeros(1, 1)
     with pytest.raises(
         ValueError, match="importance_sampling_level must be one of token, sequence"
@@ -351,7 +351,7 @@ def grouped(draw):
 @pytest.mark.proves("rlhf_pg.losses.p3o")
 @few
 @given(case=grouped())
-def test_p3o_is_its_formula_shared_by_the_tokens_of_a_row(case):
+def test_p3o_matches_formula_shared_over_row_tokens(case):
     *inputs, groups = case
     logprobs, _, _, mask = inputs
     per_token, _ = p3o(*inputs, groups=groups)
@@ -362,7 +362,7 @@ def test_p3o_is_its_formula_shared_by_the_tokens_of_a_row(case):
 
 
 @pytest.mark.proves("rlhf_pg.losses.p3o")
-def test_p3o_has_the_gradient_of_its_formula_with_the_other_ratio_held():
+def test_p3o_gradient_matches_formula_with_fixed_other_ratio():
     noise = torch.Generator().manual_seed(0)
     logprobs, old = torch.randn(2, 6, 3, generator=noise, dtype=torch.float64) / 4
     scores = torch.randn(6, 1, generator=noise, dtype=torch.float64)
@@ -379,7 +379,7 @@ def test_p3o_has_the_gradient_of_its_formula_with_the_other_ratio_held():
 @pytest.mark.proves("rlhf_pg.losses.p3o")
 @few
 @given(case=grouped())
-def test_at_ratio_one_p3o_has_the_gradient_of_rloo(case):
+def test_p3o_gradient_at_ratio_one_is_rloo(case):
     logprobs, _, scores, mask, groups = case
     rows = mask.any(1)
     advantages = torch.zeros_like(scores[:, 0])
@@ -390,7 +390,7 @@ def test_at_ratio_one_p3o_has_the_gradient_of_rloo(case):
 
 @pytest.mark.parametrize("side", [-1e-3, 1e-3])
 @pytest.mark.parametrize(("kink", "score", "inside"), [(1.2, 1.0, -1), (0.8, -1.0, 1)])
-def test_p3o_on_both_sides_of_its_kinks(kink, score, inside, side):
+def test_p3o_gradient_around_kinks(kink, score, inside, side):
     # The other row has ratio 1.5 and score 0: the slope is -rho 1.5 r inside, and 0 outside
     old = torch.zeros(2, 1).double()
     logprobs = f64([[math.log(kink) + side], [math.log(1.5)]])
@@ -402,7 +402,7 @@ def test_p3o_on_both_sides_of_its_kinks(kink, score, inside, side):
 
 @few
 @given(case=grouped(), shift=quarters)
-def test_p3o_does_not_see_what_a_group_has_in_common(case, shift):
+def test_p3o_ignores_group_score_shift(case, shift):
     logprobs, old, scores, mask, groups = case
     shifted = scores + shift * (groups == 7)[:, None]
     equal(
@@ -411,7 +411,7 @@ def test_p3o_does_not_see_what_a_group_has_in_common(case, shift):
     )
 
 
-def test_p3o_metrics_are_the_shares_of_the_pairs_that_are_cut():
+def test_p3o_metrics_are_shares_of_clipped_pairs():
     # Row ratios 1.5, 1, .5; only the pair with a lower score cuts 1.5, with a higher score .5
     logprobs = f64([[1.5], [1.0], [0.5]]).log()
     case = (logprobs, torch.zeros(3, 1).double(), f64([[1.0], [2.0], [0.0]]))
@@ -440,7 +440,7 @@ def weights_by_loop(old, sampler, mask, mode, high, low):
 @pytest.mark.parametrize("mode", SAMPLER_CORRECTIONS)
 @few
 @given(case=completions(), high=st.sampled_from([1.4, 3.0]), low=st.sampled_from([None, 0.6]))
-def test_sampler_weights_match_a_loop(mode, case, high, low):
+def test_sampler_weights_match_loop(mode, case, high, low):
     old, sampler, _, mask = case
     weights = sampler_weights(old, sampler, mask, mode, high, low)
     equal(weights, weights_by_loop(old, sampler, mask, mode, high, low or 0))
@@ -466,7 +466,7 @@ def test_sampler_weights_by_hand(mode, expected):
 
 @pytest.mark.parametrize("mode", SAMPLER_CORRECTIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_huge_mismatch_stays_finite(mode, dtype):
+def test_huge_mismatch_stays_finite(mode, dtype):
     old = torch.tensor([[100.0, 100.0], [-100.0, 0.0]], dtype=dtype)
     weights = sampler_weights(old, torch.zeros_like(old), torch.ones(2, 2).bool(), mode)
     assert weights.isfinite().all()
@@ -475,7 +475,7 @@ def test_a_huge_mismatch_stays_finite(mode, dtype):
     assert wide[0, 0].log().item() == pytest.approx(20, rel=0.01)
 
 
-def test_an_unknown_correction_is_refused():
+def test_unknown_sampler_correction_raises():
     x = torch.zeros(1, 1)
     with pytest.raises(ValueError, match="token_truncate, token_mask, sequence_truncate"):
         sampler_weights(x, x, torch.ones(1, 1).bool(), "truncate")

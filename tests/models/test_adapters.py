@@ -77,7 +77,7 @@ def trained(model):
 # ------------------------------------------------------------------------------ shared or copied
 
 
-def test_frozen_tensors_are_shared_and_the_others_copied():
+def test_share_frozen_copies_only_trained_tensors():
     model = tiny_model("llama")
     model.model.layers[0].requires_grad_(False)
     twin = share_frozen(model)
@@ -126,9 +126,7 @@ def test_base_weights_are_in_memory_once():
         ("opt", ["fc3"], "fc3", "fc2, fc1"),
     ],
 )
-def test_a_target_that_matches_nothing_is_refused_with_those_that_are_near(
-    arch, targets, wrong, near
-):
+def test_unmatched_target_raises_with_suggestion(arch, targets, wrong, near):
     message = (
         rf"LoRA target {re.escape(repr(wrong))} matches no module of the model; near: .*{near}"
     )
@@ -148,14 +146,14 @@ def test_a_target_that_matches_nothing_is_refused_with_those_that_are_near(
         ("gpt2", ["c_attn"], 2),
     ],
 )
-def test_targets_get_their_adapters_and_nothing_else_trains(arch, targets, adapters):
+def test_only_adapters_of_targets_train(arch, targets, adapters):
     model = add_adapter(tiny_model(arch), adapter(target_modules=targets))
     assert len(trained(model)) == 2 * adapters
     assert all(".lora_" in name for name in trained(model))
 
 
 @pytest.mark.parametrize("arch", ["phimoe", "llama4_text", "gemma3n"])
-def test_every_adapter_of_the_default_targets_trains(arch):
+def test_every_default_target_adapter_gets_gradient(arch):
     """Routers that return a tuple have none; Gemma3n clamps weights in place in train mode."""
     policy = Policy(stir(add_adapter(build(arch), lora_config(2, 4.0, 0.0, None)))).train()
     policy(batch_of()).logprobs.sum().backward()
@@ -164,14 +162,14 @@ def test_every_adapter_of_the_default_targets_trains(arch):
     assert all(grad is not None and grad.any() for grad in grads.values())
 
 
-def test_the_config_is_not_changed_and_makes_another_adapter():
+def test_adapter_config_is_unchanged_and_reusable():
     config = adapter()
     first, second = (add_adapter(tiny_model("llama"), config) for _ in range(2))
     assert config.target_modules == "all-linear"
     assert trained(first).keys() == trained(second).keys()
 
 
-def test_the_keys_make_a_lora():
+def test_lora_config_takes_config_keys():
     config = lora_config(4, 6.0, 0.25, ("q_proj",))
     assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 6.0, 0.25)
     assert config.target_modules == {"q_proj"}
@@ -194,7 +192,7 @@ def test_the_keys_make_a_lora():
         ({"bias": "all"}, False),
     ],
 )
-def test_only_a_fresh_lora_adds_nothing(options, nothing):
+def test_adds_nothing_holds_only_for_fresh_lora(options, nothing):
     base = tiny_model("phi" if "bias" in options else "llama")
     expected, model = logits(base), add_adapter(base, adapter(**options))
     assert adds_nothing(model) == nothing
@@ -203,13 +201,13 @@ def test_only_a_fresh_lora_adds_nothing(options, nothing):
         assert not adds_nothing(stir(model))
 
 
-def test_a_model_without_an_adapter_and_other_adapters_are_not_fresh_loras():
+def test_base_model_and_ia3_are_no_fresh_lora():
     assert not adds_nothing(tiny_model("llama"))
     assert not adds_nothing(add_adapter(tiny_model("llama"), IA3Config(task_type="CAUSAL_LM")))
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_the_reference_of_a_fresh_adapter_is_the_base_model(arch):
+def test_reference_of_fresh_adapter_is_base_model(arch):
     base = tiny_model(arch)
     expected = Policy(tiny_model(arch))(rollout()).logprobs
     policy = Policy(add_adapter(base, adapter()))
@@ -228,7 +226,7 @@ def test_the_reference_of_a_fresh_adapter_is_the_base_model(arch):
     "options", [{}, {"init_lora_weights": "pissa"}, {"use_dora": True}, {"use_rslora": True}]
 )
 @torch.no_grad()
-def test_the_reference_of_an_adapter_that_adds_something_is_the_initial_policy(options):
+def test_reference_of_nonzero_adapter_is_initial_policy(options):
     model = add_adapter(tiny_model("llama"), adapter(**options))
     policy = Policy(model if options.get("init_lora_weights") else stir(model))
     reference, expected = Reference(policy), policy(rollout()).logprobs
@@ -244,7 +242,7 @@ def test_the_reference_of_an_adapter_that_adds_something_is_the_initial_policy(o
 # --------------------------------------------------------------------------------- loaded by path
 
 
-def test_an_adapter_directory_goes_on_being_trained(base_path, adapter_path):
+def test_loaded_adapter_continues_training(base_path, adapter_path):
     model, original = load_model(adapter_path, torch.float32), adapted(base_path)
     assert trained(model).keys() == trained(original).keys()
     weights = dict(original.named_parameters())
@@ -263,7 +261,7 @@ def test_an_adapter_directory_goes_on_being_trained(base_path, adapter_path):
     ],
 )
 @pytest.mark.parametrize("how", ["new", "path", "object"])
-def test_adapters_have_single_precision_at_least(how, base, wide, base_path, adapter_path):
+def test_adapters_have_at_least_float32(how, base, wide, base_path, adapter_path):
     if how == "new":
         model = add_adapter(load_model(base_path, base), adapter())
     else:
@@ -293,9 +291,7 @@ def on_another_base(adapter_path, tmp_path, base, **config):
         ({"hidden_size": 16}, "size mismatch"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused_with_both_names(
-    shape, message, adapter_path, tmp_path
-):
+def test_mismatched_adapter_raises_with_both_names(shape, message, adapter_path, tmp_path):
     base = str(tmp_path / "base")
     if shape is not None:
         tiny_model("llama", **shape).save_pretrained(base)
@@ -305,15 +301,13 @@ def test_an_adapter_that_does_not_fit_is_refused_with_both_names(
         load_model(path, torch.float32)
 
 
-def test_an_adapter_without_the_name_of_its_base_is_refused(adapter_path, tmp_path):
+def test_adapter_without_base_name_raises(adapter_path, tmp_path):
     path = on_another_base(adapter_path, tmp_path, None)
     with pytest.raises(ValueError, match=r"moved does not say what its base model is"):
         load_model(path, torch.float32)
 
 
-def test_the_tokenizer_saved_with_an_adapter_comes_before_that_of_the_base(
-    base_path, adapter_path, tmp_path
-):
+def test_adapter_tokenizer_overrides_base_tokenizer(base_path, adapter_path, tmp_path):
     base, path = tmp_path / "base", on_another_base(adapter_path, tmp_path, str(tmp_path / "base"))
     tiny_model("llama").save_pretrained(base)
     make_tokenizer(eos_token="<2>", pad_token="<0>").save_pretrained(base)
@@ -322,7 +316,7 @@ def test_the_tokenizer_saved_with_an_adapter_comes_before_that_of_the_base(
     assert load_tokenizer(None, load_model(path, torch.float32)).eos_token == "<7>"
 
 
-def test_a_model_saved_without_a_tokenizer_is_refused(tmp_path):
+def test_model_saved_without_tokenizer_raises(tmp_path):
     """For Qwen `AutoTokenizer` makes up an empty one."""
     tiny_model("qwen3").save_pretrained(tmp_path)
     with pytest.raises(
@@ -331,7 +325,7 @@ def test_a_model_saved_without_a_tokenizer_is_refused(tmp_path):
         load_tokenizer(None, load_model(tmp_path, torch.float32))
 
 
-def test_an_adapter_by_another_name_is_refused():
+def test_adapter_not_named_default_raises():
     model = get_peft_model(tiny_model("llama"), adapter(), adapter_name="poet")
     with pytest.raises(ValueError, match=r"the model has the adapters poet: .*default"):
         load_model(model, torch.float32)
@@ -341,7 +335,7 @@ def test_an_adapter_by_another_name_is_refused():
         load_model(model, torch.float32)
 
 
-def test_a_trained_prompt_is_refused():
+def test_prompt_tuning_raises():
     """The critic reads a trunk, which has no room for it."""
     config = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match=r"PromptTuningConfig.*use LoraConfig"):
@@ -352,7 +346,7 @@ def test_a_trained_prompt_is_refused():
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"modules_to_save": ["norm"]}])
-def test_merged_is_the_same_function_with_copies_of_what_the_adapter_changes_alone(options):
+def test_merged_model_matches_and_copies_only_changed_weights(options):
     model = stir(add_adapter(tiny_model("llama"), adapter(lora_alpha=1, **options)))
     weights = {name: (p, p.clone()) for name, p in model.named_parameters()}
     expected, plain = logits(model), merged(model)
@@ -370,7 +364,7 @@ def test_merged_is_the_same_function_with_copies_of_what_the_adapter_changes_alo
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
-def test_merging_one_end_of_tied_weights_leaves_the_other(target, tmp_path):
+def test_merging_one_tied_weight_keeps_other(target, tmp_path):
     base = stir(tiny_model("llama", tie_word_embeddings=True))
     model = stir(add_adapter(base, adapter(lora_alpha=1, target_modules=["q_proj", target])))
     plain = merged(model)
@@ -381,12 +375,12 @@ def test_merging_one_end_of_tied_weights_leaves_the_other(target, tmp_path):
     torch.testing.assert_close(logits(restored), logits(model), rtol=0, atol=1e-4)
 
 
-def test_without_an_adapter_merged_is_the_model_itself():
+def test_merging_without_adapter_returns_same_model():
     model = tiny_model("llama")
     assert merged(model) is model
 
 
-def test_restored_weights_are_equal_and_in_place(base_path, tmp_path):
+def test_adapter_weights_are_restored_in_place(base_path, tmp_path):
     original, model = adapted(base_path, seed=1), adapted(base_path, seed=2)
     original.save_pretrained(tmp_path)
     modules, where = [name for name, _ in model.named_modules()], storages(model)
@@ -399,7 +393,7 @@ def test_restored_weights_are_equal_and_in_place(base_path, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_restored_weights_lose_no_bit(dtype, tmp_path):
+def test_restored_adapter_weights_are_bit_identical(dtype, tmp_path):
     """The dtypes of base and adapter differ, and so they stay."""
     models = [add_adapter(tiny_model("llama", dtype=dtype), adapter()) for _ in range(2)]
     stir(models[0]).save_pretrained(tmp_path)
@@ -425,7 +419,7 @@ def test_full_weights_are_restored_in_place(tmp_path):
 @pytest.mark.parametrize(
     "changed", [{"lora_alpha": 99}, {"use_rslora": True}, {"lora_dropout": 0.5}]
 )
-def test_an_adapter_of_another_scale_is_not_restored(changed, tmp_path):
+def test_restoring_adapter_with_changed_config_raises(changed, tmp_path):
     """The tensors would fit."""
     stir(add_adapter(tiny_model("llama"), adapter())).save_pretrained(tmp_path)
     model = add_adapter(tiny_model("llama"), adapter(**changed))
@@ -434,13 +428,13 @@ def test_an_adapter_of_another_scale_is_not_restored(changed, tmp_path):
     assert adds_nothing(model)
 
 
-def test_dropout_of_adapters_is_a_module_that_disable_dropout_finds():
+def test_adapter_dropout_is_dropout_module():
     model = add_adapter(tiny_model("llama"), adapter(lora_dropout=0.5))
     rates = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
     assert rates == [0.5] * 14
 
 
-def test_the_saved_adapter_is_what_peft_and_transformers_load(base_path, adapter_path):
+def test_saved_adapter_loads_in_peft_and_transformers(base_path, adapter_path):
     expected = logits(adapted(base_path))
     base = AutoModelForCausalLM.from_pretrained(base_path)
     assert logits(AutoModelForCausalLM.from_pretrained(adapter_path)).equal(expected)
@@ -455,7 +449,7 @@ def test_the_saved_adapter_is_what_peft_and_transformers_load(base_path, adapter
     # Next to 1, bfloat16 has 1 + 2^-7 and no number between.
     [(2**-10, 1.0), (2**-7, 0.0), (2**-7 + 2**-9, 0.2), (0.0, 0.0)],
 )
-def test_what_a_merge_in_bfloat16_loses(delta, lost):
+def test_bf16_merge_loss_by_hand(delta, lost):
     model = tiny_model("llama", dtype=torch.bfloat16)
     model = get_peft_model(model, adapter(r=1, lora_alpha=1, target_modules=["q_proj"]))
     for name, parameter in model.named_parameters():
@@ -466,6 +460,6 @@ def test_what_a_merge_in_bfloat16_loses(delta, lost):
     assert lost_in_merge(model) == pytest.approx(lost, abs=1e-6)
 
 
-def test_in_float32_next_to_nothing_is_lost():
+def test_float32_merge_is_almost_lossless():
     assert lost_in_merge(stir(get_peft_model(tiny_model("llama"), adapter()))) < 1e-6
     assert lost_in_merge(tiny_model("llama", dtype=torch.bfloat16)) == 0

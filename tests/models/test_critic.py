@@ -86,7 +86,7 @@ def trained_names(module):
 @pytest.mark.parametrize(("arch", "shape"), ARCHS)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_values_are_those_of_an_unpadded_forward(kind, arch, shape, left, right, tokenizer):
+def test_values_match_unpadded_forward(kind, arch, shape, left, right, tokenizer):
     dtype, tolerance = (torch.float64, 1e-9) if arch == "gpt2" else (torch.float32, 1e-4)
     module = actor_critic(kind, arch, tokenizer, dtype, **shape)
     assert_values(module, with_garbage(rollout(left=left, right=right)), tolerance)
@@ -94,7 +94,7 @@ def test_values_are_those_of_an_unpadded_forward(kind, arch, shape, left, right,
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_holes_are_read_and_not_valued(kind, tokenizer):
+def test_mask_holes_are_attended_but_not_valued(kind, tokenizer):
     """Tool output: the state after the last action is the end, whatever else follows it."""
     module = actor_critic(kind, "gpt2", tokenizer, torch.float64)
     mask = rollout().completion_mask.clone()
@@ -110,7 +110,7 @@ def test_holes_are_read_and_not_valued(kind, tokenizer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_policy_says_is_what_it_says_alone(kind, tokenizer):
+def test_policy_output_is_unchanged_beside_critic(kind, tokenizer):
     module = actor_critic(kind, "llama", tokenizer)
     alone, out = module.policy(rollout(left=2)), module(rollout(left=2))
     assert out.logprobs.equal(alone.logprobs)
@@ -120,7 +120,7 @@ def test_what_the_policy_says_is_what_it_says_alone(kind, tokenizer):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_the_first_values_are_exactly_0_in_single_precision_at_least(kind, dtype, tokenizer):
+def test_initial_values_are_zero_in_at_least_float32(kind, dtype, tokenizer):
     model = tiny_model("llama", dtype=dtype)
     model = add_adapter(model, adapter()) if kind == "lora" else model
     critic = new_critic(model, tokenizer, dtype, shared=kind == "shared")
@@ -145,7 +145,7 @@ def test_undefined_values_stay_in_masked_slots():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_blank_row_keeps_all_that_trains_in_the_graph_with_gradient_zero(kind, tokenizer):
+def test_blank_row_gives_zero_gradient_to_trained_weights(kind, tokenizer):
     module = actor_critic(kind, "llama", tokenizer)
     out = module(rollout().blank_row())
     (out.logprobs.sum() + out.values.sum()).backward()
@@ -158,7 +158,7 @@ def test_a_blank_row_keeps_all_that_trains_in_the_graph_with_gradient_zero(kind,
 
 @pytest.mark.parametrize("kind", ["separate", "lora"])
 @torch.no_grad()
-def test_a_separate_critic_starts_with_the_hidden_states_of_the_policy(kind, tokenizer):
+def test_separate_critic_starts_with_policy_hidden_states(kind, tokenizer):
     model = tiny_model("llama")
     model = stir(add_adapter(model, adapter())) if kind == "lora" else model
     critic = new_critic(model, tokenizer, torch.float32)
@@ -173,7 +173,7 @@ def test_a_separate_critic_starts_with_the_hidden_states_of_the_policy(kind, tok
 
 @pytest.mark.parametrize("kind", ["separate", "shared"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_policy_keeps_its_embeddings_and_its_head(tied, kind, tokenizer):
+def test_critic_leaves_policy_weights_unchanged(tied, kind, tokenizer):
     model = tiny_model("llama", tie_word_embeddings=tied)
     where = {name: p.data_ptr() for name, p in model.named_parameters()}
     weights = {name: p.clone() for name, p in model.state_dict().items()}
@@ -185,7 +185,7 @@ def test_the_policy_keeps_its_embeddings_and_its_head(tied, kind, tokenizer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_policy_and_critic_share_what_is_frozen_and_nothing_else(kind, tokenizer):
+def test_policy_and_critic_share_only_frozen_weights(kind, tokenizer):
     module = actor_critic(kind, "llama", tokenizer)
     frozen, trained = places(module.policy)
     critics_frozen, critics_trained = places(module.critic)
@@ -195,7 +195,7 @@ def test_policy_and_critic_share_what_is_frozen_and_nothing_else(kind, tokenizer
 
 
 @pytest.mark.parametrize("where", ["copy", "object"])
-def test_a_lora_critic_trains_its_own_adapter_and_no_head_of_words(where, tokenizer):
+def test_lora_critic_trains_own_adapter_but_no_lm_head(where, tokenizer):
     """The policy's adapter may be on that head too, which takes no part in a value."""
     config = adapter(target_modules=["q_proj", "lm_head"])
     model = add_adapter(tiny_model("llama"), config)
@@ -235,7 +235,7 @@ def reward_model():
 
 @pytest.mark.parametrize("wide", [False, True])
 @torch.no_grad()
-def test_any_module_gives_the_values_itself(wide):
+def test_custom_module_gives_values_directly(wide):
     module = Table(wide)
     critic = new_critic(tiny_model("gpt2"), None, torch.float32, value_model=module)
     assert critic.model is module
@@ -249,7 +249,7 @@ def test_any_module_gives_the_values_itself(wide):
 
 
 @torch.no_grad()
-def test_the_values_of_a_module_have_single_precision_at_least():
+def test_module_values_have_at_least_float32():
     class Half(nn.Module):
         def forward(self, input_ids, **_):
             return input_ids.to(torch.bfloat16)
@@ -259,7 +259,7 @@ def test_the_values_of_a_module_have_single_precision_at_least():
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 5), (4, 12, 2)])
-def test_a_module_that_does_not_give_one_value_per_token_is_refused(shape):
+def test_module_without_one_value_per_token_raises(shape):
     class Odd(nn.Module):
         def forward(self, **_):
             return torch.zeros(shape)
@@ -271,7 +271,7 @@ def test_a_module_that_does_not_give_one_value_per_token_is_refused(shape):
 
 @pytest.mark.parametrize("given", ["path", "causal", "scores"])
 @torch.no_grad()
-def test_the_trunk_of_a_value_model_is_taken_with_a_head_at_0(given, tokenizer, tmp_path):
+def test_value_model_trunk_gets_zero_head(given, tokenizer, tmp_path):
     other = reward_model() if given == "scores" else tiny_model("llama", seed=1)
     hidden = other.base_model(torch.tensor([[5, 9, 2]])).last_hidden_state
     other.save_pretrained(tmp_path)
@@ -284,7 +284,7 @@ def test_the_trunk_of_a_value_model_is_taken_with_a_head_at_0(given, tokenizer, 
 
 
 @torch.no_grad()
-def test_a_value_model_of_another_architecture_width_and_dtype(tokenizer):
+def test_value_model_may_differ_in_shape_and_dtype(tokenizer):
     other = tiny_model("gpt2", hidden_size=16)
     critic = new_critic(tiny_model("llama"), tokenizer, torch.bfloat16, value_model=other)
     assert critic(rollout())[0].shape == (4, 5)
@@ -293,7 +293,7 @@ def test_a_value_model_of_another_architecture_width_and_dtype(tokenizer):
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-def test_under_lora_every_layer_of_a_value_model_gets_an_adapter(loaded, tokenizer, tmp_path):
+def test_lora_value_model_has_adapter_in_every_layer(loaded, tokenizer, tmp_path):
     """One more than the policy has, although a loaded adapter names the policy's layers."""
     tiny_model("llama").save_pretrained(tmp_path / "base")
     model = add_adapter(load_model(tmp_path / "base", torch.float32), adapter())
@@ -310,7 +310,7 @@ def test_under_lora_every_layer_of_a_value_model_gets_an_adapter(loaded, tokeniz
 
 @pytest.mark.parametrize("kind", ["separate", "lora"])
 @torch.no_grad()
-def test_the_critic_of_an_earlier_run_brings_its_head_along(kind, tokenizer, tmp_path):
+def test_saved_critic_loads_with_its_head(kind, tokenizer, tmp_path):
     tiny_model("qwen3").save_pretrained(tmp_path / "base")
     model = load_model(tmp_path / "base", torch.float32)
     model = add_adapter(model, adapter()) if kind == "lora" else model
@@ -342,7 +342,7 @@ def saved_kind(kind, tokenizer):
 
 @pytest.mark.parametrize("kind", [*KINDS, "module", "value model with lora"])
 @torch.no_grad()
-def test_what_was_saved_is_restored_in_place(kind, tokenizer, tmp_path):
+def test_saved_weights_are_restored_in_place(kind, tokenizer, tmp_path):
     earlier, module = saved_kind(kind, tokenizer), saved_kind(kind, tokenizer)
     stir(earlier.critic).save(tmp_path / "critic")
     assert not module(rollout()).values.equal(earlier(rollout()).values)
@@ -357,7 +357,7 @@ def test_what_was_saved_is_restored_in_place(kind, tokenizer, tmp_path):
 # ------------------------------------------------------------------------------------- refusals
 
 
-def test_a_value_model_with_fewer_embedding_rows_is_refused(tokenizer):
+def test_value_model_with_fewer_embedding_rows_raises(tokenizer):
     small = tiny_model("llama", vocab_size=39)
     with pytest.raises(
         ValueError, match=r"value_model: .* 40 ids but the model only 39 embedding rows"
@@ -365,7 +365,7 @@ def test_a_value_model_with_fewer_embedding_rows_is_refused(tokenizer):
         new_critic(tiny_model("llama"), tokenizer, torch.float32, value_model=small)
 
 
-def test_as_many_tokens_that_are_others_are_refused(tokenizer, tmp_path):
+def test_value_model_with_different_vocabulary_raises(tokenizer, tmp_path):
     tiny_model("llama").save_pretrained(tmp_path)
     make_tokenizer(eos_token="<2>", pad_token="<0>").save_pretrained(tmp_path)
     model, path = tiny_model("llama"), str(tmp_path)
@@ -377,14 +377,14 @@ def test_as_many_tokens_that_are_others_are_refused(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "gpt2", "gemma"])
-def test_a_value_model_that_was_saved_without_a_tokenizer_is_taken(arch, tokenizer, tmp_path):
+def test_value_model_without_tokenizer_is_accepted(arch, tokenizer, tmp_path):
     """For some architectures `AutoTokenizer` makes up an empty one."""
     tiny_model(arch).save_pretrained(tmp_path)
     critic = new_critic(tiny_model("llama"), tokenizer, torch.float32, value_model=tmp_path)
     assert critic(rollout())[0].shape == (4, 5)
 
 
-def test_a_value_model_that_shares_trained_weights_is_refused(tokenizer):
+def test_value_model_sharing_trained_weights_raises(tokenizer):
     def refused(model, value_model):
         with pytest.raises(ValueError, match="value_model is the policy, or shares weights"):
             new_critic(model, tokenizer, torch.float32, value_model=value_model)
@@ -396,7 +396,7 @@ def test_a_value_model_that_shares_trained_weights_is_refused(tokenizer):
     refused(add_adapter(base, adapter()), base)
 
 
-def test_a_directory_that_is_not_there_is_refused(tokenizer, tmp_path):
+def test_missing_value_model_directory_raises(tokenizer, tmp_path):
     path = str(tmp_path / "nowhere")
     said = r"^value_model .value_model_name_or_path.: there is no model directory .*nowhere"
     with pytest.raises(ValueError, match=said):

@@ -13,7 +13,7 @@ from tests.tiny import MIXTURES, adapter, tiny_model
 WITH_LOSS = [arch for arch in MIXTURES if arch not in ("deepseek_v3", "glm4_moe")]
 
 
-def test_by_hand():
+def test_balance_loss_by_hand():
     """Two tokens, of 3 rows and of 1, with probabilities 1/4, 3/4 and 2/3, 1/3 of two experts."""
     logits = torch.tensor([[1.0, 3.0], [2.0, 1.0]], dtype=torch.float64).log()
     routed = Balance(1).routed([logits], torch.tensor([3, 1]))
@@ -26,7 +26,7 @@ def test_by_hand():
     assert loss.item() == pytest.approx(2 * (17 / 192 + 93 / 192), rel=1e-12)
 
 
-def test_layers_are_balanced_one_by_one():
+def test_layers_are_balanced_separately():
     """Two layers with a favourite each are not made up for by one another."""
     sure = 50 * torch.eye(2, dtype=torch.float64)
     rows = torch.ones(3, dtype=torch.int64)
@@ -35,7 +35,7 @@ def test_layers_are_balanced_one_by_one():
     assert load_balancing_loss_func(tuple(layers), 2, 1).item() == pytest.approx(1)
 
 
-def test_with_one_layer_it_is_the_loss_of_transformers():
+def test_single_layer_loss_matches_transformers():
     logits = torch.randn(7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     mask = torch.tensor([1, 1, 0, 1, 1, 0, 1])
     theirs = load_balancing_loss_func((logits,), 5, 2, mask[None])
@@ -45,7 +45,7 @@ def test_with_one_layer_it_is_the_loss_of_transformers():
 
 @pytest.mark.parametrize("arch", WITH_LOSS)
 @pytest.mark.parametrize("packs", [True, False])
-def test_of_a_policy_it_is_over_all_tokens_of_all_rows(arch, packs):
+def test_policy_balance_loss_covers_all_real_tokens(arch, packs):
     """As by a pass of its own for each row, prompt included, without padding."""
     model = tiny_model(arch)
     policy, batch = Policy(model, balanced=True), batch_of()
@@ -68,11 +68,11 @@ def test_of_a_policy_it_is_over_all_tokens_of_all_rows(arch, packs):
 
 
 @pytest.mark.parametrize("arch", ["llama", "deepseek_v3", "glm4_moe"])
-def test_what_has_no_such_loss_is_refused(arch):
+def test_model_without_router_loss_raises(arch):
     model = tiny_model(arch)
     with pytest.raises(ValueError, match="router_aux_loss_coef is for a mixture of experts"):
         Policy(model, balanced=True)
 
 
-def test_below_an_adapter_the_experts_are_seen():
+def test_experts_are_found_below_adapter():
     assert balance_of(get_peft_model(tiny_model("olmoe"), adapter())).top_k == 2

@@ -82,7 +82,7 @@ def assert_same(found, expected, inputs, tolerances, entropy=True):
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_equals_softmax_written_out(monkeypatch, parts, entropy, kept, temperature) -> None:
+def test_scores_match_explicit_softmax(monkeypatch, parts, entropy, kept, temperature) -> None:
     monkeypatch.setattr(softmax, "BLOCK", 2 * V + 1)  # two rows at a time
     model = tiny_model("llama", dtype=torch.float64)
     hidden, tokens = rows()
@@ -95,7 +95,7 @@ def test_equals_softmax_written_out(monkeypatch, parts, entropy, kept, temperatu
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_tied_weights_get_the_gradient_of_both_ends(parts) -> None:
+def test_tied_weights_get_gradient_from_both_ends(parts) -> None:
     model = tiny_model("gpt2", dtype=torch.float64)
     ids = torch.arange(N)[None]
     _, tokens = rows()
@@ -106,7 +106,7 @@ def test_tied_weights_get_the_gradient_of_both_ends(parts) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_a_head_with_an_adapter(parts) -> None:
+def test_head_with_adapter_matches_explicit_softmax(parts) -> None:
     model = tiny_model("llama", dtype=torch.float64)
     adapted = stir(add_adapter(model, adapter(target_modules=["lm_head"], lora_alpha=6)))
     weights = dict(adapted.named_parameters())
@@ -121,7 +121,7 @@ def test_a_head_with_an_adapter(parts) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_a_head_that_is_trained_whole_beside_an_adapter(parts) -> None:
+def test_fully_trained_head_beside_adapter_is_used(parts) -> None:
     model = tiny_model("llama", dtype=torch.float64)
     options = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
     adapted = stir(add_adapter(model, adapter(**options)))
@@ -138,7 +138,7 @@ def test_a_head_that_is_trained_whole_beside_an_adapter(parts) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_a_head_with_a_bias(parts) -> None:
+def test_head_with_bias_matches_explicit_softmax(parts) -> None:
     model = tiny_model("phi", dtype=torch.float64)
     weights = [model.lm_head.weight, model.lm_head.bias]
     hidden, tokens = rows()
@@ -168,7 +168,7 @@ def by_a_wrapper(layer):
 
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("double", [as_another_layer, by_a_hook, by_a_wrapper])
-def test_a_layer_with_more_to_it_is_asked_for_its_logits(double, parts) -> None:
+def test_modified_head_is_called_for_its_logits(double, parts) -> None:
     model = tiny_model("llama", dtype=torch.float64)
     double(model.lm_head)
     hidden, tokens = rows()
@@ -179,7 +179,7 @@ def test_a_layer_with_more_to_it_is_asked_for_its_logits(double, parts) -> None:
     )
 
 
-def test_the_layer_is_what_it_was() -> None:
+def test_head_is_unchanged_after_call_or_error() -> None:
     model = tiny_model("llama")
     hidden, tokens = rows(dtype=torch.float32)
     expected = model.lm_head(hidden)
@@ -190,7 +190,7 @@ def test_the_layer_is_what_it_was() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_dropout_on_the_head_is_the_same_forward_and_backward(parts) -> None:
+def test_head_dropout_is_same_in_forward_and_backward(parts) -> None:
     model = tiny_model("llama", dtype=torch.float64)
     options = {"target_modules": ["lm_head"], "lora_dropout": 0.5}
     adapted = stir(add_adapter(model, adapter(**options))).train()
@@ -209,7 +209,7 @@ def test_dropout_on_the_head_is_the_same_forward_and_backward(parts) -> None:
     torch.testing.assert_close(torch.cat(gradients[::-1]), expected, **EXACT)
 
 
-def test_without_gradients_it_is_the_same() -> None:
+def test_scores_without_grad_are_identical() -> None:
     model = tiny_model("llama", dtype=torch.float64)
     hidden, tokens = rows()
     expected = ChunkedLMHead(model, 0.8, False, 3)(hidden, tokens)
@@ -229,7 +229,7 @@ def test_without_gradients_it_is_the_same() -> None:
 )
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("entropy", [True, False])
-def test_the_gradient_is_that_of_finite_differences(transform, kept, entropy) -> None:
+def test_gradient_matches_finite_differences(transform, kept, entropy) -> None:
     logits = torch.randn(N, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     _, tokens = rows()
     support_ids = supports(tokens)[1] if kept else None
@@ -246,7 +246,7 @@ def test_the_gradient_is_that_of_finite_differences(transform, kept, entropy) ->
     assert torch.autograd.gradcheck(scores, [logits.requires_grad_()])
 
 
-def test_impossible_logits_leave_numbers_and_gradients_finite() -> None:
+def test_impossible_logits_keep_results_finite() -> None:
     logits = torch.randn(N, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     _, tokens = rows()
     logits[:, ::3] = -math.inf
@@ -262,12 +262,12 @@ def test_impossible_logits_leave_numbers_and_gradients_finite() -> None:
     assert not logits.grad[logits == -math.inf].any()
 
 
-def test_a_token_that_is_nearly_impossible_has_its_log_probability() -> None:
+def test_nearly_impossible_token_keeps_its_logprob() -> None:
     logits = torch.tensor([[0.0, -3e5]], dtype=torch.float64)
     assert token_scores(logits, torch.tensor([1]))[0].item() == pytest.approx(-3e5, abs=1e-9)
 
 
-def test_a_second_backward_pass_is_an_error_and_not_another_gradient() -> None:
+def test_second_backward_raises() -> None:
     logits, tokens = torch.randn(2, 5, requires_grad=True), torch.tensor([1, 2])
     logprobs, _ = token_scores(logits * 1, tokens)
     logprobs.sum().backward(retain_graph=True)
@@ -275,7 +275,7 @@ def test_a_second_backward_pass_is_an_error_and_not_another_gradient() -> None:
         logprobs.sum().backward()
 
 
-def test_no_rows_are_no_numbers_and_a_gradient_of_0() -> None:
+def test_empty_input_gives_empty_scores_and_zero_gradient() -> None:
     model = tiny_model("llama")
     hidden, tokens = rows(0, dtype=torch.float32)
     logprobs, entropies = ChunkedLMHead(model, 1.0, True, 3)(hidden, tokens)
@@ -289,7 +289,7 @@ def test_no_rows_are_no_numbers_and_a_gradient_of_0() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_half_precision_is_scored_in_single(parts) -> None:
+def test_half_precision_logits_are_scored_in_float32(parts) -> None:
     model = tiny_model("llama", dtype=torch.bfloat16)
     hidden, tokens = rows(dtype=torch.bfloat16)
     made = []
@@ -326,7 +326,7 @@ def error_of_the_gradient(parts, arch):
 
 
 @pytest.mark.parametrize("arch", ["llama", "phi"])
-def test_many_pieces_round_a_gradient_no_more_than_one(arch) -> None:
+def test_gradient_rounding_does_not_grow_with_chunks(arch) -> None:
     """Rounded after each of 256 pieces that of the weight is wrong by 2 percent."""
     one, many = (error_of_the_gradient(parts, arch) for parts in (1, 256))
     for whole, split in zip(one, many, strict=True):
@@ -334,7 +334,7 @@ def test_many_pieces_round_a_gradient_no_more_than_one(arch) -> None:
 
 
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
-def test_single_precision_keeps_its_digits_over_a_large_vocabulary(offset) -> None:
+def test_float32_keeps_precision_over_large_vocabulary(offset) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(4, 50_000, generator=generator) + offset).requires_grad_()
     tokens = torch.tensor([1, 7, 4, 49_999])
@@ -375,7 +375,7 @@ def peak(model, count, parts, entropy=True):
 
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize("at_once", [True, False])
-def test_memory_is_that_of_one_piece(monkeypatch, at_once, entropy) -> None:
+def test_peak_memory_is_one_chunk(monkeypatch, at_once, entropy) -> None:
     monkeypatch.setattr(softmax, "BLOCK", 2000)
     model, piece = tiny_model("llama", vocab_size=2000), 4 * 64 * 2000
     if not at_once:
@@ -385,7 +385,7 @@ def test_memory_is_that_of_one_piece(monkeypatch, at_once, entropy) -> None:
     assert peak(model, 1024, 16, entropy) < 1.2 * peak(model, 512, 8, entropy)
 
 
-def test_a_frozen_head_sums_no_gradient(monkeypatch) -> None:
+def test_frozen_head_accumulates_no_gradient(monkeypatch) -> None:
     monkeypatch.setattr(softmax, "BLOCK", 2000)
     model, weight = tiny_model("llama", vocab_size=2000), 4 * 32 * 2000
     trained = peak(model, 512, 64)
@@ -393,14 +393,14 @@ def test_a_frozen_head_sums_no_gradient(monkeypatch) -> None:
     assert peak(model, 512, 64) < trained - weight
 
 
-def test_kept_logits_become_their_own_gradient(monkeypatch) -> None:
+def test_kept_logits_are_reused_for_their_gradient(monkeypatch) -> None:
     monkeypatch.setattr(softmax, "BLOCK", 2000)
     model, logits, weight = tiny_model("llama", vocab_size=2000), 4 * 512 * 2000, 4 * 32 * 2000
     assert logits < peak(model, 512, 1) < 1.1 * logits + 2 * weight
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 11])
-def test_a_plain_head_is_called_once(count) -> None:
+def test_plain_head_is_called_once(count) -> None:
     model, calls = tiny_model("llama"), []
     model.lm_head.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     hidden, tokens = rows(count, dtype=torch.float32)
@@ -409,7 +409,7 @@ def test_a_plain_head_is_called_once(count) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 11])
-def test_the_head_is_called_as_often_whatever_the_rows(count) -> None:
+def test_head_call_count_does_not_depend_on_rows(count) -> None:
     model, calls = tiny_model("llama"), []
     model.lm_head.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     hidden, tokens = rows(count, dtype=torch.float32)
@@ -419,7 +419,7 @@ def test_the_head_is_called_as_often_whatever_the_rows(count) -> None:
     assert calls == [True] * 4 + [False] * 4  # computed again
 
 
-def test_a_full_micro_batch_is_split_by_the_size_of_its_logits() -> None:
+def test_micro_batch_is_chunked_by_logit_count() -> None:
     assert chunk_size_for(None) == module.CHUNK_SIZE
     assert num_chunks(8192, 256) == 1
     assert num_chunks(0, 32_768) == 1
@@ -434,7 +434,7 @@ def test_a_full_micro_batch_is_split_by_the_size_of_its_logits() -> None:
         )
 
 
-def test_a_piece_is_a_tenth_of_the_memory_of_a_gpu() -> None:
+def test_chunk_takes_tenth_of_gpu_memory() -> None:
     memory = 80 * 2**30
     piece = chunk_size_for(memory)
     assert piece == 2**29

@@ -47,7 +47,7 @@ def saved(tmp_path):
 
 
 @pytest.mark.parametrize(("dtype", "mapped"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_weights_in_the_dtype_of_their_file_are_mapped_from_it(saved, dtype, mapped):
+def test_weights_in_file_dtype_are_memory_mapped(saved, dtype, mapped):
     """Processes of one machine share them, until they are shared out."""
     model = load_model(saved, dtype)
     ranges = []
@@ -74,13 +74,13 @@ LOST = "model.layers.1.mlp.down_proj.weight"
 @pytest.mark.parametrize(
     "kind", [AutoModelForCausalLM, AutoModel, AutoModelForSequenceClassification]
 )
-def test_a_tensor_that_a_checkpoint_lacks_is_not_made_up(kind, saved):
+def test_checkpoint_lacking_tensor_raises(kind, saved):
     without(saved, LOST)
     with pytest.raises(ValueError, match=r"lacks \d tensors of a Llama\w+, .*layers.1.mlp.down_"):
         load_model(saved, torch.float32, kind)
 
 
-def test_weights_that_are_put_back_are_all_there(saved):
+def test_load_weights_lacking_tensor_raises(saved):
     model = load_model(saved, torch.float32)
     without(saved, LOST)
     with pytest.raises(ValueError, match="lacks 1 tensors of a LlamaForCausalLM"):
@@ -143,7 +143,7 @@ NO_MODELS = {
 
 
 @pytest.mark.parametrize("name", NO_MODELS)
-def test_a_directory_without_a_whole_model_is_one_error(saved, name):
+def test_incomplete_model_directory_is_one_error(saved, name):
     damage, said = NO_MODELS[name]
     damage(Path(saved))
     with pytest.raises(ValueError, match=said) as caught:
@@ -154,7 +154,7 @@ def test_a_directory_without_a_whole_model_is_one_error(saved, name):
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
-def test_a_pipe_or_a_device_in_a_model_is_not_read(saved, file, make):
+def test_pipe_or_device_in_model_raises(saved, file, make):
     os.unlink(f"{saved}/{file}")
     os.symlink("nowhere", f"{saved}/leads-nowhere")  # which nobody reads
     make(f"{saved}/{file}")
@@ -164,14 +164,14 @@ def test_a_pipe_or_a_device_in_a_model_is_not_read(saved, file, make):
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5"])
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_tokenizer_that_cannot_be_read_is_one_error(saved, file, content):
+def test_unreadable_tokenizer_is_one_error(saved, file, content):
     (Path(saved) / file).write_bytes(content)
     with pytest.raises(ValueError, match=r"^processing_class: the tokenizer '.*cannot be loaded"):
         load_tokenizer(None, load_model(saved, torch.float32))
 
 
 @pytest.mark.parametrize("name", ["", " ", "nobody/nothing", "\x1b[2J"])
-def test_a_name_that_the_hub_does_not_know_is_one_error(name, monkeypatch):
+def test_unknown_hub_name_is_one_error(name, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"^the model '.*cannot be loaded .OSError") as caught:
         load_model(name, torch.float32)
@@ -179,7 +179,7 @@ def test_a_name_that_the_hub_does_not_know_is_one_error(name, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
-def test_a_lack_of_memory_is_no_fault_of_the_model(saved, monkeypatch, error):
+def test_out_of_memory_error_is_passed_on(saved, monkeypatch, error):
     def starved(*_, **__):
         raise error
 
@@ -188,7 +188,7 @@ def test_a_lack_of_memory_is_no_fault_of_the_model(saved, monkeypatch, error):
         load_model(saved, torch.float32)
 
 
-def test_a_trunk_needs_no_head_and_tied_ends_are_one_tensor(saved):
+def test_trunk_needs_no_head_and_tied_weights_load(saved):
     without(saved, "lm_head.weight")
     assert load_model(saved, torch.float32, AutoModel).dtype == torch.float32
     tiny_model("llama", tie_word_embeddings=True).save_pretrained(saved)
@@ -198,7 +198,7 @@ def test_a_trunk_needs_no_head_and_tied_ends_are_one_tensor(saved):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_path_gives_the_saved_weights_in_the_dtype_asked_for(saved, dtype):
+def test_path_is_loaded_in_requested_dtype(saved, dtype):
     model, original = load_model(saved, dtype), tiny_model("llama", dtype=dtype)
     weights = model.state_dict()
     assert model.dtype == dtype
@@ -207,7 +207,7 @@ def test_a_path_gives_the_saved_weights_in_the_dtype_asked_for(saved, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_an_object_is_cast_in_place(dtype):
+def test_model_object_is_cast_in_place(dtype):
     model = tiny_model("gpt2")
     assert load_model(model, dtype) is model
     assert {p.dtype for p in model.parameters()} == {dtype}
@@ -217,7 +217,7 @@ def test_an_object_is_cast_in_place(dtype):
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 0.0), (torch.float64, 1e-5)])
 @pytest.mark.parametrize("arch", ARCHS)
 @torch.no_grad()
-def test_by_path_or_by_object_it_is_the_same_function(tmp_path, arch, dtype, atol):
+def test_model_by_path_matches_model_by_object(tmp_path, arch, dtype, atol):
     model = tiny_model(arch, max_position_embeddings=512)
     model.save_pretrained(tmp_path)
     by_path, by_object = load_model(str(tmp_path), dtype), load_model(model, dtype)
@@ -234,11 +234,11 @@ def test_quantized_weights_are_not_cast():
 
 
 @pytest.mark.parametrize(("arch", "limit"), [("llama", 64), ("gpt2", 64), ("opt", 64)])
-def test_max_positions_is_the_length_that_the_config_names(arch, limit):
+def test_max_positions_matches_config(arch, limit):
     assert max_positions(tiny_model(arch)) == limit
 
 
-def test_a_model_without_position_limit_has_none():
+def test_max_positions_without_limit_is_none():
     config = AutoConfig.for_model("bloom", vocab_size=40, hidden_size=16, n_layer=1, n_head=2)
     assert max_positions(AutoModelForCausalLM.from_config(config)) is None
 
@@ -246,12 +246,12 @@ def test_a_model_without_position_limit_has_none():
 # --------------------------------------------------------------------------------- the tokenizer
 
 
-def test_the_tokenizer_is_the_one_given():
+def test_given_tokenizer_is_returned():
     tokenizer = make_tokenizer(eos_token="<2>", pad_token="<0>")
     assert load_tokenizer(tokenizer, tiny_model("gpt2")) is tokenizer
 
 
-def test_without_one_it_is_read_from_beside_the_model(saved):
+def test_tokenizer_is_read_from_model_directory(saved):
     tokenizer = load_tokenizer(None, load_model(saved, torch.float32))
     assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id) == (40, 2, 0)
 
@@ -266,20 +266,20 @@ def test_without_one_it_is_read_from_beside_the_model(saved):
         ({}, "<0>", "no EOS token"),
     ],
 )
-def test_a_tokenizer_without_pad_or_eos_is_refused(special, pad_token, message):
+def test_tokenizer_without_pad_or_eos_raises(special, pad_token, message):
     with pytest.raises(ValueError, match=message):
         load_tokenizer(make_tokenizer(**special), tiny_model("gpt2"), pad_token)
 
 
 @pytest.mark.parametrize(("own", "given", "expected"), [(None, "<2>", 2), ("<0>", "<2>", 0)])
-def test_the_pad_token_key_helps_out_only_where_there_is_none(own, given, expected):
+def test_pad_token_key_applies_only_without_own_pad(own, given, expected):
     tokenizer = make_tokenizer(eos_token="<2>", pad_token=own)
     assert load_tokenizer(tokenizer, tiny_model("gpt2"), given).pad_token_id == expected
 
 
 @pytest.mark.fault(45, "refused")
 @pytest.mark.parametrize(("size", "fits"), [(39, True), (40, True), (41, False)])
-def test_ids_beyond_the_embedding_rows_are_refused(size, fits):
+def test_more_token_ids_than_embedding_rows_raise(size, fits):
     tokenizer = make_tokenizer(size, eos_token="<2>", pad_token="<0>")
     if fits:
         assert load_tokenizer(tokenizer, tiny_model("gpt2", vocab_size=40)) is tokenizer
@@ -297,7 +297,7 @@ def with_gaps(**more):
 
 
 @pytest.mark.parametrize("token", ["3", "1", "<0>", "<2>"])
-def test_an_id_beyond_the_embedding_rows_is_refused_whatever_the_number_of_tokens(token):
+def test_token_id_beyond_embedding_rows_raises(token):
     fits, beyond = with_gaps(**{token: 39}), with_gaps(**{token: 40})
     assert load_tokenizer(fits, tiny_model("gpt2", vocab_size=40)) is fits
     said = f"^processing_class: the token '{token}' has the id 40 but the model has only 40 embed"
@@ -325,7 +325,7 @@ class InPython(PreTrainedTokenizer):
 
 
 @pytest.mark.parametrize(("missing", "rows"), [(17, 40), (None, 41), (None, 40)])
-def test_an_id_that_can_be_sampled_and_not_decoded_is_refused(missing, rows):
+def test_undecodable_id_raises(missing, rows):
     tokenizer = InPython(missing, eos_token="<2>", pad_token="<0>")
     model = tiny_model("gpt2", vocab_size=rows)
     if (missing, rows) == (None, 40):
@@ -336,7 +336,7 @@ def test_an_id_that_can_be_sampled_and_not_decoded_is_refused(missing, rows):
         load_tokenizer(tokenizer, model)
 
 
-def test_an_unknown_token_is_no_eos():
+def test_unknown_token_as_eos_raises():
     tokenizer = make_tokenizer(eos_token="<2>", pad_token="<0>")
     tokenizer.backend_tokenizer.model = models.WordLevel(GAPS | {"<7>": 7}, unk_token="<7>")
     tokenizer.unk_token, tokenizer.eos_token = "<7>", "</s>"
@@ -347,7 +347,7 @@ def test_an_unknown_token_is_no_eos():
 
 
 @pytest.mark.parametrize("configured", ["2", ["2"], [[2]], 2.5])
-def test_an_eos_that_is_no_id_is_refused(configured):
+def test_invalid_eos_id_raises(configured):
     model = tiny_model("gpt2")
     model.generation_config.eos_token_id = configured
     with pytest.raises(ValueError, match="eos_token_id in the model's generation_config must be"):
@@ -357,14 +357,14 @@ def test_an_eos_that_is_no_id_is_refused(configured):
 @pytest.mark.parametrize(
     ("configured", "stops"), [(None, [2]), (2, [2]), (7, [2, 7]), ([9, 2, 7], [2, 7, 9])]
 )
-def test_every_eos_of_tokenizer_and_generation_config_stops(configured, stops):
+def test_eos_of_tokenizer_and_generation_config_stop(configured, stops):
     model = tiny_model("gpt2")
     model.generation_config.eos_token_id = configured
     tokenizer = make_tokenizer(eos_token="<2>", pad_token="<0>")
     assert stop_token_ids(model, tokenizer) == stops
 
 
-def test_eos_ids_survive_saving_and_loading(tmp_path):
+def test_eos_ids_survive_save_and_load(tmp_path):
     model = tiny_model("gpt2")
     model.generation_config.eos_token_id = [7, 9]
     model.save_pretrained(tmp_path)
@@ -394,7 +394,7 @@ def with_rate(arch, name, attention):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(("arch", "name"), RATES)
 @torch.no_grad()
-def test_without_dropout_train_mode_computes_what_eval_mode_does(arch, name, attention):
+def test_disabled_dropout_makes_train_mode_match_eval(arch, name, attention):
     torch.manual_seed(0)
     model = with_rate(arch, name, attention)
     assert not model(IDS).logits.equal(model(IDS).logits)
@@ -406,6 +406,6 @@ def test_without_dropout_train_mode_computes_what_eval_mode_does(arch, name, att
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
 
 
-def test_a_model_without_a_path_needs_its_tokenizer():
+def test_model_object_without_tokenizer_raises():
     with pytest.raises(ValueError, match="processing_class"):
         load_tokenizer(None, tiny_model("gpt2"))

@@ -26,11 +26,11 @@ def close(transform, other):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_most_models_do_nothing(arch) -> None:
+def test_plain_model_has_identity_transform(arch) -> None:
     assert logit_transform_of(tiny_model(arch)) == LogitTransform()
 
 
-def test_a_model_that_does_not_say_where_its_trunk_is() -> None:
+def test_model_without_known_trunk_has_no_transform() -> None:
     model = tiny_model("llama4_text", **GROUPED, num_local_experts=2, attention_chunk_size=16)
     assert trunk(model) is model
     assert logit_transform_of(model) is None
@@ -38,7 +38,7 @@ def test_a_model_that_does_not_say_where_its_trunk_is() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("arch", FINISHED)
-def test_a_scale_and_a_soft_cap_are_measured_whatever_the_logits_are(arch, dtype) -> None:
+def test_scale_and_soft_cap_are_found_for_tiny_logits(arch, dtype) -> None:
     """Logits far below the cap look as if there were none."""
     options, expected = FINISHED[arch]
     assert close(
@@ -48,7 +48,7 @@ def test_a_scale_and_a_soft_cap_are_measured_whatever_the_logits_are(arch, dtype
 
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("arch", FINISHED)
-def test_scores_are_those_of_the_models_own_logits(arch, parts) -> None:
+def test_scores_match_model_logits(arch, parts) -> None:
     options, _ = FINISHED[arch]
     model = tiny_model(arch, **options)
     ids, tokens = torch.arange(9)[None], torch.arange(9).flip(0)
@@ -69,14 +69,14 @@ def test_scores_are_those_of_the_models_own_logits(arch, parts) -> None:
         torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
 
 
-def test_a_head_that_reads_something_else_is_left_to_its_model() -> None:
+def test_head_with_other_input_has_no_transform() -> None:
     assert logit_transform_of(tiny_model("minicpm3")) is None  # it scales the hidden states first
 
 
 @pytest.mark.parametrize(
     "change", [lambda x: x + 1, lambda x: x.square(), lambda x: x.clamp(-9, 9), lambda x: x[1:]]
 )
-def test_more_than_a_scale_and_a_cap_is_left_to_the_model(monkeypatch, change) -> None:
+def test_other_logit_changes_have_no_transform(monkeypatch, change) -> None:
     model = tiny_model("llama")
     forward = model.forward
 
@@ -89,11 +89,11 @@ def test_more_than_a_scale_and_a_cap_is_left_to_the_model(monkeypatch, change) -
     assert logit_transform_of(model) is None
 
 
-def test_a_module_of_another_kind_is_left_to_itself() -> None:
+def test_non_transformers_module_has_no_transform() -> None:
     assert logit_transform_of(torch.nn.Linear(2, 2)) is None
 
 
-def test_adapters_dropout_and_modes_mean_nothing() -> None:
+def test_adapters_and_dropout_keep_identity_transform() -> None:
     options = {"target_modules": ["lm_head", "q_proj"], "lora_dropout": 0.5}
     model = stir(add_adapter(tiny_model("llama"), adapter(**options))).train()
     model.get_base_model().lm_head.eval()

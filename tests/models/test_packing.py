@@ -62,7 +62,7 @@ def assert_close(actual, expected, rel):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_gradients_are_those_of_rows_alone(arch):
+def test_packed_gradients_match_single_rows(arch):
     dtype, _ = EXACT.get(arch, (torch.float32, 0))
     model = tiny_model(arch, dtype=dtype)
     policy, batch = Policy(model), with_garbage(batch_of())
@@ -74,7 +74,7 @@ def test_gradients_are_those_of_rows_alone(arch):
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("arch", ["gpt2", "qwen2"])
-def test_with_checkpointing_and_adapters(arch, checkpointing, lora):
+def test_packed_gradients_with_checkpointing_and_adapters(arch, checkpointing, lora):
     def build():
         model = tiny_model(arch, dtype=torch.float64)
         if lora:
@@ -102,7 +102,7 @@ def trained_gradient(policy):
     return torch.cat(grads)
 
 
-def test_a_model_that_takes_attention_to_be_contiguous():
+def test_model_requiring_contiguous_attention_is_packed():
     grouped = {"intermediate_size": 48, "num_key_value_heads": 2}
     model = tiny_model("jetmoe", num_local_experts=2, kv_channels=8, **grouped)
     policy, batch = Policy(model), batch_of()
@@ -110,7 +110,7 @@ def test_a_model_that_takes_attention_to_be_contiguous():
     assert_close(gradient_of(policy, batch), one_by_one(model, batch), 1e-4)
 
 
-def test_attention_with_dropout_is_padded_in_training():
+def test_attention_dropout_disables_packing():
     """Ours has none; that of other modules is theirs."""
     dropping, others = (tiny_model("gpt2", attn_pdrop=p, resid_pdrop=0.5) for p in (0.1, 0.0))
     for model, packs in ((dropping, False), (others, True)):
@@ -122,7 +122,7 @@ def test_attention_with_dropout_is_padded_in_training():
             assert model.training == mode
 
 
-def test_every_real_token_is_computed_once():
+def test_packed_layout_computes_every_real_token_once():
     inputs, states, _ = lay_out_packed(batch_of())
     ids = [t for p, rows in zip(PROMPTS, COMPLETIONS, strict=True) for t in sum(rows, p)]
     assert inputs["input_ids"].tolist() == [ids]
@@ -138,7 +138,7 @@ def test_every_real_token_is_computed_once():
     assert lay_out_padded(batch_of()).inputs["input_ids"].numel() == 9 * 18
 
 
-def test_prompts_that_differ_within_a_group_are_not_shared():
+def test_different_prompts_in_group_are_not_shared():
     batch = batch_of([[5, 9], [5, 8], [6, 8]], [[[7], [8]], [[7, 7]], [[9], [2]]])
     batch = replace(batch, groups=torch.zeros_like(batch.groups))
     assert batch.shared_prefixes().tolist() == [0, 0, 1, 2, 2]
@@ -147,7 +147,7 @@ def test_prompts_that_differ_within_a_group_are_not_shared():
     assert_close(gradient_of(Policy(model), batch), one_by_one(model, batch), 1e-10)
 
 
-def test_rows_longer_than_a_sliding_window_are_padded():
+def test_rows_longer_than_sliding_window_are_padded():
     model = tiny_model("mistral", sliding_window=17)
     batch, seen = batch_of(), []
     model.base_model.register_forward_pre_hook(
@@ -162,7 +162,7 @@ def test_rows_longer_than_a_sliding_window_are_padded():
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_critic_shares_prompts_too(shared):
+def test_packed_critic_matches_padded(shared):
     model = tiny_model("gpt2", dtype=torch.float64)
     own = None if shared else tiny_model("gpt2", dtype=torch.float64, seed=1).base_model
     critic = Critic(own, stir(ValueHead(32, torch.float64)))
@@ -205,7 +205,7 @@ def explicit(query, key, value, scale):
 @pytest.mark.parametrize("way", ["by_blocks", "by_rows", "by_flex"])
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.filterwarnings("ignore:.*flex_attention")
-def test_attention_is_a_softmax_over_what_is_seen(way, heads, key_heads):
+def test_attention_matches_softmax_over_visible_tokens(way, heads, key_heads):
     count = len(visible(FAMILIES))
     generator = torch.Generator().manual_seed(0)
     dtype = torch.float32 if way == "by_flex" else torch.float64
@@ -233,7 +233,7 @@ LONG = [Family(300, [100, 7, 0, 260]), Family(1, []), Family(900, [1, 300]), Fam
 
 
 @pytest.mark.parametrize("families", [FAMILIES, LONG])
-def test_the_kernel_is_told_the_blocks_that_torch_finds(families):
+def test_block_mask_matches_torch(families):
     own = OnGPU(families, torch.device("cpu")).mask
     found = create_block_mask(own.mask_mod, None, None, *own.shape[2:], device="cpu")
     for name in ("num_blocks", "indices"):
@@ -242,7 +242,7 @@ def test_the_kernel_is_told_the_blocks_that_torch_finds(families):
     assert own.BLOCK_SIZE == found.BLOCK_SIZE
 
 
-def test_what_the_kernel_is_told_takes_no_square_of_tokens():
+def test_block_mask_needs_no_token_square():
     class Largest(TorchDispatchMode):
         numel = 0
 
@@ -258,14 +258,14 @@ def test_what_the_kernel_is_told_takes_no_square_of_tokens():
     assert 8 * BLOCK * count <= largest.numel <= 8 * BLOCK * (count + BLOCK) < count**2 / 2
 
 
-def test_values_narrower_than_keys():
+def test_attention_takes_values_narrower_than_keys():
     count = len(visible(FAMILIES))
     query, key, value = (torch.randn(2, count, width).double() for width in (8, 8, 5))
     out = SharedPrefix(FAMILIES, torch.device("cpu")).attend(0, query, key, value, 0.3)
     torch.testing.assert_close(out, explicit(query, key, value, 0.3))
 
 
-def test_bfloat16_is_weighed_in_float32():
+def test_bf16_attention_is_computed_in_float32():
     count = len(visible(FAMILIES))
     operands = [torch.randn(2, count, 8).bfloat16() for _ in range(3)]
     layout = SharedPrefix(FAMILIES, torch.device("cpu"))
@@ -275,7 +275,7 @@ def test_bfloat16_is_weighed_in_float32():
     assert (out - expected).abs().max() < 2e-2
 
 
-def test_attention_to_what_comes_later_is_not_replaced():
+def test_non_causal_attention_is_not_replaced():
     model = tiny_model("bert-generation", intermediate_size=48)
     assert "what comes later" in attention_support(model.base_model).unsupported_reason
     decoder = tiny_model("bert-generation", intermediate_size=48, is_decoder=True)
@@ -286,13 +286,13 @@ def test_attention_to_what_comes_later_is_not_replaced():
     ("arch", "argument"),
     [("minimax_m3_vl_text", "block_indices"), ("gpt_oss", "s_aux"), ("gemma2", "softcap")],
 )
-def test_attention_is_not_replaced_where_it_is_asked_for_more_than_ours_knows(arch, argument):
+def test_attention_with_unknown_argument_is_not_replaced(arch, argument):
     model = build(arch)
     assert f"attention with {argument}" in attention_support(model).unsupported_reason
     assert not Policy(model).window
 
 
-def test_a_model_has_its_own_attention_back():
+def test_attention_implementation_is_restored():
     model = tiny_model("gpt2")
     before = model.config._attn_implementation
     Policy(model)(batch_of())
@@ -302,7 +302,7 @@ def test_a_model_has_its_own_attention_back():
     assert model.config._attn_implementation == before
 
 
-def test_what_is_saved_for_the_backward_pass_does_not_grow_with_the_prompt_per_row():
+def test_saved_activations_keep_shared_prompt_once():
     """Sixteen completions of one prompt: its keys are kept once."""
 
     def saved(n):
@@ -321,7 +321,7 @@ def test_what_is_saved_for_the_backward_pass_does_not_grow_with_the_prompt_per_r
     assert saved(16) < 1.25 * saved(1)
 
 
-def test_numbers_do_not_depend_on_what_else_is_in_the_row():
+def test_row_results_do_not_depend_on_other_rows():
     policy, batch = Policy(tiny_model("gpt2", dtype=torch.float64)), batch_of()
     whole = policy(batch).logprobs
     for i in range(batch.num_rows):

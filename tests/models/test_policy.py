@@ -111,7 +111,7 @@ def table(rows=40, columns=40, seed=0, dtype=torch.float64):
 @pytest.mark.parametrize(("left", "right"), PADDINGS)
 @pytest.mark.parametrize("arch", ARCHS)
 @torch.no_grad()
-def test_equals_an_unpadded_teacher_forced_forward(arch, left, right):
+def test_scores_match_unpadded_teacher_forced_forward(arch, left, right):
     dtype, atol = EXACT.get(arch, (torch.float32, 1e-4))
     model = tiny_model(arch, dtype=dtype)
     assert_teacher_forced(model, with_garbage(rollout(left=left, right=right)), atol)
@@ -125,7 +125,7 @@ def test_temperature_divides_every_logit(arch, temperature):
     assert_teacher_forced(tiny_model(arch, dtype=dtype), rollout(left=2), atol, temperature)
 
 
-def test_a_temperature_of_one_half_squares_the_odds():
+def test_temperature_half_squares_odds():
     logits = torch.tensor([[0.0, math.log(3.0)]] * 2, dtype=torch.float64)
     out = Policy(Bigram(logits), temperature=0.5)(rollout([[0]], [[1, 0]]))
     assert out.logprobs[0].exp().tolist() == pytest.approx([0.9, 0.1], abs=1e-12)
@@ -133,7 +133,7 @@ def test_a_temperature_of_one_half_squares_the_odds():
     assert out.entropy[0].tolist() == pytest.approx([entropy] * 2, abs=1e-12)
 
 
-def test_each_token_is_scored_by_the_logits_of_the_token_before_it():
+def test_token_is_scored_by_previous_token_logits():
     logits = table()
     out = Policy(Bigram(logits))(rollout(left=3, right=2))
     p = logits.softmax(-1)
@@ -147,12 +147,12 @@ def test_each_token_is_scored_by_the_logits_of_the_token_before_it():
 
 
 @pytest.mark.parametrize("pad", [0, EOS, 39])
-def test_the_pad_id_means_nothing_even_where_it_is_eos(pad):
+def test_pad_id_does_not_affect_scores_even_as_eos(pad):
     model = tiny_model("gpt2", dtype=torch.float64)
     assert_teacher_forced(model, rollout(left=3, right=2, pad=pad), 1e-9)
 
 
-def test_the_order_of_the_rows_means_nothing():
+def test_scores_are_permutation_equivariant():
     model, order = tiny_model("gpt2", dtype=torch.float64), torch.tensor([2, 0, 3, 1])
     straight, permuted = (Policy(model)(b) for b in (rollout(), rollout().select(order)))
     torch.testing.assert_close(permuted.logprobs, straight.logprobs[order], rtol=0, atol=1e-12)
@@ -160,7 +160,7 @@ def test_the_order_of_the_rows_means_nothing():
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
-def test_padding_and_its_ids_leave_the_gradient_alone(arch):
+def test_padding_leaves_gradient_unchanged(arch):
     dtype, atol = EXACT.get(arch, (torch.float32, 1e-3))
     model = tiny_model(arch, dtype=dtype)
     weights = torch.rand(4, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -179,7 +179,7 @@ def test_padding_and_its_ids_leave_the_gradient_alone(arch):
 # ------------------------------------------------------------------------------------- the mask
 
 
-def test_eos_is_an_action_and_its_logit_counts():
+def test_eos_is_scored_as_action():
     batch, logits = rollout(), table()
     policy = Policy(Bigram(logits))
     before = policy(batch).logprobs
@@ -191,7 +191,7 @@ def test_eos_is_an_action_and_its_logit_counts():
     assert after[1:].equal(before[1:])
 
 
-def test_tool_tokens_are_attended_to_and_not_scored():
+def test_tool_tokens_are_attended_but_not_scored():
     model, said = tiny_model("gpt2", dtype=torch.float64), [[7, 11, 12, EOS]]
     mask = torch.tensor([[True, False, False, True]])
     batch = replace(rollout(PROMPTS[:1], said), action_mask=mask)
@@ -213,13 +213,13 @@ def test_masked_slots_give_no_gradient():
     assert not gradient(model, batch, large * ~mask).any()
 
 
-def test_a_blank_row_keeps_every_parameter_in_the_graph_with_gradient_zero():
+def test_blank_row_gives_zero_gradient_to_every_parameter():
     model = tiny_model("llama")
     Policy(model)(rollout().blank_row()).logprobs.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-def test_undefined_logits_at_padding_stay_out_of_the_numbers():
+def test_undefined_logits_at_padding_stay_out_of_scores():
     logits = table()
     logits[0] = math.nan  # what the pad id is followed by
     out = Policy(Bigram(logits))(rollout(left=2, right=2, pad=0))
@@ -230,7 +230,7 @@ def test_undefined_logits_at_padding_stay_out_of_the_numbers():
 # ----------------------------------------------------------------------- numerics and gradients
 
 
-def test_impossible_tokens_leave_entropy_and_gradient_finite():
+def test_impossible_tokens_keep_results_finite():
     logits = torch.tensor([[0.0, -math.inf, math.log(3.0)]] * 3, dtype=torch.float64)
     policy = Policy(Bigram(logits))
     out = policy(rollout([[0]], [[2, 0]]))
@@ -241,13 +241,13 @@ def test_impossible_tokens_leave_entropy_and_gradient_finite():
     torch.testing.assert_close(policy.model.table.grad, torch.tensor(by_hand).double())
 
 
-def test_a_certain_token_has_no_entropy():
+def test_certain_token_has_zero_entropy():
     logits = torch.tensor([[-math.inf, 4.0]] * 2)
     out = Policy(Bigram(logits))(rollout([[0]], [[1, 1]]))
     assert out.logprobs.tolist() == out.entropy.tolist() == [[0, 0]]
 
 
-def test_entropy_is_detached_and_log_probabilities_are_not():
+def test_only_logprobs_carry_gradient():
     out = Policy(tiny_model("gpt2"))(rollout())
     assert out.logprobs.requires_grad
     assert not out.entropy.requires_grad
@@ -261,12 +261,12 @@ def test_entropy_is_detached_and_log_probabilities_are_not():
         (torch.float64, torch.float64),
     ],
 )
-def test_numbers_have_at_least_single_precision(weights, numbers):
+def test_scores_have_at_least_float32(weights, numbers):
     out = Policy(tiny_model("gpt2", dtype=weights))(rollout())
     assert out.logprobs.dtype == out.entropy.dtype == numbers
 
 
-def test_half_precision_logits_over_a_large_vocabulary_lose_nothing_more():
+def test_bf16_logits_over_large_vocabulary_keep_precision():
     logits = table(8, 50_000, dtype=torch.bfloat16)
     out = Policy(Bigram(logits), temperature=0.7)(rollout([[3]], [[1, 7, 4]]))
     exact = (logits.double() / 0.7).log_softmax(-1)[[3, 1, 7]]
@@ -277,7 +277,7 @@ def test_half_precision_logits_over_a_large_vocabulary_lose_nothing_more():
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
-def test_gradient_checkpointing_leaves_the_gradient_alone(arch):
+def test_gradient_checkpointing_leaves_gradient_unchanged(arch):
     calls = []
     model = tiny_model(arch, dtype=torch.float64)
     disable_dropout(model.train())

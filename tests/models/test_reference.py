@@ -30,13 +30,13 @@ def train_a_step(policy):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("arch", ARCHS)
 @torch.no_grad()
-def test_at_the_start_it_agrees_with_the_policy_to_the_last_bit(arch, temperature):
+def test_initial_reference_matches_policy_exactly(arch, temperature):
     policy = Policy(tiny_model(arch), temperature)
     assert Reference(policy)(rollout()).equal(policy(rollout()).logprobs)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_training_the_policy_does_not_touch_it(arch):
+def test_training_policy_leaves_reference_unchanged(arch):
     policy = Policy(tiny_model(arch))
     reference = Reference(policy)
     before, print_before = reference(rollout()), fingerprint(reference)
@@ -48,7 +48,7 @@ def test_training_the_policy_does_not_touch_it(arch):
     assert own.isdisjoint(p.data_ptr() for p in reference.parameters())
 
 
-def test_it_stays_in_eval_mode_and_leaves_the_policy_in_its_own():
+def test_reference_stays_in_eval_mode_and_policy_in_train():
     policy = Policy(tiny_model("gpt2", resid_pdrop=0.5)).train()
     reference = Reference(policy)
     expected = reference(rollout())
@@ -58,7 +58,7 @@ def test_it_stays_in_eval_mode_and_leaves_the_policy_in_its_own():
     assert policy.training
 
 
-def test_it_has_no_gradients_and_leaves_the_policy_its_own():
+def test_reference_has_no_gradients_but_policy_does():
     policy = Policy(tiny_model("gpt2"))
     reference = Reference(policy)
     assert not any(p.requires_grad for p in reference.parameters())
@@ -66,13 +66,13 @@ def test_it_has_no_gradients_and_leaves_the_policy_its_own():
     assert all(p.requires_grad for p in policy.parameters())
 
 
-def test_no_gradient_flows_even_where_its_weights_would_take_one():
+def test_reference_with_requires_grad_gives_no_gradient():
     reference = Reference(Policy(tiny_model("gpt2"))).requires_grad_(True)
     assert not reference(rollout()).requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_fingerprint_is_that_of_the_weights_alone(dtype):
+def test_fingerprint_depends_only_on_weights(dtype):
     policy = Policy(tiny_model("llama", dtype=dtype))
     reference = Reference(policy)
     assert len(fingerprint(reference)) == 64
@@ -83,7 +83,7 @@ def test_the_fingerprint_is_that_of_the_weights_alone(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_bit_of_any_weight_changes_the_fingerprint(dtype):
+def test_one_bit_change_of_any_weight_changes_fingerprint(dtype):
     reference = Reference(Policy(tiny_model("llama", dtype=dtype)))
     prints = [fingerprint(reference)]
     for parameter in reference.parameters():
@@ -93,7 +93,7 @@ def test_one_bit_of_any_weight_changes_the_fingerprint(dtype):
     assert len(set(prints)) == len(prints) > 10
 
 
-def test_exchanging_two_weights_changes_the_fingerprint():
+def test_swapping_layers_changes_fingerprint():
     reference = Reference(Policy(tiny_model("llama")))
     before = fingerprint(reference)
     layers = reference.policy.model.model.layers
@@ -101,7 +101,7 @@ def test_exchanging_two_weights_changes_the_fingerprint():
     assert fingerprint(reference) != before
 
 
-def test_the_fingerprint_covers_the_names():
+def test_fingerprint_covers_names():
     prints = set()
     for name in ("scale", "shift"):
         model = tiny_model("gpt2")
@@ -110,13 +110,13 @@ def test_the_fingerprint_covers_the_names():
     assert len(prints) == 2
 
 
-def test_a_model_with_a_scalar_buffer_has_a_fingerprint():
+def test_scalar_buffer_has_fingerprint():
     model = tiny_model("gpt2")
     model.register_buffer("scale", torch.tensor(1.0))
     assert len(fingerprint(Reference(Policy(model)))) == 64
 
 
-def test_bfloat16_weights_give_single_precision_numbers():
+def test_bf16_reference_gives_float32_logprobs():
     reference = Reference(Policy(tiny_model("gpt2", dtype=torch.bfloat16)))
     assert reference(rollout()).dtype == torch.float32
 
@@ -148,7 +148,7 @@ def tensors(module):
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-14), (torch.bfloat16, 0.01)])
 @pytest.mark.parametrize("alpha", [0.25, 0.6])
 @pytest.mark.proves("rlhf_pg.models.Reference.follow")
-def test_it_moves_by_a_share_of_the_way_in_place(kind, dtype, close, alpha):
+def test_follow_interpolates_towards_policy_in_place(kind, dtype, close, alpha):
     policy, reference = pair(kind, dtype)
     theirs, before = tensors(policy), tensors(reference.policy)
     where = [p.data_ptr() for p in reference.parameters()]
@@ -167,7 +167,7 @@ def test_it_moves_by_a_share_of_the_way_in_place(kind, dtype, close, alpha):
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_a_refresh_makes_it_agree_with_the_policy_to_the_last_bit(kind, dtype):
+def test_follow_with_alpha_one_matches_policy_exactly(kind, dtype):
     policy, reference = pair(kind, dtype)
     assert not reference(rollout()).equal(policy(rollout()).logprobs)
     reference.follow(policy, 1.0)
@@ -177,7 +177,7 @@ def test_a_refresh_makes_it_agree_with_the_policy_to_the_last_bit(kind, dtype):
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.6])
-def test_where_the_policy_has_not_moved_neither_does_it(alpha):
+def test_follow_of_unmoved_policy_keeps_reference_unchanged(alpha):
     policy = Policy(tiny_model("llama"))
     reference = Reference(policy, moves=True)
     reference.follow(policy, alpha)
@@ -185,7 +185,7 @@ def test_where_the_policy_has_not_moved_neither_does_it(alpha):
     assert all(t.equal(now[name]) for name, t in tensors(reference.policy).items())
 
 
-def test_with_a_fresh_adapter_it_keeps_a_copy_of_that_and_shares_the_rest():
+def test_moving_reference_copies_only_fresh_adapter():
     policy, reference = pair("lora")
     own = {p.data_ptr() for p in reference.parameters()}
     frozen = {p.data_ptr() for p in policy.parameters() if not p.requires_grad}
@@ -196,7 +196,7 @@ def test_with_a_fresh_adapter_it_keeps_a_copy_of_that_and_shares_the_rest():
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_the_fingerprint_does_not_cover_what_moves(kind):
+def test_fingerprint_excludes_moving_weights(kind):
     policy, reference = pair(kind)
     before = fingerprint(reference)
     reference.follow(policy, 0.5)
@@ -207,7 +207,7 @@ def test_the_fingerprint_does_not_cover_what_moves(kind):
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_was_saved_is_restored_in_place(kind, dtype, tmp_path):
+def test_saved_weights_are_restored_in_place(kind, dtype, tmp_path):
     torch.manual_seed(0)
     model = tiny_model("llama", dtype=dtype)
     policy = Policy(add_adapter(model, adapter()) if kind == "lora" else model)

@@ -64,27 +64,27 @@ def assert_by_hand(logprobs, entropy, model, sets, temperature=1.0):
 @pytest.mark.parametrize("arch", ["gpt2", "qwen3"])
 @pytest.mark.parametrize("right", [0, 3])
 @torch.no_grad()
-def test_log_probabilities_and_entropy_are_those_of_the_kept_tokens(arch, right) -> None:
+def test_scores_are_renormalized_over_kept_tokens(arch, right) -> None:
     model, sets = tiny_model(arch), supports()
     out = Policy(model, temperature=0.7)(with_support(rollout(left=2, right=right), sets))
     assert_by_hand(out.logprobs, out.entropy, model, sets, temperature=0.7)
 
 
 @torch.no_grad()
-def test_the_reference_is_renormalised_too() -> None:
+def test_reference_is_renormalized() -> None:
     model, sets = tiny_model("gpt2"), supports()
     assert_by_hand(Reference(Policy(model))(with_support(rollout(), sets)), None, model, sets)
 
 
 @torch.no_grad()
-def test_a_policy_with_a_critic_on_its_trunk_is_renormalised_too() -> None:
+def test_policy_with_shared_critic_is_renormalized() -> None:
     model, sets = tiny_model("gpt2"), supports()
     both = ActorCritic(Policy(model), Critic(None, ValueHead(32, torch.float32)))
     out = both(with_support(rollout(), sets))
     assert_by_hand(out.logprobs, out.entropy, model, sets)
 
 
-def test_the_whole_vocabulary_as_a_support_changes_nothing() -> None:
+def test_full_vocabulary_support_leaves_scores_unchanged() -> None:
     policy, batch = Policy(tiny_model("gpt2", dtype=torch.float64)), rollout(right=2)
     everything = [[list(range(40))] * len(row) for row in COMPLETIONS]
     plain = policy(batch)
@@ -95,7 +95,7 @@ def test_the_whole_vocabulary_as_a_support_changes_nothing() -> None:
         assert out.entropy.equal(plain.entropy)
 
 
-def test_the_gradient_is_that_of_the_kept_tokens_and_finite() -> None:
+def test_gradient_is_renormalized_and_finite() -> None:
     sets = supports()
     policy = Policy(Bigram(table()), entropy_gradient=True)
     out = policy(with_support(rollout(left=1, right=2), sets))
@@ -112,7 +112,7 @@ def test_the_gradient_is_that_of_the_kept_tokens_and_finite() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_a_token_that_had_no_rival_has_no_gradient() -> None:
+def test_token_without_rival_has_no_gradient() -> None:
     policy = Policy(Bigram(table()), entropy_gradient=True)
     alone = [[[token] for token in row] for row in COMPLETIONS]
     out = policy(with_support(rollout(right=1), alone))

@@ -55,7 +55,7 @@ def policy_of(arch, checkpointing=False):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("arch", SWITCHED_ON)
-def test_an_update_sees_the_policy_that_was_scored(arch, checkpointing):
+def test_train_mode_logprobs_match_eval_mode(arch, checkpointing):
     policy, batch = policy_of(arch, checkpointing), batch_of()
     weights = [p.clone() for p in policy.parameters()]
     scored, trained = policy.eval()(batch), policy.train()(batch)
@@ -65,14 +65,14 @@ def test_an_update_sees_the_policy_that_was_scored(arch, checkpointing):
 
 
 @pytest.mark.parametrize("arch", SWITCHED_ON)
-def test_recomputing_changes_no_gradient(arch):
+def test_recomputation_leaves_gradient_unchanged(arch):
     plain, recomputing = (policy_of(arch, checkpointing).train() for checkpointing in (False, True))
     expected = trained_gradient(plain)
     assert (trained_gradient(recomputing) - expected).norm() <= 1e-6 * expected.norm()
 
 
 @pytest.mark.parametrize("arch", SWITCHED_ON)
-def test_activations_are_recomputed(arch):
+def test_activations_are_recomputed_in_backward(arch):
     policy, calls = policy_of(arch, checkpointing=True).train(), []
     layer = next(m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer))
     next(layer.children()).register_forward_hook(lambda *_: calls.append(1))
@@ -81,7 +81,7 @@ def test_activations_are_recomputed(arch):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_every_weight_that_trains_has_a_gradient_in_a_model_for_images_too(lora):
+def test_vision_model_trains_every_trainable_weight(lora):
     """Otherwise DDP waits for that of the tower, which no text goes through."""
     model = load_policy(with_vision(), torch.float32, CPU, adapter() if lora else None)
     critic = new_critic(model, make_tokenizer(), torch.float32, value_model=with_vision())
@@ -94,7 +94,7 @@ def test_every_weight_that_trains_has_a_gradient_in_a_model_for_images_too(lora)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_dropout_that_is_kept_drops(checkpointing):
+def test_kept_dropout_is_active(checkpointing):
     policy, batch = Policy(tiny_model("opt", dropout=0.5)), batch_of()
     if checkpointing:
         checkpoint_activations(policy.model)
@@ -106,7 +106,7 @@ def test_dropout_that_is_kept_drops(checkpointing):
     assert seen == [True, True]
 
 
-def test_a_critic_too_but_for_modules_of_another_kind():
+def test_only_transformers_critic_stays_in_eval_mode():
     of_transformers = Critic(
         tiny_model("opt", dropout=0.5).base_model, ValueHead(32, torch.float32)
     )

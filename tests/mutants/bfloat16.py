@@ -12,7 +12,7 @@ MUTANTS = [
         old="            weight.grad = None\n\n    def step",
         new="            weight.grad = None\n"
         "            master.data.copy_(weight.detach())\n\n    def step",
-        killers=(f"{TESTS}::test_updates_below_the_last_bit_add_up_in_masters_alone",),
+        killers=(f"{TESTS}::test_updates_below_last_bit_add_up_only_in_masters",),
     ),
     Mutant(
         name="masters-not-followed",
@@ -20,7 +20,7 @@ MUTANTS = [
         target="rlhf_pg.runtime.bf16_updates.MasterWeights.refresh",
         old="            master.copy_(weight)\n",
         new="            pass\n",
-        killers=(f"{TESTS}::test_masters_follow_weights_that_are_loaded_without_any",),
+        killers=(f"{TESTS}::test_masters_follow_weights_loaded_without_masters",),
     ),
     Mutant(
         name="weights-without-gradient-rounded",
@@ -29,7 +29,7 @@ MUTANTS = [
         old="            if gradient is not None:\n",
         new="            gradient = weight * 0.0 if gradient is None else gradient\n"
         "            if True:\n",
-        killers=(f"{TESTS}::test_a_weight_without_a_gradient_is_left_alone",),
+        killers=(f"{TESTS}::test_weight_without_gradient_is_unchanged",),
     ),
     Mutant(
         name="biased-stochastic-rounding",
@@ -37,7 +37,7 @@ MUTANTS = [
         target="rlhf_pg.runtime.bf16_updates.round_stochastically",
         old="& 0xFFFF\n",
         new="& 0x7FFF\n",
-        killers=(f"{TESTS}::test_a_number_goes_to_its_neighbours_in_proportion",),
+        killers=(f"{TESTS}::test_number_is_rounded_to_neighbours_proportionally",),
     ),
     Mutant(
         name="stochastic-rounding-of-nan",
@@ -45,7 +45,7 @@ MUTANTS = [
         target="rlhf_pg.runtime.bf16_updates.round_stochastically",
         old="torch.where(part.isfinite(), bits.view(torch.float32), part)",
         new="bits.view(torch.float32)",
-        killers=(f"{TESTS}::test_what_is_not_finite_stays_so",),
+        killers=(f"{TESTS}::test_non_finite_numbers_stay_non_finite",),
     ),
     Mutant(
         name="rounding-noise-of-a-piece",
@@ -53,7 +53,7 @@ MUTANTS = [
         target="rlhf_pg.runtime.bf16_updates.round_stochastically",
         old="        first = offset + start\n",
         new="        first = start\n",
-        killers=(f"{TESTS}::test_a_piece_is_rounded_as_in_the_whole",),
+        killers=(f"{TESTS}::test_chunk_is_rounded_as_in_whole",),
     ),
     Mutant(
         name="rounding-noise-of-every-update",
@@ -61,6 +61,6 @@ MUTANTS = [
         target="rlhf_pg.runtime.bf16_updates.StochasticRounding._update",
         old=" + self._roundings[weight])",
         new=" + 0)",
-        killers=(f"{TESTS}::test_the_mean_of_rounded_updates_is_exact",),
+        killers=(f"{TESTS}::test_mean_of_rounded_updates_is_exact",),
     ),
 ]

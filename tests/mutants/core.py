@@ -24,7 +24,7 @@ RECORDS = [
         target="rlhf_pg.data.records.Rollout.from_tokens",
         old='"action_mask": action_mask,',
         new='"action_mask": action_mask & (completion_ids != pad_token_id),',
-        killers=("tests/data/test_records.py::test_a_real_token_equal_to_pad_is_still_real",),
+        killers=("tests/data/test_records.py::test_real_token_equal_to_pad_is_unmasked",),
     ),
     Mutant(
         name="last-token-is-no-action",
@@ -32,7 +32,7 @@ RECORDS = [
         target="rlhf_pg.data.records.Rollout.from_tokens",
         old='"action_mask": action_mask,',
         new='"action_mask": action_mask & action_mask.roll(-1, 1),',
-        killers=(f"{EXACT}::test_unbiased",),
+        killers=(f"{EXACT}::test_expected_gradient_is_exact",),
     ),
     Mutant(
         name="prompts-cut-on-the-wrong-side",
@@ -40,10 +40,7 @@ RECORDS = [
         target="rlhf_pg.data.records.Rollout.select",
         old="value[:, -prompt_width:]",
         new="value[:, :prompt_width]",
-        killers=(
-            "tests/data/test_records.py::"
-            "test_select_takes_rows_in_the_given_order_and_cuts_common_padding",
-        ),
+        killers=("tests/data/test_records.py::test_select_keeps_order_and_trims_common_padding",),
     ),
     Mutant(
         name="two-bos",
@@ -51,7 +48,7 @@ RECORDS = [
         target="rlhf_pg.data.chat.encode",
         old="if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:",
         new="if False:",
-        killers=("tests/data/test_prompts.py::test_a_bos_stands_in_front_once",),
+        killers=("tests/data/test_prompts.py::test_bos_is_prepended_once",),
     ),
     Mutant(
         name="long-prompts-cut",
@@ -59,9 +56,7 @@ RECORDS = [
         target="rlhf_pg.data.prompts.load_prompts",
         old="encode(prompt, tokenizer, row, tools=tools, most=max_prompt_length)",
         new="encode(prompt, tokenizer, row, tools=tools)[-(max_prompt_length or 0) :]",
-        killers=(
-            "tests/data/test_prompts.py::test_longer_prompts_are_an_error_that_names_the_first",
-        ),
+        killers=("tests/data/test_prompts.py::test_long_prompts_raise_with_first_row",),
     ),
     Mutant(
         name="one-order-for-every-epoch",
@@ -69,7 +64,7 @@ RECORDS = [
         target="rlhf_pg.data.prompts.PromptSampler._order",
         old="permutation(self.size, self.seed, epoch)",
         new="permutation(self.size, self.seed)",
-        killers=("tests/data/test_prompts.py::test_epochs_and_seeds_have_orders_of_their_own",),
+        killers=("tests/data/test_prompts.py::test_epochs_and_seeds_have_different_orders",),
     ),
     Mutant(
         name="groups-interleaved",
@@ -77,7 +72,7 @@ RECORDS = [
         target="rlhf_pg.trainers.samples.sample",
         old="groups=[index for index in prompt_indices for _ in range(n)]",
         new="groups=[index for _ in range(n) for index in prompt_indices]",
-        killers=(f"{INVARIANCE}::test_a_group_with_equal_scores_has_no_gradient",),
+        killers=(f"{INVARIANCE}::test_group_of_equal_scores_has_zero_gradient",),
     ),
     Mutant(
         name="columns-interleaved",
@@ -85,7 +80,7 @@ RECORDS = [
         target="rlhf_pg.trainers.samples.sample",
         old="[row for row in rows for _ in range(n)]",
         new="[row for _ in range(n) for row in rows]",
-        killers=(f"{STEP}::test_a_reward_sees_the_prompt_and_columns_that_were_answered",),
+        killers=(f"{STEP}::test_sample_prompts_and_columns_match_rows",),
     ),
     Mutant(
         name="completions-retokenized",
@@ -94,7 +89,7 @@ RECORDS = [
         old="completion_ids=[episode.tokens for episode in episodes],",
         new="completion_ids=[tokenizer(tokenizer.decode(e.tokens, skip_special_tokens=True))"
         '["input_ids"] for e in episodes],',
-        killers=(f"{STEP}::test_rewards_see_the_ids_that_were_sampled",),
+        killers=(f"{STEP}::test_reward_receives_sampled_ids",),
     ),
 ]
 
@@ -106,7 +101,7 @@ MODELS = [
         old="kept = there & (first[:, None] | (columns >= width))",
         new="kept = there & (first[:, None] & (columns < width) | (columns >= width))\n"
         "    kept[:, width:] &= batch.action_mask.cpu()",
-        killers=(f"{POLICY}::test_tool_tokens_are_attended_to_and_not_scored",),
+        killers=(f"{POLICY}::test_tool_tokens_are_attended_but_not_scored",),
     ),
     Mutant(
         name="positions-from-the-column",
@@ -114,7 +109,7 @@ MODELS = [
         target="rlhf_pg.models.packing.lay_out_packed",
         old="(there.cumsum(dim=1) - 1)[kept]",
         new="torch.arange(there.shape[1]).expand_as(there)[kept]",
-        killers=(f"{POLICY}::test_equals_an_unpadded_teacher_forced_forward",),
+        killers=(f"{POLICY}::test_scores_match_unpadded_teacher_forced_forward",),
     ),
     Mutant(
         name="logits-off-by-one",
@@ -122,7 +117,7 @@ MODELS = [
         target="rlhf_pg.models.Policy.logits",
         old="output.logits[:, -columns:-1]",
         new="output.logits[:, 1 - columns :]",
-        killers=(f"{POLICY}::test_each_token_is_scored_by_the_logits_of_the_token_before_it",),
+        killers=(f"{POLICY}::test_token_is_scored_by_previous_token_logits",),
     ),
     Mutant(
         name="temperature-not-in-the-scores",
@@ -130,7 +125,7 @@ MODELS = [
         target="rlhf_pg.models.softmax.Law.slope",
         old="return self.transform.scale / self.temperature",
         new="return self.transform.scale",
-        killers=(f"{POLICY}::test_a_temperature_of_one_half_squares_the_odds",),
+        killers=(f"{POLICY}::test_temperature_half_squares_odds",),
     ),
     Mutant(
         name="log-softmax-in-half-precision",
@@ -138,7 +133,7 @@ MODELS = [
         target="rlhf_pg.models.softmax.Law.logits",
         old="z, bend = widen(output[rows]), None",
         new="z, bend = output[rows], None",
-        killers=("tests/models/test_lm_head.py::test_half_precision_is_scored_in_single",),
+        killers=("tests/models/test_lm_head.py::test_half_precision_logits_are_scored_in_float32",),
     ),
     Mutant(
         name="entropy-of-impossible-tokens",
@@ -146,7 +141,7 @@ MODELS = [
         target="rlhf_pg.models.softmax.Law.scores",
         old="            everywhere.clamp_(min=IMPOSSIBLE)\n",
         new="",
-        killers=(f"{POLICY}::test_impossible_tokens_leave_entropy_and_gradient_finite",),
+        killers=(f"{POLICY}::test_impossible_tokens_keep_results_finite",),
     ),
     Mutant(
         name="entropy-without-gradient",
@@ -154,7 +149,7 @@ MODELS = [
         target="rlhf_pg.models.softmax._Scores.forward",
         old="        if not law.entropy_gradient:\n            ctx.mark",
         new="        if True:\n            ctx.mark",
-        killers=(f"{PPO}::test_the_entropy_bonus_follows_the_entropy_of_every_visited_state",),
+        killers=(f"{PPO}::test_entropy_bonus_gradient_is_exact",),
     ),
     Mutant(
         name="trainer-scores-at-temperature-1",
@@ -162,7 +157,7 @@ MODELS = [
         target="rlhf_pg.models.assemble.assembled",
         old="Policy(model, args.temperature, ",
         new="Policy(model, 1.0, ",
-        killers=(f"{STEP}::test_what_was_sampled_is_scored_alike",),
+        killers=(f"{STEP}::test_old_and_reference_logprobs_match_sampler",),
     ),
     Mutant(
         name="attention-dropout-left-on",
@@ -171,8 +166,7 @@ MODELS = [
         old='if "drop" in name and isinstance(value, float):',
         new="if False:",
         killers=(
-            "tests/models/test_loading.py::"
-            "test_without_dropout_train_mode_computes_what_eval_mode_does",
+            "tests/models/test_loading.py::test_disabled_dropout_makes_train_mode_match_eval",
         ),
     ),
     Mutant(
@@ -189,7 +183,7 @@ MODELS = [
         target="rlhf_pg.models.Policy.train",
         old="if mode and not self.drops:",
         new="if False:",
-        killers=(f"{MODE}::test_an_update_sees_the_policy_that_was_scored",),
+        killers=(f"{MODE}::test_train_mode_logprobs_match_eval_mode",),
     ),
     Mutant(
         name="what-recomputes-drops-out",
@@ -197,7 +191,7 @@ MODELS = [
         target="rlhf_pg.models.modes._mode_of_children",
         old="all(child.training for child in part.children())",
         new="own",
-        killers=(f"{MODE}::test_an_update_sees_the_policy_that_was_scored",),
+        killers=(f"{MODE}::test_train_mode_logprobs_match_eval_mode",),
     ),
     Mutant(
         name="nothing-recomputes",
@@ -205,7 +199,7 @@ MODELS = [
         target="rlhf_pg.models.modes.train_as_evaluated",
         old='bool(getattr(part, "gradient_checkpointing", False))',
         new="False",
-        killers=(f"{MODE}::test_activations_are_recomputed",),
+        killers=(f"{MODE}::test_activations_are_recomputed_in_backward",),
     ),
     Mutant(
         name="positions-by-company",
@@ -213,7 +207,7 @@ MODELS = [
         target="rlhf_pg.trainers.setup.TrainerSetup._settle_positions",
         old="models.settle_positions(module, max(longest, self.longest_row))",
         new="pass",
-        killers=(f"{CHECK}::test_a_run_settles_them",),
+        killers=(f"{CHECK}::test_trainer_settles_positions",),
     ),
     Mutant(
         name="positions-by-the-prompt",
@@ -221,7 +215,7 @@ MODELS = [
         target="rlhf_pg.models.settle_positions",
         old="[[longest - 1]]",
         new="[[0]]",
-        killers=(f"{CHECK}::test_positions_are_settled_by_the_longest_row_of_the_run",),
+        killers=(f"{CHECK}::test_settle_positions_uses_longest_row",),
     ),
     Mutant(
         name="padding-not-looked-at",
@@ -229,7 +223,7 @@ MODELS = [
         target="rlhf_pg.trainers.model_check.examine",
         old="pads = not run.differ(_rows(run.score(unlike), unlike), [alone[0], alone[2]])",
         new="pads = True",
-        killers=(f"{CHECK}::test_what_is_mended",),
+        killers=(f"{CHECK}::test_architecture_gets_expected_verdict",),
     ),
     Mutant(
         name="reference-packed-all-the-same",
@@ -237,7 +231,7 @@ MODELS = [
         target="rlhf_pg.trainers.learner.Learner.keep_to",
         old="for part in (self.policy, self.critic, of_reference):",
         new="for part in (self.policy, self.critic):",
-        killers=(f"{CHECK}::test_the_reference_keeps_to_it_too",),
+        killers=(f"{CHECK}::test_reference_applies_verdict",),
     ),
     Mutant(
         name="baseline-in-other-company",
@@ -245,7 +239,7 @@ MODELS = [
         target="rlhf_pg.trainers.PolicyGradientTrainer.evaluate",
         old="        self._keep_to_model()\n",
         new="",
-        killers=(f"{CHECK}::test_what_evaluates_before_the_run_keeps_to_it_too",),
+        killers=(f"{CHECK}::test_evaluation_before_run_applies_verdict",),
     ),
     Mutant(
         name="padding-found-and-forgotten",
@@ -253,7 +247,7 @@ MODELS = [
         target="rlhf_pg.trainers.learner.Learner.keep_to",
         old="self.pads, self.together = pads, together",
         new="pass",
-        killers=(f"{CHECK}::test_what_was_sampled_is_scored_alike_where_padding_changes_a_row",),
+        killers=(f"{CHECK}::test_sampler_logprobs_match_scores_without_padding",),
     ),
     Mutant(
         name="sampled-in-padding",
@@ -261,7 +255,7 @@ MODELS = [
         target="rlhf_pg.rollout.native.engine._NativeSession._way",
         old="options = (engine.pad_token_id, engine.cache_tokens, engine.pads, engine.together)",
         new="options = (engine.pad_token_id, engine.cache_tokens)",
-        killers=(f"{CHECK}::test_what_was_sampled_is_scored_alike_where_padding_changes_a_row",),
+        killers=(f"{CHECK}::test_sampler_logprobs_match_scores_without_padding",),
     ),
     Mutant(
         name="sampler-not-looked-at",
@@ -269,7 +263,7 @@ MODELS = [
         target="rlhf_pg.trainers.model_check._sampled_right",
         old="if not run.differ(said, by_row(run.score, drawn)):",
         new="if True:",
-        killers=(f"{CHECK}::test_what_is_refused",),
+        killers=(f"{CHECK}::test_model_sampling_other_distribution_is_refused",),
     ),
     Mutant(
         name="not-a-number-is-close",
@@ -277,7 +271,7 @@ MODELS = [
         target="rlhf_pg.trainers.model_check.Examined.differ",
         old="not all(bool(x <= LIMITS[self.dtype]) for x in apart)",
         new="any(bool(x > LIMITS[self.dtype]) for x in apart)",
-        killers=(f"{CHECK}::test_padding_that_is_not_a_number_in_float64_is_left_out",),
+        killers=(f"{CHECK}::test_float64_nan_padding_disables_padding",),
     ),
     Mutant(
         name="reference-is-the-policy",
@@ -285,7 +279,7 @@ MODELS = [
         target="rlhf_pg.models.Reference.__init__",
         old="share_frozen(policy).eval().requires_grad_(False)",
         new="policy",
-        killers=(f"{REFERENCE}::test_training_the_policy_does_not_touch_it",),
+        killers=(f"{REFERENCE}::test_training_policy_leaves_reference_unchanged",),
     ),
     Mutant(
         name="reference-without-its-adapter",
@@ -294,8 +288,7 @@ MODELS = [
         old="if adds_nothing(policy.model) and not moves:",
         new='if hasattr(policy.model, "unload"):',
         killers=(
-            "tests/models/test_adapters.py::"
-            "test_the_reference_of_an_adapter_that_adds_something_is_the_initial_policy",
+            "tests/models/test_adapters.py::test_reference_of_nonzero_adapter_is_initial_policy",
         ),
     ),
     Mutant(
@@ -304,7 +297,7 @@ MODELS = [
         target="rlhf_pg.models.Reference.train",
         old="super().train(False)",
         new="super().train(mode)",
-        killers=(f"{REFERENCE}::test_it_stays_in_eval_mode_and_leaves_the_policy_in_its_own",),
+        killers=(f"{REFERENCE}::test_reference_stays_in_eval_mode_and_policy_in_train",),
     ),
     Mutant(
         name="adapter-discarded-on-resume",
@@ -312,7 +305,7 @@ MODELS = [
         target="rlhf_pg.models.load_weights",
         old='set_peft_model_state_dict(model, load_file(path / "adapter_model.safetensors"))',
         new="pass",
-        killers=("tests/models/test_adapters.py::test_restored_weights_are_equal_and_in_place",),
+        killers=("tests/models/test_adapters.py::test_adapter_weights_are_restored_in_place",),
     ),
     Mutant(
         name="base-weights-copied",
@@ -320,9 +313,7 @@ MODELS = [
         target="rlhf_pg.models.adapters.share_frozen",
         old="copy.deepcopy(module, frozen)",
         new="copy.deepcopy(module)",
-        killers=(
-            "tests/models/test_adapters.py::test_frozen_tensors_are_shared_and_the_others_copied",
-        ),
+        killers=("tests/models/test_adapters.py::test_share_frozen_copies_only_trained_tensors",),
     ),
 ]
 
@@ -333,7 +324,7 @@ CRITICS = [
         target="rlhf_pg.models.ValueHead.__init__",
         old="nn.init.zeros_(self.weight)",
         new="pass",
-        killers=(f"{CRITIC}::test_the_first_values_are_exactly_0_in_single_precision_at_least",),
+        killers=(f"{CRITIC}::test_initial_values_are_zero_in_at_least_float32",),
     ),
     Mutant(
         name="value-head-in-half-precision",
@@ -341,7 +332,7 @@ CRITICS = [
         target="rlhf_pg.models.ValueHead.__init__",
         old="dtype=torch.promote_types(dtype, torch.float32)",
         new="dtype=dtype",
-        killers=(f"{CRITIC}::test_the_first_values_are_exactly_0_in_single_precision_at_least",),
+        killers=(f"{CRITIC}::test_initial_values_are_zero_in_at_least_float32",),
     ),
     Mutant(
         name="value-after-the-token",
@@ -349,7 +340,7 @@ CRITICS = [
         target="rlhf_pg.models.Critic.forward",
         old="torch.where(mask, values[states[:, :-1]], 0.0)",
         new="torch.where(mask, values[states[:, 1:]], 0.0)",
-        killers=(f"{PPO}::test_with_the_true_values_every_expected_advantage_is_zero",),
+        killers=(f"{PPO}::test_true_values_make_expected_advantages_zero",),
     ),
     Mutant(
         name="bootstrap-from-the-last-state",
@@ -357,7 +348,7 @@ CRITICS = [
         target="rlhf_pg.models.Critic.forward",
         old="torch.arange(1, states.shape[1], device=mask.device)",
         new="torch.arange(states.shape[1] - 1, device=mask.device)",
-        killers=(f"{PPO}::test_a_completion_cut_off_ends_as_it_was_chosen_to",),
+        killers=(f"{PPO}::test_bootstrap_truncated_sets_value_after_cut_off",),
     ),
     Mutant(
         name="values-times-mask",
@@ -373,7 +364,7 @@ CRITICS = [
         target="rlhf_pg.models.critic._copy",
         old="share_frozen(trunk(policy_model))",
         new="trunk(policy_model)",
-        killers=(f"{CRITIC}::test_policy_and_critic_share_what_is_frozen_and_nothing_else",),
+        killers=(f"{CRITIC}::test_policy_and_critic_share_only_frozen_weights",),
     ),
     Mutant(
         name="critic-is-the-reward-model",
@@ -381,9 +372,7 @@ CRITICS = [
         target="rlhf_pg.models.new_critic",
         old="value_model = copy.deepcopy(value_model)  #",
         new="pass  #",
-        killers=(
-            f"{PPO}::test_a_value_model_that_is_the_reward_model_too_leaves_the_reward_alone",
-        ),
+        killers=(f"{PPO}::test_reward_model_as_value_model_stays_unchanged",),
     ),
 ]
 
@@ -394,7 +383,7 @@ SOURCES = [
         target="rlhf_pg.rewards.Rewards._call",
         old="copy.deepcopy(lists | wanted)",
         new="(inputs | wanted)",
-        killers=(f"{REWARDS}::test_what_one_function_does_to_its_input_nobody_else_sees",),
+        killers=(f"{REWARDS}::test_input_mutation_is_invisible_to_other_functions",),
     ),
     Mutant(
         name="infinite-reward",
@@ -402,9 +391,7 @@ SOURCES = [
         target="rlhf_pg.rewards.functions._number",
         old="if not math.isfinite(number):",
         new="if math.isnan(number):",
-        killers=(
-            f"{REWARDS}::test_a_score_that_is_no_finite_number_names_function_and_completion",
-        ),
+        killers=(f"{REWARDS}::test_invalid_score_error_names_function_and_completion",),
     ),
     Mutant(
         name="none-is-zero",
@@ -412,7 +399,7 @@ SOURCES = [
         target="rlhf_pg.rewards.functions._number",
         old="if score is None:\n        return math.nan",
         new="if score is None:\n        return 0.0",
-        killers=(f"{REWARDS}::test_none_is_a_gap_in_its_column_alone",),
+        killers=(f"{REWARDS}::test_none_score_leaves_gap_in_its_column",),
     ),
     Mutant(
         name="reward-at-the-first-pad",
@@ -421,10 +408,7 @@ SOURCES = [
         target="rlhf_pg.rewards.reward_model.sequence_scores",
         old="(mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1)",
         new="mask.sum(dim=1) - 1",
-        killers=(
-            "tests/rewards/test_reward_model.py::"
-            "test_a_decoder_is_scored_at_the_last_real_token_whatever_the_padding",
-        ),
+        killers=("tests/rewards/test_reward_model.py::test_decoder_is_scored_at_last_real_token",),
     ),
     Mutant(
         name="reward-pad-by-id",
@@ -433,10 +417,7 @@ SOURCES = [
         target="rlhf_pg.rewards.reward_model.sequence_scores",
         old="(mask * torch.arange(",
         new="((input_ids != (model.config.pad_token_id or 0)) * torch.arange(",
-        killers=(
-            "tests/rewards/test_reward_model.py::"
-            "test_a_decoder_is_scored_at_the_last_real_token_whatever_the_padding",
-        ),
+        killers=("tests/rewards/test_reward_model.py::test_decoder_is_scored_at_last_real_token",),
     ),
     Mutant(
         name="reward-model-opens-a-turn",
@@ -444,9 +425,7 @@ SOURCES = [
         target="rlhf_pg.rewards.reward_model.encode_whole",
         old='"text", open_turn=cut and continues(text)',
         new='"text", open_turn=True',
-        killers=(
-            "tests/rewards/test_reward_model.py::test_a_chat_turn_that_was_cut_off_is_left_open",
-        ),
+        killers=("tests/rewards/test_reward_model.py::test_truncated_chat_turn_is_left_open",),
     ),
     Mutant(
         name="reward-model-drops-out",
@@ -455,7 +434,7 @@ SOURCES = [
         old="model.to(device or model.device).eval()",
         new="model.to(device or model.device)",
         killers=(
-            "tests/rewards/test_reward_model.py::test_it_neither_drops_out_nor_keeps_gradients",
+            "tests/rewards/test_reward_model.py::test_scoring_disables_dropout_and_gradients",
         ),
     ),
     Mutant(
@@ -464,7 +443,9 @@ SOURCES = [
         target="rlhf_pg.rewards.bradley_terry_loss",
         old="logsigmoid(chosen - rejected)",
         new="logsigmoid(rejected - chosen)",
-        killers=("tests/rewards/test_bradley_terry.py::test_the_gradient_is_the_doubt",),
+        killers=(
+            "tests/rewards/test_bradley_terry.py::test_gradient_is_probability_of_wrong_preference",
+        ),
     ),
 ]
 
@@ -475,7 +456,7 @@ LOOP = [
         target="rlhf_pg.trainers.experience_maker._minus_kl",
         old="return -kl_coef * kl",
         new="return kl_coef * kl",
-        killers=(f"{EXACT}::test_unbiased_with_the_kl_in_the_reward",),
+        killers=(f"{EXACT}::test_expected_gradient_with_kl_reward_is_exact",),
     ),
     Mutant(
         name="kl-loss-with-the-wrong-sign",
@@ -483,7 +464,7 @@ LOOP = [
         target="rlhf_pg.trainers.PolicyGradientTrainer.regularizer",
         old="return per_token + self.",
         new="return per_token - self.",
-        killers=(f"{EXACT}::test_k3_in_the_loss_follows_the_reverse_kl",),
+        killers=(f"{EXACT}::test_k3_loss_has_gradient_of_kl_from_reference_to_policy",),
     ),
     Mutant(
         name="kl-counted-twice",
@@ -491,7 +472,7 @@ LOOP = [
         target="rlhf_pg.trainers.PolicyGradientTrainer.regularizer",
         old='if batch.ref_logprobs is None or self.args.kl_placement == "reward":',
         new="if batch.ref_logprobs is None:",
-        killers=(f"{STEP}::test_a_kl_that_is_paid_in_the_reward_is_not_in_the_loss_too",),
+        killers=(f"{STEP}::test_kl_in_reward_is_not_in_loss",),
     ),
     Mutant(
         name="entropy-penalised",
@@ -499,7 +480,7 @@ LOOP = [
         target="rlhf_pg.trainers.PolicyGradientTrainer.regularizer",
         old="per_token = -self.",
         new="per_token = self.",
-        killers=(f"{PPO}::test_the_entropy_bonus_follows_the_entropy_of_every_visited_state",),
+        killers=(f"{PPO}::test_entropy_bonus_gradient_is_exact",),
     ),
     Mutant(
         name="ratio-to-the-reference",
@@ -509,7 +490,7 @@ LOOP = [
         new="new.logprobs, "
         "batch.old_logprobs if batch.ref_logprobs is None else batch.ref_logprobs, "
         "batch.advantages",
-        killers=(f"{EXACT}::test_unbiased_with_the_kl_in_the_reward",),
+        killers=(f"{EXACT}::test_expected_gradient_with_kl_reward_is_exact",),
     ),
     Mutant(
         name="score-at-the-first-token",
@@ -517,7 +498,7 @@ LOOP = [
         target="rlhf_pg.rewards.scores.ends",
         old="mask.shape[1] - 1 - mask.flip(1).int().argmax(1)",
         new="mask.int().argmax(1)",
-        killers=(f"{PPO}::test_the_score_is_paid_at_the_last_token_and_nothing_comes_after_it",),
+        killers=(f"{PPO}::test_score_is_paid_at_last_token",),
     ),
     Mutant(
         name="score-at-every-token",
@@ -525,7 +506,7 @@ LOOP = [
         target="rlhf_pg.rewards.functions._placed",
         old="table[i, last[i]] = ",
         new="table[i] = ",
-        killers=(f"{PPO}::test_the_score_is_paid_at_the_last_token_and_nothing_comes_after_it",),
+        killers=(f"{PPO}::test_score_is_paid_at_last_token",),
     ),
     Mutant(
         name="score-in-the-last-column",
@@ -541,9 +522,7 @@ LOOP = [
         target="rlhf_pg.trainers.PPOTrainer.returns",
         old="return advantages + inputs.values",
         new="return inputs.rewards",
-        killers=(
-            f"{PPO}::test_advantages_are_whitened_over_the_tokens_of_the_step_and_returns_are_not",
-        ),
+        killers=(f"{PPO}::test_normalize_advantages_leaves_returns_unchanged",),
     ),
     Mutant(
         name="value-target-from-whitened-advantages",
@@ -551,9 +530,7 @@ LOOP = [
         target="rlhf_pg.trainers.experience_maker.make_experience",
         old="        returns=returns,",
         new="        returns=None if returns is None else advantages + outputs.values,",
-        killers=(
-            f"{PPO}::test_advantages_are_whitened_over_the_tokens_of_the_step_and_returns_are_not",
-        ),
+        killers=(f"{PPO}::test_normalize_advantages_leaves_returns_unchanged",),
     ),
     Mutant(
         name="padding-whitened",
@@ -561,9 +538,7 @@ LOOP = [
         target="rlhf_pg.trainers.experience_maker.make_experience",
         old=("advantages = whiten(advantages, mask, stats=runtime.mean_and_var(advantages, mask))"),
         new="advantages = whiten(advantages, torch.ones_like(mask))",
-        killers=(
-            f"{PPO}::test_advantages_are_whitened_over_the_tokens_of_the_step_and_returns_are_not",
-        ),
+        killers=(f"{PPO}::test_normalize_advantages_leaves_returns_unchanged",),
     ),
     Mutant(
         name="ended-completions-bootstrapped",
@@ -571,7 +546,7 @@ LOOP = [
         target="rlhf_pg.trainers.PPOTrainer.values_of",
         old="end.where(rollout.truncated, 0.0)",
         new="end",
-        killers=(f"{PPO}::test_an_ended_completion_is_never_bootstrapped",),
+        killers=(f"{PPO}::test_ended_completion_is_never_bootstrapped",),
     ),
     Mutant(
         name="truncation-is-termination",
@@ -579,7 +554,7 @@ LOOP = [
         target="rlhf_pg.trainers.PPOTrainer.values_of",
         old="return values, end.where(rollout.truncated, 0.0)",
         new="return values, None",
-        killers=(f"{PPO}::test_a_completion_cut_off_ends_as_it_was_chosen_to",),
+        killers=(f"{PPO}::test_bootstrap_truncated_sets_value_after_cut_off",),
     ),
     Mutant(
         name="values-clipped-to-themselves",
@@ -587,7 +562,7 @@ LOOP = [
         target="rlhf_pg.trainers.PPOTrainer.loss",
         old="new.values, batch.values, batch.returns",
         new="new.values, new.values, batch.returns",
-        killers=(f"{PPO}::test_the_loss_is_the_sum_of_its_parts",),
+        killers=(f"{PPO}::test_loss_is_sum_of_policy_value_and_entropy_terms",),
     ),
     Mutant(
         name="mean-of-means",
@@ -595,7 +570,7 @@ LOOP = [
         target="rlhf_pg.trainers.learner.Learner.accumulate",
         old="                    count,\n",
         new="                    None,\n",
-        killers=(f"{INVARIANCE}::test_micro_batch_split",),
+        killers=(f"{INVARIANCE}::test_micro_batches_leave_gradient_unchanged",),
     ),
     Mutant(
         name="denominator-of-another-window",
@@ -604,7 +579,7 @@ LOOP = [
         old="self.runtime.all_reduce_sum(weight_count(minibatch.action_mask, args.aggregation))",
         new="args.num_mini_batches * self.runtime.all_reduce_sum(\n"
         "            weight_count(minibatch.action_mask, args.aggregation))",
-        killers=(f"{STEP}::test_a_minibatch_counts_its_own_tokens_alone",),
+        killers=(f"{STEP}::test_minibatch_denominator_counts_own_tokens",),
     ),
     Mutant(
         name="constant-is-the-padded-width",
@@ -612,7 +587,7 @@ LOOP = [
         target="rlhf_pg.trainers.learner.Learner.accumulate",
         old="                    args.max_completion_length,\n",
         new="                    batch.action_mask.shape[1],\n",
-        killers=(f"{INVARIANCE}::test_micro_batch_split",),
+        killers=(f"{INVARIANCE}::test_micro_batches_leave_gradient_unchanged",),
     ),
     Mutant(
         name="empty-micro-batch-skipped",
@@ -622,7 +597,7 @@ LOOP = [
         new="                if not batch.action_mask.any():\n"
         "                    continue\n"
         "                new: PolicyOutput = self.trained(batch)\n",
-        killers=(f"{INVARIANCE}::test_rows_without_actions_add_nothing",),
+        killers=(f"{INVARIANCE}::test_blank_row_has_zero_gradient",),
     ),
     Mutant(
         name="ratio-of-one-update-from-rounding",
@@ -630,7 +605,7 @@ LOOP = [
         target="rlhf_pg.trainers.experience_maker.make_experience",
         old="old_logprobs=outputs.old_logprobs if args.compares_with_old else None",
         new="old_logprobs=outputs.old_logprobs",
-        killers=(f"{STEP}::test_the_ratio_of_a_single_update_is_1_by_construction",),
+        killers=(f"{STEP}::test_old_logprobs_are_scored_only_for_several_updates",),
     ),
     Mutant(
         name="norm-of-the-policy-alone",
@@ -638,7 +613,7 @@ LOOP = [
         target="rlhf_pg.runtime.DDPBackend.step",
         old="for p in self.module.parameters()]",
         new="for p in self.module.policy.parameters()]",
-        killers=(f"{PPO}::test_policy_and_critic_have_one_gradient_norm",),
+        killers=(f"{PPO}::test_grad_norm_covers_policy_and_critic",),
     ),
     Mutant(
         name="gradient-not-clipped",
@@ -646,7 +621,7 @@ LOOP = [
         target="rlhf_pg.runtime.DDPBackend.step",
         old="self.max_grad_norm or torch.inf",
         new="torch.inf",
-        killers=(f"{STEP}::test_the_gradient_is_scaled_down_to_the_norm_that_is_set",),
+        killers=(f"{STEP}::test_gradient_is_clipped_to_max_norm",),
     ),
     Mutant(
         name="abandoned-gradient-kept",
@@ -655,7 +630,7 @@ LOOP = [
         old="                self.trained.zero_grad_of(self.module)\n"
         "                self.trained.step()\n                break",
         new="                break",
-        killers=(f"{STEP}::test_a_minibatch_that_stops_the_updates_leaves_no_gradient",),
+        killers=(f"{STEP}::test_target_kl_stop_leaves_no_gradient",),
     ),
     Mutant(
         name="rate-per-update",
@@ -664,7 +639,7 @@ LOOP = [
         target="rlhf_pg.trainers.learner.Learner.next_rate",
         old="        self.scheduler.step()\n",
         new="        for _ in norms:\n            self.scheduler.step()\n",
-        killers=(f"{RUN}::test_the_learning_rate_advances_once_per_step",),
+        killers=(f"{RUN}::test_learning_rate_advances_once_per_step",),
     ),
     Mutant(
         name="adam-epsilon-ignored",
@@ -672,7 +647,7 @@ LOOP = [
         target="rlhf_pg.trainers.optimizer._adamw",
         old='"betas": betas, "eps": args.adam_epsilon}',
         new='"betas": betas}',
-        killers=(f"{STEP}::test_the_optimizer_is_as_configured",),
+        killers=(f"{STEP}::test_optimizer_uses_configured_settings",),
     ),
     Mutant(
         name="draws-not-counted",
@@ -680,7 +655,7 @@ LOOP = [
         target="rlhf_pg.trainers.PolicyGradientTrainer.finish_step",
         old="state.prompt_index += batch.num_prompts",
         new="pass",
-        killers=(f"{STEP}::test_the_noise_of_a_step_is_its_own",),
+        killers=(f"{STEP}::test_sampling_noise_differs_between_steps_and_rows",),
     ),
 ]
 
@@ -691,7 +666,7 @@ PROCESSES = [
         target="rlhf_pg.runtime.DDPBackend.backward",
         old="torch.autograd.backward(loss * self._world)",
         new="torch.autograd.backward(loss)",
-        killers=(f"{DISTRIBUTED}::test_the_gradient_of_an_update_is_the_same[ddp-2-grpo]",),
+        killers=(f"{DISTRIBUTED}::test_gradient_matches_single_process[ddp-2-grpo]",),
     ),
     Mutant(
         name="tokens-counted-per-process",
@@ -699,7 +674,7 @@ PROCESSES = [
         target="rlhf_pg.trainers.learner.Learner.accumulate",
         old="self.runtime.all_reduce_sum(weight_count(minibatch.action_mask, args.aggregation))",
         new="weight_count(minibatch.action_mask, args.aggregation) * self.runtime.world",
-        killers=(f"{DISTRIBUTED}::test_the_gradient_of_an_update_is_the_same[ddp-2-grpo]",),
+        killers=(f"{DISTRIBUTED}::test_gradient_matches_single_process[ddp-2-grpo]",),
     ),
     Mutant(
         name="whitening-per-process",
@@ -707,7 +682,7 @@ PROCESSES = [
         target="rlhf_pg.trainers.experience_maker.make_experience",
         old="whiten(advantages, mask, stats=runtime.mean_and_var(advantages, mask))",
         new="whiten(advantages, mask)",
-        killers=(f"{DISTRIBUTED}::test_the_gradient_of_an_update_is_the_same[ddp-2-ppo]",),
+        killers=(f"{DISTRIBUTED}::test_gradient_matches_single_process[ddp-2-ppo]",),
     ),
 ]
 

@@ -14,7 +14,7 @@ TARGETS = [
         target="rlhf_pg.trainers.PPOTrainer.returns",
         old="return advantages + inputs.values",
         new="return advantages",
-        killers=(f"{OPTIONS}::test_targets_by_hand",),
+        killers=(f"{OPTIONS}::test_advantages_and_returns_by_hand",),
     ),
     Mutant(
         name="value-target-with-the-policys-lambda",
@@ -22,7 +22,7 @@ TARGETS = [
         target="rlhf_pg.trainers.PPOTrainer.returns",
         old="inputs.mask, args.gamma, args.value_lam, end)[1]",
         new="inputs.mask, args.gamma, args.lam, end)[1]",
-        killers=(f"{OPTIONS}::test_targets_by_hand",),
+        killers=(f"{OPTIONS}::test_advantages_and_returns_by_hand",),
     ),
     Mutant(
         name="value-lam-moves-the-policy",
@@ -34,7 +34,7 @@ TARGETS = [
             '"value_lam", None) is None else self.returns(inputs, inputs.values) - '
             "inputs.values"
         ),
-        killers=(f"{OPTIONS}::test_targets_by_hand",),
+        killers=(f"{OPTIONS}::test_advantages_and_returns_by_hand",),
     ),
     Mutant(
         name="value-target-ends-at-the-cut",
@@ -42,7 +42,7 @@ TARGETS = [
         target="rlhf_pg.trainers.PPOTrainer.returns",
         old="args.value_lam, end)[1]",
         new="args.value_lam, None)[1]",
-        killers=(f"{OPTIONS}::test_targets_by_hand",),
+        killers=(f"{OPTIONS}::test_advantages_and_returns_by_hand",),
     ),
 ]
 
@@ -53,7 +53,7 @@ UNITS = [
         target="rlhf_pg.trainers.PPOTrainer.values_of",
         old="torch.where(rollout.action_mask, moments.denormalize(values), 0.0)",
         new="values",
-        killers=(f"{OPTIONS}::test_advantages_are_those_of_the_denormalised_values",),
+        killers=(f"{OPTIONS}::test_normalized_critic_gives_same_advantages",),
     ),
     Mutant(
         name="end-value-not-denormalised",
@@ -61,7 +61,7 @@ UNITS = [
         target="rlhf_pg.trainers.PPOTrainer.values_of",
         old="            end = moments.denormalize(end)\n",
         new="",
-        killers=(f"{OPTIONS}::test_advantages_are_those_of_the_denormalised_values",),
+        killers=(f"{OPTIONS}::test_normalized_critic_gives_same_advantages",),
     ),
     Mutant(
         name="value-targets-not-normalised",
@@ -69,7 +69,7 @@ UNITS = [
         target="rlhf_pg.trainers.PPOTrainer.critic_targets",
         old="return torch.where(mask, moments.normalize(returns), 0.0), metrics",
         new="return returns, metrics",
-        killers=(f"{OPTIONS}::test_targets_are_normalised_by_all_returns_so_far",),
+        killers=(f"{OPTIONS}::test_value_targets_are_normalized_by_running_moments",),
     ),
     Mutant(
         name="old-value-in-other-units",
@@ -81,7 +81,7 @@ UNITS = [
             "else self.value_moments.normalize(inputs.values)), advantages, "
             "targets,"
         ),
-        killers=(f"{OPTIONS}::test_the_clip_is_about_the_critic_and_not_about_its_units",),
+        killers=(f"{OPTIONS}::test_value_clip_of_unmoved_critic_leaves_gradient_unchanged",),
     ),
     Mutant(
         name="value-moments-per-rank",
@@ -93,7 +93,7 @@ UNITS = [
             "moments.update(len(own), float(own.mean()), "
             "float(own.var(correction=0)))"
         ),
-        killers=(f"{DISTRIBUTED}::test_the_metrics_are_the_same[ddp-2-ppo]",),
+        killers=(f"{DISTRIBUTED}::test_metrics_match_single_process[ddp-2-ppo]",),
     ),
     Mutant(
         name="value-moments-with-padding",
@@ -102,7 +102,7 @@ UNITS = [
         old="moments.update(count, float(mean), float(var))",
         new="moments.update(float(mask.numel()), float(returns.mean()), "
         "float(returns.var(correction=0)))",
-        killers=(f"{OPTIONS}::test_targets_are_normalised_by_all_returns_so_far",),
+        killers=(f"{OPTIONS}::test_value_targets_are_normalized_by_running_moments",),
     ),
     Mutant(
         name="value-moments-not-saved",
@@ -111,9 +111,8 @@ UNITS = [
         old='{"value_moments": self.value_moments}',
         new="{}",
         killers=(
-            f"{OPTIONS}::test_a_run_goes_on_bit_for_bit_inside_and_after_the_head_start",
-            f"{OPTIONS}::test_the_moments_are_in_the_checkpoint_and_the_head_there_is_the_trained"
-            "_one",
+            f"{OPTIONS}::test_run_resumed_around_value_pretraining_is_bit_identical",
+            f"{OPTIONS}::test_checkpoint_holds_value_moments_and_trained_critic",
         ),
     ),
     Mutant(
@@ -123,8 +122,8 @@ UNITS = [
         old='part.save(path / name, self.running.get("value_moments"))',
         new="part.save(path / name)",
         killers=(
-            f"{OPTIONS}::test_the_critic_that_a_run_leaves_gives_values_in_units_of_the_reward",
-            f"{OPTIONS}::test_a_critic_taken_from_a_checkpoint_gives_plain_values",
+            f"{OPTIONS}::test_saved_critic_gives_denormalized_values",
+            f"{OPTIONS}::test_critic_from_checkpoint_gives_denormalized_values",
         ),
     ),
 ]
@@ -136,7 +135,7 @@ HEAD_START = [
         target="rlhf_pg.trainers.learner.Learner._updates",
         old="                self.trained.zero_grad_of(self.policy)\n",
         new="                pass\n",
-        killers=(f"{OPTIONS}::test_neither_the_norm_nor_adam_sees_a_policy_that_stays",),
+        killers=(f"{OPTIONS}::test_value_pretraining_excludes_policy_from_norm_and_adam",),
     ),
     Mutant(
         name="further-value-updates-move-the-policy",
@@ -144,7 +143,7 @@ HEAD_START = [
         target="rlhf_pg.trainers.learner.Learner._teach_critic",
         old="            self.trained.zero_grad_of(self.policy)  # after",
         new="            pass  # after",
-        killers=(f"{OPTIONS}::test_further_updates_are_of_the_critic_alone",),
+        killers=(f"{OPTIONS}::test_value_iterations_leave_policy_unchanged",),
     ),
     Mutant(
         name="rate-zero-alone-holds-the-policy",
@@ -152,7 +151,7 @@ HEAD_START = [
         target="rlhf_pg.trainers.learner.Learner._updates",
         old="                self.trained.zero_grad_of(self.policy)\n",
         new='                self.optimizer.param_groups[0]["lr"] = 0.0\n',
-        killers=(f"{OPTIONS}::test_neither_the_norm_nor_adam_sees_a_policy_that_stays",),
+        killers=(f"{OPTIONS}::test_value_pretraining_excludes_policy_from_norm_and_adam",),
     ),
     Mutant(
         name="value-pretraining-one-step-long",
@@ -160,7 +159,7 @@ HEAD_START = [
         target="rlhf_pg.trainers.learner.Learner.trains_critic_alone",
         old="step < self.args.policy_frozen_until",
         new="step <= self.args.policy_frozen_until",
-        killers=(f"{OPTIONS}::test_the_policy_stays_to_the_last_bit_while_the_critic_begins",),
+        killers=(f"{OPTIONS}::test_value_pretraining_leaves_policy_unchanged",),
     ),
     Mutant(
         name="warmup-spent-while-waiting",
@@ -168,7 +167,7 @@ HEAD_START = [
         target="rlhf_pg.trainers.optimizer._schedule",
         old="return 0.0 if step < alone else later(step - alone)",
         new="return 0.0 if step < alone else later(step)",
-        killers=(f"{OPTIONS}::test_policy_and_critic_have_schedules_of_their_own",),
+        killers=(f"{OPTIONS}::test_policy_and_critic_have_own_schedules",),
     ),
     Mutant(
         name="coefficients-move-without-the-policy",
@@ -176,7 +175,7 @@ HEAD_START = [
         target="rlhf_pg.trainers.PolicyGradientTrainer.finish_step",
         old="if not policy_stays:",
         new="if True:",
-        killers=(f"{OPTIONS}::test_coefficients_wait_for_the_policy",),
+        killers=(f"{OPTIONS}::test_controllers_do_not_move_during_value_pretraining",),
     ),
     Mutant(
         name="random-critic-copies-the-policy",
@@ -184,10 +183,7 @@ HEAD_START = [
         target="rlhf_pg.trainers.PPOTrainer.new_critic",
         old="            options.random_seed,\n",
         new="            None,\n",
-        killers=(
-            f"{OPTIONS}::test_a_random_critic_has_the_architecture_of_the_policy_and_nothing_else"
-            "_of_it",
-        ),
+        killers=(f"{OPTIONS}::test_random_critic_shares_only_policy_architecture",),
     ),
 ]
 
@@ -199,8 +195,8 @@ FOLLOWING = [
         old="own.lerp_(theirs, alpha)",
         new="own.lerp_(theirs, 1 - alpha)",
         killers=(
-            f"{REFERENCE}::test_it_moves_by_a_share_of_the_way_in_place",
-            f"{MOVING}::test_the_kl_is_exactly_zero_after_a_refresh_and_only_then",
+            f"{REFERENCE}::test_follow_interpolates_towards_policy_in_place",
+            f"{MOVING}::test_kl_is_zero_only_after_reference_sync",
         ),
     ),
     Mutant(
@@ -214,7 +210,7 @@ FOLLOWING = [
             "1)\n            self.learner.sync_reference = lambda step: "
             "None\n            metrics |= self.update(experience, meter)"
         ),
-        killers=(f"{MOVING}::test_the_kl_is_exactly_zero_after_a_refresh_and_only_then",),
+        killers=(f"{MOVING}::test_kl_is_zero_only_after_reference_sync",),
     ),
     Mutant(
         name="reference-not-saved",
@@ -222,7 +218,7 @@ FOLLOWING = [
         target="rlhf_pg.checkpoint.checkpointer.Checkpointer._load_models",
         old='if name == "reference" and not part.moves:',
         new='if name == "reference":',
-        killers=(f"{MOVING}::test_four_steps_are_two_or_three_a_stop_and_the_rest",),
+        killers=(f"{MOVING}::test_resumed_run_matches_uninterrupted_run",),
     ),
     Mutant(
         name="moving-reference-without-adapter",
@@ -230,9 +226,7 @@ FOLLOWING = [
         target="rlhf_pg.models.Reference.__init__",
         old="if adds_nothing(policy.model) and not moves:",
         new="if adds_nothing(policy.model):",
-        killers=(
-            f"{REFERENCE}::test_with_a_fresh_adapter_it_keeps_a_copy_of_that_and_shares_the_rest",
-        ),
+        killers=(f"{REFERENCE}::test_moving_reference_copies_only_fresh_adapter",),
     ),
     Mutant(
         name="reference-buffers-stay",
@@ -240,7 +234,7 @@ FOLLOWING = [
         target="rlhf_pg.models.reference._tensors",
         old="return [*module.parameters(), *module.buffers()]",
         new="return [*module.parameters()]",
-        killers=(f"{REFERENCE}::test_it_moves_by_a_share_of_the_way_in_place",),
+        killers=(f"{REFERENCE}::test_follow_interpolates_towards_policy_in_place",),
     ),
     Mutant(
         name="fingerprint-of-what-moves",
@@ -249,8 +243,8 @@ FOLLOWING = [
         old="if stays and isinstance(",
         new="if isinstance(",
         killers=(
-            f"{REFERENCE}::test_the_fingerprint_does_not_cover_what_moves",
-            f"{MOVING}::test_four_steps_are_two_or_three_a_stop_and_the_rest",
+            f"{REFERENCE}::test_fingerprint_excludes_moving_weights",
+            f"{MOVING}::test_resumed_run_matches_uninterrupted_run",
         ),
     ),
 ]

@@ -19,7 +19,7 @@ MUTANTS = [
         old="(lost := lost_in_merge(policy)) <= MOST_LOST:",
         new="(lost := lost_in_merge(policy)) <= 1 + MOST_LOST:",
         killers=(
-            "tests/rollout/vllm/test_handover.py::test_vllm_says_once_that_rounding_takes_an_adapter",
+            "tests/rollout/vllm/test_handover.py::test_adapter_lost_in_rounding_is_logged_once",
         ),
     ),
     Mutant(
@@ -29,7 +29,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.NativeEngine._load_weights",
         old="if merges and lost_in_merge(self.model) <= MOST_LOST:",
         new="if merges:",
-        killers=(f"{NATIVE}::test_a_small_adapter_in_bfloat16_is_not_rounded_away",),
+        killers=(f"{NATIVE}::test_small_bf16_adapter_is_not_rounded_away",),
     ),
     Mutant(
         name="sampler-positions-from-the-column",
@@ -37,7 +37,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.native.continuous_batching.BatchingSession._step",
         old="positions = places.positions + last",
         new="positions = last",
-        killers=(f"{NATIVE}::test_log_probabilities_equal_a_teacher_forced_forward",),
+        killers=(f"{NATIVE}::test_logprobs_match_teacher_forced_forward",),
     ),
     Mutant(
         name="eos-forced",
@@ -47,7 +47,7 @@ MUTANTS = [
         new="        if len(self.eos):\n"
         "            ids = torch.where(lengths + 1 == drawn.limits[rows], self.eos[0], ids)\n"
         "        drawn.append(rows, ids, logprobs, self.eos)",
-        killers=(f"{NATIVE}::test_an_eos_only_cuts_the_completion_short",),
+        killers=(f"{NATIVE}::test_eos_only_truncates_completion",),
     ),
     Mutant(
         name="one-eos-of-several",
@@ -63,9 +63,7 @@ MUTANTS = [
         target="rlhf_pg.models.stop_token_ids",
         old="*(i for i in ids if i is not None)}",
         new="}",
-        killers=(
-            "tests/models/test_loading.py::test_every_eos_of_tokenizer_and_generation_config_stops",
-        ),
+        killers=("tests/models/test_loading.py::test_eos_of_tokenizer_and_generation_config_stop",),
     ),
     Mutant(
         name="last-allowed-eos-is-truncated",
@@ -73,7 +71,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.native.continuous_batching.BatchingSession._take_out",
         old='"stop" if ended[i] else',
         new='"stop" if ended[i] and lengths[i] < row.prompt.limit else',
-        killers=(f"{NATIVE}::test_eos_as_the_last_allowed_token_is_a_stop",),
+        killers=(f"{NATIVE}::test_eos_as_last_allowed_token_is_stop",),
     ),
     Mutant(
         name="dropout-in-sampling",
@@ -81,7 +79,7 @@ MUTANTS = [
         target="rlhf_pg.models.evaluating",
         old="    model.eval()\n    try:",
         new="    try:",
-        killers=(f"{NATIVE}::test_dropout_has_no_part_in_sampling",),
+        killers=(f"{NATIVE}::test_dropout_is_disabled_in_sampling",),
     ),
     Mutant(
         name="mode-lost-after-an-error",
@@ -89,7 +87,7 @@ MUTANTS = [
         target="rlhf_pg.models.evaluating",
         old="    model.eval()\n    try:\n        yield\n    finally:",
         new="    model.eval()\n    yield\n    if True:",
-        killers=(f"{NATIVE}::test_the_mode_of_every_module_is_restored_after_an_error",),
+        killers=(f"{NATIVE}::test_module_modes_are_restored_after_error",),
     ),
     Mutant(
         name="temperature-not-in-sampling",
@@ -97,7 +95,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.token_sampling.sample",
         old="        logits = logits / params.temperature\n",
         new="        logits = logits * 1\n",
-        killers=(f"{SAMPLING}::test_temperature_has_its_closed_form",),
+        killers=(f"{SAMPLING}::test_temperature_matches_closed_form",),
     ),
     Mutant(
         name="truncated-mass-not-renormalised",
@@ -106,7 +104,7 @@ MUTANTS = [
         old="return ids, _pick(scores, ids) - top.squeeze(1)",
         new="return ids, _pick(logits, ids) - logits.logsumexp(1)\n"
         "    return ids, _pick(scores, ids) - top.squeeze(1)",
-        killers=(f"{SAMPLING}::test_log_probabilities_are_renormalised_on_the_kept_set",),
+        killers=(f"{SAMPLING}::test_logprobs_are_renormalized_over_kept_ids",),
     ),
     Mutant(
         name="noise-without-the-draw",
@@ -114,7 +112,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.token_sampling._state",
         old="mix(state + prompt_indices)",
         new="mix(state + 0 * prompt_indices)",
-        killers=(f"{SAMPLING}::test_every_coordinate_gives_its_own_noise",),
+        killers=(f"{SAMPLING}::test_every_coordinate_gives_distinct_noise",),
     ),
     Mutant(
         name="noise-of-the-step",
@@ -122,7 +120,7 @@ MUTANTS = [
         target="rlhf_pg.trainers.samples.sample",
         old="seed, prompt_ids=prompt_indices)",
         new="seed)",
-        killers=(f"{STEP}::test_the_noise_of_a_step_is_its_own",),
+        killers=(f"{STEP}::test_sampling_noise_differs_between_steps_and_rows",),
     ),
     Mutant(
         name="padding-of-prompts-is-attended-to",
@@ -130,7 +128,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.native.slots.Groups.of",
         old="columns < lengths[:, None],",
         new="(columns < lengths.max()).expand(len(lengths), -1),",
-        killers=(f"{NATIVE}::test_padding_to_any_width_changes_nothing",),
+        killers=(f"{NATIVE}::test_padding_width_leaves_samples_unchanged",),
     ),
     Mutant(
         name="later-rows-attend-to-nothing-yet",
@@ -138,7 +136,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.native.kv_cache.Padded.layout",
         old="<= last[:, None]",
         new="<= last.max().expand(len(last), 1)",
-        killers=(f"{BATCHING}::test_a_small_cache_makes_rows_wait_and_changes_nothing",),
+        killers=(f"{BATCHING}::test_small_cache_delays_rows_without_changing_samples",),
     ),
     Mutant(
         name="a-moved-row-leaves-its-keys-behind",
@@ -146,7 +144,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.native.kv_cache.Padded.move",
         old="        self.own.move(sources, targets)\n",
         new="        pass\n",
-        killers=(f"{NATIVE}::test_log_probabilities_equal_a_teacher_forced_forward",),
+        killers=(f"{NATIVE}::test_logprobs_match_teacher_forced_forward",),
     ),
     Mutant(
         name="a-moved-prompt-leaves-its-keys-behind",
@@ -154,7 +152,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.native.kv_cache.Padded.leave",
         old="            self.prompts.move([last], [slot])\n",
         new="            pass\n",
-        killers=(f"{BATCHING}::test_a_small_cache_makes_rows_wait_and_changes_nothing",),
+        killers=(f"{BATCHING}::test_small_cache_delays_rows_without_changing_samples",),
     ),
     Mutant(
         name="a-continued-row-repeats-its-noise",
@@ -162,7 +160,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.native.continuous_batching.BatchingSession._choose",
         old="positions = drawn.first[rows] + lengths",
         new="positions = lengths",
-        killers=(f"{BATCHING}::test_a_row_goes_on_where_it_stopped",),
+        killers=(f"{BATCHING}::test_continued_request_draws_same_tokens",),
     ),
     Mutant(
         name="adapter-merged-into-the-policy",
@@ -170,9 +168,7 @@ MUTANTS = [
         target="rlhf_pg.models.merged",
         old="copied = copy.deepcopy(model, shared)",
         new="copied = model",
-        killers=(
-            f"{BATCHING}::test_an_adapter_is_merged_into_a_copy_and_the_policy_is_left_alone",
-        ),
+        killers=(f"{BATCHING}::test_adapter_is_merged_into_copy_of_policy",),
     ),
     Mutant(
         name="parts-of-attention-not-weighed",
@@ -180,7 +176,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.native.decode_attention.together",
         old="torch.lerp(a.values, b.values, torch.sigmoid(b.logsum - a.logsum))",
         new="torch.lerp(a.values, b.values, 0.5)",
-        killers=(f"{NATIVE}::test_log_probabilities_equal_a_teacher_forced_forward",),
+        killers=(f"{NATIVE}::test_logprobs_match_teacher_forced_forward",),
     ),
     Mutant(
         name="a-second-copy-of-the-policy",
@@ -198,7 +194,7 @@ MUTANTS = [
         new='return "none"',
         killers=(
             "tests/trainers/test_rollout_server.py::"
-            "test_the_loss_is_weighed_by_the_mismatch_unless_it_is_not_to_be",
+            "test_auto_sampler_correction_weighs_server_mismatch",
         ),
     ),
     Mutant(
@@ -207,7 +203,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.factory.unsuited",
         old='            args.truncated_sampling == "saved_support"\n',
         new="            False\n",
-        killers=(f"{CHOOSE}::test_what_does_not_suit_is_named",),
+        killers=(f"{CHOOSE}::test_unsupported_run_gives_reason_against_vllm",),
     ),
     Mutant(
         name="a-resumed-run-chooses-its-engine-anew",
@@ -215,9 +211,7 @@ MUTANTS = [
         target="rlhf_pg.trainers.setup.TrainerSetup.on_resume",
         old='        if "rollout_engine" in found:',
         new='        if "engine" in found:',
-        killers=(
-            f"{ENGINES}::test_a_resumed_run_goes_on_with_the_native_engine_where_vllm_is_now",
-        ),
+        killers=(f"{ENGINES}::test_resumed_run_keeps_native_engine_when_vllm_is_available",),
     ),
     Mutant(
         name="a-chosen-vllm-stays-awake",
@@ -225,7 +219,7 @@ MUTANTS = [
         target="rlhf_pg.trainers.engines.with_engine",
         old="vllm_enable_sleep_mode=True)",
         new="vllm_enable_sleep_mode=False)",
-        killers=(f"{ENGINES}::test_vllm_that_was_chosen_sleeps_has_room_and_is_saved",),
+        killers=(f"{ENGINES}::test_auto_vllm_sleeps_and_is_written_to_config",),
     ),
     # ---------------------------------------------------------------------- without padding
     Mutant(
@@ -234,7 +228,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.native.unpadded_kv_cache.Unpadded.layout",
         old="own_lengths=(last + 1).int(),",
         new="own_lengths=last.int(),",
-        killers=(f"{FLASH}::test_what_is_sampled_is_the_same",),
+        killers=(f"{FLASH}::test_samples_match_default_attention",),
     ),
     Mutant(
         name="flash-logits-in-the-order-of-prompts",
@@ -242,7 +236,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.native.continuous_batching.BatchingSession._step",
         old="logits = run(self.model, ids, positions, layout, places.back)",
         new="logits = run(self.model, ids, positions, layout, 0)",
-        killers=(f"{FLASH}::test_what_is_sampled_is_the_same",),
+        killers=(f"{FLASH}::test_samples_match_default_attention",),
     ),
     Mutant(
         name="flash-runs-longer-than-a-block",
@@ -250,7 +244,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.native.unpadded_kv_cache.Unpadded.places",
         old="most = max(1, QUERIES // self.shares[-1])",
         new="most = QUERIES * 1000",
-        killers=(f"{FLASH}::test_groups_of_any_size",),
+        killers=(f"{FLASH}::test_groups_of_any_size_match_default_attention",),
     ),
     Mutant(
         name="flash-prompt-over-another",
@@ -258,7 +252,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.native.unpadded_kv_cache._gap",
         old="        if start - end >= length:",
         new="        if start - end >= 0:",
-        killers=(f"{FLASH}::test_a_prompt_is_put_into_the_first_gap_that_it_fits",),
+        killers=(f"{FLASH}::test_prompt_is_placed_in_first_fitting_gap",),
     ),
     Mutant(
         name="flash-room-that-grows-is-empty",
@@ -266,7 +260,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.native.flash_attention.Tokens.reserve",
         old="                more[: len(tensor)] = tensor\n",
         new="                more.zero_()\n",
-        killers=(f"{FLASH}::test_room_that_grows_keeps_what_is_there",),
+        killers=(f"{FLASH}::test_growing_token_store_keeps_contents",),
     ),
     Mutant(
         name="flash-moved-row-leaves-its-keys-behind",
@@ -274,7 +268,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.native.unpadded_kv_cache.Unpadded.move",
         old="            slots[target] = slots[source]\n",
         new="            pass\n",
-        killers=(f"{FLASH}::test_what_is_sampled_is_the_same",),
+        killers=(f"{FLASH}::test_samples_match_default_attention",),
     ),
     Mutant(
         name="compilation-fails-every-time",
@@ -282,9 +276,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.native.compiled.Compiled.__call__",
         old="                self.works = False\n",
         new="                pass\n",
-        killers=(
-            f"{FLASH}::test_what_cannot_be_compiled_is_run_as_it_is_and_the_log_says_so_once",
-        ),
+        killers=(f"{FLASH}::test_uncompilable_function_runs_eagerly_and_logs_once",),
     ),
     Mutant(
         name="scales-are-inputs-of-the-graph",
@@ -292,6 +284,6 @@ MUTANTS = [
         target="rlhf_pg.rollout.native.compiled.Compiled.__call__",
         old="specialize_float=True",
         new="specialize_float=False",
-        killers=(f"{FLASH}::test_a_step_is_one_graph_and_is_compiled_once",),
+        killers=(f"{FLASH}::test_step_is_one_graph_compiled_once",),
     ),
 ]

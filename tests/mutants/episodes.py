@@ -5,9 +5,9 @@ from tests.mutants import Mutant
 USER_CODE = "tests/faults/test_user_code.py::test_"
 TOKENS = "tests/rollout/multi_turn/test_episodes.py::test_"
 GRADIENTS = "tests/trainers/test_episodes.py::test_"
-FAILED = GRADIENTS + "an_episode_that_failed_is_in_no_baseline_statistic_or_loss"
-TURNS_AND_ANSWERS = TOKENS + "turns_and_answers_stand_in_one_row_with_what_was_paid_for_each"
-EXACT = GRADIENTS + "the_expected_gradient_is_that_of_the_policys_own_tokens"
+FAILED = GRADIENTS + "failed_episode_leaves_gradient_unchanged"
+TURNS_AND_ANSWERS = TOKENS + "episode_row_has_turns_answers_and_turn_rewards"
+EXACT = GRADIENTS + "expected_episode_gradient_is_exact"
 
 MUTANTS: list[Mutant] = [
     Mutant(
@@ -16,7 +16,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.data.chat._looked_up",
         old="{*added.values(), MARK[0], ",
         new="{*added.values(), ",
-        killers=("tests/data/test_prompts.py::test_nor_is_what_an_environment_answers",),
+        killers=("tests/data/test_prompts.py::test_environment_answer_yields_no_control_token",),
     ),
     Mutant(
         name="refused-prompt-forwarded",
@@ -24,7 +24,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rollout.multi_turn.episodes._EpisodeBatch._prompted",
         old="most=runner.longest_prompt",
         new="most=None",
-        killers=(USER_CODE + "a_prompt_that_was_refused_is_not_forwarded",),
+        killers=(USER_CODE + "refused_environment_prompt_is_not_forwarded",),
     ),
     Mutant(
         name="prompt-refused-by-the-engine-forwarded",
@@ -32,7 +32,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rollout.multi_turn.episodes._EpisodeBatch._ask",
         old="                if not position:  ",
         new="                if False:  ",
-        killers=(TOKENS + "a_beginning_that_the_engine_refuses_leaves_the_prompt_of_the_dataset",),
+        killers=(TOKENS + "rejected_reset_prompt_keeps_dataset_prompt",),
     ),
     Mutant(
         name="megabytes-tokenized",
@@ -40,7 +40,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.data.chat._check_length",
         old="if most is not None and len(text) > most * ",
         new="if most is not None and len(text) > 1_000_000 * most * ",
-        killers=(USER_CODE + "megabytes_are_never_tokenized",),
+        killers=(USER_CODE + "huge_text_is_cut_before_tokenization",),
     ),
     Mutant(
         name="transform-drawn-again",
@@ -48,7 +48,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.data.prompts._in_rows",
         old='    if shape["type"] != "custom":\n',
         new="    if True:\n",
-        killers=(USER_CODE + "a_random_transform_is_drawn_once",),
+        killers=(USER_CODE + "random_dataset_transform_is_applied_once",),
     ),
     Mutant(
         name="process-left-changed",
@@ -56,7 +56,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.boundary.user_code.Settings.restore",
         old="        if now == self:\n",
         new="        if True:\n",
-        killers=(USER_CODE + "what_it_changes_of_the_process_is_put_back_and_its_forks_end",),
+        killers=(USER_CODE + "user_code_side_effects_are_undone_and_forks_end",),
     ),
     Mutant(
         name="reward-ends-the-run",
@@ -64,7 +64,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.boundary.user_code.foreign",
         old="    except (Exception, KeyboardInterrupt):\n",
         new="    except (Exception, KeyboardInterrupt, SystemExit):\n",
-        killers=(USER_CODE + "what_raises_is_an_error_that_says_what",),
+        killers=(USER_CODE + "user_code_error_names_cause",),
     ),
     Mutant(
         name="late-calls-go-on",
@@ -72,7 +72,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rollout.multi_turn.concurrent_calls.ConcurrentCalls._give_up",
         old="SetAsyncExc(ident, ctypes.py_object(Late))",
         new="SetAsyncExc(ident, None)",
-        killers=(TOKENS + "environments_that_hang_in_python_leave_no_threads_behind",),
+        killers=(TOKENS + "hanging_python_environments_leave_no_threads",),
     ),
     Mutant(
         name="observations-in-the-loss",
@@ -100,7 +100,7 @@ MUTANTS: list[Mutant] = [
             "                self.runner.tokenizer.decode([*first.prompt_ids, *first.tokens])\n"
             '            )["input_ids"],\n'
         ),
-        killers=(TOKENS + "turns_are_carried_as_they_were_sampled",),
+        killers=(TOKENS + "turns_keep_sampled_tokens",),
     ),
     Mutant(
         name="turn-paid-at-its-first-token",
@@ -128,7 +128,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rollout.multi_turn.episodes._EpisodeBatch._ask",
         old="            position=position,\n",
         new="            position=0,\n",
-        killers=(TOKENS + "each_turn_is_asked_for_with_all_before_it_and_noise_of_its_own_place",),
+        killers=(TOKENS + "turn_request_has_full_history_and_own_position",),
     ),
     Mutant(
         name="words-that-are-control-tokens",
@@ -136,7 +136,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.data.chat._quoted_chat",
         old="    quoted: list[Any] = _quoted(messages, special)",
         new="    quoted: list[Any] = list(messages)",
-        killers=("tests/data/test_prompts.py::test_what_a_message_says_is_no_control_token",),
+        killers=("tests/data/test_prompts.py::test_message_content_yields_no_control_token",),
     ),
     Mutant(
         name="prefill-closed",
@@ -144,7 +144,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.data.chat.encode",
         old="    if open_turn and continues(text):\n",
         new="    if False:\n",
-        killers=("tests/data/test_prompts.py::test_the_assistants_own_words_are_continued",),
+        killers=("tests/data/test_prompts.py::test_last_assistant_message_is_continued",),
     ),
     Mutant(
         name="end-of-turn-twice",
@@ -152,7 +152,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.data.chat.encode_answer",
         old="            text = rest\n",
         new="            pass\n",
-        killers=(TOKENS + "between_two_turns_of_a_chat_stands_what_the_template_has_there",),
+        killers=(TOKENS + "chat_turns_are_joined_as_in_template",),
     ),
     Mutant(
         name="cut-off-episodes-do-not-apply",
@@ -160,7 +160,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rollout.Episode.cut_off",
         old="            self.pay(0.0)\n",
         new="            pass\n",
-        killers=(TOKENS + "what_was_cut_off_before_anything_was_paid_has_earned_nothing",),
+        killers=(TOKENS + "truncated_episode_without_rewards_earns_zero",),
     ),
     Mutant(
         name="turns-without-limit",
@@ -168,7 +168,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rollout.multi_turn.episodes._EpisodeBatch._observed",
         old="(not done and episode.turns == runner.max_turns)",
         new="(not done and False)",
-        killers=(TOKENS + "the_limit_on_turns",),
+        killers=(TOKENS + "turn_limit_truncates_episode",),
     ),
     Mutant(
         name="failed-episodes-train",
@@ -176,7 +176,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rollout.Episode.trained",
         old="return self.actions if self.error is None else [False] * len(self.actions)",
         new="return self.actions",
-        killers=(GRADIENTS + "reward_functions_are_not_asked_about_what_has_failed",),
+        killers=(GRADIENTS + "reward_functions_skip_failed_episodes",),
     ),
     Mutant(
         name="failed-episodes-in-the-std",
@@ -208,6 +208,6 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.experience_maker._kl_of_completions",
         old="mask.any(1).sum().to(sums)",
         new="sums.new_tensor(len(sums))",
-        killers=(GRADIENTS + "metrics_and_controllers_leave_out_what_has_failed",),
+        killers=(GRADIENTS + "failed_episode_leaves_metrics_unchanged",),
     ),
 ]

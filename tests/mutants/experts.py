@@ -2,9 +2,9 @@
 
 from tests.mutants import Mutant
 
-TRAINED = "tests/trainers/test_experts.py::test_the_gradient_is_that_of_all_rows_together"
+TRAINED = "tests/trainers/test_experts.py::test_aux_loss_gradient_is_that_of_whole_batch"
 NAMES = "tests/rollout/vllm/test_handover.py::test_"
-COUNTED = "tests/models/test_experts.py::test_of_a_policy_it_is_over_all_tokens_of_all_rows"
+COUNTED = "tests/models/test_experts.py::test_policy_balance_loss_covers_all_real_tokens"
 
 MUTANTS = [
     Mutant(
@@ -13,7 +13,7 @@ MUTANTS = [
         target="rlhf_pg.models.from_pretrained",
         old="    if missing:\n",
         new="    if missing and False:\n",
-        killers=("tests/models/test_loading.py::test_weights_that_are_put_back_are_all_there",),
+        killers=("tests/models/test_loading.py::test_load_weights_lacking_tensor_raises",),
     ),
     Mutant(
         name="router-loss-per-micro-batch",
@@ -38,7 +38,7 @@ MUTANTS = [
         target="rlhf_pg.models.experts.Balance.loss",
         old="share = (chosen / tokens) * (probability / tokens)",
         new="share = (chosen / tokens).mean(0, keepdim=True) * (probability / tokens)",
-        killers=("tests/models/test_experts.py::test_layers_are_balanced_one_by_one",),
+        killers=("tests/models/test_experts.py::test_layers_are_balanced_separately",),
     ),
     Mutant(
         name="buffers-not-handed-over",
@@ -46,7 +46,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.vllm.handover._weights",
         old="if name not in module._non_persistent_buffers_set:",
         new="if False:",
-        killers=(NAMES + "what_is_handed_over_is_what_a_checkpoint_has",),
+        killers=(NAMES + "handed_over_experts_match_checkpoint",),
     ),
     Mutant(
         name="experts-under-names-of-transformers",
@@ -54,6 +54,6 @@ MUTANTS = [
         target="rlhf_pg.rollout.vllm.handover.published_weights",
         old="if not get_model_conversion_mapping(names, add_legacy=False):",
         new="if True:",
-        killers=(NAMES + "experts_and_their_biases_go_by_the_names_that_vllm_reads",),
+        killers=(NAMES + "expert_weights_have_names_read_by_vllm",),
     ),
 ]

@@ -11,7 +11,7 @@ MUTANTS = [
         target="rlhf_pg.checkpoint.atomic._difference",
         old="        if contents and _sha256(file) != sha256:\n",
         new="        if False:\n",
-        killers=(f"{FAULTS}::test_the_newest_whole_checkpoint_is_resumed",),
+        killers=(f"{FAULTS}::test_damaged_checkpoint_is_skipped_for_newest_intact_one",),
     ),
     Mutant(
         name="newest-by-number",
@@ -20,7 +20,7 @@ MUTANTS = [
         old="            reason = self._fault(path, runtime)\n            if reason is None:\n"
         "                if broken",
         new="            reason = None\n            if reason is None:\n                if broken",
-        killers=(f"{FAULTS}::test_the_newest_whole_checkpoint_is_resumed",),
+        killers=(f"{FAULTS}::test_damaged_checkpoint_is_skipped_for_newest_intact_one",),
     ),
     Mutant(
         name="peak-of-the-saved-run",
@@ -28,7 +28,7 @@ MUTANTS = [
         target="rlhf_pg.checkpoint.checkpointer.Checkpointer._load_schedule",
         old="before, self.scheduler.base_lrs = self.scheduler.base_lrs, peaks",
         new="before = self.scheduler.base_lrs",
-        killers=(f"{FAULTS}::test_another_learning_rate_is_taken_with_a_warning",),
+        killers=(f"{FAULTS}::test_changed_learning_rate_on_resume_warns_and_applies",),
     ),
     Mutant(
         name="half-an-update-stays",
@@ -36,7 +36,7 @@ MUTANTS = [
         target="rlhf_pg.trainers.learner.Learner.update",
         old="            self.trained.discard_update()\n",
         new="",
-        killers=("tests/faults/test_updates.py::test_out_of_memory_leaves_no_half_of_an_update",),
+        killers=("tests/faults/test_updates.py::test_out_of_memory_leaves_weights_unchanged",),
     ),
     Mutant(
         name="random-numbers-drawn-twice",
@@ -45,7 +45,7 @@ MUTANTS = [
         old="            restore_rng(rng)\n",
         new="            pass\n",
         killers=(
-            "tests/faults/test_updates.py::test_what_breaks_a_step_off_saves_the_one_before_as_it_was",
+            "tests/faults/test_updates.py::test_interrupted_step_restarts_with_same_random_state",
         ),
     ),
     Mutant(
@@ -55,7 +55,7 @@ MUTANTS = [
         old="    if not there:\n",
         new='    if "metrics.jsonl" not in there:\n',
         killers=(
-            "tests/checkpoint/test_run_dir.py::test_what_has_the_name_of_a_runs_file_is_set_aside",
+            "tests/checkpoint/test_run_dir.py::test_directory_named_like_run_file_is_set_aside",
         ),
     ),
     Mutant(
@@ -64,7 +64,7 @@ MUTANTS = [
         target="rlhf_pg.checkpoint.atomic._manifest",
         old="        if not stat.S_ISREG(found.st_mode):\n",
         new="        if False:\n",
-        killers=(f"{FAULTS}::test_a_manifest_that_is_none_is_no_end",),
+        killers=(f"{FAULTS}::test_unreadable_manifest_is_skipped_on_resume",),
     ),
     Mutant(
         name="model-for-a-checkpoint",
@@ -72,7 +72,7 @@ MUTANTS = [
         target="rlhf_pg.checkpoint.checkpointer.Checkpointer._fault",
         old="        if reason is None and not (path / STATE).is_file():\n",
         new="        if False:\n",
-        killers=(f"{FAULTS}::test_what_is_no_checkpoint_is_told_where_they_are",),
+        killers=(f"{FAULTS}::test_resume_from_non_checkpoint_names_checkpoint_location",),
     ),
     Mutant(
         name="tokens-counted",
@@ -80,10 +80,7 @@ MUTANTS = [
         target="rlhf_pg.models.check_vocabulary",
         old="vocabulary[last] >= rows:\n",
         new="len(vocabulary) > rows:\n",
-        killers=(
-            "tests/models/test_loading.py"
-            "::test_an_id_beyond_the_embedding_rows_is_refused_whatever_the_number_of_tokens",
-        ),
+        killers=("tests/models/test_loading.py::test_token_id_beyond_embedding_rows_raises",),
     ),
     Mutant(
         name="unknown-token-for-eos",
@@ -91,7 +88,7 @@ MUTANTS = [
         target="rlhf_pg.models.tokenizers._check_special",
         old="    if is_unknown and tokenizer.eos_token != tokenizer.unk_token:\n",
         new="    if False:\n",
-        killers=("tests/models/test_loading.py::test_an_unknown_token_is_no_eos",),
+        killers=("tests/models/test_loading.py::test_unknown_token_as_eos_raises",),
     ),
     Mutant(
         name="raw-errors-of-models",
@@ -99,9 +96,7 @@ MUTANTS = [
         target="rlhf_pg.models.opening",
         old='    except Exception as error:\n        raise ValueError(\n            f"the {what}',
         new='    except OSError as error:\n        raise ValueError(\n            f"the {what}',
-        killers=(
-            "tests/models/test_loading.py::test_a_directory_without_a_whole_model_is_one_error",
-        ),
+        killers=("tests/models/test_loading.py::test_incomplete_model_directory_is_one_error",),
     ),
     Mutant(
         name="code-of-models-asked-for",
@@ -110,8 +105,7 @@ MUTANTS = [
         old="output_loading_info=True, trust_remote_code=trust_remote_code, **options\n",
         new="output_loading_info=True, **options\n",
         killers=(
-            "tests/faults/test_security.py"
-            "::test_code_that_comes_with_a_model_needs_the_key_whatever_is_piped_in",
+            "tests/faults/test_security.py::test_remote_code_runs_only_with_trust_remote_code",
         ),
     ),
     Mutant(
@@ -120,7 +114,7 @@ MUTANTS = [
         target="rlhf_pg.trainers.loop.TrainingLoop._step_or_nothing",
         old="            self.checkpointer.put_back(numbers)\n",
         new="",
-        killers=("tests/faults/test_leaving.py::test_it_costs_no_step_that_was_finished",),
+        killers=("tests/faults/test_leaving.py::test_interrupted_run_keeps_all_finished_steps",),
     ),
     Mutant(
         name="errors-cost-steps",
@@ -128,7 +122,7 @@ MUTANTS = [
         target="rlhf_pg.trainers.loop.TrainingLoop._save_finished",
         old="            path = self.save_checkpoint()\n",
         new="            return None\n",
-        killers=("tests/faults/test_leaving.py::test_it_costs_no_step_that_was_finished",),
+        killers=("tests/faults/test_leaving.py::test_interrupted_run_keeps_all_finished_steps",),
     ),
     Mutant(
         name="files-of-a-live-run-set-aside",
@@ -138,7 +132,7 @@ MUTANTS = [
         new="    if True:\n",
         killers=(
             "tests/checkpoint/test_run_dir.py"
-            "::test_other_trainings_leave_the_directory_of_a_live_run_alone[a_reward_model]",
+            "::test_other_trainings_leave_live_run_unchanged[a_reward_model]",
         ),
     ),
     Mutant(
@@ -147,7 +141,7 @@ MUTANTS = [
         target="rlhf_pg.trainers.loop.TrainingLoop._saved_on_leaving",
         old="    except FloatingPointError:",
         new="    except ZeroDivisionError:",
-        killers=("tests/faults/test_leaving.py::test_nothing_is_saved_of_a_run_that_diverged",),
+        killers=("tests/faults/test_leaving.py::test_diverged_run_saves_no_exit_checkpoint",),
     ),
     Mutant(
         name="half-a-step-for-a-whole-one",
@@ -155,7 +149,9 @@ MUTANTS = [
         target="rlhf_pg.checkpoint.checkpointer.Checkpointer.removing_none",
         old="        limit, self.limit = self.limit, None\n",
         new="        limit = self.limit\n",
-        killers=("tests/faults/test_leaving.py::test_what_was_saved_before_makes_no_room",),
+        killers=(
+            "tests/faults/test_leaving.py::test_exit_checkpoint_keeps_older_one_despite_limit",
+        ),
     ),
     Mutant(
         name="moments-of-nan",
@@ -163,7 +159,9 @@ MUTANTS = [
         target="rlhf_pg.trainers.PPOTrainer.critic_targets",
         old="        if var.isfinite():",
         new="        if True:",
-        killers=("tests/faults/test_updates.py::test_all_passes_over_one_bad_batch_are_one_step",),
+        killers=(
+            "tests/faults/test_updates.py::test_skipped_passes_over_one_batch_count_as_one_step",
+        ),
     ),
     Mutant(
         name="roles-unquoted",
@@ -171,7 +169,7 @@ MUTANTS = [
         target="rlhf_pg.data.chat._quoted",
         old=" and v in ROLES",
         new="",
-        killers=("tests/data/test_prompts.py::test_nor_is_what_it_says_of_roles",),
+        killers=("tests/data/test_prompts.py::test_message_role_yields_no_control_token",),
     ),
     Mutant(
         name="links-in-a-manifest-followed",
@@ -179,7 +177,7 @@ MUTANTS = [
         target="rlhf_pg.checkpoint.atomic._difference",
         old="        if file.is_symlink():\n",
         new="        if False:\n",
-        killers=(f"{FAULTS}::test_the_newest_whole_checkpoint_is_resumed",),
+        killers=(f"{FAULTS}::test_damaged_checkpoint_is_skipped_for_newest_intact_one",),
     ),
     Mutant(
         name="manifest-leads-outside",
@@ -187,7 +185,7 @@ MUTANTS = [
         target="rlhf_pg.checkpoint.atomic._difference",
         old='or ".." in parts:',
         new="or False:",
-        killers=(f"{FAULTS}::test_a_manifest_that_leads_out_of_its_directory_is_refused",),
+        killers=(f"{FAULTS}::test_manifest_path_outside_checkpoint_is_refused",),
     ),
     Mutant(
         name="pruned-unverified",
@@ -195,7 +193,7 @@ MUTANTS = [
         target="rlhf_pg.checkpoint.checkpointer.Checkpointer._prune",
         old="            if reason is not None:\n                raise OSError(",
         new="            if False:\n                raise OSError(",
-        killers=(f"{FAULTS}::test_older_checkpoints_stay_while_the_newest_is_not_whole",),
+        killers=(f"{FAULTS}::test_damaged_newest_checkpoint_keeps_older_ones",),
     ),
     Mutant(
         name="damaged-checkpoints-counted",
@@ -203,7 +201,7 @@ MUTANTS = [
         target="rlhf_pg.checkpoint.checkpointer.Checkpointer._prune",
         old="        older = [step for step in self.steps() if step < self.state.step]\n",
         new="        older = self.steps()[:-1]\n",
-        killers=(f"{FAULTS}::test_checkpoints_that_were_passed_over_do_not_count",),
+        killers=(f"{FAULTS}::test_save_total_limit_does_not_count_skipped_checkpoints",),
     ),
     Mutant(
         name="aside-not-taken-back",
@@ -211,7 +209,7 @@ MUTANTS = [
         target="rlhf_pg.checkpoint.atomic.recover",
         old="        aside.rename(path)\n        sync_directory(path.parent)\n",
         new="        shutil.rmtree(aside)\n",
-        killers=(f"{FAULTS}::test_what_cannot_be_replaced_is_taken_back",),
+        killers=(f"{FAULTS}::test_failed_replacement_restores_old_checkpoint",),
     ),
     Mutant(
         name="half-saved-left",
@@ -219,7 +217,7 @@ MUTANTS = [
         target="rlhf_pg.checkpoint.atomic.abandon",
         old="    shutil.rmtree(partial_of(path), ignore_errors=True)\n    try:\n",
         new="    try:\n",
-        killers=(f"{FAULTS}::test_a_full_disk_costs_no_checkpoint",),
+        killers=(f"{FAULTS}::test_full_disk_during_save_keeps_earlier_checkpoints",),
     ),
     Mutant(
         name="dataset-unchecked",
@@ -227,7 +225,7 @@ MUTANTS = [
         target="rlhf_pg.data.prompts.Prompts.fingerprint",
         old="            for row in table.to_pylist():\n",
         new="            for row in []:\n",
-        killers=(f"{FAULTS}::test_another_dataset_is_refused",),
+        killers=(f"{FAULTS}::test_changed_dataset_on_resume_is_refused",),
     ),
     Mutant(
         name="best-is-nan",
@@ -235,9 +233,7 @@ MUTANTS = [
         target="rlhf_pg.trainers.loop.TrainingLoop._keep_if_best",
         old="self.args.save_best and not math.isnan(reward) and (",
         new="self.args.save_best and (",
-        killers=(
-            "tests/trainers/test_evaluation.py::test_an_evaluation_that_is_nan_is_never_the_best",
-        ),
+        killers=("tests/trainers/test_evaluation.py::test_nan_evaluation_is_never_best",),
     ),
     Mutant(
         name="stretched-schedule-unsaid",
@@ -247,7 +243,7 @@ MUTANTS = [
         new="PEAKS",
         killers=(
             "tests/faults/test_checkpoints.py::"
-            "test_a_schedule_that_knows_no_length_is_not_stretched",
+            "test_changed_max_steps_warns_only_for_finite_schedule",
         ),
     ),
     Mutant(
@@ -258,7 +254,7 @@ MUTANTS = [
         new="if False:",
         killers=(
             "tests/faults/test_checkpoints.py::"
-            "test_another_number_of_steps_stretches_the_schedule_and_says_so",
+            "test_changed_max_steps_on_resume_warns_and_rescales_schedule",
         ),
     ),
 ]

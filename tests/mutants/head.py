@@ -13,7 +13,7 @@ MUTANTS = [
         target="rlhf_pg.models.lm_head._ChunkedScores.backward",
         old="torch.zeros_like(x, dtype=_wide(x)) if needed",
         new="torch.zeros_like(x) if needed",
-        killers=(f"{HEAD}::test_many_pieces_round_a_gradient_no_more_than_one",),
+        killers=(f"{HEAD}::test_gradient_rounding_does_not_grow_with_chunks",),
     ),
     Mutant(
         name="gradient-of-a-frozen-head",
@@ -21,7 +21,7 @@ MUTANTS = [
         target="rlhf_pg.models.lm_head._ChunkedScores.backward",
         old="torch.zeros_like(x, dtype=_wide(x)) if needed",
         new="torch.zeros_like(x, dtype=_wide(x)) if x is not None",
-        killers=(f"{HEAD}::test_a_frozen_head_sums_no_gradient",),
+        killers=(f"{HEAD}::test_frozen_head_accumulates_no_gradient",),
     ),
     Mutant(
         name="two-pieces-alive",
@@ -29,7 +29,7 @@ MUTANTS = [
         target="rlhf_pg.models.lm_head._ChunkedScores.backward",
         old="            del gradient  # before the next one is made\n",
         new="",
-        killers=(f"{HEAD}::test_memory_is_that_of_one_piece",),
+        killers=(f"{HEAD}::test_peak_memory_is_one_chunk",),
     ),
     Mutant(
         name="head-by-its-weights-alone",
@@ -37,7 +37,7 @@ MUTANTS = [
         target="rlhf_pg.models.lm_head._plain",
         old='type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)',
         new="isinstance(layer, nn.Linear)",
-        killers=(f"{HEAD}::test_a_layer_with_more_to_it_is_asked_for_its_logits",),
+        killers=(f"{HEAD}::test_modified_head_is_called_for_its_logits",),
     ),
     Mutant(
         name="hooks-are-shown-no-logits",
@@ -45,7 +45,7 @@ MUTANTS = [
         target="rlhf_pg.models.lm_head._plain",
         old='if has_hooks and not hasattr(weights[0], "ds_id"):',
         new="if False:",
-        killers=(f"{HEAD}::test_a_layer_with_more_to_it_is_asked_for_its_logits",),
+        killers=(f"{HEAD}::test_modified_head_is_called_for_its_logits",),
     ),
     Mutant(
         name="head-stays-replaced",
@@ -53,7 +53,7 @@ MUTANTS = [
         target="rlhf_pg.models.lm_head._computing",
         old="    try:\n        yield\n    finally:\n        del layer.forward\n",
         new="    yield\n    del layer.forward\n",
-        killers=(f"{HEAD}::test_the_layer_is_what_it_was",),
+        killers=(f"{HEAD}::test_head_is_unchanged_after_call_or_error",),
     ),
     Mutant(
         name="pieces-of-a-cpu-on-a-gpu",
@@ -61,7 +61,7 @@ MUTANTS = [
         target="rlhf_pg.trainers.setup.TrainerSetup._new_learner",
         old="self.critic, tokens, chunk_size(runtime))",
         new="self.critic, tokens, 2**24)",
-        killers=(f"{BUDGET}::test_the_pieces_of_the_logits_are_those_of_the_device",),
+        killers=(f"{BUDGET}::test_logit_chunk_count_follows_device_memory",),
     ),
     Mutant(
         name="pieces-by-the-own-gpu",
@@ -69,7 +69,7 @@ MUTANTS = [
         target="rlhf_pg.plan.token_budget.chunk_size",
         old="return -runtime.all_reduce_max(-chunk_size_for(memory))",
         new="return chunk_size_for(memory)",
-        killers=(f"{BUDGET}::test_pieces_are_those_of_the_smallest_gpu",),
+        killers=(f"{BUDGET}::test_chunk_size_follows_smallest_gpu",),
     ),
     Mutant(
         name="empty-pieces-left-out",
@@ -77,7 +77,7 @@ MUTANTS = [
         target="rlhf_pg.models.ChunkedLMHead.__call__",
         old="for chunk in zip(*split, strict=True)]",
         new="for chunk in zip(*split, strict=True) if len(chunk[0])]",
-        killers=(f"{HEAD}::test_the_head_is_called_as_often_whatever_the_rows",),
+        killers=(f"{HEAD}::test_head_call_count_does_not_depend_on_rows",),
     ),
     Mutant(
         name="logits-kept-by-every-piece",
@@ -85,7 +85,7 @@ MUTANTS = [
         target="rlhf_pg.models.softmax._Scores.forward",
         old="ctx.save_for_backward(output if again is None else None, tokens, entropies)",
         new="ctx.save_for_backward(output, tokens, entropies)",
-        killers=(f"{HEAD}::test_memory_is_that_of_one_piece",),
+        killers=(f"{HEAD}::test_peak_memory_is_one_chunk",),
     ),
     Mutant(
         name="another-dropout-in-the-backward-pass",
@@ -93,7 +93,7 @@ MUTANTS = [
         target="rlhf_pg.models.ChunkedLMHead._chunk",
         old="if self.chunks > 1 and not _drops(layer):",
         new="if self.chunks > 1:",
-        killers=(f"{HEAD}::test_dropout_on_the_head_is_the_same_forward_and_backward",),
+        killers=(f"{HEAD}::test_head_dropout_is_same_in_forward_and_backward",),
     ),
     Mutant(
         name="gradient-of-entropy-without-entropy",
@@ -101,7 +101,7 @@ MUTANTS = [
         target="rlhf_pg.models.softmax.Law.to_gradient",
         old="everywhere.add_(entropies[rows, None])",
         new="everywhere",
-        killers=(f"{HEAD}::test_the_gradient_is_that_of_finite_differences",),
+        killers=(f"{HEAD}::test_gradient_matches_finite_differences",),
     ),
     Mutant(
         name="temperature-not-in-the-gradient",
@@ -109,7 +109,7 @@ MUTANTS = [
         target="rlhf_pg.models.softmax.Law.to_gradient",
         old="to_logprobs = to_logprobs[:, None] * self.slope",
         new="to_logprobs = to_logprobs[:, None]",
-        killers=(f"{HEAD}::test_the_gradient_is_that_of_finite_differences",),
+        killers=(f"{HEAD}::test_gradient_matches_finite_differences",),
     ),
     Mutant(
         name="impossible-logits-are-nan",
@@ -117,7 +117,7 @@ MUTANTS = [
         target="rlhf_pg.models.softmax.Law.to_gradient",
         old="everywhere = z.log_softmax(-1).clamp_(min=IMPOSSIBLE)",
         new="everywhere = z.log_softmax(-1)",
-        killers=(f"{HEAD}::test_impossible_logits_leave_numbers_and_gradients_finite",),
+        killers=(f"{HEAD}::test_impossible_logits_keep_results_finite",),
     ),
     Mutant(
         name="one-minus-p-in-half-precision",
@@ -126,7 +126,7 @@ MUTANTS = [
         old="gradient.scatter_add_(1, tokens[rows, None], to_logprobs[rows])",
         new="gradient = gradient.to(output.dtype).scatter_add_("
         "1, tokens[rows, None], to_logprobs[rows].to(output.dtype))",
-        killers=(f"{HEAD}::test_half_precision_is_scored_in_single",),
+        killers=(f"{HEAD}::test_half_precision_logits_are_scored_in_float32",),
     ),
     Mutant(
         name="cap-without-its-slope",
@@ -134,7 +134,7 @@ MUTANTS = [
         target="rlhf_pg.models.softmax.Law.to_gradient",
         old="output[rows] = gradient if bend is None else gradient.mul_(bend)",
         new="output[rows] = gradient",
-        killers=(f"{FINISH}::test_scores_are_those_of_the_models_own_logits",),
+        killers=(f"{FINISH}::test_scores_match_model_logits",),
     ),
     Mutant(
         name="cap-not-seen-on-small-logits",
@@ -142,7 +142,7 @@ MUTANTS = [
         target="rlhf_pg.models.logit_transform._probe",
         old="2.0**-20, 2.0**100",
         new="2.0**-20, 2.0**-10",
-        killers=(f"{FINISH}::test_a_scale_and_a_soft_cap_are_measured_whatever_the_logits_are",),
+        killers=(f"{FINISH}::test_scale_and_soft_cap_are_found_for_tiny_logits",),
     ),
     Mutant(
         name="logits-scale-forgotten",
@@ -150,6 +150,6 @@ MUTANTS = [
         target="rlhf_pg.models.softmax.Law.slope",
         old="return self.transform.scale / self.temperature",
         new="return 1 / self.temperature",
-        killers=(f"{FINISH}::test_scores_are_those_of_the_models_own_logits",),
+        killers=(f"{FINISH}::test_scores_match_model_logits",),
     ),
 ]

@@ -25,7 +25,7 @@ MUTANTS = [
         target="rlhf_pg.kl.kl_estimate",
         old="        return u**2 / 2\n",
         new="        return u**2\n",
-        killers=("tests/test_kl.py::test_expected_gradient_as_a_loss",),
+        killers=("tests/test_kl.py::test_expected_gradient_as_loss",),
     ),
     Mutant(
         name="kl-k3-clamped",
@@ -33,7 +33,7 @@ MUTANTS = [
         target="rlhf_pg.kl.kl_estimate",
         old="        return torch.expm1(-u) + u\n",
         new="        return (torch.expm1(-u) + u).clamp(-10, 10)\n",
-        killers=("tests/test_kl.py::test_far_from_the_reference_the_gradient_still_pulls_back",),
+        killers=("tests/test_kl.py::test_gradient_far_from_reference_still_pulls_back",),
     ),
     Mutant(
         name="kl-k3-loses-its-digits",
@@ -41,7 +41,7 @@ MUTANTS = [
         target="rlhf_pg.kl.kl_estimate",
         old="        return torch.expm1(-u) + u\n",
         new="        return torch.exp(-u) - 1 + u\n",
-        killers=("tests/test_kl.py::test_k3_keeps_its_digits_near_zero",),
+        killers=("tests/test_kl.py::test_k3_keeps_precision_near_zero",),
     ),
     Mutant(
         name="kl-loss-masked-by-a-product",
@@ -49,10 +49,7 @@ MUTANTS = [
         target="rlhf_pg.kl.kl_loss",
         old="    logprobs = torch.where(mask, logprobs, 0.0)\n",
         new="    logprobs = logprobs * mask\n",
-        killers=(
-            "tests/test_kl.py::"
-            "test_losses_and_their_gradients_match_a_loop_and_masked_slots_never_matter",
-        ),
+        killers=("tests/test_kl.py::test_losses_and_gradients_match_loop_over_unmasked_slots",),
     ),
     Mutant(
         name="kl-straight-through-reversed",
@@ -60,7 +57,7 @@ MUTANTS = [
         target="rlhf_pg.kl.kl_loss",
         old='"k2_straight_through": (k3, u)',
         new='"k2_straight_through": (u**2 / 2, -torch.expm1(-u))',
-        killers=("tests/test_kl.py::test_expected_gradient_of_a_loss_on_policy",),
+        killers=("tests/test_kl.py::test_expected_gradient_of_on_policy_loss",),
     ),
     Mutant(
         name="kl-straight-through-of-k3",
@@ -68,7 +65,7 @@ MUTANTS = [
         target="rlhf_pg.kl.kl_loss",
         old='"k2_straight_through": (k3, u)',
         new='"k2_straight_through": (k3, -torch.expm1(-u))',
-        killers=("tests/test_kl.py::test_expected_gradient_of_a_loss_on_policy",),
+        killers=("tests/test_kl.py::test_expected_gradient_of_on_policy_loss",),
     ),
     Mutant(
         name="kl-ratio-detached",
@@ -76,7 +73,7 @@ MUTANTS = [
         target="rlhf_pg.kl.kl_loss",
         old="(rho * k3, rho * u)",
         new="(rho * k3, rho * -torch.expm1(-u))",
-        killers=("tests/test_kl.py::test_expected_gradient_of_a_loss_on_policy",),
+        killers=("tests/test_kl.py::test_expected_gradient_of_on_policy_loss",),
     ),
     Mutant(
         name="kl-ratio-forgotten",
@@ -84,7 +81,7 @@ MUTANTS = [
         target="rlhf_pg.kl.kl_loss",
         old="(rho * k3, rho * u)",
         new="(rho * k3, u)",
-        killers=("tests/test_kl.py::test_only_the_forms_with_a_ratio_are_exact_off_policy",),
+        killers=("tests/test_kl.py::test_only_ratio_losses_are_exact_off_policy",),
     ),
     Mutant(
         name="kl-ratio-inverted",
@@ -92,7 +89,7 @@ MUTANTS = [
         target="rlhf_pg.kl.kl_loss",
         old="now - old_logprobs.detach()",
         new="old_logprobs.detach() - now",
-        killers=("tests/test_kl.py::test_only_the_forms_with_a_ratio_are_exact_off_policy",),
+        killers=("tests/test_kl.py::test_only_ratio_losses_are_exact_off_policy",),
     ),
     Mutant(
         name="kl-ratio-of-the-reference",
@@ -100,7 +97,7 @@ MUTANTS = [
         target="rlhf_pg.kl.kl_loss",
         old="now - old_logprobs.detach()",
         new="now - ref_logprobs",
-        killers=("tests/test_kl.py::test_expected_gradient_of_a_loss_on_policy",),
+        killers=("tests/test_kl.py::test_expected_gradient_of_on_policy_loss",),
     ),
     Mutant(
         name="kl-ratio-not-held",
@@ -108,7 +105,7 @@ MUTANTS = [
         target="rlhf_pg.kl.kl_loss",
         old="    rho = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()\n",
         new="    rho = log_rho.exp()\n",
-        killers=("tests/test_kl.py::test_a_ratio_out_of_bounds_is_held_and_keeps_its_gradient",),
+        killers=("tests/test_kl.py::test_extreme_ratio_is_clamped_and_keeps_gradient",),
     ),
     Mutant(
         name="kl-to-go-without-the-own-token",
@@ -116,7 +113,7 @@ MUTANTS = [
         target="rlhf_pg.kl.kl_loss",
         old='"k1_to_go": (u, rho * to_go)',
         new='"k1_to_go": (u, rho * (to_go - u))',
-        killers=("tests/test_kl.py::test_k1_to_go_is_the_gradient_of_the_kl_of_completions",),
+        killers=("tests/test_kl.py::test_k1_to_go_is_gradient_of_sequence_kl",),
     ),
     Mutant(
         name="kl-to-go-not-reversed",
@@ -124,7 +121,7 @@ MUTANTS = [
         target="rlhf_pg.kl.kl_loss",
         old="discounted_returns(u, mask)",
         new="u.cumsum(1)",
-        killers=("tests/test_kl.py::test_k1_to_go_is_the_gradient_of_the_kl_of_completions",),
+        killers=("tests/test_kl.py::test_k1_to_go_is_gradient_of_sequence_kl",),
     ),
     Mutant(
         name="kl-to-go-of-one-token",
@@ -132,7 +129,7 @@ MUTANTS = [
         target="rlhf_pg.kl.kl_loss",
         old='"k1_to_go": (u, rho * to_go)',
         new='"k1_to_go": (u, rho * u)',
-        killers=("tests/test_kl.py::test_k1_to_go_is_the_gradient_of_the_kl_of_completions",),
+        killers=("tests/test_kl.py::test_k1_to_go_is_gradient_of_sequence_kl",),
     ),
     Mutant(
         name="kl-k1-as-a-loss",
@@ -140,7 +137,7 @@ MUTANTS = [
         target="rlhf_pg.kl.kl_loss",
         old="    _check_loss(estimator)\n",
         new="    if estimator == 'k1':\n        return kl_estimate(logprobs, ref_logprobs, 'k1')\n",
-        killers=("tests/test_kl.py::test_what_cannot_be_a_loss_is_refused",),
+        killers=("tests/test_kl.py::test_unusable_loss_estimator_raises",),
     ),
     Mutant(
         name="kl-reference-learns",
@@ -148,7 +145,7 @@ MUTANTS = [
         target="rlhf_pg.kl.kl_loss",
         old="ref_logprobs.detach()",
         new="ref_logprobs",
-        killers=("tests/test_kl.py::test_only_the_policy_gets_a_gradient",),
+        killers=("tests/test_kl.py::test_only_policy_gets_gradient",),
     ),
     Mutant(
         name="kl-controller-unclipped",
@@ -156,9 +153,7 @@ MUTANTS = [
         target="rlhf_pg.kl.AdaptiveKLController.update",
         old="min(max(kl / self.target - 1, -0.2), 0.2)",
         new="kl / self.target - 1",
-        killers=(
-            "tests/test_controllers.py::test_adaptive_controller_moves_with_the_clipped_error",
-        ),
+        killers=("tests/test_controllers.py::test_adaptive_controller_follows_clipped_error",),
     ),
     Mutant(
         name="kl-controller-horizon-inverted",
@@ -166,9 +161,7 @@ MUTANTS = [
         target="rlhf_pg.kl.AdaptiveKLController.update",
         old="error * num_samples / self.horizon",
         new="error * self.horizon / num_samples",
-        killers=(
-            "tests/test_controllers.py::test_adaptive_controller_moves_with_the_clipped_error",
-        ),
+        killers=("tests/test_controllers.py::test_adaptive_controller_follows_clipped_error",),
     ),
     Mutant(
         name="kl-controller-swallows-nan",
@@ -176,7 +169,7 @@ MUTANTS = [
         target="rlhf_pg.kl.AdaptiveKLController.update",
         old="        if kl != kl:\n",
         new="        if False:\n",
-        killers=("tests/test_controllers.py::test_a_measurement_that_is_nan_changes_nothing",),
+        killers=("tests/test_controllers.py::test_nan_measurement_leaves_controller_unchanged",),
     ),
     Mutant(
         name="kl-penalty-swapped",
@@ -205,8 +198,7 @@ MUTANTS = [
         old="self.coef = min(max(self.coef + step",
         new="self.coef = min(max(self.coef - step",
         killers=(
-            "tests/test_controllers.py::"
-            "test_entropy_controller_pushes_below_the_target_and_eases_above_it",
+            "tests/test_controllers.py::test_entropy_controller_rises_below_and_falls_above_target",
         ),
     ),
     Mutant(
@@ -215,9 +207,7 @@ MUTANTS = [
         target="rlhf_pg.trainers.controllers.EntropyController.update",
         old="max(self.coef + step, self.minimum)",
         new="self.coef + step",
-        killers=(
-            "tests/test_controllers.py::test_entropy_controller_lands_on_bounds_that_no_step_meets",
-        ),
+        killers=("tests/test_controllers.py::test_entropy_controller_stops_at_off_step_bounds",),
     ),
     Mutant(
         name="kl-rate-swapped",
@@ -226,8 +216,7 @@ MUTANTS = [
         old="self.coef = max(self.coef / 1.5, self.minimum)",
         new="self.coef = min(self.coef * 1.5, self.maximum)",
         killers=(
-            "tests/test_controllers.py::"
-            "test_rate_falls_above_twice_the_target_and_rises_below_half_of_it",
+            "tests/test_controllers.py::test_rate_falls_above_twice_target_and_rises_below_half",
         ),
     ),
     Mutant(
@@ -236,9 +225,7 @@ MUTANTS = [
         target="rlhf_pg.trainers.controllers.KLAdaptiveRate.update",
         old="min(self.coef * 1.5, self.maximum)",
         new="self.coef * 1.5",
-        killers=(
-            "tests/test_controllers.py::test_rate_begins_at_one_and_stays_within_a_factor_of_ten",
-        ),
+        killers=("tests/test_controllers.py::test_rate_starts_at_one_and_stays_within_factor_ten",),
     ),
     Mutant(
         name="old-kl-before-the-last-update",
@@ -248,10 +235,7 @@ MUTANTS = [
         new="            seen = self._moved(experience)\n"
         "            metrics = self._updates(experience, step, meter)\n"
         "            self._moved = lambda _: seen\n",
-        killers=(
-            "tests/trainers/test_controllers.py::"
-            "test_what_moves_a_coefficient_is_the_exact_kl_after_the_last_update",
-        ),
+        killers=("tests/trainers/test_controllers.py::test_kl_after_updates_matches_exact_kl",),
     ),
     Mutant(
         name="old-kl-turned-round",
@@ -259,9 +243,6 @@ MUTANTS = [
         target="rlhf_pg.trainers.learner.Learner._moved",
         old='kl_estimate(experience.old_logprobs, now.old_logprobs, "k3")',
         new='kl_estimate(now.old_logprobs, experience.old_logprobs, "k3")',
-        killers=(
-            "tests/trainers/test_controllers.py::"
-            "test_what_moves_a_coefficient_is_the_exact_kl_after_the_last_update",
-        ),
+        killers=("tests/trainers/test_controllers.py::test_kl_after_updates_matches_exact_kl",),
     ),
 ]

@@ -5,8 +5,8 @@ from tests.mutants import Mutant
 OURS = "tests/losses/test_losses.py::"
 FORMULA = "tests/losses/test_policy_losses.py::"
 EXACT = "tests/losses/test_policy_gradients.py::"
-IS_ITS_FORMULA = (FORMULA + "test_every_loss_is_its_formula",)
-KINKS = (FORMULA + "test_both_sides_of_every_kink",)
+IS_ITS_FORMULA = (FORMULA + "test_loss_matches_formula",)
+KINKS = (FORMULA + "test_loss_and_gradient_match_formula_around_kinks",)
 
 MUTANTS = [
     # ----------------------------------------------------------------------- the ratio
@@ -27,7 +27,7 @@ MUTANTS = [
         target="rlhf_pg.losses.ratio.ratio_terms",
         old="tokens = torch.where(mask, logprobs - old_logprobs.detach(), 0.0)",
         new="tokens = (logprobs - old_logprobs.detach()) * mask",
-        killers=(OURS + "test_masked_values_reach_neither_loss_nor_gradient_nor_metrics",),
+        killers=(OURS + "test_masked_values_are_ignored",),
     ),
     Mutant(
         name="overflow-not-held",
@@ -35,7 +35,7 @@ MUTANTS = [
         target="rlhf_pg.losses.ratio.held",
         old="return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)",
         new="return log_ratio",
-        killers=(OURS + "test_a_huge_ratio_stays_finite_and_is_counted",),
+        killers=(OURS + "test_huge_ratio_stays_finite_and_is_counted",),
     ),
     Mutant(
         name="overflow-not-counted",
@@ -43,7 +43,7 @@ MUTANTS = [
         target="rlhf_pg.losses.ratio.ratio_terms",
         old='"ratio_overflow": (log_ratio.abs() > MAX_LOG_RATIO).to(ratio.dtype)',
         new='"ratio_overflow": (held.abs() > MAX_LOG_RATIO).to(ratio.dtype)',
-        killers=(OURS + "test_a_huge_ratio_stays_finite_and_is_counted",),
+        killers=(OURS + "test_huge_ratio_stays_finite_and_is_counted",),
     ),
     Mutant(
         name="approx-kl-of-the-wrong-side",
@@ -53,7 +53,7 @@ MUTANTS = [
         old="    return torch.expm1(log_ratio) - log_ratio\n",
         new="    return torch.expm1(-log_ratio) + log_ratio\n",
         killers=(
-            OURS + "test_approx_kl_is_a_mean_over_the_mask",
+            OURS + "test_approx_kl_is_masked_mean",
             *IS_ITS_FORMULA,
         ),
     ),
@@ -63,7 +63,7 @@ MUTANTS = [
         target="rlhf_pg.losses.ratio.excess",
         old="    return torch.expm1(log_ratio) - log_ratio\n",
         new="    return log_ratio**2 / 2\n",
-        killers=(EXACT + "test_kl_penalty_is_the_gradient_of_kl_old_new_of_whole_completions",),
+        killers=(EXACT + "test_kl_penalty_is_gradient_of_sequence_kl_old_new",),
     ),
     Mutant(
         name="advantage-not-detached",
@@ -71,7 +71,7 @@ MUTANTS = [
         target="rlhf_pg.losses.ratio.ratio_terms",
         old="torch.where(mask, advantages.detach(), 0.0)",
         new="torch.where(mask, advantages, 0.0)",
-        killers=(OURS + "test_only_the_first_input_is_trained",),
+        killers=(OURS + "test_only_first_input_gets_gradient",),
     ),
     # ------------------------------------------------------------------- without a clip
     Mutant(
@@ -88,7 +88,7 @@ MUTANTS = [
         target="rlhf_pg.losses.kl_penalty",
         old="penalty = old_kl_coef * excess(terms.log_ratio)",
         new="penalty = old_kl_coef * terms.ratio * terms.log_ratio",
-        killers=(EXACT + "test_kl_penalty_is_the_gradient_of_kl_old_new_of_whole_completions",),
+        killers=(EXACT + "test_kl_penalty_is_gradient_of_sequence_kl_old_new",),
     ),
     Mutant(
         name="kl-penalty-k1",
@@ -96,7 +96,7 @@ MUTANTS = [
         target="rlhf_pg.losses.kl_penalty",
         old="penalty = old_kl_coef * excess(terms.log_ratio)",
         new="penalty = old_kl_coef * -terms.log_ratio",
-        killers=(OURS + "test_at_ratio_one_the_gradient_is_that_of_reinforce",),
+        killers=(OURS + "test_loss_gradient_at_ratio_one_is_reinforce",),
     ),
     Mutant(
         name="mdpo-other-direction",
@@ -106,9 +106,7 @@ MUTANTS = [
             "penalty = old_kl_coef * (terms.ratio * terms.log_ratio - torch.expm1(terms.log_ratio))"
         ),
         new="penalty = old_kl_coef * (torch.expm1(terms.log_ratio) - terms.log_ratio)",
-        killers=(
-            EXACT + "test_mdpo_is_the_gradient_of_kl_new_old_in_the_states_of_the_old_policy",
-        ),
+        killers=(EXACT + "test_mdpo_is_gradient_of_kl_new_old_in_old_states",),
     ),
     Mutant(
         name="mdpo-ratio-detached",
@@ -119,9 +117,7 @@ MUTANTS = [
             "penalty = old_kl_coef * (terms.ratio * terms.log_ratio - torch.expm1(terms.log_ratio))"
         ),
         new="penalty = old_kl_coef * (terms.ratio.detach() * terms.log_ratio)",
-        killers=(
-            EXACT + "test_mdpo_is_the_gradient_of_kl_new_old_in_the_states_of_the_old_policy",
-        ),
+        killers=(EXACT + "test_mdpo_is_gradient_of_kl_new_old_in_old_states",),
     ),
     # ---------------------------------------------------------------------- with a clip
     Mutant(
@@ -149,7 +145,7 @@ MUTANTS = [
         target="rlhf_pg.losses.ratio.bounds",
         old="return 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)",
         new="return 1 - epsilon, 1 + epsilon",
-        killers=(OURS + "test_upper_clip_distance_is_its_own",),
+        killers=(OURS + "test_upper_clip_distance_is_separate",),
     ),
     Mutant(
         name="clip-counted-whatever-the-sign",
@@ -158,7 +154,7 @@ MUTANTS = [
         target="rlhf_pg.losses.clipped_surrogate",
         old="high = (ratio > high_bound) & (advantages > 0)",
         new="high = ratio > high_bound",
-        killers=(OURS + "test_clip_metrics_count_tokens_that_were_cut_off",),
+        killers=(OURS + "test_clip_metrics_count_clipped_tokens",),
     ),
     Mutant(
         name="dual-clip-whatever-the-sign",
@@ -195,7 +191,7 @@ MUTANTS = [
         new="torch.where(mask, tokens.mean(dim=1, keepdim=True), 0.0)",
         killers=(
             FORMULA + "test_gspo_by_hand",
-            OURS + "test_extra_padding_changes_nothing",
+            OURS + "test_extra_padding_leaves_results_unchanged",
         ),
     ),
     Mutant(
@@ -206,7 +202,7 @@ MUTANTS = [
         new="weight = terms.ratio.clamp(low_bound, high_bound)",
         killers=(
             *KINKS,
-            FORMULA + "test_every_gradient_is_that_of_its_formula",
+            FORMULA + "test_loss_gradient_matches_formula",
         ),
     ),
     Mutant(
@@ -240,7 +236,7 @@ MUTANTS = [
         target="rlhf_pg.losses.sapo",
         old="gate = torch.sigmoid(tau * (terms.ratio - 1)) * 4 / tau",
         new="gate = torch.sigmoid(tau * (terms.ratio - 1)) * 4",
-        killers=(OURS + "test_at_ratio_one_the_gradient_is_that_of_reinforce",),
+        killers=(OURS + "test_loss_gradient_at_ratio_one_is_reinforce",),
     ),
     Mutant(
         name="sapo-temperatures-swapped",
@@ -256,7 +252,7 @@ MUTANTS = [
         target="rlhf_pg.losses.p3o",
         old="gap = rho.detach().T * (score - score.T) * share",
         new="gap = rho.T * (score - score.T) * share",
-        killers=(FORMULA + "test_at_ratio_one_p3o_has_the_gradient_of_rloo",),
+        killers=(FORMULA + "test_p3o_gradient_at_ratio_one_is_rloo",),
     ),
     Mutant(
         name="p3o-partner-without-its-ratio",
@@ -264,7 +260,7 @@ MUTANTS = [
         target="rlhf_pg.losses.p3o",
         old="gap = rho.detach().T * (score - score.T) * share",
         new="gap = (score - score.T) * share",
-        killers=(FORMULA + "test_p3o_on_both_sides_of_its_kinks",),
+        killers=(FORMULA + "test_p3o_gradient_around_kinks",),
     ),
     Mutant(
         name="p3o-geometric-mean",
@@ -272,7 +268,7 @@ MUTANTS = [
         target="rlhf_pg.losses.p3o",
         old='terms = ratio_terms(logprobs, old_logprobs, advantages, mask, "product")',
         new='terms = ratio_terms(logprobs, old_logprobs, advantages, mask, "sequence")',
-        killers=(EXACT + "test_p3o_is_unbiased_at_the_old_policy_and_without_a_clip_away_from_it",),
+        killers=(EXACT + "test_p3o_is_unbiased_on_policy_and_unclipped_off_policy",),
     ),
     Mutant(
         name="p3o-mean-with-itself",
@@ -280,7 +276,7 @@ MUTANTS = [
         target="rlhf_pg.losses.clipped._pair_shares",
         old="    pairs.fill_diagonal_(False)\n",
         new="",
-        killers=(FORMULA + "test_at_ratio_one_p3o_has_the_gradient_of_rloo",),
+        killers=(FORMULA + "test_p3o_gradient_at_ratio_one_is_rloo",),
     ),
     Mutant(
         name="p3o-others-of-the-batch",
@@ -288,7 +284,7 @@ MUTANTS = [
         target="rlhf_pg.losses.clipped._pair_shares",
         old="pairs = (groups[:, None] == groups) & rows[:, None] & rows",
         new="pairs = rows[:, None] & rows",
-        killers=(FORMULA + "test_at_ratio_one_p3o_has_the_gradient_of_rloo",),
+        killers=(FORMULA + "test_p3o_gradient_at_ratio_one_is_rloo",),
     ),
     Mutant(
         name="p3o-shared-over-padding",
@@ -296,7 +292,7 @@ MUTANTS = [
         target="rlhf_pg.losses.p3o",
         old="lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)",
         new="lengths = mask.shape[1]",
-        killers=(OURS + "test_extra_padding_changes_nothing",),
+        killers=(OURS + "test_extra_padding_leaves_results_unchanged",),
     ),
     # ---------------------------------------------------------------------------- value
     Mutant(
@@ -331,7 +327,7 @@ MUTANTS = [
         target="rlhf_pg.losses.token_weights",
         old="count = own_count if denominator is None else denominator",
         new="count = own_count",
-        killers=(OURS + "test_any_split_into_micro_batches_adds_up_to_the_same",),
+        killers=(OURS + "test_micro_batch_splits_add_up_to_whole_loss",),
     ),
     Mutant(
         name="dr-grpo-by-padded-width",
@@ -363,7 +359,7 @@ MUTANTS = [
         target="rlhf_pg.losses.sampler_weights",
         old="widen(log_weight).sum(dim=1, keepdim=True).to",
         new="widen(log_weight).mean(dim=1, keepdim=True).to",
-        killers=(EXACT + "test_whole_sequence_weights_without_a_bound_undo_the_mismatch",),
+        killers=(EXACT + "test_unbounded_sequence_weights_remove_mismatch",),
     ),
     Mutant(
         name="sampler-mask-truncates",
@@ -388,7 +384,7 @@ MUTANTS = [
         old="return positive_nll(new.logprobs, batch.action_mask, batch.positive, count)",
         new="return positive_nll(new.logprobs, batch.action_mask, batch.positive)",
         killers=(
-            "tests/trainers/test_likelihood.py::test_the_gradient_is_that_of_the_right_completions",
+            "tests/trainers/test_likelihood.py::test_positive_nll_gradient_covers_right_completions",
         ),
     ),
     Mutant(
@@ -398,7 +394,7 @@ MUTANTS = [
         old="said = sum_step_scores(shaping.judged(scores)).nansum(1)",
         new="said = sum_step_scores(scores).nansum(1)",
         killers=(
-            "tests/trainers/test_likelihood.py::test_the_gradient_is_that_of_the_right_completions",
+            "tests/trainers/test_likelihood.py::test_positive_nll_gradient_covers_right_completions",
         ),
     ),
     Mutant(
@@ -408,7 +404,7 @@ MUTANTS = [
         target="rlhf_pg.losses.positive_nll",
         old="    right = mask & positive[:, None]\n",
         new="    right = mask & positive[:, None].new_ones(1, 1)\n",
-        killers=(OURS + "test_the_likelihood_of_right_completions_by_hand",),
+        killers=(OURS + "test_positive_nll_by_hand",),
     ),
     Mutant(
         name="sapo-temperatures-in-float32",
@@ -416,6 +412,6 @@ MUTANTS = [
         target="rlhf_pg.losses.sapo",
         old="    tau = torch.full_like(terms.ratio, sapo_temperature_neg)\n",
         new="    tau = torch.full_like(terms.ratio.float(), sapo_temperature_neg)\n",
-        killers=(f"{FORMULA}test_sapo_keeps_its_temperatures_in_the_dtype_of_the_ratio",),
+        killers=(f"{FORMULA}test_sapo_temperatures_keep_ratio_dtype",),
     ),
 ]

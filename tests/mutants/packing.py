@@ -3,8 +3,8 @@
 from tests.mutants import Mutant
 
 TEST = "tests/models/test_packing.py::"
-GRADIENTS = f"{TEST}test_gradients_are_those_of_rows_alone"
-SOFTMAX = f"{TEST}test_attention_is_a_softmax_over_what_is_seen"
+GRADIENTS = f"{TEST}test_packed_gradients_match_single_rows"
+SOFTMAX = f"{TEST}test_attention_matches_softmax_over_visible_tokens"
 
 MUTANTS = [
     Mutant(
@@ -29,7 +29,7 @@ MUTANTS = [
         target="rlhf_pg.models.packing.lay_out_packed",
         old="(there.cumsum(dim=1) - 1)[kept]",
         new="(kept.cumsum(dim=1) - 1)[kept]",
-        killers=(f"{TEST}test_every_real_token_is_computed_once", GRADIENTS),
+        killers=(f"{TEST}test_packed_layout_computes_every_real_token_once", GRADIENTS),
     ),
     Mutant(
         name="part-of-a-softmax-for-the-whole",
@@ -53,7 +53,7 @@ MUTANTS = [
         target="rlhf_pg.data.records.Rollout.shared_prefixes",
         old="columns = torch.cat([self.groups[:, None], prompts], dim=1)",
         new="columns = self.groups[:, None]",
-        killers=(f"{TEST}test_prompts_that_differ_within_a_group_are_not_shared",),
+        killers=(f"{TEST}test_different_prompts_in_group_are_not_shared",),
     ),
     Mutant(
         name="recomputed-by-another-attention",
@@ -61,7 +61,7 @@ MUTANTS = [
         target="rlhf_pg.models.modes._again",
         old="with _mode_of_children(part), replaced_attention(configs, attention):",
         new="with _mode_of_children(part):",
-        killers=(f"{TEST}test_with_checkpointing_and_adapters",),
+        killers=(f"{TEST}test_packed_gradients_with_checkpointing_and_adapters",),
     ),
     Mutant(
         name="beyond-the-window",
@@ -69,7 +69,7 @@ MUTANTS = [
         target="rlhf_pg.models.packing.can_pack",
         old="return window == math.inf or batch.longest <= window",
         new="return window > 0",
-        killers=(f"{TEST}test_rows_longer_than_a_sliding_window_are_padded",),
+        killers=(f"{TEST}test_rows_longer_than_sliding_window_are_padded",),
     ),
     Mutant(
         name="attention-without-what-it-was-asked-for",
@@ -77,8 +77,6 @@ MUTANTS = [
         target="rlhf_pg.models.attention._attention",
         old="unknown = sorted(set(asked) - HONOURED)",
         new='unknown = [name for name in asked if name in ("softcap", "s_aux")]',
-        killers=(
-            f"{TEST}test_attention_is_not_replaced_where_it_is_asked_for_more_than_ours_knows",
-        ),
+        killers=(f"{TEST}test_attention_with_unknown_argument_is_not_replaced",),
     ),
 ]

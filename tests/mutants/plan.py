@@ -19,7 +19,7 @@ MUTANTS = [
         target="rlhf_pg.plan.paper.learner_seconds",
         old="passes = (2 + job.trained + recomputes) * job.epochs",
         new="passes = (1 + job.trained + recomputes) * job.epochs",
-        killers=(f"{TEST}test_passes_of_an_update",),
+        killers=(f"{TEST}test_passes_per_update",),
     ),
     Mutant(
         name="plan-gathers-once",
@@ -35,6 +35,6 @@ MUTANTS = [
         target="rlhf_pg.plan.job.positions",
         old="while waiting and len(active) < room:",
         new="while waiting:",
-        killers=(f"{TEST}test_positions_are_those_of_a_plain_loop",),
+        killers=(f"{TEST}test_positions_match_loop",),
     ),
 ]

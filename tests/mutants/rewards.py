@@ -15,7 +15,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.RewardModel._encode",
         old="        eos = self.sees_eos and bool(ended)\n",
         new="        eos = False\n",
-        killers=(MODEL_TEST + "test_an_eos_that_was_sampled_is_seen_and_scored",),
+        killers=(MODEL_TEST + "test_sampled_eos_is_scored",),
     ),
     Mutant(
         name="reward-model-closes-cut-turns",
@@ -23,7 +23,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.RewardModel._encode",
         old="        cut = truncated and not ended and not self.closes_truncated\n",
         new="        cut = False\n",
-        killers=(MODEL_TEST + "test_a_chat_turn_that_was_cut_off_is_left_open",),
+        killers=(MODEL_TEST + "test_truncated_chat_turn_is_left_open",),
     ),
     Mutant(
         name="stop-strings-cut-turns-off",
@@ -31,7 +31,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.RewardModel._encode",
         old="        cut = truncated and not ended and not self.closes_truncated\n",
         new="        cut = ended is False and not self.closes_truncated\n",
-        killers=(MODEL_TEST + "test_a_chat_turn_that_a_stop_string_ended_is_closed",),
+        killers=(MODEL_TEST + "test_chat_turn_ended_by_stop_string_is_closed",),
     ),
     Mutant(
         name="event-loop-of-one-call",
@@ -39,7 +39,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.boundary.user_code.event_loop",
         old="        if not _loops or not _answers(_loops[-1], PATIENCE):\n",
         new="        if True:\n",
-        killers=(FUNCTIONS_TEST + "test_what_is_bound_to_an_event_loop_serves_every_step",),
+        killers=(FUNCTIONS_TEST + "test_loop_bound_object_works_at_every_step",),
     ),
     Mutant(
         name="step-judged-before-its-separator",
@@ -48,9 +48,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.ProcessRewardModel._encode",
         old="            places.append(len(ids) - 1)\n",
         new="            places.append(len(ids) - 2)\n",
-        killers=(
-            PROCESS_TEST + "test_each_step_is_judged_at_its_separator_and_scored_at_its_last_token",
-        ),
+        killers=(PROCESS_TEST + "test_step_judged_at_separator_is_scored_at_last_token",),
     ),
     Mutant(
         name="steps-of-one-token-lost",
@@ -58,7 +56,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.ProcessRewardModel.__call__",
         old="fmean(here)",
         new="here[-1]",
-        killers=(PROCESS_TEST + "test_a_policy_of_other_tokens_ends_its_steps_at_them",),
+        killers=(PROCESS_TEST + "test_steps_end_at_tokens_of_other_policy_tokenizer",),
     ),
     # --------------------------------------------------------------------- where a score stands
     Mutant(
@@ -67,7 +65,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.scores.ends",
         old="    return mask.shape[1] - 1 - mask.flip(1).int().argmax(1)\n",
         new="    return mask.shape[1] - mask.flip(1).int().argmax(1).clamp(min=1)\n",
-        killers=(PURE_TEST + "test_the_end_is_the_last_token_that_the_policy_chose",),
+        killers=(PURE_TEST + "test_end_is_last_action_token",),
     ),
     Mutant(
         name="score-at-the-count-of-tokens",
@@ -75,7 +73,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.scores.ends",
         old="    return mask.shape[1] - 1 - mask.flip(1).int().argmax(1)\n",
         new="    return mask.sum(1) - 1\n",
-        killers=(PURE_TEST + "test_the_end_is_the_last_token_that_the_policy_chose",),
+        killers=(PURE_TEST + "test_end_is_last_action_token",),
     ),
     Mutant(
         name="score-on-tool-output",
@@ -83,10 +81,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.functions._placed",
         old="            table[i, last[i]] = _number(",
         new="            table[i, len(completion_ids[i]) - 1] = _number(",
-        killers=(
-            FUNCTIONS_TEST
-            + "test_a_score_of_a_completion_stands_at_the_last_token_that_the_policy_chose",
-        ),
+        killers=(FUNCTIONS_TEST + "test_completion_score_is_at_last_action_token",),
     ),
     Mutant(
         name="step-one-token-late",
@@ -94,7 +89,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.functions._placed",
         old="            table[i, : len(own)] = torch.tensor(steps, dtype=torch.float64)\n",
         new="            table[i, 1 : len(own)] = torch.tensor(steps, dtype=torch.float64)[:-1]\n",
-        killers=(FUNCTIONS_TEST + "test_a_list_scores_each_step_at_its_last_token",),
+        killers=(FUNCTIONS_TEST + "test_list_scores_steps_at_their_last_tokens",),
     ),
     Mutant(
         name="steps-summed-at-the-end",
@@ -102,7 +97,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.functions._placed",
         old="            table[i, : len(own)] = torch.tensor(steps, dtype=torch.float64)\n",
         new="            table[i, last[i]] = sum(step for step in steps if step == step)\n",
-        killers=(OPTIONS_TEST + "test_a_token_is_credited_with_what_follows_it_alone",),
+        killers=(OPTIONS_TEST + "test_discounted_token_credit_covers_only_later_rewards",),
     ),
     Mutant(
         name="step-on-tool-output-is-taken",
@@ -110,9 +105,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.functions._steps",
         old="        if not chosen and not math.isnan(number):\n",
         new="        if False:\n",
-        killers=(
-            FUNCTIONS_TEST + "test_a_score_for_a_token_that_the_policy_did_not_choose_is_an_error",
-        ),
+        killers=(FUNCTIONS_TEST + "test_score_for_non_action_token_raises",),
     ),
     # ------------------------------------------------------------------------- does not apply
     Mutant(
@@ -121,7 +114,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.functions._number",
         old="    if score is None:\n        return math.nan\n",
         new="    if score is None:\n        return 0.0\n",
-        killers=(FUNCTIONS_TEST + "test_none_is_a_gap_in_its_column_alone",),
+        killers=(FUNCTIONS_TEST + "test_none_score_leaves_gap_in_its_column",),
     ),
     Mutant(
         name="total-of-nothing-is-0",
@@ -130,8 +123,8 @@ MUTANTS: list[Mutant] = [
         old="    return scores.nansum(1).masked_fill(scores.isnan().all(1), torch.nan)\n",
         new="    return scores.nansum(1)\n",
         killers=(
-            PURE_TEST + "test_totals_are_sums_over_steps_and_nothing_where_nothing_was_said",
-            OPTIONS_TEST + "test_a_step_of_none_leaves_the_baseline_of_its_group",
+            PURE_TEST + "test_totals_sum_steps_and_are_nan_without_scores",
+            OPTIONS_TEST + "test_none_step_scores_are_left_out_of_baseline",
         ),
     ),
     Mutant(
@@ -140,7 +133,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.shaping.Shaping.steps",
         old="~functions.isnan().all(2)",
         new="~functions.isnan().any(2)",
-        killers=(OPTIONS_TEST + "test_every_step_is_paid_at_its_own_token",),
+        killers=(OPTIONS_TEST + "test_step_scores_are_paid_at_own_tokens",),
     ),
     Mutant(
         name="no-penalty-is-a-step",
@@ -148,7 +141,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.shaping.Shaping.steps",
         old="(penalties.nansum(2) != 0)",
         new="~penalties.isnan().all(2)",
-        killers=(OPTIONS_TEST + "test_process_supervision_counts_the_steps_that_were_scored",),
+        killers=(OPTIONS_TEST + "test_process_group_normalized_counts_only_scored_steps",),
     ),
     # ---------------------------------------------------------------------- clip and normalise
     Mutant(
@@ -157,9 +150,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.shaping.Shaping.__call__",
         old="        scores = scores * self.weights.to(scores)\n",
         new="        scores = self._clipped(scores * self.weights.to(scores))\n",
-        killers=(
-            OPTIONS_TEST + "test_scores_are_clipped_before_their_weight_and_logged_as_they_were",
-        ),
+        killers=(OPTIONS_TEST + "test_scores_are_clipped_before_weight_and_logged_raw",),
     ),
     Mutant(
         name="clip-of-the-penalties",
@@ -167,9 +158,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.shaping.Shaping._clipped",
         old="        return torch.cat([clipped(functions, low, high), penalties], dim=2)\n",
         new="        return clipped(scores, low, high)\n",
-        killers=(
-            OPTIONS_TEST + "test_scores_are_clipped_before_their_weight_and_logged_as_they_were",
-        ),
+        killers=(OPTIONS_TEST + "test_scores_are_clipped_before_weight_and_logged_raw",),
     ),
     Mutant(
         name="normalise-before-the-clip",
@@ -177,7 +166,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.shaping.Shaping.measured",
         old="sum_step_scores(own)",
         new="sum_step_scores(scores[:, :, : self.functions])",
-        killers=(OPTIONS_TEST + "test_what_is_normalised_has_been_clipped",),
+        killers=(OPTIONS_TEST + "test_normalize_rewards_follows_clip",),
     ),
     Mutant(
         name="std-of-the-step",
@@ -188,7 +177,7 @@ MUTANTS: list[Mutant] = [
             "                moments.count = 0.0\n"
             "                moments.update(len(valid), valid.mean().item(), var)\n"
         ),
-        killers=(OPTIONS_TEST + "test_scores_are_divided_by_the_std_of_all_totals_so_far",),
+        killers=(OPTIONS_TEST + "test_normalize_rewards_divides_by_running_std",),
     ),
     Mutant(
         name="std-of-the-steps-before",
@@ -203,7 +192,7 @@ MUTANTS: list[Mutant] = [
             "shaping.observe(runtime.gather(measured)[0])\n        return "
             "shaped\n    return shaping(scores, rollout)\n"
         ),
-        killers=(OPTIONS_TEST + "test_scores_are_divided_by_the_std_of_all_totals_so_far",),
+        killers=(OPTIONS_TEST + "test_normalize_rewards_divides_by_running_std",),
     ),
     Mutant(
         name="normalise-subtracts-the-mean",
@@ -215,7 +204,7 @@ MUTANTS: list[Mutant] = [
             "            scores = scores - scores.new_tensor(means)\n"
             "            scores = scores / scores.new_tensor(stds + ones)\n"
         ),
-        killers=(OPTIONS_TEST + "test_scores_are_divided_by_the_std_of_all_totals_so_far",),
+        killers=(OPTIONS_TEST + "test_normalize_rewards_divides_by_running_std",),
     ),
     Mutant(
         name="moments-start-again",
@@ -223,7 +212,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.setup.TrainerSetup.running",
         old="self.controllers.controllers | self.shaping.moments",
         new="self.controllers.controllers | {}",
-        killers=(OPTIONS_TEST + "test_a_resumed_run_normalises_alike",),
+        killers=(OPTIONS_TEST + "test_resumed_run_keeps_reward_moments",),
     ),
     # --------------------------------------------------------------------------- for the length
     Mutant(
@@ -232,7 +221,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.shaping.Shaping.penalized",
         old="added.append(-args.missing_eos_penalty *",
         new="added.append(args.missing_eos_penalty *",
-        killers=(OPTIONS_TEST + "test_what_was_cut_off_pays_or_is_worth_the_penalty",),
+        killers=(OPTIONS_TEST + "test_missing_eos_mode_subtracts_or_replaces",),
     ),
     Mutant(
         name="replace-is-subtract",
@@ -240,7 +229,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.shaping.Shaping.__call__",
         old='        if self.args.missing_eos_mode == "replace":\n',
         new="        if False:\n",
-        killers=(OPTIONS_TEST + "test_what_was_cut_off_pays_or_is_worth_the_penalty",),
+        killers=(OPTIONS_TEST + "test_missing_eos_mode_subtracts_or_replaces",),
     ),
     Mutant(
         name="replace-leaves-gaps",
@@ -249,8 +238,8 @@ MUTANTS: list[Mutant] = [
         old="torch.where(rows[:, None, None] & others, blank, scores)",
         new="torch.where(rows[:, None, None] & others & ~scores.isnan(), blank, scores)",
         killers=(
-            PURE_TEST + "test_a_replaced_row_is_worth_what_the_one_source_says",
-            OPTIONS_TEST + "test_replacing_leaves_no_room_for_what_did_not_apply",
+            PURE_TEST + "test_replaced_row_keeps_only_given_source",
+            OPTIONS_TEST + "test_missing_eos_replace_also_replaces_none_scores",
         ),
     ),
     Mutant(
@@ -259,7 +248,10 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.scores.overlong",
         old="    beyond = lengths.double() - (longest - buffer)\n",
         new="    beyond = lengths.double() - (longest - buffer - 1)\n",
-        killers=(PURE_TEST + "test_overlong_by_hand", PURE_TEST + "test_overlong_is_equation_13"),
+        killers=(
+            PURE_TEST + "test_overlong_by_hand",
+            PURE_TEST + "test_overlong_matches_equation_13",
+        ),
     ),
     Mutant(
         name="overlong-is-paid",
@@ -276,7 +268,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.experience_maker._whitened",
         old="whiten(rewards, mask, shift_mean=False, stats=stats)",
         new="whiten(rewards, mask, stats=stats)",
-        killers=(OPTIONS_TEST + "test_whitened_rewards_have_variance_1_and_their_mean",),
+        killers=(OPTIONS_TEST + "test_whitened_rewards_have_unit_variance_and_keep_mean",),
     ),
     Mutant(
         name="rewards-whitened-per-process",
@@ -285,7 +277,7 @@ MUTANTS: list[Mutant] = [
         old="whiten(rewards, mask, shift_mean=False, stats=stats)",
         new="whiten(rewards, mask, shift_mean=False)",
         killers=(
-            "tests/distributed/test_invariance.py::test_the_gradient_of_an_update_is_the_same[ddp-2-ppo]",
+            "tests/distributed/test_invariance.py::test_gradient_matches_single_process[ddp-2-ppo]",
         ),
     ),
     Mutant(
@@ -294,7 +286,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.experience_maker.advantage_inputs",
         old="rewards=_whitened(minus_kl + step_scores, mask, runtime, args)",
         new=("rewards=minus_kl + _whitened(step_scores, mask, runtime, args)"),
-        killers=(OPTIONS_TEST + "test_whitened_rewards_have_variance_1_and_their_mean",),
+        killers=(OPTIONS_TEST + "test_whitened_rewards_have_unit_variance_and_keep_mean",),
     ),
     Mutant(
         name="reward-is-logged-raw",
@@ -303,7 +295,7 @@ MUTANTS: list[Mutant] = [
         old="means = trained.nanmean(0)",
         new="means = raw.nanmean(0)",
         killers=(
-            "tests/report/test_metrics.py::test_reward_is_of_what_is_trained_on_and_the_sources_are_raw",
+            "tests/report/test_metrics.py::test_reward_uses_trained_scores_and_sources_use_raw",
         ),
     ),
     Mutant(
@@ -312,7 +304,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.evaluator.evaluate",
         old="shaping(scores, samples.rollout, normalize=False)",
         new="shaping(scores, samples.rollout)",
-        killers=(OPTIONS_TEST + "test_evaluation_clips_and_penalises_but_does_not_normalise",),
+        killers=(OPTIONS_TEST + "test_evaluation_clips_and_penalizes_but_does_not_normalize",),
     ),
     Mutant(
         name="reward-std-of-the-groups",
@@ -328,7 +320,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.shaping.Shaping.observe",
         old="self._bounds = low.amin(0), -negated_high.amin(0)",
         new="self._bounds = low.amin(), -negated_high.amin()",
-        killers=(f"{OPTIONS_TEST}test_min_max_is_over_the_step_for_each_function",),
+        killers=(f"{OPTIONS_TEST}test_min_max_squash_is_per_function_over_step",),
     ),
     Mutant(
         name="squash-before-the-clip",
@@ -336,6 +328,6 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.rewards.shaping.Shaping.__call__",
         old="self._squashed(self._clipped(scores), normalize)",
         new="self._clipped(self._squashed(scores, normalize))",
-        killers=(f"{OPTIONS_TEST}test_a_sigmoid_squashes_each_score_after_the_clip",),
+        killers=(f"{OPTIONS_TEST}test_sigmoid_squash_follows_clip",),
     ),
 ]

@@ -18,7 +18,7 @@ MUTANTS = [
         "        for _ in range(max(1, self.runtime.all_reduce_max(len(chunks))) - len(chunks)):",
         killers=(
             "tests/trainers/test_sampling_options.py"
-            "::test_the_number_of_micro_batches_is_agreed_on_before_the_first",
+            "::test_number_of_micro_batches_is_agreed_before_first_forward",
         ),
     ),
     Mutant(
@@ -28,8 +28,7 @@ MUTANTS = [
         old="if math.isfinite(norm):",
         new="if True:",
         killers=(
-            "tests/trainers/test_bad_input.py"
-            "::test_a_gradient_that_is_not_finite_leaves_the_weights",
+            "tests/trainers/test_bad_input.py::test_nonfinite_gradient_leaves_weights_unchanged",
         ),
     ),
     Mutant(
@@ -38,7 +37,7 @@ MUTANTS = [
         target="rlhf_pg.trainers.learner.Learner.accumulate",
         old="self.trained.backward(loss * (1 + (loss - loss).detach()))",
         new="self.trained.backward(loss)",
-        killers=("tests/faults/test_updates.py::test_it_is_skipped_without_a_trace",),
+        killers=("tests/faults/test_updates.py::test_nonfinite_update_is_skipped_without_trace",),
     ),
     Mutant(
         name="orphans-train-on",
@@ -46,9 +45,7 @@ MUTANTS = [
         target="rlhf_pg.runtime.Termination._watch_parent",
         old="            if os.getppid() != parent:\n",
         new="            if False:\n",
-        killers=(
-            "tests/faults/test_signals.py::test_a_launcher_that_is_killed_leaves_no_orphan_at_work",
-        ),
+        killers=("tests/faults/test_signals.py::test_killed_launcher_ends_worker_after_step",),
     ),
     Mutant(
         name="launchers-known-too-late",
@@ -56,10 +53,7 @@ MUTANTS = [
         target="rlhf_pg.runtime.Termination._watch_parent",
         old="        parent = launcher()\n",
         new="        parent = os.getppid()\n",
-        killers=(
-            "tests/faults/test_signals.py"
-            "::test_a_launcher_that_is_killed_before_the_run_begins_is_missed",
-        ),
+        killers=("tests/faults/test_signals.py::test_launcher_killed_before_run_ends_worker",),
     ),
     Mutant(
         name="waits-for-the-dead",
@@ -68,7 +62,7 @@ MUTANTS = [
         old="    if HOLDS_STORE in os.environ:\n",
         new="    if False:\n",
         killers=(
-            "tests/faults/test_signals.py::test_who_waits_for_a_launcher_that_is_killed_ends",
+            "tests/faults/test_signals.py::test_killed_launcher_ends_worker_waiting_for_store",
         ),
     ),
     Mutant(
@@ -77,7 +71,7 @@ MUTANTS = [
         target="rlhf_pg.boundary.streams._Pipe.write",
         old="        except BrokenPipeError:\n            self.silence()\n            return",
         new="        except FileNotFoundError:\n            self.silence()\n            return",
-        killers=("tests/faults/test_streams.py::test_a_reward_that_prints_is_not_ended",),
+        killers=("tests/faults/test_streams.py::test_printing_reward_survives_closed_reader",),
     ),
     Mutant(
         name="forks-outlive-sigterm",
@@ -85,7 +79,7 @@ MUTANTS = [
         target="rlhf_pg.runtime.Termination._note",
         old="os.getpid() != self._process or ",
         new="",
-        killers=("tests/faults/test_signals.py::test_a_fork_of_a_reward_function_ends_by_sigterm",),
+        killers=("tests/faults/test_signals.py::test_sigterm_ends_fork_of_reward_function",),
     ),
     Mutant(
         name="skips-never-forgotten",
@@ -93,9 +87,7 @@ MUTANTS = [
         target="rlhf_pg.trainers.skipping.SkippedUpdates.end",
         old="skipped_in_a_row = 0 if updates else before + 1",
         new="skipped_in_a_row = before if updates else before + 1",
-        killers=(
-            "tests/faults/test_updates.py::test_too_many_in_a_row_end_the_run_also_across_a_resume",
-        ),
+        killers=("tests/faults/test_updates.py::test_max_skipped_steps_ends_run_across_resume",),
     ),
     Mutant(
         name="old-moments-kept",
@@ -103,7 +95,7 @@ MUTANTS = [
         target="rlhf_pg.runtime.DDPBackend.load_state",
         old="        self.optimizer.state.clear()\n",
         new="",
-        killers=(f"{CHECKPOINT}::test_restoring_forgets_the_moments_that_were_there",),
+        killers=(f"{CHECKPOINT}::test_restore_clears_existing_moments",),
     ),
     Mutant(
         name="whole-copy-kept",
@@ -111,7 +103,7 @@ MUTANTS = [
         target="rlhf_pg.runtime.FullWeights.gathered",
         old="                self._empty()\n",
         new="                pass\n",
-        killers=(f"{WEIGHTS}::test_a_whole_is_the_module_as_it_is_now",),
+        killers=(f"{WEIGHTS}::test_gathered_module_has_current_weights",),
     ),
     Mutant(
         name="whole-emptied-by-an-inner-use",
@@ -119,7 +111,7 @@ MUTANTS = [
         target="rlhf_pg.runtime.FullWeights.gathered",
         old="            if not self._users:\n",
         new="            if True:\n",
-        killers=(f"{WEIGHTS}::test_it_is_emptied_by_the_outermost_use",),
+        killers=(f"{WEIGHTS}::test_outermost_use_frees_weights",),
     ),
     Mutant(
         name="helper-keeps-a-copy",
@@ -128,7 +120,7 @@ MUTANTS = [
         old="            if device is not None:\n"
         "                _put_in_place(own, value.to(device))",
         new="            _put_in_place(own, value.to(device or CPU))",
-        killers=(f"{WEIGHTS}::test_a_process_that_only_helps_keeps_nothing",),
+        killers=(f"{WEIGHTS}::test_helper_rank_keeps_no_weights",),
     ),
     Mutant(
         name="changes-not-put-back",
@@ -136,7 +128,7 @@ MUTANTS = [
         target="rlhf_pg.runtime.FullWeights.modified",
         old="            self._spread(trained)\n",
         new="",
-        killers=(f"{WEIGHTS}::test_what_is_changed_is_put_back_into_the_pieces",),
+        killers=(f"{WEIGHTS}::test_modified_weights_are_written_back",),
     ),
     Mutant(
         name="tied-weights-set-apart",
@@ -144,7 +136,7 @@ MUTANTS = [
         target="rlhf_pg.runtime.fsdp._set_apart",
         old="            if id(p) in taken\n",
         new="",
-        killers=(f"{WEIGHTS}::test_frozen_weights_of_two_models_are_set_apart_and_nothing_else",),
+        killers=(f"{WEIGHTS}::test_only_shared_frozen_weights_are_separated",),
     ),
     Mutant(
         name="deepspeed-config-decides",
@@ -152,7 +144,7 @@ MUTANTS = [
         target="rlhf_pg.runtime.deepspeed._config",
         old='        "gradient_accumulation_steps": 1,\n',
         new="",
-        killers=(f"{BACKENDS}::test_the_recipe_decides_and_not_the_deepspeed_config",),
+        killers=(f"{BACKENDS}::test_recipe_overrides_deepspeed_config",),
     ),
     Mutant(
         name="gathered-for-every-round",
@@ -162,7 +154,7 @@ MUTANTS = [
         new="        if True:\n",
         killers=(
             "tests/trainers/test_dynamic_sampling.py"
-            "::test_weights_are_put_together_once_for_all_rounds",
+            "::test_weights_are_gathered_once_for_all_rounds",
         ),
     ),
 ]

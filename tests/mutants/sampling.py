@@ -17,7 +17,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.PolicyGradientTrainer.finish_step",
         old="state.prompt_index += batch.num_prompts",
         new="state.prompt_index += self.args.prompts_per_step",
-        killers=(f"{DYNAMIC}every_draw_and_every_token_is_counted",),
+        killers=(f"{DYNAMIC}dynamic_sampling_counts_all_draws_and_tokens",),
     ),
     Mutant(
         name="dynamic-sampling-keeps-the-constant",
@@ -25,7 +25,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.collector.Collector._with_spread",
         old="kept += [index for index in indices if index not in constant]",
         new="kept += [index for index in indices if index in constant]",
-        killers=(f"{DYNAMIC}which_draws_are_kept",),
+        killers=(f"{DYNAMIC}dynamic_sampling_keeps_groups_with_spread",),
     ),
     Mutant(
         name="dynamic-sampling-by-own-rank",
@@ -36,7 +36,7 @@ MUTANTS: list[Mutant] = [
             "self.runtime.gather(part.samples.rollout.groups)"
         ),
         new="paid, groups = said, part.samples.rollout.groups",
-        killers=(f"{DYNAMIC}two_ranks_decide_on_the_scores_of_both",),
+        killers=(f"{DYNAMIC}two_ranks_keep_same_groups_as_one_process",),
     ),
     Mutant(
         name="dynamic-sampling-by-penalties",
@@ -44,7 +44,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.collector.Collector._constant_groups",
         old="self.shaping.judged(part.scores)",
         new="self.shaping(part.scores, part.samples.rollout)",
-        killers=(f"{DYNAMIC}a_penalty_keeps_no_group_that_is_all_wrong",),
+        killers=(f"{DYNAMIC}penalty_gives_group_of_equal_scores_no_spread",),
     ),
     Mutant(
         name="dynamic-sampling-old-numbers",
@@ -52,7 +52,10 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.samples.Samples.renumbered",
         old="numbers = index.new_tensor([groups[own[i]] for i in rows])",
         new="numbers = index.new_tensor([own[i] for i in rows])",
-        killers=(f"{DYNAMIC}minibatches_stay_even", f"{DYNAMIC}groups_go_on_from_the_cursor"),
+        killers=(
+            f"{DYNAMIC}kept_groups_split_evenly_into_minibatches",
+            f"{DYNAMIC}groups_are_numbered_from_prompt_index",
+        ),
     ),
     Mutant(
         name="dynamic-sampling-batch-not-filled",
@@ -60,7 +63,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.collector.Collector._with_spread",
         old="chosen = sorted(kept + aside[: args.prompts_per_step - len(kept)])",
         new="chosen = sorted(kept)",
-        killers=(f"{DYNAMIC}which_draws_are_kept",),
+        killers=(f"{DYNAMIC}dynamic_sampling_keeps_groups_with_spread",),
     ),
     Mutant(
         name="dynamic-sampling-filled-with-the-latest",
@@ -68,7 +71,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.collector.Collector._with_spread",
         old="aside[: args.prompts_per_step - len(kept)]",
         new="aside[::-1][: args.prompts_per_step - len(kept)]",
-        killers=(f"{DYNAMIC}which_draws_are_kept",),
+        killers=(f"{DYNAMIC}dynamic_sampling_keeps_groups_with_spread",),
     ),
     Mutant(
         name="dynamic-sampling-full-rounds",
@@ -76,7 +79,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.collector.Collector._with_spread",
         old="indices = range(end, end + args.prompts_per_step - len(kept))",
         new="indices = range(end, end + args.prompts_per_step)",
-        killers=(f"{DYNAMIC}which_draws_are_kept",),
+        killers=(f"{DYNAMIC}dynamic_sampling_keeps_groups_with_spread",),
     ),
     Mutant(
         name="dynamic-sampling-tokens-not-counted",
@@ -84,7 +87,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.collector.Collector._with_spread",
         old="other_tokens=sampled - int(runtime.all_reduce_sum(samples.num_tokens)),",
         new="other_tokens=0,",
-        killers=(f"{DYNAMIC}every_draw_and_every_token_is_counted",),
+        killers=(f"{DYNAMIC}dynamic_sampling_counts_all_draws_and_tokens",),
     ),
     Mutant(
         name="dynamic-sampling-by-one-source",
@@ -92,7 +95,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.collector.Collector._constant_groups",
         old="scores = total_scores(paid, groups)",
         new="scores = total_scores(paid[:, :1], groups)",
-        killers=(f"{DYNAMIC}the_whole_total_has_to_vary",),
+        killers=(f"{DYNAMIC}group_with_equal_weighted_totals_has_no_spread",),
     ),
     Mutant(
         name="concat-pads-prompts-on-the-right",
@@ -100,7 +103,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.data.records.Rollout.concat",
         old="max(value.shape[1] for value in values), name in _PROMPT_FIELDS",
         new="max(value.shape[1] for value in values), False",
-        killers=("tests/data/test_records.py::test_concat_is_the_record_of_all_rows_at_once",),
+        killers=("tests/data/test_records.py::test_concat_equals_record_of_all_rows",),
     ),
     # ------------------------------------------------------------------ truncated completions
     Mutant(
@@ -109,7 +112,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.experience_maker._without_truncated",
         old="dataclasses.replace(experience, action_mask=mask)",
         new="dataclasses.replace(experience, action_mask=mask, completion_mask=mask)",
-        killers=(f"{OPTIONS}only_the_loss_does_not_see_what_was_cut_off",),
+        killers=(f"{OPTIONS}mask_truncated_completions_changes_only_action_mask",),
     ),
     Mutant(
         name="truncated-mask-before-statistics",
@@ -120,7 +123,7 @@ MUTANTS: list[Mutant] = [
             "    mask = rollout.action_mask\n    mask = mask & "
             "~(rollout.truncated[:, None] & args.mask_truncated_completions)\n"
         ),
-        killers=(f"{OPTIONS}only_the_loss_does_not_see_what_was_cut_off",),
+        killers=(f"{OPTIONS}mask_truncated_completions_changes_only_action_mask",),
     ),
     Mutant(
         name="truncated-mask-keeps-the-denominator",
@@ -128,7 +131,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.learner.Learner.accumulate",
         old="weight_count(minibatch.action_mask, args.aggregation)",
         new="weight_count(minibatch.completion_mask, args.aggregation)",
-        killers=(f"{OPTIONS}completions_that_were_cut_off_leave_loss_and_denominator",),
+        killers=(f"{OPTIONS}masked_truncated_completions_leave_loss_and_denominator",),
     ),
     # -------------------------------------------------------------------- rows without advantage
     Mutant(
@@ -141,7 +144,7 @@ MUTANTS: list[Mutant] = [
             "            count = self.runtime.all_reduce_sum("
             "weight_count(minibatch.action_mask, args.aggregation))"
         ),
-        killers=(f"{OPTIONS}rows_without_advantage_are_not_forwarded_and_not_missed",),
+        killers=(f"{OPTIONS}skip_zero_advantages_leaves_gradient_unchanged",),
     ),
     Mutant(
         name="skipped-rows-leave-no-gradient",
@@ -149,7 +152,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.learner.Learner._micro_batches",
         old="count = max(1, self.runtime.all_reduce_max(len(chunks)))",
         new="count = self.runtime.all_reduce_max(len(chunks))",
-        killers=(f"{OPTIONS}a_step_without_any_advantage_leaves_the_optimizer_as_it_would_be",),
+        killers=(f"{OPTIONS}skipped_step_of_zero_advantages_still_steps_optimizer",),
     ),
     Mutant(
         name="groups-split-over-micro-batches",
@@ -157,7 +160,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.learner.Learner._micro_batches",
         old="whole_groups = self.compares_rows",
         new="whole_groups = False",
-        killers=(f"{OPTIONS}micro_batches_keep_the_rows_that_a_loss_compares_together",),
+        killers=(f"{OPTIONS}micro_batches_keep_groups_whole_for_p3o",),
     ),
     # ------------------------------------------------------------------ baselines from elsewhere
     Mutant(
@@ -166,7 +169,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.collector.Collector._with_greedy",
         old="indices, n=1, temperature=0.0)",
         new="indices, n=1, temperature=self.args.temperature)",
-        killers=(f"{OPTIONS}greedy_completions_are_counted_and_never_trained_on",),
+        killers=(f"{OPTIONS}greedy_completions_are_counted_but_not_trained_on",),
     ),
     Mutant(
         name="remax-baseline-of-another-prompt",
@@ -174,7 +177,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.experience_maker._of_greedy",
         old="nn.functional.pad(paid[place], (0, 1))",
         new="nn.functional.pad(paid.roll(1, 0)[place], (0, 1))",
-        killers=(f"{OPTIONS}every_row_is_compared_with_the_greedy_completion_of_its_own_prompt",),
+        killers=(f"{OPTIONS}greedy_baseline_uses_completion_of_own_prompt",),
     ),
     Mutant(
         name="remax-baseline-without-options",
@@ -182,7 +185,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.experience_maker._of_greedy",
         old="paid = sum_step_scores(shaping(greedy.scores, greedy.samples.rollout))",
         new="paid = sum_step_scores(greedy.scores)",
-        killers=(f"{OPTIONS}every_row_is_compared_with_the_greedy_completion_of_its_own_prompt",),
+        killers=(f"{OPTIONS}greedy_baseline_uses_completion_of_own_prompt",),
     ),
     Mutant(
         name="moving-average-updated-before-use",
@@ -193,7 +196,7 @@ MUTANTS: list[Mutant] = [
             "moving_average=0.9 * moving_average.value + 0.1 * "
             "trained.nansum(1).mean() if moving_average else 0.0"
         ),
-        killers=(f"{OPTIONS}a_moving_average_of_earlier_steps_is_unbiased",),
+        killers=(f"{OPTIONS}moving_average_baseline_is_unbiased",),
     ),
     Mutant(
         name="moving-average-without-the-kl",
@@ -201,7 +204,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.experience_maker._baseline_metrics",
         old='metrics["return"] = inputs.scores.nansum(1)',
         new='metrics["return"] = inputs.scores[:, :-1].nansum(1)',
-        killers=(f"{OPTIONS}it_is_the_average_of_the_returns_of_earlier_steps",),
+        killers=(f"{OPTIONS}moving_average_baseline_weighs_earlier_returns",),
     ),
     Mutant(
         name="moving-average-not-saved",
@@ -209,6 +212,6 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.setup.TrainerSetup.running",
         old='{"moving_average": self.moving_average}',
         new="{}",
-        killers=(f"{OPTIONS}four_steps_are_two_and_two_bit_for_bit",),
+        killers=(f"{OPTIONS}resumed_run_matches_uninterrupted_run",),
     ),
 ]

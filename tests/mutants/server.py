@@ -4,7 +4,7 @@ from tests.mutants import Mutant
 
 SERVER = "tests/rollout/vllm/test_server.py"
 QUOTED = "tests/boundary/test_quoted.py"
-FAULT = f"{SERVER}::test_a_fault_that_passes_is_survived_and_one_that_stays_is_one_error"
+FAULT = f"{SERVER}::test_transient_fault_is_retried_lasting_fault_is_one_error"
 
 MUTANTS = [
     Mutant(
@@ -13,7 +13,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.vllm.http.Server._once",
         old="            asyncio.timeout(self.timeout),\n",
         new="            asyncio.timeout(None),\n",
-        killers=(f"{SERVER}::test_a_server_that_never_ends_is_given_up_although_it_never_pauses",),
+        killers=(f"{SERVER}::test_endlessly_sending_server_times_out",),
     ),
     Mutant(
         name="redirects-followed",
@@ -21,7 +21,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.vllm.http.Server.__init__",
         old="            timeout=None,  # our own",
         new="            follow_redirects=True,\n            timeout=None,  # our own",
-        killers=(f"{SERVER}::test_a_server_that_sends_us_elsewhere_is_not_followed",),
+        killers=(f"{SERVER}::test_redirect_is_not_followed",),
     ),
     Mutant(
         name="answers-of-any-size",
@@ -29,7 +29,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.vllm.http._body",
         old="        if size > most:",
         new="        if False:",
-        killers=(f"{SERVER}::test_bytes_that_were_not_asked_for_are_not_kept",),
+        killers=(f"{SERVER}::test_oversized_answer_is_rejected_early",),
     ),
     Mutant(
         name="proxy-for-loopback",
@@ -37,7 +37,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.vllm.http.Server.__init__",
         old="trust_env=not _is_loopback(httpx2.URL(url).host)",
         new="trust_env=True",
-        killers=(f"{SERVER}::test_a_proxy_of_the_environment_is_not_asked_for_this_machine",),
+        killers=(f"{SERVER}::test_environment_proxy_is_ignored_for_localhost",),
     ),
     Mutant(
         name="tokens-after-eos-from-a-server",
@@ -69,7 +69,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.vllm.server.VllmServerEngine._load",
         old="            if name not in self._models():\n                raise\n",
         new="            raise\n",
-        killers=(f"{SERVER}::test_an_adapter_that_was_loaded_is_not_lost_with_the_answer",),
+        killers=(f"{SERVER}::test_adapter_loaded_despite_bad_answer_is_used",),
     ),
     Mutant(
         name="sync-directory-shared",
@@ -77,7 +77,7 @@ MUTANTS = [
         target="rlhf_pg.rollout.vllm.server.VllmServerEngine._own",
         old='own = Path(tempfile.mkdtemp(prefix="weights-", dir=self.directory))',
         new="own = self.directory",
-        killers=(f"{SERVER}::test_what_is_the_users_in_the_sync_directory_stays",),
+        killers=(f"{SERVER}::test_user_files_in_sync_directory_are_kept",),
     ),
     Mutant(
         name="escapes-obeyed",
@@ -85,6 +85,6 @@ MUTANTS = [
         target="rlhf_pg.boundary.quoted._visible",
         old="    if character.isprintable():",
         new="    if True:",
-        killers=(f"{QUOTED}::test_what_a_terminal_obeys_or_a_url_hides_is_not_said",),
+        killers=(f"{QUOTED}::test_quoted_escapes_control_characters_and_hides_secrets",),
     ),
 ]

@@ -16,7 +16,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.learner.Learner.accumulate",
         old="new: PolicyOutput = self.trained(batch)",
         new="new: PolicyOutput = self.trained(dataclasses.replace(batch, support_ids=None))",
-        killers=(f"{TRAINING}unbiased_for_the_truncated_policy",),
+        killers=(f"{TRAINING}gradient_of_truncated_policy_is_exact",),
     ),
     Mutant(
         name="support-not-for-old",
@@ -24,7 +24,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.learner.Learner._score_own",
         old="out: PolicyOutput = self.trained(batch)",
         new="out: PolicyOutput = self.trained(dataclasses.replace(batch, support_ids=None))",
-        killers=(f"{TRAINING}the_ratio_of_an_unchanged_policy_is_one",),
+        killers=(f"{TRAINING}ratio_of_unchanged_policy_is_one",),
     ),
     Mutant(
         name="support-not-for-the-reference",
@@ -35,8 +35,8 @@ MUTANTS: list[Mutant] = [
         "        whole = dataclasses.replace(batch, support_ids=None)\n"
         "        logprobs: Tensor = self.policy(whole).logprobs",
         killers=(
-            f"{SUPPORT}the_reference_is_renormalised_too",
-            f"{TRAINING}sampler_policy_and_reference_agree_in_the_first_step",
+            f"{SUPPORT}reference_is_renormalized",
+            f"{TRAINING}sampler_policy_and_reference_agree_at_first_step",
         ),
     ),
     Mutant(
@@ -46,8 +46,8 @@ MUTANTS: list[Mutant] = [
         old="everywhere.clamp_(min=IMPOSSIBLE)\n            entropies",
         new="everywhere = (output[rows] * self.slope).log_softmax(-1)\n            entropies",
         killers=(
-            f"{TRAINING}the_bonus_is_for_the_entropy_of_the_truncated_policy",
-            f"{SUPPORT}log_probabilities_and_entropy_are_those_of_the_kept_tokens",
+            f"{TRAINING}entropy_bonus_uses_truncated_policy",
+            f"{SUPPORT}scores_are_renormalized_over_kept_tokens",
         ),
     ),
     Mutant(
@@ -56,7 +56,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.models.softmax._within",
         old="torch.where(given, support_ids, vocabulary)",
         new="torch.where(given, support_ids, 0)",
-        killers=(f"{SUPPORT}log_probabilities_and_entropy_are_those_of_the_kept_tokens",),
+        killers=(f"{SUPPORT}scores_are_renormalized_over_kept_tokens",),
     ),
     Mutant(
         name="support-none-is-nothing",
@@ -64,7 +64,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.models.softmax._within",
         old=" | ~given.any(dim=1, keepdim=True)",
         new="",
-        killers=(f"{SUPPORT}the_whole_vocabulary_as_a_support_changes_nothing",),
+        killers=(f"{SUPPORT}full_vocabulary_support_leaves_scores_unchanged",),
     ),
     Mutant(
         name="support-cut-to-the-first-row",
@@ -72,7 +72,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.data.records.Rollout.select",
         old=": _widest(value)]",
         new=": _widest(value[:1])]",
-        killers=(f"{RECORDS}select_cuts_supports_to_the_widest_that_is_left",),
+        killers=(f"{RECORDS}select_trims_supports_to_widest_left",),
     ),
     Mutant(
         name="support-joined-with-token-zero",
@@ -80,7 +80,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.data.records._joined_supports",
         old="longest - part.shape[1]), value=-1)",
         new="longest - part.shape[1]), value=0)",
-        killers=(f"{RECORDS}concat_pads_supports_with_no_id",),
+        killers=(f"{RECORDS}concat_pads_supports_with_minus_one",),
     ),
     Mutant(
         name="evaluation-from-all-tokens",
@@ -88,7 +88,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.collector.Collector.sample",
         old="top_k=args.top_k,",
         new="top_k=args.top_k if rows and min(prompt_indices) >= 0 else 0,",
-        killers=(f"{TRAINING}evaluation_samples_what_training_does_and_greedy_stays",),
+        killers=(f"{TRAINING}top_k_applies_to_sampled_but_not_greedy_evaluation",),
     ),
     # ---------------------------------------------------------------------- several completions
     Mutant(
@@ -97,7 +97,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.report.pass_at_k.pass_at_k",
         old="((wrong - drawn) / (n - drawn)).prod(dim=1)",
         new="((wrong / n).expand(-1, k)).prod(dim=1)",
-        killers=(f"{PURE}pass_at_k_is_the_share_of_subsets_with_a_right_attempt",),
+        killers=(f"{PURE}pass_at_k_matches_subset_count",),
     ),
     Mutant(
         name="majority-by-the-first",
@@ -105,7 +105,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.report.pass_at_k.majority_score",
         old="if votes[answer] == most]",
         new="if answer == votes.most_common(1)[0][0]]",
-        killers=(f"{PURE}majority_by_hand", f"{PURE}majority_does_not_depend_on_the_order"),
+        killers=(f"{PURE}majority_by_hand", f"{PURE}majority_is_order_invariant"),
     ),
     Mutant(
         name="majority-is-the-best",
@@ -121,7 +121,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.evaluator.evaluate",
         old="paid = _paid(collector.rewards, sum_step_scores(scores))",
         new="paid = sum_step_scores(shaped).nansum(dim=1).double()",
-        killers=(f"{EVALUATING}what_is_right_goes_by_the_reward_functions_alone",),
+        killers=(f"{EVALUATING}pass_at_k_ignores_penalties_and_clipping",),
     ),
     Mutant(
         name="right-without-the-weights",
@@ -129,7 +129,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.evaluator._paid",
         old="(raw[:, : len(weights)] * weights)",
         new="raw[:, : len(weights)].double()",
-        killers=(f"{EVALUATING}what_is_right_goes_by_the_reward_functions_alone",),
+        killers=(f"{EVALUATING}pass_at_k_ignores_penalties_and_clipping",),
     ),
     Mutant(
         name="right-but-for-rounding",
@@ -137,7 +137,7 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.evaluator._judged",
         old="(paid > threshold - 1e-6)",
         new="(paid >= threshold)",
-        killers=(f"{EVALUATING}rounding_to_float32_makes_no_answer_wrong",),
+        killers=(f"{EVALUATING}float32_rounding_does_not_fail_threshold",),
     ),
     Mutant(
         name="completions-of-other-prompts",
@@ -145,6 +145,6 @@ MUTANTS: list[Mutant] = [
         target="rlhf_pg.trainers.evaluator._judged",
         old="answers[i * n : (i + 1) * n]",
         new="answers[i :: len(paid)]",
-        killers=(f"{EVALUATING}the_answer_that_is_given_most_often_is_scored",),
+        killers=(f"{EVALUATING}majority_scores_most_frequent_answer",),
     ),
 ]

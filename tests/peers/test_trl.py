@@ -134,7 +134,7 @@ def test_clip_metrics(make, bounds):
 
 
 @pytest.mark.proves("rlhf_pg.losses.clipped_surrogate")
-def test_one_ratio_per_completion(make):
+def test_sequence_level_ratio(make):
     # GSPO: the geometric mean of a completion's ratios
     options = {"importance_sampling_level": "sequence", "epsilon": 0.1}
     trainer, numbers = make(loss_type="grpo", **options), batch()
@@ -174,7 +174,7 @@ def test_gmpo(make):
     assert_equal(ours, loss_of_trl(trainer, numbers))
 
 
-def test_delta_below_the_upper_bound(make):
+def test_delta_below_upper_bound_caps_ratio(make):
     # rho = 1.5, A = -1. TRL caps rho at delta first, and the clipped ratio, 1.2, then wins; here
     # delta is the highest ratio where A < 0, whatever the other bounds (and the config refuses it).
     row = batch().rows(slice(2, 3))
@@ -184,7 +184,7 @@ def test_delta_below_the_upper_bound(make):
     assert (ours, theirs) == pytest.approx((1.1, 1.2))
 
 
-def test_a_ratio_beyond_all_bounds(make):
+def test_overflowing_ratio_stays_finite(make):
     # A < 0 and log rho = 800: exp overflows in TRL. Here |log rho| is held at 20, and counted.
     row = batch().rows(slice(2, 3))
     row = replace(row, old=row.logprobs - 800 * row.mask, advantages=-row.advantages)
@@ -200,7 +200,7 @@ def test_a_ratio_beyond_all_bounds(make):
 
 @pytest.mark.proves("rlhf_pg.kl.kl_estimate")
 @pytest.mark.parametrize("loss_type", AGGREGATIONS)
-def test_kl_in_the_loss(make, loss_type):
+def test_kl_in_loss(make, loss_type):
     trainer = make(loss_type=loss_type, beta=0.3, use_bias_correction_kl=False)
     numbers = batch()
     ours = loss_of_ours(
@@ -214,7 +214,7 @@ def test_kl_in_the_loss(make, loss_type):
 
 
 @pytest.mark.proves("rlhf_pg.kl.kl_loss")
-def test_kl_weighted_by_the_ratio(make):
+def test_ratio_weighted_kl(make):
     trainer, numbers = make(loss_type="grpo", beta=0.3, use_bias_correction_kl=True), batch()
 
     def weighted(logprobs: Tensor, ref: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def test_two_micro_batches(make, loss_type):
 @pytest.mark.parametrize(
     ("loss_type", "factor"), [("grpo", 4 / 3), ("dr_grpo", 4 / 3), ("bnpo", 1)]
 )
-def test_a_completion_without_tokens(make, loss_type, factor):
+def test_completion_without_tokens(make, loss_type, factor):
     # Masked out (truncated, say), it stays in TRL's number of completions, and leaves ours.
     numbers = batch()
     numbers.mask[2] = False
@@ -264,7 +264,7 @@ def test_a_completion_without_tokens(make, loss_type, factor):
 
 
 @pytest.mark.proves("rlhf_pg.losses.clipped_surrogate")
-def test_rloo_at_the_first_update(make):
+def test_rloo_gradient_matches_at_first_update(make):
     # TRL's loss is one number per completion, and ours one per token over N * max length.
     numbers = batch(drift=0.0)
     theirs = loss_of_trl(make("rloo"), numbers)[1]
@@ -272,7 +272,7 @@ def test_rloo_at_the_first_update(make):
     torch.testing.assert_close(MAX_LENGTH * ours, theirs, rtol=1e-12, atol=0)
 
 
-def test_rloo_after_the_first_update(make):
+def test_rloo_clips_tokens_instead_of_sequences(make):
     # Three tokens with rho = 1.1 and A = 1: their product, 1.331, is beyond TRL's 1.2, and the
     # gradient is gone; here each token is within it.
     row = batch().rows(slice(3, 4))

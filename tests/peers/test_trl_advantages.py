@@ -60,7 +60,7 @@ def test_leave_one_out(make, scores):
 
 
 @pytest.mark.proves("rlhf_pg.advantages.leave_one_out")
-def test_leave_one_out_with_the_kl_in_the_reward(make):
+def test_leave_one_out_with_kl_in_reward(make):
     trainer = make("rloo", reward_funcs=[scored(SCORES)], beta=0.5)
     with torch.no_grad():
         for parameter in trainer.ref_model.parameters():
@@ -81,7 +81,7 @@ def test_leave_one_out_with_the_kl_in_the_reward(make):
     assert_close(leave_one_out(f32(SCORES) - 0.5 * kl, GROUPS), output["advantages"])
 
 
-def test_equal_scores_in_single_precision(make):
+def test_equal_float32_scores_give_exactly_zero(make):
     # The mean of seven 0.1s is not 0.1: TRL lets the rounding error through, here it is exactly 0.
     options = {"num_generations": 7, "per_device_train_batch_size": 7}
     trainer = make("grpo", reward_funcs=[scored([0.1] * 7)], **options)
@@ -90,7 +90,7 @@ def test_equal_scores_in_single_precision(make):
     assert group_normalized(f32([0.1] * 7), torch.zeros(7).long()).tolist() == [0] * 7
 
 
-def test_a_source_that_does_not_apply(make):
+def test_missing_source_leaves_row_neutral(make):
     # TRL counts None as 0, so that whoever lacks a score seems worse: sums 1, 0, .5, 3. Here the
     # row is neutral in that source, and stands for the mean of the others, 4.5 / 3.
     first, second = [0.0] * 8, GAPS[:4] + SCORES[4:]
@@ -102,7 +102,7 @@ def test_a_source_that_does_not_apply(make):
     assert_close(ours[4:], theirs[4:])
 
 
-def test_whitened_advantages(make):
+def test_whitened_advantages_differ_by_std_convention(make):
     # TRL divides by the ddof-1 std plus 1e-4, over completions; `whiten` by the population's, with
     # 1e-8 under the root (and the trainers here whiten over tokens).
     advantages = leave_one_out(f32(SCORES), GROUPS)

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 
 
 @pytest.mark.parametrize("method", BETAS)
-def test_the_gradient_of_a_whole_batch(method: str, tmp_path: Path, monkeypatch) -> None:
+def test_whole_batch_gradient_matches(method: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     pytest.importorskip("trl", minversion="1.16")
     from tests.benchmarks.peer.gradients import difference

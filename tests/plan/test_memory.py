@@ -146,7 +146,7 @@ def close(a: float, b: float) -> bool:
     return a == pytest.approx(b, rel=0.2, abs=1000)
 
 
-def test_parts_are_what_a_step_has(case) -> None:
+def test_predicted_parts_match_real_step(case) -> None:
     trainer, _, memory = case
     seen = Seen(trainer)
     with seen.watched():
@@ -169,7 +169,7 @@ def test_parts_are_what_a_step_has(case) -> None:
     assert close(memory.rollout["keys and values"], sizes["keys and values"])
 
 
-def test_activations_are_what_a_forward_pass_keeps(case) -> None:
+def test_predicted_activations_match_forward_pass(case) -> None:
     """Of a micro-batch of the largest size: two prompts and eight completions."""
     trainer, meta, _ = case
     seen, rollout = Seen(trainer), trainer.roll_out(range(2)).rollout
@@ -179,7 +179,7 @@ def test_activations_are_what_a_forward_pass_keeps(case) -> None:
     assert close(meta.update.at(10 * LENGTH).forward, seen.saved)
 
 
-def test_the_peak_is_what_the_allocator_has_given(case) -> None:
+def test_predicted_peak_matches_allocator(case) -> None:
     """Forward and backward, by the profiler of torch: kernels' own work space is in it."""
     trainer, meta, memory = case
     rollout, module = trainer.roll_out(range(2)).rollout, trainer.learner.module.train()

@@ -49,7 +49,7 @@ SMALL = gated(2, 4, (2, 1), 8, 10, width=2)
 JOB = Job(prompt=3, lengths=(2, 4), generations=2)
 
 
-def test_a_shape_by_hand() -> None:
+def test_shape_by_hand() -> None:
     assert (SMALL.body, SMALL.head, SMALL.read, SMALL.parameters) == (288, 40, 328, 368)
     assert SMALL.cached == 2 * 2 * 2 * 2  # bytes: keys and values, two layers, two numbers each
     assert gated(2, 4, (2, 1), 8, 10, tied=True, width=2).parameters == 328
@@ -72,12 +72,12 @@ def test_a_shape_by_hand() -> None:
         ("Qwen2.5-72B", 72.706),
     ],
 )
-def test_the_known_models_have_their_size(name: str, billions: float) -> None:
+def test_known_models_have_known_size(name: str, billions: float) -> None:
     assert SHAPES[name].parameters == pytest.approx(billions * 1e9, rel=2e-3)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_shape_of_a_model_without_data(tied: bool) -> None:
+def test_shape_of_meta_model(tied: bool) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 50}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied}
     with torch.device("meta"):
@@ -88,13 +88,13 @@ def test_the_shape_of_a_model_without_data(tied: bool) -> None:
     assert shape.parameters == sum(p.numel() for p in model.parameters())
 
 
-def test_rows_that_wait_take_the_places_of_those_that_ended() -> None:
+def test_waiting_rows_take_freed_places() -> None:
     # Two at a time: the row of 1 token ends first, and the third begins at the second position.
     assert list(positions((1, 3, 2), 2)) == [(2, 0), (2, 1), (2, 3)]
     assert list(positions((1, 3, 2), 3)) == [(3, 0), (2, 2), (1, 2)]
 
 
-def test_positions_are_those_of_a_plain_loop() -> None:
+def test_positions_match_loop() -> None:
     lengths, room = (5, 1, 7, 2, 2, 6, 1), 3
     waiting, active, expected = list(lengths), list[list[int]](), []
     while waiting or active:
@@ -105,7 +105,7 @@ def test_positions_are_those_of_a_plain_loop() -> None:
     assert list(positions(lengths, room)) == expected
 
 
-def test_lengths_have_the_ends_and_the_mean_that_are_asked_for() -> None:
+def test_lengths_have_requested_ends_and_mean() -> None:
     assert spread(4, 8) == (2, 4, 6, 8)
     tail = long_tailed(1000, 300, 10**6)
     assert sum(tail) / 1000 == pytest.approx(300, rel=0.01)
@@ -135,7 +135,7 @@ def test_layers_by_hand() -> None:
     assert moved == pytest.approx(2 * 3 * 2 * 2 * 16 * 10 / 850)
 
 
-def test_the_head_by_hand() -> None:
+def test_head_by_hand() -> None:
     """6 tokens of 10 logits in pieces of 20 numbers: three pieces of two tokens."""
     seconds = head_seconds(SLOW, SMALL, 6, 20, products=4, efficiency=1.0)
     each = 4 * 2 * 40 * 2 / 1e3 + 8 * 40 / 1e3 + 16 * 4 * 20 / 1e3 + 30 * 6.5e-6
@@ -144,14 +144,14 @@ def test_the_head_by_hand() -> None:
     assert scored == pytest.approx(3 * (2 * 40 * 2 / 1e3 + 4 * 4 * 20 / 1e3 + 30 * 6.5e-6))
 
 
-def test_small_pieces_of_the_head_cost_more() -> None:
+def test_small_head_chunks_cost_more() -> None:
     small, large = (
         head_seconds(H100, SHAPES["Qwen3-0.6B"], 131_072, piece, 4) for piece in (2.0**24, 2.0**29)
     )
     assert small > 1.5 * large
 
 
-def test_a_rollout_by_hand() -> None:
+def test_rollout_by_hand() -> None:
     """One row of two tokens after a prompt of one, of which 1 and then 2 are read."""
     job = Job(prompt=1, lengths=(2,), generations=1)
     engine = replace(VLLM, kernels=0, host=0.25)
@@ -167,7 +167,7 @@ def test_a_rollout_by_hand() -> None:
     assert more == pytest.approx(2 * (6 * 2e-6 + 5 * 6.5e-6), rel=1e-6)
 
 
-def test_twice_the_bandwidth_is_half_the_time_of_reading() -> None:
+def test_doubled_bandwidth_halves_read_time() -> None:
     job = Job(prompt=8, lengths=(4, 6), generations=2)
     engine = replace(VLLM, host=0.0)
     slow, fast = (
@@ -176,7 +176,7 @@ def test_twice_the_bandwidth_is_half_the_time_of_reading() -> None:
     assert slow == pytest.approx(2 * fast, rel=1e-3)
 
 
-def test_two_gpus_that_share_a_model_halve_what_is_read() -> None:
+def test_tensor_parallel_rollout_halves_reads() -> None:
     """Each has its own rows; the other's come with the half of the weights that is not there."""
     job = Job(prompt=1, lengths=(1,), generations=1)
     engine = replace(VLLM, kernels=0, host=0.0)
@@ -186,7 +186,7 @@ def test_two_gpus_that_share_a_model_halve_what_is_read() -> None:
     assert seconds == pytest.approx(both + read + 21 * 2e-6 + 2 * 2 * 10e-6)
 
 
-def test_the_native_engine_reads_a_prompt_once_and_padding_too() -> None:
+def test_native_engine_reads_prompt_once_and_padding() -> None:
     """Two rows of one prompt of 3: one prompt, and two widths of 64."""
     job = Job(prompt=3, lengths=(1, 1), generations=2)
     engine = replace(NATIVE, kernels=0, drawing=0, moves=0, cache_rate=0.55, padded=True)
@@ -195,7 +195,7 @@ def test_the_native_engine_reads_a_prompt_once_and_padding_too() -> None:
     assert seconds == pytest.approx(expected + (3 + 2 * 64) * 16 / 550 + 21 * 2e-6)
 
 
-def test_graphs_are_recorded_for_every_shape() -> None:
+def test_graphs_are_captured_per_shape() -> None:
     """Two rows, then one: two shapes of (2 * 20 + 160) kernels, four times each."""
     job = Job(prompt=3, lengths=(1, 2), generations=2)
     engine = replace(BEFORE.engine, kernels=20)
@@ -205,7 +205,7 @@ def test_graphs_are_recorded_for_every_shape() -> None:
     assert anew - kept == pytest.approx(2 * (4 * 200 * 6.5e-6 + 0.05))
 
 
-def test_drawing_a_token_is_in_the_graph() -> None:
+def test_drawing_kernels_are_replayed_in_graph() -> None:
     """Three positions of 140 kernels."""
     job = Job(prompt=3, lengths=(1, 3), generations=2)
     drawn, undrawn = (
@@ -214,7 +214,7 @@ def test_drawing_a_token_is_in_the_graph() -> None:
     assert drawn - undrawn == pytest.approx(3 * 140 * 2e-6)
 
 
-def test_shapes_of_graphs() -> None:
+def test_graph_shapes_are_rounded() -> None:
     assert [rounded(n) for n in (1, 3, 32, 33, 256)] == [1, 4, 32, 64, 256]
     assert [cache_width(n, 1000) for n in (1, 64, 65, 600, 1000)] == [64, 64, 128, 1024, 1024]
 
@@ -241,12 +241,12 @@ def test_links_by_hand() -> None:
     assert gather_seconds(SLOW, SMALL, 1) == 0
 
 
-def test_the_host_may_be_the_slower() -> None:
+def test_slower_of_host_and_device_counts() -> None:
     assert launched(5.0, 3, SMALL, 1) == 5.0
     assert launched(0.0, 3, SMALL, 7) == pytest.approx(7 * 3 * 60 * 2 * 6.5e-6)
 
 
-def test_the_optimizer_has_its_share() -> None:
+def test_zero1_optimizer_takes_its_share() -> None:
     job = replace(JOB, processes=4, updates=2, layout=LAYOUT["ZeRO-1"])
     assert optimizer_seconds(SLOW, SMALL, job) == pytest.approx(2 * 28 * 368 / 4 / 850)
     assert optimizer_seconds(SLOW, SMALL, replace(job, layout=LAYOUT["DDP"])) == pytest.approx(
@@ -254,7 +254,7 @@ def test_the_optimizer_has_its_share() -> None:
     )
 
 
-def test_passes_of_an_update() -> None:
+def test_passes_per_update() -> None:
     """3 with the backward pass, 4 with recomputing, 2.5 where half is trained."""
     job = replace(JOB, lengths=(4000,) * 64, generations=64)
     shape = SHAPES["Qwen3-0.6B"]._replace(vocabulary=1)  # next to no head
@@ -270,7 +270,7 @@ def test_passes_of_an_update() -> None:
     assert passes(models=2) == pytest.approx(6, rel=0.01)
 
 
-def test_only_what_is_asked_for_is_scored() -> None:
+def test_only_requested_passes_are_scored() -> None:
     shape = SHAPES["Qwen3-0.6B"]
     one = learner_seconds(NATIVELY, H100, shape, replace(JOB, old=True))[0]
     assert learner_seconds(NATIVELY, H100, shape, JOB)[0] == 0
@@ -280,7 +280,7 @@ def test_only_what_is_asked_for_is_scored() -> None:
     assert learner_seconds(VERL, H100, shape, JOB)[0] > 0
 
 
-def test_a_slow_link_is_seen_and_a_fast_one_hidden_but_for_a_fifth() -> None:
+def test_fast_link_is_mostly_hidden_and_slow_link_is_not() -> None:
     job = replace(JOB, processes=8, lengths=(500,) * 64, layout=LAYOUT["FSDP2"])
     shape = SHAPES["Qwen3-0.6B"]
     sent = gather_seconds(H100, shape, 8, 3 * 2)  # two micro-batches
@@ -290,7 +290,7 @@ def test_a_slow_link_is_seen_and_a_fast_one_hidden_but_for_a_fifth() -> None:
     assert exchange == pytest.approx(1000 * sent - update)
 
 
-def test_weights_are_handed_over() -> None:
+def test_handover_time_by_hand() -> None:
     shape = SHAPES["Qwen2.5-7B"]
     assert handover_seconds(NATIVELY, H100, shape, JOB) == 0
     assert handover_seconds(WITH_VLLM, H100, shape, JOB) == pytest.approx(
@@ -301,14 +301,14 @@ def test_weights_are_handed_over() -> None:
 
 
 @pytest.mark.parametrize("library", [BEFORE, *LIBRARIES], ids=lambda library: library.name)
-def test_stages_add_up(library) -> None:
+def test_stages_sum_to_total(library) -> None:
     parts = stages(library, H100, SHAPES["Qwen3-0.6B"], replace(JOB, processes=8))
     total = parts.pop("total")
     assert total == pytest.approx(sum(parts.values()))
     assert min(parts.values()) >= 0
 
 
-def test_an_engine_needs_room_for_its_weights() -> None:
+def test_engine_without_room_for_weights_raises() -> None:
     job = replace(JOB, processes=8)
     with pytest.raises(ValueError, match="ours, vLLM: the engine's weights do not fit in 56 GB"):
         stages(WITH_VLLM, H100, SHAPES["Llama-3-70B"], job)
@@ -324,7 +324,9 @@ def test_an_engine_needs_room_for_its_weights() -> None:
     ],
 )
 @pytest.mark.parametrize("recomputes", [True, False])
-def test_ours_with_vllm_are_ahead(model, completions, processes, layout, recomputes) -> None:
+def test_vllm_engine_is_predicted_ahead_of_trl_and_verl(
+    model, completions, processes, layout, recomputes
+) -> None:
     """Of what TRL and verl do by default, and of what they do without gradient checkpointing."""
     job = Job(
         prompt=256,
@@ -339,7 +341,7 @@ def test_ours_with_vllm_are_ahead(model, completions, processes, layout, recompu
     assert ours < before
 
 
-def test_every_published_number_has_its_source() -> None:
+def test_every_published_number_has_source() -> None:
     assert len(points()) >= 8
     for point in points():
         assert point.source.startswith("https://")
@@ -359,20 +361,20 @@ def test_published_numbers_by_hand() -> None:
     assert first.off() == pytest.approx(1e3 * seconds / 6.48, rel=1e-6)
 
 
-def test_the_constants_are_those_that_fit_best() -> None:
+def test_constants_are_best_fit() -> None:
     train, decode = fit("train"), fit("decode")
     assert (train.efficiency, train.traffic) == (learning.EFFICIENCY, learning.TRAFFIC)
     assert decode.host == pytest.approx(decoding.HOST)
 
 
-def test_a_point_left_out_is_predicted_worse() -> None:
+def test_left_out_point_is_predicted_worse() -> None:
     for kind in ("train", "decode"):
         inside = [point.off() for point in points() if point.kind == kind]
         assert left_out(kind).worst > max(inside)
         assert left_out(kind).points == len(inside)
 
 
-def test_agreement_is_of_all_points() -> None:
+def test_agreement_covers_all_points() -> None:
     off = sorted(point.off() for point in points())
     middle = len(off) // 2
     assert agreement().worst == off[-1]

@@ -37,7 +37,7 @@ def cells(text: str, name: str) -> list[str]:
     return re.findall(r"[\d.]+(?:e-\d+)?", line.split(name)[1])
 
 
-def test_the_command_shows_parts_and_phases(capsys, model_path) -> None:
+def test_plan_shows_parts_and_phases(capsys, model_path) -> None:
     recipe = ["--config", str(RECIPES / "ppo_arithmetic.yaml"), "--model_name_or_path", model_path]
     text = plan(capsys, *recipe, "--tflops", "1", "--bandwidth", "100")
     for part in ("weights", "gradients", "optimizer", "critic", "activations", "keys and values"):
@@ -47,7 +47,7 @@ def test_the_command_shows_parts_and_phases(capsys, model_path) -> None:
     assert "1 TFLOP/s, 100 GB/s" in text.replace("\n", " ")
 
 
-def test_a_device_that_is_not_here(capsys, model_path) -> None:
+def test_absent_device_is_planned_on_paper(capsys, model_path) -> None:
     recipe = ["--config", str(RECIPES / "grpo_arithmetic.yaml"), "--model_name_or_path", model_path]
     text = plan(capsys, *recipe, "--device", "h100", "--gpus", "8", "--sharding", "fsdp2")
     assert cells(text, "copy to sample from")
@@ -65,7 +65,7 @@ def test_a_device_that_is_not_here(capsys, model_path) -> None:
     assert f"off by a factor of {found.median:.2f} in the median and {found.worst:.2f}" in words
 
 
-def test_trl_has_no_ppo(capsys, model_path) -> None:
+def test_trl_column_is_empty_for_ppo(capsys, model_path) -> None:
     recipe = ["--config", str(RECIPES / "ppo_arithmetic.yaml"), "--model_name_or_path", model_path]
     text = plan(capsys, *recipe, "--device", "a100").split("on paper")[1]
     line = next(line for line in text.splitlines() if re.match(r"\W+total\b", line))
@@ -73,7 +73,7 @@ def test_trl_has_no_ppo(capsys, model_path) -> None:
     assert filled == [True, True, False, True]
 
 
-def test_no_weights_are_loaded(model_path) -> None:
+def test_plan_loads_no_weights(model_path) -> None:
     def refuse(*_, **__):
         raise AssertionError("loads")
 
@@ -119,7 +119,7 @@ def drawn(tmp_path_factory):
         ("FSDP2", (4 / 8, 4 / 8, 8 / 8), 4 / 8),
     ],
 )
-def test_parts_on_eight_processes_by_hand(drawn, name, own, of_reference) -> None:
+def test_parts_on_eight_ranks_by_hand(drawn, name, own, of_reference) -> None:
     memory = predicted_memory(drawn, BY_NAME[name], 8, 80e9, "cuda")
     count = sum(p.numel() for p in drawn.policy.parameters())
     critic = sum(p.numel() for p in drawn.critic.parameters())
@@ -139,7 +139,7 @@ def test_parts_on_eight_processes_by_hand(drawn, name, own, of_reference) -> Non
         ("stochastic_rounding", "adamw_8bit", 2),
     ],
 )
-def test_the_optimizer_takes_what_its_options_say(update, optim, moments_and_masters) -> None:
+def test_optimizer_bytes_follow_options(update, optim, moments_and_masters) -> None:
     args = GRPOConfig(
         dtype="bfloat16", bfloat16_update=update, optim=optim, max_completion_length=6
     )
@@ -149,20 +149,20 @@ def test_the_optimizer_takes_what_its_options_say(update, optim, moments_and_mas
     assert memory.update["optimizer"] == pytest.approx(moments_and_masters * count)
 
 
-def test_pieces_of_the_head_are_those_of_the_gpu_that_is_planned_for() -> None:
+def test_head_chunk_is_sized_for_planned_gpu() -> None:
     args = GRPOConfig(max_completion_length=6)
     assert build_meta_models(args, "cpu", "cuda", 16e9).policy.chunk_size == 16e9 / 160
 
 
 @pytest.mark.parametrize(("source", "is_scored"), [("policy", True), ("sampler", False)])
-def test_the_sampler_spares_a_pass_here_too(source, is_scored) -> None:
+def test_sampler_logprobs_skip_scoring_pass(source, is_scored) -> None:
     args = GRPOConfig(num_iterations=2, old_logprobs_source=source, max_completion_length=6)
     own = build_meta_models(args, "cpu")
     memory = predicted_memory(own, BY_NAME["DDP"], 1, 80e9, "cuda")
     assert (predicted_pace(own, memory, 1)["score"].work > 0) == is_scored
 
 
-def test_only_what_a_trainer_does_is_planned(capsys) -> None:
+def test_plan_of_sft_recipe_is_rejected(capsys) -> None:
     with pytest.raises(SystemExit):
         plan(capsys, "--config", str(RECIPES / "sft_arithmetic.yaml"))
     assert "must be one of grpo, ppo, rloo, reinforce, got 'sft'" in capsys.readouterr().err
@@ -183,13 +183,13 @@ def test_work_by_hand(drawn) -> None:
     assert pace["score"].work == pytest.approx(1.5 * forward, rel=0.1)
 
 
-def test_the_slower_of_computing_and_reading_counts() -> None:
+def test_slower_of_compute_and_memory_counts() -> None:
     rates = Rates(100.0, 10.0)
     assert Pace(200.0, 10.0).seconds(rates) == 2.0
     assert Pace(200.0, 50.0).seconds(rates) == 5.0
 
 
-def test_rates_are_those_of_a_machine() -> None:
+def test_measured_rates_are_plausible() -> None:
     rates = measured_rates(torch.device("cpu"), torch.float32)
     assert 1e8 < rates.work < 1e15
     assert 1e7 < rates.bytes < 1e13

@@ -58,7 +58,7 @@ def launched(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_every_key_is_one_of_accelerate(path: Path) -> None:
+def test_config_keys_are_known_to_accelerate(path: Path) -> None:
     """The loader refuses unknown keys, but for those of a section, which are flags."""
     config = load_config_from_file(str(path))
     assert config.mixed_precision == "no"
@@ -71,7 +71,7 @@ def test_every_key_is_one_of_accelerate(path: Path) -> None:
 
 
 @pytest.mark.parametrize("launched", ["cpu_2", "ddp"], indirect=True)
-def test_ddp(launched: dict[str, str]) -> None:
+def test_ddp_config_sets_no_sharding(launched: dict[str, str]) -> None:
     assert launched["ACCELERATE_MIXED_PRECISION"] == "no"
     assert not {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & set(launched)
 
@@ -81,7 +81,9 @@ def test_ddp(launched: dict[str, str]) -> None:
     [("zero1", 1, "none"), ("zero2", 2, "none"), ("zero3", 3, "none"), ("zero3_offload", 3, "cpu")],
     indirect=["launched"],
 )
-def test_zero(launched: dict[str, str], stage: int, device: str) -> None:
+def test_zero_config_sets_deepspeed_plugin(
+    launched: dict[str, str], stage: int, device: str
+) -> None:
     assert launched["ACCELERATE_USE_DEEPSPEED"] == "true"
     assert launched["ACCELERATE_MIXED_PRECISION"] == "no"
     plugin = DeepSpeedPlugin()
@@ -98,7 +100,9 @@ def test_zero(launched: dict[str, str], stage: int, device: str) -> None:
     [("fsdp2", OffloadPolicy), ("fsdp2_offload", CPUOffloadPolicy)],
     indirect=["launched"],
 )
-def test_fsdp2(launched: dict[str, str], offload: type[OffloadPolicy]) -> None:
+def test_fsdp2_config_sets_fsdp_plugin(
+    launched: dict[str, str], offload: type[OffloadPolicy]
+) -> None:
     assert launched["ACCELERATE_USE_FSDP"] == "true"
     assert launched["ACCELERATE_MIXED_PRECISION"] == "no"
     plugin = FullyShardedDataParallelPlugin()
@@ -120,7 +124,7 @@ def test_fsdp2(launched: dict[str, str], offload: type[OffloadPolicy]) -> None:
     ],
 )
 @pytest.mark.slow
-def test_one_launcher_per_machine(name: str, told: dict[str, str], tmp_path: Path) -> None:
+def test_two_launchers_form_one_job(name: str, told: dict[str, str], tmp_path: Path) -> None:
     """Two machines, both of them this one, with the flags of docs/scaling.md."""
     if name == "zero2":
         pytest.importorskip("deepspeed")
@@ -143,7 +147,7 @@ def test_one_launcher_per_machine(name: str, told: dict[str, str], tmp_path: Pat
             assert {k: v for k, v in line.items() if v and k.startswith(OURS)} == told
 
 
-def test_the_sbatch_script(tmp_path: Path) -> None:
+def test_documented_sbatch_script_starts_four_ranks(tmp_path: Path) -> None:
     """The script in docs/scaling.md, where SLURM has two machines with two GPUs each: all this one.
 
     It is told to use DDP, for which nothing has to be installed.

@@ -19,12 +19,12 @@ NAMES = [
 each_preset = pytest.mark.parametrize("name", NAMES)
 
 
-def test_these_are_all_of_them() -> None:
+def test_preset_list_is_complete() -> None:
     assert {path.stem for path in PRESETS.glob("*.yaml")} == set(NAMES)
 
 
 @each_preset
-def test_it_names_its_paper_and_its_deviations(name: str) -> None:
+def test_preset_names_paper_and_deviations(name: str) -> None:
     text = (PRESETS / f"{name}.yaml").read_text()
     comment = text[: text.index("algorithm:")]
     assert any(f"{year}" in comment for year in range(1992, 2027))
@@ -32,7 +32,7 @@ def test_it_names_its_paper_and_its_deviations(name: str) -> None:
     assert yaml.safe_load(text)["output_dir"] == f"runs/{name}"
 
 
-def test_a_file_goes_before_a_preset_of_its_name(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_file_takes_precedence_over_preset(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     Path("dapo").write_text("algorithm: nothing")
     with pytest.raises(SystemExit):
@@ -41,7 +41,7 @@ def test_a_file_goes_before_a_preset_of_its_name(tmp_path: Path, monkeypatch, ca
 
 
 @each_preset
-def test_three_steps(name: str, model_path: str, tmp_path: Path) -> None:
+def test_preset_trains_three_steps(name: str, model_path: str, tmp_path: Path) -> None:
     small = ["--max_steps=3", "--prompts_per_step=8", "--eval_steps=0", "--warmup_steps=0"]
     where = ["--output_dir", str(tmp_path), "--model_name_or_path", model_path]
     main(["train", name, *small, *where])

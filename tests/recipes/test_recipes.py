@@ -38,20 +38,22 @@ SMALL = ["--max_steps=2", "--prompts_per_step=4", "--eval_steps=0"]
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_recipe_parses_as_its_algorithm(path: Path) -> None:
+def test_recipe_parses_with_config_of_same_algorithm(path: Path) -> None:
     algorithm, _, task = path.stem.rpartition("_")
     args = parse(CONFIGS[algorithm], ["--config", str(path)])
     assert (args.algorithm, args.task) == (algorithm, task)
     assert (RECIPES / f"{algorithm}.py").exists()
 
 
-def test_the_sft_recipe_is_what_runs_by_itself() -> None:
+def test_sft_recipe_matches_config_defaults() -> None:
     args = parse(SFTConfig, ["--config", str(RECIPES / "sft_arithmetic.yaml")])
     assert args == SFTConfig()
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_recipe_under_accelerate_launch(processes: int, model_path: str, tmp_path: Path) -> None:
+def test_recipe_trains_under_accelerate_launch(
+    processes: int, model_path: str, tmp_path: Path
+) -> None:
     accelerate = [sys.executable, "-m", "accelerate.commands.launch"]
     setup = {
         1: ["--cpu", "--num_processes", "1"],
@@ -80,7 +82,9 @@ def test_recipe_under_accelerate_launch(processes: int, model_path: str, tmp_pat
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "reinforce"])
-def test_train_command(algorithm: str, model_path: str, tmp_path: Path) -> None:
+def test_train_command_saves_model_and_config(
+    algorithm: str, model_path: str, tmp_path: Path
+) -> None:
     recipe = str(RECIPES / f"{algorithm}_arithmetic.yaml")
     out = ["--output_dir", str(tmp_path)]
     main(["train", recipe, *SMALL, *out, "--model_name_or_path", model_path])
@@ -88,7 +92,7 @@ def test_train_command(algorithm: str, model_path: str, tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["algorithm"] == algorithm
 
 
-def test_train_command_makes_a_warm_start_a_reward_model_and_trains_on_it(tmp_path: Path) -> None:
+def test_train_command_runs_preference_pipeline(tmp_path: Path) -> None:
     """The three recipes of the task preference, each from what the one before left."""
     runs = {name: tmp_path / name for name in ("sft", "judge", "rl")}
     brief = ["--max_steps=2", "--task=preference", "--output_dir"]
@@ -125,7 +129,7 @@ def test_train_command_plays_episodes(algorithm: str, task: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("script", ["reward_model", pytest.param("rloo", marks=pytest.mark.slow)])
-def test_a_recipe_script_takes_the_task_preference(script: str, tmp_path: Path) -> None:
+def test_recipe_script_trains_preference_task(script: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     for part in preference().new_model():
         part.save_pretrained(tmp_path / "start")
@@ -143,14 +147,14 @@ def test_a_recipe_script_takes_the_task_preference(script: str, tmp_path: Path) 
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 
 
-def test_a_reward_model_of_a_task_without_pairs_is_refused(capsys) -> None:
+def test_reward_model_for_task_without_pairs_is_refused(capsys) -> None:
     recipe = str(RECIPES / "reward_model_preference.yaml")
     with pytest.raises(SystemExit):
         main(["train", recipe, "--task", "arithmetic"])
     assert "arithmetic has no preference pairs" in capsys.readouterr().err
 
 
-def test_demo_command(model_path: str, tmp_path: Path, capsys) -> None:
+def test_demo_command_shows_results_and_plot(model_path: str, tmp_path: Path, capsys) -> None:
     out = ["--output_dir", str(tmp_path)]
     main(["demo", *SMALL, *out, "--model_name_or_path", model_path])
     shown = capsys.readouterr().out
@@ -168,14 +172,16 @@ def test_demo_command(model_path: str, tmp_path: Path, capsys) -> None:
         (["train", str(RECIPES / "accelerate" / "cpu_2.yaml")], "algorithm must be one of sft"),
     ],
 )
-def test_wrong_usage_exits_with_2(arguments, message, capsys) -> None:
+def test_wrong_usage_exits_with_code_2(arguments, message, capsys) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_server_that_is_not_there_is_one_line(model_path, tmp_path, monkeypatch, capsys) -> None:
+def test_unreachable_server_exits_with_error_line(
+    model_path, tmp_path, monkeypatch, capsys
+) -> None:
     monkeypatch.setattr(http, "PAUSE", 0.0)
     server = ["--rollout_engine", "vllm_server", "--vllm_server_base_url", "http://127.0.0.1:1"]
     where = ["--model_name_or_path", model_path, "--output_dir", str(tmp_path)]
@@ -185,7 +191,7 @@ def test_a_server_that_is_not_there_is_one_line(model_path, tmp_path, monkeypatc
     assert "error: the server at http://127.0.0.1:1 gave no answer" in capsys.readouterr().err
 
 
-def test_help_shows_the_values_of_the_recipe(capsys) -> None:
+def test_help_shows_recipe_defaults(capsys) -> None:
     recipe = str(RECIPES / "rloo_arithmetic.yaml")
     with pytest.raises(SystemExit) as exit_:
         main(["train", recipe, "--help"])
@@ -195,7 +201,7 @@ def test_help_shows_the_values_of_the_recipe(capsys) -> None:
     assert "(default: 0.0004)" in shown
 
 
-def test_an_interrupted_run_says_so_in_one_line(monkeypatch, capsys) -> None:
+def test_keyboard_interrupt_exits_with_code_130(monkeypatch, capsys) -> None:
     def interrupted(flags) -> None:
         raise KeyboardInterrupt
 
@@ -206,7 +212,7 @@ def test_an_interrupted_run_says_so_in_one_line(monkeypatch, capsys) -> None:
     assert capsys.readouterr().err.startswith("interrupted: a run that had a step goes on with")
 
 
-def test_bad_input_is_one_line_and_no_traceback(capsys) -> None:
+def test_bad_input_prints_one_line_without_traceback(capsys) -> None:
     recipe = str(RECIPES / "rloo_arithmetic.yaml")
     with pytest.raises(SystemExit) as exit_:
         main(["train", recipe, "--model_name_or_path", "no/such/directory"])
@@ -215,7 +221,7 @@ def test_bad_input_is_one_line_and_no_traceback(capsys) -> None:
     assert capsys.readouterr().err == said
 
 
-def test_version(capsys) -> None:
+def test_version_flag_prints_package_version(capsys) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out.strip() == rlhf_pg.__version__

@@ -21,7 +21,7 @@ def means(meter):
     return meter.means(meter.sums())
 
 
-def test_a_mean_is_the_sum_of_totals_over_the_sum_of_counts():
+def test_mean_is_total_over_count():
     meter = Meter()
     meter.add("loss", torch.tensor(3.0), 1)
     meter.add("loss", torch.tensor(5.0), 3.0)
@@ -29,7 +29,7 @@ def test_a_mean_is_the_sum_of_totals_over_the_sum_of_counts():
     assert means(meter) == {"kl": 3.5, "loss": 2.0}
 
 
-def test_only_true_slots_count_whatever_the_others_hold():
+def test_only_unmasked_slots_count():
     meter = Meter()
     x = torch.tensor([[1.0, math.nan, 2.0], [math.inf, 6.0, 100.0]])
     meter.add_masked("x", x, torch.tensor([[True, False, True], [False, True, False]]))
@@ -37,7 +37,7 @@ def test_only_true_slots_count_whatever_the_others_hold():
     assert means(meter) == {"x": 14 / 8}  # by token: neither by row nor by call
 
 
-def test_extremes_are_those_of_the_true_slots_of_all_processes():
+def test_extremes_cover_unmasked_slots_of_all_ranks():
     meter, other = Meter(), Meter()
     x = torch.tensor([[1.0, math.nan, -2.0], [math.inf, 6.0, 100.0]])
     mask = torch.tensor([[True, False, True], [False, True, False]])
@@ -55,13 +55,13 @@ def test_extremes_are_those_of_the_true_slots_of_all_processes():
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float64])
-def test_flags_and_numbers_of_any_dtype_are_averaged(dtype):
+def test_values_of_any_dtype_are_averaged(dtype):
     meter, x = Meter(), torch.tensor([[1, 0, 1]]).to(dtype)
     meter.add_masked("x", x, torch.tensor([[True, True, False]]))
     assert means(meter) == {"x": 0.5}
 
 
-def test_sums_of_processes_and_micro_batches_add_up():
+def test_sums_of_ranks_and_micro_batches_add_up():
     def meter_of(*totals):
         meter = Meter()
         for total, count in totals:
@@ -75,7 +75,7 @@ def test_sums_of_processes_and_micro_batches_add_up():
     assert first.means(first.sums() + second.sums()) == means(whole) == {"a": 10 / 3, "b": 5 / 12}
 
 
-def test_the_order_in_which_names_come_does_not_matter():
+def test_name_order_does_not_matter():
     one, other = Meter(), Meter()
     for meter, names in ((one, "xyz"), (other, "zxy")):
         for name in names:
@@ -84,13 +84,13 @@ def test_the_order_in_which_names_come_does_not_matter():
     assert one.means(other.sums()) == {"x": 120, "y": 121, "z": 122}
 
 
-def test_what_was_never_counted_is_nan():
+def test_uncounted_metric_is_nan():
     meter = Meter()
     meter.add_masked("kl", torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.bool))
     assert math.isnan(means(meter)["kl"])
 
 
-def test_sums_are_in_double_precision_and_hold_no_graph():
+def test_sums_are_float64_and_detached():
     meter = Meter()
     for total in (1e9, 1.0, -1e9):
         meter.add("x", torch.tensor(total, requires_grad=True), 1)
@@ -99,7 +99,7 @@ def test_sums_are_in_double_precision_and_hold_no_graph():
     assert means(meter) == {"x": 1 / 3, "y": 1}
 
 
-def test_phases_add_up_their_seconds():
+def test_phase_seconds_add_up():
     meter = Meter()
     for _ in range(2):
         with meter.time("rollout"):
@@ -127,7 +127,7 @@ def test_rewards_by_hand():
     }
 
 
-def test_reward_is_of_what_is_trained_on_and_the_sources_are_raw():
+def test_reward_uses_trained_scores_and_sources_use_raw():
     raw = torch.tensor([[10.0, 0], [30, 0]])
     trained = torch.tensor([[1.0, -1], [2, 0]])
     metrics = reward_metrics(raw, trained, ["a", "b"], torch.tensor([4, 4]))
@@ -136,14 +136,14 @@ def test_reward_is_of_what_is_trained_on_and_the_sources_are_raw():
     assert metrics["reward_std"] == pytest.approx(math.sqrt(2))  # of 0 and 2
 
 
-def test_the_groups_of_a_reward_need_not_be_neighbours():
+def test_reward_groups_need_not_be_contiguous():
     scores = torch.tensor([[1.0], [5.0], [1.0], [9.0]], dtype=torch.float64)
     metrics = reward_metrics(scores, scores, ["a"], torch.tensor([3, 4, 3, 4]))
     assert metrics["reward_std"] == pytest.approx(math.sqrt(8) / 2)
     assert metrics["frac_reward_zero_std"] == 0.5
 
 
-def test_without_groups_the_spread_is_that_of_all_rewards():
+def test_reward_std_without_groups_covers_all_rewards():
     scores = torch.tensor([[1.0], [2.0], [6.0]], dtype=torch.float64)
     metrics = reward_metrics(scores, scores, ["a"])
     assert metrics == {
@@ -154,7 +154,7 @@ def test_without_groups_the_spread_is_that_of_all_rewards():
     }
 
 
-def test_a_source_that_never_applied_has_no_mean():
+def test_unused_source_has_nan_mean():
     scores = torch.tensor([[1, math.nan]] * 2)
     metrics = reward_metrics(scores, scores, ["a", "b"], torch.tensor([0, 0]))
     assert math.isnan(metrics["rewards/b/mean"])
@@ -162,7 +162,7 @@ def test_a_source_that_never_applied_has_no_mean():
     assert metrics["reward"] == 1
 
 
-def test_lengths_by_hand():
+def test_length_metrics_by_hand():
     # tokens of the completion, of the prompt, whether it was truncated
     metrics = length_metrics(torch.tensor([[1, 10, 0], [4, 20, 1], [4, 5, 1]]))
     assert metrics == {
@@ -184,30 +184,30 @@ def write_steps(path, steps):
     return path
 
 
-def test_lines_are_read_back_to_the_last_digit(tmp_path):
+def test_json_lines_round_trip_exactly(tmp_path):
     path = write_steps(tmp_path / "m.jsonl", [1, 2])
     assert read(path) == [{"step": 1, "loss": 1 / 3}, {"step": 2, "loss": 2 / 3}]
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_numbers_that_json_does_not_know_become_null(tmp_path, number):
+def test_non_finite_numbers_become_null(tmp_path, number):
     JsonLines(tmp_path / "m.jsonl", 0).write({"step": 1, "kl": number, "loss": 0.0})
     assert (tmp_path / "m.jsonl").read_text() == '{"step": 1, "kl": null, "loss": 0.0}\n'
 
 
-def test_what_json_does_not_know_becomes_text(tmp_path):
+def test_unserializable_values_become_text(tmp_path):
     JsonLines(tmp_path / "c.jsonl", 0).write({"step": 1, "completion": [{"at": Path("x")}]})
     assert read(tmp_path / "c.jsonl") == [{"step": 1, "completion": [{"at": "x"}]}]
 
 
-def test_a_mean_of_nothing_becomes_null(tmp_path):
+def test_empty_mean_becomes_null(tmp_path):
     meter = Meter()
     meter.add("kl", torch.tensor(0.0), 0)
     JsonLines(tmp_path / "m.jsonl", 0).write({"step": 1, **means(meter)})
     assert read(tmp_path / "m.jsonl") == [{"step": 1, "kl": None}]
 
 
-def test_control_characters_keep_a_line_one_line(tmp_path):
+def test_control_characters_do_not_break_lines(tmp_path):
     record = {"step": 1, "completion": "a\nb\r\x0c\x85\u2028\x1b[2J\ud800"}
     JsonLines(tmp_path / "c.jsonl", 0).write(record)
     JsonLines(tmp_path / "c.jsonl", 1)
@@ -217,7 +217,7 @@ def test_control_characters_keep_a_line_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("resumed_at", "kept"), [(0, []), (2, [1, 1, 2]), (3, [1, 1, 2, 3]), (9, [1, 1, 2, 3])]
 )
-def test_a_resumed_run_repeats_no_line(tmp_path, resumed_at, kept):
+def test_resumed_run_repeats_no_line(tmp_path, resumed_at, kept):
     path = write_steps(tmp_path / "m.jsonl", [1, 1, 2, 3])
     lines = JsonLines(path, keep_through_step=resumed_at)
     assert [line["step"] for line in read(path)] == kept
@@ -225,18 +225,18 @@ def test_a_resumed_run_repeats_no_line(tmp_path, resumed_at, kept):
     assert [line["step"] for line in read(path)] == [*kept, resumed_at + 1]
 
 
-def test_a_new_run_does_not_read_the_lines_of_another(tmp_path):
+def test_new_run_overwrites_foreign_lines(tmp_path):
     (tmp_path / "m.jsonl").write_text("no JSON")
     JsonLines(tmp_path / "m.jsonl", keep_through_step=0).write({"step": 1})
     assert read(tmp_path / "m.jsonl") == [{"step": 1}]
 
 
-def test_a_run_resumed_without_its_file_begins_another(tmp_path):
+def test_resuming_without_file_starts_new_one(tmp_path):
     JsonLines(tmp_path / "m.jsonl", keep_through_step=5).write({"step": 6})
     assert read(tmp_path / "m.jsonl") == [{"step": 6}]
 
 
-def test_a_last_line_cut_off_by_a_crash_does_not_stop_a_resume(tmp_path):
+def test_truncated_last_line_does_not_stop_resume(tmp_path):
     path = write_steps(tmp_path / "m.jsonl", [1, 2])
     path.write_text(path.read_text() + '{"step": 3, "lo')
     JsonLines(path, keep_through_step=2)
@@ -258,7 +258,7 @@ def run(journal, steps, **numbers):
             journal.step(metrics_of(step, **numbers))
 
 
-def test_the_main_process_keeps_every_step_and_sample(tmp_path, capsys):
+def test_main_process_keeps_every_step_and_sample(tmp_path, capsys):
     journal = Journal(tmp_path / "new" / "run", 0, is_main=True)
     run(journal, 3, reward=0.5, kl=math.nan)
     journal.completions(3, [RECORD, RECORD | {"rewards/exact": math.nan}])
@@ -270,7 +270,7 @@ def test_the_main_process_keeps_every_step_and_sample(tmp_path, capsys):
     ]
 
 
-def test_the_other_processes_write_and_show_nothing(tmp_path, capsys):
+def test_other_ranks_neither_write_nor_print(tmp_path, capsys):
     journal = Journal(tmp_path / "run", 0, is_main=False)
     journal.say("hello")
     run(journal, 3, reward=0.5)
@@ -282,14 +282,14 @@ def test_the_other_processes_write_and_show_nothing(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("steps", "shown"), [(3, [1, 2, 3]), (20, list(range(1, 21))), (45, [*range(2, 45, 2), 45])]
 )
-def test_elsewhere_than_in_a_terminal_it_prints_about_twenty_lines(tmp_path, capsys, steps, shown):
+def test_log_output_is_about_twenty_lines(tmp_path, capsys, steps, shown):
     run(Journal(tmp_path, 0, is_main=True), steps, reward=0.5, entropy=1.25, kl=math.nan)
     lines = capsys.readouterr().out.split("\n")
     expected = "reward 0.500  kl -  entropy 1.250  0.25 s/step"
     assert [line for line in lines if line] == [f"step {s}/{steps}  {expected}" for s in shown]
 
 
-def test_a_terminal_shows_a_bar_with_the_last_numbers(tmp_path, capsys, monkeypatch):
+def test_terminal_shows_progress_bar_with_last_numbers(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
@@ -300,7 +300,7 @@ def test_a_terminal_shows_a_bar_with_the_last_numbers(tmp_path, capsys, monkeypa
     assert "s/step" not in out
 
 
-def test_a_resumed_journal_goes_on_after_its_step(tmp_path, capsys):
+def test_resumed_journal_continues_after_its_step(tmp_path, capsys):
     first = Journal(tmp_path, 0, is_main=True)
     run(first, 3)
     first.completions(2, [RECORD])
@@ -311,9 +311,7 @@ def test_a_resumed_journal_goes_on_after_its_step(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("moves", range(len(RUN_FILES) + 1))
-def test_an_earlier_run_is_set_aside_whole_whenever_that_is_interrupted(
-    tmp_path, monkeypatch, moves
-):
+def test_interrupted_set_aside_keeps_earlier_run_whole(tmp_path, monkeypatch, moves):
     for name in RUN_FILES:
         (tmp_path / name).write_text("earlier")
     rename, left = Path.rename, iter(range(moves))
@@ -331,7 +329,7 @@ def test_an_earlier_run_is_set_aside_whole_whenever_that_is_interrupted(
     assert sorted(path.name for path in tmp_path.glob("*/*")) == sorted(RUN_FILES)
 
 
-def test_earlier_runs_are_numbered_after_the_last_that_is_there(tmp_path):
+def test_earlier_runs_are_numbered_after_highest(tmp_path):
     for name in ("earlier-2", "earlier-10", "earlier-one"):
         (tmp_path / name).mkdir()
     (tmp_path / "metrics.jsonl").write_text("")
@@ -352,15 +350,13 @@ def test_control_characters_are_shown_escaped(tmp_path, capsys, key, hostile):
     assert read(tmp_path / "completions.jsonl")[0][key] == hostile  # kept as it was
 
 
-def test_markup_in_a_completion_is_text(tmp_path, capsys):
+def test_markup_in_completion_is_shown_as_text(tmp_path, capsys):
     journal = Journal(tmp_path, 0, is_main=True)
     journal.completions(1, [RECORD | {"completion": "[bold]2[/bold] :smile:"}])
     assert "'1+1=' -> '[bold]2[/bold] :smile:'  [1.000]" in capsys.readouterr().out
 
 
-def test_of_a_chat_the_last_message_is_shown_and_of_a_long_text_both_ends(
-    tmp_path, capsys, monkeypatch
-):
+def test_sample_shows_last_message_and_ends_of_long_text(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     chat = [{"role": "user", "content": "first"}, {"role": "user", "content": "last"}]
     record = {"prompt": chat, "completion": "a" * 150 + "b" * 150, "rewards/x": math.nan}
@@ -369,12 +365,12 @@ def test_of_a_chat_the_last_message_is_shown_and_of_a_long_text_both_ends(
     assert out == f"  'last' -> '{'a' * 100} ... {'b' * 95}'  [-]\n"
 
 
-def test_a_long_line_is_not_folded_in_a_log(tmp_path, capsys):
+def test_long_log_line_is_not_wrapped(tmp_path, capsys):
     Journal(tmp_path, 0, is_main=True).say("word " * 40 + "end")
     assert capsys.readouterr().out.count("\n") == 1
 
 
-def test_completions_without_companions_are_compared_over_the_batch():
+def test_reward_std_of_singleton_groups_covers_batch():
     scores = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64)
     metrics = reward_metrics(scores, scores, ["a"], torch.tensor([7, 8, 9]))
     assert metrics["reward_std"] == 1.0

@@ -14,7 +14,7 @@ from rlhf_pg.report.pass_at_k import majority_score, pass_at_k
 
 @pytest.mark.proves("rlhf_pg.report.pass_at_k.pass_at_k")
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_attempt(n) -> None:
+def test_pass_at_k_matches_subset_count(n) -> None:
     for k in range(1, n + 1):
         found = pass_at_k(torch.arange(n + 1), n, k).tolist()
         for right, value in enumerate(found):
@@ -23,7 +23,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_attempt(n) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 10, 100, 1000])
-def test_pass_at_k_keeps_its_digits_with_many_attempts(k) -> None:
+def test_pass_at_k_keeps_precision_with_many_attempts(k) -> None:
     n, right = 1000, [0, 1, 7, 500, 999, 1000]
     exact = [1 - Fraction(math.comb(n - c, k), math.comb(n, k)) for c in right]
     found = pass_at_k(torch.tensor(right), n, k)
@@ -33,7 +33,7 @@ def test_pass_at_k_keeps_its_digits_with_many_attempts(k) -> None:
 
 @pytest.mark.proves("rlhf_pg.report.pass_at_k.pass_at_k")
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_pass_at_k_is_unbiased_and_the_plain_guess_is_not(k) -> None:
+def test_pass_at_k_is_unbiased_unlike_plug_in_estimate(k) -> None:
     n, p = 6, 0.3
     chances = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
     found = pass_at_k(torch.arange(n + 1), n, k).tolist()
@@ -44,7 +44,7 @@ def test_pass_at_k_is_unbiased_and_the_plain_guess_is_not(k) -> None:
 
 
 @pytest.mark.parametrize("k", [0, -1, 5])
-def test_more_attempts_than_there_are_are_refused(k) -> None:
+def test_k_out_of_range_raises(k) -> None:
     with pytest.raises(ValueError, match=f"k must be between 1 and the 4 attempts, got {k}"):
         pass_at_k(torch.tensor([1]), 4, k)
 
@@ -72,14 +72,14 @@ def test_majority_by_hand(answers, scores, expected) -> None:
         lambda attempts: st.tuples(st.just(attempts), st.permutations(attempts))
     )
 )
-def test_majority_does_not_depend_on_the_order(attempts) -> None:
+def test_majority_is_order_invariant(attempts) -> None:
     one, other = (majority_score(*zip(*order, strict=True)) for order in attempts)
     assert one == pytest.approx(other)
 
 
 @pytest.mark.proves("rlhf_pg.report.pass_at_k.majority_score")
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.floats(-2, 2)), min_size=1, max_size=8))
-def test_majority_is_the_mean_over_the_answers_that_could_win(attempts) -> None:
+def test_majority_is_mean_over_possible_winners(attempts) -> None:
     by_answer = {a: [s for b, s in attempts if b == a] for a, _ in attempts}
     most = max(len(scores) for scores in by_answer.values())
     winners = [sum(s) / len(s) for s in by_answer.values() if len(s) == most]

@@ -43,14 +43,14 @@ def train(tmp_path, model=None, data=None, held_out=None, **options):
 # --------------------------------------------------------------------------------------- the loss
 
 
-def test_the_loss_is_that_of_bradley_and_terry():
+def test_loss_matches_bradley_terry_formula():
     chosen, rejected = torch.tensor([2.0, -1.0]), torch.tensor([0.0, 0.5])
     expected = (math.log(1 + math.exp(-2)) + math.log(1 + math.exp(1.5))) / 2
     assert bradley_terry_loss(chosen, rejected).item() == pytest.approx(expected)
     assert bradley_terry_loss(chosen, chosen).item() == pytest.approx(math.log(2))
 
 
-def test_only_differences_matter_and_far_apart_is_still_finite():
+def test_loss_depends_only_on_difference_and_stays_finite():
     chosen, rejected = torch.tensor([2.0]), torch.tensor([0.5])
     shifted = bradley_terry_loss(chosen + 7, rejected + 7)
     assert shifted.item() == pytest.approx(bradley_terry_loss(chosen, rejected).item(), rel=1e-5)
@@ -60,7 +60,7 @@ def test_only_differences_matter_and_far_apart_is_still_finite():
     assert (loss.item(), apart.grad.item()) == (2000, 2)
 
 
-def test_the_gradient_is_the_doubt():
+def test_gradient_is_probability_of_wrong_preference():
     chosen = torch.tensor([1.0, 0.0], requires_grad=True)
     rejected = torch.tensor([0.0, 3.0], requires_grad=True)
     bradley_terry_loss(chosen, rejected).backward()
@@ -73,7 +73,7 @@ def test_the_gradient_is_the_doubt():
 
 
 @torch.no_grad()
-def test_a_batch_is_scored_pair_by_pair():
+def test_batch_is_scored_pair_by_pair():
     model = classifier("gpt2")
     rows = [{"chosen": [5, 9, 2], "rejected": [7]}, {"chosen": [0], "rejected": [4, 6, 2, 2]}]
     for pad in (0, 2):
@@ -84,7 +84,7 @@ def test_a_batch_is_scored_pair_by_pair():
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_prompt_of_its_own_or_whole_texts_are_the_same(chat):
+def test_separate_prompt_matches_whole_texts(chat):
     tokenizer = letters(bos=True)
     tokenizer.chat_template = "<bos>" + TEMPLATE
 
@@ -103,7 +103,7 @@ def test_a_prompt_of_its_own_or_whole_texts_are_the_same(chat):
 # -------------------------------------------------------------------------------------- training
 
 
-def test_it_learns_what_is_preferred_and_says_how_well(tmp_path, capsys):
+def test_training_learns_preference_and_reports_accuracy(tmp_path, capsys):
     metrics = train(tmp_path)
     assert metrics["eval_accuracy"] > 0.95
     assert metrics["eval_loss"] < 0.3
@@ -114,7 +114,7 @@ def test_it_learns_what_is_preferred_and_says_how_well(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_the_saved_model_scores_as_in_training(tmp_path, arch):
+def test_saved_model_scores_as_in_training(tmp_path, arch):
     model = classifier(arch, resid_pdrop=0.5, embd_pdrop=0.5, attention_dropout=0.5)
     data = pairs(40)
     metrics = train(tmp_path, model, data, data, max_steps=3)
@@ -128,12 +128,12 @@ def test_the_saved_model_scores_as_in_training(tmp_path, arch):
     assert metrics["eval_loss"] == pytest.approx(loss, rel=1e-3)
 
 
-def test_a_tie_is_not_right():
+def test_tie_counts_as_wrong():
     scores = np.array([[1.0, 0.5], [0.5, 0.5], [0.0, 0.5], [-1.0, -2.0]])
     assert _accuracy(EvalPrediction(scores, None)) == {"accuracy": 0.5}
 
 
-def test_there_is_no_dropout_in_training(tmp_path):
+def test_training_disables_dropout(tmp_path):
     starts = []
     for rate in (0.0, 0.5):
         model = classifier("gpt2", resid_pdrop=rate, embd_pdrop=rate, attn_pdrop=rate)
@@ -141,7 +141,7 @@ def test_there_is_no_dropout_in_training(tmp_path):
     assert starts[0] == starts[1]
 
 
-def test_what_is_saved_is_in_the_standard_format(tmp_path):
+def test_saved_model_has_standard_format(tmp_path):
     train(tmp_path, classifier(pad_token_id=None), max_steps=1)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "final")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "final")
@@ -153,7 +153,7 @@ def test_what_is_saved_is_in_the_standard_format(tmp_path):
 
 
 @pytest.mark.parametrize("given", ["argument", "key"])
-def test_a_language_model_gets_a_head_that_is_that_of_the_seed(tmp_path, given):
+def test_language_model_gets_seeded_head(tmp_path, given):
     start = tmp_path / "start"
     tiny_model("llama", dtype=torch.bfloat16).save_pretrained(start)
     letters().save_pretrained(start)
@@ -204,14 +204,14 @@ CHAT = Dataset.from_dict(
     ],
 )
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
-def test_bad_pairs_are_refused_by_dataset_and_row(tmp_path, name, data, message):
+def test_bad_pair_raises_with_dataset_and_row(tmp_path, name, data, message):
     datasets = {"train_dataset": pairs(4), "eval_dataset": pairs(4)} | {name: data}
     with pytest.raises(ValueError, match=f"^{name}: .*{message}"):
         train_reward_model(config(tmp_path, max_length=32), classifier(), letters(), **datasets)
     assert not (tmp_path / "final").exists()
 
 
-def test_the_positions_of_the_model_are_a_limit_too(tmp_path):
+def test_text_beyond_model_positions_raises(tmp_path):
     with pytest.raises(ValueError, match="row 0 has 65 tokens, more than the 64"):
         train(tmp_path, data=broken(0, chosen="b" * 62), max_length=100)
     train(tmp_path, data=broken(0, chosen="b" * 61), max_length=100, max_steps=1)
@@ -227,12 +227,12 @@ def test_the_positions_of_the_model_are_a_limit_too(tmp_path):
         (classifier(), None, "no tokenizer is saved"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(tmp_path, model, tokenizer, message):
+def test_untrainable_model_or_tokenizer_raises(tmp_path, model, tokenizer, message):
     with pytest.raises(ValueError, match=message):
         train_reward_model(config(tmp_path), model, tokenizer, pairs(4), pairs(4))
 
 
-def test_strings_end_as_a_policy_ends_them():
+def test_string_pairs_end_with_one_eos():
     tokenizer = letters()
     pairs = Dataset.from_list(
         [

@@ -66,14 +66,14 @@ KINDS = [length, slow_length, Length(), SlowLength(), lambda **kw: slow_length(*
 
 
 @pytest.mark.parametrize("function", KINDS, ids=lambda f: type(f).__name__)
-def test_plain_or_async_function_or_object_it_is_called_the_same(function):
+def test_reward_kinds_are_called_alike(function):
     scores = call(function)
     assert scores.tolist() == [[1], [2], [3]]
     assert scores.dtype == torch.float64
 
 
 @pytest.mark.parametrize("function", KINDS, ids=lambda f: type(f).__name__)
-def test_it_works_inside_a_running_event_loop(function):
+def test_reward_works_inside_running_event_loop(function):
     async def notebook():
         return call(function)
 
@@ -81,7 +81,7 @@ def test_it_works_inside_a_running_event_loop(function):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, lambda f: lambda **kw: f(**kw)])
-def test_what_is_bound_to_an_event_loop_serves_every_step(wrap):
+def test_loop_bound_object_works_at_every_step(wrap):
     """A lock that somebody waits for belongs to the loop of the first who did."""
     one_at_a_time = asyncio.Semaphore(1)
 
@@ -98,7 +98,7 @@ def test_what_is_bound_to_an_event_loop_serves_every_step(wrap):
         assert sum_step_scores(rewards(PROMPTS, COMPLETIONS, IDS, {})).tolist() == [[1], [2], [3]]
 
 
-def test_an_interrupt_ends_an_async_reward_that_hangs_and_lets_it_clean_up():
+def test_interrupt_cancels_hanging_async_reward():
     cleaned = threading.Event()
 
     async def hangs(**_):
@@ -115,7 +115,7 @@ def test_an_interrupt_ends_an_async_reward_that_hangs_and_lets_it_clean_up():
     assert threading.active_count() <= threads + 1  # that of the loop
 
 
-def test_a_function_is_given_everything_by_name():
+def test_function_gets_all_inputs_by_keyword():
     seen = {}
 
     def look(prompts, completions, completion_ids, answer, tags):
@@ -127,7 +127,7 @@ def test_a_function_is_given_everything_by_name():
     assert {name: seen[name] for name in inputs} == inputs
 
 
-def test_what_the_trainer_knows_is_for_those_who_ask():
+def test_trainer_arguments_go_only_to_functions_asking_for_them():
     state = TrainerState(global_step=3, max_steps=9, epoch=0.5)
     seen = []
 
@@ -154,7 +154,7 @@ def test_what_the_trainer_knows_is_for_those_who_ask():
     assert state.global_step == 3
 
 
-def test_a_column_by_the_name_of_what_the_trainer_knows_is_what_a_function_gets():
+def test_column_overrides_trainer_argument_of_same_name():
     said = Rewards([lambda step, **_: step, lambda ended, **_: [int(e == "no") for e in ended]])
     columns = {"step": [5, 6, 7], "ended": ["yes", "no", "no"]}
     known = {"ended": [True] * 3, "state": TrainerState(global_step=3)}
@@ -162,7 +162,7 @@ def test_a_column_by_the_name_of_what_the_trainer_knows_is_what_a_function_gets(
     assert scores.tolist() == [[5, 0], [6, 1], [7, 1]]
 
 
-def test_one_function_needs_no_list():
+def test_single_function_needs_no_list():
     assert sum_step_scores(Rewards(length)(PROMPTS, COMPLETIONS, IDS, {})).tolist() == [
         [1],
         [2],
@@ -170,12 +170,12 @@ def test_one_function_needs_no_list():
     ]
 
 
-def test_each_function_has_a_column_and_weights_stay_out_of_it():
+def test_each_function_has_unweighted_column():
     scores = call(length, says([7, 8, 9]), weights=[0.5, 2.0])
     assert scores.tolist() == [[1, 7], [2, 8], [3, 9]]
 
 
-def test_no_completions_call_nothing():
+def test_no_completions_call_no_function():
     def never(**_):
         raise AssertionError
 
@@ -183,7 +183,7 @@ def test_no_completions_call_nothing():
 
 
 @pytest.mark.fault(28, "every function has copies")
-def test_what_one_function_does_to_its_input_nobody_else_sees():
+def test_input_mutation_is_invisible_to_other_functions():
     def vandal(prompts, completions, completion_ids, answer, tags):
         prompts[0][0]["content"] = completions[0] = answer[0] = "gone"
         completion_ids[0].append(9)
@@ -217,21 +217,21 @@ def test_what_one_function_does_to_its_input_nobody_else_sees():
         ([functools.partial(length)], ["partial"]),
     ],
 )
-def test_names_are_those_of_the_functions_numbered_where_repeated(functions, names):
+def test_repeated_function_names_are_numbered(functions, names):
     assert Rewards(functions).names == names
 
 
-def test_no_two_functions_share_a_name():
+def test_function_names_are_unique():
     functions = [says([], name) for name in ("a", "a", "a_2", "a_1", "a")]
     assert len(set(Rewards(functions).names)) == 5
 
 
 @pytest.mark.parametrize(("weights", "expected"), [(None, [1, 1]), ([0.25, -2], [0.25, -2])])
-def test_weights_are_one_unless_given(weights, expected):
+def test_weights_default_to_one(weights, expected):
     assert Rewards([length, slow_length], weights).weights.tolist() == expected
 
 
-def test_weights_keep_their_digits():
+def test_weights_keep_precision():
     assert Rewards([length], [0.1]).weights.double().tolist() == [0.1]
 
 
@@ -245,7 +245,7 @@ def test_weights_keep_their_digits():
         ([length], [], ValueError, "got 0 for length"),
     ],
 )
-def test_what_cannot_be_called_or_weighed_is_refused_at_once(functions, weights, error, message):
+def test_invalid_functions_or_weights_raise_immediately(functions, weights, error, message):
     with pytest.raises(error, match=message):
         Rewards(functions, weights)
 
@@ -267,11 +267,11 @@ def test_what_cannot_be_called_or_weighed_is_refused_at_once(functions, weights,
     ],
     ids=lambda scores: type(scores).__name__,
 )
-def test_any_sequence_of_numbers_will_do(scores):
+def test_any_number_sequence_is_accepted(scores):
     assert call(says(scores)).tolist() == [[1], [0], [-2.5]]
 
 
-def test_scores_keep_their_digits():
+def test_scores_keep_precision():
     assert call(says([0.1, 1e-300, 1 + 2**-52])).flatten().tolist() == [0.1, 1e-300, 1 + 2**-52]
 
 
@@ -291,7 +291,7 @@ def test_scores_keep_their_digits():
     ],
     ids=lambda value: str(value).partition(" at ")[0],
 )
-def test_it_must_be_one_score_per_completion(scores, got):
+def test_wrong_number_of_scores_raises(scores, got):
     with pytest.raises(ValueError, match=rf"reward function said .* list of 3 scores.* got {got}"):
         call(length, says(scores))
 
@@ -312,14 +312,14 @@ def test_it_must_be_one_score_per_completion(scores, got):
     ids=lambda x: str(x)[:9],
 )
 @pytest.mark.parametrize("container", [list, tuple])
-def test_a_score_that_is_no_finite_number_names_function_and_completion(score, shown, container):
+def test_invalid_score_error_names_function_and_completion(score, shown, container):
     message = f"reward function said returned {shown}.* for completion 1 of the batch"
     with pytest.raises(ValueError, match=message):
         call(length, says(container([0.0, score, 1.0])))
 
 
 @pytest.mark.parametrize("scores", [np.array([0, np.nan, 1]), torch.tensor([0, math.inf, 1])])
-def test_an_array_is_checked_like_a_list(scores):
+def test_array_scores_are_checked_like_list(scores):
     with pytest.raises(ValueError, match=r"said returned (nan|inf) for completion 1"):
         call(says(scores))
 
@@ -327,19 +327,19 @@ def test_an_array_is_checked_like_a_list(scores):
 # ------------------------------------------------------------------------------- does not apply
 
 
-def test_none_is_a_gap_in_its_column_alone():
+def test_none_score_leaves_gap_in_its_column():
     scores = call(length, says([None, 5, None], "sometimes"))
     assert scores[:, 0].tolist() == [1, 2, 3]
     assert scores[:, 1].isnan().tolist() == [True, False, True]
 
 
-def test_two_functions_may_share_the_work():
+def test_two_functions_may_score_disjoint_completions():
     scores = call(says([1, None, None]), says([None, 2, 3]))
     assert scores.nansum(1).tolist() == [1, 2, 3]
 
 
 @pytest.mark.fault(23, "None from every source is an error")
-def test_a_completion_that_no_function_scores_is_an_error():
+def test_completion_scored_by_no_function_raises():
     with pytest.raises(ValueError, match=r"completion 2 .* one, two returned None for prompt 'q'"):
         call(says([None, 1, None], "one"), says([1, 1, None], "two"))
 
@@ -351,7 +351,7 @@ STEPS = [[1.5], [None, 2], [0.5, None, -1.0]]
 PLACED = [[1.5, NAN, NAN], [NAN, 2, NAN], [0.5, NAN, -1.0]]
 
 
-def test_a_score_of_a_completion_stands_at_its_last_token():
+def test_completion_score_is_at_last_token():
     assert per_token(length)[:, :, 0].tolist() == [[1, NAN, NAN], [NAN, 2, NAN], [NAN, NAN, 3]]
 
 
@@ -365,12 +365,12 @@ def test_a_score_of_a_completion_stands_at_its_last_token():
     ],
     ids=["lists", "tuples", "arrays", "mixed"],
 )
-def test_a_list_scores_each_step_at_its_last_token(scores):
+def test_list_scores_steps_at_their_last_tokens(scores):
     assert per_token(says(scores))[:, :, 0].tolist() == PLACED
     assert call(says(scores)).tolist() == [[1.5], [2.0], [-0.5]]
 
 
-def test_a_dense_reward_scores_every_token():
+def test_dense_reward_scores_every_token():
     ids, dense = [[4, 4], [5, 5]], [[0.5, 1.0], [2.0, 4.0]]
     for given in (np.array(dense), torch.tensor(dense), list(torch.tensor(dense))):
         scores = Rewards(says(given))(["p"] * 2, ["a"] * 2, ids, {})
@@ -384,20 +384,20 @@ def test_each_function_scores_its_own_steps():
     assert sum_step_scores(scores)[:, 2].tolist() == [NAN, NAN, 7]  # a list of None is a None
 
 
-def test_a_list_with_its_score_at_the_end_is_a_score_bit_for_bit():
+def test_list_ending_in_score_equals_plain_score():
     numbers = [0.1, -1e-300, 1 + 2**-52]
     lists = [[None] * (len(ids) - 1) + [x] for ids, x in zip(IDS, numbers, strict=True)]
     assert per_token(says(numbers)).numpy().tobytes() == per_token(says(lists)).numpy().tobytes()
 
 
-def test_a_score_of_a_completion_stands_at_the_last_token_that_the_policy_chose():
+def test_completion_score_is_at_last_action_token():
     mask = torch.tensor([[1, 0, 0], [1, 0, 0], [1, 0, 1]]).bool()
     scores = per_token(length, says([[1], [5, None], [3, None, 4]]), action_mask=mask)
     assert scores[:, :, 0].tolist() == [[1, NAN, NAN], [2, NAN, NAN], [NAN, NAN, 3]]
     assert scores[:, :, 1].tolist() == [[1, NAN, NAN], [5, NAN, NAN], [3, NAN, 4]]
 
 
-def test_a_score_for_a_token_that_the_policy_did_not_choose_is_an_error():
+def test_score_for_non_action_token_raises():
     mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
     message = "said returned 0.0 for token 1 of completion 2 of the batch, which the policy did not"
     with pytest.raises(ValueError, match=message):
@@ -405,19 +405,19 @@ def test_a_score_for_a_token_that_the_policy_did_not_choose_is_an_error():
 
 
 @pytest.mark.parametrize("length_", [0, 1, 3])
-def test_a_list_has_one_entry_per_token(length_):
+def test_list_length_must_match_tokens(length_):
     message = f"said returned a list of {length_} scores for completion 1 .* has 2 tokens"
     with pytest.raises(ValueError, match=message):
         call(length, says([1.0, [0.0] * length_, 1.0]))
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, "good", [1.0]], ids=str)
-def test_a_step_that_is_no_finite_number_names_function_token_and_completion(score):
+def test_invalid_step_score_error_names_function_and_token(score):
     with pytest.raises(ValueError, match=r"said returned .* for token 1 of completion 2 of the"):
         call(length, says([1.0, 1.0, [0.0, score, 1.0]]))
 
 
-def test_lists_of_none_from_every_function_are_an_error():
+def test_only_none_lists_raise():
     with pytest.raises(ValueError, match=r"completion 1 .* one, two returned None for prompt 'p'"):
         call(says([1, None, 1], "one"), says([1, [None, None], 1], "two"))
 
@@ -454,16 +454,16 @@ class Longer(list):
         ([Raising()] * 3, "said returned <.*Raising object .*completion 0"),
     ],
 )
-def test_what_is_no_number_by_its_own_account_is_one_error(scores, said):
+def test_unreadable_scores_raise_one_error(scores, said):
     with pytest.raises(ValueError, match=said):
         call(says(scores))
 
 
-def test_a_list_has_the_length_that_it_says():
+def test_list_subclass_is_read_by_its_length():
     assert call(says(Longer([1.0, 2.0, 3.0]))).nansum() == 6.0
 
 
-def test_what_a_function_says_is_made_harmless():
+def test_exception_text_is_escaped_redacted_and_truncated():
     """Neither a terminal obeys it, nor does it fill one."""
 
     def shouting(**_):
@@ -479,7 +479,7 @@ def test_what_a_function_says_is_made_harmless():
     assert len(str(caught.value)) < 1200
 
 
-def test_a_call_that_is_cancelled_is_one_error():
+def test_cancelled_call_raises_one_error():
     async def impatient(**_):
         raise asyncio.CancelledError
 
@@ -488,13 +488,13 @@ def test_a_call_that_is_cancelled_is_one_error():
 
 
 @pytest.mark.parametrize("function", [failure, slow_failure])
-def test_an_exception_names_the_function_and_keeps_its_cause(function):
+def test_exception_names_function_and_keeps_cause(function):
     with pytest.raises(ValueError, match="failure raised KeyError: 'answer'") as caught:
         call(length, function)
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_an_unwanted_column_is_an_error_that_names_the_function():
+def test_unexpected_column_raises_with_function_name():
     def strict(prompts, completions, completion_ids):
         return [0.0] * 3
 
@@ -503,6 +503,6 @@ def test_an_unwanted_column_is_an_error_that_names_the_function():
 
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
-def test_a_column_never_replaces_what_was_sampled(name):
+def test_column_named_like_sampled_input_raises(name):
     with pytest.raises(ValueError, match=f"the dataset column '{name}' has the name of"):
         call(length, columns={name: ["another"] * 3})

@@ -40,7 +40,7 @@ def by_hand(model, text):
 
 
 @pytest.mark.parametrize("labels", [1, 2])
-def test_each_step_is_judged_at_its_separator_and_scored_at_its_last_token(labels):
+def test_step_judged_at_separator_is_scored_at_last_token(labels):
     model = judge(labels)
     texts = ["ab.c.de", "x.", "..q.", ""]
     scores = model(["hi"] * 4, texts, [ids_of(text) for text in texts])
@@ -58,7 +58,7 @@ def test_each_step_is_judged_at_its_separator_and_scored_at_its_last_token(label
                 assert score == pytest.approx(by_hand(model, text), abs=2e-5)
 
 
-def test_a_policy_of_other_tokens_ends_its_steps_at_them():
+def test_steps_end_at_tokens_of_other_policy_tokenizer():
     """Of whose tokens one has the end of a step and all of the next: both count."""
 
     class Pairs:
@@ -95,7 +95,7 @@ def bytewise():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def test_long_completions_are_read_once():
+def test_long_completions_are_decoded_in_linear_time():
     counting = Counting(fused())
     ids = ids_of("abcd." * 400)
     steps = judge(policy_tokenizer=counting)._steps(ids)
@@ -105,7 +105,7 @@ def test_long_completions_are_read_once():
 
 @pytest.mark.parametrize("text", ["a\u20ac.b.\u20ac\u20ac.", "\u20ac\ufffd.\ufffd", "."])
 @pytest.mark.parametrize("cut", [0, 1, 2])
-def test_characters_of_several_tokens_are_read_whole(text, cut):
+def test_multi_token_characters_are_read_whole(text, cut):
     tokenizer = bytewise()
     ids = tokenizer(text)["input_ids"]
     ids = ids[: len(ids) - cut] or ids
@@ -116,14 +116,14 @@ def test_characters_of_several_tokens_are_read_whole(text, cut):
     assert judge(policy_tokenizer=tokenizer)._steps(ids) == (expected or [("", len(ids) - 1)])
 
 
-def test_bytes_that_are_no_text_are_read_once_too():
+def test_invalid_bytes_are_decoded_in_linear_time():
     counting = Counting(bytewise())
     ids = counting.tokenizer("\u20ac")["input_ids"][:1] * 300
     assert len(judge(policy_tokenizer=counting)._steps(ids)) == 1
     assert counting.tokens < 12 * len(ids)
 
 
-def test_step_scores_reach_the_process_estimator():
+def test_step_scores_reach_process_estimator():
     """Of two completions with two steps and one, by the numbers of the class."""
     model = judge()
     texts = ["a.b", "c"]
@@ -142,7 +142,7 @@ def test_step_scores_reach_the_process_estimator():
     assert advantages[1].tolist() == pytest.approx([other] * 2 + [0, 0], rel=1e-3)
 
 
-def test_it_loads_from_a_path_and_needs_every_tensor(tmp_path):
+def test_model_loads_from_path_and_requires_every_tensor(tmp_path):
     model = judge()
     model.model.save_pretrained(tmp_path / "prm")
     fused().save_pretrained(tmp_path / "prm")
@@ -158,7 +158,7 @@ def test_it_loads_from_a_path_and_needs_every_tensor(tmp_path):
             ProcessRewardModel(tmp_path / name)
 
 
-def test_what_it_cannot_judge_is_refused_by_name():
+def test_unscorable_input_raises_with_model_name():
     with pytest.raises(ValueError, match=r"3 outputs: .* token classifier with num_labels 1 or 2"):
         judge(labels=3)
     with pytest.raises(ValueError, match=r"process reward model Llama.* beyond its max_position"):

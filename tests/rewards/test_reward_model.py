@@ -73,7 +73,7 @@ def says(content, role="user"):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("arch", DECODERS)
 @torch.no_grad()
-def test_a_decoder_is_scored_at_the_last_real_token_whatever_the_padding(arch, side, filler):
+def test_decoder_is_scored_at_last_real_token(arch, side, filler):
     model = classifier(arch, pad_token_id=filler)
     expected = [by_hand(model, row) for row in ROWS]
     scores = sequence_scores(model, *batch(ROWS, side, filler))
@@ -83,27 +83,27 @@ def test_a_decoder_is_scored_at_the_last_real_token_whatever_the_padding(arch, s
 
 @pytest.mark.parametrize("arch", DECODERS)
 @torch.no_grad()
-def test_without_padding_the_model_agrees_where_it_pools_right(arch):
+def test_unpadded_scores_match_model_pooling(arch):
     model, ids = classifier(arch), torch.tensor([[5, 9, 2, 7]])
     own = model(ids).logits[:, 0]
     assert close(sequence_scores(model, ids, torch.ones_like(ids)).tolist(), own.tolist())
 
 
 @torch.no_grad()
-def test_an_encoder_pools_in_its_own_way():
+def test_encoder_uses_own_pooling():
     model = classifier("bert")
     expected = [model(torch.tensor([row])).logits.item() for row in ROWS]
     assert close(sequence_scores(model, *batch(ROWS, "right", 0)).tolist(), expected)
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", "float32"), ("float64", "float64")])
-def test_scores_have_at_least_the_digits_of_float32(dtype, expected):
+def test_scores_have_at_least_float32(dtype, expected):
     model = classifier(dtype=getattr(torch, dtype))
     ids = torch.tensor([[5, 9]])
     assert sequence_scores(model, ids, torch.ones_like(ids)).dtype == getattr(torch, expected)
 
 
-def test_scores_have_a_gradient_for_training():
+def test_scores_have_gradient():
     model, ids = classifier(), torch.tensor([[5, 9]])
     sequence_scores(model, ids, torch.ones_like(ids)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -114,7 +114,7 @@ def test_scores_have_a_gradient_for_training():
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("pad_token", ["<pad>", "<eos>"])
-def test_text_is_prompt_and_completion_as_its_tokenizer_makes_it(pad_token, side):
+def test_text_is_prompt_and_completion_tokenized_together(pad_token, side):
     tokenizer = letters(bos=True, pad_token=pad_token, padding_side=side)
     model = classifier("gpt2")
     judge = RewardModel(model, tokenizer)
@@ -123,13 +123,13 @@ def test_text_is_prompt_and_completion_as_its_tokenizer_makes_it(pad_token, side
     assert close(judge(prompts, completions), [by_hand(model, row) for row in ids])
 
 
-def test_the_ids_and_columns_of_the_policy_do_not_matter():
+def test_policy_ids_and_columns_are_ignored():
     judge = RewardModel(classifier(), letters())
     scores = judge(["ab"], ["c"])
     assert judge(prompts=["ab"], completions=["c"], completion_ids=[[39, 1]], topic=[3]) == scores
 
 
-def test_it_has_a_vocabulary_of_its_own():
+def test_reward_model_uses_own_vocabulary():
     backwards = letters("zyxwvutsrqponmlkjihgfedcba .")
     model = classifier()
     scores = RewardModel(model, backwards)(["az"], ["b"])
@@ -137,7 +137,7 @@ def test_it_has_a_vocabulary_of_its_own():
 
 
 @pytest.mark.parametrize("bos", ["", "<bos>"])
-def test_chats_go_through_its_own_template_and_a_bos_stands_once(bos):
+def test_chat_uses_own_template_with_one_bos(bos):
     tokenizer = letters(bos=True)
     tokenizer.chat_template = bos + TEMPLATE
     model = classifier()
@@ -149,13 +149,13 @@ def test_chats_go_through_its_own_template_and_a_bos_stands_once(bos):
     assert close(scores, [by_hand(model, opening + row) for row in ids])
 
 
-def test_a_bos_in_the_prompt_is_not_doubled():
+def test_bos_in_prompt_is_not_doubled():
     model = classifier()
     scores = RewardModel(model, letters(bos=True))(["<bos>ab"], ["c"])
     assert close(scores, [by_hand(model, [1, 3, 4, 5])])
 
 
-def test_an_eos_that_was_sampled_is_seen_and_scored():
+def test_sampled_eos_is_scored():
     model, tokenizer = classifier(), letters()
     said = (["ab", "ab", "ab"], ["c", "c", "c<eos>"])
     judged = {"ended": [True, False, True]}
@@ -165,7 +165,7 @@ def test_an_eos_that_was_sampled_is_seen_and_scored():
     assert close(blind(*said, **judged), [words, words, ended])
 
 
-def test_a_dataset_column_is_not_mistaken_for_what_the_trainer_says():
+def test_dataset_column_does_not_override_ended_flag():
     model, tokenizer = classifier(), letters()
     judge = Rewards(model, processing_classes=tokenizer)
     columns = {"ended": ["yes", "yes"]}
@@ -177,7 +177,7 @@ def test_a_dataset_column_is_not_mistaken_for_what_the_trainer_says():
 CLOSING = "{% for m in messages %}{{ m['role'][0] + m['content'] + '<eos>' }}{% endfor %}"
 
 
-def test_a_chat_turn_that_was_cut_off_is_left_open():
+def test_truncated_chat_turn_is_left_open():
     tokenizer, model = letters(), classifier()
     tokenizer.chat_template = CLOSING
     chats = ([[says("b")]] * 3, [[says("c", "assistant")]] * 3)
@@ -190,7 +190,7 @@ def test_a_chat_turn_that_was_cut_off_is_left_open():
     assert close(closing(*chats, ended=[True, False, False]), [closed] * 3)
 
 
-def test_a_chat_turn_that_a_stop_string_ended_is_closed():
+def test_chat_turn_ended_by_stop_string_is_closed():
     """And one behind which a limit on turns leaves no further one."""
     tokenizer, model = letters(), classifier()
     tokenizer.chat_template = CLOSING
@@ -206,7 +206,7 @@ def test_a_chat_turn_that_a_stop_string_ended_is_closed():
 
 
 @pytest.mark.parametrize("budget", [1, 40, 100])
-def test_scores_do_not_depend_on_the_split(monkeypatch, budget):
+def test_scores_do_not_depend_on_batch_split(monkeypatch, budget):
     judge = RewardModel(classifier("gpt2"), letters())
     prompts = ["abc", "d", "efghijkl", "m", "no"] * 3
     completions = [chr(97 + i) * (1 + 7 * i % 11) for i in range(15)]
@@ -222,7 +222,7 @@ def test_scores_do_not_depend_on_the_split(monkeypatch, budget):
     assert all(size <= max(budget, 20) for size in sizes)
 
 
-def test_it_neither_drops_out_nor_keeps_gradients():
+def test_scoring_disables_dropout_and_gradients():
     model = classifier("gpt2", resid_pdrop=0.5, embd_pdrop=0.5).train()
     judge = RewardModel(model, letters())
     seen = []
@@ -231,7 +231,7 @@ def test_it_neither_drops_out_nor_keeps_gradients():
     assert seen == [False, False]
 
 
-def test_no_completions_have_no_scores():
+def test_no_completions_give_no_scores():
     assert RewardModel(classifier(), letters())([], []) == []
 
 
@@ -243,7 +243,7 @@ def saved(tmp_path):
     return path
 
 
-def test_a_path_is_loaded_with_its_tokenizer_dtype_and_name(saved):
+def test_path_is_loaded_with_tokenizer_dtype_and_name(saved):
     judge = RewardModel(str(saved) + "/")
     assert (judge.__name__, judge.model.dtype) == ("judge-1B", torch.bfloat16)
     model = classifier(dtype=torch.bfloat16)
@@ -253,7 +253,7 @@ def test_a_path_is_loaded_with_its_tokenizer_dtype_and_name(saved):
     assert RewardModel(model, letters()).__name__ == "LlamaForSequenceClassification"
 
 
-def test_the_device_is_where_it_computes():
+def test_model_is_moved_to_device():
     assert RewardModel(classifier(), letters(), "meta").model.device.type == "meta"
 
 
@@ -277,7 +277,7 @@ def test_paths_models_and_functions_may_be_mixed(saved):
 
 
 @pytest.mark.parametrize("one", ["path", "model"])
-def test_one_reward_model_needs_no_list(saved, one):
+def test_single_reward_model_needs_no_list(saved, one):
     source = saved if one == "path" else classifier()
     rewards = Rewards(source, processing_classes=letters(), device=torch.device("cpu"))
     assert rewards(["ab"], ["c"], [[1]], {}).shape == (1, 1, 1)
@@ -292,12 +292,12 @@ def test_each_function_may_have_its_own_tokenizer(saved):
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_another_number_of_tokenizers_is_refused(count):
+def test_wrong_number_of_tokenizers_raises(count):
     with pytest.raises(ValueError, match=f"one entry per reward function, got {count} for 2"):
         Rewards([length, length], processing_classes=[None] * count)
 
 
-def test_rewards_are_computed_on_the_device(saved):
+def test_rewards_load_models_on_device(saved):
     rewards = Rewards([saved], device=torch.device("meta"))
     assert rewards.functions[0].model.device.type == "meta"
 
@@ -314,21 +314,21 @@ def test_rewards_are_computed_on_the_device(saved):
         ({}, None, "no tokenizer is saved beside it"),
     ],
 )
-def test_a_model_and_tokenizer_that_cannot_score_are_refused(model, tokenizer, message):
+def test_unsuitable_model_or_tokenizer_raises(model, tokenizer, message):
     tokenizer = None if tokenizer is None else letters(**tokenizer)
     with pytest.raises(ValueError, match=f"^reward model LlamaForSeq.*{message}"):
         RewardModel(classifier(**model), tokenizer)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "gpt2"])
-def test_a_directory_without_a_tokenizer_is_refused(tmp_path, arch):
+def test_directory_without_tokenizer_raises(tmp_path, arch):
     classifier(arch).save_pretrained(tmp_path / "judge")
     with pytest.raises(ValueError, match=r"^reward model judge: no tokenizer is saved beside it"):
         RewardModel(tmp_path / "judge")
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_directory_whose_files_are_broken_is_refused(tmp_path, file):
+def test_broken_model_directory_raises(tmp_path, file):
     classifier().save_pretrained(tmp_path / "judge")
     letters().save_pretrained(tmp_path / "judge")
     (tmp_path / "judge" / file).write_text("{")
@@ -336,7 +336,7 @@ def test_a_directory_whose_files_are_broken_is_refused(tmp_path, file):
         RewardModel(tmp_path / "judge")
 
 
-def test_a_path_without_a_directory_is_refused():
+def test_missing_model_directory_raises():
     with pytest.raises(ValueError, match=r"reward model judge: there is no model directory \./no/"):
         RewardModel("./no/judge")
 
@@ -353,11 +353,11 @@ def test_a_path_without_a_directory_is_refused():
         (None, None, "text in row 1: prompt and completion must both be strings or both"),
     ],
 )
-def test_a_text_that_cannot_be_scored_is_refused_by_its_row(saved, prompt, completion, message):
+def test_unscorable_text_raises_with_row(saved, prompt, completion, message):
     judge = RewardModel(saved)
     with pytest.raises(ValueError, match=f"^reward model judge-1B: {message}"):
         judge(["a", prompt], ["b", completion])
 
 
-def test_the_longest_text_is_scored(saved):
+def test_longest_allowed_text_is_scored(saved):
     assert len(RewardModel(saved)(["a" * 60], ["b" * 4])) == 1

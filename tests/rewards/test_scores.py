@@ -37,17 +37,17 @@ def same(actual, expected):
 
 
 @pytest.mark.proves("rlhf_pg.rewards.scores.sum_step_scores")
-def test_totals_are_sums_over_steps_and_nothing_where_nothing_was_said():
+def test_totals_sum_steps_and_are_nan_without_scores():
     same(sum_step_scores(SCORES), [[-1.5, 3.0], [NAN, 0.0], [1.0, NAN], [7.0, 1.0]])
 
 
-def test_no_rows_have_no_totals():
+def test_no_rows_give_no_totals():
     assert sum_step_scores(torch.zeros(0, 1, 3)).shape == (0, 3)
     assert at_end(torch.zeros(0), torch.zeros(0, 1).bool()).shape == (0, 1)
 
 
 @pytest.mark.proves("rlhf_pg.rewards.scores.ends", "rlhf_pg.rewards.scores.at_end")
-def test_the_end_is_the_last_token_that_the_policy_chose():
+def test_end_is_last_action_token():
     assert ends(MASK).tolist() == [2, 0, 2, 1]
     numbers = torch.tensor([1.0, 2.0, 3.0, 0.0])
     placed = [[NAN, NAN, 1], [2, NAN, NAN], [NAN, NAN, 3], [NAN, 0, NAN]]
@@ -68,7 +68,7 @@ def test_min_max_by_hand():
 @pytest.mark.parametrize(
     ("low", "high", "first", "last"), [(-1, 1, 0.5, -1), (-5, 0.25, 0.25, -2), (1, 2, 1, 1)]
 )
-def test_every_score_is_clipped_by_itself(low, high, first, last):
+def test_each_score_is_clipped_separately(low, high, first, last):
     same(clipped(SCORES, low, high)[0, :, 0], [first, NAN, last])
     same(clipped(SCORES, low, high)[0, 2, 1], float(min(high, 3)))
 
@@ -83,7 +83,7 @@ def test_overlong_by_hand():
 
 @pytest.mark.proves("rlhf_pg.rewards.scores.overlong")
 @given(st.integers(1, 60), st.data())
-def test_overlong_is_equation_13(longest, data):
+def test_overlong_matches_equation_13(longest, data):
     buffer = data.draw(st.integers(1, longest))
 
     def punishment(length):
@@ -99,7 +99,7 @@ def test_overlong_is_equation_13(longest, data):
 
 
 @pytest.mark.proves("rlhf_pg.rewards.scores.replaced")
-def test_a_replaced_row_is_worth_what_the_one_source_says():
+def test_replaced_row_keeps_only_given_source():
     rows = torch.tensor([True, False, True, False])
     given_ = torch.cat([SCORES, at_end(torch.tensor([-9.0, 0, -9, 0]), MASK)[:, :, None]], dim=2)
     out = replaced(given_, rows, MASK, 2)
@@ -117,7 +117,7 @@ def test_a_replaced_row_is_worth_what_the_one_source_says():
     ],
     ids=["sum_step_scores", "clipped", "replaced"],
 )
-def test_scores_stay_as_they_are(function):
+def test_score_functions_leave_input_unchanged(function):
     scores = SCORES.clone()
     function(scores)
     same(scores, SCORES)

@@ -21,7 +21,7 @@ def asked(kind: str = "cuda", version: str | None = "0.32.0", **options: Any) ->
     return factory.unsuited(GRPOConfig(**options), model, kind, version)
 
 
-def test_a_plain_run_on_a_gpu_suits():
+def test_plain_gpu_run_allows_vllm():
     assert asked() is None
     assert asked(stop=("x",), dtype="bfloat16", use_peft=True) is None
     assert asked(model=get_peft_model(tiny_model("llama", **TIED), adapter())) is None
@@ -42,11 +42,11 @@ def test_a_plain_run_on_a_gpu_suits():
         ("raise the temperature to 0.01", {"temperature": 0.009}),
     ],
 )
-def test_what_does_not_suit_is_named(said, options):
+def test_unsupported_run_gives_reason_against_vllm(said, options):
     assert said in str(asked(**options))
 
 
-def test_weights_that_cannot_be_handed_over_do_not_suit():
+def test_untransferable_weights_rule_out_vllm():
     quantized = tiny_model("llama")
     quantized.is_quantized = True
     assert asked(model=quantized) == "the weights are quantized"
@@ -59,7 +59,7 @@ def test_weights_that_cannot_be_handed_over_do_not_suit():
         assert asked(model=own) is None
 
 
-def test_the_version_is_known_without_an_import(monkeypatch):
+def test_vllm_version_is_read_without_import(monkeypatch):
     def version(name: str) -> str:
         assert name == "vllm"
         return "0.32.5"
@@ -76,7 +76,7 @@ def test_the_version_is_known_without_an_import(monkeypatch):
     assert "vllm" not in sys.modules
 
 
-def test_only_a_class_of_vllms_own_suits(monkeypatch):
+def test_only_native_vllm_model_class_is_accepted(monkeypatch):
     classes = {
         "LlamaForCausalLM": SimpleNamespace(class_name="LlamaForCausalLM"),
         "GPTNeoXForCausalLM": SimpleNamespace(class_name="TransformersForCausalLM"),

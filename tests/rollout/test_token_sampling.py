@@ -51,7 +51,7 @@ def distribution(params: SamplingParams, kept: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("fields", "kept"), [({}, range(5)), ({"temperature": 0.7}, range(5)), *TRUNCATIONS]
 )
-def test_draws_follow_the_exact_distribution(fields, kept):
+def test_draws_follow_exact_distribution(fields, kept):
     params, kept = SamplingParams(**fields), list(kept)
     ids, _ = sample(PROBS.log().expand(N, -1), params, noise_of(N))
     counts = torch.bincount(ids, minlength=len(PROBS))
@@ -59,7 +59,7 @@ def test_draws_follow_the_exact_distribution(fields, kept):
     assert len(kept) == 1 or chi_square_p(counts[kept], distribution(params, kept)[kept]) > 1e-6
 
 
-def test_draws_follow_a_large_distribution():
+def test_draws_follow_large_distribution():
     logits = 2 * torch.randn(500, generator=torch.Generator().manual_seed(0))
     counts = torch.zeros(500, dtype=torch.long)
     for noise in noise_of(N).split(10_000):
@@ -69,7 +69,7 @@ def test_draws_follow_a_large_distribution():
 
 
 @pytest.mark.parametrize(("fields", "kept"), TRUNCATIONS)
-def test_log_probabilities_are_renormalised_on_the_kept_set(fields, kept):
+def test_logprobs_are_renormalized_over_kept_ids(fields, kept):
     params = SamplingParams(**fields)
     noise = torch.linspace(0, LAST, 1001, dtype=torch.float64)
     ids, logprobs = sample(PROBS.log().expand(1001, -1), params, noise)
@@ -78,7 +78,7 @@ def test_log_probabilities_are_renormalised_on_the_kept_set(fields, kept):
 
 
 @pytest.mark.parametrize("temperature", [0.25, 0.5, 2.0])
-def test_temperature_has_its_closed_form(temperature):
+def test_temperature_matches_closed_form(temperature):
     params = SamplingParams(temperature=temperature)
     noise = torch.linspace(0, LAST, 101, dtype=torch.float64)
     ids, logprobs = sample(PROBS.log().expand(101, -1), params, noise)
@@ -87,7 +87,7 @@ def test_temperature_has_its_closed_form(temperature):
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5, LAST])
-def test_temperature_zero_is_greedy_with_log_probabilities_at_temperature_one(noise):
+def test_temperature_zero_is_greedy_with_logprobs_at_one(noise):
     logits = torch.stack([PROBS, PROBS.flip(0)]).log() + 3  # unnormalised, as logits are
     params = SamplingParams(temperature=0)
     ids, logprobs = sample(logits, params, torch.full((2,), noise, dtype=torch.float64))
@@ -98,7 +98,7 @@ def test_temperature_zero_is_greedy_with_log_probabilities_at_temperature_one(no
 @pytest.mark.parametrize("low", [-INF, -1e4])  # probability 0, and one that underflows to 0
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("noise", "drawn"), [(0.0, 2), (LAST, 5)])
-def test_tokens_of_probability_zero_are_never_drawn(noise, drawn, dtype, low):
+def test_zero_probability_tokens_are_never_drawn(noise, drawn, dtype, low):
     logits = torch.tensor([[low, low, 0.3, low, -1.0, 0.7, low]], dtype=dtype)
     ids, logprobs = sample(logits, SamplingParams(), torch.tensor([noise], dtype=torch.float64))
     assert ids.tolist() == [drawn]
@@ -107,7 +107,7 @@ def test_tokens_of_probability_zero_are_never_drawn(noise, drawn, dtype, low):
 
 @pytest.mark.parametrize("fields", [{"top_k": 7}, {"top_p": 0.3}, {"min_p": 0.2}])
 @pytest.mark.parametrize("noise", [0.0, LAST])
-def test_truncated_tokens_are_never_drawn_at_the_ends_of_the_noise(noise, fields):
+def test_truncated_tokens_are_not_drawn_at_noise_extremes(noise, fields):
     logits = torch.randn(500, 300, generator=torch.Generator().manual_seed(0))
     noise = torch.full((500,), noise, dtype=torch.float64)
     ids, logprobs = sample(logits, SamplingParams(**fields), noise)
@@ -115,14 +115,14 @@ def test_truncated_tokens_are_never_drawn_at_the_ends_of_the_noise(noise, fields
     assert (ids < 300).all()
 
 
-def test_a_large_vocabulary_is_covered_to_its_last_token():
+def test_last_token_of_large_vocabulary_is_reachable():
     logits = torch.randn(64, 50_000, generator=torch.Generator().manual_seed(0))
     ids, _ = sample(logits, SamplingParams(), torch.full((64,), LAST, dtype=torch.float64))
     assert (ids == 49_999).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_tokens_rarer_than_the_resolution_of_float32_keep_their_share(dtype):
+def test_tokens_rarer_than_float32_epsilon_keep_their_share(dtype):
     logits = torch.tensor([0.0, -22, -22, -22], dtype=dtype)
     rare = math.exp(-22)  # 2.8e-10
     noise = 1 - rare * torch.tensor([3.5, 2.5, 1.5, 0.5], dtype=torch.float64)
@@ -130,7 +130,7 @@ def test_tokens_rarer_than_the_resolution_of_float32_keep_their_share(dtype):
     assert ids.tolist() == [0, 1, 2, 3]
 
 
-def test_each_token_owns_a_half_open_interval_of_the_noise():
+def test_each_token_owns_half_open_noise_interval():
     edges = [0.0, 0.25 - 2**-52, 0.25, 0.5, 0.75 - 2**-52, 0.75, LAST]
     noise = torch.tensor(edges, dtype=torch.float64)
     ids, _ = sample(torch.zeros(7, 4), SamplingParams(), noise)
@@ -139,7 +139,7 @@ def test_each_token_owns_a_half_open_interval_of_the_noise():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("temperature", [0, 0.7, 1.0])
-def test_half_precision_logits_are_computed_with_in_float32(dtype, temperature):
+def test_half_precision_logits_are_sampled_in_float32(dtype, temperature):
     params = SamplingParams(temperature=temperature)
     logits = 3 * torch.randn(64, 50_000, generator=torch.Generator().manual_seed(0))
     logits = logits.to(dtype)
@@ -150,7 +150,7 @@ def test_half_precision_logits_are_computed_with_in_float32(dtype, temperature):
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0}, {"temperature": 0.5, "top_p": 0.7}])
-def test_rows_do_not_depend_on_each_other(fields):
+def test_rows_are_sampled_independently(fields):
     logits = 3 * torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
     params, noise = SamplingParams(**fields), noise_of(50)
     ids, logprobs = sample(logits, params, noise)
@@ -160,7 +160,7 @@ def test_rows_do_not_depend_on_each_other(fields):
         torch.testing.assert_close(row_logprobs[0], logprobs[i])
 
 
-def test_sampling_leaves_the_logits_as_they_were():
+def test_sampling_leaves_logits_unchanged():
     logits = torch.randn(8, 20, generator=torch.Generator().manual_seed(0))
     before = logits.clone()
     sample(logits, SamplingParams(temperature=0.5, top_k=5, top_p=0.9, min_p=0.1), noise_of(8))
@@ -207,7 +207,7 @@ def strips(axis: str) -> torch.Tensor:
 AXES = ["seed", "draw", "sample", "position"]
 
 
-def test_the_reference_generator_gives_the_published_values():
+def test_reference_generator_matches_published_values():
     golden = 0x9E3779B97F4A7C15  # https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64
     assert [splitmix64((1234567 + i * golden) % 2**64) for i in range(5)] == [
         6457827717110365317,
@@ -219,12 +219,12 @@ def test_the_reference_generator_gives_the_published_values():
 
 
 @pytest.mark.parametrize("seed", [0, 1, 42, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -1])
-def test_uniform_equals_the_reference_generator(seed):
+def test_uniform_matches_reference_generator(seed):
     for at in itertools.product([0, 1, 2**40], [0, 3, 1000], [0, 1, 4095]):
         assert one(seed, *at) == expected_uniform(seed, *at)
 
 
-def test_the_first_values_are_pinned():
+def test_first_noise_values_are_pinned():
     """A release that changes these changes every run: it must say so."""
     assert one(0, 0, 0, 0) == 0.1296456182997474
     assert one(42, 0, 0, 1) == 0.4211658554149422
@@ -245,7 +245,7 @@ def test_noise_is_uniform_along_each_coordinate(axis):
 
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("lag", [1, 2])
-def test_neighbours_are_uncorrelated(axis, lag):
+def test_neighbouring_noise_is_uncorrelated(axis, lag):
     noise = strips(axis)
     pairs = torch.stack([noise[:, :-lag].flatten(), noise[:, lag:].flatten()])
     assert abs(torch.corrcoef(pairs)[0, 1]) < 5 * pairs.shape[1] ** -0.5
@@ -254,13 +254,13 @@ def test_neighbours_are_uncorrelated(axis, lag):
     assert chi_square_p(counts, torch.full((400,), 1 / 400)) > 1e-6
 
 
-def test_every_coordinate_gives_its_own_noise():
+def test_every_coordinate_gives_distinct_noise():
     draws, samples = torch.cartesian_prod(torch.arange(30), torch.arange(30)).T
     noise = [uniform(seed, draws, samples, i) for seed in range(30) for i in range(30)]
     assert len(torch.cat(noise).unique()) == 30**4
 
 
-def test_noise_does_not_depend_on_the_rest_of_the_batch():
+def test_noise_does_not_depend_on_rest_of_batch():
     draws, samples = torch.arange(100) * 17 % 31, torch.arange(100) * 5 % 13
     whole = uniform(3, draws, samples, 2)
     order = torch.randperm(100, generator=torch.Generator().manual_seed(0))
@@ -270,13 +270,13 @@ def test_noise_does_not_depend_on_the_rest_of_the_batch():
     )
 
 
-def test_uniform_leaves_its_arguments_as_they_were():
+def test_uniform_leaves_arguments_unchanged():
     draws, samples = torch.arange(5), torch.arange(5)
     uniform(3, draws, samples, 2)
     assert draws.tolist() == samples.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_noise_ignores_the_global_random_state():
+def test_noise_ignores_global_random_state():
     torch.manual_seed(0)
     state = torch.get_rng_state()
     first = one(1, 2, 3, 4)

@@ -33,13 +33,13 @@ def deepspeed_with(stage: int, **config: Any) -> Any:
         (deepspeed_with(3), "ZeRO-3"),
     ],
 )
-def test_backends_have_names(asked, name) -> None:
+def test_backend_names(asked, name) -> None:
     if name.startswith("ZeRO"):
         pytest.importorskip("deepspeed")
     assert _backend(asked)[0] == name
 
 
-def test_every_process_loads_the_weights_under_fsdp2(monkeypatch) -> None:
+def test_fsdp2_disables_ram_efficient_loading(monkeypatch) -> None:
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
     plugin = SimpleNamespace(fsdp_version=2, cpu_ram_efficient_loading=True)
     assert _backend(accelerator(DistributedType.FSDP, fsdp_plugin=plugin))[0] == "FSDP2"
@@ -54,12 +54,12 @@ def test_every_process_loads_the_weights_under_fsdp2(monkeypatch) -> None:
         accelerator(DistributedType.FSDP, fsdp_plugin=SimpleNamespace(fsdp_version=1)),
     ],
 )
-def test_what_is_not_supported_is_refused(asked) -> None:
+def test_unsupported_backend_raises(asked) -> None:
     with pytest.raises(ValueError, match="not supported: use DDP, FSDP with fsdp_version 2"):
         _backend(asked)
 
 
-def test_the_recipe_decides_and_not_the_deepspeed_config() -> None:
+def test_recipe_overrides_deepspeed_config() -> None:
     zero = pytest.importorskip("rlhf_pg.runtime.deepspeed")
     asked = deepspeed_with(
         2,
@@ -90,13 +90,13 @@ def test_the_recipe_decides_and_not_the_deepspeed_config() -> None:
         (deepspeed_with(0), "plain DDP"),
     ],
 )
-def test_a_deepspeed_config_that_does_not_fit_is_refused(asked, message) -> None:
+def test_unsuitable_deepspeed_config_raises(asked, message) -> None:
     zero = pytest.importorskip("rlhf_pg.runtime.deepspeed")
     with pytest.raises(ValueError, match=message):
         zero._config(asked, bf16=False)
 
 
-def test_an_offloaded_optimizer_stays_what_it_is_or_is_refused() -> None:
+def test_offloaded_optimizer_is_kept_or_raises() -> None:
     """accelerate makes Adam of whatever it does not know."""
     zero = pytest.importorskip("rlhf_pg.runtime.deepspeed")
     weights = [torch.nn.Parameter(torch.zeros(2))]
@@ -108,7 +108,7 @@ def test_an_offloaded_optimizer_stays_what_it_is_or_is_refused() -> None:
     assert zero._offloaded(optimizer, {"zero_optimization": {"stage": 3}}) is optimizer
 
 
-def test_deepspeed_does_not_train_in_float64() -> None:
+def test_deepspeed_with_float64_raises() -> None:
     zero = pytest.importorskip("rlhf_pg.runtime.deepspeed")
     layer = torch.nn.Linear(2, 1).double()
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
@@ -117,7 +117,7 @@ def test_deepspeed_does_not_train_in_float64() -> None:
         zero.DeepSpeedBackend(asked, layer, optimizer)
 
 
-def test_deepspeed_does_not_go_on_with_half_an_update() -> None:
+def test_deepspeed_after_discarded_update_raises() -> None:
     zero = pytest.importorskip("rlhf_pg.runtime.deepspeed")
     engine = object.__new__(zero.DeepSpeedBackend)
     engine.watch = None

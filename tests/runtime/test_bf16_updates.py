@@ -50,7 +50,7 @@ def weights_after(update, steps, seed=0, lr=1e-3):
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.05])
-def test_masters_are_float32_weights_that_every_forward_pass_rounds(max_norm) -> None:
+def test_masters_match_float32_adamw_with_rounded_forward(max_norm) -> None:
     module, by_hand = Mixed(), Mixed()
     trained = RUNTIME.prepare(module, adamw(module), max_norm)
     # The gradient passes the cast as if it were not there.
@@ -73,7 +73,7 @@ def test_masters_are_float32_weights_that_every_forward_pass_rounds(max_norm) ->
     assert all(masters[p].equal(weights[name]) for name, p in module.named_parameters())
 
 
-def test_updates_below_the_last_bit_add_up_in_masters_alone() -> None:
+def test_updates_below_last_bit_add_up_only_in_masters() -> None:
     steps, lr = 100, STEP / 20
     assert weights_after("nearest", steps, lr=lr).eq(1).all()
     moved = weights_after("master_weights", steps, lr=lr)
@@ -81,7 +81,7 @@ def test_updates_below_the_last_bit_add_up_in_masters_alone() -> None:
 
 
 @pytest.mark.parametrize("update", ["master_weights", "stochastic_rounding"])
-def test_a_gradient_that_is_not_finite_leaves_weights_and_masters(update) -> None:
+def test_non_finite_gradient_changes_neither_weights_nor_masters(update) -> None:
     module = Mixed()
     trained = RUNTIME.prepare(module, adamw(module), bfloat16_update=update)
     before = [p.clone() for p in module.parameters()]
@@ -95,7 +95,7 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_masters(update) -> Non
 
 
 @pytest.mark.parametrize("update", ["master_weights", "stochastic_rounding"])
-def test_a_weight_without_a_gradient_is_left_alone(update) -> None:
+def test_weight_without_gradient_is_unchanged(update) -> None:
     """Between two numbers of bfloat16 a copy of it would move the weight."""
     module = Mixed()
     trained = RUNTIME.prepare(module, adamw(module), bfloat16_update=update)
@@ -112,7 +112,7 @@ def test_a_weight_without_a_gradient_is_left_alone(update) -> None:
     assert [counts[p] for p in (module.first.weight, module.second.weight)] == [1, 2]
 
 
-def test_masters_follow_weights_that_are_loaded_without_any() -> None:
+def test_masters_follow_weights_loaded_without_masters() -> None:
     module = Mixed()
     trained = RUNTIME.prepare(module, adamw(module))
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_masters_follow_weights_that_are_loaded_without_any() -> None:
 
 
 @pytest.mark.parametrize("update", ["master_weights", "stochastic_rounding"])
-def test_an_optimizer_with_moments_in_bfloat16_is_refused(update) -> None:
+def test_optimizer_with_bf16_moments_raises(update) -> None:
     module = Mixed()
     optimizer = adamw(module)
     module(INPUT).sum().backward()
@@ -133,7 +133,7 @@ def test_an_optimizer_with_moments_in_bfloat16_is_refused(update) -> None:
     RUNTIME.prepare(module, optimizer, bfloat16_update="nearest")
 
 
-def test_deepspeed_keeps_its_own_masters() -> None:
+def test_deepspeed_with_other_bf16_update_raises() -> None:
     zero = pytest.importorskip("rlhf_pg.runtime.deepspeed")
     engine = object.__new__(zero.DeepSpeedBackend)
     with pytest.raises(ValueError, match="bfloat16_update nearest: DeepSpeed keeps float32 mast"):
@@ -152,7 +152,7 @@ def rounded(x, key=0, offset=0):
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("scale", [1.0, 2.0**-100, 2.0**90])
 @pytest.mark.parametrize("share", [1 / 65536, 1 / 8, 0.5, 0.9])
-def test_a_number_goes_to_its_neighbours_in_proportion(share, scale, sign) -> None:
+def test_number_is_rounded_to_neighbours_proportionally(share, scale, sign) -> None:
     count, low = 200_000, sign * scale * (1 + 3 * STEP)
     high = sign * scale * (1 + 4 * STEP)
     got = rounded(torch.full((count,), low + share * (high - low)))
@@ -163,20 +163,20 @@ def test_a_number_goes_to_its_neighbours_in_proportion(share, scale, sign) -> No
     assert up > 0
 
 
-def test_what_bfloat16_has_is_not_changed() -> None:
+def test_bf16_numbers_are_rounded_to_themselves() -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     numbers = every[every.isfinite()].float()
     assert rounded(numbers).equal(numbers)
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_non_finite_numbers_stay_non_finite() -> None:
     nans = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
     assert rounded(nans).isnan().all()
     infinite = torch.tensor([torch.inf, -torch.inf])
     assert rounded(infinite).equal(infinite)
 
 
-def test_every_position_and_key_has_its_own_noise() -> None:
+def test_every_position_and_key_has_own_noise() -> None:
     """Of two independent halves a quarter each: 250 are expected, and their sigma is 14."""
     half = torch.full((1000,), 1 + STEP / 2)
     first, second, shifted = rounded(half), rounded(half, key=1 << 40), rounded(half, offset=1000)
@@ -185,7 +185,7 @@ def test_every_position_and_key_has_its_own_noise() -> None:
         assert abs(both - 250) <= 70
 
 
-def test_a_piece_is_rounded_as_in_the_whole(monkeypatch) -> None:
+def test_chunk_is_rounded_as_in_whole(monkeypatch) -> None:
     monkeypatch.setattr(bf16_updates, "CHUNK", 17)
     x = torch.randn(7, 30, generator=torch.Generator().manual_seed(0))
     pieces = [rounded(part, offset=30 * i) for i, part in zip((0, 3, 6), x.split(3), strict=True)]
@@ -193,7 +193,7 @@ def test_a_piece_is_rounded_as_in_the_whole(monkeypatch) -> None:
     assert torch.cat(pieces).equal(rounded(x))
 
 
-def test_the_mean_of_rounded_updates_is_exact() -> None:
+def test_mean_of_rounded_updates_is_exact() -> None:
     """2000 weights after 50 updates of a twentieth of the last bit."""
     steps, lr = 50, STEP / 20
     moved = weights_after("stochastic_rounding", steps, lr=lr)
@@ -203,7 +203,7 @@ def test_the_mean_of_rounded_updates_is_exact() -> None:
     assert len(moved.unique()) > 3
 
 
-def test_the_noise_of_rounding_is_that_of_the_seed() -> None:
+def test_rounding_noise_depends_on_seed() -> None:
     first, again, other = (weights_after("stochastic_rounding", 5, seed) for seed in (0, 0, 1))
     assert first.equal(again)
     assert not first.equal(other)

@@ -22,7 +22,7 @@ def adapted(**overrides):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_whole_is_the_module_as_it_is_now(arch) -> None:
+def test_gathered_module_has_current_weights(arch) -> None:
     model = tiny_model(arch)
     whole = FullWeights(model, splits=True)
     with torch.no_grad():
@@ -34,7 +34,7 @@ def test_a_whole_is_the_module_as_it_is_now(arch) -> None:
     assert all(p.is_meta for p in whole.module.parameters())
 
 
-def test_nothing_is_copied_of_what_is_whole_anyway() -> None:
+def test_unsplit_weights_are_not_copied() -> None:
     model = tiny_model("gpt2")
     whole = FullWeights(model, splits=False)
     with whole.gathered(CPU):
@@ -42,13 +42,13 @@ def test_nothing_is_copied_of_what_is_whole_anyway() -> None:
     assert not any(p.is_meta for p in model.parameters())
 
 
-def test_a_process_that_only_helps_keeps_nothing() -> None:
+def test_helper_rank_keeps_no_weights() -> None:
     whole = FullWeights(tiny_model("gpt2"), splits=True)
     with whole.gathered(None):
         assert all(p.is_meta for p in whole.module.parameters())
 
 
-def test_it_is_emptied_by_the_outermost_use() -> None:
+def test_outermost_use_frees_weights() -> None:
     whole = FullWeights(tiny_model("gpt2"), splits=True)
     with whole.gathered(CPU):
         with whole.gathered(CPU):
@@ -67,14 +67,14 @@ def test_tied_weights_stay_tied() -> None:
         assert own.get_input_embeddings().weight is own.get_output_embeddings().weight
 
 
-def test_the_trained_weights_can_be_had_alone() -> None:
+def test_only_trained_weights_can_be_gathered() -> None:
     whole = FullWeights(adapted(), splits=True)
     with whole.gathered(CPU, trained=True):
         for name, parameter in whole.module.named_parameters():
             assert parameter.is_meta != ("lora_" in name), name
 
 
-def test_what_is_changed_is_put_back_into_the_pieces() -> None:
+def test_modified_weights_are_written_back() -> None:
     model = tiny_model("gpt2")
     whole = FullWeights(model, splits=True)
     expected = [p.detach() + 1 for p in model.parameters()]
@@ -84,7 +84,7 @@ def test_what_is_changed_is_put_back_into_the_pieces() -> None:
     assert all(p.equal(e) for p, e in zip(model.parameters(), expected, strict=True))
 
 
-def test_frozen_weights_of_two_models_are_set_apart_and_nothing_else() -> None:
+def test_only_shared_frozen_weights_are_separated() -> None:
     policy = adapted(tie_word_embeddings=True)
     critic = new_critic(policy, character_tokenizer("ab"), torch.float32)
     module = ActorCritic(Policy(policy), critic)
@@ -100,7 +100,7 @@ def test_frozen_weights_of_two_models_are_set_apart_and_nothing_else() -> None:
     assert all(after[name].equal(value) for name, value in before.items())
 
 
-def test_quantized_weights_are_refused() -> None:
+def test_quantized_weights_raise() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     check_divisible(model, optimizer)
@@ -109,7 +109,7 @@ def test_quantized_weights_are_refused() -> None:
         check_divisible(model, optimizer)
 
 
-def test_an_optimizer_that_has_been_used_is_refused() -> None:
+def test_used_optimizer_raises() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2)).sum().backward()

@@ -21,7 +21,7 @@ def hang(stream: str) -> None:
 
 @pytest.mark.fault(46, "a process that hangs still ends, though it cannot say why")
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_process_that_hangs_ends_though_it_cannot_say_so(stream) -> None:
+def test_hanging_process_exits_without_working_output(stream) -> None:
     process = get_context("fork").Process(target=hang, args=(stream,))
     process.start()
     process.join(60)
@@ -31,7 +31,7 @@ def test_a_process_that_hangs_ends_though_it_cannot_say_so(stream) -> None:
 
 
 @pytest.mark.parametrize("stderr", ["full", "closed", "missing"])
-def test_an_error_is_raised_and_told_though_it_cannot_be_said(stderr, monkeypatch) -> None:
+def test_error_is_raised_and_shared_without_working_stderr(stderr, monkeypatch) -> None:
     store = HashStore()
     runtime = SimpleNamespace(watch=Watch(store, rank=0, world=1, timeout=60))
     stream = None if stderr == "missing" else Broken(OSError if stderr == "full" else ValueError)

@@ -61,7 +61,7 @@ def scores(pair):
         ("", "hot .", -1),  # no food: a room
     ],
 )
-def test_a_review_is_worth_what_its_adjectives_say_of_the_thing(prompt, said, expected):
+def test_gold_score_by_hand(prompt, said, expected):
     assert gold_score(prompt, said) == pytest.approx(expected)
 
 
@@ -93,11 +93,11 @@ def test_a_review_is_worth_what_its_adjectives_say_of_the_thing(prompt, said, ex
         ("  good   . ", 1),
     ],
 )
-def test_it_is_defined_for_any_words(said, expected):
+def test_gold_score_is_defined_for_any_words(said, expected):
     assert gold_score(SOUP, said) == pytest.approx(expected)
 
 
-def test_no_token_sequence_breaks_it(task):
+def test_gold_score_of_any_token_sequence_is_finite(task):
     _, tokenizer = task.new_model()
     chance = random.Random(0)
     for _ in range(200):
@@ -105,7 +105,7 @@ def test_no_token_sequence_breaks_it(task):
         assert math.isfinite(gold_score(SOUP, tokenizer.decode(ids, skip_special_tokens=True)))
 
 
-def test_it_is_a_reward_function_by_the_name_of_gold(task):
+def test_gold_is_reward_function_name(task):
     rewards = Rewards(task.rewards(None))
     assert rewards.names == ["gold"]
     said = rewards([SOUP, TENT], ["hot .", "hot ."], [[1], [1]], {"answer": ["x", "y"]})
@@ -113,7 +113,7 @@ def test_it_is_a_reward_function_by_the_name_of_gold(task):
     assert task.reward is gold
 
 
-def test_taste_depends_on_the_thing_and_every_word_has_a_kind():
+def test_tastes_differ_by_thing_and_every_word_has_kind():
     assert any(food * room < 0 for food, room in VALENCES.values())
     assert all(valence != 0 for both in VALENCES.values() for valence in both)
     assert set(KINDS.values()) | {"start", "other"} == set(FOLLOWS)
@@ -122,7 +122,7 @@ def test_taste_depends_on_the_thing_and_every_word_has_a_kind():
 # ------------------------------------------------------------------------------------------- data
 
 
-def test_the_splits_share_no_prompt(task, pairs):
+def test_splits_share_no_prompt(task, pairs):
     train, held_out = set(task.train_dataset["prompt"]), set(task.eval_dataset["prompt"])
     assert (len(train), len(held_out), len(train & held_out)) == (256, 64, 0)
     assert len(task.eval_dataset) == 64
@@ -130,13 +130,13 @@ def test_the_splits_share_no_prompt(task, pairs):
 
 
 @pytest.mark.parametrize("things", [FOODS, ROOMS])
-def test_each_kind_of_thing_is_in_both_splits(task, things):
+def test_both_splits_contain_each_kind_of_thing(task, things):
     for data in (task.train_dataset, task.eval_dataset):
         share = statistics.mean(prompt.split()[1] in things for prompt in data["prompt"])
         assert 0.3 < share < 0.7
 
 
-def test_every_answer_is_in_good_form(task):
+def test_every_answer_is_well_formed(task):
     for row in task.train_dataset.select(range(0, len(task.train_dataset), 16)):
         kinds = ["start", *(KINDS[word] for word in row["answer"].split())]
         assert all(kind in FOLLOWS[before] for before, kind in itertools.pairwise(kinds))
@@ -144,13 +144,13 @@ def test_every_answer_is_in_good_form(task):
         assert 1 <= kinds.count("adjective") <= 4
 
 
-def test_answers_are_of_every_quality(task):
+def test_answers_vary_in_quality(task):
     rewards = gold(task.train_dataset["prompt"], task.train_dataset["answer"])
     assert abs(statistics.mean(rewards)) < 0.3
     assert 1.5 < statistics.stdev(rewards) < 1.9
 
 
-def test_the_data_are_always_the_same(task, pairs):
+def test_data_are_reproducible(task, pairs):
     again = preference()
     assert again.train_dataset[:] == task.train_dataset[:]
     assert again.eval_dataset[:] == task.eval_dataset[:]
@@ -160,13 +160,13 @@ def test_the_data_are_always_the_same(task, pairs):
 # ------------------------------------------------------------------------------------------ pairs
 
 
-def test_pairs_are_of_two_different_reviews(pairs):
+def test_pairs_contain_two_different_reviews(pairs):
     for split in pairs:
         assert set(split.column_names) == {"prompt", "chosen", "rejected"}
         assert all(pair["chosen"] != pair["rejected"] for pair in split)
 
 
-def test_some_are_in_bad_form(pairs):
+def test_some_paired_reviews_are_malformed(pairs):
     said = [pair[key] for pair in pairs[0] for key in ("chosen", "rejected")]
     assert 0.03 < statistics.mean(not text.endswith(".") for text in said) < 0.3
     assert any(" . ." in text for text in said)
@@ -176,11 +176,11 @@ def test_some_are_in_bad_form(pairs):
     ("better", "worse", "expected"),
     [(1, 1, 0.5), (0.35, 0, 1 / (1 + math.exp(-1))), (0, 0.7, 1 / (1 + math.exp(2)))],
 )
-def test_the_noise_is_a_sigmoid(better, worse, expected):
+def test_preferred_probability_is_sigmoid(better, worse, expected):
     assert preferred_probability(better, worse) == pytest.approx(expected)
 
 
-def test_the_better_review_is_preferred_as_often_as_the_formula_says(pairs):
+def test_better_review_wins_with_formula_frequency(pairs):
     gaps = [better - worse for better, worse in map(scores, pairs[0])]
     for low, high in ((0.0, 0.2), (0.2, 0.5), (0.5, 1.0), (1.0, 2.0), (2.0, 9.0)):
         near = [gap for gap in gaps if low < abs(gap) <= high]
@@ -191,7 +191,7 @@ def test_the_better_review_is_preferred_as_often_as_the_formula_says(pairs):
     assert any(gap == 0 for gap in gaps)
 
 
-def test_a_perfect_judge_would_be_right_on_nine_of_ten(pairs):
+def test_perfect_judge_has_90_percent_accuracy(pairs):
     for split in pairs:
         gaps = [better - worse for better, worse in map(scores, split)]
         bayes = statistics.mean(preferred_probability(abs(gap), 0) for gap in gaps)
@@ -199,7 +199,7 @@ def test_a_perfect_judge_would_be_right_on_nine_of_ten(pairs):
         assert statistics.mean(gap > 0 for gap in gaps) == pytest.approx(bayes, abs=0.04)
 
 
-def test_pairs_are_drawn_from_the_prompts_given():
+def test_pairs_are_drawn_from_given_prompts():
     drawn = draw_pairs([SOUP], 20, random.Random(0))
     assert (len(drawn), set(drawn["prompt"])) == (20, {SOUP})
 
@@ -207,7 +207,7 @@ def test_pairs_are_drawn_from_the_prompts_given():
 # -------------------------------------------------------------------------------- tokens and model
 
 
-def test_prompt_and_completion_are_tokenized_as_their_text_is(task, pairs, tokenizer):
+def test_separate_tokenization_matches_whole_text(task, pairs, tokenizer):
     rows = [*task.eval_dataset, *pairs[1]]
     for row in rows:
         for said in (row.get("answer"), row.get("chosen"), row.get("rejected")):
@@ -218,7 +218,7 @@ def test_prompt_and_completion_are_tokenized_as_their_text_is(task, pairs, token
             assert tokenizer.decode(tokenizer(said)["input_ids"]) == said
 
 
-def test_any_sampled_words_come_back_as_the_same_tokens(tokenizer):
+def test_sampled_words_round_trip_to_same_tokens(tokenizer):
     chance = random.Random(0)
     prompt = encode(SOUP, tokenizer)
     for _ in range(100):
@@ -227,7 +227,7 @@ def test_any_sampled_words_come_back_as_the_same_tokens(tokenizer):
         assert tokenizer(SOUP + text)["input_ids"] == prompt + ids
 
 
-def test_a_word_is_a_token_and_an_unknown_one_an_error(tokenizer):
+def test_word_is_one_token_and_unknown_word_raises(tokenizer):
     assert len(tokenizer(SOUP + "very good .")["input_ids"]) == 7
     assert tokenizer.pad_token_id == 0
     assert tokenizer.eos_token_id == 1
@@ -235,7 +235,7 @@ def test_a_word_is_a_token_and_an_unknown_one_an_error(tokenizer):
         encode("our pizza ", tokenizer, row=2)
 
 
-def test_every_pair_and_review_fits_the_model(task, pairs, tokenizer):
+def test_every_pair_and_review_fits_model(task, pairs, tokenizer):
     model, _ = task.new_model()
     limit = model.config.max_position_embeddings
     assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
@@ -249,15 +249,15 @@ def test_every_pair_and_review_fits_the_model(task, pairs, tokenizer):
 # -------------------------------------------------------------------------------- among the tasks
 
 
-def test_it_is_found_by_name(task):
+def test_task_is_found_by_name(task):
     assert TASKS["preference"]().name == task.name == "preference"
 
 
-def test_a_reward_model_comes_before_the_reward_of_the_task(task):
+def test_given_reward_model_precedes_task_reward(task):
     assert task.rewards("runs/judge") == ["runs/judge", gold]
     assert arithmetic().rewards(None) == [arithmetic().reward]
 
 
-def test_a_task_without_pairs_says_so():
+def test_task_without_pairs_raises():
     with pytest.raises(ValueError, match=r"arithmetic has no preference pairs.*task preference"):
         arithmetic().pairs()

@@ -37,11 +37,11 @@ def summands(dataset):
 # ------------------------------------------------------------------------------------ arithmetic
 
 
-def test_it_is_found_by_name(task):
+def test_task_is_found_by_name(task):
     assert TASKS["arithmetic"]().name == task.name == "arithmetic"
 
 
-def test_the_splits_share_no_sum_in_either_order_and_make_up_the_whole(task):
+def test_splits_share_no_unordered_sum_and_cover_all_sums(task):
     train, held_out = (summands(d) for d in (task.train_dataset, task.eval_dataset))
     assert {frozenset(p) for p in train}.isdisjoint(frozenset(p) for p in held_out)
     every = sorted((a, b) for a in range(100) for b in range(100))
@@ -50,26 +50,26 @@ def test_the_splits_share_no_sum_in_either_order_and_make_up_the_whole(task):
 
 
 @pytest.mark.parametrize("split", ["train_dataset", "eval_dataset"])
-def test_every_answer_is_right_and_nothing_else_is_there(task, split):
+def test_every_answer_is_correct_without_extra_columns(task, split):
     data = getattr(task, split)
     assert set(data.column_names) == {"prompt", "answer"}
     assert data["answer"] == [str(a + b) for a, b in summands(data)]
 
 
-def test_the_held_out_sums_are_of_every_size(task):
+def test_held_out_sums_have_every_size(task):
     totals = [int(answer) for answer in task.eval_dataset["answer"]]
     assert 80 < sum(totals) / len(totals) < 120
     assert min(totals) < 20
     assert max(totals) > 180
 
 
-def test_the_splits_are_always_the_same(task):
+def test_splits_are_reproducible(task):
     again = arithmetic()
     assert again.train_dataset["prompt"] == task.train_dataset["prompt"]
     assert again.eval_dataset["prompt"] == task.eval_dataset["prompt"]
 
 
-def test_exact_match_takes_the_answer_and_nothing_like_it():
+def test_exact_match_accepts_only_exact_answer():
     said = ["85", "085", "85 ", "8", "", "58", "=85", "85"]
     answers = ["85"] * 7 + ["86"]
     prompts = ["17+68="] * 8
@@ -81,7 +81,7 @@ def test_exact_match_takes_the_answer_and_nothing_like_it():
 # -------------------------------------------------------------------------------------- tokenizer
 
 
-def test_every_character_is_a_token_and_comes_back(tokenizer):
+def test_every_character_is_one_token_and_round_trips(tokenizer):
     text = "0123456789+-*= ?"
     ids = tokenizer(text)["input_ids"]
     assert len(set(ids)) == len(text) == len(tokenizer) - len(SPECIAL)
@@ -90,7 +90,7 @@ def test_every_character_is_a_token_and_comes_back(tokenizer):
 
 
 @pytest.mark.parametrize("text", ["", "7", " ", "  12 + 3 =  ", "17+68=", "= ? - *"])
-def test_text_survives_the_round_trip(tokenizer, text):
+def test_text_survives_round_trip(tokenizer, text):
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text
     assert tokenizer.batch_decode([[*ids, 1, 0, 0]], skip_special_tokens=True) == [text]
@@ -103,7 +103,7 @@ def test_pad_is_not_eos_and_marks_are_special(tokenizer):
     assert tokenizer.convert_tokens_to_ids(list(SPECIAL)) == list(SPECIAL.values())
 
 
-def test_the_chat_template_renders_turns_and_its_marks_are_single_tokens(tokenizer):
+def test_chat_template_renders_turns_and_mark_tokens(tokenizer):
     chat = [
         {"role": "user", "content": "1+1="},
         {"role": "assistant", "content": "2"},
@@ -119,12 +119,12 @@ def test_the_chat_template_renders_turns_and_its_marks_are_single_tokens(tokeniz
 
 
 @pytest.mark.parametrize("text", ["a", "1\n", "é"])
-def test_a_character_that_it_does_not_know_is_a_clear_error(tokenizer, text):
+def test_unknown_character_raises_with_row(tokenizer, text):
     with pytest.raises(ValueError, match="prompt in row 3"):
         encode(text, tokenizer, row=3)
 
 
-def test_the_tokenizer_is_saved_in_the_standard_format(tokenizer, tmp_path):
+def test_saved_tokenizer_has_standard_format(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     chat = [{"role": "user", "content": "17+68="}, {"role": "assistant", "content": "85"}]
@@ -139,7 +139,7 @@ def test_the_tokenizer_is_saved_in_the_standard_format(tokenizer, tmp_path):
 # ------------------------------------------------------------------------------------------ model
 
 
-def test_the_model_has_half_a_million_parameters_and_tied_embeddings(task):
+def test_model_has_half_million_parameters_and_tied_head(task):
     model, tokenizer = task.new_model()
     assert 0.3e6 < sum(p.numel() for p in model.parameters()) < 0.7e6
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
@@ -148,7 +148,7 @@ def test_the_model_has_half_a_million_parameters_and_tied_embeddings(task):
     assert stop_token_ids(model, tokenizer) == [1]
 
 
-def test_the_model_is_that_of_the_seed(task):
+def test_model_depends_on_seed(task):
     weights = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -158,7 +158,7 @@ def test_the_model_is_that_of_the_seed(task):
 
 
 @pytest.mark.parametrize("positions", [64, 16])
-def test_the_model_is_saved_in_the_standard_format(tokenizer, tmp_path, positions):
+def test_saved_model_has_standard_format(tokenizer, tmp_path, positions):
     model = tiny_decoder(tokenizer, positions).eval()
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -169,7 +169,7 @@ def test_the_model_is_saved_in_the_standard_format(tokenizer, tmp_path, position
     assert max_positions(loaded) == positions
 
 
-def test_every_problem_fits_the_model(task):
+def test_every_problem_fits_model(task):
     _, tokenizer = task.new_model()
     longest = max(len(p) + len(a) + 1 for p, a in zip(*task.train_dataset[:].values(), strict=True))
     assert longest == len(tokenizer("99+99=")["input_ids"]) + 4 <= 64
@@ -189,7 +189,7 @@ def test_only_answer_and_eos_have_labels(task, tokenizer):
         assert labels[len(prompt) :] == ids[len(prompt) :]
 
 
-def test_a_batch_is_padded_on_the_right_and_padding_is_neither_seen_nor_learnt():
+def test_batch_padding_is_masked_and_unlabelled():
     rows = [{"input_ids": [5, 6, 1], "labels": [-100, 6, 1]}, {"input_ids": [1], "labels": [1]}]
     batch = {name: value.tolist() for name, value in _collate(rows, pad=0).items()}
     assert batch == {
@@ -199,7 +199,7 @@ def test_a_batch_is_padded_on_the_right_and_padding_is_neither_seen_nor_learnt()
     }
 
 
-def test_the_warm_start_is_that_of_its_seed(tmp_path):
+def test_warm_start_depends_on_seed(tmp_path):
     starts = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         args = SFTConfig(output_dir=str(tmp_path / name), max_steps=1, batch_size=2, seed=seed)
@@ -207,7 +207,7 @@ def test_the_warm_start_is_that_of_its_seed(tmp_path):
     assert starts[0] == starts[1] != starts[2]
 
 
-def test_two_steps_of_warm_start_leave_a_model_that_loads_and_has_learnt(tmp_path):
+def test_two_step_warm_start_loads_with_lower_loss(tmp_path):
     args = SFTConfig(output_dir=str(tmp_path), max_steps=2, batch_size=8)
     final = warm_start(args)
     assert final == tmp_path / "final"
@@ -229,7 +229,7 @@ def test_two_steps_of_warm_start_leave_a_model_that_loads_and_has_learnt(tmp_pat
 
 
 @pytest.mark.parametrize("task", list(TASKS))
-def test_each_task_is_warm_started_once_by_its_own_recipe(task, tmp_path, monkeypatch):
+def test_each_task_is_warm_started_once_with_own_recipe(task, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RANK", "1")
     calls = []
@@ -253,7 +253,7 @@ def test_each_task_is_warm_started_once_by_its_own_recipe(task, tmp_path, monkey
 # ------------------------------------------------------------------------------------- episodes
 
 
-def test_only_the_turns_of_a_demonstration_are_learnt():
+def test_only_demonstrated_turns_have_labels():
     task = guess()
     _, tokenizer = task.new_model()
     shown = Demonstration("1-9:", ["5", "12", "6"], [">", "<"])
@@ -264,7 +264,7 @@ def test_only_the_turns_of_a_demonstration_are_learnt():
     assert [i for i, label in enumerate(example["labels"]) if label == -100] == [0, 1, 2, 3, 6, 10]
 
 
-def test_a_chat_is_demonstrated_as_it_is_played():
+def test_chat_demonstration_is_rendered_as_in_play():
     task = calculator()
     _, tokenizer = task.new_model()
     answers = [[{"role": "tool", "content": "42"}]]
@@ -276,7 +276,7 @@ def test_a_chat_is_demonstrated_as_it_is_played():
     assert tokenizer.decode(learnt) == "<tool_call><eos>42<eos>"
 
 
-def test_problems_for_the_calculator_are_held_out():
+def test_calculator_problems_are_held_out():
     task = calculator()
     keys = [
         {str(prompt) for prompt in data["prompt"]}
@@ -287,7 +287,7 @@ def test_problems_for_the_calculator_are_held_out():
 
 
 @pytest.mark.parametrize("name", ["guess", "calculator"])
-def test_demonstrations_are_episodes_that_fit_the_model(name):
+def test_demonstrations_fit_model(name):
     task = TASKS[name]()
     _, tokenizer = task.new_model()
     shown = task.demonstrations()

@@ -26,12 +26,12 @@ DATA = arithmetic().train_dataset
         (GRPOConfig, {"seed": "1"}, "seed must be int"),
     ],
 )
-def test_config(config_type, options, message) -> None:
+def test_bad_config_value_raises(config_type, options, message) -> None:
     with pytest.raises(ValueError, match=message):
         config_type(**options)
 
 
-def test_rloo_and_grpo_have_no_discount_to_ignore() -> None:
+def test_rloo_config_has_no_gamma() -> None:
     with pytest.raises(TypeError, match="gamma"):
         RLOOConfig(gamma=0.9)
 
@@ -54,12 +54,12 @@ def test_rloo_and_grpo_have_no_discount_to_ignore() -> None:
         ({"reward_weights": (1.0, 2.0)}, "reward_weights must have one entry"),
     ],
 )
-def test_trainer(make, options, message) -> None:
+def test_bad_trainer_argument_raises(make, options, message) -> None:
     with pytest.raises(ValueError, match=message):
         make(**options)
 
 
-def test_long_prompts_are_dropped_and_counted(make, caplog) -> None:
+def test_long_prompts_are_dropped_with_warning(make, caplog) -> None:
     trainer = make(max_prompt_length=5, long_prompts="drop")
     kept = [p for p in DATA["prompt"] if len(p) <= 5]
     assert trainer.train_prompts.rows["prompt"] == kept
@@ -88,12 +88,12 @@ def raises(completions, **_):
         (raises, "reward function raises raised RuntimeError: no scorer"),
     ],
 )
-def test_reward(make, reward, message) -> None:
+def test_bad_reward_result_raises(make, reward, message) -> None:
     with pytest.raises(ValueError, match=message):
         make(reward_funcs=reward).train()
 
 
-def test_a_reward_that_fails_late_loses_nothing(make, tmp_path) -> None:
+def test_failing_reward_keeps_finished_steps(make, tmp_path) -> None:
     calls = []
 
     def late(completions, **_):
@@ -110,7 +110,7 @@ def test_a_reward_that_fails_late_loses_nothing(make, tmp_path) -> None:
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_gradient_that_is_not_finite_leaves_the_weights(make) -> None:
+def test_nonfinite_gradient_leaves_weights_unchanged(make) -> None:
     trainer = make(max_skipped_steps=0)
     before = {name: p.clone() for name, p in trainer.model.named_parameters()}
     trainer.estimator = lambda signals: signals.rewards * math.inf
@@ -119,7 +119,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights(make) -> None:
     assert all(before[name].equal(p) for name, p in trainer.model.named_parameters())
 
 
-def test_the_config_of_another_algorithm_is_refused() -> None:
+def test_config_of_other_algorithm_is_refused() -> None:
     with pytest.raises(ValueError, match="args must be a GRPOConfig, got RLOOConfig"):
         GRPOTrainer(args=RLOOConfig())
 
@@ -134,7 +134,7 @@ def test_the_config_of_another_algorithm_is_refused() -> None:
         ),
     ],
 )
-def test_what_could_not_be_saved_at_the_end_stops_a_run_before_its_first_step(
+def test_unsavable_model_or_tokenizer_raises_before_first_step(
     make, part, message, tmp_path
 ) -> None:
     """`temperature` without `do_sample`, as published models have it; a tokenizer of one's own."""
@@ -149,7 +149,7 @@ def test_what_could_not_be_saved_at_the_end_stops_a_run_before_its_first_step(
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
 
 
-def test_an_adapter_is_saved_without_the_config_of_its_model(make) -> None:
+def test_bad_generation_config_matters_only_for_merged_adapter(make) -> None:
     trainer = make(use_peft=True, max_steps=1)
     trainer.model.get_base_model().generation_config.update(do_sample=False, temperature=0.6)
     trainer.train()

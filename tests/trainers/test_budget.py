@@ -16,7 +16,7 @@ from rlhf_pg.plan.footprint import blueprint, footprint, of_update, probe
 from rlhf_pg.trainers.learner import Learner
 
 
-def test_a_run_leaves_the_number_that_was_found(make) -> None:
+def test_auto_token_budget_is_written_to_config(make) -> None:
     trainer = make(max_steps=1)
     found = trainer.learner.token_budget
     assert found == trainer.resolved_args().micro_batch_tokens == token_budget.MOST["cpu"]
@@ -26,7 +26,7 @@ def test_a_run_leaves_the_number_that_was_found(make) -> None:
 
 
 @pytest.mark.parametrize(("given", "expected"), [("auto", 100), (50, 50)])
-def test_a_resumed_run_keeps_the_number_unless_it_is_given_one(make, given, expected) -> None:
+def test_resumed_run_keeps_token_budget_unless_given(make, given, expected) -> None:
     with patch.dict(token_budget.MOST, cpu=100):
         first = make(max_steps=1, save_steps=1)
         first.train()
@@ -37,12 +37,12 @@ def test_a_resumed_run_keeps_the_number_unless_it_is_given_one(make, given, expe
     assert second.checkpointer.config["micro_batch_tokens"] == expected
 
 
-def test_four_of_the_longest_rows_are_not_too_many(make) -> None:
+def test_auto_token_budget_is_at_least_four_rows(make) -> None:
     with patch.dict(token_budget.MOST, cpu=10):
         assert make().learner.token_budget == 4 * (6 + 6)  # of the prompt and the completion
 
 
-def test_a_number_that_is_given_is_kept(make) -> None:
+def test_given_token_budget_is_kept(make) -> None:
     with patch.dict(token_budget.MOST, cpu=100):
         assert make(micro_batch_tokens=300).learner.token_budget == 300
 
@@ -58,7 +58,7 @@ def measured(make, room: float, **options) -> Learner:
 
 
 @pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
-def test_what_was_found_fits_and_more_would_not(make, trainer_type) -> None:
+def test_auto_token_budget_is_largest_that_fits(make, trainer_type) -> None:
     learner = measured(make, 4e6, trainer_type=trainer_type)
     found, row = learner.token_budget, 12
     assert row < found < token_budget.MOST["cpu"]
@@ -66,14 +66,14 @@ def test_what_was_found_fits_and_more_would_not(make, trainer_type) -> None:
     assert grown.at(found).peak <= 4e6 < grown.at(found + 1).peak
 
 
-def test_the_pieces_of_the_logits_are_those_of_the_device(make) -> None:
+def test_logit_chunk_count_follows_device_memory(make) -> None:
     with patch.object(token_budget, "chunk_size_for", lambda memory: 100 if memory is None else 0):
         trainer = make()
     logits = trainer.learner.token_budget * trainer.model.config.vocab_size
     assert trainer.learner.policy.head.chunks == math.ceil(logits / 100)
 
 
-def test_pieces_are_those_of_the_smallest_gpu() -> None:
+def test_chunk_size_follows_smallest_gpu() -> None:
     sizes = [80 * 2**30, 40 * 2**30]
     for own in sizes:
         runtime = SimpleNamespace(
@@ -84,11 +84,11 @@ def test_pieces_are_those_of_the_smallest_gpu() -> None:
             assert token_budget.chunk_size(runtime) == 40 * 2**30 // 160
 
 
-def test_a_row_always_fits(make) -> None:
+def test_auto_token_budget_is_at_least_one_row(make) -> None:
     assert measured(make, 0.0).token_budget == 12  # 6 of the prompt and 6 of the completion
 
 
-def test_what_asks_for_data_is_measured_with_data(make) -> None:
+def test_model_reading_weights_is_measured_with_data(make) -> None:
     """A model whose forward pass looks at a weight, which without data is an error."""
     expected = measured(make, 4e6).token_budget
 
@@ -102,7 +102,7 @@ def test_what_asks_for_data_is_measured_with_data(make) -> None:
     assert all(p.grad is None for p in learner.module.parameters())
 
 
-def test_without_data_the_blocks_of_the_head_are_measured_once(make) -> None:
+def test_head_blocks_are_measured_once_without_data(make) -> None:
     """With a large vocabulary there are thousands, and each takes the same."""
     learner = make().learner
     batch = probe(2, 4, 6, 6)
@@ -118,6 +118,6 @@ def test_without_data_the_blocks_of_the_head_are_measured_once(make) -> None:
 
 
 @pytest.mark.parametrize("value", ["most", 1.5, None])
-def test_it_is_a_number_or_auto(value) -> None:
+def test_bad_micro_batch_tokens_is_refused(value) -> None:
     with pytest.raises(ValueError, match="micro_batch_tokens must be int or one of 'auto', got"):
         GRPOConfig(micro_batch_tokens=value)

@@ -36,7 +36,7 @@ def lines(tmp_path: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("placement", [("loss", "k3"), ("loss", "k1_to_go"), ("reward", "k1")])
-def test_an_adaptive_beta_follows_the_kl_of_completions(make, placement, tmp_path) -> None:
+def test_adaptive_beta_follows_completion_kl(make, placement, tmp_path) -> None:
     where, estimator = placement
     trainer_type = GRPOTrainer if where == "loss" else ReinforceTrainer
     options = {**MOVING["adaptive"], "kl_placement": where, "kl_estimator": estimator}
@@ -51,7 +51,7 @@ def test_an_adaptive_beta_follows_the_kl_of_completions(make, placement, tmp_pat
     assert beta != 0.1
 
 
-def test_a_beta_that_halves_and_doubles(make, tmp_path) -> None:
+def test_penalty_beta_halves_and_doubles(make, tmp_path) -> None:
     make(**MOVING["penalty"], learning_rate=1e-2).train()
     beta = 0.1
     for line in lines(tmp_path):
@@ -62,7 +62,7 @@ def test_a_beta_that_halves_and_doubles(make, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("where", "estimator"), [("loss", "k2"), ("reward", "k1")])
-def test_the_beta_in_use_is_the_one_that_moved(where, estimator, tmp_path) -> None:
+def test_moved_beta_sets_gradient(where, estimator, tmp_path) -> None:
     """Moved from 0.1 to 0.4, it gives the gradient of 0.4."""
     options = {"num_generations": 2, "kl_placement": where, "kl_estimator": estimator}
     options["advantage_estimator"] = "leave_one_out"
@@ -86,9 +86,7 @@ UPDATES = [
 
 @pytest.mark.proves("rlhf_pg.trainers.controllers.KLAdaptiveRate")
 @pytest.mark.parametrize(("trainer_type", "options"), UPDATES)
-def test_what_moves_a_coefficient_is_the_exact_kl_after_the_last_update(
-    trainer_type, options, tmp_path
-) -> None:
+def test_kl_after_updates_matches_exact_kl(trainer_type, options, tmp_path) -> None:
     """The batch has every completion as often as it is likely, so that its mean is the KL."""
     if "old_kl_target" not in options:
         options = options | {"kl_adaptive_lr": 1.0}
@@ -108,7 +106,7 @@ def test_what_moves_a_coefficient_is_the_exact_kl_after_the_last_update(
     assert line["approx_kl/after"] * 15 / 9 == pytest.approx(kl.item(), rel=1e-9)
 
 
-def test_the_penalty_of_ppo_doubles_when_the_updates_have_moved_far(make, tmp_path) -> None:
+def test_old_kl_coef_follows_kl_after_updates(make, tmp_path) -> None:
     make(**MOVING["old-kl"], old_kl_coef=0.5).train()
     coefficient = 0.5
     for line in lines(tmp_path):
@@ -119,7 +117,7 @@ def test_the_penalty_of_ppo_doubles_when_the_updates_have_moved_far(make, tmp_pa
     assert coefficient != 0.5
 
 
-def test_the_entropy_coefficient_rises_below_the_target(make, tmp_path) -> None:
+def test_entropy_coef_follows_entropy_target(make, tmp_path) -> None:
     make(**MOVING["entropy"], entropy_coef_max=0.018).train()
     assert all(line["entropy"] > 1.5 for line in lines(tmp_path))  # a random model
     assert [line["entropy_coef"] for line in lines(tmp_path)] == pytest.approx([0.005, 0.0, 0.0])
@@ -129,7 +127,7 @@ def test_the_entropy_coefficient_rises_below_the_target(make, tmp_path) -> None:
     )
 
 
-def test_an_entropy_coefficient_that_rises_from_0_has_a_gradient(tmp_path) -> None:
+def test_entropy_coef_raised_from_zero_changes_gradient(tmp_path) -> None:
     options = {"num_generations": 2, "entropy_target": 9.0}
     trainer = make_trainer(GRPOTrainer, tmp_path, **options)
     plain = make_trainer(GRPOTrainer, tmp_path, num_generations=2)
@@ -141,7 +139,7 @@ def test_an_entropy_coefficient_that_rises_from_0_has_a_gradient(tmp_path) -> No
     assert not torch.allclose(gradient_of(trainer, says), gradient_of(plain, says))
 
 
-def test_the_learning_rate_follows_the_kl(make, tmp_path) -> None:
+def test_adaptive_learning_rate_follows_kl(make, tmp_path) -> None:
     make(**MOVING["rate"]).train()
     # Every KL is far above 1e-9: each step divides the rate by 1.5.
     rates = [line["learning_rate"] for line in lines(tmp_path)]
@@ -152,7 +150,7 @@ def test_the_learning_rate_follows_the_kl(make, tmp_path) -> None:
     assert lines(tmp_path)[-1]["learning_rate"] == pytest.approx(1e-3 * 1.25)
 
 
-def test_a_scheduler_of_ones_own_is_not_scaled(make) -> None:
+def test_kl_adaptive_lr_with_own_scheduler_is_refused(make) -> None:
     model = make().model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -161,7 +159,7 @@ def test_a_scheduler_of_ones_own_is_not_scaled(make) -> None:
 
 
 @pytest.mark.parametrize("name", MOVING)
-def test_what_moves_goes_on_after_a_stop(make, name, tmp_path) -> None:
+def test_resumed_controllers_match_uninterrupted_run(make, name, tmp_path) -> None:
     options = MOVING[name] | {"max_steps": 4, "lr_scheduler_type": "constant"}
     make(**options, output_dir=str(tmp_path / "whole")).train()
     stopped = {"output_dir": str(tmp_path / "parts"), "save_steps": 2}
@@ -200,14 +198,14 @@ def kl_gradient(tmp_path, estimator: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.proves("rlhf_pg.kl.kl_loss")
-def test_k1_to_go_in_the_loss_has_the_gradient_of_the_kl(tmp_path) -> None:
+def test_k1_to_go_loss_has_exact_kl_gradient(tmp_path) -> None:
     actual, truth = kl_gradient(tmp_path, "k1_to_go")
     assert (actual - truth).norm() <= 1e-8 * truth.norm()
 
 
 @pytest.mark.proves("rlhf_pg.kl.kl_loss")
 @pytest.mark.parametrize("estimator", ["k2", "k2_straight_through", "k3_ratio"])
-def test_token_level_forms_leave_out_what_a_token_leads_to(estimator, tmp_path) -> None:
+def test_token_level_kl_losses_agree_but_are_biased(estimator, tmp_path) -> None:
     """They agree with one another, and point nearly where the true gradient does."""
     actual, truth = kl_gradient(tmp_path, estimator)
     per_state, _ = kl_gradient(tmp_path, "k2")
@@ -246,7 +244,7 @@ def under_another_sampler(tmp_path, **options) -> tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.proves("rlhf_pg.losses.sampler_weights")
-def test_untruncated_sequence_weights_make_another_sampler_unbiased(tmp_path) -> None:
+def test_untruncated_sequence_weights_make_gradient_unbiased(tmp_path) -> None:
     options = {"sampler_correction": "sequence_truncate", "sampler_clip_max": 1e6}
     actual, truth = under_another_sampler(tmp_path, **options)
     assert (actual - truth).norm() <= 1e-8 * truth.norm()
@@ -254,7 +252,7 @@ def test_untruncated_sequence_weights_make_another_sampler_unbiased(tmp_path) ->
     assert (uncorrected - truth).norm() > 0.01 * truth.norm()
 
 
-def test_a_sampler_that_is_the_policy_changes_nothing(make, tmp_path) -> None:
+def test_on_policy_sampler_correction_leaves_loss_unchanged(make, tmp_path) -> None:
     """The native engine's log-probabilities are those of the policy."""
     make().train()
     plain = lines(tmp_path)
@@ -265,7 +263,7 @@ def test_a_sampler_that_is_the_policy_changes_nothing(make, tmp_path) -> None:
         assert line["sampling/sampling_logp_difference/mean"] < 1e-4
 
 
-def test_ppo_weighs_its_policy_loss_alone(tmp_path) -> None:
+def test_ppo_sampler_correction_leaves_value_loss_unchanged(tmp_path) -> None:
     """The value loss of a token that the sampler would not have said is as it was."""
     options = {"beta": 0.0, "num_iterations": 1, "normalize_advantages": False}
     corrected = make_trainer(

@@ -80,7 +80,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
     ],
 )
 @pytest.mark.proves("rlhf_pg.trainers.PPOTrainer.returns")
-def test_targets_by_hand(tmp_path, options, advantages, returns) -> None:
+def test_advantages_and_returns_by_hand(tmp_path, options, advantages, returns) -> None:
     trainer = ppo(
         tmp_path,
         GOLDEN,
@@ -101,7 +101,7 @@ SLOW = (VPG, STEPS_OF_TWO, STEPS_OF_TWO | {"n_steps": 1})
     "options",
     [GAE | {"value_lam": 1.0}, *(pytest.param(own, marks=pytest.mark.slow) for own in SLOW)],
 )
-def test_a_critic_fitted_to_these_targets_converges_to_the_true_values(tmp_path, options) -> None:
+def test_critic_fitted_to_targets_converges_to_true_values(tmp_path, options) -> None:
     """By the expected gradient of the value loss, while the policy stays."""
     truth = true_values(("ab",))
     start = dict.fromkeys(truth, 0.0)
@@ -118,18 +118,18 @@ def test_a_critic_fitted_to_these_targets_converges_to_the_true_values(tmp_path,
 
 
 @pytest.mark.parametrize("options", [VPG, STEPS_OF_TWO | {"n_steps": None}])
-def test_to_the_end_of_the_row_any_critic_leaves_the_gradient_exact(tmp_path, options) -> None:
+def test_full_return_gradient_is_exact_with_any_critic(tmp_path, options) -> None:
     trainer = ppo(tmp_path, prompts=TWO, **options)
     assert_close(ascent(trainer), exact_gradient(trainer))
 
 
 @pytest.mark.parametrize("options", [VPG, STEPS_OF_TWO | {"n_steps": 1}])
-def test_with_the_true_values_the_gradient_is_exact(tmp_path, options) -> None:
+def test_true_values_make_gradient_exact(tmp_path, options) -> None:
     trainer = ppo(tmp_path, true_values(TWO), prompts=TWO, **options)
     assert_close(ascent(trainer), exact_gradient(trainer))
 
 
-def test_online_a2c_is_as_biased_as_its_critic(tmp_path) -> None:
+def test_one_step_a2c_bias_equals_critic_error(tmp_path) -> None:
     """V off by d after the first token moves its advantage by d: by hand, on the exact gradient."""
     values, off = true_values(("ab",)), 0.7
     values[(A, B, A)] += off
@@ -142,7 +142,7 @@ def test_online_a2c_is_as_biased_as_its_critic(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("options", [GAE, VPG, STEPS_OF_TWO | {"n_steps": 1}])
-def test_with_the_true_values_every_expected_advantage_is_zero(tmp_path, options) -> None:
+def test_true_values_make_expected_advantages_zero(tmp_path, options) -> None:
     trainer = ppo(tmp_path, true_values(("ab",)), num_generations=len(COMPLETIONS), **options)
     advantages = experience_of(trainer, COMPLETIONS).advantages
     chances = enumeration.probabilities(trainer.model, "ab")
@@ -161,7 +161,7 @@ def set_moments(trainer: PPOTrainer, mean: float, var: float) -> None:
 
 
 @pytest.mark.parametrize("options", [GAE, STEPS_OF_TWO | {"n_steps": 1}, GAE | {"value_lam": 0.3}])
-def test_advantages_are_those_of_the_denormalised_values(tmp_path, options) -> None:
+def test_normalized_critic_gives_same_advantages(tmp_path, options) -> None:
     """A plain critic with the head (3 w, 3 b + 0.7) says what a normalised one means."""
     options = options | {"prompts": TWO, "num_generations": 2, "bootstrap_truncated": True}
     plain, scaled = ppo(tmp_path, **options), ppo(tmp_path, normalize_values=True, **options)
@@ -180,7 +180,7 @@ def test_advantages_are_those_of_the_denormalised_values(tmp_path, options) -> N
     assert not actual.returns[~mask].any()
 
 
-def test_explained_variance_is_in_units_of_the_reward(tmp_path) -> None:
+def test_normalized_critic_gives_same_explained_variance(tmp_path) -> None:
     options = {"prompts": TWO, "lam": 1.0}
     plain, scaled = ppo(tmp_path, **options), ppo(tmp_path, normalize_values=True, **options)
     set_moments(scaled, 0.7, 9.0)
@@ -197,7 +197,7 @@ def test_explained_variance_is_in_units_of_the_reward(tmp_path) -> None:
     assert abs(numbers[0]) > 0.01
 
 
-def test_targets_are_normalised_by_all_returns_so_far(tmp_path) -> None:
+def test_value_targets_are_normalized_by_running_moments(tmp_path) -> None:
     trainer = ppo(tmp_path, normalize_values=True, prompts=("a",), num_generations=2)
     first = experience_of(trainer, [(EOS,), (A, EOS)])
     # returns .3 | 1 1: mean 2.3 / 3, variance .98 / 9
@@ -215,7 +215,7 @@ def test_targets_are_normalised_by_all_returns_so_far(tmp_path) -> None:
     assert second.returns.tolist() == [pytest.approx(row) for row in expected]
 
 
-def test_the_clip_is_about_the_critic_and_not_about_its_units(tmp_path) -> None:
+def test_value_clip_of_unmoved_critic_leaves_gradient_unchanged(tmp_path) -> None:
     """Before the first update it has not moved, however far the moments have: nothing is cut."""
     options = {"normalize_values": True, "num_generations": 2, "vf_coef": 1.0}
     clipped, free = (ppo(tmp_path, cliprange_value=c, **options) for c in (0.01, None))
@@ -227,7 +227,7 @@ def test_the_clip_is_about_the_critic_and_not_about_its_units(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("critic", ["separate", "shared"])
-def test_the_first_values_are_zero_with_normalisation_too(make, critic) -> None:
+def test_normalized_critic_starts_at_zero(make, critic) -> None:
     trainer = make(PPOTrainer, critic=critic, normalize_values=True, lam=1.0)
     samples = trainer.roll_out(range(4))
     scores = trainer.reward(samples)
@@ -240,9 +240,7 @@ def test_the_first_values_are_zero_with_normalisation_too(make, critic) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, LORA], ids=["full", "lora"])
-def test_the_critic_that_a_run_leaves_gives_values_in_units_of_the_reward(
-    make, options, tmp_path
-) -> None:
+def test_saved_critic_gives_denormalized_values(make, options, tmp_path) -> None:
     trainer = make(
         PPOTrainer, normalize_values=True, learning_rate=1e-2, num_generations=1, **options
     )
@@ -277,7 +275,7 @@ class Keep(Callback):
 
 
 @pytest.mark.parametrize("critic", CRITICS)
-def test_the_policy_stays_to_the_last_bit_while_the_critic_begins(make, critic) -> None:
+def test_value_pretraining_leaves_policy_unchanged(make, critic) -> None:
     keep = Keep()
     options = {"value_pretraining_steps": 2, "weight_decay": 0.1, "entropy_coef": 0.1}
     trainer = make(PPOTrainer, max_steps=4, callbacks=[keep], **options, **CRITICS[critic])
@@ -290,7 +288,7 @@ def test_the_policy_stays_to_the_last_bit_while_the_critic_begins(make, critic) 
 
 
 @pytest.mark.parametrize("critic", CRITICS)
-def test_further_updates_are_of_the_critic_alone(make, critic, tmp_path) -> None:
+def test_value_iterations_leave_policy_unchanged(make, critic, tmp_path) -> None:
     """The policy takes the step that it takes without them, whatever there was of momentum."""
     ends, counts = [], []
     for further in (0, 3):
@@ -309,7 +307,7 @@ def test_further_updates_are_of_the_critic_alone(make, critic, tmp_path) -> None
     assert not ends[0][1].equal(ends[1][1])
 
 
-def test_further_updates_bring_values_to_returns(make) -> None:
+def test_value_iterations_reduce_value_error(make) -> None:
     """By the value loss on the same rollout, which the policy has no part in."""
     errors = []
     for further in (0, 10):
@@ -323,7 +321,7 @@ def test_further_updates_bring_values_to_returns(make) -> None:
     assert errors[1] < 0.9 * errors[0]
 
 
-def test_neither_the_norm_nor_adam_sees_a_policy_that_stays(make) -> None:
+def test_value_pretraining_excludes_policy_from_norm_and_adam(make) -> None:
     trainer = make(PPOTrainer, value_pretraining_steps=1, max_grad_norm=1e-3, num_iterations=2)
     learner, policy = trainer.learner, list(trainer.model.parameters())
     samples = trainer.roll_out(range(4))
@@ -343,7 +341,7 @@ def test_neither_the_norm_nor_adam_sees_a_policy_that_stays(make) -> None:
     assert {int(learner.optimizer.state[p]["step"]) for p in policy} == {2}
 
 
-def test_policy_and_critic_have_schedules_of_their_own(make, tmp_path) -> None:
+def test_policy_and_critic_have_own_schedules(make, tmp_path) -> None:
     options = {"value_pretraining_steps": 2, "warmup_steps": 2, "value_warmup_steps": 1}
     make(PPOTrainer, max_steps=6, value_learning_rate=2e-3, **options).train()
     lines = read(tmp_path / "run" / "metrics.jsonl")
@@ -354,13 +352,13 @@ def test_policy_and_critic_have_schedules_of_their_own(make, tmp_path) -> None:
     assert [line["value_learning_rate"] for line in lines] == pytest.approx(values)
 
 
-def test_by_default_the_critic_warms_up_as_the_policy_does(make, tmp_path) -> None:
+def test_critic_schedule_defaults_to_policy_schedule(make, tmp_path) -> None:
     make(PPOTrainer, max_steps=4, warmup_steps=2, lr_scheduler_type="cosine").train()
     for line in read(tmp_path / "run" / "metrics.jsonl"):
         assert line["value_learning_rate"] == line["learning_rate"]
 
 
-def test_a_rate_is_that_of_the_group_that_a_module_is_in() -> None:
+def test_group_of_finds_param_group_of_module() -> None:
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     one.weight.requires_grad_(False)
     groups = [{"params": two.parameters(), "lr": 0.2}, {"params": [one.bias], "lr": 0.1}]
@@ -368,7 +366,7 @@ def test_a_rate_is_that_of_the_group_that_a_module_is_in() -> None:
     assert [group_of(one, optimizer)["lr"], group_of(two, optimizer)["lr"]] == [0.1, 0.2]
 
 
-def test_coefficients_wait_for_the_policy(make, tmp_path) -> None:
+def test_controllers_do_not_move_during_value_pretraining(make, tmp_path) -> None:
     """Its KL is 0 while it stays, which would make beta fall and the learning rate rise."""
     options = {"kl_controller": "adaptive", "kl_horizon": 16, "kl_adaptive_lr": 1e-4}
     make(PPOTrainer, max_steps=4, value_pretraining_steps=2, **options).train()
@@ -379,7 +377,7 @@ def test_coefficients_wait_for_the_policy(make, tmp_path) -> None:
     assert [line["learning_rate_scale"] for line in lines[:2]] == [1.0, 1.0]
 
 
-def test_a_limit_on_the_drift_does_not_stop_a_critic_that_is_alone(make, tmp_path) -> None:
+def test_target_kl_does_not_stop_value_pretraining(make, tmp_path) -> None:
     """Dropout makes a policy seem to drift that stays."""
     options = LORA | {"lora_dropout": 0.3, "disable_dropout": False, "target_kl": 1e-9}
     make(PPOTrainer, value_pretraining_steps=3, max_steps=5, learning_rate=0.1, **options).train()
@@ -390,7 +388,7 @@ def test_a_limit_on_the_drift_does_not_stop_a_critic_that_is_alone(make, tmp_pat
 
 @pytest.mark.parametrize("stop", [1, 3])
 @pytest.mark.parametrize("critic", CRITICS)
-def test_a_run_goes_on_bit_for_bit_inside_and_after_the_head_start(
+def test_run_resumed_around_value_pretraining_is_bit_identical(
     make, critic, stop, tmp_path
 ) -> None:
     def build(name: str) -> PPOTrainer:
@@ -411,9 +409,7 @@ def test_a_run_goes_on_bit_for_bit_inside_and_after_the_head_start(
     assert untimed(tmp_path / "part") == untimed(tmp_path / "whole")
 
 
-def test_the_moments_are_in_the_checkpoint_and_the_head_there_is_the_trained_one(
-    make, tmp_path
-) -> None:
+def test_checkpoint_holds_value_moments_and_trained_critic(make, tmp_path) -> None:
     trainer = make(PPOTrainer, normalize_values=True, save_steps=3)
     trainer.train()
     state = json.loads((trainer.checkpointer.path() / "state.json").read_text())
@@ -424,7 +420,7 @@ def test_the_moments_are_in_the_checkpoint_and_the_head_there_is_the_trained_one
     assert same(copies(fresh.critic), copies(trainer.critic))
 
 
-def test_a_critic_taken_from_a_checkpoint_gives_plain_values(make, tmp_path) -> None:
+def test_critic_from_checkpoint_gives_denormalized_values(make, tmp_path) -> None:
     trainer = make(PPOTrainer, normalize_values=True, save_steps=3)
     trainer.train()
     moments, rollout = trainer.value_moments, trainer.roll_out(range(4)).rollout
@@ -438,7 +434,7 @@ def test_a_critic_taken_from_a_checkpoint_gives_plain_values(make, tmp_path) -> 
 # ------------------------------------------------------------------------------ random weights
 
 
-def test_a_random_critic_has_the_architecture_of_the_policy_and_nothing_else_of_it(make) -> None:
+def test_random_critic_shares_only_policy_architecture(make) -> None:
     options = {"value_init": "random", "normalize_advantages": False}
     trainer, again = make(PPOTrainer, **options), make(PPOTrainer, **options)
     other, plain = make(PPOTrainer, seed=7, **options), make(PPOTrainer)
@@ -463,7 +459,7 @@ def test_a_random_critic_has_the_architecture_of_the_policy_and_nothing_else_of_
 
 @pytest.mark.parametrize("key", ["value_pretraining_steps", "value_warmup_steps"])
 @pytest.mark.parametrize("given", ["optimizer", "schedule"])
-def test_what_an_optimizer_of_the_users_cannot_follow_is_refused(make, key, given) -> None:
+def test_value_schedule_option_with_own_optimizer_is_refused(make, key, given) -> None:
     value_model = nn.Embedding(20, 1)
     trained = make(PPOTrainer, value_model=value_model)
     optimizer = torch.optim.SGD(trained.learner.module.parameters(), lr=0.1)
@@ -476,7 +472,7 @@ def test_what_an_optimizer_of_the_users_cannot_follow_is_refused(make, key, give
         make(PPOTrainer, **inputs, **{key: 1})
 
 
-def test_a_run_may_be_a_head_start_alone(make) -> None:
+def test_run_of_only_value_pretraining_trains_only_critic(make) -> None:
     trainer = make(PPOTrainer, max_steps=2, value_pretraining_steps=3)
     start = copies(trainer.model)
     trainer.train()
@@ -497,12 +493,12 @@ def test_a_run_may_be_a_head_start_alone(make) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_before_any_model_loads(options, message) -> None:
+def test_contradictory_critic_options_are_refused(options, message) -> None:
     with pytest.raises(ValueError, match=message):
         PPOConfig(**options)
 
 
-def test_random_weights_are_for_a_whole_critic_like_the_policy(make) -> None:
+def test_random_value_init_for_value_model_or_adapter_is_refused(make) -> None:
     value_model = nn.Embedding(20, 1)
     with pytest.raises(ValueError, match="value_init random takes the policy's architecture"):
         make(PPOTrainer, value_init="random", value_model=value_model)
@@ -510,7 +506,7 @@ def test_random_weights_are_for_a_whole_critic_like_the_policy(make) -> None:
         make(PPOTrainer, value_init="random", peft_config=adapter())
 
 
-def test_normalisation_needs_a_head_that_begins_at_0(make, tmp_path) -> None:
+def test_normalize_values_with_nonzero_head_is_refused(make, tmp_path) -> None:
     make(PPOTrainer, num_generations=1).train()
     trained = str(tmp_path / "run" / "final" / "critic")
     for value_model in (nn.Embedding(20, 1), trained):

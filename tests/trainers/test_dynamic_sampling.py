@@ -55,7 +55,9 @@ def trainer_of(make) -> Callable[..., GRPOTrainer]:
         (0, [0, 1, 2, 3], 4, {}),
     ],
 )
-def test_which_draws_are_kept(trainer_of, rounds, kept, draws, metrics) -> None:
+def test_dynamic_sampling_keeps_groups_with_spread(
+    trainer_of, rounds, kept, draws, metrics
+) -> None:
     trainer = trainer_of(rounds)
     batch = trainer.collector.collect(trainer.state.prompt_index, Meter())
     samples, scores = batch.samples, batch.scores
@@ -79,7 +81,7 @@ def test_which_draws_are_kept(trainer_of, rounds, kept, draws, metrics) -> None:
     assert totals == [1.0 if EASY[row] else float(i % 2) for i, row in enumerate(rows)]
 
 
-def test_groups_go_on_from_the_cursor(trainer_of) -> None:
+def test_groups_are_numbered_from_prompt_index(trainer_of) -> None:
     trainer = trainer_of(2)
     trainer.state.prompt_index = 4  # 4 5 6 7 -> 4 and 6; 8 9 -> 9; 10
     batch = trainer.collector.collect(trainer.state.prompt_index, Meter())
@@ -88,7 +90,7 @@ def test_groups_go_on_from_the_cursor(trainer_of) -> None:
     assert batch.num_prompts == 7
 
 
-def test_minibatches_stay_even(trainer_of) -> None:
+def test_kept_groups_split_evenly_into_minibatches(trainer_of) -> None:
     """Under their own numbers, 4, 6, 9 and 10, three groups of four would be in one minibatch."""
     trainer = trainer_of(2, num_mini_batches=2)
     trainer.state.prompt_index = 4
@@ -96,7 +98,7 @@ def test_minibatches_stay_even(trainer_of) -> None:
     assert (groups % 2).bincount().tolist() == [4, 4]
 
 
-def test_the_whole_total_has_to_vary(trainer_of) -> None:
+def test_group_with_equal_weighted_totals_has_no_spread(trainer_of) -> None:
     """A source of weight 0, or two that cancel out, is no spread."""
 
     def minus_spread(**inputs: Any) -> list[float]:
@@ -124,7 +126,7 @@ def test_the_whole_total_has_to_vary(trainer_of) -> None:
     ],
 )
 @pytest.mark.parametrize("said", [0.0, 1.0])
-def test_a_penalty_keeps_no_group_that_is_all_wrong(trainer_of, penalty, said) -> None:
+def test_penalty_gives_group_of_equal_scores_no_spread(trainer_of, penalty, said) -> None:
     """Nor one that is all right (DAPO, Eq. 11)."""
     constant = {"reward_funcs": lambda easy, **_: [said] * len(easy), "num_generations": 4}
     trainer = trainer_of(1, **constant, **penalty, temperature=2.0)
@@ -134,7 +136,7 @@ def test_a_penalty_keeps_no_group_that_is_all_wrong(trainer_of, penalty, said) -
     assert len(shaped.nansum(1).unique()) > 1  # there was something to be misled by
 
 
-def test_one_valid_score_is_no_spread(trainer_of) -> None:
+def test_single_valid_score_has_no_spread(trainer_of) -> None:
     """A source that applies to one completion of a group compares it with nothing."""
 
     def once(easy: list[bool], **_: Any) -> list[float | None]:
@@ -154,7 +156,7 @@ def test_one_valid_score_is_no_spread(trainer_of) -> None:
 
 
 @pytest.mark.fault(40, "the run goes on")
-def test_without_any_spread_a_step_is_made_of_what_there_is(trainer_of, tmp_path) -> None:
+def test_step_without_spread_has_zero_gradient(trainer_of, tmp_path) -> None:
     trainer = trainer_of(1, reward_funcs=lambda easy, **_: [1.0] * len(easy), max_steps=2)
     trainer.train()
     assert trainer.state.prompt_index == 2 * 8
@@ -163,7 +165,7 @@ def test_without_any_spread_a_step_is_made_of_what_there_is(trainer_of, tmp_path
         assert (line["frac_reward_zero_std"], line["grad_norm"], line["loss"]) == (1.0, 0.0, 0.0)
 
 
-def test_every_draw_and_every_token_is_counted(trainer_of, tmp_path) -> None:
+def test_dynamic_sampling_counts_all_draws_and_tokens(trainer_of, tmp_path) -> None:
     asked: list[str] = []
     tokens: list[int] = []
 
@@ -184,7 +186,7 @@ def test_every_draw_and_every_token_is_counted(trainer_of, tmp_path) -> None:
     assert [line["sampling/kept_fraction"] for line in lines] == [4 / 7, 3 / 8]
 
 
-def test_four_steps_are_two_and_two_bit_for_bit(trainer_of, tmp_path) -> None:
+def test_resumed_run_matches_uninterrupted_run(trainer_of, tmp_path) -> None:
     options = {"max_steps": 4, "save_steps": 2, "num_mini_batches": 2}
     whole = trainer_of(1, output_dir=str(tmp_path / "whole"), **options)
     whole.train()
@@ -199,7 +201,7 @@ def test_four_steps_are_two_and_two_bit_for_bit(trainer_of, tmp_path) -> None:
     assert untimed(tmp_path / "part") == untimed(tmp_path / "whole")
 
 
-def test_a_reward_that_fails_in_a_later_round_loses_nothing(trainer_of, tmp_path) -> None:
+def test_failing_reward_in_later_round_keeps_finished_steps(trainer_of, tmp_path) -> None:
     calls = []
 
     def fails(**inputs):
@@ -259,7 +261,7 @@ class Rank:
         return nullcontext()
 
 
-def test_two_ranks_decide_on_the_scores_of_both(trainer_of) -> None:
+def test_two_ranks_keep_same_groups_as_one_process(trainer_of) -> None:
     """Each keeps the rows that it sampled; together they are those of one process."""
     alone = trainer_of(2, num_mini_batches=2).collector.collect(0, Meter())
     meeting = Meeting()
@@ -282,7 +284,7 @@ def rows_of(batch: ScoredBatch) -> list[tuple[int, int, list[int], float]]:
     return list(zip(groups, samples.rows, samples.completion_ids, totals, strict=True))
 
 
-def test_nothing_of_it_is_logged_when_it_is_off(trainer_of) -> None:
+def test_disabled_dynamic_sampling_logs_no_metrics(trainer_of) -> None:
     keep = Keep()
     trainer_of(0, max_steps=1, callbacks=[keep]).train()
     assert not any(name.startswith("sampling/") for name in keep.last)
@@ -293,7 +295,7 @@ class Keep(Callback):
         self.last = metrics
 
 
-def test_weights_are_put_together_once_for_all_rounds(trainer_of, tmp_path, monkeypatch) -> None:
+def test_weights_are_gathered_once_for_all_rounds(trainer_of, tmp_path, monkeypatch) -> None:
     """And for the greedy completions: it is the dearest thing to do where they lie in pieces."""
     trainer = trainer_of(2, advantage_estimator="returns_minus_greedy")
     fills: list[FullWeights] = []

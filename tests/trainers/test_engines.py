@@ -41,7 +41,7 @@ def saved_config(trainer: Any) -> GRPOConfig:
     return parse(GRPOConfig, ["--config", str(Path(trainer.args.output_dir) / "config.yaml")])
 
 
-def test_on_a_cpu_the_native_engine_samples_and_the_run_says_why(make, capsys, caplog):
+def test_auto_engine_on_cpu_is_native_with_reason(make, capsys, caplog):
     trainer = make(max_steps=1, vllm_max_model_length=99)
     trainer.train()
     assert type(trainer.engine) is NativeEngine
@@ -51,7 +51,7 @@ def test_on_a_cpu_the_native_engine_samples_and_the_run_says_why(make, capsys, c
     assert (config.rollout_engine, config.vllm_max_model_length) == ("native", None)
 
 
-def test_nothing_else_depends_on_whether_it_was_chosen(make, tmp_path):
+def test_auto_and_named_engine_give_same_losses(make, tmp_path):
     rewards = []
     for name, options in (("a", {}), ("b", {"rollout_engine": "native"})):
         make(output_dir=str(tmp_path / name), **options).train()
@@ -59,7 +59,7 @@ def test_nothing_else_depends_on_whether_it_was_chosen(make, tmp_path):
     assert rewards[0] == rewards[1]
 
 
-def test_on_a_gpu_vllm_is_asked_and_what_it_lacks_is_said(make, monkeypatch):
+def test_auto_engine_on_gpu_reports_why_vllm_is_unsuited(make, monkeypatch):
     """As far as the choice goes, this process is told that it is on a GPU."""
     seen = []
 
@@ -76,7 +76,7 @@ def test_on_a_gpu_vllm_is_asked_and_what_it_lacks_is_said(make, monkeypatch):
     assert seen == [("cpu", "0.32.0"), ("cpu", None)]
 
 
-def test_vllm_that_was_chosen_sleeps_has_room_and_is_saved(make, vllm, capsys):
+def test_auto_vllm_sleeps_and_is_written_to_config(make, vllm, capsys):
     trainer = make(max_steps=1, vllm_gpu_memory_utilization=0.4)
     assert type(trainer.engine) is vllm
     [made] = vllm.made
@@ -91,14 +91,14 @@ def test_vllm_that_was_chosen_sleeps_has_room_and_is_saved(make, vllm, capsys):
     assert (config.rollout_engine, config.vllm_enable_sleep_mode) == ("vllm", True)
 
 
-def test_what_the_config_says_is_done_whatever_suits(make, vllm):
+def test_named_engine_overrides_auto_choice(make, vllm):
     assert type(make(rollout_engine="native").engine) is NativeEngine
     assert not vllm.made
     make(rollout_engine="vllm")
     assert not vllm.made[0]["sleeps"]
 
 
-def test_a_vllm_that_cannot_start_is_replaced_with_one_warning(make, vllm, monkeypatch, caplog):
+def test_failing_vllm_start_falls_back_to_native_with_warning(make, vllm, monkeypatch, caplog):
     def broken(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("2 GiB")
 
@@ -125,14 +125,14 @@ def elsewhere(failure: str | None) -> Any:
     )
 
 
-def test_what_one_process_lacks_no_process_takes(make, vllm):
+def test_vllm_unsuited_on_one_rank_selects_native_on_all(make, vllm):
     args, model = GRPOConfig(), make().model
     assert engines.choose_engine(args, model, elsewhere(None))[0] == "vllm"
     taken, why = engines.choose_engine(args, model, elsewhere("vLLM is not installed"))
     assert (taken, why) == ("native", "auto: rank 1: vLLM is not installed")
 
 
-def test_a_vllm_that_does_not_start_on_one_process_starts_on_none(make, vllm):
+def test_vllm_start_failure_on_one_rank_raises_on_others(make, vllm):
     trainer = make()
     learner = SimpleNamespace(runtime=elsewhere(None))
     assert engines.start(lambda: trainer.engine, trainer.args, learner) is trainer.engine
@@ -144,7 +144,7 @@ def test_a_vllm_that_does_not_start_on_one_process_starts_on_none(make, vllm):
 # ------------------------------------------------------------------------------------ on resuming
 
 
-def test_a_resumed_run_goes_on_with_vllm(make, vllm, capsys):
+def test_resumed_run_keeps_vllm(make, vllm, capsys):
     make(max_steps=1, save_steps=1).train()
     again = make(max_steps=2)
     again.train(resume_from_checkpoint=True)
@@ -152,7 +152,7 @@ def test_a_resumed_run_goes_on_with_vllm(make, vllm, capsys):
     assert "rollout_engine vllm (auto: as before it was resumed)" in capsys.readouterr().out
 
 
-def test_a_resumed_run_goes_on_with_the_native_engine_where_vllm_is_now(make, vllm, monkeypatch):
+def test_resumed_run_keeps_native_engine_when_vllm_is_available(make, vllm, monkeypatch):
     with monkeypatch.context() as before:
         before.setattr(engines, "unsuited", lambda *_: "vLLM is not installed")
         make(max_steps=1, save_steps=1).train()
@@ -165,7 +165,7 @@ def test_a_resumed_run_goes_on_with_the_native_engine_where_vllm_is_now(make, vl
     assert saved_config(again).rollout_engine == "native"
 
 
-def test_a_resumed_run_that_cannot_have_its_vllm_is_one_error(make, vllm, monkeypatch):
+def test_resumed_run_without_earlier_vllm_raises(make, vllm, monkeypatch):
     make(max_steps=1, save_steps=1).train()
     monkeypatch.setattr(engines, "unsuited", lambda *_: "vLLM is not installed")
     said = r"rollout_engine vllm, and auto takes native here \(auto: vLLM is not installed\): set"
@@ -173,7 +173,7 @@ def test_a_resumed_run_that_cannot_have_its_vllm_is_one_error(make, vllm, monkey
         make(max_steps=2).train(resume_from_checkpoint=True)
 
 
-def test_an_engine_that_is_named_is_that_of_the_checkpoint_or_an_error(make, vllm):
+def test_named_engine_on_resume_must_match_checkpoint(make, vllm):
     make(max_steps=1, save_steps=1).train()
     with pytest.raises(ValueError, match="rollout_engine was 'vllm' and is 'native'"):
         make(max_steps=2, rollout_engine="native").train(resume_from_checkpoint=True)
@@ -196,9 +196,7 @@ def beside(make, monkeypatch, free: float, share: float = 0.3, **options: Any) -
     return engines.crowded(args, stand)
 
 
-def test_vllm_needs_its_share_beside_the_moments_that_are_still_to_come(
-    make, monkeypatch, model_path
-):
+def test_vllm_memory_check_reserves_room_for_adam_moments(make, monkeypatch, model_path):
     model = AutoModelForCausalLM.from_pretrained(model_path)
     moments = 8 * sum(p.numel() for p in model.parameters())  # two of Adam's, in float32
     needed = 0.3 * 80e9 - 2e9 + moments  # 2 GB are reserved and not used
@@ -213,5 +211,5 @@ def test_vllm_needs_its_share_beside_the_moments_that_are_still_to_come(
     assert "vllm_gpu_memory_utilization asks for 22.4 GiB of a GPU that has 1.9 GiB" in reason
 
 
-def test_on_a_cpu_there_is_no_share_to_ask_for(make):
+def test_vllm_memory_check_is_skipped_on_cpu(make):
     assert engines.crowded(make().args, make().learner) is None

@@ -161,9 +161,7 @@ def assert_close(actual: Tensor, expected: Tensor, rel: float = 1e-8) -> None:
         (PPOTrainer, {"num_generations": 1, "advantage_estimator": "returns_minus_values"}),
     ],
 )
-def test_the_expected_gradient_is_that_of_the_policys_own_tokens(
-    trainer_type, options, tmp_path: Path
-) -> None:
+def test_expected_episode_gradient_is_exact(trainer_type, options, tmp_path: Path) -> None:
     """grad of E[all that is paid, less beta KL], over every way that two turns can go."""
     if trainer_type is PPOTrainer:
         options = options | {"num_mini_batches": 1, "normalize_advantages": False}
@@ -189,7 +187,7 @@ def test_the_expected_gradient_is_that_of_the_policys_own_tokens(
     assert_close(-limit * expected, exact)
 
 
-def test_a_discount_and_lambda_count_the_policys_own_tokens(tmp_path: Path) -> None:
+def test_discount_and_lambda_skip_observation_tokens(tmp_path: Path) -> None:
     """By hand: two tokens, an answer of two, one token; paid 2 and 3."""
     row = Row((A, EOS, A, B, EOS), (True, True, False, False, True), (0, -1.0, 0, 0, 2.0), True)
     options = {"max_completion_length": 6, "gamma": 0.5}
@@ -207,7 +205,7 @@ def test_a_discount_and_lambda_count_the_policys_own_tokens(tmp_path: Path) -> N
     assert experience.advantages[0].tolist() == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_cut_off_episode_ends_with_the_value_behind_its_last_own_token(tmp_path: Path) -> None:
+def test_truncated_episode_bootstraps_from_last_action(tmp_path: Path) -> None:
     """Its answer left no room: what follows is the critic's opinion of the state before it."""
     rows = [row for row in all_rows(3) if row.tokens == (A, EOS)]
     trainer = play(PPOTrainer, tmp_path, max_completion_length=3, bootstrap_truncated=True)
@@ -223,7 +221,7 @@ def test_a_cut_off_episode_ends_with_the_value_behind_its_last_own_token(tmp_pat
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
-def test_denominators_count_the_policys_own_tokens(aggregation: str, tmp_path: Path) -> None:
+def test_aggregation_denominator_skips_observation_tokens(aggregation: str, tmp_path: Path) -> None:
     rows = [
         Row((EOS, B, A, EOS), (True, False, True, True), (0.7, 0, 0, -0.6), True),
         Row((A, B, A, B), (True,) * 4, (0, 0, 0, 0.3), False),
@@ -272,7 +270,7 @@ BROKEN = Row((B, B, EOS), (True, True, True), (0, 0, 0), True)
         (PPOTrainer, {"beta": 0.1, "normalize_advantages": True, "normalize_values": True}),
     ],
 )
-def test_an_episode_that_failed_is_in_no_baseline_statistic_or_loss(
+def test_failed_episode_leaves_gradient_unchanged(
     trainer_type, options, aggregation: str, tmp_path: Path
 ) -> None:
     """The gradient is that of the others alone."""
@@ -290,7 +288,7 @@ def test_an_episode_that_failed_is_in_no_baseline_statistic_or_loss(
     assert_close(gradients[1], gradients[0], rel=1e-10)
 
 
-def test_metrics_and_controllers_leave_out_what_has_failed(tmp_path: Path) -> None:
+def test_failed_episode_leaves_metrics_unchanged(tmp_path: Path) -> None:
     options = {"beta": 0.1, "kl_controller": "adaptive", "kl_target": 1.0}
     seen = []
     for rows in (GOOD, [GOOD[0], BROKEN, *GOOD[1:]]):
@@ -300,7 +298,7 @@ def test_metrics_and_controllers_leave_out_what_has_failed(tmp_path: Path) -> No
         assert seen[1][key] == pytest.approx(seen[0][key], rel=1e-12), key
 
 
-def test_reward_functions_are_not_asked_about_what_has_failed(tmp_path: Path) -> None:
+def test_reward_functions_skip_failed_episodes(tmp_path: Path) -> None:
     asked = []
 
     def length(completions, answer, **_):
@@ -320,7 +318,7 @@ def test_reward_functions_are_not_asked_about_what_has_failed(tmp_path: Path) ->
     assert samples.rollout.action_mask.sum(1).tolist() == [0, 2]
 
 
-def test_an_error_of_a_reward_function_names_the_completion(tmp_path: Path) -> None:
+def test_reward_error_index_counts_failed_episodes(tmp_path: Path) -> None:
     """Counted with those that have failed, which it is not shown."""
     reward = lambda completions, **_: [math.nan]  # noqa: E731
     trainer = play(RLOOTrainer, tmp_path, Failing, num_generations=2, reward=reward)
@@ -354,7 +352,9 @@ class Rude:
         (PPOTrainer, {"kl_adaptive_lr": 0.1, "num_iterations": 2, "whiten_rewards": True}),
     ],
 )
-def test_a_step_of_failures_alone_changes_nothing(trainer_type, options, tmp_path: Path) -> None:
+def test_step_of_failed_episodes_leaves_weights_unchanged(
+    trainer_type, options, tmp_path: Path
+) -> None:
     trainer = play(
         trainer_type,
         tmp_path,
@@ -410,7 +410,7 @@ def player(make, trainer_type=GRPOTrainer, **options: Any) -> PolicyGradientTrai
 
 
 @pytest.mark.parametrize("trainer_type", TRAINERS)
-def test_what_was_sampled_is_what_the_policy_says_of_the_whole_row(make, trainer_type) -> None:
+def test_episode_sampler_logprobs_match_policy(make, trainer_type) -> None:
     """Under teacher forcing, at every token of its own, whatever was answered in between."""
     trainer = player(make, trainer_type, temperature=0.7)
     rollout = trainer.roll_out(range(4)).rollout
@@ -422,7 +422,7 @@ def test_what_was_sampled_is_what_the_policy_says_of_the_whole_row(make, trainer
     assert (rollout.sampler_logprobs[rollout.action_mask] < 0).all()
 
 
-def test_turns_from_a_truncated_distribution_are_scored_on_what_it_kept(make) -> None:
+def test_truncated_episode_turns_are_scored_on_saved_support(make) -> None:
     """An answer was drawn from nothing: it stands in a set of its own."""
     trainer = player(make, top_k=4, truncated_sampling="saved_support")
     rollout = trainer.roll_out(range(4)).rollout
@@ -435,7 +435,7 @@ def test_turns_from_a_truncated_distribution_are_scored_on_what_it_kept(make) ->
 
 
 @pytest.mark.parametrize("environment", [Broken, Rude])
-def test_attempts_at_a_prompt_are_episodes(make, environment) -> None:
+def test_failed_evaluation_episodes_count_as_wrong(make, environment) -> None:
     """And one that has failed is no success."""
     trainer = player(make, environment_factory=environment, num_generations_eval=2)
     metrics = trainer.evaluate(temperature=1.0)
@@ -443,7 +443,7 @@ def test_attempts_at_a_prompt_are_episodes(make, environment) -> None:
     assert metrics["eval_episodes/failed"] == 10
 
 
-def test_episodes_do_not_depend_on_which_others_are_played(make) -> None:
+def test_episodes_do_not_depend_on_other_prompts(make) -> None:
     trainer = player(make)
     together = trainer.sample(trainer.train_prompts, [3, 8, 5], [10, 11, 12], 4, 1.0)
     alone = trainer.sample(trainer.train_prompts, [8], [11], 4, 1.0)
@@ -452,7 +452,7 @@ def test_episodes_do_not_depend_on_which_others_are_played(make) -> None:
 
 
 @pytest.mark.parametrize("trainer_type", TRAINERS)
-def test_every_algorithm_trains_on_episodes(make, trainer_type, tmp_path: Path) -> None:
+def test_trainer_trains_on_episodes(make, trainer_type, tmp_path: Path) -> None:
     trainer = player(make, trainer_type, max_turns=3, eval_steps=2, max_steps=2)
     before = trainer.model.lm_head.weight.detach().clone()
     trainer.train()
@@ -468,7 +468,7 @@ def test_every_algorithm_trains_on_episodes(make, trainer_type, tmp_path: Path) 
     assert {json.loads(record)["turns"] for record in shown} <= {1, 2, 3}
 
 
-def test_groups_drawn_again_and_greedy_baselines_are_episodes_too(make, tmp_path: Path) -> None:
+def test_resampled_groups_and_greedy_baselines_play_episodes(make, tmp_path: Path) -> None:
     """With an environment that pays nothing to half of the groups."""
 
     class Odd(guess().environment_factory):  # type: ignore[misc]
@@ -491,7 +491,7 @@ def test_groups_drawn_again_and_greedy_baselines_are_episodes_too(make, tmp_path
     assert all(line["episodes/turns"] > 1 for line in lines)
 
 
-def test_the_environment_is_a_source_of_reward_behind_the_functions(make) -> None:
+def test_environment_reward_comes_after_reward_functions(make) -> None:
     def length(completions, **_):
         return [float(len(text)) for text in completions]
 
@@ -507,7 +507,7 @@ def test_the_environment_is_a_source_of_reward_behind_the_functions(make) -> Non
     assert per_turn == [episode.turns for episode in samples.episodes]
 
 
-def test_tools_are_called_in_training(make, tmp_path: Path) -> None:
+def test_training_calls_tools_and_counts_failures(make, tmp_path: Path) -> None:
     """The model types what it is told to: a sum and its result, a wrong call, no call at all."""
     task = calculator()
     torch.manual_seed(0)
@@ -574,7 +574,7 @@ def _call(arguments: dict[str, str]) -> str:
         ),
     ],
 )
-def test_bad_input(make, options: dict[str, Any], message: str) -> None:
+def test_bad_episode_option_raises(make, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**options)
 
@@ -590,7 +590,7 @@ def test_bad_input(make, options: dict[str, Any], message: str) -> None:
         ),
     ],
 )
-def test_tools_need_chats_and_a_template_that_takes_their_results(make, template, message) -> None:
+def test_tools_without_chat_or_tool_role_template_are_refused(make, template, message) -> None:
     task = calculator()
     model, tokenizer = task.new_model()
     tokenizer.chat_template = template or tokenizer.chat_template
@@ -598,7 +598,7 @@ def test_tools_need_chats_and_a_template_that_takes_their_results(make, template
         make(model=model, processing_class=tokenizer, tools=task.tools)
 
 
-def test_a_function_with_the_name_of_the_source_is_refused(make) -> None:
+def test_reward_function_named_environment_is_refused(make) -> None:
     def environment(completions, **_):
         return [0.0] * len(completions)
 
@@ -606,7 +606,7 @@ def test_a_function_with_the_name_of_the_source_is_refused(make) -> None:
         make(reward_funcs=environment, environment_factory=TwoTurns)
 
 
-def test_an_episode_that_nobody_judges_is_an_error(make) -> None:
+def test_episode_without_any_reward_raises(make) -> None:
     class Silent(TwoTurns):
         def step(self, completion: str) -> tuple[str, None, bool]:
             return "", None, True

@@ -43,7 +43,7 @@ class Clock(Callback):
         self.weights[trainer.state.step] = trainer.model.lm_head.weight.detach().clone()
 
 
-def test_both_ways_by_default_and_one_if_asked(make) -> None:
+def test_evaluate_defaults_to_sampled_and_greedy(make) -> None:
     trainer = make(eval_dataset=HELD_OUT)
     both = trainer.evaluate()
     sampled, greedy = trainer.evaluate(temperature=1.0), trainer.evaluate(temperature=0.0)
@@ -56,7 +56,7 @@ def test_both_ways_by_default_and_one_if_asked(make) -> None:
     }
 
 
-def test_greedy_takes_the_likeliest_tokens(make, model_path) -> None:
+def test_greedy_evaluation_matches_transformers_generate(make, model_path) -> None:
     script = Script(1.0)
     trainer = make(eval_dataset=HELD_OUT, reward_funcs=script)
     trainer.evaluate(temperature=0.0)
@@ -88,7 +88,7 @@ class Listed:
         return [paid for prompt in prompts[::4] for paid in self.paid[prompt]]
 
 
-def test_pass_at_k_counts_what_reaches_the_threshold(make) -> None:
+def test_pass_at_k_counts_rewards_at_threshold(make) -> None:
     # 1, 2 and 0 of 4 are right, 3 prompts each
     reward = Listed((0.2, 0.5, 0.0, 0.4), (0.5, 0.0, 0.9, 0.0), (0.49, 0.0, 0.0, 0.3))
     options = {"num_generations_eval": 4, "eval_success_threshold": 0.5}
@@ -103,13 +103,13 @@ def test_pass_at_k_counts_what_reaches_the_threshold(make) -> None:
 @pytest.mark.parametrize(
     ("n", "sizes"), [(1, []), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (6, [1, 2, 4, 6])]
 )
-def test_sizes_are_powers_of_two_and_all(make, n, sizes) -> None:
+def test_pass_at_k_sizes_are_powers_of_two_and_n(make, n, sizes) -> None:
     metrics = make(eval_dataset=HELD_OUT, num_generations_eval=n).evaluate(temperature=1.0)
     names = {name for name in metrics if "@" in name}
     assert names == {f"eval_pass@{k}" for k in sizes} | ({f"eval_majority@{n}"} if sizes else set())
 
 
-def test_the_answer_that_is_given_most_often_is_scored(make) -> None:
+def test_majority_scores_most_frequent_answer(make) -> None:
     reward = Listed((1.0, 0.0, 0.0, 0.5))
     trainer = make(eval_dataset=HELD_OUT, reward_funcs=reward, num_generations_eval=4)
     plain = trainer.evaluate()["eval_majority@4"]
@@ -126,7 +126,7 @@ def test_the_answer_that_is_given_most_often_is_scored(make) -> None:
     assert asked == said
 
 
-def test_what_is_right_goes_by_the_reward_functions_alone(make) -> None:
+def test_pass_at_k_ignores_penalties_and_clipping(make) -> None:
     """Weighted, as they gave it: neither penalties nor clipping make an answer right or wrong."""
 
     def half(completions, **_):
@@ -149,7 +149,7 @@ def test_what_is_right_goes_by_the_reward_functions_alone(make) -> None:
     assert metrics["eval_reward"] < 0.5
 
 
-def test_rounding_to_float32_makes_no_answer_wrong(make) -> None:
+def test_float32_rounding_does_not_fail_threshold(make) -> None:
     rewards = [lambda completions, **_: [0.9] * len(completions) for _ in range(3)]
     weights = (0.5, 0.25, 1 / 0.9 - 0.75)
     trainer = make(
@@ -158,7 +158,7 @@ def test_rounding_to_float32_makes_no_answer_wrong(make) -> None:
     assert trainer.evaluate()["eval_pass@1"] == 1
 
 
-def test_the_first_completion_is_the_one_there_is_alone(make) -> None:
+def test_first_eval_completion_does_not_depend_on_count(make) -> None:
     seen = {}
     for n in (1, 3):
         script = Script(1.0)
@@ -168,7 +168,7 @@ def test_the_first_completion_is_the_one_there_is_alone(make) -> None:
     assert len(seen[3]) == 27
 
 
-def test_the_spread_is_that_within_a_prompt(make) -> None:
+def test_eval_reward_std_is_within_prompt(make) -> None:
     reward = Listed((0.0, 1.0, 0.0, 1.0), (5.0, 5.0, 5.0, 5.0))
     trainer = make(eval_dataset=HELD_OUT, reward_funcs=reward, num_generations_eval=4)
     metrics = trainer.evaluate(temperature=1.0)
@@ -176,7 +176,7 @@ def test_the_spread_is_that_within_a_prompt(make) -> None:
     assert metrics["eval_frac_reward_zero_std"] == pytest.approx(4 / 9)
 
 
-def test_an_answer_that_is_not_counted_is_refused(make) -> None:
+def test_uncountable_answer_is_refused(make) -> None:
     with pytest.raises(ValueError, match=r"answer .* set num_generations_eval"):
         make(eval_dataset=HELD_OUT).evaluate(answer=str.lower)
 
@@ -192,14 +192,14 @@ def test_an_answer_that_is_not_counted_is_refused(make) -> None:
     ("completion", "text"),
     [(" 42\n", "42"), ([{"role": "assistant", "content": "so: 4 2 "}], "so: 4 2"), ("", "")],
 )
-def test_the_answer_of_a_text_is_the_text(completion, text) -> None:
+def test_stripped_text_returns_completion_text(completion, text) -> None:
     assert stripped_text(completion) == text
 
 
 # ------------------------------------------------------------------------- in the course of a run
 
 
-def test_eval_steps_write_both_into_the_line_of_the_step(make, tmp_path) -> None:
+def test_eval_steps_write_sampled_and_greedy_rewards(make, tmp_path) -> None:
     make(eval_dataset=HELD_OUT, eval_steps=2, max_steps=4).train()
     lines = read(tmp_path / "run" / "metrics.jsonl")
     assert ["eval_reward" in line for line in lines] == [False, True, False, True]
@@ -209,7 +209,7 @@ def test_eval_steps_write_both_into_the_line_of_the_step(make, tmp_path) -> None
 @pytest.mark.parametrize(
     ("rewards", "best"), [((0.2, 0.9, 0.5, 0.9), 2), ((0.4, 0.3, 0.2, 0.1), 1)]
 )
-def test_the_best_checkpoint_is_kept(make, tmp_path, rewards, best) -> None:
+def test_best_checkpoint_has_highest_eval_reward(make, tmp_path, rewards, best) -> None:
     script = Script(*rewards, 0.0)
     clock = Clock(script)
     trainer = make(
@@ -234,7 +234,7 @@ def test_the_best_checkpoint_is_kept(make, tmp_path, rewards, best) -> None:
     assert not (run / "checkpoints").exists()
 
 
-def test_an_evaluation_that_is_nan_is_never_the_best(make, monkeypatch, tmp_path) -> None:
+def test_nan_evaluation_is_never_best(make, monkeypatch, tmp_path) -> None:
     trainer = make(eval_dataset=HELD_OUT, eval_steps=1, max_steps=4)
     rewards = iter([math.nan, 0.25, math.nan, 0.5])
     monkeypatch.setattr(trainer, "evaluate", lambda: {"eval_reward": next(rewards)})
@@ -248,7 +248,7 @@ def test_an_evaluation_that_is_nan_is_never_the_best(make, monkeypatch, tmp_path
     assert kept == [(2, 0.25), (4, 0.5)]
 
 
-def test_a_run_can_go_on_from_the_best(make, tmp_path) -> None:
+def test_run_resumed_from_best_keeps_best_reward(make, tmp_path) -> None:
     options = {"eval_dataset": HELD_OUT, "eval_steps": 1, "max_steps": 3}
     script = Script(0.2, 0.9, 0.5, 0.0)
     make(reward_funcs=script, callbacks=[Clock(script)], **options).train()
@@ -262,7 +262,7 @@ def test_a_run_can_go_on_from_the_best(make, tmp_path) -> None:
     assert json.loads((best / "state.json").read_text())["counters"]["step"] == 2
 
 
-def test_the_best_stays_whatever_the_directory_is_called(make, tmp_path) -> None:
+def test_best_survives_other_spelling_of_output_dir(make, tmp_path) -> None:
     options = {"eval_dataset": HELD_OUT, "eval_steps": 1, "reward_funcs": Script(0.5)}
     make(save_steps=2, max_steps=2, **options).train()
     before = (tmp_path / "run" / "best" / "manifest.json").read_bytes()
@@ -270,7 +270,7 @@ def test_the_best_stays_whatever_the_directory_is_called(make, tmp_path) -> None
     assert (tmp_path / "run" / "best" / "manifest.json").read_bytes() == before  # .5 is no better
 
 
-def test_going_on_in_another_directory_there_is_a_best_there_too(make, tmp_path) -> None:
+def test_resume_in_other_output_dir_saves_best_there(make, tmp_path) -> None:
     options = {"eval_dataset": HELD_OUT, "eval_steps": 1, "reward_funcs": Script(0.5)}
     make(save_steps=2, max_steps=2, **options).train()
     saved = str(tmp_path / "run" / "checkpoints" / "step-00000002")
@@ -278,7 +278,7 @@ def test_going_on_in_another_directory_there_is_a_best_there_too(make, tmp_path)
     assert (tmp_path / "new" / "best" / "state.json").exists()
 
 
-def test_a_callback_may_add_an_evaluation_of_its_own(make) -> None:
+def test_callback_may_add_evaluation_metrics(make) -> None:
     class Own(Callback):
         def on_step(self, trainer, metrics) -> None:
             metrics |= trainer.evaluate(temperature=0.5)
@@ -289,6 +289,6 @@ def test_a_callback_may_add_an_evaluation_of_its_own(make) -> None:
     assert all(0 <= line["eval_reward"] <= 1 for line in lines)
 
 
-def test_no_best_if_not_wanted(make, tmp_path) -> None:
+def test_save_best_false_keeps_no_best(make, tmp_path) -> None:
     make(eval_dataset=HELD_OUT, eval_steps=1, save_best=False).train()
     assert not (tmp_path / "run" / "best").exists()

@@ -65,7 +65,9 @@ def ascent(trainer) -> Tensor:
         ),
     ],
 )
-def test_unbiased(trainer_type, options, scores_shift: float, tmp_path: Path) -> None:
+def test_expected_gradient_is_exact(
+    trainer_type, options, scores_shift: float, tmp_path: Path
+) -> None:
     def reward(**inputs):
         return [s + scores_shift for s in enumeration.score(**inputs)]
 
@@ -81,7 +83,7 @@ def test_unbiased(trainer_type, options, scores_shift: float, tmp_path: Path) ->
         (RLOOTrainer, {"num_generations": 2}),
     ],
 )
-def test_unbiased_with_the_kl_in_the_reward(trainer_type, options, tmp_path: Path) -> None:
+def test_expected_gradient_with_kl_reward_is_exact(trainer_type, options, tmp_path: Path) -> None:
     trainer = make_trainer(trainer_type, tmp_path, beta=0.3, **options)
     truth = exact_gradient(trainer, reference=enumeration.model(), beta=0.3)
     assert_close(ascent(trainer), truth)
@@ -89,7 +91,7 @@ def test_unbiased_with_the_kl_in_the_reward(trainer_type, options, tmp_path: Pat
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "gradient_checkpointing": True}])
-def test_the_weights_of_the_optimal_baseline_are_squared_gradient_norms(options, tmp_path) -> None:
+def test_optimal_baseline_weights_are_squared_gradient_norms(options, tmp_path) -> None:
     trainer = make_trainer(
         ReinforceTrainer,
         tmp_path,
@@ -109,7 +111,7 @@ def test_the_weights_of_the_optimal_baseline_are_squared_gradient_norms(options,
     assert all(p.grad is None for p in trainer.model.parameters())
 
 
-def test_two_passes_start_from_the_gradient_of_one(tmp_path: Path) -> None:
+def test_first_of_two_passes_has_exact_gradient(tmp_path: Path) -> None:
     """With more than one update the old log-probabilities are scored, not assumed."""
     trainer = make_trainer(RLOOTrainer, tmp_path, num_generations=2, num_iterations=2)
     assert_close(ascent(trainer), exact_gradient(trainer))
@@ -119,7 +121,7 @@ def test_two_passes_start_from_the_gradient_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("n", "prompts"), [(3, ("ab",)), (1, TWO)])
-def test_a_mean_that_includes_the_row_itself_shrinks_the_gradient(n, prompts, tmp_path) -> None:
+def test_mean_baseline_with_own_row_shrinks_gradient(n, prompts, tmp_path) -> None:
     trainer = make_trainer(
         ReinforceTrainer,
         tmp_path,
@@ -131,12 +133,12 @@ def test_a_mean_that_includes_the_row_itself_shrinks_the_gradient(n, prompts, tm
     assert_close(ascent(trainer), (1 - 1 / rows) * exact_gradient(trainer))
 
 
-def test_grpo_without_scale_shrinks_the_gradient_by_the_group_size(tmp_path: Path) -> None:
+def test_unscaled_grpo_shrinks_gradient_by_group_size(tmp_path: Path) -> None:
     trainer = make_trainer(GRPOTrainer, tmp_path, num_generations=3, scale_rewards="none")
     assert_close(ascent(trainer), 2 / 3 * exact_gradient(trainer))
 
 
-def test_grpo_divides_by_the_std_of_the_group(tmp_path: Path) -> None:
+def test_grpo_divides_by_group_std(tmp_path: Path) -> None:
     trainer = make_trainer(GRPOTrainer, tmp_path, num_generations=3)
 
     def normalized(says):
@@ -151,7 +153,7 @@ def test_grpo_divides_by_the_std_of_the_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_weights_by_length_change_the_direction(aggregation: str, tmp_path: Path) -> None:
+def test_length_weights_change_gradient_direction(aggregation: str, tmp_path: Path) -> None:
     trainer = make_trainer(RLOOTrainer, tmp_path, num_generations=2, aggregation=aggregation)
 
     def weighted(says):
@@ -168,7 +170,7 @@ def test_weights_by_length_change_the_direction(aggregation: str, tmp_path: Path
     assert cosine(expected, exact_gradient(trainer)) < 0.999
 
 
-def test_k3_in_the_loss_follows_the_reverse_kl(tmp_path: Path) -> None:
+def test_k3_loss_has_gradient_of_kl_from_reference_to_policy(tmp_path: Path) -> None:
     """On policy, grad of k3 expects sum over visited states of grad KL(ref || pi)."""
     trainer = make_trainer(
         GRPOTrainer, tmp_path, num_generations=2, beta=0.5, reward=lambda prompts, **_: [1.0, 1.0]
@@ -186,7 +188,7 @@ def test_k3_in_the_loss_follows_the_reverse_kl(tmp_path: Path) -> None:
     assert_close(MAX_LENGTH * expected_gradient(trainer), expected)
 
 
-def test_discounting_weighs_the_last_reward_by_its_distance(tmp_path: Path) -> None:
+def test_discount_weighs_reward_by_distance(tmp_path: Path) -> None:
     trainer = make_trainer(
         ReinforceTrainer, tmp_path, advantage_estimator="returns", gamma=0.5, num_generations=1
     )

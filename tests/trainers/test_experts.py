@@ -70,7 +70,7 @@ def by_rows(trainer, experience):
 
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}])
 @pytest.mark.parametrize("budget", [11, 30, 1000])
-def test_the_gradient_is_that_of_all_rows_together(budget, options, tmp_path):
+def test_aux_loss_gradient_is_that_of_whole_batch(budget, options, tmp_path):
     trainer = trainer_of(tmp_path, micro_batch_tokens=budget, **options)
     experience = experience_of(trainer)
     gradient, aux = accumulated(trainer, experience)
@@ -88,7 +88,7 @@ def test_the_gradient_is_that_of_all_rows_together(budget, options, tmp_path):
 
 
 @pytest.mark.parametrize("critic", ["separate", "shared"])
-def test_beside_a_critic(critic, tmp_path):
+def test_aux_loss_with_critic_matches_policy_routers(critic, tmp_path):
     """Whose own routers are left as they are."""
     trainer = trainer_of(tmp_path, PPOTrainer, critic=critic)
     experience = experience_of(trainer)
@@ -96,7 +96,7 @@ def test_beside_a_critic(critic, tmp_path):
     assert aux == pytest.approx(by_rows(trainer, experience).item(), rel=1e-5)
 
 
-def test_a_run_says_what_it_was(tmp_path):
+def test_metrics_report_auxiliary_loss(tmp_path):
     trainer = trainer_of(tmp_path, num_iterations=2)
     lines = []
     trainer.trackers.log = lines.append
@@ -104,7 +104,7 @@ def test_a_run_says_what_it_was(tmp_path):
     assert 2 <= lines[0]["aux_loss"] <= 4  # top_k where all are alike, E where one has all
 
 
-def test_training_on_it_balances_the_experts(tmp_path):
+def test_aux_loss_training_balances_experts(tmp_path):
     """With scores that are all equal nothing else moves the policy."""
     options = {"max_steps": 12, "learning_rate": 1e-2, "router_aux_loss_coef": 1.0}
     trainer = trainer_of(
@@ -116,11 +116,11 @@ def test_training_on_it_balances_the_experts(tmp_path):
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_rows_that_are_skipped_would_be_missing():
+def test_skip_zero_advantages_is_refused():
     with pytest.raises(ValueError, match="would skip the loss of the routers too"):
         GRPOConfig(router_aux_loss_coef=0.1, skip_zero_advantages=True)
 
 
-def test_the_loss_of_an_empty_update_is_zero():
+def test_empty_update_has_zero_aux_loss():
     nothing = torch.zeros(2, 4)
     assert Balance(2).loss(nothing, nothing).item() == 0

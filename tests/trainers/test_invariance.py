@@ -46,7 +46,9 @@ def accumulated(trainer: PolicyGradientTrainer, experience: Experience) -> Tenso
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 @pytest.mark.parametrize("trainer_type", TRAINERS)
 @pytest.mark.parametrize("budget", [5, 12, 17])
-def test_micro_batch_split(trainer_type, aggregation, budget, tmp_path) -> None:
+def test_micro_batches_leave_gradient_unchanged(
+    trainer_type, aggregation, budget, tmp_path
+) -> None:
     options = {"aggregation": aggregation}
     whole = gradient_of(trainer_for(trainer_type, tmp_path, **options), SAYS)
     split = trainer_for(trainer_type, tmp_path, micro_batch_tokens=budget, **options)
@@ -56,7 +58,9 @@ def test_micro_batch_split(trainer_type, aggregation, budget, tmp_path) -> None:
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"use_peft": True}])
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 @pytest.mark.parametrize("trainer_type", TRAINERS)
-def test_a_prompt_computed_once(trainer_type, aggregation, options, tmp_path) -> None:
+def test_shared_prompt_pass_leaves_gradient_unchanged(
+    trainer_type, aggregation, options, tmp_path
+) -> None:
     """As by one padded row per completion."""
     trainer = trainer_for(trainer_type, tmp_path, aggregation=aggregation, **options)
     experience = experience_of(trainer)
@@ -70,7 +74,7 @@ def test_a_prompt_computed_once(trainer_type, aggregation, options, tmp_path) ->
     assert_equal(experience.ref_logprobs, scored.ref_logprobs)
 
 
-def test_what_a_critic_pads_stays_within_the_budget(tmp_path) -> None:
+def test_padded_critic_micro_batches_stay_within_budget(tmp_path) -> None:
     """A value model of another kind is not packed, though the policy is."""
     trainer = trainer_for(PPOTrainer, tmp_path, micro_batch_tokens=12)
     trainer.critic.window = 0
@@ -81,7 +85,7 @@ def test_what_a_critic_pads_stays_within_the_budget(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("trainer_type", TRAINERS)
-def test_order_of_rows(trainer_type, tmp_path) -> None:
+def test_row_order_leaves_gradient_unchanged(trainer_type, tmp_path) -> None:
     trainer = trainer_for(trainer_type, tmp_path)
     experience = experience_of(trainer)
     shuffled = torch.randperm(len(SAYS), generator=torch.Generator().manual_seed(3))
@@ -90,7 +94,7 @@ def test_order_of_rows(trainer_type, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("trainer_type", TRAINERS)
-def test_padding(trainer_type, tmp_path) -> None:
+def test_padding_leaves_gradient_unchanged(trainer_type, tmp_path) -> None:
     """Three more columns of garbage on either side, where every per-token number is NaN."""
     trainer = trainer_for(trainer_type, tmp_path)
     experience = experience_of(trainer)
@@ -116,7 +120,7 @@ class Untrimmed(Experience):
 
 
 @pytest.mark.parametrize("trainer_type", TRAINERS)
-def test_rows_without_actions_add_nothing(trainer_type, tmp_path) -> None:
+def test_blank_row_has_zero_gradient(trainer_type, tmp_path) -> None:
     trainer = trainer_for(trainer_type, tmp_path)
     blank = experience_of(trainer).blank_row()
     gradient = accumulated(trainer, blank)
@@ -124,7 +128,7 @@ def test_rows_without_actions_add_nothing(trainer_type, tmp_path) -> None:
     assert all(p.grad is not None for p in trainer.learner.module.parameters())
 
 
-def test_a_group_with_equal_scores_has_no_gradient(tmp_path) -> None:
+def test_group_of_equal_scores_has_zero_gradient(tmp_path) -> None:
     trainer = trainer_for(GRPOTrainer, tmp_path, beta=0.0)
     assert gradient_of(trainer, SAYS[:3] + SAYS[3:6] * 3).norm() > 0
     alike = [COMPLETIONS[1]] * 3 + [COMPLETIONS[2]] * 3 + [COMPLETIONS[5]] * 6
@@ -132,7 +136,7 @@ def test_a_group_with_equal_scores_has_no_gradient(tmp_path) -> None:
     assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
-def test_minibatches_partition_the_rows_by_draw(tmp_path) -> None:
+def test_minibatch_gradients_sum_to_whole_batch_gradient(tmp_path) -> None:
     """The gradients of the minibatches, weighted by their rows, sum to that of the whole."""
     trainer = trainer_for(RLOOTrainer, tmp_path, aggregation="constant", num_mini_batches=3)
     experience = experience_of(trainer)
@@ -143,7 +147,7 @@ def test_minibatches_partition_the_rows_by_draw(tmp_path) -> None:
     assert_equal(total, accumulated(trainer, experience))
 
 
-def test_prompts_are_drawn_alike_whatever_the_minibatches(tmp_path) -> None:
+def test_num_mini_batches_leaves_prompt_order_unchanged(tmp_path) -> None:
     def prompts(**options) -> list[str]:
         trainer = trainer_for(RLOOTrainer, tmp_path, shuffle_dataset=True, **options)
         trainer.engine.says = SAYS
@@ -152,7 +156,7 @@ def test_prompts_are_drawn_alike_whatever_the_minibatches(tmp_path) -> None:
     assert prompts() == prompts(num_mini_batches=3)
 
 
-def test_sources_that_do_not_apply_leave_baseline_and_count(tmp_path) -> None:
+def test_none_score_is_left_out_of_baseline(tmp_path) -> None:
     """A second reward that is None for one row of a group: the other two are compared alone."""
     trainer = trainer_for(RLOOTrainer, tmp_path, beta=0.0)
     dataset = Dataset.from_dict({"prompt": ["a"]})

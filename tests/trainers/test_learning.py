@@ -21,7 +21,7 @@ OTHERS = [
         *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS),
     ],
 )
-def test_reward_rises_by_half(make, tmp_path, trainer_type, options) -> None:
+def test_training_raises_reward(make, tmp_path, trainer_type, options) -> None:
     """The share of even digits among six characters: a random model has about a quarter."""
     sizes = {"prompts_per_step": 16, "num_generations": 4, "max_steps": 50, "learning_rate": 2e-3}
     make(trainer_type, **(sizes | {"warmup_steps": 5} | options)).train()

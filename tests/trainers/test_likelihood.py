@@ -47,7 +47,7 @@ def assert_adds(trainer, plain, expected):
 @pytest.mark.proves("rlhf_pg.losses.positive_nll")
 @pytest.mark.parametrize("budget", [6, 20, 1000])
 @pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
-def test_the_gradient_is_that_of_the_right_completions(trainer_type, budget, tmp_path):
+def test_positive_nll_gradient_covers_right_completions(trainer_type, budget, tmp_path):
     """Whatever the micro-batches, and whatever penalties make of the scores."""
     options = {"missing_eos_penalty": 5.0, "micro_batch_tokens": budget}
     trainer = trainer_of(tmp_path, trainer_type, **options, **LIKELY)
@@ -55,13 +55,13 @@ def test_the_gradient_is_that_of_the_right_completions(trainer_type, budget, tmp
     assert_adds(trainer, plain, by_hand(plain))
 
 
-def test_what_does_not_train_is_not_made_likely_either(tmp_path):
+def test_positive_nll_skips_masked_truncated_completions(tmp_path):
     options = {"mask_truncated_completions": True}
     trainer, plain = trainer_of(tmp_path, **options, **LIKELY), trainer_of(tmp_path, **options)
     assert_adds(trainer, plain, by_hand(plain, lambda said: said[-1] == EOS))
 
 
-def test_a_run_says_what_it_was(tmp_path):
+def test_metrics_report_auxiliary_loss(tmp_path):
     trainer = trainer_of(tmp_path, **LIKELY)
     trainer.engine.says = SAYS
     scored = trainer.collector.collect(trainer.state.prompt_index, Meter())
@@ -77,6 +77,6 @@ def test_a_run_says_what_it_was(tmp_path):
     assert meter.means(meter.sums())["positive_nll"] == pytest.approx(-tokens.mean().item())
 
 
-def test_rows_that_are_skipped_would_be_missing():
+def test_skip_zero_advantages_is_refused():
     with pytest.raises(ValueError, match="would skip the likelihood of right completions too"):
         GRPOConfig(positive_nll_coef=0.1, skip_zero_advantages=True)

@@ -65,7 +65,7 @@ def deeper_path(tmp_path_factory):
 
 
 @pytest.mark.parametrize("trainer_type", TRAINERS)
-def test_a_run_leaves_the_trained_model_in_three_forms(make, trainer_type, model_path, tmp_path):
+def test_lora_run_saves_loadable_and_merged_model(make, trainer_type, model_path, tmp_path):
     trainer = make(trainer_type, **LORA, beta=0.1, learning_rate=1e-2, save_merged=True)
     trained, frozen = weights(trainer)
     start = logits(trainer.model)
@@ -87,7 +87,7 @@ def test_a_run_leaves_the_trained_model_in_three_forms(make, trainer_type, model
 
 
 @pytest.mark.parametrize("options", [LORA, {}, {"critic": "shared", **LORA}, {"critic": "shared"}])
-def test_the_critic_of_a_run_loads(make, options, tmp_path):
+def test_saved_critic_loads_as_value_model(make, options, tmp_path):
     trainer = make(PPOTrainer, **options, num_generations=1, learning_rate=1e-2)
     trainer.train()
     critic = tmp_path / "run" / "final" / "critic"
@@ -101,7 +101,7 @@ def test_the_critic_of_a_run_loads(make, options, tmp_path):
     assert all(theirs[name].equal(p) for name, p in again.named_parameters())
 
 
-def test_keys_and_peft_config_make_the_same_run(make, tmp_path):
+def test_lora_keys_and_peft_config_give_same_run(make, tmp_path):
     config = LoraConfig(r=4, lora_alpha=8.0, target_modules="all-linear", task_type="CAUSAL_LM")
     for name, options in {"keys": LORA, "object": {"peft_config": config}}.items():
         make(PPOTrainer, **options, output_dir=str(tmp_path / name)).train()
@@ -112,14 +112,14 @@ def test_keys_and_peft_config_make_the_same_run(make, tmp_path):
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
 
 
-def test_targets_by_key(make):
+def test_lora_target_modules_selects_layers(make):
     trainer = make(PPOTrainer, **LORA, lora_target_modules=("q_proj", "v_proj"))
     trained, _ = weights(trainer)
     assert len(trained) == 2 * (2 * 2 * 2) + 2
     assert all("q_proj" in name or "v_proj" in name or "head" in name for name in trained)
 
 
-def test_a_value_model_of_another_architecture_gets_every_adapter_of_its_own(make):
+def test_value_model_of_other_architecture_gets_own_adapters(make):
     """All linear layers of GPT-2, none of which has a name that the policy's have."""
     value_model = tiny_model("gpt2", vocab_size=20)
     trainer = make(PPOTrainer, **LORA, value_model=value_model)
@@ -129,7 +129,7 @@ def test_a_value_model_of_another_architecture_gets_every_adapter_of_its_own(mak
     trainer.train()
 
 
-def test_the_critic_has_its_own_learning_rate(make):
+def test_critic_has_own_learning_rate(make):
     trainer = make(PPOTrainer, **LORA, value_learning_rate=0.5)
     rates = {id(p): g["lr"] for g in trainer.learner.optimizer.param_groups for p in g["params"]}
     for name, p in trainer.learner.module.named_parameters():
@@ -159,7 +159,7 @@ def last_gradient(trainer, computed):
 
 
 @pytest.mark.parametrize("critic", ["separate", "shared", "value_model"])
-def test_gradient_checkpointing_changes_no_gradient(make, critic, deeper_path, tmp_path):
+def test_gradient_checkpointing_leaves_gradient_unchanged(make, critic, deeper_path, tmp_path):
     # One update for the head to move, one for B: the third has a gradient everywhere.
     options = LORA | {"max_steps": 3, "num_iterations": 1, "beta": 0.0}
     options |= {"critic": "shared"} if critic == "shared" else {}
@@ -192,9 +192,7 @@ def test_gradient_checkpointing_changes_no_gradient(make, critic, deeper_path, t
         pytest.param(PPOTrainer, {"value_model": "deeper"}, marks=pytest.mark.slow),
     ],
 )
-def test_ten_steps_are_five_and_five_bit_for_bit(
-    make, trainer_type, options, deeper_path, tmp_path
-):
+def test_resumed_run_matches_uninterrupted_run(make, trainer_type, options, deeper_path, tmp_path):
     def build(name):
         torch.manual_seed(0)
         given = {"deeper": deeper_path, "module": Values()}
@@ -226,7 +224,7 @@ class Values(nn.Module):
 
 
 @pytest.mark.parametrize("value_model", [None, "deeper"])
-def test_an_adapter_goes_on_from_where_it_is(
+def test_loaded_adapter_trains_on_and_is_reference(
     make, value_model, adapter_path, deeper_path, tmp_path
 ):
     """The reference is the adapter that it starts from, not its base model."""
@@ -248,7 +246,7 @@ def test_an_adapter_goes_on_from_where_it_is(
 # -------------------------------------------------------------------------------------- refusals
 
 
-def test_two_adapters_are_refused(make, adapter_path):
+def test_second_adapter_is_refused(make, adapter_path):
     with pytest.raises(
         ValueError, match="there are two adapters: give peft_config or set use_peft"
     ):
@@ -258,26 +256,26 @@ def test_two_adapters_are_refused(make, adapter_path):
             make(model=adapter_path, **options)
 
 
-def test_a_model_that_is_frozen_throughout_is_refused(make, model_path, adapter_path):
+def test_fully_frozen_model_is_refused(make, model_path, adapter_path):
     base = AutoModelForCausalLM.from_pretrained(model_path)
     model = PeftModel.from_pretrained(base, adapter_path)
     with pytest.raises(ValueError, match=r"every weight .* is frozen.*is_trainable=True"):
         make(model=model)
 
 
-def test_a_value_model_with_a_shared_critic_is_refused(make, deeper_path):
+def test_value_model_with_shared_critic_is_refused(make, deeper_path):
     with pytest.raises(ValueError, match="value_model is for a separate critic"):
         make(PPOTrainer, critic="shared", value_model=deeper_path)
 
 
-def test_the_key_and_the_argument_name_the_same_value_model(make, deeper_path):
+def test_value_model_key_and_argument_give_same_critic(make, deeper_path):
     by_key = make(PPOTrainer, value_model_name_or_path=deeper_path).critic
     by_argument = make(PPOTrainer, value_model=deeper_path).critic
     assert len(by_key.model.layers) == 3
     assert by_key.model.state_dict().keys() == by_argument.model.state_dict().keys()
 
 
-def test_the_base_model_of_the_policy_is_no_value_model(make, model_path):
+def test_policy_as_value_model_is_refused(make, model_path):
     model = AutoModelForCausalLM.from_pretrained(model_path)
     tokenizer = arithmetic().new_model()[1]
     with pytest.raises(ValueError, match="value_model is the policy, or shares weights"):
@@ -294,7 +292,7 @@ def test_the_base_model_of_the_policy_is_no_value_model(make, model_path):
         ({"peft_config": 8}, {"peft_config": 99}, "lora_alpha 8, and this one 99: .*peft_config"),
     ],
 )
-def test_a_run_goes_on_with_the_models_it_had(make, before, after, message, deeper_path, tmp_path):
+def test_changed_models_on_resume_are_refused(make, before, after, message, deeper_path, tmp_path):
     def build(options):
         given = dict(options)
         if "peft_config" in given:
@@ -317,7 +315,7 @@ def test_a_run_goes_on_with_the_models_it_had(make, before, after, message, deep
         build(after).train(resume_from_checkpoint="latest")
 
 
-def test_a_base_model_may_move(make, model_path, tmp_path):
+def test_moved_base_model_resumes(make, model_path, tmp_path):
     """It is known by its weights, not by its path."""
     make(**LORA, save_steps=1, max_steps=1).train()
     moved = tmp_path / "moved"

@@ -28,18 +28,18 @@ def verdict_on(model, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", NAMES)
-def test_the_table_says_how_every_model_is_computed(arch):
+def test_documented_outcome_holds_for_every_architecture(arch):
     assert outcome(arch) == documented()[arch]
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "bloom", "rwkv", "zaya", "glm_moe_dsa", "git"])
-def test_the_table_has_every_model(arch):
+def test_model_table_is_complete_and_correct(arch):
     assert sorted(documented()) == NAMES
     assert outcome(arch) == documented()[arch]
 
 
 @pytest.mark.parametrize("arch", ["bloom", "mpt"])
-def test_padding_that_is_not_a_number_in_float64_is_left_out(arch):
+def test_float64_nan_padding_disables_padding(arch):
     """Their masks are the least number of the dtype, and their softmax is in float32."""
     run = examined(build(arch).double(), dtype=torch.float64)
     assert examine(run) == Verdict(pads=False, samples_padded=False)
@@ -62,19 +62,19 @@ VERDICTS = {
 
 
 @pytest.mark.parametrize("arch", VERDICTS)
-def test_what_is_mended(arch):
+def test_architecture_gets_expected_verdict(arch):
     model = build(arch)
     disable_dropout(model)
     assert verdict_on(model) == VERDICTS[arch]
 
 
 @pytest.mark.parametrize("arch", ["glm_moe_dsa"])
-def test_what_is_refused(arch):
+def test_model_sampling_other_distribution_is_refused(arch):
     with pytest.raises(ValueError, match=rf"{arch}\) samples from another distribution"):
         verdict_on(build(arch))
 
 
-def test_a_model_that_updates_see_otherwise_is_refused():
+def test_model_differing_in_train_mode_is_refused():
     class Jitters(nn.Module):
         def forward(self, x):
             return x * 1.5 if self.training else x
@@ -91,7 +91,7 @@ def test_a_model_that_updates_see_otherwise_is_refused():
     assert not model.training
 
 
-def test_rows_that_see_one_another_in_packing_are_padded():
+def test_packing_that_leaks_between_rows_is_disabled():
     run = examined(tiny_model("gpt2"))
     own = run.score
 
@@ -102,7 +102,7 @@ def test_rows_that_see_one_another_in_packing_are_padded():
     assert run.policy.window > 0  # the caller decides
 
 
-def test_what_cannot_be_sampled_in_the_fast_way_is_sampled_by_generate(monkeypatch):
+def test_wrong_fast_sampling_falls_back_to_generate(monkeypatch):
     run = examined(tiny_model("gpt2"))
     monkeypatch.setattr(
         "rlhf_pg.rollout.native.continuous_batching.sample", lambda x, *a: (x.argmax(-1), x[:, 0])
@@ -111,7 +111,7 @@ def test_what_cannot_be_sampled_in_the_fast_way_is_sampled_by_generate(monkeypat
     assert run.engine.refused is None
 
 
-def test_where_generate_alone_minds_padding_the_rest_is_padded_all_the_same(monkeypatch):
+def test_padding_sensitive_generate_keeps_padding_elsewhere(monkeypatch):
     own, run = model_check.sampled, examined(tiny_model("gpt2"))
 
     def minds(engine, run):
@@ -122,20 +122,20 @@ def test_where_generate_alone_minds_padding_the_rest_is_padded_all_the_same(monk
     assert examine(run) == Verdict(samples_fast=False, samples_padded=False)
 
 
-def test_a_model_without_numbers_is_not_examined():
+def test_nan_model_gets_no_verdict():
     model = tiny_model("gpt2")
     with torch.no_grad():
         model.transformer.wte.weight.fill_(torch.nan)
     assert verdict_on(model) is None
 
 
-def test_a_loss_that_compares_rows_needs_rows_that_may_be_padded():
+def test_row_comparing_loss_without_padding_is_refused():
     with pytest.raises(ValueError, match="choose another policy_loss"):
         verdict_on(build("rwkv"), compares_rows=True)
     assert verdict_on(tiny_model("gpt2"), compares_rows=True) == Verdict()
 
 
-def test_one_process_speaks_for_all():
+def test_every_check_is_agreed_across_processes():
     run = examined(tiny_model("gpt2"))
     asked = []
 
@@ -164,9 +164,7 @@ def of_task(arch, **options):
         ("recurrent_gemma", "only rows of one length go together"),
     ],
 )
-def test_what_was_sampled_is_scored_alike_where_padding_changes_a_row(
-    make, caplog, tmp_path, arch, how
-):
+def test_sampler_logprobs_match_scores_without_padding(make, caplog, tmp_path, arch, how):
     trainer = make(**of_task(arch), num_iterations=2, output_dir=str(tmp_path))
     with caplog.at_level(logging.WARNING):
         trainer.on_start()
@@ -176,7 +174,7 @@ def test_what_was_sampled_is_scored_alike_where_padding_changes_a_row(
     torch.testing.assert_close(scored, rollout.sampler_logprobs, rtol=0, atol=1e-4)
 
 
-def test_the_verdict_is_kept_for_the_same_model(make, monkeypatch, tmp_path):
+def test_verdict_is_reused_for_same_model(make, monkeypatch, tmp_path):
     make(max_steps=1, save_steps=1).train()
     kept = json.loads((tmp_path / "run" / model_check.FILE).read_text())
     assert kept.items() >= Verdict()._asdict().items()
@@ -190,7 +188,7 @@ def test_the_verdict_is_kept_for_the_same_model(make, monkeypatch, tmp_path):
     assert asked == [1]
 
 
-def test_a_verdict_that_nobody_gave_is_not_kept(make, tmp_path):
+def test_missing_verdict_is_not_saved(make, tmp_path):
     """Or a model of the same shapes that is whole would be believed to be like it."""
     broken = of_task("rwkv")
     with torch.no_grad():
@@ -200,7 +198,7 @@ def test_a_verdict_that_nobody_gave_is_not_kept(make, tmp_path):
     assert not (tmp_path / "run" / model_check.FILE).exists()
 
 
-def test_what_evaluates_before_the_run_keeps_to_it_too(make, tmp_path):
+def test_evaluation_before_run_applies_verdict(make, tmp_path):
     trainer = make(**of_task("rwkv"), eval_dataset=arithmetic().eval_dataset.select(range(4)))
     trainer.evaluate()
     assert (trainer.engine.pads, trainer.engine.together) == (False, False)
@@ -208,7 +206,7 @@ def test_what_evaluates_before_the_run_keeps_to_it_too(make, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_reference_keeps_to_it_too(make, tmp_path):
+def test_reference_applies_verdict(make, tmp_path):
     """Before the first update it says what the policy says."""
     make(**of_task("zaya"), beta=0.1, max_steps=1).train()
     assert read(tmp_path / "run/metrics.jsonl")[0]["kl"] == pytest.approx(0, abs=1e-7)
@@ -226,7 +224,7 @@ def long_rope():
 
 
 @pytest.mark.parametrize("longest", [18, 32])
-def test_positions_are_settled_by_the_longest_row_of_the_run(longest):
+def test_settle_positions_uses_longest_row(longest):
     """Sampler and policy agree on rows that cross the original length, in any company."""
     model = long_rope()
     settle_positions(model, longest)
@@ -246,7 +244,7 @@ def test_positions_are_settled_by_the_longest_row_of_the_run(longest):
 
 
 @pytest.mark.parametrize(("positions", "speed"), [(8, 1.0), (64, 0.25)])
-def test_an_environment_may_begin_with_whatever_has_positions(make, positions, speed):
+def test_environment_run_settles_positions_by_model_limit(make, positions, speed):
     """Its own prompts are not those of the dataset, which are short here."""
     options = {"rope_scaling": ROPE, "original_max_position_embeddings": 20}
     model = of_task("phi3", max_position_embeddings=positions, **options)
@@ -256,7 +254,7 @@ def test_an_environment_may_begin_with_whatever_has_positions(make, positions, s
     assert trainer.model.model.rotary_emb.inv_freq[0].item() == speed
 
 
-def test_a_run_settles_them(make):
+def test_trainer_settles_positions(make):
     trainer = make(**of_task("phi3", rope_scaling=ROPE, original_max_position_embeddings=8))
     assert trainer.longest_row > 8
     assert trainer.model.model.rotary_emb.inv_freq[0].item() == 0.25

@@ -29,7 +29,7 @@ class Keep(Callback):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_so_many_steps_it_moves_by_its_share_after_the_updates(make, kind) -> None:
+def test_reference_moves_by_mixup_alpha_at_sync_steps(make, kind) -> None:
     keep = Keep()
     sync = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.3}
     options = {"beta": 0.1, "max_steps": 5, "learning_rate": 1e-2, "dtype": "float64"}
@@ -50,9 +50,7 @@ def test_every_so_many_steps_it_moves_by_its_share_after_the_updates(make, kind)
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("trainer_type", [RLOOTrainer, GRPOTrainer, PPOTrainer])
-def test_the_kl_is_exactly_zero_after_a_refresh_and_only_then(
-    make, trainer_type, kind, tmp_path
-) -> None:
+def test_kl_is_zero_only_after_reference_sync(make, trainer_type, kind, tmp_path) -> None:
     sync = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 1.0}
     options = {"beta": 0.1, "num_iterations": 1, "learning_rate": 1e-2}
     make(trainer_type, max_steps=5, **options, **sync, **KINDS[kind]).train()
@@ -63,7 +61,7 @@ def test_the_kl_is_exactly_zero_after_a_refresh_and_only_then(
 
 @pytest.mark.parametrize("stop", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_four_steps_are_two_or_three_a_stop_and_the_rest(make, kind, stop, tmp_path) -> None:
+def test_resumed_run_matches_uninterrupted_run(make, kind, stop, tmp_path) -> None:
     """A reference made anew from the initial model would be another one."""
 
     def build(name: str) -> RLOOTrainer:
@@ -86,14 +84,14 @@ def test_four_steps_are_two_or_three_a_stop_and_the_rest(make, kind, stop, tmp_p
 
 
 @pytest.mark.parametrize("moves", [False, True])
-def test_it_is_saved_where_it_moves(make, moves) -> None:
+def test_reference_is_saved_only_with_sync(make, moves) -> None:
     trainer = make(beta=0.1, sync_ref_model=moves, max_steps=1, save_steps=1)
     trainer.train()
     reference = trainer.checkpointer.path() / "reference"
     assert (reference / "model.safetensors").exists() == moves
 
 
-def test_it_waits_for_its_step(make) -> None:
+def test_reference_is_unchanged_before_sync_step(make) -> None:
     trainer = make(beta=0.1, sync_ref_model=True, ref_model_sync_steps=4)
     start = named(trainer.learner.reference)
     trainer.train()

@@ -19,7 +19,7 @@ def flat(trainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten().float() for p in trainer.learner.module.parameters()])
 
 
-def test_the_fused_kernel_makes_the_same_updates(make, tmp_path) -> None:
+def test_fused_adamw_matches_plain_adamw(make, tmp_path) -> None:
     ends = {}
     for optim in ("adamw_torch_fused", "adamw_torch"):
         trainer = make(optim=optim, output_dir=str(tmp_path / optim))
@@ -32,7 +32,7 @@ def test_the_fused_kernel_makes_the_same_updates(make, tmp_path) -> None:
 
 
 @absent
-def test_without_bitsandbytes_8_bits_are_refused_by_name(make) -> None:
+def test_adamw_8bit_without_bitsandbytes_is_refused(make) -> None:
     with pytest.raises(ValueError, match="optim adamw_8bit needs bitsandbytes"):
         make(optim="adamw_8bit")
 
@@ -54,7 +54,7 @@ NARROW = {"dtype": "bfloat16"}
     ],
     ids=lambda options: ", ".join(map(str, options.values())),
 )
-def test_a_resumed_run_ends_at_the_same_bits(make, tmp_path, options) -> None:
+def test_resumed_run_is_bit_identical(make, tmp_path, options) -> None:
     """With a critic, whose head is in float32."""
     common = {"save_steps": 2, "max_steps": 4, "num_mini_batches": 2, **options}
     whole = make(PPOTrainer, **common, output_dir=str(tmp_path / "whole"))
@@ -66,13 +66,13 @@ def test_a_resumed_run_ends_at_the_same_bits(make, tmp_path, options) -> None:
     assert not flat(whole).equal(start)
 
 
-def test_without_trained_weights_in_bfloat16_there_is_nothing_to_round(make) -> None:
+def test_stochastic_rounding_without_bfloat16_weights_is_refused(make) -> None:
     options = {"dtype": "bfloat16", "use_peft": True, "bfloat16_update": "stochastic_rounding"}
     with pytest.raises(ValueError, match="stochastic_rounding has no effect: no trained weight"):
         make(**options)
 
 
-def test_a_checkpoint_has_masters_and_a_model_their_rounding(make, tmp_path) -> None:
+def test_checkpoint_model_is_rounded_master_weights(make, tmp_path) -> None:
     trainer = make(**NARROW, save_steps=2, learning_rate=1e-5)
     trainer.train()
     path = tmp_path / "run" / STEP
@@ -87,7 +87,7 @@ def test_a_checkpoint_has_masters_and_a_model_their_rounding(make, tmp_path) -> 
 
 
 @installed
-def test_moments_in_8_bits_follow_those_in_32(make, tmp_path) -> None:
+def test_adamw_8bit_follows_32bit_adamw(make, tmp_path) -> None:
     moved = {}
     for optim in ("adamw_torch_fused", "adamw_8bit"):
         trainer = make(optim=optim, output_dir=str(tmp_path / optim))
@@ -100,7 +100,7 @@ def test_moments_in_8_bits_follow_those_in_32(make, tmp_path) -> None:
     assert {moments.dtype for moments in large} == {torch.uint8}
 
 
-def test_moments_in_8_bits_cannot_be_split_up() -> None:
+def test_check_divisible_refuses_8bit_moments() -> None:
     """They come in blocks of 256 numbers that no piece ends with."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

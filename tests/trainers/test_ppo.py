@@ -106,21 +106,21 @@ def experience_of(trainer: PPOTrainer, says: Sequence[tuple[int, ...]]) -> Exper
     "options",
     [{}, {"num_generations": 2, "prompts": ("ab",)}, {"num_iterations": 2, "num_mini_batches": 2}],
 )
-def test_with_the_true_values_the_gradient_is_exact(tmp_path, options) -> None:
+def test_true_values_make_gradient_exact(tmp_path, options) -> None:
     trainer = ppo(tmp_path, true_values(TWO), **({"prompts": TWO} | options))
     ascent = -MAX_LENGTH * of_the_policy(trainer, expected_gradient(trainer))
     assert_close(ascent, exact_gradient(trainer))
 
 
 @pytest.mark.parametrize("critic", ["separate", "shared"])
-def test_any_baseline_leaves_the_policy_gradient_exact(tmp_path, critic) -> None:
+def test_untrained_critic_leaves_policy_gradient_exact(tmp_path, critic) -> None:
     """With a shared trunk only if the value loss does not pull at it."""
     trainer = ppo(tmp_path, critic=critic, vf_coef=0.0 if critic == "shared" else 0.5)
     ascent = -MAX_LENGTH * of_the_policy(trainer, expected_gradient(trainer))
     assert_close(ascent, exact_gradient(trainer))
 
 
-def test_the_kl_in_the_reward_is_part_of_the_objective(tmp_path) -> None:
+def test_gradient_with_kl_reward_is_exact(tmp_path) -> None:
     trainer = ppo(tmp_path, beta=0.3)
     truth = exact_gradient(trainer, reference=enumeration.model(), beta=0.3)
     ascent = -MAX_LENGTH * of_the_policy(trainer, expected_gradient(trainer))
@@ -128,13 +128,13 @@ def test_the_kl_in_the_reward_is_part_of_the_objective(tmp_path) -> None:
     assert torch.cosine_similarity(truth, exact_gradient(trainer), dim=0) < 0.999
 
 
-def test_a_short_horizon_with_the_true_values_is_exact_too(tmp_path) -> None:
+def test_zero_lambda_with_true_values_has_exact_gradient(tmp_path) -> None:
     trainer = ppo(tmp_path, true_values(TWO), prompts=TWO, lam=0.0)
     ascent = -MAX_LENGTH * of_the_policy(trainer, expected_gradient(trainer))
     assert_close(ascent, exact_gradient(trainer))
 
 
-def test_the_entropy_bonus_follows_the_entropy_of_every_visited_state(tmp_path) -> None:
+def test_entropy_bonus_gradient_is_exact(tmp_path) -> None:
     def ascent(coefficient: float) -> Tensor:
         trainer = ppo(tmp_path, true_values(TWO), entropy_coef=coefficient)
         return -MAX_LENGTH * of_the_policy(trainer, expected_gradient(trainer))
@@ -154,7 +154,7 @@ def test_the_entropy_bonus_follows_the_entropy_of_every_visited_state(tmp_path) 
 
 @pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
 @pytest.mark.parametrize("gamma", [0.5, 1.0])
-def test_with_the_true_values_every_expected_advantage_is_zero(tmp_path, lam, gamma) -> None:
+def test_true_values_make_expected_advantages_zero(tmp_path, lam, gamma) -> None:
     """In every state: over what may follow, the advantages of the next token cancel."""
     values = true_values(("ab",), gamma)
     trainer = ppo(tmp_path, values, num_generations=len(COMPLETIONS), lam=lam, gamma=gamma)
@@ -171,7 +171,7 @@ def test_with_the_true_values_every_expected_advantage_is_zero(tmp_path, lam, ga
 
 
 @pytest.mark.parametrize("lam", [pytest.param(0.5, marks=pytest.mark.slow), 1.0])
-def test_a_fitted_critic_converges_to_the_true_values(tmp_path, lam) -> None:
+def test_fitted_critic_converges_to_true_values(tmp_path, lam) -> None:
     """By the expected gradient of the value loss, while the policy stays."""
     truth = true_values(("ab",))
     trainer = ppo(tmp_path, dict.fromkeys(truth, 0.0), lam=lam, vf_coef=2.0, cliprange_value=None)
@@ -185,7 +185,7 @@ def test_a_fitted_critic_converges_to_the_true_values(tmp_path, lam) -> None:
 
 
 @pytest.mark.parametrize("critic", ["separate", "shared"])
-def test_the_first_values_are_zero(make, critic) -> None:
+def test_critic_starts_at_zero(make, critic) -> None:
     trainer = make(PPOTrainer, critic=critic)
     samples = trainer.roll_out(range(4))
     experience, metrics = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
@@ -195,7 +195,7 @@ def test_the_first_values_are_zero(make, critic) -> None:
 
 
 @pytest.mark.parametrize("critic", ["separate", "shared"])
-def test_a_critic_without_a_loss_does_not_move_and_with_one_does(make, critic) -> None:
+def test_critic_moves_only_with_value_loss(make, critic) -> None:
     for vf_coef, moves in ((0.0, False), (0.1, True)):
         trainer = make(PPOTrainer, critic=critic, vf_coef=vf_coef, output_dir=f"unused-{vf_coef}")
         before = [p.clone() for p in trainer.critic.parameters()]
@@ -208,7 +208,7 @@ def test_a_critic_without_a_loss_does_not_move_and_with_one_does(make, critic) -
         assert [not old.equal(new) for old, new in pairs] == [moves] * len(before)
 
 
-def test_the_critic_has_its_own_learning_rate(make) -> None:
+def test_critic_has_own_learning_rate(make) -> None:
     trainer = make(PPOTrainer, learning_rate=1e-3, value_learning_rate=5e-3)
     owners = {id(p): "critic" for p in trainer.critic.parameters()}
     rates = {
@@ -222,7 +222,7 @@ def test_the_critic_has_its_own_learning_rate(make) -> None:
     )
 
 
-def test_policy_and_critic_have_one_gradient_norm(make, tmp_path) -> None:
+def test_grad_norm_covers_policy_and_critic(make, tmp_path) -> None:
     trainer = make(PPOTrainer, max_grad_norm=1e-3, num_iterations=1)
     samples = trainer.roll_out(range(4))
     experience, _ = trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())
@@ -262,7 +262,7 @@ def golden(tmp_path, said: tuple[int, ...], score: float, **options) -> list[flo
     return experience_of(trainer, [said]).advantages[0].tolist()
 
 
-def test_the_score_is_paid_at_the_last_token_and_nothing_comes_after_it(tmp_path) -> None:
+def test_score_is_paid_at_last_token(tmp_path) -> None:
     # delta = .1, .4; a slot after EOS, worth .7, would have made .46575 of the .48
     assert golden(tmp_path, (A, EOS), 1.0) == pytest.approx([0.1 + 0.95 * 0.4, 0.4])
 
@@ -274,12 +274,12 @@ def test_the_score_is_paid_at_the_last_token_and_nothing_comes_after_it(tmp_path
         (False, [0.1 + 0.95 * (0.1 - 0.95 * 0.7), 0.1 - 0.95 * 0.7, -0.7]),
     ],
 )
-def test_a_completion_cut_off_ends_as_it_was_chosen_to(tmp_path, bootstrap, expected) -> None:
+def test_bootstrap_truncated_sets_value_after_cut_off(tmp_path, bootstrap, expected) -> None:
     advantages = golden(tmp_path, (A, A, A), 0.0, bootstrap_truncated=bootstrap)
     assert advantages == pytest.approx(expected)
 
 
-def test_an_ended_completion_is_never_bootstrapped(tmp_path) -> None:
+def test_ended_completion_is_never_bootstrapped(tmp_path) -> None:
     plain, bootstrapped = (
         golden(tmp_path, (A, A, EOS), 1.0, bootstrap_truncated=b) for b in (False, True)
     )
@@ -287,12 +287,12 @@ def test_an_ended_completion_is_never_bootstrapped(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("said", "paid"), [((A, A, EOS), 1.0), ((A, A, A), 0.75)])
-def test_missing_eos_penalty_is_subtracted_from_what_was_cut_off(tmp_path, said, paid) -> None:
+def test_missing_eos_penalty_applies_only_to_cut_off_completion(tmp_path, said, paid) -> None:
     last = golden(tmp_path, said, 1.0, missing_eos_penalty=0.25)[-1]
     assert last == pytest.approx(paid - 0.7)
 
 
-def test_missing_eos_penalty_is_logged_as_a_source(make, tmp_path) -> None:
+def test_missing_eos_penalty_is_logged_as_reward_source(make, tmp_path) -> None:
     make(PPOTrainer, missing_eos_penalty=0.5, log_completions_steps=1).train()
     for line in read(tmp_path / "run" / "metrics.jsonl"):
         clipped = line["completions/clipped_ratio"]
@@ -302,7 +302,7 @@ def test_missing_eos_penalty_is_logged_as_a_source(make, tmp_path) -> None:
     assert "rewards/missing_eos_penalty" in read(tmp_path / "run" / "completions.jsonl")[0]
 
 
-def test_advantages_are_whitened_over_the_tokens_of_the_step_and_returns_are_not(tmp_path) -> None:
+def test_normalize_advantages_leaves_returns_unchanged(tmp_path) -> None:
     options = {"prompts": TWO, "num_generations": 3, "lam": 0.9}
     says = [COMPLETIONS[i] for i in (0, 3, 2, 5, 1, 4)]
     plain = experience_of(ppo(tmp_path, **options), says)
@@ -319,14 +319,14 @@ def test_advantages_are_whitened_over_the_tokens_of_the_step_and_returns_are_not
 # --------------------------------------------------------------------------------- the updates
 
 
-def test_updates_are_passes_times_minibatches(make, tmp_path) -> None:
+def test_num_updates_is_passes_times_minibatches(make, tmp_path) -> None:
     make(PPOTrainer, num_iterations=3, num_mini_batches=2, max_steps=1).train()
     (line,) = read(tmp_path / "run" / "metrics.jsonl")
     assert line["num_updates"] == 6
 
 
 @pytest.mark.fault(41, "the updates of the step stop (target_kl)")
-def test_updates_stop_once_the_policy_has_drifted(make, tmp_path) -> None:
+def test_target_kl_stops_updates(make, tmp_path) -> None:
     """The first update is always made; what comes after one that went too far is not."""
     options = {"num_iterations": 4, "learning_rate": 1e-2, "max_steps": 1}
     free = make(PPOTrainer, output_dir=str(tmp_path / "free"), **options)
@@ -345,7 +345,7 @@ def test_updates_stop_once_the_policy_has_drifted(make, tmp_path) -> None:
     assert not weights(stopped).allclose(weights(free), atol=1e-3)
 
 
-def test_a_wide_target_never_stops(make, tmp_path) -> None:
+def test_wide_target_kl_never_stops_updates(make, tmp_path) -> None:
     make(PPOTrainer, num_iterations=3, target_kl=100.0, max_steps=1).train()
     (line,) = read(tmp_path / "run" / "metrics.jsonl")
     assert line["num_updates"] == 3
@@ -355,7 +355,7 @@ def weights(trainer: PPOTrainer) -> Tensor:
     return torch.cat([p.detach().flatten() for p in trainer.learner.module.parameters()])
 
 
-def test_the_loss_is_the_sum_of_its_parts(tmp_path) -> None:
+def test_loss_is_sum_of_policy_value_and_entropy_terms(tmp_path) -> None:
     """Policy, value and entropy against plain tensor arithmetic, off the old policy."""
     options = {"prompts": TWO, "num_generations": 2, "vf_coef": 0.3, "entropy_coef": 0.2}
     trainer = ppo(tmp_path, num_iterations=2, cliprange_value=0.05, **options)
@@ -376,7 +376,7 @@ def test_the_loss_is_the_sum_of_its_parts(tmp_path) -> None:
         assert per_token[i, t].item() == pytest.approx(expected)
 
 
-def test_gradient_of_one_pass_is_that_of_many_at_the_start(tmp_path) -> None:
+def test_minibatch_gradients_sum_to_whole_batch_gradient(tmp_path) -> None:
     """Minibatches of whole groups: with the counts of each, they sum to the whole."""
     says = [COMPLETIONS[i] for i in (0, 3, 2, 5)]
     whole = ppo(tmp_path, prompts=TWO, num_generations=2)
@@ -393,7 +393,7 @@ def test_gradient_of_one_pass_is_that_of_many_at_the_start(tmp_path) -> None:
     assert_close(total, expected)
 
 
-def test_the_first_update_is_made_even_if_dropout_makes_it_drift(make) -> None:
+def test_tiny_target_kl_with_dropout_does_not_fail(make) -> None:
     options = {"lora_dropout": 0.3, "use_peft": True, "disable_dropout": False}
     trainer = make(PPOTrainer, target_kl=1e-9, num_iterations=2, max_steps=2, **options)
     trainer.train()
@@ -401,9 +401,7 @@ def test_the_first_update_is_made_even_if_dropout_makes_it_drift(make) -> None:
     assert [line["num_updates"] for line in lines] == [1, 1]
 
 
-def test_a_value_model_that_is_the_reward_model_too_leaves_the_reward_alone(
-    make, model_path
-) -> None:
+def test_reward_model_as_value_model_stays_unchanged(make, model_path) -> None:
     torch.manual_seed(0)
     judge = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=1)
     before = {name: p.clone() for name, p in judge.named_parameters()}
@@ -414,7 +412,7 @@ def test_a_value_model_that_is_the_reward_model_too_leaves_the_reward_alone(
 @pytest.mark.parametrize(
     ("trainer_type", "options"), [(PPOTrainer, {}), (RLOOTrainer, {"use_peft": True})]
 )
-def test_an_optimizer_that_lacks_what_the_trainer_makes_is_refused(
+def test_optimizer_lacking_trained_parameters_is_refused(
     make, model_path, trainer_type, options
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_path)

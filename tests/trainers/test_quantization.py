@@ -16,7 +16,7 @@ absent = pytest.mark.skipif(bool(find_spec("bitsandbytes")), reason="bitsandbyte
 
 
 @absent
-def test_without_bitsandbytes_it_is_refused_by_name(make) -> None:
+def test_load_in_4bit_without_bitsandbytes_is_refused(make) -> None:
     with pytest.raises(ValueError, match=r"cannot be loaded .ImportError: .*bitsandbytes"):
         make(use_peft=True, load_in_4bit=True)
 
@@ -28,19 +28,19 @@ def test_without_bitsandbytes_it_is_refused_by_name(make) -> None:
         ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, "with load_in_4bit"),
     ],
 )
-def test_what_would_be_inexact_is_refused(make, options, message) -> None:
+def test_inexact_quantization_options_are_refused(make, options, message) -> None:
     with pytest.raises(ValueError, match=message):
         make(**options)
 
 
-def test_a_loaded_model_is_not_quantized(make, model_path) -> None:
+def test_load_in_4bit_with_loaded_model_is_refused(make, model_path) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_path)
     with pytest.raises(ValueError, match="give the model as a path"):
         make(model=model, use_peft=True, load_in_4bit=True)
 
 
 @installed
-def test_four_bits_need_an_adapter_and_are_not_merged(make) -> None:
+def test_load_in_4bit_without_adapter_or_with_merge_is_refused(make) -> None:
     with pytest.raises(ValueError, match="4-bit weights cannot be trained"):
         make(load_in_4bit=True)
     with pytest.raises(ValueError, match="save_merged"):
@@ -63,9 +63,7 @@ def test_qlora_trains_and_resumes(make, trainer_type, tmp_path) -> None:
 
 
 @installed
-def test_the_gradient_after_a_rollout_is_that_of_the_same_weights_unquantized(
-    make, model_path
-) -> None:
+def test_qlora_gradient_matches_dequantized_weights(make, model_path) -> None:
     """A twin whose weights are what the 4 bits stand for, in float32."""
     from bitsandbytes.functional import dequantize_4bit
 

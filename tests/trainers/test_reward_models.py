@@ -18,7 +18,7 @@ def judge_path(tmp_path):
     return str(path)
 
 
-def test_a_path_is_trained_on_and_a_function_of_weight_0_is_tracked(make, judge_path, tmp_path):
+def test_zero_weight_function_is_tracked_beside_reward_model(make, judge_path, tmp_path):
     scored, eos = [], arithmetic().new_model()[1].eos_token_id
 
     def witness(prompts, completions, completion_ids, ended, **_):
@@ -35,7 +35,7 @@ def test_a_path_is_trained_on_and_a_function_of_weight_0_is_tracked(make, judge_
         assert 0 < line["rewards/witness/mean"] < 1
 
 
-def test_what_a_stop_string_ended_is_not_cut_off(make):
+def test_stopped_completion_is_not_truncated(make):
     heard = []
 
     def hears(completions, ended, truncated, **_):
@@ -47,7 +47,7 @@ def test_what_a_stop_string_ended_is_not_cut_off(make):
     assert all(cut == ("1" not in text and not ended) for text, ended, cut in heard)
 
 
-def test_a_weight_of_0_has_no_effect(make, judge_path):
+def test_zero_weight_reward_leaves_weights_unchanged(make, judge_path):
     options = {"reward_weights": (1.0, 0.0), "max_steps": 1}
     trainers = [
         make(reward_funcs=[judge_path, tracked], **options)
@@ -59,7 +59,7 @@ def test_a_weight_of_0_has_no_effect(make, judge_path):
     assert all(a.equal(b) for a, b in zip(*weights, strict=True))
 
 
-def test_its_options_are_keys(make, judge_path):
+def test_reward_model_options_come_from_config(make, judge_path):
     options = {"reward_model_sees_eos": False, "reward_model_closes_truncated": True}
     [judge] = make(reward_funcs=judge_path, **options).rewards.functions
     assert (judge.sees_eos, judge.closes_truncated) == (False, True)
@@ -67,7 +67,7 @@ def test_its_options_are_keys(make, judge_path):
     assert (judge.sees_eos, judge.closes_truncated) == (True, False)
 
 
-def test_its_tokenizer_is_an_argument_of_the_trainer(make, judge_path):
+def test_reward_processing_classes_set_reward_tokenizer(make, judge_path):
     own = AutoTokenizer.from_pretrained(judge_path)
     model = classifier("gpt2")
     with pytest.raises(ValueError, match=r"GPT2For.* no tokenizer is saved beside it"):
@@ -78,7 +78,7 @@ def test_its_tokenizer_is_an_argument_of_the_trainer(make, judge_path):
         make(reward_funcs=[model, digits], reward_processing_classes=[own])
 
 
-def test_text_that_it_cannot_read_is_an_error_that_names_it(make):
+def test_untokenizable_text_error_names_reward_model(make):
     judge = classifier("gpt2")
     trainer = make(reward_funcs=judge, reward_processing_classes=letters())
     with pytest.raises(ValueError, match=r"reward model GPT2For.*cannot be tokenized"):

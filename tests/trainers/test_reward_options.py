@@ -111,7 +111,7 @@ def close(actual: Tensor, expected: Any) -> None:
 # ----------------------------------------------------------------------- squashed into [0, 1]
 
 
-def test_min_max_is_over_the_step_for_each_function(tmp_path) -> None:
+def test_min_max_squash_is_per_function_over_step(tmp_path) -> None:
     one, two = says(-1.0, [1.0, 3.0], [None, 0.0]), says(5.0, 5.0, 5.0)
     options = {"reward_weights": (2.0, 1.0), "missing_eos_penalty": 7.0}
     trainer = reinforce(tmp_path, [one, two], 3, reward_squash="min_max", **options)
@@ -122,14 +122,14 @@ def test_min_max_is_over_the_step_for_each_function(tmp_path) -> None:
     close(signals.scores[:, :3], [[0, 0, 0], [3, 0, 0], [0.5, 0, -7]])
 
 
-def test_a_sigmoid_squashes_each_score_after_the_clip(tmp_path) -> None:
+def test_sigmoid_squash_follows_clip(tmp_path) -> None:
     options = {"reward_squash": "sigmoid", "reward_clip_range": (-1.0, 2.0)}
     trainer = reinforce(tmp_path, says(9.0, [0.0, None], -5.0), 3, **options)
     signals, _ = look(trainer, [(EOS,), (A, EOS), (B, A)])
     close(signals.rewards, [[1 / (1 + math.exp(-2)), 0], [0.5, 0], [0, 1 / (1 + math.e)]])
 
 
-def test_an_evaluation_has_the_sigmoid_and_not_the_bounds_of_a_step(make) -> None:
+def test_evaluation_applies_sigmoid_but_not_min_max(make) -> None:
     data = arithmetic().eval_dataset.select(range(4))
     for how, expected in (("min_max", 3.0), ("sigmoid", 1 / (1 + math.exp(-3)))):
         reward = lambda prompts, **_: [3.0] * len(prompts)  # noqa: E731
@@ -140,7 +140,7 @@ def test_an_evaluation_has_the_sigmoid_and_not_the_bounds_of_a_step(make) -> Non
 # ------------------------------------------------------------------------------- scores of steps
 
 
-def test_every_step_is_paid_at_its_own_token(tmp_path) -> None:
+def test_step_scores_are_paid_at_own_tokens(tmp_path) -> None:
     one, two = says(1.0, [2.0, None], [None, None]), says(10.0, [None, 20.0], [30.0, 40.0])
     options = {"reward_weights": (1.0, 0.5)}
     trainer = reinforce(tmp_path, [one, two], 3, **options)
@@ -154,7 +154,7 @@ def test_every_step_is_paid_at_its_own_token(tmp_path) -> None:
     assert metrics["reward"] == pytest.approx(1.5 + 50 / 3)
 
 
-def test_the_kl_is_paid_beside_them_and_is_no_step(tmp_path) -> None:
+def test_kl_reward_adds_no_step_score(tmp_path) -> None:
     trainer = reinforce(tmp_path, says([None, 2.0], 5.0), 2, beta=0.3)
     said = [(A, B), (B, EOS)]
     signals, _ = look(trainer, said)
@@ -177,7 +177,7 @@ def objective(trainer: PolicyGradientTrainer) -> Tensor:
 
 @pytest.mark.proves("rlhf_pg.trainers.experience_maker.make_experience")
 @pytest.mark.parametrize("estimator", ["returns", "leave_one_out", "returns_minus_others"])
-def test_the_gradient_is_that_of_everything_that_is_paid(tmp_path, estimator) -> None:
+def test_stepwise_reward_gradient_is_exact(tmp_path, estimator) -> None:
     trainer = reinforce(tmp_path, stepwise, 2, advantage_estimator=estimator)
     truth = gradient(trainer.model, objective(trainer))
     ascent = -MAX_LENGTH * expected_gradient(trainer)
@@ -186,7 +186,7 @@ def test_the_gradient_is_that_of_everything_that_is_paid(tmp_path, estimator) ->
 
 
 @pytest.mark.proves("rlhf_pg.trainers.experience_maker.make_experience")
-def test_a_token_is_credited_with_what_follows_it_alone(tmp_path) -> None:
+def test_discounted_token_credit_covers_only_later_rewards(tmp_path) -> None:
     """With a discount it also shows by how many tokens a reward is away."""
     trainer = reinforce(tmp_path, stepwise, 1, gamma=0.5)
     expected = torch.zeros_like(gradient(trainer.model, objective(trainer)))
@@ -202,9 +202,7 @@ def test_a_token_is_credited_with_what_follows_it_alone(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
-def test_a_list_with_its_score_at_the_end_trains_like_the_score(
-    make, tmp_path, trainer_type
-) -> None:
+def test_score_list_with_last_score_trains_like_float(make, tmp_path, trainer_type) -> None:
     def at_the_end(completions, completion_ids, **_):
         pairs = zip(completion_ids, digits(completions), strict=True)
         return [[None] * (len(ids) - 1) + [score] for ids, score in pairs]
@@ -221,7 +219,7 @@ def test_a_list_with_its_score_at_the_end_trains_like_the_score(
     assert all(a.equal(b) for a, b in pairs)
 
 
-def test_process_supervision_counts_the_steps_that_were_scored(tmp_path) -> None:
+def test_process_group_normalized_counts_only_scored_steps(tmp_path) -> None:
     """A penalty of 0 is none of them."""
     options = {"missing_eos_penalty": 6.0, "advantage_estimator": "process_group_normalized"}
     trainer = make_trainer(
@@ -240,7 +238,7 @@ def test_process_supervision_counts_the_steps_that_were_scored(tmp_path) -> None
     close(experience.advantages, [[a, 0], [b + c, c]])
 
 
-def test_a_step_of_none_leaves_the_baseline_of_its_group(tmp_path) -> None:
+def test_none_step_scores_are_left_out_of_baseline(tmp_path) -> None:
     trainer = make_trainer(
         GRPOTrainer,
         tmp_path,
@@ -257,7 +255,7 @@ def test_a_step_of_none_leaves_the_baseline_of_its_group(tmp_path) -> None:
 # ---------------------------------------------------------------------------- clip and normalise
 
 
-def test_scores_are_clipped_before_their_weight_and_logged_as_they_were(tmp_path) -> None:
+def test_scores_are_clipped_before_weight_and_logged_raw(tmp_path) -> None:
     options = {"reward_clip_range": (-1.0, 2.0), "reward_weights": (3.0, 1.0)}
     functions = [says([5.0, -4.0], 1.5), says(None, 2.5, name="b")]
     trainer = reinforce(tmp_path, functions, 2, missing_eos_penalty=7.0, **options)
@@ -269,7 +267,7 @@ def test_scores_are_clipped_before_their_weight_and_logged_as_they_were(tmp_path
     assert metrics["reward"] == (3 + 4.5) / 2 + 2 - 3.5
 
 
-def test_scores_are_divided_by_the_std_of_all_totals_so_far(tmp_path) -> None:
+def test_normalize_rewards_divides_by_running_std(tmp_path) -> None:
     batches = [([1.0, 3.0], 2.0, None), (8.0, [None, -4.0], 0.5), (None, [0.25, 0.5], 1.0)]
     totals = [[4.0, 2.0], [8.0, -4.0, 0.5], [0.75, 1.0]]
     plain = says(100.0, 300.0, 200.0, name="plain")
@@ -298,19 +296,19 @@ def test_scores_are_divided_by_the_std_of_all_totals_so_far(tmp_path) -> None:
     assert signals.rewards[1, 0].item() == pytest.approx(0.25 * 2 / std)
 
 
-def test_what_is_normalised_has_been_clipped(tmp_path) -> None:
+def test_normalize_rewards_follows_clip(tmp_path) -> None:
     options = {"normalize_rewards": True, "reward_clip_range": (0.0, 1.0)}
     signals, _ = look(reinforce(tmp_path, says(9.0, -9.0), 2, **options), [(A, B), (B, B)])
     close(signals.scores[:, 0], [2, 0])  # of 1 and 0, whose std is 1/2
 
 
-def test_equal_scores_are_not_blown_up(tmp_path) -> None:
+def test_normalize_rewards_leaves_equal_scores_unchanged(tmp_path) -> None:
     trainer = reinforce(tmp_path, says(0.1, 0.1), 2, normalize_rewards=True)
     signals, _ = look(trainer, [(A, B), (B, B)])
     close(signals.scores[:, 0], [0.1, 0.1])
 
 
-def test_a_resumed_run_normalises_alike(make, tmp_path) -> None:
+def test_resumed_run_keeps_reward_moments(make, tmp_path) -> None:
     options = {"normalize_rewards": True, "max_steps": 4, "lr_scheduler_type": "constant"}
     whole = make(PPOTrainer, output_dir=str(tmp_path / "whole"), **options)
     whole.train()
@@ -335,7 +333,7 @@ CUT = [(A, EOS), (B, A)]  # the second is cut off
     ("mode", "paid"),
     [("subtract", [[1, 3], [2, 4 + 10 - 5]]), ("replace", [[1, 3], [0, -5]])],
 )
-def test_what_was_cut_off_pays_or_is_worth_the_penalty(tmp_path, mode, paid) -> None:
+def test_missing_eos_mode_subtracts_or_replaces(tmp_path, mode, paid) -> None:
     functions = [says([1.0, 3.0], [2.0, 4.0]), says(None, 10.0, name="b")]
     options = {"missing_eos_penalty": 5.0, "missing_eos_mode": mode}
     signals, metrics = look(reinforce(tmp_path, functions, 2, **options), CUT)
@@ -348,7 +346,7 @@ def test_what_was_cut_off_pays_or_is_worth_the_penalty(tmp_path, mode, paid) -> 
     assert metrics["rewards/missing_eos_penalty/mean"] == -2.5
 
 
-def test_replacing_leaves_no_room_for_what_did_not_apply(tmp_path) -> None:
+def test_missing_eos_replace_also_replaces_none_scores(tmp_path) -> None:
     """Its place would be filled with the mean of the group."""
     functions = [says(4.0, None, 8.0), says(0.0, 0.0, 0.0, name="b")]
     options = {"missing_eos_penalty": 5.0, "missing_eos_mode": "replace", "overlong_buffer": 1}
@@ -359,7 +357,7 @@ def test_replacing_leaves_no_room_for_what_did_not_apply(tmp_path) -> None:
     assert metrics["rewards/overlong_penalty/mean"] == pytest.approx(-1 / 3)  # raw
 
 
-def test_the_overlong_penalty_is_a_source_of_its_own(tmp_path) -> None:
+def test_overlong_penalty_is_own_unweighted_source(tmp_path) -> None:
     options = {"overlong_buffer": 2, "overlong_penalty": 3.0, "reward_weights": (10.0,)}
     signals, metrics = look(
         reinforce(tmp_path, says(1.0, 1.0, 1.0), 3, **options), [(EOS,), (A, EOS), (A, B)]
@@ -369,14 +367,14 @@ def test_the_overlong_penalty_is_a_source_of_its_own(tmp_path) -> None:
     assert metrics["reward"] == 7.5
 
 
-def test_penalties_are_logged_and_shown(make, tmp_path) -> None:
+def test_penalties_are_in_metrics_and_completions(make, tmp_path) -> None:
     make(missing_eos_penalty=0.5, overlong_buffer=2, log_completions_steps=1).train()
     assert all("rewards/overlong_penalty/mean" in x for x in read(tmp_path / "run/metrics.jsonl"))
     shown = read(tmp_path / "run" / "completions.jsonl")[0]
     assert {"rewards/digits", "rewards/missing_eos_penalty", "rewards/overlong_penalty"} <= {*shown}
 
 
-def test_a_process_without_completions_has_no_scores(make) -> None:
+def test_reward_without_completions_has_empty_scores(make) -> None:
     trainer = make(missing_eos_penalty=0.5, overlong_buffer=2)
     assert trainer.reward(trainer.roll_out(range(0))).shape == (0, 1, 3)
 
@@ -384,7 +382,7 @@ def test_a_process_without_completions_has_no_scores(make) -> None:
 # --------------------------------------------------------------------------- whiten, and evaluate
 
 
-def test_whitened_rewards_have_variance_1_and_their_mean(tmp_path) -> None:
+def test_whitened_rewards_have_unit_variance_and_keep_mean(tmp_path) -> None:
     reward, said = says(3.0, [1.0, 5.0], [None, -2.0]), [(EOS,), (A, B), (B, B)]
     plain, white = (
         look(reinforce(tmp_path, reward, 3, beta=0.3, whiten_rewards=on), said)[0]
@@ -399,7 +397,7 @@ def test_whitened_rewards_have_variance_1_and_their_mean(tmp_path) -> None:
     close(white.scores, plain.scores)  # what a completion is worth stays
 
 
-def test_evaluation_clips_and_penalises_but_does_not_normalise(make) -> None:
+def test_evaluation_clips_and_penalizes_but_does_not_normalize(make) -> None:
     def reward(completions, **_):
         return [2.0 * len(text) - 1 for text in completions]
 
@@ -443,25 +441,25 @@ def test_evaluation_clips_and_penalises_but_does_not_normalise(make) -> None:
         (GRPOConfig, {"overlong_penalty": 2.0}, "no effect without overlong_buffer"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(config_type, options, message) -> None:
+def test_contradictory_reward_options_are_refused(config_type, options, message) -> None:
     with pytest.raises(ValueError, match=message):
         config_type(**options)
 
 
-def test_the_largest_buffer_and_whitening_where_it_is_all_that_is_looked_at() -> None:
+def test_valid_overlong_buffer_and_whitening_are_accepted() -> None:
     GRPOConfig(overlong_buffer=8, max_completion_length=8)
     ReinforceConfig(whiten_rewards=True, advantage_estimator="returns")
     PPOConfig(whiten_rewards=True)
 
 
-def test_a_function_named_like_a_penalty_is_refused(tmp_path) -> None:
+def test_reward_function_named_like_penalty_is_refused(tmp_path) -> None:
     reward = says(1.0, name="overlong_penalty")
     reinforce(tmp_path, reward, 1)
     with pytest.raises(ValueError, match="has the name of the penalty overlong_penalty: rename"):
         reinforce(tmp_path, reward, 1, overlong_buffer=1)
 
 
-def test_a_run_with_another_reward_function_does_not_resume(make) -> None:
+def test_changed_reward_function_on_resume_is_refused(make) -> None:
     def other(completions, **_):
         return [float(len(text)) for text in completions]
 
@@ -473,7 +471,7 @@ def test_a_run_with_another_reward_function_does_not_resume(make) -> None:
     assert all(p.equal(b) for p, b in zip(again.model.parameters(), before, strict=True))
 
 
-def test_a_reward_function_may_ask_how_far_the_run_is(make):
+def test_reward_function_receives_step_and_trainer_state(make):
     seen = []
 
     def asks(completions, step, trainer_state, **_):
@@ -485,7 +483,7 @@ def test_a_reward_function_may_ask_how_far_the_run_is(make):
     assert seen == [(step, step, 3) for step in range(3)]
 
 
-def test_a_turn_that_the_policy_continued_is_judged_whole(make, model_path):
+def test_continued_assistant_turn_is_judged_whole(make, model_path):
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     asked, begun = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}

@@ -22,7 +22,7 @@ def speaking(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllm]:
     server.close()
 
 
-def test_a_run_measures_how_far_the_server_is_from_the_policy(speaking, make, tmp_path, caplog):
+def test_server_logprob_mismatch_is_logged_and_warned_once(speaking, make, tmp_path, caplog):
     """And says once if that is further than rounding goes."""
     make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url).train()
     lines = read(tmp_path / "run/metrics.jsonl")
@@ -39,7 +39,7 @@ def test_a_run_measures_how_far_the_server_is_from_the_policy(speaking, make, tm
     assert f"{lines[0][off + 'mean']:.2f} nats" in said[0]
 
 
-def test_the_loss_is_weighed_by_the_mismatch_unless_it_is_not_to_be(speaking, make, tmp_path):
+def test_auto_sampler_correction_weighs_server_mismatch(speaking, make, tmp_path):
     """The policy as it was gives these tokens far less than 1/e, so their weights are below 1."""
     server = {"rollout_engine": "vllm_server", "vllm_server_base_url": speaking.url, "max_steps": 1}
     norms = {}
@@ -50,7 +50,7 @@ def test_the_loss_is_weighed_by_the_mismatch_unless_it_is_not_to_be(speaking, ma
     assert norms["auto"] < 0.9 * norms["none"]
 
 
-def test_what_was_trained_is_saved_when_the_server_dies(speaking, make, tmp_path):
+def test_server_death_on_weight_sync_saves_checkpoint(speaking, make, tmp_path):
     trainer = make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url, max_steps=4)
     reload = iter([None, None, (500, {"error": {"message": "EngineCore died"}})])
     speaking.answers["/collective_rpc"] = lambda body: next(reload, (500, b"dead"))
@@ -62,7 +62,7 @@ def test_what_was_trained_is_saved_when_the_server_dies(speaking, make, tmp_path
     assert again.state.step == 4
 
 
-def test_what_was_trained_is_saved_when_the_server_dies_while_it_samples(speaking, make, tmp_path):
+def test_server_death_while_sampling_saves_checkpoint(speaking, make, tmp_path):
     trainer = make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url)
 
     def die_in_the_second_step(body: Any) -> Any:

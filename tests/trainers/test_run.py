@@ -20,7 +20,7 @@ TRAINERS = [GRPOTrainer, RLOOTrainer, ReinforceTrainer, PPOTrainer]
 
 
 @pytest.mark.parametrize("trainer_type", TRAINERS)
-def test_run_directory(make, trainer_type, tmp_path) -> None:
+def test_run_directory_holds_expected_files(make, trainer_type, tmp_path) -> None:
     trainer = make(trainer_type, beta=0.1, log_completions_steps=2, save_steps=2)
     trainer.train()
     run = tmp_path / "run"
@@ -48,7 +48,7 @@ def test_run_directory(make, trainer_type, tmp_path) -> None:
     assert AutoTokenizer.from_pretrained(run / "final").eos_token == "<eos>"
 
 
-def test_trackers_get_the_line_of_every_so_many_steps(make, tmp_path, monkeypatch) -> None:
+def test_trackers_log_every_logging_steps(make, tmp_path, monkeypatch) -> None:
     data = arithmetic().eval_dataset.select(range(2))
     trainer = make(logging_steps=4, max_steps=6, eval_steps=3, eval_dataset=data, save_best=False)
     seen = []
@@ -63,7 +63,7 @@ def test_trackers_get_the_line_of_every_so_many_steps(make, tmp_path, monkeypatc
     assert seen == [2, 3]  # and the last
 
 
-def test_kl_is_null_without_a_reference_and_zero_at_the_start_with_one(make, tmp_path) -> None:
+def test_kl_is_null_without_reference_and_starts_at_zero(make, tmp_path) -> None:
     make().train()
     assert all(line["kl"] is None for line in read(tmp_path / "run" / "metrics.jsonl"))
     make(beta=0.1).train()
@@ -81,9 +81,7 @@ def test_kl_is_null_without_a_reference_and_zero_at_the_start_with_one(make, tmp
         (GRPOTrainer, {"entropy_coef": 0.2}, {"entropy": -0.2}),
     ],
 )
-def test_the_loss_is_that_of_the_policy_and_its_other_parts(
-    make, trainer_type, options, rest, tmp_path
-) -> None:
+def test_logged_loss_is_sum_of_logged_parts(make, trainer_type, options, rest, tmp_path) -> None:
     make(trainer_type, **options).train()
     for line in read(tmp_path / "run" / "metrics.jsonl"):
         parts = line["policy_loss"] + sum(line[name] * weight for name, weight in rest.items())
@@ -106,15 +104,13 @@ def test_the_loss_is_that_of_the_policy_and_its_other_parts(
         ({}, None),
     ],
 )
-def test_a_loss_of_rows_with_weights_by_length_is_worth_a_warning(
-    make, caplog, options, said
-) -> None:
+def test_sequence_level_loss_with_length_weights_warns(make, caplog, options, said) -> None:
     make(GRPOTrainer, **options)
     assert ("long completions" in caplog.text) == (said is not None)
     assert (said or "") in caplog.text
 
 
-def test_metrics_of_a_step_against_the_samples(make) -> None:
+def test_step_metrics_match_samples(make) -> None:
     trainer = make()
     seen = {}
     collected = trainer.collector.roll_out
@@ -152,14 +148,14 @@ class Keep(Callback):
         self.events.append("end")
 
 
-def test_callbacks(make) -> None:
+def test_callbacks_fire_in_order(make) -> None:
     keep = Keep()
     make(callbacks=[keep], save_steps=2).train()
     assert keep.events == ["step 1", "step 2", "save step-00000002", "step 3", "end"]
 
 
 @pytest.mark.parametrize("trainer_type", TRAINERS)
-def test_ten_steps_are_five_and_five_bit_for_bit(make, trainer_type, tmp_path) -> None:
+def test_resumed_run_matches_uninterrupted_run(make, trainer_type, tmp_path) -> None:
     """With dropout on, so that the random state matters, and a schedule that is not constant."""
     options = {"max_steps": 10, "save_steps": 5, "beta": 0.1, "warmup_steps": 3}
     if trainer_type is not ReinforceTrainer:
@@ -203,14 +199,14 @@ class Breaks(Callback):
         raise RuntimeError("not today")
 
 
-def test_checkpoints_of_another_run_are_not_mixed_in(make) -> None:
+def test_new_run_over_unfinished_run_is_refused(make) -> None:
     with pytest.raises(RuntimeError, match="not today"):
         make(save_steps=1, callbacks=[Breaks()]).train()
     with pytest.raises(ValueError, match=r"earlier run.*--resume_from_checkpoint latest"):
         make().train()
 
 
-def test_a_run_that_ended_is_set_aside_with_its_checkpoints(make, tmp_path) -> None:
+def test_finished_run_is_set_aside_with_checkpoints(make, tmp_path) -> None:
     for _ in range(2):
         make(save_steps=1).train()
     run = tmp_path / "run"
@@ -218,7 +214,7 @@ def test_a_run_that_ended_is_set_aside_with_its_checkpoints(make, tmp_path) -> N
     assert verified(run / "checkpoints" / "step-00000003") is None
 
 
-def test_an_earlier_run_is_set_aside(make, tmp_path, capsys) -> None:
+def test_earlier_runs_are_set_aside(make, tmp_path, capsys) -> None:
     for steps in (3, 2, 1):
         make(max_steps=steps).train()
     run = tmp_path / "run"
@@ -228,7 +224,7 @@ def test_an_earlier_run_is_set_aside(make, tmp_path, capsys) -> None:
     assert "held an earlier run or a model: it is in" in capsys.readouterr().out
 
 
-def test_resume_needs_a_checkpoint(make, tmp_path) -> None:
+def test_resume_without_checkpoint_raises(make, tmp_path) -> None:
     with pytest.raises(ValueError, match="no checkpoint to resume from"):
         make().train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="holds no checkpoint"):
@@ -236,7 +232,7 @@ def test_resume_needs_a_checkpoint(make, tmp_path) -> None:
 
 
 @pytest.mark.fault(31, "a run is not resumed with another one")
-def test_resume_refuses_another_reference(make) -> None:
+def test_changed_reference_on_resume_is_refused(make) -> None:
     make(beta=0.1, save_steps=1).train()
     trainer = make(beta=0.1)
     with torch.no_grad():
@@ -245,20 +241,20 @@ def test_resume_refuses_another_reference(make) -> None:
         trainer.train(resume_from_checkpoint=True)
 
 
-def test_epochs_set_the_number_of_steps(make) -> None:
+def test_num_train_epochs_sets_total_steps(make) -> None:
     data = arithmetic().train_dataset.select(range(10))
     trainer = make(train_dataset=data, max_steps=-1, num_train_epochs=1.5)
     assert trainer.total_steps == 4  # 15 prompts, 4 at a time
     assert [trainer.prompt_order.rows(range(10 * e, 10 * e + 10)) for e in (0, 1)] != [[], []]
 
 
-def test_the_learning_rate_advances_once_per_step(make, tmp_path) -> None:
+def test_learning_rate_advances_once_per_step(make, tmp_path) -> None:
     make(max_steps=4, warmup_steps=2, num_iterations=2, num_mini_batches=2).train()
     rates = [line["learning_rate"] for line in read(tmp_path / "run" / "metrics.jsonl")]
     assert rates == pytest.approx([0, 5e-4, 1e-3, 5e-4])
 
 
-def test_own_optimizer_and_scheduler(make) -> None:
+def test_own_optimizer_and_scheduler_are_used(make) -> None:
     model = make().model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
@@ -267,7 +263,7 @@ def test_own_optimizer_and_scheduler(make) -> None:
     assert keep.last["learning_rate"] == pytest.approx(0.005)
 
 
-def test_evaluate_is_repeatable_and_does_not_disturb_training(make, tmp_path) -> None:
+def test_evaluate_is_repeatable_and_leaves_training_unchanged(make, tmp_path) -> None:
     held_out = arithmetic().eval_dataset.select(range(20))
     plain = make(output_dir=str(tmp_path / "plain"))
     plain.train()
@@ -283,7 +279,7 @@ def test_evaluate_is_repeatable_and_does_not_disturb_training(make, tmp_path) ->
         assert all(line[k] == other[k] for k in keys)
 
 
-def test_an_evaluation_that_fails_leaves_the_line_of_its_step(make, tmp_path) -> None:
+def test_failed_evaluation_keeps_metrics_of_step(make, tmp_path) -> None:
     def reward(prompts, completions, **_):
         if len(prompts) == 4:  # the second batch of the evaluation
             raise RuntimeError("not today")
@@ -296,7 +292,7 @@ def test_an_evaluation_that_fails_leaves_the_line_of_its_step(make, tmp_path) ->
     assert [line["step"] for line in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
 
 
-def test_evaluate_needs_a_dataset(make) -> None:
+def test_evaluate_without_dataset_raises(make) -> None:
     with pytest.raises(ValueError, match="eval_dataset"):
         make().evaluate()
 
@@ -327,7 +323,7 @@ def test_gradient_checkpointing_changes_nothing(make, tmp_path) -> None:
     assert on["reward"] == off["reward"]
 
 
-def test_bfloat16_trains(make, tmp_path) -> None:
+def test_bfloat16_run_saves_bfloat16_model(make, tmp_path) -> None:
     make(dtype="bfloat16", beta=0.1).train()
     lines = read(tmp_path / "run" / "metrics.jsonl")
     assert all(line["grad_norm"] > 0 for line in lines)
@@ -335,7 +331,7 @@ def test_bfloat16_trains(make, tmp_path) -> None:
     assert weights.dtype == torch.bfloat16
 
 
-def test_defaults_are_those_of_the_papers() -> None:
+def test_defaults_match_papers() -> None:
     assert GRPOConfig().beta == 0.0
     assert GRPOConfig().scale_rewards == "group"
     assert json.dumps(RLOOTrainer.config_type().beta) == "0.05"

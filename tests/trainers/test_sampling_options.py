@@ -61,7 +61,7 @@ def advantages_of(says: list[tuple[int, ...]]) -> list[float]:
 
 @pytest.mark.parametrize("micro_batch_tokens", [5, 100])
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
-def test_completions_that_were_cut_off_leave_loss_and_denominator(
+def test_masked_truncated_completions_leave_loss_and_denominator(
     aggregation: str, micro_batch_tokens: int, tmp_path: Path
 ) -> None:
     trainer = make_trainer(
@@ -91,7 +91,7 @@ def test_completions_that_were_cut_off_leave_loss_and_denominator(
 
 
 @pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
-def test_only_the_loss_does_not_see_what_was_cut_off(trainer_type, tmp_path: Path) -> None:
+def test_mask_truncated_completions_changes_only_action_mask(trainer_type, tmp_path: Path) -> None:
     """Attention, advantages, returns and reward metrics are those of a run with everything."""
     made = {}
     for masked in (False, True):
@@ -117,7 +117,7 @@ def test_only_the_loss_does_not_see_what_was_cut_off(trainer_type, tmp_path: Pat
     assert experience.action_mask.sum(1).tolist() == [2, 0, 1, 2, 2, 0]
 
 
-def test_the_critic_does_not_learn_from_what_was_cut_off(tmp_path: Path) -> None:
+def test_critic_skips_masked_truncated_completions(tmp_path: Path) -> None:
     """The gradient of its bias is vf_coef times the mean of V - R over the tokens that train."""
     trainer = make_trainer(
         PPOTrainer,
@@ -149,7 +149,7 @@ def test_the_critic_does_not_learn_from_what_was_cut_off(tmp_path: Path) -> None
         (PPOTrainer, {"num_iterations": 2, "target_kl": 0.1}),
     ],
 )
-def test_a_step_in_which_all_were_cut_off_changes_nothing(
+def test_step_of_masked_completions_leaves_weights_unchanged(
     trainer_type, options, tmp_path: Path
 ) -> None:
     trainer = make_trainer(
@@ -193,7 +193,7 @@ DULL = [(A, EOS), (A, B), (EOS,), (B, EOS), (B, EOS), (B, EOS)]
 
 @pytest.mark.parametrize("micro_batch_tokens", [5, 12, 100])
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
-def test_rows_without_advantage_are_not_forwarded_and_not_missed(
+def test_skip_zero_advantages_leaves_gradient_unchanged(
     aggregation: str, micro_batch_tokens: int, tmp_path: Path
 ) -> None:
     gradients, losses, rows = {}, {}, {}
@@ -221,7 +221,7 @@ def test_rows_without_advantage_are_not_forwarded_and_not_missed(
     assert (sum(rows[False]), sum(rows[True])) == (2 * 6, 2 * 3)
 
 
-def test_a_step_without_any_advantage_leaves_the_optimizer_as_it_would_be(tmp_path: Path) -> None:
+def test_skipped_step_of_zero_advantages_still_steps_optimizer(tmp_path: Path) -> None:
     """Momentum and weight decay go on through it, on one blank row."""
     ends = {}
     for skip in (False, True):
@@ -273,9 +273,7 @@ class EveryOther:
         (GRPOConfig, {"policy_loss": "kl_penalty", "num_iterations": 2}, "'kl_penalty'"),
     ],
 )
-def test_what_rows_without_advantage_have_a_gradient_from_is_refused(
-    config, options, other
-) -> None:
+def test_skip_zero_advantages_with_other_gradient_is_refused(config, options, other) -> None:
     assert config(**options)
     with pytest.raises(ValueError, match=f"skip_zero_advantages would skip .*{other}"):
         config(skip_zero_advantages=True, **options)
@@ -285,9 +283,7 @@ def test_what_rows_without_advantage_have_a_gradient_from_is_refused(
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [5, 9, 12, 17])
-def test_micro_batches_keep_the_rows_that_a_loss_compares_together(
-    micro_batch_tokens: int, tmp_path: Path
-) -> None:
+def test_micro_batches_keep_groups_whole_for_p3o(micro_batch_tokens: int, tmp_path: Path) -> None:
     gradients = {}
     for tokens in (100, micro_batch_tokens):
         trainer = make_trainer(
@@ -317,12 +313,12 @@ def ascent(trainer: PolicyGradientTrainer) -> Tensor:
 @pytest.mark.proves("rlhf_pg.advantages.estimators.returns_minus_greedy")
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize("options", [{"prompts": TWO}, {"num_generations": 2}])
-def test_a_greedy_baseline_is_unbiased(options, beta: float, tmp_path: Path) -> None:
+def test_greedy_baseline_is_unbiased(options, beta: float, tmp_path: Path) -> None:
     trainer = make_trainer(ReinforceTrainer, tmp_path, beta=beta, **REMAX, **options)
     assert_close(ascent(trainer), exact_gradient(trainer, enumeration.model(), beta), rel=1e-8)
 
 
-def test_every_row_is_compared_with_the_greedy_completion_of_its_own_prompt(tmp_path) -> None:
+def test_greedy_baseline_uses_completion_of_own_prompt(tmp_path) -> None:
     """Penalties and weights apply to both alike, and the KL is not in the baseline."""
     prompts = ("ab", "bba", "a")
     trainer = make_trainer(
@@ -359,7 +355,7 @@ def test_every_row_is_compared_with_the_greedy_completion_of_its_own_prompt(tmp_
         assert experience.advantages[i, last].item() == pytest.approx(expected, abs=1e-10)
 
 
-def test_greedy_completions_are_counted_and_never_trained_on(make, tmp_path) -> None:
+def test_greedy_completions_are_counted_but_not_trained_on(make, tmp_path) -> None:
     calls: list[list[list[int]]] = []
 
     def watched(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -384,14 +380,14 @@ def test_greedy_completions_are_counted_and_never_trained_on(make, tmp_path) -> 
     assert line["completions/mean_length"] == statistics.mean(map(len, sampled))
 
 
-def test_a_greedy_baseline_needs_no_second_completion(make) -> None:
+def test_greedy_baseline_trains_with_single_completion(make) -> None:
     trainer = make(ReinforceTrainer, prompts_per_step=1, num_generations=1, max_steps=1, **REMAX)
     trainer.train()
     [line] = untimed(Path(trainer.args.output_dir))
     assert math.isfinite(line["rewards/greedy"])
 
 
-def test_greedy_completions_are_of_the_prompts_that_dynamic_sampling_kept(make) -> None:
+def test_greedy_baseline_follows_dynamic_sampling(make) -> None:
     def first_digits(prompts: list[str], **_: Any) -> list[float]:
         return [float(p[0] in "13579") * (i % 2) for i, p in enumerate(prompts)]
 
@@ -415,14 +411,14 @@ AVERAGE: dict[str, Any] = {"advantage_estimator": "returns_minus_moving_average"
 
 @pytest.mark.proves("rlhf_pg.advantages.estimators.returns_minus_moving_average")
 @pytest.mark.parametrize("beta", [0.0, 0.3])
-def test_a_moving_average_of_earlier_steps_is_unbiased(beta: float, tmp_path: Path) -> None:
+def test_moving_average_baseline_is_unbiased(beta: float, tmp_path: Path) -> None:
     trainer = make_trainer(ReinforceTrainer, tmp_path, prompts=TWO, beta=beta, **AVERAGE)
     trainer.moving_average.update(-1.7)
     assert_close(ascent(trainer), exact_gradient(trainer, enumeration.model(), beta), rel=1e-8)
     assert trainer.moving_average.value == pytest.approx(-1.7)
 
 
-def test_it_is_the_average_of_the_returns_of_earlier_steps(tmp_path: Path) -> None:
+def test_moving_average_baseline_weighs_earlier_returns(tmp_path: Path) -> None:
     """Weights 0.9^2, 0.9 and 1 from the oldest, over their sum; the KL is part of a return."""
     trainer = make_trainer(
         ReinforceTrainer,
@@ -454,7 +450,7 @@ def test_it_is_the_average_of_the_returns_of_earlier_steps(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("options", [AVERAGE, REMAX | {"dynamic_sampling_rounds": 1}])
-def test_four_steps_are_two_and_two_bit_for_bit(options, make: Callable, tmp_path) -> None:
+def test_resumed_run_matches_uninterrupted_run(options, make: Callable, tmp_path) -> None:
     def build(directory: str) -> PolicyGradientTrainer:
         return make(
             ReinforceTrainer,
@@ -476,7 +472,7 @@ def test_four_steps_are_two_and_two_bit_for_bit(options, make: Callable, tmp_pat
     assert untimed(tmp_path / "part") == untimed(tmp_path / "whole")
 
 
-def test_the_number_of_micro_batches_is_agreed_on_before_the_first(tmp_path, monkeypatch) -> None:
+def test_number_of_micro_batches_is_agreed_before_first_forward(tmp_path, monkeypatch) -> None:
     """A forward pass may wait for the other processes, and they for the number."""
     trainer = make_trainer(GRPOTrainer, tmp_path, prompts=TWO, num_generations=3)
     trainer.engine.says = DULL

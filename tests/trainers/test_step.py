@@ -18,7 +18,7 @@ def experience_of(trainer: PolicyGradientTrainer):
     return trainer.make_experience(samples.rollout, trainer.reward(samples), Meter())[0]
 
 
-def test_rewards_see_the_ids_that_were_sampled(make) -> None:
+def test_reward_receives_sampled_ids(make) -> None:
     """Special tokens and all: they are not read back from the text."""
     seen = []
 
@@ -36,7 +36,7 @@ def test_rewards_see_the_ids_that_were_sampled(make) -> None:
     assert any(ids[-1] == eos for ids in seen)
 
 
-def test_a_reward_sees_the_prompt_and_columns_that_were_answered(make) -> None:
+def test_sample_prompts_and_columns_match_rows(make) -> None:
     data = Dataset.from_dict({"prompt": ["1+1=", "2+2="], "answer": ["2", "4"]})
     trainer = make(train_dataset=data, prompts_per_step=2, num_generations=3)
     samples = trainer.roll_out(range(2))
@@ -50,7 +50,7 @@ def test_a_reward_sees_the_prompt_and_columns_that_were_answered(make) -> None:
 
 
 @pytest.mark.parametrize("trainer_type", [GRPOTrainer, PPOTrainer])
-def test_what_was_sampled_is_scored_alike(make, trainer_type) -> None:
+def test_old_and_reference_logprobs_match_sampler(make, trainer_type) -> None:
     """At a temperature other than 1, by the policy and by its reference."""
     trainer = make(trainer_type, temperature=0.5, beta=0.1, num_iterations=2)
     experience = experience_of(trainer)
@@ -59,7 +59,7 @@ def test_what_was_sampled_is_scored_alike(make, trainer_type) -> None:
     torch.testing.assert_close(experience.ref_logprobs, sampled, atol=1e-5, rtol=0)
 
 
-def test_the_noise_of_a_step_is_its_own(make) -> None:
+def test_sampling_noise_differs_between_steps_and_rows(make) -> None:
     """The same prompt and the same weights, and yet other completions in every step and row."""
     seen = []
 
@@ -75,19 +75,19 @@ def test_the_noise_of_a_step_is_its_own(make) -> None:
 
 
 @pytest.mark.parametrize(("iterations", "is_scored"), [(1, False), (2, True)])
-def test_the_ratio_of_a_single_update_is_1_by_construction(make, iterations, is_scored) -> None:
+def test_old_logprobs_are_scored_only_for_several_updates(make, iterations, is_scored) -> None:
     """Even where the KL in the reward has made the old log-probabilities known."""
     trainer = make(RLOOTrainer, beta=0.1, num_iterations=iterations)
     assert (experience_of(trainer).old_logprobs is not None) == is_scored
 
 
-def test_making_a_trainer_warns_of_nothing_in_transformers(make, recwarn) -> None:
+def test_trainer_init_emits_no_future_warning(make, recwarn) -> None:
     make()
     assert not [w for w in recwarn if w.category is FutureWarning]
 
 
 @pytest.mark.parametrize("trainer_type", [RLOOTrainer, PPOTrainer])
-def test_the_sampler_spares_the_policy_a_pass(make, trainer_type) -> None:
+def test_sampler_old_logprobs_skip_policy_pass(make, trainer_type) -> None:
     """It has the same weights, and so the same log-probabilities before the update."""
     options = {"dtype": "float64", "num_iterations": 2, "beta": 0.1}
     trainer = make(trainer_type, old_logprobs_source="sampler", **options)
@@ -101,7 +101,7 @@ def test_the_sampler_spares_the_policy_a_pass(make, trainer_type) -> None:
     torch.testing.assert_close(scored, computed, rtol=0, atol=1e-5)
 
 
-def test_a_kl_that_is_paid_in_the_reward_is_not_in_the_loss_too(make) -> None:
+def test_kl_in_reward_is_not_in_loss(make) -> None:
     trainer = make(RLOOTrainer, beta=0.5)
     experience = experience_of(trainer)
     experience = dataclasses.replace(experience, old_logprobs=experience.sampler_logprobs)
@@ -111,7 +111,7 @@ def test_a_kl_that_is_paid_in_the_reward_is_not_in_the_loss_too(make) -> None:
         assert trainer.loss(new, experience)[0].equal(trainer.loss(new, far)[0])
 
 
-def test_a_minibatch_counts_its_own_tokens_alone(tmp_path) -> None:
+def test_minibatch_denominator_counts_own_tokens(tmp_path) -> None:
     """Its gradient is that of a step with no other minibatch."""
     options = {"prompts": ("a", "ab"), "num_generations": 2, "aggregation": "token_mean"}
     gradients = []
@@ -126,7 +126,7 @@ def test_a_minibatch_counts_its_own_tokens_alone(tmp_path) -> None:
     torch.testing.assert_close(gradients[0], gradients[1], atol=0, rtol=1e-12)
 
 
-def test_the_gradient_is_scaled_down_to_the_norm_that_is_set(make) -> None:
+def test_gradient_is_clipped_to_max_norm(make) -> None:
     runtime = make().runtime
     for max_norm, expected in [(1.0, [0.6, 0.8]), (0.0, [3.0, 4.0]), (10.0, [3.0, 4.0])]:
         layer = torch.nn.Linear(2, 1, bias=False)
@@ -138,7 +138,7 @@ def test_the_gradient_is_scaled_down_to_the_norm_that_is_set(make) -> None:
         assert layer.weight.grad is None
 
 
-def test_the_optimizer_is_as_configured(make) -> None:
+def test_optimizer_uses_configured_settings(make) -> None:
     keys = {"adam_epsilon": 1e-5, "adam_beta1": 0.8, "adam_beta2": 0.99, "weight_decay": 0.1}
     trainer = make(PPOTrainer, **keys, learning_rate=1e-3, value_learning_rate=1e-2)
     rates = set()
@@ -151,7 +151,7 @@ def test_the_optimizer_is_as_configured(make) -> None:
     assert rates == {1e-3, 1e-2}
 
 
-def test_a_minibatch_that_stops_the_updates_leaves_no_gradient(make) -> None:
+def test_target_kl_stop_leaves_no_gradient(make) -> None:
     trainer = make(PPOTrainer, num_iterations=4, learning_rate=1e-2, target_kl=1e-6)
     metrics = trainer.learner.update(experience_of(trainer), 0, Meter())
     assert metrics["num_updates"] < 4

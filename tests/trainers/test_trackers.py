@@ -143,7 +143,7 @@ def lines(run: Path) -> Steps:
 # ------------------------------------------------------------------------------------------ tests
 
 
-def test_runs_one_after_another_report_every_number_of_every_step(make, tmp_path) -> None:
+def test_consecutive_runs_report_every_metric(make, tmp_path) -> None:
     held_out = arithmetic().eval_dataset.select(range(8))
     for trainer_type in (GRPOTrainer, RLOOTrainer, ReinforceTrainer):
         run = tmp_path / trainer_type.__name__
@@ -166,7 +166,7 @@ def test_runs_one_after_another_report_every_number_of_every_step(make, tmp_path
         assert wandb_exit_code(run) == 0
 
 
-def test_a_run_has_the_name_that_it_is_given(make, tmp_path) -> None:
+def test_run_name_reaches_trackers(make, tmp_path) -> None:
     make(report_to=["wandb", "trackio"], run_name="third try", max_steps=1).train()
     run = tmp_path / "run"
     (record,) = [r.run for r in wandb_records(run) if r.WhichOneof("record_type") == "run"]
@@ -175,7 +175,7 @@ def test_a_run_has_the_name_that_it_is_given(make, tmp_path) -> None:
     assert not (run / "tensorboard").exists()
 
 
-def test_a_resumed_run_goes_on_in_its_trackers(make, tmp_path) -> None:
+def test_resumed_run_continues_in_trackers(make, tmp_path) -> None:
     run = tmp_path / "run"
     first = make(report_to=NAMES, save_steps=2, max_steps=4)
     first.total_steps = 2
@@ -192,7 +192,7 @@ def test_a_resumed_run_goes_on_in_its_trackers(make, tmp_path) -> None:
     assert all(f"-{run_id}" in name for name in offline)  # a second one of the same second: "-1"
 
 
-def test_a_new_run_in_the_directory_of_an_earlier_one_starts_afresh(make, tmp_path) -> None:
+def test_new_run_in_used_directory_starts_fresh_tracker_run(make, tmp_path) -> None:
     run = tmp_path / "run"
     for steps in (3, 2):
         make(report_to=NAMES, max_steps=steps).train()
@@ -202,7 +202,7 @@ def test_a_new_run_in_the_directory_of_an_earlier_one_starts_afresh(make, tmp_pa
         assert set(STEPS[name](run / "earlier-1")) == {1, 2, 3}
 
 
-def test_a_run_that_fails_leaves_what_it_has_reported(make, tmp_path) -> None:
+def test_failed_run_keeps_reported_steps(make, tmp_path) -> None:
     calls = []
 
     def reward(completions, **_):
@@ -234,7 +234,7 @@ class TakeAway(Callback):
 
 @pytest.mark.fault(42, "one warning, and it is left out; the others and metrics.jsonl go on")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's
-def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(make, tmp_path, caplog) -> None:
+def test_failing_tracker_is_dropped_and_run_continues(make, tmp_path, caplog) -> None:
     trainer = make(report_to=NAMES, max_steps=5, callbacks=[TakeAway()])
     with caplog.at_level(logging.WARNING, "rlhf_pg"):
         trainer.train()
@@ -247,7 +247,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(make, tmp_path, ca
     assert wandb_steps(run) == trackio_steps(run) == expected
 
 
-def test_a_tracker_that_cannot_start_stops_the_run_before_its_first_step(make, monkeypatch) -> None:
+def test_tracker_start_failure_raises_before_first_step(make, monkeypatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise OSError("in the way")
 
@@ -263,7 +263,7 @@ def test_a_tracker_that_cannot_start_stops_the_run_before_its_first_step(make, m
     "one that cannot start is an error before the first step; a run that is "
     "resumed goes on without it, with a warning",
 )
-def test_a_run_is_resumed_without_the_tracker_that_cannot_start(make, tmp_path, caplog) -> None:
+def test_tracker_start_failure_on_resume_warns(make, tmp_path, caplog) -> None:
     run = tmp_path / "run"
     make(save_steps=1, max_steps=1).train()
     (run / "tensorboard").write_text("in the way")
@@ -274,7 +274,7 @@ def test_a_run_is_resumed_without_the_tracker_that_cannot_start(make, tmp_path, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_tracker_that_is_not_installed_names_the_extra(make, monkeypatch, name) -> None:
+def test_missing_tracker_error_names_extra(make, monkeypatch, name) -> None:
     for package in (name, "tensorboardX"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError, match=rf'{name} is not installed.*"rlhf-pg\[trackers\]"'):
@@ -293,7 +293,7 @@ print({"tensorboard", "wandb", "trackio"} & set(sys.modules))
 """
 
 
-def test_trackers_that_are_not_chosen_are_not_imported(model_path, tmp_path) -> None:
+def test_unused_trackers_are_not_imported(model_path, tmp_path) -> None:
     out = tmp_path / "run"
     done = subprocess.run(
         [sys.executable, "-c", PLAIN_RUN, model_path, str(out)],

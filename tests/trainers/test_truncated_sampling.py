@@ -120,7 +120,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
         (ReinforceTrainer, {"num_generations": 2, "advantage_estimator": "returns", "beta": 0.3}),
     ],
 )
-def test_unbiased_for_the_truncated_policy(trainer_type, options, tmp_path: Path) -> None:
+def test_gradient_of_truncated_policy_is_exact(trainer_type, options, tmp_path: Path) -> None:
     """E[gradient] is that of J = E[score - beta log(pi_S / ref_S)] with the sets held fixed."""
     trainer = make_truncated(trainer_type, tmp_path, **{"num_generations": 2} | options)
     kept, beta = Kept(trainer.model, "ab"), options.get("beta", 0.0)
@@ -135,7 +135,7 @@ def test_unbiased_for_the_truncated_policy(trainer_type, options, tmp_path: Path
     assert torch.cosine_similarity(exact, enumeration.exact_gradient(trainer), dim=0) < 0.999
 
 
-def test_the_bonus_is_for_the_entropy_of_the_truncated_policy(tmp_path: Path) -> None:
+def test_entropy_bonus_uses_truncated_policy(tmp_path: Path) -> None:
     def equal(prompts, **_):
         return [1.0] * len(prompts)
 
@@ -152,7 +152,7 @@ def test_the_bonus_is_for_the_entropy_of_the_truncated_policy(tmp_path: Path) ->
     assert_close(-MAX_LENGTH * expected_gradient(trainer, kept), exact)
 
 
-def test_an_engine_that_does_not_say_what_it_kept_is_refused(tmp_path: Path) -> None:
+def test_engine_without_support_ids_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(RLOOTrainer, tmp_path, num_generations=2, **TOP_2)
     with pytest.raises(ValueError, match=r"row 0 .* the engine must say which ids"):
         gradient_of(trainer, [COMPLETIONS[0], COMPLETIONS[1]])
@@ -167,7 +167,7 @@ def drawn(trainer):
 
 
 @pytest.mark.parametrize("cuts", CUTS)
-def test_the_ratio_of_an_unchanged_policy_is_one(make, cuts) -> None:
+def test_ratio_of_unchanged_policy_is_one(make, cuts) -> None:
     trainer = make(**cuts, **SAVED, num_mini_batches=2, temperature=1.3)
     rollout = drawn(trainer)
     old = trainer.learner.score(rollout).old_logprobs
@@ -178,7 +178,7 @@ def test_the_ratio_of_an_unchanged_policy_is_one(make, cuts) -> None:
 
 @pytest.mark.parametrize("cuts", CUTS)
 @torch.no_grad()
-def test_without_the_support_the_ratio_is_the_mass_that_was_kept(make, cuts) -> None:
+def test_ratio_without_support_is_kept_mass(make, cuts) -> None:
     trainer = make(**cuts, **SAVED, temperature=1.3)
     rollout = drawn(trainer)
     assert rollout.support_ids.dtype == torch.int32
@@ -209,7 +209,7 @@ WITH_ALL = {**TOP_2, "top_k": 4, "sampler_correction": "token_mask", "max_steps"
         (PPOTrainer, {"num_iterations": 1, "beta": 0.1, "critic": "shared"}),
     ],
 )
-def test_sampler_policy_and_reference_agree_in_the_first_step(
+def test_sampler_policy_and_reference_agree_at_first_step(
     make, tmp_path, trainer_type, options
 ) -> None:
     make(trainer_type, **(WITH_ALL | options)).train()
@@ -220,14 +220,14 @@ def test_sampler_policy_and_reference_agree_in_the_first_step(
     assert "beta" not in options or line["kl"] == pytest.approx(0, abs=1e-6)
 
 
-def test_nothing_is_saved_where_nothing_is_truncated(make) -> None:
+def test_untruncated_sampling_saves_no_support(make) -> None:
     assert drawn(make()).support_ids is None
 
 
 # ------------------------------------------------------------------ what else is sampled, and stop
 
 
-def test_evaluation_samples_what_training_does_and_greedy_stays(make) -> None:
+def test_top_k_applies_to_sampled_but_not_greedy_evaluation(make) -> None:
     plain = make(eval_dataset=HELD_OUT).evaluate()
     best = make(eval_dataset=HELD_OUT, top_k=1, **SAVED).evaluate()
     assert plain["eval_reward"] != plain["eval_greedy_reward"]
@@ -235,7 +235,7 @@ def test_evaluation_samples_what_training_does_and_greedy_stays(make) -> None:
     assert best["eval_reward"] == plain["eval_greedy_reward"]
 
 
-def test_a_stop_string_ends_a_completion_and_stays_in_it(make) -> None:
+def test_stop_string_ends_completion_and_is_kept(make) -> None:
     trainer = make(stop="1", max_completion_length=12)
     rollout = trainer.sample(trainer.train_prompts, [0, 1, 2], [0, 1, 2], 8, 1.0)
     texts = rollout.completions

@@ -53,7 +53,7 @@ def _as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3", "gemma", "mistral", "gpt2", "opt"])
-def test_log_probabilities_equal_the_policys_after_every_change(arch, model_path):
+def test_logprobs_match_policy_after_every_change(arch, model_path):
     """Heads that are tied to the input are among them (gemma, gpt2, opt)."""
     model = model_of(arch)
     engine = VllmEngine(model, EOS, AutoTokenizer.from_pretrained(model_path))
@@ -68,7 +68,7 @@ HEAD = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"
 @pytest.mark.parametrize(
     ("tied", "options"), [(True, {}), (False, {}), (False, {"use_dora": True}), (False, HEAD)]
 )
-def test_an_adapter_is_merged_and_the_policy_stays(tied, options, model_path):
+def test_adapter_is_merged_and_policy_is_unchanged(tied, options, model_path):
     model = stir(get_peft_model(model_of(tie_word_embeddings=tied), adapter(**options)))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -79,13 +79,13 @@ def test_an_adapter_is_merged_and_the_policy_stays(tied, options, model_path):
     assert all(p.equal(before[name]) for name, p in model.named_parameters())
 
 
-def test_float64_weights_are_sampled_from_in_float32(model_path):
+def test_float64_weights_are_sampled_in_float32(model_path):
     model = model_of(dtype=torch.float64)
     engine = VllmEngine(model, EOS, AutoTokenizer.from_pretrained(model_path))
     assert_teacher_forced(model, PROMPTS, engine.generate(PROMPTS, 8, PARAMS, seed=0))
 
 
-def test_a_model_that_vllm_would_borrow_is_refused(model_path):
+def test_model_without_native_vllm_class_raises(model_path):
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     with pytest.raises(ValueError, match=r"no GPTNeoXForCausalLM of its own, .* native or vllm_"):
         VllmEngine(model_of("gpt_neox"), EOS, tokenizer)
@@ -96,19 +96,19 @@ def test_a_model_that_vllm_would_borrow_is_refused(model_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of CPUs")
 @pytest.mark.parametrize("arch", ["mixtral", "deepseek_v3"])
-def test_on_a_cpu_experts_are_refused(arch, model_path):
+def test_experts_on_cpu_raise(arch, model_path):
     """vLLM 0.32 reads their checkpoint rightly, and is nats off once it is given them again."""
     with pytest.raises(ValueError, match="vLLM does not replace the weights of experts: set rollo"):
         VllmEngine(model_of(arch), EOS, AutoTokenizer.from_pretrained(model_path))
 
 
-def test_a_head_that_is_trained_apart_from_the_input_is_refused(model_path):
+def test_separately_trained_tied_head_raises(model_path):
     model = get_peft_model(model_of(tie_word_embeddings=True), adapter(**HEAD))
     with pytest.raises(ValueError, match=r"leave it out of .* modules_to_save, or set rollout_"):
         VllmEngine(model, EOS, AutoTokenizer.from_pretrained(model_path))
 
 
-def test_a_model_of_more_positions_than_there_is_memory_for(model_path):
+def test_positions_beyond_memory_are_limited_or_raise(model_path):
     """A gigabyte of keys and values, a kilobyte each."""
     model = model_of(max_position_embeddings=2**21)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -132,7 +132,7 @@ def test_a_model_of_more_positions_than_there_is_memory_for(model_path):
         SamplingParams(temperature=1.0, min_p=0.1, max_tokens=2),
     ],
 )
-def test_tokens_have_the_frequencies_that_their_log_probabilities_say(engine, params):
+def test_token_frequencies_match_logprobs(engine, params):
     engine.eos_token_ids = []
     n = 2000
     completions = engine.generate([PROMPTS[0]], n, params, seed=0)
@@ -144,7 +144,7 @@ def test_tokens_have_the_frequencies_that_their_log_probabilities_say(engine, pa
     assert chi_square_p(counts, probs / probs.sum()) > 1e-3
 
 
-def test_greedy_log_probabilities_are_those_of_temperature_1(engine):
+def test_greedy_logprobs_are_at_temperature_one(engine):
     completions = engine.generate(PROMPTS, 1, SamplingParams(temperature=0, max_tokens=10), seed=0)
     assert_teacher_forced(engine.model, PROMPTS, completions, temperature=1.0)
     for prompt, completion in zip(PROMPTS, completions, strict=True):
@@ -153,7 +153,7 @@ def test_greedy_log_probabilities_are_those_of_temperature_1(engine):
 
 
 @pytest.mark.parametrize("max_tokens", [1, 4, 10])
-def test_every_eos_id_ends_a_completion_and_stays_in_it(engine, max_tokens):
+def test_every_eos_id_ends_completion_and_is_kept(engine, max_tokens):
     engine.eos_token_ids = []
     endless = engine.generate(PROMPTS, 30, PARAMS, seed=0)
     assert all(len(c.tokens) == 10 and c.finish_reason == "length" for c in endless)
@@ -166,7 +166,7 @@ def test_every_eos_id_ends_a_completion_and_stays_in_it(engine, max_tokens):
     assert {c.finish_reason for c in ended} == {"stop", "length"}
 
 
-def test_stop_strings_end_a_completion_and_their_tokens_stay(engine, model_path):
+def test_stop_strings_end_completion_and_are_kept(engine, model_path):
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     engine.eos_token_ids = []
     free = engine.generate(PROMPTS, 30, PARAMS, seed=0)
@@ -182,7 +182,7 @@ def test_stop_strings_end_a_completion_and_their_tokens_stay(engine, model_path)
         assert a.finish_reason == ("length" if length is None else "stop")
 
 
-def test_a_sample_depends_on_its_own_coordinates_alone(engine):
+def test_sample_depends_only_on_its_coordinates(engine):
     together = engine.generate(PROMPTS, 3, PARAMS, seed=1, prompt_ids=[4, 0, 9, 2])
     for i, draw in enumerate([4, 0, 9, 2]):
         alone = engine.generate([PROMPTS[i]], 2, PARAMS, seed=1, prompt_ids=[draw])
@@ -191,7 +191,7 @@ def test_a_sample_depends_on_its_own_coordinates_alone(engine):
     assert len({tuple(c.tokens) for c in together[:3]}) > 1
 
 
-def test_requests_come_and_go(engine):
+def test_requests_may_be_added_and_dropped_midway(engine):
     first = Request(tokens=PROMPTS[0], prompt_index=0, samples=(2, 5))
     expected = engine.generate([PROMPTS[0]], 6, PARAMS, seed=0)
     with engine.weights_synced():
@@ -213,7 +213,7 @@ def test_requests_come_and_go(engine):
             assert session.idle
 
 
-def test_what_cannot_be_sampled_is_one_error(engine):
+def test_unsamplable_input_or_model_is_one_error(engine):
     for prompt, said in (([], "prompt 0 is empty"), ([5] * 55, "longest sequence of 64")):
         with pytest.raises(ValueError, match=said):
             engine.generate([prompt], 1, PARAMS, seed=0)
@@ -254,7 +254,7 @@ def train(model_path: str, output_dir: Any, **options: Any) -> list[dict[str, An
 
 
 @pytest.mark.parametrize("options", [{}, {"use_peft": True}, {"num_mini_batches": 2}])
-def test_a_run_samples_from_the_policy_at_every_step(options, model_path, tmp_path):
+def test_run_samples_from_current_policy_at_every_step(options, model_path, tmp_path):
     for line in train(model_path, tmp_path, **options):
         assert line["sampling/sampling_logp_difference/max"] < 1e-4
         assert line["sampling/importance_sampling_ratio/min"] == pytest.approx(1, abs=1e-4)
@@ -262,7 +262,7 @@ def test_a_run_samples_from_the_policy_at_every_step(options, model_path, tmp_pa
         assert line["grad_norm"] > 0
 
 
-def test_weights_that_were_not_handed_over_are_seen(model_path, tmp_path, monkeypatch):
+def test_missed_weight_handover_shows_in_metrics(model_path, tmp_path, monkeypatch):
     load, times = VllmEngine._load, []
 
     def once(engine: VllmEngine, policy: Any) -> None:

@@ -97,7 +97,7 @@ def engine_of(model: Any, url: str, path: Path, eos: list[int]) -> VllmServerEng
     return VllmServerEngine(model, eos, url, path / "sync", timeout=60)
 
 
-def test_an_adapter_is_served_by_path_and_followed(url, model_path, tmp_path):
+def test_adapter_on_server_follows_policy(url, model_path, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(model_path)
     model = stir(get_peft_model(base, adapter(r=8))).eval()
     engine = engine_of(model, url, tmp_path, [3, 7])
@@ -106,7 +106,7 @@ def test_an_adapter_is_served_by_path_and_followed(url, model_path, tmp_path):
         stir(model)
 
 
-def test_whole_weights_are_read_by_path_and_followed(url, model_path, tmp_path):
+def test_full_weights_on_server_follow_policy(url, model_path, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_path).eval()
     engine = engine_of(model, url, tmp_path, [3, 7])
     for _ in range(3):
@@ -114,7 +114,7 @@ def test_whole_weights_are_read_by_path_and_followed(url, model_path, tmp_path):
         stir(model)
 
 
-def test_eos_ids_and_stop_strings_are_as_in_process(url, model_path, tmp_path):
+def test_eos_ids_and_stop_strings_match_in_process_engine(url, model_path, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_path)
     free = engine_of(model, url, tmp_path, [0])
     free.eos_token_ids = []
@@ -132,7 +132,7 @@ def test_eos_ids_and_stop_strings_are_as_in_process(url, model_path, tmp_path):
     assert (stopped.tokens, stopped.finish_reason) == (endless[0].tokens[:3], "stop")
 
 
-def test_raw_log_probabilities_are_refused(model_path, tmp_path):
+def test_raw_logprobs_mode_raises(model_path, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_path)
     with (
         serving(model_path) as (url, _),
@@ -168,7 +168,7 @@ def trainer(model_path: str, url: str, output_dir: Path, **options: Any) -> GRPO
 
 
 @pytest.mark.parametrize("use_peft", [True, False])
-def test_a_run_samples_from_the_policy_at_every_step(use_peft, url, model_path, tmp_path):
+def test_run_samples_from_current_policy_at_every_step(use_peft, url, model_path, tmp_path):
     trainer(model_path, url, tmp_path, use_peft=use_peft).train()
     lines = read(tmp_path / "metrics.jsonl")
     assert len(lines) == 4
@@ -177,7 +177,7 @@ def test_a_run_samples_from_the_policy_at_every_step(use_peft, url, model_path, 
         assert line["grad_norm"] > 0
 
 
-def test_a_server_that_is_killed_costs_no_step(model_path, tmp_path):
+def test_killed_server_costs_no_step(model_path, tmp_path):
     with serving(model_path, *LORA, *PROCESSED) as (url, server):
 
         class Kill(Callback):

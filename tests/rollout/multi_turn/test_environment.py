@@ -13,12 +13,12 @@ CHAT = [{"role": "user", "content": "q"}]
 
 
 @pytest.mark.parametrize("prompt", ["q", CHAT, tuple(CHAT)])
-def test_prompts_are_text_or_chat(prompt):
+def test_prompt_may_be_text_or_chat(prompt):
     assert checked_prompt(prompt) == (prompt if isinstance(prompt, str) else CHAT)
 
 
 @pytest.mark.parametrize("prompt", [None, 3, [], ["q"], [{"content": "q"}]])
-def test_what_is_no_prompt_is_refused(prompt):
+def test_invalid_prompt_raises(prompt):
     with pytest.raises(ValueError, match="reset must return a string or a list of messages"):
         checked_prompt(prompt)
 
@@ -32,7 +32,7 @@ def test_what_is_no_prompt_is_refused(prompt):
         ((None, 0, True), CHAT, (None, 0.0, True)),
     ],
 )
-def test_observations(answer, prompt, expected):
+def test_valid_observations_are_normalized(answer, prompt, expected):
     assert checked_observation(answer, prompt) == expected
 
 
@@ -49,12 +49,12 @@ def test_observations(answer, prompt, expected):
         (("up", "1", False), "q", "finite number or None"),
     ],
 )
-def test_what_is_no_observation_is_refused(answer, prompt, message):
+def test_invalid_observation_raises(answer, prompt, message):
     with pytest.raises(ValueError, match=message):
         checked_observation(answer, prompt)
 
 
-def test_guessing():
+def test_guess_environment_by_hand():
     environment = Guess()
     assert environment.reset({"prompt": "1-9:", "answer": "6"}) == "1-9:"
     assert environment.step("5") == (">", pytest.approx(math.log(9 / 4) / math.log(9)), False)
@@ -65,14 +65,14 @@ def test_guessing():
     assert environment.step("6")[1:] == (pytest.approx(math.log(4) / math.log(9)), True)
 
 
-def test_whatever_the_way_what_is_found_out_adds_up_to_1():
+def test_guess_rewards_sum_to_one_for_any_path():
     for guesses in (["9", "1", "2", "3"], ["3"], ["5", "2", "3"], ["x", "4", "4", "2"]):
         environment = Guess()
         environment.reset({"prompt": "1-9:", "answer": "3"})
         assert sum(environment.step(said)[1] for said in guesses) == pytest.approx(1)
 
 
-def test_the_last_guess_counts():
+def test_only_last_guess_counts():
     assert found([], ["3", "5<3", "3>5", "", "3?3"], answer=["3"] * 5) == [1, 1, 0, 0, 1]
 
 
@@ -80,18 +80,18 @@ def test_the_last_guess_counts():
     ("expression", "value"),
     [("7", "7"), ("37*48-5", "1771"), ("2-3*4", "-10"), ("1-2-3", "-4"), ("2*3*4+5*6", "54")],
 )
-def test_calculating(expression, value):
+def test_calculate_by_hand(expression, value):
     assert calculate(expression) == value
 
 
 @pytest.mark.parametrize(
     "expression", ["", "1+", "-1", "2**9", "1/2", "__import__", "1 + 1", "٣+1", "9*" * 20 + "9"]
 )
-def test_what_is_no_expression_is_refused(expression):
+def test_invalid_expression_raises(expression):
     with pytest.raises(ValueError, match="not an expression"):
         calculate(expression)
 
 
-def test_the_last_word_counts():
+def test_only_last_message_counts():
     said = [[{"content": "4"}], [{"content": "4"}, {"content": "5"}]]
     assert last_word([], said, answer=["4", "4"]) == [1.0, 0.0]

@@ -81,7 +81,7 @@ def play(
 # ------------------------------------------------------------------------------ what a row is
 
 
-def test_turns_and_answers_stand_in_one_row_with_what_was_paid_for_each():
+def test_episode_row_has_turns_answers_and_turn_rewards():
     environment = Listed(("up!", 0.5, False), ("no", None, False), ("bye", 2.0, True))
     [episode] = play(sayer("ab<eos>", "c<eos>", "de<eos>"), environment)
     assert text(episode.tokens) == "ab<eos>up!c<eos>node<eos>"
@@ -95,7 +95,7 @@ def test_turns_and_answers_stand_in_one_row_with_what_was_paid_for_each():
     assert (episode.prompt, list(episode.prompt_ids)) == ("q?", ids("q?"))
 
 
-def test_each_turn_is_asked_for_with_all_before_it_and_noise_of_its_own_place():
+def test_turn_request_has_full_history_and_own_position():
     engine = sayer("ab<eos>", "c<eos>")
     play(engine, Listed(("up", 0.0, False), ("", 1.0, True)), max_tokens=9)
     first, second = engine.requests
@@ -110,7 +110,7 @@ def test_each_turn_is_asked_for_with_all_before_it_and_noise_of_its_own_place():
     assert (second.position, second.max_tokens) == (5, 4)
 
 
-def test_turns_are_carried_as_they_were_sampled():
+def test_turns_keep_sampled_tokens():
     """ "he" and "llo" would be read as "hello" if they were tokenised again."""
     merges = [("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo")]
     tokenizer = letters(merges)
@@ -134,7 +134,7 @@ def tool(content):
     return {"role": "tool", "content": content}
 
 
-def test_between_two_turns_of_a_chat_stands_what_the_template_has_there():
+def test_chat_turns_are_joined_as_in_template():
     answers = [tool("up"), {"role": "user", "content": "go"}]
     environment = Listed((answers, 0.0, False), ([], 1.0, True), prompt=ASKED)
     engine = sayer("ab<eos>", "c<eos>")
@@ -149,7 +149,7 @@ def test_between_two_turns_of_a_chat_stands_what_the_template_has_there():
     ]
 
 
-def test_a_blank_in_front_of_the_end_of_a_turn_does_not_double_it():
+def test_space_before_turn_end_does_not_double_eos():
     """As the templates of Llama 2 and the first Mistral have it."""
     tokenizer = letters()
     tokenizer.chat_template = tokenizer.chat_template.replace("{{ '<eos>' }}", "{{ ' <eos>' }}")
@@ -158,7 +158,7 @@ def test_a_blank_in_front_of_the_end_of_a_turn_does_not_double_it():
     assert text(episode.tokens) == "ab<eos><tool>up<assistant>c<eos>"
 
 
-def test_messages_may_be_any_sequence_and_are_kept_as_they_were_given():
+def test_messages_may_be_any_sequence_and_are_copied():
     asked, answer = ({"role": "user", "content": "x"},), ({"role": "tool", "content": "up"},)
     environment = Listed((answer, 0.0, False), ([], 1.0, True), prompt=asked)
     [episode] = play(sayer("ab<eos>", "c<eos>"), environment, prompt=ASKED)
@@ -168,7 +168,7 @@ def test_messages_may_be_any_sequence_and_are_kept_as_they_were_given():
     assert episode.messages[1]["content"] == "up"
 
 
-def test_what_ends_a_turn_is_appended_where_another_stop_token_was_sampled():
+def test_eos_is_appended_after_other_stop_token():
     stop = TOKENIZER.convert_tokens_to_ids("z")
     engine = sayer("ab<eos>")
     engine.eos = stop
@@ -187,7 +187,7 @@ def test_what_ends_a_turn_is_appended_where_another_stop_token_was_sampled():
 # --------------------------------------------------------------------------- groups, first turns
 
 
-def test_a_group_with_one_prompt_is_asked_for_at_once():
+def test_group_with_shared_prompt_is_one_request():
     engine = sayer("a<eos>")
     play(engine, *(Listed(("", 1.0, True)) for _ in range(4)), n=2, draws=(3, 8))
     assert [(r.prompt_index, list(r.samples)) for r in engine.requests] == [
@@ -196,7 +196,7 @@ def test_a_group_with_one_prompt_is_asked_for_at_once():
     ]
 
 
-def test_samples_with_prompts_of_their_own_are_asked_for_apart():
+def test_samples_with_own_prompts_are_separate_requests():
     engine = sayer("a<eos>")
     prompts = ("x", "y", "x")
     environments = [Listed(("", i, True), prompt=prompt) for i, prompt in enumerate(prompts)]
@@ -209,7 +209,7 @@ def test_samples_with_prompts_of_their_own_are_asked_for_apart():
     assert [episode.rewards[-1] for episode in episodes] == [0, 1, 2]
 
 
-def test_an_environment_sees_the_row_of_its_prompt_and_spoils_nobody_elses():
+def test_environment_gets_own_copy_of_dataset_row():
     seen = []
 
     class Spoiling(Listed):
@@ -236,14 +236,14 @@ def test_an_environment_sees_the_row_of_its_prompt_and_spoils_nobody_elses():
         (2, "ab", True),
     ],
 )
-def test_the_limit_on_tokens_counts_turns_and_answers(limit, row, truncated):
+def test_token_limit_counts_turns_and_answers(limit, row, truncated):
     environment = Listed(("up!", None, False), ("", None, True))
     [episode] = play(sayer("ab<eos>", "c<eos>"), environment, max_tokens=limit)
     assert (text(episode.tokens), episode.truncated) == (row, truncated)
     assert episode.actions[-1]
 
 
-def test_what_was_cut_off_before_anything_was_paid_has_earned_nothing():
+def test_truncated_episode_without_rewards_earns_zero():
     [cut] = play(sayer("ab<eos>"), Listed(("up!", None, False)), max_tokens=4)
     assert cut.rewards[-1] == 0
     [paid] = play(sayer("ab<eos>"), Listed(("up!", 0.5, False)), max_tokens=4)
@@ -252,7 +252,7 @@ def test_what_was_cut_off_before_anything_was_paid_has_earned_nothing():
     assert math.isnan(ended.rewards[-1])  # it is for others to judge
 
 
-def test_a_turn_that_was_cut_off_is_heard_and_may_be_paid():
+def test_truncated_turn_may_be_rewarded():
     environment = Listed(("", -1.0, True))
     [episode] = play(sayer("ab<eos>"), environment, max_tokens=2)
     assert environment.heard == ["ab"]
@@ -261,7 +261,7 @@ def test_a_turn_that_was_cut_off_is_heard_and_may_be_paid():
 
 
 @pytest.mark.parametrize(("max_turns", "turns", "truncated"), [(1, 1, True), (2, 2, False)])
-def test_the_limit_on_turns(max_turns, turns, truncated):
+def test_turn_limit_truncates_episode(max_turns, turns, truncated):
     environment = Listed(("up", 0.0, False), ("", 1.0, True))
     [episode] = play(sayer("a<eos>", "c<eos>"), environment, max_turns=max_turns)
     assert (episode.turns, episode.truncated) == (turns, truncated)
@@ -283,7 +283,7 @@ def test_the_limit_on_turns(max_turns, turns, truncated):
         (("up", 1.0, torch.tensor([True, False])), "done must be true or false"),
     ],
 )
-def test_an_environment_that_fails_ends_its_own_episode_alone(answer, error):
+def test_failing_environment_ends_only_its_episode(answer, error):
     failing = Listed(answer, ("", 1.0, True))
     sound = Listed(("up", 0.0, False), ("", 1.0, True))
     broken, whole = play(sayer("ab<eos>", "c<eos>"), failing, sound, n=2)
@@ -295,7 +295,7 @@ def test_an_environment_that_fails_ends_its_own_episode_alone(answer, error):
     assert broken.trained == [False] * 3
 
 
-def test_a_beginning_that_fails_leaves_the_prompt_of_the_dataset_and_its_group_goes_on():
+def test_failed_reset_keeps_dataset_prompt():
     class Broken(Listed):
         def reset(self, example):
             raise ValueError("no beginning\x1b[2J")
@@ -308,7 +308,7 @@ def test_a_beginning_that_fails_leaves_the_prompt_of_the_dataset_and_its_group_g
     assert [list(r.samples) for r in engine.requests] == [[1]]
 
 
-def test_a_beginning_that_the_engine_refuses_leaves_the_prompt_of_the_dataset(monkeypatch):
+def test_rejected_reset_prompt_keeps_dataset_prompt(monkeypatch):
     """Which is all that the learner then has to forward."""
     add = ScriptedSession.add
 
@@ -325,7 +325,7 @@ def test_a_beginning_that_the_engine_refuses_leaves_the_prompt_of_the_dataset(mo
     assert whole.error is None
 
 
-def test_a_beginning_that_is_no_text_is_an_error_of_its_episode():
+def test_invalid_reset_prompt_is_episode_error():
     odd, whole = (Listed(("", 1.0, True), prompt=p) for p in (torch.zeros(2), None))
     odd, whole = play(sayer("a<eos>"), odd, whole, n=2)
     assert odd.error.startswith("ValueError: reset must return a string or a list of messages")
@@ -349,13 +349,13 @@ class WithoutArgument(Listed):
 
 
 @pytest.mark.parametrize(("failing", "error"), [(Leaving, "SystemExit"), (WithoutArgument, "Type")])
-def test_an_async_environment_that_fails_ends_its_own_episode_alone(failing, error):
+def test_failing_async_environment_ends_only_its_episode(failing, error):
     broken, whole = play(sayer("a<eos>"), failing(), AsyncListed(("", 1.0, True)), n=2, timeout=20)
     assert error in broken.error
     assert whole.error is None
 
 
-def test_async_environments_of_all_steps_can_share_what_is_bound_to_a_loop():
+def test_async_environments_share_loop_bound_object():
     one_at_a_time = asyncio.Semaphore(1)
 
     class Sharing(Listed):
@@ -369,7 +369,7 @@ def test_async_environments_of_all_steps_can_share_what_is_bound_to_a_loop():
         assert [episode.error for episode in episodes] == [None] * 3
 
 
-def test_an_async_environment_that_is_late_may_clean_up():
+def test_late_async_environment_may_clean_up():
     cleaned = threading.Event()
 
     class Late(Listed):
@@ -383,7 +383,7 @@ def test_an_async_environment_that_is_late_may_clean_up():
     assert cleaned.wait(30)
 
 
-def test_an_async_environment_that_hangs_without_awaiting_holds_up_no_later_one():
+def test_blocked_async_environment_does_not_delay_later_one():
     go = threading.Event()
 
     class Holding(Listed):
@@ -411,7 +411,7 @@ def polls():
 
 
 @pytest.mark.fault(55, "its thread ends")
-def test_environments_that_hang_in_python_leave_no_threads_behind():
+def test_hanging_python_environments_leave_no_threads():
     before = threading.active_count()
     for _ in range(3):
         episodes = play(sayer("a<eos>"), hanging(polls), hanging(polls), n=2, timeout=0.1)
@@ -424,7 +424,7 @@ def test_environments_that_hang_in_python_leave_no_threads_behind():
         time.sleep(0.01)
 
 
-def test_environments_that_cannot_be_stopped_are_few(monkeypatch):
+def test_unstoppable_environments_are_limited(monkeypatch):
     monkeypatch.setattr(user_code, "MOST_LATE", 2)
     go = threading.Event()
     before = threading.active_count()
@@ -439,7 +439,7 @@ def test_environments_that_cannot_be_stopped_are_few(monkeypatch):
     assert episode.error is None
 
 
-def test_a_loop_that_was_held_up_is_used_again():
+def test_blocked_event_loop_is_reused_when_free():
     own = user_code.event_loop()
     go = threading.Event()
     own.call_soon_threadsafe(go.wait)
@@ -452,14 +452,14 @@ def test_a_loop_that_was_held_up_is_used_again():
     held.set()
 
 
-def test_what_no_loop_takes_is_not_left_unawaited(monkeypatch):
+def test_coroutine_without_event_loop_is_closed(monkeypatch):
     monkeypatch.setattr(user_code, "event_loop", lambda: 1 / 0)
     with warnings.catch_warnings(record=True) as heard, pytest.raises(ZeroDivisionError):
         user_code.begin(lambda: asyncio.sleep(0))
     assert not heard
 
 
-def test_a_factory_that_fails_is_an_error_of_its_episode():
+def test_failing_factory_is_episode_error():
     runner = EpisodeRunner(
         environment_factory=lambda: 1 / 0, tokenizer=TOKENIZER, stop_token_ids=[EOS]
     )
@@ -491,7 +491,7 @@ class AsyncWaiting(Waiting):
 
 
 @pytest.mark.parametrize("kind", [Waiting, AsyncWaiting])
-def test_an_episode_goes_on_while_another_waits_for_its_answer(kind):
+def test_episode_continues_while_another_waits(kind):
     """The second one lets the first go, and only when it has come to its own end."""
     slow = kind(("", 1.0, True))
 
@@ -510,7 +510,7 @@ def test_an_episode_goes_on_while_another_waits_for_its_answer(kind):
 
 @pytest.mark.fault(55, "its episode ends after environment_timeout, the others go on")
 @pytest.mark.parametrize("kind", [Waiting, AsyncWaiting])
-def test_an_answer_that_does_not_come_in_time_is_an_error(kind):
+def test_late_answer_is_episode_error(kind):
     never, sound = kind(("", 1.0, True)), Listed(("", 1.0, True))
     broken, whole = play(sayer("a<eos>"), never, sound, n=2, timeout=0.2)
     assert broken.error == "TimeoutError: no answer within 0.2 s"
@@ -518,7 +518,7 @@ def test_an_answer_that_does_not_come_in_time_is_an_error(kind):
     never.go.set()
 
 
-def test_results_do_not_depend_on_who_is_first():
+def test_results_do_not_depend_on_finishing_order():
     def environments():
         return [Listed((f"{c}", i, False), ("", 1.0, True)) for i, c in enumerate("xyz")]
 
@@ -532,7 +532,7 @@ def test_results_do_not_depend_on_who_is_first():
     assert [text(episode.tokens) for episode in one] == [f"a<eos>{c}b<eos>" for c in "xyz"]
 
 
-def test_many_slow_environments_wait_side_by_side():
+def test_many_slow_environments_run_concurrently():
     """Each answers only when all of them have been asked."""
     barrier = threading.Barrier(40)
 
@@ -545,6 +545,6 @@ def test_many_slow_environments_wait_side_by_side():
     assert all(episode.error is None for episode in episodes)
 
 
-def test_an_observation_may_be_named():
+def test_step_may_return_observation_object():
     [episode] = play(sayer("a<eos>"), Listed(Observation(reward=1.5, done=True)))
     assert episode.rewards == [pytest.approx(NAN, nan_ok=True), 1.5]

@@ -68,7 +68,7 @@ def answers(playing, completion):
     return [message["content"] for message in messages]
 
 
-def test_a_turn_with_calls_is_answered_and_one_without_ends_the_episode():
+def test_turn_with_calls_is_answered_others_end_episode():
     playing = environment()
     said = "so " + called('{"name": "add", "arguments": {"a": 2, "b": 3}}')
     said += called(' {"name": "shout", "arguments": {"text": "no"}}\n')
@@ -97,7 +97,7 @@ def test_a_turn_with_calls_is_answered_and_one_without_ends_the_episode():
         ('{"name": "broken", "arguments": {"text": "gone"}}', "OSError: gone"),
     ],
 )
-def test_the_policy_is_told_what_is_wrong_with_a_call(call, told):
+def test_bad_call_is_answered_with_error(call, told):
     playing = environment()
     [answer] = answers(playing, called(call))
     assert answer.startswith("Error: ")
@@ -107,7 +107,7 @@ def test_the_policy_is_told_what_is_wrong_with_a_call(call, told):
 
 
 @pytest.mark.fault(55, "the policy is told that the tool took too long")
-def test_a_tool_that_takes_too_long_is_an_error_and_its_neighbour_is_not():
+def test_slow_tool_gives_error_without_affecting_others():
     go = threading.Event()
 
     def wait() -> str:
@@ -122,7 +122,7 @@ def test_a_tool_that_takes_too_long_is_an_error_and_its_neighbour_is_not():
     go.set()
 
 
-def test_results_that_are_no_text_are_json():
+def test_non_text_results_become_json():
     def table() -> dict:
         """Numbers."""
         return {"a": [1, None]}
@@ -130,7 +130,7 @@ def test_results_that_are_no_text_are_json():
     assert answers(environment(table), called('{"name": "table"}')) == ['{"a": [1, null]}']
 
 
-def test_results_are_shown_as_they_are_read_and_none_ends_the_episode():
+def test_odd_results_are_readable_and_do_not_end_episode():
     def table(kind: int) -> dict:
         """Numbers.
 
@@ -148,13 +148,13 @@ def test_results_are_shown_as_they_are_read_and_none_ends_the_episode():
     assert playing.failures == 1
 
 
-def test_calls_that_do_not_end_are_none():
+def test_unterminated_calls_are_ignored():
     good = called('{"name": "add", "arguments": {"a": 1}}')
     assert answers(environment(), good + "<tool_call>" * 3) == ["2"]
     assert answers(environment(), "<tool_call>" * 3) == []
 
 
-def test_a_tokenizer_that_reads_calls_itself_is_asked():
+def test_tokenizer_with_response_template_parses_calls():
     """In its own form."""
     tokenizer = letters()
     tokenizer.response_template = TEMPLATE
@@ -172,12 +172,12 @@ def test_a_tokenizer_that_reads_calls_itself_is_asked():
         (["add"], "tools must be functions, got 'add'"),
     ],
 )
-def test_tools_that_cannot_be_offered_are_refused(tools, message):
+def test_invalid_tools_raise(tools, message):
     with pytest.raises(ValueError, match=message):
         Toolbox.of(tools, TOKENIZER, 1.0)
 
 
-def test_a_template_shows_the_tools_it_is_given():
+def test_chat_template_shows_given_tools():
     tokenizer = tool_tokenizer("q", ["add"])
     chat = [{"role": "user", "content": "q"}]
     schemas = Toolbox.of([add], tokenizer, 1.0).schemas

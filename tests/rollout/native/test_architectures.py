@@ -58,7 +58,7 @@ def two_widths():
 
 
 @pytest.mark.parametrize("make", [latent, two_widths])
-def test_keys_and_values_of_any_width(make):
+def test_keys_and_values_may_have_any_width(make):
     """Values narrower than keys; layers of two widths."""
     model = make()
     assert attention_support(model).unsupported_reason is None
@@ -67,7 +67,7 @@ def test_keys_and_values_of_any_width(make):
 
 
 @pytest.mark.parametrize("make", [latent, two_widths])
-def test_the_size_of_a_token_is_what_is_stored(make):
+def test_bytes_per_token_match_stored_size(make):
     model = make()
     session = BatchingSession(model, PARAMS, 0, Stopping([]), cache_tokens=1000)
     session.add(Request(tokens=[1, 2, 3], prompt_index=0))
@@ -85,7 +85,7 @@ def test_the_size_of_a_token_is_what_is_stored(make):
         ("DogeForCausalLM", "DogeConfig", {}, "a mask of its own"),
     ],
 )
-def test_attention_of_another_kind_is_not_replaced(name, config, options, reason):
+def test_unsupported_attention_is_not_replaced(name, config, options, reason):
     model = model_of(name, config, **options)
     assert reason in attention_support(model).unsupported_reason
     completions = NativeEngine(model, EOS, PAD).generate(PROMPTS, 2, PARAMS, seed=0)

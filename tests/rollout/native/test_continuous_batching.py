@@ -33,7 +33,7 @@ def forward_sizes(model) -> list[int]:
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("cache_tokens", [1, 40, 100, 250])
-def test_a_small_cache_makes_rows_wait_and_changes_nothing(arch, cache_tokens):
+def test_small_cache_delays_rows_without_changing_samples(arch, cache_tokens):
     model = tiny_model(arch, dtype=torch.float64)  # no token's noise is that close to an edge
     expected = NativeEngine(model, EOS, PAD).generate(PROMPTS, 6, PARAMS, seed=0)
     sizes = forward_sizes(model)
@@ -47,7 +47,7 @@ def test_a_small_cache_makes_rows_wait_and_changes_nothing(arch, cache_tokens):
     assert sum(sizes) == sum(len(p) for p in PROMPTS) + sum(len(c.tokens) - 1 for c in expected)
 
 
-def test_more_rows_than_there_may_be_take_turns(monkeypatch):
+def test_rows_beyond_limit_take_turns(monkeypatch):
     model = tiny_model("llama")
     expected = NativeEngine(model, EOS, PAD).generate(PROMPTS * 4, 5, PARAMS, seed=0)
     monkeypatch.setattr(continuous_batching, "MAX_ROWS", 7)
@@ -57,7 +57,7 @@ def test_more_rows_than_there_may_be_take_turns(monkeypatch):
     assert len(sizes) < sum(len(c.tokens) for c in expected) / 4  # which are mostly in use
 
 
-def test_prompts_are_computed_a_few_at_a_time(monkeypatch):
+def test_prompts_are_prefilled_in_small_batches(monkeypatch):
     model = tiny_model("qwen2")
     expected = NativeEngine(model, EOS, PAD).generate(PROMPTS, 2, PARAMS, seed=0)
     monkeypatch.setattr(continuous_batching, "PREFILL_TOKENS", 6)  # less than the longest prompt
@@ -69,7 +69,7 @@ def test_prompts_are_computed_a_few_at_a_time(monkeypatch):
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "phi"])
 @pytest.mark.parametrize("looks", [1, 3, 8])
 @pytest.mark.parametrize("stop", [None, ["bd", "k"]])
-def test_the_shapes_and_the_looks_of_a_gpu_change_nothing(monkeypatch, arch, looks, stop):
+def test_gpu_shapes_and_lookahead_leave_samples_unchanged(monkeypatch, arch, looks, stop):
     """Shapes rounded up to few sizes, and rows that go on for a while behind their end."""
 
     class AsOnGPU(continuous_batching.BatchingSession):
@@ -90,12 +90,12 @@ def test_the_shapes_and_the_looks_of_a_gpu_change_nothing(monkeypatch, arch, loo
 @pytest.mark.parametrize(
     ("size", "next_size"), [(0, 0), (1, 1), (3, 4), (31, 32), (33, 64), (65, 96)]
 )
-def test_rounded(size, next_size):
+def test_rounded_by_hand(size, next_size):
     assert rounded(size) == next_size
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_a_row_goes_on_where_it_stopped(arch):
+def test_continued_request_draws_same_tokens(arch):
     """A later request with what was sampled so far, at its position, draws the same tokens."""
     engine = NativeEngine(tiny_model(arch), [], PAD)
     whole = engine.generate(PROMPTS, 3, PARAMS, seed=5)
@@ -127,7 +127,7 @@ def test_a_row_goes_on_where_it_stopped(arch):
         assert logprobs == pytest.approx(completion.logprobs, abs=1e-5)
 
 
-def test_samples_of_a_request_may_have_any_numbers():
+def test_request_samples_may_have_any_indices():
     engine = NativeEngine(tiny_model("llama"), EOS, PAD)
     all_four = engine.generate([[17, 4]], 4, PARAMS, seed=0, prompt_ids=[9])
     with engine.session(PARAMS, seed=0) as session:
@@ -140,7 +140,7 @@ def test_samples_of_a_request_may_have_any_numbers():
     assert_same([by_sample[3], by_sample[1]], [all_four[3], all_four[1]])
 
 
-def test_a_session_refuses_a_request_and_goes_on():
+def test_session_continues_after_rejected_request():
     engine = NativeEngine(tiny_model("llama", max_position_embeddings=16), EOS, PAD)
     with engine.session(PARAMS, seed=0) as session:
         session.add(Request(tokens=[5], prompt_index=0))
@@ -156,7 +156,7 @@ def test_a_session_refuses_a_request_and_goes_on():
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_an_adapter_is_merged_into_a_copy_and_the_policy_is_left_alone(arch):
+def test_adapter_is_merged_into_copy_of_policy(arch):
     model = stir(add_adapter(tiny_model(arch), adapter(lora_alpha=1)))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     engine = NativeEngine(model, EOS, PAD)
@@ -175,7 +175,7 @@ def test_an_adapter_is_merged_into_a_copy_and_the_policy_is_left_alone(arch):
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def test_weights_are_taken_over_anew_each_time():
+def test_generate_syncs_weights_each_time():
     model = stir(add_adapter(tiny_model("llama"), adapter(lora_alpha=1)))
     engine = NativeEngine(model, EOS, PAD)
     engine.generate(PROMPTS, 2, PARAMS, seed=0)
@@ -199,7 +199,7 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("arch", PLAIN)
-def test_other_architectures_are_sampled_by_generate_and_the_log_says_so(arch, caplog):
+def test_unsupported_architecture_uses_generate_with_warning(arch, caplog):
     model = tiny_model(arch, **PLAIN[arch])
     completions = NativeEngine(model, EOS, PAD).generate(PROMPTS, 4, PARAMS, seed=0)
     assert "sampled by generate, which is slower" in caplog.text
@@ -207,7 +207,7 @@ def test_other_architectures_are_sampled_by_generate_and_the_log_says_so(arch, c
     assert len({tuple(c.tokens) for c in completions}) > 12
 
 
-def test_a_short_window_is_sampled_by_generate_and_a_long_one_is_not(caplog):
+def test_only_rows_longer_than_window_use_generate(caplog):
     model = tiny_model("mistral", sliding_window=17)
     engine = NativeEngine(model, EOS, PAD)
     assert_teacher_forced(model, PROMPTS, engine.generate(PROMPTS, 2, PARAMS, seed=0))
@@ -217,7 +217,7 @@ def test_a_short_window_is_sampled_by_generate_and_a_long_one_is_not(caplog):
     assert "a row of 18 tokens is longer than its window of 17" in caplog.text
 
 
-def test_a_row_that_outgrows_the_window_is_continued_within_it():
+def test_row_outgrowing_window_continues_correctly():
     model = tiny_model("mistral", sliding_window=17)
     engine = NativeEngine(model, EOS, PAD)
     prompts = [PROMPTS[0], PROMPTS[0] * 3]
@@ -230,13 +230,13 @@ def test_a_row_that_outgrows_the_window_is_continued_within_it():
     assert_teacher_forced(model, prompts, [f.completion for f in completions])
 
 
-def test_a_request_for_less_than_a_token_is_refused():
+def test_request_for_zero_tokens_raises():
     with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
         Request(tokens=[5], prompt_index=0, max_tokens=0)
 
 
 @pytest.mark.parametrize("max_tokens", [10, 20])
-def test_positions_that_turn_faster_in_long_batches_are_not_batched(caplog, max_tokens):
+def test_longrope_rows_are_not_batched(caplog, max_tokens):
     """longrope (Phi-3): one row beyond the original length changes the factors of all others."""
     rope = {"rope_type": "longrope", "long_factor": [4.0] * 4, "short_factor": [1.0] * 4}
     model = tiny_model(
@@ -261,7 +261,7 @@ def plainly(monkeypatch, engine: NativeEngine) -> NativeEngine:
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("stop", [None, ["bd", "k"]])
-def test_both_ways_sample_the_same(monkeypatch, arch, temperature, stop):
+def test_generate_fallback_samples_same_tokens(monkeypatch, arch, temperature, stop):
     model = tiny_model(arch)
     params = replace(PARAMS, temperature=temperature, stop=stop)
     engine = NativeEngine(model, EOS, PAD, char_tokenizer())
@@ -273,7 +273,7 @@ def test_both_ways_sample_the_same(monkeypatch, arch, temperature, stop):
     assert model.generation_config is configured
 
 
-def test_the_plain_way_keeps_limits_and_positions_of_requests(monkeypatch):
+def test_generate_fallback_keeps_request_limits(monkeypatch):
     engine = NativeEngine(tiny_model("llama"), [], PAD)
     requests = [
         Request(tokens=[5, 9], prompt_index=3, samples=[2], position=7, max_tokens=3),
@@ -296,7 +296,7 @@ def test_the_plain_way_keeps_limits_and_positions_of_requests(monkeypatch):
     assert_same(results(), fast)
 
 
-def test_an_adapter_that_cannot_be_merged_leaves_the_generation_config(monkeypatch):
+def test_unmergeable_adapter_keeps_generation_config(monkeypatch):
     monkeypatch.setattr("rlhf_pg.rollout.native.engine.quantized", lambda model: True)
     base = tiny_model("llama")
     configured = base.generation_config
@@ -309,7 +309,7 @@ def test_an_adapter_that_cannot_be_merged_leaves_the_generation_config(monkeypat
 
 
 @pytest.mark.parametrize(("cache_tokens", "rows"), [(1, 1), (17 * 4, 4)])
-def test_the_plain_way_keeps_to_the_cache_tokens(monkeypatch, cache_tokens, rows):
+def test_generate_fallback_respects_cache_tokens(monkeypatch, cache_tokens, rows):
     model = tiny_model("llama")  # prompts of seven tokens at most, completions of ten
     fast = NativeEngine(model, EOS, PAD).generate(PROMPTS, 3, PARAMS, seed=0)
     shapes = []
@@ -321,27 +321,27 @@ def test_the_plain_way_keeps_to_the_cache_tokens(monkeypatch, cache_tokens, rows
     assert max(shapes) == rows
 
 
-def test_nan_logits_are_an_error_the_plain_way_too(monkeypatch):
+def test_nan_logits_raise_in_generate_fallback(monkeypatch):
     model = tiny_model("llama")
     model.lm_head.weight.data.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="NaN"):
         plainly(monkeypatch, NativeEngine(model, EOS, PAD)).generate(PROMPTS, 2, PARAMS, seed=0)
 
 
-def test_a_request_without_samples_is_done_at_once():
+def test_request_without_samples_is_done_immediately():
     with NativeEngine(tiny_model("llama"), EOS, PAD).session(PARAMS, seed=0) as session:
         session.add(Request(tokens=[5], prompt_index=0, samples=()))
         assert session.idle
 
 
-def test_the_plain_way_takes_turns(monkeypatch):
+def test_generate_fallback_splits_batch_at_max_rows(monkeypatch):
     engine = NativeEngine(tiny_model("llama"), EOS, PAD)
     fast = engine.generate(PROMPTS, 3, PARAMS, seed=0)
     monkeypatch.setattr(hf_generate, "MAX_ROWS", 4)
     assert_same(plainly(monkeypatch, engine).generate(PROMPTS, 3, PARAMS, seed=0), fast)
 
 
-def test_what_is_kept_stays_near_what_may_be_kept(monkeypatch):
+def test_cache_size_stays_near_limit(monkeypatch):
     """A long prompt leaves no wide slots behind for the short ones that follow it."""
     reserved = []
 

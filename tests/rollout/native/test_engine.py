@@ -70,7 +70,7 @@ EXACT = {"gpt2": (torch.float64, 1e-9), "gpt_neox": (torch.float64, 1e-9)}
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_log_probabilities_equal_a_teacher_forced_forward(arch):
+def test_logprobs_match_teacher_forced_forward(arch):
     dtype, atol = EXACT.get(arch, (torch.float32, 1e-4))
     model = tiny_model(arch, dtype=dtype)
     completions = engine_of(model).generate(PROMPTS, 8, PARAMS, seed=0)
@@ -79,7 +79,7 @@ def test_log_probabilities_equal_a_teacher_forced_forward(arch):
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_bfloat16_models_have_float32_log_probabilities(arch):
+def test_bf16_model_gives_float32_logprobs(arch):
     model, logits = tiny_model(arch, dtype=torch.bfloat16), []
     completions = engine_of(model).generate(PROMPTS, 4, PARAMS, seed=0)
     assert_teacher_forced(model, PROMPTS, completions, atol=0.15)  # bfloat16 rounds as it likes
@@ -91,7 +91,7 @@ def test_bfloat16_models_have_float32_log_probabilities(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_prompt_is_continued_alone_as_in_a_batch(arch):
+def test_prompt_alone_gives_same_samples_as_in_batch(arch):
     engine = engine_of(tiny_model(arch))
     ids = [4, 0, 9, 2, 7]
     together = engine.generate(PROMPTS, 3, PARAMS, seed=1, prompt_ids=ids)
@@ -104,7 +104,7 @@ def test_a_prompt_is_continued_alone_as_in_a_batch(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_sample_does_not_depend_on_how_many_there_are(arch):
+def test_sample_does_not_depend_on_number_of_samples(arch):
     engine = engine_of(tiny_model(arch))
     few = engine.generate(PROMPTS, 2, PARAMS, seed=1)
     many = engine.generate(PROMPTS, 5, PARAMS, seed=1)
@@ -112,7 +112,7 @@ def test_a_sample_does_not_depend_on_how_many_there_are(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_the_order_of_prompts_does_not_matter(arch):
+def test_prompt_order_does_not_matter(arch):
     engine = engine_of(tiny_model(arch))
     forward = engine.generate(PROMPTS, 2, PARAMS, seed=1, prompt_ids=[0, 1, 2, 3, 4])
     backward = engine.generate(PROMPTS[::-1], 2, PARAMS, seed=1, prompt_ids=[4, 3, 2, 1, 0])
@@ -120,7 +120,7 @@ def test_the_order_of_prompts_does_not_matter(arch):
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_padding_to_any_width_changes_nothing(arch):
+def test_padding_width_leaves_samples_unchanged(arch):
     engine = engine_of(tiny_model(arch))
     alone = engine.generate([[17, 4]], 3, PARAMS, seed=2)
     for width in (2, 3, 20, 40):
@@ -130,7 +130,7 @@ def test_padding_to_any_width_changes_nothing(arch):
 
 @pytest.mark.parametrize("window", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_sliding_window_shorter_than_the_sequence_is_kept_to(window, dtype):
+def test_sliding_window_shorter_than_row_is_respected(window, dtype):
     model = tiny_model("mistral", sliding_window=window, dtype=dtype)
     prompts = [*PROMPTS, [1, 2, 4, 5, 6, 8, 9, 10, 12]]
     completions = engine_of(model).generate(prompts, 3, PARAMS, seed=3)
@@ -151,7 +151,7 @@ def test_gradient_checkpointing_changes_nothing():
 # --- order and noise ------------------------------------------------------------------------------
 
 
-def test_completions_come_in_the_order_prompt_times_n_plus_sample():
+def test_completions_are_grouped_by_prompt():
     model = tiny_model("llama")
     completions = engine_of(model).generate(PROMPTS, 3, PARAMS, seed=0)
     assert len(completions) == 3 * len(PROMPTS)
@@ -178,7 +178,7 @@ def test_seeds_draws_and_samples_all_differ():
     assert again == completions
 
 
-def test_the_global_random_state_is_neither_read_nor_advanced():
+def test_global_random_state_is_neither_read_nor_advanced():
     engine = engine_of(tiny_model("llama"))
     torch.manual_seed(0)
     state = torch.get_rng_state()
@@ -189,7 +189,7 @@ def test_the_global_random_state_is_neither_read_nor_advanced():
 
 
 @pytest.mark.parametrize("copies", [1, 50])
-def test_all_short_completions_come_with_their_exact_probabilities(copies):
+def test_short_completions_have_exact_probabilities(copies):
     """Every completion of up to two tokens, enumerated: 1 that ends at once and 5 * 6 others."""
     model, prompt, eos = tiny_model("llama", vocab_size=6), [1, 4], 2
     params = SamplingParams(temperature=1.5, max_tokens=2)
@@ -208,7 +208,7 @@ def test_all_short_completions_come_with_their_exact_probabilities(copies):
 
 
 @pytest.mark.parametrize("fields", [{"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}])
-def test_truncation_is_renormalised_at_every_position(fields):
+def test_truncated_logprobs_are_renormalized(fields):
     model = tiny_model("llama")
     params = replace(PARAMS, **fields)
     for i, c in enumerate(engine_of(model).generate(PROMPTS, 3, params, seed=0)):
@@ -225,7 +225,7 @@ def test_truncation_is_renormalised_at_every_position(fields):
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_temperature_zero_is_greedy_and_ignores_the_noise(arch):
+def test_temperature_zero_is_greedy_and_ignores_noise(arch):
     model = tiny_model(arch)
     params = replace(PARAMS, temperature=0)
     completions = engine_of(model).generate(PROMPTS, 2, params, seed=0)
@@ -240,7 +240,7 @@ def test_temperature_zero_is_greedy_and_ignores_the_noise(arch):
 
 
 @pytest.mark.fault(39, "completions of full length")
-def test_no_eos_gives_completions_of_full_length():
+def test_generation_without_eos_has_full_length():
     for completion in engine_of(tiny_model("llama"), eos=[]).generate(PROMPTS, 4, PARAMS, seed=0):
         assert len(completion.tokens) == len(completion.logprobs) == PARAMS.max_tokens
         assert completion.finish_reason == "length"
@@ -250,7 +250,7 @@ def test_no_eos_gives_completions_of_full_length():
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 @pytest.mark.parametrize("max_tokens", [1, 2, 5, 10])
-def test_an_eos_only_cuts_the_completion_short(arch, max_tokens):
+def test_eos_only_truncates_completion(arch, max_tokens):
     model = tiny_model(arch)
     endless = engine_of(model, eos=[]).generate(PROMPTS, 8, PARAMS, seed=4)
     params = replace(PARAMS, max_tokens=max_tokens)
@@ -267,7 +267,7 @@ def test_every_token_as_eos_gives_one_token():
     assert {c.finish_reason for c in completions} == {"stop"}
 
 
-def test_eos_as_the_last_allowed_token_is_a_stop():
+def test_eos_as_last_allowed_token_is_stop():
     model = tiny_model("llama")
     [endless] = engine_of(model, eos=[]).generate([[17, 4]], 1, PARAMS, seed=0)
     for length in range(1, PARAMS.max_tokens + 1):
@@ -281,7 +281,7 @@ def test_eos_as_the_last_allowed_token_is_a_stop():
 
 
 @pytest.mark.parametrize("pad", [EOS[0], 39])
-def test_the_pad_id_does_not_matter_even_where_it_is_an_eos(pad):
+def test_pad_id_does_not_matter_even_as_eos(pad):
     model = tiny_model("gpt2")
     expected = engine_of(model).generate(PROMPTS, 3, PARAMS, seed=0)
     assert_same(engine_of(model, pad=pad).generate(PROMPTS, 3, PARAMS, seed=0), expected)
@@ -309,13 +309,13 @@ def cut_at_text(completion: Completion, stop: Sequence[str]) -> Completion:
     return completion
 
 
-def test_the_tokenizer_of_these_tests_joins_without_spaces():
+def test_test_tokenizer_joins_without_spaces():
     assert len(char_tokenizer()) == VOCAB
     assert char_tokenizer().decode([0, 27, 25, 39]) == "abbz</s>"
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
-def test_a_stop_string_ends_a_completion_and_stays_in_it(width):
+def test_stop_string_ends_completion_and_is_kept(width):
     model, tokenizer = tiny_model("llama"), char_tokenizer()
     endless = engine_of(model, eos=[]).generate(PROMPTS, 3, PARAMS, seed=0)
     engine = engine_of(model, eos=[], tokenizer=tokenizer)
@@ -327,7 +327,7 @@ def test_a_stop_string_ends_a_completion_and_stays_in_it(width):
             assert "stop" in {c.finish_reason for c in completions}
 
 
-def test_a_stop_string_across_the_last_two_allowed_tokens_is_a_stop():
+def test_stop_string_across_last_two_tokens_is_stop():
     model, tokenizer = tiny_model("llama"), char_tokenizer()
     [endless] = engine_of(model, eos=[]).generate([[17, 4]], 1, PARAMS, seed=1)
     stop = tokenizer.decode(endless.tokens[3:5])
@@ -338,7 +338,7 @@ def test_a_stop_string_across_the_last_two_allowed_tokens_is_a_stop():
     assert completion.finish_reason == "stop"
 
 
-def test_a_special_token_may_be_a_stop_string():
+def test_special_token_may_be_stop_string():
     model = tiny_model("llama")
     endless = engine_of(model, eos=[]).generate(PROMPTS, 8, PARAMS, seed=0)
     engine = engine_of(model, eos=[], tokenizer=char_tokenizer())
@@ -347,7 +347,7 @@ def test_a_special_token_may_be_a_stop_string():
     assert "stop" in {c.finish_reason for c in completions}
 
 
-def test_a_stop_string_is_not_looked_for_in_the_prompt():
+def test_stop_string_in_prompt_is_ignored():
     model, tokenizer = tiny_model("llama"), char_tokenizer()
     [endless] = engine_of(model, eos=[]).generate([[17, 4]], 1, PARAMS, seed=0)
     engine = engine_of(model, eos=[], tokenizer=tokenizer)
@@ -358,7 +358,7 @@ def test_a_stop_string_is_not_looked_for_in_the_prompt():
         assert completion == endless
 
 
-def test_eos_ends_a_completion_beside_stop_strings():
+def test_eos_ends_completion_beside_stop_strings():
     model = tiny_model("llama")
     endless = engine_of(model, eos=[]).generate(PROMPTS, 8, PARAMS, seed=0)
     engine = engine_of(model, tokenizer=char_tokenizer())
@@ -372,7 +372,7 @@ def test_eos_ends_a_completion_beside_stop_strings():
     assert_same(completions, first)
 
 
-def test_stop_strings_without_a_tokenizer_are_refused():
+def test_stop_strings_without_tokenizer_raise():
     with pytest.raises(ValueError, match="tokenizer"):
         engine_of(tiny_model("llama")).generate([[1]], 1, SamplingParams(stop="a"), seed=0)
 
@@ -388,7 +388,7 @@ def mixed_modes(model: PreTrainedModel) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
-def test_the_mode_of_every_module_is_restored(arch):
+def test_module_modes_are_restored(arch):
     model = tiny_model(arch)
     for modes in (mixed_modes(model), mixed_modes(model.train())):
         engine_of(model).generate(PROMPTS, 2, PARAMS, seed=0)
@@ -396,7 +396,7 @@ def test_the_mode_of_every_module_is_restored(arch):
 
 
 @pytest.mark.parametrize("calls", [1, 3])
-def test_the_mode_of_every_module_is_restored_after_an_error(calls):
+def test_module_modes_are_restored_after_error(calls):
     model = tiny_model("llama")
     modes, seen = mixed_modes(model), []
 
@@ -420,7 +420,7 @@ def test_the_mode_of_every_module_is_restored_after_an_error(calls):
         ("llama", {"attention_dropout": 0.5}),
     ],
 )
-def test_dropout_has_no_part_in_sampling(arch, dropout):
+def test_dropout_is_disabled_in_sampling(arch, dropout):
     model = tiny_model(arch, **dropout)
     completions = engine_of(model.train()).generate(PROMPTS, 3, PARAMS, seed=0)
     assert model.training
@@ -428,7 +428,7 @@ def test_dropout_has_no_part_in_sampling(arch, dropout):
     assert_teacher_forced(model, PROMPTS, completions)
 
 
-def test_no_graph_is_built_and_nothing_is_changed():
+def test_sampling_builds_no_graph_and_keeps_weights():
     model = tiny_model("llama").train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     tracked = []
@@ -448,7 +448,7 @@ def test_no_graph_is_built_and_nothing_is_changed():
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 @pytest.mark.parametrize("eos", [[], EOS, range(VOCAB)])
-def test_prompts_are_read_once_and_finished_rows_are_not_computed(arch, eos):
+def test_prompts_are_read_once_and_finished_rows_skipped(arch, eos):
     model, shapes = tiny_model(arch), []
     model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)),
@@ -467,20 +467,20 @@ def test_no_prompts_give_no_completions():
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def test_an_empty_prompt_is_refused_by_its_index():
+def test_empty_prompt_raises_with_index():
     with pytest.raises(ValueError, match="prompt 2 is empty"):
         engine_of(tiny_model("llama")).generate([[1], [2, 3], [], [4]], 1, PARAMS, seed=0)
 
 
 @pytest.mark.parametrize("n", [0, -1])
 @pytest.mark.parametrize("prompts", [[], [[1]]])
-def test_fewer_than_one_completion_is_refused(prompts, n):
+def test_n_below_one_raises(prompts, n):
     with pytest.raises(ValueError, match=f"n must be at least 1, got {n}"):
         engine_of(tiny_model("llama")).generate(prompts, n, PARAMS, seed=0)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_the_context_may_be_filled_but_not_exceeded(arch):
+def test_context_may_be_filled_but_not_exceeded(arch):
     model = tiny_model(arch, max_position_embeddings=16)
     prompts = [[1], [5, 6, 7, 8, 9, 10]]
     completions = engine_of(model, eos=[]).generate(prompts, 2, PARAMS, seed=0)
@@ -502,7 +502,7 @@ def test_the_context_may_be_filled_but_not_exceeded(arch):
         ("max_tokens", 0),
     ],
 )
-def test_sampling_params_out_of_range_are_refused_by_name(name, value):
+def test_out_of_range_sampling_param_raises_with_name(name, value):
     with pytest.raises(ValueError, match=f"{name} must be .*, got {value}"):
         SamplingParams(**{name: value})
 
@@ -511,15 +511,15 @@ def test_sampling_params_out_of_range_are_refused_by_name(name, value):
     ("name", "value"),
     [("temperature", 0), ("top_k", 0), ("top_p", 1), ("min_p", 0), ("min_p", 1), ("max_tokens", 1)],
 )
-def test_sampling_params_at_their_limits_are_accepted(name, value):
+def test_sampling_params_at_limits_are_accepted(name, value):
     assert getattr(SamplingParams(**{name: value}), name) == value
 
 
-def test_sampling_params_have_the_agreed_defaults():
+def test_sampling_params_defaults():
     assert SamplingParams() == SamplingParams(1.0, 0, 1.0, 0.0, 256, None)
 
 
-def test_nan_logits_are_one_clear_error():
+def test_nan_logits_raise():
     model = tiny_model("llama")
     model.lm_head.weight.data.fill_(float("nan"))
     for temperature in (0.0, 1.0):
@@ -529,19 +529,19 @@ def test_nan_logits_are_one_clear_error():
 
 
 @pytest.mark.parametrize("prompt_ids", [[5], [5, 6, 7]])
-def test_one_prompt_id_per_prompt(prompt_ids):
+def test_wrong_number_of_prompt_ids_raises(prompt_ids):
     engine = NativeEngine(tiny_model("llama"), [3], 0)
     with pytest.raises(ValueError, match="prompt_ids has"):
         engine.generate([[1], [2]], 1, SamplingParams(max_tokens=2), 0, prompt_ids=prompt_ids)
 
 
-def test_an_empty_stop_string_is_refused():
+def test_empty_stop_string_raises():
     with pytest.raises(ValueError, match="empty string"):
         SamplingParams(stop=["b", ""])
 
 
 @pytest.mark.parametrize(("size", "is_merged"), [(1e-5, False), (1.0, True)])
-def test_a_small_adapter_in_bfloat16_is_not_rounded_away(size, is_merged):
+def test_small_bf16_adapter_is_not_rounded_away(size, is_merged):
     """What is sampled from is the policy itself, where its merge would be the base model."""
     model = stir(get_peft_model(tiny_model("llama", dtype=torch.bfloat16), adapter()))
     with torch.no_grad():

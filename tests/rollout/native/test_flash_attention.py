@@ -47,7 +47,7 @@ def flashing(monkeypatch):
 @pytest.mark.parametrize(
     ("arch", "cache_tokens"), [*((arch, 100) for arch in ARCHS), ("qwen3", None), ("gpt2", 1)]
 )
-def test_what_is_sampled_is_the_same(flashing, arch, cache_tokens):
+def test_samples_match_default_attention(flashing, arch, cache_tokens):
     """Rows that enter, leave and move, gaps that are filled and room that grows."""
     model = tiny_model(arch, dtype=torch.float64)
     expected = NativeEngine(model, EOS, PAD).generate(PROMPTS, 6, PARAMS, seed=0)
@@ -57,7 +57,7 @@ def test_what_is_sampled_is_the_same(flashing, arch, cache_tokens):
 
 
 @pytest.mark.parametrize("n", [1, QUERIES + 30])
-def test_groups_of_any_size(flashing, n):
+def test_groups_of_any_size_match_default_attention(flashing, n):
     """A group that is cut into runs, and rows that share their prompt with nobody."""
     model = tiny_model("gpt2", dtype=torch.float64)  # no query heads share a key head
     expected = NativeEngine(model, EOS, PAD).generate(PROMPTS, n, PARAMS, seed=0)
@@ -66,7 +66,7 @@ def test_groups_of_any_size(flashing, n):
 
 
 @pytest.mark.parametrize("fields", [{"top_p": 0.7}, {"stop": ["bd", "k"]}, {"max_tokens": 1}])
-def test_truncation_stops_and_single_tokens(flashing, fields):
+def test_truncated_and_stopped_samples_match_default_attention(flashing, fields):
     model, params = tiny_model("qwen2", dtype=torch.float64), replace(PARAMS, **fields)
     engine = NativeEngine(model, EOS, PAD, char_tokenizer())
     expected = engine.generate(PROMPTS, 4, params, seed=0)
@@ -79,7 +79,7 @@ def prompt_of(length: int, slot: int, start: int = 0) -> Prompt:
     return Prompt(request, limit=4, waiting=deque(), slot=slot, start=start)
 
 
-def test_places_of_rows_by_hand():
+def test_row_places_by_hand():
     """Rows 0 to 4 of prompts b, a, b, b, a in runs of two; three rows fill up."""
     a, b = prompt_of(3, slot=0, start=7), prompt_of(5, slot=1, start=0)
     rows = [Row(prompt, 0) for prompt in (b, a, b, b, a)]
@@ -94,7 +94,7 @@ def test_places_of_rows_by_hand():
     assert {x.dtype for x in (places.runs, places.starts, places.lengths)} == {torch.int32}
 
 
-def test_a_prompt_is_put_into_the_first_gap_that_it_fits():
+def test_prompt_is_placed_in_first_fitting_gap():
     store = Unpadded(4, {0: Heads(2, 2, 8, torch.float32)}, torch.device("cpu"))
     first, second, third = (prompt_of(length, slot=i) for i, length in enumerate((5, 3, 4)))
     store.place([first, second, third], [first, second, third])
@@ -104,7 +104,7 @@ def test_a_prompt_is_put_into_the_first_gap_that_it_fits():
     assert [p.start for p in (small, large)] == [5, 12]
 
 
-def test_room_that_grows_keeps_what_is_there():
+def test_growing_token_store_keeps_contents():
     tokens = Tokens({3: Heads(2, 2, 8, torch.float32)}, torch.device("cpu"))
     tokens.reserve(4)
     key, value = torch.randn(2, 2, 3, 8)
@@ -126,7 +126,7 @@ def test_room_that_grows_keeps_what_is_there():
         (torch.bfloat16, {"head_dim": 264}, False),
     ],
 )
-def test_heads_that_the_kernel_takes(dtype, options, fits):
+def test_kernel_accepts_only_supported_heads(dtype, options, fits):
     assert attention_support(tiny_model("qwen3", dtype=dtype, **options)).flash == fits
 
 
@@ -156,7 +156,7 @@ def decoding(calls: list, run=None):
     return Twice
 
 
-def test_a_step_is_one_graph_and_is_compiled_once(flashing):
+def test_step_is_one_graph_compiled_once(flashing):
     """Whatever the number of rows, in two sessions, with weights that are copies in the second."""
     compiled, calls = [], []
 
@@ -176,7 +176,7 @@ def test_a_step_is_one_graph_and_is_compiled_once(flashing):
     assert len(compiled) == 1
 
 
-def test_what_cannot_be_compiled_is_run_as_it_is_and_the_log_says_so_once(monkeypatch, caplog):
+def test_uncompilable_function_runs_eagerly_and_logs_once(monkeypatch, caplog):
     def refuse(module, inputs):
         raise RuntimeError("Failed to find C compiler")
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_compiled_is_run_as_it_is_and_the_log_says_so_once(monkey
     assert "Failed to find C compiler" in caplog.text
 
 
-def test_out_of_memory_is_no_failure_to_compile():
+def test_out_of_memory_is_no_compilation_failure():
     run = Compiled(lambda: 1)
 
     def full():

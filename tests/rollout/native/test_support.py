@@ -17,7 +17,7 @@ PARAMS = SamplingParams(temperature=0.8, max_tokens=10)
 
 
 @pytest.mark.parametrize(("fields", "ids"), TRUNCATIONS)
-def test_the_ids_that_are_kept(fields, ids) -> None:
+def test_kept_ids_by_hand(fields, ids) -> None:
     params = SamplingParams(**fields)
     [found] = ids_of(support_mask(PROBS.log()[None], params))
     assert found.dtype == torch.int32
@@ -26,7 +26,7 @@ def test_the_ids_that_are_kept(fields, ids) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fields", CUTS)
-def test_every_token_is_drawn_from_what_was_kept_and_renormalised_on_it(fields, dtype) -> None:
+def test_tokens_and_logprobs_follow_kept_ids(fields, dtype) -> None:
     logits = (3 * torch.randn(500, 40, generator=torch.Generator().manual_seed(0))).to(dtype)
     params = SamplingParams(temperature=0.7, **fields)
     ids, logprobs = sample(logits, params, noise_of(500))
@@ -56,7 +56,7 @@ def test_rows_keep_different_numbers_of_ids() -> None:
         ({"temperature": 0, "top_k": 3, "top_p": 0.5, "min_p": 0.5}, False),  # greedy
     ],
 )
-def test_only_truncation_leaves_ids_out(fields, truncates) -> None:
+def test_only_truncation_drops_ids(fields, truncates) -> None:
     params = SamplingParams(**fields)
     assert params.truncates == truncates
     mask = support_mask(torch.tensor([[0.0, 9.0, 1.0]]), params)
@@ -86,7 +86,7 @@ def change(monkeypatch, engine: NativeEngine, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["at once", "rows wait", "looks later", "by generate"])
 @pytest.mark.parametrize("fields", CUTS)
-def test_each_token_of_a_completion_has_its_own_support(monkeypatch, fields, way) -> None:
+def test_each_completion_token_has_own_support(monkeypatch, fields, way) -> None:
     model, params = tiny_model("gpt2", dtype=torch.float64), replace(PARAMS, **fields)
     engine = NativeEngine(model, EOS, PAD)
     atol = 1e-5 if way == "by generate" else 1e-9  # `generate` hands over float32

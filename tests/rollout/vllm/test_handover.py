@@ -36,7 +36,7 @@ def adapted(config: Any, tied: bool = False, arch: str = "llama") -> Any:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_the_weights_are_those_of_the_merged_model(kind, tied):
+def test_handed_over_weights_match_merged_model(kind, tied):
     model = adapted(ADAPTERS[kind], tied)
     before = {name: p.clone() for name, p in model.named_parameters()}
     expected = dict(models.merged(model).named_parameters())
@@ -46,13 +46,13 @@ def test_the_weights_are_those_of_the_merged_model(kind, tied):
     assert all(p.equal(before[name]) for name, p in model.named_parameters())
 
 
-def test_layers_that_store_their_weights_transposed_too():
+def test_transposed_layers_match_merged_model():
     model = adapted(adapter(fan_in_fan_out=True), tied=True, arch="gpt2")
     expected = dict(models.merged(model).named_parameters())
     assert all(tensor.equal(expected[name]) for name, tensor in merged_weights(model))
 
 
-def test_a_model_without_an_adapter_is_not_copied():
+def test_model_without_adapter_is_not_copied():
     model = tiny_model("llama", tie_word_embeddings=True)
     own = {name: p.data_ptr() for name, p in model.named_parameters()}
     assert {name: tensor.data_ptr() for name, tensor in merged_weights(model)} == own
@@ -99,7 +99,7 @@ READ_BY_VLLM = {
 
 
 @pytest.mark.parametrize("arch", MIXTURES)
-def test_experts_and_their_biases_go_by_the_names_that_vllm_reads(arch):
+def test_expert_weights_have_names_read_by_vllm(arch):
     model = tiny_model(arch)
     handed = dict(published_weights(model))
     prefix = "model.layers.1."
@@ -112,7 +112,7 @@ def test_experts_and_their_biases_go_by_the_names_that_vllm_reads(arch):
 
 
 @pytest.mark.parametrize("arch", MIXTURES)
-def test_what_is_handed_over_is_what_a_checkpoint_has(arch, tmp_path):
+def test_handed_over_experts_match_checkpoint(arch, tmp_path):
     """To the last number, the biases of experts among them; loaded from one or made here."""
     model = tiny_model(arch)
     for name, buffer in model.named_buffers():
@@ -126,7 +126,7 @@ def test_what_is_handed_over_is_what_a_checkpoint_has(arch, tmp_path):
         assert all(tensor.equal(expected[name]) for name, tensor in handed.items())
 
 
-def test_an_adapter_on_a_mixture_is_merged_first():
+def test_adapter_on_mixture_is_merged_first():
     model = adapted(adapter(target_modules=["q_proj"]), arch="olmoe")
     expected = dict(published_weights(models.merged(model)))
     handed = dict(published_weights(model))
@@ -138,7 +138,7 @@ def test_an_adapter_on_a_mixture_is_merged_first():
 
 
 @pytest.mark.parametrize(("size", "lost"), [(1e-5, True), (1.0, False)])
-def test_vllm_says_once_that_rounding_takes_an_adapter(size, lost, caplog):
+def test_adapter_lost_in_rounding_is_logged_once(size, lost, caplog):
     model = get_peft_model(tiny_model("llama", dtype=torch.bfloat16), adapter())
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

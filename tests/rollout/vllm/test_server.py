@@ -46,7 +46,7 @@ def engine_of(fake: FakeVllm, path: Path, model: Any = None, **options: Any) -> 
 # ------------------------------------------------------------------------------- what is sampled
 
 
-def test_completions_are_what_the_server_says_in_the_order_of_the_prompts(fake, tmp_path):
+def test_completions_match_server_answer_in_prompt_order(fake, tmp_path):
     engine = engine_of(fake, tmp_path)
     completions = engine.generate([[5], [8, 9]], 20, PARAMS, seed=0)
     for completion in completions:
@@ -63,7 +63,7 @@ def test_completions_are_what_the_server_says_in_the_order_of_the_prompts(fake, 
     assert other != completions
 
 
-def test_a_request_says_where_its_tokens_stand_and_how_many_there_may_be(fake, tmp_path):
+def test_request_sends_own_position_and_token_limit(fake, tmp_path):
     engine, seeds = engine_of(fake, tmp_path), []
     for position, samples in ((0, (4,)), (1, (4,)), (0, (5,))):
         request = Request(
@@ -90,7 +90,7 @@ def test_a_request_says_where_its_tokens_stand_and_how_many_there_may_be(fake, t
         ([5], SamplingParams(temperature=0.001), "temperature must be 0 or at least 0.01"),
     ],
 )
-def test_what_vllm_would_change_without_a_word_is_refused(fake, tmp_path, prompt, params, said):
+def test_input_vllm_would_silently_change_raises(fake, tmp_path, prompt, params, said):
     with pytest.raises(ValueError, match=said):
         engine_of(fake, tmp_path).generate([[5], prompt], 1, params, seed=0)
 
@@ -98,7 +98,7 @@ def test_what_vllm_would_change_without_a_word_is_refused(fake, tmp_path, prompt
 # ------------------------------------------------------------------------------------ the weights
 
 
-def test_weights_are_loaded_once_for_all_that_is_sampled_from_them(fake, tmp_path):
+def test_weights_are_loaded_once_per_sync(fake, tmp_path):
     engine = engine_of(fake, tmp_path, model := tiny_model("llama"))
     loaded = []
 
@@ -118,7 +118,7 @@ def test_weights_are_loaded_once_for_all_that_is_sampled_from_them(fake, tmp_pat
     assert not list(own.iterdir())
 
 
-def test_what_is_the_users_in_the_sync_directory_stays(fake, tmp_path):
+def test_user_files_in_sync_directory_are_kept(fake, tmp_path):
     theirs, elsewhere = tmp_path / "sync" / "policy", tmp_path / "elsewhere"
     theirs.mkdir(parents=True)
     elsewhere.mkdir()
@@ -133,7 +133,7 @@ def test_what_is_the_users_in_the_sync_directory_stays(fake, tmp_path):
     assert not list(elsewhere.iterdir())
 
 
-def test_runs_share_a_sync_directory_and_leave_nothing_there(fake, tmp_path):
+def test_runs_share_sync_directory_and_clean_up(fake, tmp_path):
     engines, places = [engine_of(fake, tmp_path) for _ in range(2)], set()
     fake.answers["/collective_rpc"] = lambda body: places.add(body["kwargs"]["weights_path"])
     with engines[0].weights_synced(), engines[1].weights_synced():
@@ -151,24 +151,24 @@ def test_runs_share_a_sync_directory_and_leave_nothing_there(fake, tmp_path):
     assert not list((tmp_path / "sync").iterdir())
 
 
-def test_runs_may_make_a_sync_directory_at_the_same_time(fake, tmp_path, monkeypatch):
+def test_concurrently_created_sync_directory_is_accepted(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "exists", lambda path: False)  # as it was a moment ago
     (tmp_path / "sync").mkdir()
     engine_of(fake, tmp_path).generate([[5]], 1, PARAMS, seed=0)
 
 
-def test_what_evaluates_before_the_run_leaves_its_directory_private(fake, tmp_path):
+def test_early_evaluation_keeps_run_directory_private(fake, tmp_path):
     engine_of(fake, tmp_path / "run").generate([[5]], 1, PARAMS, seed=0)
     assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
 
 
-def test_a_sync_directory_that_cannot_be_written_to_is_one_error(fake, tmp_path):
+def test_unwritable_sync_directory_is_one_error(fake, tmp_path):
     (tmp_path / "sync").write_text("a file")
     with pytest.raises(RolloutError, match=r"vllm_sync_directory: .*sync .*choose another"):
         engine_of(fake, tmp_path).generate([[5]], 1, PARAMS, seed=0)
 
 
-def test_an_adapter_has_a_name_of_its_own_for_every_value(fake, tmp_path):
+def test_adapter_gets_new_name_for_each_value(fake, tmp_path):
     model = get_peft_model(tiny_model("llama"), adapter())
     engine = engine_of(fake, tmp_path, model)
     for names in (1, 1, 2):
@@ -186,7 +186,7 @@ def test_an_adapter_has_a_name_of_its_own_for_every_value(fake, tmp_path):
     assert [path.name for path in own.iterdir()] == [load["lora_name"]]
 
 
-def test_another_process_knows_the_name_and_loads_nothing(fake, tmp_path):
+def test_other_rank_shares_adapter_name_without_loading(fake, tmp_path):
     model = stir(get_peft_model(tiny_model("llama"), adapter()))
     main, other = (engine_of(fake, tmp_path, model, is_main=here) for here in (True, False))
     with main.weights_synced():
@@ -197,34 +197,34 @@ def test_another_process_knows_the_name_and_loads_nothing(fake, tmp_path):
 # --------------------------------------------------------------------- a server that is not right
 
 
-def test_raw_log_probabilities_are_refused(fake, tmp_path):
+def test_raw_logprobs_mode_raises(fake, tmp_path):
     fake.raw = True
     with pytest.raises(ValueError, match=f"{fake.url}.*--logprobs-mode processed_logprobs"):
         engine_of(fake, tmp_path)
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0"])
-def test_a_version_that_was_not_tried_is_refused(fake, tmp_path, version):
+def test_untested_vllm_version_raises(fake, tmp_path, version):
     fake.answers["/version"] = lambda body: (200, {"version": version})
     with pytest.raises(ValueError, match=f"{fake.url} is version {version}: use .*>=0.32,<0.33"):
         engine_of(fake, tmp_path)
 
 
 @pytest.mark.parametrize("answer", [(404, {"detail": "Not Found"}), (200, b"<html>"), (200, {})])
-def test_a_server_that_is_no_vllm_is_refused(fake, tmp_path, answer):
+def test_non_vllm_server_raises(fake, tmp_path, answer):
     fake.answers["/version"] = lambda body: answer
     with pytest.raises(ValueError, match=f"vllm_server_base_url: at {fake.url} is no vLLM"):
         engine_of(fake, tmp_path)
 
 
-def test_a_server_that_takes_no_weights_is_refused_and_may_have_an_adapter(fake, tmp_path):
+def test_server_without_weight_loading_takes_only_adapter(fake, tmp_path):
     fake.answers["/server_info"] = lambda body: (404, {"detail": "Not Found"})
     with pytest.raises(ValueError, match=r"VLLM_SERVER_DEV_MODE=1.*use_peft"):
         engine_of(fake, tmp_path)
     engine_of(fake, tmp_path, get_peft_model(tiny_model("llama"), adapter()))
 
 
-def test_a_tied_head_is_refused_where_vllm_would_keep_the_old_one(fake, tmp_path):
+def test_tied_head_on_cpu_server_raises(fake, tmp_path):
     tied = tiny_model("llama", tie_word_embeddings=True)
     engine_of(fake, tmp_path, tied)
     fake.device = "cpu"
@@ -234,7 +234,7 @@ def test_a_tied_head_is_refused_where_vllm_would_keep_the_old_one(fake, tmp_path
 
 
 @pytest.mark.parametrize(("status", "times"), [(404, 1), (500, 3)])
-def test_an_adapter_that_the_server_does_not_take_is_explained(fake, tmp_path, status, times):
+def test_rejected_adapter_raises_with_explanation(fake, tmp_path, status, times):
     engine = engine_of(fake, tmp_path, get_peft_model(tiny_model("llama"), adapter()))
     answer = {"error": {"message": "LoRA rank 2 is greater than max_lora_rank 1."}}
     fake.answers["/v1/load_lora_adapter"] = lambda body: (status, answer)
@@ -243,7 +243,7 @@ def test_an_adapter_that_the_server_does_not_take_is_explained(fake, tmp_path, s
     assert fake.count("/v1/load_lora_adapter") == times
 
 
-def test_a_server_at_work_for_others_is_refused(fake, tmp_path):
+def test_busy_server_raises(fake, tmp_path):
     fake.answers["/reset_prefix_cache"] = lambda body: (200, {"success": False})
     with pytest.raises(RolloutError, match="keys and values of old weights"):
         engine_of(fake, tmp_path).generate([[5]], 1, PARAMS, seed=0)
@@ -307,7 +307,7 @@ def reset(connection: socket.socket) -> None:
 @pytest.mark.fault(57, "asked three times, then one error with address and remedy")
 @pytest.mark.fault(58, "asked three times, then one error: none is trained on")
 @pytest.mark.parametrize("said", FAULTS)
-def test_a_fault_that_passes_is_survived_and_one_that_stays_is_one_error(fake, tmp_path, said):
+def test_transient_fault_is_retried_lasting_fault_is_one_error(fake, tmp_path, said):
     engine = engine_of(fake, tmp_path)
     expected = engine.generate([[5]], 1, PARAMS, seed=0)
     before, failures = fake.count(COMPLETIONS), [FAULTS[said]] * 2
@@ -322,7 +322,7 @@ def test_a_fault_that_passes_is_survived_and_one_that_stays_is_one_error(fake, t
         assert part in str(error.value)
 
 
-def test_what_the_server_refuses_is_asked_once(fake, tmp_path):
+def test_rejected_request_is_not_retried(fake, tmp_path):
     engine = engine_of(fake, tmp_path)
     before = fake.count(COMPLETIONS)
     fake.answers[COMPLETIONS] = lambda body: (400, {"error": {"message": "out of vocabulary"}})
@@ -332,7 +332,7 @@ def test_what_the_server_refuses_is_asked_once(fake, tmp_path):
 
 
 @pytest.mark.fault(57, "given up after vllm_server_timeout")
-def test_a_server_that_hangs_is_given_up(fake, tmp_path):
+def test_hanging_server_times_out(fake, tmp_path):
     engine = engine_of(fake, tmp_path, timeout=0.3)
     fake.answers[COMPLETIONS] = lambda body: time.sleep(1.0)
     with pytest.raises(RolloutError, match=r"no answer within 0\.3 s.*3 attempts"):
@@ -351,7 +351,7 @@ def drip(part: bytes) -> Any:
 
 @pytest.mark.fault(59, "given up after vllm_server_timeout")
 @pytest.mark.parametrize("part", [b"X-More: 1\r\n", b"\r\n{"])
-def test_a_server_that_never_ends_is_given_up_although_it_never_pauses(fake, tmp_path, part):
+def test_endlessly_sending_server_times_out(fake, tmp_path, part):
     engine = engine_of(fake, tmp_path, timeout=0.4)
     fake.answers[COMPLETIONS] = lambda body: drip(part)
     start = time.monotonic()
@@ -361,7 +361,7 @@ def test_a_server_that_never_ends_is_given_up_although_it_never_pauses(fake, tmp
 
 
 @pytest.mark.fault(59, "not followed")
-def test_a_server_that_sends_us_elsewhere_is_not_followed(fake, tmp_path):
+def test_redirect_is_not_followed(fake, tmp_path):
     engine, other = engine_of(fake, tmp_path), FakeVllm()
 
     def elsewhere(handler: BaseHTTPRequestHandler) -> None:
@@ -377,7 +377,7 @@ def test_a_server_that_sends_us_elsewhere_is_not_followed(fake, tmp_path):
     assert "S3CRET" not in str(error.value)
 
 
-def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(fake, tmp_path, monkeypatch):
+def test_environment_proxy_is_ignored_for_localhost(fake, tmp_path, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):
@@ -386,7 +386,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(fake, tmp_path
 
 
 @pytest.mark.fault(59, "no more is read than could be asked for")
-def test_bytes_that_were_not_asked_for_are_not_kept(fake, tmp_path):
+def test_oversized_answer_is_rejected_early(fake, tmp_path):
     """A gigabyte is refused after the first of a thousand parts."""
     engine, sent = engine_of(fake, tmp_path), []
 
@@ -414,14 +414,14 @@ def test_bytes_that_were_not_asked_for_are_not_kept(fake, tmp_path):
         (COMPLETIONS, (200, {"choices": []}), "IndexError"),
     ],
 )
-def test_what_it_says_of_itself_is_checked(fake, tmp_path, path, answer, said):
+def test_invalid_server_answer_raises(fake, tmp_path, path, answer, said):
     fake.answers[path] = lambda body: answer
     with pytest.raises(RolloutError, match=said):
         engine_of(fake, tmp_path)
 
 
 @pytest.mark.fault(60, "an adapter is there, and not loaded twice")
-def test_an_adapter_that_was_loaded_is_not_lost_with_the_answer(fake, tmp_path):
+def test_adapter_loaded_despite_bad_answer_is_used(fake, tmp_path):
     engine = engine_of(fake, tmp_path, get_peft_model(tiny_model("llama"), adapter()))
 
     def load_and_say_nothing(body: Any) -> Any:
@@ -435,7 +435,7 @@ def test_an_adapter_that_was_loaded_is_not_lost_with_the_answer(fake, tmp_path):
     assert fake.count("/v1/load_lora_adapter") == 2
 
 
-def test_what_is_not_waited_for_is_broken_off(fake, tmp_path):
+def test_abandoned_request_is_cancelled(fake, tmp_path):
     """The server hears of it, and stops."""
     engine, heard = engine_of(fake, tmp_path), threading.Event()
 
@@ -450,7 +450,7 @@ def test_what_is_not_waited_for_is_broken_off(fake, tmp_path):
     assert heard.wait(10)
 
 
-def test_an_interrupt_breaks_off_what_is_asked(fake, tmp_path, request):
+def test_interrupt_cancels_request(fake, tmp_path, request):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     engine, heard = engine_of(fake, tmp_path), threading.Event()
@@ -467,7 +467,7 @@ def test_an_interrupt_breaks_off_what_is_asked(fake, tmp_path, request):
 
 
 @pytest.mark.fault(57, "one error")
-def test_a_server_that_is_not_there_is_one_error(fake, tmp_path):
+def test_unreachable_server_is_one_error(fake, tmp_path):
     engine = engine_of(fake, tmp_path)
     fake.close()
     with pytest.raises(RolloutError, match=f"{fake.url} gave no answer .*Refused.*3 attempts"):
@@ -477,6 +477,6 @@ def test_a_server_that_is_not_there_is_one_error(fake, tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="it is installed")
-def test_vllm_that_is_not_installed_is_one_error():
+def test_missing_vllm_is_one_error():
     with pytest.raises(ValueError, match=r'needs vLLM.*pip install "rlhf-pg\[vllm\]"'):
         VllmEngine(tiny_model("llama"), [3], None)
