@@ -93,15 +93,15 @@ def force(logits: Tensor, lengths: Tensor, position: Tensor | int) -> Tensor:
 
 
 def forced(wanted: Tensor) -> AbstractContextManager[Any]:
-    """Inside, completions of the native engine have the lengths `wanted` (P,n); draw d those of
-    prompt d mod P.
+    """Inside, completions of the native engine have the lengths `wanted` (P,n); those of
+    prompt p are in row p mod P.
     """
 
     class Forced(BatchingSession):
         def _choose(self, start: int, logits: Tensor) -> None:
             rows = slice(start, start + len(logits))
             drawn = self.drawn
-            ends = wanted[drawn.draws[rows] % len(wanted), drawn.samples[rows]]
+            ends = wanted[drawn.prompt_indices[rows] % len(wanted), drawn.samples[rows]]
             super()._choose(start, force(logits, ends, drawn.lengths[rows]))
 
     return patch("rlhf_pg.rollout.native.engine.BatchingSession", Forced)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_pg.plan import draw, predicted_memory, predicted_pace
-from rlhf_pg.plan.sharding import LAYOUTS
+from rlhf_pg.plan import build_meta_models, predicted_memory, predicted_pace
+from rlhf_pg.plan.sharding import SHARDINGS
 from rlhf_pg.report.metrics import Meter
 from tests.device.pretend.extension import ext
 from tests.device.runs import COMMON, Run, trainer
@@ -81,8 +81,8 @@ def test_budget_is_found_on_meta_tensors(algorithm: str, tmp_path: Path, monkeyp
 def test_plan_runs_on_device(tmp_path: Path) -> None:
     run = Run(options={"micro_batch_tokens": "auto"})
     made = trainer(run, tmp_path)
-    drawn = draw(made.args, torch.device("cuda"), "cuda")
-    memory = predicted_memory(drawn, LAYOUTS[0], 1, 80e9, "cuda")
-    paces = predicted_pace(drawn, memory, 1)
+    meta = build_meta_models(made.args, torch.device("cuda"), "cuda")
+    memory = predicted_memory(meta, SHARDINGS[0], 1, 80e9, "cuda")
+    paces = predicted_pace(meta, memory, 1)
     assert memory.micro_batch_tokens > COMMON["max_completion_length"]
     assert all(pace.work > 0 for name, pace in paces.items() if name != "score")
