@@ -22,10 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from rlhf_pg import ReinforceConfig, ReinforceTrainer
-from rlhf_pg.config.fields import number
-from rlhf_pg.config.parse import parse
-from rlhf_pg.data.records import Experience
-from rlhf_pg.report.metrics import Meter
+from rlhf_pg.config import number, parse
+from rlhf_pg.data import Experience
+from rlhf_pg.report import Meter
 from rlhf_pg.tasks import TASKS
 from rlhf_pg.tasks.warm_start import ensure_model
 

@@ -21,8 +21,8 @@ def save(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None:
     runtime.barrier()
 
 
-def save_sealed(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None:
-    """Save as `save` does, but sealed: all of it appears, or the old directory stays."""
+def save_atomically(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None:
+    """Save as `save` does, but all of it appears or the old directory stays."""
     writing, unnamed = Writing(runtime, path), atomic.partial_of(path)
     writing.main(lambda: atomic.begin(path))
     _write(checkpointer, writing, unnamed)

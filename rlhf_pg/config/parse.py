@@ -56,12 +56,14 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
 def _cli(config_type: type[C], flags: Sequence[str], default: C | None, prog: str | None) -> C:
     quiet = nullcontext() if _is_main() else redirect_stderr(io.StringIO())
     _set_help(config_type)
+    summary = (config_type.__doc__ or "").partition("\n")[0]
     with _escaping([*flags, *_texts(default)]), quiet:
         return tyro.cli(
             config_type,
             args=flags,
             default=tyro.MISSING_NONPROP if default is None else default,
             prog=prog,
+            description=f"{summary}\n\nA recipe is read by --config FILE.yaml; flags override it.",
             use_underscores=True,
             console_outputs=_is_main(),
             config=(tyro.conf.FlagConversionOff,),
@@ -75,7 +77,10 @@ def _set_help(config_type: type[Any]) -> None:
         for key in docstring_parser.parse_from_object(owner).params:
             texts[key.arg_name] = " ".join((key.description or "").split())
     for field in dataclasses.fields(config_type):
-        field.metadata = types.MappingProxyType({**field.metadata, "help": texts[field.name]})
+        text = texts[field.name]
+        if options := field.metadata.get("options"):
+            text += f" One of: {', '.join(options)}."
+        field.metadata = types.MappingProxyType({**field.metadata, "help": text})
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from rlhf_pg.models.modes import evaluating
 from rlhf_pg.models.shared_prefix import Family, SharedPrefix
 
 
-class Tokens(NamedTuple):
+class DecoderInput(NamedTuple):
     """The input of a `transformers` decoder for a batch, and where its states are in the output."""
 
     inputs: dict[str, Any]  # (rows, columns) each
@@ -32,8 +32,8 @@ class Hidden(NamedTuple):
     """The output of a trunk for a batch."""
 
     hidden: Tensor  # (N,H) last hidden states
-    states: Tensor  # as in `Tokens`
-    rows: Tensor  # as in `Tokens`
+    states: Tensor  # as in `DecoderInput`
+    rows: Tensor  # as in `DecoderInput`
     router_logits: tuple[Tensor, ...] = ()  # (N,E) per layer, if they are asked for
 
 
@@ -70,7 +70,7 @@ def packing_window(trunk: nn.Module, training: bool = False) -> float:
         return window(trunk) if attention_support(trunk).unsupported_reason is None else 0.0
 
 
-def lay_out_padded(batch: Rollout) -> Tokens:
+def lay_out_padded(batch: Rollout) -> DecoderInput:
     """Lay prompts and completions side by side, (B,P+T)."""
     mask = torch.cat([batch.prompt_mask, batch.completion_mask], dim=1).long()
     inputs = {
@@ -82,10 +82,10 @@ def lay_out_padded(batch: Rollout) -> Tokens:
     rows, width = mask.shape
     columns = torch.arange(batch.prompt_ids.shape[1] - 1, width, device=mask.device)
     states = torch.arange(rows, device=mask.device)[:, None] * width + columns
-    return Tokens(inputs, states, (mask * batch.action_mask.any(1, keepdim=True)).flatten())
+    return DecoderInput(inputs, states, (mask * batch.action_mask.any(1, keepdim=True)).flatten())
 
 
-def lay_out_packed(batch: Rollout) -> Tokens:
+def lay_out_packed(batch: Rollout) -> DecoderInput:
     """Lay all real tokens one after another, (1,N), in the families of `SharedPrefix`.
 
     Their places are computed on the host and moved to the device in one piece.
@@ -119,7 +119,7 @@ def lay_out_packed(batch: Rollout) -> Tokens:
         "position_ids": positions[None],
         "layout": SharedPrefix(_families(rows), device),
     }
-    return Tokens(inputs, flat.view_as(states), shares)
+    return DecoderInput(inputs, flat.view_as(states), shares)
 
 
 def _families(rows: Sequence[RowLengths]) -> list[Family]:

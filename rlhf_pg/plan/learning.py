@@ -19,7 +19,7 @@ OPTIMIZER = 28  # bytes of moments, masters, gradients and weights, read and wri
 HEAD_KERNELS = 30  # for one piece of the head
 
 
-class Tokens(NamedTuple):
+class TokenCounts(NamedTuple):
     """The tokens that a learner computes in one pass over its completions."""
 
     body: float  # tokens that pass through the layers
@@ -30,7 +30,7 @@ class Tokens(NamedTuple):
 Rows = Literal["shared", "unpadded", "padded"]
 
 
-def tokens_of(rows: Rows, job: Job) -> Tokens:
+def tokens_of(rows: Rows, job: Job) -> TokenCounts:
     """Count what is computed of prompts of P and completions of l tokens.
 
     shared     a prompt once for its group:  sum l + groups P
@@ -41,13 +41,13 @@ def tokens_of(rows: Rows, job: Job) -> Tokens:
     if rows == "padded":
         width = p + max(lengths)
         count = len(lengths)
-        return Tokens(count * width, count * width**2 / 2, count * max(lengths))
+        return TokenCounts(count * width, count * width**2 / 2, count * max(lengths))
     real = sum(lengths)
     if rows == "unpadded":
         every = real + len(lengths) * p
-        return Tokens(every, sum((p + n) ** 2 / 2 for n in lengths), every)
+        return TokenCounts(every, sum((p + n) ** 2 / 2 for n in lengths), every)
     pairs = sum(n * p + n**2 / 2 for n in lengths) + job.groups * p**2 / 2
-    return Tokens(real + job.groups * p, pairs, real)
+    return TokenCounts(real + job.groups * p, pairs, real)
 
 
 def body_seconds(

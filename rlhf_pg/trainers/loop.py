@@ -128,7 +128,7 @@ class TrainingLoop(ABC):
             while self.state.step < self.total_steps:
                 self._take_step(journal)
             # Before the trackers are closed, which may wait for a network.
-            export.save_sealed(self.checkpointer, self.runtime, directory / "final")
+            export.save_atomically(self.checkpointer, self.runtime, directory / "final")
             if number := self.termination.agreed():  # whoever called is to end as well
                 self._end_by_signal(number, journal)
         journal.say(f"saved {directory / 'final'}")

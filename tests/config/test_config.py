@@ -526,7 +526,14 @@ def test_help_lists_every_key(capsys, config):
         parse(config, ["--help"])
     assert done.value.code == 0
     text = capsys.readouterr().out
-    assert all(f"--{key} " in text for key in keys(config))
+    assert all(f"--{key} " in text for key in ["config", *keys(config)])
+
+
+def test_help_lists_names_of_registries(capsys):
+    with pytest.raises(SystemExit):
+        parse(GRPOConfig, ["--help"])
+    words = set(re.findall(r"\w+", capsys.readouterr().out))
+    assert {*ADVANTAGES, *POLICY_LOSSES} <= words
 
 
 # ------------------------------------------------------------------------ defaults < YAML < flags

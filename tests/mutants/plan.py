@@ -9,8 +9,8 @@ MUTANTS = [
         name="plan-prompts-once-per-completion",
         mistake="the plan counts a prompt for every completion, as if none were shared",
         target="rlhf_pg.plan.learning.tokens_of",
-        old="return Tokens(real + job.groups * p, pairs, real)",
-        new="return Tokens(real + len(lengths) * p, pairs, real)",
+        old="return TokenCounts(real + job.groups * p, pairs, real)",
+        new="return TokenCounts(real + len(lengths) * p, pairs, real)",
         killers=(f"{TEST}test_tokens_by_hand",),
     ),
     Mutant(

@@ -5,7 +5,8 @@
 The package and its tests are imported once. A forked child per mutant gets the function with the
 mistake in it (`swap`); where that is not possible, or kills nothing, since a test starts other
 processes, it imports a copy of the repository. A mutant that hangs counts as killed. What is
-reported as a failure: a mutant that survives, one that breaks the import (which proves nothing),
+reported as a failure: a mutant that survives, one that breaks an import or uses a name that is not
+there (which proves nothing),
 and a killer that does not pass without any mutant.
 """
 
@@ -40,6 +41,7 @@ from tests.mutants import ROOT, Mutant, all_mutants, find
 
 OWN = ("rlhf_pg", "tests")
 KEPT = ("tests.device.pretend", "tests.device.plugin")  # there once, before torch
+SENSELESS = ("NameError", "UnboundLocalError")  # so whatever test runs such a mutant, it dies
 LIBRARIES = (
     "accelerate.tracking",
     "datasets",
@@ -245,6 +247,8 @@ def without_mutants(killers: Sequence[str], at_once: int, timeout: float) -> lis
 
 def verdict(run: Run) -> tuple[str, str]:
     """("killed", by what) or ("SURVIVED" or "BROKEN", why)."""
+    if run.failed and run.error.startswith(SENSELESS):
+        return "BROKEN", f"{run.failed[0]}: {run.error[:80]}"
     if run.failed:
         return "killed", f"{run.failed[0]}: {run.error[:80]}"
     if run.hung:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.backends import environment
-from tests.distributed.heads import KINDS, ROWS, TEMPERATURE, loss, model_of, rows_of
+from tests.distributed.chunked_head import KINDS, ROWS, TEMPERATURE, loss, model_of, rows_of
 from tests.distributed.launching import ROOT
 from tests.distributed.runs import flat
 
@@ -31,7 +31,7 @@ def expected(kind):
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2", "zero3"])
 def test_head_gradient_and_calls_match_across_uneven_ranks(tmp_path, backend) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["-m", "tests.distributed.heads", str(tmp_path), backend]
+    command += ["-m", "tests.distributed.chunked_head", str(tmp_path), backend]
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment(backend)
     env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")} | own
     done = subprocess.run(command, cwd=ROOT, env=env, timeout=900, capture_output=True, text=True)

@@ -1,6 +1,6 @@
 """The gradient through a head, where processes have different numbers of rows.
 
-python -m tests.distributed.heads OUT BACKEND
+python -m tests.distributed.chunked_head OUT BACKEND
 """
 
 import sys
