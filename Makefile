@@ -89,9 +89,9 @@ device-mutants: $(VENV)/.installed  ## known mistakes of GPUs: a test of tests/d
 	PYTHONPATH=. $(BIN)/python -m tests.device.run_mutants
 
 coverage: $(VENV)/.installed  ## every line of the pure modules is run by their own tests
-	$(BIN)/pytest $(PURE_TESTS) --cov=rlhf_pg --cov-report=term-missing --cov-fail-under=100
+	$(BIN)/pytest -n 2 $(PURE_TESTS) --cov=rlhf_pg --cov-report=term-missing --cov-fail-under=100
 
-mutants: $(VENV)/.installed  ## known mistakes, each put into a copy of the code: a test has to fail
+mutants: $(VENV)/.installed  ## known mistakes, put into the code one at a time: a test has to fail
 	$(BIN)/python -m tests.mutants.run $(MUTANTS)
 
 docs: $(VENV)/.installed  ## write the pages that are made from the code

@@ -24,6 +24,7 @@ from rlhf_pg.losses import (
     surrogate,
     token_weights,
 )
+from rlhf_pg.losses.off_policy import against_sampler
 from rlhf_pg.masking import masked_mean
 
 NAN = float("nan")
@@ -479,3 +480,22 @@ def test_unknown_sampler_correction_raises():
     x = torch.zeros(1, 1)
     with pytest.raises(ValueError, match="token_truncate, token_mask, sequence_truncate"):
         sampler_weights(x, x, torch.ones(1, 1).bool(), "truncate")
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights", "logged"),
+    [("none", None, [5.0, 1.0]), ("token_truncate", [3.0, 1.0], [3.0, 1.0])],
+)
+def test_numbers_against_sampler_by_hand(mode, weights, logged):
+    """Without a correction the plain ratios are logged, however large."""
+    old, sampler = torch.tensor([[0.5, 0.9]]).log(), torch.tensor([[0.1, 0.9]]).log()
+    own, numbers = against_sampler(old, sampler, torch.ones(1, 2).bool(), mode)
+    assert (own if own is None else own[0].tolist()) == pytest.approx(weights)
+    ratio, difference = "importance_sampling_ratio", "sampling_logp_difference"
+    assert numbers.keys() == {
+        *(f"sampling/{ratio}/{x}" for x in ("min", "mean", "max")),
+        *(f"sampling/{difference}/{x}" for x in ("mean", "max")),
+    }
+    for name, values in numbers.items():
+        expected = logged if ratio in name else [math.log(5), 0]
+        assert values[0].tolist() == pytest.approx(expected, abs=1e-6)

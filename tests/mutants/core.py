@@ -638,7 +638,7 @@ LOOP = [
         "every process)",
         target="rlhf_pg.trainers.learner.Learner.next_rate",
         old="        self.scheduler.step()\n",
-        new="        for _ in range(self.args.updates_per_step):\n            self.scheduler.step()\n",
+        new="        for _ in range(2):\n            self.scheduler.step()\n",
         killers=(f"{RUN}::test_learning_rate_advances_once_per_step",),
     ),
     Mutant(

@@ -257,7 +257,7 @@ MUTANTS = [
     Mutant(
         name="flash-room-that-grows-is-empty",
         mistake="keys and values are lost when room grows",
-        target="rlhf_pg.rollout.native.flash_attention.UnpaddedKeyValues.reserve",
+        target="rlhf_pg.rollout.native.flash_attention.FlatKeyValues.reserve",
         old="                more[: len(tensor)] = tensor\n",
         new="                more.zero_()\n",
         killers=(f"{FLASH}::test_growing_token_store_keeps_contents",),

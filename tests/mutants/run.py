@@ -1,13 +1,12 @@
-"""Put every known mistake into a copy of the repository, and see a test fail.
+"""Put every known mistake into the code, one at a time, and see a test fail.
 
     python -m tests.mutants.run [--jobs 2] [--timeout 120] [--passed] [name ...]
 
 The package and its tests are imported once. A forked child per mutant gets the function with the
-mistake in it (`swap`); where that is not possible, or kills nothing, since a test starts other
-processes, it imports a copy of the repository. A mutant that hangs counts as killed. What is
-reported as a failure: a mutant that survives, one that breaks an import or uses a name that is not
-there (which proves nothing),
-and a killer that does not pass without any mutant.
+mistake in it (`swap`). Where that is not possible or kills nothing, and where the test starts other
+processes, the child imports a copy of the repository. A mutant that hangs counts as killed. Four
+things are failures: a mutant that survives, one that breaks an import, one that uses an unknown
+name (neither proves anything), and a killer that does not pass without any mutant.
 """
 
 import argparse
@@ -41,6 +40,8 @@ from tests.mutants import ROOT, Mutant, all_mutants, find
 
 OWN = ("rlhf_pg", "tests")
 KEPT = ("tests.device.pretend", "tests.device.plugin")  # there once, before torch
+# Tests that see a mistake only in the processes that they start. Long ones: they come first.
+STARTERS = ("tests/distributed/", "tests/faults/test_signals.py")
 SENSELESS = ("NameError", "UnboundLocalError")  # so whatever test runs such a mutant, it dies
 LIBRARIES = (
     "accelerate.tracking",
@@ -263,19 +264,22 @@ def verdict(run: Run) -> tuple[str, str]:
 def with_mutants(mutants: Sequence[Mutant], at_once: int, timeout: float) -> list[str]:
     """Names and outcomes of the mutants that no test has killed."""
     problems = []
-    alive = list(mutants)
-    for copied in (False, True):
-        jobs = [Job(mutant, mutant.killers, copied) for mutant in alive]
-        alive = []
+    jobs = [
+        Job(m, m.killers, copied=any(k.startswith(STARTERS) for k in m.killers)) for m in mutants
+    ]
+    jobs.sort(key=lambda job: not job.copied)
+    while jobs:
+        again = []
         for job, run in each(jobs, at_once, timeout):
             assert job.mutant is not None
             word, why = verdict(run)
-            if not copied and not run.failed and not run.hung:
-                alive.append(job.mutant)
+            if not job.copied and not run.failed and not run.hung:
+                again.append(Job(job.mutant, job.killers, copied=True))
                 continue
             print(f"{word:8} {job.mutant.name:45} {run.seconds:5.1f} s  {why}", flush=True)
             if word != "killed":
                 problems.append(f"{job.mutant.name} ({job.mutant.target}) {word}: {why}")
+        jobs = again
     return problems
 
 

@@ -19,7 +19,7 @@ from rlhf_pg.rollout.native.decode_attention import Weighed, together
 QUERIES = 64  # per key head, of rows that share a prompt: the kernel's blocks have 64 or 128
 
 
-class UnpaddedKeyValues:
+class FlatKeyValues:
     """Keys and values of every layer, token by token, (tokens, K, D) each."""
 
     def __init__(self, layers: Mapping[int, Heads], device: torch.device) -> None:
@@ -70,7 +70,7 @@ class UnpaddedKeyValues:
 class FlashPrefill:
     """Prompts one after another in a packed row, each attending to itself."""
 
-    store: UnpaddedKeyValues
+    store: FlatKeyValues
     index: Tensor  # (N,) places of their tokens in the store
     bounds: Tensor  # (P+1,) int32; prompt p has the tokens from bounds[p] to bounds[p + 1]
     longest: int
@@ -89,8 +89,8 @@ class FlashDecode:
     Rows are in the order of `Places`.
     """
 
-    prompts: UnpaddedKeyValues
-    own: UnpaddedKeyValues
+    prompts: FlatKeyValues
+    own: FlatKeyValues
     index: Tensor  # (R,) places of the newest tokens
     own_starts: Tensor  # (R+1,) int32
     own_lengths: Tensor  # (R,) int32

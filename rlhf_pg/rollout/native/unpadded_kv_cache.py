@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rlhf_pg.models.attention import Heads, Layout
 from rlhf_pg.rollout.native.cuda_graphs import rounded
-from rlhf_pg.rollout.native.flash_attention import QUERIES, FlashDecode, FlashPrefill, UnpaddedKeyValues
+from rlhf_pg.rollout.native.flash_attention import QUERIES, FlashDecode, FlashPrefill, FlatKeyValues
 from rlhf_pg.rollout.native.slots import Prompt, Row
 
 FEWEST = 8  # rows of a pass; fewer would take the same time
@@ -82,7 +82,7 @@ class Unpadded:
 
     def __init__(self, max_tokens: int, layers: Mapping[int, Heads], device: torch.device) -> None:
         self.max_tokens, self.device = max_tokens, device
-        self.prompts, self.own = UnpaddedKeyValues(layers, device), UnpaddedKeyValues(layers, device)
+        self.prompts, self.own = FlatKeyValues(layers, device), FlatKeyValues(layers, device)
         self.shares = sorted({heads.queries // heads.key_values for heads in layers.values()})
 
     def begin(self, cache_tokens: int) -> None:

@@ -11,7 +11,7 @@ from rlhf_pg.models.attention import Heads, attention_support
 from rlhf_pg.rollout import NativeEngine, Request
 from rlhf_pg.rollout.native import continuous_batching
 from rlhf_pg.rollout.native.compiled import Compiled
-from rlhf_pg.rollout.native.flash_attention import QUERIES, UnpaddedKeyValues
+from rlhf_pg.rollout.native.flash_attention import QUERIES, FlatKeyValues
 from rlhf_pg.rollout.native.kept import forward
 from rlhf_pg.rollout.native.slots import Prompt, Row
 from rlhf_pg.rollout.native.unpadded_kv_cache import Places, Unpadded
@@ -105,7 +105,7 @@ def test_prompt_is_placed_in_first_fitting_gap():
 
 
 def test_growing_token_store_keeps_contents():
-    tokens = UnpaddedKeyValues({3: Heads(2, 2, 8, torch.float32)}, torch.device("cpu"))
+    tokens = FlatKeyValues({3: Heads(2, 2, 8, torch.float32)}, torch.device("cpu"))
     tokens.reserve(4)
     key, value = torch.randn(2, 2, 3, 8)
     tokens.write(3, torch.tensor([2, 0, 1]), key, value)
