@@ -119,7 +119,8 @@ class Checkpointer:
         """Save the optimizer, and all of the state that is not tensors."""
         failpoint("save-optimizer")
         save_file(tensors, unnamed / "optimizer.safetensors")
-        (unnamed / STATE).write_text(json.dumps(self._record(), indent=2))
+        facts = {"fingerprints": self.fingerprints(), "config": self.config}
+        (unnamed / STATE).write_text(json.dumps({**self.numbers(), **facts}, indent=2))
 
     def _complete(self, unnamed: Path, path: Path, world: int) -> None:
         """Seal what all processes have written, and give it its name.
@@ -216,10 +217,6 @@ class Checkpointer:
             part.save(path / name, self.running.get("value_moments"))
         else:
             part.save(path / name)
-
-    def _record(self) -> dict[str, Any]:
-        """Return the part of the state that is not tensors."""
-        return {**self.numbers(), "fingerprints": self.fingerprints(), "config": self.config}
 
     def numbers(self) -> dict[str, Any]:
         """Return a copy of what changes during a run and is not a tensor."""
@@ -430,8 +427,5 @@ def _rng_file(path: Path, rank: int) -> Path:
 
 def _saves_adapter(module: nn.Module) -> bool:
     """Return whether only the module's trained adapter is saved."""
-    return any(isinstance(part, PeftModel) and _trains(part) for part in module.modules())
-
-
-def _trains(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
+    adapted = [part for part in module.modules() if isinstance(part, PeftModel)]
+    return any(p.requires_grad for part in adapted for p in part.parameters())

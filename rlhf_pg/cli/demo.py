@@ -29,8 +29,8 @@ def demo(flags: Sequence[str]) -> None:
     if not trainer.runtime.is_main:
         return
     table = Table("problem", "before", "after")
-    for problem, early, late in zip(_problems(trainer), answers_before, answers_after, strict=True):
-        table.add_row(Text(problem), Text(early), Text(late))
+    for problem, answer in answers_before.items():
+        table.add_row(Text(problem), Text(answer), Text(answers_after[problem]))
     console.print(table)
     directory = Path(trainer.args.output_dir)
     show_curve(directory)
@@ -42,21 +42,11 @@ def _accuracy(metrics: dict[str, float]) -> str:
     return f"{100 * metrics['eval_reward']:.1f} % of held-out problems right (sampled)"
 
 
-def _rows(trainer: PolicyGradientTrainer, count: int = 8) -> list[int]:
-    assert trainer.eval_prompts is not None
-    size = len(trainer.eval_prompts)
-    return list(range(0, size, max(1, size // count)))[:count]
-
-
-def _problems(trainer: PolicyGradientTrainer) -> list[str]:
-    assert trainer.eval_prompts is not None
-    problems: list[str] = trainer.eval_prompts.rows[_rows(trainer)]["prompt"]
-    return problems
-
-
-def _answers(trainer: PolicyGradientTrainer) -> list[str]:
-    """Sample one completion of each of a few held-out problems."""
-    assert trainer.eval_prompts is not None
-    rows, temperature = _rows(trainer), trainer.args.temperature
+def _answers(trainer: PolicyGradientTrainer, count: int = 8) -> dict[str, str]:
+    """Sample one completion of each of a few held-out problems; return them by problem."""
+    prompts = trainer.eval_prompts
+    assert prompts is not None
+    rows = range(0, len(prompts), max(1, len(prompts) // count))[:count]
     indices = [-1 - row for row in rows]
-    return trainer.sample(trainer.eval_prompts, rows, indices, 1, temperature).completions
+    samples = trainer.sample(prompts, list(rows), indices, 1, trainer.args.temperature)
+    return dict(zip(prompts.rows[list(rows)]["prompt"], samples.completions, strict=True))

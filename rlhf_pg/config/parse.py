@@ -158,7 +158,8 @@ def _meant(value: Any, hint: Any) -> Any:
     PyYAML reads `1e-5` as a string and a name such as `2026` as a number. A single value may stand
     for a list of one.
     """
-    wanted = typing.get_args(hint) if _is_union(hint) else (hint,)
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    wanted = typing.get_args(hint) if is_union else (hint,)
     items = [typing.get_args(one)[0] for one in wanted if typing.get_origin(one) is tuple]
     if value is None or (value == "None" and type(None) in wanted):
         return None
@@ -171,10 +172,6 @@ def _meant(value: Any, hint: Any) -> Any:
     elif str in wanted and not isinstance(value, list | dict):
         return str(value)
     return value
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (types.UnionType, typing.Union)
 
 
 class _UniqueKeys(yaml.SafeLoader):

@@ -4,7 +4,6 @@ Shapes: B rows, P prompt width, T completion width; N computed tokens; H hidden 
 """
 
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_pg.data.micro_batches import RowLengths
 from rlhf_pg.data.records import Rollout, to_device
 from rlhf_pg.models.attention import attention_support, configs_of, replaced_attention, window
 from rlhf_pg.models.modes import evaluating
@@ -113,15 +111,12 @@ def lay_out_packed(batch: Rollout) -> DecoderInput:
     together = to_device(torch.cat([sources, positions, shares, states.flatten()]), device)
     sources, positions, shares, flat = together.tensor_split([count, 2 * count, 3 * count])
     ids = torch.cat([batch.prompt_ids, batch.completion_ids], dim=1).flatten()[sources]
+    runs = [list(run) for _, run in groupby(rows, key=lambda row: row.family)]
+    families = [Family(run[0].prompt, [row.completion for row in run]) for run in runs]
     inputs = {
         "input_ids": ids[None],
         "attention_mask": torch.ones_like(ids[None]),  # without it some models look for padding
         "position_ids": positions[None],
-        "layout": SharedPrefix(_families(rows), device),
+        "layout": SharedPrefix(families, device),
     }
     return DecoderInput(inputs, flat.view_as(states), shares)
-
-
-def _families(rows: Sequence[RowLengths]) -> list[Family]:
-    runs = [list(run) for _, run in groupby(rows, key=lambda row: row.family)]
-    return [Family(run[0].prompt, [row.completion for row in run]) for run in runs]

@@ -12,7 +12,7 @@ KERNEL = 2.0e-6  # seconds of a small kernel in a CUDA graph, its gap included: 
 OUTSIDE = 21  # kernels of a position that are in no layer
 LOOK = 8  # positions after which the native engine looks for rows that have ended
 REDUCE = 10e-6  # seconds of a small sum over the GPUs of one machine: an assumption
-# What vLLM's host adds to a position, in seconds. Fitted: see `published.py`.
+# What vLLM's host adds to a position, in seconds. Fitted: see docs/scaling.md.
 HOST = 1.7e-3
 
 

@@ -84,7 +84,8 @@ def footprint(module: nn.Module, batch: Rollout) -> Footprint:
         with torch.random.fork_rng(devices), meter:
             numbers = module.train()(batch)
             forward, forward_work = meter.alive, meter.work
-            torch.autograd.backward(_total(numbers))
+            losses = [x.sum() for x in numbers if x is not None and x.requires_grad]
+            torch.autograd.backward(torch.stack(losses).sum())
     finally:
         hook.remove()
         module.train(training)
@@ -102,11 +103,6 @@ def tokens(policy: Policy, batch: Rollout) -> int:
     completion, prompt = batch.lengths()[:, 0], batch.lengths()[:, 1]
     is_first = batch.shared_prefixes().diff(prepend=torch.full((1,), -1, device=prompt.device)) > 0
     return int(completion.sum() + prompt[is_first].sum())
-
-
-def _total(numbers: Iterable[Tensor | None]) -> Tensor:
-    parts = [x.sum() for x in numbers if x is not None and x.requires_grad]
-    return torch.stack(parts).sum()
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from rlhf_pg.plan.job import Job
 from rlhf_pg.plan.shapes import Shape
 
 # Shares of the peak of matrix products, and times that each layer's numbers are read or written
-# between them in a forward pass. Fitted: see `published.py`.
+# between them in a forward pass. Fitted: see docs/scaling.md.
 EFFICIENCY = 0.8
 TRAFFIC = 44.0
 MEMORY = 0.85  # share of the bandwidth that a large read reaches: an assumption, as are those below

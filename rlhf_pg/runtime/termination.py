@@ -37,7 +37,10 @@ class Termination:
         """
         self._asked, self._process = None, os.getpid()
         in_main = threading.current_thread() is threading.main_thread()
-        handlers = {number: signal.getsignal(number) for number in self._numbers() if in_main}
+        # A single process ends by KeyboardInterrupt; one of several would desert the others.
+        interrupt = [signal.SIGINT] if self._runtime.world > 1 else []
+        numbers = [signal.SIGTERM, signal.SIGHUP, *interrupt] if in_main else []
+        handlers = {number: signal.getsignal(number) for number in numbers}
         # None stands for a handler that is not Python's and could not be restored.
         theirs = {n: old for n, old in handlers.items() if old not in (None, signal.SIG_IGN)}
         ended = threading.Event()
@@ -64,11 +67,6 @@ class Termination:
                 if self._asked is None:
                     self._asked = signal.SIGTERM, time.monotonic()
                 return
-
-    def _numbers(self) -> list[signal.Signals]:
-        # A single process ends by KeyboardInterrupt; one of several would desert the others.
-        interrupt = [signal.SIGINT] if self._runtime.world > 1 else []
-        return [signal.SIGTERM, signal.SIGHUP, *interrupt]
 
     def _note(self, number: int, _: Any) -> None:
         # It does nothing else, since the main thread is interrupted at any point, say in a write.

@@ -182,7 +182,9 @@ class Watch:
         while not self._stop.wait(POLL):
             try:
                 if self._waited() > self._timeout:
-                    self._publish(self._overdue(), hung=True)
+                    place = self._wait[0] if self._wait else ""
+                    text = f"has waited {self._timeout} s in {place} (ddp_timeout): "
+                    self._publish(text + "another process hangs", hung=True)
                 if self._store.check(["first"]):
                     self._end(Failure(*json.loads(self._store.get("first"))))
             except RuntimeError as error:
@@ -195,10 +197,6 @@ class Watch:
         """Return for how many seconds after `since` the main thread has waited for others."""
         wait = self._wait
         return 0.0 if wait is None else time.monotonic() - max(wait[1], since)
-
-    def _overdue(self) -> str:
-        place = self._wait[0] if self._wait else ""
-        return f"has waited {self._timeout} s in {place} (ddp_timeout): another process hangs"
 
     def _end(self, failure: Failure) -> None:
         self._heard = failure

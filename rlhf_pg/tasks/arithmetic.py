@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf_pg.tasks.task import Task
-from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder
+from rlhf_pg.tasks.tiny import character_tokenizer
 
 LIMIT = 100
 HELD_OUT_PAIRS = 550
@@ -23,7 +22,7 @@ def arithmetic() -> Task:
         train_dataset=_problems(pairs[HELD_OUT_PAIRS:]),
         eval_dataset=_problems(pairs[:HELD_OUT_PAIRS]),
         reward=exact_match,
-        new_model=_new_model,
+        make_tokenizer=lambda: character_tokenizer("0123456789+-*= ?"),
     )
 
 
@@ -43,8 +42,3 @@ def exact_match(
 ) -> list[float]:
     """Score 1 if the whole completion is the answer, 0 otherwise."""
     return [float(said == right) for said, right in zip(completions, answer, strict=True)]
-
-
-def _new_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    tokenizer = character_tokenizer("0123456789+-*= ?")
-    return tiny_decoder(tokenizer), tokenizer

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf_pg.tasks.task import Demonstration, Task
-from rlhf_pg.tasks.tiny import tiny_decoder, tool_tokenizer
+from rlhf_pg.tasks.tiny import tool_tokenizer
 
 LIMIT = 100
 PROBLEMS, HELD_OUT = 8192, 256
@@ -35,7 +34,8 @@ def calculator() -> Task:
         train_dataset=_dataset(train),
         eval_dataset=_dataset(problems[:HELD_OUT]),
         reward=last_word,
-        new_model=_new_model,
+        make_tokenizer=lambda: tool_tokenizer(CHARACTERS, PIECES),
+        max_positions=128,
         tools=(calculate,),
         demonstrate=lambda: _demonstrations(train, random.Random(1)),
     )
@@ -108,8 +108,3 @@ def _worked(problem: str, chance: random.Random) -> Demonstration:
 def _misread(problem: str, chance: random.Random) -> str:
     place = chance.choice([i for i, character in enumerate(problem) if character.isdigit()])
     return problem[:place] + chance.choice("0123456789") + problem[place + 1 :]
-
-
-def _new_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    tokenizer = tool_tokenizer(CHARACTERS, PIECES)
-    return tiny_decoder(tokenizer, max_positions=128), tokenizer

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf_pg.tasks.task import Demonstration, Task
-from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder
+from rlhf_pg.tasks.tiny import character_tokenizer
 
 HIGHEST = range(8, 16)  # 15 = 2^4 - 1: four guesses that halve the range find any number
 TURNS = 4
@@ -34,7 +33,7 @@ def guess() -> Task:
         train_dataset=_problems(pairs),
         eval_dataset=_problems(pairs),
         reward=found,
-        new_model=_new_model,
+        make_tokenizer=lambda: character_tokenizer("0123456789-:<>?"),
         environment_factory=Guess,
         demonstrate=lambda: _demonstrations(pairs, random.Random(1)),
     )
@@ -108,8 +107,3 @@ def _played(highest: int, number: int, chance: random.Random) -> Demonstration:
             break
         answers.append(answer)
     return Demonstration(prompt, turns, answers[: len(turns) - 1])
-
-
-def _new_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    tokenizer = character_tokenizer("0123456789-:<>?")
-    return tiny_decoder(tokenizer), tokenizer

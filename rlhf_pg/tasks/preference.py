@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rlhf_pg.tasks.task import Task
-from rlhf_pg.tasks.tiny import tiny_decoder, word_tokenizer
+from rlhf_pg.tasks.tiny import word_tokenizer
 
 OWNERS = ["our", "my", "their", "the"]
 FOODS = ["soup", "bread", "fish", "cake", "tea", "rice", "salad", "coffee"]
@@ -95,7 +94,7 @@ def preference() -> Task:
         train_dataset=_reviews(train, ANSWERS_PER_PROMPT, random.Random(1)),
         eval_dataset=_reviews(held_out, 1, random.Random(2)),
         reward=gold,
-        new_model=_new_model,
+        make_tokenizer=lambda: word_tokenizer([*OWNERS, *FOODS, *ROOMS, *TIMES, "was", *KINDS]),
         draw_pairs=lambda: (
             draw_pairs(train, TRAIN_PAIRS, random.Random(3)),
             draw_pairs(held_out, EVAL_PAIRS, random.Random(4)),
@@ -199,9 +198,3 @@ def _draft(prompt: str, chance: random.Random) -> str:
     else:
         words = [*words[:-1], chance.choice(CONNECTIVES), *words]
     return " ".join(words)
-
-
-def _new_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    things = [*OWNERS, *FOODS, *ROOMS, *TIMES, "was"]
-    tokenizer = word_tokenizer([*things, *KINDS])
-    return tiny_decoder(tokenizer), tokenizer

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from rlhf_pg.tasks.tiny import tiny_decoder
+
 
 class Demonstration(NamedTuple):
     """An episode to imitate: turn, answer, turn, answer, turn; only the turns are learnt."""
@@ -23,7 +25,7 @@ class Task:
     Attributes:
         train_dataset, eval_dataset: columns `prompt` and `answer`, no problem in both (but for the
             few of `guess`).
-        new_model: a freshly initialised model and its tokenizer; the seed is torch's.
+        make_tokenizer, max_positions: of the model to start from.
         reward: `(prompts, completions, completion_ids, **columns)` -> one float per completion;
             None if the environment pays.
         tools, environment_factory: see `PolicyGradientTrainer`.
@@ -35,12 +37,18 @@ class Task:
     name: str
     train_dataset: Dataset
     eval_dataset: Dataset
-    new_model: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerFast]]
+    make_tokenizer: Callable[[], PreTrainedTokenizerFast]
+    max_positions: int = 64
     reward: Callable[..., list[float]] | None = None
     tools: Sequence[Callable[..., Any]] = ()
     environment_factory: Callable[[], Any] | None = None
     demonstrate: Callable[[], list[Demonstration]] | None = None
     draw_pairs: Callable[[], tuple[Dataset, Dataset]] | None = None
+
+    def new_model(self) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+        """Make a freshly initialised model and its tokenizer; the seed is torch's."""
+        tokenizer = self.make_tokenizer()
+        return tiny_decoder(tokenizer, self.max_positions), tokenizer
 
     def rewards(self, reward_model: str | None) -> list[Any]:
         """Return a recipe's sources of reward: the reward model, if named, before the task's."""

@@ -98,6 +98,7 @@ class PolicyGradientTrainer(TrainerSetup):
         shaping, runtime, args = self.shaping, self.runtime, self.args
         outputs = self.learner.score(rollout)  # log-probabilities and values (B,T)
         values, bootstrap_value = self.values_of(rollout, outputs)
+        needed = args.advantage_estimator in NEED_GRADIENTS
         inputs, metrics = experience_maker.advantage_inputs(
             rollout,
             scores,
@@ -109,7 +110,7 @@ class PolicyGradientTrainer(TrainerSetup):
             kl_coef=self.controllers["beta"],
             values=values,
             bootstrap_value=bootstrap_value,
-            squared_gradients=self._squared_gradients(rollout),
+            squared_gradients=self.learner.squared_gradients(rollout) if needed else None,
             greedy=greedy,
             moving_average=self.moving_average,
         )
@@ -309,7 +310,3 @@ class PolicyGradientTrainer(TrainerSetup):
                 for mode, heat in temperatures.items()
                 for name, value in evaluate(collector, prompts, heat, answer).items()
             }
-
-    def _squared_gradients(self, rollout: Rollout) -> Tensor | None:
-        needed = self.args.advantage_estimator in NEED_GRADIENTS
-        return self.learner.squared_gradients(rollout) if needed else None

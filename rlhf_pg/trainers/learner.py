@@ -330,7 +330,8 @@ class Learner:
                 # processes; 0 is added to the others.
                 self.trained.backward(loss * (1 + (loss - loss).detach()))
             meter.add("loss", loss, share)
-            self._measure(new, batch, metrics, meter)
+            for name, numbers in {"entropy": new.entropy.detach(), **metrics}.items():
+                meter.add_masked(name, numbers, batch.action_mask)
 
     def _router_loss(
         self, micro_batches: list[tuple[Tensor | None, Experience]]
@@ -370,13 +371,6 @@ class Learner:
             return positive_nll(new.logprobs, batch.action_mask, batch.positive, count)
 
         return nll
-
-    def _measure(
-        self, new: PolicyOutput, batch: Experience, metrics: dict[str, Tensor], meter: Meter
-    ) -> None:
-        numbers = {"entropy": new.entropy.detach(), **metrics}
-        for name, values in numbers.items():
-            meter.add_masked(name, values, batch.action_mask)
 
     def _apply_gradient(self) -> float:
         failpoint("step")

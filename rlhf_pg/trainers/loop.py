@@ -145,7 +145,8 @@ class TrainingLoop(ABC):
             self._tell("on_step", metrics)
         finally:  # a step that was taken has its line, whatever fails after it
             journal.step(metrics)
-            if self._is_tracked(metrics):
+            is_due = due(self.state.step, self.args.logging_steps)
+            if is_due or "eval_reward" in metrics or self.state.step == self.total_steps:
                 self.trackers.log(metrics)
         number = self.termination.agreed()
         if due(self.state.step, self.args.save_steps):
@@ -267,10 +268,6 @@ class TrainingLoop(ABC):
         for callback in self.callbacks:
             with foreign(f"{moment} of the callback {type(callback).__name__}"):
                 getattr(callback, moment)(self, *arguments)
-
-    def _is_tracked(self, metrics: dict[str, Any]) -> bool:
-        is_due = due(self.state.step, self.args.logging_steps)
-        return is_due or "eval_reward" in metrics or self.state.step == self.total_steps
 
 
 def due(step: int, every: int) -> bool:

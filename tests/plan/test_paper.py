@@ -30,14 +30,14 @@ from rlhf_pg.plan.paper import (
     learner_seconds,
     stages,
 )
-from rlhf_pg.plan.published import (
+from rlhf_pg.plan.shapes import SHAPES, gated, shape_of
+from rlhf_pg.plan.sharding import SHARDINGS
+from tests.plan.published import (
     agreement,
     fit,
     left_out,
     points,
 )
-from rlhf_pg.plan.shapes import SHAPES, gated, shape_of
-from rlhf_pg.plan.sharding import SHARDINGS
 
 H100 = DEVICES["h100"]
 LAYOUT = {layout.name: layout for layout in SHARDINGS}

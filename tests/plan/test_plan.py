@@ -18,8 +18,8 @@ from rlhf_pg.plan import (
     predicted_memory,
     predicted_pace,
 )
-from rlhf_pg.plan.published import agreement
 from rlhf_pg.plan.sharding import SHARDINGS
+from tests.plan.published import agreement
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 BY_NAME = {layout.name: layout for layout in SHARDINGS}
@@ -62,7 +62,9 @@ def test_absent_device_is_planned_on_paper(capsys, model_path) -> None:
     words = " ".join(text.split())
     assert "On paper, none of it measured" in words
     found = agreement()
-    assert f"off by a factor of {found.median:.2f} in the median and {found.worst:.2f}" in words
+    off = f"off by a factor of {found.median:.2f} in the median and {found.worst:.2f} at worst"
+    assert f"On {found.points} published throughputs" in words
+    assert off in words
 
 
 def test_trl_column_is_empty_for_ppo(capsys, model_path) -> None:

@@ -107,11 +107,11 @@ def test_critic_fitted_to_targets_converges_to_true_values(tmp_path, options) ->
     start = dict.fromkeys(truth, 0.0)
     trainer = ppo(tmp_path, start, vf_coef=2.0, cliprange_value=None, **options)
     table = trainer.critic.model.values
-    for _ in range(150):
+    for _ in range(75):
         gradient = expected_gradient(trainer)[-len(table) :]
         with torch.no_grad():
             table -= MAX_LENGTH / 2.0 * gradient  # one whole error, times how often one is there
-    assert table[:-1].tolist() == pytest.approx(list(truth.values()), abs=1e-6)
+    assert table[:-1].tolist() == pytest.approx(list(truth.values()), abs=2e-4)
 
 
 # ------------------------------------------------------------------ estimators with a critic

@@ -176,11 +176,11 @@ def test_fitted_critic_converges_to_true_values(tmp_path, lam) -> None:
     truth = true_values(("ab",))
     trainer = ppo(tmp_path, dict.fromkeys(truth, 0.0), lam=lam, vf_coef=2.0, cliprange_value=None)
     table = trainer.critic.model.values
-    for _ in range(150):
+    for _ in range(75):
         gradient = expected_gradient(trainer)[-len(table) :]
         with torch.no_grad():
             table -= MAX_LENGTH / 2.0 * gradient  # one whole error, times how often one is there
-    assert table[:-1].tolist() == pytest.approx(list(truth.values()), abs=1e-6)
+    assert table[:-1].tolist() == pytest.approx(list(truth.values()), abs=2e-4)
     assert table[-1] == -100
 
 

@@ -101,7 +101,8 @@ class VllmEngine(RolloutEngine):
             tokenizer.save_pretrained(directory)
             self.llm = _new_llm(
                 model=directory,
-                dtype=str(_dtype(model)).removeprefix("torch."),
+                # vLLM has no float64.
+                dtype=str(model.dtype).removeprefix("torch.").replace("float64", "float32"),
                 max_model_len=max_model_length or -1,  # -1: as long as there is room for
                 gpu_memory_utilization=memory,
                 enable_sleep_mode=sleeps,
@@ -279,11 +280,6 @@ def _describe(model: PreTrainedModel, directory: str) -> None:
     config = copy.deepcopy(base.config)
     config.architectures = [type(base).__name__]
     config.save_pretrained(directory)
-
-
-def _dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype of the weights; vLLM has no float64."""
-    return torch.float32 if model.dtype == torch.float64 else model.dtype
 
 
 def _repack_head(model: nn.Module) -> None:
