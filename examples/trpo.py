@@ -36,27 +36,27 @@ class TRPOConfig(ReinforceConfig):
     output_dir: str = "runs/trpo"
     """Directory of everything that the run leaves behind."""
     policy_loss: Literal["surrogate"] = "surrogate"
-    """-rho_t A_t."""
+    """Must be the unclipped surrogate, -rho_t A_t."""
     num_iterations: int = number(1, minimum=1, maximum=1)
-    """One step per rollout: the line search is what repeats."""
+    """Must be 1: a rollout has one step, and the line search repeats that."""
     num_mini_batches: int = number(1, minimum=1, maximum=1)
-    """And one batch."""
+    """Must be 1: a step is taken on the whole rollout batch."""
     kl_placement: Literal["reward"] = "reward"
     """A KL to a reference is paid in the reward; the line search would not see one in the loss."""
     entropy_coef: float = number(0.0, minimum=0, maximum=0)
-    """Nor a bonus."""
+    """Must be 0: the line search knows no entropy bonus."""
     entropy_target: None = None
-    """Nor one that moves."""
+    """Must be None: there is no entropy bonus to control."""
     positive_nll_coef: float = number(0.0, minimum=0, maximum=0)
-    """Nor the likelihood of right completions."""
+    """Must be 0: the line search knows no likelihood of right completions."""
     router_aux_loss_coef: float = number(0.0, minimum=0, maximum=0)
-    """Nor the balance of routers."""
+    """Must be 0: the line search knows no load-balancing loss of routers."""
     aggregation: Literal["token_mean"] = "token_mean"
-    """Means are over tokens."""
+    """Must be the mean over tokens, which the constraint takes too."""
     kl_adaptive_lr: None = None
-    """How far a step goes is for the line search to say."""
+    """Must be None: the line search decides how far a step goes."""
     truncated_sampling: Literal["refuse"] = "refuse"
-    """The KL that bounds a step looks at all tokens."""
+    """Must refuse top_k and the like: the KL that bounds a step is over all tokens."""
     beta: float = 0.0
     """Coefficient of KL(policy || reference); at 0 no reference is kept."""
     max_kl: float = number(0.01, above=0)

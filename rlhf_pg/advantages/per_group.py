@@ -150,8 +150,8 @@ def optimal_baseline(scores: Tensor, weights: Tensor, groups: Tensor) -> Tensor:
 
     Returns:
         (N,) baselines: exactly the common score where all are equal; 0 for NaN, and where the
-        others weigh nothing, as for a row without any others. There its own score would cancel its
-        gradient, while 0 only leaves the variance as it is.
+        other rows have no weight, as in a group of one: with its own score as the baseline, a row
+        would have no gradient.
 
     Elsewhere: the paper's estimate and verl's `opo` count the row itself, which biases the
     gradient.

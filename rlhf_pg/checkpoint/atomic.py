@@ -2,7 +2,8 @@
 
 A directory is written beside its place as `partial-{name}`, gets a `manifest.json` with size and
 SHA-256 of every file, and only then its name. Everything is synced to disk before that, since a
-machine may lose power at any moment. Until then the one that it replaces is called `aside-{name}`.
+machine may lose power at any moment. A directory that it replaces is moved to `aside-{name}` for
+the moment of the renaming, and removed after it.
 """
 
 import errno

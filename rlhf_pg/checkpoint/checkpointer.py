@@ -2,9 +2,8 @@
 
 A checkpoint is a directory that `from_pretrained` reads, with three files beside the model (or its
 adapter): `optimizer.safetensors` (by parameter name), `rng-rank{r}.safetensors` and `state.json`;
-`critic/`, where there is one, and `reference/` where that moves. Nothing is pickled. It is sealed
-(`rlhf_pg.checkpoint.atomic`): a run resumes from what was saved, to the last bit, or not from
-there.
+`critic/`, where there is one, and `reference/` where that moves. Nothing is pickled. A manifest
+seals it (`rlhf_pg.checkpoint.atomic`): a run never resumes from a damaged checkpoint.
 """
 
 import copy
@@ -178,8 +177,8 @@ class Checkpointer:
         reason = runtime.first_error(f"{type(failure).__name__}: {failure}" if failure else None)
         if reason is not None:
             raise ValueError(
-                f"the model could not be saved at the end ({reason}): mend what is said there, in "
-                "the object or in the files beside the model (generation_config.json)"
+                f"saving the model at the end would fail ({reason}): correct this in the model, "
+                "its tokenizer or the files beside it (generation_config.json)"
             ) from failure
 
     def _save_configs(self, path: Path) -> None:

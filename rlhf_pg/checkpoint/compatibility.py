@@ -61,8 +61,8 @@ def check(
     theirs, ours = (", ".join(sorted(names)) or "nothing" for names in (saved["running"], running))
     if theirs != ours:  # they have the names of reward functions, among others
         raise ValueError(
-            f"{path} was saved by a run that keeps {theirs}, and this one keeps {ours}: resume "
-            "with the same reward functions"
+            f"{path} was saved with running statistics of {theirs}, and this run has them of "
+            f"{ours}: resume with the same reward functions"
         )
     endless = now.get("lr_scheduler_type") in WITHOUT_LENGTH
     return _changed(saved["config"], now, PEAKS if endless else PEAKS | LENGTHS)

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         fail("\n".join([str(error), *getattr(error, "__notes__", ())]))
     except KeyboardInterrupt:
         print(
-            "interrupted: a run that had a step goes on with --resume_from_checkpoint latest",
+            "interrupted: if a step was finished, resume with --resume_from_checkpoint latest",
             file=sys.stderr,
         )
         raise SystemExit(128 + signal.SIGINT) from None

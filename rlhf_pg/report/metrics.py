@@ -113,8 +113,8 @@ def reward_metrics(
     Args:
         raw: (N,K) as the sources gave them, one column each; NaN where one does not apply.
         trained: (N,K) as they are trained on, weighted.
-        groups: (N,); None where every row has a prompt of its own. The std is then that of all
-            rows, and there is no share of groups without one.
+        groups: (N,); None if no two rows share a prompt: `reward_std` is then over all rows, and
+            there is no `frac_reward_zero_std`.
     """
     means = trained.nanmean(0)
     metrics = {"reward": math.nan if means.isnan().all() else means.nansum().item()}

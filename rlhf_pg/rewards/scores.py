@@ -72,8 +72,8 @@ def overlong(lengths: Tensor, longest: int, buffer: int, penalty: float = 1.0) -
 def replaced(scores: Tensor, rows: Tensor, mask: Tensor, source: int) -> Tensor:
     """Replace all other sources by one in some rows (N Implementation Details).
 
-    There every other source counts 0, once, at the last True slot. A source that did not apply
-    does too, or the mean of its group would stand in for it.
+    In those rows every other source scores 0 at the last True slot. So does a source that gave no
+    score, for which the mean of its group would otherwise stand in.
 
     Args:
         scores: (B,T,K).

@@ -31,10 +31,10 @@ class Shaping:
     whiten     the sum of all that, over the tokens of the step (whiten_rewards)
 
     Penalties are in the units of the result: they are not clipped, squashed, normalised or
-    weighted. Squashing shifts scores, so that a further step is paid for being there. No mean is
-    subtracted from normalised scores: that would pay or fine each further step for being there, and
-    so change the best length. (Whitening does shift, by a share of the mean: Ziegler et al. 2019,
-    in their code.)
+    weighted. Squashing makes every score positive, so that each further step of a completion raises
+    its total. No mean is subtracted from normalised scores: that would reward or punish further
+    steps as such, and so change the best length. (Whitening does shift, by a share of the mean:
+    Ziegler et al. 2019, in their code.)
 
     `rewards/{name}/mean` and the samples show raw scores, steps summed. `reward` is what is trained
     on, before the KL; in evaluation also before normalising and min_max, which change during a run

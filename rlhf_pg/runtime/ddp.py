@@ -94,8 +94,9 @@ class DDPBackend:
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this process's share of the loss.
 
-        The shares of all processes sum to the loss, while the exchanged gradient is a mean.
-        Multiplying by the number of processes undoes that, here and nowhere else.
+        The shares of all processes sum to the loss, while torch and DeepSpeed exchange a mean of
+        the gradients. Multiplying by the number of processes makes it the sum; nothing outside the
+        backends knows of this.
         """
         torch.autograd.backward(loss * self._world)
 

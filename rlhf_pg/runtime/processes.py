@@ -194,7 +194,7 @@ class Runtime:
         return mean, self.all_reduce_sum(squares) / count
 
     def leave_together(self, place: str) -> bool:
-        """Return whether all processes end here, by own errors or a shared one; not collective.
+        """Return whether all processes end in the same place, by any error; not a collective.
 
         Args:
             place: name of the place in the run.

@@ -54,8 +54,8 @@ class PolicyGradientTrainer(TrainerSetup):
         quantization_config: a `BitsAndBytesConfig` in 4 bits, for QLoRA; `args.load_in_4bit` makes
             one.
         optimizers: an optimizer (of everything that is trained) and a learning-rate scheduler of
-            your own, or None for AdamW and
-            `args.lr_scheduler_type`. The scheduler advances once per step.
+            your own, or None for AdamW and `args.lr_scheduler_type`. The scheduler advances once
+            per step.
         tools: functions with type hints and docstrings, plain or async, that the policy may call in
             a chat, as its chat template has it.
         environment_factory: makes the `Environment` of one episode, which answers the policy's
@@ -116,7 +116,7 @@ class PolicyGradientTrainer(TrainerSetup):
         )
         advantages = self.advantages(inputs)  # (B,T)  <- the algorithm
         targets, more = self.critic_targets(inputs, advantages)  # (B,T), or None
-        experience = experience_maker.make_experience(
+        experience = experience_maker.build_experience(
             rollout, scores, outputs, advantages, targets, shaping, runtime, args
         )
         return experience, metrics | more
@@ -134,7 +134,7 @@ class PolicyGradientTrainer(TrainerSetup):
     ) -> dict[str, Any]:
         """Count the step, update the controllers, and reduce the metrics over all processes."""
         args, state = self.args, self.state
-        policy_stays = self.learner.trains_critic_alone(state.step)
+        policy_frozen = self.learner.trains_critic_alone(state.step)
         tokens = int(metrics.pop("tokens")) + batch.other_tokens
         state.step += 1
         state.prompt_index += batch.num_prompts
@@ -147,7 +147,7 @@ class PolicyGradientTrainer(TrainerSetup):
         metrics |= batch.metrics | self.collector.episode_metrics([batch.samples])
         metrics |= meter.means(self.runtime.all_reduce_sum(meter.sums())) | meter.seconds
         metrics |= meter.extremes(lambda own: self.runtime.gather(own)[0])
-        if not policy_stays:  # a policy that stays does not answer to them
+        if not policy_frozen:  # its metrics say nothing about the coefficients
             self.controllers.update(metrics, args.prompts_per_step * args.num_generations)
         if self.moving_average is not None and math.isfinite(metrics["return"]):
             self.moving_average.update(metrics["return"])

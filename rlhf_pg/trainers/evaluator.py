@@ -39,8 +39,8 @@ def evaluate(
         answer: extracts the answer of a completion, for the majority vote.
 
     Returns:
-        Metrics over all processes, named as in training; `rlhf_pg.rewards.shaping` says of which
-        scores. With several completions also what their prompts make of them.
+        Metrics over all processes, named as in training, of the scores that `Shaping` describes.
+        With several completions per prompt also pass@k and majority@n.
     """
     runtime, shaping, args = collector.runtime, collector.shaping, collector.args
     n = args.num_generations_eval if temperature > 0 else 1
@@ -100,8 +100,8 @@ def _judged(paid: Tensor, completions: Sequence[Any], threshold: float, answer: 
 def _counted(given: Hashable, answer: Answer) -> Hashable:
     if not isinstance(given, Hashable):
         raise ValueError(
-            f"{getattr(answer, '__name__', answer)} must return answers that can be counted, "
-            f"strings or numbers say, got {shown(given)}"
+            f"{getattr(answer, '__name__', answer)} must return answers that can be counted, such "
+            f"as strings or numbers, got {shown(given)}"
         )
     return given
 

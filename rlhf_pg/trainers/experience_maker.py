@@ -75,7 +75,7 @@ def advantage_inputs(
         bootstrap_value=bootstrap_value,
         step_scores=step_scores,
         step_mask=step_mask,
-        greedy_scores=greedy and _of_greedy(greedy, shaping, rollout.groups),
+        greedy_scores=None if greedy is None else _of_greedy(greedy, shaping, rollout.groups),
         moving_average=moving_average.value if moving_average else 0.0,
     )
     metrics = reward_metrics(raw, trained[:, :-1], shaping.names, groups) | length_metrics(lengths)
@@ -84,7 +84,7 @@ def advantage_inputs(
     return inputs, metrics | _baseline_metrics(inputs, runtime, moving_average)
 
 
-def make_experience(
+def build_experience(
     rollout: Rollout,
     scores: Tensor,
     outputs: ModelOutputs,
@@ -108,8 +108,8 @@ def make_experience(
     experience = Experience.of(
         rollout,
         advantages=advantages,
-        # With one update per rollout the ratio is 1 by construction, not up to rounding; unless
-        # something is to know how far that update went.
+        # With one update per rollout they are taken from that update's own forward pass, so the
+        # ratio is exactly 1. They are kept only where the KL after the update is measured.
         old_logprobs=outputs.old_logprobs if args.compares_with_old else None,
         ref_logprobs=outputs.ref_logprobs,
         values=outputs.values,

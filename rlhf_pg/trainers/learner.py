@@ -71,8 +71,8 @@ class Learner:
         self.begun = 0
         # A loss that takes `groups` looks at other rows: a micro-batch must have all of them.
         self.compares_rows = "groups" in args.loss_options
-        self.pads = True  # rows that are not packed, with others that are longer
-        self.together = True  # rows of one length
+        self.pads = True  # whether rows of different lengths may be padded into one batch
+        self.together = True  # whether rows of one length may be batched
         self.size = self._size()
         self._rates = {"learning_rate": group_of(self.policy, optimizer)}
         if self.critic is not None:
@@ -90,7 +90,7 @@ class Learner:
         }
         self.full_policy = self.parts["model"]
         if runtime.splits:
-            _ = self.fingerprints
+            _ = self.fingerprints  # computed now and kept: they need whole weights
         self.trained = runtime.prepare(
             self.module, optimizer, args.max_grad_norm, args.bfloat16_update, args.seed
         )
@@ -129,25 +129,26 @@ class Learner:
         if computes_old or self.critic is not None:
             scored = self._over(rollout, lambda batch: self._score_own(batch, computes_old))
         if needs_old and not computes_old:
-            seen = torch.where(rollout.action_mask, rollout.sampler_logprobs, 0.0)
-            scored = scored._replace(old_logprobs=seen)
+            sampled = torch.where(rollout.action_mask, rollout.sampler_logprobs, 0.0)
+            scored = scored._replace(old_logprobs=sampled)
         if self.reference is not None:
             ask = partial(self.runtime.output, self.reference)
-            judged = self._over(rollout, lambda batch: ModelOutputs(ref_logprobs=ask(batch)))
-            scored = scored._replace(ref_logprobs=judged.ref_logprobs)
+            reference = self._over(rollout, lambda batch: ModelOutputs(ref_logprobs=ask(batch)))
+            scored = scored._replace(ref_logprobs=reference.ref_logprobs)
         return scored
 
     def _score_own(self, batch: Rollout, computes_old: bool) -> ModelOutputs:
         if computes_old:
             out: PolicyOutput = self.trained(batch)
-            return ModelOutputs(out.logprobs, None, out.values, out.end_values)
+            return ModelOutputs(out.logprobs, values=out.values, end_values=out.end_values)
         values, end_values = self.trained(batch, values_alone=True)
         return ModelOutputs(values=values, end_values=end_values)
 
     def squared_gradients(self, rollout: Rollout) -> Tensor:
         """Compute |grad log pi(y)|^2 of every completion over the trained parameters, (B,) float64.
 
-        Each completion has its own passes, on whole weights and past all hooks: no process waits.
+        Each completion has its own forward and backward pass, on the whole module without hooks: no
+        collective, so that processes may have different numbers of rows.
         """
         trained = [p for p in self.policy.parameters() if p.requires_grad]
         squares = torch.zeros(rollout.num_rows, dtype=torch.float64, device=rollout.groups.device)
@@ -191,11 +192,11 @@ class Learner:
             meter.absorb(seen)
             if alone:
                 # After the exchange, in which DDP waits for every gradient, and before the norm
-                # is taken: neither that nor Adam's moments see where the policy does not go.
+                # is taken: the frozen policy's gradient enters neither that nor Adam's moments.
                 self.trained.zero_grad_of(self.policy)
             elif norms and self._has_drifted(seen):
                 self.trained.zero_grad_of(self.module)
-                self.trained.step()
+                self.trained.step()  # changes nothing, and ends the update in DeepSpeed
                 break
             self.begun += 1
             norm = self._apply_gradient()
@@ -228,7 +229,7 @@ class Learner:
                 self.begun -= 1
 
     def keep_to(self, packs: bool, pads: bool, together: bool) -> None:
-        """Batch rows as the model check found right."""
+        """Pack, pad and batch rows only as the model check allows."""
         self.pads, self.together = pads, together
         if packs:
             return
@@ -326,8 +327,8 @@ class Learner:
                     loss = loss + args.positive_nll_coef * own
                     meter.add("positive_nll", own, share)
                 failpoint("backward")
-                # A loss that is not finite makes the gradient so, and with it the norm of all
-                # processes; 0 is added to the others.
+                # The factor is 1 for a finite loss. For any other it makes the whole gradient NaN,
+                # so that every process sees a norm that is not finite and skips the update.
                 self.trained.backward(loss * (1 + (loss - loss).detach()))
             meter.add("loss", loss, share)
             for name, numbers in {"entropy": new.entropy.detach(), **metrics}.items():
@@ -403,7 +404,7 @@ class Learner:
         if self.critic is not None:  # what one of them pads must fit
             window = min(window, self.critic.window)
         batch = batch.counted()
-        budget = self.token_budget if self.together else 1  # a row is more
+        budget = self.token_budget if self.together else 1  # a row has more: it goes alone
         whole_groups = self.compares_rows
         chunks = batch.micro_batches(budget, whole_groups, window, self.pads)
         # Asked before the first: a forward pass may itself wait for the other processes.

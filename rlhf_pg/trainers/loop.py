@@ -106,8 +106,8 @@ class TrainingLoop(ABC):
                 the model's config could not be saved; or a tracker cannot start.
             SystemExit: with code 143 (128 + SIGTERM) after SIGTERM to any process, or 129 after
                 SIGHUP, or in several processes 130 after SIGINT: the step has been finished, and a
-                checkpoint saved. Any other error saves a checkpoint of the last finished step,
-                too, unless the run has diverged; in several processes, if all of them end by it.
+                checkpoint saved. After any other error the last finished step is saved, unless
+                the run has diverged; with several processes, only if all fail in the same step.
         """
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
@@ -195,7 +195,7 @@ class TrainingLoop(ABC):
         """
         try:
             yield
-        except FloatingPointError:  # what is there is from before it diverged, or nearer to that
+        except FloatingPointError:  # the saved checkpoints are from before, or closer to it
             raise
         except BaseException as error:
             try:

@@ -53,12 +53,12 @@ class Verdict(NamedTuple):
     def text(self) -> str:
         """Say what is done differently, and why."""
         ways = {
-            "packing (rows will be padded)": self.packs,
-            "padding (only rows of one length go together)": self.pads,
-            "any company (each row goes alone)": self.together,
-            "fast sampling (generate will be used)": self.samples_fast,
-            "padding in generate (only prompts of one length go together)": self.samples_padded,
-            "any company in generate (each completion goes alone)": self.samples_together,
+            "packing (so rows are padded)": self.packs,
+            "padding (so only rows of one length are batched)": self.pads,
+            "the other rows of a batch (so rows are computed one by one)": self.together,
+            "fast sampling (so generate samples)": self.samples_fast,
+            "padding in generate (so only prompts of one length are batched)": self.samples_padded,
+            "other rows in generate (so completions are sampled one by one)": self.samples_together,
         }
         found = ", ".join(way for way, holds in ways.items() if not holds)
         return f"model_check: this model's log-probabilities change with {found}"

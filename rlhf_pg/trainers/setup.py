@@ -234,7 +234,7 @@ class TrainerSetup(TrainingLoop):
 
     def _new_collector(self) -> Collector:
         runner = self.episode_runner
-        if runner is not None:  # a prompt of an environment's own leaves room for a completion
+        if runner is not None:  # a prompt from `Environment.reset` must leave room for a completion
             longest = self._limit and self._limit - self.args.max_completion_length
             runner = dataclasses.replace(runner, longest_prompt=longest)
         return Collector(
@@ -343,7 +343,7 @@ class TrainerSetup(TrainingLoop):
     def _limit(self) -> int | None:
         """The most tokens of an environment's own prompt and a completion; None: any number."""
         limits = [models.max_positions(self.model)]
-        if self.args.micro_batch_tokens != "auto":  # which never changes what is sampled
+        if self.args.micro_batch_tokens != "auto":  # what auto finds must not change the samples
             limits.append(self.args.token_budget)
         return min((limit for limit in limits if limit), default=None)
 

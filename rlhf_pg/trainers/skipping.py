@@ -60,8 +60,8 @@ class SkippedUpdates:
             updates: how many of it were made.
 
         Raises:
-            FloatingPointError: it is one more in a row than `max_skipped_steps` without any. What
-                one batch has wrong, all passes over it may have: only another batch tells more.
+            FloatingPointError: more than `max_skipped_steps` steps in a row made none. Steps count,
+                not updates, since one bad batch may spoil every pass over it.
         """
         before = self._state.skipped_in_a_row
         self._state.skipped_in_a_row = 0 if updates else before + 1

@@ -527,7 +527,7 @@ LOOP = [
     Mutant(
         name="value-target-from-whitened-advantages",
         mistake="the critic's target is made of whitened advantages",
-        target="rlhf_pg.trainers.experience_maker.make_experience",
+        target="rlhf_pg.trainers.experience_maker.build_experience",
         old="        returns=returns,",
         new="        returns=None if returns is None else advantages + outputs.values,",
         killers=(f"{PPO}::test_normalize_advantages_leaves_returns_unchanged",),
@@ -535,7 +535,7 @@ LOOP = [
     Mutant(
         name="padding-whitened",
         mistake="advantages are whitened with the padding (the RLHF book's code)",
-        target="rlhf_pg.trainers.experience_maker.make_experience",
+        target="rlhf_pg.trainers.experience_maker.build_experience",
         old=("advantages = whiten(advantages, mask, stats=runtime.mean_and_var(advantages, mask))"),
         new="advantages = whiten(advantages, torch.ones_like(mask))",
         killers=(f"{PPO}::test_normalize_advantages_leaves_returns_unchanged",),
@@ -602,7 +602,7 @@ LOOP = [
     Mutant(
         name="ratio-of-one-update-from-rounding",
         mistake="with one update the ratio depends on the micro-batch's shape (verl #6280)",
-        target="rlhf_pg.trainers.experience_maker.make_experience",
+        target="rlhf_pg.trainers.experience_maker.build_experience",
         old="old_logprobs=outputs.old_logprobs if args.compares_with_old else None",
         new="old_logprobs=outputs.old_logprobs",
         killers=(f"{STEP}::test_old_logprobs_are_scored_only_for_several_updates",),
@@ -628,8 +628,8 @@ LOOP = [
         mistake="the gradient of the minibatch at which updates stopped enters the next step",
         target="rlhf_pg.trainers.learner.Learner._updates",
         old="                self.trained.zero_grad_of(self.module)\n"
-        "                self.trained.step()\n                break",
-        new="                break",
+        "                self.trained.step()",
+        new="                pass",
         killers=(f"{STEP}::test_target_kl_stop_leaves_no_gradient",),
     ),
     Mutant(
@@ -679,7 +679,7 @@ PROCESSES = [
     Mutant(
         name="whitening-per-process",
         mistake="advantages are whitened on each process by itself (TRL's PPO; slime #2235)",
-        target="rlhf_pg.trainers.experience_maker.make_experience",
+        target="rlhf_pg.trainers.experience_maker.build_experience",
         old="whiten(advantages, mask, stats=runtime.mean_and_var(advantages, mask))",
         new="whiten(advantages, mask)",
         killers=(f"{DISTRIBUTED}::test_gradient_matches_single_process[ddp-2-ppo]",),

@@ -173,7 +173,7 @@ HEAD_START = [
         name="coefficients-move-without-the-policy",
         mistake="a beta that moves falls in every step in which the policy is not allowed to",
         target="rlhf_pg.trainers.PolicyGradientTrainer.finish_step",
-        old="if not policy_stays:",
+        old="if not policy_frozen:",
         new="if True:",
         killers=(f"{OPTIONS}::test_controllers_do_not_move_during_value_pretraining",),
     ),

@@ -42,7 +42,7 @@ MUTANTS = [
         mistake="a clamp that nobody hears of (verl and OpenRLHF clamp at 10 silently)",
         target="rlhf_pg.losses.ratio.ratio_terms",
         old='"ratio_overflow": (log_ratio.abs() > MAX_LOG_RATIO).to(ratio.dtype)',
-        new='"ratio_overflow": (held.abs() > MAX_LOG_RATIO).to(ratio.dtype)',
+        new='"ratio_overflow": (bounded.abs() > MAX_LOG_RATIO).to(ratio.dtype)',
         killers=(OURS + "test_huge_ratio_stays_finite_and_is_counted",),
     ),
     Mutant(

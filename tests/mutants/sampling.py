@@ -117,7 +117,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="truncated-mask-before-statistics",
         mistake="completions that were cut off are masked before advantages are whitened",
-        target="rlhf_pg.trainers.experience_maker.make_experience",
+        target="rlhf_pg.trainers.experience_maker.build_experience",
         old="    mask = rollout.action_mask\n",
         new=(
             "    mask = rollout.action_mask\n    mask = mask & "

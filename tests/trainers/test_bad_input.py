@@ -127,10 +127,13 @@ def test_config_of_other_algorithm_is_refused() -> None:
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ("generation_config", r"could not be saved at the end \(ValueError: GenerationConfig is"),
+        (
+            "generation_config",
+            r"saving the model at the end would fail \(ValueError: GenerationConfig is",
+        ),
         (
             "processing_class",
-            r"could not be saved at the end \(TypeError: .* not JSON serializable",
+            r"saving the model at the end would fail \(TypeError: .* not JSON serializable",
         ),
     ],
 )
@@ -155,5 +158,5 @@ def test_bad_generation_config_matters_only_for_merged_adapter(make) -> None:
     trainer.train()
     trainer = make(use_peft=True, save_merged=True)
     trainer.model.get_base_model().generation_config.update(do_sample=False, temperature=0.6)
-    with pytest.raises(ValueError, match="could not be saved at the end"):
+    with pytest.raises(ValueError, match="saving the model at the end would fail"):
         trainer.train()

@@ -160,8 +160,8 @@ def of_task(arch, **options):
 @pytest.mark.parametrize(
     ("arch", "how"),
     [
-        ("rwkv", "each completion goes alone"),
-        ("recurrent_gemma", "only rows of one length go together"),
+        ("rwkv", "completions are sampled one by one"),
+        ("recurrent_gemma", "only rows of one length are batched"),
     ],
 )
 def test_sampler_logprobs_match_scores_without_padding(make, caplog, tmp_path, arch, how):

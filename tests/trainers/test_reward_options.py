@@ -175,7 +175,7 @@ def objective(trainer: PolicyGradientTrainer) -> Tensor:
     return total
 
 
-@pytest.mark.proves("rlhf_pg.trainers.experience_maker.make_experience")
+@pytest.mark.proves("rlhf_pg.trainers.experience_maker.build_experience")
 @pytest.mark.parametrize("estimator", ["returns", "leave_one_out", "returns_minus_others"])
 def test_stepwise_reward_gradient_is_exact(tmp_path, estimator) -> None:
     trainer = reinforce(tmp_path, stepwise, 2, advantage_estimator=estimator)
@@ -185,7 +185,7 @@ def test_stepwise_reward_gradient_is_exact(tmp_path, estimator) -> None:
     assert (ascent - truth).norm() <= 1e-8 * truth.norm()
 
 
-@pytest.mark.proves("rlhf_pg.trainers.experience_maker.make_experience")
+@pytest.mark.proves("rlhf_pg.trainers.experience_maker.build_experience")
 def test_discounted_token_credit_covers_only_later_rewards(tmp_path) -> None:
     """With a discount it also shows by how many tokens a reward is away."""
     trainer = reinforce(tmp_path, stepwise, 1, gamma=0.5)
