@@ -101,14 +101,14 @@ class TRPOTrainer(ReinforceTrainer):
         """
         start = parameters_to_vector(self.parameters).detach().clone()
         old = [distributions.detach() for _, distributions in self.forward(experience)]
-        self.learner.begun = 1  # who saves the weights from here on, is told so
+        self.learner.updates_begun = 1  # a checkpoint saved after an error says so
         for halvings in range(self.args.backtracks):
             vector_to_parameters(start + 0.5**halvings * step, self.parameters)
             gain, kl = self.compare(experience, old)
             if gain > 0 and kl <= self.args.max_kl:
                 return 0.5**halvings, kl
         vector_to_parameters(start, self.parameters)
-        self.learner.begun = 0
+        self.learner.updates_begun = 0
         return 0.0, 0.0
 
     @property

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_pg.report.metrics import KEYS
 from tests.gpu import report
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +50,11 @@ NO_SOURCE = NO_FORMULA | {
 @pytest.mark.parametrize("name", sorted(generate.PAGES))
 def test_pages_are_up_to_date(name: str) -> None:
     assert (ROOT / name).read_text() == generate.PAGES[name](), "run `make docs`"
+
+
+def test_usage_explains_every_key_of_metrics_line() -> None:
+    text = (ROOT / "docs/usage.md").read_text()
+    assert [key for key in KEYS if f"`{key}`" not in text] == []
 
 
 @pytest.mark.parametrize("name", MOST_WORDS)

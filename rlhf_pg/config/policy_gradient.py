@@ -15,6 +15,6 @@ class PolicyGradientConfig(MethodConfig):
         rules.check(self)
 
     @property
-    def doubts(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Warnings, one sentence each, about settings that are allowed but seldom meant."""
-        return rules.doubts(self)
+        return rules.warnings(self)

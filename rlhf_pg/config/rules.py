@@ -238,7 +238,7 @@ def check_idle(args: MethodConfig) -> None:
         args.refuse_idle(tuple(idle), False, f"is not used by {choice_} {name!r}: leave it out")
 
 
-def doubts(args: MethodConfig) -> list[str]:
+def warnings(args: MethodConfig) -> list[str]:
     """Return warnings, one sentence each, about settings that are allowed but seldom meant."""
     of_rows = "gmpo" if args.policy_loss == "gmpo" else "importance_sampling_level sequence"
     alike = args.policy_loss == "gmpo" or args.importance_sampling_level == "sequence"

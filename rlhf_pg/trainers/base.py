@@ -98,7 +98,9 @@ class PolicyGradientTrainer(TrainerSetup):
         shaping, runtime, args = self.shaping, self.runtime, self.args
         outputs = self.learner.score(rollout)  # log-probabilities and values (B,T)
         values, bootstrap_value = self.values_of(rollout, outputs)
-        needed = args.advantage_estimator in NEED_GRADIENTS
+        squared_gradients = None
+        if args.advantage_estimator in NEED_GRADIENTS:
+            squared_gradients = self.learner.squared_gradients(rollout)
         inputs, metrics = experience_maker.advantage_inputs(
             rollout,
             scores,
@@ -110,7 +112,7 @@ class PolicyGradientTrainer(TrainerSetup):
             kl_coef=self.controllers["beta"],
             values=values,
             bootstrap_value=bootstrap_value,
-            squared_gradients=self.learner.squared_gradients(rollout) if needed else None,
+            squared_gradients=squared_gradients,
             greedy=greedy,
             moving_average=self.moving_average,
         )
@@ -124,8 +126,8 @@ class PolicyGradientTrainer(TrainerSetup):
     def update(self, experience: Experience, meter: Meter) -> dict[str, float]:
         """Make every optimizer update on one rollout batch; return metrics of this process.
 
-        An override counts in `learner.begun` the updates that have reached the weights, or are
-        about to. A checkpoint that is saved because the step failed then says that it has them.
+        An override counts in `learner.updates_begun` the updates that have reached the weights, or
+        are about to. A checkpoint that is saved because the step failed then says that it has them.
         """
         return self.learner.update(experience, self.state.step, meter)
 
@@ -152,7 +154,7 @@ class PolicyGradientTrainer(TrainerSetup):
         if self.moving_average is not None and math.isfinite(metrics["return"]):
             self.moving_average.update(metrics["return"])
         self.learner.next_rate(self.controllers.learning_rate_scale)
-        self.learner.begun = 0
+        self.learner.updates_begun = 0
         metrics |= self.controllers.metrics()
         metrics |= {"step": state.step, "num_tokens": state.num_tokens, "step_time": meter.age}
         metrics["perf/tokens_per_second"] = tokens / metrics["step_time"]
@@ -193,6 +195,7 @@ class PolicyGradientTrainer(TrainerSetup):
     def surrogate(self, new: PolicyOutput, batch: Experience) -> Loss:
         """Compute the loss `args.policy_loss`, weighted if another engine sampled."""
         args = self.args
+        # All other options are bound already: they do not change during a run.
         changing = {"groups": batch.groups, "old_kl_coef": self.controllers["old_kl_coef"]}
         options = {name: changing[name] for name in changing.keys() & args.loss_options}
         per_token, metrics = self.policy_loss(

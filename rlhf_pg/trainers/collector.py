@@ -69,12 +69,12 @@ class Collector:
                 batch = self._with_spread(first, meter)
             else:
                 indices = range(first, first + args.prompts_per_step)
-                samples, scores = self._collect(indices, meter)
+                samples, scores = self._sample_and_score(indices, meter)
                 batch = ScoredBatch(samples=samples, scores=scores, num_prompts=len(indices))
             needs_greedy = args.advantage_estimator in NEED_GREEDY
             return self._with_greedy(batch, meter) if needs_greedy else batch
 
-    def _collect(self, indices: range, meter: Meter) -> ScoredSamples:
+    def _sample_and_score(self, indices: range, meter: Meter) -> ScoredSamples:
         failpoint("rollout")
         with meter.time("rollout"):
             samples = self.roll_out(indices)
@@ -197,7 +197,7 @@ class Collector:
         end = first
         while len(kept) < args.prompts_per_step and len(parts) <= args.dynamic_sampling_rounds:
             indices = range(end, end + args.prompts_per_step - len(kept))
-            parts.append(self._collect(indices, meter))
+            parts.append(self._sample_and_score(indices, meter))
             constant = self._constant_groups(parts[-1])
             kept += [index for index in indices if index not in constant]
             aside += [index for index in indices if index in constant]

@@ -70,7 +70,7 @@ def crowded(args: PolicyGradientConfig, learner: Learner) -> str | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    share, left = args.vllm_gpu_memory_utilization * total, free + unused - due(args, learner)
+    share, left = args.vllm_gpu_memory_utilization * total, free + unused - bytes_due(args, learner)
     if share <= left:
         return None
     return (
@@ -79,7 +79,7 @@ def crowded(args: PolicyGradientConfig, learner: Learner) -> str | None:
     )
 
 
-def due(args: PolicyGradientConfig, learner: Learner) -> float:
+def bytes_due(args: PolicyGradientConfig, learner: Learner) -> float:
     """Count the bytes that this process will still allocate before it samples.
 
     These are the moments, which the first update makes, and the gathered copy of sharded weights.

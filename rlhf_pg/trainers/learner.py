@@ -68,7 +68,7 @@ class Learner:
         self.policy, self.critic, self.reference, self.module = models
         self.scheduler, self.loss, self.runtime, self.args = scheduler, loss, runtime, args
         self.token_budget, self.skipped = token_budget, skipped
-        self.begun = 0
+        self.updates_begun = 0
         # A loss that takes `groups` looks at other rows: a micro-batch must have all of them.
         self.compares_rows = "groups" in args.loss_options
         self.pads = True  # whether rows of different lengths may be padded into one batch
@@ -77,9 +77,9 @@ class Learner:
         self._rates = {"learning_rate": group_of(self.policy, optimizer)}
         if self.critic is not None:
             self._rates["value_learning_rate"] = group_of(self.critic, optimizer)
-        self._share(optimizer)
+        self._shard(optimizer)
 
-    def _share(self, optimizer: Optimizer) -> None:
+    def _shard(self, optimizer: Optimizer) -> None:
         """Shard the models; whatever needs whole weights runs before."""
         args, runtime = self.args, self.runtime
         parts = {"model": self.policy.model, "critic": self.critic, "reference": self.reference}
@@ -127,13 +127,17 @@ class Learner:
         needs_old = args.needs_old_logprobs
         computes_old = needs_old and args.old_logprobs_source == "policy"
         if computes_old or self.critic is not None:
-            scored = self._over(rollout, lambda batch: self._score_own(batch, computes_old))
+            scored = self._map_micro_batches(
+                rollout, lambda batch: self._score_own(batch, computes_old)
+            )
         if needs_old and not computes_old:
             sampled = torch.where(rollout.action_mask, rollout.sampler_logprobs, 0.0)
             scored = scored._replace(old_logprobs=sampled)
         if self.reference is not None:
             ask = partial(self.runtime.output, self.reference)
-            reference = self._over(rollout, lambda batch: ModelOutputs(ref_logprobs=ask(batch)))
+            reference = self._map_micro_batches(
+                rollout, lambda batch: ModelOutputs(ref_logprobs=ask(batch))
+            )
             scored = scored._replace(ref_logprobs=reference.ref_logprobs)
         return scored
 
@@ -165,7 +169,7 @@ class Learner:
         Raises:
             FloatingPointError: see `SkippedUpdates.end`.
         """
-        self.begun = 0
+        self.updates_begun = 0
         self.module.train()
         try:
             metrics = self._updates(experience, step, meter)
@@ -177,7 +181,7 @@ class Learner:
         self.skipped.end(step + 1, int(metrics["num_updates"]))
         if self.args.follows_old_kl:
             moves = metrics["num_updates"] and not self.trains_critic_alone(step)
-            metrics["approx_kl/after"] = self._moved(experience) if moves else math.nan
+            metrics["approx_kl/after"] = self._kl_after_updates(experience) if moves else math.nan
         return metrics
 
     def _updates(self, experience: Experience, step: int, meter: Meter) -> dict[str, float]:
@@ -198,15 +202,15 @@ class Learner:
                 self.trained.zero_grad_of(self.module)
                 self.trained.step()  # changes nothing, and ends the update in DeepSpeed
                 break
-            self.begun += 1
+            self.updates_begun += 1
             norm = self._apply_gradient()
             if math.isfinite(norm):
                 norms.append(norm)
             else:
                 self.skipped.skip(minibatch, norm, step + 1, number)
                 skipped += 1
-                self.begun -= 1
-        self._teach_critic(experience, step)
+                self.updates_begun -= 1
+        self._update_critic_alone(experience, step)
         return {
             "grad_norm": sum(norms) / len(norms) if norms else math.nan,
             **rates,
@@ -214,7 +218,7 @@ class Learner:
             "skipped_updates": skipped,
         }
 
-    def _teach_critic(self, experience: Experience, step: int) -> None:
+    def _update_critic_alone(self, experience: Experience, step: int) -> None:
         """Make the updates in which the critic alone learns, after those of the policy."""
         args = self.args
         passes = range(args.num_iterations, args.num_iterations + args.critic_only_iterations)
@@ -222,11 +226,11 @@ class Learner:
         for number, minibatch in enumerate(self._minibatches(experience, step, passes), first):
             self.accumulate(minibatch, Meter())
             self.trained.zero_grad_of(self.policy)  # after the exchange, as above
-            self.begun += 1
+            self.updates_begun += 1
             norm = self._apply_gradient()
             if not math.isfinite(norm):
                 self.skipped.skip(minibatch, norm, step + 1, number)
-                self.begun -= 1
+                self.updates_begun -= 1
 
     def keep_to(self, packs: bool, pads: bool, together: bool) -> None:
         """Pack, pad and batch rows only as the model check allows."""
@@ -278,14 +282,16 @@ class Learner:
             > 1.5 * self.args.target_kl
         )
 
-    def _moved(self, experience: Experience) -> float:
+    def _kl_after_updates(self, experience: Experience) -> float:
         """Measure KL(old || new) per trained token, over all rows of the step and all processes.
 
             E_old[sum_t (rho_t - 1 - log rho_t)] / E_old[length],   rho_t = pi(y_t) / pi_old(y_t)
 
         One more forward pass: what the updates themselves saw is the policy before each of them.
         """
-        now = self._over(experience, lambda batch: ModelOutputs(self.trained(batch).logprobs))
+        now = self._map_micro_batches(
+            experience, lambda batch: ModelOutputs(self.trained(batch).logprobs)
+        )
         assert now.old_logprobs is not None
         assert experience.old_logprobs is not None
         kl = kl_estimate(experience.old_logprobs, now.old_logprobs, "k3")
@@ -378,7 +384,9 @@ class Learner:
         return self.trained.step()
 
     @torch.no_grad()
-    def _over(self, rollout: Rollout, score: Callable[[Rollout], ModelOutputs]) -> ModelOutputs:
+    def _map_micro_batches(
+        self, rollout: Rollout, score: Callable[[Rollout], ModelOutputs]
+    ) -> ModelOutputs:
         """Apply `score` to every micro-batch and put the results together."""
         whole: dict[str, Tensor] = {}
         for indices, batch in self._micro_batches(rollout):

@@ -136,7 +136,7 @@ class TrainingLoop(ABC):
 
     def _take_step(self, journal: Journal) -> None:
         """Take one step, and do what is due after it."""
-        metrics = self._step_or_nothing()
+        metrics = self._step_with_rollback()
         failpoint("stepped")
         try:
             if due(self.state.step, self.args.eval_steps):
@@ -154,7 +154,7 @@ class TrainingLoop(ABC):
         if number:
             self._end_by_signal(number, journal)
 
-    def _step_or_nothing(self) -> dict[str, Any]:
+    def _step_with_rollback(self) -> dict[str, Any]:
         """Take a step; if it fails, restore random states, counters and records.
 
         Weights that it has updated are not restored.
@@ -181,7 +181,7 @@ class TrainingLoop(ABC):
 
     def _end_by_signal(self, number: int, journal: Journal) -> None:
         name = signal.Signals(number).name
-        journal.say(f"{name}: the run goes on from {self._checkpoint()}")
+        journal.say(f"{name}: the run goes on from {self._latest_checkpoint()}")
         raise Terminated(number)
 
     @contextmanager
@@ -199,7 +199,7 @@ class TrainingLoop(ABC):
             raise
         except BaseException as error:
             try:
-                path = self._save_finished()
+                path = self._save_after_error()
             except Exception as another:
                 logger.warning("what was trained since the last checkpoint is lost: %s", another)
             else:
@@ -209,7 +209,7 @@ class TrainingLoop(ABC):
                     )
             raise
 
-    def _save_finished(self) -> Path | None:
+    def _save_after_error(self) -> Path | None:
         """Save the last finished step, unless it is saved; None if it cannot be."""
         step, begun = self.state.step, self.updates_begun
         if self.checkpointer.saved == step:
@@ -237,7 +237,7 @@ class TrainingLoop(ABC):
             self.state.best_reward = reward
             self.checkpointer.save(self.runtime, Path(self.args.output_dir) / "best")
 
-    def _checkpoint(self) -> Path:
+    def _latest_checkpoint(self) -> Path:
         """Return the checkpoint of the last finished step, and save it unless it is there."""
         saved = self.checkpointer.saved == self.state.step
         return self.checkpointer.path() if saved else self.save_checkpoint()

@@ -61,8 +61,8 @@ class PPOTrainer(PolicyGradientTrainer):
         self.value_model = value_model
         super().__init__(*inputs, **options)
 
-    def _choose(self) -> None:
-        super()._choose()
+    def _resolve_method(self) -> None:
+        super()._resolve_method()
         self.value_moments = RunningMoments() if self.args.normalize_values else None
 
     @property

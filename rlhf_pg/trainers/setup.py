@@ -81,8 +81,8 @@ class TrainerSetup(TrainingLoop):
         self.args = args = self._settled(args, model, eval_dataset)
         self.callbacks = list(callbacks or ())
         self.runtime = Runtime(args.ddp_timeout)
-        for doubt in args.doubts if self.runtime.is_main else ():
-            logger.warning("%s", doubt)
+        for warning in args.warnings if self.runtime.is_main else ():
+            logger.warning("%s", warning)
         self.trackers = Trackers(args.report_to, self.runtime)
         self.termination = Termination(self.runtime)
         played = environment_factory is not None
@@ -105,7 +105,7 @@ class TrainerSetup(TrainingLoop):
             args, tools, environment_factory, self.model, self.processing_class
         )
         self._load_prompts(train_dataset, eval_dataset)
-        self._choose()
+        self._resolve_method()
         self.critic = self.new_critic()
         self._settle_positions(has_environment=played)
         self.state = TrainState()
@@ -188,7 +188,7 @@ class TrainerSetup(TrainingLoop):
             tools=self.episode_runner.tools if self.episode_runner else (),
         )
 
-    def _choose(self) -> None:
+    def _resolve_method(self) -> None:
         """Look up the functions that the config names, and make the controllers."""
         args = self.args
         self.estimator: Callable[[AdvantageInputs], Tensor] = bound(
@@ -206,14 +206,18 @@ class TrainerSetup(TrainingLoop):
 
     def _settle_positions(self, has_environment: bool) -> None:
         """Fix one set of positions for rows of all lengths (`settle_positions`)."""
-        longest = self._limit or 0 if has_environment else 0
+        longest = self.longest_row
+        if has_environment and self._limit is not None:
+            longest = max(longest, self._limit)
         for module in filter(None, (self.model, self.critic)):
-            models.settle_positions(module, max(longest, self.longest_row))
+            models.settle_positions(module, longest)
 
     def _new_learner(self, optimizers: Optimizers) -> Learner:
         args, runtime, longest = self.args, self.runtime, self.train_prompts.longest
-        row, is_open = longest + args.max_completion_length, args.micro_batch_tokens == "auto"
-        tokens = most(runtime.device.type, row) if is_open else args.token_budget
+        if args.micro_batch_tokens == "auto":
+            tokens = most(runtime.device.type, longest + args.max_completion_length)
+        else:
+            tokens = args.token_budget
         policy, module = assembled(self.model, args, self.critic, tokens, chunk_size(runtime))
         module.to(runtime.loading_device).eval()
         token_budget = settled_budget(args, module, runtime, longest)
@@ -235,7 +239,8 @@ class TrainerSetup(TrainingLoop):
     def _new_collector(self) -> Collector:
         runner = self.episode_runner
         if runner is not None:  # a prompt from `Environment.reset` must leave room for a completion
-            longest = self._limit and self._limit - self.args.max_completion_length
+            limit = self._limit
+            longest = None if limit is None else limit - self.args.max_completion_length
             runner = dataclasses.replace(runner, longest_prompt=longest)
         return Collector(
             engine=self._start_engine(),
@@ -317,7 +322,7 @@ class TrainerSetup(TrainingLoop):
     @property
     def updates_begun(self) -> int:
         """Updates of the current step that have reached the weights, or are about to."""
-        return self.learner.begun
+        return self.learner.updates_begun
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:

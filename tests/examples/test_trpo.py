@@ -124,7 +124,7 @@ def test_step_without_gain_is_not_taken(make):
     old = weights(trainer)
     step = torch.cat([p.flatten() for p in trainer.parameters]).detach() * 0
     assert trainer.line_search(experience, step) == (0.0, 0.0)
-    assert trainer.learner.begun == 0
+    assert trainer.learner.updates_begun == 0
     assert torch.equal(weights(trainer), old)
 
 
@@ -133,7 +133,7 @@ def test_interrupted_line_search_counts_begun_update(make, monkeypatch) -> None:
     monkeypatch.setattr(trainer, "compare", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.update(experience, Meter())
-    assert trainer.learner.begun == 1
+    assert trainer.learner.updates_begun == 1
 
 
 @pytest.mark.parametrize(("together", "sizes"), [(True, [1, 2]), (False, [1, 1, 1])])

@@ -205,7 +205,7 @@ MODELS = [
         name="positions-by-company",
         mistake="LongRoPE takes other frequencies once one row of a batch is long",
         target="rlhf_pg.trainers.setup.TrainerSetup._settle_positions",
-        old="models.settle_positions(module, max(longest, self.longest_row))",
+        old="models.settle_positions(module, longest)",
         new="pass",
         killers=(f"{CHECK}::test_trainer_settles_positions",),
     ),

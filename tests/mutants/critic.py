@@ -140,7 +140,7 @@ HEAD_START = [
     Mutant(
         name="further-value-updates-move-the-policy",
         mistake="the extra updates of VPG's critic train the policy as well",
-        target="rlhf_pg.trainers.learner.Learner._teach_critic",
+        target="rlhf_pg.trainers.learner.Learner._update_critic_alone",
         old="            self.trained.zero_grad_of(self.policy)  # after",
         new="            pass  # after",
         killers=(f"{OPTIONS}::test_value_iterations_leave_policy_unchanged",),

@@ -41,7 +41,7 @@ MUTANTS = [
     Mutant(
         name="random-numbers-drawn-twice",
         mistake="a step that broke off is taken again with random numbers that came after its own",
-        target="rlhf_pg.trainers.loop.TrainingLoop._step_or_nothing",
+        target="rlhf_pg.trainers.loop.TrainingLoop._step_with_rollback",
         old="            restore_rng(rng)\n",
         new="            pass\n",
         killers=(
@@ -111,7 +111,7 @@ MUTANTS = [
     Mutant(
         name="numbers-of-half-a-step",
         mistake="a step that broke off has moved moments or schedule when it is taken again",
-        target="rlhf_pg.trainers.loop.TrainingLoop._step_or_nothing",
+        target="rlhf_pg.trainers.loop.TrainingLoop._step_with_rollback",
         old="            self.checkpointer.put_back(numbers)\n",
         new="",
         killers=("tests/faults/test_leaving.py::test_interrupted_run_keeps_all_finished_steps",),
@@ -119,7 +119,7 @@ MUTANTS = [
     Mutant(
         name="errors-cost-steps",
         mistake="an error between two saves costs all steps since the last (transformers, TRL)",
-        target="rlhf_pg.trainers.loop.TrainingLoop._save_finished",
+        target="rlhf_pg.trainers.loop.TrainingLoop._save_after_error",
         old="            path = self.save_checkpoint()\n",
         new="            return None\n",
         killers=("tests/faults/test_leaving.py::test_interrupted_run_keeps_all_finished_steps",),

@@ -232,15 +232,15 @@ MUTANTS = [
         mistake="the KL that moves a coefficient measured where the last update has not moved yet",
         target="rlhf_pg.trainers.learner.Learner.update",
         old="            metrics = self._updates(experience, step, meter)\n",
-        new="            seen = self._moved(experience)\n"
+        new="            seen = self._kl_after_updates(experience)\n"
         "            metrics = self._updates(experience, step, meter)\n"
-        "            self._moved = lambda _: seen\n",
+        "            self._kl_after_updates = lambda _: seen\n",
         killers=("tests/trainers/test_controllers.py::test_kl_after_updates_matches_exact_kl",),
     ),
     Mutant(
         name="old-kl-turned-round",
         mistake="exp(-u) of new to old: for samples of the old policy that is no KL at all",
-        target="rlhf_pg.trainers.learner.Learner._moved",
+        target="rlhf_pg.trainers.learner.Learner._kl_after_updates",
         old='kl_estimate(experience.old_logprobs, now.old_logprobs, "k3")',
         new='kl_estimate(now.old_logprobs, experience.old_logprobs, "k3")',
         killers=("tests/trainers/test_controllers.py::test_kl_after_updates_matches_exact_kl",),
