@@ -44,7 +44,7 @@ test-distributed: $(VENV)/.installed  ## every backend, on CPUs; leaves the tabl
 	INVARIANCE=docs/invariance.json $(BIN)/pytest -m "distributed or not slow" tests/distributed
 
 test-faults: $(VENV)/.installed  ## every fault of docs/reliability.md, injected
-	$(BIN)/pytest -n 2 --dist loadfile -m "fault and not distributed"
+	$(BIN)/pytest -n 2 --dist loadfile -m fault
 
 models: $(VENV)/.installed  ## every causal model of transformers, tiny, against the table of docs/models.md
 	$(BIN)/pytest -m slow tests/trainers/test_model_check.py

@@ -295,7 +295,7 @@ Made by `make docs` from the modules beside this page and from
 [tests/device/mutants.py](../device/mutants.py): change those, not this page.
 
 Each row is a small patch, a *mutant*: a mistake that a paper, a text or a library has made, or one
-that is easy to make. A command puts each into a copy of the code, one at a time, and a named test
+that is easy to make. A command puts each into the code, one at a time, and a named test
 has to fail. [docs/correctness.md](../../docs/correctness.md) says why.
 
 | | Mutants | Command | One alone |

@@ -12,10 +12,10 @@ from scaling import rollout_bytes, short, table, update_bytes
 
 from rlhf_pg.plan.devices import DEVICES, Device
 from rlhf_pg.plan.job import Job, spread
-from rlhf_pg.plan.paper import BEFORE, LIBRARIES, WITH_VLLM, Library, engine_gpus, stages
-from rlhf_pg.plan.shapes import SHAPES, Shape
+from rlhf_pg.plan.paper import LIBRARIES, WITH_VLLM, Library, engine_gpus, stages
+from rlhf_pg.plan.shapes import Shape
 from rlhf_pg.plan.sharding import SHARDINGS, Sharding
-from tests.plan.published import UNITS, agreement, fit, left_out, points
+from tests.plan.published import BEFORE, SHAPES, UNITS, agreement, fit, left_out, points
 
 H100 = DEVICES["h100"]
 DDP, _, ZERO2, _, FSDP2 = SHARDINGS

@@ -26,7 +26,7 @@ RESERVE = 0.25
 FOUR_BITS = 0.6
 # `micro_batch_tokens`, as the recipes have it.
 MICRO_BATCH = 16384
-# DDPBackend parameters of a LoRA of rank 16 on every linear layer, as a share of P.
+# Trained parameters of a LoRA of rank 16 on every linear layer, as a share of P.
 ADAPTER = 0.005
 
 DTYPES = {"float32": 4, "bfloat16": 2}

@@ -52,6 +52,20 @@ def test_pages_are_up_to_date(name: str) -> None:
     assert (ROOT / name).read_text() == generate.PAGES[name](), "run `make docs`"
 
 
+@pytest.mark.parametrize("algorithm", ["GRPO", "PPO"])
+def test_readme_example_trains(tmp_path: Path, monkeypatch, algorithm: str) -> None:
+    text = (ROOT / "README.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    added = re.search(r"and add `(.*?)`", text)
+    assert added is not None
+    options = "" if algorithm == "GRPO" else f"{added[1]}, "
+    short = code.replace("GRPO", algorithm).replace("max_steps=150", f"{options}max_steps=1")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(short, "README.md", "exec"), {})
+    (line,) = (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["rewards/repeats_last_digit/mean"] > 0
+
+
 def test_usage_explains_every_key_of_metrics_line() -> None:
     text = (ROOT / "docs/usage.md").read_text()
     assert [key for key in KEYS if f"`{key}`" not in text] == []

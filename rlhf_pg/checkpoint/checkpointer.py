@@ -334,7 +334,8 @@ class Checkpointer:
         state = json.loads((path / STATE).read_text())
         now = self.fingerprints()
         config = {key: value for key, value in self.config.items() if key not in self.found}
-        changed = compatibility.check(path, state, config, now, self.running)
+        counters = asdict(self.state)
+        changed = compatibility.check(path, state, config, now, self.running, counters)
         if changed and rank == 0:
             logger.warning("%s goes on with other learning rates: %s", path, changed)
         self._load_models(path)

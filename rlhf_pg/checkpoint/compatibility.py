@@ -40,12 +40,13 @@ def check(
     config: Mapping[str, Any],
     fingerprints: Mapping[str, str | None],
     running: Iterable[str],
+    counters: Iterable[str],
 ) -> str:
     """Refuse to resume from another run's state.
 
     Args:
         saved: contents of `state.json`.
-        config, fingerprints, running: those of this run.
+        config, fingerprints, running, counters: those of this run; of the last two the names.
 
     Returns:
         The changes that alter the learning rates, if any; they may be made on purpose.
@@ -53,6 +54,11 @@ def check(
     Raises:
         ValueError: something has changed; the message names it and the remedy.
     """
+    if saved["counters"].keys() != set(counters):
+        raise ValueError(
+            f"{path} was saved by another version of rlhf_pg, which counts "
+            f"{', '.join(saved['counters'])}: resume with that version, or load it as a model"
+        )
     now = json.loads(json.dumps(config))
     _check_config(path, saved["config"], now)
     for name, remedy in REMEDIES.items():

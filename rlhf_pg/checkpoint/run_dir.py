@@ -93,7 +93,7 @@ def locked(directory: Path) -> Iterator[None]:
         ValueError: another run has the directory, or it cannot be written to.
     """
     file = directory / LOCK
-    lock = FileLock(file)
+    lock = FileLock(file, fallback_to_soft=False)
     try:
         make_directory(directory)
         _probe(directory)

@@ -1,3 +1,3 @@
 """The `rlhf-pg` command."""
 
-from rlhf_pg.cli.main import main
+from rlhf_pg.cli.main import main as main

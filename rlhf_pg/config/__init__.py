@@ -4,8 +4,14 @@ Batch sizes are global: the number of processes is not a hyper-parameter. `rlhf_
 reads a config from YAML and flags.
 """
 
-from rlhf_pg.config.algorithms import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
-from rlhf_pg.config.fields import choice, number
-from rlhf_pg.config.parse import dump, parse
-from rlhf_pg.config.policy_gradient import PolicyGradientConfig
-from rlhf_pg.config.supervised import RewardModelConfig, SFTConfig
+from rlhf_pg.config.algorithms import GRPOConfig as GRPOConfig
+from rlhf_pg.config.algorithms import PPOConfig as PPOConfig
+from rlhf_pg.config.algorithms import ReinforceConfig as ReinforceConfig
+from rlhf_pg.config.algorithms import RLOOConfig as RLOOConfig
+from rlhf_pg.config.fields import choice as choice
+from rlhf_pg.config.fields import number as number
+from rlhf_pg.config.parse import dump as dump
+from rlhf_pg.config.parse import parse as parse
+from rlhf_pg.config.policy_gradient import PolicyGradientConfig as PolicyGradientConfig
+from rlhf_pg.config.supervised import RewardModelConfig as RewardModelConfig
+from rlhf_pg.config.supervised import SFTConfig as SFTConfig

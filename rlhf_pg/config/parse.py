@@ -77,7 +77,7 @@ def _set_help(config_type: type[Any]) -> None:
         for key in docstring_parser.parse_from_object(owner).params:
             texts[key.arg_name] = " ".join((key.description or "").split())
     for field in dataclasses.fields(config_type):
-        text = texts[field.name]
+        text = texts.get(field.name, "")
         if options := field.metadata.get("options"):
             text += f" One of: {', '.join(options)}."
         field.metadata = types.MappingProxyType({**field.metadata, "help": text})

@@ -199,7 +199,7 @@ class RunConfig(Checked):
 
     @property
     def token_budget(self) -> int:
-        """The number in `micro_batch_tokens`; a trainer's config has one in place of auto."""
+        """The number in `micro_batch_tokens`; an error for auto, for which a trainer finds one."""
         if isinstance(self.micro_batch_tokens, str):
             raise ValueError("micro_batch_tokens is auto, for a trainer to find: give a number")
         return self.micro_batch_tokens

@@ -1,39 +1,42 @@
 """The policy, its frozen reference and its critic, and how they are loaded."""
 
-from rlhf_pg.models.adapters import (
-    MOST_LOST,
-    adapts_tied_weights,
-    add_adapter,
-    load_weights,
-    lora_config,
-    lost_in_merge,
-    merged,
-    quantized,
-)
-from rlhf_pg.models.critic import ActorCritic, Critic, ValueHead, new_critic
-from rlhf_pg.models.lm_head import ChunkedLMHead, chunk_size_for, num_chunks
-from rlhf_pg.models.loading import (
-    load_model,
-    load_policy,
-    max_positions,
-    quantization,
-)
-from rlhf_pg.models.logit_transform import LogitTransform, logit_transform_of
-from rlhf_pg.models.modes import checkpoint_activations, checkpoints, disable_dropout, evaluating
-from rlhf_pg.models.policy import Policy, PolicyOutput
-from rlhf_pg.models.pretrained import (
-    about,
-    check_directory,
-    from_pretrained,
-    opening,
-    tokenizer_from_pretrained,
-)
-from rlhf_pg.models.reference import Reference, fingerprint
-from rlhf_pg.models.rotary import settle_positions
-from rlhf_pg.models.softmax import token_scores
-from rlhf_pg.models.tokenizers import (
-    check_vocabulary,
-    has_tokenizer,
-    load_tokenizer,
-    stop_token_ids,
-)
+from rlhf_pg.models.adapters import MOST_LOST as MOST_LOST
+from rlhf_pg.models.adapters import adapts_tied_weights as adapts_tied_weights
+from rlhf_pg.models.adapters import add_adapter as add_adapter
+from rlhf_pg.models.adapters import load_weights as load_weights
+from rlhf_pg.models.adapters import lora_config as lora_config
+from rlhf_pg.models.adapters import lost_in_merge as lost_in_merge
+from rlhf_pg.models.adapters import merged as merged
+from rlhf_pg.models.adapters import quantized as quantized
+from rlhf_pg.models.critic import ActorCritic as ActorCritic
+from rlhf_pg.models.critic import Critic as Critic
+from rlhf_pg.models.critic import ValueHead as ValueHead
+from rlhf_pg.models.critic import new_critic as new_critic
+from rlhf_pg.models.lm_head import ChunkedLMHead as ChunkedLMHead
+from rlhf_pg.models.lm_head import chunk_size_for as chunk_size_for
+from rlhf_pg.models.lm_head import num_chunks as num_chunks
+from rlhf_pg.models.loading import load_model as load_model
+from rlhf_pg.models.loading import load_policy as load_policy
+from rlhf_pg.models.loading import max_positions as max_positions
+from rlhf_pg.models.loading import quantization as quantization
+from rlhf_pg.models.logit_transform import LogitTransform as LogitTransform
+from rlhf_pg.models.logit_transform import logit_transform_of as logit_transform_of
+from rlhf_pg.models.modes import checkpoint_activations as checkpoint_activations
+from rlhf_pg.models.modes import checkpoints as checkpoints
+from rlhf_pg.models.modes import disable_dropout as disable_dropout
+from rlhf_pg.models.modes import evaluating as evaluating
+from rlhf_pg.models.policy import Policy as Policy
+from rlhf_pg.models.policy import PolicyOutput as PolicyOutput
+from rlhf_pg.models.pretrained import about as about
+from rlhf_pg.models.pretrained import check_directory as check_directory
+from rlhf_pg.models.pretrained import from_pretrained as from_pretrained
+from rlhf_pg.models.pretrained import opening as opening
+from rlhf_pg.models.pretrained import tokenizer_from_pretrained as tokenizer_from_pretrained
+from rlhf_pg.models.reference import Reference as Reference
+from rlhf_pg.models.reference import fingerprint as fingerprint
+from rlhf_pg.models.rotary import settle_positions as settle_positions
+from rlhf_pg.models.softmax import token_scores as token_scores
+from rlhf_pg.models.tokenizers import check_vocabulary as check_vocabulary
+from rlhf_pg.models.tokenizers import has_tokenizer as has_tokenizer
+from rlhf_pg.models.tokenizers import load_tokenizer as load_tokenizer
+from rlhf_pg.models.tokenizers import stop_token_ids as stop_token_ids

@@ -50,12 +50,6 @@ def spread(count: int, longest: int) -> tuple[int, ...]:
     return tuple(math.ceil(longest * (i + 1) / count) for i in range(count))
 
 
-def long_tailed(count: int, mean: float, longest: int) -> tuple[int, ...]:
-    """Return quantiles of an exponential distribution as lengths, cut at `longest`."""
-    shares = ((i + 0.5) / count for i in range(count))
-    return tuple(min(longest, math.ceil(-mean * math.log(1 - share))) for share in shares)
-
-
 def positions(lengths: Sequence[int], room: int) -> Iterator[tuple[int, int]]:
     """Yield, for every position of a rollout, the rows and the tokens that they already have.
 

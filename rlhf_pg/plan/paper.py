@@ -4,7 +4,7 @@ A library is a row of data, and libraries differ in nothing else.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rlhf_pg.plan.decoding import NATIVE, VLLM, Engine, rollout_seconds
 from rlhf_pg.plan.devices import MACHINE, Device
@@ -81,22 +81,6 @@ VERL = Library(
     products=3,
 )
 LIBRARIES = (NATIVELY, WITH_VLLM, TRL, VERL)
-
-# Before: 96 kernels a layer, graphs recorded in every rollout, and logits 2^24 at a time.
-BEFORE = replace(
-    NATIVELY,
-    name="ours, native, before",
-    engine=replace(
-        NATIVE,
-        kernels=96,
-        drawing=0,
-        launched=120,
-        captures=True,
-        cache_rate=0.55,
-        padded=True,
-    ),
-    piece=2.0**24,
-)
 
 
 def stages(library: Library, device: Device, shape: Shape, job: Job) -> dict[str, float]:

@@ -38,27 +38,6 @@ class Shape(NamedTuple):
         return 2 * 2.0 * self.layers * self.keys
 
 
-def gated(
-    layers: int,
-    hidden: int,
-    heads: tuple[int, int],
-    inner: int,
-    vocabulary: int,
-    tied: bool = False,
-    width: int = 128,
-) -> Shape:
-    """Return the shape of a Llama or Qwen, whose MLP has three matrices; norms and biases do not
-    count.
-
-    Args:
-        heads: numbers of query heads, and of key-value heads.
-        width: width of a head.
-    """
-    attention, keys = (n * width for n in heads)
-    body = layers * hidden * (2 * attention + 2 * keys + 3 * inner)
-    return Shape(layers, hidden, attention, keys, inner, vocabulary, float(body), tied)
-
-
 def shape_of(model: nn.Module) -> Shape:
     """Return the shape of a model, whose tensors may be without data; adapters count as layers.
 
@@ -77,20 +56,3 @@ def shape_of(model: nn.Module) -> Shape:
     body = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in matrices)
     sizes = (heads * width, keys * width, inner, config.vocab_size, float(body))
     return Shape(config.num_hidden_layers, hidden, *sizes, tied=len(matrices) == 1)
-
-
-# As the configs of the Hub have them.
-SHAPES = {
-    "Qwen2.5-0.5B": gated(24, 896, (14, 2), 4864, 151_936, tied=True, width=64),
-    "Qwen3-0.6B": gated(28, 1024, (16, 8), 3072, 151_936, tied=True),
-    "Qwen2.5-1.5B": gated(28, 1536, (12, 2), 8960, 151_936, tied=True),
-    "Qwen3-4B": gated(36, 2560, (32, 8), 9728, 151_936, tied=True),
-    "Qwen2.5-7B": gated(28, 3584, (28, 4), 18944, 152_064),
-    "Llama-3-8B": gated(32, 4096, (32, 8), 14336, 128_256),
-    "Llama-2-13B": gated(40, 5120, (40, 40), 13824, 32_000),
-    "Qwen2.5-14B": gated(48, 5120, (40, 8), 13824, 152_064),
-    "Qwen2.5-32B": gated(64, 5120, (40, 8), 27648, 152_064),
-    "Qwen3-32B": gated(64, 5120, (64, 8), 25600, 151_936),
-    "Llama-3-70B": gated(80, 8192, (64, 8), 28672, 128_256),
-    "Qwen2.5-72B": gated(80, 8192, (64, 8), 29568, 152_064),
-}

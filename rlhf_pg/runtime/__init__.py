@@ -5,9 +5,12 @@ processes; micro_batch, backward and step of the trained module; and access to t
 sharded module.
 """
 
-from rlhf_pg.runtime.collective_writes import Writing
-from rlhf_pg.runtime.ddp import DDPBackend, State
-from rlhf_pg.runtime.full_weights import FullWeights, gathered
-from rlhf_pg.runtime.processes import Runtime
-from rlhf_pg.runtime.termination import Termination
-from rlhf_pg.runtime.watchdog import Terminated, broadcasts_failure
+from rlhf_pg.runtime.collective_writes import Writing as Writing
+from rlhf_pg.runtime.ddp import DDPBackend as DDPBackend
+from rlhf_pg.runtime.ddp import State as State
+from rlhf_pg.runtime.full_weights import FullWeights as FullWeights
+from rlhf_pg.runtime.full_weights import gathered as gathered
+from rlhf_pg.runtime.processes import Runtime as Runtime
+from rlhf_pg.runtime.termination import Termination as Termination
+from rlhf_pg.runtime.watchdog import Terminated as Terminated
+from rlhf_pg.runtime.watchdog import broadcasts_failure as broadcasts_failure

@@ -46,6 +46,7 @@ class Runtime:
             )
         self.kind, self._backend = _backend(self._accelerator)
         self.watch: Watch | None = None
+        self._shared_error: Exception | None = None  # the latest that all processes raised
         if self.world > 1:
             atexit.register(_leave, self._accelerator)
             self.watch = Watch(_get_default_store(), self.rank, self.world, timeout)
@@ -174,7 +175,7 @@ class Runtime:
         """Make an error that one process raises inside the block fail all of them; collective.
 
         Raises:
-            kind: raised here or on another process.
+            kind: raised here or on another process. `leave_together` knows that all have it.
         """
         failure = None
         try:
@@ -183,7 +184,8 @@ class Runtime:
             failure = error
         reason = self.first_error(None if failure is None else str(failure))
         if reason is not None:
-            raise kind(reason) from failure
+            self._shared_error = kind(reason)
+            raise self._shared_error from failure
 
     def mean_and_var(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Compute mean and population variance over the True slots of all processes, in float64."""
@@ -193,13 +195,16 @@ class Runtime:
         squares = torch.where(mask, (wide - mean) ** 2, 0.0).sum()
         return mean, self.all_reduce_sum(squares) / count
 
-    def leave_together(self, place: str) -> bool:
+    def leave_together(self, place: str, error: BaseException) -> bool:
         """Return whether all processes end in the same place, by any error; not a collective.
 
         Args:
             place: name of the place in the run.
+            error: what ends this process.
         """
-        return self.watch is None or self.watch.leave_together(place)
+        if self.watch is None or error is self._shared_error:
+            return True
+        return self.watch.leave_together(place)
 
     @waits
     def barrier(self) -> None:

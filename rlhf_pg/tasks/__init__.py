@@ -4,7 +4,8 @@ from rlhf_pg.tasks.arithmetic import arithmetic
 from rlhf_pg.tasks.calculator import calculator
 from rlhf_pg.tasks.guess import guess
 from rlhf_pg.tasks.preference import preference
-from rlhf_pg.tasks.task import Demonstration, Task
+from rlhf_pg.tasks.task import Demonstration as Demonstration
+from rlhf_pg.tasks.task import Task as Task
 
 TASKS = {
     "arithmetic": arithmetic,

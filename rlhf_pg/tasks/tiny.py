@@ -70,7 +70,7 @@ def _fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return fast
 
 
-def tiny_decoder(tokenizer: PreTrainedTokenizerFast, max_positions: int) -> PreTrainedModel:
+def tiny_decoder(tokenizer: PreTrainedTokenizerFast, max_positions: int = 64) -> PreTrainedModel:
     """Make a Qwen3 of about half a million parameters, with tied embeddings and random weights."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, final
 
 from datasets import Dataset
 from torch import Tensor
@@ -232,11 +232,14 @@ class PolicyGradientTrainer(TrainerSetup):
         return per_token + self.controllers["beta"] * kl, {"kl": kl.detach()}
 
     # ----------------------------------------------------------------------- stages, one by one
+    # To look at one stage. `step` asks the collector itself, so there is nothing to override.
 
+    @final
     def roll_out(self, prompt_indices: range) -> Samples:
         """Sample this rank's share of the training prompts, whole groups each."""
         return self.collector.roll_out(prompt_indices)
 
+    @final
     def sample(
         self,
         prompts: Prompts,
@@ -248,10 +251,12 @@ class PolicyGradientTrainer(TrainerSetup):
         """Sample `n` completions of dataset rows; the indices key the noise and name the groups."""
         return self.collector.sample(prompts, rows, prompt_indices, n, temperature)
 
+    @final
     def sampling(self) -> AbstractContextManager[None]:
         """Hand the weights to the engine once for all calls of `sample` inside."""
         return self.collector.sampling()
 
+    @final
     def reward(self, samples: Samples) -> Tensor:
         """Score samples: raw scores (B,T,K) of the sources in `reward_names`, NaN elsewhere."""
         return self.collector.score(samples)

@@ -199,7 +199,7 @@ class TrainingLoop(ABC):
             raise
         except BaseException as error:
             try:
-                path = self._save_after_error()
+                path = self._save_after_error(error)
             except Exception as another:
                 logger.warning("what was trained since the last checkpoint is lost: %s", another)
             else:
@@ -209,14 +209,14 @@ class TrainingLoop(ABC):
                     )
             raise
 
-    def _save_after_error(self) -> Path | None:
+    def _save_after_error(self, error: BaseException) -> Path | None:
         """Save the last finished step, unless it is saved; None if it cannot be."""
         step, begun = self.state.step, self.updates_begun
         if self.checkpointer.saved == step:
             return self.checkpointer.path()
         if not step:
             return None
-        if not self.runtime.leave_together(f"step {step}, update {begun}"):
+        if not self.runtime.leave_together(f"step {step}, update {begun}", error):
             return None
         with self.checkpointer.removing_none():
             path = self.save_checkpoint()

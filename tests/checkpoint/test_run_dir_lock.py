@@ -52,9 +52,10 @@ def test_fork_leaving_run_does_not_release_lock(tmp_path) -> None:
             pass
 
 
-def test_unsupported_locks_give_one_warning(tmp_path, monkeypatch, caplog) -> None:
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_unsupported_locks_give_one_warning(tmp_path, monkeypatch, caplog, number) -> None:
     def flock(*_) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with run_dir_lock(tmp_path, Runtime()):

@@ -529,6 +529,14 @@ def test_help_lists_every_key(capsys, config):
     assert all(f"--{key} " in text for key in ["config", *keys(config)])
 
 
+def test_subclass_with_undocumented_key_is_parsed(capsys):
+    @dataclasses.dataclass(kw_only=True)
+    class Mine(GRPOConfig):
+        own: int = 3
+
+    assert parse(Mine, ["--own", "4"]).own == 4
+
+
 def test_help_lists_names_of_registries(capsys):
     with pytest.raises(SystemExit):
         parse(GRPOConfig, ["--help"])

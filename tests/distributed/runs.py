@@ -6,7 +6,6 @@ Jobs: `{"backend": ..., "jobs": [{"out": directory, "algorithm": ..., "model": p
 run after another in the same processes; what is left of a job are options of its trainer's config.
 """
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -199,17 +198,17 @@ def first_gradients(trainer: Any, out: Path) -> dict[str, Tensor]:
         for group, ids in zip(samples.rollout.groups.tolist(), samples.completion_ids, strict=True)
     ]
     (out / f"sampled-{rank}.json").write_text(json.dumps(sampled))
-    gradients, args = {}, learner.args
+    gradients, budget = {}, learner.token_budget
     exchanges = count_exchanges(learner.trained._wrapped)
     for split, tokens in SPLITS.items():
         exchanges.clear()
-        learner.args = dataclasses.replace(args, micro_batch_tokens=tokens)
+        learner.token_budget = tokens
         learner.accumulate(experience, Meter())
         gradients[split] = flat(gradient_of(p) for p in parameters(trainer))
         learner.trained.zero_grad_of(learner.module)
         learner.trained.step()
     (out / "exchanges.json").write_text(json.dumps(exchanges))
-    learner.args = args
+    learner.token_budget = budget
     return gradients
 
 

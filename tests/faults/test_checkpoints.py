@@ -396,8 +396,8 @@ def test_changed_max_steps_on_resume_warns_and_rescales_schedule(stopped, tmp_pa
 def test_changed_max_steps_warns_only_for_finite_schedule(schedule, said) -> None:
     names = dict.fromkeys(compatibility.REMEDIES, "the same")
     config = {"lr_scheduler_type": schedule, "max_steps": 4}
-    saved = {"config": config, "fingerprints": names, "running": {}}
-    assert compatibility.check(Path("x"), saved, config | {"max_steps": 8}, names, {}) == said
+    saved = {"counters": {}, "config": config, "fingerprints": names, "running": {}}
+    assert compatibility.check(Path("x"), saved, config | {"max_steps": 8}, names, {}, {}) == said
 
 
 @pytest.mark.fault(17, "refused, with what is different")
@@ -464,3 +464,10 @@ def test_resume_never_unpickles_checkpoint_files(output, tmp_path) -> None:
     assert not fired.exists()
     torch.load(output / "checkpoints" / NAMES[2] / "optimizer.pt", weights_only=False)
     assert fired.exists()  # it would have been noticed
+
+
+def test_checkpoint_of_another_version_is_refused() -> None:
+    """Its data cursor had another name, and would silently stay at 0."""
+    saved = {"counters": {"step": 100, "draws": 400}}
+    with pytest.raises(ValueError, match="another version of rlhf_pg, which counts step, draws: "):
+        compatibility.check(Path("x"), saved, {}, {}, {}, ["step", "prompt_index"])

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from rlhf_pg.plan.decoding import HOST, VLLM, rollout_seconds
+from rlhf_pg.plan.decoding import HOST, NATIVE, VLLM, rollout_seconds
 from rlhf_pg.plan.devices import DEVICES, Device
-from rlhf_pg.plan.job import Job, long_tailed
+from rlhf_pg.plan.job import Job
 from rlhf_pg.plan.learning import (
     EFFICIENCY,
     EXPOSED,
@@ -26,9 +26,69 @@ from rlhf_pg.plan.learning import (
     gather_seconds,
     head_seconds,
 )
-from rlhf_pg.plan.paper import VERL, learner_seconds, stages
-from rlhf_pg.plan.shapes import SHAPES, Shape
+from rlhf_pg.plan.paper import NATIVELY, VERL, learner_seconds, stages
+from rlhf_pg.plan.shapes import Shape
 from rlhf_pg.plan.sharding import SHARDINGS
+
+
+def gated(
+    layers: int,
+    hidden: int,
+    heads: tuple[int, int],
+    inner: int,
+    vocabulary: int,
+    tied: bool = False,
+    width: int = 128,
+) -> Shape:
+    """Return the shape of a Llama or Qwen, whose MLP has three matrices; norms and biases do not
+    count.
+
+    Args:
+        heads: numbers of query heads, and of key-value heads.
+        width: width of a head.
+    """
+    attention, keys = (n * width for n in heads)
+    body = layers * hidden * (2 * attention + 2 * keys + 3 * inner)
+    return Shape(layers, hidden, attention, keys, inner, vocabulary, float(body), tied)
+
+
+# As the configs of the Hub have them.
+SHAPES = {
+    "Qwen2.5-0.5B": gated(24, 896, (14, 2), 4864, 151_936, tied=True, width=64),
+    "Qwen3-0.6B": gated(28, 1024, (16, 8), 3072, 151_936, tied=True),
+    "Qwen2.5-1.5B": gated(28, 1536, (12, 2), 8960, 151_936, tied=True),
+    "Qwen3-4B": gated(36, 2560, (32, 8), 9728, 151_936, tied=True),
+    "Qwen2.5-7B": gated(28, 3584, (28, 4), 18944, 152_064),
+    "Llama-3-8B": gated(32, 4096, (32, 8), 14336, 128_256),
+    "Llama-2-13B": gated(40, 5120, (40, 40), 13824, 32_000),
+    "Qwen2.5-14B": gated(48, 5120, (40, 8), 13824, 152_064),
+    "Qwen2.5-32B": gated(64, 5120, (40, 8), 27648, 152_064),
+    "Qwen3-32B": gated(64, 5120, (64, 8), 25600, 151_936),
+    "Llama-3-70B": gated(80, 8192, (64, 8), 28672, 128_256),
+    "Qwen2.5-72B": gated(80, 8192, (64, 8), 29568, 152_064),
+}
+
+# Before: 96 kernels a layer, graphs recorded in every rollout, and logits 2^24 at a time.
+BEFORE = replace(
+    NATIVELY,
+    name="ours, native, before",
+    engine=replace(
+        NATIVE,
+        kernels=96,
+        drawing=0,
+        launched=120,
+        captures=True,
+        cache_rate=0.55,
+        padded=True,
+    ),
+    piece=2.0**24,
+)
+
+
+def long_tailed(count: int, mean: float, longest: int) -> tuple[int, ...]:
+    """Return quantiles of an exponential distribution as lengths, cut at `longest`."""
+    shares = ((i + 0.5) / count for i in range(count))
+    return tuple(min(longest, math.ceil(-mean * math.log(1 - share))) for share in shares)
 
 
 class Fitted(NamedTuple):

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from rlhf_pg.plan import decoding, learning
 from rlhf_pg.plan.decoding import NATIVE, VLLM, cache_width, rollout_seconds, rounded
 from rlhf_pg.plan.devices import DEVICES, Device
-from rlhf_pg.plan.job import Job, long_tailed, positions, spread
+from rlhf_pg.plan.job import Job, positions, spread
 from rlhf_pg.plan.learning import (
     body_seconds,
     exchanges,
@@ -20,7 +20,6 @@ from rlhf_pg.plan.learning import (
     tokens_of,
 )
 from rlhf_pg.plan.paper import (
-    BEFORE,
     LIBRARIES,
     NATIVELY,
     TRL,
@@ -30,12 +29,16 @@ from rlhf_pg.plan.paper import (
     learner_seconds,
     stages,
 )
-from rlhf_pg.plan.shapes import SHAPES, gated, shape_of
+from rlhf_pg.plan.shapes import shape_of
 from rlhf_pg.plan.sharding import SHARDINGS
 from tests.plan.published import (
+    BEFORE,
+    SHAPES,
     agreement,
     fit,
+    gated,
     left_out,
+    long_tailed,
     points,
 )
 

@@ -187,7 +187,7 @@ def test_killed_server_costs_no_step(model_path, tmp_path):
                     server.wait()
 
         run = trainer(model_path, url, tmp_path, use_peft=True, callbacks=[Kill()])
-        with pytest.raises(RolloutError, match=rf"{url} gave no answer.*step-00000002"):
+        with pytest.raises(RolloutError, match=rf"(?s){url} gave no answer.*step-00000002"):
             run.train()
     with serving(model_path, *LORA, *PROCESSED) as (url, _):
         run = trainer(model_path, url, tmp_path, use_peft=True)
