@@ -1,5 +1,6 @@
 """Starting runs in several processes, and reading what they leave behind."""
 
+import atexit
 import json
 import os
 import socket
@@ -7,14 +8,18 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.tasks import arithmetic
+from tests.distributed import runs
 from tests.distributed.backends import environment
 from tests.tiny import tiny_model
 from tests.untimed import without_times
@@ -77,12 +82,7 @@ def start_two(
         module: what they run.
         arguments, faults: command line and `RLHF_PG_FAULT` of each.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common |= OWN | environment(backend)
+    common = _meeting_place(2) | OWN | environment(backend)
 
     def start(rank: int) -> "subprocess.Popen[str]":
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "RLHF_PG_FAULT": faults[rank]}
@@ -104,23 +104,54 @@ def read_json(path: Path) -> Any:
 def launch(
     root: Path, jobs: dict[str, dict[str, Any]], backend: str = "ddp", processes: int = 1
 ) -> dict[str, Outcome]:
-    """Run the jobs, one after another in the same processes; each leaves a directory in `root`."""
+    """Run the jobs, one after another in the same processes; each leaves a directory in `root`.
+
+    The processes are forks of this one, which need not import anything.
+    """
     root.mkdir()
     listed = [{"out": str(root / name), **job} for name, job in jobs.items()]
-    (root / "jobs.json").write_text(json.dumps({"backend": backend, "jobs": listed}))
-    command = [sys.executable]
+    plan, log = root / "jobs.json", root / "log"
+    plan.write_text(json.dumps({"backend": backend, "jobs": listed}))
+    env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
+    env |= OWN | environment(backend)
     if processes > 1 or backend != "ddp":
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command += ["-m", "tests.distributed.runs", str(root / "jobs.json")]
-    own = OWN | environment(backend)
-    env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")} | own
-    log = root / "log"
+        env |= _meeting_place(processes)
     with log.open("w") as file:
-        done = subprocess.run(
-            command, cwd=ROOT, env=env, timeout=900, stdout=file, stderr=subprocess.STDOUT
-        )
-    assert done.returncode == 0, log.read_text()[-10_000:]
+        work = partial(_work, plan, env, file.fileno())
+        forks = [get_context("fork").Process(target=work, args=(i,)) for i in range(processes)]
+        for fork in forks:
+            fork.start()
+        for fork in forks:
+            fork.join(900)
+            fork.kill()
+            fork.join()
+    assert not any(fork.exitcode for fork in forks), log.read_text()[-10_000:]
     return {name: Outcome.of(root / name) for name, job in jobs.items() if "kind" not in job}
+
+
+def _work(plan: Path, env: dict[str, str], log: int, rank: int) -> None:
+    """Run the jobs in this fork, as a process that a launcher has started."""
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, closefd=False)
+    atexit._clear()  # type: ignore[attr-defined]  # what the parent is to do at its end
+    os.environ.clear()
+    os.environ.update(env)
+    if "WORLD_SIZE" in env:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch.set_num_threads(1)
+    runs.main(plan)
+    atexit._run_exitfuncs()
+
+
+def _meeting_place(processes: int) -> dict[str, str]:
+    """Return the variables by which so many processes find each other."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    return {**sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def saved_model(path: Path, arch: str | None = None) -> str:

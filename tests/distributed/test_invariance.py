@@ -23,7 +23,11 @@ from tests.distributed.layouts import DOUBLE, JOBS, LAYOUTS, ONE, TRAINED_WITH, 
 from tests.distributed.runs import SPLITS, flat
 
 # What is compared with every change; the rest is for `make test-distributed`.
-ALWAYS = {Layout("ddp", 2): ["grpo", "ppo"]}
+ALWAYS = {
+    Layout("ddp", 2): ["grpo", "ppo"],
+    Layout("fsdp2", 2): ["grpo"],
+    Layout("zero3", 2): ["ppo"],
+}
 CELLS = [
     pytest.param(
         layout,
