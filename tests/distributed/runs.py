@@ -1,13 +1,10 @@
 """Runs of trainers in any number of processes and on any backend, for the tests to start.
 
-python -m tests.distributed.runs JOBS.json
-
 Jobs: `{"backend": ..., "jobs": [{"out": directory, "algorithm": ..., "model": path, ...}]}`, one
 run after another in the same processes; what is left of a job are options of its trainer's config.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +253,3 @@ def main(path: Path) -> None:
         torch.manual_seed(0)
         kind = {"nan": run_into_nan, "updates": run_updates}.get(job.pop("kind", ""), run)
         kind(Path(job.pop("out")), **job)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
