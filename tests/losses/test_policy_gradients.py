@@ -45,7 +45,7 @@ def expected_gradient(loss, sampler=OLD, scores=SCORES, weights=1.0):
 
 
 def in_visited_states(number_of_state):
-    """Its mean over the states that OLD comes to, a completion's states being summed."""
+    """Return the mean over completions of OLD, summed over the states of each."""
     return (tabular.visits(OLD).detach() * number_of_state).sum()
 
 

@@ -39,7 +39,7 @@ MUTANTS = [
     ),
     Mutant(
         name="overflow-not-counted",
-        mistake="a clamp that nobody hears of (verl and OpenRLHF clamp at 10 silently)",
+        mistake="a clamp that is not reported (verl and OpenRLHF clamp at 10 silently)",
         target="rlhf_pg.losses.ratio.ratio_terms",
         old='"ratio_overflow": (log_ratio.abs() > MAX_LOG_RATIO).to(ratio.dtype)',
         new='"ratio_overflow": (bounded.abs() > MAX_LOG_RATIO).to(ratio.dtype)',
