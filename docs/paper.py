@@ -15,7 +15,7 @@ from rlhf_pg.plan.job import Job, spread
 from rlhf_pg.plan.paper import LIBRARIES, WITH_VLLM, Library, engine_gpus, stages
 from rlhf_pg.plan.shapes import Shape
 from rlhf_pg.plan.sharding import SHARDINGS, Sharding
-from tests.plan.published import BEFORE, SHAPES, UNITS, agreement, fit, left_out, points
+from tests.plan.published import SHAPES, UNITS, agreement, fit, left_out, points
 
 H100 = DEVICES["h100"]
 DDP, _, ZERO2, _, FSDP2 = SHARDINGS
@@ -113,13 +113,13 @@ CASES = (
 )
 
 
-def before_and_after() -> str:
-    """Seconds of a step, and of its stages, before and after."""
+def by_stage() -> str:
+    """Seconds of a step, and of its stages."""
     rows = []
     for what, name, count, processes, trained, layout in CASES:
         job = replace(JOB, lengths=spread(count, 1024), processes=processes, layout=layout)
         job = replace(job, trained=trained)
-        for library in (BEFORE, *LIBRARIES):
+        for library in LIBRARIES:
             seconds = stages(library, H100, SHAPES[name], job)
             name_of = f"**{library.name}**" if library is WITH_VLLM else library.name
             cells = [short(x) if x >= 0.005 else "0" for x in seconds.values()]
@@ -170,7 +170,7 @@ def constants() -> str:
 # By the name of the place in the page.
 TABLES: dict[str, Callable[[], str]] = {
     "paper": totals,
-    "paper-before": before_and_after,
+    "paper-stages": by_stage,
     "published": published,
     "published-errors": errors,
     "published-constants": constants,

@@ -5,6 +5,7 @@ They share one event loop, changes that they make to the process are undone, and
 
 import asyncio
 import logging
+import math
 import os
 import sys
 import threading
@@ -196,6 +197,15 @@ def foreign(who: str) -> Iterator[None]:
         raise RuntimeError(f"{who} raised {told(error)}, which would end the run") from error
     finally:
         before.restore(who)
+
+
+def finite(value: Any) -> float | None:
+    """Return a value as a finite float; None if it is none."""
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except Exception:  # an object may raise anything
+        return None
+    return number if math.isfinite(number) else None
 
 
 def plain_text(value: Any) -> str:

@@ -12,17 +12,12 @@ from rlhf_pg.models.critic import ActorCritic as ActorCritic
 from rlhf_pg.models.critic import Critic as Critic
 from rlhf_pg.models.critic import ValueHead as ValueHead
 from rlhf_pg.models.critic import new_critic as new_critic
-from rlhf_pg.models.lm_head import ChunkedLMHead as ChunkedLMHead
 from rlhf_pg.models.lm_head import chunk_size_for as chunk_size_for
-from rlhf_pg.models.lm_head import num_chunks as num_chunks
 from rlhf_pg.models.loading import load_model as load_model
 from rlhf_pg.models.loading import load_policy as load_policy
 from rlhf_pg.models.loading import max_positions as max_positions
 from rlhf_pg.models.loading import quantization as quantization
-from rlhf_pg.models.logit_transform import LogitTransform as LogitTransform
-from rlhf_pg.models.logit_transform import logit_transform_of as logit_transform_of
 from rlhf_pg.models.modes import checkpoint_activations as checkpoint_activations
-from rlhf_pg.models.modes import checkpoints as checkpoints
 from rlhf_pg.models.modes import disable_dropout as disable_dropout
 from rlhf_pg.models.modes import evaluating as evaluating
 from rlhf_pg.models.policy import Policy as Policy
@@ -35,7 +30,6 @@ from rlhf_pg.models.pretrained import tokenizer_from_pretrained as tokenizer_fro
 from rlhf_pg.models.reference import Reference as Reference
 from rlhf_pg.models.reference import fingerprint as fingerprint
 from rlhf_pg.models.rotary import settle_positions as settle_positions
-from rlhf_pg.models.softmax import token_scores as token_scores
 from rlhf_pg.models.tokenizers import check_vocabulary as check_vocabulary
 from rlhf_pg.models.tokenizers import has_tokenizer as has_tokenizer
 from rlhf_pg.models.tokenizers import load_tokenizer as load_tokenizer

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rlhf_pg.plan.devices import Device
 from rlhf_pg.plan.job import Job, positions
-from rlhf_pg.plan.learning import EFFICIENCY, LAUNCH, MEMORY, body_seconds
+from rlhf_pg.plan.learning import EFFICIENCY, MEMORY, body_seconds
 from rlhf_pg.plan.shapes import Shape
 
 KERNEL = 2.0e-6  # seconds of a small kernel in a CUDA graph, its gap included: an assumption
@@ -23,24 +23,18 @@ class Engine:
     Args:
         kernels: kernels of a layer, in a graph.
         drawing: kernels of a position that draw its tokens, in a graph.
-        launched: kernels of a position in no graph.
         host: seconds that the host adds to a position.
-        captures: whether graphs are recorded anew in every rollout.
         moves: operations of a layer that make room for rows, every `LOOK` positions.
         cache_rate: share of the bandwidth at which keys and values are read.
-        padded: whether these are read at the width of the longest row, rounded up.
         shares_prompts: whether those of a prompt are read once for all its completions.
         logits: number of times that logits are read or written.
     """
 
     kernels: int
     drawing: int
-    launched: int
     host: float
-    captures: bool
     moves: int
     cache_rate: float
-    padded: bool
     shares_prompts: bool
     logits: int
 
@@ -50,24 +44,18 @@ class Engine:
 NATIVE = Engine(
     kernels=15,
     drawing=140,
-    launched=0,
     host=0.0,
-    captures=False,
     moves=4,
     cache_rate=0.65,
-    padded=False,
     shares_prompts=True,
     logits=12,
 )
 VLLM = Engine(
     kernels=12,
     drawing=0,
-    launched=0,
     host=HOST,
-    captures=False,
     moves=0,
     cache_rate=0.8,
-    padded=False,
     shares_prompts=False,
     logits=4,
 )
@@ -79,10 +67,9 @@ def rollout_seconds(
     """Estimate the seconds of sampling all completions: prompts once, then position after position.
 
         prompts    2 (body + head) groups P / rate, and what is read and written between products
-        position   (L k + 21 + drawing) KERNEL + launched LAUNCH + host
+        position   (L k + 21 + drawing) KERNEL + host
                    + max(2 N / (0.85 bandwidth), 2 N rows / rate)
                    + tokens cached / (cache_rate bandwidth) + logits 4 rows V / bandwidth
-        captures   shapes (4 (L k + 160) LAUNCH + 0.05)
         looks      (25 + moves L) 15 us, every 8 positions
 
     N are the parameters that a token passes through. With `gpus` that share a model, everything but
@@ -91,24 +78,15 @@ def rollout_seconds(
     Args:
         host: seconds per position, in place of the engine's own.
     """
-    longest, recorded = max(job.lengths), set[tuple[int, int]]()
     host = engine.host if host is None else host
     look = (25 + engine.moves * shape.layers) * 15e-6 / LOOK if engine.moves else 0.0
-    recordable = shape.layers * engine.kernels + OUTSIDE + engine.drawing
-    fixed = recordable * KERNEL + engine.launched * LAUNCH
+    fixed = (shape.layers * engine.kernels + OUTSIDE + engine.drawing) * KERNEL
     fixed += host + look + (2 * shape.layers * REDUCE if gpus > 1 else 0.0)
     prompts = job.groups * gpus * job.prompt
     seconds = body_seconds(device, shape, prompts, prompts * job.prompt / 2) / gpus
-    for step, (rows, tokens) in enumerate(positions(job.lengths * gpus, job.rows * gpus)):
+    for rows, tokens in positions(job.lengths * gpus, job.rows * gpus):
         read = math.ceil(rows / job.generations) if engine.shares_prompts else rows
-        if engine.padded:
-            rows, width = rounded(rows), cache_width(min(step + 1, longest), longest)
-            read, tokens = rounded(read), rows * width
-            recorded.add((rows, width))
         seconds += fixed + _moved(engine, device, shape, rows, read * job.prompt + tokens) / gpus
-    if engine.captures:
-        eager = (shape.layers * engine.kernels + 160) * LAUNCH
-        seconds += len(recorded) * (4 * eager + 0.05)
     return seconds
 
 
@@ -123,14 +101,3 @@ def _moved(engine: Engine, device: Device, shape: Shape, rows: int, tokens: floa
     cache = tokens * shape.cached / (engine.cache_rate * device.bandwidth)
     logits = engine.logits * 4 * rows * shape.vocabulary / device.bandwidth
     return max(weights, products) + cache + logits
-
-
-def rounded(rows: int) -> int:
-    """Return the rows of the graph that the native engine replays: 2^n, or a multiple of 32."""
-    return -(-rows // 32) * 32 if rows > 32 else 1 << (rows - 1).bit_length()
-
-
-def cache_width(width: int, longest: int) -> int:
-    """Return the native engine's room in tokens: 64, doubled until they fit, or `longest`."""
-    most = -(-longest // 64) * 64
-    return min(most, max(64, 1 << (width - 1).bit_length()))

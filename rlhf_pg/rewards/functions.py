@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from rlhf_pg.boundary.quoted import shown, told
-from rlhf_pg.boundary.user_code import foreign, wait_for
+from rlhf_pg.boundary.user_code import finite, foreign, wait_for
 from rlhf_pg.data.records import pad_rows
 from rlhf_pg.rewards.reward_model import RewardModel
 from rlhf_pg.rewards.scores import ends
@@ -291,11 +291,7 @@ def _steps(name: str, completion: int, scores: Sequence[Any], own: Sequence[bool
 def _number(name: str, where: str, score: Any) -> float:
     if score is None:
         return math.nan
-    try:
-        number = math.nan if isinstance(score, str) else float(score)
-    except Exception:  # an object may raise anything
-        number = math.nan
-    if not math.isfinite(number):
+    if (number := finite(score)) is None:
         raise ValueError(
             f"reward function {name} returned {shown(score)} for {where} of the batch: return a "
             "finite number, or None where the reward does not apply"

@@ -116,7 +116,12 @@ def build_experience(
         returns=returns,
         positive=_positive(scores, shaping, args),
     )
-    return _without_truncated(experience, args)
+    if args.mask_truncated_completions:
+        # They count in every statistic above, and models may still attend to them. Only the losses
+        # of policy and critic leave them out.
+        mask = mask & ~rollout.truncated[:, None]
+        experience = dataclasses.replace(experience, action_mask=mask)
+    return experience
 
 
 def _shaped(scores: Tensor, rollout: Rollout, shaping: Shaping, runtime: Runtime) -> Tensor:
@@ -158,18 +163,6 @@ def _positive(scores: Tensor, shaping: Shaping, args: PolicyGradientConfig) -> T
         return None
     said = sum_step_scores(shaping.judged(scores)).nansum(1)
     return said > args.positive_nll_threshold
-
-
-def _without_truncated(experience: Experience, args: PolicyGradientConfig) -> Experience:
-    """Take the tokens of truncated completions out of the action mask.
-
-    They count in every statistic up to here, and models may still attend to them. Only the losses
-    of policy and critic leave them out.
-    """
-    if not args.mask_truncated_completions:
-        return experience
-    mask = experience.action_mask & ~experience.truncated[:, None]
-    return dataclasses.replace(experience, action_mask=mask)
 
 
 def _of_greedy(greedy: ScoredSamples, shaping: Shaping, groups: Tensor) -> Tensor:

@@ -388,9 +388,9 @@ SOURCES = [
     Mutant(
         name="infinite-reward",
         mistake="an infinite reward passes as a number, 3.4e38 (TRL's nan_to_num)",
-        target="rlhf_pg.rewards.functions._number",
-        old="if not math.isfinite(number):",
-        new="if math.isnan(number):",
+        target="rlhf_pg.boundary.user_code.finite",
+        old="math.isfinite(number)",
+        new="not math.isnan(number)",
         killers=(f"{REWARDS}::test_invalid_score_error_names_function_and_completion",),
     ),
     Mutant(

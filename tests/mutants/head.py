@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant(
         name="empty-pieces-left-out",
         mistake="a process with few rows calls the head less often, and others wait for it",
-        target="rlhf_pg.models.ChunkedLMHead.__call__",
+        target="rlhf_pg.models.lm_head.ChunkedLMHead.__call__",
         old="for chunk in zip(*split, strict=True)]",
         new="for chunk in zip(*split, strict=True) if len(chunk[0])]",
         killers=(f"{HEAD}::test_head_call_count_does_not_depend_on_rows",),
@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         name="another-dropout-in-the-backward-pass",
         mistake="logits that are computed again have another dropout than those that were scored",
-        target="rlhf_pg.models.ChunkedLMHead._chunk",
+        target="rlhf_pg.models.lm_head.ChunkedLMHead._chunk",
         old="if self.chunks > 1 and not _drops(layer):",
         new="if self.chunks > 1:",
         killers=(f"{HEAD}::test_head_dropout_is_same_in_forward_and_backward",),

@@ -109,14 +109,6 @@ MUTANTS: list[Mutant] = [
     ),
     # ------------------------------------------------------------------------- does not apply
     Mutant(
-        name="none-is-a-score-of-0",
-        mistake="None counts as 0, and pulls the baseline of its group down",
-        target="rlhf_pg.rewards.functions._number",
-        old="    if score is None:\n        return math.nan\n",
-        new="    if score is None:\n        return 0.0\n",
-        killers=(FUNCTIONS_TEST + "test_none_score_leaves_gap_in_its_column",),
-    ),
-    Mutant(
         name="total-of-nothing-is-0",
         mistake="nansum makes a source that did not apply a score of 0 in the baseline",
         target="rlhf_pg.rewards.sum_step_scores",

@@ -109,7 +109,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="truncated-mask-cuts-attention",
         mistake="masking completions that were cut off also hides them from attention (TRL's GRPO)",
-        target="rlhf_pg.trainers.experience_maker._without_truncated",
+        target="rlhf_pg.trainers.experience_maker.build_experience",
         old="dataclasses.replace(experience, action_mask=mask)",
         new="dataclasses.replace(experience, action_mask=mask, completion_mask=mask)",
         killers=(f"{OPTIONS}mask_truncated_completions_changes_only_action_mask",),

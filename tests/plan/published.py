@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from rlhf_pg.plan.decoding import HOST, NATIVE, VLLM, rollout_seconds
+from rlhf_pg.plan.decoding import HOST, VLLM, rollout_seconds
 from rlhf_pg.plan.devices import DEVICES, Device
 from rlhf_pg.plan.job import Job
 from rlhf_pg.plan.learning import (
@@ -26,7 +26,7 @@ from rlhf_pg.plan.learning import (
     gather_seconds,
     head_seconds,
 )
-from rlhf_pg.plan.paper import NATIVELY, VERL, learner_seconds, stages
+from rlhf_pg.plan.paper import VERL, learner_seconds, stages
 from rlhf_pg.plan.shapes import Shape
 from rlhf_pg.plan.sharding import SHARDINGS
 
@@ -67,22 +67,6 @@ SHAPES = {
     "Llama-3-70B": gated(80, 8192, (64, 8), 28672, 128_256),
     "Qwen2.5-72B": gated(80, 8192, (64, 8), 29568, 152_064),
 }
-
-# Before: 96 kernels a layer, graphs recorded in every rollout, and logits 2^24 at a time.
-BEFORE = replace(
-    NATIVELY,
-    name="ours, native, before",
-    engine=replace(
-        NATIVE,
-        kernels=96,
-        drawing=0,
-        launched=120,
-        captures=True,
-        cache_rate=0.55,
-        padded=True,
-    ),
-    piece=2.0**24,
-)
 
 
 def long_tailed(count: int, mean: float, longest: int) -> tuple[int, ...]:

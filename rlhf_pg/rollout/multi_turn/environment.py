@@ -1,10 +1,10 @@
 """The environment of an episode of several turns, which answers every turn and may reward it."""
 
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from rlhf_pg.boundary.quoted import shown
+from rlhf_pg.boundary.user_code import finite
 
 Messages: TypeAlias = str | Sequence[Mapping[str, Any]]
 
@@ -82,7 +82,11 @@ def checked_observation(answer: Any, prompt: Messages) -> Observation:
     if not done and not fits:
         kind = "a string" if isinstance(prompt, str) else "a list of messages"
         raise ValueError(f"step must answer with {kind}, as the prompt is, got {shown(messages)}")
-    return Observation(messages, None if reward is None else _finite(reward), done)
+    if reward is not None and (reward := finite(reward)) is None:
+        raise ValueError(
+            f"the reward of a turn must be a finite number or None, got {shown(answer[1])}"
+        )
+    return Observation(messages, reward, done)
 
 
 def _is_chat(messages: Any) -> bool:
@@ -96,15 +100,3 @@ def _over(done: Any) -> bool:
         return bool(done)
     except Exception as error:  # such as an array of several
         raise ValueError(f"done must be true or false, got {shown(done)}") from error
-
-
-def _finite(reward: Any) -> float:
-    try:
-        number = math.nan if isinstance(reward, str) else float(reward)
-    except Exception:  # an object may raise anything
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(
-            f"the reward of a turn must be a finite number or None, got {shown(reward)}"
-        )
-    return number
