@@ -209,7 +209,7 @@ def test_keyboard_interrupt_exits_with_code_130(monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["demo"])
     assert exit_.value.code == 130
-    assert capsys.readouterr().err.startswith("interrupted: a run that had a step goes on with")
+    assert capsys.readouterr().err.startswith("interrupted: if a step was finished, resume with")
 
 
 def test_bad_input_prints_one_line_without_traceback(capsys) -> None:
