@@ -1,5 +1,7 @@
 """What all tests share."""
 
+import gc
+
 import pytest
 import torch
 
@@ -18,3 +20,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the thousands of tests and modules out of every later search for garbage."""
+    gc.collect()
+    gc.freeze()
