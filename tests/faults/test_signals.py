@@ -225,7 +225,7 @@ print(termination.agreed())
 
 
 @pytest.mark.fault(49, "also if it was killed before the run began, while it was loaded")
-@pytest.mark.parametrize("launched", [True, False])
+@pytest.mark.parametrize("launched", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_launcher_killed_before_run_ends_worker(launched) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHED}
     environment |= {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "true"}

@@ -26,6 +26,7 @@ def test_same_seed_gives_same_cases():
     assert sum(a != b for a, b in zip(first, other, strict=True)) > 190
 
 
+@pytest.mark.slow
 def test_cases_do_not_depend_on_hash_order():
     """Sets of strings come in another order in every process."""
     keys = [case(0, n).what for n in range(3, 200, 5)]

@@ -42,7 +42,11 @@ CASES: dict[str, tuple[type[PolicyGradientTrainer], int, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(params=CASES, scope="module")
+SLOW = ("a shared critic", "checkpointing", "bfloat16")
+PARAMS = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
+
+
+@pytest.fixture(params=PARAMS, scope="module")
 def case(request, tmp_path_factory) -> tuple[PolicyGradientTrainer, MetaModels, Memory]:
     """A trainer, and what is built and predicted of it from its files."""
     trainer_type, vocabulary, options = CASES[request.param]

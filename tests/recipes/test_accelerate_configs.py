@@ -147,6 +147,7 @@ def test_two_launchers_form_one_job(name: str, told: dict[str, str], tmp_path: P
             assert {k: v for k, v in line.items() if v and k.startswith(OURS)} == told
 
 
+@pytest.mark.slow
 def test_documented_sbatch_script_starts_four_ranks(tmp_path: Path) -> None:
     """The script in docs/scaling.md, where SLURM has two machines with two GPUs each: all this one.
 

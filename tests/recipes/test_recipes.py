@@ -128,7 +128,8 @@ def test_train_command_plays_episodes(algorithm: str, task: str, tmp_path: Path)
     assert ("tools/call_frequency" in lines[0]) == (task == "calculator")
 
 
-@pytest.mark.parametrize("script", ["reward_model", pytest.param("rloo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["reward_model", "rloo"])
 def test_recipe_script_trains_preference_task(script: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     for part in preference().new_model():

@@ -386,7 +386,7 @@ def test_target_kl_does_not_stop_value_pretraining(make, tmp_path) -> None:
     assert updates[4] < 4
 
 
-@pytest.mark.parametrize("stop", [1, 3])
+@pytest.mark.parametrize("stop", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("critic", CRITICS)
 def test_run_resumed_around_value_pretraining_is_bit_identical(
     make, critic, stop, tmp_path

@@ -59,7 +59,7 @@ def test_kl_is_zero_only_after_reference_sync(make, trainer_type, kind, tmp_path
     assert min(abs(kl[1]), abs(kl[3])) > 1e-6
 
 
-@pytest.mark.parametrize("stop", [2, 3])
+@pytest.mark.parametrize("stop", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumed_run_matches_uninterrupted_run(make, kind, stop, tmp_path) -> None:
     """A reference made anew from the initial model would be another one."""
