@@ -20,6 +20,7 @@ from rlhf_pg.runtime.watchdog import Watch, meeting, waits
 
 MARGIN = 30  # seconds that the process group waits longer, so that `Watch` reports stacks first
 LAST_TENSORS = 0.3  # seconds for gloo's threads to drop the tensors that they have exchanged
+SHARED = "raised_together"  # an attribute of the errors that all processes raise at one place
 
 
 class Runtime:
@@ -46,7 +47,6 @@ class Runtime:
             )
         self.kind, self._backend = _backend(self._accelerator)
         self.watch: Watch | None = None
-        self._shared_error: Exception | None = None  # the latest that all processes raised
         if self.world > 1:
             atexit.register(_leave, self._accelerator)
             self.watch = Watch(_get_default_store(), self.rank, self.world, timeout)
@@ -184,8 +184,9 @@ class Runtime:
             failure = error
         reason = self.first_error(None if failure is None else str(failure))
         if reason is not None:
-            self._shared_error = kind(reason)
-            raise self._shared_error from failure
+            shared = kind(reason)
+            shared.__dict__[SHARED] = True
+            raise shared from failure
 
     def mean_and_var(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Compute mean and population variance over the True slots of all processes, in float64."""
@@ -202,7 +203,7 @@ class Runtime:
             place: name of the place in the run.
             error: what ends this process.
         """
-        if self.watch is None or error is self._shared_error:
+        if self.watch is None or SHARED in error.__dict__:
             return True
         return self.watch.leave_together(place)
 

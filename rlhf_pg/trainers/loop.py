@@ -195,7 +195,7 @@ class TrainingLoop(ABC):
         """
         try:
             yield
-        except FloatingPointError:  # the saved checkpoints are from before, or closer to it
+        except FloatingPointError:  # older checkpoints are from before it diverged, or closer to it
             raise
         except BaseException as error:
             try:
