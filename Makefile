@@ -1,9 +1,12 @@
-# Every target makes .venv first, if it is not there or older than what it is made from.
+# Every target makes .venv first, if it is not there or older than what it is made from; the demo
+# with less in it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+READY := $(if $(wildcard $(VENV)/.installed),$(VENV)/.installed,$(VENV)/.demo)
 VLLM := .venv-vllm
 SM90 := .venv-sm90
+TASKS := .venv-tasks
 
 # Models this small gain nothing from a second thread, and lose much when the cores are shared.
 export OMP_NUM_THREADS ?= 1
@@ -13,7 +16,7 @@ PURE_TESTS := $(addprefix tests/,advantages losses data/test_records.py data/tes
 	report/test_pass_at_k.py rewards/test_scores.py $(addprefix test_,$(addsuffix .py,\
 	masking kl controllers running_stats rng)))
 
-.PHONY: help demo preference fuzz soak test test-fast test-device test-device-slow test-sm90 test-distributed test-faults models test-slow test-vllm \
+.PHONY: help demo preference fuzz soak test test-fast test-device test-device-slow test-sm90 test-distributed test-faults models test-slow test-vllm test-tasks \
 	device-mutants \
 	coverage mutants docs lint format clean
 
@@ -26,10 +29,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $@
 
-demo: $(VENV)/.installed  ## GRPO on the embedded task: a few minutes on a CPU
+# What only trains, for whoever only looks; an environment for development has it too.
+$(VENV)/.demo: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[report]"
+	touch $@
+
+demo: $(READY)  ## GRPO on the embedded task: a few minutes on a CPU, with what it needs installed
 	$(BIN)/rlhf-pg demo
 
-preference: $(VENV)/.installed  ## SFT, reward model, PPO: about five minutes on a CPU
+preference: $(READY)  ## SFT, reward model, PPO: about five minutes on a CPU
 	$(BIN)/rlhf-pg train recipes/sft_preference.yaml
 	$(BIN)/rlhf-pg train recipes/reward_model_preference.yaml
 	$(BIN)/rlhf-pg train recipes/ppo_preference.yaml
@@ -50,7 +59,7 @@ models: $(VENV)/.installed  ## every causal model of transformers, tiny, against
 	$(BIN)/pytest -m slow tests/trainers/test_model_check.py
 
 test-slow: $(VENV)/.installed  ## the slow tests too
-	$(BIN)/pytest -m "not distributed and not vllm"
+	$(BIN)/pytest -m "not distributed and not vllm and not tasks"
 
 fuzz: $(VENV)/.installed  ## ten minutes of faults by chance, from a seed (SEED=0)
 	PYTHONPATH=. $(BIN)/python -m tests.fuzz.run --minutes 10 --seed $(or $(SEED),0)
@@ -68,6 +77,15 @@ $(VLLM)/.installed: pyproject.toml
 
 test-vllm: $(VLLM)/.installed  ## vLLM for real, on a CPU, in an environment of its own (.venv-vllm)
 	$(VLLM)/bin/pytest -m vllm tests/vllm
+
+$(TASKS)/.installed: pyproject.toml constraints.txt
+	test -x $(TASKS)/bin/python || $(PYTHON) -m venv $(TASKS)
+	$(TASKS)/bin/pip install --quiet -c constraints.txt torch
+	$(TASKS)/bin/pip install --quiet -c constraints.txt -e . pytest verifiers==0.3.1 openenv==0.10.0
+	touch $@
+
+test-tasks: $(TASKS)/.installed  ## environments of verifiers and OpenEnv, the real packages (.venv-tasks)
+	$(TASKS)/bin/python -m pytest -m tasks tests/tasks
 
 test-device: $(VENV)/.installed  ## trainers on a pretend CUDA device, with the numbers of a CPU
 	$(BIN)/python -m tests.device.pretend.library > /dev/null

@@ -26,14 +26,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import from_trl
 import gpu
 import paper
 import scaling
 
 from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
+from rlhf_pg.config.data import DataConfig
 from rlhf_pg.config.method import MethodConfig
+from rlhf_pg.config.rewards import RewardsConfig
 from rlhf_pg.config.run import RunConfig
 from rlhf_pg.config.sampling import SamplingConfig
+from rlhf_pg.config.shared import AdapterConfig, ModelConfig
+from rlhf_pg.config.supervised import RewardModelConfig, SFTConfig, SupervisedConfig
 from tests.device.mutants import MUTANTS as DEVICE_MUTANTS
 from tests.distributed.layouts import LAYOUTS, Layout
 from tests.faults.rows import ROWS, UNSHOWN
@@ -50,9 +55,20 @@ NOT_PURE = {"Controllers"}  # in a file of pure classes
 # The keys by which a config chooses from a module's dict.
 REGISTRIES = {"ADVANTAGES": "advantage_estimator", "POLICY_LOSSES": "policy_loss"}
 
-KEY_TITLES = {RunConfig: "The run", SamplingConfig: "Sampling", MethodConfig: "The method"}
+SHARED_KEYS = {ModelConfig: "The model", DataConfig: "The data", RewardsConfig: "The rewards"}
+SHARED_KEYS |= {AdapterConfig: "LoRA"}
+KEY_TITLES = SHARED_KEYS | {
+    RunConfig: "The run",
+    SamplingConfig: "Sampling",
+    MethodConfig: "The method",
+}
 KEY_TITLES |= {GRPOConfig: "GRPO", RLOOConfig: "RLOO"}
 KEY_TITLES |= {ReinforceConfig: "REINFORCE", PPOConfig: "PPO"}
+SUPERVISED_TITLES = {
+    SupervisedConfig: "Both",
+    SFTConfig: "Fine-tuning",
+    RewardModelConfig: "Reward models",
+}
 UNLISTED = {"algorithm"}  # the same word as the class, and no setting
 
 INTRODUCTION = """\
@@ -364,22 +380,54 @@ def options() -> str:
 def _key_tables() -> Iterator[str]:
     """For each config class, the keys that it adds or to which it gives another default."""
     inherited: dict[str, Any] = {}
-    shared = (RunConfig, SamplingConfig, MethodConfig)
+    shared = (*SHARED_KEYS, RunConfig, SamplingConfig, MethodConfig)
     for config in (*shared, GRPOConfig, RLOOConfig, ReinforceConfig, PPOConfig):
         fields = {field.name: field for field in dataclasses.fields(config)}
-        new = [x for x in fields if x not in inherited or fields[x].default != inherited[x]]
-        about = (inspect.getmodule(config).__doc__ or "") if config in shared else config.__doc__
+        new = [x for x in fields if x not in inherited or _default(fields[x]) != inherited[x]]
+        of_module = config in shared and config not in SHARED_KEYS
+        about = (inspect.getmodule(config).__doc__ or "") if of_module else config.__doc__
         yield f"### {KEY_TITLES[config]}\n"
         yield f"{about.partition(chr(10))[0]}\n"
         yield "| Key | Default | Meaning |\n|---|---|---|"
         yield from (_key_row(fields[name], config) for name in new if name not in UNLISTED)
         yield ""
         if config in shared:
-            inherited |= {name: field.default for name, field in fields.items()}
+            inherited |= {name: _default(field) for name, field in fields.items()}
+
+
+def supervised() -> str:
+    """The text of supervised.md, with a table of the keys."""
+    shared = {name for config in SHARED_KEYS for name in _key_docstrings(config)}
+    own = [field.name for field in dataclasses.fields(SupervisedConfig)]
+    rows = []
+    for config, title in SUPERVISED_TITLES.items():
+        fields = {field.name: field for field in dataclasses.fields(config)}
+        base = {field.name: field for field in dataclasses.fields(SupervisedConfig)}
+        names = own if config is SupervisedConfig else fields
+        rows += [f"### {title}\n", "| Key | Default | Meaning |", "|---|---|---|"]
+        rows += [
+            _key_row(fields[name], config)
+            for name in names
+            if name not in shared | UNLISTED
+            and (
+                config is SupervisedConfig
+                or name not in base
+                or _default(fields[name]) != _default(base[name])
+            )
+        ]
+        rows.append("")
+    text = (ROOT / "docs" / "supervised.md").read_text()
+    return filled(text, "keys", "\n".join(rows).rstrip("\n"))
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    made = field.default_factory
+    return field.default if made is dataclasses.MISSING else made()
 
 
 def _key_row(field: dataclasses.Field[Any], config: type) -> str:
-    default = json.dumps(field.default) if not isinstance(field.default, str) else field.default
+    value = _default(field)
+    default = value if isinstance(value, str) else json.dumps(value)
     meaning = " ".join(_key_docstrings(config)[field.name].split())
     choices = ", ".join(f"`{value}`" for value in _choices(config, field.name))
     if choices:
@@ -461,6 +509,14 @@ def faults() -> str:
     return "\n".join(rows)
 
 
+def coming_from_trl() -> str:
+    """The text of from-trl.md, with the tables made from TRL's configs and our hints."""
+    text = (ROOT / "docs" / "from-trl.md").read_text()
+    for name, table in from_trl.tables():
+        text = filled(text, name, table)
+    return text
+
+
 def filled(text: str, name: str, table: str) -> str:
     """The text with this table in the place that has its name.
 
@@ -478,9 +534,11 @@ def filled(text: str, name: str, table: str) -> str:
 PAGES = {
     "docs/algorithms.md": algorithms,
     "docs/benchmarks.md": benchmarks,
+    "docs/from-trl.md": coming_from_trl,
     "docs/options.md": options,
     "docs/reliability.md": reliability,
     "docs/scaling.md": scaled,
+    "docs/supervised.md": supervised,
     MUTANTS_PAGE: mutants,
     "CONTRIBUTING.md": contributing,
 }

@@ -25,8 +25,6 @@ from rlhf_pg import ReinforceConfig, ReinforceTrainer
 from rlhf_pg.config import number, parse
 from rlhf_pg.data import Experience
 from rlhf_pg.report import Meter
-from rlhf_pg.tasks import TASKS
-from rlhf_pg.tasks.warm_start import ensure_model
 
 
 @dataclass(kw_only=True)
@@ -182,12 +180,4 @@ def conjugate_gradients(
 
 if __name__ == "__main__":
     args = parse(TRPOConfig)
-    task = TASKS[args.task]()
-    trainer = TRPOTrainer(
-        model=ensure_model(args.task, args.model_name_or_path),
-        reward_funcs=task.rewards(args.reward_model_name_or_path),
-        args=args,
-        train_dataset=task.train_dataset,
-        eval_dataset=task.eval_dataset,
-    )
-    trainer.train()
+    TRPOTrainer(args=args).train()

@@ -1,9 +1,13 @@
 """Policy-gradient RL for language models."""
 
+from typing import TYPE_CHECKING, Any
+
 from rlhf_pg.boundary import launcher as launcher  # before what takes seconds
-from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
-from rlhf_pg.rollout import Environment, Observation
-from rlhf_pg.trainers import Callback, GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
+
+if TYPE_CHECKING:
+    from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
+    from rlhf_pg.rollout import Environment, Observation
+    from rlhf_pg.trainers import Callback, GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 
 __version__ = "0.1.0"
 
@@ -20,3 +24,20 @@ __all__ = [
     "ReinforceConfig",
     "ReinforceTrainer",
 ]
+
+if not TYPE_CHECKING:  # it would take every name for one that is there
+
+    def __getattr__(name: str) -> Any:
+        """Import what takes seconds (torch, transformers) when a name is first asked for."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from rlhf_pg import config
+
+        if hasattr(config, name):
+            return getattr(config, name)
+        from rlhf_pg import rollout, trainers
+
+        return getattr(trainers if hasattr(trainers, name) else rollout, name)
+
+    def __dir__() -> list[str]:
+        return [*globals(), *__all__]

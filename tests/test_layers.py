@@ -21,7 +21,7 @@ FLOORS = {
     "settings, and what comes from outside": ("config", "boundary", "failpoints"),
     "text and models": ("data", "models"),
     "processes and files": ("runtime", "checkpoint", "report"),
-    "samples and scores": ("rollout", "rewards", "tasks"),
+    "samples and scores": ("rollout", "rewards", "tasks", "supervised"),
     "memory and time, estimated": ("plan",),
     "the loop and the algorithms": ("trainers",),
     "the command": ("cli",),

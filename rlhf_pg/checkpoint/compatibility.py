@@ -12,11 +12,16 @@ MAY_CHANGE = {
     *("save_total_limit", "trust_remote_code", "model_check"),
     *("num_generations_eval", "eval_success_threshold"),
     *("log_completions_steps", "num_completions_to_print", "report_to", "run_name"),
-    "logging_steps",
+    *("logging_steps", "push_to_hub", "hub_model_id", "hub_private_repo"),
     *("micro_batch_tokens", "rollout_cache_tokens", "gradient_checkpointing", "ddp_timeout"),
     *("environment_timeout", "max_skipped_steps"),
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"),
     *("vllm_server_base_url", "vllm_server_timeout", "vllm_sync_directory"),
+    # Of the data only the rows count, by their fingerprint, and of rewards their names.
+    *("task", "task_options", "dataset_name", "dataset_config", "dataset_columns"),
+    *("dataset_train_split", "dataset_test_split", "eval_dataset_name", "dataset_fingerprint"),
+    *("prompt_template", "system_prompt", "apply_chat_template"),
+    *("reward_funcs", "reward_options", "reward_model_name_or_path"),
 }
 # Keys that may change with a warning: the schedule goes on with the new peak.
 PEAKS = {"learning_rate", "value_learning_rate"}

@@ -1,12 +1,20 @@
 """The model of a run as `from_pretrained` reads it, without what only a resumed run needs."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+
+from rlhf_pg.boundary.quoted import quoted, told
 from rlhf_pg.checkpoint import atomic
 from rlhf_pg.checkpoint.checkpointer import Checkpointer
+from rlhf_pg.config.run import RunConfig
 from rlhf_pg.models import merged
+from rlhf_pg.report.model_card import model_card
 from rlhf_pg.runtime import Runtime, Writing
+
+logger = logging.getLogger(__name__)
 
 
 def save(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None:
@@ -22,10 +30,11 @@ def save(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None:
 
 
 def save_atomically(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None:
-    """Save as `save` does, but all of it appears or the old directory stays."""
+    """Save as `save` does, with a model card, but all of it appears or the old directory stays."""
     writing, unnamed = Writing(runtime, path), atomic.partial_of(path)
     writing.main(lambda: atomic.begin(path))
     _write(checkpointer, writing, unnamed)
+    writing.main(lambda: _write_card(checkpointer, unnamed))
     writing.main(lambda: atomic.seal(unnamed, {"step": checkpointer.state.step}))
     writing.main(lambda: atomic.publish(path))
     writing.check(undo=lambda: atomic.abandon(path))
@@ -40,3 +49,49 @@ def _write(checkpointer: Checkpointer, writing: Writing, path: Path) -> None:
             module: Any = policy.module
             writing.main(lambda: merged(module).save_pretrained(path / "merged"))
             writing.main(lambda: tokenizer.save_pretrained(path / "merged"))
+
+
+def _write_card(checkpointer: Checkpointer, path: Path) -> None:
+    """Write the model card; without one a run has lost nothing, so a failure is a warning."""
+    directory = checkpointer.directory.parent
+    try:
+        fingerprint = checkpointer.fingerprints().get("train_dataset")
+        card = model_card(checkpointer.config, fingerprint, directory)
+        (path / "README.md").write_text(card, encoding="utf-8")
+    except Exception as error:
+        logger.warning("final/ gets no model card: %s", told(error))
+
+
+def check_hub(args: RunConfig) -> None:
+    """Refuse to train for an upload that could not be made.
+
+    Raises:
+        ValueError: there is no token for the Hub.
+    """
+    if args.push_to_hub and huggingface_hub.get_token() is None:
+        raise ValueError(
+            "push_to_hub needs a token of the Hub: set HF_TOKEN, run `hf auth login`, or leave "
+            "push_to_hub out"
+        )
+
+
+def push(path: Path, args: RunConfig) -> str | None:
+    """Upload a saved model to the Hub; a failure is a warning, and the model stays where it is.
+
+    Returns:
+        Its address, or None if it could not be uploaded.
+    """
+    name = args.hub_model_id or Path(args.output_dir).name
+    try:
+        hub = huggingface_hub.HfApi()
+        repository = hub.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
+        hub.upload_folder(
+            repo_id=repository, folder_path=path, commit_message="Trained with rlhf_pg"
+        )
+    except Exception as error:  # of the network, of the Hub, of httpx
+        logger.warning(
+            "push_to_hub: %s stays here, for it could not be uploaded (%s): try `hf upload %s %s`",
+            *(quoted(str(path)), told(error), quoted(name), quoted(str(path))),
+        )
+        return None
+    return f"{hub.endpoint}/{repository}"

@@ -66,7 +66,8 @@ def set_aside(directory: Path) -> Path | None:
     Returns:
         The new place; None if there was nothing to move.
     """
-    there = [name for name in RUN_FILES if os.path.lexists(directory / name)]
+    supervised = sorted(path.name for path in directory.glob("checkpoint-*"))
+    there = [*supervised, *(name for name in RUN_FILES if os.path.lexists(directory / name))]
     if not there:
         return None
     numbers = [path.name.removeprefix("earlier-") for path in directory.glob("earlier-*")]

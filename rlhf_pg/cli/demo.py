@@ -14,12 +14,15 @@ from rlhf_pg.config.parse import fail, parse, recipe_file
 from rlhf_pg.report import save_curve, show_curve
 from rlhf_pg.trainers import PolicyGradientTrainer
 
+# The recipe has 500 steps, and the learning rate falls over however many there are.
+BRIEF = ("--output_dir", "runs/demo", "--max_steps", "300")
+
 
 def demo(flags: Sequence[str]) -> None:
     """Train the embedded model with GRPO and show what it has learnt."""
     if not (find_spec("plotext") and find_spec("matplotlib")):
         fail('the demo draws curves: pip install "rlhf-pg[report]"')
-    recipe = ["--config", str(recipe_file("grpo_arithmetic.yaml")), "--output_dir", "runs/demo"]
+    recipe = ["--config", str(recipe_file("grpo_arithmetic.yaml")), *BRIEF]
     trainer = make_trainer("grpo", parse(GRPOConfig, [*recipe, *flags], "rlhf-pg demo"))
     console = Console(quiet=not trainer.runtime.is_main)
     before, answers_before = trainer.evaluate(), _answers(trainer)
@@ -44,8 +47,7 @@ def _accuracy(metrics: dict[str, float]) -> str:
 
 def _answers(trainer: PolicyGradientTrainer, count: int = 8) -> dict[str, str]:
     """Sample one completion of each of a few held-out problems; return them by problem."""
-    prompts = trainer.eval_prompts
-    assert prompts is not None
+    prompts = trainer.eval_sets[""]
     rows = range(0, len(prompts), max(1, len(prompts) // count))[:count]
     indices = [-1 - row for row in rows]
     samples = trainer.sample(prompts, list(rows), indices, 1, trainer.args.temperature)

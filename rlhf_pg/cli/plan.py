@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -10,18 +11,20 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_pg import plan as planning
-from rlhf_pg.cli.train import TRAINERS, algorithm_of, find_recipe
+from rlhf_pg.cli.help import usage_of
+from rlhf_pg.cli.options import parser_of
+from rlhf_pg.cli.recipes import algorithm_of
+from rlhf_pg.cli.train import TRAINERS
 from rlhf_pg.config.parse import parse
 from rlhf_pg.plan.sharding import SHARDINGS
 
 BY_FLAG = {layout.name.replace("-", "").lower(): layout for layout in SHARDINGS}
 
 
-def plan(flags: Sequence[str]) -> None:
+def plan(recipe: Path, flags: Sequence[str]) -> None:
     """Show what a recipe would take on each process; no weights are loaded."""
     options, keys = _plan_options(flags)
-    recipe = find_recipe(options.config)
-    config_type = TRAINERS[algorithm_of(recipe, list(TRAINERS))].config_type
+    config_type = TRAINERS[algorithm_of(recipe, TRAINERS)].config_type
     args = parse(config_type, ["--config", str(recipe), *keys], f"rlhf-pg train {recipe}")
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -52,52 +55,11 @@ def plan(flags: Sequence[str]) -> None:
 
 def _plan_options(flags: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the plan's own options; return them, and the flags that are keys of the recipe."""
-    parser = argparse.ArgumentParser(
-        prog="rlhf-pg plan",
-        allow_abbrev=False,
-        epilog="Other flags are keys of the recipe, as in rlhf-pg train.",
-    )
-    add = parser.add_argument
-    add("--config", required=True, help="recipe file, or the name of a preset")
-    add("--gpus", type=_count, default=1, metavar="N", help="number of processes, one per GPU")
-    add(
-        "--sharding",
-        choices=BY_FLAG,
-        default="ddp",
-        help="how weights are split, as in the launcher's config",
-    )
-    devices = planning.DEVICES
-    add("--device", choices=devices, help="GPU to estimate seconds for, beside TRL's and verl's")
-    add("--memory", type=_positive, metavar="GB", help="memory of a GPU; default: this machine's")
-    add(
-        "--tflops",
-        type=_positive,
-        default=0.0,
-        help="TFLOP/s of large matrix products; default: measured",
-    )
-    add(
-        "--bandwidth",
-        type=_positive,
-        default=0.0,
-        metavar="GB/S",
-        help="memory bandwidth; default: measured",
-    )
+    parser = parser_of("plan", usage_of("plan"))
     options, keys = parser.parse_known_args(list(flags))
     if options.device and (options.tflops or options.bandwidth):
         parser.error("--device sets what --tflops and --bandwidth would: give it alone")
     return options, keys
-
-
-def _count(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return number
-
-
-def _positive(text: str) -> float:
-    if not (number := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return number
 
 
 def _room(device: torch.device) -> float:

@@ -5,6 +5,7 @@ import difflib
 import inspect
 import math
 import operator
+import os
 import reprlib
 import types
 import typing
@@ -49,11 +50,16 @@ class Checked:
         TypeError: a key is unknown; the message names the key to use.
     """
 
-    def __new__(cls, *_: Any, **given: Any) -> Self:
+    def __new__(cls, *unnamed: Any, **given: Any) -> Self:
         known = [field.name for field in dataclasses.fields(cls)]
+        if unnamed:
+            raise TypeError(
+                f"{cls.__name__}: give every key by its name, such as "
+                f"output_dir={short_repr(unnamed[0])}"
+            )
         for key in given:
             if key not in known:
-                said = explained(key) or f"unknown key {key!r}{nearest(key, known)}"
+                said = explained(key, known) or f"unknown key {key!r}{nearest(key, known)}"
                 raise TypeError(f"{cls.__name__}: {said}")
         return super().__new__(cls)
 
@@ -63,6 +69,26 @@ class Checked:
             value = _checked_type(field.name, getattr(self, field.name), hints[field.name])
             _check_range(field, value)
             setattr(self, field.name, value)
+
+    def refuse_idle(self, keys: tuple[str, ...], used: bool, why: str) -> None:
+        """Refuse a key that was set but would be ignored.
+
+        Raises:
+            ValueError: `used` is False and a key is not at its default; the message names the key
+                and ends with `why`.
+        """
+        for key in () if used else keys:
+            if self.is_set(key):
+                raise ValueError(f"{key} {why}")
+
+    def is_set(self, key: str) -> bool:
+        """Return whether there is such a key and it is not at its default."""
+        fields = {field.name: field for field in dataclasses.fields(self)}
+        if key not in fields:
+            return False
+        factory = fields[key].default_factory
+        default = fields[key].default if factory is dataclasses.MISSING else factory()
+        return bool(getattr(self, key) != default)
 
 
 def short_repr(value: Any) -> str:
@@ -83,7 +109,7 @@ def parameters(function: Callable[..., Any]) -> set[str]:
 
 
 def _checked_type(name: str, value: Any, hint: Any) -> Any:
-    """Return a value of the wanted type: an int may become a float, and a list a tuple."""
+    """Return a value of the wanted type: an int may become a float, a list a tuple, a path text."""
     # A union that holds a Literal is always a `typing.Union`.
     is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     options = typing.get_args(hint) if is_union else (hint,)
@@ -95,10 +121,15 @@ def _checked_type(name: str, value: Any, hint: Any) -> Any:
             if isinstance(value, list | tuple):
                 item = typing.get_args(option)[0]
                 return tuple(_checked_type(name, v, item) for v in value)
+        elif typing.get_origin(option) is dict:
+            if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+                return dict(value)
         elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
             if not math.isfinite(value):
                 raise ValueError(f"{name} must be a finite number, got {value}")
             return float(value)
+        elif option is str and isinstance(value, os.PathLike):
+            return os.fspath(value)
         elif isinstance(value, option) and not (isinstance(value, bool) and option is not bool):
             return value
     raise ValueError(f"{name} must be {_spelled(hint)}, got {short_repr(value)}")

@@ -39,6 +39,19 @@ class MethodConfig(SamplingConfig):
 
     reward_weights: tuple[float, ...] | None = None
     """Weights of the reward functions, one for each; None gives all of them weight 1."""
+    reward_workers: int = number(0, minimum=0)
+    """Processes, for each process that trains, in which plain Python reward functions run while
+    other completions are sampled, once for every prompt. 0 runs them in the trainer, once a step.
+    """
+    reward_timeout: float | None = number(None, above=0)
+    """Seconds for a call of a reward function in reward_workers, which is killed then, or of an
+    async one, which is cancelled. None waits for ever."""
+    on_reward_error: Literal["error", "drop", "value"] = "error"
+    """Effect of a reward function that raises, hangs, crashes or answers nonsense: the run ends
+    (error), the function does not apply to these completions (drop), or it gives them
+    reward_error_value (value). A batch in which all of them fail ends the run."""
+    reward_error_value: float = number(0.0)
+    """Score of a completion on which a reward function fails, with on_reward_error value."""
     reward_model_sees_eos: bool = True
     """Append the reward model's EOS to texts that the policy ended with an EOS, and score it there
     (Stiennon et al. 2020; Huang et al. 2024). Otherwise the reward model reads only the words."""

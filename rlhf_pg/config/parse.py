@@ -7,6 +7,7 @@ before any model loads.
 import argparse
 import dataclasses
 import io
+import itertools
 import os
 import sys
 import types
@@ -46,11 +47,32 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
     for flag in flags:
         if flag.startswith("--"):
             key = flag.removeprefix("--").split("=")[0].replace("-", "_")
-            _refuse_elsewhere(key, "command line")
+            _refuse_elsewhere(key, "command line", known=[*typing.get_type_hints(config_type)])
+    flags = _with_booleans(flags, config_type)
     from_file = None
     if known.config:
-        from_file = _from_file(known.config, config_type)
-    return _cli(config_type, flags, from_file, prog)
+        from_file = _from_file(known.config, config_type, flags)
+    config = _cli(config_type, flags, from_file, prog)
+    if hasattr(config, "locate"):
+        config.locate(known.config.absolute().parent if known.config else None)
+    return config
+
+
+def _with_booleans(flags: Sequence[str], config_type: type[Any]) -> list[str]:
+    """Spell the values of boolean keys for tyro: bare `--use_peft` and `true` are True."""
+    booleans = {key for key, hint in typing.get_type_hints(config_type).items() if hint is bool}
+    spelled: list[str] = []
+    for word, after in itertools.pairwise([*flags, "--"]):
+        key, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and key.replace("-", "_") in booleans:
+            bare = not equals and after.startswith("--")
+            spelled += [f"--{key}", *(["True"] if bare else [value] if equals else [])]
+        else:
+            spelled.append(word)
+        key = spelled[-2].removeprefix("--").replace("-", "_") if len(spelled) > 1 else ""
+        if key in booleans and spelled[-1].lower() in ("true", "false"):
+            spelled[-1] = spelled[-1].capitalize()
+    return spelled
 
 
 def _cli(config_type: type[C], flags: Sequence[str], default: C | None, prog: str | None) -> C:
@@ -132,9 +154,20 @@ def load(path: Path) -> dict[str, Any]:
     return recipe
 
 
-def _from_file(path: Path, config_type: type[C]) -> C:
-    """Make the config that a YAML file describes."""
+# Keys that say what to train on: a flag for one takes the place of a recipe's others.
+OF_DATA = {
+    "task": ("dataset_name", "dataset_weights", "dataset_fingerprint"),
+    "dataset_name": ("task", "task_options", "dataset_weights", "dataset_fingerprint"),
+}
+
+
+def _from_file(path: Path, config_type: type[C], flags: Sequence[str]) -> C:
+    """Make the config that a YAML file describes, without keys that a flag takes the place of."""
     recipe = load(path)
+    given = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in flags}
+    for key in given & OF_DATA.keys():
+        for other in OF_DATA[key]:
+            recipe.pop(other, None)
     hints = typing.get_type_hints(config_type)
     keys = [field.name for field in dataclasses.fields(config_type)]  # type: ignore[arg-type]
     values: dict[str, Any] = {}
@@ -143,7 +176,10 @@ def _from_file(path: Path, config_type: type[C]) -> C:
         if key not in keys:
             hint = nearest(str(key), keys)
             fail(f"{path}: unknown key {short_repr(key)} for {config_type.__name__}{hint}")
-        if value is None and type(None) not in typing.get_args(hints[key]):
+        nullable = typing.get_origin(hints[key]) is dict or type(None) in typing.get_args(
+            hints[key]
+        )
+        if value is None and not nullable:
             fail(f"{path}: {key} must have a value, got null")
         values[key] = _meant(value, hints[key])
     try:
@@ -169,7 +205,7 @@ def _meant(value: Any, hint: Any) -> Any:
         for number in {int, float}.intersection(wanted):
             with suppress(ValueError):
                 return number(value)
-    elif str in wanted and not isinstance(value, list | dict):
+    elif str in wanted and not isinstance(value, list | dict) and type(value) not in wanted:
         return str(value)
     return value
 
@@ -187,7 +223,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def _refuse_elsewhere(key: str, where: str, known: Sequence[str] = ()) -> None:
-    said = None if key in known else explained(key)
+    said = None if key in known else explained(key, known)
     if said is not None:
         fail(f"{where}: {said}")
 

@@ -213,6 +213,7 @@ def check_idle(args: MethodConfig) -> None:
     )
     paced, likely = args.kl_adaptive_lr is not None, args.positive_nll_coef > 0
     for needed, used, keys in (
+        ("on_reward_error value", args.on_reward_error == "value", "reward_error_value"),
         ("missing_eos_penalty", args.missing_eos_penalty is not None, "missing_eos_mode"),
         ("overlong_buffer", args.overlong_buffer is not None, "overlong_penalty"),
         ("policy_loss kl_penalty or mdpo and old_kl_coef", penalized, "old_kl_target"),

@@ -1,11 +1,14 @@
 """Keys of every run, whatever the algorithm: model, data, optimizer, checkpoints, trackers."""
 
-import dataclasses
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from rlhf_pg.config.fields import Checked, choice, number
+from rlhf_pg.config.data import DataConfig
+from rlhf_pg.config.fields import choice, number
+from rlhf_pg.config.rewards import RewardsConfig
+from rlhf_pg.config.shared import AdapterConfig, ModelConfig
 
 # Schedules of transformers that need no argument but the number of steps.
 SCHEDULES = (
@@ -15,22 +18,12 @@ SCHEDULES = (
 
 
 @dataclass(kw_only=True)
-class RunConfig(Checked):
+class RunConfig(AdapterConfig, RewardsConfig, DataConfig, ModelConfig):
     """Config of a run. One step is one rollout batch and every update on it."""
 
     algorithm: str = "policy gradient"
     """Algorithm of the recipe file; `rlhf-pg train` chooses the trainer by it."""
 
-    model_name_or_path: str | None = None
-    """Path or Hub id of the model to train; None trains the task's own tiny model."""
-    trust_remote_code: bool = False
-    """Run code that comes with a model, tokenizer or reward model; otherwise one that needs it is
-    refused."""
-    task: Literal["arithmetic", "preference", "guess", "calculator"] = "arithmetic"
-    """Embedded task that a recipe trains on: prompts with rewards, an environment or tools."""
-    reward_model_name_or_path: str | None = None
-    """Path or Hub id of a sequence-classification model that rewards a recipe's completions. The
-    task's own reward comes second: with reward_weights 1 and 0 it is tracked and has no effect."""
     output_dir: str = "runs/policy_gradient"
     """Directory for everything that the run writes."""
     resume_from_checkpoint: str | None = None
@@ -48,21 +41,6 @@ class RunConfig(Checked):
     one policy. False updates in train mode, with the model's own rates."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, which saves memory and costs time."""
-
-    use_peft: bool = False
-    """Train a LoRA adapter on frozen weights; `final/` then holds the adapter."""
-    lora_r: int = number(16, minimum=1)
-    """Rank of the LoRA adapter; a higher one learns more and takes more memory."""
-    lora_alpha: float = number(32.0, above=0)
-    """Scale of the LoRA adapter: its output is multiplied by lora_alpha / lora_r."""
-    lora_dropout: float = number(0.0, minimum=0, below=1)
-    """Dropout rate on the input of the LoRA adapter; it needs disable_dropout: false."""
-    lora_target_modules: tuple[str, ...] | None = None
-    """Names of the modules that get an adapter; None adapts every linear layer but the head."""
-    load_in_4bit: bool = False
-    """Load the frozen weights in 4 bits (QLoRA, NF4); it needs bitsandbytes and an adapter."""
-    save_merged: bool = False
-    """Save the model with its adapter merged in as well, in `final/merged/`."""
 
     pad_token: str | None = None
     """Pad token for a tokenizer that has none; the EOS token will do."""
@@ -149,10 +127,16 @@ class RunConfig(Checked):
     project is rlhf_pg, or for W&B what WANDB_PROJECT says."""
     run_name: str | None = None
     """Name of the run in W&B and trackio; None leaves it to them."""
+    push_to_hub: bool = False
+    """Upload `final/` to the Hub once it is whole. The token is read from HF_TOKEN or from what
+    `hf auth login` has kept; a failure is a warning, and `final/` stays."""
+    hub_model_id: str | None = None
+    """Id of the model on the Hub, such as me/my-model; None takes the name of output_dir."""
+    hub_private_repo: bool | None = None
+    """Make the model on the Hub private, if it is new; None leaves it to the account's default."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.report_to, str):  # as users of transformers write it
-            self.report_to = (self.report_to,)
+        self._accept_habits()
         super().__post_init__()
         self.report_to = tuple(dict.fromkeys(name for name in self.report_to if name != "none"))
         if self.max_steps == 0:
@@ -167,8 +151,6 @@ class RunConfig(Checked):
             self.num_generations_eval > 1,
             "is for eval_pass@k: set num_generations_eval above 1, or leave it out",
         )
-        lora = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
-        self.refuse_idle(lora, self.use_peft, "is for LoRA: set use_peft to true, or leave it out")
         self.refuse_idle(
             ("bfloat16_update",),
             self.dtype == "bfloat16",
@@ -176,20 +158,36 @@ class RunConfig(Checked):
         )
         if self.optim == "adamw_8bit" and self.dtype == "float64":
             raise ValueError("optim adamw_8bit updates no float64 weights: change dtype or optim")
+        self.refuse_idle(
+            ("hub_model_id", "hub_private_repo"),
+            self.push_to_hub,
+            "is for push_to_hub: set that to true, or leave it out",
+        )
         if self.lora_dropout and self.disable_dropout:
             raise ValueError("lora_dropout needs disable_dropout: false, which sets it to 0")
 
-    def refuse_idle(self, keys: tuple[str, ...], used: bool, why: str) -> None:
-        """Refuse a key that was set but would be ignored.
+    def _accept_habits(self) -> None:
+        """Take values as users of transformers write them, or say what to write here."""
+        if self.report_to is None:
+            self.report_to = ()
+        if isinstance(self.report_to, str):
+            self.report_to = (self.report_to,)
+        if "all" in self.report_to:
+            raise ValueError("report_to all depends on what is installed: name the trackers")
+        for key in ("logging_steps", "save_steps", "eval_steps", "warmup_steps"):
+            value = getattr(self, key)
+            if isinstance(value, float) and value.is_integer():
+                setattr(self, key, int(value))
+            elif isinstance(value, float):
+                raise ValueError(
+                    f"{key} must be a number of steps, got {value}: a share of the run, as "
+                    "transformers takes it, depends on its length; write max_steps times the share"
+                )
 
-        Raises:
-            ValueError: `used` is False and a key is not at its default; the message names the key
-                and ends with `why`.
-        """
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for key in keys:
-            if not used and key in defaults and getattr(self, key) != defaults[key]:
-                raise ValueError(f"{key} {why}")
+    def locate(self, beside: Path | None) -> None:
+        """Make the names of files absolute: beside the recipe, or else in the working directory."""
+        DataConfig.locate(self, beside)
+        RewardsConfig.locate(self, beside)
 
     def total_steps(self, num_prompts: int) -> int:
         """Return the number of steps of the run on a dataset of `num_prompts`."""

@@ -18,6 +18,13 @@ QUOTE = re.compile("\ue003([0-9]+)\ue004")
 DEEPEST = 32  # nested lists and objects in a message
 # Templates compare a role with these, even if a special token has the same name.
 ROLES = ("system", "developer", "user", "assistant", "tool")
+ARGUMENTS = (
+    "chat_template_kwargs"  # attribute of a tokenizer, as `set_template_arguments` leaves it
+)
+RESERVED = {
+    *("conversation", "messages", "tools", "tokenize", "add_generation_prompt", "chat_template"),
+    *("continue_final_message", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+}
 
 
 class TooLong(ValueError):
@@ -26,6 +33,24 @@ class TooLong(ValueError):
     def __init__(self, where: str, size: str, most: int) -> None:
         super().__init__(f"{where} is too long: {size}, for at most {most} tokens")
         self.size = size
+
+
+def set_template_arguments(
+    tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
+) -> None:
+    """Set the arguments with which this tokenizer's chat template is rendered from now on.
+
+    Raises:
+        ValueError: one of them is set by the trainer itself.
+    """
+    if taken := RESERVED & arguments.keys():
+        raise ValueError(f"chat_template_kwargs may not set {min(taken)}: the trainer does")
+    setattr(tokenizer, ARGUMENTS, dict(arguments))
+
+
+def template_arguments(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the arguments that `set_template_arguments` has set."""
+    return getattr(tokenizer, ARGUMENTS, None) or {}
 
 
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -65,7 +90,7 @@ def encode(
         _check_length(text, tokenizer, where, most)
         ids = _tokenize(tokenizer, text, where, add_special_tokens=True)
     elif isinstance(text, list) and text and isinstance(text[0], dict):
-        quoted = _quoted_chat(text, tokenizer, where)
+        quoted = quoted_chat(text, tokenizer, where)
         if open_turn and continues(text):
             quoted[-1] = _marked(quoted[-1])
             chat = _around_mark(_rendered(tokenizer, quoted, where, False, tools))[0]
@@ -123,9 +148,9 @@ def encode_answer(
     if isinstance(messages, str):
         _check_length(messages, tokenizer, where, most)
         return _tokenize(tokenizer, messages, where, add_special_tokens=False)
-    said = _quoted_chat(list(prompt), tokenizer, where)
+    said = quoted_chat(list(prompt), tokenizer, where)
     turn = said.pop() if continues(prompt) else {"role": "assistant", "content": ""}
-    told = _quoted_chat(list(messages), tokenizer, where)
+    told = quoted_chat(list(messages), tokenizer, where)
     chat = _rendered(tokenizer, [*said, _marked(turn), *told], where, True, tools)
     text = _around_mark(chat)[1]
     if stop_id is not None:
@@ -179,7 +204,7 @@ def _around_mark(chat: str) -> tuple[str, str]:
     return before, after
 
 
-def _quoted_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Any]:
+def quoted_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Any]:
     """Quote chat messages for `_rendered`."""
     special = _special(tokenizer)
     _refuse_split(messages, special, where)
@@ -202,7 +227,11 @@ def _rendered(
         raise ValueError(f"{where} is a list of messages, but the tokenizer has no chat_template")
     try:
         chat: str = tokenizer.apply_chat_template(
-            quoted, tools=list(tools) or None, add_generation_prompt=open_turn, tokenize=False
+            quoted,
+            tools=list(tools) or None,
+            add_generation_prompt=open_turn,
+            tokenize=False,
+            **template_arguments(tokenizer),
         )
     except Exception as error:  # a template may raise anything
         raise ValueError(f"{where} does not fit the chat template: {told(error)}") from error
@@ -215,6 +244,11 @@ class _Special(NamedTuple):
     names: list[str]
     found: re.Pattern[str]  # any of the names
     ids: set[int]
+
+
+def special_names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the names of special tokens in the order in which a `QUOTE` numbers them."""
+    return _special(tokenizer).names
 
 
 def _special(tokenizer: PreTrainedTokenizerBase) -> _Special:
@@ -275,12 +309,12 @@ def _tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) ->
     first, *rest = QUOTE.split(chat)
     ids = _tokenize(tokenizer, first, where, add_special_tokens=False)
     for number, text in zip(rest[::2], rest[1::2], strict=True):
-        ids += _spelled(tokenizer, names[int(number)], where)
+        ids += spelled(tokenizer, names[int(number)], where)
         ids += _tokenize(tokenizer, text, where, add_special_tokens=False)
     return ids
 
 
-def _spelled(tokenizer: PreTrainedTokenizerBase, name: str, where: str) -> list[int]:
+def spelled(tokenizer: PreTrainedTokenizerBase, name: str, where: str) -> list[int]:
     """Return ids that spell a special token's name without using a special token."""
     plain = {"add_special_tokens": False, "split_special_tokens": True}
     ids = _tokenize(tokenizer, name, where, **plain)

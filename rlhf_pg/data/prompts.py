@@ -3,10 +3,10 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from datasets import Dataset
@@ -17,6 +17,9 @@ from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.data.chat import TooLong, encode
 
 logger = logging.getLogger(__name__)
+
+Schemas: TypeAlias = Sequence[dict[str, Any]]
+Tools: TypeAlias = Schemas | Callable[[dict[str, Any]], Schemas]  # or those of a row
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,30 @@ class Prompts:
     def longest(self) -> int:
         return max(len(tokens) for tokens in self.tokens)
 
+    @property
+    def size(self) -> int:
+        """The number of prompts."""
+        return len(self.tokens)
+
+    def reach(self, last: int) -> None:
+        """Do nothing: all rows are there."""
+
+    def forget_before(self, number: int) -> None:
+        """Do nothing: rows come again in the next epoch."""
+
+    def examples(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return rows by their numbers, with all columns."""
+        return [self.rows[row] for row in rows]
+
+    def encoded(self, rows: Sequence[int]) -> list[list[int]]:
+        """Return the tokens of the prompts of rows by their numbers."""
+        return [self.tokens[row] for row in rows]
+
+    def columns(self, rows: Sequence[int]) -> dict[str, list[Any]]:
+        """Return all columns of rows."""
+        columns: dict[str, list[Any]] = self.rows[list(rows)] if rows else {}
+        return columns
+
     @cached_property
     def fingerprint(self) -> str:
         """The SHA-256 of the tokens and of all columns by row; a resumed run needs the same."""
@@ -45,43 +72,77 @@ class Prompts:
         return digest.hexdigest()
 
 
+class PromptSource(Protocol):
+    """Prompts by the numbers of their rows: a dataset, or a stream."""
+
+    @property
+    def size(self) -> int | None:
+        """The number of prompts, if it is known."""
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a prompt."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the prompts; a resumed run needs the same."""
+
+    def reach(self, last: int) -> None:
+        """Read rows until that number is there, in every process alike."""
+
+    def forget_before(self, number: int) -> None:
+        """Forget rows that no step will ask for again."""
+
+    def examples(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return rows by their numbers, with all columns."""
+
+    def encoded(self, rows: Sequence[int]) -> list[list[int]]:
+        """Return the tokens of the prompts of rows by their numbers."""
+
+    def columns(self, rows: Sequence[int]) -> dict[str, list[Any]]:
+        """Return all columns of rows."""
+
+
+class PromptOrder(Protocol):
+    """The order in which prompts are drawn."""
+
+    def rows(self, indices: Sequence[int]) -> list[int]:
+        """Return the dataset row of every prompt index."""
+
+
 def load_prompts(
-    dataset: Dataset | None,
+    dataset: Any,
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_length: int | None = None,
     long_prompts: str = "error",
-    tools: Sequence[dict[str, Any]] = (),
+    tools: Tools = (),
 ) -> Prompts:
     """Tokenize every prompt and apply the length rule.
 
     Args:
-        dataset: has a column `prompt` of strings or of lists of chat messages.
+        dataset: a `Dataset`, or a list of dicts, with a column `prompt` of strings or of lists of
+            chat messages.
         max_prompt_length: longest prompt in tokens.
         long_prompts: "error" refuses a longer prompt; "drop" leaves it out and logs how many.
-        tools: schemas of the functions that the chats may call.
+        tools: schemas of the functions that the chats may call, or a function that returns those of
+            a row.
 
     Raises:
         ValueError: no `prompt` column, no rows, an empty or a too long prompt (it names the row).
     """
-    if dataset is None:
-        raise ValueError("there is none: give a datasets.Dataset with a column 'prompt'")
-    if not isinstance(dataset, Dataset):
-        raise ValueError(
-            f"expected a datasets.Dataset, got {type(dataset).__name__}: take one split, or make "
-            "one with Dataset.from_list"
-        )
-    dataset = _in_rows(dataset)
+    dataset = _in_rows(as_dataset(dataset))
     if "prompt" not in dataset.column_names:
         raise ValueError(
             f"the dataset has no column 'prompt' (it has {', '.join(dataset.column_names)}): "
-            "rename the one that holds the prompts"
+            "rename the one that holds the prompts, as with dataset_columns"
         )
     tokens: list[list[int]] = []
     kept: list[int] = []
     long: list[str] = []
     for row, prompt in enumerate(dataset["prompt"]):
         try:
-            tokens.append(encode(prompt, tokenizer, row, tools=tools, most=max_prompt_length))
+            own = offered(tools, dataset[row] if callable(tools) else {}, row)
+            tokens.append(encode(prompt, tokenizer, row, tools=own, most=max_prompt_length))
             kept.append(row)
         except TooLong as error:
             long.append(f"row {row} with {error.size}")
@@ -98,6 +159,41 @@ def load_prompts(
             "the dataset has no prompts" + (" left: all were too long" if long else "")
         )
     return Prompts(dataset, tokens)
+
+
+def as_dataset(given: Any) -> Dataset:
+    """Return a dataset, or make one of a list of dicts.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if isinstance(given, list) and all(isinstance(row, Mapping) for row in given):
+        try:
+            return Dataset.from_list(given)
+        except Exception as error:  # columns of mixed types
+            raise ValueError(f"the list cannot become a dataset: {told(error)}") from error
+    if given is None:
+        raise ValueError("there is none: give a datasets.Dataset with a column 'prompt'")
+    if not isinstance(given, Dataset):
+        raise ValueError(
+            f"expected a datasets.Dataset, got {type(given).__name__}: take one split, or make "
+            "one with Dataset.from_list"
+        )
+    return given
+
+
+def offered(tools: Tools, example: Mapping[str, Any], row: int) -> Schemas:
+    """Return the schemas of the functions that the chat of an example may call.
+
+    Raises:
+        ValueError: there are none for it; `row` is named.
+    """
+    if not callable(tools):
+        return tools
+    try:
+        return tools(dict(example))
+    except ValueError as error:
+        raise ValueError(f"row {row}: {error}") from error
 
 
 def _in_rows(dataset: Dataset) -> Dataset:
@@ -129,8 +225,22 @@ def check_fit(
     Raises:
         ValueError: it does not fit.
     """
-    width = prompts.longest + max_completion_length
-    row = f"the longest prompt ({prompts.longest}) plus max_completion_length is {width} tokens"
+    check_row(prompts.longest, max_completion_length, positions, micro_batch_tokens)
+
+
+def check_row(
+    longest: int, max_completion_length: int, positions: int | None, micro_batch_tokens: int | str
+) -> None:
+    """Refuse rows that lack positions for their tokens, or do not fit a micro-batch.
+
+    Args:
+        longest: tokens of the longest prompt.
+
+    Raises:
+        ValueError: the widest row does not fit.
+    """
+    width = longest + max_completion_length
+    row = f"the longest prompt ({longest}) plus max_completion_length is {width} tokens"
     if positions is not None and width > positions:
         raise ValueError(
             f"{row}, beyond the model's max_position_embeddings of {positions}: lower "
@@ -144,7 +254,7 @@ def check_fit(
 
 
 def fitting_prompts(
-    dataset: Dataset | None,
+    dataset: Any,
     name: str,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -153,7 +263,7 @@ def fitting_prompts(
     long_prompts: str = "error",
     positions: int | None = None,
     micro_batch_tokens: int | str = "auto",
-    tools: Sequence[dict[str, Any]] = (),
+    tools: Tools = (),
 ) -> Prompts:
     """Tokenize every prompt of a dataset, and make sure that its widest row fits.
 

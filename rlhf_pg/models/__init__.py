@@ -13,6 +13,7 @@ from rlhf_pg.models.critic import Critic as Critic
 from rlhf_pg.models.critic import ValueHead as ValueHead
 from rlhf_pg.models.critic import new_critic as new_critic
 from rlhf_pg.models.lm_head import chunk_size_for as chunk_size_for
+from rlhf_pg.models.loading import init_options as init_options
 from rlhf_pg.models.loading import load_model as load_model
 from rlhf_pg.models.loading import load_policy as load_policy
 from rlhf_pg.models.loading import max_positions as max_positions

@@ -10,9 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.config.shared import AdapterConfig
 from rlhf_pg.models.adapters import lora_config
 from rlhf_pg.models.critic import ActorCritic, Critic
-from rlhf_pg.models.loading import load_policy, quantization
+from rlhf_pg.models.loading import init_options, load_policy, quantization
 from rlhf_pg.models.modes import checkpoint_activations, checkpoints, disable_dropout
 from rlhf_pg.models.policy import Policy
 from rlhf_pg.models.pretrained import about
@@ -34,14 +35,20 @@ def policy_of(
         quantization_config = quantization(dtype)
     with about("model_name_or_path") if isinstance(model, str | os.PathLike) else nullcontext():
         loaded = load_policy(
-            model, dtype, device, peft_config, quantization_config, args.trust_remote_code
+            model,
+            dtype,
+            device,
+            peft_config,
+            quantization_config,
+            args.trust_remote_code,
+            init_options(args),
         )
     if args.save_merged and (quantization_config or not isinstance(loaded, PeftModel)):
         raise ValueError("save_merged is for a model with an adapter on unquantized weights")
     return loaded
 
 
-def adapter_of(args: PolicyGradientConfig, given: Any) -> Any:
+def adapter_of(args: AdapterConfig, given: Any) -> Any:
     """Return the adapter's config: the given one, or that of `use_peft`."""
     if not args.use_peft:
         return given

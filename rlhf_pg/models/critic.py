@@ -3,6 +3,7 @@
 import copy
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +24,7 @@ from rlhf_pg.models.adapters import (
     share_frozen,
     trunk,
 )
-from rlhf_pg.models.loading import load_model
+from rlhf_pg.models.loading import ATTENTION, PLACES, load_model
 from rlhf_pg.models.modes import train_as_evaluated
 from rlhf_pg.models.packing import Hidden, hidden_states, lay_out_padded, packing_window
 from rlhf_pg.models.policy import Policy
@@ -210,6 +211,7 @@ def new_critic(
     peft_config: Any = None,
     random_seed: int | None = None,
     trust_remote_code: bool = False,
+    model_options: Mapping[str, Any] | None = None,
 ) -> Critic:
     """Create the critic of a policy.
 
@@ -223,6 +225,8 @@ def new_critic(
             place.
         peft_config: train an adapter on the trunk of `value_model` instead of the trunk; by default
             one like the policy's own adapter, if it has one.
+        model_options: arguments of `from_pretrained` for a path, as in `load_model`; those that say
+            where the policy's files are do not count.
         random_seed: start from random weights with this seed instead of the policy's, in the same
             architecture.
 
@@ -242,7 +246,8 @@ def new_critic(
             return Critic(value_model, None)
         value_model = copy.deepcopy(value_model)  # the object may be the reward model as well
     with about(VALUE_MODEL):
-        model = load_model(value_model, dtype, AutoModel, trust_remote_code=trust_remote_code)
+        options = _for_critic(value_model, model_options or {})
+        model = load_model(value_model, dtype, AutoModel, None, trust_remote_code, options)
     _check_tokens(value_model, model, tokenizer, trust_remote_code)
     model = model if isinstance(model, PeftModel) else model.base_model
     head = _head(model, dtype)
@@ -253,6 +258,12 @@ def new_critic(
     if peft_config is not None and not isinstance(model, PeftModel):
         model = add_adapter(model, _for_trunk(peft_config))
     return Critic(_without_head(model), head)
+
+
+def _for_critic(value_model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that hold for a critic: of an object's, only its attention."""
+    given = isinstance(value_model, str | os.PathLike)
+    return {k: v for k, v in options.items() if k == ATTENTION or (given and k not in PLACES)}
 
 
 def _copy(policy_model: PreTrainedModel) -> Any:

@@ -1,17 +1,22 @@
 """Loading of models by path, Hub id or object, with checks before anything is computed."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     PreTrainedModel,
 )
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from rlhf_pg.boundary.quoted import shown
+from rlhf_pg.config.foreign_keys import nearest
+from rlhf_pg.config.shared import ModelConfig
 from rlhf_pg.models.adapters import (
     add_adapter,
     check_adapter,
@@ -26,6 +31,13 @@ from rlhf_pg.models.pretrained import (
 from rlhf_pg.models.tokenizers import has_tokenizer
 
 POOLER = ("pooler.",)  # of an encoder; nothing here uses it
+ATTENTION = "attn_implementation"
+# Arguments of from_pretrained on where the files of a model are, and on how they are read.
+PLACES = {"revision", "subfolder", "variant"}
+READING = {
+    *("cache_dir", "force_download", "local_files_only", "proxies", "use_safetensors"),
+    *("use_kernels", "key_mapping"),
+}
 
 
 def load_policy(
@@ -35,8 +47,12 @@ def load_policy(
     peft_config: Any = None,
     quantization_config: Any = None,
     trust_remote_code: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Load the model to train on its device, with its adapter if it is to have one.
+
+    Args:
+        options: see `load_model`.
 
     Raises:
         ValueError: as in `load_model` and `add_adapter`, or because nothing in the model can be
@@ -47,6 +63,7 @@ def load_policy(
         dtype,
         quantization_config=quantization_config,
         trust_remote_code=trust_remote_code,
+        options=options,
     ).to(device)
     if peft_config is not None:
         loaded = add_adapter(loaded, peft_config)
@@ -67,6 +84,7 @@ def load_model(
     auto_class: Any = AutoModelForCausalLM,
     quantization_config: Any = None,
     trust_remote_code: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Load a model with weights in `dtype`; an object's weights are cast in place.
 
@@ -76,22 +94,30 @@ def load_model(
         auto_class: what to load a path as.
         quantization_config: of `transformers`, for a path: 4 bits of bitsandbytes.
         trust_remote_code: run code that comes with the model; unset, transformers would ask.
+        options: `attn_implementation`, and other arguments of `from_pretrained`, which are for a
+            path; of an adapter they are those of its base model.
 
     Raises:
         ValueError: a path (which cannot be a Hub id) is no directory, or does not hold a whole
-            model; an adapter does not fit its base model; or the quantization does not work here.
+            model; an adapter does not fit its base model; the quantization does not work here; or
+            an option is unknown, or of no use for an object.
     """
+    options = options or {}
     if quantization_config is not None:
         _check_quantization(model, dtype, quantization_config)
     if not isinstance(model, str | os.PathLike):
         check_kind(model)
+        _set_options(model, options)
         return _cast(model, dtype)
     name = str(model)
     check_directory(name)
     with opening("model", name):
         is_adapter = find_adapter_config_file(name) is not None
     if is_adapter:
-        return _load_adapter(name, dtype, auto_class, quantization_config, trust_remote_code)
+        return _load_adapter(
+            name, dtype, auto_class, quantization_config, trust_remote_code, options
+        )
+    _check_options(name, options, trust_remote_code)
     loaded = from_pretrained(
         auto_class,
         model,
@@ -99,6 +125,7 @@ def load_model(
         dtype=dtype,
         quantization_config=quantization_config,
         trust_remote_code=trust_remote_code,
+        **options,
     )
     for module in loaded.modules():
         # bitsandbytes (0.50) repacks weights in place for some CPUs, and its backward pass then
@@ -106,6 +133,44 @@ def load_model(
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return loaded
+
+
+def init_options(args: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that a config asks for."""
+    attention = {} if args.attn_implementation is None else {ATTENTION: args.attn_implementation}
+    return attention | args.model_init_kwargs
+
+
+def _check_options(path: str, options: Mapping[str, Any], trust_remote_code: bool) -> None:
+    """Refuse an option that is neither an argument of `from_pretrained` nor a field of the config.
+
+    Left to transformers, some models would ignore it.
+    """
+    fields = options.keys() - PLACES - READING - {ATTENTION}
+    if not fields:
+        return
+    places = {key: value for key, value in options.items() if key in PLACES - {"variant"}}
+    with opening("model", path):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **places)
+    known = {*PLACES, *READING, *config.to_dict(), *config.attribute_map}
+    for key in sorted(fields):
+        if key not in known:
+            raise ValueError(
+                f"model_init_kwargs: {shown(key)} is neither an argument of from_pretrained nor a "
+                f"field of {type(config).__name__}{nearest(key, known)}"
+            )
+
+
+def _set_options(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
+    """Give an object the attention that it is to have, and refuse what is for loading."""
+    others = sorted(options.keys() - {ATTENTION})
+    if others:
+        raise ValueError(
+            f"model_init_kwargs ({others[0]}) is for loading: give the model as a path or Hub id"
+        )
+    if ATTENTION in options:
+        with opening("attention of the model", options[ATTENTION]):
+            model.set_attn_implementation(options[ATTENTION])
 
 
 def quantization(dtype: torch.dtype) -> BitsAndBytesConfig:
@@ -133,6 +198,7 @@ def _load_adapter(
     auto_class: Any,
     quantization_config: Any,
     trust_remote_code: bool,
+    options: Mapping[str, Any],
 ) -> PreTrainedModel:
     with opening("adapter", path):
         config = PeftConfig.from_pretrained(path)
@@ -145,7 +211,7 @@ def _load_adapter(
             "in adapter_config.json, or load both and give the object"
         )
     try:
-        model = load_model(base, dtype, auto_class, quantization_config, trust_remote_code)
+        model = load_model(base, dtype, auto_class, quantization_config, trust_remote_code, options)
         model = PeftModel.from_pretrained(model, path, is_trainable=True)
         check_adapter(model, path)
     except (MemoryError, torch.OutOfMemoryError):

@@ -47,7 +47,7 @@ def from_pretrained(
 
 
 def tokenizer_from_pretrained(
-    path: str | PathLike[str], *, trust_remote_code: bool
+    path: str | PathLike[str], *, trust_remote_code: bool, revision: str | None = None
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer saved at a path or Hub id.
 
@@ -56,7 +56,7 @@ def tokenizer_from_pretrained(
     """
     with opening("tokenizer", path):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=trust_remote_code
+            path, trust_remote_code=trust_remote_code, revision=revision or "main"
         )
     return tokenizer
 

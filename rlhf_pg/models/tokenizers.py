@@ -16,11 +16,13 @@ def load_tokenizer(
     model: PreTrainedModel,
     pad_token: str | None = None,
     trust_remote_code: bool = False,
+    revision: str | None = None,
 ) -> PreTrainedTokenizerBase:
     """Return the given tokenizer, or load the one saved beside the model.
 
     Args:
         pad_token: used if the tokenizer has none.
+        revision: of the model on the Hub.
 
     Raises:
         ValueError: there is no tokenizer that can be loaded, it has no pad or EOS token, it has ids
@@ -38,7 +40,7 @@ def load_tokenizer(
     if tokenizer is None:
         with about("processing_class"):
             tokenizer = tokenizer_from_pretrained(
-                model.name_or_path, trust_remote_code=trust_remote_code
+                model.name_or_path, trust_remote_code=trust_remote_code, revision=revision
             )
     if tokenizer.pad_token_id is None and pad_token is not None:
         if pad_token not in tokenizer.get_vocab():

@@ -4,6 +4,7 @@ import os
 from typing import Any, NamedTuple
 
 import torch
+from datasets import IterableDataset
 from peft import PeftConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
@@ -11,12 +12,14 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_pg import models
 from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.data.prompts import load_prompts
 from rlhf_pg.models import Critic, Policy
 from rlhf_pg.models.assemble import adapter_of, assembled
 from rlhf_pg.plan.footprint import Growth, blueprint, of_update
 from rlhf_pg.plan.token_budget import most
-from rlhf_pg.tasks import TASKS
+from rlhf_pg.tasks import embedded, load_task
+from rlhf_pg.tasks.inputs import made_prompts, named_data
 
 META = torch.device("meta")
 
@@ -49,7 +52,7 @@ def build_meta_models(
         kind: device of the run, "cuda" or "cpu".
         memory: bytes of each GPU of the run.
 
-    Prompts are as long as `max_prompt_length` says, or else as the longest of the recipe's task.
+    Prompts are as long as `max_prompt_length` says, or else as the longest of the recipe's data.
 
     Raises:
         ValueError: there is no such model, or a trainer would refuse the config.
@@ -57,8 +60,7 @@ def build_meta_models(
     tokenizer, model = _model(args)
     dtype: torch.dtype = getattr(torch, args.dtype)
     adapter = adapter_of(args, None)
-    task = TASKS[args.task]()
-    prompt = args.max_prompt_length or load_prompts(task.train_dataset, tokenizer).longest
+    prompt = args.max_prompt_length or _longest_prompt(args, tokenizer)
     with META:
         model = models.load_policy(model, dtype, META, adapter)
         critic = _critic(args, model, tokenizer, dtype, adapter)
@@ -72,11 +74,22 @@ def build_meta_models(
     return MetaModels(args, policy, None if critic is None else meta.critic, prompt, update)
 
 
+def _longest_prompt(args: PolicyGradientConfig, tokenizer: Any) -> int:
+    """Return the tokens of the longest prompt of the data that the config names."""
+    task = None if args.task is None else load_task(args.task, args.task_options, args.seed)
+    data, _ = named_data(args, task)
+    data = made_prompts(data, args, "train_dataset")
+    if isinstance(data, IterableDataset):
+        raise ValueError("a stream has no known longest prompt: set max_prompt_length")
+    set_template_arguments(tokenizer, args.chat_template_kwargs)
+    return load_prompts(data, tokenizer).longest
+
+
 def _model(args: PolicyGradientConfig) -> tuple[Any, PreTrainedModel]:
     """Return tokenizer and model; without a name, those of the task."""
     if args.model_name_or_path is None:
         with META:
-            model, tokenizer = TASKS[args.task]().new_model()
+            model, tokenizer = embedded(args.task).new_model()
         return tokenizer, model
     dtype: torch.dtype = getattr(torch, args.dtype)
     path = args.model_name_or_path

@@ -1,15 +1,15 @@
 """Training of a reward model on preference pairs, with the `Trainer` of transformers."""
 
-import json
-import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+import copy
+from collections.abc import Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import (
     AutoModelForSequenceClassification,
@@ -17,35 +17,83 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
-    TrainingArguments,
     set_seed,
 )
+from transformers.utils.peft_utils import find_adapter_config_file
 
+from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.boundary.streams import outliving_readers
-from rlhf_pg.checkpoint.run_dir import begun
 from rlhf_pg.config import RewardModelConfig
-from rlhf_pg.data.chat import encode
+from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.data.records import pad_rows
-from rlhf_pg.models import about, check_directory, disable_dropout, from_pretrained, max_positions
-from rlhf_pg.rewards.reward_model import encode_whole, score_tokenizer, sequence_scores, with_eos
+from rlhf_pg.models import (
+    about,
+    add_adapter,
+    check_directory,
+    disable_dropout,
+    from_pretrained,
+    has_tokenizer,
+    load_model,
+    merged,
+    opening,
+)
+from rlhf_pg.models.assemble import adapter_of
+from rlhf_pg.models.modes import checkpoint_activations
+from rlhf_pg.rewards.pairs import Pair, Pairs, load_pairs
+from rlhf_pg.rewards.reward_model import score_tokenizer, sequence_scores
+from rlhf_pg.supervised.examples import named_data
+from rlhf_pg.supervised.sft import longest
+from rlhf_pg.supervised.training import fingerprint, run, training_arguments
 
-# Names of the weights that `transformers` adds to a checkpoint that was not a classifier.
+# Names of the head of a classifier, and of the weights that `transformers` adds for one.
+HEADS = ("score", "classifier")
 NEW_HEADS = ("score.", "classifier.", "pre_classifier.", "pooler.")
 
-Pairs = list[dict[str, list[int]]]
 
-
-def bradley_terry_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
     """Compute the negative log-likelihood of preferences (Bradley & Terry 1952; Christiano et al.
-    2017).
+    2017), with the margin of Touvron et al. 2023.
 
         P(chosen over rejected) = sigmoid(r_chosen - r_rejected)
-        L = -mean log sigmoid(r_chosen - r_rejected)
+        L = -mean log sigmoid(r_chosen - r_rejected - m)
+
+    Args:
+        chosen, rejected: (B,) scores.
+        margin: (B,) how much better the chosen text is said to be; None is 0.
+    """
+    apart = chosen - rejected if margin is None else chosen - rejected - margin
+    return -nn.functional.logsigmoid(apart).mean()
+
+
+def centering_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Compute the mean of (r_chosen + r_rejected)^2, which the differences of the Bradley-Terry
+    loss leave open (Eisenstein et al. 2023).
 
     Args:
         chosen, rejected: (B,) scores.
     """
-    return -nn.functional.logsigmoid(chosen - rejected).mean()
+    return (chosen + rejected).square().mean()
+
+
+def calibration_error(chosen: Tensor, rejected: Tensor, bins: int = 10) -> float:
+    """Compute the expected calibration error of a reward model's preferences (Guo et al. 2017).
+
+        p = sigmoid(r_chosen - r_rejected),  confidence = max(p, 1 - p)
+        error = sum_b n_b/N |share of pairs in the right order in b - mean confidence in b|
+
+    The bins cut the confidences from 1/2 to 1 into equal parts. 0 is perfect: of pairs preferred
+    with 80 %, 80 % are in the right order. A tie is half right.
+
+    Args:
+        chosen, rejected: (N,) scores.
+        bins: number of bins.
+    """
+    apart = (chosen - rejected).double()
+    confidence = torch.sigmoid(apart.abs())
+    right = (apart > 0).double() + (apart == 0).double() / 2
+    places = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
+    excess = torch.zeros(bins, dtype=torch.float64).index_add(0, places, right - confidence)
+    return float(excess.abs().sum() / len(apart))
 
 
 @outliving_readers()
@@ -54,59 +102,95 @@ def train_reward_model(
     model: str | PathLike[str] | PreTrainedModel | None = None,
     processing_class: PreTrainedTokenizerBase | None = None,
     train_dataset: Dataset | None = None,
-    eval_dataset: Dataset | None = None,
+    eval_dataset: Dataset | Mapping[str, Dataset] | None = None,
+    peft_config: Any = None,
 ) -> dict[str, float]:
     """Train a reward model, and save it with its tokenizer in `args.output_dir/final`.
 
     An earlier one is set aside.
 
     Args:
-        model: a path or Hub id (a language model gets a new head), or a loaded sequence classifier
-            with `num_labels` 1; by default `args.model_name_or_path`. Dropout is set to 0.
+        model: a path or Hub id (a language model, or an adapter of one, gets a new head), or a
+            loaded sequence classifier with `num_labels` 1; by default `args.model_name_or_path`.
         processing_class: the tokenizer; by default the one saved with the model.
         train_dataset: columns `chosen` and `rejected`, strings or chat messages; with a column
-            `prompt` they continue it, without it they are whole texts or conversations.
-        eval_dataset: held-out pairs with the same columns.
+            `prompt` they continue it, without it they are whole texts or conversations. A column
+            `margin` has numbers by which the chosen text should be ahead. By default as
+            `args.dataset_name` says.
+        eval_dataset: held-out pairs with the same columns, or several by name.
+        peft_config: a `peft` config of an adapter to train, which is merged on saving; by default
+            as `args.use_peft` says.
 
     Returns:
-        `eval_accuracy` (the share of held-out pairs with r_chosen > r_rejected) and `eval_loss`,
-        also in `args.output_dir/metrics.json`.
+        On held-out pairs, `eval_accuracy` (the share with r_chosen > r_rejected), `eval_loss`
+        (Bradley-Terry, with margins) and `eval_calibration_error` (see `calibration_error`); also
+        in `args.output_dir/metrics.json`.
 
     Raises:
         ValueError: no model, a fault in a row of a dataset, or an `args.output_dir` that another
             run uses or that cannot be written to.
     """
+    check_precision(args.dtype)
     set_seed(args.seed)
+    adapter = adapter_of(args, peft_config)
+    train_dataset, eval_dataset = named_data(args, train_dataset, eval_dataset)
     scorer = _load(model or args.model_name_or_path, args.trust_remote_code)
     tokenizer = score_tokenizer(
-        processing_class, scorer, "the reward model", args.trust_remote_code
+        processing_class,
+        scorer,
+        "the reward model",
+        args.trust_remote_code,
+        pad_token=args.pad_token,
     )
-    limit = _longest(scorer, args.max_length)
-    datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-    pairs = {
-        name: tokenize_pairs(data, tokenizer, limit, name, args.append_eos)
-        for name, data in datasets.items()
-    }
+    set_template_arguments(tokenizer, args.chat_template_kwargs)
+    limit = longest(scorer, args.max_length)
+    load = partial(load_pairs, args=args, tokenizer=tokenizer, limit=limit)
+    pairs = load(train_dataset, name="train_dataset")
+    held_out: Pairs | dict[str, Pairs]
+    if isinstance(eval_dataset, Mapping):
+        held_out = {
+            name: load(data, name=f"eval_dataset {name}") for name, data in eval_dataset.items()
+        }
+    else:
+        held_out = load(eval_dataset, name="eval_dataset")
+    return _fit(args, scorer, tokenizer, adapter, pairs, held_out)
+
+
+def _fit(
+    args: RewardModelConfig,
+    scorer: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    adapter: Any,
+    pairs: Pairs,
+    held_out: Pairs | dict[str, Pairs],
+) -> dict[str, float]:
+    """Train a loaded classifier on pairs, and save it; see `train_reward_model`."""
     scorer.config.pad_token_id = tokenizer.pad_token_id
-    disable_dropout(scorer)
+    trained = scorer if adapter is None else _adapted(scorer, adapter, args.dtype)
+    if args.disable_dropout:
+        disable_dropout(trained)
+    if args.gradient_checkpointing:
+        checkpoint_activations(trained)
     trainer = PairTrainer(
         model=PairScorer(scorer),
-        args=_training_arguments(args),
-        data_collator=lambda rows: collate(rows, tokenizer.pad_token_id),
-        compute_metrics=_accuracy,
-        **pairs,
+        args=training_arguments(args, 2 * _longest(pairs)),
+        data_collator=partial(collate, pad=tokenizer.pad_token_id),
+        train_dataset=pairs,
+        eval_dataset=held_out,
+        compute_metrics=_held_out,
+        compute_loss_func=partial(pair_loss, center=args.center_rewards_coefficient),
     )
-    final, is_main = Path(args.output_dir) / "final", trainer.is_world_process_zero()
-    with begun(final.parent) if is_main else nullcontext():
-        trainer.train()
-        metrics = trainer.evaluate()
-        metrics = {name: metrics[name] for name in ("eval_accuracy", "eval_loss")}
-        if is_main:
-            tokenizer.save_pretrained(final)
-            scorer.save_pretrained(final)
-            (final.parent / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
-            print(f"held-out accuracy {metrics['eval_accuracy']:.3f}; saved {final}", flush=True)
-    return metrics
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise ValueError("a reward model is trained by DDP: launch it without FSDP and DeepSpeed")
+
+    def save(path: Path) -> None:
+        if trainer.is_world_process_zero():
+            for parameter in trained.parameters():  # merging in bfloat16 would lose small changes
+                parameter.data = parameter.data.float()
+            tokenizer.save_pretrained(path)
+            merged(trained).save_pretrained(path)
+
+    return run(trainer, args, save, fingerprint([pair._asdict() for pair in pairs]))
 
 
 class PairScorer(nn.Module):
@@ -122,94 +206,77 @@ class PairScorer(nn.Module):
         return sequence_scores(self.model, ids, mask).view(-1, 2)
 
 
-class PairTrainer(Trainer):  # type: ignore[misc]
-    """A `Trainer` with the Bradley-Terry loss of pairs."""
+def pair_loss(
+    scores: Tensor,
+    margins: Tensor,
+    num_items_in_batch: Tensor | int | None = None,
+    center: float | None = None,
+) -> Tensor:
+    """Compute the loss of a micro-batch as its share of that of the batch.
 
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any
-    ) -> Any:
-        scores = model(**inputs)
-        loss = bradley_terry_loss(scores[:, 0], scores[:, 1])
-        return (loss, scores) if return_outputs else loss
+    Args:
+        scores: (B,2), chosen before rejected.
+        margins: (B,).
+        num_items_in_batch: pairs of the whole batch, over all processes; by default B.
+        center: coefficient of `centering_loss`.
+    """
+    chosen, rejected = scores.unbind(1)
+    loss = bradley_terry_loss(chosen, rejected, margins)
+    if center is not None:
+        loss = loss + center * centering_loss(chosen, rejected)
+    return loss if num_items_in_batch is None else loss * len(scores) / num_items_in_batch
+
+
+class PairTrainer(Trainer):  # type: ignore[misc]
+    """A `Trainer` of pairs, whose labels are their margins."""
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss, scores (B,2), and the column of the chosen text."""
+    ) -> tuple[None, Tensor, Tensor]:
+        """Return scores (B,2) and margins (B,)."""
+        inputs = self._prepare_inputs(inputs)
+        margins = inputs.pop("labels")
         with torch.no_grad():
-            loss, scores = self.compute_loss(model, self._prepare_inputs(inputs), True)
-        return loss, scores, torch.zeros_like(scores[:, 0], dtype=torch.long)
+            return None, model(**inputs), margins
 
 
-def _accuracy(evaluation: EvalPrediction) -> dict[str, float]:
-    """Compute the share of pairs in the right order; a tie counts as wrong."""
-    scores = evaluation.predictions
-    return {"accuracy": float((scores[:, 0] > scores[:, 1]).mean())}
+def _held_out(evaluation: EvalPrediction) -> dict[str, float]:
+    """Compute loss, the share of pairs in the right order (a tie is wrong), and calibration."""
+    chosen, rejected = torch.tensor(evaluation.predictions, dtype=torch.float64).unbind(1)
+    margins = torch.tensor(evaluation.label_ids, dtype=torch.float64)
+    return {
+        "accuracy": float((chosen > rejected).double().mean()),
+        "calibration_error": calibration_error(chosen, rejected),
+        "loss": float(bradley_terry_loss(chosen, rejected, margins)),
+    }
 
 
-def tokenize_pairs(
-    dataset: Dataset | None,
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int | None,
-    name: str,
-    eos: bool = False,
-) -> Pairs:
-    """Tokenize both texts of every pair; strings end with the EOS, if `eos` says so.
-
-    Raises:
-        ValueError: no dataset or rows, a missing column, or a pair that is not one: equal texts, a
-            text of more than `limit` tokens, chats without a chat template. Dataset and row are
-            named.
-    """
-    if not isinstance(dataset, Dataset) or not len(dataset):
-        raise ValueError(f"{name}: give a datasets.Dataset with columns chosen and rejected")
-    missing = {"chosen", "rejected"} - set(dataset.column_names)
-    if missing:
-        raise ValueError(
-            f"{name}: the dataset has no column {sorted(missing)[0]!r} (it has "
-            f"{', '.join(dataset.column_names)}): rename the one that holds these texts"
-        )
-    return [_tokenize_pair(pair, tokenizer, limit, name, i, eos) for i, pair in enumerate(dataset)]
-
-
-def _tokenize_pair(
-    pair: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    limit: int | None,
-    name: str,
-    row: int,
-    eos: bool,
-) -> dict[str, list[int]]:
-    if pair["chosen"] == pair["rejected"]:
-        raise ValueError(f"{name}: chosen and rejected are the same in row {row}: drop the row")
-    try:
-        ids = {key: _whole(pair, key, tokenizer, row, eos) for key in ("chosen", "rejected")}
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-    longest = max(map(len, ids.values()))
-    if limit is not None and longest > limit:
-        raise ValueError(
-            f"{name}: a text in row {row} has {longest} tokens, more than the {limit} that "
-            "max_length or the model's positions allow: drop such pairs, or shorten them"
-        )
-    return ids
-
-
-def _whole(
-    pair: dict[str, Any], key: str, tokenizer: PreTrainedTokenizerBase, row: int, eos: bool
-) -> list[int]:
-    if "prompt" in pair:
-        return encode_whole(pair["prompt"], pair[key], tokenizer, row, eos)
-    ids = encode(pair[key], tokenizer, row, key, open_turn=False)
-    return with_eos(ids, tokenizer) if eos and isinstance(pair[key], str) else ids
-
-
-def collate(rows: Pairs, pad: int) -> dict[str, Tensor]:
-    """Pad pairs to (B,2,T) ids and mask, chosen before rejected."""
-    texts: Sequence[Sequence[int]] = [row[key] for row in rows for key in ("chosen", "rejected")]
-    ids, mask = pad_rows(texts, pad)
+def collate(rows: Sequence[Pair], pad: int) -> dict[str, Tensor]:
+    """Pad pairs to (B,2,T) ids and mask, chosen before rejected; their margins are labels (B,)."""
+    ids, mask = pad_rows([ids for row in rows for ids in (row.chosen, row.rejected)], pad)
     shape = (len(rows), 2, -1)
-    return {"input_ids": ids.view(shape), "attention_mask": mask.view(shape)}
+    margins = torch.tensor([row.margin for row in rows], dtype=torch.float32)
+    return {
+        "input_ids": ids.view(shape),
+        "attention_mask": mask.view(shape),
+        "labels": margins,
+    }
+
+
+def _longest(pairs: Pairs) -> int:
+    return max(max(len(pair.chosen), len(pair.rejected)) for pair in pairs)
+
+
+def _adapted(model: PreTrainedModel, config: Any, dtype: str) -> PeftModel:
+    """Freeze a classifier and add an adapter to it, in place; its head is trained as a whole."""
+    config = copy.deepcopy(config)
+    config.task_type = "SEQ_CLS"
+    head = next(name for name in HEADS if hasattr(model, name))
+    config.modules_to_save = sorted({*(config.modules_to_save or ()), head})
+    for name, parameter in model.named_parameters():
+        if not name.startswith(head):  # what is trained as a whole stays in float32
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+    return add_adapter(model, config)
 
 
 def _load(
@@ -221,38 +288,38 @@ def _load(
         return model
     with about("model_name_or_path"):
         check_directory(model)
-        # The checkpoint's dtype may be bfloat16, which would lose small updates.
-        return from_pretrained(
-            AutoModelForSequenceClassification,
-            model,
-            NEW_HEADS,
-            trust_remote_code=trust_remote_code,
-            num_labels=1,
-            dtype=torch.float32,
-        )
+        with opening("model", model):
+            is_adapter = find_adapter_config_file(str(model)) is not None
+        if is_adapter:
+            return _load_merged(str(model), trust_remote_code)
+        return _load_classifier(model, trust_remote_code)
 
 
-def _longest(model: PreTrainedModel, max_length: int | None) -> int | None:
-    limits = [limit for limit in (max_length, max_positions(model)) if limit is not None]
-    return min(limits, default=None)
-
-
-def _training_arguments(args: RewardModelConfig) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=args.output_dir,
-        max_steps=args.max_steps,
-        per_device_train_batch_size=args.batch_size,
-        per_device_eval_batch_size=args.batch_size,
-        accelerator_config={"split_batches": True},  # batch_size is global
-        learning_rate=args.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=args.max_steps // 10,
-        seed=args.seed,
-        save_strategy="no",
-        use_cpu=not torch.cuda.is_available(),
-        report_to="none",
-        logging_steps=max(1, args.max_steps // 10),
-        disable_tqdm=not sys.stdout.isatty(),
-        remove_unused_columns=False,
-        dataloader_pin_memory=torch.cuda.is_available(),
+def _load_classifier(model: str | PathLike[str], trust_remote_code: bool) -> PreTrainedModel:
+    # The checkpoint's dtype may be bfloat16, which would lose small updates.
+    return from_pretrained(
+        AutoModelForSequenceClassification,
+        model,
+        NEW_HEADS,
+        trust_remote_code=trust_remote_code,
+        num_labels=1,
+        dtype=torch.float32,
     )
+
+
+def _load_merged(path: str, trust_remote_code: bool) -> PreTrainedModel:
+    """Load a language model with its adapter, and put a new head on the sum of both."""
+    with opening("adapter", path):
+        config = PeftConfig.from_pretrained(path)
+    base = config.base_model_name_or_path
+    if config.task_type != "CAUSAL_LM" or not base:
+        raise ValueError(
+            f"the adapter {path} is of kind {config.task_type}, on {base}: give one of a language "
+            "model that says what its base model is, or merge it first"
+        )
+    whole = merged(load_model(path, torch.float32, trust_remote_code=trust_remote_code))
+    classifier = _load_classifier(base, trust_remote_code)
+    classifier.base_model.load_state_dict(whole.base_model.state_dict())
+    if has_tokenizer(path):
+        classifier.name_or_path = path
+    return classifier

@@ -196,12 +196,14 @@ def score_tokenizer(
     who: str,
     trust_remote_code: bool = False,
     labels: Sequence[int] = (1,),
+    pad_token: str | None = None,
 ) -> PreTrainedTokenizerBase:
     """Return the given tokenizer, or the one saved beside the model; check it and the model's head.
 
     Args:
         who: name of the model in an error.
         labels: allowed numbers of outputs.
+        pad_token: used if the tokenizer has none.
 
     Raises:
         ValueError: the model has another number of outputs; no tokenizer, no pad token, or ids
@@ -214,6 +216,8 @@ def score_tokenizer(
             f"with num_labels {' or '.join(map(str, labels))}"
         )
     tokenizer = tokenizer or _saved_tokenizer(model.name_or_path, who, trust_remote_code)
+    if tokenizer.pad_token_id is None and pad_token in tokenizer.get_vocab():
+        tokenizer.pad_token = pad_token
     if tokenizer.pad_token_id is None:
         raise ValueError(
             f"{who}: its tokenizer has no pad token: set pad_token (the EOS token will do: padding "

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.records import Rollout
-from rlhf_pg.rewards.functions import Rewards
 from rlhf_pg.rewards.scores import (
     at_end,
     clipped,
@@ -14,6 +13,7 @@ from rlhf_pg.rewards.scores import (
     replaced,
     sum_step_scores,
 )
+from rlhf_pg.rewards.scoring import Rewards
 from rlhf_pg.running_stats import RunningMoments
 
 

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
@@ -171,12 +171,15 @@ class RolloutEngine(ABC):
         params: SamplingParams,
         seed: int,
         prompt_ids: Sequence[int] | None = None,
+        finished: Callable[[int, Completion], None] | None = None,
     ) -> list[Completion]:
         """Sample `n` completions of every prompt, in the order prompt * n + sample.
 
         Args:
             prompts: token ids.
             prompt_ids: the prompt index of each, by default its place in the list.
+            finished: is told the place of each completion in that order, and the completion, as
+                soon as it is there, while others are still sampled.
 
         Raises:
             ValueError: n is below 1, there is not one prompt id per prompt, or a prompt is empty or
@@ -201,7 +204,10 @@ class RolloutEngine(ABC):
                     raise ValueError(f"prompt {i} {error}") from error
             while not session.idle:
                 for request, sample, completion in session.step():
-                    completions[places[id(request)] * n + sample] = completion
+                    place = places[id(request)] * n + sample
+                    completions[place] = completion
+                    if finished is not None:
+                        finished(place, completion)
         return [completions[i] for i in range(len(prompts) * n)]
 
     @contextmanager

@@ -9,9 +9,11 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg import models
+from rlhf_pg.advantages import NEED_GREEDY
+from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.sampling import SamplingConfig
-from rlhf_pg.rollout import EnvironmentFactory, EpisodeRunner, Tool, Toolbox, ToolEnvironment
+from rlhf_pg.rollout import EnvironmentSource, EpisodeRunner, Tool, Toolbox, ToolEnvironment
 from rlhf_pg.rollout.engine import RolloutEngine
 from rlhf_pg.rollout.multi_turn.tools import check_template
 from rlhf_pg.rollout.native.engine import NativeEngine
@@ -115,44 +117,68 @@ def new_engine(
 def new_episode_runner(
     args: PolicyGradientConfig,
     tools: Sequence[Tool] | None,
-    environment_factory: EnvironmentFactory | None,
+    environments: EnvironmentSource | None,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> EpisodeRunner | None:
     """Create the runner of episodes, for a run with tools or an environment.
 
     Raises:
-        ValueError: there are both, one cannot be called, a run without episodes has keys for them,
+        ValueError: there are both where that cannot be, a run without episodes has keys for them,
             or the chat template does not know tools.
     """
-    has_episodes = bool(tools) or environment_factory is not None
+    has_episodes = bool(tools) or environments is not None
     why = "is for episodes: give tools or environment_factory to the trainer, or leave it out"
     args.refuse_idle(("max_turns", "environment_timeout"), has_episodes, why)
     if not has_episodes:
         return None
-    if tools and environment_factory is not None:
-        raise ValueError(
-            "give tools or environment_factory, not both: an environment can call what it likes"
-        )
-    options: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "stop_token_ids": models.stop_token_ids(model, tokenizer),
-        "max_turns": args.max_turns,
-    }
-    if environment_factory is not None:
-        if not callable(environment_factory):
-            raise ValueError(
-                "environment_factory must be a class or function that makes an environment, got "
-                f"{environment_factory!r}"
-            )
-        timeout = args.environment_timeout
-        return EpisodeRunner(environment_factory=environment_factory, timeout=timeout, **options)
-    box = Toolbox.of(tools or (), tokenizer, args.environment_timeout)
-    check_template(tokenizer, box.schemas)
+    options = (
+        _tool_options(args, tools or (), tokenizer)
+        if environments is None
+        else environments.runner_options(tokenizer, args.environment_timeout, tools or ())
+    )
     return EpisodeRunner(
-        environment_factory=partial(ToolEnvironment, box),
-        timeout=None,  # the tools have their own
-        tools=box.schemas,
-        special_tokens=box.reads_tokens,
+        tokenizer=tokenizer,
+        stop_token_ids=models.stop_token_ids(model, tokenizer),
+        max_turns=args.max_turns,
         **options,
     )
+
+
+def _tool_options(
+    args: PolicyGradientConfig, tools: Sequence[Tool], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    box = Toolbox.of(tools, tokenizer, args.environment_timeout)
+    check_template(tokenizer, box.schemas)
+    return {
+        "environment_factory": partial(ToolEnvironment, box),
+        "timeout": None,  # the tools have their own
+        "tools": box.schemas,
+        "special_tokens": box.reads_tokens,
+    }
+
+
+def check_rollout_func(function: Any, args: PolicyGradientConfig, has_episodes: bool) -> None:
+    """Refuse a `rollout_func` that cannot be called, or beside what it excludes.
+
+    Raises:
+        ValueError: one of the two.
+    """
+    if function is None:
+        return
+    if not callable(function):
+        raise ValueError(f"rollout_func must be a function, got {shown(function)}")
+    if has_episodes:
+        raise ValueError(
+            "give rollout_func, or tools or environment_factory: it plays its episodes itself"
+        )
+    if args.advantage_estimator in NEED_GREEDY:
+        raise ValueError(
+            f"advantage_estimator {args.advantage_estimator} needs greedy completions, which "
+            "rollout_func does not know of: use another"
+        )
+    if args.truncated_sampling == "saved_support":
+        raise ValueError(
+            "truncated_sampling saved_support has to know which tokens were kept, which "
+            "rollout_func does not say: leave it out, and top_k, top_p and min_p with it"
+        )

@@ -1,7 +1,7 @@
 """Signals that end a run after its current step.
 
 They are SIGTERM, which schedulers send before they take a machine away; SIGHUP, from a terminal
-that is closed; and with several processes SIGINT (Ctrl-C) as well.
+that is closed; and SIGINT (Ctrl-C).
 """
 
 import os
@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rlhf_pg.boundary.launcher import launcher
@@ -18,13 +18,18 @@ from rlhf_pg.runtime.processes import Runtime
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by launchers
 POLL = 1.0  # seconds between two checks of our parent process
 SAME = 2.0  # seconds in which a second signal is the first one, passed on by a launcher
+TOLD = b"\nSIGINT: the step is finished and saved first; another Ctrl-C ends the run at once\n"
 
 
 class Termination:
-    """The state of a run that is to end once a signal has come, here or to another process."""
+    """The state of a run that is to end once a signal has come, here or to another process.
+
+    `stopping` is set on all processes together, once one of them has called `stop`.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self.stopping, self._stop = False, False
         self._asked: tuple[int, float] | None = None  # the first signal, and when it came
         self._process = os.getpid()
 
@@ -36,10 +41,9 @@ class Termination:
         was ignored, as under nohup, stays ignored.
         """
         self._asked, self._process = None, os.getpid()
+        self.stopping, self._stop = False, False
         in_main = threading.current_thread() is threading.main_thread()
-        # A single process ends by KeyboardInterrupt; one of several would desert the others.
-        interrupt = [signal.SIGINT] if self._runtime.world > 1 else []
-        numbers = [signal.SIGTERM, signal.SIGHUP, *interrupt] if in_main else []
+        numbers = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT] if in_main else []
         handlers = {number: signal.getsignal(number) for number in numbers}
         # None stands for a handler that is not Python's and could not be restored.
         theirs = {n: old for n, old in handlers.items() if old not in (None, signal.SIG_IGN)}
@@ -73,11 +77,37 @@ class Termination:
         now = time.monotonic()
         if self._asked is None:
             self._asked = number, now
+            if number == signal.SIGINT and self._runtime.is_main and os.getpid() == self._process:
+                with suppress(OSError):  # a closed terminal
+                    os.write(2, TOLD)
+        # Nobody passes a Ctrl-C on to a process that no launcher started; a notebook lives on.
+        elif number == signal.SIGINT and not self._is_launched:
+            raise KeyboardInterrupt
         # A reward's forked process has inherited this handler and must end like any other.
         if os.getpid() != self._process or now > self._asked[1] + SAME:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
+    @property
+    def _is_launched(self) -> bool:
+        return self._runtime.world > 1 or any(name in os.environ for name in LAUNCHED)
+
+    @property
+    def asked(self) -> bool:
+        """True if a signal has come to this process."""
+        return self._asked is not None
+
+    def stop(self) -> None:
+        """Ask all processes to end the run after the step, as if it were the last."""
+        self._stop = True
+
     def agreed(self) -> int:
-        """Return the largest signal that has come to any process, or 0; collective."""
-        return self._runtime.all_reduce_max(self._asked[0] if self._asked else 0)
+        """Return the largest signal that has come to any process, or 0; collective.
+
+        From then on `stopping` says whether any process has called `stop`.
+        """
+        number = self._asked[0] if self._asked else 0
+        # One number for both: a signal ends the run whether or not it is to stop.
+        agreed = self._runtime.all_reduce_max(number + 1 if number else int(self._stop))
+        self.stopping = agreed > 0
+        return max(agreed - 1, 0)

@@ -1,4 +1,7 @@
-"""The embedded default: a tiny model, and tasks that it learns on a CPU within minutes."""
+"""Tasks by name: the embedded ones, which a tiny model learns on a CPU, and those of others."""
+
+from collections.abc import Mapping
+from typing import Any
 
 from rlhf_pg.tasks.arithmetic import arithmetic
 from rlhf_pg.tasks.calculator import calculator
@@ -13,3 +16,38 @@ TASKS = {
     "guess": guess,
     "calculator": calculator,
 }
+
+
+def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 42) -> Task:
+    """Load a task by name: an embedded one, or SOURCE:NAME of a package of others.
+
+    Args:
+        name: a key of `TASKS`, reasoning_gym:NAME, verifiers:NAME or openenv:URL.
+        options: of a third-party task.
+        seed: of the data that a third-party task generates.
+
+    Raises:
+        ValueError: there is no such task, its package is missing, or an option is unknown.
+    """
+    if name in TASKS:
+        return TASKS[name]()
+    source, _, own = name.partition(":")
+    options = dict(options or {})
+    if source == "reasoning_gym":
+        from rlhf_pg.tasks.reasoning_gym import reasoning_gym_task
+
+        return reasoning_gym_task(own, options, seed)
+    from rlhf_pg.rollout.multi_turn.adapters import load_task as adapted
+
+    return Task(name=name, **adapted(name, options, seed)._asdict())
+
+
+def embedded(name: str | None) -> Task:
+    """Return an embedded task.
+
+    Raises:
+        ValueError: there is no task of that name.
+    """
+    if name not in TASKS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)} here, got {name!r}")
+    return TASKS[name]()

@@ -1,4 +1,4 @@
-"""The parts of a task: training prompts, held-out prompts, a reward, and a model to start from."""
+"""The parts of a task: training prompts, held-out prompts, rewards, and a model to start from."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,14 +20,15 @@ class Demonstration(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task that needs nothing from a hub.
+    """A task: data, and what scores completions.
 
     Attributes:
-        train_dataset, eval_dataset: columns `prompt` and `answer`, no problem in both (but for the
-            few of `guess`).
-        make_tokenizer, max_positions: of the model to start from.
+        train_dataset, eval_dataset: a column `prompt`, and of embedded tasks `answer`; no problem
+            is in both (but for the few of `guess`).
+        make_tokenizer, max_positions: of the model that an embedded task starts from.
         reward: `(prompts, completions, completion_ids, **columns)` -> one float per completion;
             None if the environment pays.
+        reward_funcs: more of the kind.
         tools, environment_factory: see `PolicyGradientTrainer`.
         demonstrate: episodes for the warm start; None: the training set's prompts and answers.
         draw_pairs: training and held-out preference pairs, columns `prompt`, `chosen` and
@@ -36,23 +37,32 @@ class Task:
 
     name: str
     train_dataset: Dataset
-    eval_dataset: Dataset
-    make_tokenizer: Callable[[], PreTrainedTokenizerFast]
+    eval_dataset: Dataset | None = None
+    make_tokenizer: Callable[[], PreTrainedTokenizerFast] | None = None
     max_positions: int = 64
     reward: Callable[..., list[float]] | None = None
+    reward_funcs: Sequence[Callable[..., Any]] = ()
     tools: Sequence[Callable[..., Any]] = ()
     environment_factory: Callable[[], Any] | None = None
     demonstrate: Callable[[], list[Demonstration]] | None = None
     draw_pairs: Callable[[], tuple[Dataset, Dataset]] | None = None
 
     def new_model(self) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-        """Make a freshly initialised model and its tokenizer; the seed is torch's."""
+        """Make a freshly initialised model and its tokenizer; the seed is torch's.
+
+        Raises:
+            ValueError: the task is not embedded, and has no model of its own.
+        """
+        if self.make_tokenizer is None:
+            raise ValueError(
+                f"the task {self.name} has no model of its own: set model_name_or_path"
+            )
         tokenizer = self.make_tokenizer()
         return tiny_decoder(tokenizer, self.max_positions), tokenizer
 
-    def rewards(self, reward_model: str | None) -> list[Any]:
-        """Return a recipe's sources of reward: the reward model, if named, before the task's."""
-        return [source for source in (reward_model, self.reward) if source is not None]
+    def rewards(self) -> list[Any]:
+        """Return the task's own sources of reward."""
+        return [*([] if self.reward is None else [self.reward]), *self.reward_funcs]
 
     def demonstrations(self) -> list[Demonstration]:
         """Return the episodes that the warm start imitates."""

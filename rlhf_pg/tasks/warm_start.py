@@ -10,19 +10,17 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
+from transformers import PreTrainedTokenizerFast, set_seed
 from transformers.utils import get_json_schema
 
 from rlhf_pg.boundary.streams import outliving_readers
-from rlhf_pg.checkpoint.run_dir import begun
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.parse import parse, recipe_file
 from rlhf_pg.data.chat import encode, encode_answer
-from rlhf_pg.tasks import TASKS, Demonstration, Task
-
-Examples = list[dict[str, list[int]]]
+from rlhf_pg.supervised.examples import Example
+from rlhf_pg.supervised.sft import fit
+from rlhf_pg.tasks import Demonstration, Task, embedded
 
 # Variables that a launcher sets for its processes; a child that trains alone must not inherit them.
 LAUNCHER_PREFIXES = (
@@ -41,36 +39,12 @@ def warm_start(args: SFTConfig) -> Path:
     Raises:
         ValueError: `args.output_dir` is in use by another run, or cannot be written to.
     """
-    task: Task = TASKS[args.task]()
+    task = embedded(args.task)
     set_seed(args.seed)
     model, tokenizer = task.new_model()
-    trainer = Trainer(
-        model=model,
-        args=TrainingArguments(
-            output_dir=args.output_dir,
-            max_steps=args.max_steps,
-            per_device_train_batch_size=args.batch_size,
-            learning_rate=args.learning_rate,
-            lr_scheduler_type="cosine",
-            label_smoothing_factor=args.label_smoothing,
-            seed=args.seed,
-            save_strategy="no",
-            use_cpu=True,  # half a million parameters, and the same model on every machine
-            report_to="none",
-            logging_steps=max(1, args.max_steps // 10),
-            disable_tqdm=not sys.stdout.isatty(),
-            remove_unused_columns=False,
-            dataloader_pin_memory=False,
-        ),
-        train_dataset=_examples(task, tokenizer),
-        data_collator=lambda rows: _collate(rows, tokenizer.pad_token_id),
-    )
-    final = Path(args.output_dir) / "final"
-    with begun(final.parent):
-        trainer.train()
-        tokenizer.save_pretrained(final)
-        trainer.save_model(str(final))  # last: weights mean that everything is there
-    return final
+    # Half a million parameters, and the same model on every machine.
+    fit(args, model, tokenizer, _examples(task, tokenizer), use_cpu=True)
+    return Path(args.output_dir) / "final"
 
 
 def ensure_model(task: str, path: str | None) -> str:
@@ -95,7 +69,7 @@ def ensure_model(task: str, path: str | None) -> str:
     return str(final)
 
 
-def _examples(task: Task, tokenizer: PreTrainedTokenizerFast) -> Examples:
+def _examples(task: Task, tokenizer: PreTrainedTokenizerFast) -> list[Example]:
     """Encode each demonstration as ids; only the turns, through their EOS, have labels."""
     tools = [get_json_schema(tool) for tool in task.tools]
     return [_example(one, tokenizer, tools) for one in task.demonstrations()]
@@ -103,7 +77,7 @@ def _examples(task: Task, tokenizer: PreTrainedTokenizerFast) -> Examples:
 
 def _example(
     demonstration: Demonstration, tokenizer: PreTrainedTokenizerFast, tools: list[dict[str, Any]]
-) -> dict[str, list[int]]:
+) -> Example:
     prompt, turns, answers = demonstration
     ids = encode(prompt, tokenizer, tools=tools)
     labels = [-100] * len(ids)
@@ -114,20 +88,6 @@ def _example(
             heard = encode_answer(answer, tokenizer, prompt, tokenizer.eos_token_id, tools)
             ids, labels = ids + heard, labels + [-100] * len(heard)
     return {"input_ids": ids, "labels": labels}
-
-
-def _collate(rows: Examples, pad: int) -> dict[str, Any]:
-    width = max(len(row["input_ids"]) for row in rows)
-
-    def padded(key: str, filler: int) -> torch.Tensor:
-        return torch.tensor([row[key] + [filler] * (width - len(row[key])) for row in rows])
-
-    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-    return {
-        "input_ids": padded("input_ids", pad),
-        "labels": padded("labels", -100),
-        "attention_mask": (torch.arange(width) < lengths[:, None]).long(),
-    }
 
 
 if __name__ == "__main__":

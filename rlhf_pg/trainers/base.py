@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
-from datasets import Dataset
 from torch import Tensor
 
 from rlhf_pg.advantages import NEED_GRADIENTS, AdvantageInputs
@@ -21,8 +20,9 @@ from rlhf_pg.losses.off_policy import against_sampler
 from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.report.metrics import KEYS, Meter
 from rlhf_pg.runtime import broadcasts_failure
+from rlhf_pg.tasks.inputs import by_name, made_prompts
 from rlhf_pg.trainers import experience_maker
-from rlhf_pg.trainers.evaluator import Answer, evaluate, stripped_text
+from rlhf_pg.trainers.evaluator import Answer, evaluate_sets, stripped_text
 from rlhf_pg.trainers.learner import ModelOutputs
 from rlhf_pg.trainers.loop import due
 from rlhf_pg.trainers.samples import Samples, ScoredBatch, ScoredSamples
@@ -43,8 +43,9 @@ class PolicyGradientTrainer(TrainerSetup):
             place of a float, a list with one float or None per token scores steps.
         args: the config; by default that of the algorithm.
         train_dataset: has a column `prompt`, of strings or of lists of chat messages. The other
-            columns go to the reward functions, repeated for every completion.
-        eval_dataset: likewise, for `evaluate`.
+            columns go to the reward functions, repeated for every completion. A `Dataset`, an
+            `IterableDataset` or a list of dicts; by default what the config names.
+        eval_dataset: likewise, for `evaluate`; several by name in a dict.
         processing_class: the tokenizer; by default the one saved with the model.
         reward_processing_classes: tokenizers of the reward models: one, or a list with one entry
             per reward function (None for a plain function, or for the one saved with the model).
@@ -60,7 +61,10 @@ class PolicyGradientTrainer(TrainerSetup):
             a chat, as its chat template has it.
         environment_factory: makes the `Environment` of one episode, which answers the policy's
             turns. What it pays is the source of reward "environment", behind the reward functions,
-            of which there may then be none.
+            of which there may then be none. Factories of TRL's environments will do, and a
+            dictionary of them by the name in the column `environment`.
+        rollout_func: `(prompts, trainer)`, samples in place of the engine and of `tools` and
+            `environment_factory`; see `RolloutFunction`.
 
     Raises:
         ValueError: whatever is wrong with the input, by name, before anything is computed.
@@ -141,6 +145,7 @@ class PolicyGradientTrainer(TrainerSetup):
         state.step += 1
         state.prompt_index += batch.num_prompts
         state.num_tokens += tokens
+        self.train_prompts.forget_before(state.prompt_index)
         self.learner.sync_reference(state.step)
         if self.journal is not None and due(state.step, args.log_completions_steps):
             count = args.num_completions_to_print
@@ -271,7 +276,7 @@ class PolicyGradientTrainer(TrainerSetup):
     @broadcasts_failure
     def evaluate(
         self,
-        eval_dataset: Dataset | None = None,
+        eval_dataset: Any = None,
         temperature: float | None = None,
         metric_key_prefix: str = "eval",
         answer: Answer | None = None,
@@ -281,7 +286,7 @@ class PolicyGradientTrainer(TrainerSetup):
         There is one completion per prompt, or `args.num_generations_eval` if they are sampled.
 
         Args:
-            eval_dataset: by default the one given to the trainer.
+            eval_dataset: a dataset, or several by name; by default what the trainer was given.
             temperature: 0 is greedy. By default both are used: that of training, and greedy under
                 `eval_greedy_`.
             answer: extracts the answer (a string or a number) from a completion, for the majority
@@ -291,7 +296,8 @@ class PolicyGradientTrainer(TrainerSetup):
             `eval_reward`, `eval_rewards/{name}/mean`, `eval_completions/mean_length` and so on,
             and `eval_greedy_reward` and so on, over all processes. With several completions per
             prompt, n, also `eval_pass@k` for k = 1, 2, 4 ... n, and `eval_majority@n`, the reward
-            of the most frequent answer: see `rlhf_pg.report.pass_at_k`.
+            of the most frequent answer: see `rlhf_pg.report.pass_at_k`. Of several sets each has
+            its name behind the prefix (`eval_{name}_reward`), and `eval_reward` is their mean.
 
         Raises:
             ValueError: there is no evaluation dataset, a reward function failed, or there is an
@@ -302,10 +308,14 @@ class PolicyGradientTrainer(TrainerSetup):
                 "answer is for the vote among several completions: set num_generations_eval to "
                 "how many, or leave it out"
             )
-        prompts = self.eval_prompts
+        sets = self.eval_sets
         if eval_dataset is not None:
-            prompts = self._prompts(eval_dataset, "eval_dataset")
-        if prompts is None:
+            named = by_name(eval_dataset)
+            made = {
+                key: made_prompts(data, self.args, "eval_dataset") for key, data in named.items()
+            }
+            sets = self.prompt_loader.evaluated(made)
+        if not sets:
             raise ValueError("no eval_dataset: give one to the trainer or to evaluate()")
         temperatures = {"": self.args.temperature if temperature is None else temperature}
         if temperature is None:
@@ -313,8 +323,4 @@ class PolicyGradientTrainer(TrainerSetup):
         self._keep_to_model()
         collector, answer = self.collector, answer or stripped_text
         with self.sampling():
-            return {
-                f"{metric_key_prefix}_{mode}{name}": value
-                for mode, heat in temperatures.items()
-                for name, value in evaluate(collector, prompts, heat, answer).items()
-            }
+            return evaluate_sets(collector, sets, temperatures, metric_key_prefix, answer)

@@ -6,7 +6,8 @@ Shapes: B rows on this rank, T completion width, K sources of reward.
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +15,36 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf_pg.advantages import NEED_GREEDY, group_stats, total_scores
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.data.prompts import Prompts, PromptSampler
+from rlhf_pg.data.prompts import PromptOrder, PromptSource
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rewards import Rewards, sum_step_scores
+from rlhf_pg.rewards.judgement import Begun
+from rlhf_pg.rewards.scoring import give_up, show
 from rlhf_pg.rewards.shaping import Shaping
-from rlhf_pg.rollout import EpisodeRunner, RolloutEngine, RolloutError, SamplingParams
+from rlhf_pg.rollout import (
+    Episode,
+    EpisodeRunner,
+    RolloutEngine,
+    RolloutError,
+    RolloutFunction,
+    SamplingParams,
+)
 from rlhf_pg.rollout.multi_turn.metrics import (
     environment_rewards,
     episode_counts,
     episode_metrics,
 )
 from rlhf_pg.runtime import FullWeights, Runtime
-from rlhf_pg.trainers.samples import Samples, ScoredBatch, ScoredSamples, sample
+from rlhf_pg.trainers.reward_log import RewardLog
+from rlhf_pg.trainers.samples import (
+    Samples,
+    ScoredBatch,
+    ScoredSamples,
+    columns_of,
+    prompt_and_completion,
+    sample,
+)
 
 
 @dataclass
@@ -39,11 +57,13 @@ class Collector:
         stop_token_ids: tokens that end a completion.
         episode_runner: for a run with an environment or tools.
         progress: tells reward functions that ask how far the run is.
+        rollout_func: samples in place of the engine.
+        params: the sampling parameters that `sample` used last, or uses now.
     """
 
     engine: RolloutEngine
-    prompts: Prompts
-    order: PromptSampler
+    prompts: PromptSource
+    order: PromptOrder
     rewards: Rewards
     shaping: Shaping
     runtime: Runtime
@@ -53,6 +73,16 @@ class Collector:
     stop_token_ids: Sequence[int]
     progress: Callable[[], TrainerState]
     episode_runner: EpisodeRunner | None = None
+    rollout_func: RolloutFunction | None = None
+    params: SamplingParams | None = None
+    reward_log: RewardLog = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reward_log = RewardLog(
+            [source.name for source in self.rewards.sources],
+            tolerant=self.args.on_reward_error != "error",
+            has_episodes=self.episode_runner is not None,
+        )
 
     def collect(self, first: int, meter: Meter) -> ScoredBatch:
         """Sample and score groups of the next `prompts_per_step` prompts.
@@ -61,9 +91,11 @@ class Collector:
             first: the index of the next prompt.
 
         Raises:
-            RolloutError, ValueError: on all processes, the engine or a reward function failed.
+            RolloutError, ValueError: on all processes, the engine or a reward function failed, or
+                all episodes or all calls of reward functions.
         """
         args = self.args
+        self.reward_log.clear()
         with self.sampling():
             if args.dynamic_sampling_rounds:
                 batch = self._with_spread(first, meter)
@@ -72,7 +104,9 @@ class Collector:
                 samples, scores = self._sample_and_score(indices, meter)
                 batch = ScoredBatch(samples=samples, scores=scores, num_prompts=len(indices))
             needs_greedy = args.advantage_estimator in NEED_GREEDY
-            return self._with_greedy(batch, meter) if needs_greedy else batch
+            batch = self._with_greedy(batch, meter) if needs_greedy else batch
+        said = self.reward_log.settle(self.runtime)
+        return dataclasses.replace(batch, metrics=said | batch.metrics)
 
     def _sample_and_score(self, indices: range, meter: Meter) -> ScoredSamples:
         failpoint("rollout")
@@ -80,7 +114,7 @@ class Collector:
             samples = self.roll_out(indices)
         failpoint("reward")
         with meter.time("reward"):
-            return ScoredSamples(samples, self.score(samples))
+            return self.scored(samples)
 
     def roll_out(self, indices: range) -> Samples:
         """Sample this rank's share of the prompts, whole groups each.
@@ -98,12 +132,13 @@ class Collector:
             for m, minibatch in enumerate(minibatches)
             for index in minibatch[(runtime.rank - m) % runtime.world :: runtime.world]
         )
+        self.prompts.reach(indices.stop - 1)
         rows = self.order.rows(mine)
         return self.sample(self.prompts, rows, mine, args.num_generations, args.temperature)
 
     def sample(
         self,
-        prompts: Prompts,
+        prompts: PromptSource,
         rows: Sequence[int],
         prompt_indices: Sequence[int],
         n: int,
@@ -111,7 +146,7 @@ class Collector:
     ) -> Samples:
         """Sample `n` completions of dataset rows; the indices key the noise and name the groups."""
         args = self.args
-        params = SamplingParams(
+        self.params = params = SamplingParams(
             temperature=temperature,
             top_k=args.top_k,
             top_p=args.top_p,
@@ -119,8 +154,18 @@ class Collector:
             max_tokens=args.max_completion_length,
             stop=args.stop,
         )
-        with self.sampling(), self.runtime.raise_together(RolloutError):
-            return sample(
+        begun: dict[int, Begun] = {}
+
+        def begin(place: int, episodes: list[Episode]) -> None:
+            columns = columns_of(prompts, [rows[place]] * n)
+            begun[prompt_indices[place]] = self._begin(episodes, columns)
+
+        with (
+            self.sampling(),
+            self.runtime.raise_together(RolloutError),
+            _given_up_on_error(begun),
+        ):
+            samples = sample(
                 self.engine,
                 self.tokenizer,
                 prompts,
@@ -132,7 +177,10 @@ class Collector:
                 dtype=torch.promote_types(getattr(torch, args.dtype), torch.float32),
                 device=self.runtime.device,
                 episode_runner=self.episode_runner,
+                rollout_func=self.rollout_func,
+                finished=begin if self.rewards.run_beside else None,
             )
+        return dataclasses.replace(samples, begun=begun)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
@@ -147,6 +195,21 @@ class Collector:
                 weights.enter_context(self.engine.weights_synced())
             yield
 
+    def _begin(self, episodes: Sequence[Episode], columns: Mapping[str, list[Any]]) -> Begun:
+        """Begin the calls of rewards about one prompt, while others are sampled."""
+        said = [prompt_and_completion(episode, self.tokenizer) for episode in episodes]
+        ids = [episode.tokens for episode in episodes]
+        shown = show(
+            [prompt for prompt, _ in said],
+            [completion for _, completion in said],
+            ids,
+            columns,
+            self._ended(ids),
+            self.progress(),
+            [episode.truncated for episode in episodes],
+        )
+        return self.rewards.begin(shown)
+
     def score(self, samples: Samples) -> Tensor:
         """Return raw scores (B,T,K) of the sources in `shaping.names`.
 
@@ -155,20 +218,43 @@ class Collector:
         Raises:
             ValueError: on all processes, a reward function failed.
         """
+        return self.scored(samples).scores
+
+    def scored(self, samples: Samples) -> ScoredSamples:
+        """Return samples with their raw scores (B,T,K), and with what reward functions logged.
+
+        A completion for which functions failed, and that no other has scored, leaves the losses.
+
+        Raises:
+            ValueError: on all processes, a reward function failed.
+        """
         rollout = samples.rollout
         with self.runtime.raise_together(ValueError):
-            scores = self.rewards(
+            judgement = self.rewards.judge(
                 samples.prompts,
                 samples.completions,
                 samples.completion_ids,
                 samples.columns,
                 rollout.action_mask,
                 environment_rewards(samples.episodes) if self.rewards.has_environment else None,
-                [bool(ids) and ids[-1] in self.stop_token_ids for ids in samples.completion_ids],
+                self._ended(samples.completion_ids),
                 self.progress(),
                 rollout.truncated.tolist(),
+                environments=samples.environments or None,
+                groups=rollout.groups.tolist(),
+                begun=samples.begun,
             )
-        return self.shaping.penalized(scores.to(rollout.sampler_logprobs), rollout)
+            self.reward_log.add(judgement, samples.episodes)
+        if judgement.lost.any():
+            known = ~judgement.lost.to(rollout.action_mask.device)
+            mask = rollout.action_mask & known[:, None]
+            rollout = dataclasses.replace(rollout, action_mask=mask, host_rows=None)
+        samples = dataclasses.replace(samples, rollout=rollout, begun={}, logged=judgement.extra)
+        scores = judgement.scores.to(rollout.sampler_logprobs)
+        return ScoredSamples(samples, self.shaping.penalized(scores, rollout))
+
+    def _ended(self, completion_ids: Sequence[Sequence[int]]) -> list[bool]:
+        return [bool(ids) and ids[-1] in self.stop_token_ids for ids in completion_ids]
 
     def episode_metrics(self, parts: Sequence[Samples]) -> dict[str, float]:
         """Compute metrics of episodes over all processes; none without an environment or tools."""
@@ -238,9 +324,19 @@ class Collector:
         with meter.time("rollout"):
             greedy = self.sample(self.prompts, rows, indices, n=1, temperature=0.0)
         with meter.time("reward"):
-            scored = ScoredSamples(greedy, self.score(greedy))
+            scored = self.scored(greedy)
         tokens = batch.other_tokens + int(self.runtime.all_reduce_sum(greedy.num_tokens))
         return dataclasses.replace(batch, greedy=scored, other_tokens=tokens)
+
+
+@contextmanager
+def _given_up_on_error(begun: Mapping[int, Begun]) -> Iterator[None]:
+    """Cancel the calls of rewards that have begun if the sampling inside fails."""
+    try:
+        yield
+    except BaseException:
+        give_up(begun.values())
+        raise
 
 
 def _chosen(

@@ -1,11 +1,13 @@
 """Evaluation: completions of held-out prompts are sampled and scored."""
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlhf_pg.advantages import total_scores
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.data.chat import text_of
@@ -40,19 +42,20 @@ def evaluate(
 
     Returns:
         Metrics over all processes, named as in training, of the scores that `Shaping` describes.
-        With several completions per prompt also pass@k and majority@n.
+        With several completions per prompt also pass@k and majority@n. `reward_stderr` and so on
+        are standard errors over prompts (`standard_error`).
     """
     runtime, shaping, args = collector.runtime, collector.shaping, collector.args
     n = args.num_generations_eval if temperature > 0 else 1
     rows, groups, lengths, attempts, parts = [], [], [], [], []
+    collector.reward_log.clear()
     # Every process goes through the same batches, even with an empty share: no rank deadlocks.
     at_once = max(1, args.prompts_per_step * args.num_generations // n)
     for batch in batches(range(len(prompts)), at_once):
         mine = list(batch[runtime.rank :: runtime.world])
         # Negative indices: noise that training never uses.
         indices = [-1 - row for row in mine]
-        samples = collector.sample(prompts, mine, indices, n, temperature)
-        scores = collector.score(samples)
+        samples, scores = collector.scored(collector.sample(prompts, mine, indices, n, temperature))
         shaped = shaping(scores, samples.rollout, normalize=False)
         rows.append(torch.cat([sum_step_scores(scores), sum_step_scores(shaped)], dim=1))
         groups.append(samples.rollout.groups)
@@ -65,11 +68,68 @@ def evaluate(
     raw, trained = everyone.chunk(2, dim=1)
     owners, _ = runtime.gather(torch.cat(groups))
     metrics = reward_metrics(raw, trained, shaping.names, owners)
+    totals = total_scores(trained.cpu(), owners.cpu())
+    metrics["reward_stderr"] = standard_error(totals, owners.cpu())
     metrics |= length_metrics(runtime.gather(torch.cat(lengths))[0])
     metrics.pop("tokens")
     if n > 1:
         metrics |= _attempt_metrics(runtime.gather(torch.cat(attempts))[0], n)
+    metrics = collector.reward_log.settle(runtime, evaluates=True) | metrics
     return metrics | collector.episode_metrics(parts)
+
+
+def evaluate_sets(
+    collector: Collector,
+    sets: Mapping[str, Prompts],
+    temperatures: Mapping[str, float],
+    prefix: str,
+    answer: Answer = stripped_text,
+) -> dict[str, float]:
+    """Evaluate every set at every temperature, and add the mean reward of several sets.
+
+    Args:
+        sets: by name; a single one has the name "".
+        temperatures: by what stands in front of their metrics' names.
+        prefix: what stands in front of all names.
+    """
+    metrics = {
+        f"{prefix}_{name}{'_' * bool(name)}{mode}{key}": value
+        for name, prompts in sets.items()
+        for mode, heat in temperatures.items()
+        for key, value in evaluate(collector, prompts, heat, answer).items()
+    }
+    for mode in temperatures if len(sets) > 1 else ():
+        rewards = [metrics[f"{prefix}_{name}_{mode}reward"] for name in sets]
+        metrics[f"{prefix}_{mode}reward"] = sum(rewards) / len(rewards)
+        errors = [metrics[f"{prefix}_{name}_{mode}reward_stderr"] for name in sets]
+        metrics[f"{prefix}_{mode}reward_stderr"] = math.hypot(*errors) / len(errors)
+    return metrics
+
+
+def standard_error(values: Tensor, owners: Tensor) -> float:
+    """Compute the standard error of a mean over prompts, clustered by prompt (Miller 2024, Eq. 4).
+
+        SE = sqrt(P / (P - 1) * sum_p (sum_{i of p} (v_i - mean))^2) / N
+
+    Prompts are the draws: the completions of one prompt resemble each other, and N of them say less
+    than N prompts would. With equally many per prompt this is the standard deviation (ddof 1) of
+    the prompts' means over sqrt(P). The factor P / (P - 1) makes it unbiased for few prompts.
+
+    Args:
+        values: (N,) one per completion; NaN is left out.
+        owners: (N,) the prompt of each.
+
+    Returns:
+        The error; NaN if there are fewer than two prompts.
+    """
+    valid = ~values.isnan()
+    values, owners = values[valid].double(), owners[valid]
+    names, places = torch.unique(owners, return_inverse=True)
+    if len(names) < 2:
+        return math.nan
+    sums = values.new_zeros(len(names)).index_add(0, places, values - values.mean())
+    variance = sums.square().sum() * len(names) / (len(names) - 1)
+    return variance.sqrt().item() / len(values)
 
 
 def _paid(rewards: Rewards, raw: Tensor) -> Tensor:
@@ -107,8 +167,12 @@ def _counted(given: Hashable, answer: Answer) -> Hashable:
 
 
 def _attempt_metrics(judged: Tensor, n: int) -> dict[str, float]:
-    """Compute pass@1, 2, 4 ... n and majority@n: means over the rows of `_judged`."""
-    right, majority = judged.unbind(dim=1)
+    """Compute pass@1, 2, 4 ... n and majority@n: means over the rows of `_judged`, and errors."""
+    right, majority = judged.cpu().unbind(dim=1)
     sizes = [2**i for i in range(n.bit_length()) if 2**i < n]
-    metrics = {f"pass@{k}": pass_at_k(right, n, k).mean().item() for k in (*sizes, n)}
-    return metrics | {f"majority@{n}": majority.mean().item()}
+    of_prompts = {f"pass@{k}": pass_at_k(right, n, k) for k in (*sizes, n)}
+    of_prompts[f"majority@{n}"] = majority
+    prompts = torch.arange(len(judged))
+    metrics = {name: values.mean().item() for name, values in of_prompts.items()}
+    errors = {f"{k}_stderr": standard_error(v, prompts) for k, v in of_prompts.items()}
+    return metrics | errors

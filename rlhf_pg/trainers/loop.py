@@ -25,24 +25,9 @@ from rlhf_pg.report.metrics import Meter
 from rlhf_pg.report.trackers import Trackers
 from rlhf_pg.rng import restore_rng, rng_tensors
 from rlhf_pg.runtime import Runtime, Terminated, Termination, broadcasts_failure
+from rlhf_pg.trainers.callbacks import Callback, Wish
 
 logger = logging.getLogger(__name__)
-
-
-class Callback:
-    """User code that observes a run; every process calls it, at the same moments.
-
-    Override what is needed.
-    """
-
-    def on_step(self, trainer: Any, metrics: dict[str, Any]) -> None:
-        """Called after each step; `metrics` is the line of metrics.jsonl, and may be added to."""
-
-    def on_save(self, trainer: Any, path: Path) -> None:
-        """Called after a checkpoint has been written."""
-
-    def on_end(self, trainer: Any) -> None:
-        """Called after the last step, when `final/` has been written."""
 
 
 class TrainingLoop(ABC):
@@ -60,6 +45,7 @@ class TrainingLoop(ABC):
     termination: Termination
     callbacks: Sequence[Callback]
     journal: Journal | None = None  # while the run trains
+    _has_wishes = False  # whether callbacks of any process may wish anything
 
     @abstractmethod
     def step(self, meter: Meter) -> dict[str, Any]:
@@ -104,13 +90,15 @@ class TrainingLoop(ABC):
             ValueError: no such checkpoint, none that is whole, or one beyond the last step;
                 `output_dir` holds those of another run, is in use by one or cannot be written to;
                 the model's config could not be saved; or a tracker cannot start.
-            SystemExit: with code 143 (128 + SIGTERM) after SIGTERM to any process, or 129 after
-                SIGHUP, or in several processes 130 after SIGINT: the step has been finished, and a
-                checkpoint saved. After any other error the last finished step is saved, unless
-                the run has diverged; with several processes, only if all fail in the same step.
+            SystemExit: with code 143 (128 + SIGTERM) after SIGTERM to any process, 129 after
+                SIGHUP, or 130 after SIGINT (Ctrl-C): the step has been finished, and a checkpoint
+                saved. After any other error the last finished step is saved, unless the run has
+                diverged; with several processes, only if all fail in the same step.
         """
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
+        if self.runtime.is_main:
+            export.check_hub(self.args)
         self._resume(resume_from_checkpoint)
         self.checkpointer.rehearse(self.runtime)
         directory = Path(self.args.output_dir)
@@ -125,34 +113,82 @@ class TrainingLoop(ABC):
         )
         progress = journal.progress(self.total_steps)
         with self.termination.awaited(), tracked, progress, self._saved_on_leaving():
-            while self.state.step < self.total_steps:
+            wishes = any(type(one).wishes is not Callback.wishes for one in self.callbacks)
+            self._has_wishes = bool(self.runtime.all_reduce_max(int(wishes)))
+            self._tell("on_start")
+            while self.state.step < self.total_steps and not self.termination.stopping:
                 self._take_step(journal)
             # Before the trackers are closed, which may wait for a network.
             export.save_atomically(self.checkpointer, self.runtime, directory / "final")
             if number := self.termination.agreed():  # whoever called is to end as well
                 self._end_by_signal(number, journal)
         journal.say(f"saved {directory / 'final'}")
+        uploads = args.push_to_hub and self.runtime.is_main
+        if uploads and (address := export.push(directory / "final", args)):
+            journal.say(f"uploaded to {address}")
         self._tell("on_end")
+
+    def stop(self) -> None:
+        """End the run after the step that it is in, with a checkpoint and `final/`.
+
+        One process may ask for all. The run can be resumed.
+        """
+        self.termination.stop()
 
     def _take_step(self, journal: Journal) -> None:
         """Take one step, and do what is due after it."""
+        self._tell("on_step_begin")
         metrics = self._step_with_rollback()
         failpoint("stepped")
         try:
-            if due(self.state.step, self.args.eval_steps):
+            self._tell("on_step_end")
+            if self._is_due("should_evaluate", self.args.eval_steps):
                 metrics |= self.evaluate()
                 self._keep_if_best(metrics["eval_reward"])
+                self._tell("on_evaluate", metrics)
             self._tell("on_step", metrics)
         finally:  # a step that was taken has its line, whatever fails after it
             journal.step(metrics)
-            is_due = due(self.state.step, self.args.logging_steps)
-            if is_due or "eval_reward" in metrics or self.state.step == self.total_steps:
+            reported = self._is_reported(metrics)
+            if reported:
                 self.trackers.log(metrics)
+        self._finish(metrics, reported, journal)
+
+    def _is_reported(self, metrics: dict[str, Any]) -> bool:
+        """Return whether trackers get the line of a step, whatever callbacks wish."""
+        step = self.state.step
+        is_due = due(step, self.args.logging_steps) or step == self.total_steps
+        return is_due or "eval_reward" in metrics
+
+    def _finish(self, metrics: dict[str, Any], reported: bool, journal: Journal) -> None:
+        """Do what callbacks wish after a step, save, and end the run if it is to end."""
+        if self._wished("should_training_stop"):
+            self.stop()
         number = self.termination.agreed()
-        if due(self.state.step, self.args.save_steps):
+        stopping = self.termination.stopping
+        wished = self._wished("should_log") or stopping
+        if wished and not reported:
+            self.trackers.log(metrics)
+        if wished or reported:
+            self._tell("on_log", metrics)
+        if self._is_due("should_save", self.args.save_steps):
             self.save_checkpoint()
         if number:
             self._end_by_signal(number, journal)
+        if stopping:
+            journal.say(f"stopped at step {self.state.step}; it can go on from there")
+            self._latest_checkpoint()
+
+    def _is_due(self, wish: Wish, every: int) -> bool:
+        """Return whether something is due, or a callback wishes it; collective."""
+        return due(self.state.step, every) or self._wished(wish)
+
+    def _wished(self, wish: Wish) -> bool:
+        """Return whether a callback of any process wishes something; collective."""
+        if not self._has_wishes:
+            return False
+        wished = any(callback.wishes(wish) for callback in self.callbacks)
+        return bool(self.runtime.all_reduce_max(int(wished)))
 
     def _step_with_rollback(self) -> dict[str, Any]:
         """Take a step; if it fails, restore random states, counters and records.
@@ -186,18 +222,20 @@ class TrainingLoop(ABC):
 
     @contextmanager
     def _saved_on_leaving(self) -> Iterator[None]:
-        """Save the last finished step when an error or Ctrl-C ends the run, and say so in a note.
+        """Save the last finished step when an error ends the run, and say so in a note.
 
         With several processes this happens only if all fail together, in one step: an error of one
         alone leaves the others in a collective. A failure to save is logged, and the original
-        error is raised. Nothing is saved of a run that has diverged, and no older checkpoint is
-        removed: weights of half a step do not replace those of a whole one.
+        error is raised. Nothing is saved of a run that has diverged or was interrupted twice, and
+        no older checkpoint is removed: weights of half a step do not replace those of a whole one.
         """
         try:
             yield
         except FloatingPointError:  # older checkpoints are from before it diverged, or closer to it
             raise
         except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and self.termination.asked:
+                raise
             try:
                 path = self._save_after_error(error)
             except Exception as another:
@@ -266,7 +304,8 @@ class TrainingLoop(ABC):
     def _tell(self, moment: str, *arguments: Any) -> None:
         """Call a method of every callback."""
         for callback in self.callbacks:
-            with foreign(f"{moment} of the callback {type(callback).__name__}"):
+            name = getattr(callback, "name", type(callback).__name__)
+            with foreign(f"{moment} of the callback {name}"):
                 getattr(callback, moment)(self, *arguments)
 
 

@@ -168,6 +168,7 @@ class PPOTrainer(PolicyGradientTrainer):
             self.peft_config,
             options.random_seed,
             args.trust_remote_code,
+            models.init_options(args),
         )
         if args.normalize_values and (critic.head is None or critic.head.weight.any()):
             raise ValueError(

@@ -1,8 +1,9 @@
 """Sampled completions, as token ids for the learner and as text for the rewards."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -10,10 +11,19 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.data.chat import whole_turn
-from rlhf_pg.data.prompts import Prompts
+from rlhf_pg.data.prompts import PromptSource
 from rlhf_pg.data.records import Rollout
 from rlhf_pg.rewards import sum_step_scores
-from rlhf_pg.rollout import Completion, Episode, EpisodeRunner, RolloutEngine, SamplingParams
+from rlhf_pg.rewards.judgement import Begun
+from rlhf_pg.rollout import (
+    Completion,
+    Episode,
+    EpisodeRunner,
+    RolloutEngine,
+    RolloutFunction,
+    SamplingParams,
+    environments_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +37,18 @@ class Samples:
     columns: dict[str, list[Any]]  # the dataset's other columns
     rows: list[int]  # of the dataset
     episodes: list[Episode] = field(default_factory=list)  # where there is an environment or tools
+    begun: dict[int, Begun] = field(default_factory=dict)  # calls of rewards, by group
+    logged: dict[str, list[Any]] = field(default_factory=dict)  # columns from reward functions
 
     @property
     def num_tokens(self) -> Tensor:
         """Real tokens of prompts and completions, a number on the device."""
         return self.rollout.prompt_mask.sum() + self.rollout.completion_mask.sum()
+
+    @property
+    def environments(self) -> list[Any]:
+        """The environment of each row as its factory made it; empty without environments."""
+        return environments_of(self.episodes)
 
     def firsts(self) -> list[int]:
         """Return the index of the first row of every group."""
@@ -42,6 +59,7 @@ class Samples:
     def concat(cls, parts: Sequence[Self], pad_token_id: int) -> Self:
         """Join the completions of all parts; a part may have none."""
         names = dict.fromkeys(name for part in parts for name in part.columns)
+        extra = dict.fromkeys(name for part in parts for name in part.logged)
         return cls(
             rollout=Rollout.concat([part.rollout for part in parts], pad_token_id),
             prompts=_joined(part.prompts for part in parts),
@@ -51,6 +69,10 @@ class Samples:
             columns={n: _joined(part.columns.get(n, []) for part in parts) for n in names},
             rows=_joined(part.rows for part in parts),
             episodes=_joined(part.episodes for part in parts),
+            logged={
+                name: _joined(part.logged.get(name, [None] * len(part.rows)) for part in parts)
+                for name in extra
+            },
         )
 
     def renumbered(self, groups: Mapping[int, int]) -> tuple[Self, Tensor]:
@@ -67,6 +89,7 @@ class Samples:
             columns={name: [column[i] for i in rows] for name, column in self.columns.items()},
             rows=[self.rows[i] for i in rows],
             episodes=[self.episodes[i] for i in rows] if self.episodes else [],
+            logged={name: [column[i] for i in rows] for name, column in self.logged.items()},
         )
         return samples, index
 
@@ -82,6 +105,7 @@ class Samples:
                 "prompt": self.prompts[i],
                 "completion": self.completions[i],
                 **{f"rewards/{name}": total[i][k] for k, name in enumerate(names)},
+                **{name: column[i] for name, column in self.logged.items()},
                 **self._episode(i),
             }
             for i in sorted({*self.firsts()[:count], *failed[:count]})
@@ -119,7 +143,7 @@ class ScoredBatch:
 def sample(
     engine: RolloutEngine,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Prompts,
+    prompts: PromptSource,
     rows: Sequence[int],
     prompt_indices: Sequence[int],
     n: int,
@@ -128,6 +152,8 @@ def sample(
     dtype: torch.dtype,
     device: torch.device,
     episode_runner: EpisodeRunner | None = None,
+    rollout_func: RolloutFunction | None = None,
+    finished: Callable[[int, list[Episode]], None] | None = None,
 ) -> Samples:
     """Sample `n` completions of the given dataset rows, or play `n` episodes of each.
 
@@ -135,12 +161,20 @@ def sample(
         prompt_indices: one number per row, which keys its noise and names its group.
         dtype: of the log-probabilities.
         episode_runner: for a run with an environment or tools.
+        rollout_func: samples in place of the engine.
+        finished: without these, is told the place of each row in `rows`, and its completions, as
+            soon as all of them are sampled.
     """
-    examples = [prompts.rows[row] for row in rows]
-    tokens = [prompts.tokens[row] for row in rows]
-    if episode_runner is None:
-        sampled = engine.generate(tokens, n, params, seed, prompt_ids=prompt_indices)
-        episodes = _single_turns(sampled, examples, tokens, tokenizer)
+    examples = prompts.examples(rows)
+    tokens = prompts.encoded(rows)
+    if rollout_func is not None:
+        wanted = [example["prompt"] for example in examples for _ in range(n)]
+        episodes = rollout_func.sample(wanted, params.max_tokens)
+    elif episode_runner is None:
+        wrapped = partial(_single_turns, examples=examples, tokens=tokens, tokenizer=tokenizer)
+        early = {} if finished is None else {"finished": _by_prompt(n, wrapped, finished)}
+        sampled = engine.generate(tokens, n, params, seed, prompt_ids=prompt_indices, **early)
+        episodes = wrapped(dict(enumerate(sampled)), n)
     else:
         episodes = episode_runner.play(engine, examples, tokens, prompt_indices, n, params, seed)
     rollout = Rollout.from_tokens(
@@ -156,38 +190,67 @@ def sample(
         supports=[episode.support for episode in episodes] if params.truncates else None,
     )
     repeated = [row for row in rows for _ in range(n)]
-    columns: dict[str, list[Any]] = prompts.rows[repeated] if repeated else {}
-    columns.pop("prompt", None)
-    said = [_said(episode, tokenizer) for episode in episodes]
+    said = [prompt_and_completion(episode, tokenizer) for episode in episodes]
     return Samples(
         rollout=rollout,
         prompts=[prompt for prompt, _ in said],
         completions=[completion for _, completion in said],
         completion_ids=[episode.tokens for episode in episodes],
-        columns=columns,
+        columns=columns_of(prompts, repeated) | _own_columns(episodes),
         rows=repeated,
         episodes=[] if episode_runner is None else episodes,
     )
 
 
 def _single_turns(
-    sampled: Sequence[Completion],
+    sampled: Mapping[int, Completion],
+    n: int,
     examples: Sequence[Mapping[str, Any]],
     tokens: Sequence[Sequence[int]],
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[Episode]:
-    """Wrap completions, in the order example * n + sample, as episodes of one turn."""
+    """Wrap completions, by their places example * n + sample, as episodes of one turn."""
     episodes = []
-    for i, completion in enumerate(sampled):
-        place = i * len(examples) // len(sampled)
-        episode = Episode(prompt=examples[place]["prompt"], prompt_ids=tokens[place])
+    for i in sorted(sampled):
+        completion = sampled[i]
+        episode = Episode(prompt=examples[i // n]["prompt"], prompt_ids=tokens[i // n])
         episode.act(completion, tokenizer.decode(completion.tokens, skip_special_tokens=True))
         episode.truncated = completion.finish_reason == "length"
         episodes.append(episode)
     return episodes
 
 
-def _said(episode: Episode, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, Any]:
+def _by_prompt(
+    n: int,
+    wrapped: Callable[[Mapping[int, Completion], int], list[Episode]],
+    finished: Callable[[int, list[Episode]], None],
+) -> Callable[[int, Completion], None]:
+    """Return a function that takes single completions, and tells of all `n` of a prompt at once."""
+    sampled: dict[int, dict[int, Completion]] = {}
+
+    def add(index: int, completion: Completion) -> None:
+        group = sampled.setdefault(index // n, {})
+        group[index] = completion
+        if len(group) == n:
+            finished(index // n, wrapped(group, n))
+
+    return add
+
+
+def _own_columns(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
+    """Return the columns that a `rollout_func` has added."""
+    names = episodes[0].columns if episodes else ()
+    return {name: [episode.columns[name] for episode in episodes] for name in names}
+
+
+def columns_of(prompts: PromptSource, rows: Sequence[int]) -> dict[str, list[Any]]:
+    """Return the dataset's other columns, with an entry for each of the rows."""
+    columns = prompts.columns(rows)
+    columns.pop("prompt", None)
+    return columns
+
+
+def prompt_and_completion(episode: Episode, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, Any]:
     """Return prompt and completion, both as text or both as messages."""
     if isinstance(episode.prompt, str):
         return episode.prompt, tokenizer.decode(episode.tokens, skip_special_tokens=True)

@@ -2,49 +2,74 @@
 
 import dataclasses
 import logging
+import math
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, set_seed
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerState,
+    set_seed,
+)
 
 from rlhf_pg import models
 from rlhf_pg.advantages import ADVANTAGES, NEED_GRADIENTS, AdvantageInputs
+from rlhf_pg.boundary.launcher import check_precision
+from rlhf_pg.boundary.quoted import quoted
 from rlhf_pg.checkpoint import Checkpointer, TrainState
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.fields import bound
-from rlhf_pg.data import Experience, Prompts, PromptSampler, vocabulary_fingerprint
-from rlhf_pg.data.prompts import fitting_prompts
+from rlhf_pg.data import Experience, vocabulary_fingerprint
+from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.losses import POLICY_LOSSES, Loss
 from rlhf_pg.models import Critic, PolicyOutput, Reference
 from rlhf_pg.models.assemble import Models, adapter_of, assembled, policy_of
 from rlhf_pg.plan.token_budget import chunk_size, most, settled_budget
 from rlhf_pg.report.trackers import Trackers
-from rlhf_pg.rewards import Rewards, RewardSource
+from rlhf_pg.rewards import CallOptions, Rewards, RewardSource
 from rlhf_pg.rewards.shaping import Shaping
-from rlhf_pg.rollout import EnvironmentFactory, RolloutEngine, Tool
-from rlhf_pg.rollout.factory import new_engine, new_episode_runner
+from rlhf_pg.rollout import (
+    EnvironmentFactory,
+    EnvironmentSource,
+    RolloutEngine,
+    RolloutFunction,
+    SamplingParams,
+    Tool,
+    recognized,
+)
+from rlhf_pg.rollout.factory import check_rollout_func, new_engine, new_episode_runner
 from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import Runtime, Termination, broadcasts_failure
+from rlhf_pg.tasks.inputs import Inputs, recorded, settled_inputs
+from rlhf_pg.trainers.callbacks import Callback, adapted
 from rlhf_pg.trainers.collector import Collector
 from rlhf_pg.trainers.controllers import Controllers
+from rlhf_pg.trainers.datasets import PromptLoader
 from rlhf_pg.trainers.engines import choose_engine, start, with_engine
+from rlhf_pg.trainers.habits import refuse_foreign
 from rlhf_pg.trainers.learner import Learner
-from rlhf_pg.trainers.loop import Callback, TrainingLoop
+from rlhf_pg.trainers.loop import TrainingLoop
 from rlhf_pg.trainers.model_check import FILE, Examined, Verdict, check_model, key_of
 from rlhf_pg.trainers.optimizer import Optimizers, optimizer_and_schedule
 from rlhf_pg.trainers.skipping import SkippedUpdates
 
 logger = logging.getLogger(__name__)
+
+Environments: TypeAlias = (
+    EnvironmentFactory | EnvironmentSource | Callable[[], Any] | Mapping[str, Callable[[], Any]]
+)
+RolloutFunc: TypeAlias = Callable[[list[Any], Any], Mapping[str, Any]]
 
 
 class TrainerSetup(TrainingLoop):
@@ -61,53 +86,64 @@ class TrainerSetup(TrainingLoop):
     def new_critic(self) -> Critic | None:
         """Make the critic of an algorithm that has one."""
 
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        refuse_foreign(cls, given)
+        return super().__new__(cls)
+
     @broadcasts_failure
     def __init__(
         self,
         model: str | PathLike[str] | PreTrainedModel | None = None,
         reward_funcs: RewardSource | Sequence[RewardSource] = (),
         args: PolicyGradientConfig | None = None,
-        train_dataset: Dataset | None = None,
-        eval_dataset: Dataset | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: Any = None,
         peft_config: Any = None,
-        callbacks: Sequence[Callback] | None = None,
+        callbacks: Sequence[Callback | TrainerCallback] | None = None,
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
         quantization_config: Any = None,
         tools: Sequence[Tool] | None = None,
-        environment_factory: EnvironmentFactory | None = None,
+        environment_factory: Environments | None = None,
+        rollout_func: RolloutFunc | None = None,
     ) -> None:
-        self.args = args = self._settled(args, model, eval_dataset)
-        self.callbacks = list(callbacks or ())
+        args = self._of_this_type(args)
+        check_precision(args.dtype)
+        self.callbacks = adapted(callbacks)
+        given = settled_inputs(
+            args, model, reward_funcs, train_dataset, eval_dataset, tools, environment_factory
+        )
+        self._said = given.said
+        self._recorded = recorded(args, given, train_dataset is not None)
+        self.args = args = self._settled(args, given)
         self.runtime = Runtime(args.ddp_timeout)
         for warning in args.warnings if self.runtime.is_main else ():
             logger.warning("%s", warning)
         self.trackers = Trackers(args.report_to, self.runtime)
         self.termination = Termination(self.runtime)
-        played = environment_factory is not None
-        self.rewards = self._new_rewards(reward_funcs, reward_processing_classes, played)
+        self._recognize(given, rollout_func)
+        self.rewards = self._new_rewards(given.reward_funcs, reward_processing_classes)
         self.shaping = Shaping(args, self.rewards)
         set_seed(args.seed)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
         self.peft_config = adapter_of(args, peft_config)
         self.model = policy_of(
-            model or args.model_name_or_path,
+            given.model,
             args,
             self.runtime.loading_device,
             self.peft_config,
             quantization_config,
         )
-        self.processing_class = models.load_tokenizer(
-            processing_class, self.model, args.pad_token, args.trust_remote_code
-        )
+        self.processing_class = self._tokenizer(processing_class)
         self.episode_runner = new_episode_runner(
-            args, tools, environment_factory, self.model, self.processing_class
+            args, given.tools, self.environments, self.model, self.processing_class
         )
-        self._load_prompts(train_dataset, eval_dataset)
+        self._load_prompts(given.train_dataset, given.eval_datasets)
         self._resolve_method()
         self.critic = self.new_critic()
-        self._settle_positions(has_environment=played)
+        own_prompts = self.environments is not None or rollout_func is not None
+        self._settle_positions(own_prompts)
         self.state = TrainState()
         self._verdict: Verdict | None = None  # of the model check
         self.engine_name, self.why_engine = choose_engine(args, self.model, self.runtime)
@@ -124,37 +160,62 @@ class TrainerSetup(TrainingLoop):
     def engine(self, engine: RolloutEngine) -> None:
         self.collector.engine = engine
 
-    def _settled(
-        self,
-        args: PolicyGradientConfig | None,
-        model: str | PathLike[str] | PreTrainedModel | None,
-        eval_dataset: Dataset | None,
-    ) -> PolicyGradientConfig:
+    @property
+    def sampling_params(self) -> SamplingParams | None:
+        """The parameters of what is sampled now, for a `rollout_func` that obeys them."""
+        return self.collector.params
+
+    def _tokenizer(self, given: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+        """Return the given tokenizer or that of the model, with the arguments of its template."""
+        args, revision = self.args, self.args.model_init_kwargs.get("revision")
+        tokenizer = models.load_tokenizer(
+            given, self.model, args.pad_token, args.trust_remote_code, revision
+        )
+        set_template_arguments(tokenizer, args.chat_template_kwargs)
+        return tokenizer
+
+    def _of_this_type(self, args: PolicyGradientConfig | None) -> PolicyGradientConfig:
+        """Return the config, by default that of the algorithm; refuse one of another."""
+        args = self.config_type() if args is None else args
+        if not isinstance(args, self.config_type):
+            kind = type(args)
+            raise ValueError(
+                f"args must be rlhf_pg's {self.config_type.__name__}, got "
+                f"{quoted(f'{kind.__module__}.{kind.__name__}')}"
+            )
+        return args
+
+    def _settled(self, args: PolicyGradientConfig, given: Inputs) -> PolicyGradientConfig:
         """Return the config of this run, which never changes.
 
         It has the model's path, if there is one, and an absolute `output_dir`, so that a change of
         the working directory does not matter.
 
         Raises:
-            ValueError: it is of another algorithm, names no model, or evaluates on nothing.
+            ValueError: it names no model, or evaluates on nothing.
         """
-        args = self.config_type() if args is None else args
-        if not isinstance(args, self.config_type):
+        if args.eval_steps and not given.eval_datasets:
             raise ValueError(
-                f"args must be a {self.config_type.__name__}, got {type(args).__name__}"
+                "eval_steps needs an eval_dataset, or dataset_test_split or eval_dataset_name"
             )
-        if args.eval_steps and eval_dataset is None:
-            raise ValueError("eval_steps needs an eval_dataset")
-        model = model or args.model_name_or_path
-        if model is None:
+        if given.model is None:
             raise ValueError("no model: give model=... or the key model_name_or_path")
         changes: dict[str, Any] = {"output_dir": os.path.abspath(args.output_dir)}
-        if isinstance(model, str | PathLike):
-            changes["model_name_or_path"] = str(model)
+        if isinstance(given.model, str | PathLike):
+            changes["model_name_or_path"] = str(given.model)
         return dataclasses.replace(args, **changes)
 
-    def _new_rewards(self, functions: Any, processing_classes: Any, environment: bool) -> Rewards:
+    def _recognize(self, given: Inputs, rollout_func: RolloutFunc | None) -> None:
+        """Find out what kind of environments there are, if any, and what else samples."""
+        factory = given.environment_factory
+        played = factory is not None
+        check_rollout_func(rollout_func, self.args, has_episodes=bool(given.tools) or played)
+        self.rollout_func = rollout_func
+        self.environments = recognized(factory) if played else None
+
+    def _new_rewards(self, functions: Any, processing_classes: Any) -> Rewards:
         args = self.args
+        environment = self.environments is not None and self.environments.pays
         return Rewards(
             functions,
             args.reward_weights,
@@ -164,29 +225,32 @@ class TrainerSetup(TrainingLoop):
             args.reward_model_sees_eos,
             args.reward_model_closes_truncated,
             args.trust_remote_code,
+            CallOptions(
+                workers=args.reward_workers,
+                timeout=args.reward_timeout,
+                on_error=args.on_reward_error,
+                error_value=args.reward_error_value,
+            ),
         )
 
-    def _load_prompts(self, train_dataset: Dataset | None, eval_dataset: Dataset | None) -> None:
-        args = self.args
-        self.train_prompts = self._prompts(train_dataset, "train_dataset")
-        has_eval = eval_dataset is not None
-        self.eval_prompts = self._prompts(eval_dataset, "eval_dataset") if has_eval else None
-        self.prompt_order = PromptSampler(len(self.train_prompts), args.seed, args.shuffle_dataset)
-        self.total_steps = args.total_steps(len(self.train_prompts))
-
-    def _prompts(self, dataset: Dataset | None, name: str) -> Prompts:
-        args = self.args
-        return fitting_prompts(
-            dataset,
-            name,
-            self.processing_class,
-            max_prompt_length=args.max_prompt_length,
-            long_prompts=args.long_prompts,
-            max_completion_length=args.max_completion_length,
-            positions=models.max_positions(self.model),
-            micro_batch_tokens=args.micro_batch_tokens,
+    def _load_prompts(self, train_dataset: Any, eval_datasets: Mapping[str, Any]) -> None:
+        args, environments = self.args, self.environments
+        if environments is not None:
+            own, rows = train_dataset is None, args.prompts_per_step
+            train_dataset = environments.prompted(train_dataset, rows)
+            if own and train_dataset is not None and args.max_steps < 0:
+                raise ValueError("without a train_dataset, max_steps has to say how long to train")
+            eval_datasets = {
+                name: environments.prompted(data, rows) for name, data in eval_datasets.items()
+            }
+        self.prompt_loader = loader = PromptLoader(
+            args=args,
+            tokenizer=self.processing_class,
             tools=self.episode_runner.tools if self.episode_runner else (),
+            positions=models.max_positions(self.model),
         )
+        self.train_prompts, self.prompt_order, self.total_steps = loader.train(train_dataset)
+        self.eval_sets = loader.evaluated(eval_datasets)
 
     def _resolve_method(self) -> None:
         """Look up the functions that the config names, and make the controllers."""
@@ -204,10 +268,10 @@ class TrainerSetup(TrainingLoop):
         averaging = args.advantage_estimator == "returns_minus_moving_average"
         self.moving_average = MovingAverage() if averaging else None
 
-    def _settle_positions(self, has_environment: bool) -> None:
+    def _settle_positions(self, own_prompts: bool) -> None:
         """Fix one set of positions for rows of all lengths (`settle_positions`)."""
         longest = self.longest_row
-        if has_environment and self._limit is not None:
+        if own_prompts and self._limit is not None:
             longest = max(longest, self._limit)
         for module in filter(None, (self.model, self.critic)):
             models.settle_positions(module, longest)
@@ -237,10 +301,10 @@ class TrainerSetup(TrainingLoop):
         )
 
     def _new_collector(self) -> Collector:
-        runner = self.episode_runner
-        if runner is not None:  # a prompt from `Environment.reset` must leave room for a completion
-            limit = self._limit
-            longest = None if limit is None else limit - self.args.max_completion_length
+        runner, limit = self.episode_runner, self._limit
+        # A prompt that is not the dataset's must leave room for a completion.
+        longest = None if limit is None else limit - self.args.max_completion_length
+        if runner is not None:
             runner = dataclasses.replace(runner, longest_prompt=longest)
         return Collector(
             engine=self._start_engine(),
@@ -255,6 +319,19 @@ class TrainerSetup(TrainingLoop):
             stop_token_ids=models.stop_token_ids(self.model, self.processing_class),
             progress=self._progress,
             episode_runner=runner,
+            rollout_func=self._rollout_function(longest),
+        )
+
+    def _rollout_function(self, longest_prompt: int | None) -> RolloutFunction | None:
+        sample = self.rollout_func
+        if sample is None:
+            return None
+        return RolloutFunction(
+            function=lambda prompts: sample(prompts, self),
+            tokenizer=self.processing_class,
+            stop_token_ids=models.stop_token_ids(self.model, self.processing_class),
+            vocabulary=self.model.get_input_embeddings().num_embeddings,
+            longest_prompt=longest_prompt,
         )
 
     def _start_engine(self) -> RolloutEngine:
@@ -298,18 +375,27 @@ class TrainerSetup(TrainingLoop):
     # ------------------------------------------------------------------- what a run says of itself
 
     def describe(self) -> str:
-        """Describe in one line what is trained and how."""
-        return (
+        """Describe in one line what is trained and how, and in one each where rewards come from."""
+        trained = (
             f"{type(self).__name__}: {self.runtime.describe()}; {self.learner.size}; "
-            f"{len(self.train_prompts)} prompts, {self.total_steps} steps; "
+            f"{self.train_prompts.size or 'streamed'} prompts, {self.total_steps} steps; "
             f"rollout_engine {self.engine_name} ({self.why_engine})"
         )
+        return "\n".join([trained, *self._said])
 
     def resolved_args(self) -> PolicyGradientConfig:
-        """Return the config with the engine and the token budget that were found."""
-        tokens = self.learner.token_budget
-        args = with_engine(self.args, self.engine_name)
-        return dataclasses.replace(args, micro_batch_tokens=tokens)
+        """Return the config with what was found: data, rewards, engine and token budget."""
+        found: dict[str, Any] = {
+            "micro_batch_tokens": self.learner.token_budget,
+            "dataset_fingerprint": self.train_prompts.fingerprint,
+        }
+        return dataclasses.replace(
+            with_engine(self.args, self.engine_name), **found, **self._recorded
+        )
+
+    def _first_prompts(self) -> list[list[int]]:
+        """Return the tokens of the first prompts of the data."""
+        return self.train_prompts.encoded(range(min(8, self.train_prompts.size or 8)))
 
     def _config(self) -> dict[str, Any]:
         return dataclasses.asdict(self.resolved_args()) | {"algorithm": self.algorithm}
@@ -341,8 +427,8 @@ class TrainerSetup(TrainingLoop):
     @property
     def longest_row(self) -> int:
         """The most tokens that a row may have."""
-        prompts = [p for p in (self.train_prompts, self.eval_prompts) if p is not None]
-        return max(p.longest for p in prompts) + self.args.max_completion_length
+        longest = max(p.longest for p in (self.train_prompts, *self.eval_sets.values()))
+        return longest + self.args.max_completion_length
 
     @property
     def _limit(self) -> int | None:
@@ -362,7 +448,7 @@ class TrainerSetup(TrainingLoop):
     def _progress(self) -> TrainerState:
         """Return the progress of the run, which reward functions may ask for."""
         return TrainerState(
-            epoch=self.state.prompt_index / len(self.train_prompts),
+            epoch=self.state.prompt_index / (self.train_prompts.size or math.inf),
             global_step=self.state.step,
             max_steps=self.total_steps,
         )
@@ -417,7 +503,7 @@ class TrainerSetup(TrainingLoop):
             module=learner.module,
             score=lambda batch: learner.trained(batch).logprobs,
             engine=self.engine,
-            tokens=[token for tokens in self.train_prompts.tokens[:8] for token in tokens],
+            tokens=[token for tokens in self._first_prompts() for token in tokens],
             lengths=(longest - args.max_completion_length, args.max_completion_length),
             dtype=self.dtype,
             agreed=lambda holds: bool(runtime.all_reduce_max(int(holds))),

@@ -65,7 +65,7 @@ def a_reward_model(directory) -> None:
 
 
 def a_warm_start(directory) -> None:
-    warm_start(SFTConfig(output_dir=str(directory), max_steps=1, batch_size=2))
+    warm_start(SFTConfig(task="arithmetic", output_dir=str(directory), max_steps=1, batch_size=2))
 
 
 @pytest.mark.parametrize("train", [a_reward_model, a_warm_start])

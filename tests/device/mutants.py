@@ -96,9 +96,9 @@ MUTANTS = [
     Mutant(
         name="scores-on-the-cpu",
         mistake="scores of reward functions are not moved to the device",
-        target="rlhf_pg.trainers.collector.Collector.score",
-        old="self.shaping.penalized(scores.to(rollout.sampler_logprobs), rollout)",
-        new="self.shaping.penalized(scores, rollout)",
+        target="rlhf_pg.trainers.collector.Collector.scored",
+        old="judgement.scores.to(rollout.sampler_logprobs)",
+        new="judgement.scores",
         killers=(f"{RUN}[grpo, penalties]",),
     ),
     Mutant(

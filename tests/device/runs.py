@@ -157,7 +157,7 @@ def trainer(run: Run, directory: Path, steps: int | None = None) -> Any:
     paths = {"model_name_or_path": str(model), "output_dir": str(directory / "out")}
     return trainer_type(
         reward_funcs=rewards,
-        args=config_type(**paths, task=task.name, **options),
+        args=config_type(**paths, **options),
         train_dataset=task.train_dataset,
         eval_dataset=task.eval_dataset.select(range(4)) if "eval_steps" in options else None,
         tools=task.tools,

@@ -128,8 +128,8 @@ def test_killed_rank_is_reported_by_other_rank(started) -> None:
 @pytest.mark.distributed
 @pytest.mark.fault(
     26,
-    "after ddp_timeout all processes report their stacks and end; one that is alone waits, since "
-    "reward functions run in its own process: give a judge that may hang a timeout of its own",
+    "after ddp_timeout all processes report their stacks and end; one that is alone waits, unless "
+    "reward_workers and reward_timeout are set",
 )
 @pytest.mark.fault(29, "after ddp_timeout all report their stacks and end")
 def test_hanging_rank_is_reported_with_all_stacks(started) -> None:

@@ -63,9 +63,9 @@ ROWS = {
     58: "a server whose answers are cut off, malformed, or no sample of the policy",
     59: "a server that redirects, floods, or never ends",
     60: "a server whose answer is lost when it has done what was asked",
+    61: "a reward file that is missing, or whose import fails",
+    62: "a server of rewards, or a judge, that fails, hangs, floods, redirects or is gone",
+    63: "a server of rewards, or a judge, that answers garbage",
 }
 
-UNSHOWN = {
-    27: "reward functions run in the trainer's process, which they take with them: the run goes on "
-    "from its last checkpoint. A judge that may crash belongs behind a server.",
-}
+UNSHOWN = {}

@@ -440,7 +440,7 @@ def changed_row(rows):
 @pytest.mark.parametrize("change", [changed_row, lambda rows: rows.select([1, 0, 2, 3, 4, 5])])
 def test_changed_dataset_on_resume_is_refused(output, change) -> None:
     trainer = build(str(output), **OPTIONS)
-    trainer._load_prompts(change(trainer.train_prompts.rows), None)
+    trainer._load_prompts(change(trainer.train_prompts.rows), {})
     with pytest.raises(ValueError, match="another train_dataset: resume with the same rows"):
         trainer.checkpointer.resume("latest", trainer.runtime)
 

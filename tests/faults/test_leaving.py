@@ -182,10 +182,9 @@ def test_second_sigint_interrupts_exit_save(make, tmp_path, monkeypatch, request
     monkeypatch.setattr(
         trainer.checkpointer, "save_models", lambda *_: os.kill(os.getpid(), signal.SIGINT)
     )
-    with pytest.raises(KeyboardInterrupt) as left:
+    with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert isinstance(left.value.__context__, KeyboardInterrupt)
     (unnamed,) = (tmp_path / "run" / "checkpoints").iterdir()
-    assert unnamed.name == "partial-step-00000001"
+    assert unnamed.name == "partial-step-00000002"
     with pytest.raises(ValueError, match="no checkpoint"):
         make().train("latest")

@@ -18,7 +18,11 @@ SOURCES = sorted(Path(rlhf_pg.__file__).parent.rglob("*.py"))
 # What runs or unpickles what it is given, or may.
 CALLS = {"eval", "exec", "compile", "__import__", "import_module", "system", "popen"}
 MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "code", "runpy"}
-HARMLESS = {"torch.compile", "re.compile"}
+HARMLESS = {"torch.compile", "re.compile", "regex.compile"}
+# The one place that imports what a recipe names: a Python file or a dotted name, never a URL.
+NAMED_CODE = {"boundary/user_modules.py": ["importlib.import_module"]}
+# A worker unpickles what the trainer that started it sends; what it answers is JSON.
+NAMED_CODE |= {"boundary/worker.py": ["pickle"], "rewards/workers.py": ["pickle"]}
 KEY = "trust_remote_code"
 OPTIONS = {"shell", KEY, "allow_pickle"}
 
@@ -46,7 +50,8 @@ def misuses(tree: ast.AST) -> list[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_source_has_no_unsafe_calls(path) -> None:
-    assert misuses(ast.parse(path.read_text())) == []
+    name = path.relative_to(Path(rlhf_pg.__file__).parent).as_posix()
+    assert misuses(ast.parse(path.read_text())) == NAMED_CODE.get(name, [])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from multiprocessing import get_context
 import pytest
 
 from rlhf_pg.checkpoint.atomic import verified
-from rlhf_pg.runtime.termination import LAUNCHED, POLL, SAME
+from rlhf_pg.runtime.termination import LAUNCHED, POLL, SAME, TOLD
 from tests.faults.job import start
 from tests.trainers.conftest import digits
 from tests.untimed import untimed
@@ -70,18 +70,44 @@ def test_trainer_can_train_again_after_sigterm(make) -> None:
     assert trainer.state.step == 3
 
 
-@pytest.mark.fault(5, "SIGINT breaks the step off, and the ones before are saved")
-def test_sigint_abandons_step_and_keeps_previous_ones(make, tmp_path, request) -> None:
-    # A shell starts what it puts into the background with SIGINT ignored.
+@pytest.fixture
+def interruptible():
+    """A shell starts what it puts into the background with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.fault(5, "the first SIGINT is like SIGTERM, with 130")
+def test_sigint_finishes_step_and_saves_it(make, tmp_path, interruptible, capfd) -> None:
     trainer = make(reward_funcs=signalled(signal.SIGINT, 2))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit) as left:
         trainer.train()
+    assert left.value.code == 130
+    assert TOLD.decode() in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     checkpoints = tmp_path / "run" / "checkpoints"
-    assert [path.name for path in checkpoints.iterdir()] == ["step-00000001"]
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]
     make().train(resume_from_checkpoint="latest")
     assert len(untimed(tmp_path / "run")) == 3
+
+
+@pytest.mark.fault(5, "a second SIGINT breaks the step off at once; the checkpoints are whole")
+def test_second_sigint_ends_at_once(make, tmp_path, interruptible) -> None:
+    calls = []
+
+    def reward(completions, **columns):
+        calls.append(1)
+        for _ in range(2 * (len(calls) == 3)):
+            os.kill(os.getpid(), signal.SIGINT)
+        return digits(completions, **columns)
+
+    with pytest.raises(KeyboardInterrupt):
+        make(reward_funcs=reward, save_steps=1).train()
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000001", "step-00000002"]
+    assert verified(checkpoints / "step-00000002") is None
+    assert len(untimed(tmp_path / "run")) == 2
 
 
 def test_repeated_immediate_sigterm_counts_once(make) -> None:

@@ -55,7 +55,9 @@ def test_printing_reward_survives_closed_reader(make, tmp_path, piped) -> None:
 @pytest.mark.fault(50, "a warm start goes on quietly, and saves")
 def test_warm_start_survives_closed_reader(tmp_path, piped) -> None:
     os.close(piped())
-    final = warm_start(SFTConfig(output_dir=str(tmp_path / "run"), max_steps=2, batch_size=2))
+    final = warm_start(
+        SFTConfig(task="arithmetic", output_dir=str(tmp_path / "run"), max_steps=2, batch_size=2)
+    )
     assert (final / "model.safetensors").exists()
 
 

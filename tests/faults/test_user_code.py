@@ -224,7 +224,7 @@ def test_exit_in_evaluation_answer_raises(make):  # noqa: F811
     data = Dataset.from_list([{"prompt": "1+1="}])
     trainer = make(eval_dataset=data, num_generations_eval=2)
     with pytest.raises(RuntimeError, match="answer raised SystemExit: 0"), trainer.sampling():
-        evaluate(trainer.collector, trainer.eval_prompts, 1.0, lambda _: sys.exit(0))
+        evaluate(trainer.collector, trainer.eval_sets[""], 1.0, lambda _: sys.exit(0))
 
 
 # -------------------------------------------------------------- what it does to the process

@@ -54,8 +54,8 @@ RECORDS = [
         name="long-prompts-cut",
         mistake="a prompt that is too long loses its beginning without a word",
         target="rlhf_pg.data.prompts.load_prompts",
-        old="encode(prompt, tokenizer, row, tools=tools, most=max_prompt_length)",
-        new="encode(prompt, tokenizer, row, tools=tools)[-(max_prompt_length or 0) :]",
+        old="encode(prompt, tokenizer, row, tools=own, most=max_prompt_length)",
+        new="encode(prompt, tokenizer, row, tools=own)[-(max_prompt_length or 0) :]",
         killers=("tests/data/test_prompts.py::test_long_prompts_raise_with_first_row",),
     ),
     Mutant(
@@ -380,9 +380,9 @@ SOURCES = [
     Mutant(
         name="reward-mutates-its-input",
         mistake="what one reward function does to its arguments, the next one and the trainer see",
-        target="rlhf_pg.rewards.Rewards._call",
-        old="copy.deepcopy(lists | wanted)",
-        new="(inputs | wanted)",
+        target="rlhf_pg.rewards.calls._copied",
+        old="copy.deepcopy(given)",
+        new="given",
         killers=(f"{REWARDS}::test_input_mutation_is_invisible_to_other_functions",),
     ),
     Mutant(
@@ -396,7 +396,7 @@ SOURCES = [
     Mutant(
         name="none-is-zero",
         mistake="a reward that does not apply counts as 0",
-        target="rlhf_pg.rewards.functions._number",
+        target="rlhf_pg.rewards.answers._number",
         old="if score is None:\n        return math.nan",
         new="if score is None:\n        return 0.0",
         killers=(f"{REWARDS}::test_none_score_leaves_gap_in_its_column",),
@@ -441,8 +441,8 @@ SOURCES = [
         name="preferences-reversed",
         mistake="the reward model learns to prefer what was rejected",
         target="rlhf_pg.rewards.bradley_terry_loss",
-        old="logsigmoid(chosen - rejected)",
-        new="logsigmoid(rejected - chosen)",
+        old="    return -nn.functional.logsigmoid(apart).mean()",
+        new="    return -nn.functional.logsigmoid(-apart).mean()",
         killers=(
             "tests/rewards/test_bradley_terry.py::test_gradient_is_probability_of_wrong_preference",
         ),
@@ -503,7 +503,7 @@ LOOP = [
     Mutant(
         name="score-at-every-token",
         mistake="the score is paid at every token",
-        target="rlhf_pg.rewards.functions._placed",
+        target="rlhf_pg.rewards.answers.placed",
         old="table[i, last[i]] = ",
         new="table[i] = ",
         killers=(f"{PPO}::test_score_is_paid_at_last_token",),

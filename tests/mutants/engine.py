@@ -118,8 +118,8 @@ MUTANTS = [
         name="noise-of-the-step",
         mistake="the noise is keyed by the place in the batch, so every step and rank has the same",
         target="rlhf_pg.trainers.samples.sample",
-        old="seed, prompt_ids=prompt_indices)",
-        new="seed)",
+        old="seed, prompt_ids=prompt_indices, **early)",
+        new="seed, **early)",
         killers=(f"{STEP}::test_sampling_noise_differs_between_steps_and_rows",),
     ),
     Mutant(

@@ -133,7 +133,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="words-that-are-control-tokens",
         mistake="the name of a special token in a message closes the turn",
-        target="rlhf_pg.data.chat._quoted_chat",
+        target="rlhf_pg.data.chat.quoted_chat",
         old="    quoted: list[Any] = _quoted(messages, special)",
         new="    quoted: list[Any] = list(messages)",
         killers=("tests/data/test_prompts.py::test_message_content_yields_no_control_token",),

@@ -78,7 +78,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="score-on-tool-output",
         mistake="the score stands at the last token, be it one that the policy did not choose",
-        target="rlhf_pg.rewards.functions._placed",
+        target="rlhf_pg.rewards.answers.placed",
         old="            table[i, last[i]] = _number(",
         new="            table[i, len(completion_ids[i]) - 1] = _number(",
         killers=(FUNCTIONS_TEST + "test_completion_score_is_at_last_action_token",),
@@ -86,7 +86,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="step-one-token-late",
         mistake="the score of a step is paid at the first token of the next one",
-        target="rlhf_pg.rewards.functions._placed",
+        target="rlhf_pg.rewards.answers.placed",
         old="            table[i, : len(own)] = torch.tensor(steps, dtype=torch.float64)\n",
         new="            table[i, 1 : len(own)] = torch.tensor(steps, dtype=torch.float64)[:-1]\n",
         killers=(FUNCTIONS_TEST + "test_list_scores_steps_at_their_last_tokens",),
@@ -94,7 +94,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="steps-summed-at-the-end",
         mistake="step scores are added up and paid as one at the end: a discount takes too much",
-        target="rlhf_pg.rewards.functions._placed",
+        target="rlhf_pg.rewards.answers.placed",
         old="            table[i, : len(own)] = torch.tensor(steps, dtype=torch.float64)\n",
         new="            table[i, last[i]] = sum(step for step in steps if step == step)\n",
         killers=(OPTIONS_TEST + "test_discounted_token_credit_covers_only_later_rewards",),
@@ -102,7 +102,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="step-on-tool-output-is-taken",
         mistake="a step score on a token that the policy did not choose is lost without a word",
-        target="rlhf_pg.rewards.functions._steps",
+        target="rlhf_pg.rewards.answers._steps",
         old="        if not chosen and not math.isnan(number):\n",
         new="        if False:\n",
         killers=(FUNCTIONS_TEST + "test_score_for_non_action_token_raises",),

@@ -26,7 +26,7 @@ MUTANTS = [
     Mutant(
         name="answers-of-any-size",
         mistake="an answer is kept whatever its size",
-        target="rlhf_pg.rollout.vllm.http._body",
+        target="rlhf_pg.boundary.http.body_of",
         old="        if size > most:",
         new="        if False:",
         killers=(f"{SERVER}::test_oversized_answer_is_rejected_early",),
@@ -35,7 +35,7 @@ MUTANTS = [
         name="proxy-for-loopback",
         mistake="what is asked of this machine goes to a proxy",
         target="rlhf_pg.rollout.vllm.http.Server.__init__",
-        old="trust_env=not _is_loopback(httpx2.URL(url).host)",
+        old="trust_env=not is_loopback(httpx2.URL(url).host)",
         new="trust_env=True",
         killers=(f"{SERVER}::test_environment_proxy_is_ignored_for_localhost",),
     ),

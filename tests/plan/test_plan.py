@@ -81,7 +81,8 @@ def test_plan_loads_no_weights(model_path) -> None:
 
     with patch.object(AutoModelForCausalLM, "from_pretrained", refuse):
         drawn = build_meta_models(
-            GRPOConfig(model_name_or_path=model_path, max_completion_length=6), "cpu"
+            GRPOConfig(task="arithmetic", model_name_or_path=model_path, max_completion_length=6),
+            "cpu",
         )
     assert all(p.untyped_storage().device.type == "meta" for p in drawn.policy.parameters())
 
@@ -107,7 +108,9 @@ def test_wrong_usage_is_one_message(capsys, flags, message) -> None:
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    args = PPOConfig(prompts_per_step=8, num_generations=4, max_completion_length=6)
+    args = PPOConfig(
+        task="arithmetic", prompts_per_step=8, num_generations=4, max_completion_length=6
+    )
     return build_meta_models(args, "cpu")
 
 
@@ -143,7 +146,11 @@ def test_parts_on_eight_ranks_by_hand(drawn, name, own, of_reference) -> None:
 )
 def test_optimizer_bytes_follow_options(update, optim, moments_and_masters) -> None:
     args = GRPOConfig(
-        dtype="bfloat16", bfloat16_update=update, optim=optim, max_completion_length=6
+        task="arithmetic",
+        dtype="bfloat16",
+        bfloat16_update=update,
+        optim=optim,
+        max_completion_length=6,
     )
     own = build_meta_models(args, "cpu")
     memory = predicted_memory(own, BY_NAME["DDP"], 1, 80e9, "cuda")
@@ -152,13 +159,15 @@ def test_optimizer_bytes_follow_options(update, optim, moments_and_masters) -> N
 
 
 def test_head_chunk_is_sized_for_planned_gpu() -> None:
-    args = GRPOConfig(max_completion_length=6)
+    args = GRPOConfig(task="arithmetic", max_completion_length=6)
     assert build_meta_models(args, "cpu", "cuda", 16e9).policy.chunk_size == 16e9 / 160
 
 
 @pytest.mark.parametrize(("source", "is_scored"), [("policy", True), ("sampler", False)])
 def test_sampler_logprobs_skip_scoring_pass(source, is_scored) -> None:
-    args = GRPOConfig(num_iterations=2, old_logprobs_source=source, max_completion_length=6)
+    args = GRPOConfig(
+        task="arithmetic", num_iterations=2, old_logprobs_source=source, max_completion_length=6
+    )
     own = build_meta_models(args, "cpu")
     memory = predicted_memory(own, BY_NAME["DDP"], 1, 80e9, "cuda")
     assert (predicted_pace(own, memory, 1)["score"].work > 0) == is_scored

@@ -7,13 +7,28 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
+from peft import get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    EvalPrediction,
+)
 
 from rlhf_pg.config import RewardModelConfig
 from rlhf_pg.rewards import RewardModel, bradley_terry_loss, train_reward_model
-from rlhf_pg.rewards.bradley_terry import PairScorer, _accuracy, collate, tokenize_pairs
+from rlhf_pg.rewards.bradley_terry import (
+    PairScorer,
+    _held_out,
+    _load,
+    calibration_error,
+    centering_loss,
+    collate,
+    pair_loss,
+)
+from rlhf_pg.rewards.pairs import Pair, load_pairs
 from tests.rewards.test_reward_model import TEMPLATE, by_hand, classifier, close, letters, says
-from tests.tiny import tiny_model
+from tests.tiny import adapter, stir, tiny_model
 
 
 def pairs(count=64):
@@ -29,15 +44,22 @@ def pairs(count=64):
 
 
 def config(tmp_path, **options):
-    defaults = {"max_steps": 30, "batch_size": 16, "learning_rate": 3e-3}
+    defaults = {"max_steps": 30, "batch_size": 16, "learning_rate": 3e-3, "save_steps": 0}
     return RewardModelConfig(output_dir=str(tmp_path), **(defaults | options))
 
 
-def train(tmp_path, model=None, data=None, held_out=None, **options):
+def tokenized(data, tokenizer, **options):
+    args = RewardModelConfig(**options)
+    loaded = load_pairs(data, args, tokenizer, None, "train_dataset")
+    return [(list(pair.chosen), list(pair.rejected)) for pair in loaded]
+
+
+def train(tmp_path, model=None, data=None, held_out=None, peft_config=None, **options):
     model = classifier(scale=0.05) if model is None else model
     data = pairs() if data is None else data
     held_out = pairs(50) if held_out is None else held_out
-    return train_reward_model(config(tmp_path, **options), model, letters(), data, held_out)
+    args = config(tmp_path, **options)
+    return train_reward_model(args, model, letters(), data, held_out, peft_config)
 
 
 # --------------------------------------------------------------------------------------- the loss
@@ -69,16 +91,68 @@ def test_gradient_is_probability_of_wrong_preference():
     assert rejected.grad.allclose(doubt)
 
 
+def test_margin_is_subtracted_from_difference():
+    chosen, rejected = torch.tensor([2.0, -1.0]), torch.tensor([0.0, 0.5])
+    margin = torch.tensor([0.5, -2.0])
+    expected = (math.log(1 + math.exp(-1.5)) + math.log(1 + math.exp(-0.5))) / 2
+    assert bradley_terry_loss(chosen, rejected, margin).item() == pytest.approx(expected)
+
+
+def test_centering_is_mean_squared_sum():
+    chosen, rejected = torch.tensor([2.0, -1.0]), torch.tensor([1.0, 0.5])
+    assert centering_loss(chosen, rejected).item() == pytest.approx((9 + 0.25) / 2)
+
+
+def test_micro_batches_of_pairs_add_up_to_batch():
+    scores, margins = torch.randn(6, 2).double(), torch.rand(6).double()
+    whole = pair_loss(scores, margins, center=0.1)
+    parts = [pair_loss(scores[i], margins[i], 6, 0.1) for i in (slice(4), slice(4, 6))]
+    assert sum(parts).item() == pytest.approx(whole.item())
+    chosen, rejected = scores.unbind(1)
+    expected = bradley_terry_loss(chosen, rejected, margins) + 0.1 * centering_loss(
+        chosen, rejected
+    )
+    assert whole.item() == pytest.approx(expected.item())
+
+
+def test_calibration_error_by_hand():
+    """Confidences 0.6, 0.6, 0.6 (one wrong), 0.9 (right) and 0.95 (wrong), in bins of 0.05."""
+    confidence = torch.tensor([0.6, 0.6, 0.6, 0.9, 0.96], dtype=torch.float64) + 1e-9
+    apart = torch.logit(confidence) * torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0])
+    error = 3 / 5 * (2 / 3 - 0.6) + 1 / 5 * (1 - 0.9) + 1 / 5 * 0.96
+    assert calibration_error(apart, torch.zeros(5)) == pytest.approx(error)
+    # In one bin: three of five are right, at a mean confidence of 0.732.
+    assert calibration_error(apart, torch.zeros(5), bins=1) == pytest.approx(0.732 - 0.6)
+
+
+def test_calibration_error_of_ties_and_certainty():
+    far = torch.tensor([1000.0, 1000.0])
+    assert calibration_error(torch.zeros(3), torch.zeros(3)) == 0
+    assert calibration_error(far, -far) == 0
+    assert calibration_error(-far, far) == 1
+
+
+def test_calibrated_preferences_have_small_error():
+    generator = torch.Generator().manual_seed(0)
+    apart = 2 * torch.randn(20000, generator=generator, dtype=torch.float64)
+    drawn = torch.rand(20000, generator=generator, dtype=torch.float64)
+    ordered = torch.where(drawn < torch.sigmoid(apart), apart, -apart)
+    assert calibration_error(ordered, torch.zeros(20000)) < 0.02
+    assert calibration_error(3 * ordered, torch.zeros(20000)) > 0.05
+
+
 # -------------------------------------------------------------------------------- what it reads
 
 
 @torch.no_grad()
 def test_batch_is_scored_pair_by_pair():
     model = classifier("gpt2")
-    rows = [{"chosen": [5, 9, 2], "rejected": [7]}, {"chosen": [0], "rejected": [4, 6, 2, 2]}]
+    rows = [Pair([5, 9, 2], [7]), Pair([0], [4, 6, 2, 2])]
     for pad in (0, 2):
-        scores = PairScorer(model)(**collate(rows, pad))
-        expected = [[by_hand(model, row[key]) for key in ("chosen", "rejected")] for row in rows]
+        inputs = collate(rows, pad)
+        del inputs["labels"]
+        scores = PairScorer(model)(**inputs)
+        expected = [[by_hand(model, ids) for ids in (row.chosen, row.rejected)] for row in rows]
         assert close(scores.flatten().tolist(), [x for pair in expected for x in pair])
         assert scores.shape == (2, 2)
 
@@ -96,11 +170,135 @@ def test_separate_prompt_matches_whole_texts(chat):
     whole = {"chosen": [prompt + chosen], "rejected": [prompt + rejected]}
     ids = [1, 23, 3, 4, 3, 5] if chat else [1, 3, 4, 5]
     for columns in (apart, whole):
-        [pair] = tokenize_pairs(Dataset.from_dict(columns), tokenizer, None, "train_dataset")
-        assert pair == {"chosen": ids, "rejected": [*ids[:-1], 6]}
+        [pair] = tokenized(Dataset.from_dict(columns), tokenizer, append_eos=False)
+        assert pair == (ids, [*ids[:-1], 6])
+
+
+def chats():
+    tokenizer = letters("abcdefghijklmnopqrstuvwxyz .")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+WHOLE = {
+    "chosen": [says("ab"), says("c", "assistant")],
+    "rejected": [says("ab"), says("d", "assistant")],
+}
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        WHOLE,
+        WHOLE | {"prompt": "ab"},  # once more, as text
+        WHOLE | {"prompt": [says("ab")]},
+        {"prompt": [says("ab")], "chosen": "c", "rejected": "d"},
+        {"prompt": "ab"} | {key: WHOLE[key][1:] for key in WHOLE},
+        {"prompt": [says("ab")]} | {key: WHOLE[key][1:] for key in WHOLE},
+    ],
+)
+def test_implicit_and_mixed_prompts_give_same_chat(pair):
+    expected = ([23, 3, 4, 3, 5], [23, 3, 4, 3, 6])
+    assert tokenized(Dataset.from_list([pair]), chats()) == [expected]
+
+
+def test_system_prompt_stands_in_front_of_conversations():
+    [pair] = tokenized(Dataset.from_list([WHOLE]), chats(), system_prompt="z")
+    assert pair == ([21, 28, 23, 3, 4, 3, 5], [21, 28, 23, 3, 4, 3, 6])
 
 
 # -------------------------------------------------------------------------------------- training
+
+
+def test_margin_and_centering_change_what_is_learnt(tmp_path):
+    data = pairs(48)
+    scores = {}
+    for name, options, rows in (
+        ("plain", {}, data),
+        ("margin", {}, data.add_column("margin", [9.0] * 48)),
+        ("centred", {"center_rewards_coefficient": 1.0}, data),
+    ):
+        start = classifier(scale=0.2)  # whose scores are far from 0
+        metrics = train(tmp_path / name, start, rows, rows, max_steps=20, **options)
+        judge = RewardModel(tmp_path / name / "final")
+        chosen, rejected = (
+            torch.tensor(judge(data["prompt"], data[key], ended=[True] * 48))
+            for key in ("chosen", "rejected")
+        )
+        scores[name] = ((chosen - rejected).mean(), (chosen + rejected).abs().mean())
+        margin = torch.full((48,), 9.0 if name == "margin" else 0.0)
+        loss = bradley_terry_loss(chosen, rejected, margin).item()
+        assert metrics["eval_loss"] == pytest.approx(loss, rel=1e-3, abs=1e-4)
+        error = calibration_error(chosen, rejected)
+        assert metrics["eval_calibration_error"] == pytest.approx(error, rel=1e-2, abs=1e-4)
+    assert scores["margin"][0] > scores["plain"][0]
+    assert scores["centred"][1] < scores["plain"][1] / 2
+
+
+def test_micro_batches_do_not_change_training(tmp_path):
+    losses = [
+        train(tmp_path, center_rewards_coefficient=0.1, max_steps=6, micro_batch_size=size)
+        for size in (16, 2)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapter_is_merged_into_plain_classifier(tmp_path, dtype):
+    model = classifier(scale=0.05)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    options = {"use_peft": True, "lora_r": 4, "learning_rate": 1e-2, "dtype": dtype}
+    metrics = train(tmp_path, model, **options)
+    assert metrics["eval_accuracy"] > 0.95
+    assert not list((tmp_path / "final").glob("adapter*"))
+    after = AutoModelForSequenceClassification.from_pretrained(tmp_path / "final")
+    changed = {
+        name
+        for name, tensor in after.state_dict().items()
+        if not tensor.float().allclose(before[name], atol=2e-2 * before[name].abs().max())
+    }
+    assert "score.weight" in changed
+    assert any("q_proj" in name for name in changed)
+    assert not any("norm" in name or "embed" in name for name in changed)
+    data = pairs(50)
+    judge = RewardModel(tmp_path / "final")
+    better, worse = (judge(data["prompt"], data[key]) for key in ("chosen", "rejected"))
+    right = sum(a > b for a, b in zip(better, worse, strict=True)) / 50
+    assert right == pytest.approx(metrics["eval_accuracy"], abs=0.05)
+
+
+def test_adapter_of_language_model_gets_head_on_merged_weights(tmp_path):
+    """What SFT with LoRA leaves is a start for a reward model."""
+    base = tiny_model("llama", scale=0.05)
+    base.save_pretrained(tmp_path / "base")
+    letters().save_pretrained(tmp_path / "base")
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = stir(get_peft_model(policy, adapter()))
+    adapted.save_pretrained(tmp_path / "adapter")
+    letters().save_pretrained(tmp_path / "adapter")
+    loaded = _load(tmp_path / "adapter", False)
+    whole = adapted.merge_and_unload()
+    ids = torch.tensor([[5, 9, 4]])
+    hidden = [m.base_model(ids).last_hidden_state for m in (loaded, whole, base)]
+    assert hidden[0].allclose(hidden[1], atol=1e-5)
+    assert not hidden[0].allclose(hidden[2], atol=1e-2)
+    args = config(tmp_path / "run", max_steps=1)
+    train_reward_model(args, tmp_path / "adapter", None, pairs(), pairs(8))
+    get_peft_model(classifier(), adapter(task_type="SEQ_CLS")).save_pretrained(tmp_path / "x")
+    with pytest.raises(ValueError, match="is of kind SEQ_CLS"):
+        _load(tmp_path / "x", False)
+
+
+def test_resumed_run_ends_with_same_weights_bit_for_bit(tmp_path):
+    options = {"save_steps": 3, "save_total_limit": None, "max_steps": 5, "batch_size": 4}
+    for name in ("whole", "partial"):
+        train(tmp_path / name, peft_config=adapter(), **options)
+    (tmp_path / "partial" / "checkpoint-5").rename(tmp_path / "moved")
+    (tmp_path / "partial" / "final").rename(tmp_path / "done")
+    options |= {"resume_from_checkpoint": "latest"}
+    train(tmp_path / "partial", peft_config=adapter(), **options)
+    files = [tmp_path / name / "final" / "model.safetensors" for name in ("whole", "partial")]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_training_learns_preference_and_reports_accuracy(tmp_path, capsys):
@@ -130,7 +328,7 @@ def test_saved_model_scores_as_in_training(tmp_path, arch):
 
 def test_tie_counts_as_wrong():
     scores = np.array([[1.0, 0.5], [0.5, 0.5], [0.0, 0.5], [-1.0, -2.0]])
-    assert _accuracy(EvalPrediction(scores, None)) == {"accuracy": 0.5}
+    assert _held_out(EvalPrediction(scores, np.zeros(4)))["accuracy"] == 0.5
 
 
 def test_training_disables_dropout(tmp_path):
@@ -197,10 +395,12 @@ CHAT = Dataset.from_dict(
         (broken(1, chosen="B"), "text in row 1 cannot be tokenized"),
         (broken(1, prompt=None), "row 1: prompt and completion must both be strings"),
         (broken(1, drop=["prompt"], chosen=""), "chosen in row 1 is empty"),
+        (broken().add_column("margin", [1.0, 0.0, None, 0.0]), "margin in row 2 must be a finite"),
         (CHAT, "chosen in row 0 is a list of messages.*no chat_template"),
         (pairs(4).select([]), "give a datasets.Dataset with columns chosen and rejected"),
-        (list(pairs(4)), "give a datasets.Dataset with columns chosen and rejected"),
-        (None, "give a datasets.Dataset with columns chosen and rejected"),
+        (["ab"], "give a datasets.Dataset or a list of dicts"),
+        (iter(pairs(4)), "give a datasets.Dataset with columns chosen and rejected"),
+        (None, "give a datasets.Dataset"),
     ],
 )
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
@@ -232,6 +432,30 @@ def test_untrainable_model_or_tokenizer_raises(tmp_path, model, tokenizer, messa
         train_reward_model(config(tmp_path), model, tokenizer, pairs(4), pairs(4))
 
 
+def test_long_pairs_are_dropped_on_demand(tmp_path, capsys):
+    data = broken(0, chosen="b" * 62)
+    train(tmp_path, data=data, long_examples="drop", max_steps=1)
+    assert "train_dataset: 1 of 4 pairs are too long: left out" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="train_dataset: 4 pairs, and none is left within max_l"):
+        train(tmp_path, data=data, long_examples="drop", max_length=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"load_in_4bit": True, "use_peft": True},
+            "load_in_4bit is not for .*merged",
+        ),
+        ({"save_merged": True, "use_peft": True}, "save_merged is not needed"),
+        ({"streaming": True, "max_steps": 1, "dataset_name": "a"}, "streaming is not for a reward"),
+    ],
+)
+def test_config_that_no_reward_model_can_have_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        RewardModelConfig(**options)
+
+
 def test_string_pairs_end_with_one_eos():
     tokenizer = letters()
     pairs = Dataset.from_list(
@@ -247,8 +471,8 @@ def test_string_pairs_end_with_one_eos():
             remove_columns="prompt",
         ),
     ):
-        first, second = tokenize_pairs(data, tokenizer, None, "train_dataset", eos=True)
-        assert first == {"chosen": [3, 4, 2], "rejected": [3, 5, 2]}
-        assert second == {"chosen": [4, 2], "rejected": [5, 2]}
-        bare, _ = tokenize_pairs(data, tokenizer, None, "train_dataset")
-        assert bare == {"chosen": [3, 4], "rejected": [3, 5, 2]}
+        first, second = tokenized(data, tokenizer)
+        assert first == ([3, 4, 2], [3, 5, 2])
+        assert second == ([4, 2], [5, 2])
+        bare, _ = tokenized(data, tokenizer, append_eos=False)
+        assert bare == ([3, 4], [3, 5, 2])

@@ -140,7 +140,8 @@ def test_trainer_arguments_go_only_to_functions_asking_for_them():
         return [0.0] * 3
 
     def catch_all(**given):
-        assert given.keys() == {"prompts", "completions", "completion_ids", *COLUMNS}
+        of_trl = {"trainer_state", "log_extra", "log_metric"}
+        assert given.keys() == {"prompts", "completions", "completion_ids", *COLUMNS, *of_trl}
         return [0.0] * 3
 
     class Asks:
@@ -150,8 +151,34 @@ def test_trainer_arguments_go_only_to_functions_asking_for_them():
 
     rewards = Rewards([asks, others, catch_all, Asks()])
     rewards(PROMPTS, COMPLETIONS, IDS, COLUMNS, ended=[True, False, True], state=state)
-    assert seen == [([True, False, True], 3, 3, 9), 3]
+    assert sorted(seen, key=str) == [([True, False, True], 3, 3, 9), 3]
     assert state.global_step == 3
+
+
+def test_function_gets_only_what_its_signature_names():
+    def of_columns(answer):
+        return [float(text == "a") for text in answer]
+
+    assert call(of_columns, lambda completions: length(completions)).T.tolist() == [
+        [1, 1, 0],
+        [1, 2, 3],
+    ]
+
+
+def test_environments_are_handed_over_uncopied():
+    environments = [object() for _ in PROMPTS]
+    seen = []
+
+    def named(environments):
+        seen.extend(environments)
+        return [0.0] * 3
+
+    async def catch_all(**given):
+        seen.extend(given["environments"])
+        return [0.0] * 3
+
+    Rewards([named, catch_all])(PROMPTS, COMPLETIONS, IDS, {}, environments=environments)
+    assert all(given is own for given, own in zip(seen, environments * 2, strict=True))
 
 
 def test_column_overrides_trainer_argument_of_same_name():
@@ -494,11 +521,11 @@ def test_exception_names_function_and_keeps_cause(function):
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_unexpected_column_raises_with_function_name():
-    def strict(prompts, completions, completion_ids):
+def test_missing_column_raises_with_function_name():
+    def strict(completions, solution):
         return [0.0] * 3
 
-    with pytest.raises(ValueError, match=r"reward function strict raised TypeError.*'answer'"):
+    with pytest.raises(ValueError, match=r"reward function strict raised TypeError.*'solution'"):
         call(strict)
 
 

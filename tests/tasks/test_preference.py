@@ -106,7 +106,7 @@ def test_gold_score_of_any_token_sequence_is_finite(task):
 
 
 def test_gold_is_reward_function_name(task):
-    rewards = Rewards(task.rewards(None))
+    rewards = Rewards(task.rewards())
     assert rewards.names == ["gold"]
     said = rewards([SOUP, TENT], ["hot .", "hot ."], [[1], [1]], {"answer": ["x", "y"]})
     assert said.tolist() == [[[1]], [[-1]]]
@@ -254,8 +254,7 @@ def test_task_is_found_by_name(task):
 
 
 def test_given_reward_model_precedes_task_reward(task):
-    assert task.rewards("runs/judge") == ["runs/judge", gold]
-    assert arithmetic().rewards(None) == [arithmetic().reward]
+    assert arithmetic().rewards() == [arithmetic().reward]
 
 
 def test_task_without_pairs_raises():

@@ -12,10 +12,11 @@ from rlhf_pg.config.parse import parse
 from rlhf_pg.data.chat import encode
 from rlhf_pg.models import load_tokenizer, max_positions, stop_token_ids
 from rlhf_pg.rewards import Rewards
+from rlhf_pg.supervised.sft import pad_examples
 from rlhf_pg.tasks import TASKS, Demonstration, arithmetic, calculator, guess
 from rlhf_pg.tasks.arithmetic import exact_match
 from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder
-from rlhf_pg.tasks.warm_start import _collate, _example, _examples, ensure_model, warm_start
+from rlhf_pg.tasks.warm_start import _example, _examples, ensure_model, warm_start
 
 SPECIAL = {"<pad>": 0, "<eos>": 1, "<user>": 2, "<assistant>": 3}
 
@@ -191,7 +192,7 @@ def test_only_answer_and_eos_have_labels(task, tokenizer):
 
 def test_batch_padding_is_masked_and_unlabelled():
     rows = [{"input_ids": [5, 6, 1], "labels": [-100, 6, 1]}, {"input_ids": [1], "labels": [1]}]
-    batch = {name: value.tolist() for name, value in _collate(rows, pad=0).items()}
+    batch = {name: value.tolist() for name, value in pad_examples(rows, pad=0).items()}
     assert batch == {
         "input_ids": [[5, 6, 1], [1, 0, 0]],
         "labels": [[-100, 6, 1], [1, -100, -100]],
@@ -199,16 +200,22 @@ def test_batch_padding_is_masked_and_unlabelled():
     }
 
 
+def few_steps(directory, **options):
+    return SFTConfig(
+        task="arithmetic", output_dir=str(directory), learning_rate=3e-3, save_steps=0, **options
+    )
+
+
 def test_warm_start_depends_on_seed(tmp_path):
     starts = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        args = SFTConfig(output_dir=str(tmp_path / name), max_steps=1, batch_size=2, seed=seed)
+        args = few_steps(tmp_path / name, max_steps=1, batch_size=2, seed=seed)
         starts.append((warm_start(args) / "model.safetensors").read_bytes())
     assert starts[0] == starts[1] != starts[2]
 
 
 def test_two_step_warm_start_loads_with_lower_loss(tmp_path):
-    args = SFTConfig(output_dir=str(tmp_path), max_steps=2, batch_size=8)
+    args = few_steps(tmp_path, max_steps=2, batch_size=8)
     final = warm_start(args)
     assert final == tmp_path / "final"
     model, tokenizer = (
@@ -223,7 +230,7 @@ def test_two_step_warm_start_loads_with_lower_loss(tmp_path):
 
     def loss(of):
         rows = _examples(arithmetic(), tokenizer)[:64]
-        return of.eval()(**_collate(rows, 0)).loss.item()
+        return of.eval()(**pad_examples(rows, 0)).loss.item()
 
     assert loss(model) < loss(untrained) - 0.05
 

@@ -39,6 +39,7 @@ def make(model_path: str, tmp_path: Path) -> Callable[..., PolicyGradientTrainer
                 "optimizers": (None, None),
                 "tools": None,
                 "environment_factory": None,
+                "rollout_func": None,
             }.items()
         }
         if trainer_type is PPOTrainer:

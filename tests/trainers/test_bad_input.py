@@ -42,15 +42,15 @@ def test_rloo_config_has_no_gamma() -> None:
         ({"train_dataset": DATA.rename_column("prompt", "question")}, "no column 'prompt'.*answer"),
         ({"train_dataset": DATA.select([])}, "train_dataset: the dataset has no prompts"),
         ({"train_dataset": Dataset.from_dict({"prompt": ["1+1=", ""]})}, "row 1 is empty"),
-        ({"train_dataset": None}, "train_dataset: there is none"),
+        ({"train_dataset": None}, "no data to train on: write dataset_name"),
         ({"model": None}, "no model"),
         ({"max_completion_length": 60}, "max_position_embeddings of 64"),
         ({"micro_batch_tokens": 10}, "micro_batch_tokens 10"),
         ({"max_prompt_length": 5}, "longer than max_prompt_length 5.*drop"),
         ({"reward_funcs": []}, "reward_funcs is empty"),
         ({"eval_steps": 5}, "eval_steps needs an eval_dataset"),
-        ({"train_dataset": list(DATA)}, "train_dataset: expected a datasets.Dataset, got list"),
-        ({"train_dataset": DATA.to_iterable_dataset()}, "got IterableDataset"),
+        ({"train_dataset": ["1+1="]}, "train_dataset: expected a datasets.Dataset, got list"),
+        ({"train_dataset": DATA.to_iterable_dataset()}, "set max_steps and max_prompt_length"),
         ({"reward_weights": (1.0, 2.0)}, "reward_weights must have one entry"),
     ],
 )
@@ -120,7 +120,7 @@ def test_nonfinite_gradient_leaves_weights_unchanged(make) -> None:
 
 
 def test_config_of_other_algorithm_is_refused() -> None:
-    with pytest.raises(ValueError, match="args must be a GRPOConfig, got RLOOConfig"):
+    with pytest.raises(ValueError, match=r"args must be .* GRPOConfig, got .*RLOOConfig"):
         GRPOTrainer(args=RLOOConfig())
 
 

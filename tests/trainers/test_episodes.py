@@ -335,7 +335,7 @@ class Broken:
         raise AssertionError
 
 
-class Rude:
+class Rude(Broken):
     def __getattribute__(self, name: str) -> Any:
         raise OSError(f"no {name}")
 
@@ -366,6 +366,7 @@ def test_step_of_failed_episodes_leaves_weights_unchanged(
         **options,
     )
     trainer.engine = says([])
+    trainer.collector.reward_log.has_episodes = False  # as of a process among others
     before = [parameter.detach().clone() for parameter in trainer.learner.module.parameters()]
     trainer.train()
     after = trainer.learner.module.parameters()
@@ -432,6 +433,16 @@ def test_truncated_episode_turns_are_scored_on_saved_support(make) -> None:
     with torch.no_grad():
         scored = trainer.learner.policy(rollout)
     torch.testing.assert_close(scored.logprobs, rollout.sampler_logprobs, atol=1e-5, rtol=0)
+
+
+def test_batch_of_failed_episodes_ends_run(tmp_path: Path) -> None:
+    trainer = play(GRPOTrainer, tmp_path, Broken, num_generations=2, max_steps=2)
+    trainer.engine = says([])
+    with pytest.raises(
+        ValueError, match="every episode of the batch failed, the first: OSError: g"
+    ):
+        trainer.train()
+    assert not list(tmp_path.rglob("final"))
 
 
 @pytest.mark.parametrize("environment", [Broken, Rude])

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf_pg import Callback, PPOTrainer
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.pass_at_k import majority_score
 from rlhf_pg.tasks import arithmetic
-from rlhf_pg.trainers.evaluator import stripped_text
+from rlhf_pg.trainers.evaluator import standard_error, stripped_text
 from tests.untimed import untimed
 
 HELD_OUT = arithmetic().eval_dataset.select(range(9))
@@ -106,7 +107,34 @@ def test_pass_at_k_counts_rewards_at_threshold(make) -> None:
 def test_pass_at_k_sizes_are_powers_of_two_and_n(make, n, sizes) -> None:
     metrics = make(eval_dataset=HELD_OUT, num_generations_eval=n).evaluate(temperature=1.0)
     names = {name for name in metrics if "@" in name}
-    assert names == {f"eval_pass@{k}" for k in sizes} | ({f"eval_majority@{n}"} if sizes else set())
+    expected = {f"eval_pass@{k}" for k in sizes} | ({f"eval_majority@{n}"} if sizes else set())
+    assert names == expected | {f"{name}_stderr" for name in expected}
+
+
+def test_standard_errors_are_over_prompts(make) -> None:
+    """Nine prompts in three kinds, by hand: the spread within a prompt does not enter."""
+    reward = Listed((0.2, 0.5, 0.0, 0.4), (0.5, 0.0, 0.9, 0.0), (0.49, 0.0, 0.0, 0.3))
+    options = {"num_generations_eval": 4, "eval_success_threshold": 0.5}
+    metrics = make(eval_dataset=HELD_OUT, reward_funcs=reward, **options).evaluate()
+    # Means of the prompts, and the share of pairs with a right one, of each kind three times.
+    for name, kinds in {
+        "reward": (1.1 / 4, 1.4 / 4, 0.79 / 4),
+        "pass@1": (1 / 4, 1 / 2, 0),
+        "pass@2": (1 / 2, 5 / 6, 0),
+    }.items():
+        mean = sum(kinds) / 3
+        variance = 3 * sum((x - mean) ** 2 for x in kinds) / (9 - 1)
+        assert metrics[f"eval_{name}_stderr"] == pytest.approx(math.sqrt(variance / 9))
+    assert metrics["eval_greedy_reward_stderr"] == 0.0
+
+
+def test_standard_error_weighs_prompts_by_their_completions() -> None:
+    """Two prompts, one with a completion that no source scored: sums of deviations, by hand."""
+    values = torch.tensor([1.0, 0.0, 0.0, math.nan])
+    owners = torch.tensor([7, 7, 3, 3])
+    # mean 1/3; sums of deviations 1/3 and -1/3; sqrt(2 / 1 * 2 / 9) / 3
+    assert standard_error(values, owners) == pytest.approx(math.sqrt(4 / 9) / 3)
+    assert math.isnan(standard_error(values[:2], owners[:2]))
 
 
 def test_majority_scores_most_frequent_answer(make) -> None:

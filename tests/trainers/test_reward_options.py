@@ -23,6 +23,7 @@ from rlhf_pg import (
 from rlhf_pg.advantages import AdvantageInputs
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.metrics import Meter
+from rlhf_pg.rewards.sources import Source
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers import PolicyGradientTrainer
 from tests import enumeration
@@ -281,7 +282,7 @@ def test_normalize_rewards_divides_by_running_std(tmp_path) -> None:
     )
     seen: list[float] = []
     for batch, total in zip(batches, totals, strict=True):
-        trainer.rewards.functions[0] = says(*batch)
+        trainer.rewards.sources[0] = Source.of("said", says(*batch))
         signals, metrics = look(trainer, [(A, EOS), (B, EOS), (A, B)])
         seen += total  # this step's own are in it
         std = statistics.pstdev(seen)
@@ -413,7 +414,7 @@ def test_evaluation_clips_and_penalizes_but_does_not_normalize(make) -> None:
     moments.update(10, 0.0, 1e6)
     result = trainer.evaluate(temperature=1.0)
     assert moments.count == 10  # held-out scores are not taken in
-    samples = trainer.sample(trainer.eval_prompts, range(12), [-1 - i for i in range(12)], 1, 1.0)
+    samples = trainer.sample(trainer.eval_sets[""], range(12), [-1 - i for i in range(12)], 1, 1.0)
     cut = samples.rollout.truncated.tolist()
     raw = reward(samples.completions)
     worth = [-100 if off else min(max(x, 0), 4) for x, off in zip(raw, cut, strict=True)]

@@ -137,6 +137,24 @@ class ConcurrentCalls:
             _late.discard(thread)
 
 
+def call_within(
+    timeout: float | None, function: Callable[..., Any], *arguments: Any, **keywords: Any
+) -> Any:
+    """Call a function, plain or async, and return its result.
+
+    Raises:
+        TimeoutError: it took longer than `timeout` seconds.
+        BaseException: what it raised.
+    """
+    with ConcurrentCalls(timeout) as calls:
+        future = calls.start(function, *arguments, **keywords)
+        while calls.pending:
+            calls.ended(wait=True)
+    if future.cancelled():
+        raise TimeoutError(f"no answer within {calls.timeout:g} s")
+    return future.result()
+
+
 def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
     settle: Callable[[Any], None] = future.set_result
     process = os.getpid()

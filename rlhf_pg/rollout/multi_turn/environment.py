@@ -1,10 +1,16 @@
 """The environment of an episode of several turns, which answers every turn and may reward it."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.boundary.user_code import finite
+from rlhf_pg.data.prompts import Schemas as Schemas
 
 Messages: TypeAlias = str | Sequence[Mapping[str, Any]]
 
@@ -14,7 +20,7 @@ class Observation(NamedTuple):
 
     Attributes:
         messages: what precedes the next turn: text if the prompt is text, chat messages if it is
-            chat. Ignored when `done`.
+            chat, where text stands for one message of the user. Ignored when `done`.
         reward: of this turn; None for no reward.
         done: whether the episode is over.
     """
@@ -35,7 +41,8 @@ class Environment(Protocol):
         """Begin the episode of a dataset row, whose `prompt` is among its columns.
 
         Returns:
-            The prompt, as text or chat messages: that of the row or another.
+            The prompt, as text or chat messages: that of the row or another. Where the row has a
+            chat, text stands for a message of the user, behind the row's system prompt.
         """
         ...
 
@@ -52,14 +59,93 @@ class Environment(Protocol):
 EnvironmentFactory: TypeAlias = Callable[[], Environment]
 
 
-def checked_prompt(prompt: Any) -> Messages:
+class SettlingEnvironment(ABC):
+    """The base class of environments that are told when their episode is over, however it ended."""
+
+    @abstractmethod
+    def settle(self) -> float | Awaitable[float | None] | None:
+        """Return the reward of the whole episode, or None; not called if the episode failed.
+
+        It is paid at the last turn, in place of what that turn was paid so far.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Give up what is still under way; called after every episode, failed ones included."""
+
+
+def settles(environment: Any) -> TypeGuard[SettlingEnvironment]:
+    """Return whether an environment is told when its episode is over; asks nothing of the object,
+    which may be anything.
+    """
+    return issubclass(type(environment), SettlingEnvironment)
+
+
+class EnvironmentSource(ABC):
+    """The base class of what makes the environments of a run, and knows what they offer."""
+
+    @property
+    def pays(self) -> bool:
+        """True if "environment" is a source of reward."""
+        return True
+
+    @abstractmethod
+    def runner_options(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        timeout: float,
+        tools: Sequence[Callable[..., Any]],
+    ) -> dict[str, Any]:
+        """Return the fields of an `EpisodeRunner` that depend on the environments.
+
+        Args:
+            tokenizer: of the policy.
+            timeout: seconds for a call of an environment.
+            tools: further functions that the policy may call.
+
+        Raises:
+            ValueError: the environments cannot be played like that.
+        """
+
+    def prompted(self, dataset: Dataset | None, rows: int) -> Dataset | None:
+        """Return the dataset with a column `prompt`, if environments bring the prompts themselves.
+
+        Args:
+            rows: how many rows stand for a dataset that is missing.
+        """
+        return dataset
+
+
+@dataclass(frozen=True)
+class PlainEnvironments(EnvironmentSource):
+    """The source of environments that a plain factory makes."""
+
+    factory: EnvironmentFactory
+
+    def runner_options(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        timeout: float,
+        tools: Sequence[Callable[..., Any]],
+    ) -> dict[str, Any]:
+        """Return the factory and its time limit."""
+        if tools:
+            raise ValueError(
+                "give tools or environment_factory, not both: an environment can call what it likes"
+            )
+        return {"environment_factory": self.factory, "timeout": timeout}
+
+
+def checked_prompt(prompt: Any, given: Messages) -> Messages:
     """Check what `reset` returned, and return it as a prompt.
+
+    Args:
+        given: the prompt of the dataset's row.
 
     Raises:
         ValueError: it is neither text nor chat messages.
     """
     if isinstance(prompt, str):
-        return prompt
+        return prompt if isinstance(given, str) else [*_system(given), _from_user(prompt)]
     if _is_chat(prompt) and prompt:
         return [dict(message) for message in prompt]
     raise ValueError(f"reset must return a string or a list of messages, got {shown(prompt)}")
@@ -78,15 +164,34 @@ def checked_observation(answer: Any, prompt: Messages) -> Observation:
         )
     messages, reward, done = answer
     done = _over(done)
+    if isinstance(messages, str) and not isinstance(prompt, str):
+        messages = [_from_user(messages)]
     fits = isinstance(messages, str) if isinstance(prompt, str) else _is_chat(messages)
     if not done and not fits:
-        kind = "a string" if isinstance(prompt, str) else "a list of messages"
-        raise ValueError(f"step must answer with {kind}, as the prompt is, got {shown(messages)}")
-    if reward is not None and (reward := finite(reward)) is None:
+        kind = "a string, as the prompt is" if isinstance(prompt, str) else "messages or a string"
+        raise ValueError(f"step must answer with {kind}, got {shown(messages)}")
+    return Observation(messages, checked_reward(reward, "a turn"), done)
+
+
+def checked_reward(reward: Any, what: str) -> float | None:
+    """Check the reward of a turn or an episode, and return it as a float or None.
+
+    Raises:
+        ValueError: it is neither a finite number nor None.
+    """
+    if reward is not None and (number := finite(reward)) is None:
         raise ValueError(
-            f"the reward of a turn must be a finite number or None, got {shown(answer[1])}"
+            f"the reward of {what} must be a finite number or None, got {shown(reward)}"
         )
-    return Observation(messages, reward, done)
+    return None if reward is None else number
+
+
+def _from_user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _system(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [dict(message) for message in chat[:1] if message.get("role") in ("system", "developer")]
 
 
 def _is_chat(messages: Any) -> bool:

@@ -3,8 +3,9 @@
 import copy
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,11 @@ from rlhf_pg.rollout.multi_turn.environment import (
     Environment,
     EnvironmentFactory,
     Messages,
+    Schemas,
     checked_observation,
     checked_prompt,
+    checked_reward,
+    settles,
 )
 
 logger = logging.getLogger(__name__)
@@ -46,6 +50,7 @@ class Episode:
         truncated: whether a limit on tokens or turns cut it off.
         error: the error of its environment that ended it.
         environment: its own environment.
+        columns: what else a `rollout_func` says of it, for the reward functions.
     """
 
     prompt: Messages
@@ -60,6 +65,7 @@ class Episode:
     truncated: bool = False
     error: str | None = None
     environment: Environment | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def trained(self) -> list[bool]:
@@ -130,7 +136,8 @@ class EpisodeRunner:
         stop_token_ids: each of them ends a turn.
         max_turns: per episode; None for as many as its tokens allow.
         timeout: seconds for a `reset` or a `step`; None leaves it to the environment.
-        tools: schemas of the functions that the chat template shows.
+        tools: schemas of the functions that the chat template shows, or a function that returns
+            those of a dataset row.
         special_tokens: keep them, except for the stop token, in the text that an environment reads.
         longest_prompt: tokens that a prompt may have; None for any number.
     """
@@ -140,9 +147,13 @@ class EpisodeRunner:
     stop_token_ids: Sequence[int]
     max_turns: int | None = None
     timeout: float | None = 60.0
-    tools: Sequence[dict[str, Any]] = ()
+    tools: Schemas | Callable[[Mapping[str, Any]], Schemas] = ()
     special_tokens: bool = False
     longest_prompt: int | None = None
+
+    def tools_of(self, example: Mapping[str, Any]) -> Schemas:
+        """Return the schemas that the chat template shows for a dataset row."""
+        return self.tools(example) if callable(self.tools) else self.tools
 
     def play(
         self,
@@ -174,16 +185,28 @@ class EpisodeRunner:
             for example, ids, prompt_index in zip(examples, tokens, prompt_indices, strict=True)
             for sample in range(n)
         ]
+        episodes = [row.episode for row in rows]
         with (
             foreign("an environment or a tool"),
+            closing(episodes),
             ConcurrentCalls(self.timeout) as calls,
             engine.weights_synced(),
             engine.session(params, seed) as session,
         ):
             _EpisodeBatch(self, calls, session, params.max_tokens, rows).run()
-        episodes = [row.episode for row in rows]
         _warn(episodes)
         return episodes
+
+
+@contextmanager
+def closing(episodes: Sequence[Episode]) -> Iterator[None]:
+    """Close the environments that want it, whatever happens inside."""
+    try:
+        yield
+    finally:
+        for episode in episodes:
+            if settles(episode.environment):
+                episode.environment.close()
 
 
 def _warn(episodes: Sequence[Episode]) -> None:
@@ -228,11 +251,11 @@ class _EpisodeBatch:
     def _call(
         self,
         row: _Row,
-        function: Callable[[Any], Any],
-        argument: Any,
         take: Callable[[_Row, Any], bool],
+        function: Callable[..., Any],
+        *arguments: Any,
     ) -> None:
-        self.waiting[self.calls.start(function, argument)] = row, take
+        self.waiting[self.calls.start(function, *arguments)] = row, take
 
     def _returned(self, future: Future[Any]) -> None:
         row, take = self.waiting.pop(future)
@@ -262,13 +285,13 @@ class _EpisodeBatch:
         except Exception as error:
             row.episode.error, row.resetting = told(error), False
             return
-        self._call(row, reset, copy.deepcopy(dict(row.example)), self._prompted)
+        self._call(row, self._prompted, reset, copy.deepcopy(dict(row.example)))
 
     def _prompted(self, row: _Row, prompt: Any) -> bool:
-        prompt = checked_prompt(prompt)
+        prompt = checked_prompt(prompt, row.example["prompt"])
         if prompt != row.example["prompt"]:
-            runner = self.runner
-            ids = encode(prompt, runner.tokenizer, tools=runner.tools, most=runner.longest_prompt)
+            runner, tools = self.runner, self.runner.tools_of(row.example)
+            ids = encode(prompt, runner.tokenizer, tools=tools, most=runner.longest_prompt)
             row.episode.prompt, row.episode.prompt_ids = prompt, ids
         return False
 
@@ -317,7 +340,7 @@ class _EpisodeBatch:
         if runner.special_tokens:
             text = runner.tokenizer.decode(ids if row.stop_id is None else ids[:-1])
         assert row.episode.environment is not None
-        self._call(row, row.episode.environment.step, text, self._observed)
+        self._call(row, self._observed, row.episode.environment.step, text)
 
     def _observed(self, row: _Row, answer: Any) -> bool:
         episode, runner = row.episode, self.runner
@@ -326,16 +349,30 @@ class _EpisodeBatch:
         if row.cut_off or (not done and episode.turns == runner.max_turns):
             episode.cut_off()
         if done or episode.truncated:
-            return False
+            return self._over(row)
         room = self.max_tokens - len(episode.tokens) - 1  # for the answer, with one token after it
+        tools = runner.tools_of(row.example)
         try:
             ids = encode_answer(
-                messages, runner.tokenizer, episode.prompt, row.stop_id, runner.tools, room
+                messages, runner.tokenizer, episode.prompt, row.stop_id, tools, room
             )
         except TooLong:
             ids = None
         if ids is None or len(ids) > room:
             episode.cut_off()
-            return False
+            return self._over(row)
         episode.observe(messages, ids)
         return True
+
+    # ------------------------------------------------------------------------------ after the last
+
+    def _over(self, row: _Row) -> bool:
+        """End an episode, whose environment may still have to say what it was worth."""
+        environment = row.episode.environment
+        if settles(environment):
+            self._call(row, self._settled, environment.settle)
+        return False
+
+    def _settled(self, row: _Row, reward: Any) -> bool:
+        row.episode.pay(checked_reward(reward, "an episode"))
+        return False

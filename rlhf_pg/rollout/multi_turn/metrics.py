@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,9 +44,10 @@ def episode_counts(episodes: Sequence[Episode], device: torch.device) -> Tensor:
 
 
 def _tool_counts(environment: Environment | None) -> tuple[int, int]:
-    if type(environment) is not ToolEnvironment:  # a user's object may not have the attributes
+    if not issubclass(type(environment), ToolEnvironment):  # a user's object may be anything
         return 0, 0
-    return environment.calls, environment.failures
+    playing: Any = environment
+    return playing.calls, playing.failures
 
 
 def episode_metrics(counts: Tensor, tools: bool) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Tools, which are plain functions that the policy calls through its chat template."""
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -125,12 +126,14 @@ class ToolEnvironment:
         calls: number of calls so far.
         failures: calls that could not be read or made, raised or ran out of time; the policy is
             told why.
+        late: whether one ran out of time, and may still be at work.
     """
 
     def __init__(self, toolbox: Toolbox) -> None:
         self.toolbox = toolbox
         self.calls = 0
         self.failures = 0
+        self.late = False
         self.prompt: Any = None
 
     def reset(self, example: dict[str, Any]) -> Messages:
@@ -140,7 +143,8 @@ class ToolEnvironment:
 
     def step(self, completion: str) -> Observation:
         """Answer with one message of the role "tool" for every call; the calls run concurrently."""
-        asked = self.toolbox.parse(completion, self.prompt)
+        functions = self.toolbox.functions
+        asked = self.toolbox.parse(completion, self.prompt) if functions else []
         if not asked:
             return Observation(done=True)
         with ConcurrentCalls(self.toolbox.timeout) as calls:
@@ -166,6 +170,7 @@ class ToolEnvironment:
         if isinstance(made, str):
             fault = made
         elif made.cancelled():
+            self.late = True
             fault = f"no result within {self.toolbox.timeout:g} s"
         elif (error := made.exception()) is not None:
             fault = told(error)
@@ -198,9 +203,11 @@ def check_template(tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[st
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
-    name = getattr(tool, "__name__", repr(tool))
     if not callable(tool):
         raise ValueError(f"tools must be functions, got {tool!r}")
+    name = getattr(tool, "__name__", repr(tool))
+    if inspect.ismethod(tool):
+        name = f"{type(tool.__self__).__name__}.{name}"
     try:
         schema: dict[str, Any] = get_json_schema(tool)
     except Exception as error:  # it may raise anything

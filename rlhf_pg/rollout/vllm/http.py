@@ -1,7 +1,6 @@
 """Requests to a server over HTTP, with bounded attempts, time and size."""
 
 import asyncio
-import ipaddress
 import json
 import threading
 import weakref
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 
 import httpx2
 
+from rlhf_pg.boundary.http import body_of, is_loopback, origin
 from rlhf_pg.boundary.quoted import quoted, told
 from rlhf_pg.boundary.user_code import result_of
 from rlhf_pg.rollout.engine import RolloutError
@@ -53,7 +53,7 @@ class Server:
             timeout=None,  # our own bounds the whole answer
             # A kept connection may be closed just when it is used.
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
-            trust_env=not _is_loopback(httpx2.URL(url).host),  # its proxies
+            trust_env=not is_loopback(httpx2.URL(url).host),  # its proxies
         )
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=_run, args=(self._loop,), daemon=True).start()
@@ -95,7 +95,7 @@ class Server:
                 except TimeoutError:
                     what = f"no answer within {self.timeout:g} s"
                 except httpx2.HTTPError as error:
-                    what = f"no answer ({told(_origin(error))})"
+                    what = f"no answer ({told(origin(error))})"
                 except (ValueError, TypeError, LookupError, RecursionError) as error:
                     what = f"an answer that is not whole ({told(error)})"
         raise RolloutError(
@@ -109,7 +109,7 @@ class Server:
             asyncio.timeout(self.timeout),
             self._client.stream(method, url, json=body) as answer,
         ):
-            text, status = await _body(answer, most), answer.status_code
+            text, status = await body_of(answer, most), answer.status_code
         if status < 300:
             # vLLM answers some requests in plain text, "Success: ...".
             return json.loads(text) if text[:1] in (b"{", b"[") else None
@@ -121,36 +121,12 @@ class Server:
         raise Refused(f"the server at {self.url} refuses {path} with {said}")
 
 
-async def _body(answer: httpx2.Response, most: int) -> bytes:
-    parts, size = [], 0
-    async for part in answer.aiter_raw():
-        parts.append(part)
-        size += len(part)
-        if size > most:
-            raise ValueError(f"it has more than {most} bytes")
-    return b"".join(parts)
-
-
 def _said(text: bytes) -> str:
     """Return the message of one of vLLM's errors, or the text itself."""
     try:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, TypeError, LookupError, RecursionError):
         return text.decode(errors="replace").strip()
-
-
-def _origin(error: BaseException) -> BaseException:
-    """Return the system error that libraries have wrapped."""
-    while (cause := error.__cause__ or error.__context__) is not None and str(cause):
-        error = cause
-    return error
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

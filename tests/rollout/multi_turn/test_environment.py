@@ -14,13 +14,20 @@ CHAT = [{"role": "user", "content": "q"}]
 
 @pytest.mark.parametrize("prompt", ["q", CHAT, tuple(CHAT)])
 def test_prompt_may_be_text_or_chat(prompt):
-    assert checked_prompt(prompt) == (prompt if isinstance(prompt, str) else CHAT)
+    assert checked_prompt(prompt, "q") == (prompt if isinstance(prompt, str) else CHAT)
+
+
+def test_text_in_place_of_chat_is_said_by_user_behind_system_prompt():
+    system = {"role": "system", "content": "s"}
+    assert checked_prompt("new", CHAT) == [{"role": "user", "content": "new"}]
+    assert checked_prompt("new", [system, *CHAT])[0] == system
+    assert checked_prompt("new", [system, *CHAT])[1:] == [{"role": "user", "content": "new"}]
 
 
 @pytest.mark.parametrize("prompt", [None, 3, [], ["q"], [{"content": "q"}]])
 def test_invalid_prompt_raises(prompt):
     with pytest.raises(ValueError, match="reset must return a string or a list of messages"):
-        checked_prompt(prompt)
+        checked_prompt(prompt, "q")
 
 
 @pytest.mark.parametrize(
@@ -28,6 +35,7 @@ def test_invalid_prompt_raises(prompt):
     [
         (("up", 1, False), "q", ("up", 1.0, False)),
         (Observation(CHAT), CHAT, (CHAT, None, False)),
+        (("q", None, False), CHAT, (CHAT, None, False)),  # said by the user
         ((CHAT, None, True), "q", (CHAT, None, True)),  # nobody reads it
         ((None, 0, True), CHAT, (None, 0.0, True)),
     ],
@@ -43,7 +51,7 @@ def test_valid_observations_are_normalized(answer, prompt, expected):
         (("up", 1.0), "q", "step must return Observation"),
         (["up", 1.0, False], "q", "step must return Observation"),
         ((CHAT, 1.0, False), "q", "must answer with a string"),
-        (("up", 1.0, False), CHAT, "must answer with a list of messages"),
+        ((7, 1.0, False), CHAT, "must answer with messages or a string"),
         (("up", math.inf, False), "q", "finite number or None, got inf"),
         (("up", [1.0], False), "q", "finite number or None"),
         (("up", "1", False), "q", "finite number or None"),

@@ -1,0 +1,217 @@
+"""JSON asked of a server over HTTP, with bounded attempts, time, size and concurrency."""
+
+import asyncio
+import ipaddress
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn
+
+import httpx2
+
+from rlhf_pg.boundary.quoted import quoted, told
+
+MOST = 1 << 26  # bytes of an answer
+FIRST_PAUSE = 1.0  # seconds before the second attempt; twice as long before each further one
+LONGEST_OWN_PAUSE = 60.0  # seconds, where the server asks for none
+LONGEST_PAUSE = 300.0  # seconds, where the server asks for more
+HOPS = 3  # redirects within a server that are followed
+TEMPORARY = (408, 429)  # statuses below 500 after which it is asked again: too late, too many
+SAME_METHOD = (307, 308)  # redirects after which the same is sent again
+
+
+class Unanswered(ValueError):
+    """An error of a server that could not be asked, or that refused."""
+
+
+class Garbled(Unanswered):
+    """An answer that came, and is not JSON."""
+
+
+class _Failed(Exception):
+    """A failure that may be temporary."""
+
+    def __init__(self, what: str, pause: float | None = None) -> None:
+        super().__init__(what)
+        self.pause = pause  # seconds that the server has asked for
+
+
+class Asker:
+    """A client that posts JSON to one address and reads JSON.
+
+    A connection that fails, a late answer and the statuses 408, 429 and 5xx lead to another
+    attempt. Redirects are followed only within the same scheme, host and port. Neither the server
+    is trusted nor what it says: its words are quoted in errors, without the key.
+
+    Args:
+        url: the address, with its path.
+        timeout: seconds for one whole answer, from the name lookup to the last byte.
+        retries: further attempts after the first.
+        concurrency: requests at the same time, by this process.
+        key: sent as `Authorization: Bearer`; empty for none.
+        most: bytes that an answer may have.
+        pause: what waits between attempts, given seconds.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        timeout: float,
+        retries: int,
+        concurrency: int,
+        key: str = "",
+        most: int = MOST,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.url, self.timeout, self.retries = url, timeout, retries
+        self.concurrency, self.most, self.pause = concurrency, most, pause
+        self._key = key
+        self._kept: tuple[Any, httpx2.AsyncClient, asyncio.Semaphore] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave connections behind: another process makes its own."""
+        return self.__dict__ | {"_kept": None}
+
+    async def ask(self, body: Any) -> Any:
+        """Post a JSON value, and return the JSON value that is answered.
+
+        Raises:
+            Garbled: the answer is not JSON, or too long.
+            Unanswered: the server refuses, sends us elsewhere, or all attempts have failed.
+        """
+        client, free = self._mine()
+        text = json.dumps(body).encode()
+        async with free:
+            for attempt in range(self.retries + 1):
+                try:
+                    return self._read(await self._once(client, text))
+                except _Failed as failure:
+                    what, asked = str(failure), failure.pause
+                except TimeoutError:
+                    what, asked = f"no answer within {self.timeout:g} s", None
+                except httpx2.HTTPError as error:
+                    what, asked = f"no answer ({told(origin(error))})", None
+                if attempt < self.retries:
+                    own = min(FIRST_PAUSE * 2**attempt, LONGEST_OWN_PAUSE)
+                    await self._pause(own if asked is None else asked)
+        times = "1 attempt" if self.retries == 0 else f"{self.retries + 1} attempts"
+        raise self._unanswered(f"gave {what}, in {times}")
+
+    def _mine(self) -> tuple[httpx2.AsyncClient, asyncio.Semaphore]:
+        """Return the client of the running event loop, to which connections are bound."""
+        loop = asyncio.get_running_loop()
+        if self._kept is None or self._kept[0] is not loop:
+            headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+            if self._key:
+                headers["Authorization"] = f"Bearer {self._key}"
+            client = httpx2.AsyncClient(
+                headers=headers,
+                timeout=None,  # our own bounds the whole answer
+                limits=httpx2.Limits(max_connections=None),
+                trust_env=not is_loopback(httpx2.URL(self.url).host),  # its proxies
+            )
+            self._kept = loop, client, asyncio.Semaphore(self.concurrency)
+        return self._kept[1], self._kept[2]
+
+    async def _once(self, client: httpx2.AsyncClient, text: bytes) -> bytes:
+        url = httpx2.URL(self.url)
+        async with asyncio.timeout(self.timeout):
+            for _ in range(HOPS + 1):
+                async with client.stream("POST", url, content=text) as answer:
+                    said = await self._body(answer)
+                    if answer.status_code in SAME_METHOD and _stays(url, target := _target(answer)):
+                        url = target
+                        continue
+                    return said if answer.status_code < 300 else self._refused(answer, said)
+        raise self._unanswered(f"sends us on more than {HOPS} times")
+
+    async def _body(self, answer: httpx2.Response) -> bytes:
+        try:
+            return await body_of(answer, self.most)
+        except ValueError as error:
+            raise Garbled(f"{quoted(self.url)} gave an answer too long: {error}") from None
+
+    def _refused(self, answer: httpx2.Response, said: bytes) -> NoReturn:
+        status = answer.status_code
+        if status < 400:
+            where = quoted(str(_target(answer)))
+            raise self._unanswered(f"sends us elsewhere (status {status}, to {where})")
+        what = f"status {status}: {self._quoted(said) or quoted(answer.reason_phrase)}"
+        if status >= 500 or status in TEMPORARY:
+            raise _Failed(what, _seconds(answer.headers.get("Retry-After", "")))
+        raise self._unanswered(f"refuses with {what}")
+
+    def _read(self, said: bytes) -> Any:
+        try:
+            return json.loads(said, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
+            text = self._quoted(said) or "nothing"
+            raise Garbled(f"{quoted(self.url)} gave what is not JSON: {text}") from None
+
+    async def _pause(self, seconds: float) -> None:
+        if seconds > LONGEST_PAUSE:
+            raise self._unanswered(
+                f"asks us to come back in {seconds:g} s, and {LONGEST_PAUSE:g} s is the longest "
+                "that is waited"
+            )
+        await self.pause(seconds)
+
+    def _unanswered(self, what: str) -> Unanswered:
+        return Unanswered(self._hidden(f"{quoted(self.url)} {what}"))
+
+    def _quoted(self, said: bytes) -> str:
+        """Return the start of what the server said, without the key, which it may repeat."""
+        return quoted(self._hidden(said.decode(errors="replace").strip()))
+
+    def _hidden(self, text: str) -> str:
+        return text.replace(self._key, "***") if self._key else text
+
+
+async def body_of(answer: httpx2.Response, most: int) -> bytes:
+    """Return the bytes of an answer.
+
+    Raises:
+        ValueError: it has more than `most`; the rest is not read.
+    """
+    parts, size = [], 0
+    async for part in answer.aiter_raw():
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            raise ValueError(f"it has more than {most} bytes")
+    return b"".join(parts)
+
+
+def origin(error: BaseException) -> BaseException:
+    """Return the system error that libraries have wrapped."""
+    while (cause := error.__cause__ or error.__context__) is not None and str(cause):
+        error = cause
+    return error
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine by its name."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def _target(answer: httpx2.Response) -> httpx2.URL:
+    try:
+        return answer.url.join(answer.headers.get("Location", ""))
+    except (httpx2.InvalidURL, ValueError):
+        return httpx2.URL("")
+
+
+def _stays(url: httpx2.URL, target: httpx2.URL) -> bool:
+    """Return whether a redirect stays with the same server."""
+    return all(getattr(url, part) == getattr(target, part) for part in ("scheme", "host", "port"))
+
+
+def _seconds(text: str) -> float | None:
+    """Return a `Retry-After` in seconds; None for a date, since no wall clock is looked at."""
+    return float(text) if text.isascii() and text.isdigit() else None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,184 @@
+"""`rlhf-pg eval` scores a model on held-out prompts, with the numbers of `trainer.evaluate()`."""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from rlhf_pg.boundary.quoted import quoted
+from rlhf_pg.cli.help import usage_of
+from rlhf_pg.cli.options import parser_of
+from rlhf_pg.cli.recipes import algorithm_of, find_recipe, is_recipe, model_of_run
+from rlhf_pg.cli.train import TRAINERS
+from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.config.parse import fail, load, parse
+from rlhf_pg.report.json_lines import finite
+from rlhf_pg.trainers.evaluation import Evaluation, evaluation_of
+
+Z = 1.959964  # of a normal distribution, for 95 %
+PREFIX = "eval_"
+# Metrics in the table; the JSON has all of them.
+SHOWN = re.compile(
+    r"reward|rewards/.*/mean|(pass|majority)@\d+|completions/(mean_length|clipped_ratio)"
+    r"|(episodes|tools)/.*"
+)
+
+
+class Named(NamedTuple):
+    """A model, a recipe whose keys hold, a file to write, and the flags that are keys."""
+
+    model: str | None
+    recipe: Path | None
+    json: Path | None
+    keys: list[str]
+
+
+def evaluate(flags: Sequence[str]) -> None:
+    """Evaluate a model, a run or a recipe; print a table, and write JSON if it is asked for."""
+    named = read(flags)
+    if named.json is not None:  # before hours of sampling
+        _check_writable(named.json)
+    evaluation = evaluation_of(config_of(named))
+    if evaluation.runtime.is_main:
+        print(evaluation.describe())
+    metrics = evaluation.evaluate()
+    if not evaluation.runtime.is_main:
+        return
+    Console().print(*tables(metrics, list(evaluation.eval_sets)), sep="\n")
+    prompts = {name: len(prompts) for name, prompts in evaluation.eval_sets.items()}
+    print(said_of(evaluation, prompts))
+    if named.json is not None:
+        named.json.write_text(json.dumps(report(evaluation, metrics, prompts), indent=2) + "\n")
+        print(f"wrote {quoted(str(named.json))}")
+
+
+def read(flags: Sequence[str]) -> Named:
+    """Find out what the flags name; `fail` where they name nothing, or too much."""
+    target = flags[0] if flags and not flags[0].startswith("-") else None
+    options, keys = parser_of("eval", usage_of("eval")).parse_known_args(
+        list(flags[target is not None :])
+    )
+    recipe = None if options.config is None else find_recipe(options.config)
+    out = None if options.json is None else Path(options.json)
+    if out is not None and out.is_dir():
+        fail(f"--json must be a file, and {quoted(str(out))} is a directory")
+    if target is None:
+        if recipe is None and not any(
+            key.replace("-", "_").startswith("__model_name_or_path") for key in keys
+        ):
+            fail("eval needs a model: rlhf-pg eval MODEL --dataset_name FILE --reward_funcs NAME")
+        return Named(None, recipe, out, keys)
+    if is_recipe(target):
+        if recipe is not None:
+            fail(f"there are two recipes, {quoted(target)} and --config {recipe}: give one")
+        return Named(None, find_recipe(target), out, keys)
+    model, of_run = model_of_run(target)
+    if of_run is not None and load(of_run).get("algorithm") not in TRAINERS:
+        of_run = None  # of supervised training, whose keys say nothing of sampling
+    return Named(model, recipe or of_run, out, keys)
+
+
+def config_of(named: Named) -> PolicyGradientConfig:
+    """Read the config: of the recipe's algorithm, or with the keys that all algorithms have."""
+    config_type: type[PolicyGradientConfig] = PolicyGradientConfig
+    keys = named.keys
+    if named.recipe is not None:
+        config_type = TRAINERS[algorithm_of(named.recipe, TRAINERS)].config_type
+        keys = ["--config", str(named.recipe), *keys]
+    if named.model is not None:
+        keys = [*keys, "--model_name_or_path", named.model]
+    args = parse(config_type, keys, "rlhf-pg eval")
+    given = {key.removeprefix("--").partition("=")[0].replace("-", "_") for key in named.keys}
+    if "dataset_name" in given and not {"eval_dataset_name", "dataset_test_split"} & given:
+        # It is what to evaluate on, whatever the recipe held out of its own data.
+        whole: dict[str, Any] = {"eval_dataset_name": (), "dataset_test_split": None}
+        whole |= {"dataset_config": None} if "dataset_config" not in given else {}
+        whole |= {"dataset_train_split": "train"} if "dataset_train_split" not in given else {}
+        args = dataclasses.replace(args, **whole)
+    return args
+
+
+def intervals(metrics: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """Return 95 % confidence intervals: the mean -+ 1.96 standard errors over prompts."""
+    found = {}
+    for name, error in metrics.items():
+        mean = metrics.get(name.removesuffix("_stderr"))
+        if name.endswith("_stderr") and mean is not None and not math.isnan(error):
+            found[name.removesuffix("_stderr")] = (mean - Z * error, mean + Z * error)
+    return found
+
+
+def tables(metrics: Mapping[str, float], sets: Sequence[str]) -> list[Table]:
+    """Return a table for each evaluation set, and for the mean of several: sampled and greedy.
+
+    Args:
+        sets: names of the evaluation sets; a single one has the name "".
+    """
+    heads = {name: f"{PREFIX}{name}{'_' * bool(name)}" for name in dict.fromkeys([*sets, ""])}
+    known = intervals(metrics)
+    rows: dict[str, dict[str, list[str]]] = {name: {} for name in heads}
+    for metric, value in metrics.items():
+        fits = [name for name, head in heads.items() if metric.startswith(head)]
+        owner = max(fits, key=len)
+        short = metric.removeprefix(heads[owner])
+        short, is_greedy = short.removeprefix("greedy_"), short.startswith("greedy_")
+        if SHOWN.fullmatch(short):
+            cells = rows[owner].setdefault(short, ["", ""])
+            cells[is_greedy] = _cell(value, known.get(metric))
+    titles = {name: name or ("mean" if len(sets) > 1 else "evaluation") for name in heads}
+    return [_table(titles[name], own) for name, own in rows.items() if own]
+
+
+def _table(owner: str, rows: Mapping[str, Sequence[str]]) -> Table:
+    table = Table(escape(owner), "sampled", "greedy")
+    for metric, cells in rows.items():
+        table.add_row(Text(metric), *cells)
+    return table
+
+
+def _cell(value: float, interval: tuple[float, float] | None) -> str:
+    if math.isnan(value):
+        return "-"
+    return f"{value:.4g}" + ("" if interval is None else f" ± {interval[1] - value:.2g}")
+
+
+def said_of(evaluation: Evaluation, prompts: Mapping[str, int]) -> str:
+    """Say how the numbers were made."""
+    args = evaluation.args
+    count = ", ".join(
+        f"{n} prompts" + (f" of {name}" if name else "") for name, n in prompts.items()
+    )
+    return (
+        f"{count}; {args.num_generations_eval} sampled at temperature {args.temperature:g}, and "
+        "one greedy; ± is half of the 95 % confidence interval (1.96 standard errors over prompts, "
+        "whose completions count together)"
+    )
+
+
+def report(
+    evaluation: Evaluation, metrics: Mapping[str, float], prompts: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the numbers of `trainer.evaluate()`, their intervals, and the config, for JSON."""
+    said: dict[str, Any] = finite(
+        {
+            "model": evaluation.args.model_name_or_path,
+            "prompts": dict(prompts),
+            "metrics": dict(metrics),
+            "confidence_intervals_95": intervals(metrics),
+            "config": dataclasses.asdict(evaluation.resolved_args()),
+        }
+    )
+    return said
+
+
+def _check_writable(path: Path) -> None:
+    if not path.absolute().parent.is_dir():
+        fail(f"--json: there is no directory {quoted(str(path.absolute().parent))}")

@@ -1,0 +1,303 @@
+"""Datasets by name: files, folders, saved directories and the Hub, split, mixed and renamed."""
+
+import string
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import datasets
+from datasets import Dataset, DatasetDict, IterableDataset
+
+from rlhf_pg.boundary.quoted import told
+from rlhf_pg.config.data import DataConfig
+from rlhf_pg.data.prompts import permutation
+
+Rows: TypeAlias = Dataset | IterableDataset
+
+# The reader of `datasets` for each kind of file.
+READERS = {
+    **dict.fromkeys((".jsonl", ".json", ".ndjson"), "json"),
+    ".parquet": "parquet",
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    **dict.fromkeys((".txt", ".text"), "text"),
+    ".arrow": "arrow",
+}
+PACKED = (".gz", ".bz2", ".xz", ".zst")  # `datasets` unpacks them itself
+
+
+class Loaded(NamedTuple):
+    """The datasets that a config names, with the columns that it asks for."""
+
+    train: Rows | None
+    eval: dict[str, Dataset]  # by name; a single one has the name ""
+
+
+def load_datasets(args: DataConfig, seed: int, train: bool = True) -> Loaded:
+    """Load what a config names to train and to evaluate on.
+
+    Args:
+        seed: of the share that is split off, and of the order of a mixture.
+        train: False loads only what is evaluated on.
+
+    Raises:
+        ValueError: there is no such dataset, split or column; the key is named, with what there is.
+    """
+    names = list(args.dataset_name)
+    share = args.dataset_test_split
+    parts: list[Rows] = []
+    held_out: dict[str, Rows] = {}
+    for name in names if train or isinstance(share, float) else []:
+        part = open_dataset(name, args.dataset_config, args.dataset_train_split, args.streaming)
+        if isinstance(share, float) and isinstance(part, Dataset):
+            part, held_out[name] = _split_off(part, share, seed, name)
+        parts.append(part)
+    split = share if isinstance(share, str) else None
+    if split is not None or args.eval_dataset_name:
+        for name in args.eval_dataset_name or names:
+            own = split or _only_split(name, args.dataset_config)
+            held_out[name] = open_dataset(name, args.dataset_config, own, False)
+    mixed = _mixed([renamed(part, args) for part in parts], args.dataset_weights, seed)
+    evaluated = {name: renamed(data, args) for name, data in held_out.items()}
+    return Loaded(mixed if train else None, _by_short_name(evaluated))
+
+
+def open_dataset(name: str, config: str | None, split: str, streaming: bool = False) -> Rows:
+    """Open one split of a dataset by its name.
+
+    Args:
+        name: a file or folder, or a Hub id.
+        config: name of the configuration of a Hub dataset.
+        split: in the syntax of `datasets`.
+
+    Raises:
+        ValueError: there is no such dataset or split, or it cannot be read.
+    """
+    path = Path(name).expanduser()
+    kind = READERS.get(_suffix(path))
+    if not path.exists() and (kind or name.startswith(("/", "~", "."))):
+        raise ValueError(f"dataset_name: there is no file or folder {name!r} ({path.absolute()})")
+    try:
+        if path.is_dir() and _saved(path):
+            return _of_saved(datasets.load_from_disk(str(path)), split, streaming, name)
+        if path.is_file():
+            return _of_file(path, kind, split, streaming)
+        return datasets.load_dataset(name, config, split=split, streaming=streaming)
+    except Exception as error:  # of `datasets`, of the Hub or of a parser
+        if isinstance(error, ValueError) and str(error).startswith("dataset_"):
+            raise
+        raise ValueError(f"dataset_name {name!r} cannot be loaded: {told(error)}") from error
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+
+
+def _saved(path: Path) -> bool:
+    """Return whether a directory is one of `save_to_disk`."""
+    return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+
+
+def _of_file(path: Path, kind: str | None, split: str, streaming: bool) -> Rows:
+    if kind is None:
+        raise ValueError(
+            f"dataset_name {str(path)!r} has an ending that is not known: use one of "
+            f"{', '.join(READERS)}"
+        )
+    options = {"delimiter": "\t"} if _suffix(path) == ".tsv" else {}
+    base = split.partition("[")[0]
+    if base != "train":
+        raise ValueError(
+            f"dataset_name {str(path)!r} is one file, which has no split {base!r}: name another "
+            "file in eval_dataset_name, or a share such as 0.05 in dataset_test_split"
+        )
+    return datasets.load_dataset(
+        kind, data_files=str(path), split=split, streaming=streaming, **options
+    )
+
+
+def _of_saved(saved: Dataset | DatasetDict, split: str, streaming: bool, name: str) -> Rows:
+    """Select a split, or a slice of one, of what `save_to_disk` left."""
+    base = split.partition("[")[0]
+    splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
+    if base not in splits:
+        raise ValueError(f"dataset_name {name!r} has no split {base!r}: it has {', '.join(splits)}")
+    whole = splits[base]
+    if split != base:
+        lengths = {base: len(whole)}
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+        whole = whole.select([i for part in parts for i in range(part.from_, part.to)])
+    return whole.to_iterable_dataset() if streaming else whole
+
+
+def _only_split(name: str, config: str | None) -> str:
+    """Return the split of a dataset to evaluate on: "test" where there are several."""
+    path = Path(name)
+    if path.is_file():
+        return "train"
+    if path.is_dir() and _saved(path):
+        saved = datasets.load_from_disk(str(path))
+        names = list(saved) if isinstance(saved, DatasetDict) else ["train"]
+    else:
+        try:
+            names = datasets.get_dataset_split_names(name, config)
+        except Exception as error:
+            raise ValueError(
+                f"eval_dataset_name {name!r} cannot be loaded: {told(error)}"
+            ) from error
+    return names[0] if len(names) == 1 else "test"
+
+
+def _split_off(data: Dataset, share: float, seed: int, name: str) -> tuple[Dataset, Dataset]:
+    """Split a share of the rows off by the seed; both parts keep the order of the dataset."""
+    count = max(1, round(share * len(data)))
+    if count >= len(data):
+        raise ValueError(
+            f"dataset_test_split {share} of the {len(data)} rows of {name!r} leaves none to train "
+            "on: give more rows, or name a split"
+        )
+    chosen = set(permutation(len(data), seed)[:count])
+    kept = [row for row in range(len(data)) if row not in chosen]
+    return data.select(kept), data.select(sorted(chosen))
+
+
+def _mixed(parts: Sequence[Rows], weights: Sequence[float] | None, seed: int) -> Rows | None:
+    """Mix datasets: one behind another, or drawn by their weights until each was used up once."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    try:
+        if weights is None:
+            return datasets.concatenate_datasets(list(parts))
+        return datasets.interleave_datasets(
+            list(parts),
+            probabilities=[weight / sum(weights) for weight in weights],
+            seed=seed,
+            stopping_strategy="all_exhausted",
+        )
+    except Exception as error:  # columns of different types
+        raise ValueError(
+            f"the datasets of dataset_name cannot be mixed: {told(error)}. Give their columns the "
+            "same names and types"
+        ) from error
+
+
+def _by_short_name(named: Mapping[str, Rows]) -> dict[str, Dataset]:
+    """Name evaluation sets by the last part of their name; one alone by ""."""
+    if len(named) == 1:
+        return {"": next(iter(named.values()))}
+    short: dict[str, Dataset] = {}
+    for name, data in named.items():
+        stem = Path(name).name.partition(".")[0]
+        short[stem if stem not in short else name] = data
+    return short
+
+
+def renamed(data: Rows, args: DataConfig) -> Rows:
+    """Give columns the names that `dataset_columns` maps them to.
+
+    Raises:
+        ValueError: there is no such column, or one is to have two names.
+    """
+    wanted = {theirs: ours for ours, theirs in args.dataset_columns.items()}
+    if len(wanted) < len(args.dataset_columns):
+        raise ValueError("dataset_columns gives two names to one column: name each only once")
+    data, there = _with_columns(data)
+    for theirs in wanted:
+        if theirs not in there:
+            raise ValueError(
+                f"dataset_columns: the dataset has no column {theirs!r}; it has {', '.join(there)}"
+            )
+    changed = {theirs: ours for theirs, ours in wanted.items() if theirs != ours}
+    hidden = [ours for ours in changed.values() if ours in there and ours not in changed]
+    return data.remove_columns(hidden).rename_columns(changed) if changed else data
+
+
+def _with_columns(data: Rows) -> tuple[Rows, list[str]]:
+    """Return a dataset and the names of its columns; a stream may have to be looked at for them."""
+    if data.column_names is None:
+        data = data._resolve_features()
+    return data, list(data.column_names or ())
+
+
+class PromptMaker(NamedTuple):
+    """Make prompts from rows: by a template, with a system message, as a chat."""
+
+    template: str | None
+    system: str | None
+    chat: bool
+
+    @classmethod
+    def of(cls, args: DataConfig) -> "PromptMaker":
+        """Make one as a config says."""
+        return cls(args.prompt_template, args.system_prompt, args.apply_chat_template)
+
+    @property
+    def changes(self) -> bool:
+        """True if prompts are not taken as they are."""
+        return self.template is not None or self.system is not None or self.chat
+
+    def check(self, columns: Sequence[str]) -> None:
+        """Refuse a template that names what is no column.
+
+        Raises:
+            ValueError: it names no column of these, or is no template.
+        """
+        if self.template is None:
+            return
+        try:
+            names = [name for _, name, _, _ in string.Formatter().parse(self.template)]
+        except ValueError as error:
+            raise ValueError(f"prompt_template cannot be read: {error}") from error
+        for name in filter(lambda name: name is not None, names):
+            if name not in columns:
+                raise ValueError(
+                    f"prompt_template names {{{name}}}, and the dataset has the columns "
+                    f"{', '.join(columns)}; double the braces of plain text"
+                )
+
+    def __call__(self, row: Mapping[str, Any], number: int) -> Any:
+        """Make the prompt of a row.
+
+        Raises:
+            ValueError: the row lacks what the template names, or has a system message already.
+        """
+        prompt = row.get("prompt") if self.template is None else self._filled(row, number)
+        if isinstance(prompt, str) and (self.chat or self.system is not None):
+            prompt = [{"role": "user", "content": prompt}]
+        if self.system is None or not isinstance(prompt, list):
+            return prompt
+        if any(isinstance(said, Mapping) and said.get("role") == "system" for said in prompt):
+            raise ValueError(
+                f"system_prompt: the prompt in row {number} has a system message already: leave "
+                "system_prompt out"
+            )
+        return [{"role": "system", "content": self.system}, *prompt]
+
+    def _filled(self, row: Mapping[str, Any], number: int) -> str:
+        assert self.template is not None
+        for _, name, _, _ in string.Formatter().parse(self.template):
+            if name is not None and row.get(name) is None:
+                raise ValueError(f"prompt_template names {{{name}}}, which row {number} lacks")
+        return self.template.format(**row)
+
+
+def with_prompts(data: Rows, make: PromptMaker) -> Rows:
+    """Return a dataset whose column `prompt` is made from each row.
+
+    A dataset whose only column is `text`, as of a text file, has its prompts there.
+
+    Raises:
+        ValueError: see `PromptMaker`.
+    """
+    data, columns = _with_columns(data)
+    if columns == ["text"]:
+        data, columns = data.rename_column("text", "prompt"), ["prompt"]
+    make.check(columns)
+    if not make.changes or (make.template is None and "prompt" not in columns):
+        return data
+    if isinstance(data, IterableDataset):
+        return data.map(lambda row, i: {"prompt": make(row, i)}, with_indices=True)
+    prompts = [make(row, number) for number, row in enumerate(data)]
+    others = [name for name in columns if name != "prompt"]
+    if not others:
+        return Dataset.from_dict({"prompt": prompts})
+    return data.select_columns(others).add_column("prompt", prompts)

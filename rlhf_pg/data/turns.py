@@ -1,0 +1,149 @@
+"""Whole chats as token ids, with the tokens that a model is to learn from them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from rlhf_pg.boundary.quoted import told
+from rlhf_pg.data.chat import QUOTE, quoted_chat, special_names, spelled, template_arguments
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Span = tuple[int, int]  # characters from a first one to one behind the last
+
+
+class Learnt(NamedTuple):
+    """A text as token ids, and which of them are learnt."""
+
+    ids: list[int]
+    mask: list[bool]
+
+
+def encode_turns(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    read: int = 0,
+    assistant_only: bool = False,
+) -> Learnt:
+    """Encode a closed chat, and say which tokens are learnt.
+
+    A turn is learnt through the token that ends it, without the blanks that a template puts behind
+    it. The name of a special token in a message is only text, as in `rlhf_pg.data.encode`.
+
+    Args:
+        where: name of the chat in an error.
+        read: number of messages at the start that are only read, as the prompt is.
+        assistant_only: learn only the assistant's turns.
+
+    Raises:
+        ValueError: there is no chat template, the messages do not fit it, or its turns cannot be
+            told apart.
+    """
+    chat = _Chat(tokenizer, quoted_chat(list(messages), tokenizer, where), where)
+    start = chat.opening(read)
+    spans = chat.assistant_turns() if assistant_only else [(start, len(chat.text))]
+    learnt = [(max(first, start), len(chat.text[:end].rstrip())) for first, end in spans]
+    ids, places = _tokenize_places(chat.text, tokenizer, where)
+    return Learnt(ids, [_within(place, learnt) for place in places])
+
+
+class _Chat:
+    """A chat as its template renders it, and where its turns are in the text."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: list[Any],
+        where: str,
+    ) -> None:
+        if not tokenizer.chat_template:
+            raise ValueError(f"{where} is a chat, but the tokenizer has no chat_template")
+        self.template: str = tokenizer.get_chat_template()
+        self.names = {**tokenizer.special_tokens_map, **template_arguments(tokenizer)}
+        self.messages, self.where = messages, where
+        self.text, self.tagged = self._render(messages, closed=True)
+
+    def _render(self, messages: list[Any], closed: bool) -> tuple[str, list[Span]]:
+        tagged = closed and GENERATION.search(self.template) is not None
+        try:
+            [text], spans = render_jinja_template(
+                [messages],
+                chat_template=self.template,
+                return_assistant_tokens_mask=tagged,
+                add_generation_prompt=not closed,
+                **self.names,
+            )
+        except Exception as error:  # a template may raise anything
+            raise ValueError(
+                f"{self.where} does not fit the chat template: {told(error)}"
+            ) from error
+        return text, spans[0] if tagged else []
+
+    def opening(self, count: int) -> int:
+        """Return where the turn behind the first `count` messages begins to be the assistant's."""
+        return self._length(count, closed=False) if count else 0
+
+    def assistant_turns(self) -> list[Span]:
+        """Return the assistant's turns, by the tags of the template or by rendering the chat up to
+        each of them.
+        """
+        if GENERATION.search(self.template):
+            return self.tagged
+        return [
+            (self.opening(number), self._length(number + 1, closed=True))
+            for number, message in enumerate(self.messages)
+            if message.get("role") == "assistant"
+        ]
+
+    def _length(self, count: int, closed: bool) -> int:
+        """Return how long the chat's text is up to a message, which it must begin with."""
+        if closed and count == len(self.messages):
+            return len(self.text)
+        text, _ = self._render(self.messages[:count], closed)
+        if not self.text.startswith(text):
+            raise ValueError(
+                f"{self.where}: the chat template renders the first {count} messages differently "
+                "once others follow, so what a policy would have read and said cannot be told "
+                "apart. Take a template with {% generation %} tags around the assistant's words "
+                "and the same history in every turn, or learn all tokens (assistant_only_loss and "
+                "completion_only_loss: false)"
+            )
+        return len(text)
+
+
+def _tokenize_places(
+    text: str, tokenizer: PreTrainedTokenizerBase, where: str
+) -> tuple[list[int], list[Span]]:
+    """Tokenize a rendered chat, with the characters that each token stands for."""
+    ids: list[int] = []
+    places: list[Span] = []
+    at = 0
+    for number, part in enumerate(QUOTE.split(text)):
+        if number % 2:  # the number of a special token's name
+            pieces = spelled(tokenizer, special_names(tokenizer)[int(part)], where)
+            width = len(part) + 2
+            ids, places = ids + pieces, places + [(at, at + width)] * len(pieces)
+        else:
+            width = len(part)
+            try:
+                encoded = tokenizer(part, add_special_tokens=False, return_offsets_mapping=True)
+            except NotImplementedError as error:
+                raise ValueError(
+                    f"{where}: the tokenizer does not say where its tokens are in the text: take a "
+                    "fast one"
+                ) from error
+            except Exception as error:  # a character without a token, say
+                raise ValueError(f"{where} cannot be tokenized: {told(error)}") from error
+            ids = ids + encoded["input_ids"]
+            places = places + [(at + a, at + b) for a, b in encoded["offset_mapping"]]
+        at += width
+    return ids, places
+
+
+def _within(place: Span, spans: Sequence[Span]) -> bool:
+    first, end = place
+    return any(first < stop and end > start for start, stop in spans)

@@ -1,0 +1,176 @@
+"""The model card of a run, `final/README.md`: how the model was trained, on what, and how it went.
+
+Names and texts in it are data from outside: they are escaped, and paths of this machine left out.
+"""
+
+import html
+import importlib.metadata
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCardData
+
+from rlhf_pg.boundary.quoted import quoted, visible
+from rlhf_pg.report.json_lines import read
+
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
+MOST_ROWS = 12  # of the table of the reward
+COLUMNS = ("reward", "eval_reward", "kl", "entropy", "completions/mean_length")
+# Keys that say where things were, not how the model was trained.
+PLACES = {
+    *("output_dir", "resume_from_checkpoint", "run_name", "report_to", "ddp_timeout"),
+    *("vllm_server_base_url", "vllm_sync_directory", "hub_model_id", "hub_private_repo"),
+    "push_to_hub",
+}
+# The papers of the algorithms, in BibTeX.
+PAPERS = {
+    "GRPO": """@article{shao2024deepseekmath,
+  title = {{DeepSeekMath}: Pushing the Limits of Mathematical Reasoning in Open Language Models},
+  author = {Zhihong Shao and others},
+  year = {2024},
+  journal = {arXiv:2402.03300}
+}""",
+    "RLOO": """@inproceedings{ahmadian2024back,
+  title = {Back to Basics: Revisiting {REINFORCE}-Style Optimization for Learning from Human
+           Feedback in {LLMs}},
+  author = {Arash Ahmadian and others},
+  year = {2024},
+  booktitle = {ACL},
+  note = {arXiv:2402.14740}
+}""",
+    "Reinforce": """@article{williams1992simple,
+  title = {Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement
+           Learning},
+  author = {Ronald J. Williams},
+  year = {1992},
+  journal = {Machine Learning},
+  volume = {8},
+  pages = {229--256}
+}""",
+    "PPO": """@article{schulman2017proximal,
+  title = {Proximal Policy Optimization Algorithms},
+  author = {John Schulman and Filip Wolski and Prafulla Dhariwal and Alec Radford and Oleg Klimov},
+  year = {2017},
+  journal = {arXiv:1707.06347}
+}""",
+}
+
+
+def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Path) -> str:
+    """Return the model card of a run in Markdown.
+
+    Args:
+        config: every key of the run, with `algorithm`, the name of the algorithm.
+        fingerprint: of the training data.
+        directory: of the run, where `metrics.jsonl` is.
+    """
+    algorithm = str(config["algorithm"])
+    base = config.get("model_name_or_path")
+    start = f", from {literal(_named(base))}" if base else ""
+    parts = [
+        f"---\n{_metadata(config)}\n---\n",
+        f"# {literal(directory.name)}",
+        f"Trained by {literal(algorithm)} with `rlhf_pg`{start}.",
+        "## Data and rewards",
+        _data(config, fingerprint),
+        "## How it went",
+        _curve(directory),
+        "## Config",
+        "Keys that are not listed are at their defaults or empty.",
+        fenced(yaml.safe_dump(_settings(config), sort_keys=False).rstrip(), "yaml"),
+        "## Versions",
+        ", ".join(f"{name} {_version(name)}" for name in ("rlhf-pg", *PACKAGES)),
+    ]
+    if algorithm in PAPERS:
+        parts += ["## How to cite the method", fenced(PAPERS[algorithm], "bibtex")]
+    return "\n\n".join(parts) + "\n"
+
+
+def literal(text: Any) -> str:
+    """Return one line of text that Markdown and HTML show as it is."""
+    return re.sub(r"([\\`*_{}\[\]()#+!|~$-])", r"\\\1", html.escape(quoted(str(text)), quote=False))
+
+
+def fenced(text: str, language: str) -> str:
+    """Return text as a block of code, whose fence is longer than any in the text."""
+    text = visible(text)
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def _metadata(config: Mapping[str, Any]) -> str:
+    """Return the header that the Hub reads; only what can be an id of the Hub is one."""
+    names = [name for name in config.get("dataset_name") or () if _is_hub_id(name)]
+    base = config.get("model_name_or_path")
+    data = ModelCardData(
+        library_name="peft" if config.get("use_peft") else "transformers",
+        base_model=base if base and _is_hub_id(base) else None,
+        datasets=names or None,
+        tags=["rlhf_pg", "reinforcement-learning", str(config["algorithm"]).lower()],
+    )
+    header: str = data.to_yaml()
+    return header
+
+
+def _is_hub_id(name: str) -> bool:
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name)) and not os.path.exists(name)
+
+
+def _named(value: Any) -> Any:
+    """Return a value without the directories of this machine."""
+    if isinstance(value, str):
+        kind, place = ("model:", value[6:]) if value.startswith("model:") else ("", value)
+        return kind + Path(place).name if os.path.isabs(place.partition(":")[0]) else value
+    if isinstance(value, list | tuple):
+        return [_named(item) for item in value]
+    if isinstance(value, dict):
+        return {_named(key): _named(item) for key, item in value.items()}
+    return value
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that hold something, as plain values."""
+    shown = {k: _named(v) for k, v in config.items() if k not in PLACES}
+    plain: dict[str, Any] = json.loads(json.dumps(shown, default=str))
+    return {key: value for key, value in plain.items() if value not in (None, [], {}, "")}
+
+
+def _data(config: Mapping[str, Any], fingerprint: str | None) -> str:
+    names = config.get("dataset_name") or ([config["task"]] if config.get("task") else [])
+    data = ", ".join(literal(_named(name)) for name in names) or "given in Python"
+    known = f" (fingerprint `{fingerprint}`)" if fingerprint else ""
+    rewards = [config.get("reward_model_name_or_path"), *(config.get("reward_funcs") or ())]
+    scored = ", ".join(literal(_named(name)) for name in rewards if name)
+    return f"- Data: {data}{known}\n- Rewards: {scored or 'of the task, or given in Python'}"
+
+
+def _curve(directory: Path) -> str:
+    """Return a table of a few steps, the last among them."""
+    file = directory / "metrics.jsonl"
+    lines = read(file) if file.is_file() else []  # a device may have no end
+    if not lines:
+        return "No step was taken."
+    every = -(-len(lines) // MOST_ROWS)
+    kept = [line for i, line in enumerate(lines, 1) if i % every == 0 or i == len(lines)]
+    kept = [line for line in lines if "eval_reward" in line or line in kept][-2 * MOST_ROWS :]
+    columns = [name for name in COLUMNS if any(line.get(name) is not None for line in kept)]
+    rows = [["step", *columns], ["---"] * (1 + len(columns))]
+    rows += [[str(line["step"]), *(_number(line.get(name)) for name in columns)] for line in kept]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else ""
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,77 @@
+"""The judgement of a batch: what the sources of reward said, put together from their calls."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from rlhf_pg.boundary.quoted import shown as quote
+from rlhf_pg.rewards.blame import Answer, Failed
+from rlhf_pg.rewards.calls import Pending, Shown
+from rlhf_pg.rewards.sources import Source
+
+Begun = dict[int, Pending]  # calls on the completions of one prompt, by the number of the source
+
+
+@dataclass(kw_only=True)
+class Judgement:
+    """Scores of a batch, with what the functions logged and where they failed.
+
+    Attributes:
+        scores: (B,T,K), see `Rewards.__call__`.
+        lost: (B,) True where sources failed and no other gave a score.
+        extra: columns for completions.jsonl, of B values each.
+        metrics: numbers for metrics.jsonl, one per call.
+        called, failed: completions that each function was asked about, and failed on.
+        first_failure: the error of the first of these.
+    """
+
+    scores: Tensor
+    lost: Tensor
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    called: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, int] = field(default_factory=dict)
+    first_failure: str | None = None
+
+    def note(self, answer: Answer, rows: Sequence[int]) -> None:
+        """Take in what a source has logged of these rows."""
+        for name, values in answer.extra.items():
+            column = self.extra.setdefault(name, [None] * len(self.lost))
+            for i, value in zip(rows, values, strict=True):
+                column[i] = value
+        for name, numbers in answer.metrics.items():
+            self.metrics.setdefault(name, []).extend(numbers)
+
+
+def joined(
+    k: int, calls: Mapping[int, Begun], places: Mapping[int, Sequence[int]], count: int
+) -> Answer:
+    """Return the answers of a source about every prompt as one about all completions."""
+    scores: list[Any] = [None] * count
+    extra: dict[str, list[Any]] = {}
+    metrics: dict[str, list[float]] = {}
+    for group, rows in places.items():
+        answer = calls[group][k].result()
+        for place, score in zip(rows, answer.scores, strict=True):
+            scores[place] = score
+        for name, values in answer.extra.items():
+            column = extra.setdefault(name, [None] * count)
+            for place, value in zip(rows, values, strict=True):
+                column[place] = value
+        for name, numbers in answer.metrics.items():
+            metrics.setdefault(name, []).extend(numbers)
+    return Answer(scores, extra, metrics)
+
+
+def described(
+    source: Source, said: Sequence[Any], place: int, rows: Sequence[int], shown: Shown
+) -> str:
+    """Describe a failure with its function, and the completion and the prompt if it is known."""
+    failed: Failed = said[place]
+    everything = f"{source.who} {failed.why}"
+    if source.place == "trainer" and not failed.alone:
+        return everything
+    of = f"completion {rows[place]}" if failed.alone else f"the call with completion {rows[place]}"
+    return f"{everything}, for {of} of the batch, prompt {quote(shown.inputs['prompts'][place])}"

@@ -1,0 +1,156 @@
+"""Preference pairs as token ids: the better of two texts, the other one, and a margin."""
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_pg.boundary.quoted import shown
+from rlhf_pg.config import RewardModelConfig
+from rlhf_pg.data.chat import encode
+from rlhf_pg.rewards.reward_model import encode_whole, with_eos
+from rlhf_pg.supervised.examples import as_dataset, with_system
+
+
+class Pair(NamedTuple):
+    """Two texts as token ids, and by how much the first should be ahead."""
+
+    chosen: Sequence[int]
+    rejected: Sequence[int]
+    margin: float = 0.0
+
+
+Pairs = list[Pair]
+
+
+def load_pairs(
+    dataset: Any,
+    args: RewardModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None,
+    name: str,
+) -> Pairs:
+    """Tokenize both texts of every pair; strings end with the EOS, if `args.append_eos` says so.
+
+    Args:
+        dataset: columns `chosen` and `rejected`, and maybe `prompt` and `margin`.
+        limit: most tokens of a text.
+        name: of the dataset, in errors.
+
+    Raises:
+        ValueError: no dataset or rows, a missing column, or a pair that is not one: equal texts, a
+            text of more than `limit` tokens, chats without a chat template. Dataset and row are
+            named.
+    """
+    dataset = _as_pairs(dataset, name)
+    pairs = []
+    for row, pair in enumerate(dataset):
+        try:
+            tokenized = _tokenize_pair(pair, args, tokenizer, row)
+            if _fits(tokenized, limit, row, args.long_examples):
+                pairs.append(tokenized)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    if not pairs:
+        raise ValueError(f"{name}: {len(dataset)} pairs, and none is left within max_length")
+    if len(pairs) < len(dataset):
+        print(f"{name}: {len(dataset) - len(pairs)} of {len(dataset)} pairs are too long: left out")
+    return pairs
+
+
+def _as_pairs(dataset: Any, name: str) -> Dataset:
+    """Return a dataset with the columns of pairs, and at least one row."""
+    if isinstance(dataset, list) and dataset:
+        dataset = as_dataset(dataset, name)
+    if not isinstance(dataset, Dataset) or not len(dataset):
+        raise ValueError(
+            f"{name}: give a datasets.Dataset with columns chosen and rejected, or name data by "
+            "dataset_name, and held-out pairs by dataset_test_split or eval_dataset_name"
+        )
+    missing = {"chosen", "rejected"} - set(dataset.column_names)
+    if missing:
+        raise ValueError(
+            f"{name}: the dataset has no column {sorted(missing)[0]!r} (it has "
+            f"{', '.join(dataset.column_names)}): rename the one that holds these texts, as with "
+            "dataset_columns"
+        )
+    return dataset
+
+
+def _tokenize_pair(
+    pair: Mapping[str, Any], args: RewardModelConfig, tokenizer: PreTrainedTokenizerBase, row: int
+) -> Pair:
+    if pair["chosen"] == pair["rejected"]:
+        raise ValueError(f"chosen and rejected are the same in row {row}: drop the row")
+    chosen, rejected = (_whole(pair, key, tokenizer, row, args) for key in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise ValueError(
+            f"chosen and rejected have the same tokens in row {row}: drop the row, or look at what "
+            "the chat template leaves out"
+        )
+    return Pair(array("i", chosen), array("i", rejected), _margin(pair, row))
+
+
+def _margin(pair: Mapping[str, Any], row: int) -> float:
+    margin = pair.get("margin", 0.0)
+    is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+    if not is_number or not math.isfinite(margin):
+        raise ValueError(f"the margin in row {row} must be a finite number, got {shown(margin)}")
+    return float(margin)
+
+
+def _fits(pair: Pair, limit: int | None, row: int, long_examples: str) -> bool:
+    """Return whether a pair is to be kept, and refuse one that is too long."""
+    longest = max(len(pair.chosen), len(pair.rejected))
+    if limit is None or longest <= limit:
+        return True
+    if long_examples == "error":
+        raise ValueError(
+            f"a text in row {row} has {longest} tokens, more than the {limit} that max_length or "
+            "the model's positions allow: set long_examples to drop, or shorten them"
+        )
+    return False
+
+
+def _whole(
+    pair: Mapping[str, Any],
+    key: str,
+    tokenizer: PreTrainedTokenizerBase,
+    row: int,
+    args: RewardModelConfig,
+) -> list[int]:
+    """Encode a text of a pair, behind its prompt if there is one."""
+    text = pair[key]
+    if "prompt" in pair:
+        prompt, text = _alike(pair["prompt"], text)
+        return encode_whole(prompt, text, tokenizer, row, args.append_eos)
+    if args.system_prompt is not None and isinstance(text, list):
+        text = with_system(text, args.system_prompt, f"{key} in row {row}")
+    ids = encode(text, tokenizer, row, key, open_turn=False)
+    return with_eos(ids, tokenizer) if args.append_eos and isinstance(text, str) else ids
+
+
+def _alike(prompt: Any, text: Any) -> tuple[Any, Any]:
+    """Return prompt and text as messages if either is, without what stands in both.
+
+    Public datasets have the prompt once more as text beside whole conversations.
+    """
+    if isinstance(text, str) and isinstance(prompt, list):
+        return prompt, [{"role": "assistant", "content": text}]
+    if not isinstance(text, list):
+        return prompt, text
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list):
+        return prompt, text
+    asked = [_said(message) for message in prompt if _said(message)[0] != "system"]
+    repeats = [_said(message) for message in text[: len(asked)]] == asked
+    return prompt, text[len(asked) :] if repeats else text
+
+
+def _said(message: Any) -> tuple[Any, Any]:
+    is_message = isinstance(message, Mapping)
+    return (message.get("role"), message.get("content")) if is_message else (None, message)

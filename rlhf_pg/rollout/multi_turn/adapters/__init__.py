@@ -1,0 +1,32 @@
+"""Tasks of other libraries, with their data, environments and rewards: `load_task`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlhf_pg.boundary.quoted import shown
+from rlhf_pg.rollout.multi_turn.adapters.of_openenv import load_openenv
+from rlhf_pg.rollout.multi_turn.adapters.of_verifiers import load_verifiers
+from rlhf_pg.rollout.multi_turn.adapters.task import AdaptedTask as AdaptedTask
+
+LOADERS: dict[str, Callable[[str, Mapping[str, Any], int], AdaptedTask]] = {
+    "verifiers": load_verifiers,
+    "openenv": load_openenv,
+}
+
+
+def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 0) -> AdaptedTask:
+    """Load a task of another library.
+
+    Args:
+        name: `verifiers:ENV_ID`, an installed environment of `verifiers`; or `openenv:URL`, where
+            an environment server of OpenEnv answers.
+        options: arguments of the environment's `load_environment`, or those of `load_openenv`.
+        seed: of what is drawn at random.
+
+    Raises:
+        ValueError: the library is unknown or not installed, or the task cannot be loaded.
+    """
+    library, colon, rest = name.partition(":")
+    if library not in LOADERS or not colon or not rest:
+        raise ValueError(f"there is no task {shown(name)}: give verifiers:ENV_ID or openenv:URL")
+    return LOADERS[library](rest, options or {}, seed)

@@ -1,0 +1,255 @@
+"""Datasets as token ids and labels: completions of prompts, conversations, and plain text."""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypedDict
+
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_pg.boundary.quoted import shown
+from rlhf_pg.config import SFTConfig
+from rlhf_pg.config.supervised import SupervisedConfig
+from rlhf_pg.data.chat import encode
+from rlhf_pg.data.sources import PromptMaker, load_datasets, with_prompts
+from rlhf_pg.data.turns import Learnt, encode_turns
+from rlhf_pg.models import about
+
+UNLABELLED = -100  # what the losses of transformers leave out
+
+Rows: TypeAlias = Dataset | IterableDataset | Sequence[Mapping[str, Any]]
+
+
+class Example(TypedDict):
+    """Token ids, and as many labels: the ids that are learnt, and elsewhere `UNLABELLED`."""
+
+    input_ids: Sequence[int]
+    labels: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleMaker:
+    """A maker of examples from the rows of a dataset.
+
+    Attributes:
+        completion: column of what follows the prompt; None for conversations and plain text.
+        limit: most tokens of an example; None sets no limit.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    args: SFTConfig
+    columns: Sequence[str]
+    limit: int | None
+
+    @property
+    def completion(self) -> str | None:
+        """The column of what follows the prompt; None where conversations or texts are whole."""
+        if "messages" in self.columns and "completion" not in self.columns:
+            return None
+        return next((name for name in ("completion", "answer") if name in self.columns), None)
+
+    def check(self) -> None:
+        """Refuse columns that make no examples, and options that do not fit them.
+
+        Raises:
+            ValueError: they do not.
+        """
+        has_prompts = self.completion is not None and "prompt" in self.columns
+        if not has_prompts and not {"messages", "text"} & set(self.columns):
+            raise ValueError(
+                "the dataset has no columns prompt and completion (or answer), messages, or text: "
+                f"it has {', '.join(self.columns)}. Say by dataset_columns which are meant"
+            )
+        if self.args.completion_only_loss and not has_prompts:
+            raise ValueError(
+                "completion_only_loss needs columns prompt and completion: it has "
+                f"{', '.join(self.columns)}"
+            )
+
+    def __call__(self, row: Mapping[str, Any], number: int) -> Example | None:
+        """Make the example of a row; None if it is to be left out.
+
+        Raises:
+            ValueError: the row has a fault, and is named.
+        """
+        ids, mask = self._learnt(row, number)
+        if not any(mask[1:]):  # nothing predicts the first token
+            raise ValueError(f"row {number} has nothing to learn: {self._remedy}")
+        if self.limit is not None and len(ids) > self.limit:
+            if self.args.long_examples == "error":
+                raise ValueError(
+                    f"row {number} has {len(ids)} tokens, more than the {self.limit} that "
+                    "max_length or the model's positions allow: set long_examples to drop or "
+                    "truncate, or shorten them"
+                )
+            ids, mask = ids[: self.limit], mask[: self.limit]
+            if self.args.long_examples == "drop" or not any(mask[1:]):
+                return None
+        labels = [id_ if on else UNLABELLED for id_, on in zip(ids, mask, strict=True)]
+        return {"input_ids": array("i", ids), "labels": array("i", labels)}
+
+    @property
+    def _remedy(self) -> str:
+        if self.args.assistant_only_loss:
+            return "the assistant says nothing in it that the template shows (assistant_only_loss)"
+        return "a model learns to predict the second token of a text, and those behind it"
+
+    def _learnt(self, row: Mapping[str, Any], number: int) -> Learnt:
+        if self.completion is not None and "prompt" in self.columns:
+            return self._completed(row["prompt"], row[self.completion], number)
+        if "messages" in self.columns:
+            return self._chat(row["messages"], 0, number, f"messages in row {number}")
+        return self._text("", row["text"], number)
+
+    def _completed(self, prompt: Any, completion: Any, number: int) -> Learnt:
+        if not completion:
+            raise ValueError(f"the {self.completion} in row {number} is empty: drop the row")
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return self._text(prompt, completion, number)
+        if isinstance(prompt, list) and isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        if not isinstance(prompt, list) or not isinstance(completion, list):
+            raise ValueError(
+                f"row {number}: a prompt must be text or a list of messages, and its "
+                f"{self.completion} too, or text after messages; got {shown(prompt)} and "
+                f"{shown(completion)}"
+            )
+        read = 0 if self.args.completion_only_loss is False else len(prompt)
+        return self._chat([*prompt, *completion], read, number, f"prompt in row {number}")
+
+    def _chat(self, messages: Any, read: int, number: int, where: str) -> Learnt:
+        if not (isinstance(messages, list) and messages and isinstance(messages[0], Mapping)):
+            raise ValueError(f"{where} must be a list of messages, got {shown(messages)}")
+        if self.completion is None and self.args.system_prompt is not None:
+            messages = with_system(messages, self.args.system_prompt, where)
+        return encode_turns(messages, self.tokenizer, where, read, self.args.assistant_only_loss)
+
+    def _text(self, prompt: str, text: Any, number: int) -> Learnt:
+        """Encode text behind a prompt, tokenized as one where that keeps the prompt's tokens."""
+        if self.args.assistant_only_loss:
+            raise ValueError(
+                f"row {number} is text, and assistant_only_loss is for chats: leave it out, or "
+                "give messages"
+            )
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"the text in row {number} must be text, got {shown(text)}")
+        asked = encode(prompt, self.tokenizer, number) if prompt else []
+        ids = encode(prompt + text, self.tokenizer, number, "text")
+        if ids[: len(asked)] != asked:
+            ids = [*asked, *self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        eos = self.tokenizer.eos_token_id
+        if self.args.append_eos and eos is not None and ids[-1] != eos:
+            ids = [*ids, eos]
+        read = 0 if self.args.completion_only_loss is False else len(asked)
+        return Learnt(ids, [place >= read for place in range(len(ids))])
+
+
+def with_system(messages: list[Any], system: str, where: str) -> list[Any]:
+    """Return a conversation with a system message in front.
+
+    Raises:
+        ValueError: it has one already.
+    """
+    if any(isinstance(said, Mapping) and said.get("role") == "system" for said in messages):
+        raise ValueError(f"system_prompt: {where} has a system message already: leave it out")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def load_examples(
+    data: Rows, args: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None, name: str
+) -> list[Example] | IterableDataset:
+    """Make the examples of a dataset; those of a stream are made as they are needed.
+
+    Args:
+        data: columns `prompt` and `completion` (or `answer`), `messages`, or `text`.
+        limit: most tokens of an example.
+        name: of the dataset, in errors.
+
+    Raises:
+        ValueError: a column is missing, a row has a fault, or none is left. It names the dataset.
+    """
+    if not isinstance(data, Dataset | IterableDataset):
+        data = as_dataset(data, name)
+    columns = columns_of(data)
+    maker = ExampleMaker(tokenizer=tokenizer, args=args, columns=columns, limit=limit)
+    try:
+        maker.check()
+        if isinstance(data, IterableDataset):
+            return _streamed(data, maker)
+        made = [maker(row, number) for number, row in enumerate(data)]
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    kept = [example for example in made if example is not None]
+    if not kept:
+        raise ValueError(f"{name}: {len(made)} rows, and none is left within max_length")
+    if len(kept) < len(made):
+        print(f"{name}: {len(made) - len(kept)} of {len(made)} rows are too long: left out")
+    return kept
+
+
+def as_dataset(rows: Any, name: str) -> Dataset:
+    """Make a dataset of a list of dicts.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
+        return Dataset.from_list([dict(row) for row in rows])
+    raise ValueError(
+        f"{name}: give a datasets.Dataset or a list of dicts, or name data by dataset_name; got "
+        f"{shown(rows)}"
+    )
+
+
+def named_data(args: SupervisedConfig, train: Any, held_out: Any) -> tuple[Any, Any]:
+    """Return training and held-out data: as given, or as the config names them.
+
+    Prompts are made as the config says. Held-out data are one dataset, or several by name.
+
+    Raises:
+        ValueError: there are none, or what a key names is not there.
+    """
+    if train is None:
+        if not args.dataset_name:
+            raise ValueError(
+                "train_dataset: there is none: write dataset_name (a file, a folder or a Hub id), "
+                "or give a datasets.Dataset"
+            )
+        loaded = load_datasets(args, args.seed)
+        train = loaded.train
+        held_out = dict(loaded.eval) if held_out is None else held_out
+    if not isinstance(held_out, Mapping):
+        held_out = {"": held_out}
+    made = {
+        name: _prompted(data, args, f"eval_dataset {name}".strip())
+        for name, data in held_out.items()
+    }
+    return _prompted(train, args, "train_dataset"), made.get("", made) if made else None
+
+
+def _prompted(data: Any, args: SupervisedConfig, name: str) -> Any:
+    """Make the prompts of a dataset, where it has any; errors begin with its name."""
+    if isinstance(data, list) and data and all(isinstance(row, Mapping) for row in data):
+        data = Dataset.from_list([dict(row) for row in data])
+    if not isinstance(data, Dataset | IterableDataset):
+        return data  # refused where it is read
+    has_prompts = args.prompt_template is not None or "prompt" in columns_of(data)
+    with about(name):
+        return with_prompts(data, PromptMaker.of(args)) if has_prompts else data
+
+
+def columns_of(data: Dataset | IterableDataset) -> list[str]:
+    """Return the names of the columns; a stream that does not say is looked at."""
+    return list(data.column_names or next(iter(data), {}))
+
+
+def _streamed(data: IterableDataset, maker: ExampleMaker) -> IterableDataset:
+    """Return a stream of examples, without those that are left out."""
+
+    def made(row: dict[str, Any], number: int) -> dict[str, list[int]]:
+        example = maker(row, number) or {"input_ids": [], "labels": []}
+        return {key: list(ids) for key, ids in example.items()}  # type: ignore[call-overload]
+
+    examples = data.map(made, with_indices=True, remove_columns=maker.columns)
+    return examples.filter(lambda example: len(example["input_ids"]) > 0)

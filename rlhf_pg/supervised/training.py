@@ -1,0 +1,266 @@
+"""The shared parts of supervised runs: arguments of the `Trainer`, resuming, saving."""
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from rlhf_pg.checkpoint import atomic
+from rlhf_pg.checkpoint.compatibility import LENGTHS, MAY_CHANGE, WITHOUT_LENGTH
+from rlhf_pg.checkpoint.run_dir import begun, locked
+from rlhf_pg.config import dump
+from rlhf_pg.config.supervised import SupervisedConfig
+from rlhf_pg.report.json_lines import JsonLines
+
+logger = logging.getLogger(__name__)
+
+TOKENS = 16384  # padded tokens of a micro-batch, where its size is chosen
+
+
+def training_arguments(
+    args: SupervisedConfig, longest: int, use_cpu: bool = False, **options: Any
+) -> TrainingArguments:
+    """Return the arguments of the `Trainer` for a config.
+
+    Args:
+        longest: most tokens of an example, or 0 if they are not known.
+        use_cpu: train on the CPU, whatever there is.
+        options: more of them.
+    """
+    on_gpu = torch.cuda.is_available() and not use_cpu
+    arguments = TrainingArguments(
+        output_dir=args.output_dir,
+        max_steps=args.max_steps,
+        num_train_epochs=args.num_train_epochs,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type=args.lr_scheduler_type,
+        warmup_steps=args.warmup_steps,
+        weight_decay=args.weight_decay,
+        max_grad_norm=args.max_grad_norm,
+        seed=args.seed,
+        bf16=args.dtype == "bfloat16",
+        eval_strategy="steps" if args.eval_steps else "no",
+        eval_steps=args.eval_steps or None,
+        save_strategy="steps" if args.save_steps else "no",
+        save_steps=args.save_steps or 500,
+        save_total_limit=args.save_total_limit,
+        logging_steps=args.logging_steps,
+        report_to=list(args.report_to) or "none",
+        run_name=args.run_name,
+        use_cpu=not on_gpu,
+        disable_tqdm=not sys.stdout.isatty(),
+        remove_unused_columns=False,
+        dataloader_pin_memory=on_gpu,
+        accelerator_config={"dispatch_batches": False},  # rows of a stream differ in length
+        **options,
+    )
+    if on_gpu:
+        arguments._n_gpu = 1  # one process trains on one GPU; DataParallel would multiply the batch
+    own = _share(args.batch_size, arguments.world_size)
+    micro = micro_batch_size(own, args.micro_batch_size, longest)
+    arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = micro
+    arguments.gradient_accumulation_steps = own // micro
+    return arguments
+
+
+def _share(batch_size: int, processes: int) -> int:
+    """Return how many examples of a batch belong to a process."""
+    if batch_size % processes:
+        raise ValueError(
+            f"batch_size {batch_size} cannot be shared evenly by {processes} processes: make it a "
+            "multiple of them"
+        )
+    return batch_size // processes
+
+
+def micro_batch_size(own: int, wanted: int | str, longest: int) -> int:
+    """Return how many examples a process forwards at a time: a divisor of its share.
+
+    Args:
+        own: the process's share of a batch.
+        wanted: a number, or "auto" for as many as keep `longest` tokens each within `TOKENS`.
+
+    Raises:
+        ValueError: the number does not divide the share.
+    """
+    if isinstance(wanted, int):
+        if own % wanted and wanted < own:
+            raise ValueError(
+                f"micro_batch_size {wanted} does not divide the {own} examples of a batch that "
+                "belong to a process: choose a divisor, or auto"
+            )
+        return min(wanted, own)
+    most = max(1, TOKENS // longest) if longest else 1
+    return max(size for size in range(1, min(own, most) + 1) if own % size == 0)
+
+
+def run(
+    trainer: Trainer,
+    args: SupervisedConfig,
+    save: Callable[[Path], None],
+    data: str | None,
+    evaluated: bool = True,
+) -> dict[str, float]:
+    """Train, evaluate and save in `args.output_dir`, which no other run may use meanwhile.
+
+    An earlier run in it is set aside, unless it is resumed.
+
+    Args:
+        save: writes the model into a directory; it is called by every process.
+        data: fingerprint of the training data; None for a stream.
+        evaluated: whether there is held-out data.
+
+    Returns:
+        The metrics on held-out data, which are in `metrics.json` too.
+
+    Raises:
+        ValueError: another run has the directory, it cannot be written to, or there is no
+            checkpoint to resume from.
+    """
+    directory, is_main = Path(args.output_dir), trainer.is_world_process_zero()
+    checkpoint = checkpoint_of(args)
+    if args.dataset_fingerprint not in (None, data):
+        raise ValueError(
+            f"the training data have the fingerprint {data}, and dataset_fingerprint is "
+            f"{args.dataset_fingerprint}: they are other data, or another tokenizer; leave "
+            "dataset_fingerprint out to train on them"
+        )
+    args = replace(args, dataset_fingerprint=data)
+    if checkpoint is not None:
+        check_resumed(Path(checkpoint), args)
+        trainer.accelerator.wait_for_everyone()  # before the config is written anew
+    beginning = begun(directory) if checkpoint is None else locked(directory)
+    with beginning if is_main else nullcontext():
+        if is_main:
+            dump(args, directory / "config.yaml")
+            trainer.add_callback(_Journal(directory / "metrics.jsonl"))
+        trainer.train(resume_from_checkpoint=checkpoint)
+        metrics = _held_out(trainer.evaluate()) if evaluated else {}
+        _save(directory / "final", trainer, save)
+        if is_main:
+            (directory / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
+            said = [f"{n.removeprefix('eval_')} {value:.3f}" for n, value in metrics.items()]
+            measured = f"held-out {', '.join(said)}; " if said else ""
+            print(f"{measured}saved {directory / 'final'}", flush=True)
+    return metrics
+
+
+def checkpoint_of(args: SupervisedConfig) -> str | None:
+    """Return the checkpoint that a config resumes from, if it does.
+
+    Raises:
+        ValueError: there is none, or it is not whole.
+    """
+    choice = args.resume_from_checkpoint
+    if choice is None:
+        return None
+    if choice != "latest":
+        if not _whole(Path(choice)):
+            raise ValueError(
+                f"resume_from_checkpoint: {choice} holds no whole checkpoint: take latest, or a "
+                "directory checkpoint-N of an output_dir"
+            )
+        return choice
+    there = [path for path in Path(args.output_dir).glob("checkpoint-*") if _whole(path)]
+    if not there:
+        raise ValueError(f"resume_from_checkpoint: {args.output_dir} has no checkpoint to resume")
+    return str(max(there, key=lambda path: int(path.name.rpartition("-")[2])))
+
+
+def check_resumed(checkpoint: Path, args: SupervisedConfig) -> None:
+    """Refuse to resume a run with another config or with other data.
+
+    Raises:
+        ValueError: a key has changed that changes the result, or the data have.
+    """
+    recorded = checkpoint.parent / "config.yaml"
+    if not recorded.exists():
+        return
+    saved, now = yaml.safe_load(recorded.read_text()), json.loads(json.dumps(asdict(args)))
+    kept = now.keys() - (MAY_CHANGE | {"micro_batch_size"}) | {"dataset_fingerprint"}
+    kept |= {"model_name_or_path"} if args.use_peft else set()  # its weights are not saved
+    endless = args.lr_scheduler_type in WITHOUT_LENGTH
+    for key in () if endless else sorted(LENGTHS & saved.keys() & now.keys()):
+        if saved[key] != now[key]:
+            logger.warning(
+                "%s was %r and is %r: the learning rates of later steps change",
+                *(key, saved[key]),
+                now[key],
+            )
+    for key in sorted(kept & saved.keys()):
+        if saved[key] != now[key]:
+            raise ValueError(
+                f"{checkpoint} was saved by a run with {key} {saved[key]!r}, and it is "
+                f"{now[key]!r}: resume with the same, or start a new run from its weights"
+            )
+
+
+def fingerprint(rows: Any) -> str | None:
+    """Return the SHA-256 of rows whose values are token ids or numbers; None for a stream."""
+    if not isinstance(rows, list):
+        return None
+    digest = hashlib.sha256()
+    for row in rows:
+        for value in row.values():
+            digest.update(np.asarray(value, dtype=np.float64).tobytes() + b"|")
+    return digest.hexdigest()
+
+
+def _whole(path: Path) -> bool:
+    """Return whether a checkpoint has what is written into it last."""
+    number = path.name.rpartition("-")[2]
+    return number.isdecimal() and (path / "trainer_state.json").exists()
+
+
+def _held_out(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics without the `Trainer`'s own on time."""
+    timed = ("_runtime", "_per_second", "epoch", "_preparation_time")
+    return {
+        name: float(value) for name, value in sorted(metrics.items()) if not name.endswith(timed)
+    }
+
+
+def _save(final: Path, trainer: Trainer, save: Callable[[Path], None]) -> None:
+    """Save into a directory that is there whole or not at all; called by every process."""
+    is_main, partial = trainer.is_world_process_zero(), atomic.partial_of(final)
+    if is_main:
+        atomic.begin(final)
+    trainer.accelerator.wait_for_everyone()
+    save(partial)
+    trainer.accelerator.wait_for_everyone()
+    if is_main:
+        if not list(partial.rglob("*.safetensors")):
+            raise ValueError(
+                f"no weights were saved in {partial}: with FSDP, set fsdp_state_dict_type to "
+                "FULL_STATE_DICT"
+            )
+        atomic.seal(partial, {"step": trainer.state.global_step})
+        atomic.publish(final)
+
+
+class _Journal(TrainerCallback):  # type: ignore[misc]
+    """A writer of what the `Trainer` logs into a file of JSON lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_begin(self, _: Any, state: Any, __: Any, **___: Any) -> None:
+        self.lines = JsonLines(self.path, keep_through_step=state.global_step)
+
+    def on_log(self, _: Any, state: Any, __: Any, logs: Any = None, **___: Any) -> None:
+        self.lines.write({"step": state.global_step, **(logs or {})})
+
+
+def most_tokens(rows: Any) -> int:
+    """Return the most tokens of rows that have `input_ids`; 0 for a stream."""
+    return max((len(row["input_ids"]) for row in rows), default=0) if isinstance(rows, list) else 0

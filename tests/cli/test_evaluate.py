@@ -1,0 +1,137 @@
+"""`rlhf-pg eval`: the numbers of a trainer, without data to train on."""
+
+import inspect
+import json
+import math
+import shutil
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rlhf_pg.cli import main
+from rlhf_pg.cli.evaluate import intervals, tables
+from rlhf_pg.cli.recipes import find_recipe, is_recipe
+from rlhf_pg.tasks import arithmetic
+from tests.trainers.conftest import digits
+
+HELD_OUT = arithmetic().eval_dataset.select(range(9))
+
+
+@pytest.fixture
+def data(tmp_path) -> str:
+    """Nine problems in a file, and a reward in another."""
+    source = "from typing import Any\n\n" + inspect.getsource(digits)
+    (tmp_path / "my_rewards.py").write_text(source)
+    HELD_OUT.to_json(tmp_path / "held_out.jsonl")
+    return str(tmp_path / "held_out.jsonl")
+
+
+def evaluated(tmp_path: Path, *flags: str) -> dict:
+    out = tmp_path / "out.json"
+    reward = f"{tmp_path / 'my_rewards.py'}:digits"
+    main(["eval", *flags, "--reward_funcs", reward, "--json", str(out)])
+    return json.loads(out.read_text())
+
+
+def test_model_and_file_give_numbers_of_trainer(make, model_path, tmp_path, data, capsys) -> None:
+    options = {"num_generations_eval": 2, "temperature": 0.7}
+    expected = make(eval_dataset=HELD_OUT, **options).evaluate()
+    flags = [f"--{key}={value}" for key, value in options.items()]
+    said = evaluated(
+        tmp_path, model_path, "--dataset_name", data, "--max_completion_length=6", *flags
+    )
+    finite = {key: None if math.isnan(x) else x for key, x in expected.items()}
+    assert said["metrics"] == finite
+    assert said["prompts"] == {"": 9}
+    low, high = said["confidence_intervals_95"]["eval_pass@1"]
+    mean, error = finite["eval_pass@1"], finite["eval_pass@1_stderr"]
+    assert (low, high) == pytest.approx((mean - 1.959964 * error, mean + 1.959964 * error))
+    shown = capsys.readouterr().out
+    assert f"{finite['eval_reward']:.4g} ±" in shown
+    assert f"{finite['eval_greedy_reward']:.4g} ±" in shown
+    assert "9 prompts" in shown
+
+
+def test_run_directory_brings_model_and_keys(make, tmp_path, data) -> None:
+    trainer = make(max_steps=1, temperature=0.7, learning_rate=0.05, use_peft=True, lora_r=2)
+    trainer.train()
+    after = trainer.evaluate(HELD_OUT)
+    said = evaluated(tmp_path, str(tmp_path / "run"), "--dataset_name", data)
+    assert said["config"]["temperature"] == 0.7
+    assert said["model"] == str(tmp_path / "run" / "final")
+    finite = {key: pytest.approx(x, nan_ok=True) for key, x in after.items()}
+    assert {k: math.nan if x is None else x for k, x in said["metrics"].items()} == finite
+
+
+def test_recipe_evaluates_what_it_holds_out(model_path, tmp_path, data) -> None:
+    recipe = tmp_path / "mine.yaml"
+    keys = {"algorithm": "ppo", "max_completion_length": 6, "dataset_name": data}
+    keys |= {"dataset_train_split": "train[:2]"}  # of other data than those of the flag
+    held_out = {"eval_dataset_name": [data], "model_name_or_path": model_path, "eval_steps": 5}
+    recipe.write_text(json.dumps(keys | held_out))
+    HELD_OUT.select(range(4)).to_json(tmp_path / "other.jsonl")
+    assert evaluated(tmp_path, str(recipe))["prompts"] == {"": 9}
+    chosen = evaluated(
+        tmp_path, "--config", str(recipe), "--dataset_name", f"{tmp_path}/other.jsonl"
+    )
+    assert chosen["prompts"] == {"": 4}
+
+
+def test_run_directory_of_supervised_training_is_a_model(model_path, tmp_path, data) -> None:
+    run = tmp_path / "sft"
+    shutil.copytree(model_path, run / "final")
+    (run / "config.yaml").write_text("algorithm: sft\n")
+    said = evaluated(tmp_path, str(run), "--dataset_name", data, "--max_completion_length=6")
+    assert said["model"] == str(run / "final")
+
+
+def test_folder_with_the_name_of_a_preset_is_no_recipe(tmp_path, monkeypatch) -> None:
+    (tmp_path / "dapo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert is_recipe("dapo")
+    assert find_recipe("dapo").name == "dapo.yaml"
+
+
+def test_interval_is_196_standard_errors() -> None:
+    found = intervals({"eval_reward": 0.5, "eval_reward_stderr": 0.1, "eval_x_stderr": 0.1})
+    assert found == {"eval_reward": pytest.approx((0.3040036, 0.6959964))}
+    assert intervals({"eval_reward": 0.5, "eval_reward_stderr": math.nan}) == {}
+
+
+def test_table_of_several_sets_has_their_names_and_mean() -> None:
+    metrics = {"eval_a_reward": 0.1, "eval_a_greedy_reward": 0.2, "eval_a_reward_stderr": 0.05}
+    metrics |= {"eval_a_b_reward": 0.3, "eval_reward": 0.25, "eval_a_b_frac_reward_zero_std": 1.0}
+    out = StringIO()
+    Console(file=out, width=60).print(*tables(metrics, ["a", "a_b"]), sep="\n")
+    rows = [line.split("│")[1:-1] for line in out.getvalue().splitlines() if "│" in line]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    assert cells == [
+        ["reward", "0.1 ± 0.098", "0.2"],
+        ["reward", "0.3", ""],
+        ["reward", "0.25", ""],
+    ]
+    titles = [line for line in out.getvalue().splitlines() if "sampled" in line]
+    assert [title.split()[1] for title in titles] == ["a", "a_b", "mean"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "eval needs a model"),
+        (["{run}"], "has not ended"),
+        (["{model}"], "no data to evaluate on"),
+        (["{model}", "--json", "{run}/no/out.json"], "there is no directory"),
+        (["dapo", "--config", "grpo"], "two recipes"),
+        (["{model}", "--tempreature", "1"], "tempreature"),
+    ],
+)
+def test_wrong_usage_is_one_message(flags, said, tmp_path, model_path, capsys) -> None:
+    run = tmp_path / "begun"
+    run.mkdir()
+    (run / "config.yaml").write_text("algorithm: grpo\n")
+    with pytest.raises(SystemExit) as left:
+        main(["eval", *(flag.format(run=run, model=model_path) for flag in flags)])
+    assert left.value.code == 2
+    assert said in capsys.readouterr().err

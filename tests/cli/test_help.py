@@ -1,0 +1,153 @@
+"""Help, read from the source of the configs, and the manner that all commands share."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rlhf_pg import config
+from rlhf_pg.cli import keys, main, recipes
+from rlhf_pg.cli.help import USAGE
+from rlhf_pg.cli.options import SHARDINGS
+from rlhf_pg.cli.plan import BY_FLAG
+from rlhf_pg.config.parse import recipe_file
+from rlhf_pg.plan import DEVICES
+
+CONFIGS = [keys.COMMON, *keys.algorithms().values()]
+
+
+def default_of(field: dataclasses.Field) -> object:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_keys_read_from_source_are_those_of_dataclass(name: str) -> None:
+    fields = {field.name: field for field in dataclasses.fields(getattr(config, name))}
+    found = {key.name: key for group in keys.groups(name) for key in group.keys}
+    assert list(found) == list(fields)
+    for key, field in fields.items():
+        assert found[key].default == default_of(field), key
+        assert type(found[key].default) is type(default_of(field)), key
+        assert found[key].options == tuple(field.metadata.get("options", ())), key
+        assert found[key].text.endswith("."), key
+
+
+def test_latest_class_says_default_and_text() -> None:
+    by_config = {
+        name: {key.name: key for group in keys.groups(name) for key in group.keys}
+        for name in CONFIGS
+    }
+    assert by_config["GRPOConfig"]["beta"].default == 0.0
+    assert by_config["PPOConfig"]["beta"].default == 0.05
+    assert "uses the critic" in by_config["PPOConfig"]["advantage_estimator"].text
+
+
+def test_groups_are_classes_of_config() -> None:
+    titles = [group.title for group in keys.groups("PPOConfig")]
+    assert titles == ["model", "data", "rewards", "adapter", "run", "sampling", "method", "ppo"]
+    (own,) = (group for group in keys.groups("PPOConfig") if group.title == "ppo")
+    assert {"lam", "vf_coef"} <= {key.name for key in own.keys}
+    assert "learning_rate" not in {key.name for key in own.keys}
+
+
+def test_options_of_plan_are_those_of_plan() -> None:
+    assert tuple(BY_FLAG) == SHARDINGS
+    assert keys.constant("plan.devices", "DEVICES") == list(DEVICES)
+
+
+def test_light_imports_and_help_need_no_torch() -> None:
+    """In one process: the package, its names, and the help of every command."""
+    lines = [
+        [],
+        ["--help"],
+        *([command, "--help"] for command in USAGE),
+        ["train", "grpo", "--help"],
+    ]
+    code = f"""
+import json, sys
+import rlhf_pg
+from rlhf_pg.cli import main
+assert "GRPOTrainer" in dir(rlhf_pg)
+statuses = []
+for arguments in {lines!r}:
+    try:
+        main(arguments)
+    except SystemExit as left:
+        statuses.append(left.code)
+heavy = [name for name in ("torch", "transformers", "datasets") if name in sys.modules]
+print(json.dumps([statuses, heavy]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    statuses, heavy = json.loads(done.stdout.splitlines()[-1])
+    assert statuses == [0] * len(lines)
+    assert heavy == []
+
+
+def shown(capsys, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as left:
+        main(list(arguments))
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_train_help_lists_keys_of_every_algorithm(capsys) -> None:
+    text = shown(capsys, "train", "--help")
+    assert "dr_grpo" in text
+    for key in (
+        "--learning_rate",
+        "--reward_funcs",
+        "--scale_rewards",
+        "--vf_coef",
+        "--batch_size",
+    ):
+        assert f"  {key} " in text
+    common, _, of_ppo = text.partition("Only with algorithm ppo:")
+    assert "--lora_r" in common
+    assert "--lora_r" not in of_ppo
+
+
+def test_recipe_help_shows_its_values(capsys) -> None:
+    text = shown(capsys, "plan", "--config", str(recipe_file("ppo_arithmetic.yaml")), "--help")
+    assert "--sharding" in text
+    assert "  --task str|None  (default: arithmetic)" in text
+    assert "--critic {separate,shared}" in text
+
+
+def test_eval_help_leaves_out_training(capsys) -> None:
+    text = shown(capsys, "eval", "--help")
+    for key in ("--json", "--dataset_name", "--num_generations_eval", "--temperature"):
+        assert f"{key} " in text
+    assert "--learning_rate" not in text
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_unknown_preset_lists_nearest_first(command: str, capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([command, "dapoo"])
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert "'" not in said.split("presets are")[0]
+    names = said.partition("presets are ")[2].strip().split(", ")
+    assert names[0] == "dapo"
+    assert set(names) == set(recipes.presets())
+
+
+def test_recipe_first_and_config_are_one_manner() -> None:
+    assert recipes.split_recipe(["a.yaml", "--seed", "1"]) == ("a.yaml", ["--seed", "1"])
+    assert recipes.split_recipe(["--seed", "1", "--config=a.yaml"]) == ("a.yaml", ["--seed", "1"])
+    with pytest.raises(SystemExit):
+        recipes.split_recipe(["a.yaml", "--config", "b.yaml"])
+
+
+@pytest.mark.parametrize("value", [[], ["true"], ["TRUE"], ["True"]])
+def test_switch_stands_alone_or_with_any_case(value: list[str]) -> None:
+    flags = ["--config", str(recipe_file("grpo_arithmetic.yaml")), "--use_peft", *value]
+    assert config.parse(config.GRPOConfig, [*flags, "--lora_r", "4"]).use_peft
+    off = config.parse(config.GRPOConfig, [*flags[:2], "--shuffle_dataset", "FALSE"])
+    assert not off.shuffle_dataset

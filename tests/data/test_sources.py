@@ -1,0 +1,184 @@
+"""Datasets by name: kinds of files, splits, shares, mixtures, columns, and prompts made of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, DatasetDict, IterableDataset
+
+from rlhf_pg.config.data import DataConfig
+from rlhf_pg.data.sources import PromptMaker, load_datasets, with_prompts
+
+ROWS = [{"question": f"{i}+1=", "solution": str(i + 1)} for i in range(10)]
+
+
+def written(path: Path) -> Path:
+    """The rows in a file or directory of the kind that its name says."""
+    data = Dataset.from_list(ROWS)
+    match path.suffix:
+        case ".jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        case ".json":
+            path.write_text(json.dumps(ROWS))
+        case ".csv":
+            data.to_csv(path, index=False)
+        case ".tsv":
+            data.to_csv(path, index=False, sep="\t")
+        case ".parquet":
+            data.to_parquet(path)
+        case ".saved":
+            data.save_to_disk(path)
+        case ".splits":
+            DatasetDict(train=data.select(range(7)), test=data.select([7, 8, 9])).save_to_disk(path)
+        case ".folder":
+            path.mkdir()
+            data.select(range(7)).to_json(path / "train.jsonl")
+            data.select([7, 8, 9]).to_json(path / "test.jsonl")
+    return path
+
+
+def loaded(path: Path, **keys):
+    return load_datasets(DataConfig(dataset_name=str(path), **keys), seed=0)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "parquet", "saved"])
+def test_file_is_loaded_with_its_columns_renamed(tmp_path, kind):
+    path = written(tmp_path / f"data.{kind}")
+    train, held_out = loaded(path, dataset_columns={"prompt": "question", "answer": "solution"})
+    assert [str(answer) for answer in train["answer"]] == [row["solution"] for row in ROWS]
+    assert train["prompt"] == [row["question"] for row in ROWS]
+    assert held_out == {}
+
+
+@pytest.mark.parametrize("kind", ["splits", "folder"])
+def test_splits_of_a_directory_are_found(tmp_path, kind):
+    train, held_out = loaded(written(tmp_path / f"data.{kind}"), dataset_test_split="test")
+    assert train["question"] == [row["question"] for row in ROWS[:7]]
+    assert held_out[""]["question"] == [row["question"] for row in ROWS[7:]]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "saved", "splits"])
+def test_slice_of_a_split_is_taken(tmp_path, kind):
+    path = written(tmp_path / f"data.{kind}")
+    assert len(loaded(path, dataset_train_split="train[2:4]").train) == 2
+
+
+def test_share_is_split_off_by_the_seed_and_parts_keep_their_order(tmp_path):
+    path = written(tmp_path / "data.jsonl")
+    args = DataConfig(dataset_name=str(path), dataset_test_split=0.3)
+    parts = [load_datasets(args, seed) for seed in (0, 0, 1)]
+    held_out = [part.eval[""]["question"] for part in parts]
+    assert held_out[0] == held_out[1] != held_out[2]
+    assert len(held_out[0]) == 3
+    for part, own in zip(parts, held_out, strict=True):
+        questions = [row["question"] for row in ROWS]
+        assert sorted(own, key=questions.index) == own
+        assert part.train["question"] == [q for q in questions if q not in own]
+
+
+def test_several_evaluation_sets_have_their_files_names(tmp_path):
+    paths = [written(tmp_path / name) for name in ("train.jsonl", "easy.jsonl", "hard.csv")]
+    evaluated = loaded(paths[0], eval_dataset_name=[str(path) for path in paths[1:]]).eval
+    assert {name: len(data) for name, data in evaluated.items()} == {"easy": 10, "hard": 10}
+
+
+def test_mixture_takes_every_row_once_or_goes_by_weights(tmp_path):
+    few = tmp_path / "few.jsonl"
+    few.write_text('{"question": "x", "solution": "y"}\n')
+    names = (str(written(tmp_path / "data.jsonl")), str(few))
+    assert len(load_datasets(DataConfig(dataset_name=names), 0).train) == 11
+    weighted = DataConfig(dataset_name=names, dataset_weights=(1, 3))
+    mixed = load_datasets(weighted, 0).train
+    share = mixed["question"].count("x") / len(mixed)
+    assert set(mixed["question"]) == {"x", *(row["question"] for row in ROWS)}
+    assert 0.6 < share < 0.9
+    assert load_datasets(weighted, 0).train["question"] == mixed["question"]
+
+
+def test_stream_has_the_same_rows(tmp_path):
+    columns = {"prompt": "question"}
+    stream = loaded(written(tmp_path / "d.jsonl"), streaming=True, dataset_columns=columns).train
+    assert isinstance(stream, IterableDataset)
+    assert [row["prompt"] for row in stream] == [row["question"] for row in ROWS]
+    filled = with_prompts(stream, PromptMaker("{prompt} ({solution})", None, False))
+    assert next(iter(filled))["prompt"] == "0+1= (1)"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"dataset_columns": {"prompt": "q"}}, "no column 'q'; it has question, solution"),
+        ({"dataset_columns": {"prompt": "question", "x": "question"}}, "two names to one column"),
+        ({"dataset_test_split": "test"}, "one file, which has no split 'test'"),
+        ({"dataset_test_split": 0.99}, "leaves none to train on"),
+        ({"dataset_train_split": "train[:x]"}, "cannot be loaded"),
+    ],
+)
+def test_wrong_key_raises(tmp_path, keys, message):
+    with pytest.raises(ValueError, match=message):
+        loaded(written(tmp_path / "data.jsonl"), **keys)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("missing.jsonl", None, "there is no file or folder"),
+        ("data.xlsx", "x", "an ending that is not known: use one of .jsonl"),
+        ("broken.jsonl", '{"prompt": \n', "cannot be loaded"),
+    ],
+)
+def test_unreadable_file_raises(tmp_path, name, text, message):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        loaded(tmp_path / name)
+
+
+def test_mixture_of_different_types_raises(tmp_path):
+    (tmp_path / "numbers.jsonl").write_text('{"question": 5, "solution": {"a": 1}}\n')
+    names = (str(written(tmp_path / "data.jsonl")), str(tmp_path / "numbers.jsonl"))
+    with pytest.raises(ValueError, match="dataset_name cannot be mixed"):
+        load_datasets(DataConfig(dataset_name=names), 0)
+
+
+# ---------------------------------------------------------------------------------------- prompts
+
+
+def made(rows, **keys):
+    return with_prompts(Dataset.from_list(rows), PromptMaker.of(DataConfig(**keys)))["prompt"]
+
+
+def test_template_system_prompt_and_chat_make_prompts():
+    user = {"role": "user", "content": "Say 0+1="}
+    system = {"role": "system", "content": "Be brief."}
+    assert made(ROWS[:1], prompt_template="Say {question}") == ["Say 0+1="]
+    chat = {"prompt_template": "Say {question}", "apply_chat_template": True}
+    assert made(ROWS[:1], **chat) == [[user]]
+    assert made(ROWS[:1], **chat, system_prompt="Be brief.") == [[system, user]]
+    assert made([{"prompt": [user]}], system_prompt="Be brief.") == [[system, user]]
+    assert made([{"prompt": [user]}]) == [[user]]
+
+
+def test_lines_of_text_are_prompts(tmp_path):
+    (tmp_path / "lines.txt").write_text("1+1=\n2+2=\n")
+    data = loaded(tmp_path / "lines.txt").train
+    assert with_prompts(data, PromptMaker(None, None, False))["prompt"] == ["1+1=", "2+2="]
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "message"),
+    [
+        (ROWS, {"prompt_template": "{q}"}, "names {q}, and the dataset has the columns question"),
+        (ROWS, {"prompt_template": "{question.__class__}"}, "names {question.__class__}"),
+        (ROWS, {"prompt_template": "{"}, "prompt_template cannot be read"),
+        ([{"a": "x"}, {"a": None}], {"prompt_template": "{a}"}, "{a}, which row 1 lacks"),
+        (
+            [{"prompt": [{"role": "system", "content": "x"}]}],
+            {"system_prompt": "y"},
+            "row 0 has a system message already",
+        ),
+    ],
+)
+def test_prompt_that_cannot_be_made_raises(rows, keys, message):
+    with pytest.raises(ValueError, match=message):
+        made(rows, **keys)

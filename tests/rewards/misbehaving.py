@@ -1,0 +1,171 @@
+"""Reward functions for workers: each does to the completion "bad" what its name says.
+
+The file imports nothing heavy, since every worker imports it.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+
+def length(completions):
+    """A reward that is right."""
+    return [float(len(text)) for text in completions]
+
+
+def hangs(completions):
+    if "bad" in completions:
+        time.sleep(1000)
+    return length(completions)
+
+
+def hangs_with_the_lock(completions):
+    """A pattern that backtracks for ever never lets another thread run."""
+    if "bad" in completions:
+        re.match(r"(a|a)*b", "a" * 60)
+    return length(completions)
+
+
+def raises(completions):
+    if "bad" in completions:
+        raise KeyError("answer")
+    return length(completions)
+
+
+def exits(completions):
+    if "bad" in completions:
+        os._exit(3)
+    return length(completions)
+
+
+def exits_politely(completions):
+    if "bad" in completions:
+        sys.exit("enough")
+    return length(completions)
+
+
+def is_killed(completions):
+    if "bad" in completions:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return length(completions)
+
+
+def takes_all_memory(completions):
+    if "bad" in completions:
+        hoard = []
+        while True:
+            hoard.append(bytearray(2**24))
+    return length(completions)
+
+
+def forks(completions):
+    if "bad" in completions and os.fork() == 0:
+        return [99.0] * len(completions)
+    return length(completions)
+
+
+def is_not_a_number(completions):
+    return [float("nan") if text == "bad" else 1.0 for text in completions]
+
+
+def is_a_word(completions):
+    return ["good" if text == "bad" else 1.0 for text in completions]
+
+
+def cannot_be_pickled(completions):
+    return [(lambda: 1.0) if text == "bad" else 1.0 for text in completions]
+
+
+def loses_a_score(completions):
+    return [1.0 for text in completions if text != "bad"]
+
+
+def answers_with_a_generator(completions):
+    return (1.0 for _ in completions) if "bad" in completions else length(completions)
+
+
+def leaves_a_child(completions):
+    """A hang that has started another process, whose number is the completion's file."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    with open(completions[0], "w") as file:
+        file.write(str(child.pid))
+    time.sleep(1000)
+
+
+def leaves_a_thread(completions):
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    return length(completions)
+
+
+def chats(completions):
+    """One that prints, reads and writes where the trainer's messages are."""
+    print("noise" * 10000)
+    os.write(1, b"noise")
+    try:
+        input()
+    except EOFError:
+        return length(completions)
+    return [0.0] * len(completions)
+
+
+def process(completions):
+    """The number of the process."""
+    return [float(os.getpid())] * len(completions)
+
+
+def calls(completions):
+    """How many completions a call is about."""
+    return [float(len(completions))] * len(completions)
+
+
+def steps(completion_ids):
+    return [[None] * (len(ids) - 1) + [0.1] for ids in completion_ids]
+
+
+async def awaits(completions):
+    return length(completions)
+
+
+def returns_awaitable(completions):
+    return awaits(completions)
+
+
+def sees(completions, trainer_state, step, ended, log_extra, log_metric, answer):
+    """What it is told, logged."""
+    log_extra(
+        "seen",
+        [f"{step} {trainer_state.max_steps} {e} {a}" for e, a in zip(ended, answer, strict=True)],
+    )
+    log_metric("answers", len(answer))
+    return length(completions)
+
+
+def logs_too_few(completions, log_extra):
+    log_extra("seen", [1])
+    return length(completions)
+
+
+def environment(completions):
+    """Whether the process is kept off GPUs, other cores and the trainer's group."""
+    there = os.environ
+    alone = there["CUDA_VISIBLE_DEVICES"] == "" and there["OMP_NUM_THREADS"] == "1"
+    return [float(alone and "RANK" not in there and "torch" not in sys.modules)] * len(completions)
+
+
+def slow(completions):
+    time.sleep(0.2)
+    return length(completions)
+
+
+class Judge:
+    """A callable that is pickled with what it holds."""
+
+    def __init__(self, bonus):
+        self.bonus = bonus
+
+    def __call__(self, completions):
+        return [score + self.bonus for score in length(completions)]

@@ -1,0 +1,161 @@
+"""Rewards by name: what each form means, what is said of it, and every wrong name."""
+
+import asyncio
+import functools
+import pickle
+
+import pytest
+
+from rlhf_pg.rewards import Rewards, named
+from rlhf_pg.rewards.judge import Judge
+from rlhf_pg.rewards.named import describe, named_rewards
+from rlhf_pg.rewards.remote import HttpReward
+from rlhf_pg.rewards.verifiers import VERIFIERS
+from tests.boundary.test_user_modules import forget, write  # noqa: F401
+
+REWARDS = """
+def accuracy(completions, answer, **_):
+    return [float(text == right) for text, right in zip(completions, answer)]
+
+def brevity(completions, limit=10, **_):
+    return [float(len(text) <= limit) for text in completions]
+
+async def later(completions, bonus, **_):
+    return [bonus for _ in completions]
+
+class Kept:
+    def __call__(self, completions, **_):
+        return [0.5 for _ in completions]
+
+kept = Kept()
+"""
+JUDGED = {"rubric": "Is it kind?", "model": "m", "base_url": "http://127.0.0.1:9/v1"}
+
+
+@pytest.fixture
+def beside(tmp_path):
+    return write(tmp_path, mine=REWARDS)
+
+
+def failure(names, options=None, beside=None):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        named_rewards(names, options, beside)
+    return str(caught.value)
+
+
+def test_every_form_in_one_list(beside, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    (beside / "judges").mkdir()
+    names = ["mine.py:accuracy", "json.dumps", "exact", "http://127.0.0.1:9/score", "judge:kind"]
+    names += ["model:judges", "model:org/reward-model"]
+    made = named_rewards(names, {"kind": JUDGED}, beside)
+    assert [type(reward) for reward in made[2:5]] == [VERIFIERS["exact"], HttpReward, Judge]
+    assert made[5:] == [beside / "judges", "org/reward-model"]
+    assert Rewards(made[:5]).names == ["accuracy", "dumps", "exact", "127.0.0.1:9/score", "kind"]
+    says = describe(names, made)
+    assert says[0] == f"reward mine.py:accuracy: runs code imported from {beside}/mine.py"
+    assert says[1].endswith("json/__init__.py")
+    assert says[2:] == [
+        "reward exact: ready-made",
+        "reward http://127.0.0.1:9/score: sends completions to http://127.0.0.1:9/score",
+        "reward judge:kind: sends completions to m at http://127.0.0.1:9/v1/chat/completions",
+        f"reward model:judges: loads the reward model {beside}/judges",
+        "reward model:org/reward-model: loads the reward model org/reward-model",
+    ]
+
+
+def test_file_is_used_as_a_trainer_does(beside):
+    rewards = Rewards(named_rewards(["mine.py:accuracy", "mine.py:kept"], None, beside))
+    assert rewards.names == ["accuracy", "kept"]
+    said = rewards(["p"] * 2, ["a", "b"], [[4]] * 2, {"answer": ["a", "x"]})
+    assert said[:, 0].tolist() == [[1.0, 0.5], [0.0, 0.5]]
+
+
+def test_options_of_function_are_given_to_it_at_every_call(beside):
+    options = {"mine.py:brevity": {"limit": 1}, "mine.py:later": {"bonus": 3.0}}
+    made = named_rewards(list(options), options, beside)
+    for rewards in (made, pickle.loads(pickle.dumps(made))):
+        said = Rewards(rewards)(["p"] * 2, ["a", "bb"], [[4]] * 2, {})
+        assert said[:, 0].tolist() == [[1.0, 3.0], [0.0, 3.0]]
+        assert Rewards(rewards).names == ["brevity", "later"]
+    assert describe(list(options), made)[0].endswith(f"imported from {beside}/mine.py")
+
+
+@pytest.mark.parametrize("key", ["kind", "judge:kind"])
+def test_options_reach_judge_and_server_as_recipe_or_flags_write_them(monkeypatch, key):
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
+    options = {
+        key: {**JUDGED, "api_key_env": "JUDGE_KEY", "scale": [0, 5], "timeout": "1e1"},
+        "http://127.0.0.1:9": {"batch_size": 2, "retries": 0},
+    }
+    names = ["judge:kind", "http://127.0.0.1:9"]
+    made = named_rewards(names, options)
+    judge, server = made
+    assert (judge.asker.timeout, judge.low, judge.high) == (10.0, 0.0, 5.0)
+    assert (server.batch_size, server.asker.retries) == (2, 0)
+    assert describe(names, made)[0].endswith(", with the key in JUDGE_KEY")
+    assert "sk-secret" not in str(describe(names, made))
+
+
+def test_rubric_is_found_beside_recipe(beside):
+    (beside / "kind.md").write_text("Be kind.")
+    (judge,) = named_rewards(["judge:j"], {"j": {**JUDGED, "rubric": "kind.md"}}, beside)
+    assert judge.rubric == "Be kind."
+
+
+def test_server_out_of_reach_is_one_error_that_names_it():
+    rewards = Rewards(named_rewards(["http://127.0.0.1:9"], {"http://127.0.0.1:9": {"retries": 0}}))
+    with pytest.raises(
+        ValueError, match=r"^reward function 127.0.0.1:9 raised .* in 1 attempt, for completion 0"
+    ):
+        rewards(["p"], ["c"], [[4]], {})
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "reason"),
+    [
+        (
+            ["exat"],
+            {},
+            r"there is no reward 'exat'; did you mean 'exact'\?; write file.py:FUNCTION",
+        ),
+        (["exact", "exact"], {}, "names exact twice"),
+        (["exact"], {"regex": {}}, "has regex, which reward_funcs does not name; it names exact"),
+        (["exact"], {"exact": 3}, "must be options by name, got 3"),
+        (["judge:j"], {"j": JUDGED, "judge:j": JUDGED}, "has judge:j twice"),
+        (["judge:"], {}, "judge: has no name"),
+        (["judge:j"], {}, "judge:j needs rubric"),
+        (["judge:j"], {"j": {"rubric": "r"}}, "judge:j needs model"),
+        (["judge:j"], {"j": {**JUDGED, "timeot": 1}}, "no option 'timeot'; did you mean 'timeout'"),
+        (["judge:j"], {"j": {**JUDGED, "beside": "/"}}, "no option 'beside'"),
+        (["http://h/s"], {"http://h/s": {"key": 1}}, "has no option 'key'"),
+        (["http://h/s"], {"http://h/s": {"url": "http://i"}}, "has no option 'url'"),
+        (["model:"], {}, "model: has no name"),
+        (["model:a"], {"model:a": {"dtype": "x"}}, "takes no options, got dtype"),
+        (
+            ["mine.py:brevity"],
+            {"mine.py:brevity": {"limt": 1}},
+            "no option 'limt'; did you mean 'limit'",
+        ),
+        (["mine.py:brevity"], {"mine.py:brevity": {"completions": 1}}, "its options are limit"),
+        (["mine.py"], {}, "names no function: write mine.py:NAME"),
+        (["ftp://host/mine.py:f"], {}, "is a URL"),
+        (["absent.py:f"], {}, "there is no file"),
+        (["mine.py:acuracy"], {}, "did you mean 'accuracy'"),
+    ],
+)
+def test_wrong_name_or_option_is_one_error(beside, names, options, reason):
+    with pytest.raises(ValueError, match=reason):
+        named_rewards(names, options, beside)
+
+
+def test_unknown_name_lists_all_there_are():
+    said = failure(["acuracy"])
+    assert said.endswith(", ".join(VERIFIERS))
+    assert named.FORMS in said
+
+
+def test_async_function_with_options_is_seen_as_async(beside):
+    (later,) = named_rewards(["mine.py:later"], {"mine.py:later": {"bonus": 1.0}}, beside)
+    assert isinstance(later, functools.partial)
+    assert asyncio.iscoroutinefunction(later)

@@ -1,0 +1,368 @@
+"""Reward functions in processes that can be killed: every fault, injected."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from transformers import TrainerState
+
+from rlhf_pg.boundary.user_modules import load
+from rlhf_pg.rewards import CallOptions, Rewards, sum_step_scores
+from rlhf_pg.rewards.workers import WorkerPool
+from tests.rewards import misbehaving as faults
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = ["p", "p", "p", "q", "q", "q"]
+COMPLETIONS = ["a", "bad", "ccc", "a", "bb", "ccc"]
+IDS = [[4], [5, 5], [6, 6, 6], [4], [5, 5], [6, 6, 6]]
+GROUPS = [0, 0, 0, 1, 1, 1]
+LENGTHS = [1, 3, 3, 1, 2, 3]
+
+
+def rewards(*functions, workers=1, memory=None, **options):
+    made = Rewards(list(functions), options=CallOptions(workers=workers, **options))
+    if memory is not None:
+        made.pool.close()
+        made.pool = WorkerPool(made._in_workers, workers, made.options.timeout, memory)
+    return made
+
+
+def totals(made, completions=COMPLETIONS, columns=None, **known):
+    known = {"groups": GROUPS} | known
+    scores = made(PROMPTS, completions, IDS, columns or {}, **known)
+    return sum_step_scores(scores).T.tolist()
+
+
+# ------------------------------------------------------------------------------------ it works
+
+
+def test_function_in_worker_gives_same_scores_as_in_trainer():
+    functions = [faults.length, faults.steps, faults.Judge(0.1), faults.returns_awaitable]
+    assert totals(rewards(*functions, workers=2)) == totals(Rewards(functions))
+
+
+def test_function_runs_in_other_process_once_for_each_prompt():
+    numbers, sizes = totals(rewards(faults.process, faults.calls, workers=2))
+    assert float(os.getpid()) not in numbers
+    assert sizes == [3] * 6
+    (whole,) = totals(rewards(faults.calls), groups=None)
+    assert whole == [6] * 6
+
+
+def test_worker_has_no_gpu_one_thread_and_no_heavy_import(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert totals(rewards(faults.environment)) == [[1] * 6]
+
+
+def test_workers_run_side_by_side():
+    made = rewards(faults.slow, workers=2)
+    start = time.monotonic()
+    totals(made)
+    assert time.monotonic() - start < 0.39
+
+
+def test_async_functions_run_side_by_side():
+    async def first(completions):
+        await asyncio.sleep(0.3)
+        return faults.length(completions)
+
+    async def second(completions):
+        return await first(completions)
+
+    start = time.monotonic()
+    assert totals(Rewards([first, second])) == [LENGTHS] * 2
+    assert time.monotonic() - start < 0.55
+
+
+def test_worker_is_told_of_trainer_and_logs():
+    state = TrainerState(global_step=3, max_steps=9)
+    judgement = rewards(faults.sees).judge(
+        PROMPTS,
+        COMPLETIONS,
+        IDS,
+        {"answer": list("uvwxyz")},
+        ended=[True, False] * 3,
+        state=state,
+        groups=GROUPS,
+    )
+    assert judgement.extra["seen"][:2] == ["3 9 True u", "3 9 False v"]
+    assert judgement.extra["seen"][5] == "3 9 False z"
+    assert judgement.metrics == {"answers": [3.0, 3.0]}
+
+
+def test_output_and_input_of_function_do_not_meet_messages(capfd):
+    assert totals(rewards(faults.chats)) == [LENGTHS]
+    assert "noise" in capfd.readouterr().err
+
+
+def test_function_of_users_file_runs_in_worker(tmp_path):
+    (tmp_path / "helper.py").write_text("BONUS = 7.0\n")
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import helper\ndef bonus(completions):\n    return [helper.BONUS for _ in completions]\n"
+    )
+    made = rewards(load(f"{file}:bonus", None))
+    assert totals(made) == [[7] * 6]
+
+
+# ---------------------------------------------------------------------------------- it goes wrong
+
+FAULTS = {
+    faults.hangs: r"did not return within 0.5 s \(reward_timeout\)",
+    faults.hangs_with_the_lock: r"did not return within 0.5 s \(reward_timeout\)",
+    faults.raises: "raised KeyError: 'answer'",
+    faults.exits: "ended its worker process: exit code 3",
+    faults.exits_politely: "raised SystemExit: enough",
+    faults.is_killed: "ended its worker process: SIGKILL",
+    faults.takes_all_memory: "raised MemoryError",
+    faults.loses_a_score: "must return a list of 1 scores, one per completion, got 0 scores",
+    faults.answers_with_a_generator: "must return a list of 1 scores.* got <generator",
+}
+NONSENSE = {
+    faults.is_not_a_number: "returned nan for completion 1 of the batch",
+    faults.is_a_word: "returned 'good' for completion 1 of the batch",
+    faults.cannot_be_pickled: "returned <function .*lambda.* for completion 1 of the batch",
+}
+MEMORY = 2**28  # bytes
+every_fault = pytest.mark.parametrize("fault", FAULTS | NONSENSE, ids=lambda f: f.__name__)
+
+
+def short(function, **options):
+    hungry = function is faults.takes_all_memory
+    timeout, memory = (30.0, MEMORY) if hungry else (0.5, None)
+    return rewards(function, faults.process, timeout=timeout, memory=memory, **options)
+
+
+@pytest.mark.fault(26, "with reward_timeout: killed, and an error names function, row and prompt")
+@pytest.mark.fault(27, "with reward_workers: an error names function, row and prompt")
+@every_fault
+def test_error_names_function_row_and_prompt(fault):
+    with pytest.raises(ValueError, match=rf"^reward function {fault.__name__} ") as error:
+        totals(short(fault))
+    if fault in FAULTS:
+        where = ", for completion 1 of the batch, prompt 'p'$"
+        assert re.search(FAULTS[fault] + ".*" + where, str(error.value))
+    else:
+        assert re.search(NONSENSE[fault], str(error.value))
+
+
+@pytest.mark.fault(27, "with on_reward_error drop the others keep their scores")
+@every_fault
+def test_dropped_failure_leaves_other_scores(fault):
+    made = short(fault, on_error="drop")
+    judgement = made.judge(PROMPTS, COMPLETIONS, IDS, {}, groups=GROUPS)
+    first, numbers = sum_step_scores(judgement.scores).T.tolist()
+    right = [1.0] * 6 if fault in NONSENSE or fault is faults.loses_a_score else LENGTHS
+    assert first[0] == right[0]
+    assert first[1] != first[1]
+    assert first[2:] == right[2:]
+    assert judgement.failed == {fault.__name__: 1, "process": 0}
+    assert not judgement.lost.any()  # the other function has a score for it
+    assert fault.__name__ in judgement.first_failure
+    assert all(number > 0 for number in numbers)
+
+
+def test_failure_may_be_worth_a_value():
+    made = rewards(faults.raises, on_error="value", error_value=-1.0)
+    judgement = made.judge(PROMPTS, COMPLETIONS, IDS, {}, groups=GROUPS)
+    assert sum_step_scores(judgement.scores).T.tolist() == [[1, -1, 3, 1, 2, 3]]
+    assert judgement.failed == {"raises": 1}
+
+
+def test_completion_without_any_score_is_lost():
+    judgement = rewards(faults.exits, on_error="drop").judge(
+        PROMPTS, COMPLETIONS, IDS, {}, groups=GROUPS
+    )
+    assert judgement.lost.tolist() == [False, True] + [False] * 4
+
+
+def test_search_for_rows_to_blame_is_bounded():
+    made = rewards(faults.hangs, timeout=0.2, on_error="drop")
+    start = time.monotonic()
+    judgement = made.judge(PROMPTS * 4, ["bad"] * 24, IDS * 4, {}, groups=[0] * 24)
+    assert judgement.failed == {"hangs": 24}
+    assert time.monotonic() - start < 8  # and not 24 times 0.2 and a new process
+
+
+@pytest.mark.parametrize("fault", [faults.hangs, faults.is_killed, faults.exits])
+def test_worker_is_replaced_after_failure(fault):
+    made = short(fault)
+    (_, before) = totals(made, ["a"] * 6)
+    with pytest.raises(ValueError, match=fault.__name__):
+        totals(made)
+    (scores, after) = totals(made, ["a"] * 6)
+    assert scores == [1] * 6
+    assert set(before).isdisjoint(after)
+
+
+def test_worker_that_dies_between_calls_is_replaced():
+    made = rewards(faults.process)
+    ((number, *_),) = totals(made)
+    os.kill(int(number), signal.SIGKILL)
+    wait_until_gone(int(number), zombie=True)
+    ((another, *_),) = totals(made)
+    assert another not in (number, float(os.getpid()))
+
+
+def test_fork_that_returns_does_not_answer():
+    made = rewards(faults.forks)
+    assert totals(made) == [LENGTHS]
+    assert totals(made) == [LENGTHS]
+
+
+def test_children_of_killed_worker_are_killed(tmp_path):
+    made = rewards(faults.leaves_a_child, timeout=1.5)
+    with pytest.raises(ValueError, match="leaves_a_child did not return"):
+        made(["p"], [str(tmp_path / "child")], [[4]], {})
+    wait_until_gone(int((tmp_path / "child").read_text()), zombie=True)
+
+
+def test_wrong_number_of_logged_values_is_failure():
+    with pytest.raises(ValueError, match="log_extra: column 'seen' has 1 values for 3 completions"):
+        rewards(faults.logs_too_few, on_error="error")(PROMPTS, COMPLETIONS, IDS, {}, groups=GROUPS)
+
+
+def test_column_that_cannot_be_sent_is_failure():
+    made = rewards(faults.Judge(0.0))
+    assert totals(made, columns={"odd": [lambda: 0] * 6}) == [LENGTHS]  # it is not asked for
+    with pytest.raises(ValueError, match="sees was given what cannot be sent to a worker"):
+        totals(
+            rewards(faults.sees),
+            columns={"answer": [lambda: 0] * 6},
+            state=TrainerState(global_step=1, max_steps=2),
+            ended=[True] * 6,
+        )
+
+
+# -------------------------------------------------------------------------- async, in the trainer
+
+
+@pytest.mark.parametrize("on_error", ["error", "drop"])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_late_async_function_is_given_up(on_error, blocks):
+    async def late(completions):
+        if "bad" in completions:
+            time.sleep(4) if blocks else await asyncio.sleep(1000)
+        return faults.length(completions)
+
+    made = Rewards([late], options=CallOptions(timeout=0.3, on_error=on_error))
+    if on_error == "error":
+        with pytest.raises(ValueError, match=r"late did not return within 0.3 s.*prompt 'p'"):
+            totals(made)
+        return
+    (scores,) = totals(made)
+    assert scores[1] != scores[1]
+    assert scores[3:] == LENGTHS[3:]
+    if not blocks:  # or else the loop stands still for the others of the prompt, too
+        assert scores[2] == LENGTHS[2]
+
+
+def test_timeout_of_function_itself_is_no_late_call():
+    async def times_out(completions):
+        raise TimeoutError("the judge sleeps")
+
+    with pytest.raises(ValueError, match="times_out raised TimeoutError: the judge sleeps"):
+        totals(Rewards([times_out], options=CallOptions(timeout=5.0)))
+
+
+# ----------------------------------------------------------------------- refused at the beginning
+
+
+def test_function_that_cannot_be_sent_is_refused():
+    with pytest.raises(ValueError, match=r"cannot be sent to a worker .*top level of a file"):
+        rewards(lambda completions: [0.0] * len(completions))
+
+
+def test_function_of_script_itself_is_refused(monkeypatch):
+    def mine(completions):
+        return [0.0] * len(completions)
+
+    mine.__module__, mine.__qualname__ = "__main__", "mine"
+    monkeypatch.setattr(sys.modules["__main__"], "mine", mine, raising=False)
+    with pytest.raises(ValueError, match="reward function mine is part of the script itself"):
+        rewards(mine)
+
+
+def test_function_that_worker_cannot_import_is_refused(tmp_path, monkeypatch):
+    file = tmp_path / "only_here.py"
+    file.write_text("def mine(completions): return [0.0] * len(completions)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from only_here import mine
+
+    file.unlink()
+    with pytest.raises(ValueError, match=r"mine cannot be imported in a worker .*only_here"):
+        rewards(faults.length, mine)
+
+
+@pytest.mark.parametrize(
+    ("functions", "options", "message"),
+    [
+        ([faults.length], {"workers": 0, "timeout": 1.0}, "reward_timeout cannot end a call"),
+        ([faults.awaits], {"workers": 1}, "reward_workers has nothing to run"),
+    ],
+)
+def test_option_without_effect_is_refused(functions, options, message):
+    with pytest.raises(ValueError, match=message):
+        Rewards(functions, options=CallOptions(**options))
+
+
+def test_environments_in_worker_are_refused():
+    def judges(environments):
+        return [0.0] * len(environments)
+
+    with pytest.raises(ValueError, match="judges takes environments, which cannot be sent"):
+        Rewards([judges], environment=True, options=CallOptions(workers=1))
+
+
+# ------------------------------------------------------------------------------------- the end
+
+
+def alive(number, zombie):
+    try:
+        state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return not (zombie and state == "Z")
+
+
+def wait_until_gone(number, zombie=False):
+    deadline = time.monotonic() + 20
+    while alive(number, zombie):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_workers_end_with_pool():
+    made = rewards(faults.process, faults.leaves_a_thread, workers=2)
+    ((number, *_), _) = totals(made)
+    del made
+    wait_until_gone(int(number))
+
+
+@pytest.mark.slow
+def test_workers_end_with_killed_trainer_in_call(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "from rlhf_pg.rewards.workers import WorkerPool\n"
+        "from tests.rewards import misbehaving as faults\n"
+        "pool = WorkerPool({'hangs': faults.hangs_with_the_lock}, 1)\n"
+        "print(pool.workers[0]._process.pid, flush=True)\n"
+        "pool.submit(lambda w: w.call(0, {'completions': ['bad']}, (), 1))\n"
+        "time.sleep(1)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    output = subprocess.run([sys.executable, script], env=environment, capture_output=True).stdout
+    try:
+        wait_until_gone(int(output), zombie=True)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(int(output), signal.SIGKILL)

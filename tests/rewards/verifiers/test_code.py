@@ -1,0 +1,391 @@
+"""Programs that pass tests, in a sandbox that programs try to leave.
+
+What needs bubblewrap is skipped where there is none; that it is not done without is tested
+everywhere.
+"""
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_pg.rewards.verifiers import make_verifier
+from rlhf_pg.rewards.verifiers.code_tests import Case, cases_in, program_in
+from rlhf_pg.rewards.verifiers.sandbox import MB, Sandbox, command
+from rlhf_pg.rewards.verifiers.verifier import Unreadable
+
+needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap here")
+
+NEXT = "def f(x):\n    return x + 1\n"
+RIGHT = "assert f(1) == 2"
+SMALL = Sandbox(
+    timeout=2.0, total_timeout=20.0, memory=256 * MB, processes=8, output=MB, disk=8 * MB
+)
+
+
+def verdict(program: str, statements: str = RIGHT) -> str:
+    """What the sandbox says of a program and its test."""
+    (said,) = SMALL.verdicts([Case(statements).run(textwrap.dedent(program))], True)
+    return said
+
+
+def output(program: str) -> str:
+    """Whether a program prints "yes"."""
+    (said,) = SMALL.verdicts([Case(expected="yes").run(textwrap.dedent(program))], True)
+    return said
+
+
+def score(completions, truths, **options):
+    return make_verifier("code", options)([], completions, None, answer=truths)
+
+
+# ---------------------------------------------------------------------------- without bubblewrap
+
+
+def test_refuses_to_start_without_bubblewrap(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        ValueError, match=r"reward code: .*no `bwrap`.*apt install bubblewrap.*0\.8"
+    ):
+        make_verifier("code", {})
+
+
+@pytest.mark.parametrize("said", ["echo bubblewrap 0.7.1", "true"])
+def test_refuses_an_old_bubblewrap(monkeypatch, tmp_path, said) -> None:
+    script = tmp_path / "bwrap"
+    script.write_text(f"#!/bin/sh\n{said}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(ValueError, match=r"reward code: bubblewrap 0\.8 or newer"):
+        make_verifier("code", {})
+
+
+def test_refuses_where_no_sandbox_can_be_made(monkeypatch, tmp_path) -> None:
+    script = tmp_path / "bwrap"
+    script.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo bubblewrap 0.8.0 && exit\n'
+        "echo 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("rlhf_pg.rewards.verifiers.sandbox.command", lambda _: (str(script),))
+    with pytest.raises(ValueError, match=r"No permissions to create .* user namespaces"):
+        make_verifier("code", {})
+
+
+@pytest.mark.parametrize(
+    ("answer", "program"),
+    [
+        ("x = 1", "x = 1"),
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("So:\n```py\nx = 1\n```\nor\n```\nx = 2\n```\nDone.", "x = 2\n"),
+        ("```python\nx = 1\n```\nRun it:\n```bash\npython x.py\n```", "x = 1\n"),
+        ("```python\nx = '```'\n```", "x = '```'\n"),
+        ("```python\nx = 1", "x = 1"),
+        ("```python\nx = 1\n```\nwhich prints\n```text\n1\n```", "x = 1\n"),
+        ("```bash\nls\n```", ""),
+        ("", ""),
+    ],
+)
+def test_program_in_answer(answer, program) -> None:
+    assert program_in(answer) == program
+
+
+@pytest.mark.parametrize(
+    ("truth", "cases"),
+    [
+        ("assert f(1) == 2", [Case("assert f(1) == 2")]),
+        ("[f(1)] == [2] or 1 / 0", [Case("[f(1)] == [2] or 1 / 0")]),
+        (["assert a", "assert b"], [Case("assert a"), Case("assert b")]),
+        ('["assert a"]', [Case("assert a")]),
+        (
+            {"inputs": ["1", "2"], "outputs": ["a", "b"]},
+            [Case(None, "1", "a"), Case(None, "2", "b")],
+        ),
+        ({"input": "1", "output": "a"}, [Case(None, "1", "a")]),
+        ([{"input": "1", "output": "a", "type": "stdin"}], [Case(None, "1", "a")]),
+        ('{"inputs": ["1"], "outputs": ["a"], "fn_name": null}', [Case(None, "1", "a")]),
+    ],
+)
+def test_tests_in_column(truth, cases) -> None:
+    assert cases_in(truth) == cases
+
+
+@pytest.mark.parametrize(
+    ("truth", "why"),
+    [
+        ({"inputs": ["1", "2"], "outputs": ["a"]}, "inputs with outputs"),
+        ({"inputs": [[1]], "outputs": [2], "fn_name": "f"}, "'f'.*write assertions"),
+        ({"inputs": [[1]], "outputs": [2]}, "have to be text"),
+        ([1], "1 is no test"),
+        (5, "Python statements"),
+    ],
+)
+def test_unreadable_tests_say_why(truth, why) -> None:
+    with pytest.raises(Unreadable, match=why):
+        cases_in(truth)
+
+
+# ------------------------------------------------------------------------------- with bubblewrap
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (NEXT, "passed"),
+        ("from __future__ import annotations\n" + NEXT, "passed"),
+        (NEXT + "print('noise' * 1000)\nimport sys; print('x', file=sys.stderr)", "passed"),
+        ("def f(x):\n    return x", "exit 1"),
+        ("def f(x) return", "exit 1"),
+        ("", "exit 1"),
+        ("\0", "exit 1"),
+        ("import sys; sys.exit(0)", "left before its tests"),
+        ("import os; os._exit(0)", "left before its tests"),
+        ("raise SystemExit", "left before its tests"),
+        ("import os; os.kill(os.getpid(), 9)", "exit -9"),
+        (NEXT + '"""', "exit 1"),
+        ("while True: pass", "out of time"),
+        ("import time; time.sleep(100)", "out of time"),
+        ("import signal, time; signal.alarm(1); signal.pause()", "exit -14"),
+    ],
+)
+def test_statements(program, said) -> None:
+    assert verdict(program) == said
+
+
+@needs_bwrap
+def test_score_is_all_or_the_share_of_tests() -> None:
+    answers = [f"```python\n{NEXT}```", "def f(x):\n    return 2", "", f"<think>{NEXT}"]
+    tests = [[RIGHT, "assert f(2) == 3"]] * 4
+    assert score(answers, tests) == [1, 0, 0, 0]
+    assert score(answers, tests, partial=True) == [1, 0.5, 0, 0]
+    assert score(["x", "x"], [None, []]) == [None, None]
+    made = make_verifier("code", {"memory_mb": 100})
+    assert pickle.loads(pickle.dumps(made)) == made
+
+
+@needs_bwrap
+def test_inputs_and_outputs() -> None:
+    tests = json.dumps({"inputs": ["2 3\n", "4 5"], "outputs": ["5\n", "9"]})
+    answers = [
+        "a, b = map(int, input().split())\nprint(a + b, ' ')\nprint()",
+        "print(5)",
+        "print('x')",
+        "print(5); raise SystemExit(1)",
+        "if __name__ == '__main__':\n    print(sum(map(int, open(0).read().split())))",
+    ]
+    assert score(answers, [tests] * 5, partial=True) == [1, 0.5, 0, 0, 1]
+
+
+@needs_bwrap
+def test_rows_keep_their_order_at_any_concurrency() -> None:
+    answers = [f"import time; time.sleep({i % 3} / 10); print({i})" for i in range(6)]
+    tests = [{"input": "", "output": str(i if i % 2 else -1)} for i in range(6)]
+    assert score(answers, tests, concurrency=3) == [0, 1, 0, 1, 0, 1]
+
+
+@needs_bwrap
+def test_same_program_gives_the_same_output() -> None:
+    program = "print([*{str(i) for i in range(50)}])"
+    outputs = {
+        SMALL.verdicts([Case(expected=str(wanted)).run(program)], True)[0]
+        for wanted in [[*{str(i) for i in range(50)}]] * 2
+    }
+    assert len(outputs) == 1
+    assert verdict("import os; assert os.environ['PYTHONHASHSEED'] == '0'\n" + NEXT) == "passed"
+
+
+@needs_bwrap
+def test_total_time_bounds_all_tests() -> None:
+    start = time.monotonic()
+    options = {"timeout": 0.5, "total_timeout": 1.2, "partial": True}
+    assert score(["while True: pass"], [[RIGHT] * 50], **options) == [0]
+    assert time.monotonic() - start < 15
+
+
+@needs_bwrap
+def test_tests_of_a_row_do_not_meet() -> None:
+    """Neither files nor processes outlive the test that made them."""
+    program = """
+        import os, subprocess, sys
+        numbers = [name for name in os.listdir("/proc") if name.isdigit()]
+        running = [open(f"/proc/{number}/comm").read().strip() for number in numbers]
+        fresh = os.path.isfile("/tmp/program.py") and not os.path.exists("/tmp/a")
+        print("yes" if fresh and "sleep" not in running else "no")
+        os.makedirs("/tmp/a/b")
+        open("/tmp/a/c", "w").close()
+        subprocess.Popen(["sleep", "100"], start_new_session=True)
+        sys.stdout.flush()
+        os.unlink("/tmp/program.py")
+        os.mkfifo("/tmp/program.py")
+    """
+    runs = [Case(expected="yes").run(textwrap.dedent(program))] * 2
+    assert SMALL.verdicts(runs, True) == ["passed", "passed"]
+
+
+# ------------------------------------------------------------------------------- ways out of it
+
+ATTACKS = {
+    "writes to the root": 'open("/planted", "w")',
+    "writes to the system": 'open("/usr/planted", "w")',
+    "writes to Python": "import json; open(json.__file__, 'a')",
+    "writes to the script": 'open("/init.py", "a")',
+    "writes to /dev": 'open("/dev/planted", "w")',
+    "writes to the kernel": 'open("/proc/sys/kernel/hostname", "w").write("x")',
+    "remounts": 'import subprocess as s; s.run(["mount", "-o", "remount,rw", "/"], check=True)',
+    "makes a namespace": 'import subprocess as s; s.run(["unshare", "-U", "true"], check=True)',
+    "becomes root": "import os; os.setuid(0)",
+    "reads memory of process 1": 'open("/proc/1/mem", "rb")',
+    "reads environment of process 1": 'open("/proc/1/environ").read()',
+    "reads files of process 1": 'import os; os.listdir("/proc/1/fd")',
+    "traces process 1": (
+        "import ctypes; assert ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0, 'not allowed'"
+    ),
+    "raises its limits": "import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))",
+    "looks up a name": 'import socket; socket.getaddrinfo("example.com", 80)',
+    "connects": 'import socket; socket.create_connection(("1.1.1.1", 80), 1)',
+    "takes much memory": 'x = b"x" * (1 << 30)',
+    "prints much": "while True: print('x' * 10000)",
+    "writes a large file": 'open("/tmp/x", "wb").write(bytes(4 << 20))',
+    "fills the disk": (
+        'for i in range(99): open(f"/tmp/{i}", "wb").write(bytes(1 << 20))'
+    ),
+    "fills shared memory": (
+        'for i in range(99): open(f"/dev/shm/{i}", "wb").write(bytes(1 << 20))'
+    ),
+    "opens many files": "files = [open('/dev/null') for _ in range(1000)]",
+    "forks": "import os\nwhile True: os.fork()",
+    "forks and leaves": (
+        "import os, time\nfor _ in range(100):\n    if not os.fork(): os.setsid(); time.sleep(99)"
+    ),
+    "starts threads": (
+        "import threading, time\n"
+        "for _ in range(100): threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"
+    ),
+}  # fmt: skip
+
+
+@needs_bwrap
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_program_cannot(attack) -> None:
+    assert verdict(f"{ATTACKS[attack]}\n{NEXT}") not in ("passed", "out of time")
+
+
+@needs_bwrap
+def test_loopback_is_its_own() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert verdict(f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)\n{NEXT}")
+        server.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+@needs_bwrap
+def test_program_sees_no_files_and_no_environment_of_the_trainer(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "hush")
+    secret = tmp_path / "secret"
+    secret.write_text("hush")
+    program = f"""
+        import os, pathlib
+        places = ({str(secret)!r}, {__file__!r}, {str(Path.home() / ".cache")!r})
+        places += ("/etc/passwd", "/sys", "/home", "/var")
+        seen = [place for place in places if os.path.exists(place)]
+        told = [p.read_bytes() for p in pathlib.Path("/proc").glob("[0-9]*/environ")
+            if p.parent.name != "1"]
+        hidden = "SECRET_TOKEN" not in os.environ and not any(b"hush" in text for text in told)
+        print("yes" if hidden and not seen and os.getcwd() == "/tmp" else seen)
+    """
+    assert output(program) == "passed"
+
+
+@needs_bwrap
+@pytest.mark.parametrize("what", ["os.getppid()", "1", "-1"])
+def test_program_cannot_kill_what_watches_it(what) -> None:
+    program = f"""
+        import os, signal
+        for number in sorted(signal.valid_signals()):
+            if {what} > 0 or number in (9, 15):
+                try:
+                    os.kill({what}, number)
+                except OSError:
+                    pass
+    """
+    assert verdict(textwrap.dedent(program) + NEXT) == "passed"
+
+
+@needs_bwrap
+def test_program_has_no_privileges() -> None:
+    program = """
+        status = open("/proc/self/status").read()
+        wanted = [f"{name}:\\t0000000000000000" for name in ("CapPrm", "CapEff", "CapBnd")]
+        lacking = [name for name in (*wanted, "NoNewPrivs:\\t1") if name not in status]
+        print(lacking or "yes")
+    """
+    assert output(program) == "passed"
+
+
+@needs_bwrap
+def test_memory_of_all_processes_together_is_limited() -> None:
+    program = """
+        import os, time
+        for _ in range(4):
+            if not os.fork():
+                held = b"x" * (100 << 20)
+                time.sleep(99)
+        time.sleep(99)
+    """
+    assert verdict(program) == "too much memory"
+
+
+@needs_bwrap
+def test_sandbox_ends_with_the_trainer() -> None:
+    """The trainer is killed while a program runs for ever."""
+    mark = f"98765.{os.getpid()}"
+    run = Case().run(f"import os; os.execvp('sleep', ['sleep', '{mark}'])")
+    limits = {"timeout": 300, "memory": 256 * MB, "processes": 8, "output": MB}
+    job = json.dumps({"runs": [run], "limits": limits, "stops": True, "total_timeout": 300})
+    trainer = (
+        "import json, subprocess, sys\ncommand, job = json.load(sys.stdin)\n"
+        "process = subprocess.Popen(command, stdin=-1, stdout=-1)\n"
+        "process.communicate(job.encode())"
+    )
+    process = subprocess.Popen([sys.executable, "-c", trainer], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        pipe.write(json.dumps([command(8 * MB), job]).encode())
+    try:
+        assert _within(30, lambda: _running(mark))
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert _within(10, lambda: not _running(mark))
+
+
+def _running(mark: str) -> bool:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes() == f"sleep\0{mark}\0".encode():
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _within(seconds: float, happens) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if happens():
+            return True
+        time.sleep(0.05)
+    return False

@@ -1,0 +1,88 @@
+"""JSON that a schema allows."""
+
+import json
+import socket
+
+import pytest
+
+from rlhf_pg.rewards.verifiers import make_verifier
+
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "number"}, "name": {"type": "string", "pattern": "^[a-z]+$"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+
+
+def score(completion, schema):
+    (said,) = make_verifier("json_schema", {"schema": schema})([], [completion])
+    return said
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ('{"x": 1}', 1),
+        ('\n {"x": 1.5, "name": "a"} ', 1),
+        ('```json\n{"x": 1}\n```', 1),
+        ('Here:\n```\n{"x": 1}\n```\nDone.', 1),
+        ('```json\n{}\n```\nNo:\n```json\n{"x": 1}\n```', 1),
+        ('<think>{}</think>{"x": 1}', 1),
+        ('{"x": "1"}', 0),
+        ('{"y": 1}', 0),
+        ('{"x": 1, "y": 2}', 0),
+        ('{"x": 1, "name": "A"}', 0),
+        ('Here: {"x": 1}', 0),
+        ('{"x": 1}}', 0),
+        ('{"x": NaN}', 0),
+        ('{"x": Infinity}', 0),
+        ("{'x': 1}", 0),
+        ("", 0),
+        ("[" * 200_000, 0),
+        ('{"x": ' + "9" * 50_000 + "}", 0),
+    ],
+)
+def test_completion_against_schema(completion, expected) -> None:
+    assert score(completion, POINT) == expected
+    assert score(completion, json.dumps(POINT)) == expected
+
+
+@pytest.mark.parametrize(
+    ("schema", "completion", "expected"),
+    [
+        ({"patternProperties": {"^a": {"type": "integer"}}}, '{"a1": 1, "b": "x"}', 1),
+        ({"patternProperties": {"^a": {"type": "integer"}}}, '{"a1": "x"}', 0),
+        ({"pattern": "a"}, "5", 1),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "type": "null"}, "null", 1),
+        ({"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n"}, "3", 1),
+        ({"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n"}, '"3"', 0),
+        ({"$ref": "#"}, "3", 0),  # refers to itself for ever
+        ({"multipleOf": 1e-300}, "1e300", 0),
+    ],
+)
+def test_schemas(schema, completion, expected) -> None:
+    assert score(completion, schema) == expected
+
+
+def test_nothing_is_fetched(monkeypatch, caplog) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *host, **_: asked.append(host) or [])
+    assert score("3", {"$ref": "http://example.com/schema.json"}) == 0
+    assert not asked
+    assert "nothing is fetched" in caplog.text
+
+
+def test_pattern_of_schema_has_a_time_limit() -> None:
+    made = make_verifier("json_schema", {"schema": {"pattern": "(a|aa)+$"}, "timeout": 0.1})
+    assert made([], [json.dumps("a" * 200 + "b")]) == [0]  # for years, without a limit
+
+
+def test_schema_of_each_row(caplog) -> None:
+    made = make_verifier("json_schema", {"column": "schema"})
+    padded = {"type": "object", "required": ["a"], "minimum": None, "properties": {"a": None}}
+    schemas = ['{"type": "integer"}', padded, None, '{"type": "objekt"}', {"type": "integer"}]
+    completions = ["3", '{"a": 1}', "3", "3", "x"]
+    assert made([], completions, None, schema=schemas) == [1, 1, None, None, 0]
+    assert "'schema' holds" in caplog.text
+    assert "objekt" in caplog.text

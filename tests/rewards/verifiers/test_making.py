@@ -1,0 +1,188 @@
+"""Making ready-made rewards: names, options, what is missing, and what all of them share."""
+
+import ast
+import dataclasses
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+from rlhf_pg.rewards import Rewards, verifiers
+from rlhf_pg.rewards.verifiers import VERIFIERS, make_verifier
+from rlhf_pg.rewards.verifiers.verifier import answer_of, last_boxed, text_of
+
+# Options that each of them can be made with.
+ENOUGH = {
+    "regex": {"pattern": "a"},
+    "json_schema": {"schema": {"type": "object"}},
+    "length": {"target": 5},
+}
+ANYWHERE = [name for name in VERIFIERS if name != "code"]  # which needs bubblewrap
+
+
+def test_the_names_are_those_of_the_docs() -> None:
+    assert list(VERIFIERS) == [
+        *("math", "exact", "numeric", "regex", "json_schema"),
+        *("format", "length", "repetition", "code"),
+    ]
+
+
+@pytest.mark.parametrize("name", ANYWHERE)
+def test_reward_has_its_name_and_survives_pickling(name) -> None:
+    made = make_verifier(name, ENOUGH.get(name, {}))
+    again = pickle.loads(pickle.dumps(made))
+    assert (again.__name__, again) == (name, made)
+
+
+def test_rewards_take_a_verifier_like_a_function() -> None:
+    rewards = Rewards([make_verifier("exact", {}), make_verifier("exact", {"ignore_case": True})])
+    scores = rewards(["p"] * 3, ["a", "A", "b"], [[1], [2], [3]], {"answer": ["a"] * 3})
+    assert rewards.names == ["exact", "exact_2"]
+    assert scores[:, 0].tolist() == [[1, 1], [0, 1], [0, 0]]
+
+
+def test_row_without_truth_applies_to_no_one() -> None:
+    assert make_verifier("exact", {})([], ["a", "a"], None, answer=[None, "a"]) == [None, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("maths", {}, ["no reward 'maths'", "did you mean 'math'", "repetition"]),
+        ("exact", {"colum": "a"}, ["exact", "no option 'colum'", "'column'", "ignore_case"]),
+        ("regex", {}, ["regex", "needs the option 'pattern'"]),
+        ("regex", {"pattern": "(a"}, ["reward regex: ", "'(a'", "no regular expression"]),
+        ("numeric", {"abs_tol": -1}, ["reward numeric: abs_tol", "at least 0"]),
+        ("numeric", {"abs_tol": "much"}, ["reward numeric: abs_tol", "float", "'much'"]),
+        ("length", {}, ["reward length: ", "target", "shortest"]),
+        ("length", {"target": 3, "longest": 4}, ["reward length: ", "either"]),
+        ("length", {"shortest": 5, "longest": 4}, ["shortest (5)", "longest (4)"]),
+        ("length", {"target": 3, "unit": "lines"}, ["'tokens', 'words', 'characters'"]),
+        ("format", {"tags": ["a", "a"]}, ["reward format: tags", "different"]),
+        ("format", {"pattern": "*"}, ["reward format: pattern '*'"]),
+        ("repetition", {"max_penalty": 1.0}, ["max_penalty must be at most 0"]),
+        ("json_schema", {}, ["reward json_schema: ", "schema", "column"]),
+        ("json_schema", {"schema": {"type": "objekt"}}, ["no JSON schema", "objekt"]),
+        ("json_schema", {"schema": "{"}, ["cannot be read as a JSON schema"]),
+        ("json_schema", {"schema": "[1]"}, ["a JSON schema is an object"]),
+    ],
+)
+def test_wrong_option_is_one_error(name, options, words) -> None:
+    with pytest.raises(ValueError, match="reward") as caught:
+        make_verifier(name, options)
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_and_lists_may_be_text() -> None:
+    assert make_verifier("numeric", {"abs_tol": "1e-3"}) == make_verifier(
+        "numeric", {"abs_tol": 0.001}
+    )
+    assert make_verifier("format", {"tags": '["a", "b"]', "opened": "true"}) == make_verifier(
+        "format", {"tags": ("a", "b"), "opened": True}
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "extra"),
+    [("math", "math_verify", "math"), ("json_schema", "jsonschema", "json")],
+)
+def test_missing_package_says_what_to_install(monkeypatch, name, module, extra) -> None:
+    found = __import__("importlib.util").util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == module else found(name)
+    )
+    with pytest.raises(ValueError, match=f"reward {name}: .*") as caught:
+        make_verifier(name, ENOUGH.get(name, {}))
+    assert f'pip install "rlhf-pg[{extra}]"' in str(caught.value)
+
+
+def test_missing_column_names_those_there_are() -> None:
+    with pytest.raises(
+        ValueError, match=r"reward numeric .*'answer'.*'solution', 'level'"
+    ) as caught:
+        make_verifier("numeric", {})([], ["1"], None, solution=["1"], level=[3])
+    assert "`column`" in str(caught.value)
+    assert make_verifier("numeric", {"column": "solution"})([], ["1"], None, solution=["1"]) == [1]
+
+
+def test_unreadable_truth_does_not_apply_and_is_said(caplog) -> None:
+    scores = make_verifier("numeric", {})([], ["1", "1"], None, answer=["one\nor two", "1"])
+    assert scores == [None, 1.0]
+    (record,) = caplog.records
+    assert "'answer' holds 'one\\nor two': there is no number in it" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("completion", "text"),
+    [
+        ("as it is", "as it is"),
+        ([{"role": "assistant", "content": "a"}], "a"),
+        (
+            [
+                {"role": "assistant", "content": "first"},
+                {"role": "tool", "content": "tool"},
+                {"role": "assistant", "content": "last"},
+                {"role": "user", "content": "user"},
+            ],
+            "last",
+        ),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], ""),
+        ([{"role": "assistant"}], ""),
+        ([{"role": "tool", "content": "tool"}], ""),
+        ([], ""),
+        ([{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "x"}]}], "a"),
+    ],
+)
+def test_text_of_completion(completion, text) -> None:
+    assert text_of(completion) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("7", "7"),
+        ("<think>6</think>7", "7"),
+        ("6</think>7", "7"),
+        ("<think>5</think>6<think>7</think>8", "8"),
+        ("<think>6", ""),
+        ("<think>5</think>6<think>7", "6"),
+        ("so <answer>7</answer> or so", "7"),
+        ("<answer>6</answer><answer>7</answer>", "7"),
+        ("<answer>7", "7"),
+        ("<think><answer>6</answer></think>7", "7"),
+        ("", ""),
+    ],
+)
+def test_answer_stands_outside_of_thinking(text, answer) -> None:
+    assert answer_of(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "held"),
+    [
+        (r"\boxed{7}", "7"),
+        (r"\boxed{6}, no: \boxed{7}.", "7"),
+        (r"\boxed{\frac{1}{2}} }", r"\frac{1}{2}"),
+        (r"\boxed{\boxed{7}}", "7"),
+        (r"\boxed{7", None),
+        ("7", None),
+        (r"\boxed{" * 20_000, None),
+    ],
+)
+def test_last_boxed(text, held) -> None:
+    assert last_boxed(text) == held
+
+
+def test_docs_name_every_option() -> None:
+    text = (Path(verifiers.__file__).parents[3] / "docs" / "rewards.md").read_text()
+    options = {field.name for made in VERIFIERS.values() for field in dataclasses.fields(made)}
+    assert [name for name in options if not re.search(rf"`{name}\b|`.*, {name}`", text)] == []
+
+
+def test_heavy_packages_are_imported_late() -> None:
+    for path in Path(verifiers.__file__).parent.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            said = ast.unparse(node) if isinstance(node, ast.Import | ast.ImportFrom) else ""
+            assert not any(name in said for name in ("math_verify", "jsonschema", "referencing"))

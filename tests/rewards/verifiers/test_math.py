@@ -1,0 +1,151 @@
+r"""Answers compared as mathematics, by the real math-verify, in processes of their own."""
+
+import threading
+import time
+
+import pytest
+
+from rlhf_pg.rewards.verifiers import make_verifier, math_answers, math_helper
+from rlhf_pg.rewards.verifiers.math_answers import HELPERS
+
+
+def boxed(text: str) -> str:
+    return rf"\boxed{{{text}}}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "expected"),
+    [
+        (boxed("42"), "42", 1),
+        (boxed("42"), 42, 1),
+        (boxed("41"), "42", 0),
+        (boxed(r"\frac{1}{2}"), "1/2", 1),
+        (boxed(r"\frac12"), boxed(r"\dfrac{1}{2}"), 1),
+        (boxed("0.5"), r"$\frac{1}{2}$", 1),
+        (boxed(r"2\sqrt{2}"), r"\sqrt{8}", 1),
+        (boxed(r"\frac{\sqrt{2}}{2}"), r"\frac{1}{\sqrt{2}}", 1),
+        (boxed(r"\sqrt{2}"), "1.5", 0),
+        (boxed(r"50\%"), "0.5", 1),
+        (boxed("50%"), r"50\%", 1),
+        (boxed(r"5\text{ cm}"), "5", 1),
+        (boxed(r"5 \mathrm{cm}^2"), "5", 1),
+        (boxed(r"\$5"), "5", 1),
+        (boxed(r"90^\circ"), "90", 1),
+        (boxed("\u22123"), "-3", 1),
+        (boxed("-3"), "\u22123", 1),
+        (boxed("3"), "-3", 0),
+        (boxed("1{,}000"), "1000", 1),
+        (boxed("1,000"), "1000", 1),
+        (boxed(boxed(r"\frac{1}{2}")), "1/2", 1),
+        (boxed("(x+1)^2"), "x^2+2x+1", 1),
+        (boxed("x=5"), "5", 1),
+        (boxed(r"\{2,1\}"), r"\{1,2\}", 1),
+        (boxed("(1, 2)"), "(1,2)", 1),
+        (boxed("(2, 1)"), "(1,2)", 0),
+        (boxed("[0, 1)"), "[0,1)", 1),
+        (boxed(r"\text{east}"), "east", 1),
+        (boxed(r"\text{west}"), "east", 0),
+        (boxed(r"1.5\times 10^3"), "1500", 1),
+        (boxed(r"\begin{pmatrix}1\\2\end{pmatrix}"), r"\begin{pmatrix}1\\2\end{pmatrix}", 1),
+        # Several boxes are a set: to list all candidates is no answer.
+        (" or ".join(map(boxed, "123")), "3", 0),
+        (f"{boxed('1')} and {boxed('2')}", r"\{1, 2\}", 1),
+        (boxed("1, 2, 3"), "3", 0),
+        (boxed("8") + ". The final answer is $7$", "8", 1),
+        ("The answer is 42.", "42", 1),
+        ("So we get $x = 42$", "42", 1),
+        ("5 + 5 = 10\n#### 42", "42", 1),
+        (boxed("42"), "6 times 7\n#### 42", 1),
+        (boxed("42"), "It is " + boxed("42") + ".", 1),
+        (boxed("3"), ["2", "3"], 1),
+        (boxed("42") + "</think>", "42", 0),
+        ("<think>" + boxed("42"), "42", 0),
+        (r"\boxed{42", "42", 0),
+        (r"\boxed{}", "42", 0),
+        ("no idea", "42", 0),
+        ("", "42", 0),
+        (boxed("42"), None, None),
+    ],
+)
+def test_math(answer, truth, expected) -> None:
+    (score,) = make_verifier("math", {})([], [answer], None, answer=[truth])
+    assert score == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"), [(boxed("42"), 1), ("The answer is 42.", 0), ("$42$", 0), ("", 0)]
+)
+def test_only_boxes_count_if_wanted(answer, expected) -> None:
+    assert make_verifier("math", {"boxed": True})([], [answer], None, answer=["42"]) == [expected]
+
+
+def test_truth_that_cannot_be_parsed_does_not_apply(caplog) -> None:
+    scores = make_verifier("math", {})([], ["1", "1"], None, answer=["  ", "1"])
+    assert scores == [None, 1]
+    assert "'answer' holds '  ': it cannot be parsed" in caplog.text
+
+
+def test_end_of_a_very_long_completion_is_seen() -> None:
+    text = "so $x$ is 16 and 3 apples " * 40_000
+    scores = make_verifier("math", {})([], [text + boxed("42"), text], None, answer=["42"] * 2)
+    assert scores == [1, 0]
+
+
+def test_endless_computation_ends_in_any_thread() -> None:
+    """Powers of powers, in C and out of reach of exceptions; the others keep their scores."""
+    made = make_verifier("math", {"timeout": 1.0})
+    answers = [boxed("7"), boxed("9^{9^{9^{9}}}"), boxed("7")]
+    said: list = []
+    thread = threading.Thread(
+        target=lambda: said.append(made([], answers, None, answer=["7"] * 3)), daemon=True
+    )
+    start = time.monotonic()
+    thread.start()
+    thread.join(60)
+    assert said == [[1, 0, 1]]
+    assert time.monotonic() - start > 1
+
+
+def test_scores_keep_their_rows_over_several_processes(monkeypatch) -> None:
+    monkeypatch.setattr(math_answers, "share_of_cores", lambda: 2)
+    truths = [str(i) for i in range(40)]
+    answers = [boxed(str(i if i < 7 else i + 1)) for i in range(40)]
+    scores = make_verifier("math", {})([], answers, None, answer=truths)
+    assert scores == [float(i < 7) for i in range(40)]
+
+
+def test_process_that_died_is_replaced() -> None:
+    made = make_verifier("math", {})
+    assert made([], ["1"], None, answer=["1"]) == [1]
+    process = HELPERS.get(0)._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    made([], ["1"], None, answer=["1"])
+    assert made([], ["1"], None, answer=["1"]) == [1]
+
+
+def test_helper_that_does_not_start_says_why(monkeypatch, tmp_path) -> None:
+    script = tmp_path / "helper.py"
+    script.write_text("raise ImportError('no sympy')")
+    monkeypatch.setattr(math_answers, "HELPER", script)
+    with pytest.raises(RuntimeError, match=r"does not start: .*ImportError: no sympy"):
+        math_answers.Helper().ask([{"golds": ["1"], "answer": "1", "boxed": False}], 5.0)
+
+
+def test_helper_ends_with_its_input() -> None:
+    """A trainer that was killed leaves nothing behind."""
+    helper = math_answers.Helper()
+    helper.ask([{"golds": ["1"], "answer": "1", "boxed": False}], 5.0)
+    process = helper._process
+    assert process is not None
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(20) == 0
+    for pipe in (process.stdout, process.stderr):
+        assert pipe is not None
+        pipe.close()
+
+
+def test_numbers_are_no_code() -> None:
+    assert math_helper.compare(["1"], "__import__('os').getpid()", False) is False

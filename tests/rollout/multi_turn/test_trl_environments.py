@@ -1,0 +1,309 @@
+"""Environments as TRL has them: recognised, leased, called, and paid."""
+
+import gc
+import time
+from functools import partial
+
+import pytest
+
+from rlhf_pg.rollout import EpisodeRunner, Observation, SamplingParams, environments_of, recognized
+from rlhf_pg.rollout.multi_turn.environment import PlainEnvironments
+from rlhf_pg.rollout.multi_turn.metrics import episode_counts
+from rlhf_pg.rollout.multi_turn.trl_environments import TrlEnvironments
+from rlhf_pg.tasks.calculator import CHARACTERS
+from rlhf_pg.tasks.tiny import tool_tokenizer
+from tests.rollout.multi_turn.scripted import ScriptedEngine
+
+TOKENIZER = tool_tokenizer(CHARACTERS, [])
+EOS = TOKENIZER.eos_token_id
+CHAT = [{"role": "user", "content": "q"}]
+# Shows the names of the tools, and what they answer.
+TOKENIZER.chat_template = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+    "{% for m in messages %}{{ '(' + m.content + ')' if m.role != 'assistant' else m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+class Counter:
+    """As the documentation of TRL writes them: tools with a state, and a reward of its own."""
+
+    made = 0
+
+    def __init__(self):
+        type(self).made += 1
+
+    def reset(self, **row):
+        self.row, self.count = row, 0
+        return f", from {row['start']}" if row.get("start") else None
+
+    def increment(self, step: int) -> int:
+        """Increment the counter.
+
+        Args:
+            step: by how much.
+
+        Returns:
+            The new value.
+        """
+        self._refuse(step)
+        self.count += step
+        return self.count
+
+    async def double(self) -> int:
+        """Double the counter."""
+        self.count *= 2
+        return self.count
+
+    def get_reward(self) -> float:
+        return float(self.count)
+
+    def _refuse(self, step):
+        if step < 0:
+            raise ValueError("no way back")
+
+    @property
+    def fragile(self):
+        raise RuntimeError("nobody should look")
+
+
+class Door:
+    """Without a reward; its tool has the name of our method."""
+
+    def reset(self, start=None):
+        self.open = False
+
+    def step(self, key: str) -> str:
+        """Turn a key.
+
+        Args:
+            key: which one.
+        """
+        self.open = key == "b"
+        return "open" if self.open else "shut"
+
+
+class Ours:
+    def reset(self, example):
+        return example["prompt"]
+
+    def step(self, completion):
+        return Observation(done=True)
+
+
+def call(name, **arguments):
+    inner = ", ".join(f'"{k}": {v}' for k, v in arguments.items())
+    return f'<tool_call>{{"name": "{name}", "arguments": {{{inner}}}}}</tool_call>'
+
+
+def sayer(*turns):
+    """An engine that says the k-th of the turns where k stop tokens stand behind the prompt."""
+
+    def script(request, sample):
+        row = request.tokens[len(request.tokens) - request.position :]
+        turn = turns[sum(token == EOS for token in row)]
+        return [*TOKENIZER(turn, add_special_tokens=False)["input_ids"], EOS]
+
+    return ScriptedEngine(script, EOS)
+
+
+def runner_of(factory, tools=(), timeout=30.0, **options):
+    found = recognized(factory).runner_options(TOKENIZER, timeout, tools)
+    return EpisodeRunner(tokenizer=TOKENIZER, stop_token_ids=[EOS], **found, **options)
+
+
+def play(runner, *turns, rows=({},), n=1, max_tokens=400):
+    examples = [{"prompt": CHAT} | row for row in rows]
+    tokens = [TOKENIZER("(q)>")["input_ids"]] * len(rows)
+    params = SamplingParams(max_tokens=max_tokens)
+    return runner.play(sayer(*turns), examples, tokens, range(len(rows)), n, params, 0)
+
+
+def test_methods_are_tools_with_a_state_and_reset_extends_prompt() -> None:
+    runner = runner_of(Counter)
+    turns = (call("increment", step=3) + call("increment", step=-1), call("double"), "done")
+    (episode,) = play(runner, *turns, rows=[{"start": 5, "answer": "a"}])
+    assert episode.error is None
+    assert TOKENIZER.decode(episode.prompt_ids) == "[double][increment](q, from 5)>"
+    said = [m["content"] for m in episode.messages if m["role"] == "tool"]
+    assert said == ["3", "Error: ValueError: no way back", "6"]
+    assert [reward for reward in episode.rewards if reward == reward] == [6.0]
+    assert episode.rewards[-1] == 6.0  # at the last turn's last token
+    assert episode_counts([episode], "cpu").tolist() == [[3, 0, 3, 1]]
+    (instance,) = environments_of([episode])
+    assert type(instance) is Counter
+    assert instance.row == {"prompt": CHAT, "start": 5, "answer": "a"}
+
+
+def test_prompt_without_observation_is_that_of_dataset() -> None:
+    (episode,) = play(runner_of(Counter), "done")
+    assert episode.prompt == CHAT
+    assert TOKENIZER.decode(episode.prompt_ids) == "(q)>"  # as it was tokenized with the dataset
+
+
+@pytest.mark.parametrize("limit", [{"max_turns": 1}, {"max_tokens": 80}])
+def test_episode_that_was_cut_off_is_still_paid(limit) -> None:
+    options = {k: v for k, v in limit.items() if k == "max_turns"}
+    sizes = {k: v for k, v in limit.items() if k == "max_tokens"}
+    turns = (call("increment", step=3), "x" * 80)
+    (episode,) = play(runner_of(Counter, **options), *turns, **sizes)
+    assert episode.truncated
+    assert [reward for reward in episode.rewards if reward == reward] == [3.0]
+
+
+def test_instances_are_made_once_and_reused_when_nobody_holds_them() -> None:
+    Counter.made = 0
+    runner = runner_of(Counter)
+    assert Counter.made == 1
+    first = play(runner, "done", n=3)
+    assert Counter.made == 3
+    assert len({id(instance) for instance in environments_of(first)}) == 3
+    second = play(runner, "done", n=2)  # the first are still to be scored
+    assert Counter.made == 5
+    assert not {*map(id, environments_of(first))} & {*map(id, environments_of(second))}
+    del first, second
+    gc.collect()
+    play(runner, "done", n=5)
+    assert Counter.made == 5
+
+
+def test_instance_in_which_a_call_hangs_is_not_used_again() -> None:
+    class Slow(Counter):
+        made = 0
+
+        def wait(self) -> str:
+            """Wait."""
+            for _ in range(1000):
+                time.sleep(0.01)
+            return "late"
+
+    runner = runner_of(Slow, timeout=0.2)
+    (episode,) = play(runner, call("wait"), "done")
+    assert episode.messages[1]["content"] == "Error: no result within 0.2 s"
+    assert episode.error is None
+    del episode
+    gc.collect()
+    play(runner, "done")
+    assert Slow.made == 2
+
+
+def test_row_chooses_environment_and_its_tools() -> None:
+    factories = {"count": Counter, "door": Door}
+    runner = runner_of(factories)
+    rows = [{"environment": "count", "start": 1}, {"environment": "door", "start": 2}]
+    assert [[tool["function"]["name"] for tool in runner.tools_of(row)] for row in rows] == [
+        ["double", "increment"],
+        ["step"],
+    ]
+    assert recognized(factories).pays
+    count, door = play(runner, call("step", key='"b"'), "done", rows=rows)
+    assert environments_of([count, door])[1].open
+    assert door.messages[1]["content"] == "open"
+    assert "there is no tool 'step', only double, increment" in count.messages[1]["content"]
+    assert "environment" not in environments_of([count])[0].row
+    assert all(reward != reward for reward in door.rewards)
+    with pytest.raises(ValueError, match=r"column 'environment' says 'house', .* has count, door"):
+        runner.tools_of({"environment": "house"})
+
+
+def test_tools_of_run_stand_beside_methods() -> None:
+    def add(a: int) -> int:
+        """Add one.
+
+        Args:
+            a: to what.
+        """
+        return a + 1
+
+    runner = runner_of(Door, tools=[add])
+    (episode,) = play(runner, call("add", a=1) + call("step", key='"b"'), "done")
+    assert [m["content"] for m in episode.messages if m["role"] == "tool"] == ["2", "open"]
+    with pytest.raises(ValueError, match="give tools or environment_factory, not both"):
+        recognized(Ours).runner_options(TOKENIZER, 1.0, [add])
+
+
+@pytest.mark.parametrize(
+    ("reset", "error"),
+    [
+        (lambda self, **row: 3, "ValueError: reset must return a string or None, got 3"),
+        (lambda self, **row: time.sleep(9), "TimeoutError: no answer within 0.2 s"),
+        (lambda self, **row: 1 / 0, "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_failed_reset_ends_its_episode(reset, error) -> None:
+    faulty = type("Faulty", (Counter,), {"reset": reset})
+    (episode,) = play(runner_of(faulty, timeout=0.2), "done")
+    assert episode.error == error
+    assert not any(episode.trained)
+
+
+def test_reward_that_is_no_number_ends_its_episode() -> None:
+    faulty = type("Faulty", (Counter,), {"get_reward": lambda self: "much"})
+    (episode,) = play(runner_of(faulty), "done")
+    assert (
+        episode.error
+        == "ValueError: the reward of an episode must be a finite number or None, got 'much'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("factory", "kind"),
+    [
+        (Ours, PlainEnvironments),
+        (lambda: Ours(), PlainEnvironments),
+        (partial(Ours), PlainEnvironments),
+        (Counter, TrlEnvironments),
+        (Door, TrlEnvironments),
+        (lambda: Door(), TrlEnvironments),
+        ({"a": Door}, TrlEnvironments),
+    ],
+)
+def test_kind_is_recognized(factory, kind) -> None:
+    assert type(recognized(factory)) is kind
+
+
+def test_class_of_ours_is_not_made_to_look_at() -> None:
+    class Costly(Ours):
+        def __init__(self):
+            raise AssertionError
+
+    assert type(recognized(Costly)) is PlainEnvironments
+
+
+class Bare:
+    def reset(self):
+        pass
+
+
+class Rude:
+    def __getattribute__(self, name):
+        raise OSError(f"no {name}")
+
+
+class Mute(Bare):
+    def move(self, where: str) -> str:
+        return where
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("guess", "must be a class or function that makes an environment"),
+        ({}, "a dictionary of at least one"),
+        ({"a": 3}, "a dictionary of at least one"),
+        (Bare, "which is no environment: ours has reset.example. and"),
+        (object, "which is no environment"),
+        (Rude, "cannot make|which is no environment"),
+        ({"a": Ours}, "a dictionary, which is for TRL's .*Ours.* one of ours"),
+        (lambda: 1 / 0, "cannot make an environment: ZeroDivisionError"),
+        (lambda needed: needed, "cannot make an environment: TypeError"),
+    ],
+)
+def test_what_makes_no_environment_is_refused(factory, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        recognized(factory)
+
+
+def test_method_without_docstring_is_named() -> None:
+    with pytest.raises(ValueError, match=r"the tool Mute\.move cannot be described"):
+        recognized(Mute).runner_options(TOKENIZER, 1.0, [])

@@ -1,0 +1,247 @@
+"""Which tokens of text and chats are learnt, and what is refused before anything is trained."""
+
+import pytest
+from datasets import Dataset, IterableDataset
+
+from rlhf_pg.config import SFTConfig
+from rlhf_pg.data.chat import set_template_arguments
+from rlhf_pg.data.turns import encode_turns
+from rlhf_pg.supervised.examples import load_examples, named_data
+from tests.rewards.test_reward_model import letters, says
+
+# ChatML, with the tags by which a template says what the assistant generates.
+TAGGED = (
+    "{% for m in messages %}[{{ m['role'][0] }}|"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<eos>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}<eos>{% endif %} {% endfor %}"
+    "{% if add_generation_prompt %}[a|{% endif %}"
+)
+UNTAGGED = TAGGED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+# As Qwen3's: only the last turn of the assistant shows its thoughts.
+REWRITES = (
+    "{% for m in messages %}[{{ m['role'][0] }}|"
+    "{% if m['role'] == 'assistant' and loop.last %}?{% endif %}{{ m['content'] }}<eos>"
+    "{% endfor %}{% if add_generation_prompt %}[a|{% endif %}"
+)
+# As Llama 2's: a turn of the user is in brackets, and the assistant's follows them.
+BRACKETED = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<bos>[' + m['content'] + ']' }}"
+    "{% else %}{{ ' ' + m['content'] + ' <eos>' }}{% endif %}{% endfor %}"
+)
+CHAT = [says("ab"), says("cd", "assistant"), says("e"), says("fg", "assistant")]
+
+
+@pytest.fixture
+def tokenizer():
+    return letters("abcdefghijklmnopqrstuvwxyz .|[]?")
+
+
+def learnt(example, tokenizer):
+    """The learnt text, with _ for what is only read."""
+    texts = [
+        tokenizer.decode([token]) if label == token else "_"
+        for token, label in zip(example["input_ids"], example["labels"], strict=True)
+    ]
+    return "".join(texts)
+
+
+def examples(rows, tokenizer, limit=None, **options):
+    data = Dataset.from_list(rows) if isinstance(rows, list) else rows
+    return load_examples(data, SFTConfig(**options), tokenizer, limit, "train_dataset")
+
+
+def only(rows, tokenizer, **options):
+    [example] = examples(rows, tokenizer, **options)
+    return learnt(example, tokenizer)
+
+
+# ------------------------------------------------------------------------------------------ text
+
+
+@pytest.mark.parametrize("column", ["completion", "answer"])
+def test_only_completion_and_eos_are_learnt(tokenizer, column):
+    rows = [{"prompt": "ab", column: "cd"}]
+    assert only(rows, tokenizer) == "__cd<eos>"
+    assert only(rows, tokenizer, append_eos=False) == "__cd"
+    assert only(rows, tokenizer, completion_only_loss=False) == "abcd<eos>"
+    assert only([{"prompt": "ab", column: "c<eos>"}], tokenizer) == "__c<eos>"
+
+
+def test_text_is_learnt_whole(tokenizer):
+    assert only([{"text": "abc"}], tokenizer) == "abc<eos>"
+
+
+def test_prompt_keeps_tokens_that_a_rollout_gives_it():
+    """Where prompt and completion would melt into one token, they are tokenized apart."""
+    tokenizer = letters()
+    tokenizer.add_tokens(["bc"])
+    [example] = examples([{"prompt": "ab", "completion": "cd"}], tokenizer)
+    assert tokenizer.convert_ids_to_tokens(list(example["input_ids"])) == [*"abcd", "<eos>"]
+    [example] = examples([{"prompt": "a", "completion": "bcd"}], tokenizer)
+    assert tokenizer.convert_ids_to_tokens(list(example["input_ids"])) == ["a", "bc", "d", "<eos>"]
+
+
+def test_bos_stands_in_front_once():
+    tokenizer = letters(bos=True)
+    [example] = examples([{"prompt": "a", "completion": "b"}], tokenizer)
+    assert list(example["input_ids"]) == [1, 3, 4, 2]
+    assert list(example["labels"]) == [-100, -100, 4, 2]
+
+
+# ----------------------------------------------------------------------------------------- chats
+
+
+@pytest.mark.parametrize("template", [TAGGED, UNTAGGED])
+def test_assistant_turns_are_learnt_through_eos(tokenizer, template):
+    tokenizer.chat_template = template
+    rows = [{"messages": CHAT}]
+    assert only(rows, tokenizer, assistant_only_loss=True) == "_" * 10 + "cd<eos>" + "_" * 10 + (
+        "fg<eos>_"
+    )
+    assert only(rows, tokenizer) == "[u|ab<eos> [a|cd<eos> [u|e<eos> [a|fg<eos>_"
+
+
+def test_assistant_turns_of_bracketed_template_are_learnt(tokenizer):
+    tokenizer.chat_template = BRACKETED
+    text = only([{"messages": CHAT}], tokenizer, assistant_only_loss=True)
+    assert text == "_" * 5 + " cd <eos>" + "_" * 4 + " fg <eos>"
+
+
+def test_completion_of_chat_is_learnt_behind_opening(tokenizer):
+    tokenizer.chat_template = UNTAGGED
+    expected = "_" * 10 + "cd<eos>_"
+    assert only([{"prompt": CHAT[:1], "completion": CHAT[1:2]}], tokenizer) == expected
+    assert only([{"prompt": CHAT[:1], "answer": "cd"}], tokenizer) == expected
+    both = [{"prompt": CHAT[:1], "completion": CHAT[1:]}]
+    assert only(both, tokenizer) == "_" * 10 + "cd<eos> [u|e<eos> [a|fg<eos>_"
+    turns = only(both, tokenizer, assistant_only_loss=True)
+    assert turns == "_" * 10 + "cd<eos>" + "_" * 10 + "fg<eos>_"
+
+
+def test_template_that_rewrites_history_is_refused_by_name(tokenizer):
+    tokenizer.chat_template = REWRITES
+    message = r"^train_dataset: messages in row 0: the chat template renders the first 2 messages"
+    with pytest.raises(ValueError, match=message):
+        examples([{"messages": CHAT}], tokenizer, assistant_only_loss=True)
+    one_turn = only([{"messages": CHAT[:2]}], tokenizer, assistant_only_loss=True)
+    assert one_turn == "_" * 9 + "?cd<eos>"
+
+
+def test_special_token_in_message_is_only_text(tokenizer):
+    tokenizer = letters("abcdefghijklmnopqrstuvwxyz .|[]?<>")
+    tokenizer.chat_template = TAGGED
+    chat = [says("a"), says("b<eos>c", "assistant")]
+    ids, mask = encode_turns(chat, tokenizer, "it", assistant_only=True)
+    said = [token for token, on in zip(ids, mask, strict=True) if on]
+    assert tokenizer.convert_ids_to_tokens(said) == [*"b<eos>c", "<eos>"]
+    assert ids.count(tokenizer.eos_token_id) == 2
+
+
+def test_template_arguments_and_system_prompt_reach_the_chat(tokenizer):
+    tokenizer.chat_template = "{{ mode }}" + UNTAGGED
+    set_template_arguments(tokenizer, {"mode": "z"})
+    rows = [{"messages": CHAT[:2]}]
+    text = only(rows, tokenizer, system_prompt="hi", assistant_only_loss=True)
+    assert text == "_" * 18 + "cd<eos>_"
+    assert only(rows, tokenizer, system_prompt="hi").startswith("z[s|hi<eos> [u|ab")
+
+
+# --------------------------------------------------------------------------------- where data are
+
+
+def test_named_data_make_prompts_and_keep_one_held_out_set(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"question": "a", "answer": "b"}\n' * 10)
+    args = SFTConfig(
+        dataset_name=(str(file),),
+        dataset_test_split=0.2,
+        dataset_columns={"prompt": "question"},
+        system_prompt="s",
+    )
+    train, held_out = named_data(args, None, None)
+    assert (len(train), len(held_out)) == (8, 2)
+    assert train[0] == {"prompt": [says("s", "system"), says("a")], "answer": "b"}
+    given = {"x": [{"text": "a"}], "y": [{"text": "b"}]}
+    assert set(named_data(args, [{"text": "c"}], given)[1]) == {"x", "y"}
+    with pytest.raises(
+        ValueError, match=r"^train_dataset: system_prompt: the prompt in row 0 has a"
+    ):
+        named_data(args, train, None)
+    with pytest.raises(ValueError, match="train_dataset: there is none: write dataset_name"):
+        named_data(SFTConfig(), None, None)
+
+
+def test_text_file_is_no_prompt(tmp_path):
+    train, _ = named_data(SFTConfig(apply_chat_template=True), [{"text": "ab"}], None)
+    assert train[0] == {"text": "ab"}
+
+
+def test_stream_makes_same_examples(tokenizer):
+    rows = [{"prompt": "ab", "completion": "c" * n} for n in range(1, 6)]
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    options = {"limit": 6, "long_examples": "drop"}
+    streamed = [learnt(row, tokenizer) for row in examples(stream, tokenizer, **options)]
+    assert streamed == [learnt(row, tokenizer) for row in examples(rows, tokenizer, **options)]
+    assert len(streamed) == 3
+
+
+# -------------------------------------------------------------------------------- what is refused
+
+LONG = [{"prompt": "ab", "completion": "c"}, {"prompt": "ab", "completion": "cdefg"}]
+
+
+def test_long_examples_are_refused_dropped_or_cut_off(tokenizer, capsys):
+    with pytest.raises(ValueError, match="row 1 has 8 tokens, more than the 5 that max_length"):
+        examples(LONG, tokenizer, 5)
+    assert len(examples(LONG, tokenizer, 5, long_examples="drop")) == 1
+    assert "train_dataset: 1 of 2 rows are too long: left out" in capsys.readouterr().out
+    cut = examples(LONG, tokenizer, 5, long_examples="truncate")
+    assert [learnt(example, tokenizer) for example in cut] == ["__c<eos>", "__cde"]
+    for choice in ("drop", "truncate"):
+        with pytest.raises(ValueError, match="2 rows, and none is left within max_length"):
+            examples(LONG, tokenizer, 2, long_examples=choice)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([{"a": "b"}], {}, "no columns prompt and completion .* it has a. Say by dataset_columns"),
+        ([{"prompt": "b"}], {}, "no columns prompt and completion .* it has prompt"),
+        ([{"text": "b"}], {"completion_only_loss": True}, "completion_only_loss needs columns"),
+        ([{"prompt": "b", "completion": ""}], {}, "the completion in row 0 is empty: drop the row"),
+        ([{"prompt": "b", "answer": None}], {}, "the answer in row 0 is empty"),
+        ([{"prompt": "b", "completion": CHAT}], {}, "row 0: a prompt must be text or a list of"),
+        ([{"text": "b"}], {"assistant_only_loss": True}, "row 0 is text, and assistant_only_loss"),
+        ([{"text": ""}], {}, "the text in row 0 must be text, got ''"),
+        ([{"text": "B"}], {}, "text in row 0 cannot be tokenized"),
+        ([{"text": "b"}], {"append_eos": False}, "row 0 has nothing to learn"),
+        ([{"messages": "b"}], {}, "messages in row 0 must be a list of messages, got 'b'"),
+        ([], {}, "give a datasets.Dataset or a list of dicts"),
+        ("abc", {}, "give a datasets.Dataset or a list of dicts"),
+    ],
+)
+def test_faulty_rows_are_one_error_with_dataset_and_row(tokenizer, rows, options, message):
+    given = Dataset.from_list(rows) if isinstance(rows, list) and rows else rows
+    with pytest.raises(ValueError, match=f"^train_dataset: .*(?:{message})"):
+        load_examples(given, SFTConfig(**options), tokenizer, None, "train_dataset")
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "message"),
+    [
+        (None, CHAT, "messages in row 0 is a chat, but the tokenizer has no chat_template"),
+        ("{{ raise_exception('odd') }}", CHAT, "messages in row 0 does not fit the chat template"),
+        (TAGGED, CHAT[:1], "row 0 has nothing to learn: the assistant says nothing"),
+    ],
+)
+def test_chat_that_cannot_be_learnt_is_refused(tokenizer, template, chat, message):
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=f"^train_dataset: {message}"):
+        examples([{"messages": chat}], tokenizer, assistant_only_loss=True)
+
+
+def test_second_system_message_is_refused(tokenizer):
+    tokenizer.chat_template = TAGGED
+    chat = [says("x", "system"), *CHAT]
+    with pytest.raises(ValueError, match="messages in row 0 has a system message already"):
+        examples([{"messages": chat}], tokenizer, system_prompt="y")

@@ -1,0 +1,161 @@
+"""Data and rewards of a run, from arguments or from the keys of its config."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets import Dataset
+
+from rlhf_pg import GRPOConfig, GRPOTrainer
+from rlhf_pg.config.parse import parse
+
+REWARDS = """
+def even(completions, **columns):
+    return [sum(c in "02468" for c in said) / 4 for said in completions]
+"""
+SIZES = {
+    "max_completion_length": 4,
+    "prompts_per_step": 4,
+    "num_generations": 2,
+    "max_steps": 2,
+    "learning_rate": 1e-3,
+}
+
+
+def files(directory: Path, model: str, **keys: object) -> Path:
+    """A recipe with data and a reward beside it."""
+    rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(12)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (directory / "problems.jsonl").write_text(text)
+    (directory / "my_rewards.py").write_text(REWARDS)
+    recipe = {
+        "model_name_or_path": model,
+        "dataset_name": "problems.jsonl",
+        "dataset_columns": {"prompt": "question"},
+        "reward_funcs": "my_rewards.py:even",
+        "output_dir": str(directory / "run"),
+    }
+    (directory / "mine.yaml").write_text(yaml.safe_dump(recipe | SIZES | keys))
+    return directory / "mine.yaml"
+
+
+def made(recipe: Path, *flags: str) -> GRPOTrainer:
+    return GRPOTrainer(args=parse(GRPOConfig, ["--config", str(recipe), *flags]))
+
+
+def lines(run: Path) -> list[dict]:
+    timed = ("time", "perf", "memory")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: value for key, value in row.items() if not any(word in key for word in timed)}
+        for row in rows
+    ]
+
+
+def test_run_from_its_own_config_is_the_same_run(model_path, tmp_path, monkeypatch):
+    recipe = files(tmp_path, model_path, dataset_test_split=0.25, eval_steps=1)
+    made(recipe).train()
+    monkeypatch.chdir(tmp_path.parent)  # names are absolute
+    again = made(tmp_path / "run" / "config.yaml", "--output_dir", str(tmp_path / "again"))
+    again.train()
+    assert lines(tmp_path / "again") == lines(tmp_path / "run")
+    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert saved["task"] is None
+    assert saved["dataset_name"] == [str(tmp_path / "problems.jsonl")]
+    assert saved["reward_funcs"] == [f"{tmp_path / 'my_rewards.py'}:even"]
+    assert saved["dataset_fingerprint"] == again.train_prompts.fingerprint
+    assert lines(tmp_path / "run")[0]["rewards/even/mean"] is not None
+
+
+def test_changed_data_are_refused_by_a_recorded_config(model_path, tmp_path):
+    made(files(tmp_path, model_path)).train()
+    with (tmp_path / "problems.jsonl").open("a") as file:
+        file.write('{"question": "1+1=", "answer": "2"}\n')
+    config = tmp_path / "run" / "config.yaml"
+    with pytest.raises(ValueError, match="are not the data of that run"):
+        made(config)
+    trainer = made(config, "--dataset_name", str(tmp_path / "problems.jsonl"))
+    assert len(trainer.train_prompts) == 13
+
+
+def test_stream_from_a_recipe_trains_and_resumes_like_one_run(model_path, tmp_path):
+    keys = {"streaming": True, "max_prompt_length": 6, "shuffle_buffer_size": 5, "save_steps": 1}
+    recipe = files(tmp_path, model_path, **keys)
+    made(recipe).train()
+    for steps in ("1", "2"):
+        flags = ["--output_dir", str(tmp_path / "parts"), "--max_steps", steps]
+        flags += ["--lr_scheduler_type", "constant"]
+        resumed = ["--resume_from_checkpoint", "latest"] if steps == "2" else []
+        made(recipe, *flags, *resumed).train()
+    whole = ["--output_dir", str(tmp_path / "whole"), "--lr_scheduler_type", "constant"]
+    made(recipe, *whole).train()
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+
+
+def test_python_takes_dicts_and_several_evaluation_sets(model_path, tmp_path):
+    def even(completions, **columns):
+        return [float(said[:1] in "02468") for said in completions]
+
+    rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
+    sets = {"easy": rows[:2], "hard": Dataset.from_list(rows[2:])}
+    trainer = GRPOTrainer(
+        model=model_path,
+        reward_funcs=even,
+        args=GRPOConfig(
+            prompt_template="{question}", output_dir=str(tmp_path / "run"), eval_steps=2, **SIZES
+        ),
+        train_dataset=rows,
+        eval_dataset=sets,
+    )
+    assert trainer.train_prompts.rows["prompt"] == [row["question"] for row in rows]
+    metrics = trainer.evaluate()
+    own = [metrics[f"eval_{name}_reward"] for name in sets]
+    assert metrics["eval_reward"] == pytest.approx(sum(own) / 2)
+    assert metrics["eval_easy_reward"] == trainer.evaluate(sets["easy"])["eval_reward"]
+    trainer.train()
+    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert (saved["task"], saved["dataset_name"]) == (None, [])
+    assert saved["reward_funcs"] == [f"{__name__}:{even.__qualname__}"]
+
+
+def test_task_by_name_brings_data_and_reward(model_path, tmp_path):
+    keys = {"output_dir": str(tmp_path), **SIZES}
+    args = GRPOConfig(task="arithmetic", model_name_or_path=model_path, **keys)
+    trainer = GRPOTrainer(args=args)
+    assert trainer.reward_names == ["exact_match"]
+    assert len(trainer.eval_sets[""]) == 1091
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"dataset_name": []}, "no data to train on: write dataset_name"),
+        ({"dataset_columns": {"prompt": "text"}}, "no column 'text'; it has question, answer"),
+        ({"dataset_columns": {}}, "no column 'prompt' .it has question, answer"),
+        ({"reward_funcs": []}, "reward_funcs is empty"),
+        ({"eval_steps": 1}, "eval_steps needs an eval_dataset, or dataset_test_split"),
+        (
+            {"system_prompt": "Be brief.", "chat_template_kwargs": {"tools": []}},
+            "may not set tools",
+        ),
+    ],
+)
+def test_missing_input_raises(model_path, tmp_path, keys, message):
+    recipe = files(tmp_path, model_path, **{"dataset_columns": {"prompt": "question"}} | keys)
+    text = yaml.safe_load(recipe.read_text())
+    if not text["dataset_name"]:
+        text.pop("dataset_columns")
+    recipe.write_text(yaml.safe_dump(text))
+    with pytest.raises(ValueError, match=message):
+        made(recipe)
+
+
+def test_chat_template_arguments_reach_the_prompt(model_path, tmp_path):
+    keys = {"apply_chat_template": True, "chat_template_kwargs": {"add": "9"}}
+    trainer = made(files(tmp_path, model_path, **keys))
+    template = "{{ add }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer = trainer.processing_class
+    tokenizer.chat_template = template
+    trainer = GRPOTrainer(args=trainer.args, processing_class=tokenizer)
+    assert tokenizer.decode(trainer.train_prompts.tokens[0]) == "90+1="

@@ -1,0 +1,64 @@
+"""Tasks of reasoning-gym, by its own generators and verifiers."""
+
+import json
+import pickle
+
+import pytest
+
+from rlhf_pg.tasks import load_task
+from rlhf_pg.tasks.reasoning_gym import ReasoningGymScore
+
+SMALL = {"size": 20, "eval_size": 10, "min_terms": 2, "max_terms": 2}
+
+
+def test_problems_are_of_the_seed_and_held_out_ones_are_others():
+    tasks = [load_task("reasoning_gym:chain_sum", SMALL, seed) for seed in (1, 1, 2)]
+    prompts = [task.train_dataset["prompt"] for task in tasks]
+    assert prompts[0] == prompts[1] != prompts[2]
+    assert len(prompts[0]) == 20
+    assert not set(tasks[0].eval_dataset["prompt"]) & set(prompts[0])
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "spell_backward", "gcd"])
+def test_own_verifier_scores_the_answers(name):
+    data = load_task(f"reasoning_gym:{name}", {"size": 5}, 0).train_dataset
+    score = ReasoningGymScore(name)
+    columns = data.to_dict()
+    right = [f"<answer>{answer}</answer>" for answer in columns["answer"]]
+    assert score(completions=right, **columns | {"prompts": data["prompt"]}) == [1.0] * 5
+    plain = [[{"role": "assistant", "content": f" {answer}\n"}] for answer in columns["answer"]]
+    assert score(completions=plain, prompts=data["prompt"], entry=columns["entry"]) == [1.0] * 5
+    wrong = score(completions=["?"] * 5, prompts=data["prompt"], entry=columns["entry"])
+    assert max(wrong) < 0.5
+
+
+def test_answer_that_the_verifier_cannot_read_is_wrong():
+    [row] = load_task("reasoning_gym:prime_factorization", {"size": 1}, 0).train_dataset.to_list()
+    score = ReasoningGymScore("prime_factorization")
+    assert score(["x"], ["hello world"], entry=[row["entry"]]) == [0.0]
+
+
+def test_score_reaches_another_process_by_pickle():
+    task = load_task("reasoning_gym:chain_sum", SMALL, 0)
+    [row] = task.train_dataset.select([0]).to_list()
+    score = task.reward
+    assert score(["x"], [row["answer"]], entry=[row["entry"]]) == [1.0]
+    again = pickle.loads(pickle.dumps(score))
+    assert again(["x"], [row["answer"]], entry=[row["entry"]]) == [1.0]
+    assert again.__name__ == "chain_sum"
+    assert json.loads(row["entry"])["metadata"]["source_dataset"] == "chain_sum"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("chain_sun", {}, "no generator 'chain_sun'; did you mean 'chain_sum'"),
+        ("chain_sum", {"terms": 2}, "task_options of reasoning_gym:chain_sum are refused.*terms"),
+        ("chain_sum", {"seed": 5}, "set the key seed instead"),
+        ("countdown", {}, "reasoning_gym:countdown runs answers as code"),
+        ("chain_sum", {"min_terms": 0}, "task_options of reasoning_gym:chain_sum are refused"),
+    ],
+)
+def test_wrong_name_or_option_raises(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        load_task(f"reasoning_gym:{name}", options, 0)

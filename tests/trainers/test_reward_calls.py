@@ -1,0 +1,156 @@
+"""Runs whose rewards are called in workers, run beside the rollout, log, and fail."""
+
+import asyncio
+import json
+import math
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.metrics import Meter
+from rlhf_pg.tasks import arithmetic
+from tests.rewards import misbehaving as faults
+from tests.trainers.conftest import digits
+from tests.untimed import without_times
+
+
+async def digits_async(completions, **_):
+    await asyncio.sleep(0)
+    return digits(completions)
+
+
+def lines(trainer):
+    return [without_times(line) for line in read(Path(trainer.args.output_dir) / "metrics.jsonl")]
+
+
+def test_place_of_reward_does_not_change_run(make, tmp_path):
+    runs = []
+    for name, function, options in (
+        ("here", digits, {}),
+        ("beside", digits_async, {}),
+        ("workers", digits, {"reward_workers": 2}),
+    ):
+        function.__name__ = "digits"
+        trainer = make(
+            reward_funcs=function, output_dir=str(tmp_path / name), max_steps=2, **options
+        )
+        trainer.train()
+        runs.append(lines(trainer))
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_rewards_begin_while_others_are_sampled(make, monkeypatch):
+    """A call has begun before the last completion is told."""
+    called = threading.Event()
+    finished_rows = []
+
+    async def notes(completions):
+        called.set()
+        return digits(completions)
+
+    trainer = make(reward_funcs=notes)
+    engine_generate = trainer.engine.generate
+
+    def generate(prompts, n, params, seed, prompt_ids=None, finished=None):
+        def told(place, completion):
+            finished(place, completion)
+            finished_rows.append(place)
+            if len(finished_rows) == len(prompts) * n - 1:
+                assert called.wait(10)
+
+        return engine_generate(prompts, n, params, seed, prompt_ids, finished and told)
+
+    monkeypatch.setattr(trainer.engine, "generate", generate)
+    trainer.collector.collect(0, Meter())
+    assert len(finished_rows) == 16
+
+
+def test_what_functions_log_is_in_both_files(make):
+    def logging(completions, prompts, log_extra, log_metric, **_):
+        log_extra("shouted", [text.upper() for text in prompts])
+        log_metric("answers", len(completions))
+        return digits(completions)
+
+    trainer = make(reward_funcs=logging, max_steps=1, log_completions_steps=1)
+    trainer.train()
+    (line,) = lines(trainer)
+    assert line["answers"] == 16
+    file = Path(trainer.args.output_dir) / "completions.jsonl"
+    records = [json.loads(text) for text in file.read_text().splitlines()]
+    assert all(record["shouted"] == record["prompt"].upper() for record in records)
+
+
+def test_logged_name_of_run_itself_is_refused(make):
+    def logging(completions, log_metric):
+        log_metric("loss", 1.0)
+        return digits(completions)
+
+    with pytest.raises(ValueError, match="log_metric: the run itself has a metric 'loss'"):
+        make(reward_funcs=logging).train()
+
+
+def fails_on(*numbers):
+    """A reward that fails on some rows of every batch, by their places."""
+
+    def fails(prompts, completions, ended, row):
+        if any(number in numbers for number in row):
+            raise KeyError("judge")
+        return digits(completions)
+
+    return fails
+
+
+def with_rows():
+    data = arithmetic().train_dataset.select(range(16))
+    return data.add_column("row", list(range(16)))
+
+
+def test_lost_completion_leaves_losses(make):
+    data = with_rows()
+    trainer = make(
+        reward_funcs=fails_on(3), train_dataset=data, on_reward_error="drop", prompts_per_step=16
+    )
+    batch = trainer.collector.collect(0, Meter())
+    lost = torch.tensor([row == 3 for row in batch.samples.rows])
+    assert lost.sum() == 4
+    assert torch.equal(~batch.rollout.action_mask.any(1), lost)
+    assert torch.equal(batch.scores.isnan().all(2).all(1), lost)
+    assert batch.metrics["rewards/fails/failed"] == 4 / 64
+
+
+def test_run_with_lost_completions_goes_on(make):
+    trainer = make(
+        reward_funcs=fails_on(3), train_dataset=with_rows(), on_reward_error="drop", max_steps=4
+    )
+    trainer.train()
+    shares = [line["rewards/fails/failed"] for line in lines(trainer)]
+    assert sum(shares) == pytest.approx(4 / 16)
+    assert all(math.isfinite(line["loss"]) for line in lines(trainer))
+
+
+@pytest.mark.parametrize("choice", ["drop", "value"])
+def test_batch_of_failed_calls_ends_run(make, choice):
+    def fails(completions):
+        raise KeyError("judge")
+
+    trainer = make(reward_funcs=fails, on_reward_error=choice, max_steps=2)
+    with pytest.raises(ValueError, match=r"every call .* first: reward function fails raised K"):
+        trainer.train()
+    assert not (Path(trainer.args.output_dir) / "final").exists()
+
+
+def test_evaluation_in_workers_matches_trainer(make):
+    held_out = arithmetic().eval_dataset.select(range(6))
+    here, there = (
+        make(reward_funcs=faults.length, eval_dataset=held_out, **options).evaluate()
+        for options in ({}, {"reward_workers": 1})
+    )
+    assert here == there
+
+
+def test_idle_error_value_is_refused(make):
+    with pytest.raises(ValueError, match=r"reward_error_value .* on_reward_error value"):
+        make(reward_error_value=-1.0)
