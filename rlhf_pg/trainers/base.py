@@ -25,6 +25,7 @@ from rlhf_pg.trainers import experience_maker
 from rlhf_pg.trainers.evaluator import Answer, evaluate_sets, stripped_text
 from rlhf_pg.trainers.learner import ModelOutputs
 from rlhf_pg.trainers.loop import due
+from rlhf_pg.trainers.reward_log import with_logged
 from rlhf_pg.trainers.samples import Samples, ScoredBatch, ScoredSamples
 from rlhf_pg.trainers.setup import TrainerSetup
 
@@ -163,7 +164,7 @@ class PolicyGradientTrainer(TrainerSetup):
         metrics |= self.controllers.metrics()
         metrics |= {"step": state.step, "num_tokens": state.num_tokens, "step_time": meter.age}
         metrics["perf/tokens_per_second"] = tokens / metrics["step_time"]
-        return dict.fromkeys(KEYS) | metrics
+        return with_logged(dict.fromkeys(KEYS) | metrics, batch.logged)
 
     # -------------------------------------------------------------- what makes it an algorithm
 

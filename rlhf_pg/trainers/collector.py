@@ -105,8 +105,8 @@ class Collector:
                 batch = ScoredBatch(samples=samples, scores=scores, num_prompts=len(indices))
             needs_greedy = args.advantage_estimator in NEED_GREEDY
             batch = self._with_greedy(batch, meter) if needs_greedy else batch
-        said = self.reward_log.settle(self.runtime)
-        return dataclasses.replace(batch, metrics=said | batch.metrics)
+        own, logged = self.reward_log.settle(self.runtime)
+        return dataclasses.replace(batch, metrics=batch.metrics | own, logged=logged)
 
     def _sample_and_score(self, indices: range, meter: Meter) -> ScoredSamples:
         failpoint("rollout")

@@ -16,6 +16,7 @@ from rlhf_pg.report.metrics import length_metrics, reward_metrics
 from rlhf_pg.report.pass_at_k import majority_score, pass_at_k
 from rlhf_pg.rewards import Rewards, sum_step_scores
 from rlhf_pg.trainers.collector import Collector
+from rlhf_pg.trainers.reward_log import with_logged
 
 Answer = Callable[[Any], Hashable]
 
@@ -74,8 +75,8 @@ def evaluate(
     metrics.pop("tokens")
     if n > 1:
         metrics |= _attempt_metrics(runtime.gather(torch.cat(attempts))[0], n)
-    metrics = collector.reward_log.settle(runtime, evaluates=True) | metrics
-    return metrics | collector.episode_metrics(parts)
+    own, logged = collector.reward_log.settle(runtime, evaluates=True)
+    return with_logged(metrics | own | collector.episode_metrics(parts), logged)
 
 
 def evaluate_sets(

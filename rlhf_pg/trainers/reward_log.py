@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -13,6 +14,8 @@ from rlhf_pg.rollout import Episode
 from rlhf_pg.runtime import Runtime
 
 logger = logging.getLogger(__name__)
+
+TAKEN = "log_metric: the run itself has a metric {}: rename it"
 
 
 class RewardLog:
@@ -42,10 +45,8 @@ class RewardLog:
             ValueError: a function logs a number that the run itself has.
         """
         for name, numbers in judgement.metrics.items():
-            if name in KEYS:
-                raise ValueError(
-                    f"log_metric: the run itself has a metric {shown(name)}: rename it"
-                )
+            if name in KEYS or name.startswith("eval_"):  # before the batch is trained on
+                raise ValueError(TAKEN.format(shown(name)))
             self._logged.setdefault(name, []).extend(numbers)
         for name, count in judgement.called.items():
             self._asked[name] += count
@@ -58,24 +59,26 @@ class RewardLog:
         if errors:
             self._first.setdefault("episodes", errors[0])
 
-    def settle(self, runtime: Runtime, evaluates: bool = False) -> dict[str, float]:
-        """Return the metrics over all processes, and forget them; collective.
+    def settle(
+        self, runtime: Runtime, evaluates: bool = False
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the run's metrics and what functions logged, over all processes, and forget them.
 
-        `rewards/{name}/failed` is the share of completions on which a function has failed.
+        Collective. `rewards/{name}/failed` is the share of completions on which a function has
+        failed.
 
         Raises:
             ValueError: on all processes, every call has failed, or every episode. In an evaluation
                 failed episodes are wrong answers.
         """
-        metrics = _means(self._logged, runtime)
-        if self.tolerant:
-            metrics |= self._settle_calls(runtime)
+        logged = _means(self._logged, runtime)
+        metrics = self._settle_calls(runtime) if self.tolerant else {}
         if self.has_episodes and not evaluates:
             asked, failed = self._totals([""], runtime)
             if failed and failed == asked:
                 self._stop("every episode", "episodes", runtime)
         self.clear()
-        return metrics
+        return metrics, logged
 
     def _settle_calls(self, runtime: Runtime) -> dict[str, float]:
         metrics = {}
@@ -99,6 +102,18 @@ class RewardLog:
             first = self._first.get(kind)
             if first is not None:
                 raise ValueError(f"{what} of the batch failed, the first: {first}")
+
+
+def with_logged(metrics: dict[str, Any], logged: Mapping[str, float]) -> dict[str, Any]:
+    """Return the run's own metrics together with those that reward functions logged.
+
+    Raises:
+        ValueError: a function logged a name that the run itself has.
+    """
+    for name in logged:
+        if name in metrics:
+            raise ValueError(TAKEN.format(shown(name)))
+    return metrics | logged
 
 
 def _means(logged: dict[str, list[float]], runtime: Runtime) -> dict[str, float]:

@@ -65,8 +65,10 @@ class Samples:
             prompts=_joined(part.prompts for part in parts),
             completions=_joined(part.completions for part in parts),
             completion_ids=_joined(part.completion_ids for part in parts),
-            # Without rows there are no columns.
-            columns={n: _joined(part.columns.get(n, []) for part in parts) for n in names},
+            columns={
+                name: _joined(part.columns.get(name, [None] * len(part.rows)) for part in parts)
+                for name in names
+            },
             rows=_joined(part.rows for part in parts),
             episodes=_joined(part.episodes for part in parts),
             logged={
@@ -134,6 +136,7 @@ class ScoredBatch:
     greedy: ScoredSamples | None = None  # one greedy completion per group, for a baseline
     other_tokens: int = 0  # sampled, prompts included, and not trained on
     metrics: dict[str, float] = field(default_factory=dict)
+    logged: dict[str, float] = field(default_factory=dict)  # numbers from reward functions
 
     @property
     def rollout(self) -> Rollout:

@@ -83,13 +83,15 @@ def test_what_functions_log_is_in_both_files(make):
     assert all(record["shouted"] == record["prompt"].upper() for record in records)
 
 
-def test_logged_name_of_run_itself_is_refused(make):
+@pytest.mark.parametrize("name", ["loss", "eval_reward", "entropy_coef", "reward_stderr"])
+def test_logged_name_of_run_itself_is_refused(make, name):
     def logging(completions, log_metric):
-        log_metric("loss", 1.0)
+        log_metric(name, 1.0)
         return digits(completions)
 
-    with pytest.raises(ValueError, match="log_metric: the run itself has a metric 'loss'"):
-        make(reward_funcs=logging).train()
+    trainer = make(reward_funcs=logging)
+    with pytest.raises(ValueError, match=f"log_metric: the run itself has a metric '{name}'"):
+        trainer.evaluate(with_rows()) if name == "reward_stderr" else trainer.train()
 
 
 def fails_on(*numbers):
