@@ -29,13 +29,12 @@ MOST_LINES = 40  # of a traceback in an error
 OURS = (__file__, user_files.__file__, importlib.__file__)  # frames that an error leaves out
 
 
-def load(name: str, beside: Path | None) -> Any:
+def load(name: str) -> Any:
     """Import what a name means: `file.py:name`, `package.module:name` or `package.module.name`.
 
     Args:
-        name: a file is looked for beside the recipe, then in the working directory; the path may be
-            absolute. A module is looked for in the same two places, then among what is installed.
-        beside: the directory of the recipe; None for none.
+        name: a file, by its path; or a module of the working directory or, with a directory in
+            front (`directory/package.module:name`), of that one, or else an installed one.
 
     Returns:
         The object of that name.
@@ -46,9 +45,10 @@ def load(name: str, beside: Path | None) -> Any:
     """
     place, attribute = split(name)
     if place.endswith(".py"):
-        module = _import_file(name, find_file(place, beside, name))
+        module = _import_file(name, find_file(place, name))
     else:
-        module = _import_dotted(name, place, beside)
+        directory, _, dotted = place.rpartition("/")
+        module = _import_dotted(name, dotted, Path(directory).absolute())
     return _callable(name, module, attribute)
 
 
@@ -63,7 +63,8 @@ def split(name: str) -> tuple[str, str]:
     if name.endswith(".py"):
         raise ValueError(f"{quoted(name)} names no function: write {quoted(name)}:NAME")
     place, _, attribute = name.rpartition(":" if ":" in name else ".")
-    is_module = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
+    parts = place.rpartition("/")[2].split(".")
+    is_module = place.endswith(".py") or all(part.isidentifier() for part in parts)
     if not is_module or not attribute.isidentifier():
         raise ValueError(
             f"{quoted(name)} names no function: write file.py:NAME or package.module:NAME"
@@ -71,26 +72,20 @@ def split(name: str) -> tuple[str, str]:
     return place, attribute
 
 
-def find_file(path: str, beside: Path | None, name: str) -> Path:
-    """Return the absolute path of a file beside the recipe, or else in the working directory.
+def find_file(path: str, name: str) -> Path:
+    """Return the absolute path of a file; a relative one is in the working directory.
 
     Args:
         name: what the file is wanted for, in the error.
 
     Raises:
-        ValueError: it is in neither.
+        ValueError: there is none.
     """
-    places = [directory / Path(path).expanduser() for directory in directories(beside)]
-    for place in places:
-        if place.is_file():
-            return Path(os.path.abspath(place))
-    looked = " and ".join(dict.fromkeys(quoted(str(place)) for place in places))
-    raise ValueError(f"{quoted(name)}: there is no file {looked}")
-
-
-def directories(beside: Path | None) -> list[Path]:
-    """Return where files are looked for, in order: beside the recipe, the working directory."""
-    return list(dict.fromkeys([*([beside.absolute()] if beside else []), Path.cwd()]))
+    file = Path(os.path.abspath(Path(path).expanduser()))
+    if not file.is_file():
+        or_beside = "" if Path(path).is_absolute() else ", nor one beside the recipe"
+        raise ValueError(f"{quoted(name)}: there is no file {quoted(str(file))}{or_beside}")
+    return file
 
 
 # ------------------------------------------------------------------------------------- importing
@@ -108,17 +103,15 @@ def _import_file(name: str, file: Path) -> ModuleType:
         raise
 
 
-def _import_dotted(name: str, module: str, beside: Path | None) -> ModuleType:
+def _import_dotted(name: str, module: str, directory: Path) -> ModuleType:
     install({})
-    places = directories(beside)
     try:
-        with searching(*places):
+        with searching(directory):
             return _imported(name, module)
     except ModuleNotFoundError as error:
-        looked = " or ".join(quoted(str(place)) for place in places)
         raise ValueError(
             f"{quoted(name)}: there is no module {quoted(str(error.name))}, neither installed nor "
-            f"in {looked}"
+            f"in {quoted(str(directory))} or beside the recipe"
         ) from None
 
 

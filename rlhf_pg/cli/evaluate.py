@@ -21,7 +21,7 @@ from rlhf_pg.cli.train import TRAINERS
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.parse import fail, load, parse
 from rlhf_pg.report.json_lines import finite
-from rlhf_pg.trainers.evaluation import Evaluation, evaluation_of
+from rlhf_pg.trainers.evaluation import Evaluation
 
 Z = 1.959964  # of a normal distribution, for 95 %
 PREFIX = "eval_"
@@ -46,7 +46,7 @@ def evaluate(flags: Sequence[str]) -> None:
     named = read(flags)
     if named.json is not None:  # before hours of sampling
         _check_writable(named.json)
-    evaluation = evaluation_of(config_of(named))
+    evaluation = Evaluation(None, (), config_of(named))
     if evaluation.runtime.is_main:
         print(evaluation.describe())
     metrics = evaluation.evaluate()
@@ -99,10 +99,7 @@ def config_of(named: Named) -> PolicyGradientConfig:
     given = {key.removeprefix("--").partition("=")[0].replace("-", "_") for key in named.keys}
     if "dataset_name" in given and not {"eval_dataset_name", "dataset_test_split"} & given:
         # It is what to evaluate on, whatever the recipe held out of its own data.
-        whole: dict[str, Any] = {"eval_dataset_name": (), "dataset_test_split": None}
-        whole |= {"dataset_config": None} if "dataset_config" not in given else {}
-        whole |= {"dataset_train_split": "train"} if "dataset_train_split" not in given else {}
-        args = dataclasses.replace(args, **whole)
+        args = dataclasses.replace(args, eval_dataset_name=(), dataset_test_split=None)
     return args
 
 

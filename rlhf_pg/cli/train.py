@@ -64,7 +64,8 @@ def make_reward_model(args: RewardModelConfig) -> None:
     else:
         pairs, held_out = embedded(args.task).pairs()
         model = ensure_model(args.task, args.model_name_or_path)
-        train_reward_model(args, model=model, train_dataset=pairs, eval_dataset=held_out)
+        others = None if args.eval_dataset_name else held_out
+        train_reward_model(args, model=model, train_dataset=pairs, eval_dataset=others)
 
 
 def make_trainer(algorithm: str, args: PolicyGradientConfig) -> PolicyGradientTrainer:

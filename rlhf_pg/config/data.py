@@ -1,12 +1,10 @@
 """Keys of the data: where prompts, demonstrations and preference pairs come from."""
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_pg.config.fields import Checked, number
+from rlhf_pg.config.fields import Checked, found, number
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.mappings import Mapping
 
@@ -87,6 +85,9 @@ class DataConfig(Checked):
             raise ValueError(f"task_options is for third-party tasks, and {self.task} has none")
 
     def _check_datasets(self) -> None:
+        for key in ("dataset_name", "eval_dataset_name"):
+            if "" in getattr(self, key):
+                raise ValueError(f"{key} must name a file, a folder or a Hub id, got ''")
         weights = self.dataset_weights
         if weights is not None:
             if len(weights) != len(self.dataset_name):
@@ -120,6 +121,19 @@ class DataConfig(Checked):
                     f"{ours!r}"
                 )
 
+    def refuse_twice(self, argument: str, data: Any, *keys: str) -> None:
+        """Refuse data that are given in Python beside keys that name them.
+
+        Raises:
+            ValueError: there are data, and one of the keys is set.
+        """
+        for key in keys if data is not None else ():
+            if self.is_set(key):
+                raise ValueError(
+                    f"the data are given twice, as {argument} in Python and by the key {key}: "
+                    "leave one of them out"
+                )
+
     def without_names(self) -> dict[str, Any]:
         """Return the keys that name data, at their defaults."""
         keys = (
@@ -132,18 +146,7 @@ class DataConfig(Checked):
 
     def locate(self, beside: Path | None) -> None:
         """Make the names of files absolute: beside the recipe, or else in the working directory."""
-        self.dataset_name = located(self.dataset_name, beside)
-        self.eval_dataset_name = located(self.eval_dataset_name, beside)
-
-
-def located(names: Sequence[str], beside: Path | None) -> tuple[str, ...]:
-    """Return names with those of existing files or folders made absolute; others stay."""
-    return tuple(found(name, beside) or name for name in names)
-
-
-def found(name: str, beside: Path | None) -> str | None:
-    """Return the absolute path of a file or folder, looked for beside the recipe and then here."""
-    for directory in (beside, Path.cwd()):
-        if directory is not None and (path := directory / Path(name).expanduser()).exists():
-            return os.path.abspath(path)
-    return None
+        super().locate(beside)
+        for key in ("dataset_name", "eval_dataset_name"):
+            names = tuple(found(name, beside) or name for name in getattr(self, key))
+            setattr(self, key, names)

@@ -12,6 +12,7 @@ import typing
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from rlhf_pg.config.foreign_keys import explained, nearest
@@ -81,6 +82,15 @@ class Checked:
             if self.is_set(key):
                 raise ValueError(f"{key} {why}")
 
+    def locate(self, beside: Path | None) -> None:
+        """Make the names of files absolute: beside the recipe, or else in the working directory."""
+
+    def located(self) -> Self:
+        """Return the config with the names of files in the working directory made absolute."""
+        own = dataclasses.replace(self)
+        own.locate(None)
+        return own
+
     def is_set(self, key: str) -> bool:
         """Return whether there is such a key and it is not at its default."""
         fields = {field.name: field for field in dataclasses.fields(self)}
@@ -89,6 +99,15 @@ class Checked:
         factory = fields[key].default_factory
         default = fields[key].default if factory is dataclasses.MISSING else factory()
         return bool(getattr(self, key) != default)
+
+
+def found(name: str, beside: Path | None) -> str | None:
+    """Return the absolute path of a file or folder, looked for beside the recipe and then here."""
+    for directory in (beside or Path.cwd(), Path.cwd()) if name else ():
+        path = os.path.join(directory, os.path.expanduser(name))
+        if os.path.exists(path):
+            return os.path.abspath(path)
+    return None
 
 
 def short_repr(value: Any) -> str:
@@ -140,6 +159,8 @@ def _spelled(hint: Any) -> str:
         return "one of " + ", ".join(repr(option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is typing.Union:
         return " or ".join(_spelled(option) for option in typing.get_args(hint))
+    if typing.get_origin(hint) is dict:
+        return 'a mapping such as {"key": "value"}'
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("NoneType", "None")
 
 

@@ -154,10 +154,19 @@ def load(path: Path) -> dict[str, Any]:
     return recipe
 
 
-# Keys that say what to train on: a flag for one takes the place of a recipe's others.
-OF_DATA = {
-    "task": ("dataset_name", "dataset_weights", "dataset_fingerprint"),
-    "dataset_name": ("task", "task_options", "dataset_weights", "dataset_fingerprint"),
+# A flag for one of these keys takes the place of a recipe's others, which were of what it replaces.
+# Another dataset may have the same columns, and be split off likewise; a task has none of it.
+_OF_DATASETS = (
+    *("task_options", "dataset_config", "dataset_train_split"),
+    *("dataset_weights", "dataset_fingerprint"),
+)
+REPLACED = {
+    "dataset_name": ("task", *_OF_DATASETS),
+    "task": (
+        *("dataset_name", "dataset_test_split", "eval_dataset_name", "dataset_columns"),
+        *("streaming", "shuffle_buffer_size", "prompt_template", *_OF_DATASETS),
+    ),
+    "reward_funcs": ("reward_options", "reward_weights"),
 }
 
 
@@ -165,8 +174,8 @@ def _from_file(path: Path, config_type: type[C], flags: Sequence[str]) -> C:
     """Make the config that a YAML file describes, without keys that a flag takes the place of."""
     recipe = load(path)
     given = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in flags}
-    for key in given & OF_DATA.keys():
-        for other in OF_DATA[key]:
+    for key in given & REPLACED.keys():
+        for other in REPLACED[key]:
             recipe.pop(other, None)
     hints = typing.get_type_hints(config_type)
     keys = [field.name for field in dataclasses.fields(config_type)]  # type: ignore[arg-type]

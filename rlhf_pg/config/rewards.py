@@ -1,14 +1,15 @@
 """Keys of the rewards: what scores completions, by name."""
 
+import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_pg.config.data import found
-from rlhf_pg.config.fields import Checked
+from rlhf_pg.config.fields import Checked, found
 from rlhf_pg.config.mappings import Mapping
 
-LONGEST_NAME = 1000  # characters of a file's name; what is longer is text
+NO_FILES = ("judge", "http", "https", "python")  # before a colon
 
 
 @dataclass(kw_only=True)
@@ -33,28 +34,49 @@ class RewardsConfig(Checked):
 
     def locate(self, beside: Path | None) -> None:
         """Make the names of files absolute: beside the recipe, or else in the working directory."""
-        placed = {name: _located(name, beside) for name in self.reward_funcs}
+        super().locate(beside)
+        placed = {name: located(name, beside) for name in self.reward_funcs}
         self.reward_funcs = tuple(placed[name] for name in self.reward_funcs)
         self.reward_options = {
-            placed.get(name, name): _with_rubric(options, beside)
+            placed.get(name, name): _with_files(options, beside)
             for name, options in self.reward_options.items()
         }
 
 
-def _located(name: str, beside: Path | None) -> str:
-    """Make the file in `file.py:function` or `model:PATH` absolute, if it is there."""
-    if name.startswith("model:"):
-        return f"model:{found(name.removeprefix('model:'), beside) or name.removeprefix('model:')}"
-    file, colon, function = name.rpartition(":")
-    if colon and file.endswith(".py") and (path := found(file, beside)):
-        return f"{path}:{function}"
+def located(name: str, beside: Path | None) -> str:
+    """Return the name of a reward with its file, model or module made absolute, if it is there.
+
+    A module gets its directory in front: DIRECTORY/package.module:function.
+    """
+    kind, _, model = name.partition(":")
+    if kind == "model":
+        return f"model:{found(model, beside) or model}"
+    place = name.rpartition(":" if ":" in name else ".")[0]
+    if not place or kind in NO_FILES or place.partition(".")[0] in sys.stdlib_module_names:
+        return name
+    if place.endswith(".py"):
+        return (found(place, beside) or place) + name.removeprefix(place)
+    stem = place.replace(".", "/")
+    for file in (f"{stem}.py", f"{stem}/__init__.py"):
+        if path := found(file, beside):
+            return path.removesuffix(file) + name
     return name
 
 
-def _with_rubric(options: Any, beside: Path | None) -> Any:
-    """Make the file of a judge's rubric absolute, if it is one."""
-    rubric = options.get("rubric") if isinstance(options, dict) else None
-    if not isinstance(rubric, str) or len(rubric) > LONGEST_NAME or "\n" in rubric:
+def is_file_name(rubric: Any) -> bool:
+    """Return whether a judge's rubric is the name of a file that holds it."""
+    text = rubric.strip() if isinstance(rubric, str) else ""
+    return "\n" not in text and text.endswith((".md", ".txt"))
+
+
+def _with_files(options: Any, beside: Path | None) -> Any:
+    """Make a judge's files absolute: its rubric, if it is one, and its cache, which may be new."""
+    if not isinstance(options, dict):
         return options
-    path = found(rubric, beside)
-    return options if path is None else {**options, "rubric": path}
+    files = {}
+    rubric, cache = options.get("rubric", ""), options.get("cache")
+    if is_file_name(rubric) and (path := found(rubric.strip(), beside)):
+        files["rubric"] = path
+    if isinstance(cache, str):
+        files["cache"] = found(cache, beside) or os.path.abspath(os.path.expanduser(cache))
+    return options | files

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from rlhf_pg.config.data import DataConfig
@@ -183,11 +182,6 @@ class RunConfig(AdapterConfig, RewardsConfig, DataConfig, ModelConfig):
                     f"{key} must be a number of steps, got {value}: a share of the run, as "
                     "transformers takes it, depends on its length; write max_steps times the share"
                 )
-
-    def locate(self, beside: Path | None) -> None:
-        """Make the names of files absolute: beside the recipe, or else in the working directory."""
-        DataConfig.locate(self, beside)
-        RewardsConfig.locate(self, beside)
 
     def total_steps(self, num_prompts: int) -> int:
         """Return the number of steps of the run on a dataset of `num_prompts`."""

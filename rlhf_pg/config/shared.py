@@ -1,8 +1,9 @@
 """Keys that runs of every kind share: the model, and its adapter."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from rlhf_pg.config.fields import Checked, number
+from rlhf_pg.config.fields import Checked, found, number
 from rlhf_pg.config.mappings import Mapping
 
 # Arguments of from_pretrained that are keys or arguments of their own, or that would break a run.
@@ -49,6 +50,13 @@ class ModelConfig(Checked):
             if key in OWN_KEYS:
                 raise ValueError(f"model_init_kwargs must not have {key!r}: {OWN_KEYS[key]}")
         self._check_kernels()
+
+    def locate(self, beside: Path | None) -> None:
+        """Make the names of files absolute: beside the recipe, or else in the working directory."""
+        super().locate(beside)
+        for key, name in vars(self).items():
+            if key.endswith("model_name_or_path") and (path := found(name or "", beside)):
+                setattr(self, key, path)
 
     def _check_kernels(self) -> None:
         """Refuse kernels of the Hub, which are code, unless code is trusted."""

@@ -168,10 +168,7 @@ def as_dataset(given: Any) -> Dataset:
         ValueError: it is something else.
     """
     if isinstance(given, list) and all(isinstance(row, Mapping) for row in given):
-        try:
-            return Dataset.from_list(given)
-        except Exception as error:  # columns of mixed types
-            raise ValueError(f"the list cannot become a dataset: {told(error)}") from error
+        return of_list(given)
     if given is None:
         raise ValueError("there is none: give a datasets.Dataset with a column 'prompt'")
     if not isinstance(given, Dataset):
@@ -180,6 +177,18 @@ def as_dataset(given: Any) -> Dataset:
             "one with Dataset.from_list"
         )
     return given
+
+
+def of_list(rows: Sequence[Mapping[str, Any]]) -> Dataset:
+    """Make a dataset of a list of dicts.
+
+    Raises:
+        ValueError: a column has values of different types.
+    """
+    try:
+        return Dataset.from_list([dict(row) for row in rows])
+    except Exception as error:
+        raise ValueError(f"the list cannot become a dataset: {told(error)}") from error
 
 
 def offered(tools: Tools, example: Mapping[str, Any], row: int) -> Schemas:

@@ -130,6 +130,7 @@ def train_reward_model(
         ValueError: no model, a fault in a row of a dataset, or an `args.output_dir` that another
             run uses or that cannot be written to.
     """
+    args = args.located()
     check_precision(args.dtype)
     set_seed(args.seed)
     adapter = adapter_of(args, peft_config)

@@ -14,6 +14,7 @@ from rlhf_pg.boundary.http import Garbled, is_loopback
 from rlhf_pg.boundary.quoted import quoted, shown, told
 from rlhf_pg.boundary.user_code import finite
 from rlhf_pg.boundary.user_modules import find_file
+from rlhf_pg.config.rewards import is_file_name
 from rlhf_pg.rewards.answer_cache import AnswerCache
 from rlhf_pg.rewards.endpoint import as_text, asker, number, only_columns, side_by_side, whole
 
@@ -51,8 +52,7 @@ class Judge:
 
     Args:
         name: what the metrics call it.
-        rubric: what to look for: text, or the name of a `.md` or `.txt` file beside the recipe or
-            in the working directory.
+        rubric: what to look for: text, or the name of a `.md` or `.txt` file.
         model: its name at the server.
         base_url: the address up to `/v1`.
         api_key_env: the environment variable with the key. By default `OPENAI_API_KEY`, which is
@@ -69,7 +69,6 @@ class Judge:
         concurrency, timeout, retries: see `HttpReward`.
         cache: a file of verdicts, so that a resumed run asks nothing twice.
         cache_size: verdicts that are kept.
-        beside: the directory of the recipe.
         options: see `rlhf_pg.boundary.http.Asker`.
 
     Raises:
@@ -95,13 +94,12 @@ class Judge:
         retries: int = 5,
         cache: str | Path | None = None,
         cache_size: int = 100_000,
-        beside: Path | None = None,
         **options: Any,
     ) -> None:
         self.__name__, who = name, f"judge:{quoted(name)}"
         if not isinstance(model, str) or not model:
             raise ValueError(f"{who}: model must be its name at the server, got {shown(model)}")
-        self.model, self.rubric = model, _rubric(who, rubric, beside)
+        self.model, self.rubric = model, _rubric(who, rubric)
         self.columns = (columns,) if isinstance(columns, str) else tuple(columns)
         self.low, self.high = _scale(who, scale)
         self.pattern = _pattern(who, pattern)
@@ -256,18 +254,12 @@ def _usual_key(url: str) -> str | None:
     return OPENAI_KEY if is_loopback(host) and os.environ.get(OPENAI_KEY) else None
 
 
-def is_file_name(rubric: Any) -> bool:
-    """Return whether a rubric is the name of a file that holds it."""
-    text = rubric.strip() if isinstance(rubric, str) else ""
-    return "\n" not in text and text.endswith((".md", ".txt"))
-
-
-def _rubric(who: str, rubric: Any, beside: Path | None) -> str:
+def _rubric(who: str, rubric: Any) -> str:
     if not isinstance(rubric, str) or not rubric.strip():
         raise ValueError(f"{who}: rubric must be text, or the name of a .md or .txt file")
     if not is_file_name(rubric):
         return rubric.strip()
-    path = find_file(rubric.strip(), beside, f"the rubric of {who}")
+    path = find_file(rubric.strip(), f"the rubric of {who}")
     try:
         return path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -4,11 +4,10 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_pg.boundary.quoted import quoted, shown
-from rlhf_pg.boundary.user_modules import directories, load
+from rlhf_pg.boundary.user_modules import load
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.rewards.judge import Judge
 from rlhf_pg.rewards.remote import HttpReward
@@ -16,9 +15,10 @@ from rlhf_pg.rewards.verifiers import VERIFIERS, make_verifier
 
 T = TypeVar("T")
 Options = Mapping[str, Any]
-Reward = Callable[..., Any] | str | Path
+Reward = Callable[..., Any] | str
 
 MODEL, JUDGE, ADDRESS = "model:", "judge:", ("http://", "https://")
+PYTHON = "python:"  # of what was given in Python and has no name by which it could be found
 GIVEN = ("prompts", "completions", "completion_ids")  # to every reward function
 FORMS = (
     "file.py:FUNCTION, package.module:FUNCTION, model:PATH_OR_HUB_ID, judge:NAME, http://ADDRESS"
@@ -26,9 +26,7 @@ FORMS = (
 
 
 def named_rewards(
-    names: Sequence[str],
-    options: Mapping[str, Options] | None = None,
-    beside: Path | None = None,
+    names: Sequence[str], options: Mapping[str, Options] | None = None
 ) -> list[Reward]:
     """Make what the names of rewards stand for, in their order.
 
@@ -42,7 +40,6 @@ def named_rewards(
     Args:
         names: as a recipe has them.
         options: of a reward, by its name; for a judge with or without `judge:`.
-        beside: the directory of the recipe, where files are looked for first; None for none.
 
     Returns:
         For each name a callable whose `__name__` the metrics show, or of a reward model its path or
@@ -51,8 +48,15 @@ def named_rewards(
     Raises:
         ValueError: a name or an option that is not known, or one that cannot be used.
     """
+    for name in names:
+        if name.startswith(PYTHON):
+            raise ValueError(
+                f"reward_funcs has {quoted(name)}, a reward that was given in Python and that no "
+                "name finds: give it to the trainer, or write it as a function in a file and name "
+                "that, as file.py:NAME"
+            )
     given = _by_name(names, options or {})
-    return [_reward(name, given.get(name, {}), beside) for name in names]
+    return [_reward(name, given.get(name, {})) for name in names]
 
 
 def describe(names: Sequence[str], rewards: Sequence[Reward]) -> list[str]:
@@ -99,24 +103,24 @@ def _by_name(names: Sequence[str], options: Mapping[str, Options]) -> dict[str, 
     return found
 
 
-def _reward(name: str, options: Options, beside: Path | None) -> Reward:
+def _reward(name: str, options: Options) -> Reward:
     if name in VERIFIERS:
         return make_verifier(name, options)
     if name.lower().startswith(ADDRESS):
         return _made(name, HttpReward, {"url": name}, options)
     if name.startswith(JUDGE):
-        return _judge(name, options, beside)
+        return _judge(name, options)
     if name.startswith(MODEL):
-        return _model(name, options, beside)
+        return _model(name, options)
     if not {".", ":"} & set(name):
         raise ValueError(
             f"there is no reward {shown(name)}{nearest(name, VERIFIERS)}; write {FORMS}, or one of "
             f"{', '.join(VERIFIERS)}"
         )
-    return _function(name, load(name, beside), options)
+    return _function(name, load(name), options)
 
 
-def _judge(name: str, options: Options, beside: Path | None) -> Judge:
+def _judge(name: str, options: Options) -> Judge:
     own = name.removeprefix(JUDGE)
     if not own:
         raise ValueError("judge: has no name: write judge:NAME, and its options in reward_options")
@@ -126,18 +130,17 @@ def _judge(name: str, options: Options, beside: Path | None) -> Judge:
                 f"{quoted(name)} needs {needed}: reward_options: {{{quoted(name)}: {{rubric: ..., "
                 "model: ...}}"
             )
-    return _made(name, Judge, {"name": own, "beside": beside}, options)
+    return _made(name, Judge, {"name": own}, options)
 
 
-def _model(name: str, options: Options, beside: Path | None) -> str | Path:
-    """Return the directory of a reward model, if it is one, or what was written."""
+def _model(name: str, options: Options) -> str:
+    """Return the path or Hub id of a reward model."""
     model = name.removeprefix(MODEL)
     if not model:
         raise ValueError("model: has no name: write model:PATH_OR_HUB_ID")
     if options:
         raise ValueError(f"{quoted(name)} takes no options, got {', '.join(map(quoted, options))}")
-    places = [directory / Path(model).expanduser() for directory in directories(beside)]
-    return next((place for place in places if place.is_dir()), model)
+    return model
 
 
 def _function(name: str, function: Any, options: Options) -> Callable[..., Any]:
@@ -187,8 +190,8 @@ def _check_options(name: str, options: Options, known: Sequence[str]) -> None:
 
 def _description(reward: Reward) -> str:
     match reward:
-        case str() | Path():
-            return f"loads the reward model {quoted(str(reward))}"
+        case str():
+            return f"loads the reward model {quoted(reward)}"
         case HttpReward():
             return f"sends completions to {quoted(reward.asker.url)}"
         case Judge():

@@ -12,6 +12,7 @@ from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.data.chat import encode
+from rlhf_pg.data.prompts import of_list
 from rlhf_pg.data.sources import PromptMaker, load_datasets, with_prompts
 from rlhf_pg.data.turns import Learnt, encode_turns
 from rlhf_pg.models import about
@@ -195,7 +196,8 @@ def as_dataset(rows: Any, name: str) -> Dataset:
         ValueError: it is something else.
     """
     if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
-        return Dataset.from_list([dict(row) for row in rows])
+        with about(name):
+            return of_list(rows)
     raise ValueError(
         f"{name}: give a datasets.Dataset or a list of dicts, or name data by dataset_name; got "
         f"{shown(rows)}"
@@ -210,6 +212,8 @@ def named_data(args: SupervisedConfig, train: Any, held_out: Any) -> tuple[Any, 
     Raises:
         ValueError: there are none, or what a key names is not there.
     """
+    args.refuse_twice("train_dataset", train, "dataset_name")
+    args.refuse_twice("eval_dataset", held_out, "eval_dataset_name", "dataset_test_split")
     if train is None:
         if not args.dataset_name:
             raise ValueError(
@@ -219,6 +223,8 @@ def named_data(args: SupervisedConfig, train: Any, held_out: Any) -> tuple[Any, 
         loaded = load_datasets(args, args.seed)
         train = loaded.train
         held_out = dict(loaded.eval) if held_out is None else held_out
+    elif args.eval_dataset_name:
+        held_out = dict(load_datasets(args, args.seed, train=False).eval)
     if not isinstance(held_out, Mapping):
         held_out = {"": held_out}
     made = {
@@ -230,8 +236,8 @@ def named_data(args: SupervisedConfig, train: Any, held_out: Any) -> tuple[Any, 
 
 def _prompted(data: Any, args: SupervisedConfig, name: str) -> Any:
     """Make the prompts of a dataset, where it has any; errors begin with its name."""
-    if isinstance(data, list) and data and all(isinstance(row, Mapping) for row in data):
-        data = Dataset.from_list([dict(row) for row in data])
+    if isinstance(data, list):
+        data = as_dataset(data, name)
     if not isinstance(data, Dataset | IterableDataset):
         return data  # refused where it is read
     has_prompts = args.prompt_template is not None or "prompt" in columns_of(data)

@@ -77,6 +77,7 @@ def train_sft(
         ValueError: no model or data, a fault in a row, or an `args.output_dir` that another run
             uses or that cannot be written to.
     """
+    args = args.located()
     check_precision(args.dtype)
     set_seed(args.seed)
     train_dataset, eval_dataset = named_data(args, train_dataset, eval_dataset)

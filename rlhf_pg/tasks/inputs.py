@@ -1,5 +1,8 @@
 """Settle what a run is given: arguments in Python come before the keys of the config."""
 
+import inspect
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -7,9 +10,12 @@ from typing import Any, NamedTuple
 
 from datasets import Dataset, IterableDataset
 
+from rlhf_pg.boundary.user_modules import PREFIX
 from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.config.fields import found
+from rlhf_pg.data.prompts import as_dataset
 from rlhf_pg.data.sources import PromptMaker, Rows, load_datasets, with_prompts
-from rlhf_pg.rewards.named import describe, named_rewards
+from rlhf_pg.rewards.named import PYTHON, describe, named_rewards
 from rlhf_pg.tasks import Task, load_task
 from rlhf_pg.tasks.warm_start import ensure_model
 
@@ -29,6 +35,7 @@ class Inputs(NamedTuple):
     tools: Sequence[Any]
     environment_factory: Any
     said: list[str]  # lines on where named rewards come from
+    recorded: dict[str, Any]  # keys of data and rewards that config.yaml has in place of the config
 
 
 def settled_inputs(
@@ -39,26 +46,33 @@ def settled_inputs(
     eval_dataset: Any = None,
     tools: Sequence[Any] | None = None,
     environment_factory: Any = None,
+    trains: bool = True,
 ) -> Inputs:
     """Settle what a run trains on, from its arguments and the keys of its config.
 
     Args:
         model, reward_funcs, train_dataset, eval_dataset, tools, environment_factory: as given to
             the trainer; what is missing comes from the config.
+        trains: False takes what is evaluated on for the training data, too.
 
     Raises:
-        ValueError: there are no data or no rewards, or what a key names is not there.
+        ValueError: there are no data or no rewards, what a key names is not there, or data are
+            given twice.
     """
+    own_data = (train_dataset if trains else eval_dataset) is not None
     task = None
-    if args.task is not None and train_dataset is None:
+    if args.task is not None and not own_data:
         task = load_task(args.task, args.task_options, args.seed)
-    brings_prompts = environment_factory is not None and task is None and not args.dataset_name
-    if train_dataset is None and not brings_prompts:
-        train_dataset, named = named_data(args, task)
+    if trains:
+        args.refuse_twice("train_dataset", train_dataset, "dataset_name", "task")
+        args.refuse_twice("eval_dataset", eval_dataset, "eval_dataset_name", "dataset_test_split")
+        without = environment_factory is not None and not (task or args.dataset_name)
+        train_dataset, named = _data_to_train_on(args, task, train_dataset, without)
         eval_dataset = named if eval_dataset is None else eval_dataset
-    rewards, said = _listed(reward_funcs), list[str]()
-    if not rewards:
-        rewards, said = _named_rewards(args, task)
+    elif eval_dataset is None:
+        eval_dataset = held_out(args, task)
+    held = made_sets(eval_dataset, args)
+    rewards, said, recorded = _rewards(args, task, _listed(reward_funcs))
     if task is not None:
         tools = task.tools if tools is None else tools
         environment_factory = environment_factory or task.environment_factory
@@ -67,16 +81,28 @@ def settled_inputs(
         model = ensure_model(task.name, None)
     return Inputs(
         model,
-        made_prompts(train_dataset, args, "train_dataset"),
-        {
-            name: made_prompts(data, args, "eval_dataset")
-            for name, data in by_name(eval_dataset).items()
-        },
+        made_prompts(train_dataset, args, "train_dataset") if trains else next(iter(held.values())),
+        held,
         rewards,
         tools or (),
         environment_factory,
         said,
+        recorded if trains or not own_data else recorded | args.without_names(),
     )
+
+
+def _data_to_train_on(
+    args: PolicyGradientConfig, task: Task | None, given: Any, without: bool
+) -> tuple[Any, dict[str, Any]]:
+    """Return the training data, as given or as named, and what is named to evaluate on.
+
+    Args:
+        without: the environment brings the prompts, if there is no dataset.
+    """
+    if given is None and not without:
+        return named_data(args, task)
+    named = load_datasets(args, args.seed, train=False).eval if args.eval_dataset_name else {}
+    return given, dict(named)
 
 
 def named_data(args: PolicyGradientConfig, task: Task | None = None) -> tuple[Rows, dict[str, Any]]:
@@ -97,19 +123,41 @@ def named_data(args: PolicyGradientConfig, task: Task | None = None) -> tuple[Ro
     return loaded.train, dict(loaded.eval)
 
 
-def recorded(args: PolicyGradientConfig, given: Inputs, own_data: bool) -> dict[str, Any]:
-    """Return the keys of data and rewards for `config.yaml`, true for what the run was given.
+def held_out(args: PolicyGradientConfig, task: Task | None = None) -> dict[str, Any]:
+    """Return what a config evaluates on, by name: what it holds out, or else all that it names.
 
-    Args:
-        own_data: the datasets were given in Python, and no key names them.
+    Raises:
+        ValueError: it names no data, or they cannot be loaded.
     """
-    keys: dict[str, Any] = {}
-    if own_data:
-        keys |= args.without_names()
-    named = args.reward_funcs or args.reward_model_name_or_path or args.task
-    if own_data or not named:
-        keys |= {"reward_funcs": names_of(given.reward_funcs), "reward_model_name_or_path": None}
-    return keys
+    if task is not None and not args.eval_dataset_name:
+        return {"": task.train_dataset if task.eval_dataset is None else task.eval_dataset}
+    if not (args.dataset_name or args.eval_dataset_name):
+        raise ValueError(
+            "no data to evaluate on: write eval_dataset_name or dataset_name (a file, a folder or "
+            "a Hub id), or task"
+        )
+    loaded = load_datasets(args, args.seed, train=False).eval
+    return dict(loaded) or {"": load_datasets(args, args.seed).train}
+
+
+def made_sets(eval_dataset: Any, args: PolicyGradientConfig) -> dict[str, Any]:
+    """Make the prompts of evaluation datasets, by name; a single one has the name "".
+
+    Raises:
+        ValueError: one is a stream, or a row does not fit.
+    """
+    sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
+    for name, data in sets.items():
+        if isinstance(data, IterableDataset):
+            raise ValueError(
+                f"{f'eval_dataset {name}'.rstrip()} is a stream, and every evaluation takes the "
+                "same prompts: give a Dataset, such as Dataset.from_list(list(stream.take(100)))"
+            )
+    return {
+        name: made_prompts(data, args, f"eval_dataset {name}".rstrip())
+        for name, data in sets.items()
+        if data is not None
+    }
 
 
 def made_prompts(data: Any, args: PolicyGradientConfig, what: str) -> Any:
@@ -118,21 +166,14 @@ def made_prompts(data: Any, args: PolicyGradientConfig, what: str) -> Any:
     Raises:
         ValueError: a row does not fit; the dataset and the row are named.
     """
-    if isinstance(data, list) and data and all(isinstance(row, Mapping) for row in data):
-        data = Dataset.from_list(data)
-    if not isinstance(data, Dataset | IterableDataset):
-        return data  # refused where it is read
     try:
+        if isinstance(data, list):
+            data = as_dataset(data)
+        if not isinstance(data, Dataset | IterableDataset):
+            return data  # refused where it is read
         return with_prompts(data, PromptMaker.of(args))
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
-
-
-def by_name(eval_dataset: Any) -> dict[str, Any]:
-    """Return evaluation datasets by name; a single one has the name ""."""
-    if eval_dataset is None:
-        return {}
-    return dict(eval_dataset) if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
 
 
 def _listed(reward_funcs: Any) -> list[Any]:
@@ -140,35 +181,44 @@ def _listed(reward_funcs: Any) -> list[Any]:
     return [reward_funcs] if one else list(reward_funcs)
 
 
-def _named_rewards(args: PolicyGradientConfig, task: Task | None) -> tuple[list[Any], list[str]]:
-    """Return the rewards that a config names, and a line on each.
+def _rewards(
+    args: PolicyGradientConfig, task: Task | None, given: list[Any]
+) -> tuple[list[Any], list[str], dict[str, Any]]:
+    """Return the rewards of a run, lines on those by name, and keys for `config.yaml`.
 
-    A reward model comes first, then the others by name; where there are none, the task's own.
+    Those given in Python come before all that the config names: a reward model first, then the
+    others by name; where there are none, the task's own.
     """
     model = args.reward_model_name_or_path
+    if given:
+        keys = {"reward_funcs": names_of(given), "reward_options": {}}
+        return given, [], keys | {"reward_model_name_or_path": None}
     named = named_rewards(args.reward_funcs, args.reward_options)
     own = task.rewards() if task is not None and not named else []
     rewards = [*([model] if model is not None else []), *named, *own]
-    return rewards, describe(args.reward_funcs, named)
+    return rewards, describe(args.reward_funcs, named), {}
 
 
-def names_of(rewards: Any) -> tuple[str, ...]:
+def names_of(rewards: Sequence[Any]) -> tuple[str, ...]:
     """Return names for `config.yaml` by which the rewards of a run would be found again.
 
-    A function is FILE.py:NAME or MODULE:NAME, a reward model model:PATH, and anything else the name
-    of its class.
+    A function is FILE.py:NAME or MODULE:NAME, a reward model model:PATH, and what no name finds
+    python:NAME, which is refused.
     """
-    return tuple(_name_of(source) for source in _listed(rewards))
+    return tuple(map(_name_of, rewards))
 
 
 def _name_of(source: Any) -> str:
     if isinstance(source, str | PathLike):
-        return f"model:{Path(source)}"
+        return f"model:{found(os.fspath(source), None) or os.fspath(source)}"
     if getattr(source, "config", None) is not None:
         return f"model:{getattr(source.config, '_name_or_path', '')}"
-    name = getattr(source, "__qualname__", None) or type(source).__qualname__
-    module = getattr(source, "__module__", None) or ""
+    name = getattr(source, "__name__", type(source).__name__)
+    module = getattr(source, "__module__", "")
     code = getattr(source, "__code__", None)
-    if code is not None and (module == "__main__" or module.startswith("rlhf_pg_user_")):
-        return f"{Path(code.co_filename).absolute()}:{name}"
-    return f"{module}:{name}"
+    if inspect.isclass(source) or getattr(sys.modules.get(module), name, None) is not source:
+        return f"{PYTHON}{name}"
+    if module != "__main__" and not module.startswith(PREFIX):
+        return f"{module}:{name}"
+    file = Path(code.co_filename if code is not None else "").absolute()
+    return f"{file}:{name}" if file.suffix == ".py" else f"{PYTHON}{name}"

@@ -20,7 +20,7 @@ from rlhf_pg.losses.off_policy import against_sampler
 from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.report.metrics import KEYS, Meter
 from rlhf_pg.runtime import broadcasts_failure
-from rlhf_pg.tasks.inputs import by_name, made_prompts
+from rlhf_pg.tasks.inputs import made_sets
 from rlhf_pg.trainers import experience_maker
 from rlhf_pg.trainers.evaluator import Answer, evaluate_sets, stripped_text
 from rlhf_pg.trainers.learner import ModelOutputs
@@ -311,11 +311,7 @@ class PolicyGradientTrainer(TrainerSetup):
             )
         sets = self.eval_sets
         if eval_dataset is not None:
-            named = by_name(eval_dataset)
-            made = {
-                key: made_prompts(data, self.args, "eval_dataset") for key, data in named.items()
-            }
-            sets = self.prompt_loader.evaluated(made)
+            sets = self.prompt_loader.evaluated(made_sets(eval_dataset, self.args))
         if not sets:
             raise ValueError("no eval_dataset: give one to the trainer or to evaluate()")
         temperatures = {"": self.args.temperature if temperature is None else temperature}

@@ -6,14 +6,10 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.shared import AdapterConfig
-from rlhf_pg.data.sources import load_datasets
 from rlhf_pg.models.assemble import assembled
 from rlhf_pg.models.policy import Policy
 from rlhf_pg.plan.token_budget import chunk_size, most
 from rlhf_pg.runtime import FullWeights, Runtime
-from rlhf_pg.tasks import Task, load_task
-from rlhf_pg.tasks.inputs import by_name
-from rlhf_pg.tasks.warm_start import ensure_model
 from rlhf_pg.trainers.base import PolicyGradientTrainer
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.optimizer import Optimizers
@@ -32,24 +28,28 @@ class Evaluation(PolicyGradientTrainer):
 
     Args:
         args: a config of any algorithm; keys of training are not used.
-        eval_dataset: see `PolicyGradientTrainer`; the other arguments are those of it, too.
+        eval_dataset: see `PolicyGradientTrainer`; by default what the config holds out, or else all
+            that it names. The other arguments are those of the trainer, too.
+
+    Raises:
+        ValueError: there is no model, or there are no data or no rewards.
     """
 
     config_type = PolicyGradientConfig
+    trains = False
 
     def __init__(
         self,
         model: Any,
         reward_funcs: Any,
         args: PolicyGradientConfig,
-        eval_dataset: Any,
+        eval_dataset: Any = None,
         **others: Any,
     ) -> None:
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,
             args=without_training(args),
-            train_dataset=next(iter(by_name(eval_dataset).values())),
             eval_dataset=eval_dataset,
             **others,
         )
@@ -97,50 +97,6 @@ class Untrained(Learner):
         runtime.place(policy)
         self.scheduler = cast(Any, None)
         self.trained = cast(Any, partial(runtime.output, policy))
-
-
-def evaluation_of(args: PolicyGradientConfig) -> Evaluation:
-    """Make the evaluation of a config: its model, its held-out data and its rewards.
-
-    Raises:
-        ValueError: it names no model, no data or no rewards.
-    """
-    task = None if args.task is None else load_task(args.task, args.task_options, args.seed)
-    if task is None:
-        return Evaluation(args.model_name_or_path, (), args, held_out(args))
-    model = args.model_name_or_path
-    if model is None and task.make_tokenizer is not None:
-        model = ensure_model(task.name, None)
-    rewards: list[Any] = []
-    if not args.reward_funcs:
-        judge = args.reward_model_name_or_path
-        rewards = [*([] if judge is None else [judge]), *task.rewards()]
-    return Evaluation(
-        model,
-        rewards,
-        args,
-        held_out(args, task),
-        tools=task.tools,
-        environment_factory=task.environment_factory,
-    )
-
-
-def held_out(args: PolicyGradientConfig, task: Task | None = None) -> dict[str, Any]:
-    """Return what a config evaluates on, by name: what it holds out, or else all that it names.
-
-    Raises:
-        ValueError: it names no data, or they cannot be loaded.
-    """
-    if task is not None and not args.eval_dataset_name:
-        return {"": task.train_dataset if task.eval_dataset is None else task.eval_dataset}
-    if not (args.dataset_name or args.eval_dataset_name):
-        raise ValueError(
-            "no data to evaluate on: write eval_dataset_name or dataset_name (a file, a folder or "
-            "a Hub id), or task"
-        )
-    whole = dataclasses.replace(args, streaming=False)
-    loaded = load_datasets(whole, args.seed, train=False).eval
-    return dict(loaded) or {"": load_datasets(whole, args.seed).train}
 
 
 def without_training(args: C) -> C:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ class RewardLog:
                 raise ValueError(f"{what} of the batch failed, the first: {first}")
 
 
-def with_logged(metrics: dict[str, Any], logged: Mapping[str, float]) -> dict[str, Any]:
+def with_logged(metrics: dict[str, Any], logged: dict[str, float]) -> dict[str, Any]:
     """Return the run's own metrics together with those that reward functions logged.
 
     Raises:

@@ -29,7 +29,7 @@ from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.boundary.quoted import quoted
 from rlhf_pg.checkpoint import Checkpointer, TrainState
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.config.fields import bound
+from rlhf_pg.config.fields import bound, found
 from rlhf_pg.data import Experience, vocabulary_fingerprint
 from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.losses import POLICY_LOSSES, Loss
@@ -51,7 +51,7 @@ from rlhf_pg.rollout import (
 from rlhf_pg.rollout.factory import check_rollout_func, new_engine, new_episode_runner
 from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import Runtime, Termination, broadcasts_failure
-from rlhf_pg.tasks.inputs import Inputs, recorded, settled_inputs
+from rlhf_pg.tasks.inputs import Inputs, settled_inputs
 from rlhf_pg.trainers.callbacks import Callback, adapted
 from rlhf_pg.trainers.collector import Collector
 from rlhf_pg.trainers.controllers import Controllers
@@ -76,6 +76,7 @@ class TrainerSetup(TrainingLoop):
     """A trainer up to its first step; `PolicyGradientTrainer` documents the arguments."""
 
     config_type: ClassVar[type[PolicyGradientConfig]]
+    trains: ClassVar[bool] = True  # an evaluation does not
     args: PolicyGradientConfig
 
     @abstractmethod
@@ -108,14 +109,14 @@ class TrainerSetup(TrainingLoop):
         environment_factory: Environments | None = None,
         rollout_func: RolloutFunc | None = None,
     ) -> None:
-        args = self._of_this_type(args)
+        args = self._of_this_type(args).located()
         check_precision(args.dtype)
         self.callbacks = adapted(callbacks)
         given = settled_inputs(
-            args, model, reward_funcs, train_dataset, eval_dataset, tools, environment_factory
+            *(args, model, reward_funcs, train_dataset, eval_dataset, tools, environment_factory),
+            trains=self.trains,
         )
-        self._said = given.said
-        self._recorded = recorded(args, given, train_dataset is not None)
+        self._said, self._recorded = given.said, given.recorded
         self.args = args = self._settled(args, given)
         self.runtime = Runtime(args.ddp_timeout)
         for warning in args.warnings if self.runtime.is_main else ():
@@ -202,7 +203,8 @@ class TrainerSetup(TrainingLoop):
             raise ValueError("no model: give model=... or the key model_name_or_path")
         changes: dict[str, Any] = {"output_dir": os.path.abspath(args.output_dir)}
         if isinstance(given.model, str | PathLike):
-            changes["model_name_or_path"] = str(given.model)
+            model = os.fspath(given.model)
+            changes["model_name_or_path"] = found(model, None) or model
         return dataclasses.replace(args, **changes)
 
     def _recognize(self, given: Inputs, rollout_func: RolloutFunc | None) -> None:

@@ -5,11 +5,13 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhf_pg.boundary import user_files, user_modules
-from rlhf_pg.boundary.user_modules import PREFIX, install, load, loaded
+from rlhf_pg.boundary.user_modules import PREFIX, install, loaded
+from rlhf_pg.config.rewards import located
 
 REWARD = "def accuracy(prompts, completions, **_):\n    return [1.0 for _ in completions]\n"
 
@@ -30,6 +32,11 @@ def write(directory: Path, **files: str) -> Path:
     for name, text in files.items():
         (directory / f"{name}.py").write_text(text)
     return directory
+
+
+def load(name: str, beside: Path | None) -> Any:
+    """What a name in a recipe means."""
+    return user_modules.load(located(name, beside))
 
 
 def failure(name: str, beside: Path | None) -> str:
@@ -68,11 +75,17 @@ def test_dotted_name_means_installed_module(name):
 
 @pytest.mark.parametrize("name", ["team.scores:accuracy", "team.scores.accuracy"])
 @pytest.mark.parametrize("is_package", [True, False])
-def test_dotted_name_means_package_in_working_directory(tmp_path, monkeypatch, name, is_package):
-    write(tmp_path / "team", scores=REWARD, **({"__init__": ""} if is_package else {}))
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("is_here", [True, False])
+def test_dotted_name_means_package_beside_recipe_or_in_working_directory(
+    tmp_path, monkeypatch, name, is_package, is_here
+):
+    other = "from team.other import accuracy\n"
+    write(tmp_path / "team", scores=other, other=REWARD)
+    write(tmp_path / "team", **({"__init__": ""} if is_package else {}))
+    if is_here:
+        monkeypatch.chdir(tmp_path)
     before = list(sys.path)
-    assert load(name, None)([], ["a"]) == [1.0]
+    assert load(name, None if is_here else tmp_path)([], ["a"]) == [1.0]
     assert sys.path == before
     assert Path(loaded()["team"]).parent == (tmp_path / "team" if is_package else tmp_path)
 
@@ -154,7 +167,7 @@ def test_install_is_idempotent():
 def test_missing_file_error_says_where_it_was_looked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(write(tmp_path / "cwd"))
     said = failure("mine.py:accuracy", tmp_path)
-    assert f"there is no file {tmp_path}/mine.py and {tmp_path}/cwd/mine.py" in said
+    assert f"there is no file {tmp_path}/cwd/mine.py, nor one beside the recipe" in said
     assert failure("/nowhere/mine.py:f", None).endswith("there is no file /nowhere/mine.py")
 
 
@@ -162,7 +175,7 @@ def test_missing_file_error_says_where_it_was_looked_for(tmp_path, monkeypatch):
 def test_failing_import_shows_own_traceback_and_no_more(tmp_path):
     write(tmp_path, mine="import helpers\n", helpers="def f():\n    1 / 0\nf()\n")
     said = failure("mine.py:accuracy", tmp_path).split("\n")
-    assert said[0] == "mine.py:accuracy cannot be imported:"
+    assert said[0] == f"{tmp_path}/mine.py:accuracy cannot be imported:"
     assert said[1] == "Traceback (most recent call last):"
     files = [line for line in said if line.startswith("  File")]
     assert files == [
@@ -206,20 +219,21 @@ def test_failing_dotted_module_shows_own_traceback(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["absent_package.scores:f", "json.absent:f"])
-def test_missing_module_is_named(tmp_path, name):
+def test_missing_module_is_named(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
     said = failure(name, tmp_path)
     assert f"there is no module {name.split(':')[0].removesuffix('.scores')}, neither" in said
-    assert f"nor in {tmp_path} or " in said
+    assert f"nor in {tmp_path} or beside the recipe" in said
 
 
 def test_missing_function_error_names_nearest_and_all(tmp_path):
     text = REWARD + "def brevity(**_): ...\ndef _inner(): ...\nclass Made: ...\nLIMIT = 3\n"
     write(tmp_path, mine=text)
     assert failure("mine.py:acuracy", tmp_path) == (
-        "mine.py:acuracy: it has no function acuracy; did you mean 'accuracy'?; "
+        f"{tmp_path}/mine.py:acuracy: it has no function acuracy; did you mean 'accuracy'?; "
         "functions in it: accuracy, brevity"
     )
-    assert failure("mine.py:LIMIT", tmp_path) == "mine.py:LIMIT is 3, which cannot be called"
+    assert failure("mine.py:LIMIT", tmp_path).endswith("mine.py:LIMIT is 3, which cannot be called")
     assert "is a class" in failure("mine.py:Made", tmp_path)
 
 

@@ -19,7 +19,7 @@ from rlhf_pg.config import (
     SFTConfig,
 )
 from rlhf_pg.config.fields import Checked, bound, choice, number
-from rlhf_pg.config.parse import dump, parse
+from rlhf_pg.config.parse import REPLACED, dump, parse
 from rlhf_pg.losses import POLICY_LOSSES
 
 NAN = float("nan")
@@ -461,6 +461,11 @@ def test_wrong_type_raises_with_key(key, value):
         GRPOConfig(**{key: value})
 
 
+def test_wrong_mapping_is_told_what_one_looks_like():
+    with pytest.raises(ValueError, match=r'dataset_columns must be a mapping such as {"key": "val'):
+        GRPOConfig(dataset_columns=["question"])
+
+
 def test_ints_become_floats_and_lists_become_tuples():
     config = GRPOConfig(beta=1, reward_weights=[1, 2.5], num_train_epochs=3)
     assert (config.beta, config.num_train_epochs) == (1.0, 3.0)
@@ -582,6 +587,43 @@ def test_flags_override_yaml_and_yaml_overrides_defaults(recipe):
     changed = {"learning_rate", "beta", "seed", "epsilon"}
     default = GRPOConfig()
     assert all(getattr(config, k) == getattr(default, k) for k in set(keys(config)) - changed)
+
+
+OF_HUB = """
+dataset_name: openai/gsm8k
+dataset_config: main
+dataset_train_split: train[:100]
+dataset_columns: {prompt: question}
+dataset_test_split: test
+streaming: true
+prompt_template: "{question}"
+system_prompt: Be brief.
+reward_funcs: [exact, format]
+reward_options: {exact: {}}
+reward_weights: [1, 2]
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "kept"),
+    [
+        (
+            ("--dataset_name", "mine.jsonl"),
+            {"dataset_columns": {"prompt": "question"}, "dataset_test_split": "test"},
+        ),
+        (
+            ("--task", "reasoning_gym:gcd"),
+            {"reward_weights": (1.0, 2.0), "system_prompt": "Be brief."},
+        ),
+        (("--reward_funcs", "length"), {"dataset_config": "main"}),
+    ],
+)
+def test_flag_replaces_keys_of_what_it_replaces(recipe, flag, kept):
+    config = read(GRPOConfig, recipe, OF_HUB, *flag)
+    default = GRPOConfig()
+    replaced = REPLACED[flag[0].removeprefix("--")]
+    assert all(getattr(config, key) == getattr(default, key) for key in replaced)
+    assert {key: getattr(config, key) for key in kept} == kept
 
 
 def test_config_flag_may_be_anywhere(recipe):

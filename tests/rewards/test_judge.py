@@ -159,9 +159,9 @@ def test_completion_stands_as_data_between_marks_that_it_cannot_guess(server):
     assert user["content"].count(mark) == 6
 
 
-def test_rubric_is_read_from_a_file_beside_the_recipe(server, tmp_path):
+def test_rubric_is_read_from_a_file(server, tmp_path):
     (tmp_path / "rubric.md").write_text("Be strict.\n")
-    scores(make(server, rubric="rubric.md", beside=tmp_path), ["a"])
+    scores(make(server, rubric=str(tmp_path / "rubric.md")), ["a"])
     assert "by this rubric:\n\nBe strict.\n\n" in server.asked[0].body["messages"][0]["content"]
 
 

@@ -33,52 +33,52 @@ JUDGED = {"rubric": "Is it kind?", "model": "m", "base_url": "http://127.0.0.1:9
 
 
 @pytest.fixture
-def beside(tmp_path):
-    return write(tmp_path, mine=REWARDS)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(write(tmp_path, mine=REWARDS))
+    return tmp_path
 
 
-def failure(names, options=None, beside=None):
+def failure(names):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        named_rewards(names, options, beside)
+        named_rewards(names)
     return str(caught.value)
 
 
-def test_every_form_in_one_list(beside, monkeypatch):
+def test_every_form_in_one_list(here, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    (beside / "judges").mkdir()
     names = ["mine.py:accuracy", "json.dumps", "exact", "http://127.0.0.1:9/score", "judge:kind"]
-    names += ["model:judges", "model:org/reward-model"]
-    made = named_rewards(names, {"kind": JUDGED}, beside)
+    names += ["model:runs/judge", "model:org/reward-model"]
+    made = named_rewards(names, {"kind": JUDGED})
     assert [type(reward) for reward in made[2:5]] == [VERIFIERS["exact"], HttpReward, Judge]
-    assert made[5:] == [beside / "judges", "org/reward-model"]
+    assert made[5:] == ["runs/judge", "org/reward-model"]
     assert Rewards(made[:5]).names == ["accuracy", "dumps", "exact", "127.0.0.1:9/score", "kind"]
     says = describe(names, made)
-    assert says[0] == f"reward mine.py:accuracy: runs code imported from {beside}/mine.py"
+    assert says[0] == f"reward mine.py:accuracy: runs code imported from {here}/mine.py"
     assert says[1].endswith("json/__init__.py")
     assert says[2:] == [
         "reward exact: ready-made",
         "reward http://127.0.0.1:9/score: sends completions to http://127.0.0.1:9/score",
         "reward judge:kind: sends completions to m at http://127.0.0.1:9/v1/chat/completions",
-        f"reward model:judges: loads the reward model {beside}/judges",
+        "reward model:runs/judge: loads the reward model runs/judge",
         "reward model:org/reward-model: loads the reward model org/reward-model",
     ]
 
 
-def test_file_is_used_as_a_trainer_does(beside):
-    rewards = Rewards(named_rewards(["mine.py:accuracy", "mine.py:kept"], None, beside))
+def test_file_is_used_as_a_trainer_does(here):
+    rewards = Rewards(named_rewards(["mine.py:accuracy", "mine.py:kept"]))
     assert rewards.names == ["accuracy", "kept"]
     said = rewards(["p"] * 2, ["a", "b"], [[4]] * 2, {"answer": ["a", "x"]})
     assert said[:, 0].tolist() == [[1.0, 0.5], [0.0, 0.5]]
 
 
-def test_options_of_function_are_given_to_it_at_every_call(beside):
+def test_options_of_function_are_given_to_it_at_every_call(here):
     options = {"mine.py:brevity": {"limit": 1}, "mine.py:later": {"bonus": 3.0}}
-    made = named_rewards(list(options), options, beside)
+    made = named_rewards(list(options), options)
     for rewards in (made, pickle.loads(pickle.dumps(made))):
         said = Rewards(rewards)(["p"] * 2, ["a", "bb"], [[4]] * 2, {})
         assert said[:, 0].tolist() == [[1.0, 3.0], [0.0, 3.0]]
         assert Rewards(rewards).names == ["brevity", "later"]
-    assert describe(list(options), made)[0].endswith(f"imported from {beside}/mine.py")
+    assert describe(list(options), made)[0].endswith(f"imported from {here}/mine.py")
 
 
 @pytest.mark.parametrize("key", ["kind", "judge:kind"])
@@ -95,12 +95,6 @@ def test_options_reach_judge_and_server_as_recipe_or_flags_write_them(monkeypatc
     assert (server.batch_size, server.asker.retries) == (2, 0)
     assert describe(names, made)[0].endswith(", with the key in JUDGE_KEY")
     assert "sk-secret" not in str(describe(names, made))
-
-
-def test_rubric_is_found_beside_recipe(beside):
-    (beside / "kind.md").write_text("Be kind.")
-    (judge,) = named_rewards(["judge:j"], {"j": {**JUDGED, "rubric": "kind.md"}}, beside)
-    assert judge.rubric == "Be kind."
 
 
 def test_server_out_of_reach_is_one_error_that_names_it():
@@ -127,7 +121,7 @@ def test_server_out_of_reach_is_one_error_that_names_it():
         (["judge:j"], {}, "judge:j needs rubric"),
         (["judge:j"], {"j": {"rubric": "r"}}, "judge:j needs model"),
         (["judge:j"], {"j": {**JUDGED, "timeot": 1}}, "no option 'timeot'; did you mean 'timeout'"),
-        (["judge:j"], {"j": {**JUDGED, "beside": "/"}}, "no option 'beside'"),
+        (["judge:j"], {"j": {**JUDGED, "name": "k"}}, "no option 'name'"),
         (["http://h/s"], {"http://h/s": {"key": 1}}, "has no option 'key'"),
         (["http://h/s"], {"http://h/s": {"url": "http://i"}}, "has no option 'url'"),
         (["model:"], {}, "model: has no name"),
@@ -144,9 +138,9 @@ def test_server_out_of_reach_is_one_error_that_names_it():
         (["mine.py:acuracy"], {}, "did you mean 'accuracy'"),
     ],
 )
-def test_wrong_name_or_option_is_one_error(beside, names, options, reason):
+def test_wrong_name_or_option_is_one_error(here, names, options, reason):
     with pytest.raises(ValueError, match=reason):
-        named_rewards(names, options, beside)
+        named_rewards(names, options)
 
 
 def test_unknown_name_lists_all_there_are():
@@ -155,7 +149,7 @@ def test_unknown_name_lists_all_there_are():
     assert named.FORMS in said
 
 
-def test_async_function_with_options_is_seen_as_async(beside):
-    (later,) = named_rewards(["mine.py:later"], {"mine.py:later": {"bonus": 1.0}}, beside)
+def test_async_function_with_options_is_seen_as_async(here):
+    (later,) = named_rewards(["mine.py:later"], {"mine.py:later": {"bonus": 1.0}})
     assert isinstance(later, functools.partial)
     assert asyncio.iscoroutinefunction(later)

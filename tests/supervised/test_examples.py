@@ -162,11 +162,14 @@ def test_named_data_make_prompts_and_keep_one_held_out_set(tmp_path):
     assert (len(train), len(held_out)) == (8, 2)
     assert train[0] == {"prompt": [says("s", "system"), says("a")], "answer": "b"}
     given = {"x": [{"text": "a"}], "y": [{"text": "b"}]}
-    assert set(named_data(args, [{"text": "c"}], given)[1]) == {"x", "y"}
+    plain = SFTConfig(system_prompt="s")
+    assert set(named_data(plain, [{"text": "c"}], given)[1]) == {"x", "y"}
+    with pytest.raises(ValueError, match="given twice, as train_dataset in Python and by the key"):
+        named_data(args, [{"text": "c"}], None)
     with pytest.raises(
         ValueError, match=r"^train_dataset: system_prompt: the prompt in row 0 has a"
     ):
-        named_data(args, train, None)
+        named_data(plain, train, None)
     with pytest.raises(ValueError, match="train_dataset: there is none: write dataset_name"):
         named_data(SFTConfig(), None, None)
 

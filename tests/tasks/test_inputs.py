@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from rlhf_pg import GRPOConfig, GRPOTrainer
+from rlhf_pg.boundary.user_modules import load
 from rlhf_pg.config.parse import parse
+from rlhf_pg.tasks.inputs import names_of, settled_inputs
 
 REWARDS = """
 def even(completions, **columns):
@@ -116,7 +118,86 @@ def test_python_takes_dicts_and_several_evaluation_sets(model_path, tmp_path):
     trainer.train()
     saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert (saved["task"], saved["dataset_name"]) == (None, [])
-    assert saved["reward_funcs"] == [f"{__name__}:{even.__qualname__}"]
+    assert saved["reward_funcs"] == ["python:even"]  # which no name finds
+
+
+def total(completions, **columns):
+    return [0.0 for _ in completions]
+
+
+ROWS = [{"prompt": "1+1="}]
+GIVEN = {"model": "m", "reward_funcs": total, "train_dataset": ROWS}
+OWN = {"reward_model_name_or_path": None, "reward_options": {}}
+OWN |= {"reward_funcs": (f"{__name__}:total",)}
+
+
+@pytest.mark.parametrize(
+    ("keys", "given", "recorded"),
+    [
+        ({"task": "arithmetic"}, {"model": "m"}, {}),
+        ({"task": "arithmetic"}, {"model": "m", "reward_funcs": total}, OWN),
+        ({"reward_funcs": "exact"}, {"model": "m", "train_dataset": ROWS}, {}),
+        (
+            {"reward_funcs": "exact", "reward_options": {"exact": {}}},
+            {**GIVEN, "eval_dataset": ROWS},
+            OWN,
+        ),
+        ({"reward_model_name_or_path": "judge"}, GIVEN, OWN),
+    ],
+)
+def test_config_claims_no_reward_that_was_not_used(keys, given, recorded):
+    assert settled_inputs(GRPOConfig(**keys), **given).recorded == recorded
+
+
+def test_names_find_rewards_again_or_say_that_nothing_does(tmp_path):
+    (tmp_path / "mine.py").write_text(REWARDS)
+    functions = [load(f"{tmp_path}/mine.py:even"), total, json.dumps, lambda **_: [], str, "a/b"]
+    assert names_of(functions) == (
+        *(f"{tmp_path}/mine.py:even", f"{__name__}:total", "json:dumps", "python:<lambda>"),
+        *("python:str", "model:a/b"),
+    )
+    args = GRPOConfig(reward_funcs=("python:<lambda>", "python:<lambda>"))
+    with pytest.raises(
+        ValueError, match="a reward that was given in Python and that no name finds"
+    ):
+        settled_inputs(args, model="m", train_dataset=ROWS)
+
+
+@pytest.mark.parametrize(
+    ("keys", "given", "message"),
+    [
+        ({"dataset_name": "a/b"}, {}, "twice, as train_dataset in Python and by the key dataset_n"),
+        ({"task": "arithmetic"}, {}, "twice, as train_dataset in Python and by the key task"),
+        ({"eval_dataset_name": "a/b"}, {"eval_dataset": ROWS}, "twice, as eval_dataset in Python"),
+        (
+            {},
+            {"eval_dataset": {"s": IterableDataset.from_generator(list)}},
+            "eval_dataset s is a st",
+        ),
+        ({}, {"train_dataset": [{"a": 1}, {"a": "b"}]}, "train_dataset: the list cannot become a"),
+    ],
+)
+def test_data_that_cannot_be_used_are_one_error(keys, given, message):
+    with pytest.raises(ValueError, match=message):
+        settled_inputs(GRPOConfig(**keys), **GIVEN | given)
+
+
+def test_evaluation_data_by_name_stand_beside_training_data_in_python(tmp_path):
+    (tmp_path / "held.jsonl").write_text('{"prompt": "2+2="}\n')
+    args = GRPOConfig(eval_dataset_name=str(tmp_path / "held.jsonl"))
+    assert settled_inputs(args, **GIVEN).eval_datasets[""]["prompt"] == ["2+2="]
+
+
+def test_config_made_in_python_records_absolute_names(model_path, tmp_path, monkeypatch):
+    files(tmp_path, model_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(model_path)
+    keys = {"dataset_name": "problems.jsonl", "reward_funcs": "my_rewards.py:even"}
+    args = GRPOConfig(dataset_columns={"prompt": "question"}, **keys, **SIZES)
+    recorded = GRPOTrainer(model="model", args=args).resolved_args()
+    assert recorded.dataset_name == (f"{tmp_path}/problems.jsonl",)
+    assert recorded.reward_funcs == (f"{tmp_path}/my_rewards.py:even",)
+    assert recorded.model_name_or_path == f"{tmp_path}/model"
 
 
 def test_task_by_name_brings_data_and_reward(model_path, tmp_path):
