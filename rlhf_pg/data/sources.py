@@ -42,6 +42,7 @@ def load_datasets(args: DataConfig, seed: int, train: bool = True) -> Loaded:
     Raises:
         ValueError: there is no such dataset, split or column; the key is named, with what there is.
     """
+    _check_config(args)
     names = list(args.dataset_name)
     share = args.dataset_test_split
     parts: list[Rows] = []
@@ -59,6 +60,20 @@ def load_datasets(args: DataConfig, seed: int, train: bool = True) -> Loaded:
     mixed = _mixed([renamed(part, args) for part in parts], args.dataset_weights, seed)
     evaluated = {name: renamed(data, args) for name, data in held_out.items()}
     return Loaded(mixed if train else None, _by_short_name(evaluated))
+
+
+def _check_config(args: DataConfig) -> None:
+    """Refuse the name of a configuration where only files are named, which have none."""
+    paths = [Path(name) for name in (*args.dataset_name, *args.eval_dataset_name)]
+    if args.dataset_config is not None and all(map(_has_no_config, paths)):
+        raise ValueError(
+            f"dataset_config {args.dataset_config!r} is for a dataset of the Hub or a folder of "
+            f"files, and {str(paths[0])!r} has no configurations: leave it out"
+        )
+
+
+def _has_no_config(path: Path) -> bool:
+    return path.is_file() or _saved(path)
 
 
 def open_dataset(name: str, config: str | None, split: str, streaming: bool = False) -> Rows:
@@ -200,7 +215,7 @@ def renamed(data: Rows, args: DataConfig) -> Rows:
     wanted = {theirs: ours for ours, theirs in args.dataset_columns.items()}
     if len(wanted) < len(args.dataset_columns):
         raise ValueError("dataset_columns gives two names to one column: name each only once")
-    data, there = _with_columns(data)
+    there = columns_of(data)
     for theirs in wanted:
         if theirs not in there:
             raise ValueError(
@@ -211,11 +226,9 @@ def renamed(data: Rows, args: DataConfig) -> Rows:
     return data.remove_columns(hidden).rename_columns(changed) if changed else data
 
 
-def _with_columns(data: Rows) -> tuple[Rows, list[str]]:
-    """Return a dataset and the names of its columns; a stream may have to be looked at for them."""
-    if data.column_names is None:
-        data = data._resolve_features()
-    return data, list(data.column_names or ())
+def columns_of(data: Rows) -> list[str]:
+    """Return the names of the columns; of a stream that does not say, those of its first row."""
+    return list(data.column_names or next(iter(data), {}))
 
 
 class PromptMaker(NamedTuple):
@@ -235,19 +248,26 @@ class PromptMaker(NamedTuple):
         """True if prompts are not taken as they are."""
         return self.template is not None or self.system is not None or self.chat
 
+    @property
+    def names(self) -> list[str]:
+        """The columns that the template names.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        try:
+            parts = list(string.Formatter().parse(self.template or ""))
+        except ValueError as error:
+            raise ValueError(f"prompt_template cannot be read: {error}") from error
+        return [name for _, name, _, _ in parts if name is not None]
+
     def check(self, columns: Sequence[str]) -> None:
         """Refuse a template that names what is no column.
 
         Raises:
             ValueError: it names no column of these, or is no template.
         """
-        if self.template is None:
-            return
-        try:
-            names = [name for _, name, _, _ in string.Formatter().parse(self.template)]
-        except ValueError as error:
-            raise ValueError(f"prompt_template cannot be read: {error}") from error
-        for name in filter(lambda name: name is not None, names):
+        for name in self.names:
             if name not in columns:
                 raise ValueError(
                     f"prompt_template names {{{name}}}, and the dataset has the columns "
@@ -274,22 +294,29 @@ class PromptMaker(NamedTuple):
 
     def _filled(self, row: Mapping[str, Any], number: int) -> str:
         assert self.template is not None
-        for _, name, _, _ in string.Formatter().parse(self.template):
-            if name is not None and row.get(name) is None:
+        for name in self.names:
+            if row.get(name) is None:
                 raise ValueError(f"prompt_template names {{{name}}}, which row {number} lacks")
-        return self.template.format(**row)
+        try:
+            return self.template.format(**row)
+        except Exception as error:  # of a conversion or a format behind the name
+            raise ValueError(
+                f"prompt_template cannot be filled with row {number}: {told(error)}. Double the "
+                "braces of plain text"
+            ) from error
 
 
 def with_prompts(data: Rows, make: PromptMaker) -> Rows:
     """Return a dataset whose column `prompt` is made from each row.
 
-    A dataset whose only column is `text`, as of a text file, has its prompts there.
+    A dataset whose only column is `text`, as of a text file, has its prompts there, if no template
+    names that.
 
     Raises:
         ValueError: see `PromptMaker`.
     """
-    data, columns = _with_columns(data)
-    if columns == ["text"]:
+    columns = columns_of(data)
+    if columns == ["text"] and "text" not in make.names:
         data, columns = data.rename_column("text", "prompt"), ["prompt"]
     make.check(columns)
     if not make.changes or (make.template is None and "prompt" not in columns):

@@ -45,6 +45,8 @@ class PromptStream:
         self.encode = encode
         self.longest = longest
         self.drop_long = drop_long
+        self.name = "train_dataset" + (", rows in their shuffled order" if buffer_size else "")
+        self._said: set[str] = set()
         self._restart()
 
     def _restart(self) -> None:
@@ -106,12 +108,16 @@ class PromptStream:
         epoch = 0
         while True:
             self.dataset.set_epoch(epoch)
-            count = 0
-            for number, row in enumerate(self.dataset):
-                tokens = self._tokens(row, number)
+            count = number = 0
+            for number, row in enumerate(self.dataset, start=1):
+                tokens = self._tokens(row, number - 1)
                 if tokens is not None:
                     count += 1
                     yield dict(row), tokens
+            if count < number:
+                self._warn_once(
+                    f"dropped {number - count} of the stream's {number} prompts: too long"
+                )
             if not count:
                 raise ValueError(
                     "train_dataset: the stream has no prompts"
@@ -126,12 +132,18 @@ class PromptStream:
             return self.encode(row, number)
         except TooLong as error:
             if self.drop_long:
+                self._warn_once("prompts of the stream that are too long are dropped")
                 return None
             raise ValueError(
-                f"train_dataset: {error}. Raise max_prompt_length, or set long_prompts to drop"
+                f"{self.name}: {error}. Raise max_prompt_length, or set long_prompts to drop"
             ) from error
         except ValueError as error:
-            raise ValueError(f"train_dataset: {error}") from error
+            raise ValueError(f"{self.name}: {error}") from error
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning(text)
 
 
 class StreamOrder:

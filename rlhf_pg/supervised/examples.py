@@ -13,7 +13,7 @@ from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.data.chat import encode
 from rlhf_pg.data.prompts import of_list
-from rlhf_pg.data.sources import PromptMaker, load_datasets, with_prompts
+from rlhf_pg.data.sources import PromptMaker, columns_of, load_datasets, with_prompts
 from rlhf_pg.data.turns import Learnt, encode_turns
 from rlhf_pg.models import about
 
@@ -243,11 +243,6 @@ def _prompted(data: Any, args: SupervisedConfig, name: str) -> Any:
     has_prompts = args.prompt_template is not None or "prompt" in columns_of(data)
     with about(name):
         return with_prompts(data, PromptMaker.of(args)) if has_prompts else data
-
-
-def columns_of(data: Dataset | IterableDataset) -> list[str]:
-    """Return the names of the columns; a stream that does not say is looked at."""
-    return list(data.column_names or next(iter(data), {}))
 
 
 def _streamed(data: IterableDataset, maker: ExampleMaker) -> IterableDataset:

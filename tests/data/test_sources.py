@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
 from rlhf_pg.config.data import DataConfig
-from rlhf_pg.data.sources import PromptMaker, load_datasets, with_prompts
+from rlhf_pg.data.sources import PromptMaker, load_datasets, renamed, with_prompts
 
 ROWS = [{"question": f"{i}+1=", "solution": str(i + 1)} for i in range(10)]
 
@@ -104,6 +104,14 @@ def test_stream_has_the_same_rows(tmp_path):
     assert next(iter(filled))["prompt"] == "0+1= (1)"
 
 
+def test_column_that_comes_later_in_a_stream_is_kept():
+    rows = [{"text": "a", "prompt": "x"}, {"text": "b", "prompt": "y", "hint": "c"}]
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    named = renamed(stream, DataConfig(dataset_name="x", dataset_columns={"prompt": "text"}))
+    filled = with_prompts(named, PromptMaker("Say {prompt}", None, False))
+    assert list(filled) == [{"prompt": "Say a"}, {"prompt": "Say b", "hint": "c"}]
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -112,6 +120,7 @@ def test_stream_has_the_same_rows(tmp_path):
         ({"dataset_test_split": "test"}, "one file, which has no split 'test'"),
         ({"dataset_test_split": 0.99}, "leaves none to train on"),
         ({"dataset_train_split": "train[:x]"}, "cannot be loaded"),
+        ({"dataset_config": "main"}, "'main' is for a dataset of the Hub .* has no configurations"),
     ],
 )
 def test_wrong_key_raises(tmp_path, keys, message):
@@ -163,6 +172,9 @@ def test_lines_of_text_are_prompts(tmp_path):
     (tmp_path / "lines.txt").write_text("1+1=\n2+2=\n")
     data = loaded(tmp_path / "lines.txt").train
     assert with_prompts(data, PromptMaker(None, None, False))["prompt"] == ["1+1=", "2+2="]
+    for name in ("text", "prompt"):
+        filled = with_prompts(data, PromptMaker(f"Q: {{{name}}}", None, False))
+        assert filled["prompt"] == ["Q: 1+1=", "Q: 2+2="]
 
 
 @pytest.mark.parametrize(
@@ -172,6 +184,13 @@ def test_lines_of_text_are_prompts(tmp_path):
         (ROWS, {"prompt_template": "{question.__class__}"}, "names {question.__class__}"),
         (ROWS, {"prompt_template": "{"}, "prompt_template cannot be read"),
         ([{"a": "x"}, {"a": None}], {"prompt_template": "{a}"}, "{a}, which row 1 lacks"),
+        ([{"a": "x"}], {"prompt_template": "{a:d}"}, "cannot be filled with row 0: ValueError"),
+        ([{"a": "x"}], {"prompt_template": "{a!x}"}, "cannot be filled with row 0: .* conversion"),
+        (
+            [{"a": "x"}],
+            {"prompt_template": "{a:{b}}"},
+            "cannot be filled with row 0: KeyError: 'b'",
+        ),
         (
             [{"prompt": [{"role": "system", "content": "x"}]}],
             {"system_prompt": "y"},

@@ -48,11 +48,18 @@ def test_rows_are_the_same_however_they_are_asked_for():
     assert numbers(later, [3]) == [whole[3]]
 
 
-def test_long_prompts_are_dropped_or_refused_with_their_row():
+def test_long_prompts_are_dropped_and_counted_or_refused_with_their_row(caplog):
     prompts = ["1", "1234", "2"]
-    assert numbers(stream(prompts, buffer=0, drop=True), range(4)) == [0, 2, 0, 2]
-    with pytest.raises(ValueError, match=r"prompt in row 1 is too long.*long_prompts to drop"):
+    assert numbers(stream(prompts, buffer=0, drop=True), range(8)) == [0, 2] * 4
+    assert [record.message for record in caplog.records] == [
+        "prompts of the stream that are too long are dropped",
+        "dropped 1 of the stream's 3 prompts: too long",
+    ]
+    said = "prompt in row 1 is too long.*long_prompts to drop"
+    with pytest.raises(ValueError, match=f"^train_dataset: .*{said}"):
         numbers(stream(prompts, buffer=0), range(4))
+    with pytest.raises(ValueError, match=r"^train_dataset, rows in their shuffled order: "):
+        numbers(stream(prompts), range(4))
 
 
 @pytest.mark.parametrize("prompts", [[], ["12345"]])

@@ -43,7 +43,7 @@ MUTANTS = [
         name="template-fills-none",
         mistake='a row without the column gets the prompt "None"',
         target="rlhf_pg.data.sources.PromptMaker._filled",
-        old="if name is not None and row.get(name) is None:",
+        old="if row.get(name) is None:",
         new="if False:",
         killers=(f"{SOURCES}::test_prompt_that_cannot_be_made_raises",),
     ),
