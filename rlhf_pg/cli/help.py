@@ -65,6 +65,7 @@ def _about(command: str) -> str:
         said.append(f"Presets: {', '.join(presets())}.")
     if command == "eval":
         said.append("A run directory brings its own keys, and its final/ is the model.")
+        said.append("A share that dataset_test_split splits off depends on seed: keep the run's.")
     if command in ("train", "plan", "eval", "demo"):
         said.append(SWITCHES)
     return textwrap.fill(" ".join(said), keys.width())

@@ -19,15 +19,16 @@ NO_TOOLS = ("reset", "get_reward")
 def recognized(factory: Any) -> EnvironmentSource:
     """Find out whose environments a factory makes: ours, or those of TRL.
 
-    Ours have a `step`, and a `reset` that needs the row as one argument. Those of TRL have a
-    `reset` that takes columns by name, and public methods that are tools. An instance is made to
-    look at, unless the factory is a class of ours.
+    Ours have `reset(example)` and `step(completion)`; one of the two names will do. Those of TRL
+    have a `reset` that takes columns by name, public methods that are tools, and it may be
+    `get_reward`. An instance is made to look at, unless the factory is a class of ours.
 
     Args:
         factory: a callable, or TRL's dictionary of callables by the name in a row.
 
     Raises:
-        ValueError: it is no factory, cannot be called, or makes something else.
+        ValueError: it is no factory, cannot be called, or makes something else, or what may be of
+            either kind.
     """
     if isinstance(factory, EnvironmentSource):
         return factory
@@ -52,26 +53,50 @@ def recognized(factory: Any) -> EnvironmentSource:
 
 
 def _is_ours(environment: Any, *itself: Any) -> bool:
-    """Return whether an instance, or a class (then `itself` stands for one), is of our kind."""
+    """Return whether an instance, or a class (then `itself` stands for one), is of our kind.
+
+    Raises:
+        ValueError: it may be of either.
+    """
     try:
         step, reset = environment.step, environment.reset
     except Exception:  # it has none, or raises anything
         return False
     if not callable(step) or not callable(reset):
         return False
+    pays = callable(getattr(environment, "get_reward", None))
+    named = _first(step, *itself) == "completion" or _first(reset, *itself) == "example"
+    if named and not pays:
+        return True
+    if named or (not pays and _needs_row(reset, *itself)):
+        raise ValueError(
+            f"environment_factory makes {shown(environment)}, which may be ours or TRL's: ours has "
+            "reset(example), step(completion) and no get_reward; TRL's has a reset that takes "
+            "columns by name, with defaults or as **row, and tools"
+        )
+    return False
+
+
+def _first(method: Any, *itself: Any) -> str | None:
+    """Return the name of a method's first argument, if it is known."""
+    try:
+        return list(inspect.signature(method).parameters)[len(itself)]
+    except (TypeError, ValueError, IndexError):
+        return None
+
+
+def _needs_row(reset: Any, *itself: Any) -> bool:
+    """Return whether a `reset` cannot be called without one argument."""
     try:
         signature = inspect.signature(reset)
-    except (TypeError, ValueError):  # it has none
-        return True
-    return _takes(signature, *itself, {}) and not _takes(signature, *itself)
-
-
-def _takes(signature: inspect.Signature, *arguments: Any) -> bool:
-    try:
-        signature.bind(*arguments)
-    except TypeError:
+        signature.bind(*itself, {})
+    except (TypeError, ValueError):
         return False
-    return True
+    try:
+        signature.bind(*itself)
+    except TypeError:
+        return True
+    return False
 
 
 def _made(factory: Callable[[], Any]) -> Any:

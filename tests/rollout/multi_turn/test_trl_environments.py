@@ -83,6 +83,39 @@ class Door:
         return "open" if self.open else "shut"
 
 
+class Gate(Door):
+    """Its reset needs a column, and it pays."""
+
+    def reset(self, level):
+        self.level = level
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+class Lenient:
+    """Ours, though its `reset` could do without the row."""
+
+    def reset(self, example=None, **options):
+        return "q"
+
+    def step(self, completion, patience=1):
+        return Observation(done=True)
+
+
+class Either:
+    def reset(self, level):
+        return "q"
+
+    def step(self, action):
+        return Observation(done=True)
+
+
+class Both(Lenient):
+    def get_reward(self) -> float:
+        return 1.0
+
+
 class Ours:
     def reset(self, example):
         return example["prompt"]
@@ -252,6 +285,9 @@ def test_reward_that_is_no_number_ends_its_episode() -> None:
         (Ours, PlainEnvironments),
         (lambda: Ours(), PlainEnvironments),
         (partial(Ours), PlainEnvironments),
+        (Lenient, PlainEnvironments),
+        (lambda: Lenient(), PlainEnvironments),
+        (Gate, TrlEnvironments),
         (Counter, TrlEnvironments),
         (Door, TrlEnvironments),
         (lambda: Door(), TrlEnvironments),
@@ -293,6 +329,9 @@ class Mute(Bare):
         ({"a": 3}, "a dictionary of at least one"),
         (Bare, "which is no environment: ours has reset.example. and"),
         (object, "which is no environment"),
+        (Either, "Either.*, which may be ours or TRL's: ours has reset"),
+        (lambda: Either(), "which may be ours or TRL's"),
+        (Both, "which may be ours or TRL's"),
         (Rude, "cannot make|which is no environment"),
         ({"a": Ours}, "a dictionary, which is for TRL's .*Ours.* one of ours"),
         (lambda: 1 / 0, "cannot make an environment: ZeroDivisionError"),
