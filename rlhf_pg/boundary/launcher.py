@@ -6,6 +6,12 @@ in which a launcher may die.
 
 import os
 
+# What a launcher tells its processes.
+_PREFIXES = ("ACCELERATE_", "DEEPSPEED_", "FSDP_", "TORCHELASTIC_")
+_RANKS = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
+    *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+}
 _BORN = os.getpid(), os.getppid()
 
 
@@ -13,6 +19,15 @@ def launcher() -> int:
     """Return the id of the process that started this one, of a fork its parent; it may be gone."""
     process, parent = _BORN
     return parent if process == os.getpid() else os.getppid()
+
+
+def without_launcher() -> dict[str, str]:
+    """Return the environment for a child that must not join this process's group."""
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if key not in _RANKS and not key.startswith(_PREFIXES)
+    }
 
 
 def check_precision(dtype: str) -> None:

@@ -131,14 +131,14 @@ def _awaited(said: Any) -> Any:
 
 
 def _scores(said: Any) -> dict[str, Any]:
-    said = _plain(said)
+    said = plain(said)
     if not isinstance(said, list):
         return {"got": safe_text(said)}
     return {"scores": [_score(score) for score in said]}
 
 
 def _score(score: Any) -> Any:
-    steps = _plain(score)
+    steps = plain(score)
     return [_number(step) for step in steps] if isinstance(steps, list) else _number(score)
 
 
@@ -154,8 +154,8 @@ def _number(score: Any) -> Any:
     return {"shown": safe_text(score)}
 
 
-def _plain(said: Any) -> Any:
-    """Convert arrays, tensors and any other sequence to lists."""
+def plain(said: Any) -> Any:
+    """Convert an array, a tensor or any other sequence to a list; leave all else as it is."""
     said = said.tolist() if hasattr(said, "tolist") else said
     if isinstance(said, Sequence) and not isinstance(said, str | bytes):
         return [said[i] for i in range(len(said))]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.boundary.user_code import finite
+from rlhf_pg.boundary.worker import plain
 from rlhf_pg.rewards.scores import ends
 
 
@@ -31,7 +32,7 @@ class Unread:
 
 def read(said: Any) -> Any:
     """Convert an answer to plain lists and numbers, as far as it can be."""
-    said = _plain(said)
+    said = plain(said)
     return [_listed(score) for score in said] if is_list(said) else said
 
 
@@ -91,15 +92,9 @@ def refusal(name: str, completion: int, score: Any, own: Sequence[bool]) -> str 
     return None
 
 
-def _plain(said: Any) -> Any:
-    """Convert arrays, tensors and any other sequence to numbers and plain lists."""
-    said = said.tolist() if hasattr(said, "tolist") else said
-    return [said[i] for i in range(len(said))] if is_list(said) else said
-
-
 def _listed(score: Any) -> Any:
     """Convert scores of steps to a list; a single number stays as it is."""
-    steps = _plain(score)
+    steps = plain(score)
     return steps if is_list(steps) else score
 
 

@@ -37,12 +37,7 @@ class Judgement:
 
     def note(self, answer: Answer, rows: Sequence[int]) -> None:
         """Take in what a source has logged of these rows."""
-        for name, values in answer.extra.items():
-            column = self.extra.setdefault(name, [None] * len(self.lost))
-            for i, value in zip(rows, values, strict=True):
-                column[i] = value
-        for name, numbers in answer.metrics.items():
-            self.metrics.setdefault(name, []).extend(numbers)
+        _take_in(answer, rows, len(self.lost), self.extra, self.metrics)
 
 
 def joined(
@@ -56,13 +51,24 @@ def joined(
         answer = calls[group][k].result()
         for place, score in zip(rows, answer.scores, strict=True):
             scores[place] = score
-        for name, values in answer.extra.items():
-            column = extra.setdefault(name, [None] * count)
-            for place, value in zip(rows, values, strict=True):
-                column[place] = value
-        for name, numbers in answer.metrics.items():
-            metrics.setdefault(name, []).extend(numbers)
+        _take_in(answer, rows, count, extra, metrics)
     return Answer(scores, extra, metrics)
+
+
+def _take_in(
+    answer: Answer,
+    rows: Sequence[int],
+    count: int,
+    extra: dict[str, list[Any]],
+    metrics: dict[str, list[float]],
+) -> None:
+    """Add what an answer logged of some of `count` rows to the columns and numbers of all."""
+    for name, values in answer.extra.items():
+        column = extra.setdefault(name, [None] * count)
+        for row, value in zip(rows, values, strict=True):
+            column[row] = value
+    for name, numbers in answer.metrics.items():
+        metrics.setdefault(name, []).extend(numbers)
 
 
 def described(

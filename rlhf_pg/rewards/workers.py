@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import IO, Any
 
 from rlhf_pg.boundary import worker as process
+from rlhf_pg.boundary.launcher import without_launcher
 from rlhf_pg.boundary.quoted import quoted, told
 from rlhf_pg.boundary.user_modules import loaded
 from rlhf_pg.rewards.answers import CallFailed
@@ -26,12 +27,7 @@ START = 300.0  # seconds for a worker to import the functions
 END = 5.0  # seconds for a process whose pipe has closed to end
 CHUNK = 65536  # bytes
 LONGEST = 2**30  # bytes of an answer
-# A function must not join the trainer's process group, nor take its GPU or its cores.
-LAUNCHER = ("ACCELERATE_", "DEEPSPEED_", "FSDP_", "TORCHELASTIC_")
-RANKS = {
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
-    *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
-}
+# A function must not take the trainer's GPU or its cores.
 ALONE = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
 ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
@@ -301,9 +297,4 @@ def _wait(pipe: int, event: int, deadline: float | None) -> None:
 
 
 def _environment() -> dict[str, str]:
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in RANKS and not key.startswith(LAUNCHER)
-    }
-    return kept | ALONE | ONE_THREAD
+    return without_launcher() | ALONE | ONE_THREAD

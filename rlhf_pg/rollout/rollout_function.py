@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import shown, told
 from rlhf_pg.boundary.user_code import finite, foreign, wait_for
+from rlhf_pg.boundary.worker import plain
 from rlhf_pg.rollout.engine import RolloutError
 from rlhf_pg.rollout.multi_turn.episodes import Episode
 
@@ -100,7 +101,7 @@ class RolloutFunction:
         return episodes
 
     def _tokens(self, said: Any, what: str, most: int | None) -> list[int]:
-        ids: list[int] = _plain(said)
+        ids: list[int] = plain(said)
         whole = isinstance(ids, list) and all(type(token) is int for token in ids)
         if not whole or not ids:
             raise ValueError(f"must return {what} as a list of token ids, got {shown(said)}")
@@ -128,7 +129,7 @@ def _listed(said: Any, rows: int) -> dict[str, list[Any]]:
         raise ValueError(f"returned {taken[0]!r}, which reward functions get anyway: rename it")
     listed = {}
     for name, value in said.items():
-        values = _plain(value)
+        values = plain(value)
         if not isinstance(values, list) and name not in (*NEEDED, MASK):
             values = [values] * rows
         if not isinstance(values, list) or len(values) != rows:
@@ -141,7 +142,7 @@ def _listed(said: Any, rows: int) -> dict[str, list[Any]]:
 
 
 def _logprobs(said: Any, length: int, row: str) -> list[float]:
-    values = _plain(said)
+    values = plain(said)
     if not isinstance(values, list) or len(values) != length:
         got = f"{len(values)} entries" if isinstance(values, list) else shown(said)
         raise ValueError(f"must return one of the logprobs {row} per token ({length}), got {got}")
@@ -158,13 +159,7 @@ def _logprobs(said: Any, length: int, row: str) -> list[float]:
 
 
 def _actions(said: Any, length: int, row: str) -> list[bool]:
-    mask = _plain(said)
+    mask = plain(said)
     if not isinstance(mask, list) or len(mask) != length or any(m not in (0, 1) for m in mask):
         raise ValueError(f"must return {MASK} {row} as {length} numbers 0 or 1, got {shown(said)}")
     return [bool(m) for m in mask]
-
-
-def _plain(said: Any) -> Any:
-    """Convert tensors, arrays and tuples to lists; leave all else as it is."""
-    said = said.tolist() if hasattr(said, "tolist") else said
-    return list(said) if isinstance(said, tuple) else said

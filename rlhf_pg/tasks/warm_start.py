@@ -3,7 +3,6 @@
 `recipes/sft.py` runs it by hand; a recipe without a model runs it by itself.
 """
 
-import os
 import subprocess
 import sys
 from itertools import zip_longest
@@ -14,6 +13,7 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerFast, set_seed
 from transformers.utils import get_json_schema
 
+from rlhf_pg.boundary.launcher import without_launcher
 from rlhf_pg.boundary.streams import outliving_readers
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.parse import parse, recipe_file
@@ -21,12 +21,6 @@ from rlhf_pg.data.chat import encode, encode_answer
 from rlhf_pg.supervised.examples import Example
 from rlhf_pg.supervised.sft import fit
 from rlhf_pg.tasks import Demonstration, Task, embedded
-
-# Variables that a launcher sets for its processes; a child that trains alone must not inherit them.
-LAUNCHER_PREFIXES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_"),
-    *("TORCHELASTIC_", "ACCELERATE_"),
-)
 
 
 @outliving_readers()
@@ -63,9 +57,8 @@ def ensure_model(task: str, path: str | None) -> str:
     with FileLock(final.parent / "lock-once"):  # "lock" belongs to the training
         if not (final / "model.safetensors").exists():
             print(f"no model at {final}: warm-starting one (once)", flush=True)
-            env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
             command = [sys.executable, "-m", "rlhf_pg.tasks.warm_start", *recipe]
-            subprocess.run(command, env=env, check=True)
+            subprocess.run(command, env=without_launcher(), check=True)
     return str(final)
 
 

@@ -55,6 +55,14 @@ MUTANTS: list[Mutant] = [
         killers=("tests/trainers/test_reward_calls.py::test_batch_of_failed_calls_ends_run",),
     ),
     Mutant(
+        name="logged-number-in-place-of-own",
+        mistake="a number that a reward function logs takes the place of one of the run's own",
+        target="rlhf_pg.trainers.reward_log.with_logged",
+        old="        if name in metrics:\n",
+        new="        if False:\n",
+        killers=("tests/trainers/test_reward_calls.py::test_logged_name_of_run_itself_is_refused",),
+    ),
+    Mutant(
         name="lost-completion-is-trained-on",
         mistake="a completion that no source could score is trained on, as if it were worth 0",
         target="rlhf_pg.trainers.collector.Collector.scored",

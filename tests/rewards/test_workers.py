@@ -108,7 +108,7 @@ def test_function_of_users_file_runs_in_worker(tmp_path):
     file.write_text(
         "import helper\ndef bonus(completions):\n    return [helper.BONUS for _ in completions]\n"
     )
-    made = rewards(load(f"{file}:bonus", None))
+    made = rewards(load(f"{file}:bonus"))
     assert totals(made) == [[7] * 6]
 
 

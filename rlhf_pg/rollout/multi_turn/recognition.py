@@ -60,11 +60,11 @@ def _is_ours(environment: Any, *itself: Any) -> bool:
     """
     try:
         step, reset = environment.step, environment.reset
+        pays = callable(getattr(environment, "get_reward", None))
     except Exception:  # it has none, or raises anything
         return False
     if not callable(step) or not callable(reset):
         return False
-    pays = callable(getattr(environment, "get_reward", None))
     named = _first(step, *itself) == "completion" or _first(reset, *itself) == "example"
     if named and not pays:
         return True
