@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from rlhf_pg.boundary.user_modules import PREFIX
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.fields import found
+from rlhf_pg.config.rewards import located
 from rlhf_pg.data.prompts import as_dataset
 from rlhf_pg.data.sources import PromptMaker, Rows, load_datasets, with_prompts
 from rlhf_pg.rewards.named import PYTHON, describe, named_rewards
@@ -219,6 +220,6 @@ def _name_of(source: Any) -> str:
     if inspect.isclass(source) or getattr(sys.modules.get(module), name, None) is not source:
         return f"{PYTHON}{name}"
     if module != "__main__" and not module.startswith(PREFIX):
-        return f"{module}:{name}"
+        return located(f"{module}:{name}", None)
     file = Path(code.co_filename if code is not None else "").absolute()
     return f"{file}:{name}" if file.suffix == ".py" else f"{PYTHON}{name}"

@@ -10,6 +10,7 @@ from datasets import Dataset, IterableDataset
 from rlhf_pg import GRPOConfig, GRPOTrainer
 from rlhf_pg.boundary.user_modules import load
 from rlhf_pg.config.parse import parse
+from rlhf_pg.config.rewards import located
 from rlhf_pg.tasks.inputs import names_of, settled_inputs
 
 REWARDS = """
@@ -128,7 +129,8 @@ def total(completions, **columns):
 ROWS = [{"prompt": "1+1="}]
 GIVEN = {"model": "m", "reward_funcs": total, "train_dataset": ROWS}
 OWN = {"reward_model_name_or_path": None, "reward_options": {}}
-OWN |= {"reward_funcs": (f"{__name__}:total",)}
+TOTAL = located(f"{__name__}:total", None)
+OWN |= {"reward_funcs": (TOTAL,)}
 
 
 @pytest.mark.parametrize(
@@ -153,9 +155,10 @@ def test_names_find_rewards_again_or_say_that_nothing_does(tmp_path):
     (tmp_path / "mine.py").write_text(REWARDS)
     functions = [load(f"{tmp_path}/mine.py:even"), total, json.dumps, lambda **_: [], str, "a/b"]
     assert names_of(functions) == (
-        *(f"{tmp_path}/mine.py:even", f"{__name__}:total", "json:dumps", "python:<lambda>"),
+        *(f"{tmp_path}/mine.py:even", TOTAL, "json:dumps", "python:<lambda>"),
         *("python:str", "model:a/b"),
     )
+    assert load(TOTAL) is total
     args = GRPOConfig(reward_funcs=("python:<lambda>", "python:<lambda>"))
     with pytest.raises(
         ValueError, match="a reward that was given in Python and that no name finds"
