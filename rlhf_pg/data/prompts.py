@@ -14,10 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import told
 from rlhf_pg.boundary.user_code import foreign
-from rlhf_pg.data.chat import TooLong, encode
+from rlhf_pg.data.chat import TooLong, encode, tokenized
 
 logger = logging.getLogger(__name__)
 
+AT_ONCE = 1000  # prompts that are read and tokenized together
 Schemas: TypeAlias = Sequence[dict[str, Any]]
 Tools: TypeAlias = Schemas | Callable[[dict[str, Any]], Schemas]  # or those of a row
 
@@ -139,10 +140,12 @@ def load_prompts(
     tokens: list[list[int]] = []
     kept: list[int] = []
     long: list[str] = []
-    for row, prompt in enumerate(dataset["prompt"]):
+    for row, prompt, known in _with_tokens(dataset, tokenizer, max_prompt_length):
         try:
             own = offered(tools, dataset[row] if callable(tools) else {}, row)
-            tokens.append(encode(prompt, tokenizer, row, tools=own, most=max_prompt_length))
+            tokens.append(
+                encode(prompt, tokenizer, row, tools=own, most=max_prompt_length, known=known)
+            )
             kept.append(row)
         except TooLong as error:
             long.append(f"row {row} with {error.size}")
@@ -159,6 +162,18 @@ def load_prompts(
             "the dataset has no prompts" + (" left: all were too long" if long else "")
         )
     return Prompts(dataset, tokens)
+
+
+def _with_tokens(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, most: int | None
+) -> Iterator[tuple[int, Any, dict[str, list[int]]]]:
+    """Yield rows, their prompts, and what is known of the tokens of these and their neighbours."""
+    column = dataset.with_format(None)["prompt"]
+    for rows in batches(range(len(dataset)), AT_ONCE):
+        prompts = column[rows.start : rows.stop]
+        known = tokenized(prompts, tokenizer, most)
+        for row, prompt in zip(rows, prompts, strict=True):
+            yield row, prompt, known
 
 
 def as_dataset(given: Any) -> Dataset:
@@ -287,8 +302,9 @@ def fitting_prompts(
     """
     try:
         loaded = load_prompts(dataset, tokenizer, max_prompt_length, long_prompts, tools)
-        texts = [row for row, p in enumerate(loaded.rows["prompt"]) if isinstance(p, str)]
-        if tools and texts:
+        prompts = loaded.rows["prompt"] if tools else ()
+        texts = [row for row, prompt in enumerate(prompts) if isinstance(prompt, str)]
+        if texts:
             raise ValueError(
                 f"the prompt in row {texts[0]} is a string, and tools are called in a chat: make "
                 "it a list of messages"

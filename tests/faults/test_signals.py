@@ -286,4 +286,5 @@ def test_killed_launcher_ends_worker_waiting_for_store() -> None:
     ) as launcher:
         assert "joins\n" in iter(launcher.stdout.readline, "")
         launcher.kill()
-        assert "its launcher is gone, and nothing had begun" in launcher.stdout.read()
+        said = launcher.communicate(timeout=20)[0]
+        assert "its launcher is gone, and nothing had begun" in said

@@ -22,7 +22,7 @@ MUTANTS = [
         target="rlhf_pg.boundary.user_files.UserFiles.find_spec",
         old="        if path is not None or name in sys.stdlib_module_names:\n",
         new="        if path is not None:\n",
-        killers=(MODULES_TEST + "test_siblings_are_importable_at_the_top_and_within_functions",),
+        killers=(MODULES_TEST + "test_sibling_does_not_shadow_standard_library",),
     ),
     Mutant(
         name="completions-sent-elsewhere",
