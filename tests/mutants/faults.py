@@ -239,7 +239,7 @@ MUTANTS = [
         name="stretched-schedule-unsaid",
         mistake="another max_steps changes every rate to come, and the resumed run does not say so",
         target="rlhf_pg.checkpoint.compatibility.check",
-        old="PEAKS if endless else PEAKS | LENGTHS",
+        old="PEAKS | lengths(now)",
         new="PEAKS",
         killers=(
             "tests/faults/test_checkpoints.py::"

@@ -240,13 +240,20 @@ def test_resume_is_refused_with_other_data_or_keys(tmp_path):
 
 
 def test_adapter_is_resumed_on_its_own_model_only(tmp_path, caplog):
-    options = {"save_steps": 1, "max_steps": 2, "use_peft": True}
+    options = {"save_steps": 1, "max_steps": 2, "peft_config": adapter()}
     train(tmp_path, **options)
-    latest = {"resume_from_checkpoint": "latest"}
-    with pytest.raises(ValueError, match="with model_name_or_path None, and it is 'other'"):
-        train(tmp_path, **options | latest | {"model_name_or_path": "other"})
-    train(tmp_path, **options | latest | {"max_steps": 3})
-    assert "max_steps was 2 and is 3: the learning rates of later steps change" in caplog.text
+    options["resume_from_checkpoint"] = "latest"
+    for other in (
+        {"model": tiny_model("llama", scale=0.1)},
+        {"peft_config": adapter(lora_alpha=1)},
+        {"peft_config": adapter(r=1)},
+        {"peft_config": None},
+    ):
+        with pytest.raises(ValueError, match="checkpoint-2 was saved by a run with another model"):
+            train(tmp_path, **options | other)
+    train(tmp_path, **options | {"max_steps": 3, "num_train_epochs": 2})
+    changed = "max_steps was 2 and is 3: the learning rates of later steps change"
+    assert changed in caplog.messages
 
 
 @pytest.mark.parametrize("asked", ["fp16", "bf16"])
