@@ -87,8 +87,8 @@ class Reference(nn.Module):
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Hash the names and shapes of all tensors, the values of the frozen parameters, and the factors
-    of adapters (SHA-256).
+    """Hash the names and shapes of all tensors, and what is frozen: parameters and the factors of
+    adapters (SHA-256).
 
     The values of a moving reference are left out. A resumed run must find the same hash: then the
     saved weights fit, and what was not saved is equal.

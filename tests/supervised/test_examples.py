@@ -140,9 +140,7 @@ def byte_pairs():
         show_progress=False,
     )
     backend.train_from_iterator(["user: ab assistant: cd fg"] * 9, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<eos>", chat_template=BLANK
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", chat_template=BLANK)
 
 
 def test_chat_has_tokens_of_a_rollout_before_each_turn():
