@@ -276,7 +276,7 @@ def test_adapter_of_language_model_gets_head_on_merged_weights(tmp_path):
     adapted = stir(get_peft_model(policy, adapter()))
     adapted.save_pretrained(tmp_path / "adapter")
     letters().save_pretrained(tmp_path / "adapter")
-    loaded = _load(tmp_path / "adapter", False)
+    loaded = _load(tmp_path / "adapter", False, {})
     whole = adapted.merge_and_unload()
     ids = torch.tensor([[5, 9, 4]])
     hidden = [m.base_model(ids).last_hidden_state for m in (loaded, whole, base)]
@@ -286,7 +286,21 @@ def test_adapter_of_language_model_gets_head_on_merged_weights(tmp_path):
     train_reward_model(args, tmp_path / "adapter", None, pairs(), pairs(8))
     get_peft_model(classifier(), adapter(task_type="SEQ_CLS")).save_pretrained(tmp_path / "x")
     with pytest.raises(ValueError, match="is of kind SEQ_CLS"):
-        _load(tmp_path / "x", False)
+        _load(tmp_path / "x", False, {})
+
+
+def test_options_of_loading_are_obeyed_or_refused(tmp_path):
+    classifier().save_pretrained(tmp_path / "base")
+    letters().save_pretrained(tmp_path / "base")
+    options = {"attention_dropout": 0.25, "attn_implementation": "eager"}
+    loaded = _load(tmp_path / "base", False, options)
+    assert loaded.config.attention_dropout == 0.25
+    assert loaded.config._attn_implementation == "eager"
+    args = config(tmp_path / "run", model_init_kwargs={"attention_dropuot": 0.25})
+    with pytest.raises(ValueError, match="did you mean 'attention_dropout'"):
+        train_reward_model(args, tmp_path / "base", None, pairs(), pairs(8))
+    with pytest.raises(ValueError, match=r"model_init_kwargs \(attention_dropuot\) is for loading"):
+        train_reward_model(args, classifier(), letters(), pairs(), pairs(8))
 
 
 def test_resumed_run_ends_with_same_weights_bit_for_bit(tmp_path):

@@ -270,6 +270,19 @@ def test_earlier_checkpoints_are_set_aside(tmp_path):
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
+def test_options_of_loading_are_obeyed_or_refused(tmp_path):
+    model = tiny_model("llama", scale=0.05)
+    model.save_pretrained(tmp_path / "base")
+    options = {"max_steps": 1, "model_init_kwargs": {"attention_dropout": 0.25}}
+    train(tmp_path / "run", tmp_path / "base", **options)
+    saved = json.loads((tmp_path / "run" / "final" / "config.json").read_text())
+    assert saved["attention_dropout"] == 0.25
+    train(tmp_path / "eager", model, max_steps=1, attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match=r"model_init_kwargs \(attention_dropout\) is for loading"):
+        train(tmp_path / "object", model, **options)
+
+
 # -------------------------------------------------------------------------------- what is refused
 
 
