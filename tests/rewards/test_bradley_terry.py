@@ -411,7 +411,7 @@ CHAT = Dataset.from_dict(
         (broken(1, drop=["prompt"], chosen=""), "chosen in row 1 is empty"),
         (broken().add_column("margin", [1.0, 0.0, None, 0.0]), "margin in row 2 must be a finite"),
         (CHAT, "chosen in row 0 is a list of messages.*no chat_template"),
-        (pairs(4).select([]), "give a datasets.Dataset with columns chosen and rejected"),
+        (pairs(4).select([]), "it has no rows"),
         (["ab"], "give a datasets.Dataset or a list of dicts"),
         (iter(pairs(4)), "give a datasets.Dataset with columns chosen and rejected"),
         (None, "give a datasets.Dataset"),
@@ -450,7 +450,9 @@ def test_long_pairs_are_dropped_on_demand(tmp_path, capsys):
     data = broken(0, chosen="b" * 62)
     train(tmp_path, data=data, long_examples="drop", max_steps=1)
     assert "train_dataset: 1 of 4 pairs are too long: left out" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="train_dataset: 4 pairs, and none is left within max_l"):
+    with pytest.raises(
+        ValueError, match="train_dataset: each of its 4 pairs is too long: raise max_l"
+    ):
         train(tmp_path, data=data, long_examples="drop", max_length=1)
 
 

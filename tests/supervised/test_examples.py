@@ -252,7 +252,7 @@ def test_long_examples_are_refused_dropped_or_cut_off(tokenizer, capsys):
     cut = examples(LONG, tokenizer, 5, long_examples="truncate")
     assert [learnt(example, tokenizer) for example in cut] == ["__c<eos>", "__cde"]
     for choice in ("drop", "truncate"):
-        with pytest.raises(ValueError, match="2 rows, and none is left within max_length"):
+        with pytest.raises(ValueError, match="each of its 2 rows is too long: raise max_length"):
             examples(LONG, tokenizer, 2, long_examples=choice)
 
 
@@ -270,6 +270,7 @@ def test_long_examples_are_refused_dropped_or_cut_off(tokenizer, capsys):
         ([{"text": "B"}], {}, "text in row 0 cannot be tokenized"),
         ([{"text": "b"}], {"append_eos": False}, "row 0 has nothing to learn"),
         ([{"messages": "b"}], {}, "messages in row 0 must be a list of messages, got 'b'"),
+        (Dataset.from_dict({"text": []}), {}, "it has no rows"),
         ([], {}, "give a datasets.Dataset or a list of dicts"),
         ("abc", {}, "give a datasets.Dataset or a list of dicts"),
     ],
