@@ -1,6 +1,9 @@
 """Keys of transformers' `TrainingArguments`, and what takes their place here."""
 
-_ACCELERATE = "accelerate launch --config_file, with a file such as those in recipes/accelerate/"
+_ACCELERATE = (
+    "accelerate launch --config_file, with a file such as those in recipes/accelerate/ (where the "
+    "package is installed, rlhf_pg/recipes/accelerate/)"
+)
 _STEPS = "a number of steps; 0 is never"
 _TEXTS = "texts are tokenised once, before the first step, and no batch is assembled ahead"
 _BY_REWARD = "save_best, which goes by eval_reward: the higher the better"
