@@ -425,6 +425,12 @@ def test_bad_pair_raises_with_dataset_and_row(tmp_path, name, data, message):
     assert not (tmp_path / "final").exists()
 
 
+def test_precision_of_the_launcher_is_not_ignored(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ValueError, match="mixed_precision"):
+        train(tmp_path, max_steps=1)
+
+
 def test_text_beyond_model_positions_raises(tmp_path):
     with pytest.raises(ValueError, match="row 0 has 65 tokens, more than the 64"):
         train(tmp_path, data=broken(0, chosen="b" * 62), max_length=100)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFl
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.supervised import train_sft
-from rlhf_pg.supervised.sft import check_packing, pad_examples, token_sums
+from rlhf_pg.supervised.sft import SFTTrainer, check_packing, pad_examples, token_sums
 from rlhf_pg.supervised.training import micro_batch_size
 from tests.rewards.test_reward_model import letters
 from tests.tiny import adapter, tiny_model
@@ -299,6 +299,17 @@ def test_what_does_not_go_together_is_refused_before_training(tmp_path, options,
     with pytest.raises(ValueError, match=message):
         train(tmp_path, **options)
     assert not (tmp_path / "final").exists()
+
+
+def test_split_weights_are_not_merged(tmp_path, monkeypatch):
+    def sharded(**options):
+        trainer = SFTTrainer(**options)
+        trainer.is_fsdp_enabled = True
+        return trainer
+
+    monkeypatch.setattr("rlhf_pg.supervised.sft.SFTTrainer", sharded)
+    with pytest.raises(ValueError, match="save_merged needs whole weights, which FSDP"):
+        train(tmp_path, peft_config=adapter(), save_merged=True)
 
 
 def test_missing_model_is_refused():
