@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from rlhf_pg.data.records import Rollout
@@ -87,8 +86,7 @@ class Reference(nn.Module):
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Hash the names and shapes of all tensors, and what is frozen: parameters and the factors of
-    adapters (SHA-256).
+    """Hash the names and shapes of all tensors, and the values of the frozen parameters (SHA-256).
 
     The values of a moving reference are left out. A resumed run must find the same hash: then the
     saved weights fit, and what was not saved is equal.
@@ -98,9 +96,6 @@ def fingerprint(module: nn.Module) -> str:
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         if stays and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
             digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    for name, part in module.named_modules():
-        if isinstance(part, LoraLayer):  # lora_alpha / r, which no tensor holds
-            digest.update(f"{name} {part.scaling}".encode())
     return digest.hexdigest()
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from peft.tuners.lora import LoraLayer
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from rlhf_pg.checkpoint import atomic
@@ -20,7 +22,7 @@ from rlhf_pg.checkpoint.compatibility import MAY_CHANGE, changed, lengths
 from rlhf_pg.checkpoint.run_dir import begun, locked
 from rlhf_pg.config import dump
 from rlhf_pg.config.supervised import SupervisedConfig
-from rlhf_pg.models import fingerprint as model_fingerprint
+from rlhf_pg.models import fingerprint as fingerprint_of_weights
 from rlhf_pg.report.json_lines import JsonLines
 
 logger = logging.getLogger(__name__)
@@ -220,6 +222,16 @@ def fingerprint(rows: Any) -> str | None:
         for value in row.values():
             digest.update(np.asarray(value, dtype=np.float64).tobytes() + b"|")
     return digest.hexdigest()
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Return the SHA-256 of what is frozen in a model, its shapes, and the factors of adapters."""
+    factors = [  # lora_alpha / r, which no tensor holds
+        f"{name} {part.scaling}"
+        for name, part in model.named_modules()
+        if isinstance(part, LoraLayer)
+    ]
+    return hashlib.sha256("\n".join([fingerprint_of_weights(model), *factors]).encode()).hexdigest()
 
 
 def _whole(path: Path) -> bool:
