@@ -39,8 +39,8 @@ class Asker:
     """A client that posts JSON to one address and reads JSON.
 
     A connection that fails, a late answer and the statuses 408, 429 and 5xx lead to another
-    attempt. Redirects are followed only within the same scheme, host and port. Neither the server
-    is trusted nor what it says: its words are quoted in errors, without the key.
+    attempt. Redirects are followed only within the same scheme, host and port. The server is not
+    trusted: errors quote what it says, without the key.
 
     Args:
         url: the address, with its path.
@@ -209,7 +209,7 @@ def _stays(url: httpx2.URL, target: httpx2.URL) -> bool:
 
 
 def _seconds(text: str) -> float | None:
-    """Return a `Retry-After` in seconds; None for a date, since no wall clock is looked at."""
+    """Return a `Retry-After` in seconds; None for a date, which is ignored."""
     return float(text) if text.isascii() and text.isdigit() else None
 
 

@@ -342,7 +342,7 @@ class Checkpointer:
         self.trained.load_state(stored_state(path / "optimizer.safetensors", self.parameters))
         self.put_back(state)
         self.saved = self.state.step if path.resolve() == self.path().resolve() else None
-        if not self._has_best(path.resolve()):
+        if self.config.get("save_best", True) and not self._has_best(path.resolve()):
             self.state.best_reward = None  # the best checkpoint stayed in the other directory
         rng = _rng_file(path, rank)
         if rng.exists():

@@ -75,20 +75,27 @@ def check(
             f"{path} was saved with running statistics of {theirs}, and this run has them of "
             f"{ours}: resume with the same reward functions"
         )
-    endless = now.get("lr_scheduler_type") in WITHOUT_LENGTH
-    return _changed(saved["config"], now, PEAKS if endless else PEAKS | LENGTHS)
+    return changed(saved["config"], now, PEAKS | lengths(now))
+
+
+def lengths(config: Mapping[str, Any]) -> set[str]:
+    """Return the keys by which the length of the run alters the learning rates of later steps."""
+    if config.get("lr_scheduler_type") in WITHOUT_LENGTH:
+        return set()
+    return LENGTHS if config.get("max_steps", -1) < 0 else {"max_steps"}
 
 
 def _check_config(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    changed = _changed(saved, now, saved.keys() - MAY_CHANGE - PEAKS)
-    if changed:
+    others = changed(saved, now, saved.keys() - MAY_CHANGE - PEAKS)
+    if others:
         raise ValueError(
-            f"{path} was saved by a run with another config: {changed}. Resume with the same, or "
+            f"{path} was saved by a run with another config: {others}. Resume with the same, or "
             "start a new run from its weights"
         )
 
 
-def _changed(saved: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> str:
+def changed(saved: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> str:
+    """Describe how these keys of a config have changed; "" if none has."""
     return "; ".join(
         f"{key} was {saved[key]!r} and is {now[key]!r}"
         for key in sorted(saved.keys() & now.keys() & set(keys))

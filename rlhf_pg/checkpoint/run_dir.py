@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 # In the order in which they are set aside: metrics.jsonl, which identifies a run, comes last.
 RUN_FILES = (
     *("config.yaml", "completions.jsonl", "checkpoints", "best", "final", "reward.png"),
-    *("tensorboard", "wandb", "run-id", "skipped", "metrics.json", "metrics.jsonl"),
+    *("tensorboard", "wandb", "run-id", "skipped", "model.sha256"),
+    *("metrics.json", "metrics.jsonl"),
 )
 SET_ASIDE = "{} held an earlier run or a model: it is in {} now"
 

@@ -1,4 +1,4 @@
-"""`rlhf-pg doctor` says what is here, what is missing and how to get it; it asks no network."""
+"""`rlhf-pg doctor` says what is here, what is missing and how to get it, without the network."""
 
 import json
 import os
@@ -44,7 +44,7 @@ class Finding(NamedTuple):
 
 
 def doctor(flags: Sequence[str]) -> None:
-    """Print what is here and what is missing; exit with status 1 if nothing can work like this."""
+    """Print what is here and what is missing; exit with status 1 if nothing works without it."""
     options = parser_of("doctor", usage_of("doctor")).parse_args(list(flags))
     findings = examined()
     if options.json:

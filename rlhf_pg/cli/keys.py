@@ -1,7 +1,7 @@
 """The keys of the configs, read from their source: `--help` needs no torch, which takes seconds.
 
-A group is a class of the config. Its keys have the default, the type and the docstring of the class
-that says the most recent word on them.
+A group is a class of the config. Its keys have the default, the type and the docstring of the last
+class that declares them.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""Recipes by file or by name, in one manner for all commands: `COMMAND RECIPE --key value`."""
+"""Recipes by file or by name, alike for all commands: `COMMAND RECIPE --key value`."""
 
 import argparse
 import difflib

@@ -4,8 +4,10 @@ Those of TRL and of transformers have files of their own.
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 
+from rlhf_pg.config.supervised_keys import REWARDED, SUPERVISED_KEYS, SUPERVISED_NO_MEANING
 from rlhf_pg.config.transformers_keys import TRANSFORMERS_KEYS, TRANSFORMERS_NO_MEANING
 from rlhf_pg.config.trl_keys import TRAINER_ARGUMENTS, TRL_KEYS, TRL_NO_MEANING
 
@@ -81,12 +83,8 @@ NO_MEANING = {
     ),
 }
 
-
-# What runs without rollouts have in place of such a key.
-SUPERVISED = dict.fromkeys(
-    ("per_device_train_batch_size", "gradient_accumulation_steps"),
-    "batch_size, over all processes",
-)
+# Where a hint begins that holds for every run, and not with a key of its config.
+ANYWHERE = {"the", "accelerate", "HF_TOKEN", "CUDA_VISIBLE_DEVICES", "Python"}
 
 
 def explained(key: str, known: Iterable[str] = ()) -> str | None:
@@ -95,13 +93,22 @@ def explained(key: str, known: Iterable[str] = ()) -> str | None:
     Args:
         known: the keys of the config.
     """
-    if key in SUPERVISED and "batch_size" in known:
-        return f"{key!r} is not a key here; see {SUPERVISED[key]}"
-    if key in FOREIGN_KEYS:
-        return f"{key!r} is not a key here; see {FOREIGN_KEYS[key]}"
-    if key in NO_MEANING:
-        return f"`{key}` has no meaning here: {NO_MEANING[key]}"
-    return None
+    hint, reason = _found(key, known)
+    if hint is not None:
+        return f"{key!r} is not a key here; see {hint}"
+    return None if reason is None else f"`{key}` has no meaning here: {reason}"
+
+
+def _found(key: str, known: Iterable[str]) -> tuple[str | None, str | None]:
+    """Return what to use in place of a key, or else the reason why it has no meaning."""
+    hint, reason = FOREIGN_KEYS.get(key), NO_MEANING.get(key)
+    if "batch_size" not in known:
+        return hint, reason
+    has_place = {*known} | ANYWHERE  # a run without rollouts
+    for one in (SUPERVISED_KEYS.get(key), None if key in SUPERVISED_NO_MEANING else hint):
+        if one is not None and re.findall(r"\w+", one)[0] in has_place:
+            return one, None
+    return None, SUPERVISED_NO_MEANING.get(key, reason or (hint and REWARDED))
 
 
 def explained_argument(name: str, config: str, keys: Iterable[str]) -> str | None:
@@ -115,7 +122,7 @@ def explained_argument(name: str, config: str, keys: Iterable[str]) -> str | Non
         return f"{name!r} {TRAINER_ARGUMENTS[name]}"
     if name in keys:
         return f"{name!r} is a key of the config: args={config}({name}=...)"
-    return explained(name)
+    return explained(name, keys)
 
 
 def nearest(key: str, known: Iterable[str]) -> str:

@@ -1,8 +1,11 @@
 """Keys of transformers' `TrainingArguments`, and what takes their place here."""
 
-_ACCELERATE = "accelerate launch --config_file, with a file such as those in recipes/accelerate/"
+_ACCELERATE = (
+    "accelerate launch --config_file, with a file such as those in recipes/accelerate/ (where the "
+    "package is installed, rlhf_pg/recipes/accelerate/)"
+)
 _STEPS = "a number of steps; 0 is never"
-_PROMPTS = "prompts are tokenised once, before the first step, and no batch is assembled ahead"
+_TEXTS = "texts are tokenised once, before the first step, and no batch is assembled ahead"
 _BY_REWARD = "save_best, which goes by eval_reward: the higher the better"
 
 # A key of transformers, and what to use here.
@@ -87,14 +90,14 @@ TRANSFORMERS_NO_MEANING = {
             *("dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory"),
             *("dataloader_prefetch_factor", "length_column_name", "dispatch_batches"),
         ),
-        _PROMPTS,
+        _TEXTS,
     ),
     **dict.fromkeys(
         (
             *("ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_static_graph"),
             "ddp_find_unused_parameters",
         ),
-        "DDP is set up as the models need it; only ddp_timeout is left to choose",
+        "DDP is set up as the models need it",
     ),
     **dict.fromkeys(
         (
@@ -130,5 +133,5 @@ TRANSFORMERS_NO_MEANING = {
         ("use_mps_device", "tpu_num_cores", "tpu_metrics_debug", "use_ipex"),
         "a run is on NVIDIA's GPUs or on CPUs",
     ),
-    "fp16_opt_level": "it is Apex's, and dtype is float32, bfloat16 or float64",
+    "fp16_opt_level": "it is Apex's; dtype is the precision",
 }

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -32,7 +34,8 @@ def encode_turns(
     """Encode a closed chat, and say which tokens are learnt.
 
     A turn is learnt through the token that ends it, without the blanks that a template puts behind
-    it. The name of a special token in a message is only text, as in `rlhf_pg.data.encode`.
+    it. What comes before a turn of the assistant has the tokens that a rollout gives it. The name
+    of a special token in a message is only text, as in `rlhf_pg.data.encode`.
 
     Args:
         where: name of the chat in an error.
@@ -47,7 +50,7 @@ def encode_turns(
     start = chat.opening(read)
     spans = chat.assistant_turns() if assistant_only else [(start, len(chat.text))]
     learnt = [(max(first, start), len(chat.text[:end].rstrip())) for first, end in spans]
-    ids, places = _tokenize_places(chat.text, tokenizer, where)
+    ids, places = _tokenize_turns(chat.text, [start, *chat.openings(read)], tokenizer, where)
     return Learnt(ids, [_within(place, learnt) for place in places])
 
 
@@ -87,6 +90,15 @@ class _Chat:
         """Return where the turn behind the first `count` messages begins to be the assistant's."""
         return self._length(count, closed=False) if count else 0
 
+    def openings(self, read: int) -> list[int]:
+        """Return where the assistant's later turns begin, wherever rendering the chat tells."""
+        found = []
+        for number, message in enumerate(self.messages):
+            if number > read and message.get("role") == "assistant":
+                with suppress(ValueError):  # a turn that the template shows differently
+                    found.append(self.opening(number))
+        return found
+
     def assistant_turns(self) -> list[Span]:
         """Return the assistant's turns, by the tags of the template or by rendering the chat up to
         each of them.
@@ -113,6 +125,26 @@ class _Chat:
                 "completion_only_loss: false)"
             )
         return len(text)
+
+
+def _tokenize_turns(
+    text: str, openings: Sequence[int], tokenizer: PreTrainedTokenizerBase, where: str
+) -> tuple[list[int], list[Span]]:
+    """Tokenize a rendered chat as one, or apart at an opening that it would melt with what follows.
+
+    A tokenizer may put a blank in front of every text, so it is not always cut.
+    """
+    ids: list[int] = []
+    places: list[Span] = []
+    begin, first = 0, 0  # of the text that is tokenized as one, and of its tokens
+    for opening, end in pairwise([0, *openings, len(text)]):
+        more, spans = _tokenize_places(text[begin:end], tokenizer, where)
+        if more[: len(ids) - first] != ids[first:]:
+            begin, first = opening, len(ids)
+            more, spans = _tokenize_places(text[begin:end], tokenizer, where)
+        ids = ids[:first] + more
+        places = places[:first] + [(begin + a, begin + b) for a, b in spans]
+    return ids, places
 
 
 def _tokenize_places(

@@ -13,11 +13,13 @@ from rlhf_pg.models.critic import Critic as Critic
 from rlhf_pg.models.critic import ValueHead as ValueHead
 from rlhf_pg.models.critic import new_critic as new_critic
 from rlhf_pg.models.lm_head import chunk_size_for as chunk_size_for
+from rlhf_pg.models.loading import check_options as check_options
 from rlhf_pg.models.loading import init_options as init_options
 from rlhf_pg.models.loading import load_model as load_model
 from rlhf_pg.models.loading import load_policy as load_policy
 from rlhf_pg.models.loading import max_positions as max_positions
 from rlhf_pg.models.loading import quantization as quantization
+from rlhf_pg.models.loading import set_options as set_options
 from rlhf_pg.models.modes import checkpoint_activations as checkpoint_activations
 from rlhf_pg.models.modes import disable_dropout as disable_dropout
 from rlhf_pg.models.modes import evaluating as evaluating

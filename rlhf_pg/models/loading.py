@@ -107,7 +107,7 @@ def load_model(
         _check_quantization(model, dtype, quantization_config)
     if not isinstance(model, str | os.PathLike):
         check_kind(model)
-        _set_options(model, options)
+        set_options(model, options)
         return _cast(model, dtype)
     name = str(model)
     check_directory(name)
@@ -117,7 +117,7 @@ def load_model(
         return _load_adapter(
             name, dtype, auto_class, quantization_config, trust_remote_code, options
         )
-    _check_options(name, options, trust_remote_code)
+    check_options(name, options, trust_remote_code)
     loaded = from_pretrained(
         auto_class,
         model,
@@ -141,10 +141,13 @@ def init_options(args: ModelConfig) -> dict[str, Any]:
     return attention | args.model_init_kwargs
 
 
-def _check_options(path: str, options: Mapping[str, Any], trust_remote_code: bool) -> None:
+def check_options(path: str, options: Mapping[str, Any], trust_remote_code: bool) -> None:
     """Refuse an option that is neither an argument of `from_pretrained` nor a field of the config.
 
     Left to transformers, some models would ignore it.
+
+    Raises:
+        ValueError: there is one.
     """
     fields = options.keys() - PLACES - READING - {ATTENTION}
     if not fields:
@@ -161,8 +164,12 @@ def _check_options(path: str, options: Mapping[str, Any], trust_remote_code: boo
             )
 
 
-def _set_options(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
-    """Give an object the attention that it is to have, and refuse what is for loading."""
+def set_options(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
+    """Give an object the attention that it is to have, and refuse what is for loading.
+
+    Raises:
+        ValueError: an option is for loading, or there is no such attention.
+    """
     others = sorted(options.keys() - {ATTENTION})
     if others:
         raise ValueError(

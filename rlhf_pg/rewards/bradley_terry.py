@@ -30,12 +30,15 @@ from rlhf_pg.models import (
     about,
     add_adapter,
     check_directory,
+    check_options,
     disable_dropout,
     from_pretrained,
     has_tokenizer,
+    init_options,
     load_model,
     merged,
     opening,
+    set_options,
 )
 from rlhf_pg.models.assemble import adapter_of
 from rlhf_pg.models.modes import checkpoint_activations
@@ -135,7 +138,7 @@ def train_reward_model(
     set_seed(args.seed)
     adapter = adapter_of(args, peft_config)
     train_dataset, eval_dataset = named_data(args, train_dataset, eval_dataset)
-    scorer = _load(model or args.model_name_or_path, args.trust_remote_code)
+    scorer = _load(model or args.model_name_or_path, args.trust_remote_code, init_options(args))
     tokenizer = score_tokenizer(
         processing_class,
         scorer,
@@ -281,22 +284,28 @@ def _adapted(model: PreTrainedModel, config: Any, dtype: str) -> PeftModel:
 
 
 def _load(
-    model: str | PathLike[str] | PreTrainedModel | None, trust_remote_code: bool
+    model: str | PathLike[str] | PreTrainedModel | None,
+    trust_remote_code: bool,
+    options: Mapping[str, Any],
 ) -> PreTrainedModel:
     if model is None:
         raise ValueError("no model: give model=... or the key model_name_or_path")
     if not isinstance(model, str | PathLike):
+        set_options(model, options)
         return model
     with about("model_name_or_path"):
         check_directory(model)
         with opening("model", model):
             is_adapter = find_adapter_config_file(str(model)) is not None
         if is_adapter:
-            return _load_merged(str(model), trust_remote_code)
-        return _load_classifier(model, trust_remote_code)
+            return _load_merged(str(model), trust_remote_code, options)
+        return _load_classifier(model, trust_remote_code, options)
 
 
-def _load_classifier(model: str | PathLike[str], trust_remote_code: bool) -> PreTrainedModel:
+def _load_classifier(
+    model: str | PathLike[str], trust_remote_code: bool, options: Mapping[str, Any]
+) -> PreTrainedModel:
+    check_options(str(model), options, trust_remote_code)
     # The checkpoint's dtype may be bfloat16, which would lose small updates.
     return from_pretrained(
         AutoModelForSequenceClassification,
@@ -305,10 +314,11 @@ def _load_classifier(model: str | PathLike[str], trust_remote_code: bool) -> Pre
         trust_remote_code=trust_remote_code,
         num_labels=1,
         dtype=torch.float32,
+        **options,
     )
 
 
-def _load_merged(path: str, trust_remote_code: bool) -> PreTrainedModel:
+def _load_merged(path: str, trust_remote_code: bool, options: Mapping[str, Any]) -> PreTrainedModel:
     """Load a language model with its adapter, and put a new head on the sum of both."""
     with opening("adapter", path):
         config = PeftConfig.from_pretrained(path)
@@ -318,8 +328,11 @@ def _load_merged(path: str, trust_remote_code: bool) -> PreTrainedModel:
             f"the adapter {path} is of kind {config.task_type}, on {base}: give one of a language "
             "model that says what its base model is, or merge it first"
         )
-    whole = merged(load_model(path, torch.float32, trust_remote_code=trust_remote_code))
-    classifier = _load_classifier(base, trust_remote_code)
+    language_model = load_model(
+        path, torch.float32, trust_remote_code=trust_remote_code, options=options
+    )
+    whole = merged(language_model)
+    classifier = _load_classifier(base, trust_remote_code, options)
     classifier.base_model.load_state_dict(whole.base_model.state_dict())
     if has_tokenizer(path):
         classifier.name_or_path = path

@@ -55,7 +55,10 @@ def load_pairs(
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
     if not pairs:
-        raise ValueError(f"{name}: {len(dataset)} pairs, and none is left within max_length")
+        raise ValueError(
+            f"{name}: each of its {len(dataset)} pairs is too long: raise max_length, or shorten "
+            "them"
+        )
     if len(pairs) < len(dataset):
         print(f"{name}: {len(dataset) - len(pairs)} of {len(dataset)} pairs are too long: left out")
     return pairs
@@ -65,7 +68,9 @@ def _as_pairs(dataset: Any, name: str) -> Dataset:
     """Return a dataset with the columns of pairs, and at least one row."""
     if isinstance(dataset, list) and dataset:
         dataset = as_dataset(dataset, name)
-    if not isinstance(dataset, Dataset) or not len(dataset):
+    if isinstance(dataset, Dataset) and not len(dataset):
+        raise ValueError(f"{name}: it has no rows: give some")
+    if not isinstance(dataset, Dataset):
         raise ValueError(
             f"{name}: give a datasets.Dataset with columns chosen and rejected, or name data by "
             "dataset_name, and held-out pairs by dataset_test_split or eval_dataset_name"

@@ -183,7 +183,8 @@ def load_examples(
         raise ValueError(f"{name}: {error}") from error
     kept = [example for example in made if example is not None]
     if not kept:
-        raise ValueError(f"{name}: {len(made)} rows, and none is left within max_length")
+        long = f"each of its {len(made)} rows is too long: raise max_length, or shorten them"
+        raise ValueError(f"{name}: {long if made else 'it has no rows: give some'}")
     if len(kept) < len(made):
         print(f"{name}: {len(made) - len(kept)} of {len(made)} rows are too long: left out")
     return kept

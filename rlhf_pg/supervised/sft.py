@@ -29,6 +29,7 @@ from rlhf_pg.models import (
     about,
     disable_dropout,
     evaluating,
+    init_options,
     load_policy,
     load_tokenizer,
     max_positions,
@@ -82,7 +83,10 @@ def train_sft(
     set_seed(args.seed)
     train_dataset, eval_dataset = named_data(args, train_dataset, eval_dataset)
     policy = _load(args, model or args.model_name_or_path, adapter_of(args, peft_config))
-    tokenizer = load_tokenizer(processing_class, policy, args.pad_token, args.trust_remote_code)
+    revision = args.model_init_kwargs.get("revision")
+    tokenizer = load_tokenizer(
+        processing_class, policy, args.pad_token, args.trust_remote_code, revision
+    )
     set_template_arguments(tokenizer, args.chat_template_kwargs)
     limit = longest(policy, args.max_length)
     load = partial(load_examples, args=args, tokenizer=tokenizer, limit=limit)
@@ -126,6 +130,7 @@ def _load(
             peft_config,
             quantization(computes) if args.load_in_4bit else None,
             args.trust_remote_code,
+            init_options(args),
         )
 
 

@@ -13,17 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from peft.tuners.lora import LoraLayer
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from rlhf_pg.checkpoint import atomic
-from rlhf_pg.checkpoint.compatibility import LENGTHS, MAY_CHANGE, WITHOUT_LENGTH
+from rlhf_pg.checkpoint.compatibility import MAY_CHANGE, changed, lengths
 from rlhf_pg.checkpoint.run_dir import begun, locked
 from rlhf_pg.config import dump
 from rlhf_pg.config.supervised import SupervisedConfig
+from rlhf_pg.models import fingerprint as fingerprint_of_weights
 from rlhf_pg.report.json_lines import JsonLines
 
 logger = logging.getLogger(__name__)
 
+MODEL = "model.sha256"  # file with the fingerprint of what a resumed run has to be given again
 TOKENS = 16384  # padded tokens of a micro-batch, where its size is chosen
 
 
@@ -136,13 +140,15 @@ def run(
             "dataset_fingerprint out to train on them"
         )
     args = replace(args, dataset_fingerprint=data)
+    model = model_fingerprint(trainer.model) if is_main else None  # elsewhere it may be empty
     if checkpoint is not None:
-        check_resumed(Path(checkpoint), args)
+        check_resumed(Path(checkpoint), args, model)
         trainer.accelerator.wait_for_everyone()  # before the config is written anew
     beginning = begun(directory) if checkpoint is None else locked(directory)
     with beginning if is_main else nullcontext():
         if is_main:
             dump(args, directory / "config.yaml")
+            (directory / MODEL).write_text(f"{model}\n")
             trainer.add_callback(_Journal(directory / "metrics.jsonl"))
         trainer.train(resume_from_checkpoint=checkpoint)
         metrics = _held_out(trainer.evaluate()) if evaluated else {}
@@ -177,26 +183,28 @@ def checkpoint_of(args: SupervisedConfig) -> str | None:
     return str(max(there, key=lambda path: int(path.name.rpartition("-")[2])))
 
 
-def check_resumed(checkpoint: Path, args: SupervisedConfig) -> None:
-    """Refuse to resume a run with another config or with other data.
+def check_resumed(checkpoint: Path, args: SupervisedConfig, model: str | None) -> None:
+    """Refuse to resume a run with another config, other data or another model.
+
+    Args:
+        model: its fingerprint, where it is to be compared.
 
     Raises:
-        ValueError: a key has changed that changes the result, or the data have.
+        ValueError: a key has changed that changes the result, or the data have, or the model.
     """
+    loaded = checkpoint.parent / MODEL
+    if model is not None and loaded.exists() and loaded.read_text().strip() != model:
+        raise ValueError(
+            f"{checkpoint} was saved by a run with another model: resume with the same base model "
+            "and adapter (model_name_or_path, or model and peft_config)"
+        )
     recorded = checkpoint.parent / "config.yaml"
     if not recorded.exists():
         return
     saved, now = yaml.safe_load(recorded.read_text()), json.loads(json.dumps(asdict(args)))
     kept = now.keys() - (MAY_CHANGE | {"micro_batch_size"}) | {"dataset_fingerprint"}
-    kept |= {"model_name_or_path"} if args.use_peft else set()  # its weights are not saved
-    endless = args.lr_scheduler_type in WITHOUT_LENGTH
-    for key in () if endless else sorted(LENGTHS & saved.keys() & now.keys()):
-        if saved[key] != now[key]:
-            logger.warning(
-                "%s was %r and is %r: the learning rates of later steps change",
-                *(key, saved[key]),
-                now[key],
-            )
+    if altered := changed(saved, now, lengths(now)):
+        logger.warning("%s: the learning rates of later steps change", altered)
     for key in sorted(kept & saved.keys()):
         if saved[key] != now[key]:
             raise ValueError(
@@ -214,6 +222,16 @@ def fingerprint(rows: Any) -> str | None:
         for value in row.values():
             digest.update(np.asarray(value, dtype=np.float64).tobytes() + b"|")
     return digest.hexdigest()
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Return the SHA-256 of what is frozen in a model, its shapes, and the factors of adapters."""
+    factors = [  # lora_alpha / r, which no tensor holds
+        f"{name} {part.scaling}"
+        for name, part in model.named_modules()
+        if isinstance(part, LoraLayer)
+    ]
+    return hashlib.sha256("\n".join([fingerprint_of_weights(model), *factors]).encode()).hexdigest()
 
 
 def _whole(path: Path) -> bool:

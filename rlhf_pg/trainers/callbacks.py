@@ -16,7 +16,7 @@ from rlhf_pg.config.run import RunConfig
 
 logger = logging.getLogger(__name__)
 
-Wish = Literal["should_training_stop", "should_evaluate", "should_save", "should_log"]
+Request = Literal["should_training_stop", "should_evaluate", "should_save", "should_log"]
 
 
 class Callback:
@@ -49,8 +49,8 @@ class Callback:
     def on_end(self, trainer: Any) -> None:
         """Called after the last step, when `final/` has been written."""
 
-    def wishes(self, wish: Wish) -> bool:
-        """Return whether the callback asks for something, in the words of transformers."""
+    def requests(self, request: Request) -> bool:
+        """Return whether the callback requests something, in the words of transformers."""
         return False
 
 
@@ -92,8 +92,8 @@ class TransformersCallback(Callback):
         self._epoch = 0
         self._has_warned = False
 
-    def wishes(self, wish: Wish) -> bool:
-        return bool(getattr(self.control, wish))
+    def requests(self, request: Request) -> bool:
+        return bool(getattr(self.control, request))
 
     def on_start(self, trainer: Any) -> None:
         self.control = TrainerControl()

@@ -25,7 +25,7 @@ from rlhf_pg.report.metrics import Meter
 from rlhf_pg.report.trackers import Trackers
 from rlhf_pg.rng import restore_rng, rng_tensors
 from rlhf_pg.runtime import Runtime, Terminated, Termination, broadcasts_failure
-from rlhf_pg.trainers.callbacks import Callback, Wish
+from rlhf_pg.trainers.callbacks import Callback, Request
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class TrainingLoop(ABC):
     termination: Termination
     callbacks: Sequence[Callback]
     journal: Journal | None = None  # while the run trains
-    _has_wishes = False  # whether callbacks of any process may wish anything
+    _has_callbacks = False  # whether any process has some
 
     @abstractmethod
     def step(self, meter: Meter) -> dict[str, Any]:
@@ -113,8 +113,7 @@ class TrainingLoop(ABC):
         )
         progress = journal.progress(self.total_steps)
         with self.termination.awaited(), tracked, progress, self._saved_on_leaving():
-            wishes = any(type(one).wishes is not Callback.wishes for one in self.callbacks)
-            self._has_wishes = bool(self.runtime.all_reduce_max(int(wishes)))
+            self._has_callbacks = bool(self.runtime.all_reduce_max(len(self.callbacks)))
             self._tell("on_start")
             while self.state.step < self.total_steps and not self.termination.stopping:
                 self._take_step(journal)
@@ -155,40 +154,45 @@ class TrainingLoop(ABC):
         self._finish(metrics, reported, journal)
 
     def _is_reported(self, metrics: dict[str, Any]) -> bool:
-        """Return whether trackers get the line of a step, whatever callbacks wish."""
+        """Return whether trackers get the line of a step, whatever callbacks request."""
         step = self.state.step
         is_due = due(step, self.args.logging_steps) or step == self.total_steps
         return is_due or "eval_reward" in metrics
 
     def _finish(self, metrics: dict[str, Any], reported: bool, journal: Journal) -> None:
-        """Do what callbacks wish after a step, save, and end the run if it is to end."""
-        if self._wished("should_training_stop"):
-            self.stop()
-        number = self.termination.agreed()
-        stopping = self.termination.stopping
-        wished = self._wished("should_log") or stopping
-        if wished and not reported:
+        """Do what callbacks request after a step, save, and end the run if it is to end."""
+        number = self._agreed()
+        requested = self._requested("should_log") or self.termination.stopping
+        if requested and not reported:
             self.trackers.log(metrics)
-        if wished or reported:
+        if requested or reported:
             self._tell("on_log", metrics)
         if self._is_due("should_save", self.args.save_steps):
             self.save_checkpoint()
+        if self._has_callbacks:  # which may have stopped the run in on_log or on_save
+            number = self._agreed()
         if number:
             self._end_by_signal(number, journal)
-        if stopping:
+        if self.termination.stopping:
             journal.say(f"stopped at step {self.state.step}; it can go on from there")
             self._latest_checkpoint()
 
-    def _is_due(self, wish: Wish, every: int) -> bool:
-        """Return whether something is due, or a callback wishes it; collective."""
-        return due(self.state.step, every) or self._wished(wish)
+    def _agreed(self) -> int:
+        """Return the signal that has come to any process, or 0, and stop on request; collective."""
+        if self._requested("should_training_stop"):
+            self.stop()
+        return self.termination.agreed()
 
-    def _wished(self, wish: Wish) -> bool:
-        """Return whether a callback of any process wishes something; collective."""
-        if not self._has_wishes:
+    def _is_due(self, request: Request, every: int) -> bool:
+        """Return whether something is due, or a callback requests it; collective."""
+        return due(self.state.step, every) or self._requested(request)
+
+    def _requested(self, request: Request) -> bool:
+        """Return whether a callback of any process requests something; collective."""
+        if not self._has_callbacks:
             return False
-        wished = any(callback.wishes(wish) for callback in self.callbacks)
-        return bool(self.runtime.all_reduce_max(int(wished)))
+        requested = any(callback.requests(request) for callback in self.callbacks)
+        return bool(self.runtime.all_reduce_max(int(requested)))
 
     def _step_with_rollback(self) -> dict[str, Any]:
         """Take a step; if it fails, restore random states, counters and records.
@@ -271,9 +275,10 @@ class TrainingLoop(ABC):
     def _keep_if_best(self, reward: float) -> None:
         best = self.state.best_reward
         # NaN, where no source applied, is above nothing, and nothing is above it.
-        if self.args.save_best and not math.isnan(reward) and (best is None or reward > best):
+        if not math.isnan(reward) and (best is None or reward > best):
             self.state.best_reward = reward
-            self.checkpointer.save(self.runtime, Path(self.args.output_dir) / "best")
+            if self.args.save_best:
+                self.checkpointer.save(self.runtime, Path(self.args.output_dir) / "best")
 
     def _latest_checkpoint(self) -> Path:
         """Return the checkpoint of the last finished step, and save it unless it is there."""

@@ -17,8 +17,9 @@ from rlhf_pg.config import (
     RLOOConfig,
     SFTConfig,
 )
-from rlhf_pg.config.foreign_keys import FOREIGN_KEYS, NO_MEANING, explained
+from rlhf_pg.config.foreign_keys import ANYWHERE, FOREIGN_KEYS, NO_MEANING, explained
 from rlhf_pg.config.parse import parse
+from rlhf_pg.config.supervised_keys import SUPERVISED_KEYS, SUPERVISED_NO_MEANING
 from rlhf_pg.config.transformers_keys import TRANSFORMERS_KEYS, TRANSFORMERS_NO_MEANING
 from rlhf_pg.config.trl_keys import TRAINER_ARGUMENTS, TRL_KEYS, TRL_NO_MEANING
 
@@ -37,8 +38,6 @@ THEIRS = {
     "ModelConfig": (trl.ModelConfig, GRPOConfig),
     "ScriptArguments": (trl.ScriptArguments, GRPOConfig),
 }
-# Where a hint does not begin with a key of ours.
-ELSEWHERE = {"the", "accelerate", "metrics", "rlhf", "HF_TOKEN", "CUDA_VISIBLE_DEVICES", "Python"}
 
 
 def keys(config) -> set[str]:
@@ -56,9 +55,9 @@ def error_of(capsys, config, *args: str) -> str:
 def test_every_field_of_their_configs_is_known(name):
     theirs, ours = THEIRS[name]
     fields = keys(theirs) - keys(ours)
-    # What is no key of this config, but is one of the others with rollouts.
-    fields -= set().union(*map(keys, TRAINERS))
-    assert [key for key in sorted(fields) if explained(key) is None] == []
+    if ours in TRAINERS:  # what is no key of this config, but is one of the others with rollouts
+        fields -= set().union(*map(keys, TRAINERS))
+    assert [key for key in sorted(fields) if explained(key, keys(ours)) is None] == []
 
 
 @pytest.mark.parametrize(("key", "value"), [(name, 1) for name in [*FOREIGN_KEYS, *NO_MEANING]])
@@ -80,13 +79,26 @@ def test_rejected_names_are_not_config_keys(config):
     assert not {*FOREIGN_KEYS, *NO_MEANING} & keys(config)
 
 
-def test_hinted_keys_exist():
+@pytest.mark.parametrize("config", [*TRAINERS, *SUPERVISED])
+def test_explanation_names_no_key_that_the_config_lacks(config):
+    """Except one that is said to be of another config, as in "lam, of PPO"."""
+    lacking = set().union(*map(keys, [*TRAINERS, *SUPERVISED])) - keys(config)
+    for key in {*FOREIGN_KEYS, *NO_MEANING, *SUPERVISED_KEYS, *SUPERVISED_NO_MEANING}:
+        said = explained(key, keys(config)) or ""
+        named = said.replace(f"{key!r}", "").replace(f"`{key}`", "")
+        assert not lacking & {*re.findall(r"\w+(?!\w|, of [A-Z])", named)}, (key, said)
+
+
+def test_hint_names_a_key_or_another_place():
     ours = set().union(*map(keys, [*TRAINERS, *SUPERVISED]))
     for hint in FOREIGN_KEYS.values():
-        assert re.match(r"\w+", hint)[0] in ours | ELSEWHERE, hint
+        assert re.match(r"\w+", hint)[0] in ours | ANYWHERE | {"metrics", "rlhf"}, hint
 
 
 def test_every_key_is_explained_once():
+    assert not {*SUPERVISED_KEYS, *SUPERVISED_NO_MEANING} & (
+        keys(SFTConfig) & keys(RewardModelConfig)
+    )
     tables = [TRANSFORMERS_KEYS, TRANSFORMERS_NO_MEANING, TRL_KEYS, TRL_NO_MEANING]
     names = [key for table in tables for key in table]
     assert len(names) == len(set(names))
@@ -104,6 +116,24 @@ def test_unknown_keyword_raises_with_hint(config):
     }.items():
         with pytest.raises(TypeError, match=f"^{config.__name__}: .*{re.escape(said)}"):
             config(**{key: 1})
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "said"),
+    [
+        (SFTConfig, "max_seq_length", "see max_length"),
+        (SFTConfig, "padding_free", "see packing"),
+        (RewardModelConfig, "padding_free", "no meaning here: texts are padded"),
+        (RewardModelConfig, "per_device_eval_batch_size", "see micro_batch_size"),
+        (RewardModelConfig, "optim", "no meaning here: the optimizer is AdamW"),
+        (SFTConfig, "load_best_model_at_end", "no meaning here: final/ is"),
+        (SFTConfig, "use_vllm", "no meaning here: it is for runs with rewards"),
+        (SFTConfig, "bf16", "see dtype: bfloat16"),
+    ],
+)
+def test_supervised_run_has_hints_of_its_own(config, key, said):
+    with pytest.raises(TypeError, match=f"^{config.__name__}: .{key}.* {said}"):
+        config(**{key: 1})
 
 
 def test_key_of_other_kind_of_run_is_no_foreign_key_there():

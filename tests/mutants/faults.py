@@ -231,15 +231,15 @@ MUTANTS = [
         name="best-is-nan",
         mistake="a first evaluation that is NaN stays the best for ever: nothing is above it",
         target="rlhf_pg.trainers.loop.TrainingLoop._keep_if_best",
-        old="self.args.save_best and not math.isnan(reward) and (",
-        new="self.args.save_best and (",
+        old="if not math.isnan(reward) and (best",
+        new="if (best",
         killers=("tests/trainers/test_evaluation.py::test_nan_evaluation_is_never_best",),
     ),
     Mutant(
         name="stretched-schedule-unsaid",
         mistake="another max_steps changes every rate to come, and the resumed run does not say so",
         target="rlhf_pg.checkpoint.compatibility.check",
-        old="PEAKS if endless else PEAKS | LENGTHS",
+        old="PEAKS | lengths(now)",
         new="PEAKS",
         killers=(
             "tests/faults/test_checkpoints.py::"

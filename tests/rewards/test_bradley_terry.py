@@ -276,7 +276,7 @@ def test_adapter_of_language_model_gets_head_on_merged_weights(tmp_path):
     adapted = stir(get_peft_model(policy, adapter()))
     adapted.save_pretrained(tmp_path / "adapter")
     letters().save_pretrained(tmp_path / "adapter")
-    loaded = _load(tmp_path / "adapter", False)
+    loaded = _load(tmp_path / "adapter", False, {})
     whole = adapted.merge_and_unload()
     ids = torch.tensor([[5, 9, 4]])
     hidden = [m.base_model(ids).last_hidden_state for m in (loaded, whole, base)]
@@ -286,7 +286,21 @@ def test_adapter_of_language_model_gets_head_on_merged_weights(tmp_path):
     train_reward_model(args, tmp_path / "adapter", None, pairs(), pairs(8))
     get_peft_model(classifier(), adapter(task_type="SEQ_CLS")).save_pretrained(tmp_path / "x")
     with pytest.raises(ValueError, match="is of kind SEQ_CLS"):
-        _load(tmp_path / "x", False)
+        _load(tmp_path / "x", False, {})
+
+
+def test_options_of_loading_are_obeyed_or_refused(tmp_path):
+    classifier().save_pretrained(tmp_path / "base")
+    letters().save_pretrained(tmp_path / "base")
+    options = {"attention_dropout": 0.25, "attn_implementation": "eager"}
+    loaded = _load(tmp_path / "base", False, options)
+    assert loaded.config.attention_dropout == 0.25
+    assert loaded.config._attn_implementation == "eager"
+    args = config(tmp_path / "run", model_init_kwargs={"attention_dropuot": 0.25})
+    with pytest.raises(ValueError, match="did you mean 'attention_dropout'"):
+        train_reward_model(args, tmp_path / "base", None, pairs(), pairs(8))
+    with pytest.raises(ValueError, match=r"model_init_kwargs \(attention_dropuot\) is for loading"):
+        train_reward_model(args, classifier(), letters(), pairs(), pairs(8))
 
 
 def test_resumed_run_ends_with_same_weights_bit_for_bit(tmp_path):
@@ -397,7 +411,7 @@ CHAT = Dataset.from_dict(
         (broken(1, drop=["prompt"], chosen=""), "chosen in row 1 is empty"),
         (broken().add_column("margin", [1.0, 0.0, None, 0.0]), "margin in row 2 must be a finite"),
         (CHAT, "chosen in row 0 is a list of messages.*no chat_template"),
-        (pairs(4).select([]), "give a datasets.Dataset with columns chosen and rejected"),
+        (pairs(4).select([]), "it has no rows"),
         (["ab"], "give a datasets.Dataset or a list of dicts"),
         (iter(pairs(4)), "give a datasets.Dataset with columns chosen and rejected"),
         (None, "give a datasets.Dataset"),
@@ -409,6 +423,12 @@ def test_bad_pair_raises_with_dataset_and_row(tmp_path, name, data, message):
     with pytest.raises(ValueError, match=f"^{name}: .*{message}"):
         train_reward_model(config(tmp_path, max_length=32), classifier(), letters(), **datasets)
     assert not (tmp_path / "final").exists()
+
+
+def test_precision_of_the_launcher_is_not_ignored(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ValueError, match="mixed_precision"):
+        train(tmp_path, max_steps=1)
 
 
 def test_text_beyond_model_positions_raises(tmp_path):
@@ -436,7 +456,9 @@ def test_long_pairs_are_dropped_on_demand(tmp_path, capsys):
     data = broken(0, chosen="b" * 62)
     train(tmp_path, data=data, long_examples="drop", max_steps=1)
     assert "train_dataset: 1 of 4 pairs are too long: left out" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="train_dataset: 4 pairs, and none is left within max_l"):
+    with pytest.raises(
+        ValueError, match="train_dataset: each of its 4 pairs is too long: raise max_l"
+    ):
         train(tmp_path, data=data, long_examples="drop", max_length=1)
 
 

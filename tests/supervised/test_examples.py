@@ -2,9 +2,11 @@
 
 import pytest
 from datasets import Dataset, IterableDataset
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_pg.config import SFTConfig
-from rlhf_pg.data.chat import set_template_arguments
+from rlhf_pg.data.chat import encode, set_template_arguments
 from rlhf_pg.data.turns import encode_turns
 from rlhf_pg.supervised.examples import load_examples, named_data
 from tests.rewards.test_reward_model import letters, says
@@ -118,6 +120,58 @@ def test_completion_of_chat_is_learnt_behind_opening(tokenizer):
     assert turns == "_" * 10 + "cd<eos>" + "_" * 10 + "fg<eos>_"
 
 
+# As Vicuna's: the opening of a turn ends in a blank.
+BLANK = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}"
+    "{{ '<eos>' if m['role'] == 'assistant' else ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def byte_pairs():
+    """Byte-level BPE, in which a blank melts with the word behind it."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["user: ab assistant: cd fg"] * 9, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", chat_template=BLANK)
+
+
+def test_chat_has_tokens_of_a_rollout_before_each_turn():
+    tokenizer = byte_pairs()
+    asked, opened = encode(CHAT[:1], tokenizer), encode(CHAT[:3], tokenizer)
+    assert tokenizer("assistant: cd")["input_ids"][-1:] == tokenizer(" cd")["input_ids"]
+    ids, mask = encode_turns(CHAT, tokenizer, "it", read=1, assistant_only=True)
+    assert ids[: len(asked)] == asked
+    said = [tokenizer.decode([i]) if on else "_" for i, on in zip(ids, mask, strict=True)]
+    assert "".join(said).replace("_", "") == "cd<eos>fg<eos>"
+    whole = encode_turns(CHAT, tokenizer, "it").ids
+    assert whole == ids
+    assert whole[len(asked) :] == [
+        *tokenizer("cd<eos>")["input_ids"],
+        *tokenizer("user: e assistant: ")["input_ids"],
+        *tokenizer("fg<eos>")["input_ids"],
+    ]
+    read = encode_turns(CHAT, tokenizer, "it", read=3).ids
+    assert read[: len(opened)] == opened
+
+
+def test_chat_is_one_text_where_that_keeps_tokens(tokenizer):
+    """A tokenizer that puts a blank in front of every text puts none in front of a turn."""
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(".")
+    tokenizer.chat_template = UNTAGGED
+    text = only([{"messages": CHAT[:2]}], tokenizer)
+    assert text.startswith(".[u|ab<eos>")
+    assert "cd" in text
+    assert ".cd" not in text
+
+
 def test_template_that_rewrites_history_is_refused_by_name(tokenizer):
     tokenizer.chat_template = REWRITES
     message = r"^train_dataset: messages in row 0: the chat template renders the first 2 messages"
@@ -201,7 +255,7 @@ def test_long_examples_are_refused_dropped_or_cut_off(tokenizer, capsys):
     cut = examples(LONG, tokenizer, 5, long_examples="truncate")
     assert [learnt(example, tokenizer) for example in cut] == ["__c<eos>", "__cde"]
     for choice in ("drop", "truncate"):
-        with pytest.raises(ValueError, match="2 rows, and none is left within max_length"):
+        with pytest.raises(ValueError, match="each of its 2 rows is too long: raise max_length"):
             examples(LONG, tokenizer, 2, long_examples=choice)
 
 
@@ -219,6 +273,7 @@ def test_long_examples_are_refused_dropped_or_cut_off(tokenizer, capsys):
         ([{"text": "B"}], {}, "text in row 0 cannot be tokenized"),
         ([{"text": "b"}], {"append_eos": False}, "row 0 has nothing to learn"),
         ([{"messages": "b"}], {}, "messages in row 0 must be a list of messages, got 'b'"),
+        (Dataset.from_dict({"text": []}), {}, "it has no rows"),
         ([], {}, "give a datasets.Dataset or a list of dicts"),
         ("abc", {}, "give a datasets.Dataset or a list of dicts"),
     ],

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFl
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.supervised import train_sft
-from rlhf_pg.supervised.sft import check_packing, pad_examples, token_sums
+from rlhf_pg.supervised.sft import SFTTrainer, check_packing, pad_examples, token_sums
 from rlhf_pg.supervised.training import micro_batch_size
 from tests.rewards.test_reward_model import letters
 from tests.tiny import adapter, tiny_model
@@ -240,13 +240,20 @@ def test_resume_is_refused_with_other_data_or_keys(tmp_path):
 
 
 def test_adapter_is_resumed_on_its_own_model_only(tmp_path, caplog):
-    options = {"save_steps": 1, "max_steps": 2, "use_peft": True}
+    options = {"save_steps": 1, "max_steps": 2, "peft_config": adapter()}
     train(tmp_path, **options)
-    latest = {"resume_from_checkpoint": "latest"}
-    with pytest.raises(ValueError, match="with model_name_or_path None, and it is 'other'"):
-        train(tmp_path, **options | latest | {"model_name_or_path": "other"})
-    train(tmp_path, **options | latest | {"max_steps": 3})
-    assert "max_steps was 2 and is 3: the learning rates of later steps change" in caplog.text
+    options["resume_from_checkpoint"] = "latest"
+    for other in (
+        {"model": tiny_model("llama", scale=0.1)},
+        {"peft_config": adapter(lora_alpha=1)},
+        {"peft_config": adapter(r=1)},
+        {"peft_config": None},
+    ):
+        with pytest.raises(ValueError, match="checkpoint-2 was saved by a run with another model"):
+            train(tmp_path, **options | other)
+    train(tmp_path, **options | {"max_steps": 3, "num_train_epochs": 2})
+    changed = "max_steps was 2 and is 3: the learning rates of later steps change"
+    assert changed in caplog.messages
 
 
 @pytest.mark.parametrize("asked", ["fp16", "bf16"])
@@ -261,6 +268,19 @@ def test_earlier_checkpoints_are_set_aside(tmp_path):
     train(tmp_path, max_steps=1)
     assert (tmp_path / "earlier-1" / "checkpoint-2" / "trainer_state.json").exists()
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_options_of_loading_are_obeyed_or_refused(tmp_path):
+    model = tiny_model("llama", scale=0.05)
+    model.save_pretrained(tmp_path / "base")
+    options = {"max_steps": 1, "model_init_kwargs": {"attention_dropout": 0.25}}
+    train(tmp_path / "run", tmp_path / "base", **options)
+    saved = json.loads((tmp_path / "run" / "final" / "config.json").read_text())
+    assert saved["attention_dropout"] == 0.25
+    train(tmp_path / "eager", model, max_steps=1, attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match=r"model_init_kwargs \(attention_dropout\) is for loading"):
+        train(tmp_path / "object", model, **options)
 
 
 # -------------------------------------------------------------------------------- what is refused
@@ -279,6 +299,17 @@ def test_what_does_not_go_together_is_refused_before_training(tmp_path, options,
     with pytest.raises(ValueError, match=message):
         train(tmp_path, **options)
     assert not (tmp_path / "final").exists()
+
+
+def test_split_weights_are_not_merged(tmp_path, monkeypatch):
+    def sharded(**options):
+        trainer = SFTTrainer(**options)
+        trainer.is_fsdp_enabled = True
+        return trainer
+
+    monkeypatch.setattr("rlhf_pg.supervised.sft.SFTTrainer", sharded)
+    with pytest.raises(ValueError, match="save_merged needs whole weights, which FSDP"):
+        train(tmp_path, peft_config=adapter(), save_merged=True)
 
 
 def test_missing_model_is_refused():

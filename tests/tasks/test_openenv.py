@@ -90,7 +90,7 @@ def test_fields_are_chosen_by_name_or_shown_as_json(servers, play) -> None:
     with servers.served(servers.higher_lower()) as url:
         task = load_task(f"openenv:{url}", {"observation_key": "hint", "action_key": "message"})
         assert task.environment_factory.observation_key == "hint"
-        with pytest.raises(ValueError, match=r"action_key has to name the field .*message"):
+        with pytest.raises(ValueError, match=r"set action_key to the field .*message"):
             load_task(f"openenv:{url}", {"action_key": "text"})
     with servers.served(servers.higher_lower(wide=True)) as url:
         assert load_task(f"openenv:{url}").environment_factory.observation_key == "hint"

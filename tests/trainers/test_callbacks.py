@@ -18,10 +18,10 @@ MOMENTS = (
 
 
 class Recorder(TrainerCallback):
-    """Keeps each moment with its step, and sets control as `wishes` say: {(moment, step): flag}."""
+    """Keeps each moment with its step; sets control as `requests`, {(moment, step): flag}, say."""
 
-    def __init__(self, wishes=None) -> None:
-        self.seen, self.wishes, self.more = [], wishes or {}, {}
+    def __init__(self, requests=None) -> None:
+        self.seen, self.requests, self.more = [], requests or {}, {}
         for moment in MOMENTS:
             setattr(self, moment, self.note(moment))
 
@@ -29,8 +29,8 @@ class Recorder(TrainerCallback):
         def noted(args, state, control, **more):
             self.seen.append((moment.removeprefix("on_"), state.global_step))
             self.more[moment] = (args, state, more)
-            if (moment, state.global_step) in self.wishes:
-                setattr(control, self.wishes[moment, state.global_step], True)
+            if (moment, state.global_step) in self.requests:
+                setattr(control, self.requests[moment, state.global_step], True)
 
         return noted
 
@@ -86,13 +86,13 @@ def test_state_arguments_and_logs_are_those_of_the_run(make, held_out, tmp_path)
 
 
 def test_control_saves_evaluates_logs_and_stops(make, held_out, tmp_path):
-    wishes = {
+    requests = {
         ("on_step_end", 1): "should_save",
         ("on_step_end", 2): "should_evaluate",
         ("on_step_begin", 2): "should_log",
         ("on_evaluate", 2): "should_training_stop",
     }
-    recorder = Recorder(wishes)
+    recorder = Recorder(requests)
     trainer = make(
         callbacks=[recorder], eval_dataset=held_out, max_steps=6, save_steps=0, logging_steps=4
     )
@@ -138,6 +138,38 @@ def test_stop_leaves_final_and_checkpoint(make, tmp_path):
     assert (tmp_path / "run" / "final").is_dir()
 
 
+@pytest.mark.parametrize("moment", ["on_log", "on_save"])
+def test_stop_takes_effect_in_the_same_step(make, moment):
+    def stop(self, trainer, _):
+        trainer.stop()
+
+    ours = type("Ours", (Callback,), {moment: stop})()
+    trainer = make(callbacks=[ours], max_steps=5, save_steps=2, logging_steps=2)
+    trainer.train()
+    assert trainer.state.step == 2
+    theirs = Recorder({(moment, 2): "should_training_stop"})
+    trainer = make(callbacks=[theirs], max_steps=5, save_steps=2, logging_steps=2)
+    trainer.train()
+    assert trainer.state.step == 2
+
+
+def test_best_metric_outlives_a_resume_without_save_best(make, held_out):
+    options = {"eval_dataset": held_out, "eval_steps": 1, "save_best": False, "save_steps": 1}
+    make(
+        **options, max_steps=1, reward_funcs=lambda completions, **_: [0.5] * len(completions)
+    ).train()
+    recorder = Recorder()
+    trainer = make(
+        **options,
+        max_steps=2,
+        reward_funcs=lambda completions, **_: [0.25] * len(completions),
+        callbacks=[recorder],
+    )
+    trainer.train("latest")
+    assert trainer.state.step == 2
+    assert recorder.more["on_train_end"][1].best_metric == 0.5
+
+
 def test_best_metric_skips_rewards_that_are_not_numbers(make) -> None:
     trainer = make()
     callback = TransformersCallback(TrainerCallback())
@@ -159,7 +191,7 @@ def test_answered_control_counts(make):
     assert trainer.state.step == 1
 
 
-def test_end_of_epoch_that_is_wished_is_warned_of(make, caplog):
+def test_requested_end_of_epoch_is_warned_of(make, caplog):
     recorder = Recorder({("on_step_end", 1): "should_epoch_stop"})
     trainer = make(callbacks=[recorder])
     with caplog.at_level(logging.WARNING, "rlhf_pg"):

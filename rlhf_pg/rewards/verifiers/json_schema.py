@@ -14,7 +14,6 @@ from rlhf_pg.rewards.verifiers.verifier import (
     Scores,
     TruthVerifier,
     Unreadable,
-    answer_of,
     require,
     warn_once,
 )
@@ -58,7 +57,7 @@ class JsonSchema(TruthVerifier):
     ) -> Scores:
         if self.schema is None:
             return super().scores(texts, ids, columns)
-        return self.judge([answer_of(text) for text in texts], [str(self.schema)] * len(texts))
+        return self.judge(self.answers(texts), [str(self.schema)] * len(texts))
 
     def read(self, truth: Any) -> str:
         """Return a schema as text, always the same for the same schema."""

@@ -87,9 +87,15 @@ class TruthVerifier(Verifier):
     Args:
         column: name of the column; where it holds None, the reward does not apply. A truth that
             cannot be read counts as None, with a warning.
+        opened: the prompt ends with `<think>`, as some chat templates have it.
     """
 
     column: str = "answer"
+    opened: bool = False
+
+    def answers(self, texts: Sequence[str]) -> list[str]:
+        """Return the answer in each completion; see `answer_of`."""
+        return [answer_of(f"<think>{text}" if self.opened else text) for text in texts]
 
     def scores(
         self,
@@ -100,7 +106,7 @@ class TruthVerifier(Verifier):
         given = self.truths(self.column, columns)
         truths = [self._readable(truth) for truth in given]
         rows = [i for i, truth in enumerate(truths) if truth is not None]
-        judged = self.judge([answer_of(texts[i]) for i in rows], [truths[i] for i in rows])
+        judged = self.judge(self.answers([texts[i] for i in rows]), [truths[i] for i in rows])
         by_row = dict(zip(rows, judged, strict=True))
         for i, score in by_row.items():
             if score is None:

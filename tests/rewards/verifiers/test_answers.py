@@ -28,6 +28,8 @@ def score(name, completion, truth, **options):
         ("<think>Lyon?</think>\n\nParis", "Paris", {}, 1),
         ("<answer>Paris</answer>", "Paris", {}, 1),
         ("Paris <think>or Lyon", "Paris", {}, 1),
+        ("Paris", "Paris", {"opened": True}, 0),  # it is still thinking
+        ("Lyon?</think>Paris", "Paris", {"opened": True}, 1),
         ("", "Paris", {}, 0),
         ("", "", {}, 1),
         ("42", 42, {}, 1),

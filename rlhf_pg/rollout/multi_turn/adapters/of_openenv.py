@@ -25,13 +25,13 @@ from rlhf_pg.rollout.multi_turn.environment import (
 from rlhf_pg.rollout.multi_turn.tools import Tool, Toolbox, ToolCall, check_template
 
 NOT_INSTALLED = 'openenv is not installed: pip install "openenv>=0.10"'
-PATIENCE = 10.0  # seconds for the questions before the run
-ASIDE = ("done", "reward", "metadata")  # of an observation; what else it has is for the policy
+PATIENCE = 10.0  # seconds that the server may take to describe its environment
+ASIDE = ("done", "reward", "metadata")  # fields of an observation that the policy does not read
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenEnvOptions:
-    """The options of a task, which its server does not know.
+    """The options of a task: what its server cannot tell.
 
     Attributes:
         prompt: what the policy is told before the first observation.
@@ -50,9 +50,10 @@ class OpenEnvOptions:
 
 
 def load_openenv(url: str, options: Mapping[str, Any], seed: int) -> AdaptedTask:
-    """Ask a server what its environment is like; it has to allow as many sessions as a batch has.
+    """Load the environment behind a server's address as a task.
 
-    An environment whose actions are calls of tools (MCP) offers them to the policy.
+    Every completion of a batch plays in a session of its own, and the server has to allow as many
+    at a time. Where actions are calls of tools (MCP), these are offered to the policy.
 
     Args:
         url: http://... or https://...
@@ -110,8 +111,8 @@ async def _look(url: str, options: OpenEnvOptions) -> "OpenEnvEnvironments":
     key = options.action_key or _only_text(action)
     if key is None or key not in action:
         raise ValueError(
-            f"action_key has to name the field of an action that takes a turn, one of "
-            f"{', '.join(action.keys() - {'metadata'})}"
+            "set action_key to the field of an action that takes the text of a turn: one of "
+            f"{', '.join(sorted(action.keys() - {'metadata'}))}"
         )
     return OpenEnvEnvironments(url, key, shown_key, [])
 
@@ -170,7 +171,7 @@ class OpenEnvEnvironments(EnvironmentSource):
     def runner_options(
         self, tokenizer: PreTrainedTokenizerBase, timeout: float, tools: Sequence[Tool]
     ) -> dict[str, Any]:
-        """Return what plays in sessions with the server, with its tools."""
+        """Return the runner's options: environments that are sessions, and the server's tools."""
         if tools:
             raise ValueError("tools: an environment of OpenEnv has its own, give none")
         if self.tools:
@@ -189,7 +190,7 @@ class OpenEnvEnvironment(SettlingEnvironment):
 
     Args:
         source: of the sessions.
-        box: reads calls of the server's tools, and makes none.
+        box: parses calls of tools; the server executes them.
     """
 
     def __init__(self, source: OpenEnvEnvironments, box: Toolbox) -> None:
@@ -231,7 +232,7 @@ class OpenEnvEnvironment(SettlingEnvironment):
         return Observation(messages, sum(paid) if paid else None, done)
 
     async def settle(self) -> None:
-        """End the session; the server has paid turn by turn."""
+        """End the session; its rewards have come turn by turn."""
         client, self.client = self.client, None
         await client.close()
 
