@@ -5,10 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from rlhf_pg import GRPOTrainer, PPOTrainer
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers import PolicyGradientTrainer
+
+
+# A few of every length: all of them would be tokenized anew for every trainer.
+PROMPTS = Dataset.from_dict(arithmetic().train_dataset[::18])
 
 
 def digits(completions: list[str], **_: Any) -> list[float]:
@@ -23,13 +28,12 @@ def make(model_path: str, tmp_path: Path) -> Callable[..., PolicyGradientTrainer
     def build(
         trainer_type: type[PolicyGradientTrainer] = GRPOTrainer, **options: Any
     ) -> PolicyGradientTrainer:
-        task = arithmetic()
         inputs = {
             name: options.pop(name, default)
             for name, default in {
                 "model": model_path,
                 "reward_funcs": digits,
-                "train_dataset": task.train_dataset,
+                "train_dataset": PROMPTS,
                 "eval_dataset": None,
                 "callbacks": None,
                 "processing_class": None,

@@ -60,7 +60,7 @@ def test_bad_trainer_argument_raises(make, options, message) -> None:
 
 
 def test_long_prompts_are_dropped_with_warning(make, caplog) -> None:
-    trainer = make(max_prompt_length=5, long_prompts="drop")
+    trainer = make(max_prompt_length=5, long_prompts="drop", train_dataset=DATA)
     kept = [p for p in DATA["prompt"] if len(p) <= 5]
     assert trainer.train_prompts.rows["prompt"] == kept
     assert f"dropped {len(DATA) - len(kept)} of {len(DATA)}" in caplog.text
