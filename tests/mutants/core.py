@@ -54,7 +54,7 @@ RECORDS = [
         name="long-prompts-cut",
         mistake="a prompt that is too long loses its beginning without a word",
         target="rlhf_pg.data.prompts.load_prompts",
-        old="encode(prompt, tokenizer, row, tools=own, most=max_prompt_length)",
+        old="encode(prompt, tokenizer, row, tools=own, most=max_prompt_length, known=known)",
         new="encode(prompt, tokenizer, row, tools=own)[-(max_prompt_length or 0) :]",
         killers=("tests/data/test_prompts.py::test_long_prompts_raise_with_first_row",),
     ),

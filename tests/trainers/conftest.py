@@ -11,7 +11,6 @@ from rlhf_pg import GRPOTrainer, PPOTrainer
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers import PolicyGradientTrainer
 
-
 # A few of every length: all of them would be tokenized anew for every trainer.
 PROMPTS = Dataset.from_dict(arithmetic().train_dataset[::18])
 
