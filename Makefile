@@ -16,7 +16,7 @@ PURE_TESTS := $(addprefix tests/,advantages losses data/test_records.py data/tes
 	report/test_pass_at_k.py rewards/test_scores.py $(addprefix test_,$(addsuffix .py,\
 	masking kl controllers running_stats rng)))
 
-.PHONY: help demo preference fuzz soak test test-fast test-device test-device-slow test-sm90 test-distributed test-faults models test-slow test-vllm test-tasks \
+.PHONY: help demo preference fuzz soak test test-fast pretend test-device test-device-slow test-sm90 test-distributed test-faults models test-slow test-vllm test-tasks \
 	device-mutants \
 	coverage mutants docs lint format clean
 
@@ -47,7 +47,7 @@ test-fast: $(VENV)/.installed  ## the pure functions, the config and the data: u
 	$(BIN)/pytest -n 2 $(PURE_TESTS) tests/config tests/data tests/boundary tests/test_layers.py tests/test_words.py
 
 test: $(VENV)/.installed  ## every test that is not slow, two files at a time
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-distributed: $(VENV)/.installed  ## every backend, on CPUs; leaves the table for `make docs`
 	INVARIANCE=docs/invariance.json $(BIN)/pytest -m "distributed or not slow" tests/distributed
@@ -87,8 +87,10 @@ $(TASKS)/.installed: pyproject.toml constraints.txt
 test-tasks: $(TASKS)/.installed  ## environments of verifiers and OpenEnv, the real packages (.venv-tasks)
 	$(TASKS)/bin/python -m pytest -m tasks tests/tasks
 
-test-device: $(VENV)/.installed  ## trainers on a pretend CUDA device, with the numbers of a CPU
+pretend: $(VENV)/.installed  ## compile the pretend CUDA device, once
 	$(BIN)/python -m tests.device.pretend.library > /dev/null
+
+test-device: pretend  ## trainers on a pretend CUDA device, with the numbers of a CPU
 	$(BIN)/pytest -p tests.device.plugin -n 2 --dist loadfile tests/device
 
 test-device-slow: $(VENV)/.installed  ## the slow ones too

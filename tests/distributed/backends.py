@@ -63,6 +63,10 @@ def _deepspeed(backend: str, cpu: bool, **options: Any) -> Accelerator:
         "gradient_accumulation_steps": 1,
         "zero_optimization": ZERO[backend],
     }
+    import deepspeed  # which takes seconds
+
+    # Or else DeepSpeed compiles an exchange through shared memory, which takes a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not AcceleratorState._shared_state:
         options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
     accelerator = Accelerator(**options)
