@@ -165,11 +165,13 @@ def of_task(arch, **options):
     ],
 )
 def test_sampler_logprobs_match_scores_without_padding(make, caplog, tmp_path, arch, how):
-    trainer = make(**of_task(arch), num_iterations=2, output_dir=str(tmp_path))
+    widths = [{"prompt": text, "answer": ""} for text in ("1+2=", "12+3=", "12+34=")]
+    options = {"num_iterations": 2, "output_dir": str(tmp_path), "train_dataset": widths}
+    trainer = make(**of_task(arch), **options)
     with caplog.at_level(logging.WARNING):
         trainer.on_start()
     assert how in caplog.text
-    rollout = trainer.roll_out(range(4)).rollout
+    rollout = trainer.roll_out(range(3)).rollout
     scored = trainer.learner.score(rollout).old_logprobs
     torch.testing.assert_close(scored, rollout.sampler_logprobs, rtol=0, atol=1e-4)
 
