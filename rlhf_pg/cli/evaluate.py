@@ -114,10 +114,10 @@ def intervals(metrics: Mapping[str, float]) -> dict[str, tuple[float, float]]:
 
 
 def tables(metrics: Mapping[str, float], sets: Sequence[str]) -> list[Table]:
-    """Return a table for each evaluation set, and for the mean of several: sampled and greedy.
+    """Return a table for each evaluation set, and for the mean of named ones: sampled and greedy.
 
     Args:
-        sets: names of the evaluation sets; a single one has the name "".
+        sets: names of the evaluation sets; one without a name has "".
     """
     heads = {name: f"{PREFIX}{name}{'_' * bool(name)}" for name in dict.fromkeys([*sets, ""])}
     known = intervals(metrics)
@@ -130,7 +130,7 @@ def tables(metrics: Mapping[str, float], sets: Sequence[str]) -> list[Table]:
         if SHOWN.fullmatch(short):
             cells = rows[owner].setdefault(short, ["", ""])
             cells[is_greedy] = _cell(value, known.get(metric))
-    titles = {name: name or ("mean" if len(sets) > 1 else "evaluation") for name in heads}
+    titles = {name: name or ("evaluation" if "" in sets else "mean") for name in heads}
     return [_table(titles[name], own) for name, own in rows.items() if own]
 
 
