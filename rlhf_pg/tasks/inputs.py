@@ -166,8 +166,13 @@ def held_out(args: PolicyGradientConfig, task: Task | None = None) -> dict[str, 
             "no data to evaluate on: write eval_dataset_name or dataset_name (a file, a folder or "
             "a Hub id), or task"
         )
-    loaded = load_datasets(args, args.seed, train=False).eval
-    return dict(loaded) or {"": load_datasets(args, args.seed).train}
+    held = dict(load_datasets(args, args.seed, train=False).eval)
+    if not held and args.streaming:
+        raise ValueError(
+            "nothing is held out, and dataset_name is streamed, so it may have no end: name what "
+            "to evaluate on in eval_dataset_name (--eval_dataset_name)"
+        )
+    return held or {"": load_datasets(args, args.seed).train}
 
 
 def made_sets(eval_dataset: Any, args: PolicyGradientConfig) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from rlhf_pg.trainers.optimizer import Optimizers
 C = TypeVar("C", bound=PolicyGradientConfig)
 
 # Keys that say how a run is trained and logged, which an evaluation does not do.
-IDLE = ("eval_steps", "report_to", "resume_from_checkpoint", "dataset_fingerprint", "streaming")
+IDLE = ("eval_steps", "report_to", "resume_from_checkpoint", "dataset_fingerprint")
 # Arguments in Python of which nothing is left to give, once a model is trained.
 TRAINED = ("peft_config", "optimizers", "value_model")
 
