@@ -335,9 +335,9 @@ class Checkpointer:
         now = self.fingerprints()
         config = {key: value for key, value in self.config.items() if key not in self.found}
         counters = asdict(self.state)
-        changed = compatibility.check(path, state, config, now, self.running, counters)
-        if changed and rank == 0:
-            logger.warning("%s goes on with other learning rates: %s", path, changed)
+        warnings = compatibility.check(path, state, config, now, self.running, counters)
+        for warning in warnings if rank == 0 else ():
+            logger.warning("%s %s", path, warning)
         self._load_models(path)
         self.trained.load_state(stored_state(path / "optimizer.safetensors", self.parameters))
         self.put_back(state)

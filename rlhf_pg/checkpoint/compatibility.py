@@ -5,7 +5,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-# Keys that a resumed run may change: length, intervals, places, and what never changes a result.
+# Keys by which rewards are named. They may change with a warning: new functions mend old ones.
+REWARDS = {"reward_funcs", "reward_options", "reward_model_name_or_path"}
+# Keys that a resumed run may change: length, intervals, places, what is done about failures, and
+# what never changes a result.
 MAY_CHANGE = {
     *("output_dir", "resume_from_checkpoint", "model_name_or_path", "value_model_name_or_path"),
     *("max_steps", "num_train_epochs", "save_steps", "save_best", "save_merged", "eval_steps"),
@@ -15,13 +18,14 @@ MAY_CHANGE = {
     *("logging_steps", "push_to_hub", "hub_model_id", "hub_private_repo"),
     *("micro_batch_tokens", "rollout_cache_tokens", "gradient_checkpointing", "ddp_timeout"),
     *("environment_timeout", "max_skipped_steps"),
+    *("reward_timeout", "reward_workers", "on_reward_error", "reward_error_value"),
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"),
     *("vllm_server_base_url", "vllm_server_timeout", "vllm_sync_directory"),
-    # Of the data only the rows count, by their fingerprint, and of rewards their names.
+    # Of the data only the rows count, by their fingerprint.
     *("task", "task_options", "dataset_name", "dataset_config", "dataset_columns"),
     *("dataset_train_split", "dataset_test_split", "eval_dataset_name", "dataset_fingerprint"),
+    "given_in_python",  # the models and adapters of which have fingerprints
     *("prompt_template", "system_prompt", "apply_chat_template"),
-    *("reward_funcs", "reward_options", "reward_model_name_or_path"),
 }
 # Keys that may change with a warning: the schedule goes on with the new peak.
 PEAKS = {"learning_rate", "value_learning_rate"}
@@ -46,7 +50,7 @@ def check(
     fingerprints: Mapping[str, str | None],
     running: Iterable[str],
     counters: Iterable[str],
-) -> str:
+) -> list[str]:
     """Refuse to resume from another run's state.
 
     Args:
@@ -54,7 +58,7 @@ def check(
         config, fingerprints, running, counters: those of this run; of the last two the names.
 
     Returns:
-        The changes that alter the learning rates, if any; they may be made on purpose.
+        What to warn of, if anything: other learning rates or rewards may be meant.
 
     Raises:
         ValueError: something has changed; the message names it and the remedy.
@@ -75,7 +79,9 @@ def check(
             f"{path} was saved with running statistics of {theirs}, and this run has them of "
             f"{ours}: resume with the same reward functions"
         )
-    return changed(saved["config"], now, PEAKS | lengths(now))
+    altered = {"learning rates": PEAKS | lengths(now), "rewards": REWARDS}
+    changes = {what: changed(saved["config"], now, keys) for what, keys in altered.items()}
+    return [f"goes on with other {what}: {said}" for what, said in changes.items() if said]
 
 
 def lengths(config: Mapping[str, Any]) -> set[str]:
@@ -86,7 +92,7 @@ def lengths(config: Mapping[str, Any]) -> set[str]:
 
 
 def _check_config(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    others = changed(saved, now, saved.keys() - MAY_CHANGE - PEAKS)
+    others = changed(saved, now, saved.keys() - MAY_CHANGE - PEAKS - REWARDS)
     if others:
         raise ValueError(
             f"{path} was saved by a run with another config: {others}. Resume with the same, or "

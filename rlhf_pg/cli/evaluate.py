@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from rlhf_pg.cli.options import parser_of
 from rlhf_pg.cli.recipes import algorithm_of, find_recipe, is_recipe, model_of_run
 from rlhf_pg.cli.train import TRAINERS
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.config.parse import fail, load, parse
+from rlhf_pg.config.parse import fail, keys_of, load, parse
 from rlhf_pg.report.json_lines import finite
 from rlhf_pg.trainers.evaluation import Evaluation
 
@@ -46,9 +47,12 @@ def evaluate(flags: Sequence[str]) -> None:
     named = read(flags)
     if named.json is not None:  # before hours of sampling
         _check_writable(named.json)
-    evaluation = Evaluation(None, (), config_of(named))
+    args = config_of(named)
+    evaluation = Evaluation(None, (), args)
     if evaluation.runtime.is_main:
         print(evaluation.describe())
+        if evaluation.train_prompts.fingerprint == args.dataset_fingerprint:
+            print("nothing is held out: these are the prompts that the run was trained on")
     metrics = evaluation.evaluate()
     if not evaluation.runtime.is_main:
         return
@@ -71,9 +75,7 @@ def read(flags: Sequence[str]) -> Named:
     if out is not None and out.is_dir():
         fail(f"--json must be a file, and {quoted(str(out))} is a directory")
     if target is None:
-        if recipe is None and not any(
-            key.replace("-", "_").startswith("__model_name_or_path") for key in keys
-        ):
+        if recipe is None and "model_name_or_path" not in keys_of(keys):
             fail("eval needs a model: rlhf-pg eval MODEL --dataset_name FILE --reward_funcs NAME")
         return Named(None, recipe, out, keys)
     if is_recipe(target):
@@ -96,11 +98,24 @@ def config_of(named: Named) -> PolicyGradientConfig:
     if named.model is not None:
         keys = [*keys, "--model_name_or_path", named.model]
     args = parse(config_type, keys, "rlhf-pg eval")
-    given = {key.removeprefix("--").partition("=")[0].replace("-", "_") for key in named.keys}
+    given = set(keys_of(named.keys))
     if "dataset_name" in given and not {"eval_dataset_name", "dataset_test_split"} & given:
         # It is what to evaluate on, whatever the recipe held out of its own data.
-        args = dataclasses.replace(args, eval_dataset_name=(), dataset_test_split=None)
+        whole = {"eval_dataset_name": (), "dataset_test_split": None, "streaming": False}
+        args = dataclasses.replace(args, **whole)  # type: ignore[arg-type]
+    if named.recipe is not None and "dataset_name" not in given:
+        _check_share(args, load(named.recipe).get("seed", config_type.seed))
     return args
+
+
+def _check_share(args: PolicyGradientConfig, seed: int) -> None:
+    """Refuse another seed than the recipe's, by which other rows than it held out are a share."""
+    if isinstance(args.dataset_test_split, float) and args.seed != seed:
+        fail(
+            f"--seed {args.seed}: dataset_test_split {args.dataset_test_split:g} was split off by "
+            f"seed {seed}, and by another most of the share are rows that were trained on: leave "
+            "--seed out, or name other data by --eval_dataset_name"
+        )
 
 
 def intervals(metrics: Mapping[str, float]) -> dict[str, tuple[float, float]]:
@@ -114,10 +129,10 @@ def intervals(metrics: Mapping[str, float]) -> dict[str, tuple[float, float]]:
 
 
 def tables(metrics: Mapping[str, float], sets: Sequence[str]) -> list[Table]:
-    """Return a table for each evaluation set, and for the mean of several: sampled and greedy.
+    """Return a table for each evaluation set, and for the mean of named ones: sampled and greedy.
 
     Args:
-        sets: names of the evaluation sets; a single one has the name "".
+        sets: names of the evaluation sets; one without a name has "".
     """
     heads = {name: f"{PREFIX}{name}{'_' * bool(name)}" for name in dict.fromkeys([*sets, ""])}
     known = intervals(metrics)
@@ -130,7 +145,7 @@ def tables(metrics: Mapping[str, float], sets: Sequence[str]) -> list[Table]:
         if SHOWN.fullmatch(short):
             cells = rows[owner].setdefault(short, ["", ""])
             cells[is_greedy] = _cell(value, known.get(metric))
-    titles = {name: name or ("mean" if len(sets) > 1 else "evaluation") for name in heads}
+    titles = {name: name or ("evaluation" if "" in sets else "mean") for name in heads}
     return [_table(titles[name], own) for name, own in rows.items() if own]
 
 
@@ -177,5 +192,8 @@ def report(
 
 
 def _check_writable(path: Path) -> None:
-    if not path.absolute().parent.is_dir():
-        fail(f"--json: there is no directory {quoted(str(path.absolute().parent))}")
+    directory = path.absolute().parent
+    if not directory.is_dir():
+        fail(f"--json: there is no directory {quoted(str(directory))}")
+    if not os.access(path if path.exists() else directory, os.W_OK):
+        fail(f"--json: {quoted(str(path.absolute()))} cannot be written")

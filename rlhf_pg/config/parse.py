@@ -44,10 +44,8 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
     recipe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     recipe.add_argument("--config", type=Path)
     known, flags = recipe.parse_known_args(args)
-    for flag in flags:
-        if flag.startswith("--"):
-            key = flag.removeprefix("--").split("=")[0].replace("-", "_")
-            _refuse_elsewhere(key, "command line", known=[*typing.get_type_hints(config_type)])
+    for key in keys_of(flags):
+        _refuse_elsewhere(key, "command line", known=[*typing.get_type_hints(config_type)])
     flags = _with_booleans(flags, config_type)
     from_file = None
     if known.config:
@@ -56,6 +54,12 @@ def parse(config_type: type[C], args: Sequence[str] | None = None, prog: str | N
     if hasattr(config, "locate"):
         config.locate(known.config.absolute().parent if known.config else None)
     return config
+
+
+def keys_of(words: Sequence[str]) -> list[str]:
+    """Return the keys among the words of a command line, without their values."""
+    flags = (word.removeprefix("--") for word in words if word.startswith("--"))
+    return [flag.partition("=")[0].replace("-", "_") for flag in flags]
 
 
 def _with_booleans(flags: Sequence[str], config_type: type[Any]) -> list[str]:
@@ -166,6 +170,7 @@ REPLACED = {
         *("dataset_name", "dataset_test_split", "eval_dataset_name", "dataset_columns"),
         *("streaming", "shuffle_buffer_size", "prompt_template", *_OF_DATASETS),
     ),
+    "eval_dataset_name": ("dataset_test_split",),
     "reward_funcs": ("reward_options", "reward_weights"),
 }
 
@@ -173,8 +178,7 @@ REPLACED = {
 def _from_file(path: Path, config_type: type[C], flags: Sequence[str]) -> C:
     """Make the config that a YAML file describes, without keys that a flag takes the place of."""
     recipe = load(path)
-    given = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in flags}
-    for key in given & REPLACED.keys():
+    for key in REPLACED.keys() & keys_of(flags):
         for other in REPLACED[key]:
             recipe.pop(other, None)
     hints = typing.get_type_hints(config_type)

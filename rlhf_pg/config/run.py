@@ -27,6 +27,9 @@ class RunConfig(AdapterConfig, RewardsConfig, DataConfig, ModelConfig):
     """Directory for everything that the run writes."""
     resume_from_checkpoint: str | None = None
     """Checkpoint directory to resume from, or "latest" for the newest one in output_dir."""
+    given_in_python: tuple[str, ...] = ()
+    """Arguments that the trainer was given in Python, as config.yaml records them; a run from that
+    file needs them again."""
     seed: int = number(42, minimum=0, maximum=2**32 - 1)
     """Seed of prompt order, sampling noise and minibatch order."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"

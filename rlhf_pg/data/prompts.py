@@ -12,7 +12,7 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.boundary.quoted import told
+from rlhf_pg.boundary.quoted import shown, told
 from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.data.chat import TooLong, encode, tokenized
 
@@ -180,28 +180,17 @@ def as_dataset(given: Any) -> Dataset:
     """Return a dataset, or make one of a list of dicts.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is something else, or a column has values of different types.
     """
-    if isinstance(given, list) and all(isinstance(row, Mapping) for row in given):
-        return of_list(given)
-    if given is None:
-        raise ValueError("there is none: give a datasets.Dataset with a column 'prompt'")
-    if not isinstance(given, Dataset):
+    if isinstance(given, Dataset):
+        return given
+    if not (isinstance(given, list) and given and all(isinstance(row, Mapping) for row in given)):
         raise ValueError(
-            f"expected a datasets.Dataset, got {type(given).__name__}: take one split, or make "
-            "one with Dataset.from_list"
+            "give a datasets.Dataset or a list of dicts, or name data by dataset_name; got "
+            f"{shown(given)}" + (": take one split" if isinstance(given, Mapping) else "")
         )
-    return given
-
-
-def of_list(rows: Sequence[Mapping[str, Any]]) -> Dataset:
-    """Make a dataset of a list of dicts.
-
-    Raises:
-        ValueError: a column has values of different types.
-    """
     try:
-        return Dataset.from_list([dict(row) for row in rows])
+        return Dataset.from_list([dict(row) for row in given])
     except Exception as error:
         raise ValueError(f"the list cannot become a dataset: {told(error)}") from error
 
@@ -238,7 +227,7 @@ def _in_rows(dataset: Dataset) -> Dataset:
 
 
 def check_fit(
-    prompts: Prompts,
+    prompts: PromptSource,
     max_completion_length: int,
     positions: int | None,
     micro_batch_tokens: int | str,
@@ -249,22 +238,8 @@ def check_fit(
     Raises:
         ValueError: it does not fit.
     """
-    check_row(prompts.longest, max_completion_length, positions, micro_batch_tokens)
-
-
-def check_row(
-    longest: int, max_completion_length: int, positions: int | None, micro_batch_tokens: int | str
-) -> None:
-    """Refuse rows that lack positions for their tokens, or do not fit a micro-batch.
-
-    Args:
-        longest: tokens of the longest prompt.
-
-    Raises:
-        ValueError: the widest row does not fit.
-    """
-    width = longest + max_completion_length
-    row = f"the longest prompt ({longest}) plus max_completion_length is {width} tokens"
+    width = prompts.longest + max_completion_length
+    row = f"the longest prompt ({prompts.longest}) plus max_completion_length is {width} tokens"
     if positions is not None and width > positions:
         raise ValueError(
             f"{row}, beyond the model's max_position_embeddings of {positions}: lower "

@@ -11,8 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.config import RewardModelConfig
 from rlhf_pg.data.chat import encode
+from rlhf_pg.data.prompts import as_dataset
+from rlhf_pg.models import about
 from rlhf_pg.rewards.reward_model import encode_whole, with_eos
-from rlhf_pg.supervised.examples import as_dataset, with_system
+from rlhf_pg.supervised.examples import with_system
 
 
 class Pair(NamedTuple):
@@ -67,7 +69,8 @@ def load_pairs(
 def _as_pairs(dataset: Any, name: str) -> Dataset:
     """Return a dataset with the columns of pairs, and at least one row."""
     if isinstance(dataset, list) and dataset:
-        dataset = as_dataset(dataset, name)
+        with about(name):
+            dataset = as_dataset(dataset)
     if isinstance(dataset, Dataset) and not len(dataset):
         raise ValueError(f"{name}: it has no rows: give some")
     if not isinstance(dataset, Dataset):

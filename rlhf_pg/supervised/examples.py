@@ -12,7 +12,7 @@ from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.data.chat import encode
-from rlhf_pg.data.prompts import of_list
+from rlhf_pg.data.prompts import as_dataset
 from rlhf_pg.data.sources import PromptMaker, columns_of, load_datasets, with_prompts
 from rlhf_pg.data.turns import Learnt, encode_turns
 from rlhf_pg.models import about
@@ -171,7 +171,8 @@ def load_examples(
         ValueError: a column is missing, a row has a fault, or none is left. It names the dataset.
     """
     if not isinstance(data, Dataset | IterableDataset):
-        data = as_dataset(data, name)
+        with about(name):
+            data = as_dataset(data)
     columns = columns_of(data)
     maker = ExampleMaker(tokenizer=tokenizer, args=args, columns=columns, limit=limit)
     try:
@@ -188,21 +189,6 @@ def load_examples(
     if len(kept) < len(made):
         print(f"{name}: {len(made) - len(kept)} of {len(made)} rows are too long: left out")
     return kept
-
-
-def as_dataset(rows: Any, name: str) -> Dataset:
-    """Make a dataset of a list of dicts.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
-        with about(name):
-            return of_list(rows)
-    raise ValueError(
-        f"{name}: give a datasets.Dataset or a list of dicts, or name data by dataset_name; got "
-        f"{shown(rows)}"
-    )
 
 
 def named_data(args: SupervisedConfig, train: Any, held_out: Any) -> tuple[Any, Any]:
@@ -238,7 +224,8 @@ def named_data(args: SupervisedConfig, train: Any, held_out: Any) -> tuple[Any, 
 def _prompted(data: Any, args: SupervisedConfig, name: str) -> Any:
     """Make the prompts of a dataset, where it has any; errors begin with its name."""
     if isinstance(data, list):
-        data = as_dataset(data, name)
+        with about(name):
+            data = as_dataset(data)
     if not isinstance(data, Dataset | IterableDataset):
         return data  # refused where it is read
     has_prompts = args.prompt_template is not None or "prompt" in columns_of(data)

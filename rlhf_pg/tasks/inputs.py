@@ -25,6 +25,12 @@ WHAT_TO_WRITE = (
     "in docs/your-data.md; or task: arithmetic for an embedded task"
 )
 
+# Arguments of a trainer that no key of a config can stand for.
+IN_PYTHON = (
+    *("peft_config", "quantization_config", "tools", "environment_factory", "rollout_func"),
+    *("optimizers", "value_model"),
+)
+
 
 class Inputs(NamedTuple):
     """The inputs of a run: of a task by name, of datasets and rewards by name, or as given."""
@@ -92,6 +98,29 @@ def settled_inputs(
     )
 
 
+def given_again(args: PolicyGradientConfig, *arguments: Any) -> tuple[str, ...]:
+    """Return the names of the arguments that are given, which `config.yaml` can only name.
+
+    Args:
+        arguments: those of `IN_PYTHON`.
+
+    Raises:
+        ValueError: `args.given_in_python` names one that is not given.
+    """
+    given = tuple(
+        name
+        for name, value in zip(IN_PYTHON, arguments, strict=True)
+        if (any(value) if isinstance(value, list | tuple) else value is not None)
+    )
+    missing = [name for name in args.given_in_python if name not in given]
+    if missing:
+        raise ValueError(
+            f"given_in_python: the run of this config was given {', '.join(missing)} in Python: "
+            "give the same to the trainer again, or take the names out of given_in_python"
+        )
+    return given
+
+
 def _data_to_train_on(
     args: PolicyGradientConfig, task: Task | None, given: Any, without: bool
 ) -> tuple[Any, dict[str, Any]]:
@@ -137,8 +166,13 @@ def held_out(args: PolicyGradientConfig, task: Task | None = None) -> dict[str, 
             "no data to evaluate on: write eval_dataset_name or dataset_name (a file, a folder or "
             "a Hub id), or task"
         )
-    loaded = load_datasets(args, args.seed, train=False).eval
-    return dict(loaded) or {"": load_datasets(args, args.seed).train}
+    held = dict(load_datasets(args, args.seed, train=False).eval)
+    if not held and args.streaming:
+        raise ValueError(
+            "nothing is held out, and dataset_name is streamed, so it may have no end: name what "
+            "to evaluate on in eval_dataset_name (--eval_dataset_name)"
+        )
+    return held or {"": load_datasets(args, args.seed).train}
 
 
 def made_sets(eval_dataset: Any, args: PolicyGradientConfig) -> dict[str, Any]:
@@ -204,7 +238,8 @@ def names_of(rewards: Sequence[Any]) -> tuple[str, ...]:
     """Return names for `config.yaml` by which the rewards of a run would be found again.
 
     A function is FILE.py:NAME or MODULE:NAME, a reward model model:PATH, and what no name finds
-    python:NAME, which is refused.
+    python:NAME, which is refused. So is a function of the script that runs: to import that again
+    would run it again.
     """
     return tuple(map(_name_of, rewards))
 
@@ -217,9 +252,10 @@ def _name_of(source: Any) -> str:
     name = getattr(source, "__name__", type(source).__name__)
     module = getattr(source, "__module__", "")
     code = getattr(source, "__code__", None)
-    if inspect.isclass(source) or getattr(sys.modules.get(module), name, None) is not source:
+    is_found = getattr(sys.modules.get(module), name, None) is source
+    if inspect.isclass(source) or module == "__main__" or not is_found:
         return f"{PYTHON}{name}"
-    if module != "__main__" and not module.startswith(PREFIX):
+    if not module.startswith(PREFIX):
         return located(f"{module}:{name}", None)
     file = Path(code.co_filename if code is not None else "").absolute()
     return f"{file}:{name}" if file.suffix == ".py" else f"{PYTHON}{name}"

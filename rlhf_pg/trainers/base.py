@@ -297,7 +297,7 @@ class PolicyGradientTrainer(TrainerSetup):
             `eval_reward`, `eval_rewards/{name}/mean`, `eval_completions/mean_length` and so on,
             and `eval_greedy_reward` and so on, over all processes. With several completions per
             prompt, n, also `eval_pass@k` for k = 1, 2, 4 ... n, and `eval_majority@n`, the reward
-            of the most frequent answer: see `rlhf_pg.report.pass_at_k`. Of several sets each has
+            of the most frequent answer: see `rlhf_pg.report.pass_at_k`. Of sets by name each has
             its name behind the prefix (`eval_{name}_reward`), and `eval_reward` is their mean.
 
         Raises:

@@ -14,7 +14,7 @@ from rlhf_pg.data.prompts import (
     PromptOrder,
     PromptSource,
     Tools,
-    check_row,
+    check_fit,
     fitting_prompts,
     offered,
 )
@@ -95,7 +95,6 @@ class PromptLoader:
                 "max_prompt_length"
             )
         longest = args.max_prompt_length
-        check_row(longest, args.max_completion_length, self.positions, args.micro_batch_tokens)
 
         def tokens(example: Mapping[str, Any], row: int) -> list[int]:
             prompt = example["prompt"]
@@ -109,4 +108,6 @@ class PromptLoader:
 
         buffer = args.shuffle_buffer_size if args.shuffle_dataset else 0
         drop = args.long_prompts == "drop"
-        return PromptStream(dataset, tokens, longest, drop, args.seed, buffer)
+        stream = PromptStream(dataset, tokens, longest, drop, args.seed, buffer)
+        check_fit(stream, args.max_completion_length, self.positions, args.micro_batch_tokens)
+        return stream

@@ -17,7 +17,9 @@ from rlhf_pg.trainers.optimizer import Optimizers
 C = TypeVar("C", bound=PolicyGradientConfig)
 
 # Keys that say how a run is trained and logged, which an evaluation does not do.
-IDLE = ("eval_steps", "report_to", "resume_from_checkpoint", "dataset_fingerprint", "streaming")
+IDLE = ("eval_steps", "report_to", "resume_from_checkpoint", "dataset_fingerprint")
+# Arguments in Python of which nothing is left to give, once a model is trained.
+TRAINED = ("peft_config", "optimizers", "value_model")
 
 
 class Evaluation(PolicyGradientTrainer):
@@ -104,5 +106,8 @@ def without_training(args: C) -> C:
     kept = {"load_in_4bit"}
     of_adapters = {field.name for field in dataclasses.fields(AdapterConfig)} - kept
     changed = of_adapters.union(IDLE)
-    defaults = {f.name: f.default for f in dataclasses.fields(args) if f.name in changed}
-    return dataclasses.replace(args, **defaults)  # type: ignore[arg-type]
+    values: dict[str, Any] = {
+        field.name: field.default for field in dataclasses.fields(args) if field.name in changed
+    }
+    again = tuple(name for name in args.given_in_python if name not in TRAINED)
+    return dataclasses.replace(args, **values, given_in_python=again)

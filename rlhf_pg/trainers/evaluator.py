@@ -86,10 +86,10 @@ def evaluate_sets(
     prefix: str,
     answer: Answer = stripped_text,
 ) -> dict[str, float]:
-    """Evaluate every set at every temperature, and add the mean reward of several sets.
+    """Evaluate every set at every temperature, and add the mean reward of named sets.
 
     Args:
-        sets: by name; a single one has the name "".
+        sets: by name; one without a name has "".
         temperatures: by what stands in front of their metrics' names.
         prefix: what stands in front of all names.
     """
@@ -99,7 +99,7 @@ def evaluate_sets(
         for mode, heat in temperatures.items()
         for key, value in evaluate(collector, prompts, heat, answer).items()
     }
-    for mode in temperatures if len(sets) > 1 else ():
+    for mode in temperatures if "" not in sets else ():
         rewards = [metrics[f"{prefix}_{name}_{mode}reward"] for name in sets]
         metrics[f"{prefix}_{mode}reward"] = sum(rewards) / len(rewards)
         errors = [metrics[f"{prefix}_{name}_{mode}reward_stderr"] for name in sets]

@@ -51,7 +51,7 @@ from rlhf_pg.rollout import (
 from rlhf_pg.rollout.factory import check_rollout_func, new_engine, new_episode_runner
 from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import Runtime, Termination, broadcasts_failure
-from rlhf_pg.tasks.inputs import Inputs, settled_inputs
+from rlhf_pg.tasks.inputs import Inputs, given_again, settled_inputs
 from rlhf_pg.trainers.callbacks import Callback, adapted
 from rlhf_pg.trainers.collector import Collector
 from rlhf_pg.trainers.controllers import Controllers
@@ -78,6 +78,7 @@ class TrainerSetup(TrainingLoop):
     config_type: ClassVar[type[PolicyGradientConfig]]
     trains: ClassVar[bool] = True  # an evaluation does not
     args: PolicyGradientConfig
+    value_model: Any = None  # an argument of PPO's
 
     @abstractmethod
     def loss(self, new: PolicyOutput, batch: Experience) -> Loss:
@@ -112,11 +113,15 @@ class TrainerSetup(TrainingLoop):
         args = self._of_this_type(args).located()
         check_precision(args.dtype)
         self.callbacks = adapted(callbacks)
+        again = given_again(
+            *(args, peft_config, quantization_config, tools, environment_factory, rollout_func),
+            *(optimizers, self.value_model),
+        )
         given = settled_inputs(
             *(args, model, reward_funcs, train_dataset, eval_dataset, tools, environment_factory),
             trains=self.trains,
         )
-        self._said, self._recorded = given.said, given.recorded
+        self._said, self._recorded = given.said, given.recorded | {"given_in_python": again}
         self.args = args = self._settled(args, given)
         self.runtime = Runtime(args.ddp_timeout)
         for warning in args.warnings if self.runtime.is_main else ():
@@ -130,11 +135,7 @@ class TrainerSetup(TrainingLoop):
         self.dtype: torch.dtype = getattr(torch, args.dtype)
         self.peft_config = adapter_of(args, peft_config)
         self.model = policy_of(
-            given.model,
-            args,
-            self.runtime.loading_device,
-            self.peft_config,
-            quantization_config,
+            given.model, args, self.runtime.loading_device, self.peft_config, quantization_config
         )
         self.processing_class = self._tokenizer(processing_class)
         self.episode_runner = new_episode_runner(

@@ -867,6 +867,7 @@ OTHER_VALUES = {
     "reward_options": {"length": {"target": 9, "words": ["a: b", "--c"]}},
     "reward_model_name_or_path": "org/judge-0.5B",
     "output_dir": "runs/a: b # c",
+    "given_in_python": ("tools", "optimizers"),
     "resume_from_checkpoint": "latest",
     "seed": 7,
     "dtype": "bfloat16",

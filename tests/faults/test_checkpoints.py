@@ -391,13 +391,34 @@ def test_changed_max_steps_on_resume_warns_and_rescales_schedule(stopped, tmp_pa
 
 @pytest.mark.parametrize(
     ("schedule", "said"),
-    [("constant", ""), ("inverse_sqrt", ""), ("cosine", "max_steps was 4 and is 8")],
+    [("constant", []), ("inverse_sqrt", []), ("cosine", ["max_steps was 4 and is 8"])],
 )
 def test_changed_max_steps_warns_only_for_finite_schedule(schedule, said) -> None:
+    found = warnings({"lr_scheduler_type": schedule, "max_steps": 4}, {"max_steps": 8})
+    assert found == [f"goes on with other learning rates: {change}" for change in said]
+
+
+def warnings(config: dict, changes: dict) -> list[str]:
+    """What a resumed run says of changed keys."""
     names = dict.fromkeys(compatibility.REMEDIES, "the same")
-    config = {"lr_scheduler_type": schedule, "max_steps": 4}
     saved = {"counters": {}, "config": config, "fingerprints": names, "running": {}}
-    assert compatibility.check(Path("x"), saved, config | {"max_steps": 8}, names, {}, {}) == said
+    return compatibility.check(Path("x"), saved, config | changes, names, {}, {})
+
+
+def test_changed_rewards_on_resume_are_one_warning() -> None:
+    config = {"reward_funcs": ["math"], "reward_options": {"math": {"a": 1}}}
+    assert warnings(config, {"reward_funcs": ("math",)}) == []
+    assert warnings(config, {"reward_funcs": ("exact",), "reward_options": {}}) == [
+        "goes on with other rewards: reward_funcs was ['math'] and is ['exact']; reward_options "
+        "was {'math': {'a': 1}} and is {}"
+    ]
+
+
+def test_failures_of_rewards_may_be_met_otherwise_on_resume() -> None:
+    config = {"reward_timeout": 1.0, "on_reward_error": "raise", "reward_error_value": 0.0}
+    config |= {"reward_workers": 0}
+    changes = {"reward_timeout": 60.0, "on_reward_error": "value", "reward_error_value": -1.0}
+    assert warnings(config, changes | {"reward_workers": 2}) == []
 
 
 @pytest.mark.fault(17, "refused, with what is different")

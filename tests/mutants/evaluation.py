@@ -42,7 +42,7 @@ MUTANTS = [
         name="held-out-data-of-recipe-kept",
         mistake="a flag --dataset_name evaluates on what the recipe held out all the same",
         target="rlhf_pg.cli.evaluate.config_of",
-        old="args = dataclasses.replace(args, eval_dataset_name=(), dataset_test_split=None)",
+        old="args = dataclasses.replace(args, **whole)",
         new="pass",
         killers=(f"{COMMAND}::test_recipe_evaluates_what_it_holds_out",),
     ),

@@ -1,17 +1,23 @@
 """Data and rewards of a run, from arguments or from the keys of its config."""
 
 import json
+import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from datasets import Dataset, IterableDataset
+from transformers import AutoModelForCausalLM
 
 from rlhf_pg import GRPOConfig, GRPOTrainer
 from rlhf_pg.boundary.user_modules import load
-from rlhf_pg.config.parse import parse
+from rlhf_pg.config.parse import dump, parse
 from rlhf_pg.config.rewards import located
-from rlhf_pg.tasks.inputs import names_of, settled_inputs
+from rlhf_pg.tasks.inputs import given_again, names_of, settled_inputs
+from rlhf_pg.trainers.evaluation import without_training
 
 REWARDS = """
 def even(completions, **columns):
@@ -116,6 +122,8 @@ def test_python_takes_dicts_and_several_evaluation_sets(model_path, tmp_path):
     own = [metrics[f"eval_{name}_reward"] for name in sets]
     assert metrics["eval_reward"] == pytest.approx(sum(own) / 2)
     assert metrics["eval_easy_reward"] == trainer.evaluate(sets["easy"])["eval_reward"]
+    alone = trainer.evaluate({"easy": sets["easy"]})
+    assert alone["eval_reward"] == alone["eval_easy_reward"] == metrics["eval_easy_reward"]
     trainer.train()
     saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert (saved["task"], saved["dataset_name"]) == (None, [])
@@ -151,7 +159,12 @@ def test_config_claims_no_reward_that_was_not_used(keys, given, recorded):
     assert settled_inputs(GRPOConfig(**keys), **given).recorded == recorded
 
 
-def test_names_find_rewards_again_or_say_that_nothing_does(tmp_path):
+def test_names_find_rewards_again_or_say_that_nothing_does(tmp_path, monkeypatch):
+    def of_script(completions, **columns):
+        return [0.0 for _ in completions]
+
+    of_script.__module__ = "__main__"  # to import a script by its name would run it again
+    monkeypatch.setattr(sys.modules["__main__"], "of_script", of_script, raising=False)
     (tmp_path / "mine.py").write_text(REWARDS)
     functions = [load(f"{tmp_path}/mine.py:even"), total, json.dumps, lambda **_: [], str, "a/b"]
     assert names_of(functions) == (
@@ -159,6 +172,7 @@ def test_names_find_rewards_again_or_say_that_nothing_does(tmp_path):
         *("python:str", "model:a/b"),
     )
     assert load(TOTAL) is total
+    assert names_of([of_script]) == ("python:of_script",)
     args = GRPOConfig(reward_funcs=("python:<lambda>", "python:<lambda>"))
     with pytest.raises(
         ValueError, match="a reward that was given in Python and that no name finds"
@@ -209,6 +223,31 @@ def test_task_by_name_brings_data_and_reward(model_path, tmp_path):
     trainer = GRPOTrainer(args=args)
     assert trainer.reward_names == ["exact_match"]
     assert len(trainer.eval_sets[""]) == 1091
+
+
+def test_arguments_in_python_are_recorded_and_needed_again(model_path, tmp_path):
+    optimizer = partial(torch.optim.SGD, lr=1e-3)
+    recipe = files(tmp_path, model_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    args = parse(GRPOConfig, ["--config", str(recipe)])
+    inputs = {"model": model, "optimizers": (optimizer(model.parameters()), None)}
+    recorded = GRPOTrainer(args=args, **inputs).resolved_args()
+    assert recorded.given_in_python == ("optimizers",)
+    again = replace(args, given_in_python=("optimizers", "tools"))
+    with pytest.raises(ValueError, match="was given tools in Python: give the same"):
+        GRPOTrainer(args=again, **inputs)
+    assert GRPOTrainer(args=args).resolved_args().given_in_python == ()
+    dump(recorded, tmp_path / "recorded.yaml")
+    with pytest.raises(ValueError, match="was given optimizers in Python: give the same"):
+        made(tmp_path / "recorded.yaml")
+    assert made(tmp_path / "recorded.yaml", "--given_in_python").args.given_in_python == ()
+    assert without_training(again).given_in_python == ("tools",)
+
+
+def test_arguments_that_say_nothing_are_not_given():
+    given = (None, object(), [], {"a": list}, print, (None, None), "path")
+    names = ("quantization_config", "environment_factory", "rollout_func", "value_model")
+    assert given_again(GRPOConfig(), *given) == names
 
 
 @pytest.mark.parametrize(
