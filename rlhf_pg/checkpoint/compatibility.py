@@ -5,6 +5,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+# Keys of the training data, of which only the rows count, by their fingerprint; a stream has none.
+OF_DATA = {
+    *("task", "task_options", "dataset_name", "dataset_config", "dataset_columns"),
+    *("dataset_train_split", "prompt_template", "system_prompt", "apply_chat_template"),
+}
 # Keys that a resumed run may change: length, intervals, places, and what never changes a result.
 MAY_CHANGE = {
     *("output_dir", "resume_from_checkpoint", "model_name_or_path", "value_model_name_or_path"),
@@ -17,10 +22,8 @@ MAY_CHANGE = {
     *("environment_timeout", "max_skipped_steps"),
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"),
     *("vllm_server_base_url", "vllm_server_timeout", "vllm_sync_directory"),
-    # Of the data only the rows count, by their fingerprint, and of rewards their names.
-    *("task", "task_options", "dataset_name", "dataset_config", "dataset_columns"),
-    *("dataset_train_split", "dataset_test_split", "eval_dataset_name", "dataset_fingerprint"),
-    *("prompt_template", "system_prompt", "apply_chat_template"),
+    *(*OF_DATA, "dataset_test_split", "eval_dataset_name", "dataset_fingerprint"),
+    # Of rewards only their names count.
     *("reward_funcs", "reward_options", "reward_model_name_or_path"),
 }
 # Keys that may change with a warning: the schedule goes on with the new peak.
