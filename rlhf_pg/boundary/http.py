@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import httpx2
 
-from rlhf_pg.boundary.quoted import quoted, told
+from rlhf_pg.boundary.quoted import quoted, shown, told
 
 MOST = 1 << 26  # bytes of an answer
 FIRST_PAUSE = 1.0  # seconds before the second attempt; twice as long before each further one
@@ -95,6 +95,10 @@ class Asker:
                     await self._pause(own if asked is None else asked)
         times = "1 attempt" if self.retries == 0 else f"{self.retries + 1} attempts"
         raise self._unanswered(f"gave {what}, in {times}")
+
+    def shown(self, answer: Any) -> str:
+        """Return a value that the server has answered, for an error, without the key."""
+        return shown(answer, self._key)
 
     def _mine(self) -> tuple[httpx2.AsyncClient, asyncio.Semaphore]:
         """Return the client of the running event loop, to which connections are bound."""

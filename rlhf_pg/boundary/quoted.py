@@ -23,10 +23,11 @@ def visible(text: str) -> str:
     return "\n".join("".join(map(_visible, line)) for line in text.split("\n"))
 
 
-def shown(value: object) -> str:
-    """Return the `repr` of anything, `quoted`."""
+def shown(value: object, secret: str = "") -> str:
+    """Return the `repr` of anything, `quoted`, with *** in place of a secret."""
     try:
-        return quoted(repr(value))
+        text = repr(value)
+        return quoted(text.replace(secret, "***") if secret else text)
     except Exception as error:
         return f"a {quoted(type(value).__name__)} whose repr raises {quoted(type(error).__name__)}"
 

@@ -7,6 +7,11 @@ from typing import Any
 
 # Keys by which rewards are named. They may change with a warning: new functions mend old ones.
 REWARDS = {"reward_funcs", "reward_options", "reward_model_name_or_path"}
+# Keys of the training data, of which only the rows count, by their fingerprint; a stream has none.
+OF_DATA = {
+    *("task", "task_options", "dataset_name", "dataset_config", "dataset_columns"),
+    *("dataset_train_split", "prompt_template", "system_prompt", "apply_chat_template"),
+}
 # Keys that a resumed run may change: length, intervals, places, what is done about failures, and
 # what never changes a result.
 MAY_CHANGE = {
@@ -21,11 +26,8 @@ MAY_CHANGE = {
     *("reward_timeout", "reward_workers", "on_reward_error", "reward_error_value"),
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"),
     *("vllm_server_base_url", "vllm_server_timeout", "vllm_sync_directory"),
-    # Of the data only the rows count, by their fingerprint.
-    *("task", "task_options", "dataset_name", "dataset_config", "dataset_columns"),
-    *("dataset_train_split", "dataset_test_split", "eval_dataset_name", "dataset_fingerprint"),
+    *(*OF_DATA, "dataset_test_split", "eval_dataset_name", "dataset_fingerprint"),
     "given_in_python",  # the models and adapters of which have fingerprints
-    *("prompt_template", "system_prompt", "apply_chat_template"),
 }
 # Keys that may change with a warning: the schedule goes on with the new peak.
 PEAKS = {"learning_rate", "value_learning_rate"}

@@ -44,7 +44,8 @@ class SupervisedConfig(AdapterConfig, DataConfig, ModelConfig):
     """Examples (of a reward model: pairs) per step, over all processes."""
     micro_batch_size: int | Literal["auto"] = number("auto", minimum=1)
     """Examples that one process forwards at a time; lower it if memory runs out. It never changes
-    the result. auto takes as many as keep the padded batch within 16384 tokens."""
+    the result. auto takes as many as keep the padded batch within 16384 tokens, and its logits in
+    float32 within 1 GiB."""
     learning_rate: float = number(2e-5, above=0)
     """Peak learning rate of AdamW; an adapter takes about ten times that of a whole model."""
     lr_scheduler_type: str = choice("cosine", SCHEDULES)

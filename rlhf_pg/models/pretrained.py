@@ -97,15 +97,19 @@ def about(name: str) -> Iterator[None]:
 def check_directory(model: str | PathLike[str]) -> None:
     """Refuse a path without a model directory, or a directory that holds a pipe or a device.
 
-    Whatever cannot be a Hub id is a path. Reading a pipe or a device might never end.
+    What cannot be a Hub id is a path, and so is a name that begins with a directory that is here.
+    Reading a pipe or a device might never end.
 
     Raises:
         ValueError: the directory is missing or holds such a file.
     """
     name = str(model)
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if is_path and not os.path.isdir(name):
-        raise ValueError(f"there is no model directory {quoted(name)}")
+    first = name.partition("/")[0]
+    is_here = not is_path and first != name and os.path.isdir(first)
+    if (is_path or is_here) and not os.path.isdir(name):
+        of_hub = "; a model of the Hub with this id has to be downloaded into it" if is_here else ""
+        raise ValueError(f"there is no model directory {quoted(name)}{of_hub}")
     with opening("model", name):
         files = list(Path(name).iterdir()) if os.path.isdir(name) else []
     for file in files:

@@ -1,6 +1,7 @@
 """The model card of a run, `final/README.md`: how the model was trained, on what, and how it went.
 
-Names and texts in it are data from outside: they are escaped, and paths of this machine left out.
+Names and texts in it are data from outside: they are escaped, and paths of this machine and
+addresses of servers left out.
 """
 
 import html
@@ -8,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import re
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,10 @@ COLUMNS = ("reward", "eval_reward", "kl", "entropy", "completions/mean_length")
 PLACES = {
     *("output_dir", "resume_from_checkpoint", "run_name", "report_to", "ddp_timeout"),
     *("vllm_server_base_url", "vllm_sync_directory", "hub_model_id", "hub_private_repo"),
-    "push_to_hub",
+    *("push_to_hub", "base_url"),
 }
+ADDRESS = re.compile(r"(?:(openenv:)|\w+://)\S*")  # of a server
+LONGEST_RUBRIC = 80  # characters
 # The papers of the algorithms, in BibTeX.
 PAPERS = {
     "GRPO": """@article{shao2024deepseekmath,
@@ -123,21 +127,30 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _named(value: Any) -> Any:
-    """Return a value without the directories of this machine."""
+    """Return a value without the directories of this machine and the addresses of servers."""
+    if isinstance(value, str) and (address := ADDRESS.fullmatch(value)):
+        return f"{address[1] or ''}a server"
     if isinstance(value, str):
         kind, place = ("model:", value[6:]) if value.startswith("model:") else ("", value)
         return kind + Path(place).name if os.path.isabs(place.partition(":")[0]) else value
     if isinstance(value, list | tuple):
         return [_named(item) for item in value]
     if isinstance(value, dict):
-        return {_named(key): _named(item) for key, item in value.items()}
+        return {
+            _named(key): _beginning(item) if key == "rubric" else _named(item)
+            for key, item in value.items()
+            if key not in PLACES
+        }
     return value
+
+
+def _beginning(rubric: Any) -> str:
+    return textwrap.shorten(str(_named(rubric)), LONGEST_RUBRIC, placeholder=" ...")
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that hold something, as plain values."""
-    shown = {k: _named(v) for k, v in config.items() if k not in PLACES}
-    plain: dict[str, Any] = json.loads(json.dumps(shown, default=str))
+    plain: dict[str, Any] = json.loads(json.dumps(_named(dict(config)), default=str))
     return {key: value for key, value in plain.items() if value not in (None, [], {}, "")}
 
 

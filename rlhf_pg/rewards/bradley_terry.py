@@ -145,6 +145,7 @@ def train_reward_model(
         "the reward model",
         args.trust_remote_code,
         pad_token=args.pad_token,
+        revision=args.model_init_kwargs.get("revision"),
     )
     set_template_arguments(tokenizer, args.chat_template_kwargs)
     limit = longest(scorer, args.max_length)

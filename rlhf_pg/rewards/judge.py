@@ -179,7 +179,7 @@ class Judge:
             if verdict is not None:
                 self.cache.put(key, verdict)
                 return verdict
-            said = shown(answer if text is None else text)
+            said = self.asker.shown(answer if text is None else text)
             request = body if text is None else self._again(body, text)
         times = "once" if self.asks == 1 else f"in {self.asks} answers"
         raise ValueError(

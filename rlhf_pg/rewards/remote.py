@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx2
 
-from rlhf_pg.boundary.quoted import quoted, shown, told
+from rlhf_pg.boundary.quoted import quoted, told
 from rlhf_pg.boundary.user_code import finite
 from rlhf_pg.rewards.endpoint import asker, only_columns, side_by_side, whole
 
@@ -75,19 +75,19 @@ class HttpReward:
         if scores is None:
             raise ValueError(
                 f"{quoted(self.asker.url)} must answer with a list of scores, or with one under "
-                f'"scores" or "rewards", and said {shown(answer)}'
+                f'"scores" or "rewards", and said {self.asker.shown(answer)}'
             )
         count = len(body["completions"])
         if len(scores) != count:
             raise ValueError(
                 f"{quoted(self.asker.url)} gave {len(scores)} scores for {count} completions "
-                f"(from number {start} on): {shown(scores)}"
+                f"(from number {start} on): {self.asker.shown(scores)}"
             )
         for row, score in enumerate(scores, start):
             if not all(map(_is_score, score if isinstance(score, list) else [score])):
                 raise ValueError(
-                    f"{quoted(self.asker.url)} gave {shown(score)} for completion {row}: a score "
-                    "is a finite number, or null where the reward does not apply"
+                    f"{quoted(self.asker.url)} gave {self.asker.shown(score)} for completion "
+                    f"{row}: a score is a finite number, or null where the reward does not apply"
                 )
         return scores
 

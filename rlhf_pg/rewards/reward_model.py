@@ -197,6 +197,7 @@ def score_tokenizer(
     trust_remote_code: bool = False,
     labels: Sequence[int] = (1,),
     pad_token: str | None = None,
+    revision: str | None = None,
 ) -> PreTrainedTokenizerBase:
     """Return the given tokenizer, or the one saved beside the model; check it and the model's head.
 
@@ -204,6 +205,7 @@ def score_tokenizer(
         who: name of the model in an error.
         labels: allowed numbers of outputs.
         pad_token: used if the tokenizer has none.
+        revision: of the model on the Hub.
 
     Raises:
         ValueError: the model has another number of outputs; no tokenizer, no pad token, or ids
@@ -215,7 +217,7 @@ def score_tokenizer(
             f"{who} has {model.config.num_labels} outputs: a reward is one number, from a {kind} "
             f"with num_labels {' or '.join(map(str, labels))}"
         )
-    tokenizer = tokenizer or _saved_tokenizer(model.name_or_path, who, trust_remote_code)
+    tokenizer = tokenizer or _saved_tokenizer(model.name_or_path, who, trust_remote_code, revision)
     if tokenizer.pad_token_id is None and pad_token in tokenizer.get_vocab():
         tokenizer.pad_token = pad_token
     if tokenizer.pad_token_id is None:
@@ -244,12 +246,16 @@ def _load(path: str | PathLike[str], trust_remote_code: bool) -> PreTrainedModel
         )
 
 
-def _saved_tokenizer(path: str, who: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def _saved_tokenizer(
+    path: str, who: str, trust_remote_code: bool, revision: str | None
+) -> PreTrainedTokenizerBase:
     none = f"{who}: no tokenizer is saved beside it: give one (reward_processing_classes)"
     if not path or not has_tokenizer(path):
         raise ValueError(none)
     with about(who):
-        tokenizer = tokenizer_from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = tokenizer_from_pretrained(
+            path, trust_remote_code=trust_remote_code, revision=revision
+        )
     # Without files, some model types give a tokenizer with special tokens only.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(none)

@@ -1,5 +1,6 @@
 """Sources of reward: what each takes and where it is called, looked up once."""
 
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ class Source:
     Attributes:
         asked: names of its parameters.
         takes_all: it has **kwargs, or no signature that could be read.
+        options: names of the arguments that a `functools.partial` holds already, which nothing that
+            is offered replaces.
         place: where it is called: plain functions in the trainer, async ones on its event loop, or
             plain ones in a worker process.
     """
@@ -43,6 +46,7 @@ class Source:
     function: RewardFunction
     asked: frozenset[str] = frozenset()
     takes_all: bool = True
+    options: frozenset[str] = frozenset()
     place: Place = "trainer"
 
     @classmethod
@@ -54,7 +58,8 @@ class Source:
             place = "event loop"
         elif workers and not is_model(function):
             place = "worker"
-        return cls(name, function, asked, takes_all, place)
+        options = function.keywords if isinstance(function, functools.partial) else ()
+        return cls(name, function, asked, takes_all, frozenset(options), place)
 
     @property
     def who(self) -> str:
@@ -70,11 +75,12 @@ class Source:
         if is_model(self.function):
             return name in self.asked
         by_kwargs = self.takes_all and bool(self.asked) and name in OF_TRL
-        return (name in self.asked or by_kwargs) and name not in columns
+        taken = name in columns or name in self.options
+        return (name in self.asked or by_kwargs) and not taken
 
     def takes(self, name: str) -> bool:
         """Return whether the function takes an input or a column of the dataset."""
-        return self.takes_all or name in self.asked
+        return (self.takes_all or name in self.asked) and name not in self.options
 
 
 def is_async(function: Any) -> bool:

@@ -279,7 +279,10 @@ class Worker:
             return "its pipe was closed"
         if code >= 0:
             return f"exit code {code}"
-        name = signal.Signals(-code).name
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:  # most real-time signals have no name
+            name = f"signal {-code}"
         return f"{name}, as when memory runs out" if name == "SIGKILL" else name
 
 

@@ -158,7 +158,11 @@ def fit(
     trainer = SFTTrainer(
         model=model,
         args=training_arguments(
-            args, longest_one, use_cpu, label_smoothing_factor=args.label_smoothing
+            args,
+            longest_one,
+            use_cpu,
+            vocabulary=model.config.get_text_config().vocab_size,
+            label_smoothing_factor=args.label_smoothing,
         ),
         train_dataset=examples,
         eval_dataset=held_out,

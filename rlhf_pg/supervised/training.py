@@ -18,7 +18,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from rlhf_pg.checkpoint import atomic
-from rlhf_pg.checkpoint.compatibility import MAY_CHANGE, changed, lengths
+from rlhf_pg.checkpoint.compatibility import MAY_CHANGE, OF_DATA, changed, lengths
 from rlhf_pg.checkpoint.run_dir import begun, locked
 from rlhf_pg.config import dump
 from rlhf_pg.config.supervised import SupervisedConfig
@@ -28,17 +28,24 @@ from rlhf_pg.report.json_lines import JsonLines
 logger = logging.getLogger(__name__)
 
 MODEL = "model.sha256"  # file with the fingerprint of what a resumed run has to be given again
-TOKENS = 16384  # padded tokens of a micro-batch, where its size is chosen
+# Of a micro-batch, where its size is chosen: padded tokens, and their logits. Those are 1 GiB in
+# float32, and the loss holds three to four times as much at its peak.
+TOKENS, LOGITS = 16384, 2**28
 
 
 def training_arguments(
-    args: SupervisedConfig, longest: int, use_cpu: bool = False, **options: Any
+    args: SupervisedConfig,
+    longest: int,
+    use_cpu: bool = False,
+    vocabulary: int = 1,
+    **options: Any,
 ) -> TrainingArguments:
     """Return the arguments of the `Trainer` for a config.
 
     Args:
         longest: most tokens of an example, or 0 if they are not known.
         use_cpu: train on the CPU, whatever there is.
+        vocabulary: logits of a token.
         options: more of them.
     """
     on_gpu = torch.cuda.is_available() and not use_cpu
@@ -71,7 +78,7 @@ def training_arguments(
     if on_gpu:
         arguments._n_gpu = 1  # one process trains on one GPU; DataParallel would multiply the batch
     own = _share(args.batch_size, arguments.world_size)
-    micro = micro_batch_size(own, args.micro_batch_size, longest)
+    micro = micro_batch_size(own, args.micro_batch_size, longest, vocabulary)
     arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = micro
     arguments.gradient_accumulation_steps = own // micro
     return arguments
@@ -87,12 +94,14 @@ def _share(batch_size: int, processes: int) -> int:
     return batch_size // processes
 
 
-def micro_batch_size(own: int, wanted: int | str, longest: int) -> int:
+def micro_batch_size(own: int, wanted: int | str, longest: int, vocabulary: int = 1) -> int:
     """Return how many examples a process forwards at a time: a divisor of its share.
 
     Args:
         own: the process's share of a batch.
-        wanted: a number, or "auto" for as many as keep `longest` tokens each within `TOKENS`.
+        wanted: a number, or "auto" for as many as keep `longest` tokens each within `TOKENS`, and
+            their logits within `LOGITS`.
+        vocabulary: logits of a token.
 
     Raises:
         ValueError: the number does not divide the share.
@@ -104,7 +113,7 @@ def micro_batch_size(own: int, wanted: int | str, longest: int) -> int:
                 "belong to a process: choose a divisor, or auto"
             )
         return min(wanted, own)
-    most = max(1, TOKENS // longest) if longest else 1
+    most = max(1, min(TOKENS, LOGITS // vocabulary) // longest) if longest else 1
     return max(size for size in range(1, min(own, most) + 1) if own % size == 0)
 
 
@@ -117,7 +126,7 @@ def run(
 ) -> dict[str, float]:
     """Train, evaluate and save in `args.output_dir`, which no other run may use meanwhile.
 
-    An earlier run in it is set aside, unless it is resumed.
+    An earlier run in it is set aside, unless one of its checkpoints is resumed.
 
     Args:
         save: writes the model into a directory; it is called by every process.
@@ -144,7 +153,8 @@ def run(
     if checkpoint is not None:
         check_resumed(Path(checkpoint), args, model)
         trainer.accelerator.wait_for_everyone()  # before the config is written anew
-    beginning = begun(directory) if checkpoint is None else locked(directory)
+    goes_on = checkpoint is not None and Path(checkpoint).resolve().parent == directory.resolve()
+    beginning = locked(directory) if goes_on else begun(directory)
     with beginning if is_main else nullcontext():
         if is_main:
             dump(args, directory / "config.yaml")
@@ -203,6 +213,8 @@ def check_resumed(checkpoint: Path, args: SupervisedConfig, model: str | None) -
         return
     saved, now = yaml.safe_load(recorded.read_text()), json.loads(json.dumps(asdict(args)))
     kept = now.keys() - (MAY_CHANGE | {"micro_batch_size"}) | {"dataset_fingerprint"}
+    if args.dataset_fingerprint is None:
+        kept |= OF_DATA
     if altered := changed(saved, now, lengths(now)):
         logger.warning("%s: the learning rates of later steps change", altered)
     for key in sorted(kept & saved.keys()):

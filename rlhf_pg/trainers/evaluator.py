@@ -43,8 +43,9 @@ def evaluate(
 
     Returns:
         Metrics over all processes, named as in training, of the scores that `Shaping` describes.
-        With several completions per prompt also pass@k and majority@n. `reward_stderr` and so on
-        are standard errors over prompts (`standard_error`).
+        With several completions per prompt also pass@k and majority@n, over the prompts whose
+        completions all have a score. `reward_stderr` and so on are standard errors over prompts
+        (`standard_error`).
     """
     runtime, shaping, args = collector.runtime, collector.shaping, collector.args
     n = args.num_generations_eval if temperature > 0 else 1
@@ -56,14 +57,18 @@ def evaluate(
         mine = list(batch[runtime.rank :: runtime.world])
         # Negative indices: noise that training never uses.
         indices = [-1 - row for row in mine]
-        samples, scores = collector.scored(collector.sample(prompts, mine, indices, n, temperature))
+        sampled = collector.sample(prompts, mine, indices, n, temperature)
+        samples, scores = collector.scored(sampled)
         shaped = shaping(scores, samples.rollout, normalize=False)
         rows.append(torch.cat([sum_step_scores(scores), sum_step_scores(shaped)], dim=1))
         groups.append(samples.rollout.groups)
         lengths.append(samples.rollout.lengths())
         parts.append(samples)
         if n > 1:
-            paid = _paid(collector.rewards, sum_step_scores(scores)).view(len(mine), n)
+            paid = _paid(collector.rewards, sum_step_scores(scores))
+            # `scored` takes a completion whose rewards failed out of the mask.
+            lost = sampled.rollout.action_mask.any(1) & ~samples.rollout.action_mask.any(1)
+            paid = paid.masked_fill(lost, math.nan).view(len(mine), n)
             attempts.append(_judged(paid, samples.completions, args.eval_success_threshold, answer))
     everyone, _ = runtime.gather(torch.cat(rows))
     raw, trained = everyone.chunk(2, dim=1)
@@ -145,8 +150,10 @@ def _paid(rewards: Rewards, raw: Tensor) -> Tensor:
 def _judged(paid: Tensor, completions: Sequence[Any], threshold: float, answer: Answer) -> Tensor:
     """Return (P,2) float64: the right completions of each prompt, and the majority's reward.
 
+    Both are NaN for a prompt with a completion that could not be scored.
+
     Args:
-        paid: (P,n).
+        paid: (P,n); NaN for such a completion.
         completions: P n of them, in the order prompt * n + sample.
     """
     n = paid.shape[1]
@@ -155,7 +162,8 @@ def _judged(paid: Tensor, completions: Sequence[Any], threshold: float, answer: 
     with foreign("answer"):
         answers = [_counted(answer(completion), answer) for completion in completions]
     votes = [majority_score(answers[i * n : (i + 1) * n], p) for i, p in enumerate(paid.tolist())]
-    return torch.stack([right.to(paid), paid.new_tensor(votes)], dim=1)
+    judged = torch.stack([right.to(paid), paid.new_tensor(votes)], dim=1)
+    return judged.masked_fill(paid.isnan().any(dim=1, keepdim=True), math.nan)
 
 
 def _counted(given: Hashable, answer: Answer) -> Hashable:
@@ -168,8 +176,12 @@ def _counted(given: Hashable, answer: Answer) -> Hashable:
 
 
 def _attempt_metrics(judged: Tensor, n: int) -> dict[str, float]:
-    """Compute pass@1, 2, 4 ... n and majority@n: means over the rows of `_judged`, and errors."""
-    right, majority = judged.cpu().unbind(dim=1)
+    """Compute pass@1, 2, 4 ... n and majority@n: means over the rows of `_judged`, and errors.
+
+    Rows of NaN are left out.
+    """
+    judged = judged[~judged.isnan().any(dim=1)].cpu()
+    right, majority = judged.unbind(dim=1)
     sizes = [2**i for i in range(n.bit_length()) if 2**i < n]
     of_prompts = {f"pass@{k}": pass_at_k(right, n, k) for k in (*sizes, n)}
     of_prompts[f"majority@{n}"] = majority

@@ -94,9 +94,14 @@ def test_control_characters_of_model_are_escaped(capsys) -> None:
         (["{model}", "--system_prompt", "x"], "no chat template"),
         (["{model}", "--top_p", "0"], "above 0"),
         (["no/such/model"], "no model directory"),
+        (["runs/gpro"], "no model directory runs/gpro; a model of the Hub"),
     ],
 )
-def test_wrong_usage_is_one_message(flags, said, plain_model, capsys) -> None:
+def test_wrong_usage_is_one_message(
+    flags, said, plain_model, capsys, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
     with pytest.raises(SystemExit) as left:
         main(["chat", *(flag.format(model=plain_model) for flag in flags)])
     assert left.value.code == 2

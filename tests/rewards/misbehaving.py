@@ -54,6 +54,12 @@ def is_killed(completions):
     return length(completions)
 
 
+def is_signalled(completions):
+    if "bad" in completions:
+        os.kill(os.getpid(), signal.SIGRTMIN + 1)  # which has no name
+    return length(completions)
+
+
 def takes_all_memory(completions):
     if "bad" in completions:
         hoard = []

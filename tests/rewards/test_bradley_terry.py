@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from rlhf_pg.config import RewardModelConfig
+from rlhf_pg.models import pretrained
 from rlhf_pg.rewards import RewardModel, bradley_terry_loss, train_reward_model
 from rlhf_pg.rewards.bradley_terry import (
     PairScorer,
@@ -301,6 +302,21 @@ def test_options_of_loading_are_obeyed_or_refused(tmp_path):
         train_reward_model(args, tmp_path / "base", None, pairs(), pairs(8))
     with pytest.raises(ValueError, match=r"model_init_kwargs \(attention_dropuot\) is for loading"):
         train_reward_model(args, classifier(), letters(), pairs(), pairs(8))
+
+
+def test_tokenizer_has_revision_of_model(tmp_path, monkeypatch):
+    classifier().save_pretrained(tmp_path / "base")
+    letters().save_pretrained(tmp_path / "base")
+    seen, load = [], pretrained.AutoTokenizer.from_pretrained
+
+    def noted(path, **options):
+        seen.append(options["revision"])
+        return load(path, **options)
+
+    monkeypatch.setattr(pretrained.AutoTokenizer, "from_pretrained", noted)
+    args = config(tmp_path / "run", max_steps=1, model_init_kwargs={"revision": "v2"})
+    train_reward_model(args, tmp_path / "base", None, pairs(), pairs(8))
+    assert seen == ["v2"]
 
 
 def test_resumed_run_ends_with_same_weights_bit_for_bit(tmp_path):

@@ -254,6 +254,15 @@ def test_lasting_garbage_is_one_error_with_row_and_words(server):
     assert server.asked == []  # what was answered before stays known
 
 
+@pytest.mark.parametrize("said", [Said({"error": "sk-secret"}), chat("x" * 995 + "sk-secret")])
+def test_key_is_hidden_in_answer_without_verdict(server, monkeypatch, said):
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
+    server.answer = lambda asked: said
+    text = failure(make(server, api_key_env="JUDGE_KEY", asks=1), ["a"])
+    assert "sk-s" not in text
+    assert "***" in text
+
+
 def test_missing_column_is_named_before_anything_is_asked(server):
     said = failure(make(server, columns=["answer"]), ["a"], solution=["x"], level=[1])
     assert said == "judge:helpful: the dataset has no column answer; it has solution, level"

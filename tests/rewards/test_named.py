@@ -5,6 +5,7 @@ import functools
 import pickle
 
 import pytest
+from transformers import TrainerState
 
 from rlhf_pg.rewards import Rewards, named
 from rlhf_pg.rewards.judge import Judge
@@ -79,6 +80,29 @@ def test_options_of_function_are_given_to_it_at_every_call(here):
         assert said[:, 0].tolist() == [[1.0, 3.0], [0.0, 3.0]]
         assert Rewards(rewards).names == ["brevity", "later"]
     assert describe(list(options), made)[0].endswith(f"imported from {here}/mine.py")
+
+
+def test_option_stays_where_a_column_or_an_argument_has_its_name(here):
+    write(
+        here,
+        counted="""
+def any_column(completions, limit=10, **_):
+    return [float(limit) for _ in completions]
+
+def of_run(completions, step, log_metric=None, **_):
+    assert log_metric is None
+    return [float(step) for _ in completions]
+""",
+    )
+    options = {
+        "counted.py:any_column": {"limit": 1},
+        "counted.py:of_run": {"step": 7, "log_metric": None},
+    }
+    made = named_rewards(list(options), options)
+    said = Rewards(made)(
+        ["p"] * 2, ["a", "bb"], [[4]] * 2, {"limit": [5, 6]}, state=TrainerState(global_step=3)
+    )
+    assert said[:, 0].tolist() == [[1.0, 7.0], [1.0, 7.0]]
 
 
 @pytest.mark.parametrize("key", ["kind", "judge:kind"])

@@ -1,6 +1,7 @@
 """A server that scores, against one on loopback that does whatever servers do."""
 
 import asyncio
+import json
 import pickle
 import threading
 import time
@@ -261,6 +262,15 @@ def test_key_is_sent_and_hidden_when_server_repeats_it(server, monkeypatch):
         said = failure(reward)
         assert "sk-s" not in said
         assert "***" in said
+
+
+@pytest.mark.parametrize("said", [{"error": "k"}, ["k"], ["k", 1]])
+def test_key_is_hidden_in_answer_that_is_no_score(server, monkeypatch, said):
+    monkeypatch.setenv("SCORE_KEY", "sk-secret")
+    server.answer = lambda asked: Said(json.loads(json.dumps(said).replace('"k"', '"sk-secret"')))
+    text = failure(HttpReward(server.url, api_key_env="SCORE_KEY"))
+    assert "sk-s" not in text
+    assert "'***'" in text
 
 
 def test_failing_batch_cancels_the_others(server):

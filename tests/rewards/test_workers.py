@@ -121,6 +121,7 @@ FAULTS = {
     faults.exits: "ended its worker process: exit code 3",
     faults.exits_politely: "raised SystemExit: enough",
     faults.is_killed: "ended its worker process: SIGKILL",
+    faults.is_signalled: r"ended its worker process: signal \d+",
     faults.takes_all_memory: "raised MemoryError",
     faults.loses_a_score: "must return a list of 1 scores, one per completion, got 0 scores",
     faults.answers_with_a_generator: "must return a list of 1 scores.* got <generator",

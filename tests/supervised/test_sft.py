@@ -9,11 +9,11 @@ from datasets import Dataset
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening
 
-from rlhf_pg.config import SFTConfig
+from rlhf_pg.config import SFTConfig, dump
 from rlhf_pg.report.json_lines import read
-from rlhf_pg.supervised import train_sft
+from rlhf_pg.supervised import sft, train_sft, training
 from rlhf_pg.supervised.sft import SFTTrainer, check_packing, pad_examples, token_sums
-from rlhf_pg.supervised.training import micro_batch_size
+from rlhf_pg.supervised.training import check_resumed, micro_batch_size
 from tests.rewards.test_reward_model import letters
 from tests.tiny import adapter, tiny_model
 
@@ -131,6 +131,24 @@ def test_micro_batch_size_is_a_divisor_that_fits():
     assert micro_batch_size(12, 99, 1) == 12
     with pytest.raises(ValueError, match="micro_batch_size 5 does not divide the 12 examples"):
         micro_batch_size(12, 5, 1)
+    assert micro_batch_size(12, "auto", 256, vocabulary=2**14) == 12
+    assert micro_batch_size(12, "auto", 256, vocabulary=2**18) == 4  # 1 GiB in float32
+    assert micro_batch_size(12, "auto", 256, vocabulary=2**30) == 1
+
+
+def test_vocabulary_of_model_limits_micro_batch(tmp_path, monkeypatch):
+    model = tiny_model("llama", scale=0.05)
+    monkeypatch.setattr(training, "LOGITS", model.config.vocab_size * 8)  # two examples of four
+    seen = []
+    keep = pad_examples
+
+    def noted(rows, pad):
+        seen.append(len(rows))
+        return keep(rows, pad)
+
+    monkeypatch.setattr(sft, "pad_examples", noted)
+    train(tmp_path, model, [{"prompt": "a ", "completion": "a"}] * 8, max_steps=1)
+    assert set(seen) == {2}
 
 
 # -------------------------------------------------------------------------------------- training
@@ -237,6 +255,37 @@ def test_resume_is_refused_with_other_data_or_keys(tmp_path):
         train(tmp_path, **options | {"resume_from_checkpoint": str(tmp_path / "final")})
     with pytest.raises(ValueError, match="has no checkpoint to resume"):
         train(tmp_path / "new", **options | latest)
+
+
+@pytest.mark.parametrize(
+    "other", [{"dataset_train_split": "other"}, {"prompt_template": "{prompt}!"}]
+)
+def test_stream_is_resumed_on_its_own_data_only(tmp_path, other):
+    checkpoint = tmp_path / "checkpoint-1"
+    options = {"output_dir": str(tmp_path), "dataset_name": "a/b", "max_steps": 2}
+    options["streaming"] = True
+    dump(SFTConfig(**options), tmp_path / "config.yaml")
+    check_resumed(checkpoint, SFTConfig(**options), None)
+    with pytest.raises(
+        ValueError, match=f"checkpoint-1 was saved by a run with {next(iter(other))}"
+    ):
+        check_resumed(checkpoint, SFTConfig(**options, **other), None)
+
+
+def test_checkpoint_of_elsewhere_sets_earlier_run_aside(tmp_path):
+    options = {"save_steps": 1, "save_total_limit": None, "logging_steps": 1}
+    train(tmp_path / "first", max_steps=2, **options)
+    train(tmp_path / "second", max_steps=3, **options)
+    train(
+        tmp_path / "second",
+        max_steps=2,
+        resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-1"),
+        **options,
+    )
+    assert [path.name for path in tmp_path.glob("second/checkpoint-*")] == ["checkpoint-2"]
+    assert (tmp_path / "second" / "earlier-1" / "checkpoint-3").exists()
+    steps = [line["step"] for line in read(tmp_path / "second" / "metrics.jsonl")]
+    assert set(steps) == {2}
 
 
 def test_adapter_is_resumed_on_its_own_model_only(tmp_path, caplog):

@@ -26,7 +26,8 @@ STEPS = 60
 def test_tiny_model_learns_task(name, tmp_path):
     options, warm_up = TASKS[name]
     task = load_task(f"reasoning_gym:{name}", {"size": 3000, "eval_size": 200, **options}, 0)
-    texts = task.train_dataset["prompt"] + task.train_dataset["answer"]
+    columns = task.train_dataset[:]
+    texts = columns["prompt"] + columns["answer"]
     tokenizer = character_tokenizer("".join(sorted(set("".join(texts)))))
     torch.manual_seed(0)
     train_sft(

@@ -177,6 +177,19 @@ def test_pass_at_k_ignores_penalties_and_clipping(make) -> None:
     assert metrics["eval_reward"] < 0.5
 
 
+def test_prompt_with_a_lost_completion_leaves_pass_at_k_and_majority(make) -> None:
+    """Of nine prompts three lose a completion; of the others half are right."""
+    reward = Listed((1.0, math.inf, 1.0, 1.0), (1.0,) * 4, (0.0,) * 4)
+    options = {"num_generations_eval": 4, "on_reward_error": "drop"}
+    trainer = make(eval_dataset=HELD_OUT, reward_funcs=reward, **options)
+    metrics = trainer.evaluate(answer=lambda completion: "the same")
+    assert metrics["eval_rewards/Listed/failed"] == 3 / 36
+    assert metrics["eval_reward"] == pytest.approx((9 + 12) / 33)
+    for name in ("pass@1", "pass@2", "pass@4", "majority@4"):
+        assert metrics[f"eval_{name}"] == pytest.approx(0.5)
+        assert metrics[f"eval_{name}_stderr"] == pytest.approx(math.sqrt(6 * 0.25 / 5 / 6))
+
+
 def test_float32_rounding_does_not_fail_threshold(make) -> None:
     rewards = [lambda completions, **_: [0.9] * len(completions) for _ in range(3)]
     weights = (0.5, 0.25, 1 / 0.9 - 0.75)

@@ -193,6 +193,31 @@ def test_token_is_no_key():
         GRPOConfig(hub_model_id="me/run")
 
 
+def test_card_names_no_server_and_only_the_beginning_of_a_rubric(tmp_path) -> None:
+    rubric = "Is it kind?\n" + "Would a reader of a newspaper be pleased by it? " * 9
+    config = {
+        "algorithm": "GRPO",
+        "task": "openenv:http://10.0.0.5:7000",
+        "reward_funcs": ["http://10.0.0.5:9000/score", "judge:kind", "math"],
+        "reward_options": {
+            "http://10.0.0.5:9000/score": {"batch_size": 2},
+            "kind": {"rubric": rubric, "model": "m", "base_url": "http://10.0.0.6:8000/v1"},
+        },
+        "system_prompt": "Answer as on https://example.org.",
+    }
+    card = model_card(config, None, tmp_path)
+    assert "10.0.0" not in card
+    assert "Data: openenv:a server" in card
+    assert "Rewards: a server, judge:kind, math" in card
+    settings = yaml.safe_load(card.split("```yaml\n")[1].split("\n```")[0])
+    assert settings["system_prompt"] == config["system_prompt"]
+    options = settings["reward_options"]
+    assert options["a server"] == {"batch_size": 2}
+    assert options["kind"].keys() == {"rubric", "model"}
+    assert options["kind"]["rubric"].startswith("Is it kind? Would")
+    assert len(options["kind"]["rubric"]) <= 80
+
+
 def test_card_names_no_directory_of_this_machine() -> None:
     config = {
         "reward_funcs": ["model:/home/me/judge", "/home/me/r.py:acc", "model:org/judge", "math"],
