@@ -98,7 +98,7 @@ def test_worker_is_told_of_trainer_and_logs():
 
 
 def test_output_and_input_of_function_do_not_meet_messages(capfd):
-    assert totals(rewards(faults.chats, timeout=5.0)) == [LENGTHS]
+    assert totals(rewards(faults.chats, timeout=2.0)) == [LENGTHS]
     assert "noise" in capfd.readouterr().err
 
 
