@@ -97,7 +97,7 @@ def test_fields_are_chosen_by_name_or_shown_as_json(servers, play) -> None:
 
 
 def test_policy_trains_against_server(servers, play) -> None:
-    with servers.served(servers.higher_lower()) as url:
+    with servers.served(servers.higher_lower(patient=True)) as url:
         trainer = play(load_task(f"openenv:{url}"), max_completion_length=8, num_generations=4)
         trainer.train()
         assert trainer.state.step == 1

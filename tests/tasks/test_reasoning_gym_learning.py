@@ -14,7 +14,7 @@ from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder
 
 # Options of the generator, and steps of the warm start, which leaves something to learn.
 TASKS = {
-    "chain_sum": ({"min_terms": 2, "max_terms": 2, "max_digits": 2}, 500),
+    "letter_counting": ({"min_words": 2, "max_words": 3}, 300),
     "spell_backward": ({"min_word_len": 3, "max_word_len": 5}, 300),
     "gcd": ({"max_value": 60}, 200),
 }

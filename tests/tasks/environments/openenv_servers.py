@@ -1,5 +1,6 @@
 """Environment servers as users of OpenEnv write them: a number to be guessed, and a till."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Thread
@@ -51,6 +52,13 @@ class HigherLower(Environment):
         return self._state
 
 
+class Patient(HigherLower):
+    """Asks again for what is no number."""
+
+    def step(self, action: Guess, timeout_s: float | None = None, **_: Any) -> Hint:
+        return super().step(action) if action.message.isdecimal() else Hint(hint="?", reward=-0.5)
+
+
 class Till(MCPEnvironment):
     """Pays what has been added to it."""
 
@@ -98,6 +106,8 @@ def served(app: Any) -> Iterator[str]:
     socket = server.config.bind_socket()
     thread = Thread(target=server.run, args=([socket],), daemon=True)
     thread.start()
+    while not server.started:
+        time.sleep(0.01)
     try:
         yield f"http://127.0.0.1:{socket.getsockname()[1]}"
     finally:
@@ -105,9 +115,9 @@ def served(app: Any) -> Iterator[str]:
         thread.join(30)
 
 
-def higher_lower(sessions: int = 32, wide: bool = False) -> Any:
-    observation = Range if wide else Hint
-    return create_app(HigherLower, Guess, observation, max_concurrent_envs=sessions)
+def higher_lower(sessions: int = 32, wide: bool = False, patient: bool = False) -> Any:
+    environment, observation = Patient if patient else HigherLower, Range if wide else Hint
+    return create_app(environment, Guess, observation, max_concurrent_envs=sessions)
 
 
 def till() -> Any:
