@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 
 def length(completions):
@@ -162,9 +163,13 @@ def environment(completions):
     return [float(alone and "RANK" not in there and "torch" not in sys.modules)] * len(completions)
 
 
-def slow(completions):
-    time.sleep(0.2)
-    return length(completions)
+def meets(prompts, completions):
+    """Wait in the directory that the completions name for the call about another prompt."""
+    place = Path(completions[0])
+    (place / prompts[0]).touch()
+    while len(list(place.iterdir())) < 2:
+        time.sleep(0.01)
+    return [1.0] * len(completions)
 
 
 class Judge:

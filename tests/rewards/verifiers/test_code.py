@@ -207,10 +207,9 @@ def test_same_program_gives_the_same_output() -> None:
 
 @needs_bwrap
 def test_total_time_bounds_all_tests() -> None:
-    start = time.monotonic()
-    options = {"timeout": 0.5, "total_timeout": 1.2, "partial": True}
-    assert score(["while True: pass"], [[RIGHT] * 50], **options) == [0]
-    assert time.monotonic() - start < 15
+    options = {"timeout": 5.0, "total_timeout": 1.2, "partial": True}
+    slow = "import time; time.sleep(0.4)\n" + NEXT
+    assert score([slow], [[RIGHT] * 10], **options)[0] < 0.5  # all would pass, one by one
 
 
 @needs_bwrap
