@@ -35,8 +35,13 @@ class PromptLoader:
     tools: Tools = ()
     positions: int | None = None
 
-    def train(self, dataset: Any) -> tuple[PromptSource, PromptOrder, int]:
+    def train(
+        self, dataset: Any, known: Prompts | None = None
+    ) -> tuple[PromptSource, PromptOrder, int]:
         """Return the training prompts, their order, and the number of steps of the run.
+
+        Args:
+            known: its prompts, where they have been made: an evaluation takes its own.
 
         Raises:
             ValueError: a prompt cannot be used, they are not those of `dataset_fingerprint`, or a
@@ -48,7 +53,7 @@ class PromptLoader:
         if isinstance(dataset, IterableDataset):
             source, order, steps = self._stream(dataset), StreamOrder(), args.max_steps
         else:
-            source = self.finite(dataset, "train_dataset")
+            source = self.finite(dataset, "train_dataset") if known is None else known
             order = PromptSampler(len(source), args.seed, args.shuffle_dataset)
             steps = args.total_steps(len(source))
         wanted = args.dataset_fingerprint

@@ -252,8 +252,9 @@ class TrainerSetup(TrainingLoop):
             tools=self.episode_runner.tools if self.episode_runner else (),
             positions=models.max_positions(self.model),
         )
-        self.train_prompts, self.prompt_order, self.total_steps = loader.train(train_dataset)
         self.eval_sets = loader.evaluated(eval_datasets)
+        known = None if self.trains else next(iter(self.eval_sets.values()))
+        self.train_prompts, self.prompt_order, self.total_steps = loader.train(train_dataset, known)
 
     def _resolve_method(self) -> None:
         """Look up the functions that the config names, and make the controllers."""

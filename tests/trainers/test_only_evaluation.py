@@ -40,3 +40,9 @@ def test_evaluation_of_adapter_adds_no_other(make, model_path, tmp_path) -> None
     assert alone.evaluate() == pytest.approx(expected, nan_ok=True)
     with pytest.raises(ValueError, match="trains nothing"):
         alone.train()
+
+
+def test_data_of_evaluation_are_called_so(model_path) -> None:
+    short = GRPOConfig(max_prompt_length=2, **SIZES)
+    with pytest.raises(ValueError, match=r"^eval_dataset: .*longer than max_prompt_length 2"):
+        Evaluation(model_path, digits, short, HELD_OUT)
