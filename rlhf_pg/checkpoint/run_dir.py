@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 RUN_FILES = (
     *("config.yaml", "completions.jsonl", "checkpoints", "best", "final", "reward.png"),
     *("tensorboard", "wandb", "run-id", "skipped", "model.sha256"),
+    *("report.html", "tokens", "outside.jsonl", "trace.jsonl"),
     *("metrics.json", "metrics.jsonl"),
 )
 SET_ASIDE = "{} held an earlier run or a model: it is in {} now"
