@@ -16,6 +16,8 @@ USAGE = {
     "eval": ("MODEL [--key value ...]", "score a model, a run or a recipe on held-out prompts"),
     "chat": ("MODEL [--temperature ...]", "talk to a model, a run or an adapter"),
     "demo": ("[--key value ...]", "train with GRPO on a CPU: a few minutes"),
+    "diff": ("RUN_A RUN_B [--json] [--rtol X]", "say where two runs part, and why"),
+    "bisect": ("RUN --bad CONDITION", "find the first step of a run that has gone wrong"),
     "doctor": ("[--json]", "say what is installed, what is missing and how to get it"),
 }
 COMMANDS = "commands (rlhf-pg COMMAND --help says more):\n" + "\n".join(

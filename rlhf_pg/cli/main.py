@@ -79,6 +79,14 @@ def run(command: str, flags: Sequence[str]) -> None:
             from rlhf_pg.cli.doctor import doctor
 
             doctor(flags)
+        case "diff":
+            from rlhf_pg.cli.diff import diff
+
+            diff(flags)
+        case "bisect":
+            from rlhf_pg.cli.diff import bisect
+
+            bisect(flags)
 
 
 def _quieten() -> None:

@@ -14,7 +14,8 @@ def parser_of(command: str, usage: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"rlhf-pg {command}", usage=usage, allow_abbrev=False, add_help=False
     )
-    add_options = {"plan": _plan, "eval": _eval, "chat": _chat, "doctor": _doctor}.get(command)
+    groups = {"plan": _plan, "eval": _eval, "chat": _chat, "doctor": _doctor}
+    add_options = (groups | {"diff": _diff, "bisect": _bisect}).get(command)
     if add_options is not None:
         add_options(parser.add_argument_group("options"))
     return parser
@@ -75,6 +76,26 @@ def _chat(group: Any) -> None:
 def _doctor(group: Any) -> None:
     group.add_argument(
         "--json", type=_boolean, nargs="?", const=True, default=False, help="print JSON"
+    )
+
+
+def _diff(group: Any) -> None:
+    add = group.add_argument
+    add("--json", type=_boolean, nargs="?", const=True, default=False, help="print JSON")
+    add(
+        "--rtol",
+        type=_at_least_0,
+        metavar="X",
+        help="count numbers as equal within this share of the largest of their kind; 0: bit by bit "
+        "(default: by what the runs were computed with)",
+    )
+
+
+def _bisect(group: Any) -> None:
+    group.add_argument(
+        "--bad",
+        metavar="CONDITION",
+        help='what is wrong with a step, such as "reward < 0.2" or "kl > 1 and entropy == null"',
     )
 
 

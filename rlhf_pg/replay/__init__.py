@@ -1,0 +1,1 @@
+"""Steps of finished runs: made again, compared, and searched."""

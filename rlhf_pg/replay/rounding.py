@@ -1,0 +1,116 @@
+"""The rounding within which two runs are compared: none, or that of another layout of the sums."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_pg.report.run_files import RunFiles, Start
+
+# Keys that change the order of sums and nothing else.
+LAYOUT_KEYS = ("micro_batch_tokens", "gradient_checkpointing", "rollout_cache_tokens")
+LAYOUT = ("processes", "backend", "device")  # attributes of `Start`
+# Relative to the largest number of its kind in the step, and absolute. The first updates of Adam
+# scale up rounding of the gradient, and each step adds to it: docs/reliability.md has what was
+# measured. In float64 some layers of transformers still compute in float32.
+BY_DTYPE = {"float64": (1e-6, 1e-9), "float32": (1e-3, 1e-6), "bfloat16": (5e-2, 1e-3)}
+COARSEST = ("bfloat16", "float32", "float64")
+# Shares of tokens beyond a bound: rounding moves a whole token across it.
+SHARES = ("clip_ratio/", "value_clip_ratio", "ratio_overflow")
+SLACK_OF_SHARE = 0.01
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """A bound on how far two numbers may be apart and still count as equal.
+
+    Attributes:
+        rtol: share of the largest number of its kind; 0 compares bit by bit.
+        floor: absolute part.
+        why: what makes rounding differ.
+    """
+
+    rtol: float = 0.0
+    floor: float = 0.0
+    why: str = ""
+
+    @property
+    def is_exact(self) -> bool:
+        return self.rtol == 0 and self.floor == 0
+
+    def same(self, a: Any, b: Any, scale: float = 0.0) -> bool:
+        """Return whether two values count as equal.
+
+        Args:
+            scale: size of the largest number of this kind.
+        """
+        if not (is_number(a) and is_number(b)):
+            return bool(a == b)
+        if a == b or (math.isnan(a) and math.isnan(b)):
+            return True
+        largest = max(abs(a), abs(b), scale)
+        return not self.is_exact and bool(abs(a - b) <= self.rtol * largest + self.floor)
+
+    def same_metric(self, name: str, a: Any, b: Any) -> bool:
+        """Return whether two values of a metric count as equal."""
+        if self.is_exact or not name.startswith(SHARES):
+            return self.same(a, b)
+        return Rounding(self.rtol, max(self.floor, SLACK_OF_SHARE)).same(a, b)
+
+    def __str__(self) -> str:
+        if self.is_exact:
+            return "compared bit by bit"
+        bound = f"{self.rtol:g} of the largest number of its kind, or {self.floor:g}"
+        return f"compared within rounding ({bound}): {self.why}"
+
+
+def rounding_of(a: RunFiles, b: RunFiles, rtol: float | None = None) -> Rounding:
+    """Choose the rounding: none where both runs add up their sums in the same order.
+
+    Args:
+        rtol: a rounding to use whatever the runs say; 0 is none.
+    """
+    reasons = layout_differences(a, b)
+    known = [str(run.config.get("dtype", "float32")) for run in (a, b)]
+    dtype = next((name for name in COARSEST if name in known), "float32")
+    default, floor = BY_DTYPE[dtype]
+    if rtol is not None:
+        stated = "; ".join(["as asked for", *reasons])
+        return Rounding(rtol, floor * rtol / default, stated) if rtol else Rounding()
+    return Rounding(default, floor, f"{'; '.join(reasons)}; {dtype}") if reasons else Rounding()
+
+
+def layout_differences(a: RunFiles, b: RunFiles) -> list[str]:
+    """Return what changes the order of sums between two runs, in words."""
+    said = [
+        f"{key} {a.config[key]} and {b.config[key]}"
+        for key in LAYOUT_KEYS
+        if key in a.config and key in b.config and a.config[key] != b.config[key]
+    ]
+    layouts = [[_layout(start) for start in run.starts] for run in (a, b)]
+    if all(layouts) and set(layouts[0]) != set(layouts[1]):
+        said += [
+            f"{name} {_joined(layouts[0], k)} and {_joined(layouts[1], k)}"
+            for k, name in enumerate(LAYOUT)
+            if {one[k] for one in layouts[0]} != {one[k] for one in layouts[1]}
+        ]
+    return said
+
+
+def largest(*columns: Sequence[Any] | Mapping[Any, Any] | None) -> float:
+    """Return the size of the largest finite number of some columns; 0 if there is none."""
+    numbers = (abs(x) for column in columns for x in column or () if is_number(x))
+    return max((x for x in numbers if math.isfinite(x)), default=0.0)
+
+
+def is_number(x: Any) -> bool:
+    """Return whether a value is a number that can be apart from another."""
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def _layout(start: Start) -> tuple[str, ...]:
+    return tuple(str(getattr(start, name)) for name in LAYOUT)
+
+
+def _joined(layouts: Iterable[tuple[str, ...]], k: int) -> str:
+    return " then ".join(dict.fromkeys(one[k] for one in layouts))
