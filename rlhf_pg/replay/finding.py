@@ -1,4 +1,4 @@
-"""What differs between two runs, one place at a time, and the order in which causes come first."""
+"""Single places in which two runs differ, and the order in which they come about."""
 
 import math
 from dataclasses import asdict, dataclass

@@ -171,7 +171,7 @@ class Pair:
 
     @cached_property
     def _disorder(self) -> dict[str, Finding]:
-        """By file, where the lines of steps stand in another order."""
+        """The first line of each file that stands in another order, if there is one."""
         orders = {
             METRICS: [[line["step"] for line in run.metrics] for run in (self.a, self.b)],
             COMPLETIONS: [[*lines] for lines in self.completions],

@@ -1,4 +1,4 @@
-"""What two runs were told differently: keys of the config, versions of libraries, reward functions.
+"""Settings in which two runs differ: keys of the config, versions of libraries, reward functions.
 
 None of it is a difference in what a run computed. It is what may have caused one.
 """

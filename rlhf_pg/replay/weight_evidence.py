@@ -75,7 +75,7 @@ class Saved:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """Its manifest; empty if that cannot be read."""
+        """The manifest; empty if it cannot be read."""
         try:
             with (self.path / MANIFEST).open("rb") as file:
                 known = json.loads(file.read(LONGEST))
