@@ -12,7 +12,7 @@ from rlhf_pg.cli.options import parser_of
 from rlhf_pg.config.parse import fail
 from rlhf_pg.replay.batch import Entry, batch_of
 from rlhf_pg.replay.condition import Term, first_step, parse
-from rlhf_pg.replay.difference import MOST, Comparison, Difference, diff_runs
+from rlhf_pg.replay.difference import Comparison, Difference, diff_runs
 from rlhf_pg.replay.finding import value
 from rlhf_pg.replay.pair import Remake, opened
 from rlhf_pg.report.run_files import METRICS, TRACE
@@ -94,9 +94,10 @@ def _found(one: Difference) -> Iterator[str]:
         return
     when = "before the first step" if one.step == 0 else f"in step {one.step}"
     yield f"first seen {when}, in {one.found[0].stage}:"
-    yield from (f"  {finding}" for finding in one.found[: 1 + MOST])
-    if len(one.found) > 1 + MOST:
-        yield f"  and {len(one.found) - 1 - MOST} more"
+    kinds = one.shown()
+    yield from (f"  {finding}" for finding in kinds)
+    if len(one.found) > len(kinds):
+        yield f"  and {len(one.found) - len(kinds)} more"
     if one.persists is False:
         yield f"  step {one.step + 1} is equal again: a file may have been changed after the run"
 

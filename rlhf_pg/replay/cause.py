@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlhf_pg.replay.evidence import LABELS
 from rlhf_pg.replay.finding import CONFIG, VERSION, Finding, shown_name
 from rlhf_pg.replay.pair import Pair
 from rlhf_pg.replay.rounding import is_number
@@ -60,7 +61,7 @@ def _is_rounding(first: Finding) -> bool:
 
 def _is_moved(found: Sequence[Finding], pair: Pair) -> bool:
     """Return whether prompts that differ are each other's, of other rows of the data."""
-    moved = [one for one in found if one.stage == "prompt text" and one.what == "prompts"]
+    moved = [one for one in found if one.stage == "prompt text" and one.what == LABELS["prompts"]]
     rows = {one.row.dataset_row for one in moved if one.row is not None}
     tables = [_rows_of_prompts(pair, which) for which in (0, 1)]
     elsewhere = [
@@ -93,9 +94,10 @@ def _about(first: Finding, found: Sequence[Finding], pair: Pair) -> list[str]:
         case "reward":
             return _about_reward(pair, first, found)
         case "advantage":
-            return ["the rewards that it is made from are the same"]
+            return [f"the rewards that it is made from are the same{_share(first)}"]
         case "gradient":
-            return ["ids, log-probabilities, rewards and advantages are the same"]
+            said = "ids, log-probabilities, rewards and advantages are the same"
+            return [f"{said}{_share(first)}"]
         case "weight":
             return _about_weights(pair, first)
         case "length":
@@ -125,12 +127,18 @@ def _about_ids(pair: Pair, first: Finding) -> list[str]:
 
 
 def _about_numbers(pair: Pair, first: Finding) -> list[str]:
-    share = apart(first)
-    by = "" if share is None else f", by {share:.1g} of it"
     if not pair.weights_are_same_before(first.step):
-        return [f"the ids are the same, and the number is another{by}"]
-    why = ", as another rounding of a library or device would" if (share or 1) < ROUNDED else ""
-    return [f"the same weights and ids gave another number{by}{why}"]
+        return [f"the ids are the same{_share(first)}"]
+    return [f"the same weights and ids gave another number{_share(first)}"]
+
+
+def _share(first: Finding) -> str:
+    """Say how far two numbers are apart, and whether rounding does that."""
+    share = apart(first)
+    if share is None:
+        return ""
+    why = ", as another rounding of a library or device would be" if share < ROUNDED else ""
+    return f"; the numbers are apart by {share:.1g} of their size{why}"
 
 
 def _about_reward(pair: Pair, first: Finding, found: Sequence[Finding]) -> list[str]:

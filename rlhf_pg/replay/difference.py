@@ -22,8 +22,6 @@ from rlhf_pg.replay.suspects import (
 from rlhf_pg.replay.token_evidence import token_findings
 from rlhf_pg.report.run_files import COMPLETIONS, METRICS, TRACE
 
-MOST = 5  # places that are shown beside the first
-
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
@@ -41,6 +39,14 @@ class Difference:
     because: list[str]
     found: Sequence[Finding] = ()
     persists: bool | None = None  # whether the next step differs too; None if not known
+
+    def shown(self, most: int = 6) -> list[Finding]:
+        """Return the first place, and the first of each other kind that differs at that stage."""
+        kinds: dict[tuple[str, str], Finding] = {}
+        for one in self.found:
+            same = one.file == TRACE and one.row is None  # tensors, of which there are many
+            kinds.setdefault((one.file, "" if same else one.what), one)
+        return list(kinds.values())[:most]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +131,7 @@ def _first(found: list[Finding], cause: Cause, pair: Pair, remake: Remake | None
     if remake is not None and not any(one.token is not None for one in same):
         same = _with_token(same, pair, remake)
     next_step = first.step + 1
-    known = all(next_step in steps for steps in pair.known_steps)
+    known = all(next_step in steps for steps in pair.known_steps) and pair.rounding.is_exact
     return Difference(
         step=first.step,
         cause=cause.word,

@@ -1,11 +1,14 @@
 """Differences of a step, as its lines in trace.jsonl, metrics.jsonl and completions.jsonl tell."""
 
 import itertools
+import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from rlhf_pg.replay.finding import Finding, Row
-from rlhf_pg.replay.rounding import Rounding, largest
+from rlhf_pg.replay.rounding import Rounding, is_number, largest
 from rlhf_pg.report.run_files import COMPLETIONS, METRICS, TRACE, Trace
 
 # Numbers that say how long something took, or what it took.
@@ -23,6 +26,16 @@ STAGE_OF_METRIC = {
     **dict.fromkeys(("policy_loss", "value_loss", "value_clip_ratio", "approx_kl"), "gradient"),
     **dict.fromkeys(("num_updates", "skipped_updates", "positive_nll", "aux_loss"), "gradient"),
     **dict.fromkeys(("kl_coef", "entropy_coef", "learning_rate", "beta", "eval_"), "metric"),
+}
+# What the columns of a trace are called where they are shown.
+LABELS = {
+    "prompts": "prompt (checksum of its ids)",
+    "ids": "completion (checksum of its ids)",
+    "logprobs": "log-probability (sum over tokens)",
+    "values": "value (sum over tokens)",
+    "advantages": "advantage (sum over tokens)",
+    "rows": "row of the data",
+    "prompt_index": "prompt index",
 }
 STAGE_OF_FIELD = {
     **dict.fromkeys(("prompt_index", "sample", "row"), "data order"),
@@ -79,7 +92,7 @@ def _pairs(
         if not within.same(x, y, scale):
             place = i * a.num_generations if by_prompt else i
             row = row_of(a, place, by_prompt)
-            found = _of_step(a, stage, TRACE, name, x, y)
+            found = _of_step(a, stage, TRACE, LABELS.get(name, name), x, y)
             yield Finding(**{**vars(found), "row": row, "place": place})
 
 
@@ -98,15 +111,35 @@ def _of_step(a: Trace, stage: str, file: str, what: str, x: Any, y: Any) -> Find
     return Finding(step=a.step, stage=stage, file=file, what=what, a=x, b=y)
 
 
+def usual_sizes(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the median size of each metric, by which rounding of it is judged.
+
+    A mean of numbers that cancel out is far below the numbers that it is made of.
+    """
+    sizes: dict[str, list[float]] = {}
+    for line in lines:
+        for name, x in line.items():
+            if is_number(x) and math.isfinite(x):
+                sizes.setdefault(name, []).append(abs(x))
+    return {name: statistics.median(known) for name, known in sizes.items()}
+
+
 def metric_findings(
-    a: Mapping[str, Any], b: Mapping[str, Any], rounding: Rounding
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    rounding: Rounding,
+    sizes: Mapping[str, float] = MappingProxyType({}),
 ) -> Iterator[Finding]:
-    """Yield what differs between the lines of a step in metrics.jsonl, wall times aside."""
+    """Yield what differs between the lines of a step in metrics.jsonl, wall times aside.
+
+    Args:
+        sizes: of metrics, as they usually are.
+    """
     for name in {**a, **b}:
         if name.startswith(OF_THE_WALL):
             continue
         missing = (name not in a) or (name not in b)
-        if missing or not rounding.same_metric(name, a[name], b[name]):
+        if missing or not rounding.same_metric(name, a[name], b[name], sizes.get(name, 0.0)):
             note = f"only {'A' if name in a else 'B'} has it" if missing else ""
             yield Finding(
                 step=a["step"],
@@ -161,9 +194,16 @@ def completion_findings(
         if key != other:
             yield _of_line(key, place, "data order", "order of the lines", key[1:], other[1:])
             break
+    sizes = {} if rounding.is_exact else _largest_of_fields([*a.values(), *b.values()])
     for place, key in enumerate(ours):
         if a[key] != b[key]:
-            yield from _line_findings(key, place, a[key], b[key], rounding, fixed)
+            yield from _line_findings(key, place, a[key], b[key], rounding, fixed, sizes)
+
+
+def _largest_of_fields(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the size of the largest number of each field of some lines."""
+    names = {name for line in lines for name in line}
+    return {name: largest([line.get(name) for line in lines]) for name in names}
 
 
 def _line_findings(
@@ -173,12 +213,13 @@ def _line_findings(
     b: Mapping[str, Any],
     rounding: Rounding,
     fixed: frozenset[str],
+    sizes: Mapping[str, float],
 ) -> Iterator[Finding]:
     for name in {**a, **b}:
         x, y = a.get(name), b.get(name)
         exact = name.removeprefix("rewards/") in fixed and name.startswith("rewards/")
         within = Rounding() if exact else rounding
-        if (name in a) == (name in b) and within.same(x, y):
+        if (name in a) == (name in b) and within.same(x, y, sizes.get(name, 0.0)):
             continue
         stage = stage_of(name, STAGE_OF_FIELD)
         note = first_difference(x, y) if isinstance(x, str) and isinstance(y, str) else ""

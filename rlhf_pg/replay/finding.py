@@ -1,5 +1,6 @@
 """Single places in which two runs differ, and the order in which they come about."""
 
+import itertools
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,6 +14,7 @@ STAGES = (
     *("advantage", "gradient", "weight", "metric", "length"),
 )
 CONFIG, VERSION = "config", "library version"
+LONGEST_TEXT = 80  # characters of a text that is shown
 LAST = 1 << 62  # place of what has no row
 
 
@@ -66,7 +68,7 @@ class Finding:
     def __str__(self) -> str:
         where = f" of {self.row}" if self.row else ""
         token = f", token {self.token}" if self.token is not None else ""
-        values = f": {value(self.a)} and {value(self.b)}"
+        values = ": {} and {}".format(*map(value, around(self.a, self.b)))
         note = f" ({self.note})" if self.note else ""
         return f"{shown_name(self.what)}{where}{token}{values}{note}, in {shown_name(self.file)}"
 
@@ -75,6 +77,16 @@ class Finding:
         record = asdict(self)
         record.pop("place")
         return record
+
+
+def around(a: Any, b: Any) -> tuple[Any, Any]:
+    """Return two long texts cut to where they differ first; anything else as it is."""
+    if not (isinstance(a, str) and isinstance(b, str)) or max(len(a), len(b)) <= LONGEST_TEXT:
+        return a, b
+    pairs = enumerate(itertools.zip_longest(a, b))
+    at = next((i for i, (x, y) in pairs if x != y), 0)
+    start = max(0, at - LONGEST_TEXT // 4)
+    return a[start : start + LONGEST_TEXT], b[start : start + LONGEST_TEXT]
 
 
 def value(x: Any) -> str:

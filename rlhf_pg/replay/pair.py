@@ -137,7 +137,11 @@ class Pair:
     def _measured(self, step: int) -> Iterator[Finding]:
         a, b = (lines.get(step) for lines in self.metrics)
         if a is not None and b is not None:
-            yield from evidence.metric_findings(a, b, self.rounding)
+            yield from evidence.metric_findings(a, b, self.rounding, self._sizes)
+
+    @cached_property
+    def _sizes(self) -> dict[str, float]:
+        return evidence.usual_sizes([*self.a.metrics, *self.b.metrics])
 
     def _completed(self, step: int) -> Iterator[Finding]:
         a, b = (lines.get(step) for lines in self.completions)

@@ -51,10 +51,14 @@ class Rounding:
         largest = max(abs(a), abs(b), scale)
         return not self.is_exact and bool(abs(a - b) <= self.rtol * largest + self.floor)
 
-    def same_metric(self, name: str, a: Any, b: Any) -> bool:
-        """Return whether two values of a metric count as equal."""
+    def same_metric(self, name: str, a: Any, b: Any, size: float = 0.0) -> bool:
+        """Return whether two values of a metric count as equal.
+
+        Args:
+            size: what the metric usually has.
+        """
         if self.is_exact or not name.startswith(SHARES):
-            return self.same(a, b)
+            return self.same(a, b, size)
         return Rounding(self.rtol, max(self.floor, SLACK_OF_SHARE)).same(a, b)
 
     def __str__(self) -> str:

@@ -22,6 +22,8 @@ STAGE_OF_NUMBER = {
     "entropy": "gradient",
 }
 
+DIFFERENCES = ("log_ratio", "kl")  # of two log-probabilities, which nearly cancel out
+
 
 def token_findings(
     step: int, a: StepTokens, b: StepTokens, rounding: Rounding
@@ -41,7 +43,7 @@ def token_findings(
         if x is None or y is None:
             yield found.whole(stage, name, x is not None, y is not None)
             continue
-        yield from found.tokens(name, stage, x, y, rounding)
+        yield from found.tokens(name, stage, x, y, rounding, _size(name, a))
 
 
 class _Tokens:
@@ -64,12 +66,18 @@ class _Tokens:
             yield replace(found, row=self._row(i), place=i)
 
     def tokens(
-        self, name: str, stage: str, x: NDArray[Any], y: NDArray[Any], rounding: Rounding
+        self,
+        name: str,
+        stage: str,
+        x: NDArray[Any],
+        y: NDArray[Any],
+        rounding: Rounding,
+        size: float = 0.0,
     ) -> Iterator[Finding]:
         count = min(len(x), len(y))
         if len(x) != len(y):
             yield self.whole(stage, f"number of {name}", len(x), len(y))
-        apart = np.flatnonzero(_apart(x[:count], y[:count], rounding))
+        apart = np.flatnonzero(_apart(x[:count], y[:count], rounding, size))
         if len(apart):
             yield self._at(int(apart[0]), stage, name, x, y, len(apart))
 
@@ -116,7 +124,17 @@ class _Tokens:
         return Row(prompt_index=index, sample=sample)
 
 
-def _apart(x: NDArray[Any], y: NDArray[Any], rounding: Rounding) -> NDArray[np.bool_]:
+def _size(name: str, tokens: StepTokens) -> float:
+    """Return the size of the numbers that a column is the difference of; 0 if it is none."""
+    numbers = tokens.numbers.get("sampler_logprob")
+    return 0.0 if name not in DIFFERENCES or numbers is None else _largest(numbers)
+
+
+def _largest(numbers: NDArray[Any]) -> float:
+    return float(np.abs(numbers[np.isfinite(numbers)]).max(initial=0.0))
+
+
+def _apart(x: NDArray[Any], y: NDArray[Any], rounding: Rounding, size: float) -> NDArray[np.bool_]:
     """Return where two columns differ; NaN is a number like any other."""
     if x.dtype.kind != "f" or y.dtype.kind != "f":
         return np.asarray(x != y)
@@ -124,8 +142,7 @@ def _apart(x: NDArray[Any], y: NDArray[Any], rounding: Rounding) -> NDArray[np.b
     differ: NDArray[np.bool_] = (x != y) & ~(np.isnan(x) & np.isnan(y))
     if rounding.is_exact or not differ.any():
         return differ
-    numbers = np.abs(np.concatenate([x, y]))
-    largest = float(numbers[np.isfinite(numbers)].max(initial=0.0))
+    largest = max(_largest(x), _largest(y), size)
     # The file has most numbers in float16, which rounds by itself.
     allowed = (rounding.rtol + 2.0**-10) * largest + rounding.floor
     differ &= ~(np.abs(x - y) <= allowed)  # NaN is not near anything

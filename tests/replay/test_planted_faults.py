@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rlhf_pg.cli import main
+from rlhf_pg.replay.evidence import LABELS
 from rlhf_pg.report.run_files import StepTokens
 from tests.replay.made_run import (
     LOGGED,
@@ -37,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return place / "one", place / "two"
 
 
-def changed(draw: random.Random, file: str, key: str, column: str = "") -> Callable[..., Planted]:
+def changed(draw: random.Random, key: str, column: str = "") -> Callable[..., Planted]:
     """A fault in a column of the trace, by a place in it."""
     causes = {"prompt_index": "data order", "rows": "data order", "ids": "sampled id"}
     causes |= {"prompts": "prompt text", "logprobs": "log-probability", "values": "value"}
@@ -55,7 +56,7 @@ def changed(draw: random.Random, file: str, key: str, column: str = "") -> Calla
             )
 
         edit_trace(run, step, change)
-        return step, causes[key], f"rewards/{column}" if column else key
+        return step, causes[key], f"rewards/{column}" if column else LABELS[key]
 
     return plant
 
@@ -177,7 +178,7 @@ def an_order_of_rows(draw: random.Random, run: Path) -> Planted:
         line["rows"][0], line["rows"][1] = line["rows"][1], line["rows"][0]
 
     edit_trace(run, step, change)
-    return step, "data order", "rows of prompt"
+    return step, "data order", "row of the data of prompt"
 
 
 def a_token(draw: random.Random, run: Path) -> Planted:
@@ -246,14 +247,14 @@ def a_counter(draw: random.Random, run: Path) -> Planted:
 
 
 KINDS: list[Callable[[random.Random, Path], Planted]] = [
-    lambda draw, run: changed(draw, "trace.jsonl", "prompt_index")(run),
-    lambda draw, run: changed(draw, "trace.jsonl", "prompts")(run),
-    lambda draw, run: changed(draw, "trace.jsonl", "ids")(run),
-    lambda draw, run: changed(draw, "trace.jsonl", "logprobs")(run),
-    lambda draw, run: changed(draw, "trace.jsonl", "values")(run),
-    lambda draw, run: changed(draw, "trace.jsonl", "rewards", "accuracy")(run),
-    lambda draw, run: changed(draw, "trace.jsonl", "rewards", "model")(run),
-    lambda draw, run: changed(draw, "trace.jsonl", "advantages")(run),
+    lambda draw, run: changed(draw, "prompt_index")(run),
+    lambda draw, run: changed(draw, "prompts")(run),
+    lambda draw, run: changed(draw, "ids")(run),
+    lambda draw, run: changed(draw, "logprobs")(run),
+    lambda draw, run: changed(draw, "values")(run),
+    lambda draw, run: changed(draw, "rewards", "accuracy")(run),
+    lambda draw, run: changed(draw, "rewards", "model")(run),
+    lambda draw, run: changed(draw, "advantages")(run),
     *(a_rounding, a_version, a_last_bit, a_key, a_key_with_effect, a_prompt, a_field, a_metric),
     *(an_order_of_lines, an_order_of_rows, a_token, a_number_of_token),
     *(a_weight_of_trace, a_weight_of_file, a_counter),
