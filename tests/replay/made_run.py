@@ -83,7 +83,7 @@ class MadeRun:
             backend="DDP",
             device="cpu",
             rewards={"accuracy": "abc123", "model": None},
-            weights=self.fingerprints(),
+            weights=self.fingerprints(updated=False),
         )
         self.write("trace.jsonl", asdict(replace(begun, **(start or {}))))
         for step in range(1, steps + 1):
@@ -93,10 +93,10 @@ class MadeRun:
         with (self.directory / file).open("a") as lines:
             lines.write(json.dumps(record) + "\n")
 
-    def fingerprints(self) -> dict[str, str]:
+    def fingerprints(self, updated: bool = True) -> dict[str, str]:
         return {
-            # As the bits are those of the layout, so is the fingerprint.
-            name: f"{zlib.crc32(x.tobytes()):08x}{'' if not self.noise else 'n'}"
+            # Rounding changes some bit of every tensor that was updated.
+            name: f"{zlib.crc32(x.tobytes()):08x}{'n' if self.noise and updated else ''}"
             for name, x in self.weights.items()
         }
 
