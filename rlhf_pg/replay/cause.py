@@ -117,9 +117,12 @@ def _about_data(pair: Pair) -> list[str]:
 
 def _about_ids(pair: Pair, first: Finding) -> list[str]:
     if not pair.rounding.is_exact:
+        before = pair.distance(first.step - 1)
         return [
-            "everything before is within rounding. Rounding can do this where two tokens are "
-            "almost equally likely, and from there on the runs differ"
+            "everything before is within rounding"
+            f"{f', the step before apart by {before:.1g} of its size' if before else ''}",
+            "rounding can do this where two tokens are almost equally likely, and from there on "
+            "the runs differ",
         ]
     if not pair.weights_are_same_before(first.step):
         return ["the prompt is the same, and the weights are not known"]

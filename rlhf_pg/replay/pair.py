@@ -12,7 +12,7 @@ import yaml
 from rlhf_pg.boundary.quoted import told
 from rlhf_pg.replay import evidence
 from rlhf_pg.replay.finding import Finding
-from rlhf_pg.replay.rounding import Rounding
+from rlhf_pg.replay.rounding import Rounding, distance
 from rlhf_pg.replay.suspects import environment
 from rlhf_pg.replay.token_evidence import token_findings
 from rlhf_pg.replay.weight_evidence import Saved, fingerprint_findings, saved_at, saved_findings
@@ -107,14 +107,15 @@ class Pair:
 
     def findings(self, step: int) -> list[Finding]:
         """Return what differs in a step, the first first."""
+        within = self.rounding.after(self.distance(step - 1))
         found = chain(
-            self._traced(step),
+            self._traced(step, within),
             fingerprint_findings(step, self.a, self.b) if self.rounding.is_exact else (),
-            self._tokens(step),
-            self._completed(step),
-            self._measured(step),
+            self._tokens(step, within),
+            self._completed(step, within),
+            self._measured(step, within),
             self._order(step),
-            self._saved(step),
+            self._saved(step, within),
             self._missing(step),
         )
         trace = self.a.traces.get(step)
@@ -129,33 +130,43 @@ class Pair:
             return bool(self.a.starts and self.b.starts and self.a.starts[0].weights)
         return all(trace is not None and bool(trace.weights) for trace in known)
 
-    def _traced(self, step: int) -> Iterator[Finding]:
+    def distance(self, step: int) -> float:
+        """Return how far the numbers of a step are apart, as a share of the largest of its kind."""
+        a, b = self.a.traces.get(step), self.b.traces.get(step)
+        norms = [[lines.get(step, {}).get("grad_norm")] for lines in self.metrics]
+        apart = [distance(*norms)]
+        if a is not None and b is not None:
+            names = ("logprobs", "values", "advantages")
+            apart += [distance(getattr(a, name), getattr(b, name)) for name in names]
+        return max(apart)
+
+    def _traced(self, step: int, within: Rounding) -> Iterator[Finding]:
         a, b = self.a.traces.get(step), self.b.traces.get(step)
         if a is not None and b is not None and a != b:
-            yield from evidence.trace_findings(a, b, self.rounding, self.fixed)
+            yield from evidence.trace_findings(a, b, within, self.fixed)
 
-    def _measured(self, step: int) -> Iterator[Finding]:
+    def _measured(self, step: int, within: Rounding) -> Iterator[Finding]:
         a, b = (lines.get(step) for lines in self.metrics)
         if a is not None and b is not None:
-            yield from evidence.metric_findings(a, b, self.rounding, self._sizes)
+            yield from evidence.metric_findings(a, b, within, self._sizes)
 
     @cached_property
     def _sizes(self) -> dict[str, float]:
         return evidence.usual_sizes([*self.a.metrics, *self.b.metrics])
 
-    def _completed(self, step: int) -> Iterator[Finding]:
+    def _completed(self, step: int, within: Rounding) -> Iterator[Finding]:
         a, b = (lines.get(step) for lines in self.completions)
         if a and b:
-            yield from evidence.completion_findings(a, b, self.rounding, self.fixed)
+            yield from evidence.completion_findings(a, b, within, self.fixed)
 
-    def _tokens(self, step: int) -> Iterator[Finding]:
+    def _tokens(self, step: int, within: Rounding) -> Iterator[Finding]:
         runs = (self.a, self.b)
         files = [tokens_file(run.directory, step) for run in runs]
         if not all(file.is_file() for file in files):
             return
         a, b = (run.tokens(step) for run in runs)
         if a is not None and b is not None:
-            yield from token_findings(step, a, b, self.rounding)
+            yield from token_findings(step, a, b, within)
         elif (a is None) != (b is None):
             name = str(files[0].relative_to(self.a.directory))
             yield Finding(
@@ -185,7 +196,7 @@ class Pair:
         firsts = {file: next(findings, None) for file, findings in found.items()}
         return {file: finding for file, finding in firsts.items() if finding is not None}
 
-    def _saved(self, step: int) -> Iterator[Finding]:
+    def _saved(self, step: int, within: Rounding) -> Iterator[Finding]:
         runs, dropout = (self.a, self.b), self.a.config.get("disable_dropout") is False
         for name in dict.fromkeys(chain(*self.saved)):
             pair = [
@@ -193,7 +204,7 @@ class Pair:
                 for run, table in zip(runs, self.saved, strict=True)
             ]
             if any(pair):
-                yield from saved_findings(step, pair[0], pair[1], self.rounding, dropout)
+                yield from saved_findings(step, pair[0], pair[1], within, dropout)
 
     def _missing(self, step: int) -> Iterator[Finding]:
         """Yield the files in which one run has no line of a step that the other has."""

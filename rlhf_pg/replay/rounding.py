@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_pg.report.run_files import RunFiles, Start
@@ -10,14 +10,17 @@ from rlhf_pg.report.run_files import RunFiles, Start
 # Keys that change the order of sums and nothing else.
 LAYOUT_KEYS = ("micro_batch_tokens", "gradient_checkpointing", "rollout_cache_tokens")
 LAYOUT = ("processes", "backend", "device")  # attributes of `Start`
-# Relative to the largest number of its kind in the step, and absolute. The first updates of Adam
-# scale up rounding of the gradient, and each step adds to it: docs/reliability.md has what was
-# measured. In float64 some layers of transformers still compute in float32.
+# Relative to the largest number of its kind in the step, and absolute. docs/reliability.md has what
+# was measured. In float64 some layers of transformers still compute in float32.
 BY_DTYPE = {"float64": (1e-6, 1e-9), "float32": (1e-3, 1e-6), "bfloat16": (5e-2, 1e-3)}
 COARSEST = ("bfloat16", "float32", "float64")
 # Shares of tokens beyond a bound: rounding moves a whole token across it.
 SHARES = ("clip_ratio/", "value_clip_ratio", "ratio_overflow")
 SLACK_OF_SHARE = 0.01
+# A step trains on weights that are apart by what the steps before have added up, and updates with
+# large learning rates scale it up: PPO at 1e-3 by up to 25 in a step. What jumps by more, from
+# rounding to something seen, is none.
+GROWTH, MOST = 30.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -28,15 +31,22 @@ class Rounding:
         rtol: share of the largest number of its kind; 0 compares bit by bit.
         floor: absolute part.
         why: what makes rounding differ.
+        grows: a step may be as far apart as the one before, and `GROWTH` times that.
     """
 
     rtol: float = 0.0
     floor: float = 0.0
     why: str = ""
+    grows: bool = False
 
     @property
     def is_exact(self) -> bool:
         return self.rtol == 0 and self.floor == 0
+
+    def after(self, apart: float) -> "Rounding":
+        """Return the rounding of a step, from how far the step before was apart."""
+        grown = min(GROWTH * apart, MOST)
+        return replace(self, rtol=grown) if self.grows and grown > self.rtol else self
 
     def same(self, a: Any, b: Any, scale: float = 0.0) -> bool:
         """Return whether two values count as equal.
@@ -65,6 +75,8 @@ class Rounding:
         if self.is_exact:
             return "compared bit by bit"
         bound = f"{self.rtol:g} of the largest number of its kind, or {self.floor:g}"
+        if self.grows:
+            bound += f"; or {GROWTH:g} times what the step before was apart, up to {MOST:g}"
         return f"compared within rounding ({bound}): {self.why}"
 
 
@@ -81,7 +93,8 @@ def rounding_of(a: RunFiles, b: RunFiles, rtol: float | None = None) -> Rounding
     if rtol is not None:
         stated = "; ".join(["as asked for", *reasons])
         return Rounding(rtol, floor * rtol / default, stated) if rtol else Rounding()
-    return Rounding(default, floor, f"{'; '.join(reasons)}; {dtype}") if reasons else Rounding()
+    why = f"{'; '.join(reasons)}; {dtype}"
+    return Rounding(default, floor, why, grows=True) if reasons else Rounding()
 
 
 def layout_differences(a: RunFiles, b: RunFiles) -> list[str]:
@@ -105,6 +118,13 @@ def largest(*columns: Sequence[Any] | Mapping[Any, Any] | None) -> float:
     """Return the size of the largest finite number of some columns; 0 if there is none."""
     numbers = (abs(x) for column in columns for x in column or () if is_number(x))
     return max((x for x in numbers if math.isfinite(x)), default=0.0)
+
+
+def distance(first: Sequence[Any] | None, second: Sequence[Any] | None) -> float:
+    """Return how far two columns are apart, as a share of their largest number."""
+    pairs = zip(first or (), second or (), strict=False)
+    apart = largest([x - y for x, y in pairs if is_number(x) and is_number(y)])
+    return apart / size if (size := largest(first, second)) else 0.0
 
 
 def is_number(x: Any) -> bool:
