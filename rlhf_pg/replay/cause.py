@@ -126,13 +126,14 @@ def _about_ids(pair: Pair, first: Finding) -> list[str]:
         ]
     if not pair.weights_are_same_before(first.step):
         return ["the prompt is the same, and the weights are not known"]
-    return ["the same weights and the same prompt gave another token"]
+    return ["the same prompt, and weights that were the same before, gave another token"]
 
 
 def _about_numbers(pair: Pair, first: Finding) -> list[str]:
     if not pair.weights_are_same_before(first.step):
         return [f"the ids are the same{_share(first)}"]
-    return [f"the same weights and ids gave another number{_share(first)}"]
+    left = "that the runs began with" if first.step == 1 else f"that step {first.step - 1} left"
+    return [f"the weights {left} and the same ids gave another number{_share(first)}"]
 
 
 def _share(first: Finding) -> str:

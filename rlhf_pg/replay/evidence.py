@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rlhf_pg.replay.finding import Finding, Row
-from rlhf_pg.replay.rounding import Rounding, is_number, largest
+from rlhf_pg.replay.rounding import Rounding, is_number, largest, least_size
 from rlhf_pg.report.run_files import COMPLETIONS, METRICS, TRACE, Trace
 
 # Numbers that say how long something took, or what it took.
@@ -86,7 +86,7 @@ def _pairs(
         return
     if len(first) != len(second):
         yield _of_step(a, stage, TRACE, f"number of {name}", len(first), len(second))
-    scale = largest(first, second)
+    scale = max(largest(first, second), least_size(name))
     by_prompt = name in ("prompt_index", "rows")
     for i, (x, y) in enumerate(zip(first, second, strict=False)):
         if not within.same(x, y, scale):
@@ -121,7 +121,7 @@ def usual_sizes(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         for name, x in line.items():
             if is_number(x) and math.isfinite(x):
                 sizes.setdefault(name, []).append(abs(x))
-    return {name: statistics.median(known) for name, known in sizes.items()}
+    return {name: max(statistics.median(known), least_size(name)) for name, known in sizes.items()}
 
 
 def metric_findings(

@@ -21,6 +21,9 @@ SLACK_OF_SHARE = 0.01
 # large learning rates scale it up: PPO at 1e-3 by up to 25 in a step. What jumps by more, from
 # rounding to something seen, is none.
 GROWTH, MOST = 30.0, 0.1
+# The least size of a log-probability, in nats: near 0 it is the difference of larger numbers.
+NAT = 1.0
+OF_NATS = ("logprobs", "sampler_logprob", "log_ratio", "kl", "entropy")
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,11 @@ def distance(first: Sequence[Any] | None, second: Sequence[Any] | None) -> float
     pairs = zip(first or (), second or (), strict=False)
     apart = largest([x - y for x, y in pairs if is_number(x) and is_number(y)])
     return apart / size if (size := largest(first, second)) else 0.0
+
+
+def least_size(name: str) -> float:
+    """Return the least size by which rounding of a quantity is judged."""
+    return NAT if name in OF_NATS else 0.0
 
 
 def is_number(x: Any) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_pg.replay.finding import LAST, Finding, Row
-from rlhf_pg.replay.rounding import Rounding
+from rlhf_pg.replay.rounding import Rounding, least_size
 from rlhf_pg.report.run_files import TOKENS, StepTokens
 
 # Where a token's number is computed; others are metrics.
@@ -125,9 +125,10 @@ class _Tokens:
 
 
 def _size(name: str, tokens: StepTokens) -> float:
-    """Return the size of the numbers that a column is the difference of; 0 if it is none."""
+    """Return the size of the numbers that a column is the difference of, if it is one."""
     numbers = tokens.numbers.get("sampler_logprob")
-    return 0.0 if name not in DIFFERENCES or numbers is None else _largest(numbers)
+    of_parts = 0.0 if name not in DIFFERENCES or numbers is None else _largest(numbers)
+    return max(of_parts, least_size(name))
 
 
 def _largest(numbers: NDArray[Any]) -> float:
