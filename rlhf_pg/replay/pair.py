@@ -12,6 +12,7 @@ import yaml
 from rlhf_pg.boundary.quoted import told
 from rlhf_pg.replay import evidence
 from rlhf_pg.replay.finding import Finding
+from rlhf_pg.replay.outside_evidence import Answers, answers_by_step, outside_findings
 from rlhf_pg.replay.rounding import Rounding, distance
 from rlhf_pg.replay.suspects import environment
 from rlhf_pg.replay.token_evidence import token_findings
@@ -113,6 +114,7 @@ class Pair:
             fingerprint_findings(step, self.a, self.b) if self.rounding.is_exact else (),
             self._tokens(step, within),
             self._completed(step, within),
+            self._answered(step, within),
             self._measured(step, within),
             self._order(step),
             self._saved(step, within),
@@ -158,6 +160,15 @@ class Pair:
         a, b = (lines.get(step) for lines in self.completions)
         if a and b:
             yield from evidence.completion_findings(a, b, within, self.fixed)
+
+    def _answered(self, step: int, within: Rounding) -> Iterator[Finding]:
+        a, b = (answers.get(step) for answers in self._answers)
+        if a and b:
+            yield from outside_findings(step, a, b, within)
+
+    @cached_property
+    def _answers(self) -> tuple[dict[int, Answers], dict[int, Answers]]:
+        return answers_by_step(self.a), answers_by_step(self.b)
 
     def _tokens(self, step: int, within: Rounding) -> Iterator[Finding]:
         runs = (self.a, self.b)

@@ -357,6 +357,20 @@ def test_max_steps_explains_shorter_run(one: Path, made) -> None:
     assert (difference.step, difference.cause) == (6, "config")
 
 
+@pytest.mark.parametrize(("source", "cause"), [("judge", "reward"), ("episode", "sampled id")])
+def test_other_answer_from_outside_is_named(one, copy, tmp_path, source: str, cause: str) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(copy, other)
+    for directory, score in ((copy, 0.5), (other, 0.6)):
+        where = {"step": 3, "source": source, "call": 0, "prompt_index": 7, "sample": 2}
+        line = json.dumps(where | {"answer": {"score": score}})
+        (directory / "outside.jsonl").write_text(line + "\n")
+    assert is_equal(one, copy)
+    difference = first(copy, other)
+    assert (difference.step, difference.cause) == (3, cause)
+    assert str(difference.found[0]).startswith(f"answer of {source} of prompt 7, sample 2")
+
+
 # ------------------------------------------------------------------------------- tokens, old runs
 
 
