@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,17 +40,21 @@ class JsonLines:
         self._has_failed = False
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line, which is on the disk when this returns.
+        """Append one line, as `write_all` does."""
+        self.write_all([record])
+
+    def write_all(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Append a line for each record, which are on the disk when this returns.
 
         NaN and infinities, which JSON does not have, become null, and other foreign values text. On
-        a full disk the line is missing, and the first time a warning says so.
+        a full disk the lines are missing, and the first time a warning says so.
         """
-        line = _line(record) + "\n"
+        lines = "".join(f"{line_of(record)}\n" for record in records)
         size = None
         try:
             with self.path.open("a") as file:
                 size = file.tell()
-                file.write(line)
+                file.write(lines)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -69,9 +74,10 @@ def _step(line: bytes) -> float:
         return math.inf
 
 
-def _line(record: dict[str, Any]) -> str:
+def line_of(record: Mapping[str, Any]) -> str:
+    """Return a record as a line of JSON, whatever is in it."""
     try:
-        return json.dumps(finite(record), allow_nan=False, default=plain_text)
+        return json.dumps(finite(dict(record)), allow_nan=False, default=plain_text)
     except (TypeError, ValueError, RecursionError):  # a callback's odd value, or too deep
         return json.dumps({plain_text(k): _json_or_text(v) for k, v in record.items()})
 

@@ -26,6 +26,7 @@ from rlhf_pg.report.metrics import Meter
 from rlhf_pg.runtime import FullWeights, Runtime, gathered
 from rlhf_pg.trainers.optimizer import group_of
 from rlhf_pg.trainers.skipping import SkippedUpdates
+from rlhf_pg.trainers.token_log import TokenLog
 
 R = TypeVar("R", bound=Rollout)
 
@@ -51,6 +52,7 @@ class Learner:
 
     Attributes:
         full_policy: the model that samples and is saved; it can be gathered.
+        log: watches the tokens of the next update; None does not.
         begun: updates of the step that have reached the weights, or were about to.
     """
 
@@ -69,6 +71,7 @@ class Learner:
         self.scheduler, self.loss, self.runtime, self.args = scheduler, loss, runtime, args
         self.token_budget, self.skipped = token_budget, skipped
         self.updates_begun = 0
+        self.log: TokenLog | None = None
         # A loss that takes `groups` looks at other rows: a micro-batch must have all of them.
         self.compares_rows = "groups" in args.loss_options
         self.pads = True  # whether rows of different lengths may be padded into one batch
@@ -172,7 +175,8 @@ class Learner:
         self.updates_begun = 0
         self.module.train()
         try:
-            metrics = self._updates(experience, step, meter)
+            watched = experience if self.log is None else self.log.placed(experience)
+            metrics = self._updates(watched, step, meter)
         except BaseException:
             self.trained.discard_update()
             raise
@@ -316,6 +320,8 @@ class Learner:
                 if batch.old_logprobs is None:
                     batch = dataclasses.replace(batch, old_logprobs=new.logprobs.detach())
                 per_token, metrics = self.loss(new, batch)
+                if self.log is not None:
+                    self.log.note(batch, new)
                 weights = token_weights(
                     batch.action_mask,
                     args.aggregation,

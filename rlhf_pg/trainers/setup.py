@@ -36,9 +36,12 @@ from rlhf_pg.losses import POLICY_LOSSES, Loss
 from rlhf_pg.models import Critic, PolicyOutput, Reference
 from rlhf_pg.models.assemble import Models, adapter_of, assembled, policy_of
 from rlhf_pg.plan.token_budget import chunk_size, most, settled_budget
+from rlhf_pg.report.run_files import Start
 from rlhf_pg.report.trackers import Trackers
 from rlhf_pg.rewards import CallOptions, Rewards, RewardSource
+from rlhf_pg.rewards.named import PYTHON
 from rlhf_pg.rewards.shaping import Shaping
+from rlhf_pg.rewards.sources import source_fingerprint
 from rlhf_pg.rollout import (
     EnvironmentFactory,
     EnvironmentSource,
@@ -62,6 +65,7 @@ from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.loop import TrainingLoop
 from rlhf_pg.trainers.model_check import FILE, Examined, Verdict, check_model, key_of
 from rlhf_pg.trainers.optimizer import Optimizers, optimizer_and_schedule
+from rlhf_pg.trainers.recorder import Recorder
 from rlhf_pg.trainers.skipping import SkippedUpdates
 
 logger = logging.getLogger(__name__)
@@ -130,6 +134,12 @@ class TrainerSetup(TrainingLoop):
         self.termination = Termination(self.runtime)
         self._recognize(given, rollout_func)
         self.rewards = self._new_rewards(given.reward_funcs, reward_processing_classes)
+        unfound = self._recorded.get("reward_funcs", ())
+        self.rewards.kept |= {
+            source.name
+            for source, name in zip(self.rewards.sources, unfound, strict=False)
+            if name.startswith(PYTHON)
+        }
         self.shaping = Shaping(args, self.rewards)
         set_seed(args.seed)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
@@ -152,6 +162,12 @@ class TrainerSetup(TrainingLoop):
         self.learner = self._new_learner(optimizers)
         self.collector = self._new_collector()
         self.checkpointer = self._new_checkpointer()
+        self.recorder = Recorder(
+            self.runtime,
+            self.processing_class,
+            self.shaping.names,
+            lambda: self.checkpointer.parameters,
+        )
 
     @property
     def engine(self) -> RolloutEngine:
@@ -484,6 +500,11 @@ class TrainerSetup(TrainingLoop):
                 "it needs, or start a new run from its weights"
             )
         self.why_engine = "auto: as before it was resumed"
+
+    def began(self) -> Start:
+        """Return on what the run begins or goes on, and from which weights; collective."""
+        sources = {s.name: source_fingerprint(s.function) for s in self.rewards.sources}
+        return self.recorder.start(self.state.step, sources)
 
     def on_start(self) -> None:
         """Check the model, and keep what was found in the run directory."""
