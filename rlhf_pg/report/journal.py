@@ -168,17 +168,16 @@ class Journal:
             self._lacks_tokens = True
 
     def completions(
-        self, records: Sequence[Mapping[str, Any]], shown: Collection[int] | None = None
+        self, step: int, records: Sequence[Mapping[str, Any]], shown: Collection[int] | None = None
     ) -> None:
         """Save completions and show some, by default all; control characters are shown escaped.
 
         Args:
-            records: with their step.
             shown: the places of those that are shown.
         """
         if not self.is_main:
             return
-        self._completions.write_all(records)
+        self._completions.write_all({"step": step, **record} for record in records)
         for i, record in enumerate(records):
             if shown is None or i in shown:
                 scores = [record[key] for key in record if key.startswith("rewards/")]

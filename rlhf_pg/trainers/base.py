@@ -92,7 +92,8 @@ class PolicyGradientTrainer(TrainerSetup):
         self.learner.log = self.recorder.watch(experience) if shown else None
         with meter.time("update"):
             metrics |= self.update(experience, meter)  # self.loss  <- the algorithm
-        self._record(batch, experience, shown)  # for whoever looks at it or makes it again
+        if self.journal is not None or self.records_all:  # somebody wants to see it
+            self._keep(self.record(batch, experience, shown))
         return self.finish_step(batch, metrics, meter)  # counters, controllers, metrics
 
     def make_experience(
@@ -150,17 +151,18 @@ class PolicyGradientTrainer(TrainerSetup):
             return self.records_all
         return due(step, self.args.log_completions_steps)
 
-    def _record(self, batch: ScoredBatch, experience: Experience, shown: bool) -> None:
-        """Record a step that was taken, if somebody wants to know."""
-        if self.journal is None and not self.records_all:
-            return
+    def record(self, batch: ScoredBatch, experience: Experience, shown: bool) -> StepRecord:
+        """Record a step that was taken and not yet counted; collective."""
         count = self.args.num_completions_to_print if shown else None
-        outside = self.collector.outside.lines()
-        step = self.state.step + 1
-        self.latest = record = self.recorder.record(step, batch, experience, outside, count)
+        outside, step = self.collector.outside.lines(), self.state.step + 1
+        return self.recorder.record(step, batch, experience, outside, count)
+
+    def _keep(self, record: StepRecord) -> None:
+        """Write down what a step did, while the run trains."""
+        self.latest = record
         if self.journal is not None:
             self.journal.record(record.trace, record.outside, record.tokens)
-            self.journal.completions(record.completions, record.shown)
+            self.journal.completions(record.trace.step, record.completions, record.shown)
 
     def finish_step(
         self, batch: ScoredBatch, metrics: dict[str, Any], meter: Meter
@@ -340,7 +342,7 @@ class PolicyGradientTrainer(TrainerSetup):
         temperatures = {"": self.args.temperature if temperature is None else temperature}
         if temperature is None:
             temperatures["greedy_"] = 0.0
-        self._keep_to_model()
+        self.keep_to_model()
         collector, answer = self.collector, answer or stripped_text
         with self.sampling():
             return evaluate_sets(collector, sets, temperatures, metric_key_prefix, answer)

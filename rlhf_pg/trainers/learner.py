@@ -310,7 +310,7 @@ class Learner:
         count = self.runtime.all_reduce_sum(weight_count(minibatch.action_mask, args.aggregation))
         if args.skip_zero_advantages:
             minibatch = minibatch.select(_rows_with_advantage(minibatch))
-        micro_batches = list(self._micro_batches(minibatch))
+        micro_batches = list(self.micro_batches(minibatch))
         router_loss = self._router_loss(micro_batches)
         nll = self._positive_nll(minibatch)
         share = 1 / (self.runtime.world * len(micro_batches))
@@ -395,7 +395,7 @@ class Learner:
     ) -> ModelOutputs:
         """Apply `score` to every micro-batch and put the results together."""
         whole: dict[str, Tensor] = {}
-        for indices, batch in self._micro_batches(rollout):
+        for indices, batch in self.micro_batches(rollout):
             rows = None if indices is None else to_device(indices, rollout.groups.device)
             for name, part in score(batch)._asdict().items():
                 if part is None:
@@ -408,7 +408,7 @@ class Learner:
                     whole[name][place] = part
         return ModelOutputs(**whole)
 
-    def _micro_batches(self, batch: R) -> Iterator[tuple[Tensor | None, R]]:
+    def micro_batches(self, batch: R) -> Iterator[tuple[Tensor | None, R]]:
         """Yield row indices and rows within the token budget, equally many on every process.
 
         A process with fewer adds blank rows (indices None), so that no rank deadlocks. If no

@@ -34,7 +34,7 @@ class StepRecord:
     Attributes:
         trace: of all completions.
         outside: lines for outside.jsonl: what was asked of others, and what they said.
-        completions: lines for completions.jsonl; none where they are not due.
+        completions: for completions.jsonl, without the step; none where they are not due.
         tokens: of these completions.
         shown: which of them the console shows.
     """
@@ -106,7 +106,7 @@ class Recorder:
         return StepRecord(
             trace=trace,
             outside=asked,
-            completions=[{"step": step} | said for said in completions],
+            completions=completions,
             tokens=self._tokens(batch.rollout, experience),
             shown=_shown(completions, shown),
         )

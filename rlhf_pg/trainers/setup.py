@@ -134,12 +134,6 @@ class TrainerSetup(TrainingLoop):
         self.termination = Termination(self.runtime)
         self._recognize(given, rollout_func)
         self.rewards = self._new_rewards(given.reward_funcs, reward_processing_classes)
-        unfound = self._recorded.get("reward_funcs", ())
-        self.rewards.kept |= {
-            source.name
-            for source, name in zip(self.rewards.sources, unfound, strict=False)
-            if name.startswith(PYTHON)
-        }
         self.shaping = Shaping(args, self.rewards)
         set_seed(args.seed)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
@@ -162,12 +156,7 @@ class TrainerSetup(TrainingLoop):
         self.learner = self._new_learner(optimizers)
         self.collector = self._new_collector()
         self.checkpointer = self._new_checkpointer()
-        self.recorder = Recorder(
-            self.runtime,
-            self.processing_class,
-            self.shaping.names,
-            lambda: self.checkpointer.parameters,
-        )
+        self.recorder = self._new_recorder()
 
     @property
     def engine(self) -> RolloutEngine:
@@ -235,7 +224,7 @@ class TrainerSetup(TrainingLoop):
     def _new_rewards(self, functions: Any, processing_classes: Any) -> Rewards:
         args = self.args
         environment = self.environments is not None and self.environments.pays
-        return Rewards(
+        rewards = Rewards(
             functions,
             args.reward_weights,
             processing_classes,
@@ -251,6 +240,11 @@ class TrainerSetup(TrainingLoop):
                 error_value=args.reward_error_value,
             ),
         )
+        # What no name finds is not there when a step is made again.
+        names = self._recorded.get("reward_funcs", ())
+        found = zip(rewards.sources, names, strict=False)
+        rewards.kept |= {source.name for source, name in found if name.startswith(PYTHON)}
+        return rewards
 
     def _load_prompts(self, train_dataset: Any, eval_datasets: Mapping[str, Any]) -> None:
         args, environments = self.args, self.environments
@@ -392,6 +386,14 @@ class TrainerSetup(TrainingLoop):
             found=self._open_keys,
         )
 
+    def _new_recorder(self) -> Recorder:
+        return Recorder(
+            self.runtime,
+            self.processing_class,
+            self.shaping.names,
+            parameters=lambda: self.checkpointer.parameters,
+        )
+
     # ------------------------------------------------------------------- what a run says of itself
 
     def describe(self) -> str:
@@ -508,9 +510,9 @@ class TrainerSetup(TrainingLoop):
 
     def on_start(self) -> None:
         """Check the model, and keep what was found in the run directory."""
-        self._keep_to_model(Path(self.args.output_dir) / FILE)
+        self.keep_to_model(Path(self.args.output_dir) / FILE)
 
-    def _keep_to_model(self, path: Path | None = None) -> None:
+    def keep_to_model(self, path: Path | None = None) -> None:
         """Run the model check before anything is sampled, and batch rows as it finds right."""
         if not self.args.model_check:
             return
