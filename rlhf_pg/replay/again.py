@@ -5,6 +5,7 @@ checkpoints are exact, so nothing but the run directory is needed; what others a
 `outside.jsonl`.
 """
 
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -151,10 +152,11 @@ class Replay:
         """Have those who were asked in a step answer as they did."""
         trainer = self.trainer
         asked = self._asked.get(step)
-        if asked is None and trainer.rewards.kept:
+        others = [s.name for s in trainer.rewards.sources if s.place == "event loop"]
+        if asked is None and others:
             raise ValueError(
                 f"{self.run.directory / OUTSIDE} has nothing of step {step}, in which "
-                f"{', '.join(sorted(trainer.rewards.kept))} was asked: it cannot be made again"
+                f"{', '.join(others)} was asked: it cannot be made again"
             )
         trainer.collector.recorded = asked
         try:
@@ -215,11 +217,20 @@ class Replay:
             differs = [name for name in fields if getattr(made, name) != getattr(recorded, name)]
             if made.weights != list(recorded.weights):
                 differs.append("weights")
+            if differs == ["logprobs"] and _close(made.logprobs, recorded.logprobs):
+                # Which episodes are sampled together depends on when environments answer.
+                differs = []
         line = next((one for one in self.run.metrics if one["step"] == made.step), {})
         for key in ("loss", "grad_norm"):
             if line.get(key) is not None and line[key] != metrics[key]:
                 differs.append(key)
         return differs
+
+
+def _close(found: Sequence[float | None], known: Sequence[float | None]) -> bool:
+    """Return whether sums of log-probabilities differ by rounding at most."""
+    pairs = zip(found, known, strict=True)
+    return all(a == b or math.isclose(a or 0.0, b or 0.0, rel_tol=1e-5) for a, b in pairs)
 
 
 def save(made: Sequence[Made], directory: Path) -> None:

@@ -29,7 +29,7 @@ from rlhf_pg.rollout.multi_turn.environment import (
     checked_reward,
     settles,
 )
-from rlhf_pg.rollout.multi_turn.recorded import RecordedEnvironment, RecordedError
+from rlhf_pg.rollout.multi_turn.recorded import RecordedEnvironment, RecordedError, tool_counts
 
 logger = logging.getLogger(__name__)
 
@@ -254,8 +254,8 @@ class _EpisodeBatch:
             for future in self.calls.ended(wait=self.session.idle):
                 self._returned(future)
         for row in (row for group in self.groups.values() for row in group.values()):
-            answers = {"answers": row.answers}
-            self.runner.outside.note(EPISODE, self.call, row.prompt_index, row.sample, answers)
+            said = {"answers": row.answers, "tools": tool_counts(row.episode.environment)}
+            self.runner.outside.note(EPISODE, self.call, row.prompt_index, row.sample, said)
 
     def _call(
         self,
@@ -302,7 +302,7 @@ class _EpisodeBatch:
         if not outside.is_recorded:
             return self.runner.environment_factory()
         known = outside.answer(EPISODE, self.call, row.prompt_index, row.sample)
-        return RecordedEnvironment(known["answers"])
+        return RecordedEnvironment(known["answers"], known["tools"])
 
     def _prompted(self, row: _Row, prompt: Any) -> bool:
         prompt = checked_prompt(prompt, row.example["prompt"])

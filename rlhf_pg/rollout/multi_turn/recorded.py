@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_pg.rollout.multi_turn.environment import Observation, SettlingEnvironment
+from rlhf_pg.rollout.multi_turn.tools import ToolEnvironment
 
 
 class RecordedError(Exception):
@@ -19,10 +20,14 @@ class RecordedError(Exception):
 
 
 class RecordedEnvironment(SettlingEnvironment):
-    """An environment that gives the recorded answers, one after another, whatever it is told."""
+    """An environment that gives the recorded answers, one after another, whatever it is told.
 
-    def __init__(self, answers: Sequence[Mapping[str, Any]]) -> None:
-        self._answers = iter(answers)
+    Attributes:
+        tools: how many tools were called, and how many of these calls failed.
+    """
+
+    def __init__(self, answers: Sequence[Mapping[str, Any]], tools: Sequence[int] = (0, 0)) -> None:
+        self._answers, self.tools = iter(answers), (tools[0], tools[1])
 
     def reset(self, example: dict[str, Any]) -> Any:
         """Return the prompt as it was."""
@@ -43,3 +48,12 @@ class RecordedEnvironment(SettlingEnvironment):
         if "error" in said:
             raise RecordedError(said["error"])
         return said
+
+
+def tool_counts(environment: Any) -> tuple[int, int]:
+    """Return how many tools were called in an episode, and how many of these calls failed."""
+    if type(environment) is RecordedEnvironment:
+        return environment.tools
+    if not issubclass(type(environment), ToolEnvironment):  # a user's object may be anything
+        return 0, 0
+    return environment.calls, environment.failures
