@@ -1,4 +1,4 @@
-"""What a step asks of others, and what they answer, kept so that the step can be made again."""
+"""Questions of a step to others, and their answers, kept so that the step can be made again."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping

@@ -36,7 +36,7 @@ GRADIENT, UPDATE = "gradient", "change of the weights"
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """What a step is under one config.
+    """A step under one config.
 
     Attributes:
         rewards: raw total scores of the completions by source; NaN where one does not apply.

@@ -60,7 +60,8 @@ def _own(tensor: Tensor) -> Tensor:
 @functools.cache
 def _table(which: int, device: torch.device, count: int = WIDTH) -> Tensor:
     places = torch.arange(count, dtype=torch.int64, device=device)
-    return mix(places + (which << 40)) | 1  # an odd factor loses no bit
+    # An odd factor loses no bit; a_i + b_j is odd where just one of them is.
+    return mix(places + (which << 40)) & ~1 | (which < 2)
 
 
 def _noise(which: int, count: int, device: torch.device) -> Tensor:

@@ -175,8 +175,9 @@ class Learner:
         self.updates_begun = 0
         self.module.train()
         try:
-            watched = experience if self.log is None else self.log.placed(experience)
-            metrics = self._updates(watched, step, meter)
+            if self.log is not None:
+                experience = self.log.placed(experience)
+            metrics = self._updates(experience, step, meter)
         except BaseException:
             self.trained.discard_update()
             raise

@@ -1,4 +1,4 @@
-"""What a step did, for whoever wants to look at it, compare it or make it again.
+"""Records of steps, for whoever wants to look at one, compare it or make it again.
 
 Shapes: B rows on this rank, N on all ranks, T completion width, M tokens of all completions.
 """
@@ -29,7 +29,7 @@ from rlhf_pg.trainers.token_log import TokenLog
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What a step did; complete on the main process alone.
+    """A record of what a step did; complete on the main process alone.
 
     Attributes:
         trace: of all completions.

@@ -1,4 +1,4 @@
-"""What an update says of each token, kept while it runs for those who look at it.
+"""Log of what an update says of each token.
 
 Shapes: B rows on this rank, T completion width.
 """
@@ -13,7 +13,7 @@ from rlhf_pg.models import PolicyOutput
 
 
 class TokenLog:
-    """What the latest update said of each token: log-probability and entropy, (B,T); NaN elsewhere.
+    """Log-probability and entropy of each token in the latest update, (B,T); NaN elsewhere.
 
     An `Experience` that it watches carries the place of each row.
     """
