@@ -1,6 +1,5 @@
 """The output of a running process: its console, and the files that grow step by step."""
 
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -69,7 +68,7 @@ class Journal:
                 self.say(f"going on after step {after_step}")
             self._metrics = JsonLines(directory / METRICS, after_step)
             self._completions = JsonLines(directory / COMPLETIONS, after_step)
-            self._trace = JsonLines(directory / TRACE, after_step)
+            self._trace = JsonLines(directory / TRACE, after_step, synced=False)
             self._outside: JsonLines | None = None  # most runs ask nobody
             if (directory / OUTSIDE).exists():
                 self._outside = JsonLines(directory / OUTSIDE, after_step)
@@ -139,7 +138,7 @@ class Journal:
     def begin(self, start: Start) -> None:
         """Save on what the run begins or goes on."""
         if self.is_main:
-            self._trace.write(dataclasses.asdict(start))
+            self._trace.write(vars(start))
 
     def record(
         self,
@@ -150,7 +149,7 @@ class Journal:
         """Save what a step did, and what it asked of others; tokens where they are due."""
         if not self.is_main:
             return
-        self._trace.write(dataclasses.asdict(trace))
+        self._trace.write(vars(trace))
         if outside and self._outside is None:
             self._outside = JsonLines(self._directory / OUTSIDE, 0)
         if outside and self._outside is not None:
