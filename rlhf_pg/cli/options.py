@@ -1,6 +1,7 @@
 """The options that commands have beside the keys of a config."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from rlhf_pg.cli.keys import constant
@@ -14,8 +15,8 @@ def parser_of(command: str, usage: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"rlhf-pg {command}", usage=usage, allow_abbrev=False, add_help=False
     )
-    groups = {"plan": _plan, "eval": _eval, "chat": _chat, "doctor": _doctor}
-    add_options = (groups | {"diff": _diff, "bisect": _bisect}).get(command)
+    known = {"plan": _plan, "eval": _eval, "chat": _chat, "doctor": _doctor, "replay": _replay}
+    add_options = (known | {"diff": _diff, "bisect": _bisect}).get(command)
     if add_options is not None:
         add_options(parser.add_argument_group("options"))
     return parser
@@ -77,6 +78,14 @@ def _doctor(group: Any) -> None:
     group.add_argument(
         "--json", type=_boolean, nargs="?", const=True, default=False, help="print JSON"
     )
+
+
+def _replay(group: Any) -> None:
+    add = group.add_argument
+    add("--step", type=_count, required=True, metavar="N", help="step to make again, from 1")
+    add("--until", type=_count, metavar="N", help="last step to make again; by default the first")
+    add("--rows", type=_number, nargs="+", metavar="N", help="rows to show token by token, from 0")
+    add("--save", type=Path, metavar="DIR", help="write the files of these steps to a directory")
 
 
 def _diff(group: Any) -> None:

@@ -1,1 +1,1 @@
-"""Steps of finished runs: made again, compared, and searched."""
+"""Runs looked at after they were made: a step made again, or otherwise, and two runs compared."""

@@ -1,4 +1,4 @@
-"""What a run leaves behind, read back: config, numbers, completions, tokens and traces of steps.
+"""The files that a run leaves behind: config, numbers, completions, tokens and traces of steps.
 
 Beside `config.yaml` and `metrics.jsonl` a run directory has
 
@@ -195,7 +195,7 @@ class RunFiles:
 
     @cached_property
     def starts(self) -> list[Start]:
-        """When, and on what, the run began and went on."""
+        """The beginnings of the run: one, and another each time it was resumed."""
         return [Start(**line) for line in self._lines if "versions" in line]
 
     @cached_property
