@@ -65,7 +65,10 @@ def _is_moved(found: Sequence[Finding], pair: Pair) -> bool:
     rows = {one.row.dataset_row for one in moved if one.row is not None}
     tables = [_rows_of_prompts(pair, which) for which in (0, 1)]
     elsewhere = [
-        bool((tables[0].get(one.b, set()) | tables[1].get(one.a, set())) - {one.row.dataset_row})
+        bool(
+            (tables[0].get(str(one.b), set()) | tables[1].get(str(one.a), set()))
+            - {one.row.dataset_row}
+        )
         for one in moved
         if one.row is not None
     ]
@@ -78,7 +81,7 @@ def _rows_of_prompts(pair: Pair, which: int) -> dict[str, set[int | None]]:
     for trace in (pair.a, pair.b)[which].traces.values():
         for i, prompt in enumerate(trace.prompts):
             k = i // max(1, trace.num_generations)
-            rows.setdefault(prompt, set()).add(trace.rows[k] if k < len(trace.rows) else None)
+            rows.setdefault(str(prompt), set()).add(trace.rows[k] if k < len(trace.rows) else None)
     return rows
 
 

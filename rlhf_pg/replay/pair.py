@@ -22,6 +22,7 @@ from rlhf_pg.report.run_files import (
     METRICS,
     TRACE,
     RunFiles,
+    Start,
     StepTokens,
     Trace,
     tokens_file,
@@ -48,13 +49,34 @@ def opened(directory: Path) -> RunFiles:
         if not isinstance(run.config, dict):
             raise ValueError("it has no keys")
         file = TRACE
-        _ = run.starts, run.traces
+        lines: list[Start | Trace] = [*run.starts, *run.traces.values()]
+        for line in lines:
+            _check(line)
     except (yaml.YAMLError, ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise ValueError(
             f"{directory / file} cannot be read ({told(error)}): put it back from a copy, or move "
             "it away to compare without it"
         ) from error
     return run
+
+
+def _check(line: Start | Trace) -> None:
+    """Refuse a line of trace.jsonl that was spoiled.
+
+    Raises:
+        TypeError: a field is not what it should be.
+    """
+    tables = {"versions", "rewards"} | ({"weights"} if isinstance(line, Start) else set())
+    for name, stored in vars(line).items():
+        if name in tables and not isinstance(stored, dict):
+            raise TypeError(f"{name} is no table in the line of step {line.step}")
+        if isinstance(line, Start) or name in ("step", "rewards"):
+            continue
+        if not isinstance(stored, list | tuple) and (name != "values" or stored is not None):
+            raise TypeError(f"{name} is no list in the line of step {line.step}")
+    columns = line.rewards.values() if isinstance(line, Trace) else ()
+    if any(not isinstance(column, list) for column in columns):
+        raise TypeError(f"rewards have no lists in the line of step {line.step}")
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,9 @@ def weights_begun(run: RunFiles, step: int) -> dict[str, str]:
 def fingerprint_findings(step: int, a: RunFiles, b: RunFiles) -> Iterator[Finding]:
     """Yield the tensors that differ after a step, and those with which one run went on from it."""
     after = weights_after(a, step), weights_after(b, step)
+    traced = [run.traces[step].weights for run in (a, b) if step in run.traces]
+    if len(traced) == 2 and len(traced[0]) != len(traced[1]):
+        yield _found(step, TRACE, "number of tensors", len(traced[0]), len(traced[1]))
     yield from _unequal(step, *after, "")
     if step == 0:
         return
@@ -138,9 +141,10 @@ def saved_findings(
 def _file_findings(
     step: int, name: str, a: Saved | None, b: Saved | None, rounding: Rounding
 ) -> Iterator[Finding]:
-    place = f"{(a or b).name}/{name}"  # type: ignore[union-attr]
+    place = "/".join([*{saved.name for saved in (a, b) if saved is not None}, name])
     now = [None if saved is None else saved.digest(name) for saved in (a, b)]
-    if a is not None and b is not None and now[0] == now[1]:
+    sealed = [None if saved is None else saved.files.get(name) for saved in (a, b)]
+    if None not in (a, b) and now[0] == now[1] and sealed[0] == sealed[1]:
         return
     changed = {
         letter: _changed(saved, name, digest)

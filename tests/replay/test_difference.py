@@ -335,6 +335,23 @@ def test_checkpoint_of_one_run_alone_is_held_against_its_manifest(one: Path, cop
     assert (difference.step, difference.cause) == (4, "weight")
 
 
+def test_changed_manifest_is_difference(one: Path, copy: Path) -> None:
+    file = copy / "final/manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["files"]["model.safetensors"]["sha256"] = "0" * 64
+    file.write_text(json.dumps(manifest))
+    difference = first(one, copy)
+    assert (difference.step, difference.cause) == (STEPS, "weight")
+
+
+@pytest.mark.parametrize("spoiled", [5, None, "x", True])
+@pytest.mark.parametrize("name", ["prompts", "rewards", "rows", "weights"])
+def test_spoiled_trace_is_refused_by_name(one: Path, copy: Path, name: str, spoiled: Any) -> None:
+    edit_trace(copy, 3, lambda line: line.update({name: spoiled}))
+    with pytest.raises(ValueError, match=rf"trace.jsonl cannot be read .*{name}.*step 3"):
+        diff_runs(one, copy)
+
+
 @pytest.mark.parametrize("damage", [b"", b"{", b"\xff" * 40])
 def test_damaged_files_are_differences_and_no_crash(one: Path, copy: Path, damage: bytes) -> None:
     for name in ("checkpoints/step-00000004/model.safetensors", "final/manifest.json"):
