@@ -1,4 +1,4 @@
-"""Faults planted in one of two runs while it trains: `diff` names the step and the cause of each."""
+"""Faults planted in one of two runs while it trains: `diff` names step and cause of each."""
 
 import random
 from collections.abc import Callable
