@@ -134,7 +134,7 @@ def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
     would_be, _ = _side(other, same)
     own.records_all = True
     was, experience = _side(own, batch)
-    record = own.record(batch, experience, shown=True)
+    record = own.record(batch, experience)
     assert record.tokens is not None
     return WhatIf(
         step=step,

@@ -80,6 +80,7 @@ class Trace:
         advantages: (N,) sum of the advantages of its tokens.
         values: (N,) sum of the critic's values, if there is one.
         weights: fingerprint of each tensor after the update, in the order of the latest `Start`.
+        altered: those of tensors that were no longer as the step before had left them, by name.
     """
 
     step: int
@@ -92,6 +93,7 @@ class Trace:
     advantages: Sequence[float | None]
     values: Sequence[float | None] | None = None
     weights: Sequence[str] = ()
+    altered: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_generations(self) -> int:

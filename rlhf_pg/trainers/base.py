@@ -83,17 +83,16 @@ class PolicyGradientTrainer(TrainerSetup):
         Returns:
             The line of the step for metrics.jsonl.
         """
+        self._begin_record()
         batch = self.collector.collect(self.state.prompt_index, meter)  # ids, raw scores (B,T,K)
         with meter.time("score"):
             experience, metrics = self.make_experience(
                 batch.rollout, batch.scores, meter, batch.greedy
             )
-        shown = self._is_shown(self.state.step + 1)
-        self.learner.log = self.recorder.watch(experience) if shown else None
+        self._watch_update(experience)
         with meter.time("update"):
             metrics |= self.update(experience, meter)  # self.loss  <- the algorithm
-        if self.journal is not None or self.records_all:  # somebody wants to see it
-            self._keep(self.record(batch, experience, shown))
+        self._keep_record(batch, experience)  # for whoever looks at it, or makes it again
         return self.finish_step(batch, metrics, meter)  # counters, controllers, metrics
 
     def make_experience(
@@ -145,24 +144,41 @@ class PolicyGradientTrainer(TrainerSetup):
         """
         return self.learner.update(experience, self.state.step, meter)
 
-    def _is_shown(self, step: int) -> bool:
-        """Return whether the completions of a step are recorded, and not its trace alone."""
-        if self.journal is None:
-            return self.records_all
-        return due(step, self.args.log_completions_steps)
+    # --------------------------------------------------------------------------- what is recorded
 
-    def record(self, batch: ScoredBatch, experience: Experience, shown: bool) -> StepRecord:
-        """Record a step that was taken and not yet counted; collective."""
-        count = self.args.num_completions_to_print if shown else None
-        outside, step = self.collector.outside.lines(), self.state.step + 1
-        return self.recorder.record(step, batch, experience, outside, count)
+    @property
+    def _is_recorded(self) -> bool:
+        return self.journal is not None or self.records_all
 
-    def _keep(self, record: StepRecord) -> None:
-        """Write down what a step did, while the run trains."""
-        self.latest = record
+    @property
+    def _is_shown(self) -> bool:
+        """Whether the completions of this step are recorded with their tokens, too."""
+        every = self.args.log_completions_steps
+        return self.records_all or (self.journal is not None and due(self.state.step + 1, every))
+
+    def _begin_record(self) -> None:
+        if self._is_recorded:
+            self.recorder.begin(self.state.step + 1)
+
+    def _watch_update(self, experience: Experience) -> None:
+        self.learner.log = self.recorder.watch(experience) if self._is_shown else None
+
+    def _keep_record(self, batch: ScoredBatch, experience: Experience) -> None:
+        """Write down what the step did, if it is recorded."""
+        if not self._is_recorded:
+            return
+        self.latest = record = self.record(batch, experience)
         if self.journal is not None:
             self.journal.record(record.trace, record.outside, record.tokens)
             self.journal.completions(record.trace.step, record.completions, record.shown)
+
+    def record(self, batch: ScoredBatch, experience: Experience) -> StepRecord:
+        """Record a step that was taken and not yet counted; collective."""
+        count = self.args.num_completions_to_print if self._is_shown else None
+        outside, step = self.collector.outside.lines(), self.state.step + 1
+        return self.recorder.record(step, batch, experience, outside, count)
+
+    # ------------------------------------------------------------------------ the end of the step
 
     def finish_step(
         self, batch: ScoredBatch, metrics: dict[str, Any], meter: Meter

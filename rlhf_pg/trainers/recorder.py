@@ -7,7 +7,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,8 @@ class Recorder:
         parameters: of the models, by name.
         log: watches the update of a step whose tokens are recorded.
         paid: (B,T) what each token of the step is paid.
+        step, weights: the step recorded last, and the fingerprints of what it has trained.
+        altered: those that have changed since, although no step was taken.
     """
 
     runtime: Runtime
@@ -63,10 +65,15 @@ class Recorder:
     parameters: Callable[[], Mapping[str, Tensor]]
     log: TokenLog | None = None
     paid: Tensor | None = None
+    step: int = -1
+    weights: dict[str, str] = field(default_factory=dict)
+    altered: dict[str, str] = field(default_factory=dict)
 
     def start(self, step: int, rewards: Mapping[str, str | None]) -> Start:
         """Record on what the run begins or goes on, and from which weights."""
         runtime = self.runtime
+        weights = self._digests(self._ordered())
+        self.step, self.weights = step, {name: weights[name] for name in self._trained()}
         return Start(
             step=step,
             versions=versions(),
@@ -74,8 +81,14 @@ class Recorder:
             backend=runtime.kind,
             device=runtime.device_name,
             rewards=rewards,
-            weights=self._digests(self._ordered()),
+            weights=weights,
         )
+
+    def begin(self, step: int) -> None:
+        """Look, before a step, whether the weights are as the step before has left them."""
+        now = self._digests(self._trained())
+        last = self.weights if self.step == step - 1 else now
+        self.altered = {name: number for name, number in now.items() if last[name] != number}
 
     def watch(self, experience: Experience) -> TokenLog:
         """Watch the update that follows, of a step whose tokens are recorded; not collective."""
@@ -138,7 +151,7 @@ class Recorder:
         everyone = everyone[everyone[:, 0].argsort(stable=True)].cpu()
         found = dict(zip(columns, everyone.T, strict=False))
         first = _first_of_each(found["prompt_index"])
-        weights = self._digests(self._trained())
+        self.weights, self.step = self._digests(self._trained()), step
         return Trace(
             step=step,
             prompt_index=found["prompt_index"][first].long().tolist(),
@@ -152,7 +165,8 @@ class Recorder:
             },
             advantages=_listed(found["advantages"]),
             values=_listed(found["values"]) if "values" in found else None,
-            weights=list(weights.values()),
+            weights=list(self.weights.values()),
+            altered=self.altered,
         )
 
     def _trained(self) -> dict[str, Tensor]:
