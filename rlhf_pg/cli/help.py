@@ -16,6 +16,9 @@ USAGE = {
     "eval": ("MODEL [--key value ...]", "score a model, a run or a recipe on held-out prompts"),
     "chat": ("MODEL [--temperature ...]", "talk to a model, a run or an adapter"),
     "demo": ("[--key value ...]", "train with GRPO on a CPU: a few minutes"),
+    "report": ("RUN [--out FILE]", "write a run's report.html: curves, trouble, tokens"),
+    "compare": ("RUN RUN ... [--out FILE]", "lay runs over one another, and say what differs"),
+    "watch": ("RUN [--port N] [--text]", "show a run as it goes, in a browser or a terminal"),
     "doctor": ("[--json]", "say what is installed, what is missing and how to get it"),
 }
 COMMANDS = "commands (rlhf-pg COMMAND --help says more):\n" + "\n".join(

@@ -10,10 +10,38 @@ import yaml
 
 from rlhf_pg.report.run_files import StepTokens, tokens_file
 
-WORDS = (
-    " the| answer| is| so| we| have|\n| =|4|7|2|1| +| -| ×|,|.| therefore| 12|\\frac|{|}|(|)| let"
-    "| x| be| of| sum| then| which| gives| first| second| Wait|,\n| é|语|ü| because| and| to| a"
-).split("|")
+WORDS = [
+    *(" the", " answer", " is", " so", " we", " have", "\n", " =", "4", "7", "2", "1", " +", " -"),
+    *(
+        ",",
+        ".",
+        " therefore",
+        " 12",
+        "\\frac",
+        "{",
+        "}",
+        "(",
+        ")",
+        " let",
+        " x",
+        " be",
+        " of",
+        " sum",
+    ),
+    *(
+        " then",
+        " which",
+        " gives",
+        " first",
+        " second",
+        " Wait",
+        ",\n",
+        " é",
+        "ü",
+        " because",
+        " a",
+    ),
+]
 COLUMNS = ("advantage", "reward", "log_ratio", "kl", "entropy", "value", "sampler_logprob")
 CONFIG = {
     "algorithm": "ppo",

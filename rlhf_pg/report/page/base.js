@@ -34,7 +34,7 @@ function short(x) {
   for (const [unit, letter] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
     if (size >= unit) return `${Number((x / unit).toPrecision(3))}${letter}`;
   }
-  return String(Number(x.toPrecision(3)));
+  return size > 0 && size < 1e-3 ? x.toExponential().replace(/(\.\d{2})\d*/, "$1") : String(Number(x.toPrecision(3)));
 }
 
 /** Say seconds as hours, minutes or seconds. */
@@ -52,7 +52,7 @@ const isDark = () => matchMedia("(prefers-color-scheme: dark)").matches;
 /** A row of buttons of which one is pressed. */
 function choice(label, options, current, onChoose) {
   const buttons = options.map(([value, text, title]) =>
-    el("button", { type: "button", title: title || "", dataset: { value } }, text));
+    el("button", { type: "button", title: title || "", dataset: { value } }, ...[text].flat()));
   const press = (value) => {
     for (const one of buttons) one.setAttribute("aria-pressed", String(one.dataset.value === String(value)));
   };

@@ -8,14 +8,18 @@ const AXES = { step: "step", tokens: "tokens", time: "time" };
 const colour = (i) => { const all = COLOURS[isDark() ? "dark" : "light"]; return all[i % all.length]; };
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/** A moving mean that forgets, over about a twentieth of the curve; gaps stay. */
+/** The mean of the neighbours of each point, nearer ones counting more; gaps stay. */
 function smoothed(y) {
-  const keep = 1 - 2 / (1 + Math.max(5, y.length / 20));
-  let sum = 0, weight = 0;
-  return y.map((x) => {
+  const reach = Math.max(2, Math.round(y.length / 50));
+  return y.map((x, i) => {
     if (x === null || x === undefined) return null;
-    sum = keep * sum + (1 - keep) * x;
-    weight = keep * weight + (1 - keep);
+    let sum = 0, weight = 0;
+    // Near the ends the window shrinks on both sides, so that a slope keeps its end.
+    const near = Math.min(reach, i, y.length - 1 - i);
+    for (let j = i - near; j <= i + near; j++) {
+      const other = y[j], own = near + 1 - Math.abs(j - i);
+      if (other !== null && other !== undefined) { sum += own * other; weight += own; }
+    }
     return sum / weight;
   });
 }
@@ -79,9 +83,9 @@ class Curves {
     const plot = el("div", { className: "plot" });
     const notes = this.data.warnings.filter((warning) => chart.keys.includes(warning.key));
     const made = el("article", { className: notes.length ? "card troubled" : "card" },
-      el("h3", {}, chart.title), el("p", { className: "what" }, chart.what),
+      el("h3", {}, chart.title), el("p", { className: "what" }, chart.what), plot,
       ...notes.map((note) => el("p", { className: note.until === null ? "note" : "note over" },
-        el("strong", {}, note.title), ` ${stretch(note)}. ${note.text}`)), plot);
+        el("strong", {}, note.title), ` ${stretch(note)}. ${note.text}`)));
     const card = { chart, plot, made, notes, u: null };
     this.cards.push(card);
     this.seen.observe(plot);
@@ -147,11 +151,12 @@ class Curves {
       cursor: { sync: { key: "rlhf", setSeries: false, filters: { pub: moves, sub: moves } }, drag: { x: true, y: false }, points: { size: 6 } },
       scales: { x: { time: false }, y: { range: (u, low, high) => padded(low, high) } },
       series: [
-        { label: over, value: (u, x) => (x === null ? "–" : over === "time" ? duration(x) : Math.round(x).toLocaleString("en-US")) },
+        { label: over, value: (u, x) => { const one = x ?? latest(u.data[0]); return over === "time" ? duration(one) : said(one); } },
         ...series.map((one) => ({
           label: one.label, class: one.pale ? "pale" : "line", stroke: one.pale ? `${one.colour}40` : one.colour,
           width: one.pale ? 1 : 1.6, spanGaps: true, points: { show: sparse(one.y), size: 5 },
-          value: (u, y) => said(y),
+          // Where the cursor is; without one, the latest.
+          value: (u, y, i) => said(y ?? (u.cursor.idx === null ? latest(u.data[i]) : null)),
         })),
       ],
       axes: [
@@ -224,6 +229,9 @@ class Curves {
   }
 }
 
+/** The last number of a curve. */
+const latest = (y) => y.findLast((one) => one !== null && one !== undefined);
+
 /** Cursors are shared; zooms go through onZoom, also to charts that are drawn later. */
 const moves = (type) => type !== "mousedown" && type !== "mouseup" && type !== "dblclick";
 
@@ -234,7 +242,8 @@ const sparse = (y) => y.reduce((count, one) => count + (one !== null), 0) <= 25;
 
 function padded(low, high) {
   if (low === null || high === null) return [0, 1];
-  const room = high === low ? Math.max(Math.abs(high) * 0.1, 1e-3) : (high - low) * 0.06;
+  // Means of equal numbers differ in their last bits.
+  const room = high - low <= 1e-9 * Math.abs(high) ? Math.max(Math.abs(high) * 0.1, 1e-3) : (high - low) * 0.06;
   // A curve that is never below 0 has an axis that begins there, if it comes near.
   const bottom = low >= 0 && low - 3 * room < 0 ? 0 : low - room;
   return [bottom, high + room];

@@ -26,7 +26,7 @@ class Tokens {
     this.said = el("output", { className: "step" });
     const jump = (name, text) => el("button", { type: "button", title: text, onclick: () => this.jump(name) }, name);
     this.colours = choice("colour", this.data.columns.map((column, i) =>
-      [column.name, `${column.label} ${column.key || i + 1}`, column.what]), this.column, (name) => this.paintBy(name));
+      [column.name, [column.label, el("kbd", {}, column.key || String(i + 1))], column.what]), this.column, (name) => this.paintBy(name));
     this.legend = el("div", { className: "legend" });
     this.root.replaceChildren(
       el("div", { className: "controls" },
