@@ -58,6 +58,12 @@ CATALOGUE = (
     ),
     Chart(
         POLICY,
+        "KL of a completion",
+        "How far the policy has moved, summed over the tokens of a completion, in nats.",
+        ("kl/completion",),
+    ),
+    Chart(
+        POLICY,
         "KL of the update",
         "How far one step moves the policy, in nats per token. Far above 0.01 is a large step.",
         ("approx_kl", "approx_kl/after"),

@@ -5,6 +5,7 @@ machine's address (DNS rebinding) is refused, as is whoever else asks for anothe
 """
 
 import contextlib
+import hashlib
 import os
 import re
 import socket
@@ -68,7 +69,8 @@ class Watched:
             with contextlib.suppress(OSError):
                 stat = (self.directory / name).stat()
                 states.append(f"{name}:{stat.st_mtime_ns}:{stat.st_size}")
-        return f"{has_ended(self.directory)} {' '.join(states)}"
+        states.append(str(has_ended(self.directory)))
+        return hashlib.sha256(" ".join(states).encode()).hexdigest()[:16]
 
     def data(self) -> dict[str, Any]:
         """Return what the page shows."""

@@ -19,7 +19,7 @@ from rlhf_pg.report.troubles import WINDOW, troubles, values
 from rlhf_pg.report.watch import has_ended
 
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
-WIDTH = 40  # characters of a curve
+WIDTH, NAMES = 40, 55  # characters of a curve, and of what stands in front of it
 SHOWN = (
     *("reward", "eval_reward", "kl", "entropy", "completions/mean_length"),
     *("completions/clipped_ratio", "clip_ratio/region_mean", "frac_reward_zero_std", "grad_norm"),
@@ -55,12 +55,12 @@ def screen(directory: Path, console: Console) -> RenderableType:
         Text(visible(f"! {one.title} since step {one.step} ({one.key})"), style="yellow")
         for one in found
     ]
-    parts.append(_numbers(files.metrics, bars))
+    parts.append(_numbers(files.metrics, bars, max(8, min(WIDTH, console.width - NAMES))))
     parts += [_completion(record) for record in files.completions[-NEWEST:]]
     return Group(*parts)
 
 
-def _numbers(lines: Sequence[Mapping[str, Any]], bars: str) -> RenderableType:
+def _numbers(lines: Sequence[Mapping[str, Any]], bars: str, width: int) -> RenderableType:
     """Return a table of the latest numbers."""
     if not lines:
         return Text("no step has been taken yet")
@@ -73,7 +73,7 @@ def _numbers(lines: Sequence[Mapping[str, Any]], bars: str) -> RenderableType:
         numbers = [value for _, value in values(lines, key)]
         if numbers:
             late = fmean(numbers[-WINDOW:])
-            cells = [key, f"{numbers[-1]:.4g}", f"{late:.4g}", sparkline(numbers, bars)]
+            cells = [key, f"{numbers[-1]:.4g}", f"{late:.4g}", sparkline(numbers, bars, width)]
             table.add_row(*(Text(visible(cell)) for cell in cells))
     return table
 

@@ -5,6 +5,8 @@ const COLOURS = {
   dark: ["#6cb2ff", "#ff8a96", "#6fd07a", "#c79bf2", "#f0b45b", "#5fd0d2", "#a3abb8", "#ff85dd"],
 };
 const AXES = { step: "step", tokens: "tokens", time: "time" };
+// Seconds between two ticks.
+const ROUND_TIMES = [0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 36000, 86400, 172800, 432000, 864000];
 const colour = (i) => { const all = COLOURS[isDark() ? "dark" : "light"]; return all[i % all.length]; };
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -14,9 +16,9 @@ function smoothed(y) {
   return y.map((x, i) => {
     if (x === null || x === undefined) return null;
     let sum = 0, weight = 0;
-    // Near the ends the window shrinks on both sides, so that a slope keeps its end.
-    const near = Math.min(reach, i, y.length - 1 - i);
-    for (let j = i - near; j <= i + near; j++) {
+    // Near the ends the window shrinks, so that a slope keeps its end, but not to a single point.
+    const near = Math.max(Math.min(reach, i, y.length - 1 - i), Math.ceil(reach / 3));
+    for (let j = Math.max(0, i - near); j <= Math.min(y.length - 1, i + near); j++) {
       const other = y[j], own = near + 1 - Math.abs(j - i);
       if (other !== null && other !== undefined) { sum += own * other; weight += own; }
     }
@@ -160,8 +162,8 @@ class Curves {
         })),
       ],
       axes: [
-        { ...axis, size: 26, values: (u, splits) => splits.map((x) => (x === null ? "" : at(x))) },
-        { ...axis, size: 52, values: (u, splits) => splits.map((y) => (y === null ? "" : short(y))) },
+        { ...axis, size: 26, ...(over === "time" ? { incrs: ROUND_TIMES } : {}), values: (u, splits) => splits.map((x) => (x === null ? "" : at(x))) },
+        { ...axis, size: 58, values: (u, splits) => splits.map((y) => (y === null ? "" : short(y))) },
       ],
       hooks: {
         draw: [(u) => this.drawNotes(u, card.notes)],

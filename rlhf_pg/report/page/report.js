@@ -20,8 +20,13 @@ async function loadStep(step) {
   return bytesOf(element);
 }
 
+/** What the run is, in a few words each. */
+function facts() {
+  const parts = data.subtitle.flatMap((part, i) => (i ? [el("span", { className: "dot" }, "·"), part] : [part]));
+  return el("p", { id: "facts" }, ...parts);
+}
+
 function head() {
-  const facts = data.subtitle.flatMap((part, i) => (i ? [el("span", { className: "dot" }, "·"), part] : [part]));
   const names = [["curves", "Curves", curves], ["tokens", "Tokens", tokens], ["tables", data.kind === "compare" ? "Differences" : "Run", data.tables.length]];
   const links = names.filter(([, , is]) => is).map(([name, text]) => {
     const link = el("a", { href: `#${name}`, onclick: (event) => { event.preventDefault(); open(name); } }, text);
@@ -30,8 +35,8 @@ function head() {
   });
   const help = el("button", { type: "button", className: "help", title: "keys (?)", onclick: () => $("keys").showModal() }, "?");
   return el("header", { className: "top" },
-    el("div", { className: "title" }, el("h1", {}, data.title), el("p", {}, ...facts), el("p", { id: "state", hidden: true })),
-    el("nav", {}, ...links, help));
+    el("div", { className: "title" }, el("h1", {}, data.title), facts()),
+    el("nav", {}, el("span", { id: "state", hidden: true }), ...links, help));
 }
 
 function trouble() {
@@ -112,11 +117,12 @@ async function poll() {
       tokens.update(data);
       if (!hadSteps && data.steps.length) { tabs.tokens.root.replaceWith(tokens.root); tabs.tokens.root = tokens.root; open(shown); }
       $("trouble").replaceWith(trouble());
+      $("facts").replaceWith(facts());
     } else if (answer.status !== 204) throw new Error(`the server answered ${answer.status}`);
-    state.textContent = data.ended ? "The run has ended." : "live";
+    state.textContent = data.ended ? "ended" : "live";
     state.className = data.ended ? "" : "live";
   } catch {
-    state.textContent = "No answer: rlhf-pg watch has ended, or is busy.";
+    state.textContent = "no answer: has rlhf-pg watch ended?";
     state.className = "lost";
   }
   state.hidden = false;

@@ -9,5 +9,5 @@ function tablesOf(tables) {
         el("tbody", {}, ...table.rows.map((row, i) =>
           el("tr", { className: i >= table.rows.length - table.dimmed ? "dimmed" : "" },
             ...row.map((cell) => el("td", {}, cell)))))))
-        : el("p", { className: "empty" }, "None."))));
+        : table.note ? null : el("p", { className: "empty" }, "None."))));
 }
