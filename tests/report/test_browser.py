@@ -20,6 +20,10 @@ pytestmark = [
 ]
 TEXTS = "[...document.querySelectorAll('.mate .text')].map(one => one.textContent)"
 SHADES = "new Set([...document.querySelectorAll('.mate .text > span')].map(x => x.dataset.shade))"
+CLICK = "[...document.querySelectorAll('button')].find(x => x.textContent === '%s').click()"
+CURRENT = (
+    "[...document.querySelectorAll('.prompts button')].findIndex(x => x.ariaCurrent === 'true')"
+)
 
 
 def open_file(opened: Page, path: Path) -> None:
@@ -56,8 +60,7 @@ def test_keys_change_colours_steps_and_prompts(run: Path) -> None:
             assert {shade[0] for shade in shades} <= set(kinds), key
             assert len(shades) > 3
         opened.press("ArrowDown")
-        current = "[...document.querySelectorAll('.prompts button')].findIndex(x => x.ariaCurrent === 'true')"
-        assert opened.run(current) == 1
+        assert opened.run(CURRENT) == 1
         opened.press("ArrowLeft")
         opened.wait("document.querySelector('.step').textContent === '30 (3 of 4)'")
         opened.press("?")
@@ -96,12 +99,9 @@ def test_best_and_worst_completions_are_found(run: Path) -> None:
         open_file(opened, write_report(run))
         opened.press("t")
         for name, extreme in (("best", max), ("worst", min)):
-            opened.run(
-                f"[...document.querySelectorAll('button')].find(x => x.textContent === '{name}').click()"
-            )
-            opened.wait("document.querySelector('.mate.marked')")
-            total = opened.run("Number(document.querySelector('.mate.marked .total').textContent)")
-            assert total == extreme(totals.values())
+            opened.run(CLICK % name)
+            total = "Number(document.querySelector('.mate.marked .total')?.textContent)"
+            opened.wait(f"{total} === {extreme(totals.values())}")
 
 
 def test_curves_zoom_together(run: Path) -> None:
