@@ -12,7 +12,7 @@ from rich.text import Text
 from rlhf_pg.boundary.quoted import quoted, visible
 from rlhf_pg.cli.help import usage_of
 from rlhf_pg.cli.options import parser_of
-from rlhf_pg.config.parse import fail
+from rlhf_pg.config.parse import fail, load
 from rlhf_pg.report.comparison import difference_tables, named_runs, write_comparison
 from rlhf_pg.report.html import Table
 from rlhf_pg.report.run_page import write_report
@@ -85,6 +85,8 @@ def run_directory(name: str) -> Path:
         hint = f"; in it are the runs {', '.join(map(quoted, sorted(inside)))}" if inside else ""
         files = " or ".join(OF_A_RUN)
         fail(f"{quoted(name)} is no directory of a run, which has {files}{hint}")
+    if (directory / "config.yaml").is_file():
+        load(directory / "config.yaml")  # or say what is wrong with it
     return directory
 
 

@@ -59,7 +59,9 @@ class LiveReport:
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.directory, self.clock = directory, clock
+        # Of the page that is being written, and of the one before.
         self._packed: dict[int, tuple[Any, bytes]] = {}
+        self._earlier: dict[int, tuple[Any, bytes]] = {}
         self._due = -float("inf")
         self._has_failed = False
 
@@ -72,6 +74,7 @@ class LiveReport:
     def finish(self) -> bool:
         """Write the report, due or not; return whether it was written."""
         begun = self.clock()
+        self._earlier, self._packed = self._packed, {}
         try:
             write_report(self.directory, pack=self._pack)
         except Exception as error:  # a full disk, a damaged file: never the end of a run
@@ -80,6 +83,7 @@ class LiveReport:
             self._has_failed = True
             return False
         finally:
+            self._earlier = {}
             now = self.clock()
             self._due = now + SHARE * (now - begun)
         return True
@@ -87,9 +91,10 @@ class LiveReport:
     def _pack(self, logged: LoggedSteps, step: int) -> bytes:
         """Pack a step once, as long as its file and its completions stay the same."""
         state = logged.state(step)
-        known = self._packed.get(step)
+        known = self._earlier.get(step)
         if known is None or known[0] != state:
-            known = self._packed[step] = (state, logged.packed(step))
+            known = (state, logged.packed(step))
+        self._packed[step] = known
         return known[1]
 
 

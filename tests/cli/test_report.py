@@ -54,5 +54,7 @@ def test_wrong_use_is_one_line_with_the_remedy(tmp_path: Path, capsys) -> None:
     assert "needs two runs or more" in refused(capsys, "compare", str(run))
     assert "--out" in refused(capsys, "report", str(run), "--out", str(tmp_path / "no" / "x.html"))
     assert "--port 99999 cannot be used" in refused(capsys, "watch", str(run), "--port", "99999")
+    (run / "config.yaml").write_text("a: [")
+    assert "one/config.yaml: not valid YAML" in refused(capsys, "report", str(run))
     hostile = refused(capsys, "report", "\x1b[31m")
     assert "\x1b" not in hostile

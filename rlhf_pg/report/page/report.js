@@ -27,7 +27,7 @@ function facts() {
 }
 
 function head() {
-  const names = [["curves", "Curves", curves], ["tokens", "Tokens", tokens], ["tables", data.kind === "compare" ? "Differences" : "Run", data.tables.length]];
+  const names = [["curves", "Curves", curves], ["tokens", "Tokens", tokens], ["tables", { run: "Run", compare: "Differences" }[data.kind] || "Details", data.tables.length]];
   const links = names.filter(([, , is]) => is).map(([name, text]) => {
     const link = el("a", { href: `#${name}`, onclick: (event) => { event.preventDefault(); open(name); } }, text);
     tabs[name] = { link };
