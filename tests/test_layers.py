@@ -24,6 +24,7 @@ FLOORS = {
     "samples and scores": ("rollout", "rewards", "tasks", "supervised"),
     "memory and time, estimated": ("plan",),
     "the loop and the algorithms": ("trainers",),
+    "runs, looked at again": ("replay",),
     "the command": ("cli",),
 }
 # What the ground floor may import beside torch.

@@ -1,4 +1,4 @@
-"""What a run leaves in metrics.jsonl, without what depends on the clock."""
+"""What a run leaves in metrics.jsonl, without what depends on the clock or the machine."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_pg.report.json_lines import read
 
-CLOCK = ("step_time", "time/", "perf/")
+CLOCK = ("step_time", "time/", "perf/", "memory/")
 
 
 def untimed(run: Path) -> list[dict[str, Any]]:

@@ -21,7 +21,9 @@ from typing import Any, BinaryIO
 
 HEADER = struct.Struct("<Q")  # length of the message that follows
 LONGEST = 4000  # characters of a text
-OWN_COLUMNS = {"step", "prompt", "completion", "turns", "error"}  # of completions.jsonl
+OWN_COLUMNS = {  # of completions.jsonl
+    *("step", "prompt_index", "sample", "prompt", "completion", "advantage", "turns", "error")
+}
 PR_SET_PDEATHSIG = 1
 
 

@@ -14,6 +14,7 @@ USAGE = {
     "train": ("RECIPE [--key value ...]", "train with a recipe, or with a preset by its name"),
     "plan": ("RECIPE --gpus N [--key value ...]", "estimate memory and seconds per step"),
     "eval": ("MODEL [--key value ...]", "score a model, a run or a recipe on held-out prompts"),
+    "replay": ("RUN --step N [--key value ...]", "make a step again, as it was or otherwise"),
     "chat": ("MODEL [--temperature ...]", "talk to a model, a run or an adapter"),
     "demo": ("[--key value ...]", "train with GRPO on a CPU: a few minutes"),
     "report": ("RUN [--out FILE]", "write a run's report.html: curves, trouble, tokens"),

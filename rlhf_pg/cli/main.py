@@ -65,6 +65,11 @@ def run(command: str, flags: Sequence[str]) -> None:
             from rlhf_pg.cli.evaluate import evaluate
 
             evaluate(flags)
+        case "replay":
+            _quieten()
+            from rlhf_pg.cli.replay import replay
+
+            replay(flags)
         case "chat":
             _quieten()
             from rlhf_pg.cli.chat import chat

@@ -1,6 +1,7 @@
 """The options that commands have beside the keys of a config."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from rlhf_pg.cli.keys import constant
@@ -19,6 +20,7 @@ def parser_of(command: str, usage: str) -> argparse.ArgumentParser:
         "eval": _eval,
         "chat": _chat,
         "doctor": _doctor,
+        "replay": _replay,
         "report": _report,
         "compare": _compare,
         "watch": _watch,
@@ -107,6 +109,14 @@ def _watch(group: Any) -> None:
         default=False,
         help="in the terminal, until the run has ended",
     )
+
+
+def _replay(group: Any) -> None:
+    add = group.add_argument
+    add("--step", type=_count, required=True, metavar="N", help="step to make again, from 1")
+    add("--until", type=_count, metavar="N", help="last step to make again; by default the first")
+    add("--rows", type=_number, nargs="+", metavar="N", help="rows to show token by token, from 0")
+    add("--save", type=Path, metavar="DIR", help="write the files of these steps to a directory")
 
 
 def _boolean(text: str) -> bool:

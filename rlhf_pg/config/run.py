@@ -117,9 +117,10 @@ class RunConfig(AdapterConfig, RewardsConfig, DataConfig, ModelConfig):
     save_best: bool = True
     """Keep the checkpoint with the highest eval_reward so far, in `best/`."""
     log_completions_steps: int = number(10, minimum=0)
-    """Steps between two samples of completions that are shown and saved; 0 shows none."""
+    """Steps between two whose completions are saved, with every token and its numbers, and some
+    shown; 0 saves none. Any step can be made again in any case (rlhf-pg replay)."""
     num_completions_to_print: int = number(2, minimum=1)
-    """Number of completions to show and save each time."""
+    """Number of prompts of which a completion is shown each time."""
     logging_steps: int = number(1, minimum=1)
     """Steps between two lines sent to trackers, which also get evaluations and the last step;
     metrics.jsonl has every step."""

@@ -1,8 +1,8 @@
-"""The output of a running process: its console, and its two files of JSON lines."""
+"""The output of a running process: its console, and the files that grow step by step."""
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,23 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
+from safetensors import SafetensorError
 
 from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.checkpoint.run_dir import SET_ASIDE, check_regular, set_aside
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.report.json_lines import JsonLines
+from rlhf_pg.report.run_files import (
+    COMPLETIONS,
+    METRICS,
+    OUTSIDE,
+    TRACE,
+    RunFiles,
+    Start,
+    StepTokens,
+    Trace,
+    tokens_file,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +57,7 @@ class Journal:
         self._bar: Progress | None = None
         self._total = 0
         self._doubts = False
+        self._lacks_tokens = False
         if is_main:
             directory.mkdir(parents=True, exist_ok=True)
             earlier = set_aside(directory) if after_step == 0 else None
@@ -53,8 +66,14 @@ class Journal:
             if after_step > 0:
                 check_regular(directory)
                 self.say(f"going on after step {after_step}")
-            self._metrics = JsonLines(directory / "metrics.jsonl", after_step)
-            self._completions = JsonLines(directory / "completions.jsonl", after_step)
+            self._metrics = JsonLines(directory / METRICS, after_step)
+            self._completions = JsonLines(directory / COMPLETIONS, after_step)
+            self._trace = JsonLines(directory / TRACE, after_step, synced=False)
+            self._outside: JsonLines | None = None  # most runs ask nobody
+            if (directory / OUTSIDE).exists():
+                self._outside = JsonLines(directory / OUTSIDE, after_step)
+            self._directory = directory
+            _remove_tokens(directory, after_step)
 
     def say(self, line: str) -> None:
         encoding = getattr(self.console.file, "encoding", None) or "utf-8"
@@ -116,15 +135,61 @@ class Journal:
                 APART,
             )
 
-    def completions(self, step: int, records: Sequence[dict[str, Any]]) -> None:
-        """Save and show samples; control characters are shown escaped."""
+    def begin(self, start: Start) -> None:
+        """Save on what the run begins or goes on."""
+        if self.is_main:
+            self._trace.write(vars(start))
+
+    def record(
+        self,
+        trace: Trace,
+        outside: Sequence[Mapping[str, Any]],
+        tokens: StepTokens | None,
+    ) -> None:
+        """Save what a step did, and what it asked of others; tokens where they are due."""
         if not self.is_main:
             return
-        for record in records:
-            self._completions.write({"step": step, **record})
-            scores = [record[key] for key in record if key.startswith("rewards/")]
-            shown = " ".join(_spelled(score) for score in scores)
-            self.say(f"  {_text(record['prompt'])} -> {_text(record['completion'])}  [{shown}]")
+        self._trace.write(vars(trace))
+        if outside and self._outside is None:
+            self._outside = JsonLines(self._directory / OUTSIDE, 0)
+        if outside and self._outside is not None:
+            self._outside.write_all(outside)
+        if tokens is not None:
+            self._save_tokens(trace.step, tokens)
+
+    def _save_tokens(self, step: int, tokens: StepTokens) -> None:
+        file = tokens_file(self._directory, step)
+        try:
+            tokens.save(file)
+        except (OSError, SafetensorError) as error:
+            if not self._lacks_tokens:
+                logger.warning("%s has no tokens from step %d on: %s", file.parent, step, error)
+            self._lacks_tokens = True
+
+    def completions(
+        self, step: int, records: Sequence[Mapping[str, Any]], shown: Collection[int] | None = None
+    ) -> None:
+        """Save completions and show some, by default all; control characters are shown escaped.
+
+        Args:
+            shown: the places of those that are shown.
+        """
+        if not self.is_main:
+            return
+        self._completions.write_all({"step": step, **record} for record in records)
+        for i, record in enumerate(records):
+            if shown is None or i in shown:
+                scores = [record[key] for key in record if key.startswith("rewards/")]
+                said = " ".join(_spelled(score) for score in scores)
+                self.say(f"  {_text(record['prompt'])} -> {_text(record['completion'])}  [{said}]")
+
+
+def _remove_tokens(directory: Path, after_step: int) -> None:
+    """Remove the tokens of steps that a resumed run takes again."""
+    run = RunFiles(directory)
+    for step in run.logged_steps():
+        if step > after_step:
+            tokens_file(directory, step).unlink(missing_ok=True)
 
 
 def _text(turns: Any) -> str:

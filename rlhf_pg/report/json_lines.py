@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ logger = logging.getLogger(__name__)
 class JsonLines:
     """A file with one JSON object per line; each line has its step."""
 
-    def __init__(self, path: Path, keep_through_step: int) -> None:
+    def __init__(self, path: Path, keep_through_step: int, synced: bool = True) -> None:
         """Open the file, keeping the lines up to a step, which a resumed run does not repeat.
 
         Lines that cannot be read, after a crash or a fault of the disk, are removed too.
+
+        Args:
+            synced: wait until a line is on the disk, or else leave that to the system.
 
         Raises:
             OSError: it cannot be written; what was there stays.
@@ -35,23 +39,28 @@ class JsonLines:
         sync_file(whole)
         whole.replace(path)
         sync_directory(path.parent)
-        self.path = path
+        self.path, self._synced = path, synced
         self._has_failed = False
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line, which is on the disk when this returns.
+        """Append one line, as `write_all` does."""
+        self.write_all([record])
+
+    def write_all(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Append a line for each record; if `synced`, they are on the disk when this returns.
 
         NaN and infinities, which JSON does not have, become null, and other foreign values text. On
-        a full disk the line is missing, and the first time a warning says so.
+        a full disk the lines are missing, and the first time a warning says so.
         """
-        line = _line(record) + "\n"
+        lines = "".join(f"{line_of(record)}\n" for record in records)
         size = None
         try:
             with self.path.open("a") as file:
                 size = file.tell()
-                file.write(line)
+                file.write(lines)
                 file.flush()
-                os.fsync(file.fileno())
+                if self._synced:
+                    os.fsync(file.fileno())
         except OSError as error:
             if not self._has_failed:
                 logger.warning("%s lacks lines from here on: %s", self.path, error)
@@ -69,9 +78,12 @@ def _step(line: bytes) -> float:
         return math.inf
 
 
-def _line(record: dict[str, Any]) -> str:
+def line_of(record: Mapping[str, Any]) -> str:
+    """Return a record as a line of JSON, whatever is in it."""
+    with suppress(TypeError, ValueError, RecursionError):  # most are plain already
+        return json.dumps(record, allow_nan=False)
     try:
-        return json.dumps(finite(record), allow_nan=False, default=plain_text)
+        return json.dumps(finite(dict(record)), allow_nan=False, default=plain_text)
     except (TypeError, ValueError, RecursionError):  # a callback's odd value, or too deep
         return json.dumps({plain_text(k): _json_or_text(v) for k, v in record.items()})
 

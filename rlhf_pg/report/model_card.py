@@ -5,7 +5,6 @@ addresses of servers left out.
 """
 
 import html
-import importlib.metadata
 import json
 import os
 import re
@@ -19,8 +18,8 @@ from huggingface_hub import ModelCardData
 
 from rlhf_pg.boundary.quoted import quoted, visible
 from rlhf_pg.report.json_lines import read
+from rlhf_pg.report.versions import PACKAGES, version
 
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
 MOST_ROWS = 12  # of the table of the reward
 COLUMNS = ("reward", "eval_reward", "kl", "entropy", "completions/mean_length")
 # Keys that say where things were, not how the model was trained.
@@ -88,7 +87,7 @@ def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Pa
         "Keys that are not listed are at their defaults or empty.",
         fenced(yaml.safe_dump(_settings(config), sort_keys=False).rstrip(), "yaml"),
         "## Versions",
-        ", ".join(f"{name} {_version(name)}" for name in ("rlhf-pg", *PACKAGES)),
+        ", ".join(f"{name} {version(name)}" for name in ("rlhf-pg", *PACKAGES)),
     ]
     if algorithm in PAPERS:
         parts += ["## How to cite the method", fenced(PAPERS[algorithm], "bibtex")]
@@ -180,10 +179,3 @@ def _curve(directory: Path) -> str:
 
 def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else ""
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

@@ -1,4 +1,4 @@
-"""What a run leaves behind, read back: config, numbers, completions, tokens and traces of steps.
+"""The files that a run leaves behind: config, numbers, completions, tokens and traces of steps.
 
 Beside `config.yaml` and `metrics.jsonl` a run directory has
 
@@ -195,8 +195,10 @@ class RunFiles:
 
     @cached_property
     def starts(self) -> list[Start]:
-        """When, and on what, the run began and went on."""
-        return [Start(**line) for line in self._lines if "versions" in line]
+        """The beginnings of the run: one, and another each time it was resumed."""
+        # They are few among long lines: only those that may be one are read as JSON.
+        lines = whole_lines(self.directory / TRACE, having=b'"versions"')
+        return [Start(**line) for line in lines if "versions" in line]
 
     @cached_property
     def traces(self) -> dict[int, Trace]:
@@ -221,16 +223,25 @@ def tokens_file(directory: Path, step: int) -> Path:
     return directory / TOKENS / f"step-{step:08d}.safetensors"
 
 
-def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the JSON objects of a file, without a last line that is being written."""
-    if not path.is_file():
-        return []
-    lines = []
-    for line in path.read_bytes().splitlines():
+def whole_lines(path: Path, having: bytes = b"") -> list[dict[str, Any]]:
+    """Read the JSON objects of a file, without a last line that is being written.
+
+    Args:
+        having: only lines with these bytes.
+    """
+    return records_in(path.read_bytes(), having) if path.is_file() else []
+
+
+def records_in(content: bytes, having: bytes = b"") -> list[dict[str, Any]]:
+    """Return the JSON objects of lines that have a step."""
+    records = []
+    for line in content.splitlines():
+        if having not in line:
+            continue
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int):
-            lines.append(record)
-    return lines
+            records.append(record)
+    return records

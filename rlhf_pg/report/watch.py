@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from rlhf_pg.report.html import LIBRARY, STYLES, as_json, document, our_script, part, policy
 from rlhf_pg.report.logged_steps import LoggedSteps
-from rlhf_pg.report.run_files import COMPLETIONS, METRICS, TOKENS, TRACE, RunFiles
+from rlhf_pg.report.run_files import COMPLETIONS, METRICS, TOKENS, TRACE, RunFiles, records_in
 from rlhf_pg.report.run_page import column_data, run_data
 from rlhf_pg.report.token_steps import KNOWN
 
@@ -53,12 +53,43 @@ def _is_held(lock: Path) -> bool:
     return True
 
 
+class GrowingLines:
+    """A file of JSON lines that grows, of which each line is read once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._begin(None)
+
+    def _begin(self, inode: int | None) -> None:
+        self._inode, self._end = inode, 0
+        self._records: list[dict[str, Any]] = []
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the records of all whole lines."""
+        try:
+            with self.path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                if stat.st_ino != self._inode or stat.st_size < self._end:
+                    self._begin(stat.st_ino)  # another run, or this one was resumed
+                file.seek(self._end)
+                new = file.read()
+        except OSError:
+            self._begin(None)
+            return []
+        whole = new[: new.rfind(b"\n") + 1]
+        self._records += records_in(whole)
+        self._end += len(whole)
+        return self._records
+
+
 class Watched:
     """A run as the page of `rlhf-pg watch` sees it, read again when its files have changed."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._lock = Lock()
+        self._metrics = GrowingLines(directory / METRICS)
+        self._completions = GrowingLines(directory / COMPLETIONS)
         self._read: tuple[str, dict[str, Any], LoggedSteps] | None = None
         self._summaries: dict[int, tuple[Any, dict[str, Any]]] = {}
 
@@ -90,6 +121,8 @@ class Watched:
 
     def _again(self, tag: str) -> tuple[dict[str, Any], LoggedSteps]:
         files = RunFiles(self.directory)
+        # In the place of what the properties would read, and then keep.
+        vars(files).update(metrics=self._metrics.read(), completions=self._completions.read())
         logged = LoggedSteps.of(files)
         data = run_data(files) | {
             "steps": [self._summary(logged, step) for step in logged.records],

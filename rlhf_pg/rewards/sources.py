@@ -1,10 +1,12 @@
 """Sources of reward: what each takes and where it is called, looked up once."""
 
 import functools
+import hashlib
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -62,6 +64,11 @@ class Source:
         return cls(name, function, asked, takes_all, frozenset(options), place)
 
     @property
+    def sees_environments(self) -> bool:
+        """True if its signature names the environments of the completions."""
+        return "environments" in self.asked
+
+    @property
     def who(self) -> str:
         """The name of the function in errors."""
         return f"reward function {self.name}"
@@ -92,6 +99,19 @@ def is_async(function: Any) -> bool:
 def is_model(function: Any) -> bool:
     """Return whether a function is a reward model, which belongs on the trainer's device."""
     return isinstance(function, RewardModel | ProcessRewardModel)
+
+
+def source_fingerprint(function: Any) -> str | None:
+    """Return a fingerprint of the file that a function is written in; None if there is none."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = inspect.unwrap(function) if callable(function) else function
+    try:
+        file = inspect.getsourcefile(code if inspect.isroutine(code) else type(code))
+        written = Path(file or "").read_bytes()
+    except (TypeError, OSError):
+        return None
+    return hashlib.sha256(written).hexdigest()[:16]
 
 
 def _signature(function: Any) -> tuple[frozenset[str], bool]:

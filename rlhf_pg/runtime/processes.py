@@ -1,6 +1,8 @@
 """Processes, their collectives, and the ways to distribute a module over them."""
 
 import atexit
+import platform
+import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,6 +80,21 @@ class Runtime:
     def main_host(self) -> torch.device | None:
         """The memory of the main process's host; None elsewhere (see `FullWeights.gathered`)."""
         return torch.device("cpu") if self.is_main else None
+
+    @property
+    def device_name(self) -> str:
+        """The name of the accelerator, or the processor's kind with "cpu" in front."""
+        if self.device.type == "cuda":  # pragma: no cover
+            name: str = torch.cuda.get_device_name(self.device)
+            return name
+        return f"{self.device.type} ({platform.machine()})"
+
+    @property
+    def peak_memory(self) -> float:
+        """The most bytes that this process has had so far, of the GPU's memory if it uses one."""
+        if self.device.type == "cuda":  # pragma: no cover
+            return float(torch.cuda.max_memory_allocated(self.device))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
     def describe(self) -> str:
         """Describe the processes, for example "2 processes (gloo, ZeRO-3), cpu"."""
@@ -162,13 +179,20 @@ class Runtime:
         everyone, _ = self.gather(torch.tensor([x], device=self.device))
         return int(everyone.max())
 
+    def gather_text(self, own: str) -> list[str]:
+        """Return the texts of all processes in order of rank; none may hold a NUL."""
+        if self.world == 1:
+            return [own]
+        encoded = bytearray(f"{own}\0".encode())
+        texts, _ = self.gather(torch.frombuffer(encoded, dtype=torch.uint8).to(self.device))
+        return texts.cpu().numpy().tobytes().decode().split("\0")[:-1]
+
     def first_error(self, failure: str | None) -> str | None:
         """Return, on all processes, the failure of the first process that has one, or None."""
         if self.world == 1 or not self.all_reduce_max(int(failure is not None)):
             return failure
-        mine = "" if failure is None else f"rank {self.rank}: {failure}\0"
-        texts, _ = self.gather(torch.tensor(list(mine.encode()), dtype=torch.uint8).to(self.device))
-        return bytes(texts.tolist()).decode().split("\0")[0]
+        mine = "" if failure is None else f"rank {self.rank}: {failure}".replace("\0", "\\0")
+        return next(text for text in self.gather_text(mine) if text)
 
     @contextmanager
     def raise_together(self, kind: type[Exception]) -> Iterator[None]:

@@ -25,6 +25,7 @@ from rlhf_pg.trainers import experience_maker
 from rlhf_pg.trainers.evaluator import Answer, evaluate_sets, stripped_text
 from rlhf_pg.trainers.learner import ModelOutputs
 from rlhf_pg.trainers.loop import due
+from rlhf_pg.trainers.recorder import StepRecord
 from rlhf_pg.trainers.reward_log import with_logged
 from rlhf_pg.trainers.samples import Samples, ScoredBatch, ScoredSamples
 from rlhf_pg.trainers.setup import TrainerSetup
@@ -71,6 +72,9 @@ class PolicyGradientTrainer(TrainerSetup):
         ValueError: whatever is wrong with the input, by name, before anything is computed.
     """
 
+    records_all = False  # record every step, outside of a run too
+    latest: StepRecord | None = None  # the step that was recorded last
+
     # ------------------------------------------------------------------------------ the one step
 
     def step(self, meter: Meter) -> dict[str, Any]:
@@ -84,8 +88,12 @@ class PolicyGradientTrainer(TrainerSetup):
             experience, metrics = self.make_experience(
                 batch.rollout, batch.scores, meter, batch.greedy
             )
+        shown = self._is_shown(self.state.step + 1)
+        self.learner.log = self.recorder.watch(experience) if shown else None
         with meter.time("update"):
             metrics |= self.update(experience, meter)  # self.loss  <- the algorithm
+        if self.journal is not None or self.records_all:  # somebody wants to see it
+            self._keep(self.record(batch, experience, shown))
         return self.finish_step(batch, metrics, meter)  # counters, controllers, metrics
 
     def make_experience(
@@ -121,6 +129,7 @@ class PolicyGradientTrainer(TrainerSetup):
             greedy=greedy,
             moving_average=self.moving_average,
         )
+        self.recorder.paid = inputs.rewards
         advantages = self.advantages(inputs)  # (B,T)  <- the algorithm
         targets, more = self.critic_targets(inputs, advantages)  # (B,T), or None
         experience = experience_maker.build_experience(
@@ -136,6 +145,25 @@ class PolicyGradientTrainer(TrainerSetup):
         """
         return self.learner.update(experience, self.state.step, meter)
 
+    def _is_shown(self, step: int) -> bool:
+        """Return whether the completions of a step are recorded, and not its trace alone."""
+        if self.journal is None:
+            return self.records_all
+        return due(step, self.args.log_completions_steps)
+
+    def record(self, batch: ScoredBatch, experience: Experience, shown: bool) -> StepRecord:
+        """Record a step that was taken and not yet counted; collective."""
+        count = self.args.num_completions_to_print if shown else None
+        outside, step = self.collector.outside.lines(), self.state.step + 1
+        return self.recorder.record(step, batch, experience, outside, count)
+
+    def _keep(self, record: StepRecord) -> None:
+        """Write down what a step did, while the run trains."""
+        self.latest = record
+        if self.journal is not None:
+            self.journal.record(record.trace, record.outside, record.tokens)
+            self.journal.completions(record.trace.step, record.completions, record.shown)
+
     def finish_step(
         self, batch: ScoredBatch, metrics: dict[str, Any], meter: Meter
     ) -> dict[str, Any]:
@@ -148,10 +176,6 @@ class PolicyGradientTrainer(TrainerSetup):
         state.num_tokens += tokens
         self.train_prompts.forget_before(state.prompt_index)
         self.learner.sync_reference(state.step)
-        if self.journal is not None and due(state.step, args.log_completions_steps):
-            count = args.num_completions_to_print
-            records = batch.samples.records(batch.scores, self.reward_names, count)
-            self.journal.completions(state.step, records)
         metrics |= batch.metrics | self.collector.episode_metrics([batch.samples])
         metrics |= meter.means(self.runtime.all_reduce_sum(meter.sums())) | meter.seconds
         metrics |= meter.extremes(lambda own: self.runtime.gather(own)[0])
@@ -164,6 +188,7 @@ class PolicyGradientTrainer(TrainerSetup):
         metrics |= self.controllers.metrics()
         metrics |= {"step": state.step, "num_tokens": state.num_tokens, "step_time": meter.age}
         metrics["perf/tokens_per_second"] = tokens / metrics["step_time"]
+        metrics["memory/peak_gb"] = self.runtime.peak_memory / 1e9
         return with_logged(dict.fromkeys(KEYS) | metrics, batch.logged)
 
     # -------------------------------------------------------------- what makes it an algorithm
@@ -317,7 +342,7 @@ class PolicyGradientTrainer(TrainerSetup):
         temperatures = {"": self.args.temperature if temperature is None else temperature}
         if temperature is None:
             temperatures["greedy_"] = 0.0
-        self._keep_to_model()
+        self.keep_to_model()
         collector, answer = self.collector, answer or stripped_text
         with self.sampling():
             return evaluate_sets(collector, sets, temperatures, metric_key_prefix, answer)

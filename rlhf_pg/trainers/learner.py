@@ -26,6 +26,7 @@ from rlhf_pg.report.metrics import Meter
 from rlhf_pg.runtime import FullWeights, Runtime, gathered
 from rlhf_pg.trainers.optimizer import group_of
 from rlhf_pg.trainers.skipping import SkippedUpdates
+from rlhf_pg.trainers.token_log import TokenLog
 
 R = TypeVar("R", bound=Rollout)
 
@@ -51,6 +52,7 @@ class Learner:
 
     Attributes:
         full_policy: the model that samples and is saved; it can be gathered.
+        log: watches the tokens of the next update; None does not.
         begun: updates of the step that have reached the weights, or were about to.
     """
 
@@ -69,6 +71,7 @@ class Learner:
         self.scheduler, self.loss, self.runtime, self.args = scheduler, loss, runtime, args
         self.token_budget, self.skipped = token_budget, skipped
         self.updates_begun = 0
+        self.log: TokenLog | None = None
         # A loss that takes `groups` looks at other rows: a micro-batch must have all of them.
         self.compares_rows = "groups" in args.loss_options
         self.pads = True  # whether rows of different lengths may be padded into one batch
@@ -172,6 +175,8 @@ class Learner:
         self.updates_begun = 0
         self.module.train()
         try:
+            if self.log is not None:
+                experience = self.log.placed(experience)
             metrics = self._updates(experience, step, meter)
         except BaseException:
             self.trained.discard_update()
@@ -306,7 +311,7 @@ class Learner:
         count = self.runtime.all_reduce_sum(weight_count(minibatch.action_mask, args.aggregation))
         if args.skip_zero_advantages:
             minibatch = minibatch.select(_rows_with_advantage(minibatch))
-        micro_batches = list(self._micro_batches(minibatch))
+        micro_batches = list(self.micro_batches(minibatch))
         router_loss = self._router_loss(micro_batches)
         nll = self._positive_nll(minibatch)
         share = 1 / (self.runtime.world * len(micro_batches))
@@ -316,6 +321,8 @@ class Learner:
                 if batch.old_logprobs is None:
                     batch = dataclasses.replace(batch, old_logprobs=new.logprobs.detach())
                 per_token, metrics = self.loss(new, batch)
+                if self.log is not None:
+                    self.log.note(batch, new)
                 weights = token_weights(
                     batch.action_mask,
                     args.aggregation,
@@ -389,7 +396,7 @@ class Learner:
     ) -> ModelOutputs:
         """Apply `score` to every micro-batch and put the results together."""
         whole: dict[str, Tensor] = {}
-        for indices, batch in self._micro_batches(rollout):
+        for indices, batch in self.micro_batches(rollout):
             rows = None if indices is None else to_device(indices, rollout.groups.device)
             for name, part in score(batch)._asdict().items():
                 if part is None:
@@ -402,7 +409,7 @@ class Learner:
                     whole[name][place] = part
         return ModelOutputs(**whole)
 
-    def _micro_batches(self, batch: R) -> Iterator[tuple[Tensor | None, R]]:
+    def micro_batches(self, batch: R) -> Iterator[tuple[Tensor | None, R]]:
         """Yield row indices and rows within the token budget, equally many on every process.
 
         A process with fewer adds blank rows (indices None), so that no rank deadlocks. If no

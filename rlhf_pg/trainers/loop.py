@@ -22,6 +22,7 @@ from rlhf_pg.config.run import RunConfig
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.report.journal import Journal
 from rlhf_pg.report.metrics import Meter
+from rlhf_pg.report.run_files import Start
 from rlhf_pg.report.trackers import Trackers
 from rlhf_pg.rng import restore_rng, rng_tensors
 from rlhf_pg.runtime import Runtime, Terminated, Termination, broadcasts_failure
@@ -73,6 +74,10 @@ class TrainingLoop(ABC):
         """Settle open keys as the resumed run did; `saved` is its config."""
 
     @abstractmethod
+    def began(self) -> Start:
+        """Return on what the run begins or goes on, and from which weights; collective."""
+
+    @abstractmethod
     def on_start(self) -> None:
         """Make the last checks, once the run directory is there."""
 
@@ -108,6 +113,7 @@ class TrainingLoop(ABC):
             dump(args, directory / "config.yaml")
         journal.say(self.describe())
         self.on_start()
+        journal.begin(self.began())
         tracked = self.trackers.opened(
             directory, args.run_name, dataclasses.asdict(args), self.state.step > 0
         )

@@ -119,13 +119,8 @@ def with_logged(metrics: dict[str, Any], logged: dict[str, float]) -> dict[str, 
 def _means(logged: dict[str, list[float]], runtime: Runtime) -> dict[str, float]:
     """Average the numbers of all processes, which may have logged under different names."""
     own = {name: [sum(numbers), len(numbers)] for name, numbers in logged.items()}
-    texts = [json.dumps(own)]
-    if runtime.world > 1:
-        encoded = torch.tensor(list(f"{texts[0]}\0".encode()), dtype=torch.uint8)
-        everyone, _ = runtime.gather(encoded.to(runtime.device))
-        texts = bytes(everyone.tolist()).decode().split("\0")[:-1]
     totals: dict[str, list[float]] = {}
-    for text in texts:
+    for text in runtime.gather_text(json.dumps(own)):
         for name, (total, count) in json.loads(text).items():
             pair = totals.setdefault(name, [0.0, 0.0])
             pair[0] += total

@@ -1,6 +1,7 @@
 """Sampled completions, as token ids for the learner and as text for the rewards."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -95,23 +96,33 @@ class Samples:
         )
         return samples, index
 
-    def records(self, scores: Tensor, names: Sequence[str], count: int) -> list[dict[str, Any]]:
-        """Return the first completions of `count` prompts with their total scores, for readers.
+    def records(
+        self, scores: Tensor, names: Sequence[str], advantages: Sequence[float | None]
+    ) -> list[dict[str, Any]]:
+        """Return a record of each completion for readers, with its total scores.
 
-        The first `count` episodes that failed are shown, too.
+        Args:
+            scores: (B,T,K) raw, of the sources in `names`.
+            advantages: B means over the tokens of each.
         """
         total = sum_step_scores(scores).tolist()
-        failed = [i for i, episode in enumerate(self.episodes) if episode.error is not None]
-        return [
-            {
-                "prompt": self.prompts[i],
-                "completion": self.completions[i],
-                **{f"rewards/{name}": total[i][k] for k, name in enumerate(names)},
-                **{name: column[i] for name, column in self.logged.items()},
-                **self._episode(i),
-            }
-            for i in sorted({*self.firsts()[:count], *failed[:count]})
-        ]
+        groups, seen = self.rollout.groups.tolist(), Counter[int]()
+        records = []
+        for i, group in enumerate(groups):
+            records.append(
+                {
+                    "prompt_index": group,
+                    "sample": seen[group],
+                    "prompt": self.prompts[i],
+                    "completion": self.completions[i],
+                    **{f"rewards/{name}": total[i][k] for k, name in enumerate(names)},
+                    "advantage": advantages[i],
+                    **{name: column[i] for name, column in self.logged.items()},
+                    **self._episode(i),
+                }
+            )
+            seen[group] += 1
+        return records
 
     def _episode(self, i: int) -> dict[str, Any]:
         if not self.episodes:

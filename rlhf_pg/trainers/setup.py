@@ -36,9 +36,12 @@ from rlhf_pg.losses import POLICY_LOSSES, Loss
 from rlhf_pg.models import Critic, PolicyOutput, Reference
 from rlhf_pg.models.assemble import Models, adapter_of, assembled, policy_of
 from rlhf_pg.plan.token_budget import chunk_size, most, settled_budget
+from rlhf_pg.report.run_files import Start
 from rlhf_pg.report.trackers import Trackers
 from rlhf_pg.rewards import CallOptions, Rewards, RewardSource
+from rlhf_pg.rewards.named import PYTHON
 from rlhf_pg.rewards.shaping import Shaping
+from rlhf_pg.rewards.sources import source_fingerprint
 from rlhf_pg.rollout import (
     EnvironmentFactory,
     EnvironmentSource,
@@ -62,6 +65,7 @@ from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.loop import TrainingLoop
 from rlhf_pg.trainers.model_check import FILE, Examined, Verdict, check_model, key_of
 from rlhf_pg.trainers.optimizer import Optimizers, optimizer_and_schedule
+from rlhf_pg.trainers.recorder import Recorder
 from rlhf_pg.trainers.skipping import SkippedUpdates
 
 logger = logging.getLogger(__name__)
@@ -152,6 +156,7 @@ class TrainerSetup(TrainingLoop):
         self.learner = self._new_learner(optimizers)
         self.collector = self._new_collector()
         self.checkpointer = self._new_checkpointer()
+        self.recorder = self._new_recorder()
 
     @property
     def engine(self) -> RolloutEngine:
@@ -219,7 +224,7 @@ class TrainerSetup(TrainingLoop):
     def _new_rewards(self, functions: Any, processing_classes: Any) -> Rewards:
         args = self.args
         environment = self.environments is not None and self.environments.pays
-        return Rewards(
+        rewards = Rewards(
             functions,
             args.reward_weights,
             processing_classes,
@@ -235,6 +240,11 @@ class TrainerSetup(TrainingLoop):
                 error_value=args.reward_error_value,
             ),
         )
+        # What no name finds is not there when a step is made again.
+        names = self._recorded.get("reward_funcs", ())
+        found = zip(rewards.sources, names, strict=False)
+        rewards.kept |= {source.name for source, name in found if name.startswith(PYTHON)}
+        return rewards
 
     def _load_prompts(self, train_dataset: Any, eval_datasets: Mapping[str, Any]) -> None:
         args, environments = self.args, self.environments
@@ -376,6 +386,14 @@ class TrainerSetup(TrainingLoop):
             found=self._open_keys,
         )
 
+    def _new_recorder(self) -> Recorder:
+        return Recorder(
+            self.runtime,
+            self.processing_class,
+            self.shaping.names,
+            parameters=lambda: self.checkpointer.parameters,
+        )
+
     # ------------------------------------------------------------------- what a run says of itself
 
     def describe(self) -> str:
@@ -485,11 +503,16 @@ class TrainerSetup(TrainingLoop):
             )
         self.why_engine = "auto: as before it was resumed"
 
+    def began(self) -> Start:
+        """Return on what the run begins or goes on, and from which weights; collective."""
+        sources = {s.name: source_fingerprint(s.function) for s in self.rewards.sources}
+        return self.recorder.start(self.state.step, sources)
+
     def on_start(self) -> None:
         """Check the model, and keep what was found in the run directory."""
-        self._keep_to_model(Path(self.args.output_dir) / FILE)
+        self.keep_to_model(Path(self.args.output_dir) / FILE)
 
-    def _keep_to_model(self, path: Path | None = None) -> None:
+    def keep_to_model(self, path: Path | None = None) -> None:
         """Run the model check before anything is sampled, and batch rows as it finds right."""
         if not self.args.model_check:
             return

@@ -24,6 +24,9 @@ class SkippedUpdates:
 
     Args:
         state: has the number of steps in a row, which a resumed run goes on with.
+
+    Attributes:
+        keeps: False only counts them, for a step that is made again.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class SkippedUpdates:
         tokenizer: PreTrainedTokenizerBase,
         rank: int,
     ) -> None:
+        self.keeps = True
         self._most, self._state = args.max_skipped_steps, state
         self._directory = Path(args.output_dir) / "skipped"
         self._tokenizer, self._rank = tokenizer, rank
@@ -78,7 +82,7 @@ class SkippedUpdates:
 
     def _dump(self, minibatch: Experience, place: Path, what: dict[str, Any]) -> None:
         """Write this process's rows, if it has any; a full disk does not end the run."""
-        if not len(minibatch.groups):
+        if not (self.keeps and len(minibatch.groups)):
             return
         stem = f"update{what['update']}-rank{self._rank}"
         fields = {field.name for field in dataclasses.fields(minibatch)}

@@ -210,7 +210,7 @@ MUTANTS = [
     Mutant(
         name="wait-for-lengths",
         mistake="every micro-batch asks the device for its lengths",
-        target="rlhf_pg.trainers.learner.Learner._micro_batches",
+        target="rlhf_pg.trainers.learner.Learner.micro_batches",
         old="        batch = batch.counted()\n",
         new="",
         killers=(f"{WAITS}[grpo-passes0]",),

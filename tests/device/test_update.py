@@ -32,7 +32,7 @@ def waits(algorithm: str, tokens: int, path: Path) -> tuple[int, int, int]:
         scored = ext.syncs()
         made.update(experience, Meter())
         updated = ext.syncs()
-    count = len(list(made.learner._micro_batches(experience)))
+    count = len(list(made.learner.micro_batches(experience)))
     return count, scored - before, updated - scored
 
 

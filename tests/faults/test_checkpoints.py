@@ -156,7 +156,9 @@ def test_unreadable_manifest_is_skipped_on_resume(output, caplog, how, said) -> 
         resume(output, str(output / "checkpoints" / NAMES[2]))
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl", "config.yaml"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "completions.jsonl", "config.yaml", "trace.jsonl", "outside.jsonl"]
+)
 @pytest.mark.parametrize("how", [piped, linked_to("/dev/zero")])
 @pytest.mark.usefixtures("no_hang")
 def test_non_regular_run_file_is_refused(output, how, name) -> None:

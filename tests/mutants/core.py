@@ -237,7 +237,7 @@ MODELS = [
         name="baseline-in-other-company",
         mistake="what evaluates before the run samples in ways that the run finds wrong",
         target="rlhf_pg.trainers.PolicyGradientTrainer.evaluate",
-        old="        self._keep_to_model()\n",
+        old="        self.keep_to_model()\n",
         new="",
         killers=(f"{CHECK}::test_evaluation_before_run_applies_verdict",),
     ),

@@ -11,7 +11,7 @@ MUTANTS = [
         name="micro-batches-counted-late",
         mistake="a process with fewer micro-batches asks how many there are while others still "
         "compute: under FSDP or ZeRO-3 they wait for each other's other operation",
-        target="rlhf_pg.trainers.learner.Learner._micro_batches",
+        target="rlhf_pg.trainers.learner.Learner.micro_batches",
         old="        for rows in chunks:\n            yield rows, batch.select(rows)\n"
         "        for _ in range(count - len(chunks)):",
         new="        for rows in chunks:\n            yield rows, batch.select(rows)\n"

@@ -149,7 +149,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="skipped-rows-leave-no-gradient",
         mistake="a step whose rows are all skipped has no backward pass: momentum stands still",
-        target="rlhf_pg.trainers.learner.Learner._micro_batches",
+        target="rlhf_pg.trainers.learner.Learner.micro_batches",
         old="count = max(1, self.runtime.all_reduce_max(len(chunks)))",
         new="count = self.runtime.all_reduce_max(len(chunks))",
         killers=(f"{OPTIONS}skipped_step_of_zero_advantages_still_steps_optimizer",),
@@ -157,7 +157,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="groups-split-over-micro-batches",
         mistake="a loss that compares the rows of a group sees those of its micro-batch alone",
-        target="rlhf_pg.trainers.learner.Learner._micro_batches",
+        target="rlhf_pg.trainers.learner.Learner.micro_batches",
         old="whole_groups = self.compares_rows",
         new="whole_groups = False",
         killers=(f"{OPTIONS}micro_batches_keep_groups_whole_for_p3o",),

@@ -19,7 +19,10 @@ pytestmark = [
     pytest.mark.skipif(chromium() is None, reason="needs chromium and websockets"),
 ]
 TEXTS = "[...document.querySelectorAll('.mate .text')].map(one => one.textContent)"
-SHADES = "new Set([...document.querySelectorAll('.mate .text > span')].map(x => x.dataset.shade))"
+SHADES = (
+    "new Set([...document.querySelectorAll('.mate .text > span')]"
+    ".map(x => x.className.replace('given', '').trim()))"
+)
 CLICK = "[...document.querySelectorAll('button')].find(x => x.textContent === '%s').click()"
 CURRENT = (
     "[...document.querySelectorAll('.prompts button')].findIndex(x => x.ariaCurrent === 'true')"

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from rlhf_pg.checkpoint import run_dir
 from rlhf_pg.report import watch
-from rlhf_pg.report.watch import Server, has_ended
+from rlhf_pg.report.watch import GrowingLines, Server, has_ended
 from rlhf_pg.report.watch_text import screen, sparkline, watch_text
 from tests.report.conftest import HOSTILE
 from tests.report.synthetic import make_run
@@ -116,6 +116,23 @@ def test_lock_is_that_of_run_directories(tmp_path: Path) -> None:
     with run_dir.locked(tmp_path):
         assert not has_ended(tmp_path)
     assert watch.LOCK == run_dir.LOCK
+
+
+def test_growing_file_is_read_on(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    lines = GrowingLines(file)
+    assert lines.read() == []
+    file.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert lines.read() == [{"step": 1}, {"step": 2}]
+    with file.open("a") as more:
+        more.write('ep": 3}\n')
+    assert lines.read() == [{"step": 1}, {"step": 2}, {"step": 3}]
+    file.write_text('{"step": 9}\n')  # of another run
+    assert lines.read() == [{"step": 9}]
+    new = tmp_path / "new"
+    new.write_text('{"step": 1}\n{"step": 4}\n')
+    new.replace(file)  # as when a run is resumed
+    assert lines.read() == [{"step": 1}, {"step": 4}]
 
 
 # --------------------------------------------------------------------------------- in the terminal

@@ -79,7 +79,7 @@ def test_padded_critic_micro_batches_stay_within_budget(tmp_path) -> None:
     trainer = trainer_for(PPOTrainer, tmp_path, micro_batch_tokens=12)
     trainer.critic.window = 0
     experience = experience_of(trainer)
-    batches = [batch for _, batch in trainer.learner._micro_batches(experience)]
+    batches = [batch for _, batch in trainer.learner.micro_batches(experience)]
     assert sum(batch.num_rows for batch in batches) == len(SAYS)
     assert max(batch.num_rows * batch.width for batch in batches) <= 12
 

@@ -485,7 +485,7 @@ def test_number_of_micro_batches_is_agreed_before_first_forward(tmp_path, monkey
     monkeypatch.setattr(trainer.runtime, "all_reduce_max", most)
     batch = trainer.collector.collect(trainer.state.prompt_index, Meter())
     order.clear()
-    for _ in trainer.learner._micro_batches(batch.rollout):
+    for _ in trainer.learner.micro_batches(batch.rollout):
         order.append("forward")
     assert order[0] == "agreed"
     assert order.count("agreed") == 1

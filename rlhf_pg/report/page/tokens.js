@@ -1,6 +1,7 @@
 // The token view: every completion of a logged step, its tokens coloured by one of their numbers.
 
 const BINS = 12; // shades of each sign
+const TOGETHER = 12; // completions shown at once where each is the only one of its prompt
 
 class Tokens {
   /** `load(step)` gives a packed step; `columns` say what the numbers of tokens are. */
@@ -114,7 +115,7 @@ class Tokens {
       const mean = totals.length ? totals.reduce((a, b) => a + b, 0) / totals.length : null;
       const last = prompt.turns.length ? prompt.turns[prompt.turns.length - 1][1] : "";
       const one = el("button", { type: "button", onclick: () => this.showPrompt(i) },
-        el("span", { className: "line" }, el("b", {}, prompt.index === null ? `prompt ${i + 1}` : `prompt ${prompt.index}`),
+        el("span", { className: "line" }, el("b", {}, nameOf(prompt, i)),
           el("span", { className: "mean" }, mean === null ? "" : `⌀ ${said(mean)}`)),
         el("span", { className: "text" }, last.slice(0, 120) || "–"));
       return one;
@@ -129,7 +130,11 @@ class Tokens {
     this.list.children[this.prompt]?.scrollIntoView({ block: "nearest" });
     const prompt = prompts[this.prompt];
     this.head.replaceChildren(prompt && prompt.turns.length ? turnsOf(prompt.turns, "prompt") : "");
-    const mates = completions.filter((one) => one.prompt === this.prompt);
+    // Where each prompt has one completion, its neighbours stand beside it.
+    const single = prompts.length > 1 && completions.length === prompts.length;
+    const first = single ? Math.floor(this.prompt / TOGETHER) * TOGETHER : this.prompt;
+    const mates = completions.filter((one) => one.prompt >= first && one.prompt < first + (single ? TOGETHER : 1));
+    this.view.classList.toggle("single", single);
     this.view.replaceChildren(...mates.map((one) => this.mate(one)));
     if (!mates.length) this.view.append(el("p", { className: "empty" }, "This step has no completions."));
     this.paint();
@@ -144,23 +149,27 @@ class Tokens {
       ["tokens", completion.length === null ? null : completion.length.toLocaleString("en-US")],
       ...completion.extra,
     ].filter(([, value]) => value !== null);
-    const isMarked = this.marked !== null && completion.sample === this.marked;
+    const { prompts } = this.step;
+    const single = this.view.classList.contains("single");
+    const isMarked = single ? completion.prompt === this.prompt
+      : this.marked !== null && completion.sample === this.marked;
+    const name = single ? nameOf(prompts[completion.prompt], completion.prompt) : `sample ${completion.sample}`;
     return el("article", { className: isMarked ? "mate marked" : "mate" },
-      el("header", {}, el("b", {}, `sample ${completion.sample}`),
+      el("header", {}, el("b", {}, name),
         completion.truncated ? el("span", { className: "badge" }, "truncated") : null,
         completion.error ? el("span", { className: "badge", title: completion.error }, "error") : null,
         el("span", { className: "total", title: "weighted sum of the scores" }, said(completion.total))),
       el("dl", {}, ...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
-      completion.error ? el("p", { className: "error" }, completion.error) : null, body);
+      completion.error ? el("p", { className: "error" }, completion.error) : null,
+      single ? el("p", { className: "asked text" }, (prompts[completion.prompt].turns.at(-1) || ["", ""])[1].slice(0, 300)) : null, body);
   }
 
   spans(completion) {
-    const { entries, vocabulary, action } = this.step;
+    const { entries, vocabulary } = this.step;
     const text = el("div", { className: "text" });
     for (let t = completion.start; t < completion.start + completion.length; t++) {
       const one = document.createElement("span");
       one.textContent = vocabulary.texts[entries[t]].replaceAll("\n", "↵\n");
-      if (!action[t]) one.className = "given";
       one.token = t;
       text.append(one);
     }
@@ -200,14 +209,14 @@ class Tokens {
       const x = own[one.token];
       const shade = most > 0 && Number.isFinite(x) ? Math.min(BINS, Math.round((Math.abs(x) / most) * BINS)) : 0;
       const sign = !diverging ? "s" : x > 0 ? "p" : "n";
-      one.dataset.shade = shade ? sign + shade : "";
+      one.className = (this.step.action[one.token] ? "" : "given ") + (shade ? sign + shade : "");
     }
     this.showLegend(diverging, most);
   }
 
   showLegend(diverging, most) {
     const shades = [];
-    const swatch = (value) => shades.push(el("i", { dataset: { shade: value } }));
+    const swatch = (value) => shades.push(el("i", { className: value }));
     if (diverging) for (let i = BINS; i > 0; i -= 2) swatch(`n${i}`);
     swatch("");
     for (let i = 2; i <= BINS; i += 2) swatch((diverging ? "p" : "s") + i);
@@ -273,6 +282,8 @@ class Tokens {
     else if (step !== undefined) this.said.textContent = `${step} (${this.at + 1} of ${data.steps.length})`;
   }
 }
+
+const nameOf = (prompt, i) => `prompt ${prompt.index === null ? i + 1 : prompt.index}`;
 
 /** The messages of a chat with their roles; a plain text without one. */
 function turnsOf(turns, className) {

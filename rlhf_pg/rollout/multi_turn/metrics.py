@@ -2,15 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_pg.data.records import pad_rows
-from rlhf_pg.rollout.multi_turn.environment import Environment
 from rlhf_pg.rollout.multi_turn.episodes import Episode
-from rlhf_pg.rollout.multi_turn.tools import ToolEnvironment
+from rlhf_pg.rollout.multi_turn.recorded import tool_counts
 
 
 def environment_rewards(episodes: Sequence[Episode]) -> Tensor:
@@ -35,19 +33,12 @@ def episode_counts(episodes: Sequence[Episode], device: torch.device) -> Tensor:
         [
             episode.turns,
             episode.error is not None,
-            *_tool_counts(episode.environment),
+            *tool_counts(episode.environment),
         ]
         for episode in episodes
     ]
     table = torch.tensor(counts, dtype=torch.float64, device=device)
     return table.view(-1, 4)
-
-
-def _tool_counts(environment: Environment | None) -> tuple[int, int]:
-    if not issubclass(type(environment), ToolEnvironment):  # a user's object may be anything
-        return 0, 0
-    playing: Any = environment
-    return playing.calls, playing.failures
 
 
 def episode_metrics(counts: Tensor, tools: bool) -> dict[str, float]:

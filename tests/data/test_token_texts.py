@@ -1,0 +1,47 @@
+"""The texts of tokens, which together are the text of the completion."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rlhf_pg.data.token_texts import token_texts
+from rlhf_pg.tasks import arithmetic
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with a token for every byte, as GPT-2's has it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
+
+
+@pytest.mark.parametrize("text", ["a b", "naïve", "日本", "👍 ok", "\u202eabc\x1b[31m", ""])
+def test_texts_together_are_the_text(text: str) -> None:
+    tokenizer = byte_tokenizer()
+    ids = tokenizer(text)["input_ids"]
+    texts = token_texts(tokenizer, ids)
+    assert len(texts) == len(ids) == len(text.encode())
+    assert "".join(texts) == text
+
+
+def test_character_belongs_to_the_token_that_completes_it() -> None:
+    tokenizer = byte_tokenizer()
+    ids = tokenizer("a日b")["input_ids"]
+    assert token_texts(tokenizer, ids) == ["a", "", "", "日", "b"]
+    assert token_texts(tokenizer, ids[:3]) == ["a", "", "\N{REPLACEMENT CHARACTER}"]
+
+
+def test_special_tokens_are_shown() -> None:
+    tokenizer = arithmetic().new_model()[1]
+    ids = [*tokenizer("12")["input_ids"], tokenizer.eos_token_id]
+    assert token_texts(tokenizer, ids) == ["1", "2", "<eos>"]
+
+
+def test_tokenizer_without_a_fast_one_decodes_token_by_token() -> None:
+    class Slow:
+        def decode(self, ids: list[int]) -> str:
+            return "".join(chr(97 + i) for i in ids)
+
+    assert token_texts(Slow(), [0, 2]) == ["a", "c"]  # type: ignore[arg-type]
