@@ -116,8 +116,8 @@ def _print(table: Table, console: Console) -> None:
     if not shown["rows"]:
         return
     drawn = RichTable(box=None, pad_edge=False)
-    for name in shown["head"]:
-        drawn.add_column(Text(name), overflow="fold")
+    for i, name in enumerate(shown["head"]):
+        drawn.add_column(Text(name), overflow="fold", no_wrap=i == 0)
     bright = len(shown["rows"]) - shown["dimmed"]
     for i, row in enumerate(shown["rows"]):
         drawn.add_row(*map(Text, row), style="dim" if i >= bright else None)

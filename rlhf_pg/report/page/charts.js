@@ -163,7 +163,7 @@ class Curves {
       ],
       axes: [
         { ...axis, size: 26, ...(over === "time" ? { incrs: ROUND_TIMES } : {}), values: (u, splits) => splits.map((x) => (x === null ? "" : at(x))) },
-        { ...axis, size: 58, values: (u, splits) => splits.map((y) => (y === null ? "" : short(y))) },
+        { ...axis, size: 58, values: (u, splits, i, space, gap) => splits.map((y) => (y === null ? "" : tick(y, gap))) },
       ],
       hooks: {
         draw: [(u) => this.drawNotes(u, card.notes)],
@@ -238,6 +238,12 @@ const latest = (y) => y.findLast((one) => one !== null && one !== undefined);
 const moves = (type) => type !== "mousedown" && type !== "mouseup" && type !== "dblclick";
 
 const stretch = (note) => (note.until === null ? `since step ${note.step}` : `from step ${note.step} to ${note.until}`);
+
+/** Say a number of an axis with as many digits as tell it from the next one. */
+function tick(x, gap) {
+  if (Math.abs(x) >= 1000 || gap < 1e-4) return short(x);
+  return String(Number(x.toFixed(Math.max(0, Math.ceil(-Math.log10(gap)) + 1))));
+}
 
 /** Whether a curve has so few points that lines alone would not show them. */
 const sparse = (y) => y.reduce((count, one) => count + (one !== null), 0) <= 25;
