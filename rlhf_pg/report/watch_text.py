@@ -106,5 +106,5 @@ def _end_of(turns: Any) -> str:
     """Return a text, or the last message of a chat, in one line, cut and escaped."""
     last = turns[-1] if isinstance(turns, list) and turns else turns
     text = last.get("content", "") if isinstance(last, dict) else last
-    one_line = repr(text if isinstance(text, str) else str(text))
-    return visible(one_line if len(one_line) <= LONGEST else f"{one_line[:LONGEST]} ...")
+    one_line = repr(text if isinstance(text, str) else str(text))  # which escapes what is not shown
+    return one_line if len(one_line) <= LONGEST else f"{one_line[:LONGEST]} ..."

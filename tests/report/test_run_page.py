@@ -272,6 +272,15 @@ def test_reader_never_sees_half_a_page(run: Path, monkeypatch: pytest.MonkeyPatc
     assert [file.name for file in run.glob("partial-*")] == []
 
 
+def test_whoever_has_the_page_open_keeps_it(run: Path) -> None:
+    before = write_report(run).read_bytes()
+    with (run / "report.html").open("rb") as opened:
+        (run / "metrics.jsonl").write_text("")
+        write_report(run)
+        assert opened.read() == before
+    assert (run / "report.html").read_bytes() != before
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
