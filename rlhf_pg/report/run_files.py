@@ -29,6 +29,8 @@ METRICS, COMPLETIONS, TRACE, OUTSIDE = (
     *("metrics.jsonl", "completions.jsonl", "trace.jsonl", "outside.jsonl"),
 )
 TOKENS = "tokens"
+# Safe, and ten times as fast where libyaml is there.
+FAST_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # The numbers of a token, in the order in which they are shown; a run has those that it computes.
 COLUMNS = {
     "advantage": "advantage of the token, as the loss has it",
@@ -179,7 +181,7 @@ class RunFiles:
         file = self.directory / "config.yaml"
         if not file.is_file():
             return {}
-        return yaml.safe_load(file.read_text()) or {}
+        return yaml.load(file.read_text(), Loader=FAST_YAML) or {}
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 REPORT = "report.html"
 MOST_POINTS = 4_000  # of a curve; beyond, neighbouring steps become their mean
+FIRST = 3.0  # seconds of a run that have no page yet, which many a short one needs never
 SHARE = 100  # a page that is kept up to date takes at most one part in so many of the time
 
 Pack = Callable[[LoggedSteps, int], bytes]
@@ -62,7 +63,7 @@ class LiveReport:
         # Of the page that is being written, and of the one before.
         self._packed: dict[int, tuple[Any, bytes]] = {}
         self._earlier: dict[int, tuple[Any, bytes]] = {}
-        self._due = -float("inf")
+        self._due = clock() + FIRST
         self._has_failed = False
 
     def update(self) -> bool:
