@@ -17,14 +17,15 @@ from rlhf_pg.cli.options import parser_of
 from rlhf_pg.cli.recipes import algorithm_of
 from rlhf_pg.cli.train import TRAINERS
 from rlhf_pg.config.parse import fail, parse
-from rlhf_pg.data.chat import text_of
 from rlhf_pg.replay.again import Made, Replay, save
+from rlhf_pg.replay.what_if import WhatIf, what_if
+from rlhf_pg.replay.what_if_page import number, short, tables, write_page
 from rlhf_pg.report.run_files import RunFiles, StepTokens
 from rlhf_pg.rewards.named import PYTHON, named_rewards
 from rlhf_pg.trainers import PolicyGradientTrainer
 
 MOST_ROWS = 16  # of the table, unless rows are chosen
-LONGEST = 60  # characters of a prompt or a completion in the table
+WHAT_IF = "what_if.html"
 
 
 def replay(flags: Sequence[str]) -> None:
@@ -33,12 +34,10 @@ def replay(flags: Sequence[str]) -> None:
     if directory is None:
         fail("replay needs a run: rlhf-pg replay RUN --step 137")
     options, keys = parser_of("replay", usage_of("replay")).parse_known_args(list(flags[1:]))
-    run = check(directory, options)
+    run = check(directory, options, keys)
     again = Replay(rebuilt(run), run)
     if keys:
-        from rlhf_pg.cli.what_if import what_if
-
-        what_if(again, rebuilt(run, keys), options)
+        _show_what_if(what_if(again, rebuilt(run, keys), options.step), options)
         return
     speaks = again.trainer.runtime.is_main
     made = []
@@ -51,7 +50,21 @@ def replay(flags: Sequence[str]) -> None:
         print(f"saved {quoted(str(options.save))}")
 
 
-def check(directory: Path, options: argparse.Namespace) -> RunFiles:
+def _show_what_if(found: WhatIf, options: argparse.Namespace) -> None:
+    console = Console()
+    console.rule(f"step {found.step}, if it had been otherwise")
+    for table in tables(found, options.rows):
+        shown = Table(*table.head, title=table.title, title_justify="left")
+        for row in table.rows:
+            shown.add_row(*map(Text, row))
+        console.print(shown)
+    if options.save is not None:
+        options.save.mkdir(parents=True, exist_ok=True)
+        page = write_page(found, options.save / WHAT_IF)
+        print(f"saved {quoted(str(page))}")
+
+
+def check(directory: Path, options: argparse.Namespace, keys: Sequence[str]) -> RunFiles:
     """Return the files of a run, or `fail` before anything is loaded."""
     run = RunFiles(directory)
     if not (directory / "config.yaml").is_file() or not run.metrics:
@@ -61,6 +74,8 @@ def check(directory: Path, options: argparse.Namespace) -> RunFiles:
         value = getattr(options, name)
         if value is not None and value > last:
             fail(f"--{name} {value}: the run took steps 1 to {last}")
+    if keys and options.until is not None:
+        fail("--until is for steps as they were: with other keys name one by --step")
     if options.until is not None and options.until < options.step:
         fail(f"--until {options.until} is before --step {options.step}")
     if options.save is not None and options.save.resolve() == directory.resolve():
@@ -112,7 +127,7 @@ def show(made: Made, rows: Sequence[int] | None) -> None:
     agrees = "as it was recorded" if not made.differs else f"differs: {', '.join(made.differs)}"
     console.rule(f"step {made.step}: {agrees}")
     names = ("reward", "kl", "entropy", "loss", "grad_norm", "learning_rate")
-    console.print("  ".join(f"{name} {_number(metrics.get(name))}" for name in names))
+    console.print("  ".join(f"{name} {number(metrics.get(name))}" for name in names))
     said = made.record.completions
     unknown = [row for row in rows or () if row >= len(said)]
     if unknown:
@@ -136,12 +151,12 @@ def _table(made: Made, rows: Sequence[int]) -> Table:
         known = [x for x in ratio if not math.isnan(x)]
         cells = [
             str(row),
-            f"{one['prompt_index']} {_short(one['prompt'])}",
+            f"{one['prompt_index']} {short(one['prompt'])}",
             str(one["sample"]),
-            _short(one["completion"]),
-            *(_number(one[f"rewards/{name}"]) for name in sources),
-            _number(one["advantage"]),
-            _number(math.exp(sum(known) / len(known)) if known else None),
+            short(one["completion"]),
+            *(number(one[f"rewards/{name}"]) for name in sources),
+            number(one["advantage"]),
+            number(math.exp(sum(known) / len(known)) if known else None),
             str(len(ratio)),
         ]
         table.add_row(*map(Text, cells))
@@ -160,7 +175,7 @@ def _tokens(made: Made, row: int) -> Table:
     for i in range(int(tokens.lengths[row])):
         text = repr(tokens.texts[start + i])
         cells = [str(i), str(tokens.ids[start + i]), visible(text)]
-        table.add_row(*map(Text, [*cells, *(_number(x[i]) for x in columns.values())]))
+        table.add_row(*map(Text, [*cells, *(number(x[i]) for x in columns.values())]))
     return table
 
 
@@ -171,15 +186,3 @@ def _of_row(tokens: StepTokens | None, row: int) -> dict[str, list[float]]:
     start = int(tokens.lengths[:row].sum())
     end = start + int(tokens.lengths[row])
     return {name: column[start:end].tolist() for name, column in tokens.numbers.items()}
-
-
-def _short(turns: Any) -> str:
-    text = turns if isinstance(turns, str) else text_of(turns[-1]) if turns else ""
-    shown = repr(text)[1:-1]
-    return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 4]} ..."
-
-
-def _number(value: Any) -> str:
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return "-"
-    return f"{value:.4g}"
