@@ -38,6 +38,8 @@ def cause_of(found: Sequence[Finding], keys: Sequence[KeyDifference], pair: Pair
     """
     first = found[0]
     unseen = not pair.weights_are_same_before(first.step)
+    if first.before:
+        return Cause(first.stage, ["changed between two steps, and not by an update"])
     able = [key for key in keys if key.may_cause(first, unseen)]
     if able:
         return Cause(CONFIG, [str(key) for key in able])

@@ -16,13 +16,12 @@ from rlhf_pg.replay.rounding import LAYOUT_KEYS
 from rlhf_pg.report.model_card import PLACES
 from rlhf_pg.report.run_files import RunFiles, Start
 
-# Keys that say where things are, what is saved, logged and shown, and how long to wait.
+# Keys that say where things are, what is saved, logged and shown.
 ASIDE = PLACES | {
     *("save_steps", "save_best", "save_merged", "save_total_limit", "trust_remote_code"),
-    *("log_completions_steps", "num_completions_to_print", "logging_steps", "model_check"),
+    *("log_completions_steps", "num_completions_to_print", "logging_steps"),
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"),
-    *("vllm_server_timeout", "environment_timeout", "reward_timeout", "reward_workers"),
-    *("max_skipped_steps", *LAYOUT_KEYS),
+    *("vllm_server_timeout", *LAYOUT_KEYS),
 }
 # Keys with names of files, directories and servers, of which only the last part counts.
 NAMED = {
@@ -45,12 +44,14 @@ ACTS_AT = {
     "sampled id": (
         *("num_generations", "rollout_engine", "max_completion_length", "max_turns"),
         *("temperature", "top_k", "top_p", "min_p", "truncated_sampling", "stop"),
+        *("environment_timeout", "model_check"),
     ),
     "log-probability": ("old_logprobs_source",),
     "reward": (
         *("reward_funcs", "reward_options", "reward_model_name_or_path", "reward_model_sees_eos"),
         *("reward_model_closes_truncated", "on_reward_error", "reward_error_value"),
         *("reward_weights", "reward_clip_range", "reward_squash", "normalize_rewards"),
+        *("reward_workers", "reward_timeout"),
         *("missing_eos_penalty", "missing_eos_mode", "overlong_buffer", "overlong_penalty"),
     ),
     "advantage": (
@@ -75,7 +76,7 @@ ACTS_AT = {
     ),
     "weight": ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"),
     "metric": ("eval_steps", "num_generations_eval", "eval_success_threshold", "eval_dataset_name"),
-    "length": ("max_steps", "num_train_epochs"),
+    "length": ("max_steps", "num_train_epochs", "max_skipped_steps"),
 }
 BEFORE = -1  # the stage of what acts before the first step
 STAGE_OF = {key: STAGES.index(stage) for stage, keys in ACTS_AT.items() for key in keys}

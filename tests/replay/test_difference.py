@@ -335,6 +335,18 @@ def test_checkpoint_of_one_run_alone_is_held_against_its_manifest(one: Path, cop
     assert (difference.step, difference.cause) == (4, "weight")
 
 
+def test_weight_altered_between_steps_comes_before_the_step(one: Path, copy: Path) -> None:
+    """What the step then samples is a consequence."""
+    edit_config(copy, "learning_rate", 0.5)
+    edit_trace(copy, 4, lambda line: line["ids"].__setitem__(0, "0"))
+    assert first(one, copy).cause == "sampled id"
+    edit_trace(copy, 4, lambda line: line.update(altered={"head.weight": "0"}))
+    difference = first(one, copy)
+    assert (difference.step, difference.cause) == (4, "weight")
+    assert [found.what for found in difference.found] == ["head.weight"]
+    assert difference.because == ["changed between two steps, and not by an update"]
+
+
 def test_changed_manifest_is_difference(one: Path, copy: Path) -> None:
     file = copy / "final/manifest.json"
     manifest = json.loads(file.read_text())
