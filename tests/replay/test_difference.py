@@ -68,6 +68,14 @@ def test_keys_of_places_and_logging_do_not_count(one: Path, copy: Path) -> None:
     assert is_equal(one, copy)
 
 
+def test_reward_function_is_known_by_its_source_and_not_its_file(one: Path, copy: Path) -> None:
+    edit_config(copy, "reward_funcs", ["python:accuracy"])
+    assert is_equal(one, copy)
+    change = lambda line: line["rewards"].clear()  # noqa: E731
+    edit_lines(copy, "trace.jsonl", change, lambda line: "versions" in line)
+    assert first(one, copy).cause == "config"
+
+
 def test_model_by_another_name_is_equal_if_weights_are(one: Path, copy: Path) -> None:
     edit_config(copy, "model_name_or_path", "/mnt/two/model")
     assert is_equal(one, copy)
