@@ -305,6 +305,12 @@ def test_prompts_of_other_rows_are_another_order(one: Path, copy: Path) -> None:
     assert "in another order" in difference.because[0]
 
 
+def test_single_prompt_that_is_another_row_s_was_edited(one: Path, copy: Path) -> None:
+    other = RunFiles(one).traces[3].prompts[0]
+    edit_trace(copy, 2, lambda line: line["prompts"].__setitem__(slice(0, 4), [other] * 4))
+    assert first(one, copy).cause == "prompt text"
+
+
 def test_differing_data_are_told(one: Path, copy: Path) -> None:
     edit_trace(copy, 2, lambda line: line["prompts"].__setitem__(5, "0"))
     assert first(one, copy).because == ["the data are the same, by dataset_fingerprint"]
