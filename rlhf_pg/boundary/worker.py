@@ -22,7 +22,8 @@ from typing import Any, BinaryIO
 HEADER = struct.Struct("<Q")  # length of the message that follows
 LONGEST = 4000  # characters of a text
 OWN_COLUMNS = {  # of completions.jsonl
-    *("step", "prompt_index", "sample", "prompt", "completion", "advantage", "turns", "error")
+    *("step", "prompt_index", "sample", "prompt", "completion", "advantage", "truncated"),
+    *("turns", "error"),
 }
 PR_SET_PDEATHSIG = 1
 

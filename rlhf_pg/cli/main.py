@@ -92,6 +92,10 @@ def run(command: str, flags: Sequence[str]) -> None:
             from rlhf_pg.cli.diff import bisect
 
             bisect(flags)
+        case "report" | "compare" | "watch":
+            from rlhf_pg.cli import report
+
+            getattr(report, command)(flags)
 
 
 def _quieten() -> None:

@@ -15,8 +15,18 @@ def parser_of(command: str, usage: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"rlhf-pg {command}", usage=usage, allow_abbrev=False, add_help=False
     )
-    known = {"plan": _plan, "eval": _eval, "chat": _chat, "doctor": _doctor, "replay": _replay}
-    add_options = (known | {"diff": _diff, "bisect": _bisect}).get(command)
+    add_options = {
+        "plan": _plan,
+        "eval": _eval,
+        "report": _report,
+        "compare": _compare,
+        "watch": _watch,
+        "replay": _replay,
+        "diff": _diff,
+        "bisect": _bisect,
+        "chat": _chat,
+        "doctor": _doctor,
+    }.get(command)
     if add_options is not None:
         add_options(parser.add_argument_group("options"))
     return parser
@@ -77,6 +87,29 @@ def _chat(group: Any) -> None:
 def _doctor(group: Any) -> None:
     group.add_argument(
         "--json", type=_boolean, nargs="?", const=True, default=False, help="print JSON"
+    )
+
+
+def _report(group: Any) -> None:
+    group.add_argument("--out", metavar="FILE", help="default: report.html in the run's directory")
+
+
+def _compare(group: Any) -> None:
+    group.add_argument(
+        "--out", metavar="FILE", default="compare.html", help="the page (default: compare.html)"
+    )
+
+
+def _watch(group: Any) -> None:
+    add = group.add_argument
+    add("--port", type=_number, default=0, metavar="N", help="default: one that is free")
+    add(
+        "--text",
+        type=_boolean,
+        nargs="?",
+        const=True,
+        default=False,
+        help="in the terminal, until the run has ended",
     )
 
 

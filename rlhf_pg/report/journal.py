@@ -27,6 +27,7 @@ from rlhf_pg.report.run_files import (
     Trace,
     tokens_file,
 )
+from rlhf_pg.report.run_page import LiveReport
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class Journal:
             if (directory / OUTSIDE).exists():
                 self._outside = JsonLines(directory / OUTSIDE, after_step)
             self._directory = directory
+            self._report = LiveReport(directory)
             _remove_tokens(directory, after_step)
 
     def say(self, line: str) -> None:
@@ -90,7 +92,7 @@ class Journal:
 
     @contextmanager
     def progress(self, total_steps: int) -> Iterator[None]:
-        """Show a live bar in a terminal; elsewhere about twenty lines over the run."""
+        """Show a live bar in a terminal, elsewhere about twenty lines, and report at the end."""
         self._total = total_steps
         columns = (
             BarColumn(bar_width=24),
@@ -106,6 +108,8 @@ class Journal:
             yield
         finally:
             self._unheard(bar.stop)
+            if self.is_main:
+                self._report.finish()
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Save the line of a step, and show it."""
@@ -113,6 +117,7 @@ class Journal:
             return
         self._metrics.write(metrics)
         self._doubt_sampler(metrics.get(APART, 0.0))
+        self._report.update()
         step = metrics["step"]
         if "eval_reward" in metrics:
             sampled, greedy = (_spelled(metrics.get(f"eval_{m}reward")) for m in ("", "greedy_"))

@@ -29,6 +29,8 @@ METRICS, COMPLETIONS, TRACE, OUTSIDE = (
     *("metrics.jsonl", "completions.jsonl", "trace.jsonl", "outside.jsonl"),
 )
 TOKENS = "tokens"
+# Safe, and ten times as fast where libyaml is there.
+FAST_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # The numbers of a token, in the order in which they are shown; a run has those that it computes.
 COLUMNS = {
     "advantage": "advantage of the token, as the loss has it",
@@ -179,7 +181,7 @@ class RunFiles:
         file = self.directory / "config.yaml"
         if not file.is_file():
             return {}
-        return yaml.safe_load(file.read_text()) or {}
+        return yaml.load(file.read_text(), Loader=FAST_YAML) or {}
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
@@ -198,7 +200,9 @@ class RunFiles:
     @cached_property
     def starts(self) -> list[Start]:
         """The beginnings of the run: one, and another each time it was resumed."""
-        return [Start(**line) for line in self._lines if "versions" in line]
+        # They are few among long lines: only those that may be one are read as JSON.
+        lines = whole_lines(self.directory / TRACE, having=b'"versions"')
+        return [Start(**line) for line in lines if "versions" in line]
 
     @cached_property
     def traces(self) -> dict[int, Trace]:
@@ -223,16 +227,25 @@ def tokens_file(directory: Path, step: int) -> Path:
     return directory / TOKENS / f"step-{step:08d}.safetensors"
 
 
-def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the JSON objects of a file, without a last line that is being written."""
-    if not path.is_file():
-        return []
-    lines = []
-    for line in path.read_bytes().splitlines():
+def whole_lines(path: Path, having: bytes = b"") -> list[dict[str, Any]]:
+    """Read the JSON objects of a file, without a last line that is being written.
+
+    Args:
+        having: only lines with these bytes.
+    """
+    return records_in(path.read_bytes(), having) if path.is_file() else []
+
+
+def records_in(content: bytes, having: bytes = b"") -> list[dict[str, Any]]:
+    """Return the JSON objects of lines that have a step."""
+    records = []
+    for line in content.splitlines():
+        if having not in line:
+            continue
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int):
-            lines.append(record)
-    return lines
+            records.append(record)
+    return records

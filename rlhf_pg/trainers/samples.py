@@ -107,6 +107,7 @@ class Samples:
         """
         total = sum_step_scores(scores).tolist()
         groups, seen = self.rollout.groups.tolist(), Counter[int]()
+        truncated = self.rollout.truncated.tolist()
         records = []
         for i, group in enumerate(groups):
             records.append(
@@ -117,6 +118,7 @@ class Samples:
                     "completion": self.completions[i],
                     **{f"rewards/{name}": total[i][k] for k, name in enumerate(names)},
                     "advantage": advantages[i],
+                    "truncated": truncated[i],
                     **{name: column[i] for name, column in self.logged.items()},
                     **self._episode(i),
                 }

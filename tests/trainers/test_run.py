@@ -37,7 +37,7 @@ def test_run_directory_holds_expected_files(make, trainer_type, tmp_path) -> Non
     assert (run / "final" / "critic").exists() == (trainer_type is PPOTrainer)
     completions = read(run / "completions.jsonl")
     assert [c["step"] for c in completions] == [2] * 16  # every completion of the step
-    about = {"step", "prompt_index", "sample", "advantage"}
+    about = {"step", "prompt_index", "sample", "advantage", "truncated"}
     assert set(completions[0]) == about | {"prompt", "completion", "rewards/digits"}
     assert [p.name for p in (run / "tokens").iterdir()] == ["step-00000002.safetensors"]
     saved = parse(trainer.config_type, ["--config", str(run / "config.yaml")])

@@ -1,0 +1,150 @@
+"""One self-contained HTML file: our script and style, uPlot, and data that stays data.
+
+Texts of models, servers and users reach the page as JSON and as compressed bytes alone, inside
+elements that a browser does not run, and the script makes text nodes of them. The policy of the
+page (CSP) lets it run only its own scripts, known by their hashes, and fetch nothing.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_pg.boundary.quoted import visible
+
+PARTS = Path(__file__).parent / "page"
+STYLES = ("uPlot.min.css", "report.css")
+# Two scripts: the library, and ours as one, in this order.
+LIBRARY = "uPlot.iife.min.js"
+OURS = ("base.js", "charts.js", "tokens.js", "tables.js", "report.js")
+VERSION = 1  # of the data's layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A small table of text on a page.
+
+    Attributes:
+        head: names of the columns.
+        rows: texts, as many in each as the head has.
+        dimmed: how many of the last rows matter less.
+        note: a line below the title.
+    """
+
+    title: str
+    head: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+    dimmed: int = 0
+    note: str = ""
+
+    def shown(self) -> dict[str, Any]:
+        """Return the table as a page has it, with control characters made visible."""
+        rows = [[visible(cell) for cell in row] for row in self.rows]
+        own = {"title": visible(self.title), "note": visible(self.note), "rows": rows}
+        return asdict(self) | own | {"head": [visible(name) for name in self.head]}
+
+
+def write_document(
+    path: Path, title: str, data: Mapping[str, Any], steps: Iterable[tuple[int, bytes]] = ()
+) -> None:
+    """Write a page atomically: whoever opens it meanwhile sees the earlier one, whole.
+
+    Args:
+        data: what the script shows; NaN becomes null.
+        steps: packed tokens by step.
+
+    Raises:
+        OSError: it cannot be written; an earlier page stays.
+    """
+    partial = path.with_name(f"partial-{path.name}")
+    try:
+        with partial.open("w", encoding="utf-8", newline="\n") as file:
+            file.writelines(document(title, data, steps))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def document(
+    title: str,
+    data: Mapping[str, Any],
+    steps: Iterable[tuple[int, bytes]] = (),
+    connect: str = "'none'",
+) -> Iterator[str]:
+    """Yield the page piece by piece.
+
+    Args:
+        connect: what it may fetch from, as the policy has it.
+    """
+    styles = [part(name) for name in STYLES]
+    scripts = [part(LIBRARY), our_script()]
+    allowed = policy(styles, scripts, connect)
+    yield (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{allowed}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="referrer" content="no-referrer">\n'
+        f"<title>{html.escape(visible(title))}</title>\n"
+    )
+    for style in styles:
+        yield f"<style>{style}</style>\n"
+    yield "</head>\n<body>\n<noscript>This page needs JavaScript to draw its curves.</noscript>\n"
+    yield f'<script type="application/json" id="data">{as_json(data)}</script>\n'
+    for script in scripts:
+        yield f"<script>{script}</script>\n"
+    # Behind the scripts, which show the curves while these are still being read.
+    for step, content in steps:
+        encoded = base64.b64encode(content).decode()
+        yield f'<script type="application/gzip" id="step-{step}">{encoded}</script>\n'
+    yield "</body>\n</html>\n"
+
+
+def policy(styles: Iterable[str], scripts: Iterable[str], connect: str) -> str:
+    """Return the Content-Security-Policy of a page with these styles and scripts and no others."""
+    return "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src {' '.join(map(hash_of, scripts))}",
+            f"style-src {' '.join(map(hash_of, styles))}",
+            "img-src data:",
+            f"connect-src {connect}",
+            "base-uri 'none'",
+            "form-action 'none'",
+        ]
+    )
+
+
+def hash_of(text: str) -> str:
+    """Return the source expression for an inline script or style."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def as_json(data: Any) -> str:
+    """Return JSON that cannot end the element in which it stands, nor a line of a script."""
+    text = json.dumps(_finite(data), allow_nan=False, separators=(",", ":"))  # in ASCII
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not have, by None at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def part(name: str) -> str:
+    """Return a file of the page."""
+    return (PARTS / name).read_text(encoding="utf-8")
+
+
+def our_script() -> str:
+    """Return the page's own script, which sees no names but its own."""
+    return "(() => {\n" + "\n".join(map(part, OURS)) + "\n})();"

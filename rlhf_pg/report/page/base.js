@@ -1,0 +1,127 @@
+"use strict";
+// Texts of models and users become text nodes, nothing else: no innerHTML anywhere.
+
+const $ = (id) => document.getElementById(id);
+
+/** Make an element with properties, and children that are elements or text. */
+function el(tag, properties, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties || {})) {
+    if (name === "dataset") Object.assign(made.dataset, value);
+    else if (name.startsWith("aria-")) made.setAttribute(name, value);
+    else made[name] = value;
+  }
+  made.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return made;
+}
+
+/** Say a number in about four digits. */
+function said(x) {
+  if (x === null || x === undefined || Number.isNaN(x)) return "–";
+  const size = Math.abs(x);
+  if (size === 0) return "0";
+  if (size >= 1e6) return short(x);
+  if (size < 1e-4) return x.toExponential(2);
+  if (size >= 1000) return Math.round(x).toLocaleString("en-US");
+  return String(Number(x.toPrecision(4)));
+}
+
+const signed = (x) => (x > 0 ? "+" : "") + said(x);
+
+/** Say a large number with a letter for its thousands. */
+function short(x) {
+  const size = Math.abs(x);
+  for (const [unit, letter] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
+    if (size >= unit) return `${Number((x / unit).toPrecision(4))}${letter}`;
+  }
+  return size > 0 && size < 1e-3 ? x.toExponential().replace(/(\.\d{2})\d*/, "$1") : String(Number(x.toPrecision(3)));
+}
+
+/** Say seconds as hours, minutes or seconds. */
+function duration(seconds) {
+  if (seconds < 60) return `${Number(seconds.toPrecision(2))}s`;
+  const minutes = Math.round(seconds / 60);
+  if (minutes < 60) return `${minutes}m`;
+  return `${Math.floor(minutes / 60)}h${String(minutes % 60).padStart(2, "0")}`;
+}
+
+const plural = (count, one, many) => `${count.toLocaleString("en-US")} ${count === 1 ? one : many || one + "s"}`;
+
+const isDark = () => matchMedia("(prefers-color-scheme: dark)").matches;
+
+/** A row of buttons of which one is pressed. */
+function choice(label, options, current, onChoose) {
+  const buttons = options.map(([value, text, title]) =>
+    el("button", { type: "button", title: title || "", dataset: { value } }, ...[text].flat()));
+  const press = (value) => {
+    for (const one of buttons) one.setAttribute("aria-pressed", String(one.dataset.value === String(value)));
+  };
+  for (const one of buttons) {
+    one.addEventListener("click", () => { press(one.dataset.value); onChoose(one.dataset.value); });
+  }
+  press(current);
+  const made = el("div", { className: "choice" }, el("span", { className: "label" }, label), ...buttons);
+  made.setAttribute("role", "group");
+  made.press = press;
+  return made;
+}
+
+// --------------------------------------------------------------------------- packed steps
+
+/** All bytes of an element with base64 in it. */
+function bytesOf(element) {
+  const text = element.textContent;
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
+  const raw = atob(text);
+  const bytes = new Uint8Array(raw.length);
+  for (let i = 0; i < raw.length; i++) bytes[i] = raw.charCodeAt(i);
+  return bytes;
+}
+
+async function unzipped(bytes) {
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+let halves = null;
+/** The float16 with these 16 bits. */
+function half(bits) {
+  if (halves === null) {
+    halves = new Float32Array(65536);
+    for (let i = 0; i < 65536; i++) {
+      const sign = i & 0x8000 ? -1 : 1, exponent = (i >> 10) & 31, fraction = i & 1023;
+      halves[i] = exponent === 31 ? (fraction ? NaN : sign * Infinity)
+        : exponent === 0 ? sign * fraction * 2 ** -24
+        : sign * (1 + fraction / 1024) * 2 ** (exponent - 15);
+    }
+  }
+  return halves[bits];
+}
+
+/** Read a packed step, laid out as rlhf_pg/report/token_steps.py says. */
+async function unpacked(bytes) {
+  const raw = await unzipped(bytes);
+  const length = new DataView(raw.buffer).getUint32(0, true);
+  const step = JSON.parse(new TextDecoder().decode(raw.subarray(4, 4 + length)));
+  const count = step.tokens;
+  let at = 4 + length;
+  const take = (width) => {
+    const made = new Uint32Array(count);
+    for (let plane = 0; plane < width; plane++, at += count) {
+      for (let i = 0; i < count; i++) made[i] += raw[at + i] * 2 ** (8 * plane);
+    }
+    return made;
+  };
+  step.numbers = {};
+  if (step.vocabulary) {
+    step.entries = take(step.wide ? 4 : 2);
+    step.action = take(1);
+    for (const name of step.columns) step.numbers[name] = Float32Array.from(take(2), half);
+  }
+  let start = 0;
+  for (const completion of step.completions) {
+    completion.start = start;
+    start += completion.length || 0;
+  }
+  return step;
+}

@@ -1,0 +1,189 @@
+"""Runs as they would have been: the files of one, made up, for pages to show."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from rlhf_pg.report.run_files import StepTokens, tokens_file
+
+WORDS = [
+    *(" the", " answer", " is", " so", " we", " have", "\n", " =", "4", "7", "2", "1", " +", " -"),
+    *(
+        ",",
+        ".",
+        " therefore",
+        " 12",
+        "\\frac",
+        "{",
+        "}",
+        "(",
+        ")",
+        " let",
+        " x",
+        " be",
+        " of",
+        " sum",
+    ),
+    *(
+        " then",
+        " which",
+        " gives",
+        " first",
+        " second",
+        " Wait",
+        ",\n",
+        " é",
+        "ü",
+        " because",
+        " a",
+    ),
+]
+COLUMNS = ("advantage", "reward", "log_ratio", "kl", "entropy", "value", "sampler_logprob")
+CONFIG = {
+    "algorithm": "ppo",
+    "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
+    "max_steps": 1000,
+    "learning_rate": 1e-6,
+    "beta": 0.05,
+    "output_dir": "runs/synthetic",
+    "reward_funcs": ["accuracy", "format"],
+}
+VERSIONS = {"python": "3.12.3", "torch": "2.13.0", "transformers": "5.16.0", "rlhf-pg": "0.1.0"}
+
+
+def make_run(
+    directory: Path,
+    steps: int = 40,
+    every: int = 10,
+    prompts: int = 3,
+    n: int = 4,
+    lengths: tuple[int, int] = (5, 30),
+    config: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write the files of a run that learnt, with trouble at its end."""
+    noise = np.random.default_rng(seed)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.yaml").write_text(yaml.safe_dump(CONFIG | (config or {}), sort_keys=False))
+    lines = [metrics(step, steps, noise) for step in range(1, steps + 1)]
+    write_lines(directory / "metrics.jsonl", lines)
+    start = {"step": 0, "versions": VERSIONS, "processes": 8, "backend": "DDP", "device": "H100"}
+    write_lines(directory / "trace.jsonl", [start | {"rewards": {}, "weights": {}}])
+    records: list[dict[str, Any]] = []
+    for step in range(every, steps + 1, every):
+        records += logged_step(directory, step, prompts, n, lengths, noise)
+    write_lines(directory / "completions.jsonl", records)
+    return directory
+
+
+def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def metrics(step: int, steps: int, noise: np.random.Generator) -> dict[str, Any]:
+    """The line of a step."""
+    done, jitter = step / steps, noise.normal(size=12)
+    accuracy = 0.2 + 0.7 * (1 - math.exp(-4 * done)) + 0.03 * jitter[0]
+    form = min(1.0, 0.5 + 0.5 * (1 - math.exp(-9 * done)) + 0.02 * jitter[1])
+    length = 120 + 300 * max(0.0, done - 0.6) ** 1.5 * 8 + 6 * jitter[2]
+    rollout, update = 3.1 + length / 150, 5.2 + 0.2 * jitter[3]
+    seconds = rollout + update + 1.3
+    line = {
+        "step": step,
+        "loss": 0.02 * jitter[4],
+        "policy_loss": 0.02 * jitter[4] - 0.01,
+        "grad_norm": abs(0.8 + 0.3 * jitter[5]) + (4 if step % 97 == 0 else 0),
+        "learning_rate": 1e-6 * (1 - done),
+        "reward": accuracy + 0.2 * form,
+        "reward_std": 0.4 * (1 - 0.7 * done) + 0.02 * jitter[6],
+        "rewards/accuracy/mean": accuracy,
+        "rewards/accuracy/std": 0.45 - 0.2 * done,
+        "rewards/format/mean": form,
+        "rewards/format/std": 0.3 - 0.25 * done,
+        "kl": 0.02 + 0.08 * done + 0.004 * jitter[7],
+        "entropy": max(0.005, 1.1 * math.exp(-4.2 * done) + 0.02 * jitter[8]),
+        "completions/mean_length": length,
+        "completions/min_length": length * 0.3,
+        "completions/max_length": length * 2.2,
+        "completions/clipped_ratio": min(1.0, 0.02 + 0.2 * max(0.0, done - 0.7)),
+        "clip_ratio/region_mean": 0.01 + 0.002 * jitter[9],
+        "clip_ratio/low_mean": 0.004,
+        "clip_ratio/high_mean": 0.006,
+        "frac_reward_zero_std": min(1.0, 0.3 + 0.65 * done),
+        "num_tokens": int(step * 64 * 8 * 300),
+        "step_time": seconds,
+        "time/rollout": rollout,
+        "time/reward": 0.4,
+        "time/score": 0.9,
+        "time/update": update,
+        "perf/tokens_per_second": 64 * 8 * 300 / seconds,
+        "value_loss": 0.3 * math.exp(-5 * done) + 0.05 + 0.01 * jitter[10],
+        "explained_variance": 0.7 * (1 - math.exp(-6 * done)) + 0.03 * jitter[11],
+        "memory/peak_gb": 61.2,
+        "approx_kl": None,
+        "my/number": done**2,
+    }
+    if step % max(1, steps // 10) == 0:
+        line |= {"eval_reward": accuracy - 0.05, "eval_greedy_reward": accuracy + 0.02}
+        line |= {"eval_completions/mean_length": length, "eval_pass@4": min(1, accuracy + 0.1)}
+    return {key: float(x) if isinstance(x, np.floating) else x for key, x in line.items()}
+
+
+def logged_step(
+    directory: Path,
+    step: int,
+    prompts: int,
+    n: int,
+    lengths: tuple[int, int],
+    noise: np.random.Generator,
+) -> list[dict[str, Any]]:
+    """Write the tokens of a step, and return the lines of its completions."""
+    count = prompts * n
+    sizes = noise.integers(lengths[0], lengths[1] + 1, count)
+    total = int(sizes.sum())
+    ids = noise.integers(0, len(WORDS), total)
+    right = noise.random(count) < 0.2 + 0.6 * min(1.0, step / 500)
+    advantage = np.repeat(np.where(right, 0.8, -0.9), sizes)
+    kl = noise.normal(0.03, 0.12, total)
+    reward = -0.05 * kl
+    reward[np.cumsum(sizes) - 1] += right
+    entropy = np.abs(noise.gamma(0.6, 0.5, total))
+    numbers = (
+        *(advantage + noise.normal(0, 0.15, total), reward, noise.normal(0, 0.04, total), kl),
+        *(entropy, noise.normal(0.5, 0.2, total), -entropy - noise.gamma(0.5, 0.4, total)),
+    )
+    texts = [WORDS[i] for i in ids]
+    places = [(step * prompts + i // n, i % n) for i in range(count)]
+    tokens = StepTokens(
+        prompt_index=np.array([p for p, _ in places]),
+        sample=np.array([s for _, s in places], np.int32),
+        lengths=sizes.astype(np.int32),
+        ids=(ids + 100).astype(np.int32),
+        action=noise.random(total) > 0.02,
+        texts=texts,
+        numbers=dict(zip(COLUMNS, numbers, strict=True)),
+    )
+    tokens.save(tokens_file(directory, step))
+    ends = np.cumsum(sizes)
+    return [
+        {
+            "step": step,
+            "prompt_index": p,
+            "sample": s,
+            "prompt": [
+                {"role": "system", "content": "Reason step by step, then answer in a box."},
+                {"role": "user", "content": f"What is {p} + {p % 7}? Explain every step."},
+            ],
+            "completion": "".join(texts[ends[i] - sizes[i] : ends[i]]),
+            "rewards/accuracy": float(right[i]),
+            "rewards/format": float(noise.random() < 0.8),
+            "advantage": float(0.8 if right[i] else -0.9),
+            "truncated": bool(sizes[i] == lengths[1]),
+            "answer": str(p + p % 7),
+        }
+        for i, (p, s) in enumerate(places)
+    ]

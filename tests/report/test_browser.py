@@ -1,0 +1,159 @@
+"""The pages in a real browser, where there is one (`make test-slow`)."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from rlhf_pg.report.comparison import write_comparison
+from rlhf_pg.report.run_files import RunFiles
+from rlhf_pg.report.run_page import write_report
+from rlhf_pg.report.watch import Server
+from tests.report.browser import Page, chromium, page
+from tests.report.conftest import HOSTILE
+from tests.report.synthetic import make_run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(chromium() is None, reason="needs chromium and websockets"),
+]
+TEXTS = "[...document.querySelectorAll('.mate .text')].map(one => one.textContent)"
+SHADES = (
+    "new Set([...document.querySelectorAll('.mate .text > span')]"
+    ".map(x => x.className.replace('given', '').trim()))"
+)
+CLICK = "[...document.querySelectorAll('button')].find(x => x.textContent === '%s').click()"
+CURRENT = (
+    "[...document.querySelectorAll('.prompts button')].findIndex(x => x.ariaCurrent === 'true')"
+)
+
+
+def open_file(opened: Page, path: Path) -> None:
+    opened.open(path.absolute().as_uri())
+
+
+def test_hostile_completions_stay_text(hostile_run: Path) -> None:
+    with page() as opened:
+        open_file(opened, write_report(hostile_run))
+        for tab in ("c", "t", "i"):
+            opened.press(tab)
+            opened.wait("document.readyState === 'complete'")
+        opened.press("t")
+        opened.wait("document.querySelectorAll('.mate').length > 0")
+        texts = opened.run(TEXTS)
+        assert texts[:2] == list(HOSTILE[:2])
+        assert texts[4] == "\\u202egnp.exe"
+        assert opened.run("window.hacked") is None
+        assert opened.run("document.querySelectorAll('img').length") == 0
+        assert opened.run("document.scripts.length") == 4  # data, library, ours, one step
+        assert opened.complaints == []
+        assert len(set(opened.requests)) == 1
+
+
+def test_keys_change_colours_steps_and_prompts(run: Path) -> None:
+    with page() as opened:
+        open_file(opened, write_report(run))
+        opened.press("t")
+        opened.wait("document.querySelectorAll('.mate').length === 4")
+        assert opened.run("document.querySelector('.step').textContent") == "40 (4 of 4)"
+        for key, kinds in (("a", "pn"), ("e", "s"), ("6", "pn"), ("l", "pn")):
+            opened.press(key)
+            shades = opened.run(f"[...{SHADES}].join(' ')").split()
+            assert {shade[0] for shade in shades} <= set(kinds), key
+            assert len(shades) > 3
+        opened.press("ArrowDown")
+        assert opened.run(CURRENT) == 1
+        opened.press("ArrowLeft")
+        opened.wait("document.querySelector('.step').textContent === '30 (3 of 4)'")
+        opened.press("?")
+        assert opened.run("document.getElementById('keys').open")
+        assert opened.complaints == []
+
+
+def test_tokens_of_page_are_those_of_run(run: Path) -> None:
+    tokens = RunFiles(run).tokens(40)
+    assert tokens is not None
+    length = int(tokens.lengths[0])
+    with page() as opened:
+        open_file(opened, write_report(run))
+        opened.press("t")
+        opened.wait("document.querySelectorAll('.mate').length > 0")
+        shown = opened.run(f"{TEXTS}[0]")
+        assert shown.replace("↵", "") == "".join(tokens.texts[:length])
+        opened.run(
+            "document.querySelector('.mate .text > span').dispatchEvent("
+            "new MouseEvent('mouseover', {bubbles: true}))"
+        )
+        tip = opened.run(
+            "[...document.querySelectorAll('.tip dd')].map(x => Number(x.textContent))"
+        )
+        expected = [float(tokens.numbers[name][0]) for name in ("advantage", "reward", "log_ratio")]
+        assert tip[:3] == pytest.approx(expected, rel=2e-3)
+
+
+def test_best_and_worst_completions_are_found(run: Path) -> None:
+    records = RunFiles(run).completions
+    totals = {
+        (r["step"], r["prompt_index"], r["sample"]): r["rewards/accuracy"] + r["rewards/format"]
+        for r in records
+    }
+    with page() as opened:
+        open_file(opened, write_report(run))
+        opened.press("t")
+        for name, extreme in (("best", max), ("worst", min)):
+            opened.run(CLICK % name)
+            total = "Number(document.querySelector('.mate.marked .total')?.textContent)"
+            opened.wait(f"{total} === {extreme(totals.values())}")
+
+
+def test_curves_zoom_together(run: Path) -> None:
+    with page() as opened:
+        open_file(opened, write_report(run))
+        box = opened.run(
+            "(() => { const b = document.querySelector('.u-over').getBoundingClientRect();"
+            " return [b.x, b.y, b.width, b.height]; })()"
+        )
+        x, y, width, height = box
+        before = opened.run("document.querySelectorAll('.card canvas')[1].toDataURL()")
+        middle = {"y": y + height / 2, "button": "left", "buttons": 1, "clickCount": 1}
+        for kind, at in (("mousePressed", 0.25), ("mouseMoved", 0.5), ("mouseReleased", 0.5)):
+            opened.call("Input.dispatchMouseEvent", type=kind, x=x + at * width, **middle)
+        opened.run("new Promise(done => setTimeout(done, 200))")
+        after = opened.run("document.querySelectorAll('.card canvas')[1].toDataURL()")
+        assert before != after
+        assert opened.complaints == []
+
+
+def test_pages_of_every_kind_say_nothing_on_the_console(run: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.yaml").touch()
+    other = make_run(tmp_path / "other", steps=15)
+    compared = write_comparison([run, other, empty], tmp_path / "compare.html")
+    with page(dark=True) as opened:
+        for path in (write_report(empty), compared):
+            open_file(opened, path)
+            opened.press("i")
+        assert opened.complaints == []
+
+
+def test_watched_page_learns_of_new_steps_in_place(run: Path) -> None:
+    with Server(run) as server, page() as opened:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            opened.open(server.address)
+            opened.run("scrollTo(0, 300)")
+            lines = (run / "metrics.jsonl").read_text().splitlines()
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(json.loads(lines[-1]) | {"step": 41}) + "\n")
+            opened.wait("document.getElementById('facts').textContent.includes('41 of 1000')")
+            assert opened.run("scrollY") == 300
+            opened.press("t")
+            opened.wait("document.querySelectorAll('.mate').length === 4")
+            assert opened.complaints == []
+            assert all(url.startswith(server.address) for url in opened.requests)
+        finally:
+            server.shutdown()
+            thread.join()

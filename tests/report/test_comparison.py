@@ -1,0 +1,59 @@
+"""Runs beside one another: what differs in them, and nothing else."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_pg.report.comparison import comparison_data, difference_tables, named_runs
+from tests.report.synthetic import make_run, write_lines
+
+RATE = {"learning_rate": 3e-6, "output_dir": "runs/b", "new_key": True}
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[Path]:
+    one = make_run(tmp_path / "a", steps=20)
+    return [one, make_run(tmp_path / "b", steps=30, config=RATE, seed=1)]
+
+
+def test_tables_have_what_differs(two: list[Path]) -> None:
+    results, config, versions = difference_tables(named_runs(two))
+    assert results.rows[0] == ["steps", "20", "30"]
+    assert config.head == ["key", "a", "b"]
+    assert config.rows == [
+        ["learning_rate", "1e-06", "3e-06"],
+        ["new_key", "-", "true"],
+        ["output_dir", "runs/synthetic", "runs/b"],  # a place: last, and dimmed
+    ]
+    assert config.dimmed == 1
+    assert versions.rows == []
+    assert versions.note == "The same packages, device and number of processes."
+
+
+def test_versions_that_differ_are_named(two: list[Path]) -> None:
+    start = {"step": 0, "processes": 1, "backend": "DDP", "device": "cpu"}
+    write_lines(two[0] / "trace.jsonl", [start | {"versions": {"torch": "2.12.0", "numpy": "2.4"}}])
+    write_lines(two[1] / "trace.jsonl", [start | {"versions": {"torch": "2.13.0", "numpy": "2.4"}}])
+    *_, versions = difference_tables(named_runs(two))
+    assert versions.rows == [["torch", "2.12.0", "2.13.0"]]
+
+
+def test_old_run_says_nothing_of_versions(two: list[Path]) -> None:
+    (two[0] / "trace.jsonl").unlink()
+    *_, versions = difference_tables(named_runs(two))
+    assert versions.note == "Not known of a."
+
+
+def test_each_number_has_a_chart_with_all_runs(two: list[Path]) -> None:
+    data = comparison_data(named_runs(two))
+    assert [run["name"] for run in data["runs"]] == ["a", "b"]
+    assert all(len(chart["keys"]) == 1 for chart in data["charts"])
+    keys = [chart["keys"][0] for chart in data["charts"]]
+    assert len(keys) == len(set(keys))
+    assert {"reward", "rewards/accuracy/mean", "eval_reward", "my/number"} <= set(keys)
+
+
+def test_names_of_runs_differ() -> None:
+    paths = [Path("/x/one/run"), Path("/x/two/run")]
+    assert list(named_runs(paths)) == ["one/run", "two/run"]
+    assert list(named_runs([paths[0], paths[0]])) == ["1: /x/one/run", "2: /x/one/run"]

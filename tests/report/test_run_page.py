@@ -1,0 +1,360 @@
+"""The report of a run: whole, self-contained, inert whatever its texts say, never in the way."""
+
+import base64
+import gzip
+import json
+import logging
+import re
+import struct
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_pg.boundary.quoted import visible
+from rlhf_pg.report import html, logged_steps, run_page
+from rlhf_pg.report.run_files import RunFiles, tokens_file
+from rlhf_pg.report.run_page import LiveReport, token_page, write_report
+from rlhf_pg.report.token_steps import Column, TokenStep
+from tests.report.conftest import HOSTILE, make_hostile_run, save_tokens
+from tests.report.synthetic import write_lines
+
+
+class Read(HTMLParser):
+    """A page as a browser's parser sees it: its elements, and the texts of scripts and styles."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.bodies: list[tuple[dict[str, str | None], str]] = []
+        self.inside: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.inside = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = None
+
+    def handle_data(self, data: str) -> None:
+        if self.inside in ("script", "style"):
+            self.bodies.append((self.tags[-1][1] | {"tag": self.inside}, data))
+
+    @property
+    def data(self) -> dict[str, Any]:
+        (text,) = (body for tag, body in self.bodies if tag.get("id") == "data")
+        return dict(json.loads(text))
+
+    def step(self, number: int) -> tuple[dict[str, Any], bytes]:
+        """Return the header and the arrays of a packed step."""
+        (text,) = (body for tag, body in self.bodies if tag.get("id") == f"step-{number}")
+        raw = gzip.decompress(base64.b64decode(text))
+        (length,) = struct.unpack("<I", raw[:4])
+        return json.loads(raw[4 : 4 + length]), raw[4 + length :]
+
+    @property
+    def policy(self) -> str:
+        metas = (attributes for tag, attributes in self.tags if tag == "meta")
+        return next(str(one["content"]) for one in metas if "http-equiv" in one)
+
+
+def read(path: Path) -> Read:
+    return Read(path.read_text(encoding="utf-8"))
+
+
+# ------------------------------------------------------------------------------------- contents
+
+
+def test_report_has_curves_steps_and_tables(run: Path) -> None:
+    page = read(write_report(run))
+    data = page.data
+    assert data["title"] == "run"
+    assert data["subtitle"][:3] == ["PPO", "Qwen2.5-0.5B-Instruct", "40 of 1000 steps"]
+    (curve,) = data["runs"]
+    lines = RunFiles(run).metrics
+    assert curve["x"]["step"] == [line["step"] for line in lines]
+    assert curve["metrics"]["reward"] == pytest.approx([line["reward"] for line in lines], rel=1e-5)
+    assert curve["x"]["time"][1] == pytest.approx(lines[0]["step_time"] + lines[1]["step_time"])
+    assert data["absent"] == ["approx_kl"]
+    assert [step["step"] for step in data["steps"]] == [10, 20, 30, 40]
+    assert [table["title"] for table in data["tables"]] == ["Beginnings", "Versions", "Config"]
+
+
+def test_packed_step_gives_tokens_back(run: Path) -> None:
+    header, arrays = read(write_report(run)).step(20)
+    tokens = RunFiles(run).tokens(20)
+    assert tokens is not None
+    count = len(tokens.ids)
+    assert header["columns"][0] == "advantage"
+    assert len(arrays) == count * (2 + 1 + 2 * len(header["columns"]))
+    entries = np.frombuffer(arrays[: 2 * count], np.uint8).reshape(2, count).T.copy().view("<u2")
+    texts = [header["vocabulary"]["texts"][entry] for entry in entries[:, 0]]
+    assert texts == [visible(text) for text in tokens.texts]
+    ids = [header["vocabulary"]["ids"][entry] for entry in entries[:, 0]]
+    assert ids == tokens.ids.tolist()
+    assert list(arrays[2 * count : 3 * count]) == tokens.action.astype(int).tolist()
+    plane = np.frombuffer(arrays[3 * count : 5 * count], np.uint8).reshape(2, count)
+    assert np.array_equal(plane.T.copy().view("<f2")[:, 0], tokens.numbers["advantage"])
+
+
+def test_completions_are_matched_to_records_by_place(run: Path) -> None:
+    records = RunFiles(run).completions
+    write_lines(run / "completions.jsonl", records[::-1])  # in another order
+    header, _ = read(write_report(run)).step(10)
+    places = {(r["prompt_index"], r["sample"]): r for r in records if r["step"] == 10}
+    assert len(header["completions"]) == len(places) == 12
+    for one in header["completions"]:
+        record = places[header["prompts"][one["prompt"]]["index"], one["sample"]]
+        assert one["total"] == record["rewards/accuracy"] + record["rewards/format"]
+        assert one["advantage"] == record["advantage"]
+
+
+def test_total_has_the_weights_of_the_config(run: Path) -> None:
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config + "reward_weights: [2.0, 0.5]\n")
+    header, _ = read(write_report(run)).step(10)
+    for one in header["completions"]:
+        scores = dict(one["scores"])
+        assert one["total"] == 2.0 * scores["accuracy"] + 0.5 * scores["format"]
+
+
+# ------------------------------------------------------------------------------- what is missing
+
+
+def test_old_run_has_its_texts(run: Path) -> None:
+    for file in (run / "tokens").iterdir():
+        file.unlink()
+    (run / "trace.jsonl").unlink()
+    old = [{"step": 10, "prompt": "1+1=", "completion": "2", "rewards/accuracy": 1.0}] * 2
+    write_lines(run / "completions.jsonl", old)
+    page = read(write_report(run))
+    header, arrays = page.step(10)
+    assert arrays == b""
+    assert header["prompts"] == [{"index": None, "turns": [["", "1+1="]]}]
+    assert [one["turns"] for one in header["completions"]] == [[["", "2"]]] * 2
+    assert [table["title"] for table in page.data["tables"]] == ["Config"]
+
+
+@pytest.mark.parametrize("names", [("config.yaml",), ("metrics.jsonl",)])
+def test_run_without_steps_has_a_page(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    data = read(write_report(tmp_path)).data
+    assert data["charts"] == []
+    assert data["steps"] == []
+    assert data["warnings"] == []
+
+
+def test_step_being_written_does_not_spoil_the_others(run: Path) -> None:
+    whole = tokens_file(run, 20).read_bytes()
+    tokens_file(run, 20).write_bytes(whole[: len(whole) // 2])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "rew')
+    page = read(write_report(run))
+    assert len(page.data["runs"][0]["x"]["step"]) == 40
+    assert page.step(20)[0]["completions"][0]["turns"]  # the text of the record
+    assert page.step(10)[0]["tokens"] > 0
+
+
+# -------------------------------------------------------------------------------------- security
+
+
+def test_page_runs_its_own_scripts_and_fetches_nothing(hostile_run: Path) -> None:
+    page = read(write_report(hostile_run))
+    scripts = [(tag, body) for tag, body in page.bodies if tag["tag"] == "script"]
+    own = [body for tag, body in scripts if "type" not in tag]
+    assert [html.hash_of(body) in page.policy for body in own] == [True, True]
+    styles = [body for tag, body in page.bodies if tag["tag"] == "style"]
+    assert [html.hash_of(body) in page.policy for body in styles] == [True, True]
+    assert "'unsafe" not in page.policy
+    for rule in (
+        "default-src 'none'",
+        "connect-src 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ):
+        assert rule in page.policy.split("; ")
+    for tag, attributes in page.tags:
+        assert tag in {"html", "head", "meta", "title", "style", "body", "noscript", "script"}
+        assert not {"src", "href", "onload", "onerror", "style"} & attributes.keys()
+
+
+def test_hostile_texts_are_nowhere_raw(hostile_run: Path) -> None:
+    raw = write_report(hostile_run).read_bytes().decode()
+    own = len(html.our_script()) + len(html.part(html.LIBRARY))
+    for text in HOSTILE[:3]:
+        assert text not in raw
+    assert raw.count("</script>") == raw.count("<script")
+    assert len(raw) > own
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2028\u2029]", raw)
+
+
+def test_texts_reach_the_page_visible_and_whole(hostile_run: Path) -> None:
+    header, _ = read(write_report(hostile_run)).step(3)
+    shown = header["vocabulary"]["texts"]
+    expected = [visible(text.encode("utf-8", "replace").decode()) for text in HOSTILE]
+    assert shown == expected
+    assert "\\u202egnp.exe" in shown
+    assert header["prompts"][0]["turns"][0] == [visible(HOSTILE[0])] * 2
+    assert header["completions"][3]["error"] == visible(HOSTILE[3])
+    everything = json.dumps(header)
+    assert "\\u202e" not in everything.replace("\\\\u202e", "")
+
+
+def test_page_has_no_way_to_make_markup_of_text() -> None:
+    script = html.our_script()
+    for way in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "Function(",
+    ):
+        assert way not in script.replace("no innerHTML anywhere", "")
+
+
+def test_title_is_escaped(tmp_path: Path) -> None:
+    run = make_hostile_run(tmp_path / "<b>&\u202e")
+    raw = write_report(run).read_text()
+    assert "<title>&lt;b&gt;&amp;\\u202e</title>" in raw
+
+
+# ------------------------------------------------------------------------------- limits, and time
+
+
+def test_limits_keep_first_best_worst_and_latest(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = RunFiles(run).completions
+    for record in records:
+        best, worst = record["step"] == 20, record["step"] == 30
+        record["rewards/accuracy"] = 9.0 if best else -9.0 if worst else 0.0
+    write_lines(run / "completions.jsonl", records)
+    monkeypatch.setattr(logged_steps, "MOST_COMPLETIONS", 48)
+    assert [step["step"] for step in read(write_report(run)).data["steps"]] == [10, 20, 30, 40]
+    monkeypatch.setattr(logged_steps, "MOST_COMPLETIONS", 47)
+    page = read(write_report(run))
+    assert [step["step"] for step in page.data["steps"]] == [10, 20, 30, 40]  # each of them cut
+    assert [len(page.step(step)[0]["completions"]) for step in (10, 20)] == [8, 8]
+    assert "8 of 12 completions" in page.step(10)[0]["note"]
+    monkeypatch.setattr(logged_steps, "MOST_COMPLETIONS", 10_000)
+    sizes = [len(RunFiles(run).tokens(step).ids) for step in (10, 20, 30)]  # type: ignore[union-attr]
+    monkeypatch.setattr(logged_steps, "MOST_TOKENS", sum(sizes))
+    monkeypatch.setattr(logged_steps, "PART", 1)
+    page = read(write_report(run))
+    assert [step["step"] for step in page.data["steps"]] == [10, 20, 30]
+    assert page.data["left_out"].startswith("3 of 4 logged steps are in this page")
+
+
+def test_long_curves_become_means(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_page, "MOST_POINTS", 20)
+    rewards = [line["reward"] for line in RunFiles(run).metrics]
+    (curve,) = read(write_report(run)).data["runs"]
+    assert curve["mean_of"] == 2
+    assert curve["x"]["step"] == list(range(2, 41, 2))
+    assert curve["metrics"]["reward"][0] == pytest.approx((rewards[0] + rewards[1]) / 2, rel=1e-5)
+
+
+def test_reader_never_sees_half_a_page(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_report(run)
+    before = path.read_bytes()
+
+    def broken(*_: Any) -> bytes:
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        write_report(run, pack=broken)
+    assert path.read_bytes() == before
+    assert [file.name for file in run.glob("partial-*")] == []
+
+
+def test_whoever_has_the_page_open_keeps_it(run: Path) -> None:
+    before = write_report(run).read_bytes()
+    with (run / "report.html").open("rb") as opened:
+        (run / "metrics.jsonl").write_text("")
+        write_report(run)
+        assert opened.read() == before
+    assert (run / "report.html").read_bytes() != before
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_live_report_takes_one_percent(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, written = Clock(), []
+
+    def slow(directory: Path, **_: Any) -> None:
+        clock.now += 2.0
+        written.append(clock.now)
+
+    monkeypatch.setattr(run_page, "write_report", slow)
+    live = LiveReport(run, clock)
+    for _ in range(1000):
+        live.update()
+        clock.now += 1.0
+    assert written == [5.0, 207.0, 409.0, 611.0, 813.0]  # not in the first three seconds
+    assert live.finish()
+    assert len(written) == 6
+
+
+def test_failure_of_live_report_is_one_warning(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_page, "write_report", failing)
+    live = LiveReport(run)
+    with caplog.at_level(logging.WARNING):
+        assert not live.finish()
+        assert not live.finish()
+    (record,) = caplog.records
+    assert "No space left" in record.getMessage()
+
+
+def test_live_report_packs_a_step_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[int] = []
+    pack = logged_steps.LoggedSteps.packed
+    monkeypatch.setattr(
+        logged_steps.LoggedSteps, "packed", lambda own, step: packed.append(step) or pack(own, step)
+    )
+    live = LiveReport(run)
+    live.finish()
+    save_tokens(run, 40, ["new"])
+    live.finish()
+    assert packed == [10, 20, 30, 40, 40]
+    header, _ = read(run / "report.html").step(40)
+    assert header["vocabulary"]["texts"] == ["new"]
+
+
+# ----------------------------------------------------------------------------------- other pages
+
+
+def test_token_page_takes_further_columns_and_tables(tmp_path: Path) -> None:
+    tokens = save_tokens(tmp_path, 5, ["a", "b"], advantage=1.0, mine=-2.0, other=0.0)
+    out = token_page(
+        "what if",
+        "step 5",
+        [TokenStep(step=5, tokens=tokens, note="a note")],
+        tmp_path / "what_if.html",
+        columns={"mine": Column("advantage (what if)", "under loo", "w")},
+        tables=[html.Table(title="Config", head=["key", "is"], rows=[["beta", "</script>"]])],
+    )
+    page = read(out)
+    data = page.data
+    labels = {column["name"]: column["label"] for column in data["columns"]}
+    assert labels["mine"] == "advantage (what if)"
+    assert labels["other"] == "other"
+    header, _ = page.step(5)
+    assert header["columns"] == ["advantage", "mine", "other"]
+    assert header["note"] == "a note"
+    assert data["tables"][0]["rows"] == [["beta", "</script>"]]

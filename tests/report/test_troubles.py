@@ -1,0 +1,111 @@
+"""Known trouble is found where it is, and nowhere else."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from rlhf_pg.report.charts import charts_of
+from rlhf_pg.report.troubles import Trouble, troubles
+
+APART = "sampling/sampling_logp_difference/mean"
+LENGTH = "completions/mean_length"
+
+
+def lines(**curves: Sequence[Any]) -> list[dict[str, Any]]:
+    """The lines of a run; `a__b` stands for the key a/b."""
+    keys = {name.replace("__", "/"): curve for name, curve in curves.items()}
+    count = len(next(iter(keys.values())))
+    return [{"step": i + 1} | {key: curve[i] for key, curve in keys.items()} for i in range(count)]
+
+
+def found(**curves: Sequence[Any]) -> list[tuple[str, int, int | None]]:
+    return [(one.title, one.step, one.until) for one in troubles(lines(**curves))]
+
+
+BAD = {
+    "Entropy collapse": ({"entropy": [1.0] * 30 + [0.01] * 20}, 31),
+    "KL explosion": ({"kl": [0.02] * 40 + [3.0] * 15}, 41),
+    "Steps too large": ({"approx_kl": [0.001] * 20 + [0.5] * 12}, 21),
+    "All groups equal": ({"frac_reward_zero_std": [0.2] * 20 + [1.0] * 12}, 21),
+    "Everything truncated": ({"completions/clipped_ratio": [0.0] * 20 + [1.0] * 12}, 21),
+    "Reward up while length runs away": (
+        {LENGTH: [100.0] * 30 + [900.0] * 20, "reward": [0.1] * 30 + [0.6] * 20},
+        31,
+    ),
+    "Sampler and policy apart": ({APART: [0.01] * 20 + [2.0] * 12}, 21),
+    "Gradients explode": ({"grad_norm": [1.0] * 60 + [900.0] * 11}, 61),
+    "Updates skipped": ({"skipped_updates": [0] * 5 + [1] + [0] * 20}, 6),
+    "The critic foresees nothing": ({"explained_variance": [0.1] * 30 + [-0.5] * 15}, 31),
+}
+GOOD = {
+    "entropy that falls to a tenth": {"entropy": [math.exp(-i / 20) for i in range(46)]},
+    "KL that is high from the start": {"kl": [0.4] * 60},
+    "KL with one peak": {"kl": [0.02] * 30 + [4.0] + [0.02] * 30},
+    "groups half equal": {"frac_reward_zero_std": [0.85] * 40},
+    "long completions from the start": {LENGTH: [900.0] * 50, "reward": [0.5] * 50},
+    "length that grows while the reward falls": {
+        LENGTH: [100.0] * 30 + [900.0] * 20,
+        "reward": [0.6] * 30 + [0.1] * 20,
+    },
+    "short completions that double": {
+        LENGTH: [4.0] * 30 + [9.0] * 20,
+        "reward": [0.1] * 30 + [0.6] * 20,
+    },
+    "a single large gradient": {"grad_norm": [1.0] * 60 + [90.0] + [1.0] * 10},
+    "a critic that has yet to learn": {"explained_variance": [-0.5] * 15 + [0.3] * 30},
+    "no updates skipped": {"skipped_updates": [0] * 30},
+    "nothing computed": {"kl": [None] * 40, "entropy": [None] * 40},
+    "too few steps to say": {"frac_reward_zero_std": [1.0] * 9},
+}
+
+
+@pytest.mark.parametrize("title", BAD)
+def test_trouble_is_found_where_it_begins(title: str) -> None:
+    curves, begins = BAD[title]
+    assert found(**curves) == [(title, begins, None)]
+
+
+@pytest.mark.parametrize("title", BAD)
+def test_steps_without_number_are_skipped(title: str) -> None:
+    curves, begins = BAD[title]
+    holed = {key: [x for y in curve for x in (None, y)] for key, curve in curves.items()}
+    assert found(**holed) == [(title, 2 * begins, None)]
+
+
+@pytest.mark.parametrize("what", GOOD)
+def test_healthy_curve_has_no_trouble(what: str) -> None:
+    assert found(**GOOD[what]) == []
+
+
+def test_trouble_that_is_over_says_so_and_stands_last() -> None:
+    truncated = [0.0] * 10 + [1.0] * 20 + [0.0] * 30
+    equal = [0.0] * 40 + [1.0] * 20
+    assert found(completions__clipped_ratio=truncated, frac_reward_zero_std=equal) == [
+        ("All groups equal", 41, None),
+        ("Everything truncated", 11, 31),
+    ]
+
+
+def test_foreign_values_are_no_numbers() -> None:
+    assert troubles(lines(kl=["high"] * 20, entropy=[True] * 20, grad_norm=[10**400] * 20)) == []
+
+
+def test_every_trouble_points_to_a_chart() -> None:
+    all_found: list[Trouble] = [
+        one for curves, _ in BAD.values() for one in troubles(lines(**curves))
+    ]
+    for trouble in all_found:
+        (chart,) = charts_of([trouble.key])
+        assert chart.group != "Other"
+        assert trouble.text.endswith(".")
+
+
+def test_each_number_has_one_chart() -> None:
+    keys = ["step", "reward", "rewards/a/mean", "rewards/a/b/mean", "mine", "kl", "memory/peak_gb"]
+    keys += ["eval_reward", "eval_hard_reward", "eval_rewards/a/mean", "eval_loss", "kl/completion"]
+    charts = charts_of(keys)
+    assert sorted(key for chart in charts for key in chart.keys) == sorted(set(keys) - {"step"})
+    assert charts[0].keys == ("reward", "rewards/a/mean", "rewards/a/b/mean")
+    assert [chart.keys[0] for chart in charts if chart.group == "Other"] == ["eval_loss", "mine"]
