@@ -13,6 +13,7 @@ from rlhf_pg.replay.suspects import (
     source_differences,
     version_differences,
 )
+from rlhf_pg.report.run_files import RunFiles
 
 # Stages whose numbers another version of a library may round otherwise. The ids are among them:
 # where two tokens are almost equally likely, the last bit decides.
@@ -38,13 +39,15 @@ def cause_of(found: Sequence[Finding], keys: Sequence[KeyDifference], pair: Pair
     """
     first = found[0]
     unseen = not pair.weights_are_same_before(first.step)
+    if first.before:
+        return Cause(first.stage, ["changed between two steps, and not by an update"])
     able = [key for key in keys if key.may_cause(first, unseen)]
     if able:
         return Cause(CONFIG, [str(key) for key in able])
     versions = version_differences(pair.a, pair.b, first.step)
     if versions and _is_rounding(first):
         return Cause(VERSION, versions)
-    if first.stage == "prompt text" and _is_moved(found, pair):
+    if first.stage == "prompt text" and first.what == LABELS["prompts"] and _is_moved(pair):
         said = "the prompts are those of the other run, in another order"
         return Cause("data order", [said, *_about_data(pair)])
     also = [f"versions differ too: {', '.join(versions)}"] if versions else []
@@ -59,30 +62,26 @@ def _is_rounding(first: Finding) -> bool:
     return first.stage == "reward" and share is not None and share < ROUNDED
 
 
-def _is_moved(found: Sequence[Finding], pair: Pair) -> bool:
-    """Return whether prompts that differ are each other's, of other rows of the data."""
-    moved = [one for one in found if one.stage == "prompt text" and one.what == LABELS["prompts"]]
-    rows = {one.row.dataset_row for one in moved if one.row is not None}
-    tables = [_rows_of_prompts(pair, which) for which in (0, 1)]
-    elsewhere = [
-        bool(
-            (tables[0].get(str(one.b), set()) | tables[1].get(str(one.a), set()))
-            - {one.row.dataset_row}
-        )
-        for one in moved
-        if one.row is not None
-    ]
-    return any(elsewhere) if len(rows) > 1 else bool(elsewhere) and all(elsewhere)
+def _is_moved(pair: Pair) -> bool:
+    """Return whether rows of the data have each other's prompts, as far as they were drawn.
+
+    A single row that has another's prompt was edited, and is not moved.
+    """
+    a, b = (_prompts_of_rows(run) for run in (pair.a, pair.b))
+    differing = [row for row in a if row in b and a[row] != b[row]]
+    if len(differing) < 2:
+        return False
+    return any(b[row] in a.values() for row in differing)
 
 
-def _rows_of_prompts(pair: Pair, which: int) -> dict[str, set[int | None]]:
-    """Return the rows of the data that had a prompt, by the prompt's fingerprint."""
-    rows: dict[str, set[int | None]] = {}
-    for trace in (pair.a, pair.b)[which].traces.values():
-        for i, prompt in enumerate(trace.prompts):
-            k = i // max(1, trace.num_generations)
-            rows.setdefault(str(prompt), set()).add(trace.rows[k] if k < len(trace.rows) else None)
-    return rows
+def _prompts_of_rows(run: RunFiles) -> dict[int, str]:
+    """Return the fingerprint of the prompt of each row of the data that a run has drawn."""
+    prompts: dict[int, str] = {}
+    for trace in run.traces.values():
+        n = max(1, trace.num_generations)
+        for row, prompt in zip(trace.rows, trace.prompts[::n], strict=False):
+            prompts.setdefault(row, str(prompt))
+    return prompts
 
 
 def _about(first: Finding, found: Sequence[Finding], pair: Pair) -> list[str]:

@@ -125,7 +125,7 @@ def _paired(a: Path, b: Path, rtol: float | None) -> Pair:
 
 def _first(found: list[Finding], cause: Cause, pair: Pair, remake: Remake | None) -> Difference:
     first = found[0]
-    same = [one for one in found if one.stage == first.stage]
+    same = [one for one in found if (one.stage, one.before) == (first.stage, first.before)]
     # Of the same completion, what names the token tells most.
     same.sort(key=lambda one: (one.place, one.token is None))
     if remake is not None and not any(one.token is not None for one in same):

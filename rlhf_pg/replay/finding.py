@@ -47,6 +47,7 @@ class Finding:
         place: number of the row within the step.
         token: number of the token within the completion.
         note: more about it, in words.
+        before: it was so before the step computed anything.
     """
 
     step: int
@@ -59,11 +60,12 @@ class Finding:
     place: int = LAST
     token: int | None = None
     note: str = ""
+    before: bool = False
 
     @property
     def order(self) -> tuple[int, int, int]:
         """The key by which the first of several findings is told."""
-        return self.step, STAGES.index(self.stage), self.place
+        return self.step, -1 if self.before else STAGES.index(self.stage), self.place
 
     def __str__(self) -> str:
         where = f" of {self.row}" if self.row else ""

@@ -66,11 +66,12 @@ def _check(line: Start | Trace) -> None:
     Raises:
         TypeError: a field is not what it should be.
     """
-    tables = {"versions", "rewards"} | ({"weights"} if isinstance(line, Start) else set())
+    tables = {"versions", "rewards", "altered"}
+    tables |= {"weights"} if isinstance(line, Start) else set()
     for name, stored in vars(line).items():
         if name in tables and not isinstance(stored, dict):
             raise TypeError(f"{name} is no table in the line of step {line.step}")
-        if isinstance(line, Start) or name in ("step", "rewards"):
+        if isinstance(line, Start) or name in ("step", *tables):
             continue
         if not isinstance(stored, list | tuple) and (name != "values" or stored is not None):
             raise TypeError(f"{name} is no list in the line of step {line.step}")

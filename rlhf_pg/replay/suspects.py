@@ -16,13 +16,12 @@ from rlhf_pg.replay.rounding import LAYOUT_KEYS
 from rlhf_pg.report.model_card import PLACES
 from rlhf_pg.report.run_files import RunFiles, Start
 
-# Keys that say where things are, what is saved, logged and shown, and how long to wait.
+# Keys that say where things are, what is saved, logged and shown.
 ASIDE = PLACES | {
     *("save_steps", "save_best", "save_merged", "save_total_limit", "trust_remote_code"),
-    *("log_completions_steps", "num_completions_to_print", "logging_steps", "model_check"),
+    *("log_completions_steps", "num_completions_to_print", "logging_steps"),
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"),
-    *("vllm_server_timeout", "environment_timeout", "reward_timeout", "reward_workers"),
-    *("max_skipped_steps", *LAYOUT_KEYS),
+    *("vllm_server_timeout", *LAYOUT_KEYS),
 }
 # Keys with names of files, directories and servers, of which only the last part counts.
 NAMED = {
@@ -45,12 +44,14 @@ ACTS_AT = {
     "sampled id": (
         *("num_generations", "rollout_engine", "max_completion_length", "max_turns"),
         *("temperature", "top_k", "top_p", "min_p", "truncated_sampling", "stop"),
+        *("environment_timeout", "model_check"),
     ),
     "log-probability": ("old_logprobs_source",),
     "reward": (
         *("reward_funcs", "reward_options", "reward_model_name_or_path", "reward_model_sees_eos"),
         *("reward_model_closes_truncated", "on_reward_error", "reward_error_value"),
         *("reward_weights", "reward_clip_range", "reward_squash", "normalize_rewards"),
+        *("reward_workers", "reward_timeout"),
         *("missing_eos_penalty", "missing_eos_mode", "overlong_buffer", "overlong_penalty"),
     ),
     "advantage": (
@@ -75,8 +76,9 @@ ACTS_AT = {
     ),
     "weight": ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"),
     "metric": ("eval_steps", "num_generations_eval", "eval_success_threshold", "eval_dataset_name"),
-    "length": ("max_steps", "num_train_epochs"),
+    "length": ("max_steps", "num_train_epochs", "max_skipped_steps"),
 }
+NO_FUNCTIONS = ("model", "judge", "http", "https")  # what may stand before the colon of a reward
 BEFORE = -1  # the stage of what acts before the first step
 STAGE_OF = {key: STAGES.index(stage) for stage, keys in ACTS_AT.items() for key in keys}
 # These may differ, and all that they can change is the learning rate, where its schedule is long.
@@ -121,7 +123,12 @@ def config_differences(a: RunFiles, b: RunFiles) -> tuple[list[KeyDifference], l
     alone = [key for key in keys if key not in both and key not in ASIDE]
     if _same_versions(a, b):
         both, alone = [*both, *alone], []
-    differing = [key for key in both if key not in ASIDE and _told(a, key) != _told(b, key)]
+    sourced = all(
+        start is not None and start.rewards for start in (environment(a, 1), environment(b, 1))
+    )
+    differing = [
+        key for key in both if key not in ASIDE and _told(a, key, sourced) != _told(b, key, sourced)
+    ]
     if same_weights_at_start(a, b):
         differing = [key for key in differing if key not in NAMED or key not in _MODELS]
     return [
@@ -157,9 +164,25 @@ def _acts_at(key: str, a: RunFiles, b: RunFiles) -> int | None:
     return STAGE_OF.get(key, BEFORE)
 
 
-def _told(run: RunFiles, key: str) -> Any:
+def _told(run: RunFiles, key: str, sourced: bool) -> Any:
+    """Return the value of a key as it is compared.
+
+    Args:
+        sourced: the sources of reward functions are known, so it does not matter where they are.
+    """
     stored = run.config.get(key)
+    if key == "reward_funcs" and sourced and isinstance(stored, list | tuple):
+        return [_function(name) for name in stored]
+    if key == "reward_options" and sourced and isinstance(stored, dict):
+        return {_function(name): placeless(options) for name, options in stored.items()}
     return placeless(stored) if key in NAMED else stored
+
+
+def _function(name: Any) -> Any:
+    """Return the name of a reward function without its file or module; of another reward all."""
+    kind, colon, function = str(name).rpartition(":")
+    is_function = colon and kind not in NO_FUNCTIONS and "/" not in function
+    return function if is_function else placeless(name)
 
 
 def placeless(name: Any) -> Any:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ def fingerprint_findings(step: int, a: RunFiles, b: RunFiles) -> Iterator[Findin
     yield from _unequal(step, *after, "")
     if step == 0:
         return
+    yield from _altered(step, a, b)
     for run, name, known in ((a, "A", after[0]), (b, "B", after[1])):
         begun = weights_begun(run, step)
         begun = {tensor: begun[tensor] for tensor in known if tensor in begun}
@@ -54,6 +55,18 @@ def fingerprint_findings(step: int, a: RunFiles, b: RunFiles) -> Iterator[Findin
             note = f"{name} went on with other weights than its step {step} ended with"
             pair = (begun, known) if run is a else (known, begun)
             yield from _unequal(step, *pair, note)
+
+
+def _altered(step: int, a: RunFiles, b: RunFiles) -> Iterator[Finding]:
+    """Yield the tensors that something else than an update has changed since the step before."""
+    altered = [dict(run.traces[step].altered) for run in (a, b) if step in run.traces]
+    if len(altered) < 2:
+        return
+    for name in {**altered[0], **altered[1]}:
+        x, y = (table.get(name) for table in altered)
+        if x != y:
+            found = _found(step, TRACE, name, x, y, "no longer as the step before had left it")
+            yield replace(found, before=True)
 
 
 def _unequal(step: int, a: Mapping[str, str], b: Mapping[str, str], note: str) -> Iterator[Finding]:

@@ -68,6 +68,14 @@ def test_keys_of_places_and_logging_do_not_count(one: Path, copy: Path) -> None:
     assert is_equal(one, copy)
 
 
+def test_reward_function_is_known_by_its_source_and_not_its_file(one: Path, copy: Path) -> None:
+    edit_config(copy, "reward_funcs", ["python:accuracy"])
+    assert is_equal(one, copy)
+    change = lambda line: line["rewards"].clear()  # noqa: E731
+    edit_lines(copy, "trace.jsonl", change, lambda line: "versions" in line)
+    assert first(one, copy).cause == "config"
+
+
 def test_model_by_another_name_is_equal_if_weights_are(one: Path, copy: Path) -> None:
     edit_config(copy, "model_name_or_path", "/mnt/two/model")
     assert is_equal(one, copy)
@@ -297,6 +305,12 @@ def test_prompts_of_other_rows_are_another_order(one: Path, copy: Path) -> None:
     assert "in another order" in difference.because[0]
 
 
+def test_single_prompt_that_is_another_row_s_was_edited(one: Path, copy: Path) -> None:
+    other = RunFiles(one).traces[3].prompts[0]
+    edit_trace(copy, 2, lambda line: line["prompts"].__setitem__(slice(0, 4), [other] * 4))
+    assert first(one, copy).cause == "prompt text"
+
+
 def test_differing_data_are_told(one: Path, copy: Path) -> None:
     edit_trace(copy, 2, lambda line: line["prompts"].__setitem__(5, "0"))
     assert first(one, copy).because == ["the data are the same, by dataset_fingerprint"]
@@ -333,6 +347,18 @@ def test_checkpoint_of_one_run_alone_is_held_against_its_manifest(one: Path, cop
         file.write(b"more")
     difference = first(one.parent / "bare", copy)
     assert (difference.step, difference.cause) == (4, "weight")
+
+
+def test_weight_altered_between_steps_comes_before_the_step(one: Path, copy: Path) -> None:
+    """What the step then samples is a consequence."""
+    edit_config(copy, "learning_rate", 0.5)
+    edit_trace(copy, 4, lambda line: line["ids"].__setitem__(0, "0"))
+    assert first(one, copy).cause == "sampled id"
+    edit_trace(copy, 4, lambda line: line.update(altered={"head.weight": "0"}))
+    difference = first(one, copy)
+    assert (difference.step, difference.cause) == (4, "weight")
+    assert [found.what for found in difference.found] == ["head.weight"]
+    assert difference.because == ["changed between two steps, and not by an update"]
 
 
 def test_changed_manifest_is_difference(one: Path, copy: Path) -> None:
