@@ -152,7 +152,7 @@ class PolicyGradientTrainer(TrainerSetup):
 
     @property
     def _is_shown(self) -> bool:
-        """Whether the completions of this step are recorded with their tokens, too."""
+        """True if the completions of this step are recorded with their tokens, too."""
         every = self.args.log_completions_steps
         return self.records_all or (self.journal is not None and due(self.state.step + 1, every))
 
