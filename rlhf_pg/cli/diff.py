@@ -20,14 +20,10 @@ from rlhf_pg.report.run_files import METRICS, TRACE
 NEIGHBOURS = 2  # steps that are shown before and after the one that is found
 
 
-def diff(flags: Sequence[str], remake: Remake | None = None) -> None:
-    """Print the first difference between two runs; exit with status 1 if there is one.
-
-    Args:
-        remake: makes a step again, for its tokens where a run has not kept them.
-    """
+def diff(flags: Sequence[str]) -> None:
+    """Print the first difference between two runs; exit with status 1 if there is one."""
     (a, b), options = _split("diff", ("RUN_A", "RUN_B"), flags)
-    compared = diff_runs(a, b, options.rtol, remake)
+    compared = diff_runs(a, b, options.rtol, _remake(options))
     if options.json:
         print(json.dumps(compared.as_json(), indent=2, default=str))
     else:
@@ -36,7 +32,7 @@ def diff(flags: Sequence[str], remake: Remake | None = None) -> None:
         raise SystemExit(1)
 
 
-def bisect(flags: Sequence[str], remake: Remake | None = None) -> None:
+def bisect(flags: Sequence[str]) -> None:
     """Print the first step at which a condition holds; exit with status 1 if there is none."""
     (directory,), options = _split("bisect", ("RUN",), flags)
     if options.bad is None:
@@ -54,7 +50,16 @@ def bisect(flags: Sequence[str], remake: Remake | None = None) -> None:
     step = lines[place]["step"]
     print(f"step {step}: {', '.join(_met(term, lines[place]) for term in terms)}")
     print("\n".join(_neighbours(lines, place, condition.names)))
-    print(visible("\n".join(_batch(batch_of(run, step, remake), directory, step))))
+    print(visible("\n".join(_batch(batch_of(run, step, _remake(options)), directory, step))))
+
+
+def _remake(options: Namespace) -> Remake | None:
+    """Return what makes a step again, if it is asked for."""
+    if not options.replay:
+        return None
+    from rlhf_pg.cli.replay import tokens_again  # it needs seconds to import
+
+    return tokens_again
 
 
 def _split(

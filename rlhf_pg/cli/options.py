@@ -131,9 +131,22 @@ def _diff(group: Any) -> None:
         help="count numbers as equal within this share of the largest of their kind; 0: bit by bit "
         "(default: by what the runs were computed with)",
     )
+    _again(add)
+
+
+def _again(add: Any) -> None:
+    add(
+        "--replay",
+        type=_boolean,
+        nargs="?",
+        const=True,
+        default=False,
+        help="make the step again where its tokens were not kept; this loads the model",
+    )
 
 
 def _bisect(group: Any) -> None:
+    _again(group.add_argument)
     group.add_argument(
         "--bad",
         metavar="CONDITION",

@@ -83,6 +83,17 @@ def check(directory: Path, options: argparse.Namespace, keys: Sequence[str]) -> 
     return run
 
 
+def tokens_again(directory: Path, step: int) -> StepTokens | None:
+    """Make a step of a run again, for its tokens; None, and a line, if it is not as it was."""
+    run = RunFiles(directory)
+    made = Replay(rebuilt(run), run).make(step)
+    if made.differs:
+        said = f"step {step} of {directory} is not as it was when it is made again"
+        print(visible(f"{said} ({', '.join(made.differs)} differ): its tokens are not shown"))
+        return None
+    return made.record.tokens
+
+
 def rebuilt(run: RunFiles, keys: Sequence[str] = ()) -> PolicyGradientTrainer:
     """Make the trainer of a run from its config.yaml, with other keys; `fail` if it cannot be.
 

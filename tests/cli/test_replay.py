@@ -1,0 +1,165 @@
+"""`rlhf-pg replay`, and the two commands that ask it for tokens."""
+
+import inspect
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_pg import GRPOTrainer
+from rlhf_pg.boundary.user_modules import PREFIX
+from rlhf_pg.cli import main
+from rlhf_pg.tasks import arithmetic
+from tests.trainers.conftest import digits
+
+KEYS = """\
+algorithm: grpo
+model_name_or_path: {model}
+dataset_name: {place}/problems.jsonl
+reward_funcs: {place}/my_rewards.py:digits
+max_completion_length: 6
+prompts_per_step: 4
+num_generations: 4
+learning_rate: 1.0e-3
+max_steps: 4
+save_steps: 2
+log_completions_steps: 0
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, model_path: str) -> Path:
+    """A recipe with data and a reward of its own."""
+    arithmetic().train_dataset.select(range(24)).to_json(tmp_path / "problems.jsonl")
+    for name, sign in (("digits", ""), ("minus", "-")):
+        source = inspect.getsource(digits).replace("def digits", f"def {name}")
+        source = source.replace("return [sum", f"return [{sign}sum")
+        file = tmp_path / ("my_rewards.py" if name == "digits" else "other.py")
+        file.write_text("from typing import Any\n\n" + source)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(KEYS.format(model=model_path, place=tmp_path))
+    return path
+
+
+@pytest.fixture
+def run(recipe: Path, tmp_path: Path) -> str:
+    out = str(tmp_path / "run")
+    main(["train", str(recipe), "--output_dir", out, "--log_completions_steps", "3"])
+    return out
+
+
+def said_of(flags: list[str], capsys) -> str:
+    """What a command that fails says."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main(flags)
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_step_is_shown_and_saved(run: str, tmp_path: Path, capsys) -> None:
+    capsys.readouterr()
+    main(["replay", run, "--step", "3", "--rows", "5", "--save", str(tmp_path / "saved")])
+    shown = capsys.readouterr().out
+    assert "step 3: as it was recorded" in shown
+    assert "row 5" in shown
+    for name in ("completions.jsonl", "tokens/step-00000003.safetensors"):
+        assert (tmp_path / "saved" / name).read_bytes() == (Path(run) / name).read_bytes()
+
+
+def test_several_steps_are_saved_together(run: str, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "saved"
+    main(["replay", run, "--step", "2", "--until", "4", "--save", str(out)])
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    assert [line["step"] for line in lines] == [2, 3, 4]
+    assert len((out / "completions.jsonl").read_text().splitlines()) == 3 * 16
+
+
+def test_other_keys_show_what_would_have_changed(run: str, tmp_path: Path, capsys) -> None:
+    capsys.readouterr()
+    reward = f"{tmp_path / 'other.py'}:minus"
+    flags = ["--reward_funcs", reward, "--save", str(tmp_path / "saved")]
+    main(["replay", run, "--step", "3", *flags])
+    shown = capsys.readouterr().out
+    assert "180.00°" in shown  # the gradient, by the opposite reward
+    page = (tmp_path / "saved" / "what_if.html").read_text()
+    assert "pull_what_if" in page
+
+
+def test_reward_that_has_no_name_comes_from_the_record(
+    recipe: Path, tmp_path: Path, model_path: str, capsys
+) -> None:
+    data = str(tmp_path / "problems.jsonl")
+    config = GRPOTrainer.config_type(
+        dataset_name=data,
+        max_completion_length=6,
+        prompts_per_step=4,
+        num_generations=4,
+        max_steps=2,
+        output_dir=str(tmp_path / "run"),
+    )
+    GRPOTrainer(
+        model=model_path,
+        reward_funcs=lambda completions, **_: digits(completions),
+        args=config,
+    ).train()
+    capsys.readouterr()
+    main(["replay", str(tmp_path / "run"), "--step", "2"])
+    assert "step 2: as it was recorded" in capsys.readouterr().out
+
+
+def test_edited_reward_shows(run: str, tmp_path: Path, capsys) -> None:
+    edited = (tmp_path / "other.py").read_text().replace("minus", "digits")
+    (tmp_path / "my_rewards.py").write_text(edited)
+    for name in [name for name in sys.modules if name.startswith(PREFIX)]:
+        del sys.modules[name]  # as in another process
+    main(["replay", run, "--step", "3"])
+    assert "step 3: differs: rewards" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--step", "9"], "--step 9: the run took steps 1 to 4"),
+        (["--step", "3", "--until", "2"], "--until 2 is before --step 3"),
+        (["--step", "3", "--rows", "99"], "--rows 99: the step has rows 0 to 15"),
+        (["--step", "3", "--betta", "1"], "--betta"),
+        (["--step", "3", "--beta", "0.1", "--until", "4"], "--until is for steps as they were"),
+        (["--step", "3", "--temperature", "0.5"], "temperature cannot be changed"),
+        ([], "--step"),
+    ],
+)
+def test_wrong_usage_is_one_error(run: str, flags: list[str], said: str, capsys) -> None:
+    assert said in said_of(["replay", run, *flags], capsys)
+
+
+def test_what_is_no_run_is_one_error(tmp_path: Path, run: str, capsys) -> None:
+    assert "is no directory of a run" in said_of(["replay", str(tmp_path), "--step", "1"], capsys)
+    flags = ["replay", run, "--step", "1", "--save", run]
+    assert "the run itself is not written to" in said_of(flags, capsys)
+    assert "replay needs a run" in said_of(["replay", "--step", "1"], capsys)
+
+
+def test_run_of_python_says_how(make, capsys) -> None:
+    trainer = make(max_steps=1)
+    trainer.train()
+    said = said_of(["replay", trainer.args.output_dir, "--step", "1"], capsys)
+    assert "was given its data in Python: make its trainer in Python, and give it to" in said
+
+
+def test_diff_and_bisect_ask_for_tokens(recipe: Path, tmp_path: Path, capsys) -> None:
+    runs = [str(tmp_path / name) for name in ("a", "b")]
+    for out, heat in zip(runs, ("1.0", "0.8"), strict=True):
+        main(["train", str(recipe), "--output_dir", out, "--temperature", heat])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main(["diff", *runs, "--replay"])
+    assert end.value.code == 1
+    shown = capsys.readouterr().out
+    assert shown.startswith("step 1: config")
+    assert ", token " in shown
+    main(["bisect", runs[0], "--bad", "step > 2", "--replay"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("step 3:")
+    assert "to see its tokens" not in shown
