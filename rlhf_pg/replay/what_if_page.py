@@ -1,4 +1,4 @@
-"""What would have changed in a step, as tables and as a page with the token view."""
+"""Tables, and a page with the token view, of what would have changed in a step."""
 
 import dataclasses
 import math

@@ -29,7 +29,7 @@ SIZES = {
     "num_generations": 4,
     "learning_rate": 1e-3,
     "max_steps": STEPS,
-    "save_steps": 25,
+    "save_steps": 5,
     "save_total_limit": None,
     "log_completions_steps": 50,
 }
