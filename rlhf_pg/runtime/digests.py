@@ -34,7 +34,7 @@ def shown(number: int) -> str:
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    own = _own(tensor.detach()).contiguous().view(-1)
+    own = _own(tensor).detach().contiguous().view(-1)
     own = own.clone() if own.storage_offset() * own.element_size() % 8 else own  # to read as words
     if own.element_size() * len(own) % 8 == 0:
         words = own.view(torch.int64)
