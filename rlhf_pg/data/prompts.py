@@ -64,13 +64,23 @@ class Prompts:
     @cached_property
     def fingerprint(self) -> str:
         """The SHA-256 of the tokens and of all columns by row; a resumed run needs the same."""
-        digest = hashlib.sha256()
-        for tokens in self.tokens:
-            digest.update(f"{tokens}\n".encode())
-        for table in self.rows.with_format("arrow").iter(1000):  # as stored: nothing is decoded
-            for row in table.to_pylist():
-                digest.update(json.dumps(row, sort_keys=True, default=repr).encode())
-        return digest.hexdigest()
+        return self._fingerprints[0]
+
+    @property
+    def contents(self) -> str:
+        """The sum of the SHA-256 of every row: the same for the same rows in any order."""
+        return self._fingerprints[1]
+
+    @cached_property
+    def _fingerprints(self) -> tuple[str, str]:
+        texts = [f"{tokens}\n".encode() for tokens in self.tokens]
+        digest, total = hashlib.sha256(b"".join(texts)), 0
+        tables = self.rows.with_format("arrow").iter(1000)  # as stored: nothing is decoded
+        for tokens, row in zip(texts, (row for t in tables for row in t.to_pylist()), strict=True):
+            text = json.dumps(row, sort_keys=True, default=repr).encode()
+            digest.update(text)
+            total += int.from_bytes(hashlib.sha256(tokens + text).digest(), "big")
+        return digest.hexdigest(), f"{total % 2**256:064x}"
 
 
 class PromptSource(Protocol):
@@ -87,6 +97,10 @@ class PromptSource(Protocol):
     @property
     def fingerprint(self) -> str:
         """A hash of the prompts; a resumed run needs the same."""
+
+    @property
+    def contents(self) -> str | None:
+        """A hash of the rows in any order; None if they are not all known."""
 
     def reach(self, last: int) -> None:
         """Read rows until that number is there, in every process alike."""

@@ -92,6 +92,11 @@ class PromptStream:
             digest.update(json.dumps(example, sort_keys=True, default=repr).encode())
         return digest.hexdigest()
 
+    @property
+    def contents(self) -> None:
+        """Nothing: a stream has no last row."""
+        return None
+
     def _first(self) -> list[tuple[dict[str, Any], list[int]]]:
         rows = self._endless()
         return [next(rows) for _ in range(IDENTIFYING)]

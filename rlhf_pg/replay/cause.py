@@ -47,7 +47,7 @@ def cause_of(found: Sequence[Finding], keys: Sequence[KeyDifference], pair: Pair
     versions = version_differences(pair.a, pair.b, first.step)
     if versions and _is_rounding(first):
         return Cause(VERSION, versions)
-    if first.stage == "prompt text" and first.what == LABELS["prompts"] and _is_moved(pair):
+    if first.stage == "prompt text" and (_same_rows(pair) or _is_moved_prompt(first, pair)):
         said = "the prompts are those of the other run, in another order"
         return Cause("data order", [said, *_about_data(pair)])
     also = [f"versions differ too: {', '.join(versions)}"] if versions else []
@@ -60,6 +60,24 @@ def _is_rounding(first: Finding) -> bool:
         return True
     share = apart(first)
     return first.stage == "reward" and share is not None and share < ROUNDED
+
+
+def cause_of_data(pair: Pair) -> str:
+    """Return what differs in data of which no step has drawn what differs."""
+    rows = _same_rows(pair)
+    return CONFIG if rows is None else "data order" if rows else "prompt text"
+
+
+def _same_rows(pair: Pair) -> bool | None:
+    """Return whether data that differ have the same rows, in another order; None if not known."""
+    first, second = (run.starts[0].data if run.starts else None for run in (pair.a, pair.b))
+    if first is None or second is None or not data_differ(pair.a, pair.b):
+        return None
+    return first == second
+
+
+def _is_moved_prompt(first: Finding, pair: Pair) -> bool:
+    return first.what == LABELS["prompts"] and _is_moved(pair)
 
 
 def _is_moved(pair: Pair) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_pg.replay.cause import Cause, cause_of
+from rlhf_pg.replay.cause import Cause, cause_of, cause_of_data
 from rlhf_pg.replay.finding import CONFIG, VERSION, Finding, shown_name
 from rlhf_pg.replay.pair import Pair, Remake, opened
 from rlhf_pg.replay.rounding import Rounding, rounding_of
@@ -162,6 +162,8 @@ def _with_token(same: list[Finding], pair: Pair, remake: Remake) -> list[Finding
 def _told_differently(keys: list[KeyDifference], pair: Pair) -> Difference | None:
     """Return what differs in what two runs were told, where no step does."""
     agree = "every step agrees"
+    if [key.key for key in keys] == ["dataset_fingerprint"]:
+        return Difference(step=0, cause=cause_of_data(pair), because=[*map(str, keys), agree])
     if keys:
         return Difference(step=0, cause=CONFIG, because=[*map(str, keys), agree])
     if (version := first_other_version(pair.a, pair.b)) is not None:

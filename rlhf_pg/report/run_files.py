@@ -53,6 +53,7 @@ class Start:
         processes: how many there are.
         backend: DDP, FSDP2, ZeRO-2 and so on.
         device: name of the accelerator, or "cpu".
+        data: fingerprint of the rows of the data in any order; None of a stream.
         rewards: fingerprint of the source of each reward function, by name; None if unknown.
         weights: fingerprint of each tensor of the models, by name; those of a critic begin with
             "critic.".
@@ -63,6 +64,7 @@ class Start:
     processes: int
     backend: str
     device: str
+    data: str | None = None
     rewards: Mapping[str, str | None] = field(default_factory=dict)
     weights: Mapping[str, str] = field(default_factory=dict)
 

@@ -69,7 +69,7 @@ class Recorder:
     weights: dict[str, str] = field(default_factory=dict)
     altered: dict[str, str] = field(default_factory=dict)
 
-    def start(self, step: int, rewards: Mapping[str, str | None]) -> Start:
+    def start(self, step: int, data: str | None, rewards: Mapping[str, str | None]) -> Start:
         """Record on what the run begins or goes on, and from which weights."""
         runtime = self.runtime
         weights = self._digests(self._ordered())
@@ -80,6 +80,7 @@ class Recorder:
             processes=runtime.world,
             backend=runtime.kind,
             device=runtime.device_name,
+            data=data,
             rewards=rewards,
             weights=weights,
         )

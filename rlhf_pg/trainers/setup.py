@@ -506,7 +506,7 @@ class TrainerSetup(TrainingLoop):
     def began(self) -> Start:
         """Return on what the run begins or goes on, and from which weights; collective."""
         sources = {s.name: source_fingerprint(s.function) for s in self.rewards.sources}
-        return self.recorder.start(self.state.step, sources)
+        return self.recorder.start(self.state.step, self.train_prompts.contents, sources)
 
     def on_start(self) -> None:
         """Check the model, and keep what was found in the run directory."""

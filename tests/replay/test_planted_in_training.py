@@ -137,14 +137,13 @@ def reward(chance: random.Random, base: RunFiles) -> Fault:
 
 
 def order(chance: random.Random, base: RunFiles) -> Fault:
-    known = drawn(base)
-    a, b = chance.sample(sorted(known), 2)
+    known, rows = drawn(base), list(range(len(DATA["prompt"])))
+    a, b = 0, 0
     while DATA["prompt"][a] == DATA["prompt"][b]:
-        a, b = chance.sample(sorted(known), 2)
-    rows = list(range(len(DATA["prompt"])))
+        a, b = chance.choice(sorted(known)), chance.choice(rows)
     rows[a], rows[b] = b, a
     data = {name: [column[i] for i in rows] for name, column in DATA.items()}
-    return {"data": data}, min(known[a], known[b]), {"data order"}
+    return {"data": data}, min(known[a], known.get(b, STEPS)), {"data order"}
 
 
 def config(chance: random.Random, base: RunFiles) -> Fault:
@@ -205,6 +204,22 @@ def test_planted_fault_is_named(kind: str, base: RunFiles, tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", FAULTS)
 def test_every_planted_fault_is_named(kind: str, seed: int, base: RunFiles, tmp_path: Path) -> None:
     check(kind, seed, base, tmp_path / "run")
+
+
+def test_rows_that_no_step_draws_are_told_from_their_order(base: RunFiles, tmp_path: Path) -> None:
+    known = drawn(base)
+    a, b = [row for row in range(len(DATA["prompt"])) if row not in known][:2]
+    prompts = list(DATA["prompt"])
+    prompts[a], prompts[b] = prompts[b], prompts[a]
+    answers = list(DATA["answer"])
+    answers[a], answers[b] = answers[b], answers[a]
+    moved = train(tmp_path / "moved", data={"prompt": prompts, "answer": answers})
+    edited = train(tmp_path / "edited", data=DATA | {"prompt": prompts})
+    found = [diff_runs(base.directory, run.directory).difference for run in (moved, edited)]
+    assert [(one.step, one.cause) for one in found if one] == [
+        (0, "data order"),
+        (0, "prompt text"),
+    ]
 
 
 def test_nothing_differs_between_equal_runs(base: RunFiles, tmp_path: Path) -> None:
