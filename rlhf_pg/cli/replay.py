@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -26,6 +27,7 @@ from rlhf_pg.trainers import PolicyGradientTrainer
 
 MOST_ROWS = 16  # of the table, unless rows are chosen
 WHAT_IF = "what_if.html"
+SHORTER = {"sampler_logprob": "logprob"}  # names of columns
 
 
 def replay(flags: Sequence[str]) -> None:
@@ -154,7 +156,10 @@ def show(made: Made, rows: Sequence[int] | None) -> None:
 def _table(made: Made, rows: Sequence[int]) -> Table:
     said = made.record.completions
     sources = list(made.record.trace.rewards)
-    table = Table("row", "prompt", "sample", "completion", *sources, "advantage", "ratio", "tokens")
+    table = Table()
+    for name in ("row", "prompt", "completion", *sources, "advantage", "ratio", "tokens"):
+        is_text = name in ("prompt", "completion")
+        table.add_column(name, no_wrap=True, max_width=22 if is_text else None)
     for row in rows:
         one = said[row]
         numbers = _of_row(made.record.tokens, row)
@@ -162,8 +167,7 @@ def _table(made: Made, rows: Sequence[int]) -> Table:
         known = [x for x in ratio if not math.isnan(x)]
         cells = [
             str(row),
-            f"{one['prompt_index']} {short(one['prompt'])}",
-            str(one["sample"]),
+            f"{one['prompt_index']}.{one['sample']} {short(one['prompt'])}",
             short(one["completion"]),
             *(number(one[f"rewards/{name}"]) for name in sources),
             number(one["advantage"]),
@@ -180,13 +184,14 @@ def _tokens(made: Made, row: int) -> Table:
     assert tokens is not None
     numbers = _of_row(tokens, row)
     start = int(tokens.lengths[:row].sum())
-    ratios = [math.exp(x) if not math.isnan(x) else x for x in numbers["log_ratio"]]
-    columns = {**numbers, "ratio": ratios}
-    table = Table("token", "id", "text", *columns, title=f"row {row}")
+    numbers["ratio"] = [math.exp(x) for x in numbers.pop("log_ratio")]  # of NaN: NaN
+    table = Table(box=box.SIMPLE, padding=(0, 1), title=f"row {row}", title_justify="left")
+    for name in ("token", "id", "text", *(SHORTER.get(name, name) for name in numbers)):
+        table.add_column(name, no_wrap=True, max_width=16 if name == "text" else None)
     for i in range(int(tokens.lengths[row])):
         text = repr(tokens.texts[start + i])
         cells = [str(i), str(tokens.ids[start + i]), visible(text)]
-        table.add_row(*map(Text, [*cells, *(number(x[i]) for x in columns.values())]))
+        table.add_row(*map(Text, [*cells, *(number(x[i]) for x in numbers.values())]))
     return table
 
 
