@@ -121,9 +121,10 @@ class Replay:
 
     def go_to(self, step: int) -> None:
         """Bring the trainer to where it was after a step."""
-        if not 0 <= step < self.last:
+        began = self.run.starts[0].step if self.run.starts else 0
+        if not began <= step < self.last:
             raise ValueError(
-                f"the run took steps 1 to {self.last}: step {step + 1} is none of them"
+                f"the run took steps {began + 1} to {self.last}: step {step + 1} is none of them"
             )
         trainer, found = self.trainer, self._checkpoint(step)
         now = trainer.state.step
@@ -133,6 +134,12 @@ class Replay:
             raise ValueError(
                 f"the trainer has taken {now} steps, and there is no checkpoint before step "
                 f"{step + 1} to go back to: make a new one"
+            )
+        elif now < began:
+            raise ValueError(
+                f"the run went on from a checkpoint of step {began} that is not there "
+                "(resume_from_checkpoint), and has none of its own before "
+                f"step {step + 1}: put one back"
             )
         while trainer.state.step < step:
             self._take(trainer.state.step + 1)
@@ -167,6 +174,7 @@ class Replay:
     def _checkpoint(self, step: int) -> tuple[int, Path] | None:
         """Return the newest whole checkpoint of at most this step, and its step."""
         places = [*(self.run.directory / "checkpoints").glob("step-*"), self.run.directory / "best"]
+        places += [Path(self.trainer.args.resume_from_checkpoint or "latest")]  # of another run
         sealed = {place: atomic.facts(place).get("step", -1) for place in places}
         for place in sorted(places, key=lambda place: sealed[place], reverse=True):
             if 0 < sealed[place] <= step and (place / STATE).is_file():
@@ -205,7 +213,7 @@ class Replay:
     def _evaluates(self, step: int) -> bool:
         """Return whether the run evaluated after a step, in a way that can be done again."""
         trainer = self.trainer
-        asks = bool(trainer.rewards.kept)
+        asks = bool(trainer.rewards.kept) or trainer.collector.episode_runner is not None
         return due(step, trainer.args.eval_steps) and bool(trainer.eval_sets) and not asks
 
     def _differs(self, metrics: Mapping[str, Any], made: Trace) -> list[str]:

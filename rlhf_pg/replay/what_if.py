@@ -20,7 +20,7 @@ from rlhf_pg.report.metrics import Meter
 from rlhf_pg.report.run_files import StepTokens
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.trainers import PolicyGradientTrainer
-from rlhf_pg.trainers.samples import ScoredBatch
+from rlhf_pg.trainers.samples import Samples, ScoredBatch, ScoredSamples
 
 REWARDS = ("reward_funcs", "reward_options", "reward_model_name_or_path", "task")
 # Keys by which other completions would have been sampled, or another model trained.
@@ -106,6 +106,8 @@ class WhatIf:
 def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
     """Make a step again as it was, and with the config of another trainer.
 
+    The trainer of the run has taken the step afterwards.
+
     Args:
         replay: of the run.
         other: the trainer of the run, with other keys. It gets the state of the run before the step
@@ -118,23 +120,19 @@ def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
     """
     own = replay.trainer
     changes = _checked(own, other)
+    other.learner.skipped.keeps = False
+    other.keep_to_model()
     replay.go_to(step - 1)
     _copy_state(own, other, changes)
-    batch = replay.collect(step)
-    same = batch
-    if any(key in changes for key in REWARDS):
-        other.collector.outside.begin()
-        samples = dataclasses.replace(batch.samples, begun={})
-        scored = other.collector.scored(samples)
-        same = dataclasses.replace(batch, samples=scored.samples, scores=scored.scores)
-    elif other.shaping.names != own.shaping.names:
-        raw = batch.scores[:, :, : own.shaping.functions]
-        scores = other.shaping.penalized(raw, batch.rollout)
-        same = dataclasses.replace(batch, scores=scores)
-    would_be, _ = _side(other, same)
+    batch, meter = replay.collect(step), Meter()
+    would_be, _ = _side(other, _scored_by(other, own, batch, changes), Meter())
+    was, experience = _side(own, batch, meter)
     own.records_all = True
-    was, experience = _side(own, batch)
-    record = own.record(batch, experience)
+    try:
+        record = own.record(batch, experience)
+    finally:
+        own.records_all = False
+    own.finish_step(batch, dict(was.metrics), meter)
     assert record.tokens is not None
     return WhatIf(
         step=step,
@@ -203,9 +201,31 @@ def _copy_state(
     other.checkpointer.put_back(numbers | {"running": moving})
 
 
-def _side(trainer: PolicyGradientTrainer, batch: ScoredBatch) -> tuple[Side, Experience]:
+def _scored_by(
+    other: PolicyGradientTrainer,
+    own: PolicyGradientTrainer,
+    batch: ScoredBatch,
+    changes: Mapping[str, Any],
+) -> ScoredBatch:
+    """Return a batch of the run with the scores that the other trainer would have."""
+    asks = any(key in changes for key in REWARDS)
+
+    def scored(samples: Samples, scores: Tensor) -> ScoredSamples:
+        if asks:
+            return other.collector.scored(dataclasses.replace(samples, begun={}))
+        raw = scores[:, :, : own.shaping.functions]
+        return ScoredSamples(samples, other.shaping.penalized(raw, samples.rollout))
+
+    other.collector.outside.begin()
+    samples, scores = scored(batch.samples, batch.scores)
+    greedy = None if batch.greedy is None else scored(*batch.greedy)
+    return dataclasses.replace(batch, samples=samples, scores=scores, greedy=greedy)
+
+
+def _side(
+    trainer: PolicyGradientTrainer, batch: ScoredBatch, meter: Meter
+) -> tuple[Side, Experience]:
     """Make the second half of a step, and look at what it does."""
-    meter = Meter()
     experience, metrics = trainer.make_experience(batch.rollout, batch.scores, meter, batch.greedy)
     pull = _pull(trainer, experience)
     gradient = _gradient(trainer, experience)

@@ -53,6 +53,8 @@ class JsonLines:
         a full disk the lines are missing, and the first time a warning says so.
         """
         lines = "".join(f"{line_of(record)}\n" for record in records)
+        if not lines:
+            return
         size = None
         try:
             with self.path.open("a") as file:

@@ -52,7 +52,7 @@ class Start:
         versions: of Python and of the packages, by name.
         processes: how many there are.
         backend: DDP, FSDP2, ZeRO-2 and so on.
-        device: name of the accelerator, or "cpu".
+        device: name of the accelerator, or "cpu" with the kind of processor.
         data: fingerprint of the rows of the data in any order; None of a stream.
         rewards: fingerprint of the source of each reward function, by name; None if unknown.
         weights: fingerprint of each tensor of the models, by name; those of a critic begin with
@@ -128,10 +128,11 @@ class StepTokens:
     numbers: dict[str, NDArray[Any]]
 
     def save(self, path: Path) -> None:
-        """Write the file: for each token 7 bytes, its text, 4 for `sampler_logprob` and 2 for each
+        """Write the file: for each token 6 bytes, its text, 4 for `sampler_logprob` and 2 for each
         other number, which is rounded to float16; and 16 bytes for each completion.
         """
         texts = [text.encode("utf-8", "replace") for text in self.texts]
+        lengths = [len(text) for text in texts]  # seldom more than a byte has room for
         numbers = {f"numbers.{name}": _stored(name, x) for name, x in self.numbers.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"partial-{path.name}")
@@ -142,7 +143,7 @@ class StepTokens:
             "ids": self.ids.astype(np.int32),
             "action": self.action.astype(np.bool_),
             "text": np.frombuffer(b"".join(texts), np.uint8),
-            "text_lengths": np.array([len(text) for text in texts], np.uint16),
+            "text_lengths": np.array(lengths, np.min_scalar_type(max(lengths, default=0))),
             **numbers,
         }
         save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, partial)
@@ -154,7 +155,7 @@ class StepTokens:
         stored = load_file(path)
         ends = np.cumsum(stored.pop("text_lengths").astype(np.int64)).tolist()
         text = stored.pop("text").tobytes()
-        starts = [0, *ends[:-1]]
+        starts = [0, *ends][:-1]
         texts = [text[a:b].decode("utf-8", "replace") for a, b in zip(starts, ends, strict=True)]
         numbers = {
             name.removeprefix("numbers."): stored.pop(name)

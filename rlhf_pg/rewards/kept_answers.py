@@ -1,9 +1,13 @@
 """Answers of reward functions in `outside.jsonl`, and back."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_pg.boundary.outside import Outside
+from rlhf_pg.boundary.user_code import finite
+from rlhf_pg.boundary.worker import safe_text
+from rlhf_pg.rewards.answers import Unread, is_list
 from rlhf_pg.rewards.blame import Answer, Failed
 
 Keys = Sequence[tuple[int, int]]  # the prompt's index and the number of the sample, by row
@@ -33,7 +37,8 @@ def kept(outside: Outside, source: str, keys: Keys) -> Answer:
     metrics: dict[str, list[float]] = {}
     for one in said:
         for name, numbers in one.get("metrics", {}).items():
-            metrics.setdefault(name, []).extend(numbers)
+            known = [math.nan if number is None else number for number in numbers]
+            metrics.setdefault(name, []).extend(known)
     return Answer(
         [_entry(one["score"]) for one in said],
         {name: [one.get("extra", {}).get(name) for one in said] for name in names},
@@ -42,10 +47,20 @@ def kept(outside: Outside, source: str, keys: Keys) -> Answer:
 
 
 def _plain(score: Any) -> Any:
-    return {"failed": score.why, "alone": score.alone} if isinstance(score, Failed) else score
+    """Return a score as JSON has it, what is none by its text."""
+    if isinstance(score, Failed):
+        return {"failed": score.why, "alone": score.alone}
+    if is_list(score):
+        return [_plain(step) for step in score]
+    number = None if score is None else finite(score)
+    return {"unread": safe_text(score)} if number is None and score is not None else number
 
 
 def _entry(score: Any) -> Any:
-    if isinstance(score, Mapping):
-        return Failed(str(score["failed"]), alone=bool(score["alone"]))
-    return score
+    if is_list(score):
+        return [_entry(step) for step in score]
+    if not isinstance(score, Mapping):
+        return score
+    if "unread" in score:
+        return Unread(str(score["unread"]))
+    return Failed(str(score["failed"]), alone=bool(score["alone"]))

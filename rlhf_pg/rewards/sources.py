@@ -105,11 +105,11 @@ def source_fingerprint(function: Any) -> str | None:
     """Return a fingerprint of the file that a function is written in; None if there is none."""
     while isinstance(function, functools.partial):
         function = function.func
-    code = inspect.unwrap(function) if callable(function) else function
     try:
+        code = inspect.unwrap(function) if callable(function) else function
         file = inspect.getsourcefile(code if inspect.isroutine(code) else type(code))
         written = Path(file or "").read_bytes()
-    except (TypeError, OSError):
+    except (TypeError, ValueError, OSError):  # an object that has every attribute wraps itself
         return None
     return hashlib.sha256(written).hexdigest()[:16]
 

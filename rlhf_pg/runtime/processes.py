@@ -158,7 +158,7 @@ class Runtime:
         widest = max(counts)
         padded = rows.new_zeros((widest, *rows.shape[1:]))
         padded[: len(rows)] = rows
-        blocks = self._accelerator.gather(padded).split(widest)
+        blocks = self._accelerator.gather(padded).tensor_split(self.world)
         everyone = torch.cat([block[:n] for block, n in zip(blocks, counts, strict=True)])
         start = sum(counts[: self.rank])
         return everyone, slice(start, start + len(rows))
@@ -180,10 +180,13 @@ class Runtime:
         return int(everyone.max())
 
     def gather_text(self, own: str) -> list[str]:
-        """Return the texts of all processes in order of rank; none may hold a NUL."""
+        """Return the texts of all processes in order of rank; none may hold a NUL.
+
+        Lone surrogates, which are no characters, are escaped.
+        """
         if self.world == 1:
             return [own]
-        encoded = bytearray(f"{own}\0".encode())
+        encoded = bytearray(f"{own}\0".encode(errors="backslashreplace"))
         texts, _ = self.gather(torch.frombuffer(encoded, dtype=torch.uint8).to(self.device))
         return texts.cpu().numpy().tobytes().decode().split("\0")[:-1]
 

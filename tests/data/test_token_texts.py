@@ -1,5 +1,7 @@
 """The texts of tokens, which together are the text of the completion."""
 
+import random
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -45,3 +47,31 @@ def test_tokenizer_without_a_fast_one_decodes_token_by_token() -> None:
             return "".join(chr(97 + i) for i in ids)
 
     assert token_texts(Slow(), [0, 2]) == ["a", "c"]  # type: ignore[arg-type]
+
+
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer that falls back to bytes, as those of Llama and Gemma do."""
+    vocabulary = {f"<0x{i:02X}>": i for i in range(256)} | {"a": 256, "日": 257}
+    made = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def test_bytes_that_are_no_text_are_shown_and_raise_nothing() -> None:
+    """A policy may sample them; they change how the bytes before them are decoded."""
+    unknown = "\N{REPLACEMENT CHARACTER}"
+    texts = token_texts(byte_fallback_tokenizer(), [82, 76, 235, 190, 257, 256])
+    assert texts == ["R", "L", "", "", f"{unknown * 2}日", "a"]
+    shuffled = random.Random(0)
+    for _ in range(200):
+        ids = [shuffled.randrange(258) for _ in range(12)]
+        assert len(token_texts(byte_fallback_tokenizer(), ids)) == 12
+
+
+def test_end_is_what_its_tokens_decode_to() -> None:
+    unknown = "\N{REPLACEMENT CHARACTER}"
+    tokenizer = byte_tokenizer()
+    first = tokenizer("日")["input_ids"][0]  # of three bytes
+    assert token_texts(tokenizer, [first, first]) == ["", unknown * 2]
+    # A model may have more ids than its tokenizer.
+    assert token_texts(tokenizer, [*tokenizer("a")["input_ids"], len(tokenizer)]) == ["a", ""]

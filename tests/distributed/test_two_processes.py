@@ -5,7 +5,7 @@ test_invariance.py): they exchange no more than they must, and take every decisi
 import pytest
 import torch
 
-from tests.distributed.launching import COMMON, Outcome, launch, saved_model
+from tests.distributed.launching import COMMON, PATIENCE, Outcome, launch, saved_model, start_two
 from tests.distributed.layouts import JOBS
 from tests.distributed.runs import SPLITS
 
@@ -104,3 +104,12 @@ def test_reference_sync_without_reshard_matches_one_process(tmp_path) -> None:
     one = launch(tmp_path / "one", {"grpo": job})["grpo"]
     kept = launch(tmp_path / "kept", {"grpo": job}, "fsdp2_kept", 2)["grpo"]
     assert (kept.end - one.end).norm() <= 1e-4 * (one.end - one.start).norm()
+
+
+def test_no_rows_and_no_characters_are_gathered() -> None:
+    """A rank that raised on the way to the others would leave them waiting."""
+    for process in start_two("tests.distributed.gathering", [[], []]):
+        said, _ = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, said
+        expected = r"'rank 1: no character: \\ud800 \xe9\\0'"
+        assert f"[0, 3] slice(0, 0, None) {expected}" in said

@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from rlhf_pg.replay.again import Made, Replay, save
 from rlhf_pg.report.run_files import RunFiles, StepTokens
 from rlhf_pg.rollout import Observation
 from rlhf_pg.tasks import arithmetic, calculator, guess
-from tests.trainers.conftest import PROMPTS
+from tests.trainers.conftest import PROMPTS, digits
 from tests.untimed import without_times
 
 EVERY = {"max_steps": 6, "save_steps": 3, "log_completions_steps": 1}
@@ -252,3 +254,61 @@ def test_tokens_of_later_steps_go_when_a_run_is_resumed(make) -> None:
     run = RunFiles(run.directory)
     assert [start.step for start in run.starts] == [0, 3]
     assert list(run.traces) == [1, 2, 3, 4]
+
+
+async def in_numpy(completions: list[str], **_: Any) -> list[Any]:
+    return [np.float32(score) for score in digits(completions)]
+
+
+async def in_tensors(completions: list[str], **_: Any) -> list[Any]:
+    return [torch.tensor(score) for score in digits(completions)]
+
+
+async def at_steps(completion_ids: list[list[int]], **_: Any) -> list[Any]:
+    return [[*[None] * (len(ids) - 1), np.float32(len(ids))] for ids in completion_ids]
+
+
+async def without_number(completions: list[str], log_metric, **_: Any) -> list[Any]:
+    log_metric("mood", math.nan)
+    return [score if score > 0.2 else math.nan for score in digits(completions)]
+
+
+@pytest.mark.parametrize("judge", [in_numpy, in_tensors, at_steps])
+def test_scores_of_any_kind_of_number_are_kept(make, judge: Any) -> None:
+    options = EVERY | {"max_steps": 2, "reward_funcs": [judge]}
+    make(**options).train()
+    assert Replay(make(**options)).make(2).differs == []
+
+
+@pytest.mark.parametrize("how", ["drop", "value"])
+def test_what_was_no_score_is_none_again(make, how: str) -> None:
+    options = EVERY | {"max_steps": 2, "reward_funcs": [without_number], "on_reward_error": how}
+    make(**options).train()
+    replay = Replay(make(**options))
+    made = replay.make(2)
+    assert made.differs == []
+    assert made.metrics["rewards/without_number/mean"] == pytest.approx(
+        replay.run.metrics[1]["rewards/without_number/mean"]
+    )
+
+
+def test_environment_is_not_asked_by_the_evaluation_of_a_step(make) -> None:
+    more = RUNS["dice"][1]() | {"eval_steps": 1, "eval_dataset": PROMPTS.select(range(4))}
+    options = EVERY | {"max_steps": 2} | more
+    make(**options).train()
+    made = Dice.made
+    assert Replay(make(**options)).make(2).differs == []
+    assert Dice.made - made <= 1  # to look at
+
+
+def test_run_that_went_on_from_another_directory(make, tmp_path) -> None:
+    """Its own first step follows the checkpoint that it names; others are not in it."""
+    make(**EVERY | {"max_steps": 3}).train()
+    named = {"resume_from_checkpoint": str(tmp_path / "run" / "checkpoints" / "step-00000003")}
+    options = EVERY | {"max_steps": 5, "save_steps": 0, "output_dir": str(tmp_path / "other")}
+    make(**options | named).train()
+    assert Replay(make(**options | named)).make(5).differs == []
+    with pytest.raises(ValueError, match="took steps 4 to 5: step 3 is none of them"):
+        Replay(make(**options | named)).make(3)
+    with pytest.raises(ValueError, match="went on from a checkpoint of step 3 that is not there"):
+        Replay(make(**options)).make(4)

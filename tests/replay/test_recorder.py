@@ -79,13 +79,13 @@ def test_weights_that_change_between_steps_are_named(make) -> None:
 
 
 def test_files_are_as_small_as_they_say(run: RunFiles) -> None:
-    """7 bytes and its text for a token, 4 for the sampler's number, 2 for each other; 16 a row."""
+    """6 bytes and its text for a token, 4 for the sampler's number, 2 for each other; 16 a row."""
     tokens = run.tokens(2)
     assert tokens is not None
     size = (run.directory / "tokens" / "step-00000002.safetensors").stat().st_size
     text = sum(len(said.encode()) for said in tokens.texts)
     numbers = 2 * (len(tokens.numbers) - 1) + 4
-    content = len(tokens.ids) * (7 + numbers) + text + 16 * len(tokens.lengths)
+    content = len(tokens.ids) * (6 + numbers) + text + 16 * len(tokens.lengths)
     assert content <= size <= content + 2048  # the header
     assert set(tokens.numbers) == {
         *("advantage", "log_ratio", "reward", "kl", "entropy", "sampler_logprob")

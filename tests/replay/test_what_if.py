@@ -142,3 +142,59 @@ def test_run_goes_on_as_if_nothing_was_asked(make) -> None:
     what_if(replay, make(**RUN, reward_funcs=minus_digits), 3)
     now = replay.trainer.model.state_dict()
     assert all(torch.equal(now[key], value) for key, value in trained.items())
+
+
+def greedy(make, **changes: Any) -> WhatIf:
+    options = RUN | {"advantage_estimator": "returns_minus_greedy", "beta": 0.0}
+    make(ReinforceTrainer, **options).train()
+    other = make(ReinforceTrainer, **options | changes)
+    return what_if(Replay(make(ReinforceTrainer, **options)), other, 3)
+
+
+def test_greedy_baseline_gets_the_other_rewards_too(make) -> None:
+    found = greedy(make, reward_funcs=minus_digits)
+    assert found.would_be.advantages.allclose(-found.was.advantages)
+
+
+def test_greedy_baseline_has_the_penalties_too(make) -> None:
+    """Of a completion's penalty, that of the greedy one is subtracted: each is 0 or 0.5."""
+    found = greedy(make, missing_eos_penalty=0.5)
+    cut = torch.tensor(found.would_be.rewards["missing_eos_penalty"]) < 0
+    added = (found.would_be.advantages - found.was.advantages)[:, 0]
+    assert cut.any()
+    assert set(added[cut].mul(2).round(decimals=4).tolist()) <= {-1.0, 0.0}
+    assert set(added[~cut].mul(2).round(decimals=4).tolist()) <= {0.0, 1.0}
+
+
+def test_other_size_of_a_penalty(make) -> None:
+    make(**RUN, missing_eos_penalty=0.5).train()
+    replay = Replay(make(**RUN, missing_eos_penalty=0.5))
+    found = what_if(replay, make(**RUN, missing_eos_penalty=1.0), 3)
+    assert set(found.was.rewards["missing_eos_penalty"]) <= {0.0, -0.5}
+    assert min(found.would_be.rewards["missing_eos_penalty"]) == -1.0
+
+
+def test_step_is_taken_afterwards(make) -> None:
+    """The next one can be made, and the same question has the same answer."""
+    options = RUN | {"max_steps": 4}
+    make(**options).train()
+    replay = Replay(make(**options))
+    once = what_if(replay, make(**options, beta=0.1), 3)
+    assert replay.make(4).differs == []
+    again = what_if(replay, make(**options, beta=0.1), 3)
+    assert all(again.was.gradient[name].equal(g) for name, g in once.was.gradient.items())
+    assert replay.make(3).differs == []
+    assert not replay.trainer.records_all
+
+
+def test_updates_that_would_be_skipped_are_not_kept(make) -> None:
+    asked(make, reward_weights=[1e38], scale_rewards="none")
+
+
+def test_rows_are_batched_as_the_model_check_finds_right(make, monkeypatch) -> None:
+    make(**RUN).train()
+    replay, other = Replay(make(**RUN)), make(**RUN, beta=0.1)
+    checked = []
+    monkeypatch.setattr(other, "keep_to_model", lambda: checked.append(True))
+    what_if(replay, other, 3)
+    assert checked

@@ -13,6 +13,7 @@ import torch
 from transformers import TrainerState
 
 from rlhf_pg.rewards import Rewards, sum_step_scores
+from rlhf_pg.rewards.sources import source_fingerprint
 
 PROMPTS = ["p", "p", "q"]
 COMPLETIONS = ["a", "bb", "ccc"]
@@ -533,3 +534,15 @@ def test_missing_column_raises_with_function_name():
 def test_column_named_like_sampled_input_raises(name):
     with pytest.raises(ValueError, match=f"the dataset column '{name}' has the name of"):
         call(length, columns={name: ["another"] * 3})
+
+
+def test_object_with_every_attribute_has_no_known_source():
+    class Proxy:
+        def __getattr__(self, name):
+            return self
+
+        def __call__(self, **_):
+            return [0.0]
+
+    assert source_fingerprint(Proxy()) is None
+    assert source_fingerprint(length) is not None
