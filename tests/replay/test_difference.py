@@ -57,6 +57,15 @@ def is_equal(one: Path, other: Path) -> bool:
     return diff_runs(one, other).difference is None
 
 
+def make_episodes(*runs: Path) -> None:
+    """Have runs say that their completions were episodes."""
+    for run in runs:
+        edit_lines(
+            *(run, "metrics.jsonl", lambda line: line.update({"episodes/turns": 2.0})),
+            lambda line: line["step"] == 1,
+        )
+
+
 # ---------------------------------------------------------------------------------- no difference
 
 
@@ -145,6 +154,43 @@ def test_same_layout_is_compared_bit_by_bit(one: Path, made) -> None:
     difference = first(one, made(noise=1e-12))
     assert (difference.step, difference.cause) == (1, "log-probability")
     assert "as another rounding of a library or device would be" in difference.because[0]
+
+
+@pytest.mark.parametrize(("apart", "equal"), [(1e-7, True), (1e-3, False)])
+def test_log_probabilities_of_episodes_are_compared_within_rounding(
+    one: Path, copy: Path, tmp_path: Path, apart: float, equal: bool
+) -> None:
+    episodes = shutil.copytree(one, tmp_path / "episodes")
+    make_episodes(episodes, copy)
+    edit_trace(copy, 3, lambda x: x["logprobs"].__setitem__(1, x["logprobs"][1] * (1 + apart)))
+
+    def nudge(tokens: StepTokens) -> None:
+        for name in ("sampler_logprob", "log_ratio"):
+            tokens.numbers[name] *= 1 + apart
+
+    edit_tokens(copy, 4, nudge)
+    compared = diff_runs(episodes, copy)
+    assert (compared.difference is None) == equal
+    assert "which episodes are sampled together" in str(compared.rounding)
+    assert first(episodes, copy, rtol=0.0).step == 3
+
+
+def test_weights_of_episodes_are_compared_bit_by_bit(one: Path, copy: Path, tmp_path: Path) -> None:
+    episodes = shutil.copytree(one, tmp_path / "episodes")
+    make_episodes(episodes, copy)
+    edit_trace(copy, 3, lambda x: x["weights"].__setitem__(0, "0"))
+    assert first(episodes, copy).cause == "weight"
+
+
+def test_rounding_grows_where_updates_use_numbers_of_episodes(tmp_path: Path) -> None:
+    config = {"old_logprobs_source": "sampler"}
+    runs = [
+        MadeRun(tmp_path / name, config=config, noise=noise).directory
+        for name, noise in (("a", 0.0), ("b", 1e-6))
+    ]
+    assert not is_equal(*runs)
+    make_episodes(*runs)
+    assert is_equal(*runs)
 
 
 def test_rtol_states_another_rounding(one: Path, made) -> None:
