@@ -143,7 +143,9 @@ def show(made: Made, rows: Sequence[int] | None) -> None:
 def _table(made: Made, rows: Sequence[int]) -> Table:
     said = made.record.completions
     sources = list(made.record.trace.rewards)
-    table = Table("row", "prompt", "sample", "completion", *sources, "advantage", "ratio", "tokens")
+    table = Table(box=None, pad_edge=False)
+    for name in ("row", "prompt", "sample", "completion", *sources, "advantage", "ratio", "tokens"):
+        table.add_column(name, overflow="fold")
     for row in rows:
         one = said[row]
         numbers = _of_row(made.record.tokens, row)
@@ -171,7 +173,10 @@ def _tokens(made: Made, row: int) -> Table:
     start = int(tokens.lengths[:row].sum())
     ratios = [math.exp(x) if not math.isnan(x) else x for x in numbers["log_ratio"]]
     columns = {**numbers, "ratio": ratios}
-    table = Table("token", "id", "text", *columns, title=f"row {row}")
+    table = Table(title=f"row {row}", box=None, pad_edge=False)
+    for name in ("token", "id", "text", *columns):
+        # A number that is cut off would be another one.
+        table.add_column(name.replace("_", " "), overflow="fold")
     for i in range(int(tokens.lengths[row])):
         text = repr(tokens.texts[start + i])
         cells = [str(i), str(tokens.ids[start + i]), visible(text)]
