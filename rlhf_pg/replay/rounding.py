@@ -1,6 +1,7 @@
 """The rounding within which two runs are compared: none, or that of another layout of the sums."""
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -165,8 +166,13 @@ def least_size(name: str) -> float:
 
 
 def is_number(x: Any) -> bool:
-    """Return whether a value is a number that can be apart from another."""
-    return isinstance(x, int | float) and not isinstance(x, bool)
+    """Return whether a value is a number that can be apart from another.
+
+    A damaged file may have an integer that no float can hold, which is compared like a text.
+    """
+    if isinstance(x, float):
+        return True
+    return isinstance(x, int) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
 
 
 def _layout(start: Start) -> tuple[str, ...]:
