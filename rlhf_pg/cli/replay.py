@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -156,10 +155,9 @@ def show(made: Made, rows: Sequence[int] | None) -> None:
 def _table(made: Made, rows: Sequence[int]) -> Table:
     said = made.record.completions
     sources = list(made.record.trace.rewards)
-    table = Table()
+    table = Table(box=None, pad_edge=False)
     for name in ("row", "prompt", "completion", *sources, "advantage", "ratio", "tokens"):
-        is_text = name in ("prompt", "completion")
-        table.add_column(name, no_wrap=True, max_width=22 if is_text else None)
+        table.add_column(name, overflow="fold")
     for row in rows:
         one = said[row]
         numbers = _of_row(made.record.tokens, row)
@@ -185,9 +183,9 @@ def _tokens(made: Made, row: int) -> Table:
     numbers = _of_row(tokens, row)
     start = int(tokens.lengths[:row].sum())
     numbers["ratio"] = [math.exp(x) for x in numbers.pop("log_ratio")]  # of NaN: NaN
-    table = Table(box=box.SIMPLE, padding=(0, 1), title=f"row {row}", title_justify="left")
+    table = Table(title=f"row {row}", title_justify="left", box=None, pad_edge=False)
     for name in ("token", "id", "text", *(SHORTER.get(name, name) for name in numbers)):
-        table.add_column(name, no_wrap=True, max_width=16 if name == "text" else None)
+        table.add_column(name, overflow="fold")  # a number that is cut off would be another one
     for i in range(int(tokens.lengths[row])):
         text = repr(tokens.texts[start + i])
         cells = [str(i), str(tokens.ids[start + i]), visible(text)]

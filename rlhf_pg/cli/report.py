@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+import yaml
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -15,6 +16,7 @@ from rlhf_pg.cli.options import parser_of
 from rlhf_pg.config.parse import fail, load
 from rlhf_pg.report.comparison import difference_tables, named_runs, write_comparison
 from rlhf_pg.report.html import Table
+from rlhf_pg.report.run_files import RunFiles
 from rlhf_pg.report.run_page import write_report
 from rlhf_pg.report.watch import Server
 from rlhf_pg.report.watch_text import watch_text
@@ -87,6 +89,10 @@ def run_directory(name: str) -> Path:
         fail(f"{quoted(name)} is no directory of a run, which has {files}{hint}")
     if (directory / "config.yaml").is_file():
         load(directory / "config.yaml")  # or say what is wrong with it
+        try:
+            _ = RunFiles(directory).config  # libyaml refuses characters that the other reader takes
+        except yaml.YAMLError as error:
+            fail(f"{directory / 'config.yaml'}: not valid YAML: {error}")
     return directory
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rlhf_pg.replay.evidence import LABELS
 from rlhf_pg.replay.finding import CONFIG, VERSION, Finding, shown_name
 from rlhf_pg.replay.pair import Pair
-from rlhf_pg.replay.rounding import is_number
+from rlhf_pg.replay.rounding import TIMING, is_number
 from rlhf_pg.replay.suspects import (
     KeyDifference,
     data_differ,
@@ -146,7 +146,8 @@ def _about_ids(pair: Pair, first: Finding) -> list[str]:
         ]
     if not pair.weights_are_same_before(first.step):
         return ["the prompt is the same, and the weights are not known"]
-    return ["the same prompt, and weights that were the same before, gave another token"]
+    same = "the same prompt, and weights that were the same before, gave another token"
+    return [same, f"rounding can do this: {TIMING}"] if pair.rounding.sampled else [same]
 
 
 def _about_numbers(pair: Pair, first: Finding) -> list[str]:

@@ -59,7 +59,7 @@ def trace_findings(
         yield from _column(a, b, name, "data order", Rounding())
     yield from _column(a, b, "prompts", "prompt text", Rounding())
     yield from _column(a, b, "ids", "sampled id", Rounding())
-    yield from _column(a, b, "logprobs", "log-probability", rounding)
+    yield from _column(a, b, "logprobs", "log-probability", rounding.of_sampler())
     if (a.values is None) != (b.values is None):
         yield _of_step(a, "value", TRACE, "values", a.values is not None, b.values is not None)
     yield from _column(a, b, "values", "value", rounding)

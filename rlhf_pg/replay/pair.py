@@ -49,8 +49,7 @@ def opened(directory: Path) -> RunFiles:
         if not isinstance(run.config, dict):
             raise ValueError("it has no keys")
         file = TRACE
-        lines: list[Start | Trace] = [*run.starts, *run.traces.values()]
-        for line in lines:
+        for line in chain[Start | Trace](run.starts, run.traces.values()):
             _check(line)
     except (yaml.YAMLError, ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise ValueError(
@@ -131,7 +130,8 @@ class Pair:
 
     def findings(self, step: int) -> list[Finding]:
         """Return what differs in a step, the first first."""
-        within = self.rounding.after(self.distance(step - 1))
+        grows = self.rounding.grows
+        within = self.rounding.after(self.distance(step - 1)) if grows else self.rounding
         found = chain(
             self._traced(step, within),
             fingerprint_findings(step, self.a, self.b) if self.rounding.is_exact else (),

@@ -1,6 +1,7 @@
 """The rounding within which two runs are compared: none, or that of another layout of the sums."""
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,10 @@ LAYOUT = ("processes", "backend", "device")  # attributes of `Start`
 # Relative to the largest number of its kind in the step, and absolute. docs/reliability.md has what
 # was measured. In float64 some layers of transformers still compute in float32.
 BY_DTYPE = {"float64": (1e-6, 1e-9), "float32": (1e-3, 1e-6), "bfloat16": (5e-2, 1e-3)}
+# Which episodes are sampled together depends on when their environments answer, and with it the
+# order of sums in the sampler: relative bound by dtype, for the same weights and ids.
+TIMING = "which episodes are sampled together depends on when they are answered"
+SAMPLED_TOGETHER = {"float64": 1e-6, "float32": 1e-5, "bfloat16": 5e-2}
 COARSEST = ("bfloat16", "float32", "float64")
 # Shares of tokens beyond a bound: rounding moves a whole token across it.
 SHARES = ("clip_ratio/", "value_clip_ratio", "ratio_overflow")
@@ -35,12 +40,14 @@ class Rounding:
         floor: absolute part.
         why: what makes rounding differ.
         grows: a step may be as far apart as the one before, and `GROWTH` times that.
+        sampled: share by which what the sampler computed may be apart in any case.
     """
 
     rtol: float = 0.0
     floor: float = 0.0
     why: str = ""
     grows: bool = False
+    sampled: float = 0.0
 
     @property
     def is_exact(self) -> bool:
@@ -50,6 +57,10 @@ class Rounding:
         """Return the rounding of a step, from how far the step before was apart."""
         grown = min(GROWTH * apart, MOST)
         return replace(self, rtol=grown) if self.grows and grown > self.rtol else self
+
+    def of_sampler(self) -> "Rounding":
+        """Return the rounding of the log-probabilities with which tokens were sampled."""
+        return replace(self, rtol=max(self.rtol, self.sampled))
 
     def same(self, a: Any, b: Any, scale: float = 0.0) -> bool:
         """Return whether two values count as equal.
@@ -76,11 +87,17 @@ class Rounding:
 
     def __str__(self) -> str:
         if self.is_exact:
-            return "compared bit by bit"
+            return f"compared bit by bit{self._but()}"
         bound = f"{self.rtol:g} of the largest number of its kind, or {self.floor:g}"
         if self.grows:
             bound += f"; or {GROWTH:g} times what the step before was apart, up to {MOST:g}"
         return f"compared within rounding ({bound}): {self.why}"
+
+    def _but(self) -> str:
+        if not self.sampled:
+            return ""
+        bound = f"the log-probabilities of sampled tokens within {self.sampled:g} of the largest"
+        return f", but {bound}: {TIMING}"
 
 
 def rounding_of(a: RunFiles, b: RunFiles, rtol: float | None = None) -> Rounding:
@@ -96,8 +113,21 @@ def rounding_of(a: RunFiles, b: RunFiles, rtol: float | None = None) -> Rounding
     if rtol is not None:
         stated = "; ".join(["as asked for", *reasons])
         return Rounding(rtol, floor * rtol / default, stated) if rtol else Rounding()
+    sampled = SAMPLED_TOGETHER[dtype] if _has_episodes(a) and _has_episodes(b) else 0.0
+    if sampled and any(_trains_on_sampler(run) for run in (a, b)):
+        reasons.append(f"{TIMING}, and updates use what the sampler computed")
     why = f"{'; '.join(reasons)}; {dtype}"
-    return Rounding(default, floor, why, grows=True) if reasons else Rounding()
+    return Rounding(default, floor, why, grows=True) if reasons else Rounding(sampled=sampled)
+
+
+def _has_episodes(run: RunFiles) -> bool:
+    return any(name.startswith("episodes/") for line in run.metrics[:1] for name in line)
+
+
+def _trains_on_sampler(run: RunFiles) -> bool:
+    """Return whether updates depend on the log-probabilities with which tokens were sampled."""
+    corrected = run.config.get("sampler_correction", "none") not in ("none", "auto")
+    return corrected or run.config.get("old_logprobs_source") == "sampler"
 
 
 def layout_differences(a: RunFiles, b: RunFiles) -> list[str]:
@@ -136,8 +166,13 @@ def least_size(name: str) -> float:
 
 
 def is_number(x: Any) -> bool:
-    """Return whether a value is a number that can be apart from another."""
-    return isinstance(x, int | float) and not isinstance(x, bool)
+    """Return whether a value is a number that can be apart from another.
+
+    A damaged file may have an integer that no float can hold, which is compared like a text.
+    """
+    if isinstance(x, float):
+        return True
+    return isinstance(x, int) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
 
 
 def _layout(start: Start) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ STAGE_OF_NUMBER = {
     "entropy": "gradient",
 }
 
+OF_SAMPLER = ("sampler_logprob", "log_ratio")  # what is made of numbers of the sampler
 DIFFERENCES = ("log_ratio", "kl")  # of two log-probabilities, which nearly cancel out
 
 
@@ -43,7 +44,8 @@ def token_findings(
         if x is None or y is None:
             yield found.whole(stage, name, x is not None, y is not None)
             continue
-        yield from found.tokens(name, stage, x, y, rounding, _size(name, a))
+        within = rounding.of_sampler() if name in OF_SAMPLER else rounding
+        yield from found.tokens(name, stage, x, y, within, _size(name, a))
 
 
 class _Tokens:

@@ -13,7 +13,7 @@ sample, M the tokens of all completions, one completion after another.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,7 @@ METRICS, COMPLETIONS, TRACE, OUTSIDE = (
     *("metrics.jsonl", "completions.jsonl", "trace.jsonl", "outside.jsonl"),
 )
 TOKENS = "tokens"
+TRACES_KEPT = 4  # that were asked for last
 # Safe, and ten times as fast where libyaml is there.
 FAST_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # The numbers of a token, in the order in which they are shown; a run has those that it computes.
@@ -151,8 +152,14 @@ class StepTokens:
 
     @classmethod
     def load(cls, path: Path) -> "StepTokens":
-        """Read a file that `save` wrote."""
+        """Read a file that `save` wrote.
+
+        Raises:
+            ValueError: it has a tensor that is no list of numbers.
+        """
         stored = load_file(path)
+        if any(tensor.ndim != 1 for tensor in stored.values()):
+            raise ValueError(f"{path} has a tensor that is no list of numbers")
         ends = np.cumsum(stored.pop("text_lengths").astype(np.int64)).tolist()
         text = stored.pop("text").tobytes()
         starts = [0, *ends][:-1]
@@ -197,10 +204,6 @@ class RunFiles:
         return whole_lines(self.directory / COMPLETIONS)
 
     @cached_property
-    def _lines(self) -> list[dict[str, Any]]:
-        return whole_lines(self.directory / TRACE)
-
-    @cached_property
     def starts(self) -> list[Start]:
         """The beginnings of the run: one, and another each time it was resumed."""
         # They are few among long lines: only those that may be one are read as JSON.
@@ -208,9 +211,9 @@ class RunFiles:
         return [Start(**line) for line in lines if "versions" in line]
 
     @cached_property
-    def traces(self) -> dict[int, Trace]:
+    def traces(self) -> "Traces":
         """The trace of each step."""
-        return {line["step"]: Trace(**line) for line in self._lines if "versions" not in line}
+        return Traces(self.directory / TRACE)
 
     def logged_steps(self) -> list[int]:
         """Return the steps whose tokens are kept, in order."""
@@ -221,8 +224,43 @@ class RunFiles:
         """Return the tokens of a step; None if they are not kept, or cannot be read."""
         try:
             return StepTokens.load(tokens_file(self.directory, step))
-        except (OSError, SafetensorError, KeyError, TypeError):
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError):
             return None
+
+
+class Traces(Mapping[int, Trace]):
+    """The traces of a file, each made of its line when it is asked for.
+
+    As lines, those of a long run take a tenth of the memory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lines: dict[int, bytes] = {}
+        self._newest: dict[int, Trace] = {}
+        if not path.is_file():
+            return
+        with path.open("rb") as file:
+            for line in file:
+                for record in records_in(line):
+                    if "versions" not in record:
+                        self._lines[record["step"]] = line
+
+    def __getitem__(self, step: int) -> Trace:
+        if step not in self._newest:
+            trace = Trace(**json.loads(self._lines[step]))
+            while len(self._newest) >= TRACES_KEPT:
+                self._newest.pop(next(iter(self._newest)))
+            self._newest[step] = trace
+        return self._newest[step]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._lines)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __contains__(self, step: object) -> bool:
+        return step in self._lines
 
 
 def tokens_file(directory: Path, step: int) -> Path:
@@ -236,7 +274,10 @@ def whole_lines(path: Path, having: bytes = b"") -> list[dict[str, Any]]:
     Args:
         having: only lines with these bytes.
     """
-    return records_in(path.read_bytes(), having) if path.is_file() else []
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        return [record for line in file for record in records_in(line, having)]
 
 
 def records_in(content: bytes, having: bytes = b"") -> list[dict[str, Any]]:

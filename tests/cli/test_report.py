@@ -1,10 +1,14 @@
 """`rlhf-pg report`, `compare` and `watch`: what they print, and what they refuse."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from rich.console import Console
 
-from rlhf_pg.cli import main
+from rlhf_pg.cli import main, replay
+from rlhf_pg.report.run_files import COLUMNS, StepTokens
 from tests.report.synthetic import make_run
 
 
@@ -58,3 +62,26 @@ def test_wrong_use_is_one_line_with_the_remedy(tmp_path: Path, capsys) -> None:
     assert "one/config.yaml: not valid YAML" in refused(capsys, "report", str(run))
     hostile = refused(capsys, "report", "\x1b[31m")
     assert "\x1b" not in hostile
+
+
+@pytest.mark.parametrize("command", [("report",), ("watch", "--text")])
+def test_config_that_libyaml_refuses_is_one_error(tmp_path: Path, command, capsys) -> None:
+    run = make_run(tmp_path / "run", steps=2)
+    with (run / "config.yaml").open("a") as file:
+        file.write('system_prompt: "\\uD800"\n')
+    name, *flags = command
+    assert "config.yaml: not valid YAML" in refused(capsys, name, str(run), *flags)
+
+
+def test_tokens_of_a_row_are_not_cut_off_at_80_columns(capsys) -> None:
+    columns = {name: np.array([-0.00012345], np.float32) for name in COLUMNS}
+    ones = np.ones(1, np.int32)
+    tokens = StepTokens(
+        **dict.fromkeys(("prompt_index", "sample", "lengths", "ids", "action"), ones),
+        texts=["<eos>"],
+        numbers=columns,
+    )
+    made = SimpleNamespace(record=SimpleNamespace(tokens=tokens))
+    Console(width=80).print(replay._tokens(made, 0))  # type: ignore[arg-type]
+    shown = capsys.readouterr().out
+    assert "…" not in shown

@@ -1,5 +1,6 @@
 """`diff`: what counts as a difference, what as rounding, and which cause is named for it."""
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from rlhf_pg.cli import main
 from rlhf_pg.replay.difference import Difference, diff_runs
@@ -16,7 +18,7 @@ from rlhf_pg.replay.finding import STAGES
 from rlhf_pg.replay.rounding import Rounding
 from rlhf_pg.replay.suspects import ACTS_AT, ASIDE, placeless
 from rlhf_pg.report.metrics import KEYS
-from rlhf_pg.report.run_files import RunFiles, StepTokens
+from rlhf_pg.report.run_files import TRACES_KEPT, RunFiles, StepTokens, Trace, tokens_file
 from tests.replay.made_run import (
     CONFIG,
     STEPS,
@@ -55,6 +57,15 @@ def first(one: Path, other: Path, **options: Any) -> Difference:
 
 def is_equal(one: Path, other: Path) -> bool:
     return diff_runs(one, other).difference is None
+
+
+def make_episodes(*runs: Path) -> None:
+    """Have runs say that their completions were episodes."""
+    for run in runs:
+        edit_lines(
+            *(run, "metrics.jsonl", lambda line: line.update({"episodes/turns": 2.0})),
+            lambda line: line["step"] == 1,
+        )
 
 
 # ---------------------------------------------------------------------------------- no difference
@@ -147,6 +158,43 @@ def test_same_layout_is_compared_bit_by_bit(one: Path, made) -> None:
     assert "as another rounding of a library or device would be" in difference.because[0]
 
 
+@pytest.mark.parametrize(("apart", "equal"), [(1e-7, True), (1e-3, False)])
+def test_log_probabilities_of_episodes_are_compared_within_rounding(
+    one: Path, copy: Path, tmp_path: Path, apart: float, equal: bool
+) -> None:
+    episodes = shutil.copytree(one, tmp_path / "episodes")
+    make_episodes(episodes, copy)
+    edit_trace(copy, 3, lambda x: x["logprobs"].__setitem__(1, x["logprobs"][1] * (1 + apart)))
+
+    def nudge(tokens: StepTokens) -> None:
+        for name in ("sampler_logprob", "log_ratio"):
+            tokens.numbers[name] *= 1 + apart
+
+    edit_tokens(copy, 4, nudge)
+    compared = diff_runs(episodes, copy)
+    assert (compared.difference is None) == equal
+    assert "which episodes are sampled together" in str(compared.rounding)
+    assert first(episodes, copy, rtol=0.0).step == 3
+
+
+def test_weights_of_episodes_are_compared_bit_by_bit(one: Path, copy: Path, tmp_path: Path) -> None:
+    episodes = shutil.copytree(one, tmp_path / "episodes")
+    make_episodes(episodes, copy)
+    edit_trace(copy, 3, lambda x: x["weights"].__setitem__(0, "0"))
+    assert first(episodes, copy).cause == "weight"
+
+
+def test_rounding_grows_where_updates_use_numbers_of_episodes(tmp_path: Path) -> None:
+    config = {"old_logprobs_source": "sampler"}
+    runs = [
+        MadeRun(tmp_path / name, config=config, noise=noise).directory
+        for name, noise in (("a", 0.0), ("b", 1e-6))
+    ]
+    assert not is_equal(*runs)
+    make_episodes(*runs)
+    assert is_equal(*runs)
+
+
 def test_rtol_states_another_rounding(one: Path, made) -> None:
     other = made(noise=1e-5)
     assert diff_runs(one, other, rtol=1e-4).difference is None
@@ -218,6 +266,23 @@ def test_small_metric_is_judged_by_its_usual_size() -> None:
     within = Rounding(1e-3, 1e-6)
     assert [found.what for found in metric_findings(a, b, within)] == ["loss"]
     assert not list(metric_findings(a, b, within, {"loss": 1.0}))
+
+
+def test_integer_beyond_every_float_is_compared_and_no_crash(one: Path, made) -> None:
+    other = made(start={"processes": 2})
+    edit_lines(
+        *(other, "metrics.jsonl", lambda line: line.update(loss=10**400)),
+        lambda line: line["step"] == 2,
+    )
+    assert (first(one, other).step, first(one, other).found[0].what) == (2, "loss")
+
+
+def test_traces_are_not_all_kept_in_memory(one: Path) -> None:
+    run = RunFiles(one)
+    weights = [trace.weights for trace in run.traces.values()]
+    assert len(weights) == STEPS > TRACES_KEPT
+    mine = [x for x in gc.get_objects() if isinstance(x, Trace) and x.weights in weights]
+    assert len(mine) <= TRACES_KEPT
 
 
 def test_nan_is_within_no_rounding_of_a_number() -> None:
@@ -387,6 +452,14 @@ def test_damaged_files_are_differences_and_no_crash(one: Path, copy: Path, damag
     assert (difference.step, difference.cause) == (2, "sampled id")
     shutil.copy(one / "tokens/step-00000002.safetensors", copy / "tokens")
     assert (first(one, copy).step, first(one, copy).cause) == (4, "weight")
+
+
+def test_tokens_in_a_table_cannot_be_read(one: Path, copy: Path) -> None:
+    file = tokens_file(copy, 2)
+    tensors = load_file(file)
+    save_file(tensors | {"prompt_index": tensors["prompt_index"].reshape(1, -1)}, file)
+    assert RunFiles(copy).tokens(2) is None
+    assert first(one, copy).found[0].note == "it cannot be read"
 
 
 def test_shorter_run_differs_where_it_ends(one: Path, made) -> None:
