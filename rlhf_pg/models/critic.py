@@ -107,8 +107,10 @@ class Critic(nn.Module):
         mask = batch.action_mask
         columns = torch.arange(1, states.shape[1], device=mask.device)
         end = torch.where(mask, columns, 0).amax(dim=1, keepdim=True)
-        before = torch.where(mask, values[states[:, :-1]], 0.0)
-        return before, values[states.gather(1, end).squeeze(1)]
+        # By an index in brackets, the threads of a CPU would add up the gradient in any order.
+        before = values.index_select(0, states[:, :-1].flatten()).view(mask.shape)
+        ends = values.index_select(0, states.gather(1, end).squeeze(1))
+        return torch.where(mask, before, 0.0), ends
 
     def _everywhere(self, batch: Rollout, of_policy: Hidden | None) -> tuple[Tensor, Tensor]:
         """Return the values of all computed tokens, and the places of the states among them."""

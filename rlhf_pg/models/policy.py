@@ -104,7 +104,8 @@ class Policy(nn.Module):
         """Apply the head to the completions, given the `hidden_states` of the batch."""
         assert self.head is not None
         slots = batch.action_slots()
-        before = trunk.hidden[trunk.states[:, :-1].flatten()[slots]]
+        # By an index in brackets, the threads of a CPU would add up the gradient in any order.
+        before = trunk.hidden.index_select(0, trunk.states[:, :-1].flatten()[slots])
         scored = _spread(batch, slots, *self.head(before, *_drawn(batch, slots)))
         return scored._replace(routed=self._routed(trunk))
 
