@@ -22,11 +22,11 @@ def two_threads() -> Iterator[None]:
 
 def test_gradient_is_the_same_every_time(make, two_threads: None) -> None:
     """The last state of a prompt adds up the gradients of its completions in one order."""
-    trainer = make(PPOTrainer, prompts_per_step=4, num_generations=32)
+    trainer = make(PPOTrainer, prompts_per_step=4, num_generations=96)
     batch = trainer.collector.collect(0, Meter())
     experience, _ = trainer.make_experience(batch.rollout, batch.scores, Meter())
     found = []
-    for _ in range(4):
+    for _ in range(3):
         trainer.learner.accumulate(experience, Meter())
         found.append({n: p.grad.clone() for n, p in trainer.checkpointer.parameters.items()})
         trainer.learner.trained.discard_update()
