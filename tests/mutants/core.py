@@ -338,8 +338,8 @@ CRITICS = [
         name="value-after-the-token",
         mistake="V of the state after the token: the baseline knows the action, and is biased",
         target="rlhf_pg.models.Critic.forward",
-        old="torch.where(mask, values[states[:, :-1]], 0.0)",
-        new="torch.where(mask, values[states[:, 1:]], 0.0)",
+        old="states[:, :-1].flatten()",
+        new="states[:, 1:].flatten()",
         killers=(f"{PPO}::test_true_values_make_expected_advantages_zero",),
     ),
     Mutant(
@@ -354,8 +354,8 @@ CRITICS = [
         name="values-times-mask",
         mistake="masked values are multiplied away, and NaN * 0 is NaN",
         target="rlhf_pg.models.Critic.forward",
-        old="torch.where(mask, values[states[:, :-1]], 0.0)",
-        new="values[states[:, :-1]] * mask",
+        old="torch.where(mask, before, 0.0)",
+        new="before * mask",
         killers=(f"{CRITIC}::test_undefined_values_stay_in_masked_slots",),
     ),
     Mutant(

@@ -222,9 +222,9 @@ MUTANTS = [
     Mutant(
         name="dataset-unchecked",
         mistake="a resumed run goes on with other rows, in places that meant others",
-        target="rlhf_pg.data.prompts.Prompts.fingerprint",
-        old="            for row in table.to_pylist():\n",
-        new="            for row in []:\n",
+        target="rlhf_pg.data.prompts.Prompts._fingerprints",
+        old="            digest.update(text)\n",
+        new="",
         killers=(f"{FAULTS}::test_changed_dataset_on_resume_is_refused",),
     ),
     Mutant(
