@@ -58,7 +58,7 @@ class Journal:
         self._bar: Progress | None = None
         self._total = 0
         self._doubts = False
-        self._lacks_tokens = False
+        self._lacks_tokens = self._lacks_answers = False
         if is_main:
             directory.mkdir(parents=True, exist_ok=True)
             earlier = set_aside(directory) if after_step == 0 else None
@@ -155,12 +155,20 @@ class Journal:
         if not self.is_main:
             return
         self._trace.write(vars(trace))
-        if outside and self._outside is None:
-            self._outside = JsonLines(self._directory / OUTSIDE, 0)
-        if outside and self._outside is not None:
-            self._outside.write_all(outside)
+        if outside:
+            self._write_outside(outside)
         if tokens is not None:
             self._save_tokens(trace.step, tokens)
+
+    def _write_outside(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        try:
+            self._outside = self._outside or JsonLines(self._directory / OUTSIDE, 0)
+        except OSError as error:  # a full disk; the next step tries again
+            if not self._lacks_answers:
+                logger.warning("%s lacks answers: %s", self._directory / OUTSIDE, error)
+            self._lacks_answers = True
+        else:
+            self._outside.write_all(lines)
 
     def _save_tokens(self, step: int, tokens: StepTokens) -> None:
         file = tokens_file(self._directory, step)
