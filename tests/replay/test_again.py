@@ -261,7 +261,7 @@ async def in_numpy(completions: list[str], **_: Any) -> list[Any]:
 
 
 async def in_tensors(completions: list[str], **_: Any) -> list[Any]:
-    return [torch.tensor(score) for score in digits(completions)]
+    return [torch.tensor(score, device="cpu") for score in digits(completions)]
 
 
 async def at_steps(completion_ids: list[list[int]], **_: Any) -> list[Any]:
