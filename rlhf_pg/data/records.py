@@ -259,6 +259,16 @@ class Experience(Rollout):
         return cls(**fields)
 
 
+def sample_numbers(groups: Sequence[int]) -> list[int]:
+    """Number the rows of each group from 0, in their order."""
+    seen: dict[int, int] = {}
+    numbers = []
+    for group in groups:
+        numbers.append(seen.get(group, 0))
+        seen[group] = numbers[-1] + 1
+    return numbers
+
+
 def pad_rows(rows: Sequence[Sequence[int]], pad: int, left: bool = False) -> tuple[Tensor, Tensor]:
     """Return ids and mask, (B, widest row); at least one column, so that B = 0 stays 2-D."""
     width = max((len(row) for row in rows), default=0) or 1

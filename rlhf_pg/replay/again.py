@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,6 @@ class Made:
         return self.record.trace.step
 
 
-@dataclass
 class Replay:
     """The steps of a run, made again by a trainer that is built as the run's was.
 
@@ -72,17 +71,12 @@ class Replay:
         ValueError: there is no run, or it began from other weights than the trainer's.
     """
 
-    trainer: PolicyGradientTrainer
-    run: RunFiles = field(default_factory=lambda: RunFiles(Path()))
-    _asked: dict[int, list[dict[str, Any]]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        trainer = self.trainer
-        if self.run.directory == Path():
-            self.run = RunFiles(Path(trainer.args.output_dir))
+    def __init__(self, trainer: PolicyGradientTrainer, run: RunFiles | None = None) -> None:
+        self.trainer = trainer
+        self.run = RunFiles(Path(trainer.args.output_dir)) if run is None else run
         if not self.run.metrics:
             raise ValueError(f"{self.run.directory} holds no run: it has no line in {METRICS}")
-        self._asked = {}
+        self._asked: dict[int, list[dict[str, Any]]] = {}
         for line in whole_lines(self.run.directory / OUTSIDE):
             self._asked.setdefault(line["step"], []).append(line)
         trainer.learner.skipped.keeps = False
@@ -225,8 +219,9 @@ class Replay:
             differs = [name for name in fields if getattr(made, name) != getattr(recorded, name)]
             if made.weights != list(recorded.weights):
                 differs.append("weights")
-            if differs == ["logprobs"] and _close(made.logprobs, recorded.logprobs):
-                # Which episodes are sampled together depends on when environments answer.
+            # Which episodes are sampled together depends on when environments answer.
+            plays = self.trainer.collector.episode_runner is not None
+            if plays and differs == ["logprobs"] and _close(made.logprobs, recorded.logprobs):
                 differs = []
         line = next((one for one in self.run.metrics if one["step"] == made.step), {})
         for key in ("loss", "grad_norm"):

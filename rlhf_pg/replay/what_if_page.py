@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_pg.boundary.quoted import quoted, visible
+from rlhf_pg.data.chat import text_of
 from rlhf_pg.replay.what_if import GRADIENT, UPDATE, Side, WhatIf
 from rlhf_pg.report.html import Table
 from rlhf_pg.report.run_page import token_page
@@ -146,7 +147,7 @@ def _scores(side: Side, row: int) -> str:
 
 def short(said: Any, longest: int = 40) -> str:
     """Return the beginning of a text, or of the last message of a chat, on one line."""
-    text = said if isinstance(said, str) else str(said[-1].get("content", "")) if said else ""
+    text = said if isinstance(said, str) else text_of(said[-1]) if said else ""
     cut = text if len(text) <= longest else f"{text[: longest - 4]} ..."
     return visible(repr(cut)[1:-1])
 

@@ -9,13 +9,13 @@ import base64
 import hashlib
 import html
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlhf_pg.boundary.quoted import visible
+from rlhf_pg.report.json_lines import finite
 
 PARTS = Path(__file__).parent / "page"
 STYLES = ("uPlot.min.css", "report.css")
@@ -127,17 +127,8 @@ def hash_of(text: str) -> str:
 
 def as_json(data: Any) -> str:
     """Return JSON that cannot end the element in which it stands, nor a line of a script."""
-    text = json.dumps(_finite(data), allow_nan=False, separators=(",", ":"))  # in ASCII
+    text = json.dumps(finite(data), allow_nan=False, separators=(",", ":"))  # in ASCII
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not have, by None at any depth."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def part(name: str) -> str:

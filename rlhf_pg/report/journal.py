@@ -28,12 +28,11 @@ from rlhf_pg.report.run_files import (
     tokens_file,
 )
 from rlhf_pg.report.run_page import LiveReport
+from rlhf_pg.report.troubles import APART, SAMPLER
 
 logger = logging.getLogger(__name__)
 
 SHOWN = ("reward", "kl", "entropy")
-APART = "sampling/sampling_logp_difference/mean"
-FAR = 0.5  # nats per token between policy and sampler: more than rounding explains
 
 
 class RunConsole(Console):
@@ -116,7 +115,7 @@ class Journal:
         if not self.is_main:
             return
         self._metrics.write(metrics)
-        self._doubt_sampler(metrics.get(APART, 0.0))
+        self._doubt_sampler(metrics.get(SAMPLER, 0.0))
         self._report.update()
         step = metrics["step"]
         if "eval_reward" in metrics:
@@ -130,14 +129,14 @@ class Journal:
 
     def _doubt_sampler(self, apart: float) -> None:
         """Warn once if the engine samples from another distribution than the policy's."""
-        if apart > FAR and not self._doubts:
+        if apart > APART and not self._doubts:
             self._doubts = True
             logger.warning(
                 "the engine's log-probabilities are %.2f nats from the policy's (%s), more than "
                 "rounding explains: check that the engine serves this model in its whole length, "
                 "unquantised, and takes over its weights",
                 apart,
-                APART,
+                SAMPLER,
             )
 
     def begin(self, start: Start) -> None:

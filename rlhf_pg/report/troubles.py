@@ -17,7 +17,8 @@ KL_TIMES = 4.0  # of its median before
 UPDATE_FAR = 0.1  # nats per token
 MOST = 0.9  # share that is nearly all
 LENGTH_TIMES, LENGTH_MORE = 2.0, 32.0
-APART = 0.5  # nats per token, as the journal warns
+SAMPLER = "sampling/sampling_logp_difference/mean"
+APART = 0.5  # nats per token between policy and sampler: more than rounding explains
 NORM_TIMES = 50.0
 
 Line = Mapping[str, Any]
@@ -125,9 +126,8 @@ def runaway_length(lines: Sequence[Line]) -> Iterator[Trouble]:
 
 def sampler_apart(lines: Sequence[Line]) -> Iterator[Trouble]:
     """Find an engine that samples from another distribution than the policy's."""
-    key = "sampling/sampling_logp_difference/mean"
     yield from _stretch(
-        *(values(lines, key), key, lambda mean: mean > APART, "Sampler and policy apart"),
+        *(values(lines, SAMPLER), SAMPLER, lambda mean: mean > APART, "Sampler and policy apart"),
         "The engine's log-probabilities are further from the policy's than rounding explains: "
         "check that it serves this model, unquantised, and takes over its weights.",
     )

@@ -5,7 +5,6 @@ Shapes: B completions, T columns, K sources.
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from transformers import TrainerState
 
 from rlhf_pg.boundary.outside import Outside
 from rlhf_pg.boundary.quoted import shown as quote
-from rlhf_pg.data.records import pad_rows
+from rlhf_pg.data.records import pad_rows, sample_numbers
 from rlhf_pg.rewards.answers import placed, refusal
 from rlhf_pg.rewards.blame import Answer, Failed, settled
 from rlhf_pg.rewards.calls import (
@@ -194,7 +193,10 @@ class Rewards:
             prompts, completions, completion_ids, columns, ended, state, truncated, environments
         ).select(rows)
         numbers = [0] * len(rows) if groups is None else [groups[i] for i in rows]
-        keys = None if groups is None else _keys(groups, rows)
+        keys = None
+        if groups is not None:
+            samples = sample_numbers(groups)
+            keys = [(groups[i], samples[i]) for i in rows]
         for k, answer in enumerate(self._answers(shown, numbers, begun or {}, keys)):
             said = self._accepted(self.sources[k], answer, rows, shown, mask, judgement)
             scores[:, :, k] = placed(self.names[k], said, rows, completion_ids, mask)
@@ -319,16 +321,6 @@ class Rewards:
             judgement.lost[rows[place]] = True
         judgement.note(answer, rows)
         return said
-
-
-def _keys(groups: Sequence[int], rows: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the group of each row, and its number within the group."""
-    seen = Counter[int]()
-    samples = []
-    for group in groups:
-        samples.append(seen[group])
-        seen[group] += 1
-    return [(groups[i], samples[i]) for i in rows]
 
 
 def show(

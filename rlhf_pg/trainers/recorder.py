@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.data.records import Experience, Rollout
+from rlhf_pg.data.records import Experience, Rollout, sample_numbers
 from rlhf_pg.data.token_texts import token_texts
 from rlhf_pg.report.json_lines import line_of
 from rlhf_pg.report.run_files import Start, StepTokens, Trace
@@ -126,8 +125,10 @@ class Recorder:
         )
 
     def _gathered(self, own: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the records of all processes, as JSON has them."""
-        texts = self.runtime.gather_text(f"[{','.join(line_of(dict(said)) for said in own)}]")
+        """Return the records of all processes, as JSON has them; none but on the main process."""
+        texts = self.runtime.gather_text(f"[{','.join(map(line_of, own))}]")
+        if not self.runtime.is_main:
+            return []
         return [said for text in texts for said in json.loads(text)]
 
     # ------------------------------------------------------------------------------------- trace
@@ -151,7 +152,7 @@ class Recorder:
         everyone, _ = self.runtime.gather(torch.cat([own, scores], dim=1))
         everyone = everyone[everyone[:, 0].argsort(stable=True)].cpu()
         found = dict(zip(columns, everyone.T, strict=False))
-        first = _first_of_each(found["prompt_index"])
+        first = [i for i, n in enumerate(sample_numbers(everyone[:, 0].tolist())) if n == 0]
         self.weights, self.step = self._digests(self._trained()), step
         return Trace(
             step=step,
@@ -203,7 +204,7 @@ class Recorder:
         ids = [part[:, 0].astype(int).tolist() for part in parts]
         return StepTokens(
             prompt_index=rows[:, 0],
-            sample=_counted(rows[:, 0]),
+            sample=np.array(sample_numbers(rows[:, 0].tolist()), np.int32),
             lengths=rows[:, 1].astype(np.int32),
             ids=tokens[:, 0].astype(np.int32),
             action=tokens[:, 1].astype(np.bool_),
@@ -244,19 +245,6 @@ def _checksums(ids: Tensor, mask: Tensor) -> Tensor:
     """Return the CRC-32 of the real ids of each row, (B,) int64 on the CPU."""
     rows = zip(ids.cpu().numpy().astype("<i4"), mask.cpu().numpy(), strict=True)
     return torch.tensor([zlib.crc32(row[real].tobytes()) for row, real in rows], dtype=torch.int64)
-
-
-def _first_of_each(groups: Tensor) -> Tensor:
-    """Return the places at which another group begins."""
-    begins = torch.ones(len(groups), dtype=torch.bool)
-    begins[1:] = groups[1:] != groups[:-1]
-    return begins.nonzero().squeeze(1)
-
-
-def _counted(groups: NDArray[Any]) -> NDArray[np.int32]:
-    """Number the rows of each group from 0; rows of a group are neighbours."""
-    _, firsts, counts = np.unique(groups, return_index=True, return_counts=True)
-    return (np.arange(len(groups)) - np.repeat(firsts, counts)).astype(np.int32)
 
 
 def _listed(column: Tensor) -> list[float | None]:

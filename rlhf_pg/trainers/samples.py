@@ -1,7 +1,6 @@
 """Sampled completions, as token ids for the learner and as text for the rewards."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.data.chat import whole_turn
 from rlhf_pg.data.prompts import PromptSource
-from rlhf_pg.data.records import Rollout
+from rlhf_pg.data.records import Rollout, sample_numbers
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.rewards.judgement import Begun
 from rlhf_pg.rollout import (
@@ -106,25 +105,21 @@ class Samples:
             advantages: B means over the tokens of each.
         """
         total = sum_step_scores(scores).tolist()
-        groups, seen = self.rollout.groups.tolist(), Counter[int]()
-        truncated = self.rollout.truncated.tolist()
-        records = []
-        for i, group in enumerate(groups):
-            records.append(
-                {
-                    "prompt_index": group,
-                    "sample": seen[group],
-                    "prompt": self.prompts[i],
-                    "completion": self.completions[i],
-                    **{f"rewards/{name}": total[i][k] for k, name in enumerate(names)},
-                    "advantage": advantages[i],
-                    "truncated": truncated[i],
-                    **{name: column[i] for name, column in self.logged.items()},
-                    **self._episode(i),
-                }
-            )
-            seen[group] += 1
-        return records
+        groups, truncated = self.rollout.groups.tolist(), self.rollout.truncated.tolist()
+        return [
+            {
+                "prompt_index": groups[i],
+                "sample": sample,
+                "prompt": self.prompts[i],
+                "completion": self.completions[i],
+                **{f"rewards/{name}": total[i][k] for k, name in enumerate(names)},
+                "advantage": advantages[i],
+                "truncated": truncated[i],
+                **{name: column[i] for name, column in self.logged.items()},
+                **self._episode(i),
+            }
+            for i, sample in enumerate(sample_numbers(groups))
+        ]
 
     def _episode(self, i: int) -> dict[str, Any]:
         if not self.episodes:

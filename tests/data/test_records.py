@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_pg.data.records import Experience, Rollout, to_device
+from rlhf_pg.data.records import Experience, Rollout, sample_numbers, to_device
 
 PAD = 9
 
@@ -365,3 +365,8 @@ def test_copy_to_cuda_is_non_blocking(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *a, **k: asked.append((a, k)))
     to_device(torch.ones(1), torch.device("cuda"))
     assert asked == [((torch.device("cuda"),), {"non_blocking": True})]
+
+
+def test_rows_of_a_group_are_numbered_in_their_order():
+    assert sample_numbers([5, 5, 3, 5, 3]) == [0, 1, 0, 2, 1]
+    assert sample_numbers([]) == []
