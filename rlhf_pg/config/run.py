@@ -41,8 +41,6 @@ class RunConfig(AdapterConfig, RewardsConfig, DataConfig, ModelConfig):
     disable_dropout: bool = True
     """Update in evaluation mode, without dropout or router jitter, so that scoring and training see
     one policy. False updates in train mode, with the model's own rates."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass, which saves memory and costs time."""
 
     pad_token: str | None = None
     """Pad token for a tokenizer that has none; the EOS token will do."""

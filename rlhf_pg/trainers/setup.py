@@ -127,8 +127,9 @@ class TrainerSetup(TrainingLoop):
             trains=self.trains,
         )
         self._said, self._recorded = given.said, given.recorded | {"given_in_python": again}
-        self.args = args = self._settled(args, given)
+        args = self._settled(args, given)
         self.runtime = Runtime(args.ddp_timeout)
+        self.args = args = args.on(self.runtime.device.type)
         for warning in args.warnings if self.runtime.is_main else ():
             logger.warning("%s", warning)
         self.trackers = Trackers(args.report_to, self.runtime)
@@ -149,8 +150,7 @@ class TrainerSetup(TrainingLoop):
         self._load_prompts(given.train_dataset, given.eval_datasets)
         self._resolve_method()
         self.critic = self.new_critic()
-        own_prompts = self.environments is not None or rollout_func is not None
-        self._settle_positions(own_prompts)
+        self._settle_positions(self.environments is not None or rollout_func is not None)
         self.state = TrainState()
         self._verdict: Verdict | None = None  # of the model check
         self.engine_name, self.why_engine = choose_engine(args, self.model, self.runtime)

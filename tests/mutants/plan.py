@@ -81,4 +81,20 @@ MUTANTS = [
             f"{THREADS}test_replay_takes_threads_of_the_run",
         ),
     ),
+    Mutant(
+        name="plan-forgets-offload",
+        mistake="the copy of a model that is measured recomputes from the GPU's memory",
+        target="rlhf_pg.plan.footprint.blueprint",
+        old="checkpoint_activations(part, offloads(part))",
+        new="checkpoint_activations(part)",
+        killers=("tests/plan/test_plan.py::test_offload_plans_no_inputs_of_layers_on_gpu",),
+    ),
+    Mutant(
+        name="plan-offloads-on-a-cpu",
+        mistake="on a CPU activations are taken for offloaded, as if it had another memory",
+        target="rlhf_pg.plan.meta_models.build_meta_models",
+        old="args = args.on(kind)",
+        new="pass",
+        killers=("tests/plan/test_plan.py::test_offload_plans_no_inputs_of_layers_on_gpu",),
+    ),
 ]
