@@ -64,7 +64,8 @@ def keys_of(words: Sequence[str]) -> list[str]:
 
 def _with_booleans(flags: Sequence[str], config_type: type[Any]) -> list[str]:
     """Spell the values of boolean keys for tyro: bare `--use_peft` and `true` are True."""
-    booleans = {key for key, hint in typing.get_type_hints(config_type).items() if hint is bool}
+    hints = typing.get_type_hints(config_type).items()
+    booleans = {key for key, hint in hints if bool in (hint, *typing.get_args(hint))}
     spelled: list[str] = []
     for word, after in itertools.pairwise([*flags, "--"]):
         key, equals, value = word.removeprefix("--").partition("=")

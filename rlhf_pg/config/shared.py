@@ -1,10 +1,14 @@
 """Keys that runs of every kind share: the model, and its adapter."""
 
-from dataclasses import dataclass, field
+import logging
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal, Self
 
 from rlhf_pg.config.fields import Checked, found, number
 from rlhf_pg.config.mappings import Mapping
+
+logger = logging.getLogger(__name__)
 
 # Arguments of from_pretrained that are keys or arguments of their own, or that would break a run.
 _DEVICES = "leave it out, since the launcher chooses devices"
@@ -42,6 +46,10 @@ class ModelConfig(Checked):
     model_init_kwargs: Mapping = field(default_factory=dict)
     """Arguments of from_pretrained for the policy, and for a critic that is loaded, such as
     {"revision": "main"} or fields of the model's config."""
+    gradient_checkpointing: bool | Literal["offload"] = False
+    """Recompute activations in the backward pass, which saves memory and costs time. offload keeps
+    the inputs of the layers, all that is left of them, in the host's memory meanwhile: for long
+    rows on a GPU."""
 
     def __post_init__(self) -> None:
         self.model_init_kwargs = self.model_init_kwargs or {}
@@ -57,6 +65,13 @@ class ModelConfig(Checked):
         for key, name in vars(self).items():
             if key.endswith("model_name_or_path") and (path := found(name or "", beside)):
                 setattr(self, key, path)
+
+    def on(self, device: str) -> Self:
+        """Return the config for a kind of device; on a CPU activations are in the host already."""
+        if self.gradient_checkpointing != "offload" or device != "cpu":
+            return self
+        logger.warning("gradient_checkpointing: offload is for GPUs; on a CPU it is as true")
+        return replace(self, gradient_checkpointing=True)
 
     def _check_kernels(self) -> None:
         """Refuse kernels of the Hub, which are code, unless code is trusted."""

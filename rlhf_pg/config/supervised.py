@@ -25,8 +25,6 @@ class SupervisedConfig(AdapterConfig, DataConfig, ModelConfig):
     ones under an adapter are in bfloat16."""
     disable_dropout: bool = True
     """Train without dropout. False keeps the model's own rates."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass, which saves memory and costs time."""
 
     pad_token: str | None = None
     """Pad token for a tokenizer that has none; the EOS token will do."""

@@ -93,7 +93,7 @@ SUPERVISED_NO_MEANING = {
         (
             *("use_liger_kernel", "liger_kernel_config", "torch_compile", "use_cache"),
             *("torch_compile_backend", "torch_compile_mode", "jit_mode_eval"),
-            *("neftune_noise_alpha", "cast_lm_head_to_fp32", "activation_offloading"),
+            *("neftune_noise_alpha", "cast_lm_head_to_fp32"),
         ),
         _PASS,
     ),

@@ -56,7 +56,7 @@ TRL_KEYS = {
     "dataset_streaming": "streaming",
     "chat_template_path": _TOKENIZER,
     "eos_token": _TOKENIZER,
-    "activation_offloading": "gradient_checkpointing",
+    "activation_offloading": "gradient_checkpointing: offload",
     "cast_lm_head_to_fp32": "dtype; log-probabilities are in float32 at least",
     "model_revision": 'model_init_kwargs: {"revision": "its name"}',
     **dict.fromkeys(

@@ -95,5 +95,5 @@ def assembled(
     for part in (model, critic.model if critic else None):
         # The user may have turned it on in the model itself, in another form than ours.
         if args.gradient_checkpointing or checkpoints(part):
-            checkpoint_activations(part)
+            checkpoint_activations(part, args.gradient_checkpointing == "offload")
     return policy, module

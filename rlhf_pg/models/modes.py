@@ -1,19 +1,25 @@
 """Train and evaluation modes, activation checkpointing and dropout."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_pg.models.adapters import LOADED
 from rlhf_pg.models.attention import configs_of, replaced_attention
 
 
-def checkpoint_activations(model: nn.Module | None) -> None:
-    """Recompute activations in the backward pass of a `transformers` model."""
+def checkpoint_activations(model: nn.Module | None, offload: bool = False) -> None:
+    """Recompute activations in the backward pass of a `transformers` model.
+
+    Args:
+        offload: keep the inputs of its layers in the host's memory until then.
+    """
     if not isinstance(model, LOADED):
         return
     configs = configs_of(model)
@@ -22,8 +28,22 @@ def checkpoint_activations(model: nn.Module | None) -> None:
         if getattr(part, "gradient_checkpointing", False):
             contexts: Any = partial(_contexts, part, configs)
             part._gradient_checkpointing_func = partial(
-                checkpoint, use_reentrant=False, context_fn=contexts
+                _offloaded if offload else checkpoint, use_reentrant=False, context_fn=contexts
             )
+
+
+def _offloaded(layer: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Recompute a layer as `checkpoint` does, from inputs that the host keeps."""
+    fake = any(isinstance(x, FakeTensor) for x in inputs)
+    with _forgotten() if fake else save_on_cpu(pin_memory=True):
+        return checkpoint(layer, *inputs, **options)
+
+
+def _forgotten() -> saved_tensors_hooks:
+    """Keep nothing of fake tensors, which only measure the memory of the device."""
+    return saved_tensors_hooks(
+        lambda saved: (saved.new_empty(0), saved.shape), lambda kept: kept[0].new_empty(kept[1])
+    )
 
 
 def _contexts(
@@ -57,6 +77,12 @@ def checkpoints(model: nn.Module | None) -> bool:
     """
     parts = () if model is None else model.modules()
     return any(getattr(part, "gradient_checkpointing", False) for part in parts)
+
+
+def offloads(model: nn.Module) -> bool:
+    """Return whether what the model recomputes is recomputed from the host's memory."""
+    functions = (getattr(part, "_gradient_checkpointing_func", None) for part in model.modules())
+    return any(getattr(function, "func", None) is _offloaded for function in functions)
 
 
 def train_as_evaluated(model: nn.Module) -> None:

@@ -125,10 +125,14 @@ class _Attention(torch.autograd.Function):
         query, key, value, out, logsum = ctx.saved_tensors
         grads = [x.new_empty(x.shape, dtype=logsum.dtype) for x in (query, key, value)]
         for block in ctx.blocks:
-            parts = _backward(
+            inputs = (
                 _split(grad[:, block.queries], block.sequences),
                 *_operands(block, query, key, value),
                 _split(out[:, block.queries], block.sequences),
+            )
+            # In bfloat16 this kernel rounds more, and takes up to three times as long.
+            parts = _backward(
+                *(x.to(logsum.dtype) for x in inputs),
                 _split(logsum[:, block.queries, None], block.sequences)[..., 0],
                 0.0,
                 block.causal,
@@ -136,7 +140,7 @@ class _Attention(torch.autograd.Function):
             )
             places = (block.queries, block.keys, block.keys)
             for total, place, part in zip(grads, places, parts, strict=True):
-                of_heads = _joined(part).to(total.dtype)
+                of_heads = _joined(part)
                 copies = len(of_heads) // len(total)  # of a key head: see `_operands`
                 if copies > 1:
                     of_heads = of_heads.view(-1, copies, *of_heads.shape[1:]).sum(1)

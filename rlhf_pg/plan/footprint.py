@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.records import Rollout
 from rlhf_pg.models.adapters import LOADED, trunk
-from rlhf_pg.models.modes import checkpoint_activations, checkpoints
+from rlhf_pg.models.modes import checkpoint_activations, checkpoints, offloads
 from rlhf_pg.models.packing import can_pack
 from rlhf_pg.models.policy import Policy
 from rlhf_pg.plan.sharding import Sharding
@@ -148,7 +148,8 @@ def blueprint(module: nn.Module, device: torch.device | str) -> nn.Module:
     copied = copy.deepcopy(module, meta)
     for part in copied.modules():
         if isinstance(part, LOADED) and checkpoints(part):
-            checkpoint_activations(part)  # its hook is bound to the model that was copied
+            # Its hook is bound to the model that was copied.
+            checkpoint_activations(part, offloads(part))
     return copied
 
 
@@ -161,7 +162,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that counts the bytes made inside it and still alive, and floating-point operations.
 
     It counts storages, not tensors: a view has no memory of its own. Parameters and their gradients
-    do not count.
+    do not count, nor does what is offloaded to the host.
     """
 
     supports_higher_order_operators = True  # FlexAttention is one
@@ -169,6 +170,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.alive = self.peak = self.work = 0
+        self._kind = next(module.parameters()).device.type
         kept = [t for p in module.parameters() for t in (p, p.grad) if t is not None]
         self._known = {t.untyped_storage()._cdata for t in [*kept, *module.buffers()]}
 
@@ -179,12 +181,13 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.work += count(*args, **(kwargs or {}), out_val=out)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                self._see(tensor.untyped_storage())
+                self._see(tensor)
         return out
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
         key, bytes_ = storage._cdata, storage.nbytes()
-        if key in self._known:
+        if key in self._known or tensor.device.type != self._kind:
             return
         self._known.add(key)
         self.alive += bytes_

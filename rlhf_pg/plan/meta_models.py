@@ -57,6 +57,7 @@ def build_meta_models(
     Raises:
         ValueError: there is no such model, or a trainer would refuse the config.
     """
+    args = args.on(kind)
     tokenizer, model = _model(args)
     dtype: torch.dtype = getattr(torch, args.dtype)
     adapter = adapter_of(args, None)

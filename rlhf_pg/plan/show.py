@@ -27,7 +27,7 @@ def job_of(meta: MetaModels, memory: Memory, layout: Sharding, processes: int) -
         micro_batch=memory.micro_batch_tokens,
         processes=processes,
         layout=layout,
-        recomputes=args.gradient_checkpointing,
+        recomputes=bool(args.gradient_checkpointing),
         trained=trained,
         old=computes_old or shares_trunk,
         references=int(args.beta > 0),

@@ -80,6 +80,7 @@ class Replay:
         for line in whole_lines(self.run.directory / OUTSIDE):
             self._asked.setdefault(line["step"], []).append(line)
         trainer.learner.skipped.keeps = False
+        trainer.on_resume(self.run.config)
         self._check_model()
         self._check_start()
 

@@ -9,7 +9,9 @@ from typing import Any
 from rlhf_pg.report.run_files import RunFiles, Start
 
 # Keys that change the order of sums and nothing else.
-LAYOUT_KEYS = ("micro_batch_tokens", "gradient_checkpointing", "rollout_cache_tokens")
+LAYOUT_KEYS = (
+    *("micro_batch_tokens", "cpu_threads", "gradient_checkpointing", "rollout_cache_tokens"),
+)
 LAYOUT = ("processes", "backend", "device")  # attributes of `Start`
 # Relative to the largest number of its kind in the step, and absolute. docs/reliability.md has what
 # was measured. In float64 some layers of transformers still compute in float32.

@@ -29,7 +29,7 @@ OTHER_RUN = (
     *("task", "dataset_name", "dataset_columns", "seed", "dtype", "prompts_per_step"),
     *("num_generations", "max_completion_length", "temperature", "top_k", "top_p", "min_p", "stop"),
     *("use_peft", "lora_r", "lora_target_modules", "critic", "value_model_name_or_path"),
-    *("dynamic_sampling_rounds", "rollout_engine"),
+    *("dynamic_sampling_rounds", "rollout_engine", "cpu_threads"),
 )
 GRADIENT, UPDATE = "gradient", "change of the weights"
 
@@ -119,6 +119,7 @@ def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
             been sampled, or nothing differs.
     """
     own = replay.trainer
+    other.on_resume(replay.run.config)
     changes = _checked(own, other)
     other.learner.skipped.keeps = False
     other.keep_to_model()

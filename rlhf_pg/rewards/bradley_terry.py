@@ -170,12 +170,13 @@ def _fit(
     held_out: Pairs | dict[str, Pairs],
 ) -> dict[str, float]:
     """Train a loaded classifier on pairs, and save it; see `train_reward_model`."""
+    args = args.on("cuda" if torch.cuda.is_available() else "cpu")
     scorer.config.pad_token_id = tokenizer.pad_token_id
     trained = scorer if adapter is None else _adapted(scorer, adapter, args.dtype)
     if args.disable_dropout:
         disable_dropout(trained)
     if args.gradient_checkpointing:
-        checkpoint_activations(trained)
+        checkpoint_activations(trained, args.gradient_checkpointing == "offload")
     trainer = PairTrainer(
         model=PairScorer(scorer),
         args=training_arguments(args, 2 * _longest(pairs)),

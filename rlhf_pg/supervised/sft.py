@@ -147,10 +147,11 @@ def fit(
     Args:
         use_cpu: train on the CPU, whatever there is.
     """
+    args = args.on("cuda" if torch.cuda.is_available() and not use_cpu else "cpu")
     if args.disable_dropout:
         disable_dropout(model)
     if args.gradient_checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(model, args.gradient_checkpointing == "offload")
     if args.packing and isinstance(examples, list):
         check_packing(model, examples)
     longest_one = most_tokens(examples) or longest(model, args.max_length) or 0

@@ -35,6 +35,7 @@ from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.losses import POLICY_LOSSES, Loss
 from rlhf_pg.models import Critic, PolicyOutput, Reference
 from rlhf_pg.models.assemble import Models, adapter_of, assembled, policy_of
+from rlhf_pg.plan.cpu_threads import settled_threads
 from rlhf_pg.plan.token_budget import chunk_size, most, settled_budget
 from rlhf_pg.report.run_files import Start
 from rlhf_pg.report.trackers import Trackers
@@ -126,8 +127,9 @@ class TrainerSetup(TrainingLoop):
             trains=self.trains,
         )
         self._said, self._recorded = given.said, given.recorded | {"given_in_python": again}
-        self.args = args = self._settled(args, given)
+        args = self._settled(args, given)
         self.runtime = Runtime(args.ddp_timeout)
+        self.args = args = args.on(self.runtime.device.type)
         for warning in args.warnings if self.runtime.is_main else ():
             logger.warning("%s", warning)
         self.trackers = Trackers(args.report_to, self.runtime)
@@ -148,8 +150,7 @@ class TrainerSetup(TrainingLoop):
         self._load_prompts(given.train_dataset, given.eval_datasets)
         self._resolve_method()
         self.critic = self.new_critic()
-        own_prompts = self.environments is not None or rollout_func is not None
-        self._settle_positions(own_prompts)
+        self._settle_positions(self.environments is not None or rollout_func is not None)
         self.state = TrainState()
         self._verdict: Verdict | None = None  # of the model check
         self.engine_name, self.why_engine = choose_engine(args, self.model, self.runtime)
@@ -299,6 +300,8 @@ class TrainerSetup(TrainingLoop):
         policy, module = assembled(self.model, args, self.critic, tokens, chunk_size(runtime))
         module.to(runtime.loading_device).eval()
         token_budget = settled_budget(args, module, runtime, longest)
+        self.threads = settled_threads(args, policy, runtime, longest)
+        torch.set_num_threads(self.threads)
         reference = Reference(policy, args.sync_ref_model) if args.beta > 0 else None
         optimizer, scheduler = optimizer_and_schedule(
             policy, self.critic, args, self.total_steps, optimizers
@@ -406,11 +409,13 @@ class TrainerSetup(TrainingLoop):
         return "\n".join([trained, *self._said])
 
     def resolved_args(self) -> PolicyGradientConfig:
-        """Return the config with what was found: data, rewards, engine and token budget."""
+        """Return the config with what was found: data, rewards, engine, token budget, threads."""
         found: dict[str, Any] = {
             "micro_batch_tokens": self.learner.token_budget,
             "dataset_fingerprint": self.train_prompts.fingerprint,
         }
+        if self.runtime.device.type == "cpu":
+            found["cpu_threads"] = self.threads
         return dataclasses.replace(
             with_engine(self.args, self.engine_name), **found, **self._recorded
         )
@@ -463,9 +468,8 @@ class TrainerSetup(TrainingLoop):
     @property
     def _open_keys(self) -> set[str]:
         """Keys that the config leaves open; a resumed run takes what was found before."""
-        return {
-            k for k in ("micro_batch_tokens", "rollout_engine") if getattr(self.args, k) == "auto"
-        }
+        keys = ("micro_batch_tokens", "cpu_threads", "rollout_engine")
+        return {key for key in keys if getattr(self.args, key) == "auto"}
 
     def _progress(self) -> TrainerState:
         """Return the progress of the run, which reward functions may ask for."""
@@ -483,9 +487,12 @@ class TrainerSetup(TrainingLoop):
         Raises:
             ValueError: its engine cannot be had here.
         """
-        found = self._open_keys & saved.keys()
+        found = {key for key in self._open_keys if saved.get(key, "auto") != "auto"}
         if "micro_batch_tokens" in found:  # sums in another order round otherwise
             self.learner.token_budget = saved["micro_batch_tokens"]
+        if "cpu_threads" in found:  # so do shares of them
+            self.threads = saved["cpu_threads"]
+        torch.set_num_threads(self.threads)  # another trainer may have set its own
         if "rollout_engine" in found:  # another engine samples otherwise
             self._sample_as_before(saved["rollout_engine"])
         self.checkpointer.config = self._config()

@@ -49,6 +49,7 @@ RANGES = {
     "num_iterations": ([1], [0]),
     "num_mini_batches": ([1], [0]),
     "micro_batch_tokens": ([1, "auto"], [0]),
+    "cpu_threads": ([1, "auto"], [0, -1]),
     "rollout_cache_tokens": ([1, None], [0]),
     "max_completion_length": ([1], [0]),
     "max_turns": ([1, None], [0, -1]),
@@ -644,6 +645,7 @@ def test_config_flag_may_be_anywhere(recipe):
         ("max_prompt_length: 64", "max_prompt_length", 64),
         ("max_steps: -1", "max_steps", -1),
         ("gradient_checkpointing: true", "gradient_checkpointing", True),
+        ("gradient_checkpointing: offload", "gradient_checkpointing", "offload"),
         ("disable_dropout: false", "disable_dropout", False),
         ("reward_weights: [1, 0.5]", "reward_weights", (1.0, 0.5)),
         ("reward_weights: [-1.5]", "reward_weights", (-1.5,)),
@@ -682,6 +684,29 @@ def test_flags_have_declared_type():
     assert (trackers.report_to, trackers.run_name) == (("tensorboard", "wandb"), "a")
 
 
+@pytest.mark.parametrize("config_type", [GRPOConfig, SFTConfig, RewardModelConfig])
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--gradient_checkpointing --seed 1", True),
+        ("--gradient_checkpointing=false", False),
+        ("--gradient_checkpointing offload", "offload"),
+    ],
+)
+def test_checkpointing_is_a_switch_or_a_word(config_type, flags: str, expected) -> None:
+    assert parse(config_type, flags.split()).gradient_checkpointing == expected
+
+
+@pytest.mark.parametrize("given", [False, True, "offload"])
+def test_offload_on_cpu_is_checkpointing(caplog, given) -> None:
+    for config_type in (GRPOConfig, SFTConfig):
+        args = config_type(gradient_checkpointing=given)
+        assert args.on("cuda") is args
+        assert args.on("cpu").gradient_checkpointing is bool(given)
+    said = "gradient_checkpointing: offload is for GPUs; on a CPU it is as true"
+    assert [r.getMessage() for r in caplog.records] == [said] * (2 * (given == "offload"))
+
+
 def test_trackers_accept_one_name_none_or_duplicates():
     assert GRPOConfig(report_to="wandb").report_to == ("wandb",)
     assert GRPOConfig(report_to="none").report_to == ()
@@ -712,7 +737,7 @@ def test_trackers_accept_one_name_none_or_duplicates():
         ("beta: [1, 2]", "beta must be float, got [1, 2]"),
         ("num_mini_batches: 99", "num_mini_batches must be at most prompts_per_step (16)"),
         ("dtype: float16", "dtype must be one of 'float32'"),
-        ("gradient_checkpointing: 3", "gradient_checkpointing must be bool"),
+        ("gradient_checkpointing: 3", "gradient_checkpointing must be bool or one of 'offload'"),
         ("reward_weights: [a]", "reward_weights must be float, got 'a'"),
         ("max_steps: {a: 1}", "max_steps must be int, got {'a': 1}"),
         ("policy_loss: clipped", "policy_loss must be one of"),
@@ -885,6 +910,7 @@ OTHER_VALUES = {
     "num_iterations": 2,
     "num_mini_batches": 4,
     "micro_batch_tokens": 1000,
+    "cpu_threads": 2,
     "rollout_cache_tokens": 999,
     "max_completion_length": 33,
     "max_turns": 6,
@@ -970,7 +996,7 @@ OTHER_SUPERVISED = {
     "resume_from_checkpoint": "latest",
     "dtype": "bfloat16",
     "disable_dropout": False,
-    "gradient_checkpointing": True,
+    "gradient_checkpointing": "offload",
     "pad_token": "<pad>",
     "max_length": 99,
     "append_eos": False,

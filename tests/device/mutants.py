@@ -409,4 +409,12 @@ MUTANTS = [
         new="if False:",
         killers=(f"{DECODE}test_session_with_less_room_shrinks_kept_store",),
     ),
+    Mutant(
+        name="offload-stays-on-the-gpu",
+        mistake="the inputs of layers that are recomputed are not moved to the host",
+        target="rlhf_pg.models.modes._offloaded",
+        old="save_on_cpu(pin_memory=True)",
+        new="saved_tensors_hooks(lambda x: x, lambda x: x)",
+        killers=(f"{UPDATE}test_offload_holds_no_inputs_of_layers_on_device",),
+    ),
 ]

@@ -79,6 +79,8 @@ RUNS: dict[str, Run] = {
     "grpo, auto": Run(options={**AUTO, "beta": 0.1, "sync_ref_model": True, "entropy_coef": 0.01}),
     "grpo, reward model": Run(reward_model=True),
     "grpo, checkpointing": Run(options={"gradient_checkpointing": True}),
+    "grpo, offload": Run(options={"gradient_checkpointing": "offload"}),
+    "ppo, offload, LoRA": Run("ppo", {**BF16, **LORA, **AUTO, "gradient_checkpointing": "offload"}),
     "grpo, LoRA": Run(options={**LORA, **AUTO, "beta": 0.05, "save_merged": True}),
     "grpo, bfloat16": Run(options={**BF16, **AUTO}),
     "grpo, bfloat16, LoRA": Run(options={**BF16, **LORA, "gradient_checkpointing": True}),

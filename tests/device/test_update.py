@@ -1,6 +1,7 @@
 """What scoring and updates wait for, and what they are given to wait for."""
 
 import dataclasses
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from rlhf_pg.plan import build_meta_models, predicted_memory, predicted_pace
+from rlhf_pg.plan.footprint import tokens
 from rlhf_pg.plan.sharding import SHARDINGS
 from rlhf_pg.report.metrics import Meter
 from tests.device.pretend.extension import ext
@@ -62,6 +64,42 @@ def test_update_frees_activations_and_gradients(tmp_path: Path) -> None:
     before = torch.cuda.memory_allocated()
     made.update(experience, Meter())
     assert torch.cuda.memory_allocated() <= before
+
+
+def between_passes(path: Path, **keys: Any) -> tuple[int, int, list[torch.Tensor]]:
+    """Bytes that a micro-batch holds between its passes, those of a layer's input, gradients."""
+    made = trainer(Run(options={**keys, "micro_batch_tokens": 200}), path)
+    samples = made.roll_out(range(4))
+    experience, _ = made.make_experience(samples.rollout, made.reward(samples), Meter())
+    _, batch = next(iter(made.learner.micro_batches(experience)))
+    policy, config = made.learner.policy.train(), made.model.config
+    policy(batch).logprobs.sum().backward()  # by now all is there that stays
+    policy.zero_grad()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    logprobs = policy(batch).logprobs
+    held = torch.cuda.memory_allocated() - before
+    logprobs.sum().backward()
+    assert config.num_hidden_layers == 2
+    each = tokens(policy, batch) * config.hidden_size * 4
+    return held, each, [p.grad.cpu() for p in policy.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize(("use_peft", "layers"), [(False, 2), (True, 1)])
+def test_offload_holds_no_inputs_of_layers_on_device(
+    use_peft: bool, layers: int, tmp_path: Path
+) -> None:
+    """The gradients are the same bits.
+
+    Args:
+        layers: with adapters, peft asks for the gradient of the embeddings, and so keeps them.
+    """
+    (kept, each, plain), (held, _, offloaded) = (
+        between_passes(tmp_path / str(how), gradient_checkpointing=how, use_peft=use_peft)
+        for how in (True, "offload")
+    )
+    assert kept - held == layers * each
+    assert all(a.equal(b) for a, b in zip(plain, offloaded, strict=True))
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])

@@ -275,6 +275,21 @@ def test_bf16_attention_is_computed_in_float32():
     assert (out - expected).abs().max() < 2e-2
 
 
+def test_bf16_attention_gradient_is_rounded_once():
+    """It is off by 0.2 % of its norm; that of the bfloat16 kernel by 0.3 %."""
+    torch.manual_seed(0)
+    layout = SharedPrefix([Family(40, [30, 30, 17]), Family(9, [50])], torch.device("cpu"))
+    shapes = [(heads, 176, 32) for heads in (4, 2, 2)] + [(176, 4, 32)]
+    *operands, grad = (torch.randn(shape).bfloat16() for shape in shapes)
+
+    def gradients(dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in operands]
+        return torch.autograd.grad(layout.by_blocks(*inputs, 32**-0.5), inputs, grad.to(dtype))
+
+    for found, exact in zip(gradients(torch.bfloat16), gradients(torch.float64), strict=True):
+        assert (found.double() - exact).norm() <= 0.0025 * exact.norm()
+
+
 def test_non_causal_attention_is_not_replaced():
     model = tiny_model("bert-generation", intermediate_size=48)
     assert "what comes later" in attention_support(model.base_model).unsupported_reason

@@ -277,12 +277,13 @@ def test_bf16_logits_over_large_vocabulary_keep_precision():
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
-def test_gradient_checkpointing_leaves_gradient_unchanged(arch):
+@pytest.mark.parametrize("offload", [False, True])
+def test_gradient_checkpointing_leaves_gradient_unchanged(arch, offload):
     calls = []
     model = tiny_model(arch, dtype=torch.float64)
     disable_dropout(model.train())
     plain = gradient(model, rollout(left=2))
-    checkpoint_activations(model)
+    checkpoint_activations(model, offload)
     policy = Policy(model)
     model.get_input_embeddings().register_forward_hook(lambda *_: calls.append("embedding"))
     layer = next(m for m in model.modules() if isinstance(m, nn.ModuleList))[0]

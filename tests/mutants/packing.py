@@ -79,4 +79,12 @@ MUTANTS = [
         new='unknown = [name for name in asked if name in ("softcap", "s_aux")]',
         killers=(f"{TEST}test_attention_with_unknown_argument_is_not_replaced",),
     ),
+    Mutant(
+        name="attention-gradient-in-bfloat16",
+        mistake="the CPU's backward kernel is given bfloat16, rounds more and takes longer",
+        target="rlhf_pg.models.shared_prefix._Attention",
+        old="*(x.to(logsum.dtype) for x in inputs),",
+        new="*inputs,",
+        killers=(f"{TEST}test_bf16_attention_gradient_is_rounded_once",),
+    ),
 ]

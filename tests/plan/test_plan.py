@@ -173,6 +173,22 @@ def test_sampler_logprobs_skip_scoring_pass(source, is_scored) -> None:
     assert (predicted_pace(own, memory, 1)["score"].work > 0) == is_scored
 
 
+@pytest.mark.parametrize(("kind", "layers"), [("cuda", 2), ("cpu", 0)])
+def test_offload_plans_no_inputs_of_layers_on_gpu(model_path, kind: str, layers: int) -> None:
+    """On a CPU there is nowhere to offload to."""
+    keys = {"model_name_or_path": model_path, "max_prompt_length": 6, "max_completion_length": 6}
+    kept, left = (
+        build_meta_models(GRPOConfig(gradient_checkpointing=how, **keys), "cpu", kind)
+        for how in (True, "offload")
+    )
+    config, tokens = kept.policy.model.config, kept.update.first.tokens
+    assert config.num_hidden_layers == 2
+    for part in ("layers", "forward"):
+        there, gone = (getattr(meta.update.first, part) for meta in (kept, left))
+        assert there - gone == layers * tokens * config.hidden_size * 4
+    assert left.update.first.work == kept.update.first.work
+
+
 def test_plan_of_sft_recipe_is_rejected(capsys) -> None:
     with pytest.raises(SystemExit):
         plan(capsys, "--config", str(RECIPES / "sft_arithmetic.yaml"))

@@ -218,9 +218,9 @@ def test_given_peft_config_is_trained_in_bfloat16(tmp_path):
 
 
 def test_gradient_checkpointing_does_not_change_training(tmp_path):
-    for name, recompute in (("plain", False), ("recomputed", True)):
+    for name, recompute in (("plain", False), ("recomputed", True), ("offloaded", "offload")):
         train(tmp_path / name, gradient_checkpointing=recompute)
-    assert same(weights(tmp_path / "plain"), weights(tmp_path / "recomputed"))
+        assert same(weights(tmp_path / "plain"), weights(tmp_path / name))
 
 
 @pytest.mark.parametrize("lora", [False, True])

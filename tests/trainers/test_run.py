@@ -323,6 +323,8 @@ def test_gradient_checkpointing_changes_nothing(make, tmp_path) -> None:
     on, off = (untimed(tmp_path / name)[-1] for name in ("on", "off"))
     assert on["grad_norm"] == pytest.approx(off["grad_norm"], rel=1e-4)
     assert on["reward"] == off["reward"]
+    args = make(gradient_checkpointing="offload").resolved_args()
+    assert args.gradient_checkpointing is True  # there is nowhere to offload to
 
 
 def test_bfloat16_run_saves_bfloat16_model(make, tmp_path) -> None:
