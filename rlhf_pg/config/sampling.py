@@ -21,6 +21,11 @@ class SamplingConfig(RunConfig):
     rollout_cache_tokens: int | None = number(None, minimum=1)
     """Most tokens whose keys and values the native engine keeps at a time; other completions wait.
     None takes half of a GPU's free memory, or 4 GiB of a CPU's. It never changes the result."""
+    rollout_drafts: Literal["auto", "off"] = "auto"
+    """Try what was sampled before, for the same prompt or in its group, as a draft of the next
+    tokens, which one pass of the native engine verifies; tokens stay the same. auto does so on a
+    CPU while it saves time, unless the update uses the sampler's log-probabilities, whose last bits
+    depend on what is computed together."""
     vllm_gpu_memory_utilization: float = number(0.3, above=0, maximum=1)
     """Share of the GPU's memory that vLLM takes for weights, keys and values; lower it if training
     runs out of memory."""
@@ -99,7 +104,7 @@ class SamplingConfig(RunConfig):
         keys = [field.name for field in dataclasses.fields(self)]
         of_server = {"vllm_sync_directory", *(k for k in keys if k.startswith("vllm_server_"))}
         in_process = {key for key in keys if key.startswith("vllm_")} - of_server
-        native = {"rollout_cache_tokens"}
+        native = {"rollout_cache_tokens", "rollout_drafts"}
         of_engines = {"native": native, "vllm": in_process, "vllm_server": of_server}
         for engine, own in of_engines.items():
             why = f"has no effect without rollout_engine {engine}: set that, or leave it out"

@@ -220,9 +220,8 @@ class Replay:
             differs = [name for name in fields if getattr(made, name) != getattr(recorded, name)]
             if made.weights != list(recorded.weights):
                 differs.append("weights")
-            # Which episodes are sampled together depends on when environments answer.
-            plays = self.trainer.collector.episode_runner is not None
-            if plays and differs == ["logprobs"] and _close(made.logprobs, recorded.logprobs):
+            # Which tokens are sampled together depends on drafts and on when environments answer.
+            if differs == ["logprobs"] and _close(made.logprobs, recorded.logprobs):
                 differs = []
         line = next((one for one in self.run.metrics if one["step"] == made.step), {})
         for key in ("loss", "grad_norm"):

@@ -16,9 +16,10 @@ LAYOUT = ("processes", "backend", "device")  # attributes of `Start`
 # Relative to the largest number of its kind in the step, and absolute. docs/reliability.md has what
 # was measured. In float64 some layers of transformers still compute in float32.
 BY_DTYPE = {"float64": (1e-6, 1e-9), "float32": (1e-3, 1e-6), "bfloat16": (5e-2, 1e-3)}
-# Which episodes are sampled together depends on when their environments answer, and with it the
-# order of sums in the sampler: relative bound by dtype, for the same weights and ids.
-TIMING = "which episodes are sampled together depends on when they are answered"
+# Which tokens are sampled in one pass depends on when environments answer and on how fast drafts
+# are, and with it the order of sums in the sampler: relative bound by dtype, for the same weights
+# and ids.
+TIMING = "which tokens are sampled together depends on drafts and on when episodes are answered"
 SAMPLED_TOGETHER = {"float64": 1e-6, "float32": 1e-5, "bfloat16": 5e-2}
 COARSEST = ("bfloat16", "float32", "float64")
 # Shares of tokens beyond a bound: rounding moves a whole token across it.
@@ -115,7 +116,8 @@ def rounding_of(a: RunFiles, b: RunFiles, rtol: float | None = None) -> Rounding
     if rtol is not None:
         stated = "; ".join(["as asked for", *reasons])
         return Rounding(rtol, floor * rtol / default, stated) if rtol else Rounding()
-    sampled = SAMPLED_TOGETHER[dtype] if _has_episodes(a) and _has_episodes(b) else 0.0
+    timed = (_has_episodes(a) and _has_episodes(b)) or _has_drafts(a) or _has_drafts(b)
+    sampled = SAMPLED_TOGETHER[dtype] if timed else 0.0
     if sampled and any(_trains_on_sampler(run) for run in (a, b)):
         reasons.append(f"{TIMING}, and updates use what the sampler computed")
     why = f"{'; '.join(reasons)}; {dtype}"
@@ -124,6 +126,11 @@ def rounding_of(a: RunFiles, b: RunFiles, rtol: float | None = None) -> Rounding
 
 def _has_episodes(run: RunFiles) -> bool:
     return any(name.startswith("episodes/") for line in run.metrics[:1] for name in line)
+
+
+def _has_drafts(run: RunFiles) -> bool:
+    on_cpu = all(start.device.startswith("cpu") for start in run.starts)
+    return run.config.get("rollout_drafts") == "auto" and on_cpu and not _trains_on_sampler(run)
 
 
 def _trains_on_sampler(run: RunFiles) -> bool:

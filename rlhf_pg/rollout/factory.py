@@ -110,8 +110,20 @@ def new_engine(
             is_main=is_main,
         )
     return NativeEngine(
-        model, eos_token_ids, tokenizer.pad_token_id, tokenizer, args.rollout_cache_tokens
+        model,
+        eos_token_ids,
+        tokenizer.pad_token_id,
+        tokenizer,
+        cache_tokens=args.rollout_cache_tokens,
+        drafts=args.rollout_drafts == "auto" and not _trains_on_sampler(args),
     )
+
+
+def _trains_on_sampler(args: SamplingConfig) -> bool:
+    """Return whether updates use the log-probabilities that the native engine computed."""
+    if not isinstance(args, PolicyGradientConfig):
+        return False
+    return args.old_logprobs_source == "sampler" or args.correction_of("native") != "none"
 
 
 def new_episode_runner(

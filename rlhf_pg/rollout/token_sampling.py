@@ -1,9 +1,12 @@
 """Drawing of tokens from a distribution, with noise that depends only on its coordinates."""
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from transformers import (
-    LogitsProcessorList,
+    LogitsProcessor,
     MinPLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -14,6 +17,22 @@ from rlhf_pg.rng import mix, shift, signed
 from rlhf_pg.rollout.engine import SamplingParams
 
 BLOCK = 128  # tokens whose probabilities are summed before looking at single ones
+# Logits computed beside others and alone were seen to differ by up to 16 times the rounding error of
+# the largest one (`python -m tests.benchmarks.rounding`).
+ROUNDING = 64
+
+
+class Drawn(NamedTuple):
+    """Tokens drawn for R rows, and where the noise of each row fell.
+
+    At temperature 0, `into` is how far the first logit is from the second, and the rest is 0.
+    """
+
+    ids: Tensor  # (R,)
+    logprobs: Tensor  # (R,) under the distribution drawn from, in at least float32
+    before: Tensor  # (R,) float64, probability of the tokens with smaller ids
+    into: Tensor  # (R,) by how much the noise is beyond that
+    width: Tensor  # (R,) probability of the token
 
 
 def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,10 +46,18 @@ def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tenso
         ids (R,) and their log-probabilities (R,) under the distribution drawn from, after
         temperature and truncation, in at least float32.
     """
+    return draw(logits, params, noise)[:2]
+
+
+def draw(logits: Tensor, params: SamplingParams, noise: Tensor) -> Drawn:
+    """Draw as `sample` does, and tell where the noise fell."""
     logits = widen(logits)
     if params.temperature == 0:
         ids = logits.argmax(dim=-1)
-        return ids, _pick(logits, ids) - logits.logsumexp(dim=-1)
+        best = logits.topk(min(2, logits.shape[1]), dim=-1).values.double()
+        nothing = torch.zeros_like(noise)
+        logprobs = _pick(logits, ids) - logits.logsumexp(dim=-1)
+        return Drawn(ids, logprobs, nothing, best[:, 0] - best[:, -1], nothing)
     if params.temperature != 1:
         logits = logits / params.temperature
     scores = _truncate(logits, params)
@@ -42,10 +69,13 @@ def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tenso
     # First find the block, then the token in it: the vocabulary is summed once, not scanned.
     blocks = _running_sums(weights.sum(dim=-1).double())
     block, rest = _invert(blocks, noise)
-    inside = _running_sums(weights[torch.arange(len(block), device=block.device), block].double())
-    token, _ = _invert(inside, rest)
+    inside = weights[torch.arange(len(block), device=block.device), block].double()
+    token, place = _invert(_running_sums(inside), rest)
     ids = (block * BLOCK + token).clamp(max=scores.shape[1] - 1)  # only NaN logits get there
-    return ids, _pick(scores, ids) - top.squeeze(1) - blocks[:, -1].log().to(scores.dtype)
+    logprobs = _pick(scores, ids) - top.squeeze(1) - blocks[:, -1].log().to(scores.dtype)
+    width = _pick(inside, token) / blocks[:, -1]
+    into = place * width
+    return Drawn(ids, logprobs, noise - into, into, width)
 
 
 def support_mask(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -94,15 +124,77 @@ def _pick(x: Tensor, ids: Tensor) -> Tensor:
 
 def _truncate(scores: Tensor, params: SamplingParams) -> Tensor:
     """Apply top-k, then top-p, then min-p, by the rules of `transformers`."""
-    warpers = LogitsProcessorList()
+    for warper in _warpers(params):
+        scores = warper(None, scores)
+    return scores
+
+
+def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
+    warpers: list[LogitsProcessor] = []
     if params.top_k > 0:
         warpers.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
         warpers.append(TopPLogitsWarper(params.top_p))
     if params.min_p > 0:
         warpers.append(MinPLogitsWarper(params.min_p))
-    truncated: Tensor = warpers(None, scores)
-    return truncated
+    return warpers
+
+
+def close_draws(logits: Tensor, params: SamplingParams, drawn: Drawn) -> Tensor:
+    """Return the rows, (R,) bool, in which rounding may have decided between two tokens.
+
+    The logits of a row differ in their last bits with the tokens that are computed beside it. If
+    each is off by at most e, the probability F of the tokens up to some id is off by
+
+        |dF| = |sum_{v <= id} p_v (e_v - sum_w p_w e_w)| <= 2 e F (1 - F)
+
+    and, where tokens are left out, by the probability of those that a cut might have treated in
+    another way. The noise of a close draw is that near to another token.
+
+    Args:
+        logits: (R,V) that `drawn` was drawn from.
+    """
+    scores = widen(logits)
+    error = ROUNDING * torch.finfo(scores.dtype).eps * scores.abs().amax(dim=-1).double()
+    if params.temperature == 0:
+        return drawn.into < 2 * error
+    error = error / params.temperature
+    shifted = torch.zeros_like(error)
+    if params.truncates:
+        scores = scores / params.temperature
+        for warper in _warpers(params):
+            before, scores = scores, warper(None, scores)
+            shifted = shifted + _mass_at_cut(before, scores, warper, error + shifted)
+    start, end = drawn.before.clamp(min=0), (drawn.before + drawn.width).clamp(max=1)
+    is_first = drawn.into < 2 * error * start * (1 - start) + shifted
+    return is_first | (drawn.width - drawn.into < 2 * error * end * (1 - end) + shifted)
+
+
+def _mass_at_cut(before: Tensor, after: Tensor, warper: LogitsProcessor, error: Tensor) -> Tensor:
+    """Return the probability, (R,), of the tokens that a cut treats so by less than the error.
+
+    Args:
+        before, after: (R,V) scores, of which `after` are cut.
+        error: (R,) of a score, and of a sum of probabilities.
+    """
+    kept = after > -torch.inf
+    left_out = before.masked_fill(kept, -torch.inf)
+    last, first = before.masked_fill(~kept, torch.inf).amin(dim=-1), left_out.amax(dim=-1)
+    p = before.softmax(dim=-1)
+    mass = (p * kept).sum(dim=-1)
+    close = last - first < 2 * error
+    if isinstance(warper, TopKLogitsWarper):
+        close |= kept.sum(dim=-1) > warper.top_k  # equal scores, all kept
+    elif isinstance(warper, MinPLogitsWarper):
+        bar = before.amax(dim=-1) + math.log(warper.min_p)
+        close |= torch.minimum(last - bar, bar - first) < 2 * error
+    elif isinstance(warper, TopPLogitsWarper):
+        over = mass - warper.top_p  # at least 0, and without the last token below 0
+        smallest = (last - before.logsumexp(dim=-1)).exp()
+        close |= torch.minimum(over, smallest - over) < 2 * error
+    bounds = torch.stack([last, first], dim=1)[:, :, None]
+    near = ((before[:, None] - bounds).abs() < 2 * error[:, None, None]).any(dim=1)
+    return torch.where(close, (p * near).sum(dim=-1) / mass + 4 * error, 0.0)
 
 
 def uniform(

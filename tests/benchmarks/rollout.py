@@ -30,7 +30,8 @@ from transformers import (
 )
 
 from rlhf_pg.rollout import NativeEngine, SamplingParams
-from rlhf_pg.rollout.native.continuous_batching import BatchingSession
+from rlhf_pg.rollout.native.choosing import Chooser
+from rlhf_pg.rollout.token_sampling import Drawn
 
 EOS, PAD = 1, 0
 
@@ -97,14 +98,12 @@ def forced(wanted: Tensor) -> AbstractContextManager[Any]:
     prompt p are in row p mod P.
     """
 
-    class Forced(BatchingSession):
-        def _choose(self, start: int, logits: Tensor) -> None:
-            rows = slice(start, start + len(logits))
-            drawn = self.drawn
-            ends = wanted[drawn.prompt_indices[rows] % len(wanted), drawn.samples[rows]]
-            super()._choose(start, force(logits, ends, drawn.lengths[rows]))
+    class Forced(Chooser):
+        def pick(self, slots: Any, columns: Tensor, logits: Tensor) -> Drawn:
+            ends = wanted[self.state.prompt_indices[slots] % len(wanted), self.state.samples[slots]]
+            return super().pick(slots, columns, force(logits, ends, columns))
 
-    return patch("rlhf_pg.rollout.native.engine.BatchingSession", Forced)
+    return patch("rlhf_pg.rollout.native.continuous_batching.Chooser", Forced)
 
 
 def native(model: PreTrainedModel, case: Case) -> Callable[[], int]:

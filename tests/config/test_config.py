@@ -912,6 +912,7 @@ OTHER_VALUES = {
     "micro_batch_tokens": 1000,
     "cpu_threads": 2,
     "rollout_cache_tokens": 999,
+    "rollout_drafts": "off",
     "max_completion_length": 33,
     "max_turns": 6,
     "environment_timeout": 1.5,

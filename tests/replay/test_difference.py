@@ -173,7 +173,7 @@ def test_log_probabilities_of_episodes_are_compared_within_rounding(
     edit_tokens(copy, 4, nudge)
     compared = diff_runs(episodes, copy)
     assert (compared.difference is None) == equal
-    assert "which episodes are sampled together" in str(compared.rounding)
+    assert "which tokens are sampled together" in str(compared.rounding)
     assert first(episodes, copy, rtol=0.0).step == 3
 
 

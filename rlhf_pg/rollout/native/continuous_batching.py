@@ -4,6 +4,8 @@ Shapes: R rows being sampled, of G prompts; V ids.
 """
 
 from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +14,14 @@ from transformers import PreTrainedModel
 
 from rlhf_pg.models.attention import configs_of, replaced_attention
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
-from rlhf_pg.rollout.native.decode_attention import KeyValues
-from rlhf_pg.rollout.native.kept import Kept, forward
+from rlhf_pg.rollout.native.choosing import Chooser
+from rlhf_pg.rollout.native.decode_attention import Grid, KeyValues, Spans
+from rlhf_pg.rollout.native.drafter import Drafter
+from rlhf_pg.rollout.native.drafts import Draft, History
+from rlhf_pg.rollout.native.kept import Kept
 from rlhf_pg.rollout.native.kv_cache import Padded, Stores
 from rlhf_pg.rollout.native.slots import DecodeState, Prompt, Row, chunks
 from rlhf_pg.rollout.native.stopping import Stopping
-from rlhf_pg.rollout.token_sampling import ids_of, sample, support_mask, uniform
 
 MAX_ROWS = 256
 PREFILL_TOKENS = 8192  # of prompts, computed in one forward pass
@@ -29,7 +33,9 @@ class BatchingSession:
 
     Args:
         cache_tokens: most tokens whose keys and values are kept at a time.
+        forward: the model's forward pass.
         kept: on a GPU, the state that sessions share.
+        history: on a CPU, what earlier sessions sampled, for drafts.
     """
 
     def __init__(
@@ -39,20 +45,27 @@ class BatchingSession:
         seed: int,
         stopping: Stopping,
         cache_tokens: int,
+        forward: Callable[..., Tensor],
         kept: Kept | None = None,
+        history: History | None = None,
     ) -> None:
-        self.model, self.params, self.seed, self.stopping = model, params, seed, stopping
+        self.model, self.params, self.stopping = model, params, stopping
         self.cache_tokens, self.configs, self.kept = cache_tokens, configs_of(model), kept
+        self.forward = partial(kept.forward, model) if kept else forward
+        self.prefill = forward
         self.queue: deque[Prompt] = deque()
         self.prompts: list[Prompt] = []  # by slot
         self.rows: list[Row] = []  # by slot
         self.drawn = kept.drawn if kept else DecodeState(MAX_ROWS, params.max_tokens, model)
-        self.noise: int | Tensor = kept.begin(seed, cache_tokens) if kept else seed
+        noise: int | Tensor = kept.begin(seed, cache_tokens) if kept else seed
         eos = torch.tensor(list(stopping.eos_token_ids), device=model.device)
-        self.eos = kept.eos if kept else eos
+        exact = model.device.type == "cpu" and model.dtype in (torch.float32, torch.float64)
+        again = forward if exact else None
+        self.chooser = Chooser(self.drawn, params, noise, kept.eos if kept else eos, again)
+        self.drafter = Drafter(history) if history is not None and exact else None
         self.tokens_per_look = TOKENS_PER_LOOK if model.device.type == "cuda" else 1
         self.prompt_cache = KeyValues(cache_tokens // 2, longest=cache_tokens)
-        self.own_cache = KeyValues(cache_tokens // 2, longest=params.max_tokens)
+        self.own_cache = Spans(cache_tokens // 2, params.max_tokens, kept is None)
         padded = Padded(self.prompt_cache, self.own_cache, model)
         self.stores: Stores = kept.stores if kept and kept.stores else padded
         self._places: Any = None  # see `Stores`
@@ -125,8 +138,7 @@ class BatchingSession:
             tensor = torch.tensor([t for p in chunk for t in p.request.tokens])
             positions = torch.cat([torch.arange(length) for length in lengths])
             device = self.model.device
-            logits = forward(
-                self.model,
+            logits = self.prefill(
                 tensor.to(device),
                 positions.to(device),
                 self.stores.prefill(chunk),
@@ -146,7 +158,9 @@ class BatchingSession:
         self.rows += entering
         self.stores.grow(self.rows)
         self.drawn.start(start, entering)
-        self._draw(start, logits)
+        ids = self._draw(start, logits)
+        if self.drafter is not None and self.drafter.awake:
+            self.drafter.enter(entering, ids.tolist())
         for prompt in prompts.values():
             if not prompt.waiting:
                 prompt.logits = None
@@ -155,21 +169,39 @@ class BatchingSession:
     # ------------------------------------------------------------------------------- drawing
 
     def _decode(self) -> None:
-        """Draw one more token of every row."""
+        """Draw one more token of every row, or several of those whose drafts are right."""
+        drafter = self.drafter
+        if drafter is None or not drafter.awake:
+            self._one_each()
+            return
+        drafts = drafter.drafts(self.rows)
+        with drafter.timed(self.rows, drafts) as new:
+            new += self._several(drafts) if drafts else [[token] for token in self._one_each()]
+
+    def _one_each(self) -> list[int]:
+        """Draw one more token of every row; on a GPU it is not known yet which."""
         self.stores.grow(self.rows)
         if self._places is None:
             self._places = self.stores.places(self.prompts, self.rows)
         if self.kept is None:
-            logits = self._step(self._places)
-        else:
-            logits = self.kept.run(self._step, self._places, self.model, self.stores)
+            return self._draw(0, self._step(self._places)[: len(self.rows)]).tolist()
+        logits = self.kept.run(self._launch, self._places, self.model, self.stores)
         if logits is None:
             self._lengthen(self.rows)
         else:
             self._draw(0, logits[: len(self.rows)])
+        return []
 
-    def _step(self, places: Any) -> Tensor | None:
+    def _launch(self, places: Any) -> Tensor | None:
         """Launch the kernels for one more token; return logits (R,V) if it is not drawn yet."""
+        logits = self._step(places)
+        if self.params.truncates:
+            return logits
+        self.chooser.choose(0, self.rows, logits)
+        return None
+
+    def _step(self, places: Any) -> Tensor:
+        """Return the logits (R,V) after the newest token of every row."""
         drawn, rows = self.drawn, len(places.positions)
         last = (drawn.lengths[:rows] - 1).clamp(min=0)
         layout = self.stores.layout(places, last, max(row.length for row in self.rows))
@@ -177,29 +209,33 @@ class BatchingSession:
         positions = places.positions + last
         if places.order is not None:
             ids, positions = ids[places.order], positions[places.order]
-        run = self.kept.forward if self.kept else forward
-        logits = run(self.model, ids, positions, layout, places.back)
-        if self.params.truncates:
-            return logits
-        self._choose(0, logits)
-        return None
+        return self.forward(ids, positions, layout, places.back)
 
-    def _draw(self, start: int, logits: Tensor) -> None:
-        """Draw the next token of the rows from `start` on, (R,V)."""
-        self._choose(start, logits)
+    def _several(self, drafts: Sequence[Draft]) -> list[list[int]]:
+        """Draw the next token of every row, and those after it as far as its draft agrees."""
+        longest = max(row.length + len(draft) for row, draft in zip(self.rows, drafts, strict=True))
+        self.stores.grow(self.rows, longest)
+        if self._places is None:
+            self._places = self.stores.places(self.prompts, self.rows)
+        grid = Grid.of([1 + len(draft) for draft in drafts])
+        newest = self.drawn.lengths[: len(self.rows)] - 1
+        columns = newest[grid.rows] + grid.steps
+        ids = self.drawn.tokens[grid.rows, columns]
+        ids[grid.steps > 0] = torch.tensor([token for draft in drafts for token in draft])
+        layout = self.stores.wide_layout(self._places, columns, grid, longest)
+        logits = self.forward(ids, self._places.positions[grid.rows] + columns, layout)
+        new = self.chooser.verify(self.rows, drafts, logits, grid.rows, columns + 1)
+        for row, tokens in zip(self.rows, new, strict=True):
+            row.length += len(tokens)
+        return new
+
+    def _draw(self, start: int, logits: Tensor) -> Tensor:
+        """Draw the next token of the rows from `start` on, (R,), from (R,V)."""
         rows = self.rows[start:]
-        if self.params.truncates:  # this waits for a GPU at every token
-            for row, support in zip(rows, ids_of(support_mask(logits, self.params)), strict=True):
-                row.support.append(support)
+        ids = self.chooser.choose(start, rows, logits)
+        self.chooser.note_support(rows, logits)
         self._lengthen(rows)
-
-    def _choose(self, start: int, logits: Tensor) -> None:
-        drawn, rows = self.drawn, slice(start, start + len(logits))
-        lengths = drawn.lengths[rows]
-        positions = drawn.first[rows] + lengths
-        noise = uniform(self.noise, drawn.prompt_indices[rows], drawn.samples[rows], positions)
-        ids, logprobs = sample(logits, self.params, noise)
-        drawn.append(rows, ids, logprobs, self.eos)
+        return ids
 
     def _lengthen(self, rows: list[Row]) -> None:
         for row in rows:
@@ -218,6 +254,8 @@ class BatchingSession:
         finished = []
         for i, (tokens, logprobs) in zip(done, self.drawn.read(done), strict=True):
             row, length = self.rows[i], lengths[i]
+            if self.drafter is not None:
+                self.drafter.leave(row, tokens[:length])
             completion = Completion(
                 tokens[:length],
                 logprobs[:length],

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,8 +23,10 @@ from rlhf_pg.models.attention import AttentionSupport, attention_support, window
 from rlhf_pg.rollout.engine import Finished, Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.native.compiled import Compiled
 from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS, BatchingSession
+from rlhf_pg.rollout.native.drafts import History
 from rlhf_pg.rollout.native.hf_generate import HFGenerateSession
 from rlhf_pg.rollout.native.kept import Kept, forward
+from rlhf_pg.rollout.native.lean_decoder import LeanDecoder, agrees, lean_decoder
 from rlhf_pg.rollout.native.stopping import Stopping
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ class NativeEngine(RolloutEngine):
         cache_tokens: most tokens whose keys and values are kept at a time, counting each row at its
             full length; other rows wait. None: as many as fit half of a GPU's free memory, or 4 GiB
             of a CPU's.
+        drafts: whether what was sampled before is tried as a draft, on a CPU. It changes no token.
     """
 
     def __init__(
@@ -57,8 +60,10 @@ class NativeEngine(RolloutEngine):
         pad_token_id: int,
         tokenizer: PreTrainedTokenizerBase | None = None,
         cache_tokens: int | None = None,
+        drafts: bool = False,
     ) -> None:
         self.model = self.weights = model
+        self.history = History() if drafts else None
         self.eos_token_ids = (
             [eos_token_ids] if isinstance(eos_token_ids, int) else sorted(set(eos_token_ids))
         )
@@ -69,6 +74,8 @@ class NativeEngine(RolloutEngine):
         self.together = True  # batches rows in `generate`; otherwise each is sampled alone
         self.refused: str | None = None  # why nothing is sampled in the fast way
         self.kept: dict[Any, Kept] = {}  # on a GPU, by the parameters that make steps differ
+        self.lean: LeanDecoder | None = None  # of the weights as they are
+        self.leans: bool | None = None  # whether there is one that agrees with the model
 
     @contextmanager
     def session(self, params: SamplingParams, seed: int) -> Iterator[Session]:
@@ -95,7 +102,16 @@ class NativeEngine(RolloutEngine):
         try:
             yield
         finally:
-            self.weights = self.model
+            self.weights, self.lean = self.model, None
+
+    def decoder(self) -> Callable[..., Tensor]:
+        """Return the forward pass with the weights as they are: lean, if the model is suited."""
+        if self.lean is None and self.leans is not False:
+            self.lean = lean_decoder(self.weights)
+            if self.leans is None:
+                self.leans = self.lean is not None and agrees(self.lean, self.weights)
+                self.lean = self.lean if self.leans else None
+        return self.lean or partial(forward, self.weights)
 
     def unsupported_reason(self, longest: int) -> str | None:
         """Return why rows of this many tokens cannot be sampled in the fast way, or None."""
@@ -200,7 +216,11 @@ class _NativeSession:
         reason = engine.unsupported_reason(longest)
         if reason is None:
             self.fast = self.fast or BatchingSession(
-                *common, engine.room(), engine.keeping(self.params)
+                *common,
+                engine.room(),
+                engine.decoder(),
+                engine.keeping(self.params),
+                engine.history,
             )
             return self.fast
         if self.plain is None:

@@ -9,14 +9,26 @@ Shapes: N tokens of the pass, H query and K key-value heads, D their width, S = 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlhf_pg.models.attention import Heads
-from rlhf_pg.rollout.native.decode_attention import Weighed, together
 
 QUERIES = 64  # per key head, of rows that share a prompt: the kernel's blocks have 64 or 128
+
+
+class Weighed(NamedTuple):
+    """One part of a softmax, to be joined with the other; shapes (..., queries, D or 1)."""
+
+    values: Tensor  # weighted mean
+    logsum: Tensor  # log of the sum of exp(score)
+
+
+def together(a: Weighed, b: Weighed) -> Tensor:
+    """Join both parts of a softmax (online softmax; Milakov and Gimelshein 2018, section 3)."""
+    return torch.lerp(a.values, b.values, torch.sigmoid(b.logsum - a.logsum))
 
 
 class FlatKeyValues:

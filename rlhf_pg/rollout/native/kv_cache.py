@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from rlhf_pg.models.attention import Layout
 from rlhf_pg.rollout.native.cuda_graphs import rounded
-from rlhf_pg.rollout.native.decode_attention import Decode, KeyValues, Prefill, bias
+from rlhf_pg.rollout.native.decode_attention import Decode, Grid, KeyValues, Prefill, Spans, bias
 from rlhf_pg.rollout.native.slots import Groups, Prompt, Row
 
 
@@ -30,8 +30,8 @@ class Stores(Protocol):
         """Lay out a pass over these prompts in order; neighbours have similar lengths."""
         ...
 
-    def grow(self, rows: Sequence[Row]) -> None:
-        """Make room for one more token of every row."""
+    def grow(self, rows: Sequence[Row], longest: int = 0) -> None:
+        """Make room for one more token of every row, and for rows of `longest` tokens."""
         ...
 
     def places(self, prompts: Sequence[Prompt], rows: Sequence[Row]) -> Any:
@@ -44,6 +44,10 @@ class Stores(Protocol):
 
     def layout(self, places: Any, last: Tensor, longest: int) -> Layout:
         """Lay out a pass over the newest token of every row, in column `last` (R,)."""
+        ...
+
+    def wide_layout(self, places: Any, columns: Tensor, grid: Grid, longest: int) -> Layout:
+        """Lay out a pass over several tokens of each row, (N,) in these columns; on a CPU."""
         ...
 
     def move(self, sources: list[int], targets: list[int]) -> None:
@@ -66,7 +70,7 @@ class Stores(Protocol):
 class Padded:
     """A `Stores` of any dtype, with each prompt and row in a slot as wide as the widest."""
 
-    def __init__(self, prompts: KeyValues, own: KeyValues, model: PreTrainedModel) -> None:
+    def __init__(self, prompts: KeyValues, own: Spans, model: PreTrainedModel) -> None:
         self.prompts, self.own, self.model = prompts, own, model
         self.fixed = model.device.type == "cuda"
 
@@ -81,9 +85,9 @@ class Padded:
         slots = [prompt.slot for prompt in prompts if prompt.slot is not None]
         return Prefill(self.prompts, slots, [prompt.length for prompt in prompts])
 
-    def grow(self, rows: Sequence[Row]) -> None:
-        longest = max(row.length for row in rows)
-        self.own.reserve(self.size(len(rows)), max(longest, 1))
+    def grow(self, rows: Sequence[Row], longest: int = 0) -> None:
+        longest = max([1, longest, *(row.length for row in rows)])
+        self.own.reserve(self.size(len(rows)), longest)
 
     def places(self, prompts: Sequence[Prompt], rows: Sequence[Row]) -> Groups:
         width = self.prompts.width if self.fixed else 0
@@ -91,16 +95,31 @@ class Padded:
 
     def layout(self, places: Groups, last: Tensor, longest: int) -> Layout:
         width = self.own.width if self.fixed else longest
+        seen = torch.arange(width, device=last.device) <= last[:, None]
+        own = bias(seen, self.model.dtype)
         return Decode(
             prompts=self.prompts,
             own=self.own,
             columns=_common(last),
             members=places.members,
             places=places.places,
-            prompt_bias=places.bias,
-            own_bias=bias(
-                torch.arange(width, device=last.device) <= last[:, None], self.model.dtype
-            ),
+            prompt_width=places.bias.shape[1],
+            bias=torch.cat([places.bias, own], dim=1)[:, None],
+        )
+
+    def wide_layout(self, places: Groups, columns: Tensor, grid: Grid, longest: int) -> Layout:
+        last = columns[grid.tokens]
+        own = bias(torch.arange(longest) <= last[..., None], self.model.dtype)
+        shared = places.bias[:, None].expand(-1, last.shape[1], -1)
+        return Decode(
+            prompts=self.prompts,
+            own=self.own,
+            columns=columns,
+            members=places.members,
+            places=places.places,
+            prompt_width=places.bias.shape[1],
+            bias=torch.cat([shared, own], dim=2),
+            grid=grid,
         )
 
     def move(self, sources: list[int], targets: list[int]) -> None:

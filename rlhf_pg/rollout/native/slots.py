@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from rlhf_pg.rollout.engine import Request
 from rlhf_pg.rollout.native.decode_attention import bias
+from rlhf_pg.rollout.native.drafts import Writer
 
 
 @dataclass(eq=False)
@@ -42,6 +43,12 @@ class Row:
     length: int = 0  # tokens drawn; those after an end do not count
     read: int = 0  # tokens already searched for stop strings
     support: list[Tensor] = field(default_factory=list)  # as in `Completion`, also after an end
+    writer: Writer | None = None  # where rows are drafted
+
+    @property
+    def left(self) -> int:
+        """The number of tokens that may still be drawn."""
+        return self.prompt.limit - self.length
 
 
 class DecodeState:
@@ -82,6 +89,15 @@ class DecodeState:
         lengths += going
         self.ended[rows] |= going & (ids[:, None] == eos).any(dim=1)
 
+    def extend(
+        self, slots: Tensor, columns: Tensor, ids: Tensor, logprobs: Tensor, eos: Tensor
+    ) -> None:
+        """Write (N,) tokens after what their slots hold; the last of a slot may end it."""
+        self.tokens[slots, columns] = ids
+        self.logprobs[slots, columns] = logprobs
+        self.lengths.index_add_(0, slots, torch.ones_like(slots))
+        self.ended[slots[torch.isin(ids, eos)]] = True
+
     def clear(self, rows: int) -> None:
         """Make the slots from `rows` on filler rows, which write to their first column."""
         self.lengths[rows:] = self.limits[rows:] = 0
@@ -108,7 +124,7 @@ class Groups:
 
     members: Tensor  # (G,M)
     places: Tensor  # (R,)
-    bias: Tensor  # (G,P)
+    bias: Tensor  # (R,P) of each row's prompt
     positions: Tensor  # (R,) of the first new token
     order: Tensor | None = None  # by slot
     back: Tensor | int = 0
@@ -133,8 +149,8 @@ class Groups:
         }
         empty: list[list[int]] = [[] for _ in range(size(len(groups)) - len(groups))]
         unused = [0] * (size(len(rows)) - len(rows))
-        lengths = torch.tensor([prompt.length for prompt in prompts] + [1] * len(empty))
-        columns = torch.arange(max(width, int(lengths.max())))
+        lengths = torch.tensor([row.prompt.length for row in rows] + [1] * len(unused))
+        columns = torch.arange(max([width, *(prompt.length for prompt in prompts)]))
         tensors = (
             torch.tensor([group + [0] * (most - len(group)) for group in groups + empty]),
             torch.tensor([places[i] for i in range(len(rows))] + unused),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rlhf_pg.models.attention import Heads, Layout
 from rlhf_pg.rollout.native.cuda_graphs import rounded
+from rlhf_pg.rollout.native.decode_attention import Grid
 from rlhf_pg.rollout.native.flash_attention import QUERIES, FlashDecode, FlashPrefill, FlatKeyValues
 from rlhf_pg.rollout.native.slots import Prompt, Row
 
@@ -112,7 +113,7 @@ class Unpadded:
             longest=max(lengths),
         )
 
-    def grow(self, rows: Sequence[Row]) -> None:
+    def grow(self, rows: Sequence[Row], longest: int = 0) -> None:
         self.own.reserve(self.size(len(rows)) * self.max_tokens)
 
     def places(self, prompts: Sequence[Prompt], rows: Sequence[Row]) -> Places:
@@ -134,6 +135,9 @@ class Unpadded:
             lengths=places.lengths,
             bounds={s: ((slots * s).int(), places.runs * s) for s in self.shares},
         )
+
+    def wide_layout(self, places: Places, columns: Tensor, grid: Grid, longest: int) -> Layout:
+        raise NotImplementedError("drafts are for CPUs")
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         source, target = torch.tensor([sources, targets], device=self.device)
