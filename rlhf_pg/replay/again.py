@@ -221,7 +221,10 @@ class Replay:
             if made.weights != list(recorded.weights):
                 differs.append("weights")
             # Which tokens are sampled together depends on drafts and on when environments answer.
-            if differs == ["logprobs"] and _close(made.logprobs, recorded.logprobs):
+            collector = self.trainer.collector
+            drafts = getattr(collector.engine, "history", None) is not None
+            timed = drafts or collector.episode_runner is not None
+            if timed and differs == ["logprobs"] and _close(made.logprobs, recorded.logprobs):
                 differs = []
         line = next((one for one in self.run.metrics if one["step"] == made.step), {})
         for key in ("loss", "grad_norm"):

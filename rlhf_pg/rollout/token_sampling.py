@@ -17,8 +17,8 @@ from rlhf_pg.rng import mix, shift, signed
 from rlhf_pg.rollout.engine import SamplingParams
 
 BLOCK = 128  # tokens whose probabilities are summed before looking at single ones
-# Logits computed beside others and alone were seen to differ by up to 16 times the rounding error of
-# the largest one (`python -m tests.benchmarks.rounding`).
+# Logits computed beside others and alone were seen to differ by up to 16 times the rounding error
+# of the largest one, over tiny models of six families.
 ROUNDING = 64
 
 

@@ -42,11 +42,12 @@ MUTANTS = [
     Mutant(
         name="eos-forced",
         mistake="a completion that was cut off is given an EOS it never sampled (OpenRLHF #238)",
-        target="rlhf_pg.rollout.native.continuous_batching.BatchingSession._choose",
-        old="        drawn.append(rows, ids, logprobs, self.eos)",
+        target="rlhf_pg.rollout.native.choosing.Chooser.choose",
+        old="        self.state.append(slots, drawn.ids, drawn.logprobs, self.eos)",
         new="        if len(self.eos):\n"
-        "            ids = torch.where(lengths + 1 == drawn.limits[rows], self.eos[0], ids)\n"
-        "        drawn.append(rows, ids, logprobs, self.eos)",
+        "            last = columns + 1 == self.state.limits[slots]\n"
+        "            drawn = drawn._replace(ids=torch.where(last, self.eos[0], drawn.ids))\n"
+        "        self.state.append(slots, drawn.ids, drawn.logprobs, self.eos)",
         killers=(f"{NATIVE}::test_eos_only_truncates_completion",),
     ),
     Mutant(
@@ -157,9 +158,9 @@ MUTANTS = [
     Mutant(
         name="a-continued-row-repeats-its-noise",
         mistake="an episode's next turn draws with the noise of its first",
-        target="rlhf_pg.rollout.native.continuous_batching.BatchingSession._choose",
-        old="positions = drawn.first[rows] + lengths",
-        new="positions = lengths",
+        target="rlhf_pg.rollout.native.choosing.Chooser.pick",
+        old="places = state.first[slots] + columns",
+        new="places = columns",
         killers=(f"{BATCHING}::test_continued_request_draws_same_tokens",),
     ),
     Mutant(
@@ -173,10 +174,10 @@ MUTANTS = [
     Mutant(
         name="parts-of-attention-not-weighed",
         mistake="prompt and completion are each attended to as if the other were not there",
-        target="rlhf_pg.rollout.native.decode_attention.together",
+        target="rlhf_pg.rollout.native.flash_attention.together",
         old="torch.lerp(a.values, b.values, torch.sigmoid(b.logsum - a.logsum))",
         new="torch.lerp(a.values, b.values, 0.5)",
-        killers=(f"{NATIVE}::test_logprobs_match_teacher_forced_forward",),
+        killers=(f"{FLASH}::test_samples_match_default_attention",),
     ),
     Mutant(
         name="a-second-copy-of-the-policy",
@@ -234,8 +235,8 @@ MUTANTS = [
         name="flash-logits-in-the-order-of-prompts",
         mistake="rows are given the logits of other rows: those in the order of their prompts",
         target="rlhf_pg.rollout.native.continuous_batching.BatchingSession._step",
-        old="logits = run(self.model, ids, positions, layout, places.back)",
-        new="logits = run(self.model, ids, positions, layout, 0)",
+        old="return self.forward(ids, positions, layout, places.back)",
+        new="return self.forward(ids, positions, layout, 0)",
         killers=(f"{FLASH}::test_samples_match_default_attention",),
     ),
     Mutant(

@@ -27,6 +27,7 @@ CONFIG: dict[str, Any] = {
     "max_steps": STEPS,
     "log_completions_steps": 2,
     "save_steps": 4,
+    "rollout_drafts": "off",  # so that what the sampler computed is compared bit by bit
 }
 # Keys, other values, and the first step whose numbers these change; 0 where none changes.
 KEYS: list[tuple[str, Any, int]] = [

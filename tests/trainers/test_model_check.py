@@ -11,6 +11,7 @@ from rlhf_pg import PPOTrainer
 from rlhf_pg.models import disable_dropout, settle_positions
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.rollout import NativeEngine, SamplingParams
+from rlhf_pg.rollout.token_sampling import Drawn
 from rlhf_pg.tasks import arithmetic, guess
 from rlhf_pg.trainers import model_check
 from rlhf_pg.trainers.model_check import Verdict, examine
@@ -105,7 +106,8 @@ def test_packing_that_leaks_between_rows_is_disabled():
 def test_wrong_fast_sampling_falls_back_to_generate(monkeypatch):
     run = examined(tiny_model("gpt2"))
     monkeypatch.setattr(
-        "rlhf_pg.rollout.native.continuous_batching.sample", lambda x, *a: (x.argmax(-1), x[:, 0])
+        "rlhf_pg.rollout.native.choosing.draw",
+        lambda x, *a: Drawn(x.argmax(-1), *[x[:, 0]] * 4),
     )
     assert examine(run) == Verdict(samples_fast=False)
     assert run.engine.refused is None

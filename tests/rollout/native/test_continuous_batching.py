@@ -348,7 +348,7 @@ def test_cache_size_stays_near_limit(monkeypatch):
     class Watched(continuous_batching.BatchingSession):
         def step(self):
             finished = super().step()
-            stores = (self.prompt_cache, self.own_cache)
+            stores = (self.prompt_cache, *self.own_cache.stores)
             reserved.append(sum(store.slots * store.width for store in stores))
             return finished
 
