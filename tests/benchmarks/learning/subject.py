@@ -91,7 +91,15 @@ SUBJECTS = {
     subject.name: subject
     for subject in (
         Subject(name="arithmetic", prompts=64, n=8, new=6, samples=153_600, score=0.9),
-        Subject(name="counting", prompts=16, n=8, new=192, samples=12_800, score=0.9),
+        Subject(
+            name="counting",
+            prompts=16,
+            n=8,
+            new=192,
+            samples=12_800,
+            score=0.9,
+            learning_rate=3e-4,
+        ),
         Subject(
             name="reasoning_gym:spell_backward",
             prompts=32,
