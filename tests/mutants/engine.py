@@ -93,7 +93,7 @@ MUTANTS = [
     Mutant(
         name="temperature-not-in-sampling",
         mistake="the temperature does not reach the logits that are sampled from",
-        target="rlhf_pg.rollout.token_sampling.sample",
+        target="rlhf_pg.rollout.token_sampling.draw",
         old="        logits = logits / params.temperature\n",
         new="        logits = logits * 1\n",
         killers=(f"{SAMPLING}::test_temperature_matches_closed_form",),
@@ -101,10 +101,9 @@ MUTANTS = [
     Mutant(
         name="truncated-mass-not-renormalised",
         mistake="log-probabilities of a top-p sample are those of all tokens (TRL #7269)",
-        target="rlhf_pg.rollout.token_sampling.sample",
-        old="return ids, _pick(scores, ids) - top.squeeze(1)",
-        new="return ids, _pick(logits, ids) - logits.logsumexp(1)\n"
-        "    return ids, _pick(scores, ids) - top.squeeze(1)",
+        target="rlhf_pg.rollout.token_sampling.draw",
+        old="logprobs = _pick(scores, ids) - top.squeeze(1) - blocks[:, -1].log().to(scores.dtype)",
+        new="logprobs = _pick(logits, ids) - logits.logsumexp(1)",
         killers=(f"{SAMPLING}::test_logprobs_are_renormalized_over_kept_ids",),
     ),
     Mutant(
