@@ -171,11 +171,11 @@ class BatchingSession:
     def _decode(self) -> None:
         """Draw one more token of every row, or several of those whose drafts are right."""
         drafter = self.drafter
-        if drafter is None or not drafter.awake:
+        if drafter is None:
             self._one_each()
             return
-        drafts = drafter.drafts(self.rows)
-        with drafter.timed(self.rows, drafts) as new:
+        drafts = drafter.drafts(self.rows) if drafter.awake else None
+        with drafter.timed(self.rows, bool(drafts)) as new:
             new += self._several(drafts) if drafts else [[token] for token in self._one_each()]
 
     def _one_each(self) -> list[int]:
@@ -218,12 +218,14 @@ class BatchingSession:
         if self._places is None:
             self._places = self.stores.places(self.prompts, self.rows)
         grid = Grid.of([1 + len(draft) for draft in drafts])
-        newest = self.drawn.lengths[: len(self.rows)] - 1
-        columns = newest[grid.rows] + grid.steps
-        ids = self.drawn.tokens[grid.rows, columns]
-        ids[grid.steps > 0] = torch.tensor([token for draft in drafts for token in draft])
+        last = self.drawn.lengths[: len(self.rows)] - 1
+        newest = self.drawn.tokens[: len(self.rows)].gather(1, last[:, None]).tolist()
+        ids = [t for new, draft in zip(newest, drafts, strict=True) for t in (*new, *draft)]
+        ids += ids[-1:] * (len(grid.rows) - len(ids))
+        columns = last[grid.rows] + grid.steps
         layout = self.stores.wide_layout(self._places, columns, grid, longest)
-        logits = self.forward(ids, self._places.positions[grid.rows] + columns, layout)
+        positions = self._places.positions[grid.rows] + columns
+        logits = self.forward(torch.tensor(ids), positions, layout)
         new = self.chooser.verify(self.rows, drafts, logits, grid.rows, columns + 1)
         for row, tokens in zip(self.rows, new, strict=True):
             row.length += len(tokens)

@@ -38,26 +38,24 @@ class Drafter:
         self.history.add(_key(request), array("i", [*request.tokens[-CONTEXT:], *tokens]))
 
     def drafts(self, rows: Sequence[Row]) -> list[Draft] | None:
-        """Return a draft, which may be empty, for each row; None if all are empty."""
+        """Return a draft, which may be empty, for each row; None if there are none."""
+        if not self.pace.tries(len(rows)):
+            return None
         writers = ((row.writer, row.left) for row in rows if row.writer is not None)
-        drafts = [writer.draft(self.pace, left - 1) for writer, left in writers]
+        drafts = [writer.draft(left - 1) for writer, left in writers]
         return drafts if any(drafts) else None
 
     @contextmanager
-    def timed(
-        self, rows: Sequence[Row], drafts: Sequence[Draft] | None
-    ) -> Iterator[list[list[int]]]:
+    def timed(self, rows: Sequence[Row], drafts: bool) -> Iterator[list[list[int]]]:
         """Measure a pass, which puts the new tokens of each row into the list that is given."""
-        earlier = sum(row.length for row in rows)
-        count = len(rows) + sum(map(len, drafts or ()))
         new: list[list[int]] = []
         start = time.perf_counter()
         yield new
-        seconds, gained = time.perf_counter() - start, sum(map(len, new))
-        self.pace.passed(count, earlier, gained, gained - len(rows), seconds)
+        seconds = time.perf_counter() - start
+        self.pace.passed(len(rows), sum(map(len, new)), drafts, seconds)
         for row, tokens in zip(rows, new, strict=True):
-            assert row.writer is not None
-            row.writer.write(tokens)
+            if row.writer is not None:
+                row.writer.write(tokens)
 
 
 def _key(request: Request) -> bytes:

@@ -1,70 +1,75 @@
-"""The price of a drafted token, measured, and how many of them are worth it."""
+"""The measurement of what drafts save, by which they are used or left alone."""
 
 import math
-from collections import deque
 
-import numpy as np
-
-REMEMBERED = 256  # passes
-SELDOM = 32  # passes between two estimates of the price
-WORTH = 0.02  # share of tokens from drafts below which they are left alone for a while
-LONGEST_NAP = 8  # rollouts
+LEAST = 0.4  # probability of the last token of a draft, estimated
+FADING = 0.95  # of what earlier passes tell about the next
+SELDOM = 32  # passes between two looks at the way that was slower
+LONGEST_NAP = 32  # rollouts
+LONGEST_WAKE = 16  # rollouts
 
 
 class Pace:
-    """Measures passes, and says how long a draft may be.
+    """Measures rollouts and passes with and without drafts, and says which should have any.
 
-    A pass over N tokens whose rows have S earlier ones takes about a + b N + c S seconds. A row
-    that is one token further ahead saves the seconds per token that sampling takes now, so the
-    j-th token of a draft, which is right with probability r^j, is worth its b if
-
-        r^j * (seconds per sampled token) > b
+    With many rows a pass is limited by its arithmetic, and with few by the number of its
+    operations, so passes are compared with those of about as many rows. Drafts also let rows part,
+    so that more passes have few of them, which only whole rollouts show: while these are slower
+    with drafts than without, drafts rest for 1, 3, 7 and up to 32 rollouts.
     """
 
     def __init__(self) -> None:
-        self.passes: deque[tuple[int, int, int, float]] = deque(maxlen=REMEMBERED)
-        self.price = 1.0  # b, in seconds per sampled token
-        self.drawn = self.drafted = 0  # tokens of this rollout, and of these from drafts
-        self.nap = self.asleep = 0  # rollouts
+        self.seconds: dict[tuple[int, bool], float] = {}  # by number of rows, with drafts or not
+        self.gained: dict[tuple[int, bool], float] = {}
+        self.passes: dict[int, int] = {}
+        self.awake = False
+        self.rollout = [0.0, 0]  # seconds and tokens of this one
+        self.prices = {True: math.inf, False: math.inf}  # seconds for a token, awake and asleep
+        self.nap = self.rest = 0  # rollouts: of the last nap, and until the other way is tried
 
     def begin(self) -> bool:
         """Begin a rollout, and return whether its rows are to be drafted."""
-        if self.drawn:
-            pays = self.drafted > WORTH * self.drawn
+        seconds, tokens = self.rollout
+        if tokens:
+            self.prices[self.awake] = seconds / tokens
+        self.rollout = [0.0, 0]
+        if self.rest:
+            self.rest -= 1
+        elif self.awake:  # a plain rollout for comparison, or a nap
+            pays = self.prices[True] < self.prices[False] < math.inf
             self.nap = 0 if pays else min(2 * self.nap + 1, LONGEST_NAP)
-            self.asleep, self.drawn, self.drafted = self.nap, 0, 0
-        elif self.asleep:
-            self.asleep -= 1
-        return not self.asleep
+            self.awake, self.rest = False, max(self.nap - 1, 0)
+        else:
+            self.awake = True
+            pays = self.nap == 0 and self.prices[False] < math.inf
+            self.rest = LONGEST_WAKE - 1 if pays else 0
+        return self.awake
 
-    def passed(self, tokens: int, earlier: int, gained: int, drafted: int, seconds: float) -> None:
-        """Take note of a pass.
+    def tries(self, rows: int) -> bool:
+        """Return whether the next pass over so many rows should have drafts.
 
-        Args:
-            tokens: N, computed.
-            earlier: S.
-            gained: tokens that were sampled, `drafted` of them from drafts.
+        It is the way that took less time for a token, and now and then the other.
         """
-        self.passes.append((tokens, earlier, gained, seconds))
-        self.drawn += gained
-        self.drafted += drafted
-        if self.drawn // SELDOM != (self.drawn - gained) // SELDOM:
-            self._estimate()
+        size = rows.bit_length()
+        self.passes[size] = count = self.passes.get(size, -1) + 1
+        plain, drafted = (self._price(size, way) for way in (False, True))
+        return (drafted < plain) != (count % SELDOM == SELDOM - 1)
 
-    def worth(self, rate: float) -> int:
-        """Return the length of a draft each of whose tokens is right at this rate."""
-        if rate <= self.price:
-            return 0
-        return int(math.log(self.price) / math.log(rate)) if rate < 1 else 10**6
+    def passed(self, rows: int, gained: int, drafts: bool, seconds: float) -> None:
+        """Take note of a pass over so many rows, in which so many tokens were drawn."""
+        self.rollout[0] += seconds
+        self.rollout[1] += gained
+        key = (rows.bit_length(), drafts)
+        self.seconds[key] = FADING * self.seconds.get(key, 0.0) + seconds
+        self.gained[key] = FADING * self.gained.get(key, 0.0) + gained
 
-    def _estimate(self) -> None:
-        tokens, earlier, gained, seconds = np.array(self.passes).T
-        # A pass that had to wait for another program says nothing about the others.
-        seconds = np.minimum(seconds, 3 * np.median(seconds))
-        work = np.stack([np.ones_like(tokens), tokens, earlier], axis=1)
-        # As long as all passes are alike, half of the time is for their tokens.
-        guess = np.array([seconds.mean() / 2, seconds.mean() / 2 / tokens.mean(), 0.0])
-        weights = np.diag(np.sqrt((work**2).mean(axis=0)))
-        rows, sums = np.concatenate([work, weights]), np.concatenate([seconds, weights @ guess])
-        cost = np.linalg.lstsq(rows, sums, rcond=None)[0][1]
-        self.price = float(np.clip(cost * gained.sum() / seconds.sum(), 0.01, 1.0))
+    def _price(self, size: int, drafts: bool) -> float:
+        """Return seconds for a token; 0 for drafts that were never tried."""
+        if (size, drafts) not in self.gained:
+            return 0.0 if drafts else math.inf
+        return self.seconds[size, drafts] / self.gained[size, drafts]
+
+
+def worth(rate: float) -> int:
+    """Return the length of a draft of whose tokens a share of `rate` is right, one by one."""
+    return int(math.log(LEAST) / math.log(rate)) if 0 < rate < 1 else 0
