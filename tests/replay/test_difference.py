@@ -195,6 +195,28 @@ def test_rounding_grows_where_updates_use_numbers_of_episodes(tmp_path: Path) ->
     assert is_equal(*runs)
 
 
+@pytest.mark.parametrize(
+    ("config", "device", "equal"),
+    [
+        ({"rollout_drafts": "auto"}, "cpu (x86_64)", True),
+        ({"rollout_drafts": "off"}, "cpu (x86_64)", False),
+        ({}, "cpu (x86_64)", False),  # of an earlier version, which had no drafts
+        ({"rollout_drafts": "auto"}, "NVIDIA H100", False),
+        ({"rollout_drafts": "auto", "old_logprobs_source": "sampler"}, "cpu (x86_64)", False),
+        ({"rollout_drafts": "auto", "sampler_correction": "token_mask"}, "cpu (x86_64)", False),
+    ],
+)
+def test_drafts_leave_last_bits_of_sampler_logprobs(
+    tmp_path: Path, config: dict[str, str], device: str, equal: bool
+) -> None:
+    runs = [
+        MadeRun(tmp_path / name, config=config, start={"device": device}).directory
+        for name in ("a", "b")
+    ]
+    edit_trace(runs[1], 3, lambda x: x["logprobs"].__setitem__(1, x["logprobs"][1] * (1 + 1e-6)))
+    assert is_equal(*runs) == equal
+
+
 def test_rtol_states_another_rounding(one: Path, made) -> None:
     other = made(noise=1e-5)
     assert diff_runs(one, other, rtol=1e-4).difference is None

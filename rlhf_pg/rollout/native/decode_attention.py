@@ -233,7 +233,7 @@ class Decode:
         return x[self.members].transpose(1, 2).flatten(2, 3)
 
     def _by_row(self, x: Tensor, queries: int) -> Tensor:
-        """Undo `_by_prompt`."""
+        """Undo what `_by_prompt` does."""
         parted = x.view(*x.shape[:2], -1, queries, x.shape[3]).transpose(1, 2)
         return parted.flatten(0, 1)[self.places]
 

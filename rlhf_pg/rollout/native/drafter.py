@@ -42,7 +42,7 @@ class Drafter:
         if not self.pace.tries(len(rows)):
             return None
         writers = ((row.writer, row.left) for row in rows if row.writer is not None)
-        drafts = [writer.draft(left - 1) for writer, left in writers]
+        drafts = [writer.draft(self.pace, left - 1) for writer, left in writers]
         return drafts if any(drafts) else None
 
     @contextmanager

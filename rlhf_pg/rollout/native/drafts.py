@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from rlhf_pg.rollout.native.pace import Pace, worth
+from rlhf_pg.rollout.native.pace import Pace
 
 CONTEXT = 4  # tokens that have to be the same for what followed them to be suggested
 BITS = 20  # of a token id within the key of a context
@@ -95,9 +95,9 @@ class Writer:
         found = self.contexts.past.get(self.key) or self.contexts.present.get(self.key)
         self.source, self.place = found or (NOTHING, 0)
 
-    def draft(self, most: int) -> Draft:
+    def draft(self, pace: Pace, most: int) -> Draft:
         """Return the tokens that followed there, if they are worth a try, and at most so many."""
-        length = min(most, LONGEST, worth(self.hits / (self.hits + self.misses)))
+        length = min(most, LONGEST, pace.worth(self.hits / (self.hits + self.misses)))
         return self.source[self.place : self.place + length]
 
     def write(self, tokens: Sequence[int]) -> None:

@@ -55,6 +55,10 @@ class Pace:
         plain, drafted = (self._price(size, way) for way in (False, True))
         return (drafted < plain) != (count % SELDOM == SELDOM - 1)
 
+    def worth(self, rate: float) -> int:
+        """Return the length of a draft of whose tokens a share of `rate` is right, one by one."""
+        return int(math.log(LEAST) / math.log(rate)) if 0 < rate < 1 else 0
+
     def passed(self, rows: int, gained: int, drafts: bool, seconds: float) -> None:
         """Take note of a pass over so many rows, in which so many tokens were drawn."""
         self.rollout[0] += seconds
@@ -68,8 +72,3 @@ class Pace:
         if (size, drafts) not in self.gained:
             return 0.0 if drafts else math.inf
         return self.seconds[size, drafts] / self.gained[size, drafts]
-
-
-def worth(rate: float) -> int:
-    """Return the length of a draft of whose tokens a share of `rate` is right, one by one."""
-    return int(math.log(LEAST) / math.log(rate)) if 0 < rate < 1 else 0
