@@ -16,7 +16,7 @@ from rlhf_pg import GRPOTrainer, PPOTrainer
 from rlhf_pg.plan import Memory, MetaModels, build_meta_models, predicted_memory
 from rlhf_pg.plan.sharding import SHARDINGS
 from rlhf_pg.report.metrics import Meter
-from rlhf_pg.rollout.native import continuous_batching
+from rlhf_pg.rollout.native import continuous_batching, decode_attention
 from rlhf_pg.rollout.native.decode_attention import KeyValues
 from rlhf_pg.tasks.tiny import character_tokenizer
 from rlhf_pg.trainers import PolicyGradientTrainer
@@ -118,6 +118,7 @@ class Seen:
 
         with (
             patch.object(continuous_batching, "KeyValues", Kept),
+            patch.object(decode_attention, "KeyValues", Kept),
             patch.object(type(trained), "__call__", forward),
             patch.object(trained, "step", update),
         ):
