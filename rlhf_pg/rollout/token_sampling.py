@@ -1,6 +1,5 @@
 """Drawing of tokens from a distribution, with noise that depends only on its coordinates."""
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -17,9 +16,6 @@ from rlhf_pg.rng import mix, shift, signed
 from rlhf_pg.rollout.engine import SamplingParams
 
 BLOCK = 128  # tokens whose probabilities are summed before looking at single ones
-# Logits computed beside others and alone were seen to differ by up to 16 times the rounding error
-# of the largest one, over tiny models of six families.
-ROUNDING = 64
 
 
 class Drawn(NamedTuple):
@@ -124,77 +120,21 @@ def _pick(x: Tensor, ids: Tensor) -> Tensor:
 
 def _truncate(scores: Tensor, params: SamplingParams) -> Tensor:
     """Apply top-k, then top-p, then min-p, by the rules of `transformers`."""
-    for warper in _warpers(params):
+    for warper in warpers(params):
         scores = warper(None, scores)
     return scores
 
 
-def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
-    warpers: list[LogitsProcessor] = []
+def warpers(params: SamplingParams) -> list[LogitsProcessor]:
+    """Return what truncates scores, in its order."""
+    found: list[LogitsProcessor] = []
     if params.top_k > 0:
-        warpers.append(TopKLogitsWarper(params.top_k))
+        found.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
-        warpers.append(TopPLogitsWarper(params.top_p))
+        found.append(TopPLogitsWarper(params.top_p))
     if params.min_p > 0:
-        warpers.append(MinPLogitsWarper(params.min_p))
-    return warpers
-
-
-def close_draws(logits: Tensor, params: SamplingParams, drawn: Drawn) -> Tensor:
-    """Return the rows, (R,) bool, in which rounding may have decided between two tokens.
-
-    The logits of a row differ in their last bits with the tokens that are computed beside it. If
-    each is off by at most e, the probability F of the tokens up to some id is off by
-
-        |dF| = |sum_{v <= id} p_v (e_v - sum_w p_w e_w)| <= 2 e F (1 - F)
-
-    and, where tokens are left out, by the probability of those that a cut might have treated in
-    another way. The noise of a close draw is that near to another token.
-
-    Args:
-        logits: (R,V) that `drawn` was drawn from.
-    """
-    scores = widen(logits)
-    error = ROUNDING * torch.finfo(scores.dtype).eps * scores.abs().amax(dim=-1).double()
-    if params.temperature == 0:
-        return drawn.into < 2 * error
-    error = error / params.temperature
-    shifted = torch.zeros_like(error)
-    if params.truncates:
-        scores = scores / params.temperature
-        for warper in _warpers(params):
-            before, scores = scores, warper(None, scores)
-            shifted = shifted + _mass_at_cut(before, scores, warper, error + shifted)
-    start, end = drawn.before.clamp(min=0), (drawn.before + drawn.width).clamp(max=1)
-    is_first = drawn.into < 2 * error * start * (1 - start) + shifted
-    return is_first | (drawn.width - drawn.into < 2 * error * end * (1 - end) + shifted)
-
-
-def _mass_at_cut(before: Tensor, after: Tensor, warper: LogitsProcessor, error: Tensor) -> Tensor:
-    """Return the probability, (R,), of the tokens that a cut treats so by less than the error.
-
-    Args:
-        before, after: (R,V) scores, of which `after` are cut.
-        error: (R,) of a score, and of a sum of probabilities.
-    """
-    kept = after > -torch.inf
-    left_out = before.masked_fill(kept, -torch.inf)
-    last, first = before.masked_fill(~kept, torch.inf).amin(dim=-1), left_out.amax(dim=-1)
-    p = before.softmax(dim=-1)
-    mass = (p * kept).sum(dim=-1)
-    close = last - first < 2 * error
-    if isinstance(warper, TopKLogitsWarper):
-        close |= kept.sum(dim=-1) > warper.top_k  # equal scores, all kept
-    elif isinstance(warper, MinPLogitsWarper):
-        bar = before.amax(dim=-1) + math.log(warper.min_p)
-        close |= torch.minimum(last - bar, bar - first) < 2 * error
-    elif isinstance(warper, TopPLogitsWarper):
-        over = mass - warper.top_p  # at least 0, and without the last token below 0
-        smallest = (last - before.logsumexp(dim=-1)).exp()
-        close |= torch.minimum(over, smallest - over) < 2 * error
-    bounds = torch.stack([last, first], dim=1)[:, :, None]
-    near = ((before[:, None] - bounds).abs() < 2 * error[:, None, None]).any(dim=1)
-    return torch.where(close, (p * near).sum(dim=-1) / mass + 4 * error, 0.0)
+        found.append(MinPLogitsWarper(params.min_p))
+    return found
 
 
 def uniform(

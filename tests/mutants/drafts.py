@@ -5,7 +5,7 @@ from tests.mutants import Mutant
 CHOOSING = "tests/rollout/native/test_choosing.py::test_"
 DRAFTS = "tests/rollout/native/test_drafts.py::test_"
 LEAN = "tests/rollout/native/test_lean_decoder.py::test_"
-SAMPLING = "tests/rollout/test_token_sampling.py::test_"
+CLOSE = "tests/rollout/native/test_close_draws.py::test_"
 
 MUTANTS: list[Mutant] = [
     Mutant(
@@ -67,18 +67,26 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="close-draws-on-one-side",
         mistake="rounding is looked for at the first edge of a token alone",
-        target="rlhf_pg.rollout.token_sampling.close_draws",
-        old="return is_first | (drawn.width - drawn.into < 2 * error * end * (1 - end) + shifted)",
-        new="return is_first",
-        killers=(f"{SAMPLING}disturbed_logits_change_no_draw_that_is_not_close",),
+        target="rlhf_pg.rollout.native.close_draws.close_draws",
+        old="close = is_first | is_last",
+        new="close = is_first",
+        killers=(f"{CLOSE}disturbed_logits_change_no_draw_that_is_not_close",),
     ),
     Mutant(
         name="close-draws-without-cuts",
         mistake="rounding that lets a token in or out by top-k, top-p or min-p is not thought of",
-        target="rlhf_pg.rollout.token_sampling._mass_at_cut",
+        target="rlhf_pg.rollout.native.close_draws._mass_at_cut",
         old="torch.where(close, ",
         new="torch.where(close & False, ",
-        killers=(f"{SAMPLING}disturbed_logits_change_no_draw_that_is_not_close",),
+        killers=(f"{CLOSE}disturbed_logits_change_no_draw_that_is_not_close",),
+    ),
+    Mutant(
+        name="errors-of-logits-as-if-independent",
+        mistake="that all logits share the errors of the hidden states is not thought of",
+        target="rlhf_pg.rollout.native.close_draws._moved",
+        old="together.double() + ",
+        new="",
+        killers=(f"{CLOSE}error_of_hidden_states_changes_no_draw_that_is_not_close",),
     ),
     Mutant(
         name="lean-decoder-of-old-weights",

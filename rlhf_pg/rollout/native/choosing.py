@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from rlhf_pg.rollout.engine import SamplingParams
+from rlhf_pg.rollout.native.close_draws import Head, close_draws
 from rlhf_pg.rollout.native.decode_attention import KeyValues, Prefill
 from rlhf_pg.rollout.native.slots import DecodeState, Row
 from rlhf_pg.rollout.token_sampling import (
     Drawn,
-    close_draws,
     draw,
     ids_of,
     support_mask,
@@ -31,6 +31,7 @@ class Chooser:
         forward: the model's forward pass, for the rows in which rounding decides. They are computed
             again, alone, so that what is drawn depends neither on what is computed beside a row nor
             on drafts. None: whatever rounding says.
+        head: the model's output layer.
     """
 
     def __init__(
@@ -40,9 +41,10 @@ class Chooser:
         noise: int | Tensor,
         eos: Tensor,
         forward: Callable[..., Tensor] | None,
+        head: Head | None = None,
     ) -> None:
         self.state, self.params, self.noise = state, params, noise
-        self.eos, self.forward = eos, forward
+        self.eos, self.forward, self.head = eos, forward, head
 
     def pick(self, slots: slice | Tensor, columns: Tensor, logits: Tensor) -> Drawn:
         """Draw from logits (N,V) of tokens in these slots and columns."""
@@ -60,7 +62,7 @@ class Chooser:
         columns = self.state.lengths[slots]
         drawn = self.pick(slots, columns, logits)
         if self.forward is not None:
-            close = close_draws(logits, self.params, drawn).nonzero().flatten().tolist()
+            close = close_draws(logits, self.params, drawn, self.head).nonzero().flatten().tolist()
             for i in close:
                 logits[i] = self._alone(rows[i], start + i, [])
             drawn = self.pick(slots, columns, logits) if close else drawn
@@ -89,7 +91,7 @@ class Chooser:
         ids, found, kept = drawn.ids.tolist(), [], []
         close = [False] * len(ids)
         if self.forward is not None:
-            close = close_draws(logits, self.params, drawn).tolist()
+            close = close_draws(logits, self.params, drawn, self.head).tolist()
         place = 0
         for slot, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
             new: list[int] = []

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from rlhf_pg.models.attention import configs_of, replaced_attention
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
 from rlhf_pg.rollout.native.choosing import Chooser
+from rlhf_pg.rollout.native.close_draws import Head
 from rlhf_pg.rollout.native.decode_attention import Grid, KeyValues, Spans
 from rlhf_pg.rollout.native.drafter import Drafter
 from rlhf_pg.rollout.native.drafts import Draft, History
@@ -60,8 +61,8 @@ class BatchingSession:
         noise: int | Tensor = kept.begin(seed, cache_tokens) if kept else seed
         eos = torch.tensor(list(stopping.eos_token_ids), device=model.device)
         exact = model.device.type == "cpu" and model.dtype in (torch.float32, torch.float64)
-        again = forward if exact else None
-        self.chooser = Chooser(self.drawn, params, noise, kept.eos if kept else eos, again)
+        again, head = (forward, Head.of(model)) if exact else (None, None)
+        self.chooser = Chooser(self.drawn, params, noise, kept.eos if kept else eos, again, head)
         self.drafter = Drafter(history) if history is not None and exact else None
         self.tokens_per_look = TOKENS_PER_LOOK if model.device.type == "cuda" else 1
         self.prompt_cache = KeyValues(cache_tokens // 2, longest=cache_tokens)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_pg.rollout import Completion, NativeEngine, Request, SamplingParams, token_sampling
-from rlhf_pg.rollout.native import continuous_batching
+from rlhf_pg.rollout import Completion, NativeEngine, Request, SamplingParams
+from rlhf_pg.rollout.native import close_draws, continuous_batching
 from rlhf_pg.rollout.native.choosing import Chooser
 from rlhf_pg.rollout.native.kept import forward
 from tests.rollout.native.test_drafts import drafting
@@ -44,7 +44,7 @@ def same(a: Sequence[Completion], b: Sequence[Completion]) -> bool:
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_close_draw_is_decided_by_row_alone(monkeypatch, arch, fields):
     """With a bound on rounding so wide that every draw is close."""
-    monkeypatch.setattr(token_sampling, "ROUNDING", 1e12)
+    monkeypatch.setattr(close_draws, "ROUNDING", 1e12)
     model, params = (
         tiny_model(arch),
         SamplingParams(**{"temperature": 0.8, "max_tokens": 9} | fields),
@@ -88,7 +88,7 @@ def test_errors_that_depend_on_batch_decide_no_draw(monkeypatch, fields):
     if params.temperature == 0:  # two tokens are nearly as likely everywhere
         with torch.no_grad():
             model.lm_head.weight[20:] = model.lm_head.weight[:20] * 1.0001
-    monkeypatch.setattr(token_sampling, "ROUNDING", 2e5)
+    monkeypatch.setattr(close_draws, "ROUNDING", 2e5)
 
     def ids(chooser: type[Chooser]) -> list[list[list[int]]]:
         monkeypatch.setattr(continuous_batching, "Chooser", chooser)
@@ -109,7 +109,7 @@ def test_errors_that_depend_on_batch_decide_no_draw(monkeypatch, fields):
 def test_half_precision_is_not_computed_again(monkeypatch):
     """Its rounding decides so many draws that nothing would be saved by batches."""
     monkeypatch.setattr(Chooser, "_alone", None)  # which would fail
-    monkeypatch.setattr(token_sampling, "ROUNDING", 1e12)
+    monkeypatch.setattr(close_draws, "ROUNDING", 1e12)
     for dtype in (torch.bfloat16, torch.float16):
         completions = NativeEngine(tiny_model("llama", dtype=dtype), [], PAD).generate(
             PROMPTS, 1, PARAMS, seed=0
