@@ -137,32 +137,31 @@ def warpers(params: SamplingParams) -> list[LogitsProcessor]:
     return found
 
 
-def uniform(
-    seed: int | Tensor, prompt_indices: Tensor, samples: Tensor, position: int | Tensor
-) -> Tensor:
+def uniform(seed: int, prompt_indices: Tensor, samples: Tensor, position: int | Tensor) -> Tensor:
     """Return noise in [0, 1), float64, a pure function of (seed, prompt index, sample, position).
 
     This is a counter-based generator (SplitMix64; Steele et al. 2014, after Salmon et al. 2011), so
     the noise of a row does not depend on the other rows, their order or the number of processes.
 
     Args:
-        seed: an integer, or a tensor of one that is `signed`.
         prompt_indices, samples: (R,) int64; `position` too, or one for all.
     """
-    return shift(_state(seed, prompt_indices, samples, position), 12).to(torch.float64) * 2.0**-52
+    return uniform_at(row_key(seed, prompt_indices, samples), position)
+
+
+def row_key(seed: int, prompt_indices: Tensor, samples: Tensor) -> Tensor:
+    """Return (R,) int64, all that the noise of each row depends on but the position."""
+    state = mix(torch.full_like(prompt_indices, signed(seed)))
+    state = mix(state + prompt_indices)
+    return mix(state + samples)
+
+
+def uniform_at(keys: Tensor, position: int | Tensor) -> Tensor:
+    """Return the noise of `uniform` for rows with these keys."""
+    return shift(mix(keys + position), 12).to(torch.float64) * 2.0**-52
 
 
 def request_seed(seed: int, prompt_index: int, sample: int, position: int) -> int:
     """Return a seed in [0, 2**63) for an engine with its own noise, from the same coordinates."""
-    state = _state(seed, torch.tensor([prompt_index]), torch.tensor([sample]), position)
-    return int(shift(state, 1))
-
-
-def _state(
-    seed: int | Tensor, prompt_indices: Tensor, samples: Tensor, position: int | Tensor
-) -> Tensor:
-    first = seed if isinstance(seed, Tensor) else torch.full_like(prompt_indices, signed(seed))
-    state = mix(first)
-    state = mix(state + prompt_indices)
-    state = mix(state + samples)
-    return mix(state + position)
+    key = row_key(seed, torch.tensor([prompt_index]), torch.tensor([sample]))
+    return int(shift(mix(key + position), 1))

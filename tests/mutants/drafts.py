@@ -68,8 +68,8 @@ MUTANTS: list[Mutant] = [
         name="close-draws-on-one-side",
         mistake="rounding is looked for at the first edge of a token alone",
         target="rlhf_pg.rollout.native.close_draws.close_draws",
-        old="close = is_first | is_last",
-        new="close = is_first",
+        old="is_first | (drawn.width[rows] - drawn.into[rows] < last)",
+        new="is_first",
         killers=(f"{CLOSE}disturbed_logits_change_no_draw_that_is_not_close",),
     ),
     Mutant(

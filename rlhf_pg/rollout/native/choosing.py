@@ -17,7 +17,7 @@ from rlhf_pg.rollout.token_sampling import (
     draw,
     ids_of,
     support_mask,
-    uniform,
+    uniform_at,
 )
 
 
@@ -26,7 +26,6 @@ class Chooser:
 
     Args:
         state: receives the tokens.
-        noise: the seed.
         eos: the ids that end a row.
         forward: the model's forward pass, for the rows in which rounding decides. They are computed
             again, alone, so that what is drawn depends neither on what is computed beside a row nor
@@ -38,19 +37,16 @@ class Chooser:
         self,
         state: DecodeState,
         params: SamplingParams,
-        noise: int | Tensor,
         eos: Tensor,
         forward: Callable[..., Tensor] | None,
         head: Head | None = None,
     ) -> None:
-        self.state, self.params, self.noise = state, params, noise
+        self.state, self.params = state, params
         self.eos, self.forward, self.head = eos, forward, head
 
     def pick(self, slots: slice | Tensor, columns: Tensor, logits: Tensor) -> Drawn:
         """Draw from logits (N,V) of tokens in these slots and columns."""
-        state = self.state
-        places = state.first[slots] + columns
-        noise = uniform(self.noise, state.prompt_indices[slots], state.samples[slots], places)
+        noise = uniform_at(self.state.keys[slots], self.state.first[slots] + columns)
         return draw(logits, self.params, noise)
 
     def choose(self, start: int, rows: Sequence[Row], logits: Tensor) -> Tensor:

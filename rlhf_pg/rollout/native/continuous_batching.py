@@ -50,7 +50,7 @@ class BatchingSession:
         kept: Kept | None = None,
         history: History | None = None,
     ) -> None:
-        self.model, self.params, self.stopping = model, params, stopping
+        self.model, self.params, self.seed, self.stopping = model, params, seed, stopping
         self.cache_tokens, self.configs, self.kept = cache_tokens, configs_of(model), kept
         self.forward = partial(kept.forward, model) if kept else forward
         self.prefill = forward
@@ -58,11 +58,12 @@ class BatchingSession:
         self.prompts: list[Prompt] = []  # by slot
         self.rows: list[Row] = []  # by slot
         self.drawn = kept.drawn if kept else DecodeState(MAX_ROWS, params.max_tokens, model)
-        noise: int | Tensor = kept.begin(seed, cache_tokens) if kept else seed
+        if kept:
+            kept.begin(cache_tokens)
         eos = torch.tensor(list(stopping.eos_token_ids), device=model.device)
         exact = model.device.type == "cpu" and model.dtype in (torch.float32, torch.float64)
         again, head = (forward, Head.of(model)) if exact else (None, None)
-        self.chooser = Chooser(self.drawn, params, noise, kept.eos if kept else eos, again, head)
+        self.chooser = Chooser(self.drawn, params, kept.eos if kept else eos, again, head)
         self.drafter = Drafter(history) if history is not None and exact else None
         self.tokens_per_look = TOKENS_PER_LOOK if model.device.type == "cuda" else 1
         self.prompt_cache = KeyValues(cache_tokens // 2, longest=cache_tokens)
@@ -158,7 +159,7 @@ class BatchingSession:
         start = len(self.rows)
         self.rows += entering
         self.stores.grow(self.rows)
-        self.drawn.start(start, entering)
+        self.drawn.start(start, entering, self.seed)
         ids = self._draw(start, logits)
         if self.drafter is not None and self.drafter.awake:
             self.drafter.enter(entering, ids.tolist())

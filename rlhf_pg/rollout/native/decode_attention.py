@@ -6,7 +6,7 @@ queries of a row and key head.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -178,6 +178,8 @@ class Decode:
     prompt_width: int  # P, the columns of `bias` that are of prompts
     bias: Tensor  # (R,W,P+T) `bias` of the prompt's and the row's tokens for each new one
     grid: "Grid | None" = None  # None: each row has one new token
+    # By first column of a span, the same for all layers.
+    _targets: dict[int, tuple[Tensor | None, Tensor, Tensor]] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         heads, count = key.shape[:2]
@@ -222,11 +224,23 @@ class Decode:
             if start <= columns < start + size:
                 store[: len(new), :, columns - start] = new
             return
-        rows = torch.arange(len(new), device=new.device) if self.grid is None else self.grid.rows
-        if self.own.split:
-            inside = (columns >= start) & (columns < start + size)
-            rows, columns, new = rows[inside], columns[inside], new[inside]
-        store[rows, :, columns - start] = new
+        if start not in self._targets:
+            self._targets[start] = self._target(columns, start, size)
+        tokens, rows, places = self._targets[start]
+        if len(rows):
+            store[rows, :, places] = new if tokens is None else new[tokens]
+
+    def _target(
+        self, columns: Tensor, start: int, size: int
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Return which tokens (None: all) are written into a span, and their rows and places."""
+        grid = self.grid
+        rows = torch.arange(len(columns), device=columns.device) if grid is None else grid.rows
+        inside = (columns >= start) & (columns < start + size)
+        if not self.own.split or inside.all():
+            return None, rows, columns - start
+        tokens = inside.nonzero().flatten()
+        return tokens, rows[tokens], columns[tokens] - start
 
     def _by_prompt(self, x: Tensor) -> Tensor:
         """Return (G,K,M*Q,...) from (R,K,Q,...): the queries of all rows of each prompt."""

@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_pg.models.attention import Heads, Layout
-from rlhf_pg.rng import signed
 from rlhf_pg.rollout.engine import SamplingParams
 from rlhf_pg.rollout.native.cuda_graphs import Graphs
 from rlhf_pg.rollout.native.kv_cache import Stores
@@ -50,19 +49,17 @@ class Kept:
         run: Callable[..., Tensor],
     ) -> None:
         self.drawn = DecodeState(rows, params.max_tokens, model)
-        self.seed = torch.zeros((), dtype=torch.int64, device=model.device)
         self.eos = torch.tensor(list(eos_token_ids), device=model.device)
         self.stores = Unpadded(params.max_tokens, layers, model.device) if layers else None
         self.graphs, self.forward = Graphs(), run
         self._weights: tuple[int, ...] = ()
 
-    def begin(self, seed: int, cache_tokens: int) -> Tensor:
-        """Begin a session with room for this many tokens, and return the seed as a tensor."""
+    def begin(self, cache_tokens: int) -> None:
+        """Begin a session with room for this many tokens."""
         self.drawn.clear(0)
         if self.stores is not None:
             self.stores.begin(cache_tokens)
         self._weights = ()
-        return self.seed.fill_(signed(seed))
 
     def run(
         self,

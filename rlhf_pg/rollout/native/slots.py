@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from rlhf_pg.rollout.engine import Request
 from rlhf_pg.rollout.native.decode_attention import bias
 from rlhf_pg.rollout.native.drafts import Writer
+from rlhf_pg.rollout.token_sampling import row_key
 
 
 @dataclass(eq=False)
@@ -63,10 +64,11 @@ class DecodeState:
         self.logprobs = zeros(rows, max_tokens, dtype=wide)
         self.lengths, self.limits = zeros(rows), zeros(rows)
         self.prompt_indices, self.samples, self.first = zeros(rows), zeros(rows), zeros(rows)
+        self.keys = zeros(rows)  # of the noise
         self.ended = zeros(rows, dtype=torch.bool)
 
-    def start(self, slot: int, rows: Sequence[Row]) -> None:
-        """Give the slots from `slot` on to new rows."""
+    def start(self, slot: int, rows: Sequence[Row], seed: int) -> None:
+        """Give the slots from `slot` on to new rows, whose noise has this seed."""
         numbers = [
             (0, r.prompt.limit, r.prompt.request.prompt_index, r.sample, r.prompt.request.position)
             for r in rows
@@ -76,6 +78,7 @@ class DecodeState:
         fields = (self.lengths, self.limits, self.prompt_indices, self.samples, self.first)
         for own, values in zip(fields, columns, strict=True):
             own[mine] = values
+        self.keys[mine] = row_key(seed, self.prompt_indices[mine], self.samples[mine])
         self.ended[mine] = False
 
     def append(self, rows: slice, ids: Tensor, logprobs: Tensor, eos: Tensor) -> None:
