@@ -292,9 +292,9 @@ MUTANTS = [
     Mutant(
         name="index-of-a-write-on-the-cpu",
         mistake="keys are written by an index of the CPU, which a graph cannot have",
-        target="rlhf_pg.rollout.native.decode_attention.Decode._write",
-        old="torch.arange(len(new), device=new.device)",
-        new="torch.arange(len(new))",
+        target="rlhf_pg.rollout.native.decode_attention.Decode._target",
+        old="torch.arange(len(columns), device=columns.device)",
+        new="torch.arange(len(columns))",
         killers=(f"{STEADY}[dtype1]",),
     ),
     Mutant(

@@ -109,7 +109,7 @@ MUTANTS = [
     Mutant(
         name="noise-without-the-draw",
         mistake="every prompt is given the same noise, as ranks with one seed are",
-        target="rlhf_pg.rollout.token_sampling._state",
+        target="rlhf_pg.rollout.token_sampling.row_key",
         old="mix(state + prompt_indices)",
         new="mix(state + 0 * prompt_indices)",
         killers=(f"{SAMPLING}::test_every_coordinate_gives_distinct_noise",),
@@ -158,8 +158,8 @@ MUTANTS = [
         name="a-continued-row-repeats-its-noise",
         mistake="an episode's next turn draws with the noise of its first",
         target="rlhf_pg.rollout.native.choosing.Chooser.pick",
-        old="places = state.first[slots] + columns",
-        new="places = columns",
+        old="self.state.first[slots] + columns",
+        new="columns",
         killers=(f"{BATCHING}::test_continued_request_draws_same_tokens",),
     ),
     Mutant(
