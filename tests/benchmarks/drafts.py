@@ -1,9 +1,9 @@
 """Tokens per second with drafts and without, step by step as GRPO learns a task, by hand.
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.drafts [--steps 60] [--prompts 1 2 4 16]
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.drafts [--prompts 2] [--epochs 5]
 
-The chain-of-thought task `counting` is trained as in `tests.benchmarks.learning`. After every step
-its first prompts are sampled again, 8 completions each, by an engine without drafts and by one with
+The chain-of-thought task `counting` is trained with few prompts in a step and 8 completions of
+each. After every step its prompts are sampled again, by an engine without drafts and by one with
 them, which take turns in being first. Both have the weights as they are, and the same tokens.
 """
 
@@ -25,22 +25,21 @@ SUBJECT = SUBJECTS["counting"]
 
 
 class Timed(NamedTuple):
-    """Rollouts for some prompts after a step."""
+    """The rollouts after a step."""
 
-    prompts: int
     tokens: int
+    reward: float  # of the step
+    entropy: float
     plain: float  # seconds
     drafted: float
 
 
 class Both(Callback):
-    """Samples after every step with drafts and without, from engines of each number of prompts."""
+    """Samples the prompts of every step with drafts and without."""
 
-    def __init__(self, prompts: list[int]) -> None:
-        self.prompts = prompts
-        self.engines: dict[int, tuple[NativeEngine, NativeEngine]] = {}
+    def __init__(self) -> None:
         self.last: list[str] = []  # prompts of the step
-        self.timed: list[list[Timed]] = []
+        self.timed: list[Timed] = []
 
     def reward(self, prompts: list[str], **columns: Any) -> list[float]:
         """Score as the task does, and remember the prompts."""
@@ -52,75 +51,64 @@ class Both(Callback):
     def on_start(self, trainer: Any) -> None:
         tokenizer = trainer.processing_class
         ends = tokenizer.eos_token_id, tokenizer.pad_token_id
-        for count in self.prompts:
-            self.engines[count] = (
-                NativeEngine(trainer.model, *ends),
-                NativeEngine(trainer.model, *ends, drafts=True),
-            )
+        self.engines = [
+            NativeEngine(trainer.model, *ends, drafts=drafts) for drafts in (False, True)
+        ]
 
     def on_step(self, trainer: Any, metrics: dict[str, Any]) -> None:
         ids = [trainer.processing_class(prompt)["input_ids"] for prompt in self.last]
-        step = len(self.timed)
-        with evaluating(trainer.model):
-            self.timed.append([self._both(ids[:count], step) for count in self.prompts])
-        speeds = " ".join(
-            f"{8 * one.prompts} rows {one.tokens / one.plain:.0f} {one.tokens / one.drafted:.0f}"
-            for one in self.timed[-1]
-        )
-        print(
-            f"step {step + 1} entropy {metrics['entropy']:.4f} reward {metrics['reward']:.3f} "
-            f"tokens/s without and with drafts: {speeds}",
-            flush=True,
-        )
-
-    def _both(self, ids: list[list[int]], step: int) -> Timed:
-        """Sample both ways, with the step for a seed."""
-        params = SamplingParams(max_tokens=SUBJECT.new)
+        step, params = len(self.timed), SamplingParams(max_tokens=SUBJECT.new)
         seconds, said = [0.0, 0.0], [[], []]  # type: list[float], list[Any]
-        for way in (0, 1) if step % 2 else (1, 0):
-            engine = self.engines[len(ids)][way]
-            start = time.perf_counter()
-            said[way] = [c.tokens for c in engine.generate(ids, SUBJECT.n, params, seed=step)]
-            seconds[way] = time.perf_counter() - start
+        with evaluating(trainer.model):
+            for way in (0, 1) if step % 2 else (1, 0):
+                start = time.perf_counter()
+                done = self.engines[way].generate(ids, SUBJECT.n, params, seed=step)
+                seconds[way] = time.perf_counter() - start
+                said[way] = [completion.tokens for completion in done]
         assert said[0] == said[1]
-        return Timed(len(ids), sum(map(len, said[0])), *seconds)
+        tokens = sum(map(len, said[0]))
+        self.timed.append(Timed(tokens, metrics["reward"], metrics["entropy"], *seconds))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--prompts", type=int, nargs="+", default=[1, 2, 4, 16])
+    parser.add_argument("--prompts", type=int, default=2, help="of a step")
+    parser.add_argument("--problems", type=int, default=64, help="of an epoch")
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
     flags = parser.parse_args()
     transformers.logging.set_verbosity_error()
     model, tokenizer = load(ensure_model("counting", None))
-    both = Both(flags.prompts)
+    both, steps = Both(), flags.problems // flags.prompts
     with tempfile.TemporaryDirectory() as directory:
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=both.reward,
             args=GRPOConfig(
                 output_dir=directory,
-                prompts_per_step=SUBJECT.prompts,
+                prompts_per_step=flags.prompts,
                 num_generations=SUBJECT.n,
                 max_completion_length=SUBJECT.new,
-                learning_rate=SUBJECT.learning_rate,
-                max_steps=flags.steps,
+                learning_rate=flags.learning_rate,
+                max_steps=flags.epochs * steps,
                 save_steps=0,
                 log_completions_steps=0,
             ),
-            train_dataset=SUBJECT.task.train_dataset,
+            train_dataset=SUBJECT.task.train_dataset.select(range(flags.problems)),
             processing_class=tokenizer,
             callbacks=[both],
         )
         trainer.train()
-    for name, part in (("first", both.timed[:10]), ("last", both.timed[-10:])):
-        for one in zip(*part, strict=True):
-            plain = statistics.median(timed.tokens / timed.plain for timed in one)
-            drafted = statistics.median(timed.tokens / timed.drafted for timed in one)
-            print(
-                f"{name} 10 steps, {SUBJECT.n * one[0].prompts} completions: {plain:.0f} tokens/s "
-                f"without drafts, {drafted:.0f} with: {drafted / plain:.2f}x"
-            )
+    print(f"{flags.prompts * SUBJECT.n} completions in a rollout, {steps} rollouts in an epoch")
+    print("epoch  entropy  reward  tokens/s  with drafts")
+    for epoch in range(flags.epochs):
+        part = both.timed[epoch * steps :][:steps]
+        entropy, reward = (statistics.mean(one[i] for one in part) for i in (2, 1))
+        plain, drafted = (statistics.median(one.tokens / one[i] for one in part) for i in (3, 4))
+        print(
+            f"{epoch + 1:5}  {entropy:7.4f}  {reward:6.3f}  {plain:8.0f}  {drafted:11.0f}  "
+            f"{drafted / plain:.2f}x"
+        )
 
 
 if __name__ == "__main__":

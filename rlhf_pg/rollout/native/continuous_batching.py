@@ -223,7 +223,6 @@ class BatchingSession:
         last = self.drawn.lengths[: len(self.rows)] - 1
         newest = self.drawn.tokens[: len(self.rows)].gather(1, last[:, None]).tolist()
         ids = [t for new, draft in zip(newest, drafts, strict=True) for t in (*new, *draft)]
-        ids += ids[-1:] * (len(grid.rows) - len(ids))
         columns = last[grid.rows] + grid.steps
         layout = self.stores.wide_layout(self._places, columns, grid, longest)
         positions = self._places.positions[grid.rows] + columns

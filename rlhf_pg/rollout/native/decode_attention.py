@@ -262,20 +262,14 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, widths: Sequence[int]) -> "Grid":
-        """Lay out rows with so many tokens each.
-
-        The last token is repeated, up to one of few sizes, since oneDNN prepares for a millisecond
-        what it multiplies for the first time in a size.
-        """
+        """Lay out rows with so many tokens each."""
         counts = torch.tensor(widths)
         most = int(counts.max())
         starts = counts.cumsum(0) - counts
         rows = torch.arange(len(widths)).repeat_interleave(counts)
         steps = torch.arange(len(rows)) - starts[rows]
         tokens = starts[:, None] + torch.minimum(torch.arange(most), counts[:, None] - 1)
-        size = 1 << max(len(rows).bit_length() - 5, 3)
-        some = torch.arange(-(-len(rows) // size) * size).clamp(max=len(rows) - 1)
-        return cls(tokens, rows[some], steps[some], (rows * most + steps)[some])
+        return cls(tokens, rows, steps, rows * most + steps)
 
 
 def bias(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -83,13 +83,39 @@ class LeanDecoder:
         self, ids: Tensor, positions: Tensor, layout: Layout, keep: Tensor | int = 0
     ) -> Tensor:
         """Return logits (N,V) of N tokens in a packed row, or of those to `keep` (0: all)."""
+        count = len(ids)
+        more = (0, _size(count) - count)
+        ids, positions = (
+            nn.functional.pad(x[None], more, "replicate")[0] for x in (ids, positions)
+        )
         x = self.tokens(ids)
         if self.places is not None:
             x = x + self.places(positions)
         turns = None if self.angles is None else self.angles(positions)
         for number, layer in enumerate(self.layers):
-            x = layer(x, turns, partial(layout.attend, number, scale=layer.scale))
-        return self.head(self.norm(x[keep] if isinstance(keep, Tensor) else x))
+            x = layer(x, turns, partial(_attend, layout, number, count, layer.scale))
+        logits = self.head(self.norm(x[keep] if isinstance(keep, Tensor) else x))
+        return logits if isinstance(keep, Tensor) else logits[:count]
+
+
+def _size(count: int) -> int:
+    """Return with how many tokens, some of them for nothing, so many are computed.
+
+    oneDNN takes a millisecond and a few hundred KiB to prepare for each size. There are eight of
+    them from one power of two to the next.
+    """
+    step = 1 << max(count.bit_length() - 4, 0)
+    return -(-count // step) * step
+
+
+def _attend(
+    layout: Layout, layer: int, count: int, scale: float, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Return (N,H*D), the attention of the first `count` tokens, and 0 for the others."""
+    more = query.shape[1] - count
+    query, key, value = (x[:, :count] for x in (query, key, value))
+    out = layout.attend(layer, query, key, value, scale).flatten(1)
+    return nn.functional.pad(out, (0, 0, 0, more))
 
 
 class _Layer:
@@ -134,7 +160,7 @@ class _Layer:
     ) -> Tensor:
         """Return (N,C) from the same."""
         normed = self.norm(x)
-        attended = self.out(attend(*self.heads(normed, turns)).flatten(1))
+        attended = self.out(attend(*self.heads(normed, turns)))
         if self.parallel:
             return x + attended + self.mlp(normed if self.mlp_norm is None else self.mlp_norm(x))
         x = x + attended

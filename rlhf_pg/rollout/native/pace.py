@@ -5,7 +5,7 @@ import math
 LEAST = 0.4  # probability of the last token of a draft, estimated
 FADING = 0.95  # of what earlier passes tell about the next
 SELDOM = 32  # passes between two looks at the way that was slower
-LONGEST_NAP = 32  # rollouts
+LONGEST_NAP = 8  # rollouts
 LONGEST_WAKE = 16  # rollouts
 
 
@@ -15,7 +15,7 @@ class Pace:
     With many rows a pass is limited by its arithmetic, and with few by the number of its
     operations, so passes are compared with those of about as many rows. Drafts also let rows part,
     so that more passes have few of them, which only whole rollouts show: while these are slower
-    with drafts than without, drafts rest for 1, 3, 7 and up to 32 rollouts.
+    with drafts than without, drafts rest for 1, 3, 7 and then 8 rollouts.
     """
 
     def __init__(self) -> None:
