@@ -110,8 +110,12 @@ def test_interrupt_cancels_hanging_async_reward():
             cleaned.set()
 
     threads = threading.active_count()
-    with pytest.raises(KeyboardInterrupt):
-        Rewards(hangs)(PROMPTS, COMPLETIONS, IDS, {})
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Rewards(hangs)(PROMPTS, COMPLETIONS, IDS, {})
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert cleaned.wait(30)
     assert threading.active_count() <= threads + 1  # that of the loop
 
