@@ -44,7 +44,7 @@ preference: $(READY)  ## SFT, reward model, PPO: about five minutes on a CPU
 	$(BIN)/rlhf-pg train recipes/ppo_preference.yaml
 
 test-fast: $(VENV)/.installed  ## the pure functions, the config and the data: under a minute
-	$(BIN)/pytest -n 2 $(PURE_TESTS) tests/config tests/data tests/boundary tests/test_layers.py tests/test_words.py
+	$(BIN)/pytest -n 2 $(PURE_TESTS) tests/config tests/data tests/boundary tests/test_layers.py
 
 test: $(VENV)/.installed  ## every test that is not slow, two files at a time
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
