@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.step_files [grpo|ppo]
 
-A step is what runs between the first reward call of one and that of the next (`sys.setprofile`, in
-all threads), with one prompt a step, on the embedded task; the trainer's imports are counted with it.
+A step is all that runs between the reward call of one and that of the next (`sys.setprofile`), with
+one prompt a step, on the embedded task. Comprehensions and lambdas are not counted as functions.
 """
 
 import sys
