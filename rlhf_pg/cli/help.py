@@ -31,7 +31,7 @@ COMMANDS = "commands (rlhf-pg COMMAND --help says more):\n" + "\n".join(
 OF_EVALUATION = {"model", "data", "rewards", "sampling"}
 ALSO_OF_EVALUATION = {
     *("seed", "dtype", "pad_token", "max_prompt_length", "long_prompts", "load_in_4bit"),
-    *("num_generations_eval", "eval_success_threshold", "reward_weights", "model_check"),
+    *("num_generations_eval", "eval_success_threshold", "reward_weights"),
     *("reward_model_sees_eos", "reward_model_closes_truncated"),
 }
 SWITCHES = (

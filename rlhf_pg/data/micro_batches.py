@@ -56,25 +56,6 @@ def split_padded(
     return batches
 
 
-def split_alike(
-    rows: Sequence[RowLengths], max_tokens: int, whole_groups: bool = False
-) -> list[list[int]]:
-    """Split rows into batches of rows with equal lengths, so that nothing is padded.
-
-    Args:
-        whole_groups: must be False, since the rows of a group have lengths of their own.
-    """
-    assert not whole_groups
-    order = sorted(range(len(rows)), key=lambda i: rows[i][2:4])
-    batches: list[list[int]] = []
-    for _, run in groupby(order, key=lambda i: rows[i][2:4]):
-        own = list(run)
-        batches += [
-            [own[i] for i in part] for part in split_padded([rows[i] for i in own], max_tokens)
-        ]
-    return batches
-
-
 def _pieces(rows: Sequence[RowLengths], max_tokens: int) -> Iterator[tuple[int, list[int]]]:
     """Yield families, or parts of them, and their tokens; the longest completions come first."""
     for family in _neighbours(rows, "family"):

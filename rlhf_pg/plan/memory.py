@@ -12,7 +12,7 @@ from rlhf_pg.plan.meta_models import MetaModels
 from rlhf_pg.plan.sharding import Sharding, memory_by_part
 from rlhf_pg.plan.token_budget import SHARE, most, within
 from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS
-from rlhf_pg.rollout.native.decode_attention import KeyValues, Spans
+from rlhf_pg.rollout.native.decode_attention import KeyValues
 
 FOUR_BITS = 0.6  # bytes of a weight in NF4, with its scales and the layers that are left alone
 CPU_CACHE = 4 * 2**30  # bytes that the native engine takes of a CPU's memory
@@ -103,9 +103,9 @@ def _cache(meta: MetaModels, processes: int, room: float) -> tuple[float, int]:
     fitting = (tokens - groups * meta.prompt) // args.max_completion_length
     rows = max(1, min(MAX_ROWS, fitting, groups * args.num_generations))
     prompts = KeyValues(tokens // 2, longest=tokens)
-    own = Spans(tokens // 2, args.max_completion_length, split=meta.device.type != "cuda")
+    own = KeyValues(tokens // 2, longest=args.max_completion_length)
     prompts.reserve(math.ceil(rows / args.num_generations), meta.prompt)
     for width in range(1, args.max_completion_length + 1):
         own.reserve(rows, width)
-    stores = (prompts, *own.stores)
+    stores = (prompts, own)
     return float(each * sum(store.slots * store.width for store in stores)), rows

@@ -6,8 +6,6 @@ checkpoints are exact, so nothing but the run directory is needed; what others a
 """
 
 import math
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +30,6 @@ from rlhf_pg.report.run_files import (
 )
 from rlhf_pg.trainers import PolicyGradientTrainer
 from rlhf_pg.trainers.loop import due
-from rlhf_pg.trainers.model_check import FILE
 from rlhf_pg.trainers.recorder import StepRecord
 from rlhf_pg.trainers.samples import ScoredBatch
 
@@ -81,7 +78,6 @@ class Replay:
             self._asked.setdefault(line["step"], []).append(line)
         trainer.learner.skipped.keeps = False
         trainer.on_resume(self.run.config)
-        self._check_model()
         self._check_start()
 
     @property
@@ -177,14 +173,6 @@ class Replay:
                 if self.trainer.runtime.first_error(reason) is None:
                     return sealed[place], place
         return None
-
-    def _check_model(self) -> None:
-        """Compute rows as the run did; its verdict is read, and nothing is written beside it."""
-        with tempfile.TemporaryDirectory() as directory:
-            verdict = Path(directory) / FILE
-            if (self.run.directory / FILE).is_file():
-                shutil.copy(self.run.directory / FILE, verdict)
-            self.trainer.keep_to_model(verdict)
 
     def _check_start(self) -> None:
         """Refuse weights that are not those that the run began with.

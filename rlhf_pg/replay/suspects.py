@@ -44,7 +44,7 @@ ACTS_AT = {
     "sampled id": (
         *("num_generations", "rollout_engine", "max_completion_length", "max_turns"),
         *("temperature", "top_k", "top_p", "min_p", "truncated_sampling", "stop"),
-        *("environment_timeout", "model_check"),
+        *("environment_timeout"),
     ),
     "log-probability": ("old_logprobs_source",),
     "reward": (

@@ -122,7 +122,6 @@ def what_if(replay: Replay, other: PolicyGradientTrainer, step: int) -> WhatIf:
     other.on_resume(replay.run.config)
     changes = _checked(own, other)
     other.learner.skipped.keeps = False
-    other.keep_to_model()
     replay.go_to(step - 1)
     _copy_state(own, other, changes)
     batch, meter = replay.collect(step), Meter()

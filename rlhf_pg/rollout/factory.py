@@ -52,9 +52,6 @@ def unsuited(
         "the weights are quantized": getattr(model, "is_quantized", False),
         "the adapter changes one end of tied weights": parts_tied_weights(model),
         "vLLM has no float64": args.dtype == "float64",
-        "truncated_sampling saved_support has to know which tokens were kept": (
-            args.truncated_sampling == "saved_support"
-        ),
         "old_logprobs_source sampler is for what samples from the policy's own weights": (
             args.old_logprobs_source == "sampler"
         ),
@@ -115,15 +112,7 @@ def new_engine(
         tokenizer.pad_token_id,
         tokenizer,
         cache_tokens=args.rollout_cache_tokens,
-        drafts=args.rollout_drafts == "auto" and not _trains_on_sampler(args),
     )
-
-
-def _trains_on_sampler(args: SamplingConfig) -> bool:
-    """Return whether updates use the log-probabilities that the native engine computed."""
-    if not isinstance(args, PolicyGradientConfig):
-        return False
-    return args.old_logprobs_source == "sampler" or args.correction_of("native") != "none"
 
 
 def new_episode_runner(
@@ -188,9 +177,4 @@ def check_rollout_func(function: Any, args: PolicyGradientConfig, has_episodes: 
         raise ValueError(
             f"advantage_estimator {args.advantage_estimator} needs greedy completions, which "
             "rollout_func does not know of: use another"
-        )
-    if args.truncated_sampling == "saved_support":
-        raise ValueError(
-            "truncated_sampling saved_support has to know which tokens were kept, which "
-            "rollout_func does not say: leave it out, and top_k, top_p and min_p with it"
         )

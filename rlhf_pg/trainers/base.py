@@ -358,7 +358,6 @@ class PolicyGradientTrainer(TrainerSetup):
         temperatures = {"": self.args.temperature if temperature is None else temperature}
         if temperature is None:
             temperatures["greedy_"] = 0.0
-        self.keep_to_model()
         collector, answer = self.collector, answer or stripped_text
         with self.sampling():
             return evaluate_sets(collector, sets, temperatures, metric_key_prefix, answer)

@@ -95,7 +95,6 @@ class Untrained(Learner):
         self.critic = self.reference = None
         self.runtime, self.args, self.token_budget = runtime, args, token_budget
         self.updates_begun, self.compares_rows, self.log = 0, False, None
-        self.pads = self.together = True
         self.size = self._size()
         self.full_policy = FullWeights(policy.model, runtime.splits, runtime.watch)
         self.parts = {}  # of what an update will need memory for, and a checkpoint holds

@@ -77,10 +77,6 @@ class TrainingLoop(ABC):
     def began(self) -> Start:
         """Return on what the run begins or goes on, and from which weights; collective."""
 
-    @abstractmethod
-    def on_start(self) -> None:
-        """Make the last checks, once the run directory is there."""
-
     @outliving_readers()
     @broadcasts_failure
     @locks_run_dir
@@ -112,7 +108,6 @@ class TrainingLoop(ABC):
         if self.runtime.is_main:
             dump(args, directory / "config.yaml")
         journal.say(self.describe())
-        self.on_start()
         journal.begin(self.began())
         tracked = self.trackers.opened(
             directory, args.run_name, dataclasses.asdict(args), self.state.step > 0

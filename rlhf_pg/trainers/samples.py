@@ -198,7 +198,6 @@ def sample(
         actions=[episode.trained for episode in episodes],
         dtype=dtype,
         device=device,
-        supports=[episode.support for episode in episodes] if params.truncates else None,
     )
     repeated = [row for row in rows for _ in range(n)]
     said = [prompt_and_completion(episode, tokenizer) for episode in episodes]

@@ -103,7 +103,7 @@ def test_flex_attention_is_compiled_where_possible() -> None:
 def test_flex_attention_probe_works_under_checkpointing(tmp_path, caplog) -> None:
     """The first pass of a run may be one that trains: what is tried is none of the layer's."""
     caplog.set_level("WARNING", "rlhf_pg")
-    options = {"gradient_checkpointing": True, "max_steps": 1, "model_check": False}
+    options = {"gradient_checkpointing": True, "max_steps": 1}
     made = trainer(Run(options=options), tmp_path)
     flex_compiles.cache_clear()
     made.train()

@@ -77,7 +77,7 @@ RUNS: dict[str, tuple[type, Callable[[], dict[str, Any]]]] = {
     "ppo": (PPOTrainer, lambda: TWICE | {"normalize_values": True, "kl_controller": "adaptive"}),
     "dynamic": (
         GRPOTrainer,
-        lambda: {"dynamic_sampling_rounds": 2, "top_p": 0.9, "truncated_sampling": "saved_support"},
+        lambda: {"dynamic_sampling_rounds": 2},
     ),
     "greedy": (ReinforceTrainer, lambda: {"advantage_estimator": "returns_minus_greedy"}),
     "dropout": (GRPOTrainer, lambda: {"disable_dropout": False}),

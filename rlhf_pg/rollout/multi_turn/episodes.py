@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.outside import EPISODE, Outside
@@ -45,8 +43,6 @@ class Episode:
         logprobs: one per token, 0 in an answer.
         actions: which tokens the policy chose.
         rewards: at the last token of each rewarded turn; NaN elsewhere.
-        support: if the sampler truncates its distribution, the ids that each token was drawn from;
-            in an answer only the token itself.
         messages: the messages after the prompt, if it is chat.
         turns: the number of the policy's turns.
         truncated: whether a limit on tokens or turns cut it off.
@@ -61,7 +57,6 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     actions: list[bool] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    support: list[Tensor] = field(default_factory=list)
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     turns: int = 0
     truncated: bool = False
@@ -80,15 +75,12 @@ class Episode:
     def act(self, completion: Completion, text: str) -> None:
         """Append a turn of the policy."""
         self._append(completion.tokens, completion.logprobs, own=True)
-        self.support += completion.support or []
         self.messages.append({"role": "assistant", "content": text})
         self.turns += 1
 
     def observe(self, messages: Messages, tokens: Sequence[int]) -> None:
         """Append an answer of the environment."""
         self._append(tokens, [0.0] * len(tokens), own=False)
-        if self.support:
-            self.support += [torch.tensor([token], dtype=torch.int32) for token in tokens]
         if not isinstance(messages, str):
             self.messages += [dict(message) for message in messages]
 
