@@ -258,7 +258,7 @@ def test_small_fault_is_found_over_steps(agreement) -> None:
             found = step, str(error)
             break
     assert found is not None
-    assert 10 < found[0] < 200
+    assert 5 < found[0] < 200
     assert "agreement/mean" in found[1]
 
 
