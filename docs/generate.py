@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import from_trl
 import gpu
-import paper
 import scaling
 
 from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
@@ -455,7 +454,7 @@ def _key_docstrings(config: type) -> dict[str, str]:
 def scaled() -> str:
     """The text of scaling.md, with new tables in it."""
     text = (ROOT / "docs" / "scaling.md").read_text()
-    for name, make in (scaling.TABLES | paper.TABLES).items():
+    for name, make in scaling.TABLES.items():
         text = filled(text, name, make())
     return text
 

@@ -11,6 +11,11 @@ from rlhf_pg.config.supervised_keys import REWARDED, SUPERVISED_KEYS, SUPERVISED
 from rlhf_pg.config.transformers_keys import TRANSFORMERS_KEYS, TRANSFORMERS_NO_MEANING
 from rlhf_pg.config.trl_keys import TRAINER_ARGUMENTS, TRL_KEYS, TRL_NO_MEANING
 
+# A key that this package had, and what to do in its place.
+GONE = {
+    "cpu_threads": "was removed in November 2026: set OMP_NUM_THREADS",
+}
+
 # A key of another library, and what to use here.
 FOREIGN_KEYS = {
     **TRANSFORMERS_KEYS,
@@ -93,6 +98,8 @@ def explained(key: str, known: Iterable[str] = ()) -> str | None:
     Args:
         known: the keys of the config.
     """
+    if key in GONE:
+        return f"{key!r} {GONE[key]}"
     hint, reason = _found(key, known)
     if hint is not None:
         return f"{key!r} is not a key here; see {hint}"

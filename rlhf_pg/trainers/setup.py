@@ -35,7 +35,6 @@ from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.losses import POLICY_LOSSES, Loss
 from rlhf_pg.models import Critic, PolicyOutput, Reference
 from rlhf_pg.models.assemble import Models, adapter_of, assembled, policy_of
-from rlhf_pg.plan.cpu_threads import settled_threads
 from rlhf_pg.plan.token_budget import chunk_size, most, settled_budget
 from rlhf_pg.report.run_files import Start
 from rlhf_pg.report.trackers import Trackers
@@ -300,8 +299,6 @@ class TrainerSetup(TrainingLoop):
         policy, module = assembled(self.model, args, self.critic, tokens, chunk_size(runtime))
         module.to(runtime.loading_device).eval()
         token_budget = settled_budget(args, module, runtime, longest)
-        self.threads = settled_threads(args, policy, runtime, longest)
-        torch.set_num_threads(self.threads)
         reference = Reference(policy, args.sync_ref_model) if args.beta > 0 else None
         optimizer, scheduler = optimizer_and_schedule(
             policy, self.critic, args, self.total_steps, optimizers
@@ -409,13 +406,11 @@ class TrainerSetup(TrainingLoop):
         return "\n".join([trained, *self._said])
 
     def resolved_args(self) -> PolicyGradientConfig:
-        """Return the config with what was found: data, rewards, engine, token budget, threads."""
+        """Return the config with what was found: data, rewards, engine, token budget."""
         found: dict[str, Any] = {
             "micro_batch_tokens": self.learner.token_budget,
             "dataset_fingerprint": self.train_prompts.fingerprint,
         }
-        if self.runtime.device.type == "cpu":
-            found["cpu_threads"] = self.threads
         return dataclasses.replace(
             with_engine(self.args, self.engine_name), **found, **self._recorded
         )
@@ -468,7 +463,7 @@ class TrainerSetup(TrainingLoop):
     @property
     def _open_keys(self) -> set[str]:
         """Keys that the config leaves open; a resumed run takes what was found before."""
-        keys = ("micro_batch_tokens", "cpu_threads", "rollout_engine")
+        keys = ("micro_batch_tokens", "rollout_engine")
         return {key for key in keys if getattr(self.args, key) == "auto"}
 
     def _progress(self) -> TrainerState:
@@ -490,9 +485,6 @@ class TrainerSetup(TrainingLoop):
         found = {key for key in self._open_keys if saved.get(key, "auto") != "auto"}
         if "micro_batch_tokens" in found:  # sums in another order round otherwise
             self.learner.token_budget = saved["micro_batch_tokens"]
-        if "cpu_threads" in found:  # so do shares of them
-            self.threads = saved["cpu_threads"]
-        torch.set_num_threads(self.threads)  # another trainer may have set its own
         if "rollout_engine" in found:  # another engine samples otherwise
             self._sample_as_before(saved["rollout_engine"])
         self.checkpointer.config = self._config()
