@@ -509,11 +509,8 @@ def faults() -> str:
 
 
 def coming_from_trl() -> str:
-    """The text of from-trl.md, with the tables made from TRL's configs and our hints."""
-    text = (ROOT / "docs" / "from-trl.md").read_text()
-    for name, table in from_trl.tables():
-        text = filled(text, name, table)
-    return text
+    """The text of from-trl.md, with our hints."""
+    return filled((ROOT / "docs" / "from-trl.md").read_text(), "keys", from_trl.table())
 
 
 def filled(text: str, name: str, table: str) -> str:

@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    TrainerCallback,
     TrainerState,
     set_seed,
 )
@@ -30,6 +29,7 @@ from rlhf_pg.boundary.quoted import quoted
 from rlhf_pg.checkpoint import Checkpointer, TrainState
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.fields import bound, found
+from rlhf_pg.config.foreign_keys import FOREIGN_ARGUMENTS
 from rlhf_pg.data import Experience, vocabulary_fingerprint
 from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.losses import POLICY_LOSSES, Loss
@@ -55,12 +55,11 @@ from rlhf_pg.rollout.factory import check_rollout_func, new_engine, new_episode_
 from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import Runtime, Termination, broadcasts_failure
 from rlhf_pg.tasks.inputs import Inputs, given_again, settled_inputs
-from rlhf_pg.trainers.callbacks import Callback, adapted
+from rlhf_pg.trainers.callbacks import Callback, checked
 from rlhf_pg.trainers.collector import Collector
 from rlhf_pg.trainers.controllers import Controllers
 from rlhf_pg.trainers.datasets import PromptLoader
 from rlhf_pg.trainers.engines import choose_engine, start, with_engine
-from rlhf_pg.trainers.habits import refuse_foreign
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.loop import TrainingLoop
 from rlhf_pg.trainers.model_check import FILE, Examined, Verdict, check_model, key_of
@@ -93,7 +92,11 @@ class TrainerSetup(TrainingLoop):
         """Make the critic of an algorithm that has one."""
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
-        refuse_foreign(cls, given)
+        said = [
+            f"{name!r} {FOREIGN_ARGUMENTS[name]}" for name in given if name in FOREIGN_ARGUMENTS
+        ]
+        if said:
+            raise TypeError(f"{cls.__name__}: {'; '.join(said)}")
         return super().__new__(cls)
 
     @broadcasts_failure
@@ -107,7 +110,7 @@ class TrainerSetup(TrainingLoop):
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: Any = None,
         peft_config: Any = None,
-        callbacks: Sequence[Callback | TrainerCallback] | None = None,
+        callbacks: Sequence[Callback] | None = None,
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
         quantization_config: Any = None,
         tools: Sequence[Tool] | None = None,
@@ -116,7 +119,7 @@ class TrainerSetup(TrainingLoop):
     ) -> None:
         args = self._of_this_type(args).located()
         check_precision(args.dtype)
-        self.callbacks = adapted(callbacks)
+        self.callbacks = checked(callbacks)
         again = given_again(
             *(args, peft_config, quantization_config, tools, environment_factory, rollout_func),
             *(optimizers, self.value_model),

@@ -1280,4 +1280,4 @@ def test_useless_or_ignored_option_raises(config, options, message):
 
 
 def test_unavailable_flag_error_points_to_alternative(capsys):
-    assert "metrics.jsonl" in error_of(capsys, GRPOConfig, "--write_interval", "1")
+    assert "metrics.jsonl" in error_of(capsys, GRPOConfig, "--logging_strategy", "1")
