@@ -63,10 +63,8 @@ class PolicyGradientTrainer(TrainerSetup):
             a chat, as its chat template has it.
         environment_factory: makes the `Environment` of one episode, which answers the policy's
             turns. What it pays is the source of reward "environment", behind the reward functions,
-            of which there may then be none. Factories of TRL's environments will do, and a
-            dictionary of them by the name in the column `environment`.
-        rollout_func: `(prompts, trainer)`, samples in place of the engine and of `tools` and
-            `environment_factory`; see `RolloutFunction`.
+            of which there may then be none. Those of TRL's kind go into
+            `rlhf_pg.rollout.multi_turn.adapters.TrlEnvironments`.
 
     Raises:
         ValueError: whatever is wrong with the input, by name, before anything is computed.

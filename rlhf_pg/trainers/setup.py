@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -46,12 +46,10 @@ from rlhf_pg.rollout import (
     EnvironmentFactory,
     EnvironmentSource,
     RolloutEngine,
-    RolloutFunction,
-    SamplingParams,
     Tool,
-    recognized,
+    source_of,
 )
-from rlhf_pg.rollout.factory import check_rollout_func, new_engine, new_episode_runner
+from rlhf_pg.rollout.factory import new_engine, new_episode_runner
 from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import Runtime, Termination, broadcasts_failure
 from rlhf_pg.tasks.inputs import Inputs, given_again, settled_inputs
@@ -68,11 +66,6 @@ from rlhf_pg.trainers.recorder import Recorder
 from rlhf_pg.trainers.skipping import SkippedUpdates
 
 logger = logging.getLogger(__name__)
-
-Environments: TypeAlias = (
-    EnvironmentFactory | EnvironmentSource | Callable[[], Any] | Mapping[str, Callable[[], Any]]
-)
-RolloutFunc: TypeAlias = Callable[[list[Any], Any], Mapping[str, Any]]
 
 
 class TrainerSetup(TrainingLoop):
@@ -114,14 +107,13 @@ class TrainerSetup(TrainingLoop):
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
         quantization_config: Any = None,
         tools: Sequence[Tool] | None = None,
-        environment_factory: Environments | None = None,
-        rollout_func: RolloutFunc | None = None,
+        environment_factory: EnvironmentFactory | EnvironmentSource | None = None,
     ) -> None:
         args = self._of_this_type(args).located()
         check_precision(args.dtype)
         self.callbacks = checked(callbacks)
         again = given_again(
-            *(args, peft_config, quantization_config, tools, environment_factory, rollout_func),
+            *(args, peft_config, quantization_config, tools, environment_factory),
             *(optimizers, self.value_model),
         )
         given = settled_inputs(
@@ -136,7 +128,8 @@ class TrainerSetup(TrainingLoop):
             logger.warning("%s", warning)
         self.trackers = Trackers(args.report_to, self.runtime)
         self.termination = Termination(self.runtime)
-        self._recognize(given, rollout_func)
+        factory = given.environment_factory
+        self.environments = None if factory is None else source_of(factory)
         self.rewards = self._new_rewards(given.reward_funcs, reward_processing_classes)
         self.shaping = Shaping(args, self.rewards)
         set_seed(args.seed)
@@ -152,7 +145,7 @@ class TrainerSetup(TrainingLoop):
         self._load_prompts(given.train_dataset, given.eval_datasets)
         self._resolve_method()
         self.critic = self.new_critic()
-        self._settle_positions(self.environments is not None or rollout_func is not None)
+        self._settle_positions(self.environments is not None)
         self.state = TrainState()
         self._verdict: Verdict | None = None  # of the model check
         self.engine_name, self.why_engine = choose_engine(args, self.model, self.runtime)
@@ -169,11 +162,6 @@ class TrainerSetup(TrainingLoop):
     @engine.setter
     def engine(self, engine: RolloutEngine) -> None:
         self.collector.engine = engine
-
-    @property
-    def sampling_params(self) -> SamplingParams | None:
-        """The parameters of what is sampled now, for a `rollout_func` that obeys them."""
-        return self.collector.params
 
     def _tokenizer(self, given: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
         """Return the given tokenizer or that of the model, with the arguments of its template."""
@@ -215,14 +203,6 @@ class TrainerSetup(TrainingLoop):
             model = os.fspath(given.model)
             changes["model_name_or_path"] = found(model, None) or model
         return dataclasses.replace(args, **changes)
-
-    def _recognize(self, given: Inputs, rollout_func: RolloutFunc | None) -> None:
-        """Find out what kind of environments there are, if any, and what else samples."""
-        factory = given.environment_factory
-        played = factory is not None
-        check_rollout_func(rollout_func, self.args, has_episodes=bool(given.tools) or played)
-        self.rollout_func = rollout_func
-        self.environments = recognized(factory) if played else None
 
     def _new_rewards(self, functions: Any, processing_classes: Any) -> Rewards:
         args = self.args
@@ -336,19 +316,6 @@ class TrainerSetup(TrainingLoop):
             stop_token_ids=models.stop_token_ids(self.model, self.processing_class),
             progress=self._progress,
             episode_runner=runner,
-            rollout_func=self._rollout_function(longest),
-        )
-
-    def _rollout_function(self, longest_prompt: int | None) -> RolloutFunction | None:
-        sample = self.rollout_func
-        if sample is None:
-            return None
-        return RolloutFunction(
-            function=lambda prompts: sample(prompts, self),
-            tokenizer=self.processing_class,
-            stop_token_ids=models.stop_token_ids(self.model, self.processing_class),
-            vocabulary=self.model.get_input_embeddings().num_embeddings,
-            longest_prompt=longest_prompt,
         )
 
     def _start_engine(self) -> RolloutEngine:
