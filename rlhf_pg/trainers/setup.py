@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from rlhf_pg import models
-from rlhf_pg.advantages import ADVANTAGES, NEED_GRADIENTS, AdvantageInputs
+from rlhf_pg.advantages import ADVANTAGES, AdvantageInputs
 from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.boundary.quoted import quoted
 from rlhf_pg.checkpoint import Checkpointer, TrainState
@@ -255,11 +255,6 @@ class TrainerSetup(TrainingLoop):
         self.estimator: Callable[[AdvantageInputs], Tensor] = bound(
             ADVANTAGES[args.advantage_estimator], args
         )
-        if args.advantage_estimator in NEED_GRADIENTS and self.runtime.splits:
-            raise ValueError(
-                f"advantage_estimator {args.advantage_estimator} takes gradients of whole weights, "
-                f"which {self.runtime.kind} splits: use DDP, or returns_minus_optimal"
-            )
         self.policy_loss: Callable[..., Loss] = bound(POLICY_LOSSES[args.policy_loss], args)
         self.controllers = Controllers(args)
         averaging = args.advantage_estimator == "returns_minus_moving_average"
@@ -518,5 +513,4 @@ class TrainerSetup(TrainingLoop):
             path,
             self.collector.sampling,
             args.disable_dropout,
-            learner.compares_rows,
         )
