@@ -5,7 +5,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(if $(wildcard $(VENV)/.installed),$(VENV)/.installed,$(VENV)/.demo)
 VLLM := .venv-vllm
-SM90 := .venv-sm90
 TASKS := .venv-tasks
 
 # Models this small gain nothing from a second thread, and lose much when the cores are shared.
@@ -16,7 +15,7 @@ PURE_TESTS := $(addprefix tests/,advantages losses data/test_records.py data/tes
 	report/test_pass_at_k.py rewards/test_scores.py $(addprefix test_,$(addsuffix .py,\
 	masking kl controllers running_stats rng)))
 
-.PHONY: help demo preference fuzz soak test test-fast pretend test-device test-device-slow test-sm90 test-distributed test-faults models test-slow test-vllm test-tasks \
+.PHONY: help demo preference soak test test-fast pretend test-device test-device-slow test-distributed test-faults models test-slow test-vllm test-tasks \
 	device-mutants \
 	coverage mutants docs lint format clean
 
@@ -61,9 +60,6 @@ models: $(VENV)/.installed  ## every causal model of transformers, tiny, against
 test-slow: $(VENV)/.installed  ## the slow tests too
 	$(BIN)/pytest -m "not distributed and not vllm and not tasks"
 
-fuzz: $(VENV)/.installed  ## ten minutes of faults by chance, from a seed (SEED=0)
-	PYTHONPATH=. $(BIN)/python -m tests.fuzz.run --minutes 10 --seed $(or $(SEED),0)
-
 soak: $(VENV)/.installed  ## an hour in which a run is killed again and again
 	PYTHONPATH=. $(BIN)/python -m tests.faults.soak --steps 24000 --kills 45
 
@@ -96,15 +92,6 @@ test-device: pretend  ## trainers on a pretend CUDA device, with the numbers of 
 test-device-slow: $(VENV)/.installed  ## the slow ones too
 	$(BIN)/pytest -p tests.device.plugin -m "not distributed" tests/device
 
-$(SM90)/.installed: pyproject.toml constraints.txt
-	test -x $(SM90)/bin/python || $(PYTHON) -m venv $(SM90)
-	$(SM90)/bin/pip install --quiet -c constraints.txt torch triton
-	$(SM90)/bin/pip install --quiet -c constraints.txt -e .
-	touch $@
-
-test-sm90: $(SM90)/.installed  ## kernels compiled for an H100 that is not there, and counted (.venv-sm90)
-	PYTHONPATH=. $(SM90)/bin/python -m tests.device.sm90
-
 device-mutants: $(VENV)/.installed  ## known mistakes of GPUs: a test of tests/device has to fail
 	PYTHONPATH=. $(BIN)/python -m tests.device.run_mutants
 
@@ -112,7 +99,7 @@ coverage: $(VENV)/.installed  ## every line of the pure modules is run by their 
 	$(BIN)/pytest -n 2 $(PURE_TESTS) --cov=rlhf_pg --cov-report=term-missing --cov-fail-under=100
 
 mutants: $(VENV)/.installed  ## known mistakes, put into the code one at a time: a test has to fail
-	$(BIN)/python -m tests.mutants.run $(MUTANTS)
+	$(BIN)/python -m tests.mutants.run
 
 docs: $(VENV)/.installed  ## write the pages that are made from the code
 	$(BIN)/python docs/generate.py

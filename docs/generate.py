@@ -18,7 +18,7 @@ import sys
 import textwrap
 import typing
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import from_trl
 import gpu
-import paper
 import scaling
 
 from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
@@ -39,11 +38,8 @@ from rlhf_pg.config.run import RunConfig
 from rlhf_pg.config.sampling import SamplingConfig
 from rlhf_pg.config.shared import AdapterConfig, ModelConfig
 from rlhf_pg.config.supervised import RewardModelConfig, SFTConfig, SupervisedConfig
-from tests.device.mutants import MUTANTS as DEVICE_MUTANTS
 from tests.distributed.layouts import LAYOUTS, Layout
 from tests.faults.rows import ROWS, UNSHOWN
-from tests.mutants import Mutant
-from tests.mutants import modules as mutant_modules
 from tests.test_layers import FLOORS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -303,59 +299,6 @@ def presets() -> str:
     return "\n".join(rows) + "\n\n"
 
 
-MUTANTS_PAGE = "tests/mutants/README.md"
-MUTANTS_INTRODUCTION = """\
-# Known mistakes, and the tests that notice them
-
-Made by `make docs` from the modules beside this page and from
-[tests/device/mutants.py](../device/mutants.py): change those, not this page.
-
-Each row is a small patch, a *mutant*: a mistake that a paper, a text or a library has made, or one
-that is easy to make. A command puts each into the code, one at a time, and a named test
-has to fail. [docs/correctness.md](../../docs/correctness.md) says why.
-
-| | Mutants | Command | One alone |
-|---|---|---|---|
-"""
-DEVICE_INTRODUCTION = """\
-These fail on a pretend CUDA device (`tests/device`), which computes on a CPU and refuses what a GPU
-would refuse.
-"""
-
-
-def mutants() -> str:
-    """The page beside the mutants: every one of them, with the tests that notice it."""
-    groups = {module.__doc__ or "": list(module.MUTANTS) for module in mutant_modules()}
-    on_cpu = sum(len(group) for group in groups.values())
-    counts = [
-        f"| on any machine | {on_cpu} | `make mutants` | `python -m tests.mutants.run NAME` |",
-        f"| on a pretend GPU | {len(DEVICE_MUTANTS)} | `make device-mutants` | "
-        "`python -m tests.device.run_mutants NAME` |\n",
-    ]
-    parts = [MUTANTS_INTRODUCTION + "\n".join(counts)]
-    for about, group in groups.items():
-        title = about.partition("\n")[0].removeprefix("Mistakes in ").rstrip(".")
-        parts.append(f"## {title[0].upper()}{title[1:]}\n\n{noticed(group)}\n")
-    parts.append(f"## On a GPU alone\n\n{DEVICE_INTRODUCTION}\n{noticed(DEVICE_MUTANTS)}\n")
-    return "\n".join(parts)
-
-
-def noticed(mutants: Sequence[Mutant]) -> str:
-    """A table of mistakes and of the tests that notice them."""
-    rows = ["| Mistake | In | Noticed by |", "|---|---|---|"]
-    for mutant in mutants:
-        tests = [tuple(killer.split("::", 1)) for killer in mutant.killers]
-        links = _links([(path, f"`{test}`") for path, test in tests], MUTANTS_PAGE)
-        where = mutant.file.removeprefix("rlhf_pg/")
-        cells = (
-            f"{_cell(mutant.mistake)} (`{mutant.name}`)",
-            f"[{where}]({_relative(mutant.file, MUTANTS_PAGE)})",
-            links,
-        )
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
-
-
 def contributing() -> str:
     """The text of CONTRIBUTING.md, with the table of floors that tests/test_layers.py checks."""
     rows = ["| floor | what it is about | files and folders |", "|---|---|---|"]
@@ -455,7 +398,7 @@ def _key_docstrings(config: type) -> dict[str, str]:
 def scaled() -> str:
     """The text of scaling.md, with new tables in it."""
     text = (ROOT / "docs" / "scaling.md").read_text()
-    for name, make in (scaling.TABLES | paper.TABLES).items():
+    for name, make in scaling.TABLES.items():
         text = filled(text, name, make())
     return text
 
@@ -510,11 +453,8 @@ def faults() -> str:
 
 
 def coming_from_trl() -> str:
-    """The text of from-trl.md, with the tables made from TRL's configs and our hints."""
-    text = (ROOT / "docs" / "from-trl.md").read_text()
-    for name, table in from_trl.tables():
-        text = filled(text, name, table)
-    return text
+    """The text of from-trl.md, with our hints."""
+    return filled((ROOT / "docs" / "from-trl.md").read_text(), "keys", from_trl.table())
 
 
 def filled(text: str, name: str, table: str) -> str:
@@ -539,7 +479,6 @@ PAGES = {
     "docs/reliability.md": reliability,
     "docs/scaling.md": scaled,
     "docs/supervised.md": supervised,
-    MUTANTS_PAGE: mutants,
     "CONTRIBUTING.md": contributing,
 }
 

@@ -1,297 +1,199 @@
-"""The numbers of docs/scaling.md: worked out from the assumptions below, none of them measured.
-
-`python docs/scaling.py` prints the tables, and `make docs` puts them into the page. P is the number
-of parameters, N the number of processes, b the bytes of a number in the recipe's `dtype`. GB are
-10^9 bytes.
+"""The table of docs/scaling.md: a step of GRPO on paper, and how far the same formulas are off on
+published throughputs. None of it is measured here; `make docs` puts it into the page.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from statistics import median
 from typing import NamedTuple
 
-from rlhf_pg.plan.sharding import SHARDINGS, Sharding, parts
+from rlhf_pg.plan.sharding import SHARDINGS, bytes_per_parameter
 
-GB = 1e9
+GIB = 2**30
+DDP, _, ZERO2, _, FSDP2 = SHARDINGS
 
-# Of an H100 with 80 GB in a machine of eight, as its makers state them.
-NVLINK = 450 * GB  # bytes per second in each direction, per GPU
-CARD = 50 * GB  # one network card of 400 Gb/s, in each direction
-BANDWIDTH = 3.35e12  # bytes per second that a GPU reads from its own memory
-FLOPS = 0.4 * 989e12  # 40 % of the peak in bfloat16: an assumption
+
+class GPU(NamedTuple):
+    """One GPU, as its makers state it on nvidia.com (the H20's from the HGX H20 brief)."""
+
+    flops: float  # dense bfloat16, per second
+    bandwidth: float  # bytes per second of its own memory
+    link: float  # bytes per second in each direction, to the others of a machine
+    network: float  # bytes per second in each direction, through all cards of a machine
+
+
+H100 = GPU(989e12, 3.35e12, 450e9, 400e9)  # SXM5; DGX H100: eight cards of 400 Gb/s
+H100_HBM2E = GPU(989e12, 2.4e12, 450e9, 400e9)  # as torchtitan states those that it measured on
+A100 = GPU(312e12, 2.039e12, 300e9, 200e9)  # SXM4, 80 GB; DGX A100: eight cards of 200 Gb/s
+A100_40GB = GPU(312e12, 1.555e12, 300e9, 200e9)
+H20 = GPU(148e12, 4.0e12, 450e9, 400e9)
 MACHINE = 8  # GPUs
 
-# Of a GPU's memory, what is left to activations, logits and the cache of the rollout.
-RESERVE = 0.25
-# Bytes of a weight in NF4: half a byte, a float32 for every 64, and the layers that are left alone.
-FOUR_BITS = 0.6
-# `micro_batch_tokens`, as the recipes have it.
-MICRO_BATCH = 16384
-# Trained parameters of a LoRA of rank 16 on every linear layer, as a share of P.
-ADAPTER = 0.005
-
-DTYPES = {"float32": 4, "bfloat16": 2}
-PROCESSES = (8, 64, 512)
+# Fitted to the published throughputs below:
+EFFICIENCY = 0.8  # share of the peak of matrix products
+TRAFFIC = 44  # times that a layer's numbers are read or written in a forward pass
+HOST = 1.7e-3  # seconds that the engine's host adds to each sampled position
+# Assumed:
+READ = 0.85  # share of the bandwidth that a large read reaches
+KERNEL, KERNELS = 2e-6, 12  # seconds of a small kernel in a CUDA graph; kernels of a layer
+EXPOSED = 0.2  # share of an exchange that no computing hides
+RESERVE = 0.25  # of a GPU's 80 GiB, for activations, logits, keys and values
 
 
 class Model(NamedTuple):
-    """What of a model's shape the numbers need."""
+    """A dense decoder whose MLP has three matrices, by its config on the Hub."""
 
-    name: str
-    parameters: float
     layers: int
-    key_width: int  # key-value heads times their width
+    hidden: int
+    attention: int  # query heads times their width
+    keys: int  # key-value heads times their width
+    inner: int
     vocabulary: int
+    tied: bool = False  # the head is the embedding
+
+    @property
+    def read(self) -> int:
+        """The parameters that a token passes through: all but the embedding."""
+        layer = 2 * self.attention + 2 * self.keys + 3 * self.inner
+        return self.hidden * (self.layers * layer + self.vocabulary)
+
+    @property
+    def parameters(self) -> int:
+        return self.read + (0 if self.tied else self.vocabulary * self.hidden)
 
 
-MODELS = (
-    Model("7B", 7e9, 28, 4 * 128, 152_064),  # shaped as Qwen2.5-7B
-    Model("70B", 70e9, 80, 8 * 128, 128_256),  # shaped as Llama 3 70B
+MODELS = {
+    "Qwen3-0.6B": Model(28, 1024, 2048, 1024, 3072, 151_936, tied=True),
+    "Qwen2.5-1.5B": Model(28, 1536, 1536, 256, 8960, 151_936, tied=True),
+    "Qwen3-4B": Model(36, 2560, 4096, 1024, 9728, 151_936, tied=True),
+    "Llama-3-8B": Model(32, 4096, 4096, 1024, 14336, 128_256),
+    "Qwen2.5-14B": Model(48, 5120, 5120, 1024, 13824, 152_064),
+    "Qwen2.5-32B": Model(64, 5120, 5120, 1024, 27648, 152_064),
+    "Llama-3-70B": Model(80, 8192, 8192, 1024, 28672, 128_256),
+}
+LLAMA_2_13B = Model(40, 5120, 5120, 5120, 13824, 32_000)
+
+# A step on each GPU: 8 prompts of 256 tokens, each with 16 completions of 1024; one update.
+PROMPTS, PROMPT, ROWS, WIDTH, MICRO_BATCH = 8, 256, 128, 1024, 16384
+TOKENS = PROMPTS * PROMPT + ROWS * WIDTH
+
+
+def train_seconds(gpu: GPU, model: Model, tokens: float, context: float, passes: float) -> float:
+    """Estimate the seconds of an update on `tokens` that attend to `context` others on average.
+
+    passes ((2 read + 4 L attention context) tokens / (0.8 peak)
+            + 44 2 L (hidden + attention + inner) tokens / (0.85 bandwidth))
+
+    Args:
+        passes: 3 for forward and backward, 4 with recomputing.
+    """
+    work = (2 * model.read + 4 * model.layers * model.attention * context) * tokens
+    numbers = model.layers * (model.hidden + model.attention + model.inner) * tokens
+    moved = 2 * TRAFFIC * numbers / (READ * gpu.bandwidth)
+    return passes * (work / (EFFICIENCY * gpu.flops) + moved)
+
+
+def position_seconds(gpu: GPU, model: Model, rows: float, context: float, gpus: int = 1) -> float:
+    """Estimate the seconds of one sampled position: kernels, host, weights or products, cache."""
+    weights = 2 * model.read / (READ * gpu.bandwidth)
+    products = 2 * model.read * rows / (EFFICIENCY * gpu.flops)
+    cache = rows * context * 4 * model.layers * model.keys / (READ * gpu.bandwidth)
+    fixed = HOST + model.layers * KERNELS * KERNEL
+    return fixed + (max(weights, products) + cache) / gpus
+
+
+def steps() -> str:
+    """Return the table: the simplest sharding that fits, bytes by stage, seconds and traffic."""
+    head = ("update, GiB", "rollout, GiB", "sampling, s", "update, s", "exchange, s", "sent, GiB")
+    rows = [row for name in MODELS for n in (1, 8, 64, 512) if (row := step(name, n))]
+    return table(["", "GPUs", "", *head], rows)
+
+
+def step(name: str, processes: int) -> list[str]:
+    """Return the row of a model, or nothing if it does not fit on so many GPUs.
+
+    Where the engine's copy does not fit beside the shards, vLLM samples on as many GPUs again,
+    eight of which share a model.
+    """
+    model, context, limit = MODELS[name], PROMPT + WIDTH / 2, (1 - RESERVE) * 80
+    for layout, serves in ((DDP, False), (ZERO2, False), (FSDP2, False), (FSDP2, True)):
+        update, rollout = (
+            bytes_per_parameter(layout, 2, processes, stage) for stage in (False, True)
+        )
+        if serves:
+            del rollout["copy"]
+        kept = [model.parameters * sum(each.values()) / GIB for each in (update, rollout)]
+        if max(kept) > limit:
+            continue
+        gpus = MACHINE if serves else 1
+        sampling = WIDTH * position_seconds(H100, model, ROWS * gpus, context, gpus)
+        computing = train_seconds(H100, model, TOKENS, context, 3)
+        # DDP: 2 (N-1)/N 2P bytes; ZeRO-2: 1 per micro-batch and 1; FSDP2: 3, and 1 for the copy.
+        batches = math.ceil(TOKENS / MICRO_BATCH)
+        times = {DDP: 2, ZERO2: batches + 1, FSDP2: 3 * batches + 1}[layout]
+        sent = times * (processes - 1) / processes * 2 * model.parameters
+        # A ring is as fast as its slowest link.
+        link = H100.link if processes <= MACHINE else min(H100.link, H100.network)
+        exposed = max(EXPOSED * sent / link, sent / link - computing)
+        how = layout.name if processes > 1 else "one process"
+        numbers = (*kept, sampling, computing, exposed, sent / GIB)
+        return [name, str(processes), f"{how}, servers" if serves else how, *map(short, numbers)]
+    return []
+
+
+TITAN = "https://github.com/pytorch/torchtitan/blob/"
+TITAN_H100 = f"{TITAN}main/benchmarks/llama3_h100_202412_torchtitan.md"
+TITAN_A100 = f"{TITAN}041336434916bdc0f88c1f89fda176fd3c2092e4/docs/performance.md"
+PRIME = "https://github.com/PrimeIntellect-ai/prime-rl/tree/main/benchmarks/baselines"
+VLLM = "https://yobitelcomm.github.io/bench/recipes/concurrency-sweep/"
+VLLM_A100 = "https://johnmusgrave.com/p/vllm-throughput-latency-sweep-on"
+QWEN = "https://qwen.readthedocs.io/zh-cn/latest/getting_started/speed_benchmark.html"
+Q06, Q4, L8, L70 = (MODELS[n] for n in ("Qwen3-0.6B", "Qwen3-4B", "Llama-3-8B", "Llama-3-70B"))
+# Tokens per second on each GPU: source, what, published, GPU, model, length of a row, passes.
+TRAINED = (
+    (TITAN_H100, "torchtitan, Llama-3-8B, 128 H100s", 5605, H100_HBM2E, L8, 8192, 3.5),
+    (TITAN_A100, "torchtitan, Llama-3-8B, 64 A100s", 2904, A100, L8, 8192, 3.5),
+    (TITAN_A100, "torchtitan, Llama-2-13B, 64 A100s", 2162, A100, LLAMA_2_13B, 4096, 3),
+    (TITAN_A100, "torchtitan, Llama-3-70B, 64 A100s", 331, A100, L70, 8192, 4),
+    (PRIME, "prime-rl, SFT, Qwen3-0.6B, one H100", 26005, H100, Q06, 8192, 4),
+    (PRIME, "prime-rl, SFT, Qwen3-4B, 8 H100s", 6215, H100, Q4, 16384, 4),
+    (PRIME, "prime-rl, RL without rollouts, Qwen3-4B, 8 H100s", 3253, H100, Q4, 16384, 4),
+)
+# Milliseconds of a sampled position: source, what, published, GPU, model, rows, tokens cached.
+SAMPLED = (
+    (VLLM, "vLLM, Llama-3-8B, one H100, 1 row", 6.48, H100, L8, 1, 192),
+    (VLLM, "vLLM, Llama-3-8B, one H100, 4 rows", 6.59, H100, L8, 4, 192),
+    (VLLM_A100, "vLLM, Llama-3-8B, A100 of 40 GB, 1 row", 13.33, A100_40GB, L8, 1, 1088),
+    (QWEN, "SGLang, Qwen3-0.6B, one H20, 1 row", 2.414, H20, Q06, 1, 1024),
 )
 
 
-DDP, _, ZERO2, ZERO3, _ = SHARDINGS
-
-
-def update_bytes(layout: Sharding, b: int, processes: int) -> float:
-    """Per parameter, while an update is made."""
-    kept = parts(layout, b, processes)
-    return sum(part.on_each(processes) for name, part in kept.items() if name != "copy")
-
-
-def rollout_bytes(layout: Sharding, b: int, processes: int) -> float:
-    """Per parameter, while the native engine samples."""
-    kept = parts(layout, b, processes)
-    return sum(part.on_each(processes) for part in kept.values() if part.stays)
-
-
-def state() -> str:
-    """Bytes per parameter on one process, by backend and dtype."""
-    names = ("weights", "gradients", "buckets", "moments", "masters", "copy")
-    head = ("", "dtype", "weights", "gradients", "DDP's buckets", "Adam's moments")
-    rows = []
-    for layout in SHARDINGS:
-        for dtype, b in DTYPES.items():
-            kept = parts(layout, b, MACHINE)
-            rows.append([layout.name, dtype, *(str(kept[name]) for name in names)])
-    return table([*head, "float32 masters", "copy to sample from"], rows)
-
-
-def memory() -> str:
-    """GB on one GPU, update / rollout, of a policy that trains in full."""
-    columns = [f"{model.name}, {n} GPUs" for model in MODELS for n in PROCESSES]
-    rows = []
-    for layout in SHARDINGS:
-        for dtype, b in DTYPES.items():
-            cells = [_both(layout, b, n, model) for model in MODELS for n in PROCESSES]
-            rows.append([layout.name, dtype, *cells])
-    return table(["", "dtype", *columns], rows)
-
-
-def _both(layout: Sharding, b: int, processes: int, model: Model) -> str:
-    sizes = (f(layout, b, processes) * model.parameters for f in (update_bytes, rollout_bytes))
-    return " / ".join(short(size / GB) for size in sizes)
-
-
-def extras() -> str:
-    """GB of what comes beside the policy, in bfloat16."""
-    everything: dict[str, Callable[[Model], float]] = {
-        "reference, a replica (DDP, ZeRO-1, ZeRO-2)": lambda m: 2 * m.parameters,
-        "reference, shared among 8 (ZeRO-3, FSDP2)": lambda m: 2 * m.parameters / 8,
-        "LoRA under DDP: adapters, gradients, moments": adapter_bytes,
-        "logits of a micro-batch of 16384 tokens": logits,
-        "four of them": lambda m: 4 * logits(m),
-        "four of them, `micro_batch_tokens: 4096`": lambda m: 4 * logits(m) * 4096 / MICRO_BATCH,
-        "keys and values of 64 rows of 1280 tokens": lambda m: 64 * 1280 * cache(m),
-        "host memory while 8 processes load files in bfloat16": lambda m: 2 * m.parameters,
-        "the same for each copy of these weights": lambda m: 8 * 2 * m.parameters,
-    }
-    rows = [[name, *(short(f(m) / GB) for m in MODELS)] for name, f in everything.items()]
-    return table(["", *(model.name for model in MODELS)], rows)
-
-
-def logits(model: Model) -> float:
-    """Bytes of one array (B,T,V) of a whole micro-batch."""
-    return MICRO_BATCH * model.vocabulary * 4
-
-
-def cache(model: Model) -> float:
-    """Bytes of keys and values per token, in bfloat16."""
-    return 2 * model.layers * model.key_width * 2
-
-
-def adapter_bytes(model: Model) -> float:
-    """Of a LoRA under DDP, whose adapters are float32 whatever the dtype."""
-    return ADAPTER * model.parameters * update_bytes(DDP, 4, MACHINE)
-
-
-SIZES = (0.5e9, 1.5e9, 3e9, 8e9, 14e9, 32e9, 70e9)
-COUNTS = (1, 2, 4, 8)
-
-# The simplest first. All of them keep weights or masters in float32.
-FULL = (("DDP, float32", DDP, 4), ("ZeRO-2", ZERO2, 2), ("ZeRO-3", ZERO3, 2))
-
-
-def choice(memory: float) -> str:
-    """The first layout that fits on GPUs of `memory` bytes, by size of model and what trains."""
-    room = memory * (1 - RESERVE)
-    rows = []
-    for size in SIZES:
-        kinds = {
-            "full": [in_full(size, n, room) for n in COUNTS],
-            "full, PPO": [in_full(size, n, room, critic=True) for n in COUNTS],
-            "LoRA": [as_adapter(size, n, room) for n in COUNTS],
-        }
-        rows += [[f"{size / 1e9:g}B", kind, *cells] for kind, cells in kinds.items()]
-    return table(["", "trains", "1 GPU", *(f"{n} GPUs" for n in COUNTS[1:])], rows)
-
-
-def in_full(parameters: float, processes: int, room: float, critic: bool = False) -> str:
-    """With a reference and a separate critic of the same size, or alone."""
-    for name, layout, b in FULL:
-        if parameters * peak(layout, b, processes, critic) <= room:
-            return name if processes > 1 or layout is not DDP else "one process, float32"
-    # Then the GPU has the copy to sample from, and a few layers at a time.
-    return "ZeRO-3, offload" if parameters * 2 <= room else "-"
-
-
-def peak(layout: Sharding, b: int, processes: int, critic: bool = False) -> float:
-    """Bytes per parameter of the policy, the larger of update and rollout.
-
-    The engine copies no critic.
-    """
-    update, rollout = (f(layout, b, processes) for f in (update_bytes, rollout_bytes))
-    if not critic:
-        return max(update, rollout)
-    kept = parts(layout, b, processes)
-    reference = kept["weights"].on_each(processes)
-    return max(2 * update, 2 * rollout - kept["copy"].size) + reference
-
-
-def as_adapter(parameters: float, processes: int, room: float) -> str:
-    """LoRA on the policy, and on a critic: the frozen weights are there once."""
-    name = "one process" if processes == 1 else "DDP"
-    adapters = 2 * ADAPTER * update_bytes(DDP, 4, processes)
-    if parameters * (2 + adapters) <= room:
-        return name
-    return f"{name}, 4 bits" if parameters * (FOUR_BITS + adapters) <= room else "-"
-
-
-class Traffic(NamedTuple):
-    """`times` (N-1)/N b P bytes, that every process sends and receives in a ring."""
-
-    what: str
-    when: str
-    times: int
-
-
-TRAFFIC = (
-    Traffic("DDP: gradients, all-reduced", "update", 2),
-    Traffic("ZeRO-1: gradients, reduced; weights, gathered", "update", 2),
-    Traffic("ZeRO-2: gradients, reduced", "micro-batch that trains", 1),
-    Traffic("ZeRO-2: weights, gathered", "update", 1),
-    Traffic("ZeRO-3, FSDP2: weights, twice, and gradients", "micro-batch that trains", 3),
-    Traffic("ZeRO-3, FSDP2: weights, gathered", "micro-batch that is scored, per model", 1),
-    Traffic("ZeRO-3, FSDP2: weights, gathered into the engine's copy", "rollout", 1),
-)
-TRAINING, ROLLOUT = TRAFFIC[4], TRAFFIC[6]
-
-
-def exchanges() -> str:
-    """What is exchanged when, in units of (N-1)/N b P."""
-    return table(["", "each", "times"], [[what, when, str(n)] for what, when, n in TRAFFIC])
-
-
-def sent(times: int, model: Model, processes: int, b: int = 2) -> float:
-    """Bytes by every process."""
-    return times * (processes - 1) / processes * b * model.parameters
-
-
-def seconds(size: float, processes: int, cards: int = MACHINE) -> float:
-    """Of a ring in which every process sends `size` bytes: as fast as its slowest link.
-
-    NCCL lays a ring through every card of a machine, so they share what leaves it.
-    """
-    return size / (NVLINK if processes <= MACHINE else min(NVLINK, cards * CARD))
-
-
-def traffic() -> str:
-    """GB by every process, and seconds, of 1, 2 and 3 times (N-1)/N b P in bfloat16."""
-    rows = []
-    for model in MODELS:
-        for times in (1, 2, 3):
-            sizes = [sent(times, model, n) for n in PROCESSES]
-            near = short(seconds(sizes[0], 8))
-            far = [short(seconds(sizes[-1], 512, cards)) for cards in (8, 1)]
-            rows.append([model.name, str(times), *(short(s / GB) for s in sizes), near, *far])
-    volumes = [f"GB, N = {n}" for n in PROCESSES]
-    return table(["", "times", *volumes, "s, 8", "s, 512, 8 cards", "s, 512, 1 card"], rows)
-
-
-def step() -> str:
-    """A step of 512 prompts with 8 completions each, FSDP2 in bfloat16, 8 cards per machine."""
-    rows = []
-    for model in MODELS:
-        for n in PROCESSES:
-            rows.append([model.name, str(n), *map(short, step_seconds(model, n).values())])
-    names = step_seconds(MODELS[0], 8)
-    return table(["", "GPUs", *(f"{name}, s" for name in names)], rows)
-
-
-def step_seconds(model: Model, processes: int) -> dict[str, float]:
-    """Lower bounds of the parts of a step of GRPO with one update and no reference."""
-    rows, prompt, width = 512 * 8 // processes, 256, 1024
-    tokens = rows * (prompt + width)
-    # Every position reads all weights, and the keys and values of every row so far.
-    read = 2 * model.parameters + rows * (prompt + width / 2) * cache(model)
-    micro_batches = math.ceil(tokens / MICRO_BATCH)
-    exchange = seconds(sent(TRAINING.times, model, processes), processes)
-    return {
-        "gather": seconds(sent(ROLLOUT.times, model, processes), processes),
-        "sampling": width * read / BANDWIDTH,
-        "of that, weights": width * 2 * model.parameters / BANDWIDTH,
-        "computing": 6 * model.parameters * tokens / FLOPS,
-        "exchange": micro_batches * exchange,
-    }
-
-
-def balance() -> str:
-    """Tokens per micro-batch and GPU at which ZeRO-3 and FSDP2 exchange as long as they compute.
-
-    3 · 2P / link = 6P · tokens / flops: the model's size does not matter.
-    """
-    links = {
-        "one machine": NVLINK,
-        "several machines, 8 cards each": 8 * CARD,
-        "several machines, 1 card each": CARD,
-    }
-    rows = [[name, f"{FLOPS / link:.0f}"] for name, link in links.items()]
-    return table(["", "tokens"], rows)
+def errors() -> str:
+    """Return the table of published throughputs, and by which factor the formulas are off."""
+    rows, off = [], []
+    for kind, points in (("tokens/s", TRAINED), ("ms", SAMPLED)):
+        for source, what, real, gpu, model, a, b in points:
+            if kind == "tokens/s":
+                paper = 1 / train_seconds(gpu, model, 1, a / 2, b)
+            else:
+                paper = 1e3 * position_seconds(gpu, model, a, b)
+            off.append(max(real / paper, paper / real))
+            numbers = [f"{real:g}", f"{paper:.3g}", f"{off[-1]:.2f}"]
+            rows.append([f"[{what}]({source})", kind, *numbers])
+    rows.append(["median, worst", "", "", "", f"{median(off):.2f}, {max(off):.2f}"])
+    return table(["", "", "published", "on paper", "off by"], rows)
 
 
 def short(x: float) -> str:
-    """Two digits, or all those before the point."""
-    return f"{x:.0f}" if x >= 9.95 else f"{x:#.2g}"
+    """Format a number with two digits, or all those before the point."""
+    return f"{x:.0f}" if x >= 9.95 or x == 0 else f"{x:#.2g}"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """In Markdown."""
+    """Return a table in Markdown."""
     head = list(head)
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
 
 
 # By the name of the place in the page.
-TABLES: dict[str, Callable[[], str]] = {
-    "choice-80": lambda: choice(80 * GB),
-    "choice-141": lambda: choice(141 * GB),
-    "state": state,
-    "memory": memory,
-    "extras": extras,
-    "exchanges": exchanges,
-    "traffic": traffic,
-    "balance": balance,
-    "step": step,
-}
-
-if __name__ == "__main__":
-    print("\n\n".join(f"{name}\n\n{make()}" for name, make in TABLES.items()))
+TABLES = {"steps": steps, "published": errors}

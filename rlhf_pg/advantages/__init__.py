@@ -20,8 +20,8 @@ Many papers correspond to one estimator with one or two options:
     Dr. GRPO (Liu 2025)          group_normalized with scale_rewards "none"
     RLOO (Ahmadian 2024)         leave_one_out
     ReMax (Li 2023)              returns_minus_greedy
-    OPO (Hao 2025)               returns_minus_optimal, or _by_gradient with the norms that
-                                 OPO approximates by lengths
+    OPO (Hao 2025)               returns_minus_optimal; examples/optimal_baseline.py has the norms
+                                 that OPO approximates by lengths
     REINFORCE++ (Hu 2025)        returns, whitened over the batch (`normalize_advantages`)
     REINFORCE++ with a baseline  group_normalized with scale_rewards "none", whitened too
 """
@@ -29,7 +29,6 @@ Many papers correspond to one estimator with one or two options:
 from rlhf_pg.advantages.estimators import ADVANTAGES as ADVANTAGES
 from rlhf_pg.advantages.estimators import IN_BATCH as IN_BATCH
 from rlhf_pg.advantages.estimators import IN_GROUP as IN_GROUP
-from rlhf_pg.advantages.estimators import NEED_GRADIENTS as NEED_GRADIENTS
 from rlhf_pg.advantages.estimators import NEED_GREEDY as NEED_GREEDY
 from rlhf_pg.advantages.estimators import NEED_VALUES as NEED_VALUES
 from rlhf_pg.advantages.estimators import PER_TOKEN as PER_TOKEN

@@ -34,7 +34,6 @@ class AdvantageInputs:
     groups: Tensor  # (N,)
     rows: slice  # this rank's B rows among the N
     action_tokens: Tensor  # (N,) tokens that the policy chose
-    squared_gradients: Tensor | None = None  # (N,) |grad log pi(y)|^2, if an estimator needs them
     values: Tensor | None = None  # (B,T) V of the state before each token, where there is a critic
     bootstrap_value: Tensor | None = None  # (B,) see `gae`; None: every episode terminated
     greedy_scores: Tensor | None = None  # (B,K) weighted, of the greedy completion of the prompt
@@ -172,24 +171,11 @@ def returns_minus_optimal(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Ten
     others are those of the batch. Otherwise a row that is alone in its group has baseline 0, not
     advantage 0.
     """
-    return _minus_optimal(inputs, inputs.action_tokens, gamma)
-
-
-def returns_minus_optimal_by_gradient(inputs: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
-    """Return `returns_minus_optimal` with the true |grad log pi(y)|^2 (Weaver & Tao 2001).
-
-    It is unbiased, and costs an additional forward and backward pass for every completion.
-    """
-    assert inputs.squared_gradients is not None  # the trainer measures them for it
-    return _minus_optimal(inputs, inputs.squared_gradients, gamma)
-
-
-def _minus_optimal(inputs: AdvantageInputs, weights: Tensor, gamma: float) -> Tensor:
     groups = inputs.groups
     if len(torch.unique(groups)) == len(groups):
         groups = torch.zeros_like(groups)
     columns = inputs.scores.unbind(1)
-    baselines = [per_group.optimal_baseline(c, weights, groups) for c in columns]
+    baselines = [per_group.optimal_baseline(c, inputs.action_tokens, groups) for c in columns]
     return returns(inputs, gamma=gamma) - inputs.per_token(torch.stack(baselines).sum(0))
 
 
@@ -250,20 +236,15 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "returns_minus_mean": returns_minus_mean,
     "returns_minus_moving_average": returns_minus_moving_average,
     "returns_minus_optimal": returns_minus_optimal,
-    "returns_minus_optimal_by_gradient": returns_minus_optimal_by_gradient,
     "returns_minus_others": returns_minus_others,
     "returns_minus_values": returns_minus_values,
     "total_returns": total_returns,
 }
 NEED_VALUES = {"gae", "n_step", "returns_minus_values"}  # a critic
-NEED_GRADIENTS = {"returns_minus_optimal_by_gradient"}  # of every completion
 NEED_GREEDY = {"returns_minus_greedy"}  # a greedy completion of every prompt, scored
 # These see when a token is paid; the others see only a completion's scores.
 READ_REWARDS = NEED_VALUES | {name for name in ADVANTAGES if "returns" in name}
 PER_TOKEN = READ_REWARDS | {"process_group_normalized"}  # not one advantage per completion
 # These compare completions, so they need several of a prompt, or of the batch.
 IN_GROUP = {"group_normalized", "process_group_normalized", "leave_one_out"}
-IN_BATCH = {
-    *("returns_minus_others", "returns_minus_mean"),
-    *("returns_minus_optimal", "returns_minus_optimal_by_gradient"),
-}
+IN_BATCH = {"returns_minus_others", "returns_minus_mean", "returns_minus_optimal"}

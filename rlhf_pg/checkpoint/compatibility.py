@@ -21,7 +21,7 @@ MAY_CHANGE = {
     *("num_generations_eval", "eval_success_threshold"),
     *("log_completions_steps", "num_completions_to_print", "report_to", "run_name"),
     *("logging_steps", "push_to_hub", "hub_model_id", "hub_private_repo"),
-    *("micro_batch_tokens", "gradient_checkpointing", "cpu_threads"),
+    *("micro_batch_tokens", "gradient_checkpointing"),
     *("rollout_cache_tokens", "rollout_drafts"),
     *("ddp_timeout", "environment_timeout", "max_skipped_steps"),
     *("reward_timeout", "reward_workers", "on_reward_error", "reward_error_value"),

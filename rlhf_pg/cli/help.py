@@ -12,7 +12,7 @@ from rlhf_pg.config.parse import load
 
 USAGE = {
     "train": ("RECIPE [--key value ...]", "train with a recipe, or with a preset by its name"),
-    "plan": ("RECIPE --gpus N [--key value ...]", "estimate memory and seconds per step"),
+    "plan": ("RECIPE [--device GPU] [--key value ...]", "estimate memory, and whether it fits"),
     "eval": ("MODEL [--key value ...]", "score a model, a run or a recipe on held-out prompts"),
     "chat": ("MODEL [--temperature ...]", "talk to a model, a run or an adapter"),
     "demo": ("[--key value ...]", "train with GRPO on a CPU: a few minutes"),

@@ -95,11 +95,6 @@ def width() -> int:
     return min(100, shutil.get_terminal_size().columns)
 
 
-def constant(module: str, name: str) -> list[Any]:
-    """Return the items of a tuple, or the keys of a dict, that a module of the package defines."""
-    return _items(_resolved(f"rlhf_pg.{module}", name))
-
-
 def _lines(key: Key, values: Mapping[str, Any]) -> list[str]:
     value = _plain(values.get(key.name, key.default))
     text = key.text + (f" One of: {', '.join(key.options)}." if key.options else "")

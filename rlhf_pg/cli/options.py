@@ -1,12 +1,13 @@
 """The options that commands have beside the keys of a config."""
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
-from rlhf_pg.cli.keys import constant
-
 SHARDINGS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")  # as launchers' configs have them
+# Memory of GPUs in GiB, as their makers state it.
+GPUS = {"h100": 80, "h200": 141, "b200": 180, "a100": 80, "l40s": 48, "h20": 96}
 DTYPES = ("float32", "bfloat16", "float64")
 
 
@@ -34,28 +35,18 @@ def parser_of(command: str, usage: str) -> argparse.ArgumentParser:
 
 def _plan(group: Any) -> None:
     add = group.add_argument
-    add("--gpus", type=_count, default=1, metavar="N", help="number of processes, one per GPU")
+    add("--num_processes", type=_count, default=1, metavar="N", help="one per GPU")
     add(
         "--sharding",
         choices=SHARDINGS,
         default="ddp",
         help="how weights are split, as in the launcher's config",
     )
-    devices = constant("plan.devices", "DEVICES")
-    add("--device", choices=devices, help="GPU to estimate seconds for, beside TRL's and verl's")
-    add("--memory", type=_positive, metavar="GB", help="memory of a GPU; default: this machine's")
     add(
-        "--tflops",
-        type=_positive,
-        default=0.0,
-        help="TFLOP/s of large matrix products; default: measured",
-    )
-    add(
-        "--bandwidth",
-        type=_positive,
-        default=0.0,
-        metavar="GB/S",
-        help="memory bandwidth; default: measured",
+        "--device",
+        type=_device,
+        metavar="GPU",
+        help=f"{', '.join(GPUS)}, or memory in GiB; default: this machine's",
     )
 
 
@@ -172,10 +163,11 @@ def _number(text: str) -> int:
     return number
 
 
-def _positive(text: str) -> float:
-    if not (number := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return number
+def _device(text: str) -> float:
+    """Return the bytes of a GPU, by its name or its GiB."""
+    if text.lower() not in GPUS and not re.fullmatch(r"\d*\.?\d+", text):
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(GPUS)} or GiB, got {text}")
+    return float(GPUS.get(text.lower()) or text) * 2**30
 
 
 def _at_least_0(text: str) -> float:

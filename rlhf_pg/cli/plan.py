@@ -1,9 +1,10 @@
-"""`rlhf-pg plan` estimates memory and seconds of a recipe before anything is loaded."""
+"""`rlhf-pg plan` estimates the memory of a recipe before anything is loaded."""
 
-import argparse
+import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,87 +20,81 @@ from rlhf_pg.config.parse import parse
 from rlhf_pg.plan.sharding import SHARDINGS
 
 BY_FLAG = {layout.name.replace("-", "").lower(): layout for layout in SHARDINGS}
+# Keys that save memory, in the order in which they are tried, each together with those before it.
+SAVINGS = {
+    "micro_batch_tokens": "auto",
+    "dtype": "bfloat16",
+    "gradient_checkpointing": True,
+    "use_peft": True,
+}
 
 
 def plan(recipe: Path, flags: Sequence[str]) -> None:
-    """Show what a recipe would take on each process; no weights are loaded."""
-    options, keys = _plan_options(flags)
+    """Show what a recipe would take on each process, and whether it fits; no weights are loaded."""
+    options, keys = parser_of("plan", usage_of("plan")).parse_known_args(list(flags))
     config_type = TRAINERS[algorithm_of(recipe, TRAINERS)].config_type
     args = parse(config_type, ["--config", str(recipe), *keys], f"rlhf-pg train {recipe}")
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
-    room, kind = _room(device), device.type
-    if options.device is not None:
-        room, kind = planning.DEVICES[options.device].memory, "cuda"
-    if options.memory is not None:
-        room, kind = options.memory * 1e9, "cuda"
-    meta = planning.build_meta_models(args, device, kind, room if kind == "cuda" else None)
-    layout = BY_FLAG[options.sharding]
-    memory = planning.predicted_memory(meta, layout, options.gpus, room, kind)
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    room, kind = options.device, "cuda"
+    if room is None:
+        kind = here.type
+        if kind == "cuda":
+            room = float(torch.cuda.mem_get_info(here)[1])
+        else:
+            room = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+    def build(args: Any) -> planning.MetaModels:
+        return planning.build_meta_models(args, here, kind, room if kind == "cuda" else None)
+
+    def estimate(meta: planning.MetaModels, sharding: str, processes: int) -> planning.Memory:
+        return planning.predicted_memory(meta, BY_FLAG[sharding], processes, room, kind)
+
+    def remedies() -> Iterator[str]:
+        """Yield the flags with which it would fit: other shardings first, then other keys."""
+        counts = sorted({options.num_processes, 8, 64})
+        for count in (n for n in counts if n >= options.num_processes and n > 1):
+            for sharding in ("zero2", "zero3"):
+                if estimate(meta, sharding, count).peak <= room:
+                    yield f"--num_processes {count} --sharding {sharding}"
+                    break
+        changes: dict[str, Any] = {}
+        for key, value in SAVINGS.items():
+            if getattr(args, key) not in (value, "offload"):
+                changes[key] = value
+                cheaper = build(dataclasses.replace(args, **changes))
+                if estimate(cheaper, options.sharding, options.num_processes).peak <= room:
+                    yield " ".join(f"--{name} {value}" for name, value in changes.items())
+                    break
+
+    meta = build(args)
+    memory = estimate(meta, options.sharding, options.num_processes)
     console = Console()
-    console.print(_memory_table(memory))
-    if options.device is not None:
-        job = planning.job_of(meta, memory, layout, options.gpus)
-        shape = planning.shape_of(meta.policy.model)
-        gpu = planning.DEVICES[options.device]._replace(memory=room)
-        console.print(planning.paper_table(gpu, shape, job, meta.critic is not None))
-        console.print(Text(planning.said_beside(job)))
-        return
-    rates = planning.Rates(options.tflops * 1e12, options.bandwidth * 1e9)
-    if not (options.tflops and options.bandwidth):
-        here = planning.measured_rates(device, getattr(torch, args.dtype))
-        rates = planning.Rates(rates.work or here.work, rates.bytes or here.bytes)
-    console.print(_pace_table(planning.predicted_pace(meta, memory, options.gpus), rates))
-    console.print(Text(_assumptions(meta, memory, rates)))
+    console.print(_table(memory))
+    console.print(
+        Text(
+            f"Prompts of {meta.prompt} and completions of {args.max_completion_length} tokens, the "
+            f"longest allowed; micro_batch_tokens {memory.micro_batch_tokens}; {memory.rows} "
+            "completions sampled at a time by the native engine."
+        )
+    )
+    taken = f"{_short(memory.peak / 2**30)} of {_short(room / 2**30)} GiB"
+    if memory.peak <= room:
+        console.print(Text(f"It fits: {taken}."))
+    else:
+        found = " or ".join(remedies()) or "nothing that was tried: take a smaller model"
+        console.print(Text(f"It does not fit: {taken}. What would make it fit: {found}."))
 
 
-def _plan_options(flags: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the plan's own options; return them, and the flags that are keys of the recipe."""
-    parser = parser_of("plan", usage_of("plan"))
-    options, keys = parser.parse_known_args(list(flags))
-    if options.device and (options.tflops or options.bandwidth):
-        parser.error("--device sets what --tflops and --bandwidth would: give it alone")
-    return options, keys
-
-
-def _room(device: torch.device) -> float:
-    """Return the bytes of the device; for the CPU, all of its memory."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[1])
-    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-
-
-def _memory_table(memory: planning.Memory) -> Table:
-    totals = [sum(phase.values()) for phase in (memory.update, memory.rollout)]
-    unit, name = (1e9, "GB") if max(totals) >= 1e9 else (1e6, "MB")
+def _table(memory: planning.Memory) -> Table:
+    unit, name = (2**30, "GiB") if memory.peak >= 2**30 else (2**20, "MiB")
     table = Table(f"{name} on each process", "update", "rollout")
     for part in dict.fromkeys([*memory.update, *memory.rollout]):
         sizes = [phase.get(part, 0.0) for phase in (memory.update, memory.rollout)]
         if any(sizes):
             table.add_row(part, *(_short(size / unit) for size in sizes))
+    totals = (sum(phase.values()) for phase in (memory.update, memory.rollout))
     table.add_row("total", *(_short(total / unit) for total in totals), style="bold")
     return table
-
-
-def _pace_table(phases: dict[str, planning.Pace], rates: planning.Rates) -> Table:
-    table = Table("a step", "TFLOP", "GB moved", "seconds", "share")
-    whole = sum(pace.seconds(rates) for pace in phases.values())
-    for phase, pace in phases.items():
-        seconds = pace.seconds(rates)
-        numbers = (pace.work / 1e12, pace.bytes / 1e9, seconds)
-        table.add_row(phase, *map(_short, numbers), f"{100 * seconds / whole:.0f} %")
-    table.add_row("total", "", "", _short(whole), "", style="bold")
-    return table
-
-
-def _assumptions(meta: planning.MetaModels, memory: planning.Memory, rates: planning.Rates) -> str:
-    width = meta.args.max_completion_length
-    return (
-        f"prompts of {meta.prompt} and completions of {width} tokens, the longest allowed; "
-        f"micro_batch_tokens {memory.micro_batch_tokens}; {memory.rows} completions sampled at a "
-        f"time; {_short(rates.work / 1e12)} TFLOP/s, {_short(rates.bytes / 1e9)} GB/s. Rewards, "
-        "and exchanges between processes, are not included."
-    )
 
 
 def _short(number: float) -> str:

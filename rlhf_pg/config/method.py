@@ -94,7 +94,7 @@ class MethodConfig(SamplingConfig):
     (sequence_mean) or 1 / (completions * max_completion_length) (constant)."""
     epsilon: float = number(0.2, above=0, maximum=1)
     """Clip distance of the ratio below 1 (1 sets no lower bound), and above 1 unless epsilon_high
-    is set. The usual value depends on the loss: GMPO's paper has 0.4, GSPO's 3e-4, CISPO's 1."""
+    is set. The usual value depends on the loss: GSPO's paper has 3e-4, CISPO's 1."""
     epsilon_high: float | None = number(None, above=0)
     """Clip distance of the ratio above 1; None uses epsilon."""
     delta: float | None = number(None, above=1)
@@ -107,8 +107,7 @@ class MethodConfig(SamplingConfig):
     sapo_temperature_neg: float = number(1.05, above=0)
     """Temperature of SAPO's soft gate where the advantage is negative."""
     old_kl_coef: float = number(1.0, minimum=0)
-    """Coefficient of the KL between the policy before the step and the policy now (kl_penalty,
-    mdpo)."""
+    """Coefficient of the KL between the policy before the step and the policy now (kl_penalty)."""
     old_kl_target: float | None = number(None, above=0)
     """Target of KL(old || new) in nats per token: old_kl_coef is halved or doubled after a step to
     keep it (PPO, section 4), at the cost of one forward pass. None fixes old_kl_coef."""

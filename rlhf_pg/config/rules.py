@@ -94,22 +94,12 @@ def check_estimator(args: MethodConfig) -> None:
 
 def check_loss(args: MethodConfig) -> None:
     """Refuse advantages that a loss for whole rows cannot take."""
-    loss, name = args.policy_loss, args.advantage_estimator
-    of_rows = {
-        f"policy_loss {loss!r}": loss in ("gmpo", "p3o"),
-        "importance_sampling_level 'sequence'": args.importance_sampling_level == "sequence",
-    }
-    for what, chosen in of_rows.items():
-        if chosen and name in PER_TOKEN:
-            raise ValueError(
-                f"{what} takes one advantage per completion, and advantage_estimator {name!r} "
-                "gives one per token: use group_normalized or leave_one_out"
-            )
-    scale = getattr(args, "scale_rewards", "group")
-    if loss == "p3o" and (name == "leave_one_out" or scale != "none"):
+    name = args.advantage_estimator
+    if args.importance_sampling_level == "sequence" and name in PER_TOKEN:
         raise ValueError(
-            "policy_loss 'p3o' compares the scores themselves: use GRPO with "
-            "advantage_estimator group_normalized and scale_rewards none"
+            "importance_sampling_level 'sequence' takes one advantage per completion, and "
+            f"advantage_estimator {name!r} gives one per token: use group_normalized or "
+            "leave_one_out"
         )
 
 
@@ -181,7 +171,6 @@ def check_sampling(args: MethodConfig) -> None:
         "an entropy bonus": args.entropy_coef > 0 or args.entropy_target is not None,
         "a KL in the loss": args.beta > 0 and args.kl_placement == "loss",
         f"the KL in policy_loss {args.policy_loss!r}": "old_kl_coef" in args.loss_options,
-        f"what policy_loss {args.policy_loss!r} compares": "groups" in args.loss_options,
         "a critic": args.has_critic,
         "the loss of the routers": args.router_aux_loss_coef > 0,
         "the likelihood of right completions": args.positive_nll_coef > 0,
@@ -216,7 +205,7 @@ def check_idle(args: MethodConfig) -> None:
         ("on_reward_error value", args.on_reward_error == "value", "reward_error_value"),
         ("missing_eos_penalty", args.missing_eos_penalty is not None, "missing_eos_mode"),
         ("overlong_buffer", args.overlong_buffer is not None, "overlong_penalty"),
-        ("policy_loss kl_penalty or mdpo and old_kl_coef", penalized, "old_kl_target"),
+        ("policy_loss kl_penalty and old_kl_coef", penalized, "old_kl_target"),
         ("sampler_correction", correcting, "sampler_clip_max sampler_clip_min"),
         ("entropy_target", bonus, "entropy_coef_delta entropy_coef_min entropy_coef_max"),
         ("beta", args.beta > 0, "kl_controller sync_ref_model"),
@@ -241,19 +230,10 @@ def check_idle(args: MethodConfig) -> None:
 
 def warnings(args: MethodConfig) -> list[str]:
     """Return warnings, one sentence each, about settings that are allowed but seldom meant."""
-    of_rows = "gmpo" if args.policy_loss == "gmpo" else "importance_sampling_level sequence"
-    alike = args.policy_loss == "gmpo" or args.importance_sampling_level == "sequence"
-    said = []
-    if alike and args.aggregation != "sequence_mean":
-        said.append(
-            f"{of_rows} has one number for a completion, which aggregation {args.aggregation} "
-            "counts once per token, so that long completions weigh more: the papers (GSPO, "
-            "GMPO) have sequence_mean"
-        )
-    if args.policy_loss == "p3o" and args.aggregation == "sequence_mean":
-        said.append(
-            "policy_loss p3o shares the loss of a completion among its tokens, and aggregation "
-            "sequence_mean divides by its length once more, so that long completions weigh "
-            "less: use constant"
-        )
-    return said
+    if args.importance_sampling_level == "sequence" and args.aggregation != "sequence_mean":
+        return [
+            "importance_sampling_level sequence has one number for a completion, which aggregation "
+            f"{args.aggregation} counts once per token, so that long completions weigh more: the "
+            "paper (GSPO) has sequence_mean"
+        ]
+    return []

@@ -64,11 +64,6 @@ class RunConfig(AdapterConfig, RewardsConfig, DataConfig, ModelConfig):
     """Most tokens that one process forwards at a time; lower it if memory runs out. It never
     changes the result. auto finds what a GPU's free memory holds, or a quarter of a CPU's, as far
     as more is faster; a resumed run keeps the number that was found."""
-    cpu_threads: int | Literal["auto"] = number("auto", minimum=1)
-    """Threads of a process on a CPU; another number changes the last bits of a result. auto keeps
-    OMP_NUM_THREADS, or else takes what is fastest in a second of trials: 1 where other programs use
-    the cores. A resumed run keeps the number that was found; a GPU's process keeps torch's."""
-
     optim: Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit"] = "adamw_torch_fused"
     """AdamW implementation: torch's in one kernel or in several, or with moments in 8 bits
     (bitsandbytes)."""

@@ -15,24 +15,16 @@ class RowLengths(NamedTuple):
     actions: int = 0  # tokens of the completion that the policy chose
 
 
-def split_packed(
-    rows: Sequence[RowLengths], max_tokens: int, whole_groups: bool = False
-) -> list[list[int]]:
+def split_packed(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]:
     """Split rows into batches of row indices in which nothing is padded.
 
     A prompt is computed once for all rows of its family in a batch. A row that does not fit
-    `max_tokens` by itself is a batch of its own.
-
-    Args:
-        whole_groups: never split neighbours of one group; otherwise families are split if they
-            do not fit.
+    `max_tokens` by itself is a batch of its own; a family that does not fit is split.
     """
-    whole = [(_tokens(rows, own), own) for own in _neighbours(rows, "group")]
-    pieces = whole if whole_groups else list(_pieces(rows, max_tokens))
     batches: list[list[int]] = []
     room: list[int] = []
     # First fit, the largest first: at most 11/9 of the batches that are needed (Johnson 1973).
-    for size, own in sorted(pieces, key=lambda piece: -piece[0]):
+    for size, own in sorted(_pieces(rows, max_tokens), key=lambda piece: -piece[0]):
         place = next((i for i, left in enumerate(room) if size <= left), len(room))
         if place == len(room):
             batches.append([])
@@ -42,23 +34,21 @@ def split_packed(
     return batches
 
 
-def split_padded(
-    rows: Sequence[RowLengths], max_tokens: int, whole_groups: bool = False
-) -> list[list[int]]:
+def split_padded(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]:
     """Split rows into batches in which prompts, and completions, are padded to the longest."""
-    units = list(_neighbours(rows, "group")) if whole_groups else [[i] for i in range(len(rows))]
     batches: list[list[int]] = []
-    for own in sorted(units, key=lambda own: -_width(rows, own)):
-        if batches and _area(rows, batches[-1] + own) <= max_tokens:
-            batches[-1] += own
+    for i in sorted(range(len(rows)), key=lambda i: -rows[i].prompt - rows[i].completion):
+        if batches and _area(rows, [*batches[-1], i]) <= max_tokens:
+            batches[-1].append(i)
         else:
-            batches.append(list(own))
+            batches.append([i])
     return batches
 
 
 def _pieces(rows: Sequence[RowLengths], max_tokens: int) -> Iterator[tuple[int, list[int]]]:
     """Yield families, or parts of them, and their tokens; the longest completions come first."""
-    for family in _neighbours(rows, "family"):
+    for _, run in groupby(range(len(rows)), key=lambda i: rows[i].family):
+        family = list(run)
         prompt = rows[family[0]].prompt
         size, piece = prompt, list[int]()
         for i in sorted(family, key=lambda i: -rows[i].completion):
@@ -70,20 +60,6 @@ def _pieces(rows: Sequence[RowLengths], max_tokens: int) -> Iterator[tuple[int, 
         yield size, piece
 
 
-def _neighbours(rows: Sequence[RowLengths], name: str) -> Iterator[list[int]]:
-    """Yield the indices of each run of rows that agree in a field."""
-    for _, run in groupby(range(len(rows)), key=lambda i: getattr(rows[i], name)):
-        yield list(run)
-
-
-def _tokens(rows: Sequence[RowLengths], own: Sequence[int]) -> int:
-    prompts = {rows[i].family: rows[i].prompt for i in own}
-    return sum(prompts.values()) + sum(rows[i].completion for i in own)
-
-
-def _width(rows: Sequence[RowLengths], own: Sequence[int]) -> int:
-    return max(rows[i].prompt for i in own) + max(rows[i].completion for i in own)
-
-
 def _area(rows: Sequence[RowLengths], own: Sequence[int]) -> int:
-    return len(own) * _width(rows, own)
+    width = max(rows[i].prompt for i in own) + max(rows[i].completion for i in own)
+    return len(own) * width

@@ -193,13 +193,11 @@ class Rollout:
     def micro_batches(
         self,
         max_tokens: int,
-        whole_groups: bool = False,
         window: float = math.inf,
     ) -> list[Tensor]:
         """Split row indices on the host so that what is computed stays within `max_tokens`.
 
         Args:
-            whole_groups: see `rlhf_pg.data.micro_batches`.
             window: longest row, in tokens, with which prompts are computed once and nothing is
                 padded. A longer row has its whole micro-batch padded, so it is kept apart.
         """
@@ -207,15 +205,13 @@ class Rollout:
             return []
         rows = self.counted().host_rows or ()
         long = [row.prompt + row.completion > window for row in rows]
-        if whole_groups:  # a group may have rows of both kinds
-            long = [any(long)] * len(rows)
         batches: list[Tensor] = []
         both = ((micro_batches.split_packed, False), (micro_batches.split_padded, True))
         for split, kind in both:
             places = torch.tensor([i for i, is_long in enumerate(long) if is_long == kind])
             own = [row for row, is_long in zip(rows, long, strict=True) if is_long == kind]
             if own:
-                batches += [places[part] for part in split(own, max_tokens, whole_groups)]
+                batches += [places[part] for part in split(own, max_tokens)]
         return batches
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -11,8 +11,6 @@ gradient. Masked slots may hold anything, NaN included, and are 0 in the output.
 
 from rlhf_pg.losses.clipped import cispo as cispo
 from rlhf_pg.losses.clipped import clipped_surrogate as clipped_surrogate
-from rlhf_pg.losses.clipped import gmpo as gmpo
-from rlhf_pg.losses.clipped import p3o as p3o
 from rlhf_pg.losses.clipped import sapo as sapo
 from rlhf_pg.losses.likelihood import positive_nll as positive_nll
 from rlhf_pg.losses.off_policy import SAMPLER_CORRECTIONS as SAMPLER_CORRECTIONS
@@ -22,7 +20,6 @@ from rlhf_pg.losses.ratio import SAMPLING_LEVELS as SAMPLING_LEVELS
 from rlhf_pg.losses.ratio import Loss as Loss
 from rlhf_pg.losses.registry import POLICY_LOSSES as POLICY_LOSSES
 from rlhf_pg.losses.unclipped import kl_penalty as kl_penalty
-from rlhf_pg.losses.unclipped import mdpo as mdpo
 from rlhf_pg.losses.unclipped import surrogate as surrogate
 from rlhf_pg.losses.unclipped import vanilla as vanilla
 from rlhf_pg.losses.value import value_loss as value_loss

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from rlhf_pg.losses.ratio import SAMPLING_LEVELS, Loss, bounds, clip_metrics, ratio_terms
-from rlhf_pg.masking import masked_mean
 
 
 def clipped_surrogate(
@@ -104,45 +103,6 @@ def cispo(
     return per_token, clip_metrics(low, high, per_token.dtype) | terms.metrics
 
 
-def gmpo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-) -> Loss:
-    """Average a row's clipped ratios geometrically (GMPO; Zhao et al. 2025, arXiv 2507.20673).
-
-        c_t = min(log rho_t, epsilon_high) where A > 0, max(log rho_t, -epsilon) where A < 0
-        loss = -A exp(mean_t c_t), the same at every token of the row
-
-    The gradient is that of -A exp(mean_t c_t) mean_t log pi(y_t), and exactly 0 for a clipped
-    token. At rho = 1 and with the paper's aggregation, "sequence_mean", it is REINFORCE's.
-
-    Args:
-        logprobs, old_logprobs, mask: as in `clipped_surrogate`.
-        advantages: (B,1), or (B,T) equal along a row.
-        epsilon: distance in log space: rho_t is clipped to [exp(-epsilon), exp(epsilon_high)]. The
-            paper takes 0.4, since one outlier weighs less in a geometric mean.
-        epsilon_high: None means `epsilon`.
-
-    Returns:
-        per_token (B,T) and the metrics of `clipped_surrogate`, where `ratio` is the token's.
-
-    Elsewhere: TRL and verl have the same form, verl with a small constant added to the length.
-    """
-    terms = ratio_terms(logprobs, old_logprobs, advantages, mask)
-    upper = epsilon if epsilon_high is None else epsilon_high
-    low = (terms.log_ratio < -epsilon) & (terms.advantages < 0)
-    high = (terms.log_ratio > upper) & (terms.advantages > 0)
-    inside = terms.log_ratio.clamp(-epsilon, upper)
-    clipped = torch.where(low | high, inside, terms.log_ratio)
-    mean = masked_mean(clipped, mask, dim=1)[:, None].exp()
-    per_token = -mean * terms.advantages
-    return per_token, clip_metrics(low, high, per_token.dtype) | terms.metrics
-
-
 def sapo(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -176,62 +136,3 @@ def sapo(
     tau = tau.masked_fill(terms.advantages > 0, sapo_temperature_pos)
     gate = torch.sigmoid(tau * (terms.ratio - 1)) * 4 / tau
     return -gate * terms.advantages, terms.metrics
-
-
-def p3o(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    groups: Tensor,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-) -> Loss:
-    """Compare every row with the others of its prompt (P3O, clipped separately; Wu et al. 2023).
-
-        rho_i = prod_t rho_t of row i,   q_ij = sg(rho_j) (r_i - r_j)
-        c_i = clip(rho_i, 1 - epsilon, 1 + epsilon_high)
-        loss_i = -1/(n-1) sum_{j != i} min(rho_i q_ij, c_i q_ij)
-
-    shared evenly among the tokens of row i. A constant added to all scores of a prompt changes
-    nothing. At rho = 1 the gradient is RLOO's; without a clip it stays unbiased when pi has moved
-    away from pi_old, since rho_i is the ratio of the whole row.
-
-    Args:
-        logprobs, old_logprobs, mask: as in `clipped_surrogate`. A row without a True slot is in no
-            pair.
-        advantages: (B,1), or (B,T) equal along a row: r_i, possibly minus a number that is the same
-            for the whole group, such as `group_normalized` with scale "none" (`leave_one_out`
-            stretches the differences by n/(n-1)).
-        groups: (B,) ids; every group must be in the batch as a whole. A row that is alone in its
-            group has loss 0.
-
-    Returns:
-        per_token (B,T) and the metrics of `clipped_surrogate`, where `ratio` is the row's and the
-        `clip_ratio/*` are the share of a row's pairs that are cut off.
-
-    Elsewhere: the authors' code also clips the detached rho_j, to [1/c, c]. Their "V2" clips log
-    rho_i - log rho_j instead.
-    """
-    terms = ratio_terms(logprobs, old_logprobs, advantages, mask, "product")
-    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
-    first = mask.int().argmax(dim=1, keepdim=True)
-    rho, score = (x.gather(1, first) for x in (terms.ratio, terms.advantages))
-    share = _pair_shares(groups, mask, rho.dtype)
-    gap = rho.detach().T * (score - score.T) * share
-    low_bound, high_bound = bounds(epsilon, epsilon_high)
-    clipped = rho.clamp(low_bound, high_bound)
-    loss = -torch.min(rho * gap, clipped * gap).sum(dim=1, keepdim=True)
-    cut = [(rho < low_bound) & (gap < 0), (rho > high_bound) & (gap > 0)]
-    low, high = (torch.where(mask, (x * share).sum(dim=1, keepdim=True), 0.0) for x in cut)
-    metrics = clip_metrics(low, high, rho.dtype) | terms.metrics
-    return torch.where(mask, loss / lengths, 0.0), metrics
-
-
-def _pair_shares(groups: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (B,B): 1/(n-1) where j is another of the n rows of i's group that have a True slot."""
-    rows = mask.any(dim=1)
-    pairs = (groups[:, None] == groups) & rows[:, None] & rows
-    pairs.fill_diagonal_(False)
-    return pairs.to(dtype) / pairs.sum(dim=1, keepdim=True).clamp(min=1)

@@ -1,21 +1,46 @@
-"""Bytes on one process, part by part, while it updates and while it samples."""
+"""Bytes on one process, part by part, while it updates and while it samples; the models are built
+from configs, without reading any weights.
+"""
 
 import math
-from typing import NamedTuple
+import os
+from typing import Any, NamedTuple
 
+import torch
+from datasets import IterableDataset
+from peft import PeftConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.peft_utils import find_adapter_config_file
 
+from rlhf_pg import models
+from rlhf_pg.config import PolicyGradientConfig
+from rlhf_pg.data.chat import set_template_arguments
+from rlhf_pg.data.prompts import load_prompts
+from rlhf_pg.models import Critic, Policy
+from rlhf_pg.models.assemble import adapter_of, assembled
 from rlhf_pg.models.attention import attention_support
-from rlhf_pg.plan.footprint import reference_bytes, size, update_options
-from rlhf_pg.plan.meta_models import MetaModels
+from rlhf_pg.plan.footprint import Growth, blueprint, of_update
 from rlhf_pg.plan.sharding import Sharding, memory_by_part
-from rlhf_pg.plan.token_budget import SHARE, most, within
+from rlhf_pg.plan.token_budget import SHARE, most, reference_bytes, update_options
 from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS
-from rlhf_pg.rollout.native.decode_attention import KeyValues
+from rlhf_pg.tasks import embedded, load_task
+from rlhf_pg.tasks.inputs import made_prompts, named_data
 
+META = torch.device("meta")
 FOUR_BITS = 0.6  # bytes of a weight in NF4, with its scales and the layers that are left alone
 CPU_CACHE = 4 * 2**30  # bytes that the native engine takes of a CPU's memory
+
+
+class MetaModels(NamedTuple):
+    """The models that a trainer would have, without data."""
+
+    args: PolicyGradientConfig
+    policy: Policy
+    critic: Critic | None
+    prompt: int  # tokens of the longest
+    update: Growth  # of a micro-batch that trains
 
 
 class Memory(NamedTuple):
@@ -26,35 +51,119 @@ class Memory(NamedTuple):
     micro_batch_tokens: int
     rows: int  # that are sampled at a time
 
+    @property
+    def peak(self) -> float:
+        """The bytes of the stage that takes more."""
+        return max(sum(self.update.values()), sum(self.rollout.values()))
+
+
+def build_meta_models(
+    args: PolicyGradientConfig,
+    device: torch.device | str,
+    kind: str = "cpu",
+    memory: float | None = None,
+) -> MetaModels:
+    """Build the models that a recipe would load or make, on the meta device.
+
+    Prompts are as long as `max_prompt_length` says, or else as the longest of the recipe's data.
+
+    Args:
+        device: the device here, whose kernels are used.
+        kind: device of the run, "cuda" or "cpu".
+        memory: bytes of each GPU of the run.
+
+    Raises:
+        ValueError: there is no such model, or a trainer would refuse the config.
+    """
+    args = args.on(kind)
+    dtype: torch.dtype = getattr(torch, args.dtype)
+    remote, path, adapter = args.trust_remote_code, args.model_name_or_path, adapter_of(args, None)
+    if path is None:
+        with META:
+            model, tokenizer = embedded(args.task).new_model()
+    else:
+        with models.about("model_name_or_path"):
+            model = _without_data(path, dtype, AutoModelForCausalLM, remote)
+        tokenizer = models.tokenizer_from_pretrained(path, trust_remote_code=remote)
+    prompt = args.max_prompt_length or _longest_prompt(args, tokenizer)
+    row, critic = prompt + args.max_completion_length, None
+    tokens = most(kind, row) if args.micro_batch_tokens == "auto" else args.token_budget
+    with META:
+        model = models.load_policy(model, dtype, META, adapter)
+        options = args.critic_options
+        if options is not None:
+            value_model: nn.Module | None = None
+            if options.model is not None:
+                with models.about("value_model_name_or_path"):
+                    value_model = _without_data(options.model, dtype, AutoModel, remote)
+            own = (options.shared, value_model, adapter, options.random_seed)
+            critic = models.new_critic(model, tokenizer, dtype, *own)
+        chunk_size = models.chunk_size_for(None if memory is None else int(memory))
+        _, module = assembled(model, args, critic, tokens, chunk_size)
+    meta: Any = blueprint(module, device)
+    policy, critic = (meta, None) if critic is None else (meta.policy, meta.critic)
+    return MetaModels(
+        args, policy, critic, prompt, of_update(meta, args, prompt, torch.device(device))
+    )
+
+
+def _longest_prompt(args: PolicyGradientConfig, tokenizer: Any) -> int:
+    """Return the tokens of the longest prompt of the data that the config names."""
+    task = None if args.task is None else load_task(args.task, args.task_options, args.seed)
+    data = made_prompts(named_data(args, task)[0], args, "train_dataset")
+    if isinstance(data, IterableDataset):
+        raise ValueError("a stream has no known longest prompt: set max_prompt_length")
+    set_template_arguments(tokenizer, args.chat_template_kwargs)
+    return load_prompts(data, tokenizer).longest
+
+
+def _without_data(
+    path: str | os.PathLike[str], dtype: torch.dtype, auto_class: Any, remote: bool
+) -> PreTrainedModel:
+    """Build the model or adapter of a path or Hub id with its tensors on the meta device."""
+    models.check_directory(path)
+    with META, models.opening("model", path):
+        if find_adapter_config_file(str(path)) is None:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=remote)
+            model: PreTrainedModel = auto_class.from_config(
+                config, dtype=dtype, trust_remote_code=remote
+            )
+            return model
+        adapter = PeftConfig.from_pretrained(str(path))
+    base = _without_data(str(adapter.base_model_name_or_path), dtype, auto_class, remote)
+    adapter.inference_mode = False
+    with META:
+        return get_peft_model(base, adapter)
+
 
 def predicted_memory(
     meta: MetaModels, layout: Sharding, processes: int, room: float, kind: str
 ) -> Memory:
-    """Estimate what one process keeps in memory.
+    """Estimate what one process keeps in memory, if all rows have their greatest length.
 
     Args:
         room: bytes of its device.
         kind: "cuda" or "cpu".
     """
+    args, width = meta.args, meta.args.max_completion_length
     update, rollout = (_kept(meta, layout, processes, sampling) for sampling in (False, True))
-    copied = _adapted(meta.policy) if not meta.args.load_in_4bit else 0.0
-    rollout["copy to sample from"] = rollout.get("copy to sample from", 0.0) + copied
     left = room - sum(update.values()) if kind == "cuda" else room
-    tokens = _budget(meta, SHARE[kind] * left, kind)
-    taken = meta.update.at(_largest(meta, processes, tokens))
-    update["activations"] = taken.layers
-    update["head, loss, backward"] = max(0.0, taken.peak - taken.layers)
+    tokens, row = args.micro_batch_tokens, meta.prompt + width
+    if tokens == "auto":
+        tokens = max(row, min(most(kind, row), meta.update.tokens_within(SHARE[kind] * left)))
+    draws = math.ceil(math.ceil(args.prompts_per_step / args.num_mini_batches) / processes)
+    update["activations"] = meta.update.at(min(int(tokens), draws * meta.update.tokens))
+
     left = (room - sum(rollout.values())) / 2 if kind == "cuda" else CPU_CACHE
-    rollout["keys and values"], rows = _cache(meta, processes, max(left, 0.0))
-    return Memory(update, rollout, tokens, rows)
-
-
-def _budget(meta: MetaModels, room: float, kind: str) -> int:
-    """Return `micro_batch_tokens` as a trainer would find it."""
-    if meta.args.micro_batch_tokens != "auto":
-        return meta.args.token_budget
-    row = meta.prompt + meta.args.max_completion_length
-    return max(row, within(meta.update, room, most(kind, row)))
+    each = attention_support(meta.policy.model).bytes_per_token
+    groups = math.ceil(args.prompts_per_step / processes)
+    cached = args.rollout_cache_tokens or int(max(left, 0.0) // max(each, 1))
+    fitting = min(MAX_ROWS, (cached - groups * meta.prompt) // width)
+    rows = max(1, min(fitting, groups * args.num_generations))
+    room_of = [math.ceil(n / 64) * 64 for n in (meta.prompt, width)]  # as the engine rounds it
+    groups = math.ceil(rows / args.num_generations)
+    rollout["keys and values"] = float(each * (groups * room_of[0] + rows * room_of[1]))
+    return Memory(update, rollout, int(tokens), rows)
 
 
 def _kept(meta: MetaModels, layout: Sharding, processes: int, sampling: bool) -> dict[str, float]:
@@ -64,7 +173,7 @@ def _kept(meta: MetaModels, layout: Sharding, processes: int, sampling: bool) ->
     own = memory_by_part(policy, layout, processes, sampling, **options)
     if meta.args.load_in_4bit:
         frozen = [p for p in policy if not p.requires_grad]
-        own["weights"] -= size(frozen) - FOUR_BITS * sum(p.numel() for p in frozen)
+        own["weights"] -= sum(p.nbytes - FOUR_BITS * p.numel() for p in frozen)
     parts = {
         "weights": own["weights"],
         "gradients": own.get("gradients", 0.0) + own.get("buckets", 0.0),
@@ -72,6 +181,10 @@ def _kept(meta: MetaModels, layout: Sharding, processes: int, sampling: bool) ->
     }
     if sampling:
         parts["copy to sample from"] = own.get("copy", 0.0)
+        if not meta.args.load_in_4bit:  # adapters are merged into a copy of their layers
+            layers = [m for m in meta.policy.modules() if isinstance(m, BaseTunerLayer)]
+            merged = {p for layer in layers for p in layer.get_base_layer().parameters()}
+            parts["copy to sample from"] += sum(p.nbytes for p in merged)
     if meta.critic is not None:
         shared = set() if layout.weights else {id(p) for p in policy}
         rest = [p for p in meta.critic.parameters() if id(p) not in shared]
@@ -80,32 +193,3 @@ def _kept(meta: MetaModels, layout: Sharding, processes: int, sampling: bool) ->
         parts["critic"] = sum(critic.values())
     parts["reference"] = reference_bytes(meta.args, meta.policy, layout, processes)
     return parts
-
-
-def _adapted(policy: nn.Module) -> float:
-    """Return the bytes of copies of the weights that adapters are merged into."""
-    layers = [m for m in policy.modules() if isinstance(m, BaseTunerLayer)]
-    return float(size(p for layer in layers for p in layer.get_base_layer().parameters()))
-
-
-def _largest(meta: MetaModels, processes: int, budget: int) -> float:
-    """Return the tokens of the largest micro-batch, if all rows have their greatest length."""
-    args = meta.args
-    groups = math.ceil(math.ceil(args.prompts_per_step / args.num_mini_batches) / processes)
-    return min(budget, groups * meta.update.first.tokens)
-
-
-def _cache(meta: MetaModels, processes: int, room: float) -> tuple[float, int]:
-    """Return the bytes of keys and values at every row's last token, and how many rows fit."""
-    args, each = meta.args, attention_support(meta.policy.model).bytes_per_token
-    groups = math.ceil(args.prompts_per_step / processes)
-    tokens = args.rollout_cache_tokens or int(room // max(each, 1))
-    fitting = (tokens - groups * meta.prompt) // args.max_completion_length
-    rows = max(1, min(MAX_ROWS, fitting, groups * args.num_generations))
-    prompts = KeyValues(tokens // 2, longest=tokens)
-    own = KeyValues(tokens // 2, longest=args.max_completion_length)
-    prompts.reserve(math.ceil(rows / args.num_generations), meta.prompt)
-    for width in range(1, args.max_completion_length + 1):
-        own.reserve(rows, width)
-    stores = (prompts, own)
-    return float(each * sum(store.slots * store.width for store in stores)), rows

@@ -1,14 +1,15 @@
 """The number of tokens that one process forwards at a time, if the config leaves it open."""
 
 import os
+from typing import Any
 
 import torch
 from torch import nn
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.models import Policy, chunk_size_for
-from rlhf_pg.plan.footprint import Growth, of_update, reference_bytes, update_options
-from rlhf_pg.plan.sharding import SHARDINGS, memory_by_part
+from rlhf_pg.plan.footprint import of_update
+from rlhf_pg.plan.sharding import SHARDINGS, Sharding, memory_by_part
 from rlhf_pg.runtime import Runtime
 
 # More tokens at a time are hardly faster, since the kernels are busy. (6M parameters on a CPU: 512
@@ -38,7 +39,7 @@ def settled_budget(
     tokens = most(kind, row)
     if kind == "cuda" or sum(p.numel() for p in module.parameters()) > SMALL:
         grown = of_update(module, args, longest_prompt, runtime.device)
-        tokens = within(grown, _room(args, module, runtime), tokens)
+        tokens = min(tokens, grown.tokens_within(_room(args, module, runtime)))
     return -runtime.all_reduce_max(-max(row, tokens))
 
 
@@ -54,9 +55,27 @@ def chunk_size(runtime: Runtime) -> int:
     return -runtime.all_reduce_max(-chunk_size_for(memory))
 
 
-def within(grown: Growth, room: float, most: int) -> int:
-    """Return the tokens of a micro-batch that fits in `room` bytes, between 1 and `most`."""
-    return max(1, min(most, grown.tokens_within(room)))
+def update_options(args: PolicyGradientConfig) -> dict[str, Any]:
+    """Return the options that decide how much an update keeps of a weight."""
+    return {"bfloat16_update": args.bfloat16_update, "optim": args.optim}
+
+
+def reference_bytes(
+    args: PolicyGradientConfig, policy: Policy, layout: Sharding, processes: int
+) -> float:
+    """Return the bytes on one process of a reference that it does not share with the policy.
+
+    A fresh adapter (of `use_peft`) adds nothing, so a reference that stays needs none.
+    """
+    if args.beta == 0:
+        return 0.0
+    fresh = args.use_peft and not args.sync_ref_model
+    trained, frozen = (
+        sum(p.nbytes for p in policy.parameters() if p.requires_grad == trains)
+        for trains in (True, False)
+    )
+    copied = 0 if fresh else trained
+    return (copied + frozen) / processes if layout.weights else float(copied)
 
 
 def _room(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> float:
@@ -65,18 +84,14 @@ def _room(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> fl
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return SHARE["cpu"] * memory / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free, total = torch.cuda.mem_get_info(runtime.device)
-    reserved, taken = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     awake = args.rollout_engine == "vllm" and not args.vllm_enable_sleep_mode
     engine = args.vllm_gpu_memory_utilization * total if awake else 0.0
-    due = _due(args, module, runtime)
-    return SHARE["cuda"] * (free + reserved - taken - engine - due)
-
-
-def _due(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> float:
-    """Return the bytes that training will yet keep on the device of this process."""
+    # What training will yet keep on the device.
     layout = next(layout for layout in SHARDINGS if layout.name == runtime.kind)
-    own = memory_by_part(module.parameters(), layout, runtime.world, **update_options(args))
+    due = memory_by_part(module.parameters(), layout, runtime.world, **update_options(args))
     if not runtime.splits:
-        del own["weights"]  # they are on the device already
+        del due["weights"]  # they are on the device already
     policy = next(part for part in module.modules() if isinstance(part, Policy))
-    return sum(own.values()) + reference_bytes(args, policy, layout, runtime.world)
+    reference = reference_bytes(args, policy, layout, runtime.world)
+    return SHARE["cuda"] * (free + unused - engine - sum(due.values()) - reference)

@@ -11,12 +11,10 @@ from rlhf_pg.rollout.multi_turn.environment import Environment as Environment
 from rlhf_pg.rollout.multi_turn.environment import EnvironmentFactory as EnvironmentFactory
 from rlhf_pg.rollout.multi_turn.environment import EnvironmentSource as EnvironmentSource
 from rlhf_pg.rollout.multi_turn.environment import Observation as Observation
+from rlhf_pg.rollout.multi_turn.environment import source_of as source_of
 from rlhf_pg.rollout.multi_turn.episodes import Episode as Episode
 from rlhf_pg.rollout.multi_turn.episodes import EpisodeRunner as EpisodeRunner
-from rlhf_pg.rollout.multi_turn.recognition import recognized as recognized
 from rlhf_pg.rollout.multi_turn.tools import Tool as Tool
 from rlhf_pg.rollout.multi_turn.tools import Toolbox as Toolbox
 from rlhf_pg.rollout.multi_turn.tools import ToolEnvironment as ToolEnvironment
-from rlhf_pg.rollout.multi_turn.trl_environments import environments_of as environments_of
 from rlhf_pg.rollout.native.engine import NativeEngine as NativeEngine
-from rlhf_pg.rollout.rollout_function import RolloutFunction as RolloutFunction

@@ -9,8 +9,6 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg import models
-from rlhf_pg.advantages import NEED_GREEDY
-from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.sampling import SamplingConfig
 from rlhf_pg.rollout import EnvironmentSource, EpisodeRunner, Tool, Toolbox, ToolEnvironment
@@ -157,24 +155,3 @@ def _tool_options(
         "tools": box.schemas,
         "special_tokens": box.reads_tokens,
     }
-
-
-def check_rollout_func(function: Any, args: PolicyGradientConfig, has_episodes: bool) -> None:
-    """Refuse a `rollout_func` that cannot be called, or beside what it excludes.
-
-    Raises:
-        ValueError: one of the two.
-    """
-    if function is None:
-        return
-    if not callable(function):
-        raise ValueError(f"rollout_func must be a function, got {shown(function)}")
-    if has_episodes:
-        raise ValueError(
-            "give rollout_func, or tools or environment_factory: it plays its episodes itself"
-        )
-    if args.advantage_estimator in NEED_GREEDY:
-        raise ValueError(
-            f"advantage_estimator {args.advantage_estimator} needs greedy completions, which "
-            "rollout_func does not know of: use another"
-        )

@@ -27,7 +27,7 @@ WHAT_TO_WRITE = (
 
 # Arguments of a trainer that no key of a config can stand for.
 IN_PYTHON = (
-    *("peft_config", "quantization_config", "tools", "environment_factory", "rollout_func"),
+    *("peft_config", "quantization_config", "tools", "environment_factory"),
     *("optimizers", "value_model"),
 )
 

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from rlhf_pg.advantages import NEED_GRADIENTS, AdvantageInputs
+from rlhf_pg.advantages import AdvantageInputs
 from rlhf_pg.data import Experience, Prompts, Rollout
 from rlhf_pg.kl import kl_loss
 from rlhf_pg.losses import Loss
@@ -63,10 +63,8 @@ class PolicyGradientTrainer(TrainerSetup):
             a chat, as its chat template has it.
         environment_factory: makes the `Environment` of one episode, which answers the policy's
             turns. What it pays is the source of reward "environment", behind the reward functions,
-            of which there may then be none. Factories of TRL's environments will do, and a
-            dictionary of them by the name in the column `environment`.
-        rollout_func: `(prompts, trainer)`, samples in place of the engine and of `tools` and
-            `environment_factory`; see `RolloutFunction`.
+            of which there may then be none. Those of TRL's kind go into
+            `rlhf_pg.rollout.multi_turn.adapters.TrlEnvironments`.
 
     Raises:
         ValueError: whatever is wrong with the input, by name, before anything is computed.
@@ -110,9 +108,6 @@ class PolicyGradientTrainer(TrainerSetup):
         shaping, runtime, args = self.shaping, self.runtime, self.args
         outputs = self.learner.score(rollout)  # log-probabilities and values (B,T)
         values, bootstrap_value = self.values_of(rollout, outputs)
-        squared_gradients = None
-        if args.advantage_estimator in NEED_GRADIENTS:
-            squared_gradients = self.learner.squared_gradients(rollout)
         inputs, metrics = experience_maker.advantage_inputs(
             rollout,
             scores,
@@ -124,7 +119,6 @@ class PolicyGradientTrainer(TrainerSetup):
             kl_coef=self.controllers["beta"],
             values=values,
             bootstrap_value=bootstrap_value,
-            squared_gradients=squared_gradients,
             greedy=greedy,
             moving_average=self.moving_average,
         )
@@ -243,8 +237,9 @@ class PolicyGradientTrainer(TrainerSetup):
         """Compute the loss `args.policy_loss`, weighted if another engine sampled."""
         args = self.args
         # All other options are bound already: they do not change during a run.
-        changing = {"groups": batch.groups, "old_kl_coef": self.controllers["old_kl_coef"]}
-        options = {name: changing[name] for name in changing.keys() & args.loss_options}
+        options = {}
+        if "old_kl_coef" in args.loss_options:
+            options["old_kl_coef"] = self.controllers["old_kl_coef"]
         per_token, metrics = self.policy_loss(
             new.logprobs, batch.old_logprobs, batch.advantages, batch.action_mask, **options
         )

@@ -28,7 +28,6 @@ from rlhf_pg.rollout import (
     EpisodeRunner,
     RolloutEngine,
     RolloutError,
-    RolloutFunction,
     SamplingParams,
 )
 from rlhf_pg.rollout.multi_turn.metrics import (
@@ -58,8 +57,6 @@ class Collector:
         stop_token_ids: tokens that end a completion.
         episode_runner: for a run with an environment or tools.
         progress: tells reward functions that ask how far the run is.
-        rollout_func: samples in place of the engine.
-        params: the sampling parameters that `sample` used last, or uses now.
         recorded: what others answered when the next step was first made; None asks them.
         outside: what they answered in this step.
     """
@@ -76,8 +73,6 @@ class Collector:
     stop_token_ids: Sequence[int]
     progress: Callable[[], TrainerState]
     episode_runner: EpisodeRunner | None = None
-    rollout_func: RolloutFunction | None = None
-    params: SamplingParams | None = None
     recorded: Sequence[Mapping[str, Any]] | None = None
     reward_log: RewardLog = field(init=False)
 
@@ -157,7 +152,7 @@ class Collector:
     ) -> Samples:
         """Sample `n` completions of dataset rows; the indices key the noise and name the groups."""
         args = self.args
-        self.params = params = SamplingParams(
+        params = SamplingParams(
             temperature=temperature,
             top_k=args.top_k,
             top_p=args.top_p,
@@ -188,7 +183,6 @@ class Collector:
                 dtype=torch.promote_types(getattr(torch, args.dtype), torch.float32),
                 device=self.runtime.device,
                 episode_runner=self.episode_runner,
-                rollout_func=self.rollout_func,
                 finished=begin if self.rewards.run_beside else None,
             )
         return dataclasses.replace(samples, begun=begun)

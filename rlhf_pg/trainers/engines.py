@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.plan.footprint import update_options
 from rlhf_pg.plan.sharding import SHARDINGS, memory_by_part
+from rlhf_pg.plan.token_budget import update_options
 from rlhf_pg.rollout import RolloutEngine
 from rlhf_pg.rollout.factory import installed, unsuited
 from rlhf_pg.rollout.vllm.in_process import lacking

@@ -4,13 +4,10 @@ import dataclasses
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
-import torch
-
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.shared import AdapterConfig
 from rlhf_pg.models.assemble import assembled
 from rlhf_pg.models.policy import Policy
-from rlhf_pg.plan.cpu_threads import settled_threads
 from rlhf_pg.plan.token_budget import chunk_size, most
 from rlhf_pg.runtime import FullWeights, Runtime
 from rlhf_pg.trainers.base import PolicyGradientTrainer
@@ -60,12 +57,9 @@ class Evaluation(PolicyGradientTrainer):
         )
 
     def _new_learner(self, optimizers: Optimizers) -> Learner:
-        longest = self.longest_row
-        tokens = most(self.runtime.device.type, longest)
+        tokens = most(self.runtime.device.type, self.longest_row)
         policy, _ = assembled(self.model, self.args, None, tokens, chunk_size(self.runtime))
         policy.to(self.runtime.loading_device).eval()
-        self.threads = settled_threads(self.args, policy, self.runtime, longest)
-        torch.set_num_threads(self.threads)
         return Untrained(policy, self.runtime, self.args, tokens)
 
     def describe(self) -> str:
@@ -94,7 +88,7 @@ class Untrained(Learner):
         self.policy, self.module = policy, policy
         self.critic = self.reference = None
         self.runtime, self.args, self.token_budget = runtime, args, token_budget
-        self.updates_begun, self.compares_rows, self.log = 0, False, None
+        self.updates_begun, self.log = 0, None
         self.size = self._size()
         self.full_policy = FullWeights(policy.model, runtime.splits, runtime.watch)
         self.parts = {}  # of what an update will need memory for, and a checkpoint holds

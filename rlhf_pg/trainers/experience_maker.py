@@ -34,7 +34,6 @@ def advantage_inputs(
     kl_coef: float,
     values: Tensor | None = None,
     bootstrap_value: Tensor | None = None,
-    squared_gradients: Tensor | None = None,
     greedy: ScoredSamples | None = None,
     moving_average: MovingAverage | None = None,
 ) -> tuple[AdvantageInputs, dict[str, float]]:
@@ -46,7 +45,6 @@ def advantage_inputs(
         meter: records the KL in the reward.
         kl_coef: beta, the coefficient of that KL.
         values, bootstrap_value: (B,T) and (B,) of a critic, in units of the reward.
-        squared_gradients: (B,) for an estimator that needs them.
         greedy: one greedy completion per group, for an estimator that needs them.
         moving_average: the baseline of an estimator that has one.
     """
@@ -59,8 +57,6 @@ def advantage_inputs(
     per_row = [sum_step_scores(scores), sum_step_scores(shaped), kl_of_row[:, None]]
     everyone, rows = runtime.gather(torch.cat(per_row, dim=1))
     raw, trained = everyone.tensor_split([scores.shape[2]], dim=1)
-    if squared_gradients is not None:
-        squared_gradients, _ = runtime.gather(squared_gradients)
     groups, _ = runtime.gather(rollout.groups)
     lengths, _ = runtime.gather(rollout.lengths())
     inputs = AdvantageInputs(
@@ -70,7 +66,6 @@ def advantage_inputs(
         groups=groups,
         rows=rows,
         action_tokens=runtime.gather(mask.sum(1))[0],
-        squared_gradients=squared_gradients,
         values=values,
         bootstrap_value=bootstrap_value,
         step_scores=step_scores,

@@ -73,8 +73,6 @@ class Learner:
         self.token_budget, self.skipped = token_budget, skipped
         self.updates_begun = 0
         self.log: TokenLog | None = None
-        # A loss that takes `groups` looks at other rows: a micro-batch must have all of them.
-        self.compares_rows = "groups" in args.loss_options
         self.size = self._size()
         self._rates = {"learning_rate": group_of(self.policy, optimizer)}
         if self.critic is not None:
@@ -165,21 +163,6 @@ class Learner:
             return ModelOutputs(out.logprobs, values=out.values, end_values=out.end_values)
         values, end_values = self.trained(batch, values_alone=True)
         return ModelOutputs(values=values, end_values=end_values)
-
-    def squared_gradients(self, rollout: Rollout) -> Tensor:
-        """Compute |grad log pi(y)|^2 of every completion over the trained parameters, (B,) float64.
-
-        Each completion has its own forward and backward pass, on the whole module without hooks: no
-        collective, so that processes may have different numbers of rows.
-        """
-        trained = [p for p in self.policy.parameters() if p.requires_grad]
-        squares = torch.zeros(rollout.num_rows, dtype=torch.float64, device=rollout.groups.device)
-        for i in rollout.action_mask.any(1).nonzero().flatten().tolist():
-            row = rollout.select(torch.tensor([i]))
-            log_p = self.policy(row).logprobs.sum()
-            grads = torch.autograd.grad(log_p, trained, allow_unused=True)
-            squares[i] = sum(g.double().square().sum() for g in grads if g is not None)
-        return squares
 
     def update(self, experience: Experience, step: int, meter: Meter) -> dict[str, float]:
         """Make every optimizer update on one rollout batch; a failed one leaves nothing behind.
@@ -429,7 +412,7 @@ class Learner:
         if self.critic is not None:  # what one of them pads must fit
             window = min(window, self.critic.window)
         batch = batch.counted()
-        chunks = batch.micro_batches(self.token_budget, self.compares_rows, window)
+        chunks = batch.micro_batches(self.token_budget, window)
         # Asked before the first: a forward pass may itself wait for the other processes.
         count = max(1, self.runtime.all_reduce_max(len(chunks)))
         for rows in chunks:

@@ -26,7 +26,7 @@ from rlhf_pg.report.run_files import Start
 from rlhf_pg.report.trackers import Trackers
 from rlhf_pg.rng import restore_rng, rng_tensors
 from rlhf_pg.runtime import Runtime, Terminated, Termination, broadcasts_failure
-from rlhf_pg.trainers.callbacks import Callback, Request
+from rlhf_pg.trainers.callbacks import Callback
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class TrainingLoop(ABC):
         failpoint("stepped")
         try:
             self._tell("on_step_end")
-            if self._is_due("should_evaluate", self.args.eval_steps):
+            if due(self.state.step, self.args.eval_steps):
                 metrics |= self.evaluate()
                 self._keep_if_best(metrics["eval_reward"])
                 self._tell("on_evaluate", metrics)
@@ -155,45 +155,27 @@ class TrainingLoop(ABC):
         self._finish(metrics, reported, journal)
 
     def _is_reported(self, metrics: dict[str, Any]) -> bool:
-        """Return whether trackers get the line of a step, whatever callbacks request."""
+        """Return whether trackers get the line of a step."""
         step = self.state.step
         is_due = due(step, self.args.logging_steps) or step == self.total_steps
         return is_due or "eval_reward" in metrics
 
     def _finish(self, metrics: dict[str, Any], reported: bool, journal: Journal) -> None:
-        """Do what callbacks request after a step, save, and end the run if it is to end."""
-        number = self._agreed()
-        requested = self._requested("should_log") or self.termination.stopping
-        if requested and not reported:
+        """Save after a step, and end the run if it is to end."""
+        number = self.termination.agreed()
+        if self.termination.stopping and not reported:
             self.trackers.log(metrics)
-        if requested or reported:
+        if self.termination.stopping or reported:
             self._tell("on_log", metrics)
-        if self._is_due("should_save", self.args.save_steps):
+        if due(self.state.step, self.args.save_steps):
             self.save_checkpoint()
         if self._has_callbacks:  # which may have stopped the run in on_log or on_save
-            number = self._agreed()
+            number = self.termination.agreed()
         if number:
             self._end_by_signal(number, journal)
         if self.termination.stopping:
             journal.say(f"stopped at step {self.state.step}; it can go on from there")
             self._latest_checkpoint()
-
-    def _agreed(self) -> int:
-        """Return the signal that has come to any process, or 0, and stop on request; collective."""
-        if self._requested("should_training_stop"):
-            self.stop()
-        return self.termination.agreed()
-
-    def _is_due(self, request: Request, every: int) -> bool:
-        """Return whether something is due, or a callback requests it; collective."""
-        return due(self.state.step, every) or self._requested(request)
-
-    def _requested(self, request: Request) -> bool:
-        """Return whether a callback of any process requests something; collective."""
-        if not self._has_callbacks:
-            return False
-        requested = any(callback.requests(request) for callback in self.callbacks)
-        return bool(self.runtime.all_reduce_max(int(requested)))
 
     def _step_with_rollback(self) -> dict[str, Any]:
         """Take a step; if it fails, restore random states, counters and records.
@@ -310,8 +292,7 @@ class TrainingLoop(ABC):
     def _tell(self, moment: str, *arguments: Any) -> None:
         """Call a method of every callback."""
         for callback in self.callbacks:
-            name = getattr(callback, "name", type(callback).__name__)
-            with foreign(f"{moment} of the callback {name}"):
+            with foreign(f"{moment} of the callback {type(callback).__name__}"):
                 getattr(callback, moment)(self, *arguments)
 
 

@@ -20,10 +20,11 @@ from rlhf_pg.rollout import (
     Episode,
     EpisodeRunner,
     RolloutEngine,
-    RolloutFunction,
     SamplingParams,
-    environments_of,
+    ToolEnvironment,
 )
+from rlhf_pg.rollout.multi_turn.adapters.of_trl import TrlEnvironment
+from rlhf_pg.rollout.multi_turn.recorded import RecordedEnvironment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,10 @@ class Samples:
     @property
     def environments(self) -> list[Any]:
         """The environment of each row as its factory made it; empty without environments."""
-        return environments_of(self.episodes)
+        made: list[Any] = [episode.environment for episode in self.episodes]
+        if all(type(one) in (ToolEnvironment, RecordedEnvironment) for one in made):
+            return []  # there are only tools, or a step is made again
+        return [one.instance if type(one) is TrlEnvironment else one for one in made]
 
     def firsts(self) -> list[int]:
         """Return the index of the first row of every group."""
@@ -163,7 +167,6 @@ def sample(
     dtype: torch.dtype,
     device: torch.device,
     episode_runner: EpisodeRunner | None = None,
-    rollout_func: RolloutFunction | None = None,
     finished: Callable[[int, list[Episode]], None] | None = None,
 ) -> Samples:
     """Sample `n` completions of the given dataset rows, or play `n` episodes of each.
@@ -172,16 +175,12 @@ def sample(
         prompt_indices: one number per row, which keys its noise and names its group.
         dtype: of the log-probabilities.
         episode_runner: for a run with an environment or tools.
-        rollout_func: samples in place of the engine.
-        finished: without these, is told the place of each row in `rows`, and its completions, as
+        finished: without one, is told the place of each row in `rows`, and its completions, as
             soon as all of them are sampled.
     """
     examples = prompts.examples(rows)
     tokens = prompts.encoded(rows)
-    if rollout_func is not None:
-        wanted = [example["prompt"] for example in examples for _ in range(n)]
-        episodes = rollout_func.sample(wanted, params.max_tokens)
-    elif episode_runner is None:
+    if episode_runner is None:
         wrapped = partial(_single_turns, examples=examples, tokens=tokens, tokenizer=tokenizer)
         early = {} if finished is None else {"finished": _by_prompt(n, wrapped, finished)}
         sampled = engine.generate(tokens, n, params, seed, prompt_ids=prompt_indices, **early)
@@ -206,7 +205,7 @@ def sample(
         prompts=[prompt for prompt, _ in said],
         completions=[completion for _, completion in said],
         completion_ids=[episode.tokens for episode in episodes],
-        columns=columns_of(prompts, repeated) | _own_columns(episodes),
+        columns=columns_of(prompts, repeated),
         rows=repeated,
         episodes=[] if episode_runner is None else episodes,
     )
@@ -245,12 +244,6 @@ def _by_prompt(
             finished(index // n, wrapped(group, n))
 
     return add
-
-
-def _own_columns(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
-    """Return the columns that a `rollout_func` has added."""
-    names = episodes[0].columns if episodes else ()
-    return {name: [episode.columns[name] for episode in episodes] for name in names}
 
 
 def columns_of(prompts: PromptSource, rows: Sequence[int]) -> dict[str, list[Any]]:

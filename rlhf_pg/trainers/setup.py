@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -18,24 +18,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    TrainerCallback,
     TrainerState,
     set_seed,
 )
 
 from rlhf_pg import models
-from rlhf_pg.advantages import ADVANTAGES, NEED_GRADIENTS, AdvantageInputs
+from rlhf_pg.advantages import ADVANTAGES, AdvantageInputs
 from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.boundary.quoted import quoted
 from rlhf_pg.checkpoint import Checkpointer, TrainState
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.fields import bound, found
+from rlhf_pg.config.foreign_keys import FOREIGN_ARGUMENTS
 from rlhf_pg.data import Experience, vocabulary_fingerprint
 from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.losses import POLICY_LOSSES, Loss
 from rlhf_pg.models import Critic, PolicyOutput, Reference
 from rlhf_pg.models.assemble import Models, adapter_of, assembled, policy_of
-from rlhf_pg.plan.cpu_threads import settled_threads
 from rlhf_pg.plan.token_budget import chunk_size, most, settled_budget
 from rlhf_pg.report.run_files import Start
 from rlhf_pg.report.trackers import Trackers
@@ -47,21 +46,18 @@ from rlhf_pg.rollout import (
     EnvironmentFactory,
     EnvironmentSource,
     RolloutEngine,
-    RolloutFunction,
-    SamplingParams,
     Tool,
-    recognized,
+    source_of,
 )
-from rlhf_pg.rollout.factory import check_rollout_func, new_engine, new_episode_runner
+from rlhf_pg.rollout.factory import new_engine, new_episode_runner
 from rlhf_pg.running_stats import MovingAverage
 from rlhf_pg.runtime import Runtime, Termination, broadcasts_failure
 from rlhf_pg.tasks.inputs import Inputs, given_again, settled_inputs
-from rlhf_pg.trainers.callbacks import Callback, adapted
+from rlhf_pg.trainers.callbacks import Callback, checked
 from rlhf_pg.trainers.collector import Collector
 from rlhf_pg.trainers.controllers import Controllers
 from rlhf_pg.trainers.datasets import PromptLoader
 from rlhf_pg.trainers.engines import choose_engine, start, with_engine
-from rlhf_pg.trainers.habits import refuse_foreign
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.loop import TrainingLoop
 from rlhf_pg.trainers.optimizer import Optimizers, optimizer_and_schedule
@@ -69,11 +65,6 @@ from rlhf_pg.trainers.recorder import Recorder
 from rlhf_pg.trainers.skipping import SkippedUpdates
 
 logger = logging.getLogger(__name__)
-
-Environments: TypeAlias = (
-    EnvironmentFactory | EnvironmentSource | Callable[[], Any] | Mapping[str, Callable[[], Any]]
-)
-RolloutFunc: TypeAlias = Callable[[list[Any], Any], Mapping[str, Any]]
 
 
 class TrainerSetup(TrainingLoop):
@@ -93,7 +84,11 @@ class TrainerSetup(TrainingLoop):
         """Make the critic of an algorithm that has one."""
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
-        refuse_foreign(cls, given)
+        said = [
+            f"{name!r} {FOREIGN_ARGUMENTS[name]}" for name in given if name in FOREIGN_ARGUMENTS
+        ]
+        if said:
+            raise TypeError(f"{cls.__name__}: {'; '.join(said)}")
         return super().__new__(cls)
 
     @broadcasts_failure
@@ -107,18 +102,17 @@ class TrainerSetup(TrainingLoop):
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: Any = None,
         peft_config: Any = None,
-        callbacks: Sequence[Callback | TrainerCallback] | None = None,
+        callbacks: Sequence[Callback] | None = None,
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
         quantization_config: Any = None,
         tools: Sequence[Tool] | None = None,
-        environment_factory: Environments | None = None,
-        rollout_func: RolloutFunc | None = None,
+        environment_factory: EnvironmentFactory | EnvironmentSource | None = None,
     ) -> None:
         args = self._of_this_type(args).located()
         check_precision(args.dtype)
-        self.callbacks = adapted(callbacks)
+        self.callbacks = checked(callbacks)
         again = given_again(
-            *(args, peft_config, quantization_config, tools, environment_factory, rollout_func),
+            *(args, peft_config, quantization_config, tools, environment_factory),
             *(optimizers, self.value_model),
         )
         given = settled_inputs(
@@ -133,7 +127,8 @@ class TrainerSetup(TrainingLoop):
             logger.warning("%s", warning)
         self.trackers = Trackers(args.report_to, self.runtime)
         self.termination = Termination(self.runtime)
-        self._recognize(given, rollout_func)
+        factory = given.environment_factory
+        self.environments = None if factory is None else source_of(factory)
         self.rewards = self._new_rewards(given.reward_funcs, reward_processing_classes)
         self.shaping = Shaping(args, self.rewards)
         set_seed(args.seed)
@@ -149,7 +144,7 @@ class TrainerSetup(TrainingLoop):
         self._load_prompts(given.train_dataset, given.eval_datasets)
         self._resolve_method()
         self.critic = self.new_critic()
-        self._settle_positions(self.environments is not None or rollout_func is not None)
+        self._settle_positions(self.environments is not None)
         self.state = TrainState()
         self.engine_name, self.why_engine = choose_engine(args, self.model, self.runtime)
         self.learner = self._new_learner(optimizers)
@@ -165,11 +160,6 @@ class TrainerSetup(TrainingLoop):
     @engine.setter
     def engine(self, engine: RolloutEngine) -> None:
         self.collector.engine = engine
-
-    @property
-    def sampling_params(self) -> SamplingParams | None:
-        """The parameters of what is sampled now, for a `rollout_func` that obeys them."""
-        return self.collector.params
 
     def _tokenizer(self, given: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
         """Return the given tokenizer or that of the model, with the arguments of its template."""
@@ -211,14 +201,6 @@ class TrainerSetup(TrainingLoop):
             model = os.fspath(given.model)
             changes["model_name_or_path"] = found(model, None) or model
         return dataclasses.replace(args, **changes)
-
-    def _recognize(self, given: Inputs, rollout_func: RolloutFunc | None) -> None:
-        """Find out what kind of environments there are, if any, and what else samples."""
-        factory = given.environment_factory
-        played = factory is not None
-        check_rollout_func(rollout_func, self.args, has_episodes=bool(given.tools) or played)
-        self.rollout_func = rollout_func
-        self.environments = recognized(factory) if played else None
 
     def _new_rewards(self, functions: Any, processing_classes: Any) -> Rewards:
         args = self.args
@@ -271,11 +253,6 @@ class TrainerSetup(TrainingLoop):
         self.estimator: Callable[[AdvantageInputs], Tensor] = bound(
             ADVANTAGES[args.advantage_estimator], args
         )
-        if args.advantage_estimator in NEED_GRADIENTS and self.runtime.splits:
-            raise ValueError(
-                f"advantage_estimator {args.advantage_estimator} takes gradients of whole weights, "
-                f"which {self.runtime.kind} splits: use DDP, or returns_minus_optimal"
-            )
         self.policy_loss: Callable[..., Loss] = bound(POLICY_LOSSES[args.policy_loss], args)
         self.controllers = Controllers(args)
         averaging = args.advantage_estimator == "returns_minus_moving_average"
@@ -298,8 +275,6 @@ class TrainerSetup(TrainingLoop):
         policy, module = assembled(self.model, args, self.critic, tokens, chunk_size(runtime))
         module.to(runtime.loading_device).eval()
         token_budget = settled_budget(args, module, runtime, longest)
-        self.threads = settled_threads(args, policy, runtime, longest)
-        torch.set_num_threads(self.threads)
         reference = Reference(policy, args.sync_ref_model) if args.beta > 0 else None
         optimizer, scheduler = optimizer_and_schedule(
             policy, self.critic, args, self.total_steps, optimizers
@@ -334,19 +309,6 @@ class TrainerSetup(TrainingLoop):
             stop_token_ids=models.stop_token_ids(self.model, self.processing_class),
             progress=self._progress,
             episode_runner=runner,
-            rollout_func=self._rollout_function(longest),
-        )
-
-    def _rollout_function(self, longest_prompt: int | None) -> RolloutFunction | None:
-        sample = self.rollout_func
-        if sample is None:
-            return None
-        return RolloutFunction(
-            function=lambda prompts: sample(prompts, self),
-            tokenizer=self.processing_class,
-            stop_token_ids=models.stop_token_ids(self.model, self.processing_class),
-            vocabulary=self.model.get_input_embeddings().num_embeddings,
-            longest_prompt=longest_prompt,
         )
 
     def _start_engine(self) -> RolloutEngine:
@@ -407,13 +369,11 @@ class TrainerSetup(TrainingLoop):
         return "\n".join([trained, *self._said])
 
     def resolved_args(self) -> PolicyGradientConfig:
-        """Return the config with what was found: data, rewards, engine, token budget, threads."""
+        """Return the config with what was found: data, rewards, engine, token budget."""
         found: dict[str, Any] = {
             "micro_batch_tokens": self.learner.token_budget,
             "dataset_fingerprint": self.train_prompts.fingerprint,
         }
-        if self.runtime.device.type == "cpu":
-            found["cpu_threads"] = self.threads
         return dataclasses.replace(
             with_engine(self.args, self.engine_name), **found, **self._recorded
         )
@@ -466,7 +426,7 @@ class TrainerSetup(TrainingLoop):
     @property
     def _open_keys(self) -> set[str]:
         """Keys that the config leaves open; a resumed run takes what was found before."""
-        keys = ("micro_batch_tokens", "cpu_threads", "rollout_engine")
+        keys = ("micro_batch_tokens", "rollout_engine")
         return {key for key in keys if getattr(self.args, key) == "auto"}
 
     def _progress(self) -> TrainerState:
@@ -488,9 +448,6 @@ class TrainerSetup(TrainingLoop):
         found = {key for key in self._open_keys if saved.get(key, "auto") != "auto"}
         if "micro_batch_tokens" in found:  # sums in another order round otherwise
             self.learner.token_budget = saved["micro_batch_tokens"]
-        if "cpu_threads" in found:  # so do shares of them
-            self.threads = saved["cpu_threads"]
-        torch.set_num_threads(self.threads)  # another trainer may have set its own
         if "rollout_engine" in found:  # another engine samples otherwise
             self._sample_as_before(saved["rollout_engine"])
         self.checkpointer.config = self._config()

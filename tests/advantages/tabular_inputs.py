@@ -85,7 +85,6 @@ def signals(
         groups=p,
         rows=slice(0, len(p)),
         action_tokens=MASK[c].sum(1),
-        squared_gradients=(1.0 + p) / (2.0 + c),  # of the row alone, like the true one
         values=values[p[:, None], STATES[c]],
         greedy_scores=SCORES[p, greedy[p]],
         moving_average=0.7,

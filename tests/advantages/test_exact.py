@@ -103,7 +103,6 @@ EXPECTED = {
     "returns_minus_moving_average": [({}, truth), ({"gamma": 0.5}, discounted)],
     "returns_minus_greedy": [({}, truth), ({"gamma": 0.5}, discounted)],
     "returns_minus_optimal": [({}, truth), ({"gamma": 0.5}, discounted)],
-    "returns_minus_optimal_by_gradient": [({}, truth), ({"gamma": 0.5}, discounted)],
     "returns_minus_values": [({}, truth), ({"gamma": 0.5}, discounted)],
     "total_returns": [({}, truth), ({"gamma": 0.5}, of_the_discounted_return)],
     # a third of the mean is the row's own score

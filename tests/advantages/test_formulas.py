@@ -15,7 +15,6 @@ from hypothesis.extra.numpy import arrays
 
 from rlhf_pg.advantages import (
     ADVANTAGES,
-    NEED_GRADIENTS,
     NEED_GREEDY,
     NEED_VALUES,
     READ_REWARDS,
@@ -757,7 +756,6 @@ def signals(scores, groups, width=2, rows=None, dtype=torch.float64):
         groups=groups,
         rows=rows,
         action_tokens=mask.sum(1),
-        squared_gradients=torch.arange(1, len(groups) + 1, dtype=torch.float64),
         values=values[rows],
         greedy_scores=scores.flip(0)[rows],
         moving_average=0.25,
@@ -782,8 +780,6 @@ TWO_GROUPS = ([[1.0], [5.0], [0.0], [2.0], [7.0]], [0, 1, 0, 0, 1])
         ("returns_minus_greedy", {}, [-6, 3, 0, -3, 6]),  # less 7, 2, 0, 5, 1
         # scores 1, 0, 2 of length 1, 2, 2: less 4/4, 5/3, 1/3; 5 less 7, 7 less 5
         ("returns_minus_optimal", {}, [0, -2, -5 / 3, 5 / 3, 2]),
-        # weights 1, 3, 4 and 2, 5: less 8/7, 9/5, 1/4
-        ("returns_minus_optimal_by_gradient", {}, [-1 / 7, -2, -1.8, 1.75, 2]),
         ("total_returns", {}, [1, 5, 0, 2, 7]),
         ("process_group_normalized", {}, [0, -(0.5**0.5), -1, 1, 0.5**0.5]),  # the outcome's
         ("gae", {"lam": 1.0}, [0.5, 4.5, -0.5, 1.5, 6.5]),  # what is paid, minus V = 1/2
@@ -809,17 +805,13 @@ def test_std_epsilon_is_option(name):
         assert steps[3].max().item() == pytest.approx(0.5 / (0.5**0.5 + 0.25))
 
 
-@pytest.mark.parametrize(
-    ("name", "weights"),
-    [("returns_minus_optimal", [1, 2, 2]), ("returns_minus_optimal_by_gradient", [1, 2, 3])],
-)
-def test_single_completion_prompts_use_batch_baseline(name, weights):
+def test_single_completion_prompts_use_batch_baseline():
     s = signals([[1.0], [5.0], [0.0]], [4, 7, 5])
     assert s.action_tokens.tolist() == [1, 2, 2]
-    (u, v, w), (a, b, c) = weights, (1.0, 5.0, 0.0)
+    (u, v, w), (a, b, c) = (1, 2, 2), (1.0, 5.0, 0.0)
     others = [(v * b + w * c) / (v + w), (u * a + w * c) / (u + w), (u * a + v * b) / (u + v)]
     expected = f64([a, b, c]) - f64(others)
-    equal(ADVANTAGES[name](s), torch.where(s.mask, expected[:, None], 0.0))
+    equal(ADVANTAGES["returns_minus_optimal"](s), torch.where(s.mask, expected[:, None], 0.0))
 
 
 def test_total_return_is_same_at_every_token():
@@ -880,7 +872,6 @@ def test_single_row_baseline_by_hand(name):
         "returns_minus_mean": 0,
         "returns_minus_greedy": 0,  # it is its own mirror image here
         "returns_minus_optimal": 3,
-        "returns_minus_optimal_by_gradient": 3,
         "returns_minus_moving_average": 2.75,
         "returns_minus_values": 2.5,
     }
@@ -896,7 +887,6 @@ def test_single_row_baseline_by_hand(name):
         "returns_minus_greedy",
         "returns_minus_moving_average",
         "returns_minus_optimal",
-        "returns_minus_optimal_by_gradient",
         "returns_minus_values",
     ],
 )
@@ -1073,7 +1063,6 @@ def test_estimator_sets_match_required_and_read_signals(name):
     for key, needed in (
         ("values", NEED_VALUES),
         ("greedy_scores", NEED_GREEDY),
-        ("squared_gradients", NEED_GRADIENTS),
     ):
         without = dataclasses.replace(s, **{key: None})
         if name in needed:

@@ -13,7 +13,6 @@ from rlhf_pg.cli.help import USAGE
 from rlhf_pg.cli.options import SHARDINGS
 from rlhf_pg.cli.plan import BY_FLAG
 from rlhf_pg.config.parse import recipe_file
-from rlhf_pg.plan import DEVICES
 
 CONFIGS = [keys.COMMON, *keys.algorithms().values()]
 
@@ -56,7 +55,6 @@ def test_groups_are_classes_of_config() -> None:
 
 def test_options_of_plan_are_those_of_plan() -> None:
     assert tuple(BY_FLAG) == SHARDINGS
-    assert keys.constant("plan.devices", "DEVICES") == list(DEVICES)
 
 
 def test_light_imports_and_help_need_no_torch() -> None:

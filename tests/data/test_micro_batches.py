@@ -40,19 +40,11 @@ def test_packed_split_by_hand(limit, expected):
     assert split_packed(ROWS, limit) == expected
 
 
-def test_whole_group_split_by_hand():
-    assert split_packed(ROWS, 38, whole_groups=True) == [[0, 1, 2, 3, 4, 5]]
-    assert split_packed(ROWS, 37, whole_groups=True) == [[0, 1, 2, 3], [4, 5]]
-    assert split_packed(ROWS, 1, whole_groups=True) == [[0, 1, 2, 3], [4, 5]]
-
-
 def test_padded_split_by_hand():
     # Widths 11, 14, 12, 7, 8, 9: the widest first, each batch as wide as its widest two parts.
     assert split_padded(ROWS, 42) == [[1, 2, 0], [5, 4, 3]]
     assert split_padded(ROWS, 41) == [[1, 2], [0, 5], [4, 3]]
     assert split_padded(ROWS, 1) == [[1], [2], [0], [5], [4], [3]]
-    assert split_padded(ROWS, 84, whole_groups=True) == [[0, 1, 2, 3], [5, 4][::-1]]
-    assert split_padded(ROWS, 96, whole_groups=True) == [[0, 1, 2, 3, 4, 5]]
 
 
 @st.composite
@@ -68,18 +60,15 @@ def some_rows(draw):
 
 
 @settings(max_examples=200, deadline=None)
-@given(rows=some_rows(), limit=st.integers(1, 60), whole=st.booleans())
-def test_split_covers_every_row_once_within_limit(rows, limit, whole):
+@given(rows=some_rows(), limit=st.integers(1, 60))
+def test_split_covers_every_row_once_within_limit(rows, limit):
     for split in (split_packed, split_padded):
-        batches = split(rows, limit, whole)
+        batches = split(rows, limit)
         assert sorted(i for own in batches for i in own) == list(range(len(rows)))
         for own in batches:
-            groups = {rows[i].group for i in own}
-            if whole:
-                assert [i for i in range(len(rows)) if rows[i].group in groups] == sorted(own)
             width = max(rows[i].prompt for i in own) + max(rows[i].completion for i in own)
             cost = tokens(rows, own) if split is split_packed else len(own) * width
-            assert cost <= limit or len(groups if whole else own) == 1
+            assert cost <= limit or len(own) == 1
 
 
 @settings(max_examples=100, deadline=None)

@@ -234,8 +234,6 @@ def test_micro_batches_are_row_indices():
     assert [b.tolist() for b in rollout().micro_batches(12)] == [[2, 1, 0]]
     assert [b.tolist() for b in rollout().micro_batches(9)] == [[2, 1], [0]]
     assert [b.tolist() for b in rollout().micro_batches(12, window=0)] == [[2, 1], [0]]
-    together = dataclasses.replace(rollout(), groups=torch.zeros(3, dtype=torch.int64))
-    assert [b.tolist() for b in together.micro_batches(1, whole_groups=True)] == [[0, 1, 2]]
 
 
 def test_rows_beyond_window_are_split_by_padded_size():
@@ -244,10 +242,6 @@ def test_rows_beyond_window_are_split_by_padded_size():
     assert [b.tolist() for b in r.micro_batches(14)] == [[0, 1, 3, 2]]
     assert [b.tolist() for b in r.micro_batches(14, window=8)] == [[1, 3, 2], [0]]
     assert [b.tolist() for b in r.micro_batches(14, window=7)] == [[2], [0], [1], [3]]
-    # A group that is kept whole may have rows of both kinds: none are packed then.
-    r = dataclasses.replace(r, groups=torch.tensor([0, 0, 1, 1]))
-    split = r.micro_batches(14, whole_groups=True, window=8)
-    assert [b.tolist() for b in split] == [[0, 1], [2, 3]]
 
 
 def test_lengths_count_real_tokens():

@@ -14,8 +14,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.device.conftest import REFERENCE, start
-from tests.device.mutants import MUTANTS, RUN
-from tests.mutants import run
+from tests.mutants import read, run
+
+MUTANTS = read(Path(__file__).with_name("mutants.txt"))
+RUN = "tests/device/test_runs.py::test_run_matches_cpu"
 
 
 def main() -> int:
@@ -23,7 +25,7 @@ def main() -> int:
     assert plugin
     for name in ("torch._dynamo", "torch._inductor", "torch.nn.attention.flex_attention"):
         importlib.import_module(name)
-    killers = {killer for mutant in MUTANTS for killer in mutant.killers}
+    killers = {mutant.killer for mutant in MUTANTS}
     runs = [k.removeprefix(RUN)[1:-1] for k in sorted(killers) if k.startswith(RUN)]
     with TemporaryDirectory() as directory:  # the CPU's numbers, once for all
         path = Path(directory) / "numbers.jsonl"

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_pg.plan import build_meta_models, predicted_memory, predicted_pace
-from rlhf_pg.plan.footprint import tokens
+from rlhf_pg.plan import build_meta_models, predicted_memory
 from rlhf_pg.plan.sharding import SHARDINGS
 from rlhf_pg.report.metrics import Meter
 from tests.device.pretend.extension import ext
@@ -81,7 +80,9 @@ def between_passes(path: Path, **keys: Any) -> tuple[int, int, list[torch.Tensor
     held = torch.cuda.memory_allocated() - before
     logprobs.sum().backward()
     assert config.num_hidden_layers == 2
-    each = tokens(policy, batch) * config.hidden_size * 4
+    is_first = batch.shared_prefixes().diff(prepend=torch.tensor([-1], device="cuda")) > 0
+    completions, prompts = batch.lengths().T
+    each = int(completions.sum() + prompts[is_first].sum()) * config.hidden_size * 4
     return held, each, [p.grad.cpu() for p in policy.parameters() if p.requires_grad]
 
 
@@ -113,8 +114,7 @@ def test_budget_is_found_on_meta_tensors(algorithm: str, tmp_path: Path, monkeyp
     grown = token_budget.of_update(made.learner.module, args, 8, torch.device("cuda"))
     assert ext.kernels() - kernels < 400  # masks and lengths, which are real
     assert ext.allocated() - allocated < 2**20
-    assert grown.first.peak > grown.first.layers > 0
-    assert grown.first.work > grown.first.forward_work > 0
+    assert grown.bytes > 0
 
 
 def test_plan_runs_on_device(tmp_path: Path) -> None:
@@ -122,6 +122,4 @@ def test_plan_runs_on_device(tmp_path: Path) -> None:
     args = dataclasses.replace(trainer(run, tmp_path).args, task="arithmetic")
     meta = build_meta_models(args, torch.device("cuda"), "cuda")
     memory = predicted_memory(meta, SHARDINGS[0], 1, 80e9, "cuda")
-    paces = predicted_pace(meta, memory, 1)
     assert memory.micro_batch_tokens > COMMON["max_completion_length"]
-    assert all(pace.work > 0 for name, pace in paces.items() if name != "score")

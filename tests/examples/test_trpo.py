@@ -1,8 +1,6 @@
 """TRPO as a user would write it: on public names, with the right Fisher matrix and constraint."""
 
 import ast
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,17 +8,14 @@ import torch
 
 from rlhf_pg.report.metrics import Meter
 from tests.enumeration import PROMPTS, ListedEngine, log_probs, make_trainer
+from tests.examples import load
 
 FILE = Path(__file__).parents[2] / "examples" / "trpo.py"
 
 
 @pytest.fixture(scope="module")
 def trpo():
-    spec = importlib.util.spec_from_file_location("trpo", FILE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["trpo"] = module  # where a dataclass looks for its own types
-    spec.loader.exec_module(module)
-    return module
+    return load("trpo")
 
 
 SAID = ((1, 0), (2, 2), (0,))

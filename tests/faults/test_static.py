@@ -74,12 +74,13 @@ SAMPLES = {
 }
 
 
-@pytest.mark.parametrize("sample", SAMPLES)
-def test_unwanted_name_is_detected(tmp_path, sample) -> None:
-    for place, source in {"a": "", "b": sample, "c": "import time\ntime.monotonic()"}.items():
-        (tmp_path / place).mkdir()
-        (tmp_path / place / "same.py").write_text(source)
-    assert set(users(tmp_path, SAMPLES[sample])) == {"b/same.py"}
+def test_unwanted_names_are_detected(tmp_path) -> None:
+    for unwanted in (WALL, FORKS):
+        samples = {f"{i}.py": text for i, text in enumerate(SAMPLES) if SAMPLES[text] is unwanted}
+        for name, source in {**samples, "good.py": "import time\ntime.monotonic()"}.items():
+            (tmp_path / name).write_text(source)
+        assert samples.keys() <= users(tmp_path, unwanted).keys()
+        assert "good.py" not in users(tmp_path, unwanted)
 
 
 def askers(source: str) -> list[str]:

@@ -14,7 +14,6 @@ from rlhf_pg.losses import (
     AGGREGATIONS,
     POLICY_LOSSES,
     clipped_surrogate,
-    p3o,
     positive_nll,
     token_weights,
     value_loss,
@@ -44,20 +43,15 @@ def tokens(draw, count=3):
     return torch.tensor(mask), *(torch.tensor(np.where(mask, x, np.nan)) for x in numbers)
 
 
-def one_group(*inputs):
-    return p3o(*inputs, groups=torch.zeros(len(inputs[-1])))
-
-
 # Each as a function of log pi, log pi_old, advantages and mask.
 POLICY = POLICY_LOSSES | {
     "clipped-higher": lambda *x: clipped_surrogate(*x, epsilon=0.1, epsilon_high=0.4),
     "dual-clip": lambda *x: clipped_surrogate(*x, delta=2.0),
     "gspo": lambda *x: clipped_surrogate(*x, importance_sampling_level="sequence"),
-    "p3o": one_group,
 }
 WITH_RATIO = {name: loss for name, loss in POLICY.items() if name != "vanilla"}
 # Their advantage is the row's, so their gradient at a token is not that token's alone.
-OF_ROWS = ("gspo", "gmpo", "p3o")
+OF_ROWS = ("gspo",)
 # Each as a function of what it is differentiated by and two other (B,T) inputs.
 LOSSES = POLICY | {
     "value": value_loss,
@@ -176,8 +170,8 @@ def test_only_clipped_tokens_have_zero_gradient(case):
     equal(grad[kept], (-ratio * advantages)[kept])
 
 
-@pytest.mark.proves(*(f"rlhf_pg.losses.{name}" for name in POLICY_LOSSES if name != "p3o"))
-@pytest.mark.parametrize("name", sorted(POLICY.keys() - {"p3o"}))  # its gradient is RLOO's
+@pytest.mark.proves(*(f"rlhf_pg.losses.{name}" for name in POLICY_LOSSES))
+@pytest.mark.parametrize("name", sorted(POLICY))
 @few
 @given(case=tokens(2))
 def test_loss_gradient_at_ratio_one_is_reinforce(name, case):
@@ -296,7 +290,7 @@ def test_values_inside_clip_range_count_as_unclipped():
 # ------------------------------------------------------------------------------ for all the losses
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"cispo", "p3o"}))  # they have sg
+@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"cispo"}))  # it has sg
 def test_gradients_match_finite_differences(name):
     noise = torch.Generator().manual_seed(0)
     x, old, other = torch.randn(3, 4, 6, generator=noise, dtype=torch.float64) / 3

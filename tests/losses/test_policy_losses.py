@@ -1,7 +1,6 @@
 """Each policy loss against its formula in plain Python, its gradient on both sides of a kink."""
 
 import math
-from functools import partial
 
 import numpy as np
 import pytest
@@ -10,15 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rlhf_pg.advantages import leave_one_out
 from rlhf_pg.losses import (
     SAMPLER_CORRECTIONS,
     cispo,
     clipped_surrogate,
-    gmpo,
     kl_penalty,
-    mdpo,
-    p3o,
     sampler_weights,
     sapo,
     surrogate,
@@ -80,23 +75,11 @@ def gspo(logprobs, old, a, _):
     return [-min(s * a, clip(s, 0.8, 1.3) * a)] * len(logprobs)
 
 
-def geometric_mean(logprobs, old, a, _):
-    product, sign = 1.0, (a > 0) - (a < 0)
-    for rho in ratios(logprobs, old):
-        clipped = clip(rho, math.exp(-0.4), math.exp(0.3))
-        product *= min(rho**sign, clipped**sign) ** sign
-    return [-a * product ** (1 / len(logprobs))] * len(logprobs)
-
-
 FORMULAS = {
     "surrogate": (surrogate, per_token(lambda rho, a, *_: -rho * a)),
     "kl_penalty": (
         lambda *x: kl_penalty(*x, old_kl_coef=0.7),
         per_token(lambda rho, a, *_: -rho * a + 0.7 * (rho - 1 - math.log(rho))),
-    ),
-    "mdpo": (
-        lambda *x: mdpo(*x, old_kl_coef=0.7),
-        per_token(lambda rho, a, *_: -rho * a + 0.7 * (rho * math.log(rho) - rho + 1)),
     ),
     "clipped_surrogate": (
         lambda *x: clipped_surrogate(*x, epsilon=0.2, epsilon_high=0.3),
@@ -111,7 +94,6 @@ FORMULAS = {
         lambda *x: cispo(*x, epsilon=0.2, epsilon_high=0.5),
         per_token(lambda rho, a, logprob, still: -clip(still, 0.8, 1.5) * a * logprob),
     ),
-    "gmpo": (lambda *x: gmpo(*x, epsilon=0.4, epsilon_high=0.3), geometric_mean),
     "sapo": (
         lambda *x: sapo(*x, sapo_temperature_pos=1.5, sapo_temperature_neg=2.5),
         per_token(soft_gate),
@@ -202,19 +184,8 @@ KINKS = [
     ("cispo", math.log(1.5), 1.0, lambda rho: -rho, lambda rho: -1.5),
     ("cispo", math.log(0.8), 1.0, lambda rho: -0.8, lambda rho: -rho),
     ("cispo", math.log(1.5), -1.0, lambda rho: rho, lambda rho: 1.5),
-    ("gmpo", 0.3, 1.0, lambda rho: -rho, lambda rho: 0),
-    ("gmpo", 0.3, -1.0, lambda rho: rho, lambda rho: rho),
-    ("gmpo", -0.4, -1.0, lambda rho: 0, lambda rho: rho),
-    ("gmpo", -0.4, 1.0, lambda rho: -rho, lambda rho: -rho),
     ("surrogate", 20.0, 1.0, lambda rho: -rho, lambda rho: 0),
     ("kl_penalty", 0.0, 0.0, lambda rho: 0.7 * (rho - 1), lambda rho: 0.7 * (rho - 1)),
-    (
-        "mdpo",
-        0.0,
-        0.0,
-        lambda rho: 0.7 * rho * math.log(rho),
-        lambda rho: 0.7 * rho * math.log(rho),
-    ),
 ]
 
 
@@ -271,7 +242,7 @@ def test_gspo_by_hand():
 
 
 @pytest.mark.parametrize(
-    "loss", [lambda *x: clipped_surrogate(*x, importance_sampling_level="sequence"), sapo, gmpo]
+    "loss", [lambda *x: clipped_surrogate(*x, importance_sampling_level="sequence"), sapo]
 )
 def test_approx_kl_is_token_level_for_any_ratio_level(loss):
     # e^.2 - 1 - .2 = .0214 at two tokens of eight; over the padding it would be .00535
@@ -279,17 +250,6 @@ def test_approx_kl_is_token_level_for_any_ratio_level(loss):
     old, mask = f64([[-1.0] * 8]), torch.arange(8)[None] < 2
     _, metrics = loss(logprobs, old, f64([[1.0]]), mask)
     assert masked_mean(metrics["approx_kl"], mask).item() == pytest.approx(0.0214, abs=3e-5)
-
-
-def test_gmpo_clips_tokens_separately():
-    # A > 0: e^.5 is cut to e^.4, e^-.9 is not: exp((.4 - .9) / 2) = e^-.25
-    logprobs, old = f64([[0.5, -0.9]]), f64([[0.0, 0.0]])
-    case = (logprobs, old, f64([[2.0]]), torch.ones(1, 2).bool())
-    per_token, metrics = gmpo(*case, epsilon=0.4)
-    equal(per_token, f64([[-2 * math.exp(-0.25)] * 2]))
-    equal(gradient(partial(gmpo, epsilon=0.4), *case), f64([[0, -2 * math.exp(-0.25)]]))
-    assert metrics["clip_ratio/high_mean"].tolist() == [[1, 0]]
-    assert metrics["clip_ratio/low_mean"].tolist() == [[0, 0]]
 
 
 @pytest.mark.parametrize(("ratio", "low", "high"), [(0.7, 1, 0), (1.1, 0, 0), (1.3, 0, 1)])
@@ -323,104 +283,6 @@ def test_unknown_importance_sampling_level_raises():
         ValueError, match="importance_sampling_level must be one of token, sequence"
     ):
         clipped_surrogate(x, x, x, torch.ones(1, 1).bool(), importance_sampling_level="row")
-
-
-# ------------------------------------------------------------------------------------------ p3o
-
-
-def p3o_by_pairs(logprobs, old, scores, mask, groups, stopped, low=0.8, high=1.2):
-    """(B,), each unordered pair once: the two rows' shares of the paper's loss, by its formula."""
-    rows = [i for i in range(len(mask)) if mask[i].any()]
-    rho = {i: math.exp(sum((logprobs - old)[i, mask[i]].tolist())) for i in rows}
-    still = {i: math.exp(sum((stopped - old)[i, mask[i]].tolist())) for i in rows}
-    out = torch.zeros(len(mask), dtype=torch.float64)
-    for i in rows:
-        others = [j for j in rows if j != i and groups[j] == groups[i]]
-        for j in others:
-            q = still[j] * (scores[i] - scores[j]).item()
-            out[i] -= min(rho[i] * q, clip(rho[i], low, high) * q) / len(others)
-    return out
-
-
-@st.composite
-def grouped(draw):
-    logprobs, old, scores, mask = draw(completions())
-    groups = draw(st.lists(st.sampled_from([-3, 7]), min_size=len(mask), max_size=len(mask)))
-    return logprobs, old, scores, mask, torch.tensor(groups)
-
-
-@pytest.mark.proves("rlhf_pg.losses.p3o")
-@few
-@given(case=grouped())
-def test_p3o_matches_formula_shared_over_row_tokens(case):
-    *inputs, groups = case
-    logprobs, _, _, mask = inputs
-    per_token, _ = p3o(*inputs, groups=groups)
-    equal(per_token.sum(1), p3o_by_pairs(*inputs, groups, logprobs))
-    for i, row in enumerate(mask):
-        assert (per_token[i, ~row] == 0).all()
-        assert (per_token[i, row] == per_token[i, row][:1]).all()
-
-
-@pytest.mark.proves("rlhf_pg.losses.p3o")
-def test_p3o_gradient_matches_formula_with_fixed_other_ratio():
-    noise = torch.Generator().manual_seed(0)
-    logprobs, old = torch.randn(2, 6, 3, generator=noise, dtype=torch.float64) / 4
-    scores = torch.randn(6, 1, generator=noise, dtype=torch.float64)
-    mask = torch.rand(6, 3, generator=noise) < 0.8
-    groups = torch.tensor([0, 1, 0, 0, 1, 1])
-
-    def value(moved):
-        return p3o_by_pairs(moved, old, scores, mask, groups, logprobs).sum()
-
-    grad = gradient(lambda *x: p3o(*x, groups=groups), logprobs, old, scores, mask)
-    equal(grad, by_differences(value, logprobs), 1e-8)
-
-
-@pytest.mark.proves("rlhf_pg.losses.p3o")
-@few
-@given(case=grouped())
-def test_p3o_gradient_at_ratio_one_is_rloo(case):
-    logprobs, _, scores, mask, groups = case
-    rows = mask.any(1)
-    advantages = torch.zeros_like(scores[:, 0])
-    advantages[rows] = leave_one_out(scores[rows, 0], groups[rows])
-    grad = gradient(lambda *x: p3o(*x, groups=groups), logprobs, logprobs, scores, mask)
-    equal(grad, torch.where(mask, -advantages[:, None], 0.0))
-
-
-@pytest.mark.parametrize("side", [-1e-3, 1e-3])
-@pytest.mark.parametrize(("kink", "score", "inside"), [(1.2, 1.0, -1), (0.8, -1.0, 1)])
-def test_p3o_gradient_around_kinks(kink, score, inside, side):
-    # The other row has ratio 1.5 and score 0: the slope is -rho 1.5 r inside, and 0 outside
-    old = torch.zeros(2, 1).double()
-    logprobs = f64([[math.log(kink) + side], [math.log(1.5)]])
-    case = (logprobs, old, f64([[score], [0.0]]), torch.ones(2, 1).bool())
-    slope = -score * 1.5 * math.exp(logprobs[0, 0]) if side * inside > 0 else 0
-    grad = gradient(lambda *x: p3o(*x, groups=torch.zeros(2)), *case)
-    assert grad[0].item() == pytest.approx(slope, rel=1e-12, abs=1e-15)
-
-
-@few
-@given(case=grouped(), shift=quarters)
-def test_p3o_ignores_group_score_shift(case, shift):
-    logprobs, old, scores, mask, groups = case
-    shifted = scores + shift * (groups == 7)[:, None]
-    equal(
-        p3o(logprobs, old, shifted, mask, groups=groups)[0],
-        p3o(logprobs, old, scores, mask, groups=groups)[0],
-    )
-
-
-def test_p3o_metrics_are_shares_of_clipped_pairs():
-    # Row ratios 1.5, 1, .5; only the pair with a lower score cuts 1.5, with a higher score .5
-    logprobs = f64([[1.5], [1.0], [0.5]]).log()
-    case = (logprobs, torch.zeros(3, 1).double(), f64([[1.0], [2.0], [0.0]]))
-    _, metrics = p3o(*case, torch.ones(3, 1).bool(), groups=torch.zeros(3))
-    assert metrics["clip_ratio/high_mean"].tolist() == [[0.5], [0], [0]]
-    assert metrics["clip_ratio/low_mean"].tolist() == [[0], [0], [1]]
-    assert metrics["clip_ratio/region_mean"].tolist() == [[0.5], [0], [1]]
-    equal(metrics["ratio"], logprobs.exp())
 
 
 # ------------------------------------------------------------------------------ sampler_weights

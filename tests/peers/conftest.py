@@ -49,11 +49,9 @@ def trainers() -> dict[str, tuple[type, type]]:
     """Trainer and config by name; without TRL, the test is skipped."""
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     trl = pytest.importorskip("trl", minversion="1.16")
-    gmpo = pytest.importorskip("trl.experimental.gmpo")
     found = {
         "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
         "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
-        "gmpo": (gmpo.GMPOTrainer, gmpo.GMPOConfig),
     }
     return {
         name: (type("GivenTrainer", (Given, Engine, trainer), {}), config)

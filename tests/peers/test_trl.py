@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_pg.kl import kl_estimate, kl_loss
-from rlhf_pg.losses import cispo, clipped_surrogate, gmpo, sapo, token_weights
+from rlhf_pg.losses import cispo, clipped_surrogate, sapo, token_weights
 from rlhf_pg.masking import masked_mean
 from tests.peers.conftest import MAX_LENGTH
 
@@ -163,14 +163,6 @@ def test_sapo(make):
     temperatures = {"sapo_temperature_pos": 0.875, "sapo_temperature_neg": 1.25}
     trainer, numbers = make(loss_type="sapo", **temperatures), batch()
     ours = loss_of_ours(sapo, numbers, "sequence_mean", **temperatures)
-    assert_equal(ours, loss_of_trl(trainer, numbers))
-
-
-@pytest.mark.proves("rlhf_pg.losses.gmpo")
-def test_gmpo(make):
-    bounds = {"epsilon": 0.3, "epsilon_high": 0.4}
-    trainer, numbers = make("gmpo", **bounds), batch()
-    ours = loss_of_ours(gmpo, numbers, "sequence_mean", **bounds)
     assert_equal(ours, loss_of_trl(trainer, numbers))
 
 

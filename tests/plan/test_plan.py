@@ -1,25 +1,16 @@
-"""`rlhf-pg plan`, and the seconds it predicts."""
+"""`rlhf-pg plan`."""
 
 import re
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf_pg import GRPOConfig, PPOConfig
 from rlhf_pg.cli import main
-from rlhf_pg.plan import (
-    Pace,
-    Rates,
-    build_meta_models,
-    measured_rates,
-    predicted_memory,
-    predicted_pace,
-)
+from rlhf_pg.plan import build_meta_models, predicted_memory
 from rlhf_pg.plan.sharding import SHARDINGS
-from tests.plan.published import agreement
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 BY_NAME = {layout.name: layout for layout in SHARDINGS}
@@ -37,42 +28,29 @@ def cells(text: str, name: str) -> list[str]:
     return re.findall(r"[\d.]+(?:e-\d+)?", line.split(name)[1])
 
 
-def test_plan_shows_parts_and_phases(capsys, model_path) -> None:
+def test_plan_shows_parts_and_verdict(capsys, model_path) -> None:
     recipe = ["--config", str(RECIPES / "ppo_arithmetic.yaml"), "--model_name_or_path", model_path]
-    text = plan(capsys, *recipe, "--tflops", "1", "--bandwidth", "100")
+    text = plan(capsys, *recipe)
     for part in ("weights", "gradients", "optimizer", "critic", "activations", "keys and values"):
         assert cells(text, part)
     assert [float(x) for x in cells(text, "gradients")][1] == 0.0
-    assert all(float(cells(text, phase)[2]) > 0 for phase in ("rollout", "score", "update"))
-    assert "1 TFLOP/s, 100 GB/s" in text.replace("\n", " ")
+    assert "It fits" in text
 
 
-def test_absent_device_is_planned_on_paper(capsys, model_path) -> None:
+def test_plan_of_absent_gpu_and_sharding(capsys, model_path) -> None:
     recipe = ["--config", str(RECIPES / "grpo_arithmetic.yaml"), "--model_name_or_path", model_path]
-    text = plan(capsys, *recipe, "--device", "h100", "--gpus", "8", "--sharding", "fsdp2")
+    text = plan(capsys, *recipe, "--device", "h100", "--num_processes", "8", "--sharding", "fsdp2")
     assert cells(text, "copy to sample from")
-    header = next(line for line in text.splitlines() if "seconds, on paper" in line)
-    for name in ("ours, native", "ours, vLLM", "TRL, vLLM", "verl"):
-        assert name in header
-    stages = ("rollout", "weights handed over", "score", "update", "exchange")
-    columns = [[float(x) for x in cells(text.split("on paper")[1], name)] for name in stages]
-    totals = [float(x) for x in cells(text.split("on paper")[1], "total")]
-    assert len(totals) == 4
-    assert [sum(column) for column in zip(*columns, strict=True)] == pytest.approx(totals, rel=0.06)
-    words = " ".join(text.split())
-    assert "On paper, none of it measured" in words
-    found = agreement()
-    off = f"off by a factor of {found.median:.2f} in the median and {found.worst:.2f} at worst"
-    assert f"On {found.points} published throughputs" in words
-    assert off in words
+    assert "of 80 GiB" in text
 
 
-def test_trl_column_is_empty_for_ppo(capsys, model_path) -> None:
-    recipe = ["--config", str(RECIPES / "ppo_arithmetic.yaml"), "--model_name_or_path", model_path]
-    text = plan(capsys, *recipe, "--device", "a100").split("on paper")[1]
-    line = next(line for line in text.splitlines() if re.match(r"\W+total\b", line))
-    filled = [cell.strip() != "-" for cell in re.split("[│|]", line)[2:-1]]
-    assert filled == [True, True, False, True]
+def test_plan_names_what_would_make_it_fit(capsys) -> None:
+    recipe = ["--config", str(RECIPES / "grpo_arithmetic.yaml"), "--micro_batch_tokens", "4096"]
+    text = " ".join(plan(capsys, *recipe, "--device", "0.06").split())
+    assert "It does not fit" in text
+    assert "--num_processes 8 --sharding zero2 or" in text
+    assert "--micro_batch_tokens auto" in text
+    assert "fits" in plan(capsys, *recipe, "--device", "0.06", "--micro_batch_tokens", "auto")
 
 
 def test_plan_loads_no_weights(model_path) -> None:
@@ -90,12 +68,11 @@ def test_plan_loads_no_weights(model_path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--gpus", "0"], "at least 1"),
-        (["--memory", "-3"], "above 0"),
+        (["--num_processes", "0"], "at least 1"),
+        (["--device", "-3"], "h100"),
         (["--sharding", "zero4"], "invalid choice"),
         (["--no_such_key", "1"], "no_such_key"),
-        (["--device", "h900"], "invalid choice: 'h900' (choose from"),
-        (["--device", "h100", "--tflops", "1"], "give it alone"),
+        (["--device", "h900"], "h900"),
         (["--model_name_or_path", "no/such/directory"], "no model directory"),
     ],
 )
@@ -163,60 +140,20 @@ def test_head_chunk_is_sized_for_planned_gpu() -> None:
     assert build_meta_models(args, "cpu", "cuda", 16e9).policy.chunk_size == 16e9 / 160
 
 
-@pytest.mark.parametrize(("source", "is_scored"), [("policy", True), ("sampler", False)])
-def test_sampler_logprobs_skip_scoring_pass(source, is_scored) -> None:
-    args = GRPOConfig(
-        task="arithmetic", num_iterations=2, old_logprobs_source=source, max_completion_length=6
-    )
-    own = build_meta_models(args, "cpu")
-    memory = predicted_memory(own, BY_NAME["DDP"], 1, 80e9, "cuda")
-    assert (predicted_pace(own, memory, 1)["score"].work > 0) == is_scored
-
-
-@pytest.mark.parametrize(("kind", "layers"), [("cuda", 2), ("cpu", 0)])
+@pytest.mark.parametrize(("kind", "layers"), [("cuda", 1), ("cpu", 0)])
 def test_offload_plans_no_inputs_of_layers_on_gpu(model_path, kind: str, layers: int) -> None:
-    """On a CPU there is nowhere to offload to."""
+    """Not of the last, at the peak; on a CPU there is nowhere to offload to."""
     keys = {"model_name_or_path": model_path, "max_prompt_length": 6, "max_completion_length": 6}
     kept, left = (
         build_meta_models(GRPOConfig(gradient_checkpointing=how, **keys), "cpu", kind)
         for how in (True, "offload")
     )
-    config, tokens = kept.policy.model.config, kept.update.first.tokens
+    config, tokens = kept.policy.model.config, kept.update.tokens
     assert config.num_hidden_layers == 2
-    for part in ("layers", "forward"):
-        there, gone = (getattr(meta.update.first, part) for meta in (kept, left))
-        assert there - gone == layers * tokens * config.hidden_size * 4
-    assert left.update.first.work == kept.update.first.work
+    assert kept.update.bytes - left.update.bytes == layers * tokens * config.hidden_size * 4
 
 
 def test_plan_of_sft_recipe_is_rejected(capsys) -> None:
     with pytest.raises(SystemExit):
         plan(capsys, "--config", str(RECIPES / "sft_arithmetic.yaml"))
     assert "must be one of grpo, ppo, rloo, reinforce, got 'sft'" in capsys.readouterr().err
-
-
-def test_work_by_hand(drawn) -> None:
-    """2 operations per weight of a matrix and token, 3 times as many with the backward pass; and a
-    little for attention.
-    """
-    memory = predicted_memory(drawn, BY_NAME["DDP"], 1, 80e9, "cuda")
-    pace = predicted_pace(drawn, memory, 1)
-    model = drawn.policy.model
-    layers = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
-    # Policy and critic read 8 prompts and 32 completions, the head of the policy the completions.
-    tokens = 8 * drawn.prompt + 32 * 6
-    forward = 2 * layers * 2 * tokens + 2 * model.lm_head.weight.numel() * 32 * 6
-    assert pace["update"].work == pytest.approx(4 * 3 * forward, rel=0.1)
-    assert pace["score"].work == pytest.approx(1.5 * forward, rel=0.1)
-
-
-def test_slower_of_compute_and_memory_counts() -> None:
-    rates = Rates(100.0, 10.0)
-    assert Pace(200.0, 10.0).seconds(rates) == 2.0
-    assert Pace(200.0, 50.0).seconds(rates) == 5.0
-
-
-def test_measured_rates_are_plausible() -> None:
-    rates = measured_rates(torch.device("cpu"), torch.float32)
-    assert 1e8 < rates.work < 1e15
-    assert 1e7 < rates.bytes < 1e13

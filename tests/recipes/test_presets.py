@@ -14,7 +14,7 @@ PRESETS = Path(__file__).parents[2] / "recipes" / "presets"
 NAMES = [
     *("vpg", "a2c", "ppo", "ppo_penalty", "grpo", "dr_grpo", "dapo", "gspo", "cispo"),
     *("rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "vapo"),
-    *("mdpo", "p3o", "gmpo", "sapo"),
+    "sapo",
 ]
 each_preset = pytest.mark.parametrize("name", NAMES)
 

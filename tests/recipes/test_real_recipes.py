@@ -14,8 +14,8 @@ from rlhf_pg.cli import main
 from rlhf_pg.cli.recipes import find_recipe
 from rlhf_pg.cli.train import TRAINERS
 from rlhf_pg.config.parse import parse
-from rlhf_pg.plan import Memory, build_meta_models, meta_models, predicted_memory
-from rlhf_pg.plan.footprint import Footprint, Growth, of_update
+from rlhf_pg.plan import Memory, build_meta_models, memory, predicted_memory
+from rlhf_pg.plan.footprint import Growth, of_update
 from rlhf_pg.plan.sharding import SHARDINGS
 from rlhf_pg.report.json_lines import read
 from tests.recipes import architectures
@@ -27,7 +27,7 @@ GSM8K = [
 ]
 PLANNED = [*GSM8K, "tldr_ppo"]
 NAMES = [*PLANNED, "tldr_sft", "tldr_reward_model"]
-H100 = 80e9  # bytes
+H100 = 80 * 2**30  # bytes
 SLOW = pytest.mark.slow
 BY_FLAG = {layout.name.replace("-", "").lower(): layout for layout in SHARDINGS}
 
@@ -69,7 +69,7 @@ def test_header_has_launch_memory_and_score(name: str) -> None:
     assert (RECIPES / f"{keys['algorithm']}.py").exists()
     if launch[1].startswith("--config_file"):
         assert (RECIPES.parent / launch[1].split()[1]).exists()
-    assert re.search(r"Memory: \d+ GB on each GPU of 80 GB ", header)
+    assert re.search(r"Memory: \d+ GiB on each GPU of 80 GiB ", header)
     assert "Published: " in header
     assert keys["output_dir"] == f"runs/{name}"
     assert find_recipe(name) == RECIPES / f"{name}.yaml"
@@ -104,20 +104,19 @@ def planned(name: str, directory: Path, **changes: Any) -> Memory:
     args = parse(TRAINERS[keys["algorithm"]].config_type, flags)
     meta = build_meta_models(args, "cpu", "cuda", H100)
     options = header.split("rlhf-pg plan ", 1)[1]
-    gpus = re.search(r"--gpus (\d+) --sharding (\w+)", options)
+    gpus = re.search(r"--num_processes (\d+) --sharding (\w+)", options)
     layout, processes = (SHARDINGS[0], 1) if gpus is None else (BY_FLAG[gpus[2]], int(gpus[1]))
     return predicted_memory(meta, layout, processes, H100, "cuda")
 
 
 def in_header(name: str) -> int:
-    found = re.search(r"Memory: (\d+) GB", recipe(name)[0])
+    found = re.search(r"Memory: (\d+) GiB", recipe(name)[0])
     assert found is not None
     return int(found[1])
 
 
-def gigabytes(memory: Memory) -> int:
-    """Those of the phase that takes more, rounded."""
-    return round(max(sum(phase.values()) for phase in (memory.update, memory.rollout)) / 1e9)
+def gibibytes(memory: Memory) -> int:
+    return round(memory.peak / 2**30)
 
 
 @pytest.mark.parametrize(
@@ -136,34 +135,32 @@ def test_memory_in_header_is_planned(name: str, tmp_path: Path, monkeypatch: Any
         measured.append(of_update(*given))
         return measured[-1]
 
-    monkeypatch.setattr(meta_models, "of_update", keep)
+    monkeypatch.setattr(memory, "of_update", keep)
     for layers in (1, 2):
         planned(name, tmp_path / str(layers), **architectures.depth(layers))
     depth = architectures.published(keys["model_name_or_path"]).num_hidden_layers
-    monkeypatch.setattr(meta_models, "of_update", lambda *_: at_depth(*measured, depth))
-    assert gigabytes(planned(name, tmp_path / "whole")) == in_header(name)
+    monkeypatch.setattr(memory, "of_update", lambda *_: at_depth(*measured, depth))
+    assert gibibytes(planned(name, tmp_path / "whole")) == in_header(name)
 
 
 def at_depth(one: Growth, two: Growth, layers: int) -> Growth:
     """What one and two layers take, extended to more; tokens stay as they are."""
 
-    def extended(a: Footprint, b: Footprint) -> Footprint:
-        return Footprint(*(x + (layers - 1) * (y - x) for x, y in zip(a, b, strict=True)))
-
-    return Growth(extended(one.first, two.first), extended(one.each, two.each))
+    growth = (x + (layers - 1) * (y - x) for x, y in zip(one, two, strict=True))
+    return Growth(*growth)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANNED)
 def test_memory_in_header_is_planned_at_full_depth(name: str, tmp_path: Path) -> None:
-    assert gigabytes(planned(name, tmp_path)) == in_header(name)
+    assert gibibytes(planned(name, tmp_path)) == in_header(name)
 
 
 @pytest.mark.parametrize("name", ["tldr_sft", "tldr_reward_model"])
 def test_memory_of_supervised_recipe_is_sixteen_bytes_per_parameter(name: str) -> None:
     model = recipe(name)[1]["model_name_or_path"]
     model = architectures.LEFT_BY_RECIPES.get(model, model)
-    assert round(16 * architectures.PARAMETERS[model] / 1e3) == in_header(name)
+    assert round(16e6 * architectures.PARAMETERS[model] / 2**30) == in_header(name)
 
 
 # -------------------------------------------------------------------------------- three steps each

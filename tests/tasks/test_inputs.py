@@ -245,8 +245,8 @@ def test_arguments_in_python_are_recorded_and_needed_again(model_path, tmp_path)
 
 
 def test_arguments_that_say_nothing_are_not_given():
-    given = (None, object(), [], {"a": list}, print, (None, None), "path")
-    names = ("quantization_config", "environment_factory", "rollout_func", "value_model")
+    given = (None, object(), [], {"a": list}, (None, None), "path")
+    names = ("quantization_config", "environment_factory", "value_model")
     assert given_again(GRPOConfig(), *given) == names
 
 

@@ -50,7 +50,6 @@ def make(model_path: str, tmp_path: Path) -> Callable[..., PolicyGradientTrainer
                 "optimizers": (None, None),
                 "tools": None,
                 "environment_factory": None,
-                "rollout_func": None,
             }.items()
         }
         if trainer_type is PPOTrainer:

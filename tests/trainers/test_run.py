@@ -95,14 +95,7 @@ def test_logged_loss_is_sum_of_logged_parts(make, trainer_type, options, rest, t
     ("options", "said"),
     [
         ({"importance_sampling_level": "sequence"}, "long completions weigh more"),
-        ({"policy_loss": "gmpo", "aggregation": "constant"}, "long completions weigh more"),
-        (
-            {"policy_loss": "p3o", "scale_rewards": "none", "aggregation": "sequence_mean"},
-            "long completions weigh less",
-        ),
         ({"importance_sampling_level": "sequence", "aggregation": "sequence_mean"}, None),
-        ({"policy_loss": "gmpo", "aggregation": "sequence_mean"}, None),
-        ({"policy_loss": "p3o", "scale_rewards": "none", "aggregation": "constant"}, None),
         ({}, None),
     ],
 )

@@ -267,8 +267,6 @@ class EveryOther:
         (GRPOConfig, {"entropy_coef": 0.1}, "entropy bonus"),
         (GRPOConfig, {"beta": 0.1}, "KL in the loss"),
         (PPOConfig, {}, "critic"),
-        (GRPOConfig, {"policy_loss": "p3o", "scale_rewards": "none"}, "'p3o'"),
-        (GRPOConfig, {"policy_loss": "mdpo", "num_iterations": 2}, "'mdpo'"),
         (GRPOConfig, {"policy_loss": "kl_penalty", "num_iterations": 2}, "'kl_penalty'"),
     ],
 )
@@ -276,28 +274,6 @@ def test_skip_zero_advantages_with_other_gradient_is_refused(config, options, ot
     assert config(**options)
     with pytest.raises(ValueError, match=f"skip_zero_advantages would skip .*{other}"):
         config(skip_zero_advantages=True, **options)
-
-
-# ------------------------------------------------------------------- a loss that compares rows
-
-
-@pytest.mark.parametrize("micro_batch_tokens", [5, 9, 12, 17])
-def test_micro_batches_keep_groups_whole_for_p3o(micro_batch_tokens: int, tmp_path: Path) -> None:
-    gradients = {}
-    for tokens in (100, micro_batch_tokens):
-        trainer = make_trainer(
-            GRPOTrainer,
-            tmp_path,
-            prompts=("ab", "a", "bba"),
-            num_generations=3,
-            scale_rewards="none",
-            policy_loss="p3o",
-            micro_batch_tokens=tokens,
-        )
-        rows = forwarded(trainer)
-        gradients[tokens] = gradient_of(trainer, [*SAYS, *DULL[:3]])
-        assert rows == {100: [9], 17: [6, 3]}.get(tokens, [3, 3, 3])
-    assert_close(gradients[micro_batch_tokens], gradients[100])
 
 
 # ------------------------------------------------------------------------------ greedy baseline

@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 
 from rlhf_pg import GRPOTrainer
+from rlhf_pg.rollout.multi_turn.adapters import TrlEnvironments
 from rlhf_pg.tasks import calculator
 from rlhf_pg.trainers import PolicyGradientTrainer
 from tests.rollout.multi_turn.scripted import ScriptedEngine
@@ -56,7 +57,7 @@ def trainer_on(make, factory: Any, **options: Any) -> PolicyGradientTrainer:
     settings = {
         "train_dataset": rows,
         "reward_funcs": (),
-        "environment_factory": factory,
+        "environment_factory": TrlEnvironments(factory),
         "max_completion_length": 100,
         "prompts_per_step": 2,
         "num_generations": 2,
@@ -118,7 +119,7 @@ def test_environment_may_bring_all_prompts(make) -> None:
     [
         (
             {"environment_factory": {"a": Paid}, "train_dataset": None},
-            "need a dataset whose column",
+            "train_dataset",
         ),
         ({"train_dataset": None, "max_steps": -1}, "max_steps has to say how long to train"),
         ({"environment_factory": {"a": Paid}}, "train_dataset: row 0: its column 'environment'"),

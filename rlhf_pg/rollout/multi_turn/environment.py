@@ -83,10 +83,7 @@ def settles(environment: Any) -> TypeGuard[SettlingEnvironment]:
 class EnvironmentSource(ABC):
     """The base class of what makes the environments of a run, and knows what they offer."""
 
-    @property
-    def pays(self) -> bool:
-        """True if "environment" is a source of reward."""
-        return True
+    pays = True  # whether "environment" is a source of reward
 
     @abstractmethod
     def runner_options(
@@ -113,6 +110,23 @@ class EnvironmentSource(ABC):
             rows: how many rows stand for a dataset that is missing.
         """
         return dataset
+
+
+def source_of(factory: Any) -> EnvironmentSource:
+    """Return the source of a run's environments.
+
+    Raises:
+        ValueError: it can make none.
+    """
+    if isinstance(factory, EnvironmentSource):
+        return factory
+    if not callable(factory) or (isinstance(factory, type) and not hasattr(factory, "step")):
+        raise ValueError(
+            "environment_factory must make environments with reset(example) and step(completion), "
+            f"got {shown(factory)}; those of TRL's kind go into "
+            "rlhf_pg.rollout.multi_turn.adapters.TrlEnvironments"
+        )
+    return PlainEnvironments(factory)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,6 @@ class Episode:
         truncated: whether a limit on tokens or turns cut it off.
         error: the error of its environment that ended it.
         environment: its own environment.
-        columns: what else a `rollout_func` says of it, for the reward functions.
     """
 
     prompt: Messages
@@ -62,7 +61,6 @@ class Episode:
     truncated: bool = False
     error: str | None = None
     environment: Environment | None = None
-    columns: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def trained(self) -> list[bool]:

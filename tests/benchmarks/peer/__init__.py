@@ -19,8 +19,6 @@ Printed are, of each method:
   two steps: resident memory, or on a GPU that of tensors. A reference counts as used memory.
 - how far the two gradients are apart on one identical batch: the norm of their difference over the
   norm of TRL's.
-- the roofline: what a step at least computes and moves (`roofline.py`), at the rates that this
-  machine reached for a matrix product and a copy just before.
 
 On a GPU the same command runs there; `--dtype bfloat16`, `--width` and `--layers` are for it.
 """

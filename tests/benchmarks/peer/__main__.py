@@ -8,8 +8,7 @@ import torch
 import transformers
 
 from tests.benchmarks.peer import __doc__ as usage
-from tests.benchmarks.peer import gradients, memory, ours, roofline, theirs
-from tests.benchmarks.peer.roofline import Work
+from tests.benchmarks.peer import gradients, memory, ours, theirs
 from tests.benchmarks.peer.workload import BETAS, WORKLOADS, Job, device, save_model
 
 Seconds = dict[str, float]
@@ -36,7 +35,7 @@ def medians(rounds: list[Seconds]) -> Seconds:
     return {name: statistics.median(seconds[name] for seconds in rounds) for name in PHASES}
 
 
-def compare(job: Job, batches: list[int], rounds: int, rates: Work) -> None:
+def compare(job: Job, batches: list[int], rounds: int) -> None:
     """Measure and print one method."""
     batch = theirs.fastest(job, batches)
     print(f"\n{job.method}, TRL with {batch} completions at a time", flush=True)
@@ -46,23 +45,11 @@ def compare(job: Job, batches: list[int], rounds: int, rates: Work) -> None:
     peaks = memory.peak("ours", job), memory.peak("theirs", job, batch=batch)
     print_row("peak memory", *peaks, "MiB", ".0f")
     print(f"gradients differ by {gradients.difference(job):.1e} of their norm", flush=True)
-    print_bounds(job, own, rates)
 
 
 def print_row(name: str, own: float, other: float, unit: str, digits: str) -> None:
     ratio = f"{other / own:.2f}x" if own and other else ""
     print(f"{name:14}{own:9{digits}}{other:9{digits}} {unit:4}{ratio:>8}", flush=True)
-
-
-def print_bounds(job: Job, own: Seconds, rates: Work) -> None:
-    """How far our phases are from the roofline."""
-    work = roofline.needed(job, transformers.AutoConfig.from_pretrained(job.model))
-    bounds = {phase: need.seconds(rates) for phase, need in work.items()}
-    bounds["step"] = sum(bounds.values())
-    for phase, bound in bounds.items():
-        if bound:
-            times = own[phase] / bound
-            print(f"{phase:8} bound {bound:.3f} s, ours {own[phase]:.3f} s: {times:.1f} times it")
 
 
 def parsed() -> argparse.Namespace:
@@ -90,18 +77,16 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
     workload = WORKLOADS[flags.workload]
-    rates = roofline.measured(getattr(torch, flags.dtype))
     print(
         f"{flags.workload}: {workload.rows} completions of {workload.prompts} prompts, vocabulary "
-        f"{flags.vocabulary}, {flags.dtype}, {device()}, {torch.get_num_threads()} threads; "
-        f"matrix product {rates.operations / 1e9:.1f} GFLOP/s, copy {rates.bytes / 1e9:.1f} GB/s"
+        f"{flags.vocabulary}, {flags.dtype}, {device()}, {torch.get_num_threads()} threads"
     )
     print(f"{'':14}{'ours':>9}{'TRL':>9} {'':4}{'TRL/ours':>8}")
     with tempfile.TemporaryDirectory() as directory:
         model = save_model(Path(directory), flags.vocabulary, flags.width, flags.layers)
         for method in flags.methods:
             job = Job(workload, method, model, flags.vocabulary, flags.dtype, directory)
-            compare(job, flags.batches, flags.rounds, rates)
+            compare(job, flags.batches, flags.rounds)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
-"""Environments as TRL has them: recognised, leased, called, and paid."""
+"""Environments as TRL has them: called, and paid."""
 
-import gc
 import time
-from functools import partial
 
 import pytest
 
-from rlhf_pg.rollout import EpisodeRunner, Observation, SamplingParams, environments_of, recognized
+from rlhf_pg.rollout import EpisodeRunner, Observation, SamplingParams, source_of
+from rlhf_pg.rollout.multi_turn.adapters import TrlEnvironments
 from rlhf_pg.rollout.multi_turn.environment import PlainEnvironments
 from rlhf_pg.rollout.multi_turn.metrics import episode_counts
-from rlhf_pg.rollout.multi_turn.trl_environments import TrlEnvironments
 from rlhf_pg.tasks.calculator import CHARACTERS
 from rlhf_pg.tasks.tiny import tool_tokenizer
 from tests.rollout.multi_turn.scripted import ScriptedEngine
@@ -27,11 +25,6 @@ TOKENIZER.chat_template = (
 
 class Counter:
     """As the documentation of TRL writes them: tools with a state, and a reward of its own."""
-
-    made = 0
-
-    def __init__(self):
-        type(self).made += 1
 
     def reset(self, **row):
         self.row, self.count = row, 0
@@ -83,39 +76,6 @@ class Door:
         return "open" if self.open else "shut"
 
 
-class Gate(Door):
-    """Its reset needs a column, and it pays."""
-
-    def reset(self, level):
-        self.level = level
-
-    def get_reward(self) -> float:
-        return 1.0
-
-
-class Lenient:
-    """Ours, though its `reset` could do without the row."""
-
-    def reset(self, example=None, **options):
-        return "q"
-
-    def step(self, completion, patience=1):
-        return Observation(done=True)
-
-
-class Either:
-    def reset(self, level):
-        return "q"
-
-    def step(self, action):
-        return Observation(done=True)
-
-
-class Both(Lenient):
-    def get_reward(self) -> float:
-        return 1.0
-
-
 class Ours:
     def reset(self, example):
         return example["prompt"]
@@ -141,7 +101,7 @@ def sayer(*turns):
 
 
 def runner_of(factory, tools=(), timeout=30.0, **options):
-    found = recognized(factory).runner_options(TOKENIZER, timeout, tools)
+    found = TrlEnvironments(factory).runner_options(TOKENIZER, timeout, tools)
     return EpisodeRunner(tokenizer=TOKENIZER, stop_token_ids=[EOS], **found, **options)
 
 
@@ -163,7 +123,7 @@ def test_methods_are_tools_with_a_state_and_reset_extends_prompt() -> None:
     assert [reward for reward in episode.rewards if reward == reward] == [6.0]
     assert episode.rewards[-1] == 6.0  # at the last turn's last token
     assert episode_counts([episode], "cpu").tolist() == [[3, 0, 3, 1]]
-    (instance,) = environments_of([episode])
+    instance = episode.environment.instance
     assert type(instance) is Counter
     assert instance.row == {"prompt": CHAT, "start": 5, "answer": "a"}
 
@@ -184,42 +144,6 @@ def test_episode_that_was_cut_off_is_still_paid(limit) -> None:
     assert [reward for reward in episode.rewards if reward == reward] == [3.0]
 
 
-def test_instances_are_made_once_and_reused_when_nobody_holds_them() -> None:
-    Counter.made = 0
-    runner = runner_of(Counter)
-    assert Counter.made == 1
-    first = play(runner, "done", n=3)
-    assert Counter.made == 3
-    assert len({id(instance) for instance in environments_of(first)}) == 3
-    second = play(runner, "done", n=2)  # the first are still to be scored
-    assert Counter.made == 5
-    assert not {*map(id, environments_of(first))} & {*map(id, environments_of(second))}
-    del first, second
-    gc.collect()
-    play(runner, "done", n=5)
-    assert Counter.made == 5
-
-
-def test_instance_in_which_a_call_hangs_is_not_used_again() -> None:
-    class Slow(Counter):
-        made = 0
-
-        def wait(self) -> str:
-            """Wait."""
-            for _ in range(1000):
-                time.sleep(0.01)
-            return "late"
-
-    runner = runner_of(Slow, timeout=0.2)
-    (episode,) = play(runner, call("wait"), "done")
-    assert episode.messages[1]["content"] == "Error: no result within 0.2 s"
-    assert episode.error is None
-    del episode
-    gc.collect()
-    play(runner, "done")
-    assert Slow.made == 2
-
-
 def test_row_chooses_environment_and_its_tools() -> None:
     factories = {"count": Counter, "door": Door}
     runner = runner_of(factories)
@@ -228,12 +152,12 @@ def test_row_chooses_environment_and_its_tools() -> None:
         ["double", "increment"],
         ["step"],
     ]
-    assert recognized(factories).pays
+    assert TrlEnvironments(factories).pays
     count, door = play(runner, call("step", key='"b"'), "done", rows=rows)
-    assert environments_of([count, door])[1].open
+    assert door.environment.instance.open
     assert door.messages[1]["content"] == "open"
     assert "there is no tool 'step', only double, increment" in count.messages[1]["content"]
-    assert "environment" not in environments_of([count])[0].row
+    assert "environment" not in count.environment.instance.row
     assert all(reward != reward for reward in door.rewards)
     with pytest.raises(ValueError, match=r"column 'environment' says 'house', .* has count, door"):
         runner.tools_of({"environment": "house"})
@@ -252,7 +176,7 @@ def test_tools_of_run_stand_beside_methods() -> None:
     (episode,) = play(runner, call("add", a=1) + call("step", key='"b"'), "done")
     assert [m["content"] for m in episode.messages if m["role"] == "tool"] == ["2", "open"]
     with pytest.raises(ValueError, match="give tools or environment_factory, not both"):
-        recognized(Ours).runner_options(TOKENIZER, 1.0, [add])
+        source_of(Ours).runner_options(TOKENIZER, 1.0, [add])
 
 
 @pytest.mark.parametrize(
@@ -279,70 +203,23 @@ def test_reward_that_is_no_number_ends_its_episode() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("factory", "kind"),
-    [
-        (Ours, PlainEnvironments),
-        (lambda: Ours(), PlainEnvironments),
-        (partial(Ours), PlainEnvironments),
-        (Lenient, PlainEnvironments),
-        (lambda: Lenient(), PlainEnvironments),
-        (Gate, TrlEnvironments),
-        (Counter, TrlEnvironments),
-        (Door, TrlEnvironments),
-        (lambda: Door(), TrlEnvironments),
-        ({"a": Door}, TrlEnvironments),
-    ],
-)
-def test_kind_is_recognized(factory, kind) -> None:
-    assert type(recognized(factory)) is kind
+def test_plain_factory_makes_ours_and_other_things_are_refused() -> None:
+    for factory in (Ours, lambda: Ours()):
+        assert type(source_of(factory)) is PlainEnvironments
+    assert type(source_of(TrlEnvironments(Counter))) is TrlEnvironments
+    for wrong in ("guess", {"a": Door}, Counter):
+        with pytest.raises(ValueError, match="TrlEnvironments"):
+            source_of(wrong)
 
 
-def test_class_of_ours_is_not_made_to_look_at() -> None:
-    class Costly(Ours):
-        def __init__(self):
-            raise AssertionError
-
-    assert type(recognized(Costly)) is PlainEnvironments
-
-
-class Bare:
+class Mute:
     def reset(self):
         pass
 
-
-class Rude:
-    def __getattribute__(self, name):
-        raise OSError(f"no {name}")
-
-
-class Mute(Bare):
     def move(self, where: str) -> str:
         return where
 
 
-@pytest.mark.parametrize(
-    ("factory", "message"),
-    [
-        ("guess", "must be a class or function that makes an environment"),
-        ({}, "a dictionary of at least one"),
-        ({"a": 3}, "a dictionary of at least one"),
-        (Bare, "which is no environment: ours has reset.example. and"),
-        (object, "which is no environment"),
-        (Either, "Either.*, which may be ours or TRL's: ours has reset"),
-        (lambda: Either(), "which may be ours or TRL's"),
-        (Both, "which may be ours or TRL's"),
-        (Rude, "cannot make|which is no environment"),
-        ({"a": Ours}, "a dictionary, which is for TRL's .*Ours.* one of ours"),
-        (lambda: 1 / 0, "cannot make an environment: ZeroDivisionError"),
-        (lambda needed: needed, "cannot make an environment: TypeError"),
-    ],
-)
-def test_what_makes_no_environment_is_refused(factory, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        recognized(factory)
-
-
 def test_method_without_docstring_is_named() -> None:
     with pytest.raises(ValueError, match=r"the tool Mute\.move cannot be described"):
-        recognized(Mute).runner_options(TOKENIZER, 1.0, [])
+        TrlEnvironments(Mute).runner_options(TOKENIZER, 1.0, [])

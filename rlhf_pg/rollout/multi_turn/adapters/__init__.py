@@ -1,10 +1,11 @@
-"""Tasks of other libraries, with their data, environments and rewards: `load_task`."""
+"""Adapters of other libraries: `load_task` for verifiers and OpenEnv, `TrlEnvironments`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.rollout.multi_turn.adapters.of_openenv import load_openenv
+from rlhf_pg.rollout.multi_turn.adapters.of_trl import TrlEnvironments as TrlEnvironments
 from rlhf_pg.rollout.multi_turn.adapters.of_verifiers import load_verifiers
 from rlhf_pg.rollout.multi_turn.adapters.task import AdaptedTask as AdaptedTask
 

@@ -1,0 +1,130 @@
+"""Environments as TRL has them: objects whose public methods are tools that share their state."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_pg.boundary.quoted import shown
+from rlhf_pg.rollout.multi_turn.concurrent_calls import call_within
+from rlhf_pg.rollout.multi_turn.environment import (
+    EnvironmentSource,
+    Messages,
+    Schemas,
+    SettlingEnvironment,
+)
+from rlhf_pg.rollout.multi_turn.tools import Tool, Toolbox, ToolEnvironment, check_template
+
+COLUMN = "environment"  # names the factory of a row, where there are several
+PLACEHOLDER = [{"role": "user", "content": ""}]  # the prompt where an environment has its own
+
+
+class Equipment(NamedTuple):
+    """The factory of one kind of environment, the names of its tools, and all tools of the run."""
+
+    make: Callable[[], Any]
+    methods: Sequence[str]
+    box: Toolbox
+
+
+class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
+    """The environment of one episode, with an instance of TRL's kind of its own.
+
+    Args:
+        equipment: of every factory, by its name; a single one has the name None.
+    """
+
+    instance: Any = None
+
+    def __init__(self, equipment: Mapping[str | None, Equipment]) -> None:
+        self.equipment = equipment
+        super().__init__(next(iter(equipment.values())).box)
+
+    def reset(self, example: dict[str, Any]) -> Messages:
+        """Reset an instance with the row, and append what it says to the last message."""
+        row = dict(example)
+        own = self.equipment[None if None in self.equipment else row.pop(COLUMN)]
+        self.instance = own.make()
+        methods = {name: getattr(self.instance, name) for name in own.methods}
+        self.toolbox = dataclasses.replace(own.box, functions={**own.box.functions, **methods})
+        parameters = inspect.signature(self.instance.reset).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            row = {name: value for name, value in row.items() if name in parameters}
+        said = call_within(self.toolbox.timeout, self.instance.reset, **row)
+        if not isinstance(said, str | None):
+            raise ValueError(f"reset must return a string or None, got {shown(said)}")
+        self.prompt = example["prompt"]
+        if said and isinstance(self.prompt, str):
+            self.prompt += said
+        elif said:
+            *before, last = self.prompt
+            parts, text = last["content"], [{"type": "text", "text": said}]
+            content = parts + said if isinstance(parts, str) else [*parts, *text]
+            self.prompt = [*before, {**last, "content": content}]
+        return self.prompt  # type: ignore[no-any-return]
+
+    def settle(self) -> Any:
+        """Return what the instance pays for the episode, if it does."""
+        if not hasattr(self.instance, "get_reward"):
+            return None
+        return call_within(self.toolbox.timeout, self.instance.get_reward)
+
+
+class TrlEnvironments(EnvironmentSource):
+    """Environments of TRL's kind as an `environment_factory`.
+
+    Public methods but `reset` and `get_reward` are tools.
+
+    Args:
+        factory: makes an environment, a new one for every episode; or several factories, by the
+            name that a row has in its column `environment`.
+    """
+
+    def __init__(self, factory: Callable[[], Any] | Mapping[str, Callable[[], Any]]) -> None:
+        factories = factory if isinstance(factory, Mapping) else {None: factory}
+        self.samples = {name: (make, make()) for name, make in factories.items()}
+        self.pays = any(hasattr(sample, "get_reward") for _, sample in self.samples.values())
+
+    def runner_options(
+        self, tokenizer: PreTrainedTokenizerBase, timeout: float, tools: Sequence[Tool]
+    ) -> dict[str, Any]:
+        """Return what plays with these environments, each with its methods and `tools`."""
+        equipment: dict[str | None, Equipment] = {}
+        for name, (make, sample) in self.samples.items():
+            functions = [own for own, _ in inspect.getmembers(type(sample), inspect.isfunction)]
+            public = [own for own in functions if not own.startswith("_")]
+            methods = [own for own in public if own not in ("reset", "get_reward")]
+            box = Toolbox.of([*tools, *(getattr(sample, m) for m in methods)], tokenizer, timeout)
+            if box.schemas:
+                check_template(tokenizer, box.schemas)
+            equipment[name] = Equipment(make, methods, box)
+        single = equipment.get(None)
+        return {
+            "environment_factory": partial(TrlEnvironment, equipment),
+            "timeout": None,  # they have their own
+            "tools": partial(_schemas_of, equipment) if single is None else single.box.schemas,
+            "special_tokens": any(own.box.reads_tokens for own in equipment.values()),
+        }
+
+    def prompted(self, dataset: Dataset | None, rows: int) -> Dataset | None:
+        """Return the dataset with empty prompts, if it has none: `reset` then brings them."""
+        if dataset is None and None in self.samples:
+            return Dataset.from_dict({"prompt": [PLACEHOLDER] * rows})
+        if isinstance(dataset, Dataset) and "prompt" not in dataset.column_names:
+            return dataset.add_column("prompt", [PLACEHOLDER] * len(dataset))
+        return dataset
+
+
+def _schemas_of(equipment: Mapping[str | None, Equipment], row: Mapping[str, Any]) -> Schemas:
+    """Return the schemas of the environment that a row names."""
+    if row.get(COLUMN) not in equipment:
+        names = ", ".join(map(str, equipment))
+        raise ValueError(
+            f"its column '{COLUMN}' says {shown(row.get(COLUMN))}, and environment_factory has "
+            f"{names}"
+        )
+    return equipment[row[COLUMN]].box.schemas
