@@ -20,10 +20,8 @@ def parser_of(command: str, usage: str) -> argparse.ArgumentParser:
         "eval": _eval,
         "report": _report,
         "compare": _compare,
-        "watch": _watch,
         "replay": _replay,
         "diff": _diff,
-        "bisect": _bisect,
         "chat": _chat,
         "doctor": _doctor,
     }.get(command)
@@ -100,19 +98,6 @@ def _compare(group: Any) -> None:
     )
 
 
-def _watch(group: Any) -> None:
-    add = group.add_argument
-    add("--port", type=_number, default=0, metavar="N", help="default: one that is free")
-    add(
-        "--text",
-        type=_boolean,
-        nargs="?",
-        const=True,
-        default=False,
-        help="in the terminal, until the run has ended",
-    )
-
-
 def _replay(group: Any) -> None:
     add = group.add_argument
     add("--step", type=_count, required=True, metavar="N", help="step to make again, from 1")
@@ -142,15 +127,6 @@ def _again(add: Any) -> None:
         const=True,
         default=False,
         help="make the step again where its tokens were not kept; this loads the model",
-    )
-
-
-def _bisect(group: Any) -> None:
-    _again(group.add_argument)
-    group.add_argument(
-        "--bad",
-        metavar="CONDITION",
-        help='what is wrong with a step, such as "reward < 0.2" or "kl > 1 and entropy == null"',
     )
 
 

@@ -90,7 +90,7 @@ class LoggedSteps:
             said = (
                 f"{len(chosen):,} of {len(self.records):,} logged steps are in this page: the "
                 f"first, the best, the worst and the latest, up to {MOST_COMPLETIONS:,} "
-                f"completions and {MOST_TOKENS:,} tokens. rlhf-pg watch shows all of them."
+                f"completions and {MOST_TOKENS:,} tokens."
             )
         return sorted(chosen), said
 

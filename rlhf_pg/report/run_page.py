@@ -27,12 +27,18 @@ SHARE = 100  # a page that is kept up to date takes at most one part in so many 
 Pack = Callable[[LoggedSteps, int], bytes]
 
 
-def write_report(directory: Path, out: Path | None = None, pack: Pack = LoggedSteps.packed) -> Path:
+def write_report(
+    directory: Path,
+    out: Path | None = None,
+    pack: Pack = LoggedSteps.packed,
+    running: bool = False,
+) -> Path:
     """Write the report of a run, from its files alone, and return its path.
 
-    The run may be going on, have been killed or be an old one: what is missing is not shown.
+    What is missing, of a run that was killed or is an old one, is not shown.
 
     Args:
+        running: the page reloads itself, as the run writes it again.
         out: by default `report.html` in the run's directory.
         pack: packs the tokens of a step.
 
@@ -47,6 +53,7 @@ def write_report(directory: Path, out: Path | None = None, pack: Pack = LoggedSt
         "steps": [logged.summary(step) for step in steps],
         "columns": column_data(KNOWN),
         "left_out": left_out,
+        "running": running,
     }
     write_document(path, data["title"], data, ((step, pack(logged, step)) for step in steps))
     return path
@@ -70,14 +77,14 @@ class LiveReport:
         """Write the report if that is due; return whether it was."""
         if self.clock() < self._due:
             return False
-        return self.finish()
+        return self.finish(running=True)
 
-    def finish(self) -> bool:
+    def finish(self, running: bool = False) -> bool:
         """Write the report, due or not; return whether it was written."""
         begun = self.clock()
         self._earlier, self._packed = self._packed, {}
         try:
-            write_report(self.directory, pack=self._pack)
+            write_report(self.directory, pack=self._pack, running=running)
         except Exception as error:  # a full disk, a damaged file: never the end of a run
             if not self._has_failed:
                 logger.warning("%s is not up to date: %s", self.directory / REPORT, told(error))

@@ -146,20 +146,3 @@ def test_run_of_python_says_how(make, capsys) -> None:
     trainer.train()
     said = said_of(["replay", trainer.args.output_dir, "--step", "1"], capsys)
     assert "was given its data in Python: make its trainer in Python, and give it to" in said
-
-
-def test_diff_and_bisect_ask_for_tokens(recipe: Path, tmp_path: Path, capsys) -> None:
-    runs = [str(tmp_path / name) for name in ("a", "b")]
-    for out, heat in zip(runs, ("1.0", "0.8"), strict=True):
-        main(["train", str(recipe), "--output_dir", out, "--temperature", heat])
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main(["diff", *runs, "--replay"])
-    assert end.value.code == 1
-    shown = capsys.readouterr().out
-    assert shown.startswith("step 1: config")
-    assert ", token " in shown
-    main(["bisect", runs[0], "--bad", "step > 2", "--replay"])
-    shown = capsys.readouterr().out
-    assert shown.startswith("step 3:")
-    assert "to see its tokens" not in shown

@@ -1,7 +1,5 @@
 """The pages in a real browser, where there is one (`make test-slow`)."""
 
-import json
-import threading
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,6 @@ import pytest
 from rlhf_pg.report.comparison import write_comparison
 from rlhf_pg.report.run_files import RunFiles
 from rlhf_pg.report.run_page import write_report
-from rlhf_pg.report.watch import Server
 from tests.report.browser import Page, chromium, page
 from tests.report.conftest import HOSTILE
 from tests.report.synthetic import make_run
@@ -136,24 +133,3 @@ def test_pages_of_every_kind_say_nothing_on_the_console(run: Path, tmp_path: Pat
             open_file(opened, path)
             opened.press("i")
         assert opened.complaints == []
-
-
-def test_watched_page_learns_of_new_steps_in_place(run: Path) -> None:
-    with Server(run) as server, page() as opened:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            opened.open(server.address)
-            opened.run("scrollTo(0, 300)")
-            lines = (run / "metrics.jsonl").read_text().splitlines()
-            with (run / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(json.loads(lines[-1]) | {"step": 41}) + "\n")
-            opened.wait("document.getElementById('facts').textContent.includes('41 of 1000')")
-            assert opened.run("scrollY") == 300
-            opened.press("t")
-            opened.wait("document.querySelectorAll('.mate').length === 4")
-            assert opened.complaints == []
-            assert all(url.startswith(server.address) for url in opened.requests)
-        finally:
-            server.shutdown()
-            thread.join()

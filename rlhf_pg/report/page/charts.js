@@ -206,21 +206,6 @@ class Curves {
     this.zooming = false;
   }
 
-  /** Show new data of the same run, in the same place and at the same zoom. */
-  update(data) {
-    const shape = (one) => JSON.stringify([one.charts, one.warnings, one.absent]);
-    const same = shape(data) === shape(this.data);
-    this.data = data;
-    if (same) this.redraw();
-    else {
-      const [opened, top] = [this.root.querySelector("details")?.open, scrollY];
-      this.build();
-      const details = this.root.querySelector("details");
-      if (details && opened) details.open = true;
-      scrollTo(0, top);
-    }
-  }
-
   /** Show the curve of a warning. */
   show(key) {
     const card = this.cards.find((one) => one.chart.keys.includes(key));

@@ -1,18 +1,13 @@
 // The page: a head, known trouble, and tabs of curves, tokens and tables.
 
-let data = JSON.parse($("data").textContent);
+const data = JSON.parse($("data").textContent);
 const curves = data.runs.length ? new Curves(data) : null;
 const tokens = data.steps ? new Tokens(data, loadStep) : null;
 const tabs = {};
 let shown = null;
 
-/** The packed bytes of a step: from a server, or from an element of this file. */
+/** The packed bytes of a step. */
 async function loadStep(step) {
-  if (data.live) {
-    const answer = await fetch(`step/${step}`, { cache: "no-store" });
-    if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
-    return new Uint8Array(await answer.arrayBuffer());
-  }
   // They stand behind this script.
   if (document.readyState === "loading") await new Promise((done) => document.addEventListener("DOMContentLoaded", done));
   const element = $(`step-${step}`);
@@ -36,7 +31,7 @@ function head() {
   const help = el("button", { type: "button", className: "help", title: "keys (?)", onclick: () => $("keys").showModal() }, "?");
   return el("header", { className: "top" },
     el("div", { className: "title" }, el("h1", {}, data.title), facts()),
-    el("nav", {}, el("span", { id: "state", hidden: true }), ...links, help));
+    el("nav", {}, ...links, help));
 }
 
 function trouble() {
@@ -103,33 +98,8 @@ function ready() {
   requestAnimationFrame(() => requestAnimationFrame(() => { document.body.dataset.ready = "true"; }));
 }
 
-// ---------------------------------------------------------------------------------- a live page
-
-/** Ask for new data, and put it in place without losing the reader's. */
-async function poll() {
-  const state = $("state");
-  try {
-    const answer = await fetch(`data.json?have=${encodeURIComponent(data.tag)}`, { cache: "no-store" });
-    if (answer.status === 200) {
-      const hadSteps = data.steps.length;
-      data = await answer.json();
-      curves.update(data);
-      tokens.update(data);
-      if (!hadSteps && data.steps.length) { tabs.tokens.root.replaceWith(tokens.root); tabs.tokens.root = tokens.root; open(shown); }
-      $("trouble").replaceWith(trouble());
-      $("facts").replaceWith(facts());
-    } else if (answer.status !== 204) throw new Error(`the server answered ${answer.status}`);
-    state.textContent = data.ended ? "ended" : "live";
-    state.className = data.ended ? "" : "live";
-  } catch {
-    state.textContent = "no answer: has rlhf-pg watch ended?";
-    state.className = "lost";
-  }
-  state.hidden = false;
-  setTimeout(poll, 2000);
-}
-
 build();
 if (curves && shown === "curves" && data.charts.length) curves.onFirst = ready;
 else ready();
-if (data.live) poll();
+// The run writes the page again while it goes on; whoever reads tokens is left in peace.
+if (data.running) setInterval(() => { if (shown !== "tokens") location.reload(); }, 10000);

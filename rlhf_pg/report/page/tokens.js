@@ -269,18 +269,6 @@ class Tokens {
     else return false;
     return true;
   }
-
-  /** Learn of further steps; the reader stays where they are. */
-  update(data) {
-    const { step } = this.data.steps[this.at] || {};
-    const wasEmpty = !this.data.steps.length;
-    this.data = data;
-    this.at = Math.max(0, data.steps.findIndex((one) => one.step === step));
-    this.slider.max = Math.max(0, data.steps.length - 1);
-    this.slider.value = this.at;
-    if (wasEmpty) this.go(data.steps.length - 1);
-    else if (step !== undefined) this.said.textContent = `${step} (${this.at + 1} of ${data.steps.length})`;
-  }
 }
 
 const nameOf = (prompt, i) => `prompt ${prompt.index === null ? i + 1 : prompt.index}`;
