@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 RUN_FILES = (
     *("config.yaml", "completions.jsonl", "checkpoints", "best", "final"),
     *("tensorboard", "wandb", "run-id", "skipped", "model.sha256"),
-    *("report.html", "tokens", "outside.jsonl", "trace.jsonl"),
+    *("report.html", "tokens", "trace.jsonl"),
     *("metrics.json", "metrics.jsonl"),
 )
 SET_ASIDE = "{} held an earlier run or a model: it is in {} now"

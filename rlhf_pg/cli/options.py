@@ -1,7 +1,6 @@
 """The options that commands have beside the keys of a config."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from rlhf_pg.cli.keys import constant
@@ -101,32 +100,19 @@ def _compare(group: Any) -> None:
 def _replay(group: Any) -> None:
     add = group.add_argument
     add("--step", type=_count, required=True, metavar="N", help="step to make again, from 1")
-    add("--until", type=_count, metavar="N", help="last step to make again; by default the first")
     add("--rows", type=_number, nargs="+", metavar="N", help="rows to show token by token, from 0")
-    add("--save", type=Path, metavar="DIR", help="write the files of these steps to a directory")
+    add("--resample", action="store_true", help="sample and score again, where nobody is asked")
 
 
 def _diff(group: Any) -> None:
-    add = group.add_argument
-    add("--json", type=_boolean, nargs="?", const=True, default=False, help="print JSON")
-    add(
+    group.add_argument("--json", action="store_true", help="print JSON")
+    group.add_argument(
         "--rtol",
         type=_at_least_0,
+        default=0.0,
         metavar="X",
-        help="count numbers as equal within this share of the largest of their kind; 0: bit by bit "
-        "(default: by what the runs were computed with)",
-    )
-    _again(add)
-
-
-def _again(add: Any) -> None:
-    add(
-        "--replay",
-        type=_boolean,
-        nargs="?",
-        const=True,
-        default=False,
-        help="make the step again where its tokens were not kept; this loads the model",
+        help="count numbers as equal within this share of the largest of their kind (default: 0, "
+        "bit by bit)",
     )
 
 

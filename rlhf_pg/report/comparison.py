@@ -113,7 +113,7 @@ def _spelled(number: float | None) -> str:
 
 def _configs(runs: Mapping[str, RunFiles]) -> Table:
     """Return the keys whose values differ; those of places last."""
-    rows = _differing({name: files.config for name, files in runs.items()})
+    rows = differing({name: files.config for name, files in runs.items()})
     of_places = [row for row in rows if row[0] in PLACES]
     others = [row for row in rows if row[0] not in PLACES]
     note = "" if rows else "Their configs have the same values."
@@ -128,16 +128,17 @@ def _configs(runs: Mapping[str, RunFiles]) -> Table:
 
 def _versions(runs: Mapping[str, RunFiles]) -> Table:
     """Return what runs ran on where that differs."""
-    on = {name: _ground(files) for name, files in runs.items()}
+    on = {name: environment_of(files) for name, files in runs.items()}
     unknown = [name for name, own in on.items() if not own]
-    rows = _differing(on)
+    rows = differing(on)
     note = f"Not known of {', '.join(unknown)}." if unknown else ""
     if not rows and not note:
         note = "The same packages, device and number of processes."
     return Table(title="Versions: what differs", head=["", *runs], rows=rows, note=note)
 
 
-def _ground(files: RunFiles) -> dict[str, Any]:
+def environment_of(files: RunFiles) -> dict[str, Any]:
+    """Return what a run ran on: processes, backend, device and versions."""
     if not files.starts:
         return {}
     start = files.starts[-1]
@@ -145,7 +146,7 @@ def _ground(files: RunFiles) -> dict[str, Any]:
     return own | dict(start.versions)
 
 
-def _differing(by_run: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+def differing(by_run: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """Return a row for each key that has not the same value in all runs."""
     keys = list(dict.fromkeys(key for own in by_run.values() for key in own))
     rows = [

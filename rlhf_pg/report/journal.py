@@ -19,12 +19,9 @@ from rlhf_pg.report.json_lines import JsonLines
 from rlhf_pg.report.run_files import (
     COMPLETIONS,
     METRICS,
-    OUTSIDE,
+    TOKENS,
     TRACE,
-    RunFiles,
-    Start,
-    StepTokens,
-    Trace,
+    StepRecord,
     tokens_file,
 )
 from rlhf_pg.report.run_page import LiveReport
@@ -57,7 +54,7 @@ class Journal:
         self._bar: Progress | None = None
         self._total = 0
         self._doubts = False
-        self._lacks_tokens = self._lacks_answers = False
+        self._lacks_tokens = False
         if is_main:
             directory.mkdir(parents=True, exist_ok=True)
             earlier = set_aside(directory) if after_step == 0 else None
@@ -69,9 +66,6 @@ class Journal:
             self._metrics = JsonLines(directory / METRICS, after_step)
             self._completions = JsonLines(directory / COMPLETIONS, after_step)
             self._trace = JsonLines(directory / TRACE, after_step, synced=False)
-            self._outside: JsonLines | None = None  # most runs ask nobody
-            if (directory / OUTSIDE).exists():
-                self._outside = JsonLines(directory / OUTSIDE, after_step)
             self._directory = directory
             self._report = LiveReport(directory)
             _remove_tokens(directory, after_step)
@@ -139,44 +133,27 @@ class Journal:
                 SAMPLER,
             )
 
-    def begin(self, start: Start) -> None:
-        """Save on what the run begins or goes on."""
+    def trace(self, line: Mapping[str, Any]) -> None:
+        """Save a line of trace.jsonl."""
         if self.is_main:
-            self._trace.write(vars(start))
+            self._trace.write(line)
 
-    def record(
-        self,
-        trace: Trace,
-        outside: Sequence[Mapping[str, Any]],
-        tokens: StepTokens | None,
-    ) -> None:
-        """Save what a step did, and what it asked of others; tokens where they are due."""
+    def record(self, record: StepRecord) -> None:
+        """Save the record of a step, and show some of its completions."""
         if not self.is_main:
             return
-        self._trace.write(vars(trace))
-        if outside:
-            self._write_outside(outside)
-        if tokens is not None:
-            self._save_tokens(trace.step, tokens)
-
-    def _write_outside(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        try:
-            self._outside = self._outside or JsonLines(self._directory / OUTSIDE, 0)
-        except OSError as error:  # a full disk; the next step tries again
-            if not self._lacks_answers:
-                logger.warning("%s lacks answers: %s", self._directory / OUTSIDE, error)
-            self._lacks_answers = True
-        else:
-            self._outside.write_all(lines)
-
-    def _save_tokens(self, step: int, tokens: StepTokens) -> None:
-        file = tokens_file(self._directory, step)
-        try:
-            tokens.save(file)
-        except (OSError, SafetensorError) as error:
-            if not self._lacks_tokens:
-                logger.warning("%s has no tokens from step %d on: %s", file.parent, step, error)
-            self._lacks_tokens = True
+        step = record.trace["step"]
+        self._trace.write(record.trace)
+        for tokens, greedy in ((record.tokens, False), (record.greedy, True)):
+            file = tokens_file(self._directory, step, greedy)
+            try:
+                if tokens is not None:
+                    tokens.save(file)
+            except (OSError, SafetensorError) as error:
+                if not self._lacks_tokens:
+                    logger.warning("%s has no step %d: %s", file.parent, step, error)
+                self._lacks_tokens = True
+        self.completions(step, record.completions, record.shown)
 
     def completions(
         self, step: int, records: Sequence[Mapping[str, Any]], shown: Collection[int] | None = None
@@ -198,10 +175,9 @@ class Journal:
 
 def _remove_tokens(directory: Path, after_step: int) -> None:
     """Remove the tokens of steps that a resumed run takes again."""
-    run = RunFiles(directory)
-    for step in run.logged_steps():
-        if step > after_step:
-            tokens_file(directory, step).unlink(missing_ok=True)
+    for file in (directory / TOKENS).glob("*step-" + "[0-9]" * 8 + ".safetensors"):
+        if int(file.stem[-8:]) > after_step:
+            file.unlink()
 
 
 def _text(turns: Any) -> str:

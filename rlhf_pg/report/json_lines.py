@@ -42,7 +42,7 @@ class JsonLines:
         self.path, self._synced = path, synced
         self._has_failed = False
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         """Append one line, as `write_all` does."""
         self.write_all([record])
 

@@ -12,9 +12,8 @@ from typing import Any
 from rlhf_pg.boundary.quoted import told, visible
 from rlhf_pg.report.charts import NO_CURVES, charts_of
 from rlhf_pg.report.html import VERSION, Table, write_document
-from rlhf_pg.report.logged_steps import LoggedSteps
 from rlhf_pg.report.run_files import RunFiles
-from rlhf_pg.report.token_steps import KNOWN, Column, TokenStep, packed
+from rlhf_pg.report.token_steps import COLUMNS, LoggedSteps
 from rlhf_pg.report.troubles import is_number, troubles
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ def write_report(
     steps, left_out = logged.chosen()
     data = run_data(files) | {
         "steps": [logged.summary(step) for step in steps],
-        "columns": column_data(KNOWN),
+        "columns": COLUMNS,
         "left_out": left_out,
         "running": running,
     }
@@ -222,66 +221,3 @@ def plain(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return str(value)
-
-
-# ----------------------------------------------------------------------------------- the tokens
-
-
-def column_data(columns: Mapping[str, Column]) -> list[dict[str, Any]]:
-    """Return the columns of numbers that the token view offers."""
-    return [
-        {"name": name}
-        | {k: visible(v) if isinstance(v, str) else v for k, v in asdict(one).items()}
-        for name, one in columns.items()
-    ]
-
-
-def token_page(
-    title: str,
-    subtitle: str,
-    steps: Sequence[TokenStep],
-    out: Path,
-    columns: Mapping[str, Column] | None = None,
-    tables: Sequence[Table] = (),
-) -> Path:
-    """Write a page with the token view alone, of data in memory, and return its path.
-
-    For example, with advantages under another estimator beside those that were trained on:
-
-        step = run.tokens(10)
-        what_if = replace(step, numbers=step.numbers | {"advantage_what_if": numbers})
-        token_page(
-            "what if",
-            "step 10 with loo in place of grpo",
-            [TokenStep(step=10, records=records, tokens=what_if)],
-            Path("what_if.html"),
-            columns={"advantage_what_if": Column("advantage (what if)", "under loo", "w")},
-            tables=[Table(title="Config", head=["key", "was", "is"], rows=rows)],
-        )
-
-    Args:
-        steps: each with its tokens and the records of its completions. A number of a token that no
-            column describes is shown by its name.
-        columns: beside `KNOWN`, those of further numbers. Their keys are free letters: not one of
-            a r l k e v p, nor c, t or i.
-        tables: shown on a tab of their own.
-    """
-    names = [name for step in steps if step.tokens is not None for name in step.tokens.numbers]
-    described = {**KNOWN, **(columns or {})}
-    shown = described | {name: Column(name) for name in names if name not in described}
-    data = {
-        "version": VERSION,
-        "kind": "tokens",
-        "title": visible(title),
-        "subtitle": [visible(subtitle)] if subtitle else [],
-        "runs": [],
-        "charts": [],
-        "absent": [],
-        "warnings": [],
-        "tables": [table.shown() for table in tables],
-        "steps": [step.summary() for step in steps],
-        "columns": column_data({n: c for n, c in shown.items() if n in names or n in KNOWN}),
-        "left_out": "",
-    }
-    write_document(out, title, data, ((step.step, packed(step)) for step in steps))
-    return out

@@ -94,7 +94,7 @@ class Untrained(Learner):
         self.policy, self.module = policy, policy
         self.critic = self.reference = None
         self.runtime, self.args, self.token_budget = runtime, args, token_budget
-        self.updates_begun, self.compares_rows, self.log = 0, False, None
+        self.updates_begun, self.compares_rows = 0, False
         self.pads = self.together = True
         self.size = self._size()
         self.full_policy = FullWeights(policy.model, runtime.splits, runtime.watch)

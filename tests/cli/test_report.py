@@ -1,15 +1,14 @@
 """`rlhf-pg report` and `compare`: what they print, and what they refuse."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from rlhf_pg.cli import main, replay
-from rlhf_pg.report.run_files import COLUMNS, StepTokens
-from tests.report.synthetic import make_run
+from rlhf_pg.report.token_steps import NAMES
+from tests.report.synthetic import make_run, tokens_of
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -67,14 +66,6 @@ def test_config_that_libyaml_refuses_is_one_error(tmp_path: Path, capsys) -> Non
 
 
 def test_tokens_of_a_row_are_not_cut_off_at_80_columns(capsys) -> None:
-    columns = {name: np.array([-0.00012345], np.float32) for name in COLUMNS}
-    ones = np.ones(1, np.int32)
-    tokens = StepTokens(
-        **dict.fromkeys(("prompt_index", "sample", "lengths", "ids", "action"), ones),
-        texts=["<eos>"],
-        numbers=columns,
-    )
-    made = SimpleNamespace(record=SimpleNamespace(tokens=tokens))
-    Console(width=80).print(replay._tokens(made, 0))  # type: ignore[arg-type]
-    shown = capsys.readouterr().out
-    assert "…" not in shown
+    columns = {name: np.array([-0.00012345], np.float32) for name in NAMES}
+    Console(width=80).print(replay._tokens(tokens_of([(0, 0)], [1], [5], ["<eos>"], columns), 0))
+    assert "…" not in capsys.readouterr().out

@@ -5,6 +5,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from rlhf_pg.checkpoint.run_dir import RUN_FILES, set_aside
 from rlhf_pg.report.journal import Journal
 from rlhf_pg.report.json_lines import JsonLines, read
 from rlhf_pg.report.metrics import KEYS, Meter, length_metrics, reward_metrics
-from rlhf_pg.report.run_files import Trace
+from rlhf_pg.report.run_files import StepRecord
 
 # ----------------------------------------------------------------------------------------- Meter
 
@@ -379,19 +380,14 @@ def test_reward_std_of_singleton_groups_covers_batch():
     assert "frac_reward_zero_std" not in metrics
 
 
-def test_answers_that_cannot_be_kept_are_one_warning(tmp_path, monkeypatch, caplog) -> None:
+def test_record_that_cannot_be_kept_is_one_warning(tmp_path, monkeypatch, caplog) -> None:
     journal = Journal(tmp_path, 0, is_main=True)
-    trace = Trace(
-        step=1, prompt_index=[], rows=[], prompts=[], ids=[], logprobs=[], rewards={}, advantages=[]
-    )
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr("rlhf_pg.report.journal.JsonLines", full)
-        journal.record(trace, [{"step": 1}], None)
-        journal.record(trace, [{"step": 2}], None)
-    assert caplog.text.count("lacks answers") == 1
-    journal.record(trace, [{"step": 3}], None)
-    assert read(tmp_path / "outside.jsonl") == [{"step": 3}]
+    tokens = SimpleNamespace(save=full)
+    for step in (1, 2):
+        journal.record(StepRecord(trace={"step": step, "sources": []}, tokens=tokens))
+    assert caplog.text.count("No space left on device") == 1
+    assert [line["step"] for line in read(tmp_path / "trace.jsonl")] == [1, 2]

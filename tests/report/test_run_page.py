@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import struct
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,9 @@ import numpy as np
 import pytest
 
 from rlhf_pg.boundary.quoted import visible
-from rlhf_pg.report import html, logged_steps, run_page
+from rlhf_pg.report import html, run_page, token_steps
 from rlhf_pg.report.run_files import RunFiles, tokens_file
-from rlhf_pg.report.run_page import LiveReport, token_page, write_report
-from rlhf_pg.report.token_steps import Column, TokenStep
+from rlhf_pg.report.run_page import LiveReport, write_report
 from tests.report.conftest import HOSTILE, make_hostile_run, save_tokens
 from tests.report.synthetic import write_lines
 
@@ -97,7 +97,9 @@ def test_packed_step_gives_tokens_back(run: Path) -> None:
     assert ids == tokens.ids.tolist()
     assert list(arrays[2 * count : 3 * count]) == tokens.action.astype(int).tolist()
     plane = np.frombuffer(arrays[3 * count : 5 * count], np.uint8).reshape(2, count)
-    assert np.array_equal(plane.T.copy().view("<f2")[:, 0], tokens.numbers["advantage"])
+    assert np.array_equal(
+        plane.T.copy().view("<f2")[:, 0], tokens.numbers["advantage"].astype("<f2")
+    )
 
 
 def test_completions_are_matched_to_records_by_place(run: Path) -> None:
@@ -234,17 +236,17 @@ def test_limits_keep_first_best_worst_and_latest(
         best, worst = record["step"] == 20, record["step"] == 30
         record["rewards/accuracy"] = 9.0 if best else -9.0 if worst else 0.0
     write_lines(run / "completions.jsonl", records)
-    monkeypatch.setattr(logged_steps, "MOST_COMPLETIONS", 48)
+    monkeypatch.setattr(token_steps, "MOST_COMPLETIONS", 48)
     assert [step["step"] for step in read(write_report(run)).data["steps"]] == [10, 20, 30, 40]
-    monkeypatch.setattr(logged_steps, "MOST_COMPLETIONS", 47)
+    monkeypatch.setattr(token_steps, "MOST_COMPLETIONS", 47)
     page = read(write_report(run))
     assert [step["step"] for step in page.data["steps"]] == [10, 20, 30, 40]  # each of them cut
     assert [len(page.step(step)[0]["completions"]) for step in (10, 20)] == [8, 8]
     assert "8 of 12 completions" in page.step(10)[0]["note"]
-    monkeypatch.setattr(logged_steps, "MOST_COMPLETIONS", 10_000)
+    monkeypatch.setattr(token_steps, "MOST_COMPLETIONS", 10_000)
     sizes = [len(RunFiles(run).tokens(step).ids) for step in (10, 20, 30)]  # type: ignore[union-attr]
-    monkeypatch.setattr(logged_steps, "MOST_TOKENS", sum(sizes))
-    monkeypatch.setattr(logged_steps, "PART", 1)
+    monkeypatch.setattr(token_steps, "MOST_TOKENS", sum(sizes))
+    monkeypatch.setattr(token_steps, "PART", 1)
     page = read(write_report(run))
     assert [step["step"] for step in page.data["steps"]] == [10, 20, 30]
     assert page.data["left_out"].startswith("3 of 4 logged steps are in this page")
@@ -323,9 +325,9 @@ def test_failure_of_live_report_is_one_warning(
 
 def test_live_report_packs_a_step_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[int] = []
-    pack = logged_steps.LoggedSteps.packed
+    pack = token_steps.LoggedSteps.packed
     monkeypatch.setattr(
-        logged_steps.LoggedSteps, "packed", lambda own, step: packed.append(step) or pack(own, step)
+        token_steps.LoggedSteps, "packed", lambda own, step: packed.append(step) or pack(own, step)
     )
     live = LiveReport(run)
     live.finish()
@@ -336,25 +338,22 @@ def test_live_report_packs_a_step_once(run: Path, monkeypatch: pytest.MonkeyPatc
     assert header["vocabulary"]["texts"] == ["new"]
 
 
-# ----------------------------------------------------------------------------------- other pages
+def test_page_of_a_run_that_goes_on_reloads_itself(run: Path) -> None:
+    live = LiveReport(run, Clock())
+    live.finish(running=True)
+    assert read(run / "report.html").data["running"] is True
+    live.finish()
+    assert read(run / "report.html").data["running"] is False
+    assert "location.reload()" in html.our_script()
 
 
-def test_token_page_takes_further_columns_and_tables(tmp_path: Path) -> None:
-    tokens = save_tokens(tmp_path, 5, ["a", "b"], advantage=1.0, mine=-2.0, other=0.0)
-    out = token_page(
-        "what if",
-        "step 5",
-        [TokenStep(step=5, tokens=tokens, note="a note")],
-        tmp_path / "what_if.html",
-        columns={"mine": Column("advantage (what if)", "under loo", "w")},
-        tables=[html.Table(title="Config", head=["key", "is"], rows=[["beta", "</script>"]])],
-    )
-    page = read(out)
-    data = page.data
-    labels = {column["name"]: column["label"] for column in data["columns"]}
-    assert labels["mine"] == "advantage (what if)"
-    assert labels["other"] == "other"
-    header, _ = page.step(5)
-    assert header["columns"] == ["advantage", "mine", "other"]
-    assert header["note"] == "a note"
-    assert data["tables"][0]["rows"] == [["beta", "</script>"]]
+def test_step_without_texts_shows_those_of_its_records(run: Path) -> None:
+    """Steps that are not logged have tokens without texts."""
+    tokens = RunFiles(run).tokens(20)
+    replace(tokens, texts=None).save(tokens_file(run, 20))
+    replace(tokens, texts=None).save(tokens_file(run, 21))
+    page = read(write_report(run))
+    assert [step["step"] for step in page.data["steps"]] == [10, 20, 30, 40]
+    header, arrays = page.step(20)
+    assert arrays == b""
+    assert header["completions"][0]["turns"]

@@ -13,7 +13,7 @@ from rlhf_pg import GRPOConfig
 from rlhf_pg.config.parse import parse
 from rlhf_pg.plan import cpu_threads
 from rlhf_pg.plan.cpu_threads import Timed, fastest, passes, settled_threads
-from rlhf_pg.replay.again import Replay
+from rlhf_pg.replay.replay import Replay
 from tests.trainers.conftest import make
 
 __all__ = ["make"]

@@ -23,7 +23,6 @@ from rlhf_pg.rollout.multi_turn.environment import (
     SettlingEnvironment,
 )
 from rlhf_pg.rollout.multi_turn.episodes import Episode
-from rlhf_pg.rollout.multi_turn.recorded import RecordedEnvironment
 from rlhf_pg.rollout.multi_turn.tools import Tool, Toolbox, ToolEnvironment, check_template
 
 COLUMN = "environment"  # names the factory of a row, where there are several
@@ -215,11 +214,9 @@ def _schemas_of(schemas: Mapping[str | None, Schemas], row: Mapping[str, Any]) -
 
 
 def environments_of(episodes: Sequence[Episode]) -> list[Any]:
-    """Return the environments of episodes as users made them; none where there are only tools, or
-    where a step is made again.
-    """
+    """Return the environments of episodes as users made them; none where there are only tools."""
     made: list[Any] = [episode.environment for episode in episodes]
-    if all(type(environment) in (ToolEnvironment, RecordedEnvironment) for environment in made):
+    if all(type(environment) is ToolEnvironment for environment in made):
         return []
     return [one.instance if type(one) is TrlEnvironment else one for one in made]
 
