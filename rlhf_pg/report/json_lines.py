@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf_pg.boundary.user_code import plain_text
 from rlhf_pg.checkpoint.atomic import sync_directory, sync_file
 
 logger = logging.getLogger(__name__)
@@ -81,23 +80,8 @@ def _step(line: bytes) -> float:
 
 
 def line_of(record: Mapping[str, Any]) -> str:
-    """Return a record as a line of JSON, whatever is in it."""
-    with suppress(TypeError, ValueError, RecursionError):  # most are plain already
-        return json.dumps(record, allow_nan=False)
-    try:
-        return json.dumps(finite(dict(record)), allow_nan=False, default=plain_text)
-    except (TypeError, ValueError, RecursionError):  # a callback's odd value, or too deep
-        return json.dumps({plain_text(k): _json_or_text(v) for k, v in record.items()})
-
-
-def _json_or_text(value: Any) -> Any:
-    """Return the value if JSON can hold it, or else its text."""
-    try:
-        value = finite(value)
-        json.dumps(value, allow_nan=False)
-    except Exception:
-        return plain_text(value)
-    return value
+    """Return a record as a line of JSON; what JSON does not have becomes null or text."""
+    return json.dumps(finite(dict(record)), allow_nan=False, default=str)
 
 
 def finite(value: Any) -> Any:
@@ -105,7 +89,7 @@ def finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {plain_text(key): finite(inner) for key, inner in value.items()}
+        return {str(key): finite(inner) for key, inner in value.items()}
     return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 

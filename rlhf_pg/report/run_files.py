@@ -10,7 +10,9 @@ Shapes: N completions of a step over all processes in the order prompt * n + sam
 one completion after another, K sources of reward.
 """
 
+import importlib.metadata
 import json
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,6 +28,8 @@ from safetensors.numpy import load_file, save_file
 METRICS, COMPLETIONS, TRACE = "metrics.jsonl", "completions.jsonl", "trace.jsonl"
 TOKENS = "tokens"
 EXACT = ("advantage", "sampler_logprob")  # numbers that are not rounded to float16
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
+ALSO = ("tokenizers", "safetensors", "numpy", "deepspeed", "vllm", "bitsandbytes")
 # Safe, and ten times as fast where libyaml is there.
 FAST_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -245,3 +249,18 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
     return records
+
+
+def version(package: str) -> str:
+    """Return the version of a package, or "unknown"."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that are installed, by name."""
+    found = {name: version(name) for name in ("rlhf-pg", *PACKAGES, *ALSO)}
+    there = {name: number for name, number in found.items() if number != "unknown"}
+    return {"python": platform.python_version(), **there}

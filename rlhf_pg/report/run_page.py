@@ -23,15 +23,8 @@ MOST_POINTS = 4_000  # of a curve; beyond, neighbouring steps become their mean
 FIRST = 3.0  # seconds of a run that have no page yet, which many a short one needs never
 SHARE = 100  # a page that is kept up to date takes at most one part in so many of the time
 
-Pack = Callable[[LoggedSteps, int], bytes]
 
-
-def write_report(
-    directory: Path,
-    out: Path | None = None,
-    pack: Pack = LoggedSteps.packed,
-    running: bool = False,
-) -> Path:
+def write_report(directory: Path, out: Path | None = None, running: bool = False) -> Path:
     """Write the report of a run, from its files alone, and return its path.
 
     What is missing, of a run that was killed or is an old one, is not shown.
@@ -39,7 +32,6 @@ def write_report(
     Args:
         running: the page reloads itself, as the run writes it again.
         out: by default `report.html` in the run's directory.
-        pack: packs the tokens of a step.
 
     Raises:
         OSError: it cannot be written.
@@ -54,7 +46,7 @@ def write_report(
         "left_out": left_out,
         "running": running,
     }
-    write_document(path, data["title"], data, ((step, pack(logged, step)) for step in steps))
+    write_document(path, data["title"], data, ((step, logged.packed(step)) for step in steps))
     return path
 
 
@@ -66,43 +58,24 @@ class LiveReport:
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.directory, self.clock = directory, clock
-        # Of the page that is being written, and of the one before.
-        self._packed: dict[int, tuple[Any, bytes]] = {}
-        self._earlier: dict[int, tuple[Any, bytes]] = {}
         self._due = clock() + FIRST
         self._has_failed = False
 
-    def update(self) -> bool:
-        """Write the report if that is due; return whether it was."""
-        if self.clock() < self._due:
-            return False
-        return self.finish(running=True)
+    def update(self) -> None:
+        """Write the report if that is due."""
+        if self.clock() >= self._due:
+            self.finish(running=True)
 
-    def finish(self, running: bool = False) -> bool:
-        """Write the report, due or not; return whether it was written."""
+    def finish(self, running: bool = False) -> None:
+        """Write the report, due or not."""
         begun = self.clock()
-        self._earlier, self._packed = self._packed, {}
         try:
-            write_report(self.directory, pack=self._pack, running=running)
+            write_report(self.directory, running=running)
         except Exception as error:  # a full disk, a damaged file: never the end of a run
             if not self._has_failed:
                 logger.warning("%s is not up to date: %s", self.directory / REPORT, told(error))
             self._has_failed = True
-            return False
-        finally:
-            self._earlier = {}
-            now = self.clock()
-            self._due = now + SHARE * (now - begun)
-        return True
-
-    def _pack(self, logged: LoggedSteps, step: int) -> bytes:
-        """Pack a step once, as long as its file and its completions stay the same."""
-        state = logged.state(step)
-        known = self._earlier.get(step)
-        if known is None or known[0] != state:
-            known = (state, logged.packed(step))
-        self._packed[step] = known
-        return known[1]
+        self._due = self.clock() + SHARE * (self.clock() - begun)
 
 
 # ---------------------------------------------------------------------------------- the numbers

@@ -13,8 +13,8 @@ import gzip
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,6 @@ from rlhf_pg.report.troubles import is_number
 
 MOST_COMPLETIONS = 10_000
 MOST_TOKENS = 3_000_000
-PART = 4  # no step takes more than this part, so that there is something to compare it with
 LONGEST_TEXT = 200_000  # characters of a text without tokens, or of a prompt
 LONGEST_EXTRA = 300  # characters of a further column
 OWN = {"step", "prompt_index", "sample", "prompt", "completion", "advantage", "truncated", "error"}
@@ -41,23 +40,11 @@ COLUMNS = [
     {"name": name, "label": label, "what": what, "key": key, "diverging": key != "p"}
     for name, label, key, what in (
         ("advantage", "advantage", "a", "advantage of the token, as the loss has it"),
-        (
-            *("reward", "reward", "r"),
-            "what the token is paid: scores of the steps that end there, less the KL penalty",
-        ),
-        (
-            *("log_ratio", "log-ratio", "l"),
-            "log-probability before the update less that with which it was sampled",
-        ),
+        ("reward", "reward", "r", "scores that end at the token, less the KL penalty"),
+        ("log_ratio", "log-ratio", "l", "log-probability before the update less the sampler's"),
         ("kl", "KL", "k", "log-probability before the update less the reference's (k1)"),
-        (
-            *("value", "value", "v"),
-            "the critic's value of what stands before the token, in its own units",
-        ),
-        (
-            *("sampler_logprob", "log-probability", "p"),
-            "log-probability with which it was sampled",
-        ),
+        ("value", "value", "v", "the critic's value of what stands before the token"),
+        ("sampler_logprob", "log-probability", "p", "log-probability of the sampler"),
     )
 ]
 NAMES = [str(column["name"]) for column in COLUMNS]
@@ -80,53 +67,36 @@ class LoggedSteps:
     def of(cls, files: RunFiles) -> "LoggedSteps":
         """Read the completions of a run."""
         records: dict[int, list[dict[str, Any]]] = {}
+        names: dict[str, None] = {}
         for record in files.completions:
             records.setdefault(record["step"], []).append(record)
+            names |= dict.fromkeys(name for name in record if name.startswith("rewards/"))
         given = files.config.get("reward_weights")
-        first = files.completions[:100]
-        names = list(dict.fromkeys(name for record in first for name in _sources(record)))
         weights = {}
-        if isinstance(given, list) and len(given) == len(names):
-            weights = {n: float(w) for n, w in zip(names, given, strict=True) if is_number(w)}
+        if isinstance(given, list) and len(given) == len(names) and all(map(is_number, given)):
+            weights = dict(zip(names, given, strict=True))
         return cls(files, dict(sorted(records.items())), weights)
 
     def packed(self, step: int) -> bytes:
-        """Pack a step for a page, as much of it as a page takes; without tokens it has texts."""
-        tokens, records = self.files.tokens(step), self.records[step]
-        most, note = MOST_COMPLETIONS // PART, ""
-        count = len(records)
-        if tokens is None or tokens.texts is None:
-            tokens, kept = None, min(count, most)
-            records = records[:kept]
-        else:
-            tokens, count = _cut(tokens, most, MOST_TOKENS // PART), len(tokens.lengths)
-            kept = len(tokens.lengths)
-        if kept < count:
-            note = f"{kept:,} of {count:,} completions are shown: the page would be too large."
-        return _pack(step, records, tokens, note, self.weights)
-
-    def state(self, step: int) -> tuple[Any, ...]:
-        """Return what stays the same as long as `packed` does."""
-        try:
-            stat = tokens_file(self.files.directory, step).stat()
-        except OSError:
-            return (len(self.records[step]),)
-        return len(self.records[step]), stat.st_mtime_ns, stat.st_size
+        """Pack a step for a page; without tokens it has the texts of its completions."""
+        tokens = self.files.tokens(step)
+        if tokens is not None and tokens.texts is None:
+            tokens = None
+        return _pack(step, self.records[step], tokens, self.weights)
 
     def summary(self, step: int) -> dict[str, Any]:
         """Return what a page needs of a step before it is opened: its size, best and worst."""
         totals = [
             (total, record.get("prompt_index"), record.get("sample"))
             for record in self.records[step]
-            if (total := total_score(record, self.weights)) is not None
+            if (total := _facts(record, self.weights)["total"]) is not None
         ]
         completions, tokens = self.size(step)
-        return {
-            "step": step,
-            "completions": completions,
-            "tokens": tokens,
-            "best": max(totals, key=lambda one: one[0], default=None),
-            "worst": min(totals, key=lambda one: one[0], default=None),
+        best = max(totals, key=lambda one: one[0], default=None)
+        worst = min(totals, key=lambda one: one[0], default=None)
+        return {"step": step, "completions": completions, "tokens": tokens} | {
+            "best": best,
+            "worst": worst,
         }
 
     def size(self, step: int) -> tuple[int, int]:
@@ -153,9 +123,9 @@ class LoggedSteps:
         chosen: list[int] = []
         for step in dict.fromkeys([*marked, *reversed(steps)]):
             completions, tokens = self.size(step)
-            room -= min(completions, MOST_COMPLETIONS // PART)
-            tokens_left -= min(tokens, MOST_TOKENS // PART)
-            if room < 0 or tokens_left < 0:
+            room -= completions
+            tokens_left -= tokens
+            if chosen and (room < 0 or tokens_left < 0):
                 break
             chosen.append(step)
         if len(chosen) == len(steps):
@@ -167,55 +137,33 @@ class LoggedSteps:
         )
 
 
-def total_score(record: Record, weights: Mapping[str, float]) -> float | None:
-    """Return the weighted sum of a completion's scores; None if it has none."""
-    scores = _scores(record)
-    if not scores:
-        return None
-    return math.fsum(weights.get(name, 1.0) * score for name, score in scores.items())
-
-
-def _cut(tokens: StepTokens, most_completions: int, most_tokens: int) -> StepTokens:
-    """Return the first prompts of a step, whole groups each, that stay within limits."""
-    count, room = len(tokens.lengths), np.cumsum(tokens.lengths)
-    if count <= most_completions and len(tokens.ids) <= most_tokens:
-        return tokens
-    kept = min(most_completions, int(np.searchsorted(room, most_tokens, side="right")))
-    index = tokens.prompt_index
-    whole = [i for i in range(1, kept + 1) if i == count or index[i] != index[i - 1]]
-    kept = whole[-1] if whole else kept
-    end = int(tokens.lengths[:kept].sum())
-    return replace(
-        tokens,
-        prompt_index=tokens.prompt_index[:kept],
-        sample=tokens.sample[:kept],
-        lengths=tokens.lengths[:kept],
-        ids=tokens.ids[:end],
-        action=tokens.action[:end],
-        texts=(tokens.texts or ())[:end],
-        numbers={name: numbers[:end] for name, numbers in tokens.numbers.items()},
-    )
-
-
 def _pack(
     step: int,
     records: Sequence[Record],
     tokens: StepTokens | None,
-    note: str,
     weights: Mapping[str, float],
 ) -> bytes:
-    header: dict[str, Any] = {"step": step, "note": note, "tokens": 0, "columns": []}
+    header: dict[str, Any] = {"step": step, "tokens": 0, "columns": []}
     numbers: dict[Any, int] = {}
+    places: list[tuple[Any, Any, int | None]]
     prompts: list[dict[str, Any]] = []
     completions: list[dict[str, Any]] = []
-    for record, key, sample, length in _placed(records, tokens):
-        if key not in numbers:
-            numbers[key] = len(prompts)
-            index = key if isinstance(key, int) else None
+    if tokens is None:
+        places = [(x.get("prompt_index"), x.get("sample", i), None) for i, x in enumerate(records)]
+        known = dict(zip(places, records, strict=True))
+    else:
+        columns = (tokens.prompt_index, tokens.sample, tokens.lengths)
+        places = list(zip(*(x.tolist() for x in columns), strict=True))
+        by_place = {(x.get("prompt_index"), x.get("sample")): x for x in records}
+        known = {place: by_place.get(place[:2], {}) for place in places}
+    for index, sample, length in places:
+        record = known[index, sample, length]
+        if index not in numbers:
+            numbers[index] = len(prompts)
             prompts.append({"index": index, "turns": _turns(record.get("prompt"))})
         completions.append(
             {
-                "prompt": numbers[key],
+                "prompt": numbers[index],
                 "sample": sample,
                 "length": length,
                 "turns": _turns(record.get("completion")) if length is None else None,
@@ -230,13 +178,13 @@ def _pack(
         # One id may have several texts, where a character is spread over tokens.
         entries: dict[tuple[int, str], int] = {}
         pairs = zip(tokens.ids.tolist(), tokens.texts or (), strict=True)
-        places = [entries.setdefault(pair, len(entries)) for pair in pairs]
+        entry = [entries.setdefault(pair, len(entries)) for pair in pairs]
         header["vocabulary"] = {
             "ids": [one for one, _ in entries],
             "texts": [visible(text) for _, text in entries],
         }
         header["wide"] = len(entries) > WIDE
-        arrays.append(_planes(np.array(places, np.uint32 if header["wide"] else np.uint16)))
+        arrays.append(_planes(np.array(entry, np.uint32 if header["wide"] else np.uint16)))
         arrays.append(tokens.action.astype(np.uint8).tobytes())
         largest = float(np.finfo(np.float16).max)
         for name in header["columns"]:
@@ -246,47 +194,24 @@ def _pack(
     return gzip.compress(b"".join([struct.pack("<I", len(said)), said, *arrays]), 6, mtime=0)
 
 
-def _placed(
-    records: Sequence[Record], tokens: StepTokens | None
-) -> Iterator[tuple[Record, Any, int, int | None]]:
-    """Yield each completion's record, what is the same for its group, its sample and length."""
-    if tokens is None:  # an old run does not number its prompts: equal ones are one
-        for i, record in enumerate(records):
-            prompt = json.dumps(record.get("prompt"), sort_keys=True, default=str)
-            yield record, record.get("prompt_index", prompt), record.get("sample", i), None
-        return
-    known = {(record.get("prompt_index"), record.get("sample")): record for record in records}
-    places = zip(
-        *(x.tolist() for x in (tokens.prompt_index, tokens.sample, tokens.lengths)), strict=True
-    )
-    for index, sample, length in places:
-        yield known.get((index, sample), {}), index, sample, length
-
-
 def _facts(record: Record, weights: Mapping[str, float]) -> dict[str, Any]:
     """Return what is known of a completion beside its tokens."""
-    extra = {
-        visible(name): _short(value)
+    names = [name for name in record if name.startswith("rewards/")]
+    scores = {name: record[name] for name in names if is_number(record[name])}
+    extra = [
+        (visible(name), _short(value))
         for name, value in record.items()
-        if name not in OWN and not name.startswith("rewards/") and value is not None
-    }
+        if name not in OWN and name not in names and value is not None
+    ]
+    total = math.fsum(weights.get(name, 1.0) * score for name, score in scores.items())
     return {
-        "total": total_score(record, weights),
-        "scores": [[visible(name), score] for name, score in _scores(record).items()],
+        "total": total if scores else None,
+        "scores": [[visible(n.removeprefix("rewards/")), score] for n, score in scores.items()],
         "advantage": record["advantage"] if is_number(record.get("advantage")) else None,
         "truncated": record.get("truncated") is True,
         "error": _short(record["error"]) if record.get("error") else None,
-        "extra": list(extra.items()),
+        "extra": extra,
     }
-
-
-def _sources(record: Record) -> list[str]:
-    return [name.removeprefix("rewards/") for name in record if name.startswith("rewards/")]
-
-
-def _scores(record: Record) -> dict[str, float]:
-    scores = {name: record[f"rewards/{name}"] for name in _sources(record)}
-    return {name: float(score) for name, score in scores.items() if is_number(score)}
 
 
 def _turns(prompt: Any) -> list[list[str]]:

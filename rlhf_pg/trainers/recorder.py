@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_pg.data.records import Experience, sample_numbers
 from rlhf_pg.data.token_texts import token_texts
 from rlhf_pg.report.json_lines import line_of
-from rlhf_pg.report.run_files import Start, StepRecord, StepTokens
-from rlhf_pg.report.versions import versions
+from rlhf_pg.report.run_files import Start, StepRecord, StepTokens, versions
 from rlhf_pg.runtime import Runtime
 from rlhf_pg.trainers.samples import Samples, ScoredBatch
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pg.report.comparison import comparison_data, difference_tables, named_runs
+from rlhf_pg.report.comparison import difference_tables, named_runs, write_comparison
 from tests.report.synthetic import make_run, write_lines
+from tests.report.test_run_page import read
 
 RATE = {"learning_rate": 3e-6, "output_dir": "runs/b", "new_key": True}
 
@@ -44,8 +45,8 @@ def test_old_run_says_nothing_of_versions(two: list[Path]) -> None:
     assert versions.note == "Not known of a."
 
 
-def test_each_number_has_a_chart_with_all_runs(two: list[Path]) -> None:
-    data = comparison_data(named_runs(two))
+def test_each_number_has_a_chart_with_all_runs(two: list[Path], tmp_path: Path) -> None:
+    data = read(write_comparison(two, tmp_path / "compare.html")).data
     assert [run["name"] for run in data["runs"]] == ["a", "b"]
     assert all(len(chart["keys"]) == 1 for chart in data["charts"])
     keys = [chart["keys"][0] for chart in data["charts"]]

@@ -68,7 +68,7 @@ class Tokens {
     this.step = loaded;
     this.marked = marked;
     this.ranges = {};
-    this.note.textContent = loaded.note;
+    this.note.textContent = "";
     if (typeof prompt === "object") prompt = loaded.prompts.findIndex((one) => one.index === prompt.index);
     this.available();
     this.showList();
