@@ -21,7 +21,7 @@ PARTS = Path(__file__).parent / "page"
 STYLES = ("uPlot.min.css", "report.css")
 # Two scripts: the library, and ours as one, in this order.
 LIBRARY = "uPlot.iife.min.js"
-OURS = ("base.js", "charts.js", "tokens.js", "tables.js", "report.js")
+OURS = ("base.js", "charts.js", "tokens.js", "report.js")
 VERSION = 1  # of the data's layout
 
 

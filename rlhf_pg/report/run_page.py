@@ -4,10 +4,10 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import accumulate
 from pathlib import Path
-from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from rlhf_pg.boundary.quoted import told, visible
 from rlhf_pg.report.charts import NO_CURVES, charts_of
@@ -117,52 +117,35 @@ def subtitle(files: RunFiles) -> list[str]:
 
 
 def curve_data(files: RunFiles) -> dict[str, Any]:
-    """Return the numbers of a run in columns, over steps, tokens and seconds."""
+    """Return the numbers of a run in columns, over steps, tokens and seconds.
+
+    Of more than `MOST_POINTS` steps, neighbours become their mean.
+    """
     lines = files.metrics
     keys = list(dict.fromkeys(key for line in lines for key in line))
-    shown = {key: [_number(line.get(key)) for line in lines] for key in keys}
-    metrics = {key: column for key, column in shown.items() if any(x is not None for x in column)}
-    seconds = accumulate(_number(line.get("step_time")) or 0.0 for line in lines)
-    tokens = _filled([_number(line.get("num_tokens")) for line in lines])
-    x = {"step": [float(line["step"]) for line in lines], "time": list(seconds)}
-    x |= {"tokens": tokens} if tokens else {}
+    columns = {key: np.array([_number(line.get(key)) for line in lines]) for key in keys}
+    known = {key: column for key, column in columns.items() if not np.isnan(column).all()}
+    x = {"step": known.get("step", np.zeros(0))}
+    x["time"] = np.nancumsum(known.get("step_time", np.zeros(len(lines))))
+    if "num_tokens" in known:  # a counter, which where it is missing is as before
+        x["tokens"] = np.maximum.accumulate(np.nan_to_num(known["num_tokens"]))
     width = -(-len(lines) // MOST_POINTS) or 1
+    ends = np.minimum(np.arange(width, len(lines) + width, width), len(lines)) - 1
+    curves = {}
+    for key in known.keys() - NO_CURVES:
+        parts = np.append(known[key], [np.nan] * (-len(lines) % width)).reshape(-1, width)
+        means = np.ma.masked_invalid(parts).mean(1).filled(np.nan)
+        curves[key] = [None if np.isnan(mean) else float(f"{mean:.6g}") for mean in means]
     return {
         "name": visible(files.directory.absolute().name),
-        "x": {name: _thinned(column, width, last=True) for name, column in x.items()},
-        "metrics": {
-            visible(key): _thinned(column, width)
-            for key, column in metrics.items()
-            if key not in NO_CURVES
-        },
+        "x": {name: column[ends].tolist() for name, column in x.items()},
+        "metrics": {visible(key): curves[key] for key in keys if key in curves},
         "mean_of": width,
     }
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if is_number(value) else None
-
-
-def _filled(column: Sequence[float | None]) -> list[float]:
-    """Return a counter with what it was before in the place of None; empty if it has nothing."""
-    if all(x is None for x in column):
-        return []
-    return list(accumulate((0.0 if x is None else x for x in column), max))
-
-
-def _thinned(column: Sequence[float | None], width: int, last: bool = False) -> list[float | None]:
-    """Return the means, or the last, of so many neighbours each, with six digits."""
-    if width == 1:
-        means = list(column)
-    else:
-        parts = [column[i : i + width] for i in range(0, len(column), width)]
-        means = [part[-1] if last else _mean(part) for part in parts]
-    return [x if x is None or last else float(f"{x:.6g}") for x in means]
-
-
-def _mean(part: Sequence[float | None]) -> float | None:
-    numbers = [x for x in part if x is not None]
-    return fmean(numbers) if numbers else None
+def _number(value: Any) -> float:
+    return float(value) if is_number(value) else np.nan
 
 
 def _absent(lines: Sequence[Mapping[str, Any]]) -> set[str]:

@@ -15,12 +15,6 @@ async function loadStep(step) {
   return bytesOf(element);
 }
 
-/** What the run is, in a few words each. */
-function facts() {
-  const parts = data.subtitle.flatMap((part, i) => (i ? [el("span", { className: "dot" }, "·"), part] : [part]));
-  return el("p", { id: "facts" }, ...parts);
-}
-
 function head() {
   const names = [["curves", "Curves", curves], ["tokens", "Tokens", tokens], ["tables", { run: "Run", compare: "Differences" }[data.kind] || "Details", data.tables.length]];
   const links = names.filter(([, , is]) => is).map(([name, text]) => {
@@ -28,10 +22,9 @@ function head() {
     tabs[name] = { link };
     return link;
   });
-  const help = el("button", { type: "button", className: "help", title: "keys (?)", onclick: () => $("keys").showModal() }, "?");
   return el("header", { className: "top" },
-    el("div", { className: "title" }, el("h1", {}, data.title), facts()),
-    el("nav", {}, ...links, help));
+    el("div", { className: "title" }, el("h1", {}, data.title), el("p", {}, data.subtitle.join(" · "))),
+    el("nav", {}, ...links));
 }
 
 function trouble() {
@@ -43,18 +36,16 @@ function trouble() {
       el("strong", {}, note.title), el("span", {}, ` ${stretch(note)}: `), el("code", {}, note.key))));
 }
 
-function keysHelp() {
-  const rows = [
-    ...(tokens ? [
-      ["← →", "logged step before, after"], ["↑ ↓", "prompt before, after"],
-      ...data.columns.map((column, i) => [column.key ? `${column.key} or ${i + 1}` : String(i + 1), `colour by ${column.label}: ${column.what || column.label}`]),
-      ["t", "tokens"]] : []),
-    ...(curves ? [["c", "curves"]] : []), ["i", "tables"], ["?", "these keys"],
-  ];
-  return el("dialog", { id: "keys", onclick: (event) => { if (event.target.id === "keys") event.target.close(); } },
-    el("h2", {}, "Keys"),
-    el("dl", {}, ...rows.map(([key, what]) => el("div", {}, el("dt", {}, el("kbd", {}, key)), el("dd", {}, what)))),
-    el("form", { method: "dialog" }, el("button", {}, "close")));
+function tablesOf(tables) {
+  return el("section", { className: "tables" }, ...tables.map((table) =>
+    el("section", { className: "table" }, el("h2", {}, table.title),
+      table.note ? el("p", { className: "what" }, table.note) : null,
+      table.rows.length ? el("div", { className: "scroll" }, el("table", {},
+        el("thead", {}, el("tr", {}, ...table.head.map((name) => el("th", {}, name)))),
+        el("tbody", {}, ...table.rows.map((row, i) =>
+          el("tr", { className: i >= table.rows.length - table.dimmed ? "dimmed" : "" },
+            ...row.map((cell) => el("td", {}, cell)))))))
+        : table.note ? null : el("p", { className: "empty" }, "None."))));
 }
 
 /** Show a tab. */
@@ -71,11 +62,10 @@ function open(name) {
 }
 
 function onKey(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || $("keys").open) return;
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
   const isField = event.target.matches?.("input:not([type=range]), textarea");
   if (isField) return;
-  if (event.key === "?") $("keys").showModal();
-  else if (shown === "tokens" && tokens.key(event.key)) event.preventDefault();
+  if (shown === "tokens" && tokens.key(event.key)) event.preventDefault();
   else if (event.key === "t") open("tokens");
   else if (event.key === "c") open("curves");
   else if (event.key === "i") open("tables");
@@ -87,7 +77,7 @@ function build() {
   if (tabs.tokens) tabs.tokens.root = data.steps.length ? tokens.root
     : el("section", {}, el("p", { className: "empty" }, "No completions have been logged yet: log_completions_steps says how often they are."));
   if (tabs.tables) tabs.tables.root = tablesOf(data.tables);
-  document.body.append(top, trouble(), el("main", {}, ...Object.values(tabs).map((tab) => tab.root)), keysHelp());
+  document.body.append(top, trouble(), el("main", {}, ...Object.values(tabs).map((tab) => tab.root)));
   document.addEventListener("keydown", onKey);
   const wanted = location.hash.slice(1);
   open(tabs[wanted] ? wanted : Object.keys(tabs)[0]);
