@@ -9,6 +9,8 @@ The numbers depend on the machine and on the versions of the libraries: record a
 import argparse
 import hashlib
 import json
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -42,12 +44,7 @@ RUNS: dict[str, tuple[type[PolicyGradientTrainer], Callable[[], Any], dict[str, 
     "grpo-dynamic": (
         GRPOTrainer,
         arithmetic,
-        {
-            "dynamic_sampling_rounds": 2,
-            "top_p": 0.9,
-            "truncated_sampling": "saved_support",
-            "missing_eos_penalty": 0.5,
-        },
+        {"dynamic_sampling_rounds": 2, "missing_eos_penalty": 0.5},
     ),
     "grpo-lora": (GRPOTrainer, arithmetic, LORA | {"beta": 0.1}),
     "rloo": (RLOOTrainer, arithmetic, TWICE),
@@ -62,6 +59,8 @@ RUNS: dict[str, tuple[type[PolicyGradientTrainer], Callable[[], Any], dict[str, 
     "ppo-lora": (PPOTrainer, arithmetic, LORA | {"kl_controller": "adaptive", "kl_target": 0.1}),
     "episodes": (GRPOTrainer, guess, {"max_completion_length": 24}),
     "ppo-tools": (PPOTrainer, calculator, {"max_completion_length": 32}),
+    "grpo-two-processes": (GRPOTrainer, arithmetic, TWICE | {"beta": 0.1}),
+    "ppo-two-processes": (PPOTrainer, arithmetic, TWICE),
 }
 
 
@@ -70,8 +69,8 @@ def even_digits(completions: list[str], **_: Any) -> list[float]:
     return [sum(character in "02468" for character in str(said)) / 6 for said in completions]
 
 
-def outcome(name: str, directory: Path) -> dict[str, Any]:
-    """What one run leaves: its metrics, its completions and a hash of its weights."""
+def train(name: str, directory: Path) -> None:
+    """Make one run."""
     trainer_type, new_task, options = RUNS[name]
     task = new_task()
     torch.manual_seed(0)
@@ -87,6 +86,16 @@ def outcome(name: str, directory: Path) -> dict[str, Any]:
         environment_factory=task.environment_factory,
     )
     trainer.train()
+
+
+def outcome(name: str, directory: Path) -> dict[str, Any]:
+    """What one run leaves: its metrics, its completions and a hash of its weights."""
+    if name.endswith("two-processes"):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m"]
+        command = [*launch, "tests.fixed_seeds", "run", str(directory), name]
+        subprocess.run(command, env=os.environ | {"ACCELERATE_USE_CPU": "true"}, check=True)
+    else:
+        train(name, directory)
     digest = hashlib.sha256()
     for path in sorted((directory / "final").rglob("*.safetensors")):
         digest.update(path.read_bytes())
@@ -120,12 +129,15 @@ def differences(found: Any, expected: Any, where: str) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("command", choices=("record", "compare"))
+    parser.add_argument("command", choices=("record", "compare", "run"))
     parser.add_argument("file", type=Path)
     parser.add_argument("names", nargs="*", choices=[[], *RUNS], help="of runs; by default all")
     options = parser.parse_args()
     torch.set_num_threads(1)
     names = options.names or list(RUNS)
+    if options.command == "run":  # in one of several processes
+        train(names[0], options.file)
+        return 0
     with tempfile.TemporaryDirectory() as directory:
         found = {name: outcome(name, Path(directory) / name) for name in names}
     if options.command == "record":

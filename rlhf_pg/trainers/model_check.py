@@ -194,7 +194,7 @@ def _sampled_right(run: Examined, verdict: Verdict) -> Verdict:
 
 
 def _refuse(run: Examined, why: str) -> None:
-    """Raise an error; warn in bfloat16, in which so few tokens cannot tell rounding from a fault."""
+    """Raise an error; in bfloat16, where so few tokens may be off by rounding, only warn."""
     if run.dtype is not torch.bfloat16:
         raise ValueError(why)
     logger.warning("%s", why)
