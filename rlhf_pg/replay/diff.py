@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_pg.report.comparison import PLACES, differing, environment_of, named_runs
-from rlhf_pg.report.run_files import RunFiles, StepTokens, tokens_file
+from rlhf_pg.report.comparison import differing, environment_of, named_runs
+from rlhf_pg.report.run_files import PLACES, RunFiles, StepTokens, tokens_file
 
 GRADIENT = ("loss", "grad_norm", "value_loss")  # metrics that only the update computes
 

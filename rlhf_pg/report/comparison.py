@@ -9,18 +9,11 @@ from typing import Any
 from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.report.charts import charts_of
 from rlhf_pg.report.html import VERSION, Table, write_document
-from rlhf_pg.report.run_files import RunFiles
+from rlhf_pg.report.run_files import PLACES, RunFiles
 from rlhf_pg.report.run_page import curve_data, plain
 from rlhf_pg.report.troubles import WINDOW, values
 
 ABSENT = "-"
-# Keys of a config that say where things are, not how the run learns.
-PLACES = {
-    *("output_dir", "resume_from_checkpoint", "run_name", "report_to", "logging_steps"),
-    *("push_to_hub", "hub_model_id", "hub_private_repo", "save_steps", "save_total_limit"),
-    *("num_completions_to_print", "log_completions_steps", "vllm_server_base_url", "ddp_timeout"),
-    "vllm_sync_directory",
-}
 
 
 def write_comparison(directories: Sequence[Path], out: Path) -> Path:

@@ -16,14 +16,7 @@ from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.checkpoint.run_dir import SET_ASIDE, check_regular, set_aside
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.report.json_lines import JsonLines
-from rlhf_pg.report.run_files import (
-    COMPLETIONS,
-    METRICS,
-    TOKENS,
-    TRACE,
-    StepRecord,
-    tokens_file,
-)
+from rlhf_pg.report.run_files import COMPLETIONS, METRICS, TOKENS, TRACE, StepRecord, tokens_file
 from rlhf_pg.report.run_page import LiveReport
 from rlhf_pg.report.troubles import APART, SAMPLER
 
@@ -68,7 +61,9 @@ class Journal:
             self._trace = JsonLines(directory / TRACE, after_step, synced=False)
             self._directory = directory
             self._report = LiveReport(directory)
-            _remove_tokens(directory, after_step)
+            for file in (directory / TOKENS).glob("*step-" + "[0-9]" * 8 + ".safetensors"):
+                if int(file.stem[-8:]) > after_step:  # of a step that a resumed run takes again
+                    file.unlink()
 
     def say(self, line: str) -> None:
         encoding = getattr(self.console.file, "encoding", None) or "utf-8"
@@ -87,12 +82,8 @@ class Journal:
     def progress(self, total_steps: int) -> Iterator[None]:
         """Show a live bar in a terminal, elsewhere about twenty lines, and report at the end."""
         self._total = total_steps
-        columns = (
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-        )
+        done, text = MofNCompleteColumn(), TextColumn("{task.description}")
+        columns = (BarColumn(bar_width=24), done, text, TimeRemainingColumn())
         bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self._unheard(bar.start)
         self._bar = bar
@@ -165,19 +156,13 @@ class Journal:
         """
         if not self.is_main:
             return
-        self._completions.write_all({"step": step, **record} for record in records)
+        if records:
+            self._completions.write(*({"step": step, **record} for record in records))
         for i, record in enumerate(records):
             if shown is None or i in shown:
                 scores = [record[key] for key in record if key.startswith("rewards/")]
                 said = " ".join(_spelled(score) for score in scores)
                 self.say(f"  {_text(record['prompt'])} -> {_text(record['completion'])}  [{said}]")
-
-
-def _remove_tokens(directory: Path, after_step: int) -> None:
-    """Remove the tokens of steps that a resumed run takes again."""
-    for file in (directory / TOKENS).glob("*step-" + "[0-9]" * 8 + ".safetensors"):
-        if int(file.stem[-8:]) > after_step:
-            file.unlink()
 
 
 def _text(turns: Any) -> str:

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,19 +41,12 @@ class JsonLines:
         self.path, self._synced = path, synced
         self._has_failed = False
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append one line, as `write_all` does."""
-        self.write_all([record])
-
-    def write_all(self, records: Iterable[Mapping[str, Any]]) -> None:
+    def write(self, *records: Mapping[str, Any]) -> None:
         """Append a line for each record; if `synced`, they are on the disk when this returns.
 
-        NaN and infinities, which JSON does not have, become null, and other foreign values text. On
-        a full disk the lines are missing, and the first time a warning says so.
+        On a full disk the lines are missing, and the first time a warning says so.
         """
         lines = "".join(f"{line_of(record)}\n" for record in records)
-        if not lines:
-            return
         size = None
         try:
             with self.path.open("a") as file:
@@ -80,7 +73,7 @@ def _step(line: bytes) -> float:
 
 
 def line_of(record: Mapping[str, Any]) -> str:
-    """Return a record as a line of JSON; what JSON does not have becomes null or text."""
+    """Return a record as a line of JSON; NaN and infinities become null, foreign values text."""
     return json.dumps(finite(dict(record)), allow_nan=False, default=str)
 
 

@@ -18,16 +18,10 @@ from huggingface_hub import ModelCardData
 
 from rlhf_pg.boundary.quoted import quoted, visible
 from rlhf_pg.report.json_lines import read
-from rlhf_pg.report.run_files import PACKAGES, version
+from rlhf_pg.report.run_files import PACKAGES, PLACES, version
 
 MOST_ROWS = 12  # of the table of the reward
 COLUMNS = ("reward", "eval_reward", "kl", "entropy", "completions/mean_length")
-# Keys that say where things were, not how the model was trained.
-PLACES = {
-    *("output_dir", "resume_from_checkpoint", "run_name", "report_to", "ddp_timeout"),
-    *("vllm_server_base_url", "vllm_sync_directory", "hub_model_id", "hub_private_repo"),
-    *("push_to_hub", "base_url"),
-}
 ADDRESS = re.compile(r"(?:(openenv:)|\w+://)\S*")  # of a server
 LONGEST_RUBRIC = 80  # characters
 PAPERS = {
@@ -110,15 +104,13 @@ def _named(value: Any) -> Any:
         return [_named(item) for item in value]
     if isinstance(value, dict):
         return {
-            _named(key): _beginning(item) if key == "rubric" else _named(item)
+            _named(key): textwrap.shorten(str(_named(item)), LONGEST_RUBRIC, placeholder=" ...")
+            if key == "rubric"
+            else _named(item)
             for key, item in value.items()
-            if key not in PLACES
+            if key not in PLACES and key != "base_url"
         }
     return value
-
-
-def _beginning(rubric: Any) -> str:
-    return textwrap.shorten(str(_named(rubric)), LONGEST_RUBRIC, placeholder=" ...")
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:

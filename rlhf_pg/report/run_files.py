@@ -30,6 +30,13 @@ TOKENS = "tokens"
 EXACT = ("advantage", "sampler_logprob")  # numbers that are not rounded to float16
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
 ALSO = ("tokenizers", "safetensors", "numpy", "deepspeed", "vllm", "bitsandbytes")
+# Keys of a config that say where things are, not how the run learns.
+PLACES = {
+    *("output_dir", "resume_from_checkpoint", "run_name", "report_to", "logging_steps"),
+    *("push_to_hub", "hub_model_id", "hub_private_repo", "save_steps", "save_total_limit"),
+    *("num_completions_to_print", "log_completions_steps", "vllm_server_base_url", "ddp_timeout"),
+    "vllm_sync_directory",
+}
 # Safe, and ten times as fast where libyaml is there.
 FAST_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
