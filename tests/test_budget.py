@@ -28,21 +28,20 @@ BUDGETS = {
 # Wings that are over their budget, with what they have today: a number here only goes down.
 TODAY = {
     "advantages": 1845,
-    "config": 4648,
+    "config": 4484,
     "data": 1861,
     "models": 2925,
-    "rollout": 6785,
-    "rewards": 5177,
-    "trainers": 4697,
-    "runtime": 1700,
+    "rollout": 6699,
+    "rewards": 5072,
+    "trainers": 4564,
+    "runtime": 1630,
     "checkpoint": 1055,
-    "report": 3038,
-    "replay": 2984,
+    "report": 1936,
     "plan": 1567,
     "tasks": 1271,
-    "boundary": 1338,
+    "boundary": 1269,
 }
-SCRIPTS = ("report/page/*.js", 850)
+SCRIPTS = ("report/page/*.[jc]s*", 800)
 
 
 def lines(*parts: str) -> int:
