@@ -90,21 +90,6 @@ def test_tokens_of_page_are_those_of_run(run: Path) -> None:
         assert tip[:3] == pytest.approx(expected, rel=2e-3)
 
 
-def test_best_and_worst_completions_are_found(run: Path) -> None:
-    records = RunFiles(run).completions
-    totals = {
-        (r["step"], r["prompt_index"], r["sample"]): r["rewards/accuracy"] + r["rewards/format"]
-        for r in records
-    }
-    with page() as opened:
-        open_file(opened, write_report(run))
-        opened.press("t")
-        for name, extreme in (("best", max), ("worst", min)):
-            opened.run(CLICK % name)
-            total = "Number(document.querySelector('.mate.marked .total')?.textContent)"
-            opened.wait(f"{total} === {extreme(totals.values())}")
-
-
 def test_curves_zoom_together(run: Path) -> None:
     with page() as opened:
         open_file(opened, write_report(run))

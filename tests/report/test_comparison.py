@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pg.report.comparison import difference_tables, named_runs, write_comparison
-from tests.report.synthetic import make_run, write_lines
+from tests.report.synthetic import make_run
 from tests.report.test_run_page import read
 
 RATE = {"learning_rate": 3e-6, "output_dir": "runs/b", "new_key": True}
@@ -29,14 +29,6 @@ def test_tables_have_what_differs(two: list[Path]) -> None:
     assert config.dimmed == 1
     assert versions.rows == []
     assert versions.note == "The same packages, device and number of processes."
-
-
-def test_versions_that_differ_are_named(two: list[Path]) -> None:
-    start = {"step": 0, "processes": 1, "backend": "DDP", "device": "cpu"}
-    write_lines(two[0] / "trace.jsonl", [start | {"versions": {"torch": "2.12.0", "numpy": "2.4"}}])
-    write_lines(two[1] / "trace.jsonl", [start | {"versions": {"torch": "2.13.0", "numpy": "2.4"}}])
-    *_, versions = difference_tables(named_runs(two))
-    assert versions.rows == [["torch", "2.12.0", "2.13.0"]]
 
 
 def test_old_run_says_nothing_of_versions(two: list[Path]) -> None:
