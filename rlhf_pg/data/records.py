@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rlhf_pg.data import micro_batches
 
 _PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
-_ROW_FIELDS = ("groups", "truncated", "positive", "places")
+_ROW_FIELDS = ("groups", "truncated", "positive")
 _ID_FIELDS = ("prompt_ids", "completion_ids")
 
 
@@ -231,7 +231,7 @@ class Experience(Rollout):
     values: Tensor | None = None  # (B,T)
     returns: Tensor | None = None  # (B,T)
     positive: Tensor | None = None  # (B,) bool; right, see `positive_nll_coef`
-    places: Tensor | None = None  # (B,) int64; of the rows in the step, for a log of their tokens
+    rewards: Tensor | None = None  # (B,T) what each token is paid, for the record of the step
 
     @classmethod
     def of(cls, rollout: Rollout, **numbers: Tensor | None) -> Self:

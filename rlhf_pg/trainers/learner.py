@@ -27,7 +27,6 @@ from rlhf_pg.runtime import FullWeights, Runtime, gathered
 from rlhf_pg.trainers.agreement import Agreement
 from rlhf_pg.trainers.optimizer import group_of
 from rlhf_pg.trainers.skipping import SkippedUpdates
-from rlhf_pg.trainers.token_log import TokenLog
 
 R = TypeVar("R", bound=Rollout)
 
@@ -53,7 +52,6 @@ class Learner:
 
     Attributes:
         full_policy: the model that samples and is saved; it can be gathered.
-        log: watches the tokens of the next update; None does not.
         begun: updates of the step that have reached the weights, or were about to.
     """
 
@@ -72,7 +70,6 @@ class Learner:
         self.scheduler, self.loss, self.runtime, self.args = scheduler, loss, runtime, args
         self.token_budget, self.skipped = token_budget, skipped
         self.updates_begun = 0
-        self.log: TokenLog | None = None
         self.size = self._size()
         self._rates = {"learning_rate": group_of(self.policy, optimizer)}
         if self.critic is not None:
@@ -173,8 +170,6 @@ class Learner:
         self.updates_begun = 0
         self.module.train()
         try:
-            if self.log is not None:
-                experience = self.log.placed(experience)
             metrics = self._updates(experience, step, meter)
         except BaseException:
             self.trained.discard_update()
@@ -314,8 +309,6 @@ class Learner:
                 if batch.old_logprobs is None:
                     batch = dataclasses.replace(batch, old_logprobs=new.logprobs.detach())
                 per_token, metrics = self.loss(new, batch)
-                if self.log is not None:
-                    self.log.note(batch, new)
                 weights = token_weights(
                     batch.action_mask,
                     args.aggregation,

@@ -39,7 +39,6 @@ from rlhf_pg.plan.token_budget import chunk_size, most, settled_budget
 from rlhf_pg.report.run_files import Start
 from rlhf_pg.report.trackers import Trackers
 from rlhf_pg.rewards import CallOptions, Rewards, RewardSource
-from rlhf_pg.rewards.named import PYTHON
 from rlhf_pg.rewards.shaping import Shaping
 from rlhf_pg.rewards.sources import source_fingerprint
 from rlhf_pg.rollout import (
@@ -205,7 +204,7 @@ class TrainerSetup(TrainingLoop):
     def _new_rewards(self, functions: Any, processing_classes: Any) -> Rewards:
         args = self.args
         environment = self.environments is not None and self.environments.pays
-        rewards = Rewards(
+        return Rewards(
             functions,
             args.reward_weights,
             processing_classes,
@@ -221,11 +220,6 @@ class TrainerSetup(TrainingLoop):
                 error_value=args.reward_error_value,
             ),
         )
-        # What no name finds is not there when a step is made again.
-        names = self._recorded.get("reward_funcs", ())
-        found = zip(rewards.sources, names, strict=False)
-        rewards.kept |= {source.name for source, name in found if name.startswith(PYTHON)}
-        return rewards
 
     def _load_prompts(self, train_dataset: Any, eval_datasets: Mapping[str, Any]) -> None:
         args, environments = self.args, self.environments
@@ -469,3 +463,7 @@ class TrainerSetup(TrainingLoop):
         """Return on what the run begins or goes on, and from which weights; collective."""
         sources = {s.name: source_fingerprint(s.function) for s in self.rewards.sources}
         return self.recorder.start(self.state.step, self.train_prompts.contents, sources)
+
+    def weights(self) -> dict[str, str]:
+        """Return a fingerprint of each trained tensor, by name; collective."""
+        return self.recorder.fingerprints(trained=True)

@@ -335,11 +335,6 @@ class Broken:
         raise AssertionError
 
 
-class Rude(Broken):
-    def __getattribute__(self, name: str) -> Any:
-        raise OSError(f"no {name}")
-
-
 @pytest.mark.parametrize(
     ("trainer_type", "options"),
     [
@@ -433,10 +428,9 @@ def test_batch_of_failed_episodes_ends_run(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("final"))
 
 
-@pytest.mark.parametrize("environment", [Broken, Rude])
-def test_failed_evaluation_episodes_count_as_wrong(make, environment) -> None:
+def test_failed_evaluation_episodes_count_as_wrong(make) -> None:
     """And one that has failed is no success."""
-    trainer = player(make, environment_factory=environment, num_generations_eval=2)
+    trainer = player(make, environment_factory=Broken, num_generations_eval=2)
     metrics = trainer.evaluate(temperature=1.0)
     assert metrics["eval_pass@2"] == metrics["eval_majority@2"] == 0
     assert metrics["eval_episodes/failed"] == 10
