@@ -86,11 +86,10 @@ class OnGPU:
         lengths = [[prompt, *completions] for prompt, completions in self.families]
         families = [i for i, rows in enumerate(lengths) for _ in range(sum(rows))]
         places = [j for rows in lengths for j, length in enumerate(rows) for _ in range(length)]
-        family, row = to_device(torch.tensor([families, places]), self.device)
+        family, row = to_device(torch.tensor([families, places]), self.device).unbind()
 
         def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            seen: Tensor = (q >= k) & (family[q] == family[k])
-            return seen & ((row[k] == row[q]) | (row[k] == 0))
+            return (q >= k) & (family[q] == family[k]) & ((row[k] == row[q]) | (row[k] == 0))
 
         total = len(families)
         mask: BlockMask = create_block_mask(sees, None, None, total, total, device=str(self.device))
