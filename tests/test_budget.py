@@ -27,13 +27,12 @@ BUDGETS = {
 }
 # Wings that are over their budget, with what they have today: a number here only goes down.
 TODAY = {
-    "advantages": 1845,
-    "config": 4193,
-    "data": 1861,
+    "config": 4172,
+    "data": 1826,
     "models": 2925,
-    "rollout": 6785,
+    "rollout": 6358,
     "rewards": 5177,
-    "trainers": 4697,
+    "trainers": 4405,
     "runtime": 1700,
     "checkpoint": 1055,
     "report": 3038,
