@@ -6,13 +6,13 @@
 # runs tests/gpu/run.sh and leaves reports/gpu_report.json. For an older driver, from 560 on:
 # --build-arg BASE=pytorch/pytorch:2.13.0-cuda12.6-cudnn9-devel. With vLLM, which wants an older
 # transformers than TRL's comparison was tested with:
-# --build-arg EXTRAS=deepspeed,quantization,report,vllm --build-arg CONSTRAINTS=/dev/null
+# --build-arg EXTRAS=deepspeed,quantization,vllm --build-arg CONSTRAINTS=/dev/null
 #
 # The larger image, with nvcc: DeepSpeed compiles its optimizers for offloading.
 ARG BASE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-devel
 FROM ${BASE}
 
-ARG EXTRAS=deepspeed,quantization,report,trl
+ARG EXTRAS=deepspeed,quantization,trl
 ARG CONSTRAINTS=constraints.txt
 
 # A C compiler and Python's headers, which torch.compile and triton need; git, to know the commit.

@@ -31,7 +31,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # What only trains, for whoever only looks; an environment for development has it too.
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[report]"
+	$(BIN)/pip install --quiet -c constraints.txt -e .
 	touch $@
 
 demo: $(READY)  ## GRPO on the embedded task: a few minutes on a CPU, with what it needs installed

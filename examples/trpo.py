@@ -116,8 +116,7 @@ class TRPOTrainer(ReinforceTrainer):
 
     def forward(self, experience: Experience) -> Iterator[tuple[Experience, Tensor]]:
         """Micro-batches, and in each log pi(. | x, y_<t), (B,T,V), for all of its columns."""
-        budget = self.learner.token_budget if self.learner.together else 1  # a row is more
-        for rows in experience.micro_batches(budget, window=0, pads=self.learner.pads):
+        for rows in experience.micro_batches(self.learner.token_budget, window=0):
             batch = experience.select(rows)
             logits = self.learner.policy.logits(batch)
             yield batch, (logits / self.args.temperature).log_softmax(dim=-1)

@@ -134,6 +134,7 @@ def make_trainer(
         **(inputs or {}),
     )
     trainer.engine = ListedEngine(trainer.model)
+    trainer.learner.agreement.refuses = False  # what it says was not drawn from anything
     critic = trainer.critic if trainer.critic is not None and trainer.critic.head else None
     with torch.no_grad():
         generator = torch.Generator().manual_seed(1)

@@ -112,13 +112,13 @@ def _first(dataset: Dataset, count: int = 16) -> Dataset:
 
 
 def differences(found: Any, expected: Any, where: str) -> list[str]:
-    """Every place at which two records differ; NaN equals NaN."""
+    """Every place at which two records differ; NaN equals NaN, and only keys of both count."""
     if isinstance(found, dict) and isinstance(expected, dict):
-        names = [*expected, *(name for name in found if name not in expected)]
+        names = [name for name in expected if name in found]
         return [
             line
             for name in names
-            for line in differences(found.get(name), expected.get(name), f"{where}/{name}")
+            for line in differences(found[name], expected[name], f"{where}/{name}")
         ]
     if isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
         pairs = enumerate(zip(found, expected, strict=True))
@@ -145,6 +145,8 @@ def main() -> int:
         return 0
     expected = json.loads(options.file.read_text())
     found = json.loads(json.dumps(found))
+    old, new = (set().union(*runs["grpo"]["metrics"]) for runs in (expected, found))
+    print(f"metrics that are gone: {sorted(old - new)}; new: {sorted(new - old)}")
     lines = [line for name in names for line in differences(found[name], expected[name], name)]
     print("\n".join(lines[:40]) or f"{len(names)} runs as before, number by number")
     return int(bool(lines))

@@ -27,21 +27,20 @@ BUDGETS = {
 }
 # Wings that are over their budget, with what they have today: a number here only goes down.
 TODAY = {
-    "config": 4172,
-    "data": 1826,
-    "models": 2925,
-    "rollout": 6358,
-    "rewards": 5177,
-    "trainers": 4405,
-    "runtime": 1700,
+    "config": 3994,
+    "data": 1759,
+    "models": 2862,
+    "rollout": 4155,
+    "rewards": 5072,
+    "trainers": 4095,
+    "runtime": 1630,
     "checkpoint": 1055,
-    "report": 3038,
-    "replay": 2984,
+    "report": 1914,
     "plan": 535,
     "tasks": 1271,
-    "boundary": 1338,
+    "boundary": 1269,
 }
-SCRIPTS = ("report/page/*.js", 850)
+SCRIPTS = ("report/page/*.[jc]s*", 800)
 
 
 def lines(*parts: str) -> int:

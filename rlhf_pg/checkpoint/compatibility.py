@@ -17,7 +17,7 @@ OF_DATA = {
 MAY_CHANGE = {
     *("output_dir", "resume_from_checkpoint", "model_name_or_path", "value_model_name_or_path"),
     *("max_steps", "num_train_epochs", "save_steps", "save_best", "save_merged", "eval_steps"),
-    *("save_total_limit", "trust_remote_code", "model_check"),
+    *("save_total_limit", "trust_remote_code"),
     *("num_generations_eval", "eval_success_threshold"),
     *("log_completions_steps", "num_completions_to_print", "report_to", "run_name"),
     *("logging_steps", "push_to_hub", "hub_model_id", "hub_private_repo"),

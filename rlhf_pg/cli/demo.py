@@ -1,7 +1,6 @@
 """`rlhf-pg demo` trains the embedded model and shows what it has learnt."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -10,8 +9,7 @@ from rich.text import Text
 
 from rlhf_pg.cli.train import make_trainer
 from rlhf_pg.config import GRPOConfig
-from rlhf_pg.config.parse import fail, parse, recipe_file
-from rlhf_pg.report import save_curve, show_curve
+from rlhf_pg.config.parse import parse, recipe_file
 from rlhf_pg.trainers import PolicyGradientTrainer
 
 # The recipe has 500 steps, and the learning rate falls over however many there are.
@@ -20,8 +18,6 @@ BRIEF = ("--output_dir", "runs/demo", "--max_steps", "300")
 
 def demo(flags: Sequence[str]) -> None:
     """Train the embedded model with GRPO and show what it has learnt."""
-    if not (find_spec("plotext") and find_spec("matplotlib")):
-        fail('the demo draws curves: pip install "rlhf-pg[report]"')
     recipe = ["--config", str(recipe_file("grpo_arithmetic.yaml")), *BRIEF]
     trainer = make_trainer("grpo", parse(GRPOConfig, [*recipe, *flags], "rlhf-pg demo"))
     console = Console(quiet=not trainer.runtime.is_main)
@@ -36,9 +32,8 @@ def demo(flags: Sequence[str]) -> None:
         table.add_row(Text(problem), Text(answer), Text(answers_after[problem]))
     console.print(table)
     directory = Path(trainer.args.output_dir)
-    show_curve(directory)
     console.print(Text(f"before: {_accuracy(before)}\nafter:  {_accuracy(after)}"))
-    console.print(Text(f"model: {directory / 'final'}   curve: {save_curve(directory)}"))
+    console.print(Text(f"model: {directory / 'final'}   report: {directory / 'report.html'}"))
 
 
 def _accuracy(metrics: dict[str, float]) -> str:

@@ -17,11 +17,12 @@ USAGE = {
     "chat": ("MODEL [--temperature ...]", "talk to a model, a run or an adapter"),
     "demo": ("[--key value ...]", "train with GRPO on a CPU: a few minutes"),
     "report": ("RUN [--out FILE]", "write a run's report.html: curves, trouble, tokens"),
-    "compare": ("RUN RUN ... [--out FILE]", "lay runs over one another, and say what differs"),
-    "watch": ("RUN [--port N] [--text]", "show a run as it goes, in a browser or a terminal"),
-    "replay": ("RUN --step N [--key value ...]", "make a step again, as it was or otherwise"),
-    "diff": ("RUN_A RUN_B [--json] [--rtol X]", "say where two runs part, and why"),
-    "bisect": ("RUN --bad CONDITION", "find the first step of a run that has gone wrong"),
+    "compare": ("RUN RUN ... [--out FILE]", "compare the curves and configs of several runs"),
+    "replay": (
+        "RUN --step N [--key value ...]",
+        "re-run a training step, optionally with other settings",
+    ),
+    "diff": ("RUN_A RUN_B [--json] [--rtol X]", "find the first difference between two runs"),
     "doctor": ("[--json]", "say what is installed, what is missing and how to get it"),
 }
 COMMANDS = "commands (rlhf-pg COMMAND --help says more):\n" + "\n".join(
@@ -31,7 +32,7 @@ COMMANDS = "commands (rlhf-pg COMMAND --help says more):\n" + "\n".join(
 OF_EVALUATION = {"model", "data", "rewards", "sampling"}
 ALSO_OF_EVALUATION = {
     *("seed", "dtype", "pad_token", "max_prompt_length", "long_prompts", "load_in_4bit"),
-    *("num_generations_eval", "eval_success_threshold", "reward_weights", "model_check"),
+    *("num_generations_eval", "eval_success_threshold", "reward_weights"),
     *("reward_model_sees_eos", "reward_model_closes_truncated"),
 }
 SWITCHES = (

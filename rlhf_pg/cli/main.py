@@ -88,11 +88,7 @@ def run(command: str, flags: Sequence[str]) -> None:
             from rlhf_pg.cli.diff import diff
 
             diff(flags)
-        case "bisect":
-            from rlhf_pg.cli.diff import bisect
-
-            bisect(flags)
-        case "report" | "compare" | "watch":
+        case "report" | "compare":
             from rlhf_pg.cli import report
 
             getattr(report, command)(flags)

@@ -2,7 +2,6 @@
 
 import argparse
 import re
-from pathlib import Path
 from typing import Any
 
 SHARDINGS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")  # as launchers' configs have them
@@ -21,10 +20,8 @@ def parser_of(command: str, usage: str) -> argparse.ArgumentParser:
         "eval": _eval,
         "report": _report,
         "compare": _compare,
-        "watch": _watch,
         "replay": _replay,
         "diff": _diff,
-        "bisect": _bisect,
         "chat": _chat,
         "doctor": _doctor,
     }.get(command)
@@ -91,57 +88,22 @@ def _compare(group: Any) -> None:
     )
 
 
-def _watch(group: Any) -> None:
-    add = group.add_argument
-    add("--port", type=_number, default=0, metavar="N", help="default: one that is free")
-    add(
-        "--text",
-        type=_boolean,
-        nargs="?",
-        const=True,
-        default=False,
-        help="in the terminal, until the run has ended",
-    )
-
-
 def _replay(group: Any) -> None:
     add = group.add_argument
     add("--step", type=_count, required=True, metavar="N", help="step to make again, from 1")
-    add("--until", type=_count, metavar="N", help="last step to make again; by default the first")
     add("--rows", type=_number, nargs="+", metavar="N", help="rows to show token by token, from 0")
-    add("--save", type=Path, metavar="DIR", help="write the files of these steps to a directory")
+    add("--resample", action="store_true", help="sample and score again, where nobody is asked")
 
 
 def _diff(group: Any) -> None:
-    add = group.add_argument
-    add("--json", type=_boolean, nargs="?", const=True, default=False, help="print JSON")
-    add(
+    group.add_argument("--json", action="store_true", help="print JSON")
+    group.add_argument(
         "--rtol",
         type=_at_least_0,
+        default=0.0,
         metavar="X",
-        help="count numbers as equal within this share of the largest of their kind; 0: bit by bit "
-        "(default: by what the runs were computed with)",
-    )
-    _again(add)
-
-
-def _again(add: Any) -> None:
-    add(
-        "--replay",
-        type=_boolean,
-        nargs="?",
-        const=True,
-        default=False,
-        help="make the step again where its tokens were not kept; this loads the model",
-    )
-
-
-def _bisect(group: Any) -> None:
-    _again(group.add_argument)
-    group.add_argument(
-        "--bad",
-        metavar="CONDITION",
-        help='what is wrong with a step, such as "reward < 0.2" or "kl > 1 and entropy == null"',
+        help="count numbers as equal within this share of the largest of their kind (default: 0, "
+        "bit by bit)",
     )
 
 

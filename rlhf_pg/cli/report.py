@@ -1,7 +1,6 @@
-"""`rlhf-pg report`, `compare` and `watch` show runs: in a page, beside one another, as they go."""
+"""`rlhf-pg report` and `rlhf-pg compare` show runs: in a page, and beside one another."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,8 +17,6 @@ from rlhf_pg.report.comparison import difference_tables, named_runs, write_compa
 from rlhf_pg.report.html import Table
 from rlhf_pg.report.run_files import RunFiles
 from rlhf_pg.report.run_page import write_report
-from rlhf_pg.report.watch import Server
-from rlhf_pg.report.watch_text import watch_text
 
 OF_A_RUN = ("config.yaml", "metrics.jsonl")
 
@@ -52,29 +49,6 @@ def compare(flags: Sequence[str]) -> None:
     for table in difference_tables(named_runs(directories)):
         _print(table, console)
     print(visible(str(out)))
-
-
-def watch(flags: Sequence[str]) -> None:
-    """Show a run as it goes, in a browser or in the terminal, until Ctrl-C."""
-    names, others = _split(flags)
-    directory = _only(names, "watch")
-    options = parser_of("watch", usage_of("watch")).parse_args(others)
-    with suppress(KeyboardInterrupt):  # the way to end it
-        if options.text:
-            watch_text(directory, Console())
-        else:
-            _serve(directory, options.port)
-
-
-def _serve(directory: Path, port: int) -> None:
-    try:
-        server = Server(directory, port)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        fail(f"--port {port} cannot be used ({reason}): choose another, or 0 for any that is free")
-    with server:
-        print(f"{server.address}  (Ctrl-C ends)", flush=True)
-        server.serve_forever()
 
 
 def run_directory(name: str) -> Path:

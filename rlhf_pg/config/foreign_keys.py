@@ -7,6 +7,8 @@ from collections.abc import Iterable
 # A key that this package had, and what to do in its place.
 GONE = {
     "cpu_threads": "was removed in November 2026: set OMP_NUM_THREADS",
+    "rollout_drafts": "was removed in November 2026: leave it out; nothing is drafted any more",
+    "model_check": "was removed in November 2026: every run compares sampler and policy itself",
 }
 
 _SIZES = "prompts_per_step, num_generations and num_mini_batches; all are global"

@@ -111,10 +111,6 @@ class MethodConfig(SamplingConfig):
     old_kl_target: float | None = number(None, above=0)
     """Target of KL(old || new) in nats per token: old_kl_coef is halved or doubled after a step to
     keep it (PPO, section 4), at the cost of one forward pass. None fixes old_kl_coef."""
-    model_check: bool = True
-    """Check once, at the start, that the model gives a row the same log-probabilities alone,
-    padded, packed, sampled and in an update. A way that differs is avoided or refused
-    (docs/models.md)."""
     old_logprobs_source: Literal["policy", "sampler"] = "policy"
     """Source of the log-probabilities before the update, if they are needed: a forward pass of the
     policy, or what the native engine saw when it sampled, which saves that pass. They differ by

@@ -114,8 +114,8 @@ class RunConfig(AdapterConfig, RewardsConfig, DataConfig, ModelConfig):
     save_best: bool = True
     """Keep the checkpoint with the highest eval_reward so far, in `best/`."""
     log_completions_steps: int = number(10, minimum=0)
-    """Steps between two whose completions are saved, with every token and its numbers, and some
-    shown; 0 saves none. Any step can be made again in any case (rlhf-pg replay)."""
+    """Steps between two whose completions are saved for readers, with the numbers of their tokens,
+    and some shown; 0 saves none. Any step can be replayed in any case (rlhf-pg replay)."""
     num_completions_to_print: int = number(2, minimum=1)
     """Number of prompts of which a completion is shown each time."""
     logging_steps: int = number(1, minimum=1)

@@ -21,11 +21,6 @@ class SamplingConfig(RunConfig):
     rollout_cache_tokens: int | None = number(None, minimum=1)
     """Most tokens whose keys and values the native engine keeps at a time; other completions wait.
     None takes half of a GPU's free memory, or 4 GiB of a CPU's. It never changes the result."""
-    rollout_drafts: Literal["auto", "off"] = "auto"
-    """Try what was sampled before, for the same prompt or in its group, as a draft of the next
-    tokens, which one pass of the native engine verifies; tokens stay the same. auto does so on a
-    CPU while it saves time, unless the update uses the sampler's log-probabilities, whose last bits
-    depend on what is computed together."""
     vllm_gpu_memory_utilization: float = number(0.3, above=0, maximum=1)
     """Share of the GPU's memory that vLLM takes for weights, keys and values; lower it if training
     runs out of memory."""
@@ -59,10 +54,10 @@ class SamplingConfig(RunConfig):
     min_p: float = number(0.0, minimum=0, maximum=1)
     """Lowest probability of a token to sample, as a fraction of the likeliest token's; 0 samples
     from all."""
-    truncated_sampling: Literal["refuse", "saved_support"] = "refuse"
-    """Refuse top_k, top_p and min_p, which sample from another distribution than the policy's; or
-    save which tokens they kept and renormalise the policy (new and old), the reference and the
-    entropy on these (saved_support)."""
+    truncated_sampling: Literal["refuse", "ignore"] = "refuse"
+    """Refuse top_k, top_p and min_p in training, since they sample from another distribution than
+    the policy's; or sample from it and train as if it were the policy's, which is biased (ignore).
+    """
     stop: tuple[str, ...] | None = None
     """Strings that end a completion, as an EOS does; their tokens stay in it."""
 
@@ -80,31 +75,24 @@ class SamplingConfig(RunConfig):
     def _check_truncation(self) -> None:
         """Refuse to compare the policy with a truncation of itself."""
         cuts = {"top_k": self.top_k > 0, "top_p": self.top_p < 1, "min_p": self.min_p > 0}
-        saved = self.truncated_sampling == "saved_support"
         for key, truncates in cuts.items():
-            if truncates and not saved:
+            if truncates and self.truncated_sampling == "refuse":
                 raise ValueError(
                     f"{key} {getattr(self, key)} leaves tokens out of what is sampled, and the "
-                    "ratio would compare the policy with that: set truncated_sampling to "
-                    f'"saved_support", or leave {key} out'
+                    f"gradient would be biased: leave {key} out, or set truncated_sampling to "
+                    '"ignore"'
                 )
         self.refuse_idle(
             ("truncated_sampling",),
             any(cuts.values()),
             "has no effect without top_k, top_p or min_p: set one of them, or leave it out",
         )
-        if saved and self.rollout_engine not in ("auto", "native"):
-            raise ValueError(
-                'truncated_sampling "saved_support" needs to know which tokens were kept, and '
-                f"rollout_engine {self.rollout_engine!r} does not tell: set rollout_engine to "
-                '"native", or leave out top_k, top_p and min_p'
-            )
 
     def _check_engine(self) -> None:
         keys = [field.name for field in dataclasses.fields(self)]
         of_server = {"vllm_sync_directory", *(k for k in keys if k.startswith("vllm_server_"))}
         in_process = {key for key in keys if key.startswith("vllm_")} - of_server
-        native = {"rollout_cache_tokens", "rollout_drafts"}
+        native = {"rollout_cache_tokens"}
         of_engines = {"native": native, "vllm": in_process, "vllm_server": of_server}
         for engine, own in of_engines.items():
             why = f"has no effect without rollout_engine {engine}: set that, or leave it out"

@@ -45,18 +45,6 @@ def split_padded(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]
     return batches
 
 
-def split_alike(rows: Sequence[RowLengths], max_tokens: int) -> list[list[int]]:
-    """Split rows into batches of rows with equal lengths, so that nothing is padded."""
-    order = sorted(range(len(rows)), key=lambda i: rows[i][2:4])
-    batches: list[list[int]] = []
-    for _, run in groupby(order, key=lambda i: rows[i][2:4]):
-        own = list(run)
-        batches += [
-            [own[i] for i in part] for part in split_padded([rows[i] for i in own], max_tokens)
-        ]
-    return batches
-
-
 def _pieces(rows: Sequence[RowLengths], max_tokens: int) -> Iterator[tuple[int, list[int]]]:
     """Yield families, or parts of them, and their tokens; the longest completions come first."""
     for _, run in groupby(range(len(rows)), key=lambda i: rows[i].family):

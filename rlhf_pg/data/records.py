@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rlhf_pg.data import micro_batches
 
 _PROMPT_FIELDS = ("prompt_ids", "prompt_mask")
-_ROW_FIELDS = ("groups", "truncated", "positive", "places")
+_ROW_FIELDS = ("groups", "truncated", "positive")
 _ID_FIELDS = ("prompt_ids", "completion_ids")
 
 
@@ -32,7 +32,6 @@ class Rollout:
     groups: Tensor  # (B,) int64; the prompt's index, shared by its completions
     truncated: Tensor  # (B,) bool; stopped by length, not by a stop token
     sampler_logprobs: Tensor  # (B,T) as the engine saw them
-    support_ids: Tensor | None = None  # (B,T,K) int32; see `from_tokens`
     host_rows: tuple[micro_batches.RowLengths, ...] | None = None  # see `counted`
 
     @classmethod
@@ -47,21 +46,15 @@ class Rollout:
         actions: Sequence[Sequence[bool]] | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        supports: Sequence[Sequence[Tensor] | None] | None = None,
     ) -> Self:
         """Pad lists, one entry per row, into a record.
 
         Args:
             actions: which tokens the policy chose; by default all of them.
             dtype: data type of the log-probabilities.
-            supports: for a sampler that truncates its distribution, the ids that every token was
-                drawn from; no ids stand for the whole vocabulary. They become `support_ids`, padded
-                with -1 to the K of the widest set of the batch. That takes 4 B T K bytes: little
-                with top_k, but with top_p alone up to the vocabulary at every token.
 
         Raises:
-            ValueError: a completion does not have one log-probability (or action, or support) per
-                token; or a token is not in its own support.
+            ValueError: a completion does not have one log-probability (or action) per token.
         """
         for row, (tokens, numbers) in enumerate(zip(completions, logprobs, strict=True)):
             if len(tokens) != len(numbers):
@@ -91,8 +84,6 @@ class Rollout:
             "truncated": torch.tensor(truncated, dtype=torch.bool),
             "sampler_logprobs": sampler_logprobs,
         }
-        if supports is not None:
-            fields["support_ids"] = _padded_supports(supports, completion_ids, completion_mask)
         there: dict[str, Any] = {name: value.to(device) for name, value in fields.items()}
         return cls(**there)
 
@@ -149,8 +140,6 @@ class Rollout:
             value = value[rows]
             if name in _ROW_FIELDS:
                 return value
-            if name == "support_ids":
-                return value[:, :width, : _widest(value)]
             return value[:, -prompt_width:] if name in _PROMPT_FIELDS else value[:, :width]
 
         picked: dict[str, Any] = {name: pick(name, value) for name, value in self._tensors()}
@@ -164,8 +153,6 @@ class Rollout:
             values = [getattr(part, name) for part in parts]
             if name in _ROW_FIELDS:
                 return torch.cat(values)
-            if name == "support_ids":
-                return _joined_supports(values)
             width, left = max(value.shape[1] for value in values), name in _PROMPT_FIELDS
             fill = pad_token_id if name in _ID_FIELDS else 0
             return torch.cat([_widened(value, width, fill, left) for value in values])
@@ -178,7 +165,7 @@ class Rollout:
 
         def blank(name: str, value: Tensor) -> Tensor:
             shape = (1,) if name in _ROW_FIELDS else (1,) * value.ndim
-            filled = {"prompt_mask": 1, "completion_mask": 1, "support_ids": -1}
+            filled = {"prompt_mask": 1, "completion_mask": 1}
             return torch.full(shape, filled.get(name, 0), dtype=value.dtype, device=value.device)
 
         row = micro_batches.RowLengths(group=0, family=0, prompt=1, completion=1, actions=0)
@@ -207,22 +194,20 @@ class Rollout:
         self,
         max_tokens: int,
         window: float = math.inf,
-        pads: bool = True,
     ) -> list[Tensor]:
         """Split row indices on the host so that what is computed stays within `max_tokens`.
 
         Args:
             window: longest row, in tokens, with which prompts are computed once and nothing is
                 padded. A longer row has its whole micro-batch padded, so it is kept apart.
-            pads: whether longer rows may be padded.
         """
         if not self.num_rows:
             return []
         rows = self.counted().host_rows or ()
         long = [row.prompt + row.completion > window for row in rows]
         batches: list[Tensor] = []
-        side_by_side = micro_batches.split_padded if pads else micro_batches.split_alike
-        for split, kind in ((micro_batches.split_packed, False), (side_by_side, True)):
+        both = ((micro_batches.split_packed, False), (micro_batches.split_padded, True))
+        for split, kind in both:
             places = torch.tensor([i for i, is_long in enumerate(long) if is_long == kind])
             own = [row for row, is_long in zip(rows, long, strict=True) if is_long == kind]
             if own:
@@ -246,7 +231,7 @@ class Experience(Rollout):
     values: Tensor | None = None  # (B,T)
     returns: Tensor | None = None  # (B,T)
     positive: Tensor | None = None  # (B,) bool; right, see `positive_nll_coef`
-    places: Tensor | None = None  # (B,) int64; of the rows in the step, for a log of their tokens
+    rewards: Tensor | None = None  # (B,T) what each token is paid, for the record of the step
 
     @classmethod
     def of(cls, rollout: Rollout, **numbers: Tensor | None) -> Self:
@@ -282,46 +267,6 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or x.device.type != "cpu":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
-
-
-def _padded_supports(
-    supports: Sequence[Sequence[Tensor] | None], ids: Tensor, mask: Tensor
-) -> Tensor:
-    """Pad one list of id tensors per row to (B,T,K) int32, for completion ids and mask (B,T)."""
-    for row, (support, length) in enumerate(zip(supports, mask.sum(1).tolist(), strict=True)):
-        if support is None or len(support) != length:
-            given = "none" if support is None else len(support)
-            raise ValueError(
-                f"row {row} was sampled from a truncated distribution and has {length} tokens but "
-                f"{given} supports: the engine must say which ids each token was drawn from"
-            )
-    tokens = [kept for support in supports for kept in support or ()]
-    counts = torch.zeros_like(ids)
-    counts[mask] = torch.tensor([len(kept) for kept in tokens], dtype=counts.dtype)
-    columns = torch.arange(max(int(counts.max()) if counts.numel() else 0, 1))
-    support_ids = torch.full((*ids.shape, len(columns)), -1, dtype=torch.int32)
-    if tokens:
-        support_ids[columns < counts[:, :, None]] = torch.cat(tokens).int()
-    drawn = (support_ids == ids[:, :, None]).any(2) | (counts == 0)
-    if not drawn.all():
-        row, token = (~drawn).nonzero()[0].tolist()
-        raise ValueError(f"row {row}: token {token} is not in the support that it was drawn from")
-    return support_ids
-
-
-def _joined_supports(supports: Sequence[Tensor]) -> Tensor:
-    """Concatenate supports, padded to the longest row and to the widest set."""
-    longest, widest = (max(part.shape[dim] for part in supports) for dim in (1, 2))
-    padded = [
-        nn.functional.pad(part, (0, widest - part.shape[2], 0, longest - part.shape[1]), value=-1)
-        for part in supports
-    ]
-    return torch.cat(padded)
-
-
-def _widest(support_ids: Tensor) -> int:
-    """Return the number of ids in the widest set, at least 1."""
-    return max(int((support_ids >= 0).sum(2).max()) if support_ids.numel() else 0, 1)
 
 
 def _widened(x: Tensor, width: int, fill: int, left: bool) -> Tensor:

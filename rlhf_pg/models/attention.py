@@ -7,7 +7,7 @@ Shapes: N tokens of the pass, H query and K key-value heads, D their width.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -85,22 +85,11 @@ def replaced_attention(configs: Sequence[Any], name: str = NAME) -> Iterator[Non
             config._attn_implementation = before
 
 
-class Heads(NamedTuple):
-    """The attention heads of one layer."""
-
-    queries: int
-    key_values: int
-    width: int  # of keys
-    dtype: torch.dtype  # of keys
-
-
 class AttentionSupport(NamedTuple):
     """A model's support for attention in two parts."""
 
     unsupported_reason: str | None  # None if it is supported
     bytes_per_token: int = 0  # of keys and values, in all layers, as the model makes them
-    flash: bool = False  # whether torch's FlashAttention-2 on GPUs takes all its heads
-    layers: Mapping[int, Heads] = {}
 
 
 def attention_support(model: PreTrainedModel) -> AttentionSupport:
@@ -117,7 +106,7 @@ def attention_support(model: PreTrainedModel) -> AttentionSupport:
         return AttentionSupport(f"its attention cannot be replaced ({error})")
     if len(probe.layers) != len(layers):
         return AttentionSupport("only some of its layers can be replaced")
-    return AttentionSupport(None, probe.size, probe.flash, probe.layers)
+    return AttentionSupport(None, probe.size)
 
 
 def window(model: PreTrainedModel) -> float:
@@ -134,31 +123,17 @@ def window(model: PreTrainedModel) -> float:
 
 class _Probe:
     def __init__(self) -> None:
-        self.layers: dict[int, Heads] = {}
+        self.layers: set[int] = set()
         self.size = 0  # bytes
-        self.flash = True
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if layer in self.layers:
             raise NotImplementedError("a layer that attends twice")
         if value.shape[2] > key.shape[2]:
             raise NotImplementedError("values wider than keys")
-        self.layers[layer] = Heads(query.shape[0], key.shape[0], key.shape[2], key.dtype)
+        self.layers.add(layer)
         self.size += key.nbytes + value.nbytes
-        self.flash &= _takes(query, key, value)
         return torch.zeros_like(query.transpose(0, 1))[..., : value.shape[-1]]
-
-
-def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether `mha_varlen_fwd` of torch (aten/.../flash_attn/flash_api.cpp) takes them."""
-    width = query.shape[-1]
-    return (
-        query.dtype == key.dtype == value.dtype
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and width == key.shape[-1] == value.shape[-1]
-        and width <= 256
-        and width % 8 == 0
-    )
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from rlhf_pg.models.logit_transform import NOTHING, LogitTransform, output_layer
-from rlhf_pg.models.softmax import Law, token_scores
+from rlhf_pg.models.softmax import TokenDistribution, token_scores
 
 # Logits that live at a time. Forward and backward of 2048 tokens with a vocabulary of 32,768 and
 # width 256 took, on one CPU core, 2.4 s with all logits kept, 2.7 s in chunks of this size or half
@@ -56,42 +56,34 @@ class ChunkedLMHead:
     chunks: int
     transform: LogitTransform = NOTHING
 
-    def __call__(
-        self, hidden: Tensor, tokens: Tensor, support_ids: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies, (N,), in at least float32.
 
         Args:
             hidden: (N,H) last hidden states of the trunk.
             tokens: (N,) the tokens that followed.
-            support_ids: (N,K) as in `token_scores`.
         """
         layer = output_layer(self.model)
         assert layer is not None
         linear = _plain(layer)
         if linear is not None and self.chunks > 1:
-            with _computing(linear, partial(self._scores, linear, tokens, support_ids)):
+            with _computing(linear, partial(self._scores, linear, tokens)):
                 scores: tuple[Tensor, Tensor] = layer(hidden)
             return scores
-        split = (
-            x.tensor_split(self.chunks) if x is not None else [None] * self.chunks
-            for x in (hidden, tokens, support_ids)
-        )
+        split = (x.tensor_split(self.chunks) for x in (hidden, tokens))
         chunks = [self._chunk(layer, *chunk) for chunk in zip(*split, strict=True)]
         logprobs, entropies = zip(*chunks, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)
 
-    def _scores(
-        self, layer: nn.Linear, tokens: Tensor, support_ids: Tensor | None, hidden: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        law = Law(self.temperature, self.transform, support_ids, self.entropy_gradient)
+    def _scores(self, layer: nn.Linear, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        distribution = TokenDistribution(self.temperature, self.transform, self.entropy_gradient)
         scores: Any = _ChunkedScores.apply
-        logprobs, entropies = scores(hidden, layer.weight, layer.bias, tokens, law, self.chunks)
+        logprobs, entropies = scores(
+            hidden, layer.weight, layer.bias, tokens, distribution, self.chunks
+        )
         return logprobs, entropies
 
-    def _chunk(
-        self, layer: nn.Module, hidden: Tensor, tokens: Tensor, support_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _chunk(self, layer: nn.Module, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         # A linear layer keeps its input for the backward pass but not its output, so only the
         # output needs recomputing. With dropout the output would be another one.
         again = None
@@ -100,7 +92,6 @@ class ChunkedLMHead:
         return token_scores(
             layer(hidden),
             tokens,
-            support_ids,
             self.temperature,
             self.entropy_gradient,
             self.transform,
@@ -122,18 +113,18 @@ class _ChunkedScores(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         tokens: Tensor,
-        law: Law,
+        distribution: TokenDistribution,
         chunks: int,
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(len(tokens), dtype=_wide(hidden))
         entropies = torch.empty_like(logprobs)
         for rows in _split(len(tokens), chunks):
-            logprobs[rows], entropies[rows] = law.of(rows).scores(
+            logprobs[rows], entropies[rows] = distribution.scores(
                 nn.functional.linear(hidden[rows], weight, bias), tokens[rows]
             )
         ctx.save_for_backward(hidden, weight, bias, tokens, entropies)
-        ctx.law, ctx.chunks = law, chunks
-        if not law.entropy_gradient:
+        ctx.distribution, ctx.chunks = distribution, chunks
+        if not distribution.entropy_gradient:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
@@ -149,7 +140,7 @@ class _ChunkedScores(torch.autograd.Function):
         # From the last chunk to the first, in autograd's order.
         for rows in reversed(_split(len(hidden), ctx.chunks)):
             gradient = nn.functional.linear(hidden[rows], weight, bias)
-            ctx.law.of(rows).to_gradient(gradient, *(x[rows] for x in (*numbers, *to_scores)))
+            ctx.distribution.to_gradient(gradient, *(x[rows] for x in (*numbers, *to_scores)))
             to_hidden[rows] = gradient @ weight
             if to_weight is not None:
                 to_weight += _product(gradient.T, hidden[rows])

@@ -79,9 +79,6 @@ class Policy(nn.Module):
     def forward(self, batch: Rollout, routes_alone: bool = False) -> Any:
         """Return log pi(y_t | x, y_<t) and H(pi(. | x, y_<t)) for every action token of the batch.
 
-        Where the sampler kept only some tokens S of a slot, both are those of the policy
-        renormalised on S (see `token_scores`).
-
         Args:
             routes_alone: compute and return only what the routers chose, (L,E).
         """
@@ -93,8 +90,9 @@ class Policy(nn.Module):
             return self.score(batch, self.hidden_states(batch))
         slots = batch.action_slots()
         logits = self.logits(batch).flatten(0, 1)[slots]
-        options = (self.temperature, self.entropy_gradient)
-        return _spread(batch, slots, *token_scores(logits, *_drawn(batch, slots), *options))
+        tokens = batch.completion_ids.flatten()[slots]
+        scores = token_scores(logits, tokens, self.temperature, self.entropy_gradient)
+        return _spread(batch, slots, *scores)
 
     def hidden_states(self, batch: Rollout) -> Hidden:
         """Run the trunk over a batch, as in `rlhf_pg.models.packing`."""
@@ -106,7 +104,7 @@ class Policy(nn.Module):
         slots = batch.action_slots()
         # By an index in brackets, the threads of a CPU would add up the gradient in any order.
         before = trunk.hidden.index_select(0, trunk.states[:, :-1].flatten()[slots])
-        scored = _spread(batch, slots, *self.head(before, *_drawn(batch, slots)))
+        scored = _spread(batch, slots, *self.head(before, batch.completion_ids.flatten()[slots]))
         return scored._replace(routed=self._routed(trunk))
 
     def _routed(self, trunk: Hidden) -> Routed | None:
@@ -122,13 +120,6 @@ class Policy(nn.Module):
         # The logits in column t are about token t+1; those of the last column are about no token.
         logits: Tensor = output.logits[:, -columns:-1]
         return logits
-
-
-def _drawn(batch: Rollout, slots: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the action tokens (M,), and the support that each was drawn from (M,K)."""
-    support = batch.support_ids
-    tokens = batch.completion_ids.flatten()[slots]
-    return tokens, None if support is None else support.flatten(0, 1)[slots]
 
 
 def _spread(batch: Rollout, slots: Tensor, *numbers: Tensor) -> PolicyOutput:

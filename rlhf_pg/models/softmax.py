@@ -1,7 +1,7 @@
 """Log-probabilities and entropies from the output of a head, and their gradient."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ IMPOSSIBLE = -1e4
 def token_scores(
     logits: Tensor,
     tokens: Tensor,
-    support_ids: Tensor | None = None,
     temperature: float = 1.0,
     entropy_gradient: bool = False,
     transform: LogitTransform = NOTHING,
@@ -33,32 +32,26 @@ def token_scores(
         dH / dz_v        = -p_v (log p_v + H) / temperature
 
     Both are in at least float32, whatever the dtype of the logits; a token of probability 0 adds 0.
-    If there is a support S, p is renormalised on it:
-
-        p_S(y) = p(y) / sum_{v in S} p(v)
 
     Args:
         logits: (N,V), with z = transform(logits). The backward pass overwrites them; `torch` raises
             an error if anything else needs them.
-        tokens: (N,), each in its support.
-        support_ids: (N,K) the tokens of S, padded with -1; a row without any has the whole
-            vocabulary.
+        tokens: (N,) ids.
         entropy_gradient: whether the entropy has a gradient; otherwise it is detached.
         again: recomputes the logits, which are then not kept for the backward pass.
     """
-    law = Law(temperature, transform, support_ids, entropy_gradient)
+    distribution = TokenDistribution(temperature, transform, entropy_gradient)
     scores: Any = _Scores.apply
-    logprobs, entropies = scores(logits, tokens, law, again)
+    logprobs, entropies = scores(logits, tokens, distribution, again)
     return logprobs, entropies
 
 
 @dataclass(frozen=True)
-class Law:
+class TokenDistribution:
     """The mapping from the output of the head to the distribution of a token, and its gradient."""
 
     temperature: float
     transform: LogitTransform
-    support_ids: Tensor | None
     entropy_gradient: bool
 
     @property
@@ -77,13 +70,7 @@ class Law:
             z, bend = bent * (self.transform.cap / self.temperature), 1 - bent**2
         elif self.slope != 1:
             z = z * self.slope
-        return z if self.support_ids is None else _within(z, self.support_ids[rows]), bend
-
-    def of(self, rows: slice) -> "Law":
-        """Restrict the law to some rows."""
-        return (
-            self if self.support_ids is None else replace(self, support_ids=self.support_ids[rows])
-        )
+        return z, bend
 
     def scores(self, output: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies, (N,)."""
@@ -125,12 +112,16 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, tokens: Tensor, law: Law, again: Callable[[], Tensor] | None
+        ctx: Any,
+        output: Tensor,
+        tokens: Tensor,
+        distribution: TokenDistribution,
+        again: Callable[[], Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropies = law.scores(output, tokens)
+        logprobs, entropies = distribution.scores(output, tokens)
         ctx.save_for_backward(output if again is None else None, tokens, entropies)
-        ctx.law, ctx.again = law, again
-        if not law.entropy_gradient:
+        ctx.distribution, ctx.again = distribution, again
+        if not distribution.entropy_gradient:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
@@ -140,7 +131,7 @@ class _Scores(torch.autograd.Function):
         output, tokens, entropies = ctx.saved_tensors
         if ctx.again is not None:
             output = ctx.again()
-        ctx.law.to_gradient(output, tokens, entropies, to_logprobs, to_entropies)
+        ctx.distribution.to_gradient(output, tokens, entropies, to_logprobs, to_entropies)
         return output, None, None, None
 
 
@@ -152,14 +143,3 @@ def _blocks(output: Tensor) -> Iterator[slice]:
     end = min(count, block) if isinstance(output, FakeTensor) else count
     for start in range(0, end, block):
         yield slice(start, start + block)
-
-
-def _within(logits: Tensor, support_ids: Tensor) -> Tensor:
-    """Set logits (N,V) outside their row's support to -inf; a row without any keeps them all."""
-    given = support_ids >= 0
-    vocabulary = logits.shape[-1]
-    # Padding goes to an extra column after the vocabulary.
-    columns = torch.where(given, support_ids, vocabulary).long()
-    kept = torch.zeros((len(logits), vocabulary + 1), dtype=torch.bool, device=logits.device)
-    kept = kept.scatter_(1, columns, True)[:, :-1] | ~given.any(dim=1, keepdim=True)
-    return logits.masked_fill(~kept, -torch.inf)

@@ -21,7 +21,7 @@ PARTS = Path(__file__).parent / "page"
 STYLES = ("uPlot.min.css", "report.css")
 # Two scripts: the library, and ours as one, in this order.
 LIBRARY = "uPlot.iife.min.js"
-OURS = ("base.js", "charts.js", "tokens.js", "tables.js", "report.js")
+OURS = ("base.js", "charts.js", "tokens.js", "report.js")
 VERSION = 1  # of the data's layout
 
 
@@ -71,30 +71,25 @@ def write_document(
 
 
 def document(
-    title: str,
-    data: Mapping[str, Any],
-    steps: Iterable[tuple[int, bytes]] = (),
-    connect: str = "'none'",
+    title: str, data: Mapping[str, Any], steps: Iterable[tuple[int, bytes]] = ()
 ) -> Iterator[str]:
-    """Yield the page piece by piece.
-
-    Args:
-        connect: what it may fetch from, as the policy has it.
-    """
-    styles = [part(name) for name in STYLES]
+    """Yield the page piece by piece."""
+    style = "\n".join(part(name) for name in STYLES)
     scripts = [part(LIBRARY), our_script()]
-    allowed = policy(styles, scripts, connect)
+    policy = (
+        f"default-src 'none'; script-src {' '.join(map(hash_of, scripts))}; "
+        f"style-src {hash_of(style)}; img-src data:; connect-src 'none'; base-uri 'none'; "
+        "form-action 'none'"
+    )
     yield (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{allowed}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="referrer" content="no-referrer">\n'
-        f"<title>{html.escape(visible(title))}</title>\n"
+        f"<title>{html.escape(visible(title))}</title>\n<style>{style}</style>\n</head>\n<body>\n"
+        "<noscript>This page needs JavaScript to draw its curves.</noscript>\n"
+        f'<script type="application/json" id="data">{as_json(data)}</script>\n'
     )
-    for style in styles:
-        yield f"<style>{style}</style>\n"
-    yield "</head>\n<body>\n<noscript>This page needs JavaScript to draw its curves.</noscript>\n"
-    yield f'<script type="application/json" id="data">{as_json(data)}</script>\n'
     for script in scripts:
         yield f"<script>{script}</script>\n"
     # Behind the scripts, which show the curves while these are still being read.
@@ -102,21 +97,6 @@ def document(
         encoded = base64.b64encode(content).decode()
         yield f'<script type="application/gzip" id="step-{step}">{encoded}</script>\n'
     yield "</body>\n</html>\n"
-
-
-def policy(styles: Iterable[str], scripts: Iterable[str], connect: str) -> str:
-    """Return the Content-Security-Policy of a page with these styles and scripts and no others."""
-    return "; ".join(
-        [
-            "default-src 'none'",
-            f"script-src {' '.join(map(hash_of, scripts))}",
-            f"style-src {' '.join(map(hash_of, styles))}",
-            "img-src data:",
-            f"connect-src {connect}",
-            "base-uri 'none'",
-            "form-action 'none'",
-        ]
-    )
 
 
 def hash_of(text: str) -> str:

@@ -16,19 +16,8 @@ from rlhf_pg.boundary.quoted import visible
 from rlhf_pg.checkpoint.run_dir import SET_ASIDE, check_regular, set_aside
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.report.json_lines import JsonLines
-from rlhf_pg.report.run_files import (
-    COMPLETIONS,
-    METRICS,
-    OUTSIDE,
-    TRACE,
-    RunFiles,
-    Start,
-    StepTokens,
-    Trace,
-    tokens_file,
-)
+from rlhf_pg.report.run_files import COMPLETIONS, METRICS, TOKENS, TRACE, StepRecord, tokens_file
 from rlhf_pg.report.run_page import LiveReport
-from rlhf_pg.report.troubles import APART, SAMPLER
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +45,7 @@ class Journal:
         self.console: Console = RunConsole(quiet=not is_main)
         self._bar: Progress | None = None
         self._total = 0
-        self._doubts = False
-        self._lacks_tokens = self._lacks_answers = False
+        self._lacks_tokens = False
         if is_main:
             directory.mkdir(parents=True, exist_ok=True)
             earlier = set_aside(directory) if after_step == 0 else None
@@ -69,12 +57,11 @@ class Journal:
             self._metrics = JsonLines(directory / METRICS, after_step)
             self._completions = JsonLines(directory / COMPLETIONS, after_step)
             self._trace = JsonLines(directory / TRACE, after_step, synced=False)
-            self._outside: JsonLines | None = None  # most runs ask nobody
-            if (directory / OUTSIDE).exists():
-                self._outside = JsonLines(directory / OUTSIDE, after_step)
             self._directory = directory
             self._report = LiveReport(directory)
-            _remove_tokens(directory, after_step)
+            for file in (directory / TOKENS).glob("*step-" + "[0-9]" * 8 + ".safetensors"):
+                if int(file.stem[-8:]) > after_step:  # of a step that a resumed run takes again
+                    file.unlink()
 
     def say(self, line: str) -> None:
         encoding = getattr(self.console.file, "encoding", None) or "utf-8"
@@ -93,12 +80,8 @@ class Journal:
     def progress(self, total_steps: int) -> Iterator[None]:
         """Show a live bar in a terminal, elsewhere about twenty lines, and report at the end."""
         self._total = total_steps
-        columns = (
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-        )
+        done, text = MofNCompleteColumn(), TextColumn("{task.description}")
+        columns = (BarColumn(bar_width=24), done, text, TimeRemainingColumn())
         bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self._unheard(bar.start)
         self._bar = bar
@@ -115,7 +98,6 @@ class Journal:
         if not self.is_main:
             return
         self._metrics.write(metrics)
-        self._doubt_sampler(metrics.get(SAMPLER, 0.0))
         self._report.update()
         step = metrics["step"]
         if "eval_reward" in metrics:
@@ -127,56 +109,27 @@ class Journal:
         elif step % max(1, self._total // 20) == 0 or step == self._total:
             self.say(f"step {step}/{self._total}  {summary}  {metrics['step_time']:.2f} s/step")
 
-    def _doubt_sampler(self, apart: float) -> None:
-        """Warn once if the engine samples from another distribution than the policy's."""
-        if apart > APART and not self._doubts:
-            self._doubts = True
-            logger.warning(
-                "the engine's log-probabilities are %.2f nats from the policy's (%s), more than "
-                "rounding explains: check that the engine serves this model in its whole length, "
-                "unquantised, and takes over its weights",
-                apart,
-                SAMPLER,
-            )
-
-    def begin(self, start: Start) -> None:
-        """Save on what the run begins or goes on."""
+    def trace(self, line: Mapping[str, Any]) -> None:
+        """Save a line of trace.jsonl."""
         if self.is_main:
-            self._trace.write(vars(start))
+            self._trace.write(line)
 
-    def record(
-        self,
-        trace: Trace,
-        outside: Sequence[Mapping[str, Any]],
-        tokens: StepTokens | None,
-    ) -> None:
-        """Save what a step did, and what it asked of others; tokens where they are due."""
+    def record(self, record: StepRecord) -> None:
+        """Save the record of a step, and show some of its completions."""
         if not self.is_main:
             return
-        self._trace.write(vars(trace))
-        if outside:
-            self._write_outside(outside)
-        if tokens is not None:
-            self._save_tokens(trace.step, tokens)
-
-    def _write_outside(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        try:
-            self._outside = self._outside or JsonLines(self._directory / OUTSIDE, 0)
-        except OSError as error:  # a full disk; the next step tries again
-            if not self._lacks_answers:
-                logger.warning("%s lacks answers: %s", self._directory / OUTSIDE, error)
-            self._lacks_answers = True
-        else:
-            self._outside.write_all(lines)
-
-    def _save_tokens(self, step: int, tokens: StepTokens) -> None:
-        file = tokens_file(self._directory, step)
-        try:
-            tokens.save(file)
-        except (OSError, SafetensorError) as error:
-            if not self._lacks_tokens:
-                logger.warning("%s has no tokens from step %d on: %s", file.parent, step, error)
-            self._lacks_tokens = True
+        step = record.trace["step"]
+        self._trace.write(record.trace)
+        for tokens, greedy in ((record.tokens, False), (record.greedy, True)):
+            file = tokens_file(self._directory, step, greedy)
+            try:
+                if tokens is not None:
+                    tokens.save(file)
+            except (OSError, SafetensorError) as error:
+                if not self._lacks_tokens:
+                    logger.warning("%s has no step %d: %s", file.parent, step, error)
+                self._lacks_tokens = True
+        self.completions(step, record.completions, record.shown)
 
     def completions(
         self, step: int, records: Sequence[Mapping[str, Any]], shown: Collection[int] | None = None
@@ -188,20 +141,13 @@ class Journal:
         """
         if not self.is_main:
             return
-        self._completions.write_all({"step": step, **record} for record in records)
+        if records:
+            self._completions.write(*({"step": step, **record} for record in records))
         for i, record in enumerate(records):
             if shown is None or i in shown:
                 scores = [record[key] for key in record if key.startswith("rewards/")]
                 said = " ".join(_spelled(score) for score in scores)
                 self.say(f"  {_text(record['prompt'])} -> {_text(record['completion'])}  [{said}]")
-
-
-def _remove_tokens(directory: Path, after_step: int) -> None:
-    """Remove the tokens of steps that a resumed run takes again."""
-    run = RunFiles(directory)
-    for step in run.logged_steps():
-        if step > after_step:
-            tokens_file(directory, step).unlink(missing_ok=True)
 
 
 def _text(turns: Any) -> str:

@@ -4,12 +4,11 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf_pg.boundary.user_code import plain_text
 from rlhf_pg.checkpoint.atomic import sync_directory, sync_file
 
 logger = logging.getLogger(__name__)
@@ -42,19 +41,12 @@ class JsonLines:
         self.path, self._synced = path, synced
         self._has_failed = False
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Append one line, as `write_all` does."""
-        self.write_all([record])
-
-    def write_all(self, records: Iterable[Mapping[str, Any]]) -> None:
+    def write(self, *records: Mapping[str, Any]) -> None:
         """Append a line for each record; if `synced`, they are on the disk when this returns.
 
-        NaN and infinities, which JSON does not have, become null, and other foreign values text. On
-        a full disk the lines are missing, and the first time a warning says so.
+        On a full disk the lines are missing, and the first time a warning says so.
         """
         lines = "".join(f"{line_of(record)}\n" for record in records)
-        if not lines:
-            return
         size = None
         try:
             with self.path.open("a") as file:
@@ -81,23 +73,8 @@ def _step(line: bytes) -> float:
 
 
 def line_of(record: Mapping[str, Any]) -> str:
-    """Return a record as a line of JSON, whatever is in it."""
-    with suppress(TypeError, ValueError, RecursionError):  # most are plain already
-        return json.dumps(record, allow_nan=False)
-    try:
-        return json.dumps(finite(dict(record)), allow_nan=False, default=plain_text)
-    except (TypeError, ValueError, RecursionError):  # a callback's odd value, or too deep
-        return json.dumps({plain_text(k): _json_or_text(v) for k, v in record.items()})
-
-
-def _json_or_text(value: Any) -> Any:
-    """Return the value if JSON can hold it, or else its text."""
-    try:
-        value = finite(value)
-        json.dumps(value, allow_nan=False)
-    except Exception:
-        return plain_text(value)
-    return value
+    """Return a record as a line of JSON; NaN and infinities become null, foreign values text."""
+    return json.dumps(finite(dict(record)), allow_nan=False, default=str)
 
 
 def finite(value: Any) -> Any:
@@ -105,7 +82,7 @@ def finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {plain_text(key): finite(inner) for key, inner in value.items()}
+        return {str(key): finite(inner) for key, inner in value.items()}
     return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 

@@ -12,25 +12,10 @@ from rlhf_pg.advantages import group_stats, total_scores
 
 # Keys of every line of metrics.jsonl; null if a number was not computed.
 KEYS = (
-    "step",
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "reward",
-    "reward_std",
-    "kl",
-    "entropy",
-    "completions/mean_length",
-    "completions/clipped_ratio",
-    "clip_ratio/region_mean",
-    "frac_reward_zero_std",
-    "num_tokens",
-    "step_time",
-    "time/rollout",
-    "time/reward",
-    "time/score",
-    "time/update",
-    "perf/tokens_per_second",
+    *("step", "loss", "grad_norm", "learning_rate", "reward", "reward_std", "kl", "entropy"),
+    *("completions/mean_length", "completions/clipped_ratio", "clip_ratio/region_mean"),
+    *("frac_reward_zero_std", "num_tokens", "step_time", "time/rollout", "time/reward"),
+    *("time/score", "time/update", "perf/tokens_per_second"),
 )
 
 

@@ -18,49 +18,17 @@ from huggingface_hub import ModelCardData
 
 from rlhf_pg.boundary.quoted import quoted, visible
 from rlhf_pg.report.json_lines import read
-from rlhf_pg.report.versions import PACKAGES, version
+from rlhf_pg.report.run_files import PACKAGES, PLACES, version
 
 MOST_ROWS = 12  # of the table of the reward
 COLUMNS = ("reward", "eval_reward", "kl", "entropy", "completions/mean_length")
-# Keys that say where things were, not how the model was trained.
-PLACES = {
-    *("output_dir", "resume_from_checkpoint", "run_name", "report_to", "ddp_timeout"),
-    *("vllm_server_base_url", "vllm_sync_directory", "hub_model_id", "hub_private_repo"),
-    *("push_to_hub", "base_url"),
-}
 ADDRESS = re.compile(r"(?:(openenv:)|\w+://)\S*")  # of a server
 LONGEST_RUBRIC = 80  # characters
-# The papers of the algorithms, in BibTeX.
 PAPERS = {
-    "GRPO": """@article{shao2024deepseekmath,
-  title = {{DeepSeekMath}: Pushing the Limits of Mathematical Reasoning in Open Language Models},
-  author = {Zhihong Shao and others},
-  year = {2024},
-  journal = {arXiv:2402.03300}
-}""",
-    "RLOO": """@inproceedings{ahmadian2024back,
-  title = {Back to Basics: Revisiting {REINFORCE}-Style Optimization for Learning from Human
-           Feedback in {LLMs}},
-  author = {Arash Ahmadian and others},
-  year = {2024},
-  booktitle = {ACL},
-  note = {arXiv:2402.14740}
-}""",
-    "Reinforce": """@article{williams1992simple,
-  title = {Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement
-           Learning},
-  author = {Ronald J. Williams},
-  year = {1992},
-  journal = {Machine Learning},
-  volume = {8},
-  pages = {229--256}
-}""",
-    "PPO": """@article{schulman2017proximal,
-  title = {Proximal Policy Optimization Algorithms},
-  author = {John Schulman and Filip Wolski and Prafulla Dhariwal and Alec Radford and Oleg Klimov},
-  year = {2017},
-  journal = {arXiv:1707.06347}
-}""",
+    "GRPO": "Shao et al. 2024, DeepSeekMath, arXiv:2402.03300",
+    "RLOO": "Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740",
+    "Reinforce": "Williams 1992, Simple Statistical Gradient-Following Algorithms, ML 8:229-256",
+    "PPO": "Schulman et al. 2017, Proximal Policy Optimization Algorithms, arXiv:1707.06347",
 }
 
 
@@ -90,7 +58,7 @@ def model_card(config: Mapping[str, Any], fingerprint: str | None, directory: Pa
         ", ".join(f"{name} {version(name)}" for name in ("rlhf-pg", *PACKAGES)),
     ]
     if algorithm in PAPERS:
-        parts += ["## How to cite the method", fenced(PAPERS[algorithm], "bibtex")]
+        parts.append(f"Method: {PAPERS[algorithm]}.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -136,15 +104,13 @@ def _named(value: Any) -> Any:
         return [_named(item) for item in value]
     if isinstance(value, dict):
         return {
-            _named(key): _beginning(item) if key == "rubric" else _named(item)
+            _named(key): textwrap.shorten(str(_named(item)), LONGEST_RUBRIC, placeholder=" ...")
+            if key == "rubric"
+            else _named(item)
             for key, item in value.items()
-            if key not in PLACES
+            if key not in PLACES and key != "base_url"
         }
     return value
-
-
-def _beginning(rubric: Any) -> str:
-    return textwrap.shorten(str(_named(rubric)), LONGEST_RUBRIC, placeholder=" ...")
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:

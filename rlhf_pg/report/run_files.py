@@ -1,19 +1,19 @@
-"""The files that a run leaves behind: config, numbers, completions, tokens and traces of steps.
+"""The files that a run leaves behind, and the record of a step.
 
 Beside `config.yaml` and `metrics.jsonl` a run directory has
 
-- `trace.jsonl`, from which two runs can be compared step by step, and a step that is made again can
-  be checked. Every process group that begins or resumes the run adds a line (`Start`), and every
-  step one more (`Trace`).
-- `completions.jsonl`, every completion of each `log_completions_steps`-th step, for readers.
-- `tokens/step-00000010.safetensors`, the tokens of these completions with numbers (`StepTokens`).
+- `trace.jsonl`: a line for every beginning of the run (`Start`), every step and every checkpoint.
+- `tokens/step-00000010.safetensors`: the completions that a step trained on (`StepTokens`).
+- `completions.jsonl`: every completion of each `log_completions_steps`-th step, for readers.
 
-Shapes: P prompts of a step over all processes, N their completions in the order prompt * n +
-sample, M the tokens of all completions, one completion after another.
+Shapes: N completions of a step over all processes in the order prompt * n + sample, M their tokens,
+one completion after another, K sources of reward.
 """
 
+import importlib.metadata
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,23 +25,20 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-METRICS, COMPLETIONS, TRACE, OUTSIDE = (
-    *("metrics.jsonl", "completions.jsonl", "trace.jsonl", "outside.jsonl"),
-)
+METRICS, COMPLETIONS, TRACE = "metrics.jsonl", "completions.jsonl", "trace.jsonl"
 TOKENS = "tokens"
-TRACES_KEPT = 4  # that were asked for last
+EXACT = ("advantage", "sampler_logprob")  # numbers that are not rounded to float16
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
+ALSO = ("tokenizers", "safetensors", "numpy", "deepspeed", "vllm", "bitsandbytes")
+# Keys of a config that say where things are, not how the run learns.
+PLACES = {
+    *("output_dir", "resume_from_checkpoint", "run_name", "report_to", "logging_steps"),
+    *("push_to_hub", "hub_model_id", "hub_private_repo", "save_steps", "save_total_limit"),
+    *("num_completions_to_print", "log_completions_steps", "vllm_server_base_url", "ddp_timeout"),
+    "vllm_sync_directory",
+}
 # Safe, and ten times as fast where libyaml is there.
 FAST_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-# The numbers of a token, in the order in which they are shown; a run has those that it computes.
-COLUMNS = {
-    "advantage": "advantage of the token, as the loss has it",
-    "reward": "what the token is paid: scores of the steps that end there, less the KL penalty",
-    "log_ratio": "log-probability in the step's last update less that with which it was sampled",
-    "kl": "log-probability before the update less the reference's (k1)",
-    "entropy": "entropy of the policy's distribution, in nats",
-    "value": "the critic's value of what stands before the token, in its own units",
-    "sampler_logprob": "log-probability with which it was sampled",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,82 +68,69 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
-    """Everything that a step did, in numbers that differ where it differed.
-
-    Attributes:
-        step: counted from 1.
-        prompt_index: (P,) the running number of each prompt, which keys its noise.
-        rows: (P,) the row of the dataset.
-        prompts: (N,) CRC-32 of the prompt's ids, in hexadecimal.
-        ids: (N,) CRC-32 of the completion's ids.
-        logprobs: (N,) sum of the log-probabilities with which it was sampled.
-        rewards: (N,) raw total score of each source, by name; None where it does not apply.
-        advantages: (N,) sum of the advantages of its tokens.
-        values: (N,) sum of the critic's values, if there is one.
-        weights: fingerprint of each tensor after the update, in the order of the latest `Start`.
-        altered: those of tensors that were no longer as the step before had left them, by name.
-    """
-
-    step: int
-    prompt_index: Sequence[int]
-    rows: Sequence[int]
-    prompts: Sequence[str]
-    ids: Sequence[str]
-    logprobs: Sequence[float | None]
-    rewards: Mapping[str, Sequence[float | None]]
-    advantages: Sequence[float | None]
-    values: Sequence[float | None] | None = None
-    weights: Sequence[str] = ()
-    altered: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def num_generations(self) -> int:
-        """The completions of each prompt."""
-        return len(self.ids) // max(1, len(self.rows))
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepTokens:
-    """The tokens of the N completions of a step, one completion after another.
+    """The N completions of a step with their M tokens, one completion after another.
 
     Attributes:
         prompt_index, sample: (N,) which completions they are.
-        lengths: (N,) how many tokens each has.
+        row: (N,) of the dataset.
+        rank: (N,) the process that trained on it.
+        truncated: (N,) bool.
+        prompt_lengths, prompt_ids: tokens of the prompts, one prompt after another; a completion
+            whose prompt is that of the completion before has none of its own, and length -1.
+        lengths: (N,) tokens of each completion.
         ids: (M,).
         action: (M,) bool, whether the policy chose the token.
-        texts: M texts, which together are the completions; a token that ends within a character has
-            an empty one, and the next has the character.
-        numbers: (M,) each, by the names in `COLUMNS`; NaN where not known.
+        score_at, scores: (S,) tokens with scores, and the scores (S,K); NaN for none of a source.
+        numbers: (M,) each, by name; NaN where the policy did not choose the token. "advantage" and
+            "sampler_logprob" are exact; others, in logged steps, are rounded to float16.
+        texts: M texts in a logged step, which together are the completions; a token that ends
+            within a character has an empty one, and the next has the character.
     """
 
     prompt_index: NDArray[np.int64]
     sample: NDArray[np.int32]
+    row: NDArray[np.int64]
+    rank: NDArray[np.int32]
+    truncated: NDArray[np.bool_]
+    prompt_lengths: NDArray[np.int32]
+    prompt_ids: NDArray[np.int32]
     lengths: NDArray[np.int32]
     ids: NDArray[np.int32]
     action: NDArray[np.bool_]
-    texts: list[str]
-    numbers: dict[str, NDArray[Any]]
+    score_at: NDArray[np.int64]
+    scores: NDArray[Any]
+    numbers: Mapping[str, NDArray[Any]]
+    texts: Sequence[str] | None = None
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """(N,) the first token of each completion."""
+        return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+
+    def prompts(self) -> list[list[int]]:
+        """Return the token ids of each completion's prompt."""
+        prompts: list[list[int]] = []
+        end = 0
+        for length in self.prompt_lengths.tolist():
+            own = prompts[-1] if length < 0 else self.prompt_ids[end : end + length].tolist()
+            prompts.append(own)
+            end += max(0, length)
+        return prompts
 
     def save(self, path: Path) -> None:
-        """Write the file: for each token 6 bytes, its text, 4 for `sampler_logprob` and 2 for each
-        other number, which is rounded to float16; and 16 bytes for each completion.
-        """
-        texts = [text.encode("utf-8", "replace") for text in self.texts]
-        lengths = [len(text) for text in texts]  # seldom more than a byte has room for
-        numbers = {f"numbers.{name}": _stored(name, x) for name, x in self.numbers.items()}
+        """Write the file, which gets its name when it is whole."""
+        tensors = dict(vars(self))
+        numbers, texts = tensors.pop("numbers"), tensors.pop("texts")
+        tensors |= {f"numbers.{name}": _rounded(name, column) for name, column in numbers.items()}
+        tensors["scores"] = _exact(self.scores)
+        if texts is not None:
+            encoded = [text.encode("utf-8", "replace") for text in texts]
+            lengths = [len(text) for text in encoded]  # seldom more than a byte has room for
+            tensors["text"] = np.frombuffer(b"".join(encoded), np.uint8)
+            tensors["text_lengths"] = np.array(lengths, np.min_scalar_type(max(lengths, default=0)))
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"partial-{path.name}")
-        tensors = {
-            "prompt_index": self.prompt_index.astype(np.int64),
-            "sample": self.sample.astype(np.int32),
-            "lengths": self.lengths.astype(np.int32),
-            "ids": self.ids.astype(np.int32),
-            "action": self.action.astype(np.bool_),
-            "text": np.frombuffer(b"".join(texts), np.uint8),
-            "text_lengths": np.array(lengths, np.min_scalar_type(max(lengths, default=0))),
-            **numbers,
-        }
         save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, partial)
         partial.replace(path)
 
@@ -155,28 +139,51 @@ class StepTokens:
         """Read a file that `save` wrote.
 
         Raises:
-            ValueError: it has a tensor that is no list of numbers.
+            OSError, SafetensorError, KeyError, TypeError: there is none, or it is another's.
         """
         stored = load_file(path)
-        if any(tensor.ndim != 1 for tensor in stored.values()):
-            raise ValueError(f"{path} has a tensor that is no list of numbers")
-        ends = np.cumsum(stored.pop("text_lengths").astype(np.int64)).tolist()
-        text = stored.pop("text").tobytes()
-        starts = [0, *ends][:-1]
-        texts = [text[a:b].decode("utf-8", "replace") for a, b in zip(starts, ends, strict=True)]
-        numbers = {
-            name.removeprefix("numbers."): stored.pop(name)
-            for name in sorted(stored)
-            if name.startswith("numbers.")
-        }
+        texts = None
+        if "text" in stored:
+            text = stored.pop("text").tobytes()
+            ends = np.cumsum(stored.pop("text_lengths").astype(np.int64)).tolist()
+            starts = [0, *ends][:-1]
+            texts = [
+                text[a:b].decode("utf-8", "replace") for a, b in zip(starts, ends, strict=True)
+            ]
+        names = sorted(name for name in stored if name.startswith("numbers."))
+        numbers = {name.removeprefix("numbers."): stored.pop(name) for name in names}
         return cls(texts=texts, numbers=numbers, **stored)
 
 
-def _stored(name: str, numbers: NDArray[Any]) -> NDArray[Any]:
-    if name == "sampler_logprob":
-        return numbers.astype(np.float32)
+def _exact(x: NDArray[Any]) -> NDArray[Any]:
+    """Return numbers in float32, if that has all of them."""
+    single = x.astype(np.float32)
+    return single if np.array_equal(single, x, equal_nan=True) else x.astype(np.float64)
+
+
+def _rounded(name: str, x: NDArray[Any]) -> NDArray[Any]:
     largest = float(np.finfo(np.float16).max)
-    return np.clip(numbers.astype(np.float64), -largest, largest).astype(np.float16)
+    return _exact(x) if name in EXACT else np.clip(x, -largest, largest).astype(np.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """The record of a step; complete on the main process alone.
+
+    Attributes:
+        trace: the line for trace.jsonl: step, prompts taken, tokens sampled and not trained on,
+            names of the sources of reward.
+        tokens: of all completions.
+        greedy: of the greedy completions that an estimator needs.
+        completions: for completions.jsonl, without the step; none where they are not due.
+        shown: which of them the console shows.
+    """
+
+    trace: Mapping[str, Any]
+    tokens: StepTokens | None = None
+    greedy: StepTokens | None = None
+    completions: Sequence[Mapping[str, Any]] = ()
+    shown: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -204,88 +211,44 @@ class RunFiles:
         return whole_lines(self.directory / COMPLETIONS)
 
     @cached_property
+    def _trace(self) -> list[dict[str, Any]]:
+        return whole_lines(self.directory / TRACE)
+
+    @property
     def starts(self) -> list[Start]:
         """The beginnings of the run: one, and another each time it was resumed."""
-        # They are few among long lines: only those that may be one are read as JSON.
-        lines = whole_lines(self.directory / TRACE, having=b'"versions"')
-        return [Start(**line) for line in lines if "versions" in line]
+        return [Start(**line) for line in self._trace if "versions" in line]
 
     @cached_property
-    def traces(self) -> "Traces":
-        """The trace of each step."""
-        return Traces(self.directory / TRACE)
+    def traces(self) -> dict[int, dict[str, Any]]:
+        """The line of each step in trace.jsonl."""
+        return {line["step"]: line for line in self._trace if "sources" in line}
 
-    def logged_steps(self) -> list[int]:
-        """Return the steps whose tokens are kept, in order."""
-        files = (self.directory / TOKENS).glob("step-" + "[0-9]" * 8 + ".safetensors")
-        return sorted(int(file.stem.removeprefix("step-")) for file in files)
+    @cached_property
+    def weights(self) -> dict[int, dict[str, str]]:
+        """Fingerprints of the trained tensors, by the steps of checkpoints."""
+        lines = (line for line in self._trace if "versions" not in line)
+        return {line["step"]: line["weights"] for line in lines if "weights" in line}
 
-    def tokens(self, step: int) -> StepTokens | None:
-        """Return the tokens of a step; None if they are not kept, or cannot be read."""
+    def tokens(self, step: int, greedy: bool = False) -> StepTokens | None:
+        """Return the record of a step's completions; None if it cannot be read."""
         try:
-            return StepTokens.load(tokens_file(self.directory, step))
+            return StepTokens.load(tokens_file(self.directory, step, greedy))
         except (OSError, SafetensorError, KeyError, TypeError, ValueError):
             return None
 
 
-class Traces(Mapping[int, Trace]):
-    """The traces of a file, each made of its line when it is asked for.
-
-    As lines, those of a long run take a tenth of the memory.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._lines: dict[int, bytes] = {}
-        self._newest: dict[int, Trace] = {}
-        if not path.is_file():
-            return
-        with path.open("rb") as file:
-            for line in file:
-                for record in records_in(line):
-                    if "versions" not in record:
-                        self._lines[record["step"]] = line
-
-    def __getitem__(self, step: int) -> Trace:
-        if step not in self._newest:
-            trace = Trace(**json.loads(self._lines[step]))
-            while len(self._newest) >= TRACES_KEPT:
-                self._newest.pop(next(iter(self._newest)))
-            self._newest[step] = trace
-        return self._newest[step]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._lines)
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __contains__(self, step: object) -> bool:
-        return step in self._lines
+def tokens_file(directory: Path, step: int, greedy: bool = False) -> Path:
+    """Return the place of the record of a step's completions."""
+    return directory / TOKENS / f"{'greedy-' * greedy}step-{step:08d}.safetensors"
 
 
-def tokens_file(directory: Path, step: int) -> Path:
-    """Return the place of the tokens of a step."""
-    return directory / TOKENS / f"step-{step:08d}.safetensors"
-
-
-def whole_lines(path: Path, having: bytes = b"") -> list[dict[str, Any]]:
-    """Read the JSON objects of a file, without a last line that is being written.
-
-    Args:
-        having: only lines with these bytes.
-    """
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the JSON objects with a step in a file, without a line that is not whole."""
     if not path.is_file():
         return []
-    with path.open("rb") as file:
-        return [record for line in file for record in records_in(line, having)]
-
-
-def records_in(content: bytes, having: bytes = b"") -> list[dict[str, Any]]:
-    """Return the JSON objects of lines that have a step."""
     records = []
-    for line in content.splitlines():
-        if having not in line:
-            continue
+    for line in path.read_bytes().splitlines():
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -293,3 +256,18 @@ def records_in(content: bytes, having: bytes = b"") -> list[dict[str, Any]]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
     return records
+
+
+def version(package: str) -> str:
+    """Return the version of a package, or "unknown"."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that are installed, by name."""
+    found = {name: version(name) for name in ("rlhf-pg", *PACKAGES, *ALSO)}
+    there = {name: number for name, number in found.items() if number != "unknown"}
+    return {"python": platform.python_version(), **there}

@@ -4,17 +4,16 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import accumulate
 from pathlib import Path
-from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from rlhf_pg.boundary.quoted import told, visible
 from rlhf_pg.report.charts import NO_CURVES, charts_of
 from rlhf_pg.report.html import VERSION, Table, write_document
-from rlhf_pg.report.logged_steps import LoggedSteps
 from rlhf_pg.report.run_files import RunFiles
-from rlhf_pg.report.token_steps import KNOWN, Column, TokenStep, packed
+from rlhf_pg.report.token_steps import COLUMNS, LoggedSteps
 from rlhf_pg.report.troubles import is_number, troubles
 
 logger = logging.getLogger(__name__)
@@ -24,17 +23,15 @@ MOST_POINTS = 4_000  # of a curve; beyond, neighbouring steps become their mean
 FIRST = 3.0  # seconds of a run that have no page yet, which many a short one needs never
 SHARE = 100  # a page that is kept up to date takes at most one part in so many of the time
 
-Pack = Callable[[LoggedSteps, int], bytes]
 
-
-def write_report(directory: Path, out: Path | None = None, pack: Pack = LoggedSteps.packed) -> Path:
+def write_report(directory: Path, out: Path | None = None, running: bool = False) -> Path:
     """Write the report of a run, from its files alone, and return its path.
 
-    The run may be going on, have been killed or be an old one: what is missing is not shown.
+    What is missing, of a run that was killed or is an old one, is not shown.
 
     Args:
+        running: the page reloads itself, as the run writes it again.
         out: by default `report.html` in the run's directory.
-        pack: packs the tokens of a step.
 
     Raises:
         OSError: it cannot be written.
@@ -45,10 +42,11 @@ def write_report(directory: Path, out: Path | None = None, pack: Pack = LoggedSt
     steps, left_out = logged.chosen()
     data = run_data(files) | {
         "steps": [logged.summary(step) for step in steps],
-        "columns": column_data(KNOWN),
+        "columns": COLUMNS,
         "left_out": left_out,
+        "running": running,
     }
-    write_document(path, data["title"], data, ((step, pack(logged, step)) for step in steps))
+    write_document(path, data["title"], data, ((step, logged.packed(step)) for step in steps))
     return path
 
 
@@ -60,43 +58,24 @@ class LiveReport:
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.directory, self.clock = directory, clock
-        # Of the page that is being written, and of the one before.
-        self._packed: dict[int, tuple[Any, bytes]] = {}
-        self._earlier: dict[int, tuple[Any, bytes]] = {}
         self._due = clock() + FIRST
         self._has_failed = False
 
-    def update(self) -> bool:
-        """Write the report if that is due; return whether it was."""
-        if self.clock() < self._due:
-            return False
-        return self.finish()
+    def update(self) -> None:
+        """Write the report if that is due."""
+        if self.clock() >= self._due:
+            self.finish(running=True)
 
-    def finish(self) -> bool:
-        """Write the report, due or not; return whether it was written."""
+    def finish(self, running: bool = False) -> None:
+        """Write the report, due or not."""
         begun = self.clock()
-        self._earlier, self._packed = self._packed, {}
         try:
-            write_report(self.directory, pack=self._pack)
+            write_report(self.directory, running=running)
         except Exception as error:  # a full disk, a damaged file: never the end of a run
             if not self._has_failed:
                 logger.warning("%s is not up to date: %s", self.directory / REPORT, told(error))
             self._has_failed = True
-            return False
-        finally:
-            self._earlier = {}
-            now = self.clock()
-            self._due = now + SHARE * (now - begun)
-        return True
-
-    def _pack(self, logged: LoggedSteps, step: int) -> bytes:
-        """Pack a step once, as long as its file and its completions stay the same."""
-        state = logged.state(step)
-        known = self._earlier.get(step)
-        if known is None or known[0] != state:
-            known = (state, logged.packed(step))
-        self._packed[step] = known
-        return known[1]
+        self._due = self.clock() + SHARE * (self.clock() - begun)
 
 
 # ---------------------------------------------------------------------------------- the numbers
@@ -138,52 +117,35 @@ def subtitle(files: RunFiles) -> list[str]:
 
 
 def curve_data(files: RunFiles) -> dict[str, Any]:
-    """Return the numbers of a run in columns, over steps, tokens and seconds."""
+    """Return the numbers of a run in columns, over steps, tokens and seconds.
+
+    Of more than `MOST_POINTS` steps, neighbours become their mean.
+    """
     lines = files.metrics
     keys = list(dict.fromkeys(key for line in lines for key in line))
-    shown = {key: [_number(line.get(key)) for line in lines] for key in keys}
-    metrics = {key: column for key, column in shown.items() if any(x is not None for x in column)}
-    seconds = accumulate(_number(line.get("step_time")) or 0.0 for line in lines)
-    tokens = _filled([_number(line.get("num_tokens")) for line in lines])
-    x = {"step": [float(line["step"]) for line in lines], "time": list(seconds)}
-    x |= {"tokens": tokens} if tokens else {}
+    columns = {key: np.array([_number(line.get(key)) for line in lines]) for key in keys}
+    known = {key: column for key, column in columns.items() if not np.isnan(column).all()}
+    x = {"step": known.get("step", np.zeros(0))}
+    x["time"] = np.nancumsum(known.get("step_time", np.zeros(len(lines))))
+    if "num_tokens" in known:  # a counter, which where it is missing is as before
+        x["tokens"] = np.maximum.accumulate(np.nan_to_num(known["num_tokens"]))
     width = -(-len(lines) // MOST_POINTS) or 1
+    ends = np.minimum(np.arange(width, len(lines) + width, width), len(lines)) - 1
+    curves = {}
+    for key in known.keys() - NO_CURVES:
+        parts = np.append(known[key], [np.nan] * (-len(lines) % width)).reshape(-1, width)
+        means = np.ma.masked_invalid(parts).mean(1).filled(np.nan)
+        curves[key] = [None if np.isnan(mean) else float(f"{mean:.6g}") for mean in means]
     return {
         "name": visible(files.directory.absolute().name),
-        "x": {name: _thinned(column, width, last=True) for name, column in x.items()},
-        "metrics": {
-            visible(key): _thinned(column, width)
-            for key, column in metrics.items()
-            if key not in NO_CURVES
-        },
+        "x": {name: column[ends].tolist() for name, column in x.items()},
+        "metrics": {visible(key): curves[key] for key in keys if key in curves},
         "mean_of": width,
     }
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if is_number(value) else None
-
-
-def _filled(column: Sequence[float | None]) -> list[float]:
-    """Return a counter with what it was before in the place of None; empty if it has nothing."""
-    if all(x is None for x in column):
-        return []
-    return list(accumulate((0.0 if x is None else x for x in column), max))
-
-
-def _thinned(column: Sequence[float | None], width: int, last: bool = False) -> list[float | None]:
-    """Return the means, or the last, of so many neighbours each, with six digits."""
-    if width == 1:
-        means = list(column)
-    else:
-        parts = [column[i : i + width] for i in range(0, len(column), width)]
-        means = [part[-1] if last else _mean(part) for part in parts]
-    return [x if x is None or last else float(f"{x:.6g}") for x in means]
-
-
-def _mean(part: Sequence[float | None]) -> float | None:
-    numbers = [x for x in part if x is not None]
-    return fmean(numbers) if numbers else None
+def _number(value: Any) -> float:
+    return float(value) if is_number(value) else np.nan
 
 
 def _absent(lines: Sequence[Mapping[str, Any]]) -> set[str]:
@@ -215,66 +177,3 @@ def plain(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return str(value)
-
-
-# ----------------------------------------------------------------------------------- the tokens
-
-
-def column_data(columns: Mapping[str, Column]) -> list[dict[str, Any]]:
-    """Return the columns of numbers that the token view offers."""
-    return [
-        {"name": name}
-        | {k: visible(v) if isinstance(v, str) else v for k, v in asdict(one).items()}
-        for name, one in columns.items()
-    ]
-
-
-def token_page(
-    title: str,
-    subtitle: str,
-    steps: Sequence[TokenStep],
-    out: Path,
-    columns: Mapping[str, Column] | None = None,
-    tables: Sequence[Table] = (),
-) -> Path:
-    """Write a page with the token view alone, of data in memory, and return its path.
-
-    For example, with advantages under another estimator beside those that were trained on:
-
-        step = run.tokens(10)
-        what_if = replace(step, numbers=step.numbers | {"advantage_what_if": numbers})
-        token_page(
-            "what if",
-            "step 10 with loo in place of grpo",
-            [TokenStep(step=10, records=records, tokens=what_if)],
-            Path("what_if.html"),
-            columns={"advantage_what_if": Column("advantage (what if)", "under loo", "w")},
-            tables=[Table(title="Config", head=["key", "was", "is"], rows=rows)],
-        )
-
-    Args:
-        steps: each with its tokens and the records of its completions. A number of a token that no
-            column describes is shown by its name.
-        columns: beside `KNOWN`, those of further numbers. Their keys are free letters: not one of
-            a r l k e v p, nor c, t or i.
-        tables: shown on a tab of their own.
-    """
-    names = [name for step in steps if step.tokens is not None for name in step.tokens.numbers]
-    described = {**KNOWN, **(columns or {})}
-    shown = described | {name: Column(name) for name in names if name not in described}
-    data = {
-        "version": VERSION,
-        "kind": "tokens",
-        "title": visible(title),
-        "subtitle": [visible(subtitle)] if subtitle else [],
-        "runs": [],
-        "charts": [],
-        "absent": [],
-        "warnings": [],
-        "tables": [table.shown() for table in tables],
-        "steps": [step.summary() for step in steps],
-        "columns": column_data({n: c for n, c in shown.items() if n in names or n in KNOWN}),
-        "left_out": "",
-    }
-    write_document(out, title, data, ((step.step, packed(step)) for step in steps))
-    return out

@@ -93,14 +93,14 @@ class Trackers:
         plain = {
             k: v if isinstance(v, str | int | float) else json.dumps(v) for k, v in config.items()
         }
-        try:
-            makers = _trackers(directory, run_name)
-        except OSError as error:
-            return f"report_to: the trackers cannot start: {told(error)}"
         failures = []
+        id_file = directory / "run-id"  # a resumed run goes on under it
+        resumed = id_file.exists()
         for name in self._names:
             try:
-                tracker = makers[name]()
+                if not id_file.exists():
+                    id_file.write_text(secrets.token_hex(4))
+                tracker = _tracker(name, directory, run_name, id_file.read_text(), resumed)
                 tracker.start()
                 self._open[name] = tracker
                 tracker.store_init_configuration(plain)
@@ -120,28 +120,17 @@ class Trackers:
             act(self._open[name])
         except Exception as error:  # of whatever kind its library raises
             del self._open[name]
-            logger.warning(
-                "report_to: %s failed and gets nothing from here on: %s", name, told(error)
-            )
+            text = "report_to: %s failed and gets nothing from here on: %s"
+            logger.warning(text, name, told(error))
 
 
-def _trackers(directory: Path, run_name: str | None) -> dict[str, Callable[[], GeneralTracker]]:
-    """Return functions that make the trackers; a resumed run has the id in its directory."""
-    file = directory / "run-id"
-    resumed = file.exists()
-    if not resumed:
-        file.write_text(secrets.token_hex(4))
-    run_id = file.read_text()
-    return {
-        "tensorboard": lambda: TensorBoardTracker("tensorboard", directory),
-        "wandb": lambda: WandBTracker(
-            os.environ.get("WANDB_PROJECT", PROJECT),
-            dir=directory,
-            id=run_id,
-            name=run_name,
-            resume="allow",
-        ),
-        "trackio": lambda: TrackioTracker(
-            PROJECT, name=run_name or run_id, resume="allow" if resumed else "never"
-        ),
-    }
+def _tracker(
+    name: str, directory: Path, run_name: str | None, run_id: str, resumed: bool
+) -> GeneralTracker:
+    if name == "tensorboard":
+        return TensorBoardTracker("tensorboard", directory)
+    if name == "wandb":
+        project, options = os.environ.get("WANDB_PROJECT", PROJECT), {"resume": "allow"}
+        return WandBTracker(project, dir=directory, id=run_id, name=run_name, **options)
+    how = "allow" if resumed else "never"
+    return TrackioTracker(PROJECT, name=run_name or run_id, resume=how)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from transformers import TrainerState
 
-from rlhf_pg.boundary.outside import Outside
 from rlhf_pg.boundary.quoted import shown as quote
-from rlhf_pg.data.records import pad_rows, sample_numbers
+from rlhf_pg.data.records import pad_rows
 from rlhf_pg.rewards.answers import placed, refusal
 from rlhf_pg.rewards.blame import Answer, Failed, settled
 from rlhf_pg.rewards.calls import (
@@ -25,7 +24,6 @@ from rlhf_pg.rewards.calls import (
     call_here,
 )
 from rlhf_pg.rewards.judgement import Begun, Judgement, described, joined
-from rlhf_pg.rewards.kept_answers import keep, kept
 from rlhf_pg.rewards.sources import RewardFunction, RewardSource, Source, Tokenizers, sources_of
 from rlhf_pg.rewards.workers import WorkerPool
 
@@ -77,11 +75,6 @@ class Rewards:
     values)` and `log_metric(name, value)`, and in a run with environments `environments`, those of
     the completions. A dataset column of one of these names takes precedence.
 
-    Attributes:
-        outside: the answers of the sources in `kept`, or a record of them, from which they come.
-        kept: names of the sources that may not say the same again: async functions, and those that
-            look at environments.
-
     Raises:
         ValueError: no source, another number of weights or tokenizers, a reward model that cannot
             be used, or a function that cannot be sent to a worker.
@@ -122,8 +115,6 @@ class Rewards:
                 f"for {', '.join(self.names)}"
             )
         _check_places(self.sources, self.options, environment)
-        self.outside = Outside()
-        self.kept = {s.name for s in self.sources if s.place == "event loop" or s.sees_environments}
         self._in_workers = {s.name: s.function for s in self.sources if s.place == "worker"}
         self.pool: WorkerPool | None = None
         if self._in_workers:
@@ -193,11 +184,7 @@ class Rewards:
             prompts, completions, completion_ids, columns, ended, state, truncated, environments
         ).select(rows)
         numbers = [0] * len(rows) if groups is None else [groups[i] for i in rows]
-        keys = None
-        if groups is not None:
-            samples = sample_numbers(groups)
-            keys = [(groups[i], samples[i]) for i in rows]
-        for k, answer in enumerate(self._answers(shown, numbers, begun or {}, keys)):
+        for k, answer in enumerate(self._answers(shown, numbers, begun or {})):
             said = self._accepted(self.sources[k], answer, rows, shown, mask, judgement)
             scores[:, :, k] = placed(self.names[k], said, rows, completion_ids, mask)
         silent = [i for i in rows if scores[i].isnan().all() and not judgement.lost[i]]
@@ -217,8 +204,6 @@ class Rewards:
         numbers = list(self._in_workers)
         stops = self.options.on_error == "error"
         for k, source in enumerate(self.sources):
-            if self._is_recorded(source):
-                continue
             if source.place == "event loop":
                 begun[k] = AsyncCall(source, shown, self.options.timeout, finds=not stops)
             elif source.place == "worker":
@@ -227,21 +212,13 @@ class Rewards:
                 begun[k] = begin_in_worker(self.pool, number, source, shown, stops)
         return begun
 
-    def _is_recorded(self, source: Source) -> bool:
-        return self.outside.is_recorded and source.name in self.kept
-
     def _answers(
-        self,
-        shown: Shown,
-        groups: Sequence[int],
-        begun: Mapping[int, Begun],
-        keys: Sequence[tuple[int, int]] | None,
+        self, shown: Shown, groups: Sequence[int], begun: Mapping[int, Begun]
     ) -> list[Answer]:
         """Return an answer of every source.
 
         Args:
             groups: the prompts of the rows, by number.
-            keys: the prompt's index and the number of the sample of each, if they are known.
         """
         places: dict[int, list[int]] = {}
         for place, group in enumerate(groups):
@@ -251,32 +228,21 @@ class Rewards:
             if self.run_beside:
                 for group, rows in places.items():
                     calls[group] = begun.get(group) or self.begin(shown.select(rows))
-            here = {k: self._here(k, shown, keys) for k in self._of_trainer()}
-            answers = [
+            here = {
+                k: self._here(source, shown)
+                for k, source in enumerate(self.sources)
+                if source.place == "trainer"
+            }
+            return [
                 here[k] if k in here else joined(k, calls, places, len(shown))
                 for k in range(len(self.sources))
             ]
         except BaseException:
             give_up(calls.values())
             raise
-        if keys is not None and not self.outside.is_recorded:
-            for source, answer in zip(self.sources, answers, strict=True):
-                if source.name in self.kept:
-                    keep(self.outside, source.name, answer, keys)
-        return answers
 
-    def _of_trainer(self) -> list[int]:
-        return [
-            k
-            for k, source in enumerate(self.sources)
-            if source.place == "trainer" or self._is_recorded(source)
-        ]
-
-    def _here(self, k: int, shown: Shown, keys: Sequence[tuple[int, int]] | None) -> Answer:
-        """Return an answer of a source that is called in this process, or whose answer is known."""
-        source = self.sources[k]
-        if keys is not None and self._is_recorded(source):
-            return kept(self.outside, source.name, keys)
+    def _here(self, source: Source, shown: Shown) -> Answer:
+        """Return an answer of a source that is called in this process."""
         finds, count = self.options.on_error != "error", len(shown)
         # What raises in this process takes no time, so that all of it can be found.
         return settled(

@@ -64,11 +64,6 @@ class Source:
         return cls(name, function, asked, takes_all, frozenset(options), place)
 
     @property
-    def sees_environments(self) -> bool:
-        """True if its signature names the environments of the completions."""
-        return "environments" in self.asked
-
-    @property
     def who(self) -> str:
         """The name of the function in errors."""
         return f"reward function {self.name}"

@@ -4,10 +4,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
-
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -67,8 +65,6 @@ class Completion:
         logprobs: one per token, under the distribution that it was really drawn from.
         finish_reason: "stop" if an EOS id or a stop string ended it, even as the last allowed
             token; otherwise "length".
-        support: per token the ids that it was drawn from, int32 on the CPU, if
-            `SamplingParams.truncates`; None if that was the whole vocabulary.
 
     Raises:
         FloatingPointError: a log-probability is NaN.
@@ -77,13 +73,12 @@ class Completion:
     tokens: list[int]
     logprobs: list[float]
     finish_reason: Literal["stop", "length"]
-    support: list[Tensor] | None = field(default=None, compare=False)  # == of tensors is no bool
 
     def __post_init__(self) -> None:
         if any(map(math.isnan, self.logprobs)):
             raise FloatingPointError(
                 "the model's logits are NaN: its weights have diverged, or it cannot compute "
-                "padding in this dtype (model_check looks)"
+                "padding in this dtype"
             )
 
 

@@ -50,9 +50,6 @@ def unsuited(
         "the weights are quantized": getattr(model, "is_quantized", False),
         "the adapter changes one end of tied weights": parts_tied_weights(model),
         "vLLM has no float64": args.dtype == "float64",
-        "truncated_sampling saved_support has to know which tokens were kept": (
-            args.truncated_sampling == "saved_support"
-        ),
         "old_logprobs_source sampler is for what samples from the policy's own weights": (
             args.old_logprobs_source == "sampler"
         ),
@@ -113,15 +110,7 @@ def new_engine(
         tokenizer.pad_token_id,
         tokenizer,
         cache_tokens=args.rollout_cache_tokens,
-        drafts=args.rollout_drafts == "auto" and not _trains_on_sampler(args),
     )
-
-
-def _trains_on_sampler(args: SamplingConfig) -> bool:
-    """Return whether updates use the log-probabilities that the native engine computed."""
-    if not isinstance(args, PolicyGradientConfig):
-        return False
-    return args.old_logprobs_source == "sampler" or args.correction_of("native") != "none"
 
 
 def new_episode_runner(

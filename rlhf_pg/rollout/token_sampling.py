@@ -1,11 +1,9 @@
 """Drawing of tokens from a distribution, with noise that depends only on its coordinates."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from transformers import (
-    LogitsProcessor,
+    LogitsProcessorList,
     MinPLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -16,19 +14,6 @@ from rlhf_pg.rng import mix, shift, signed
 from rlhf_pg.rollout.engine import SamplingParams
 
 BLOCK = 128  # tokens whose probabilities are summed before looking at single ones
-
-
-class Drawn(NamedTuple):
-    """Tokens drawn for R rows, and where the noise of each row fell.
-
-    At temperature 0, `into` is how far the first logit is from the second, and the rest is 0.
-    """
-
-    ids: Tensor  # (R,)
-    logprobs: Tensor  # (R,) under the distribution drawn from, in at least float32
-    before: Tensor  # (R,) float64, probability of the tokens with smaller ids
-    into: Tensor  # (R,) by how much the noise is beyond that
-    width: Tensor  # (R,) probability of the token
 
 
 def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,18 +27,10 @@ def sample(logits: Tensor, params: SamplingParams, noise: Tensor) -> tuple[Tenso
         ids (R,) and their log-probabilities (R,) under the distribution drawn from, after
         temperature and truncation, in at least float32.
     """
-    return draw(logits, params, noise)[:2]
-
-
-def draw(logits: Tensor, params: SamplingParams, noise: Tensor) -> Drawn:
-    """Draw as `sample` does, and tell where the noise fell."""
     logits = widen(logits)
     if params.temperature == 0:
         ids = logits.argmax(dim=-1)
-        best = logits.topk(min(2, logits.shape[1]), dim=-1).values.double()
-        nothing = torch.zeros_like(noise)
-        logprobs = _pick(logits, ids) - logits.logsumexp(dim=-1)
-        return Drawn(ids, logprobs, nothing, best[:, 0] - best[:, -1], nothing)
+        return ids, _pick(logits, ids) - logits.logsumexp(dim=-1)
     if params.temperature != 1:
         logits = logits / params.temperature
     scores = _truncate(logits, params)
@@ -65,29 +42,10 @@ def draw(logits: Tensor, params: SamplingParams, noise: Tensor) -> Drawn:
     # First find the block, then the token in it: the vocabulary is summed once, not scanned.
     blocks = _running_sums(weights.sum(dim=-1).double())
     block, rest = _invert(blocks, noise)
-    inside = weights[torch.arange(len(block), device=block.device), block].double()
-    token, place = _invert(_running_sums(inside), rest)
+    inside = _running_sums(weights[torch.arange(len(block), device=block.device), block].double())
+    token, _ = _invert(inside, rest)
     ids = (block * BLOCK + token).clamp(max=scores.shape[1] - 1)  # only NaN logits get there
-    logprobs = _pick(scores, ids) - top.squeeze(1) - blocks[:, -1].log().to(scores.dtype)
-    width = _pick(inside, token) / blocks[:, -1]
-    into = place * width
-    return Drawn(ids, logprobs, noise - into, into, width)
-
-
-def support_mask(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return the tokens that `sample` draws from, (R,V) bool, given the same (R,V) logits.
-
-    At temperature 0, where nothing is truncated, these are all tokens.
-    """
-    if not params.truncates:
-        return torch.ones_like(logits, dtype=torch.bool)
-    return _truncate(widen(logits) / params.temperature, params) > -torch.inf
-
-
-def ids_of(kept: Tensor) -> list[Tensor]:
-    """Return the ids of the True tokens of each row of (R,V), int32 on the CPU."""
-    ids = kept.nonzero()[:, 1].int().cpu()
-    return list(torch.split(ids, kept.sum(dim=1).tolist()))
+    return ids, _pick(scores, ids) - top.squeeze(1) - blocks[:, -1].log().to(scores.dtype)
 
 
 def _invert(cdf: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,21 +78,15 @@ def _pick(x: Tensor, ids: Tensor) -> Tensor:
 
 def _truncate(scores: Tensor, params: SamplingParams) -> Tensor:
     """Apply top-k, then top-p, then min-p, by the rules of `transformers`."""
-    for warper in warpers(params):
-        scores = warper(None, scores)
-    return scores
-
-
-def warpers(params: SamplingParams) -> list[LogitsProcessor]:
-    """Return what truncates scores, in its order."""
-    found: list[LogitsProcessor] = []
+    warpers = LogitsProcessorList()
     if params.top_k > 0:
-        found.append(TopKLogitsWarper(params.top_k))
+        warpers.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1:
-        found.append(TopPLogitsWarper(params.top_p))
+        warpers.append(TopPLogitsWarper(params.top_p))
     if params.min_p > 0:
-        found.append(MinPLogitsWarper(params.min_p))
-    return found
+        warpers.append(MinPLogitsWarper(params.min_p))
+    truncated: Tensor = warpers(None, scores)
+    return truncated
 
 
 def uniform(seed: int, prompt_indices: Tensor, samples: Tensor, position: int | Tensor) -> Tensor:

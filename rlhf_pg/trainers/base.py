@@ -4,6 +4,7 @@ An algorithm is a subclass with its equations. Shapes: B rows on this rank, N on
 completion width, K sources of reward; a row is one completion.
 """
 
+import dataclasses
 import logging
 import math
 from collections.abc import Sequence
@@ -19,13 +20,13 @@ from rlhf_pg.losses import Loss
 from rlhf_pg.losses.off_policy import against_sampler
 from rlhf_pg.models import Critic, PolicyOutput
 from rlhf_pg.report.metrics import KEYS, Meter
+from rlhf_pg.report.run_files import StepRecord
 from rlhf_pg.runtime import broadcasts_failure
 from rlhf_pg.tasks.inputs import made_sets
 from rlhf_pg.trainers import experience_maker
 from rlhf_pg.trainers.evaluator import Answer, evaluate_sets, stripped_text
 from rlhf_pg.trainers.learner import ModelOutputs
 from rlhf_pg.trainers.loop import due
-from rlhf_pg.trainers.recorder import StepRecord
 from rlhf_pg.trainers.reward_log import with_logged
 from rlhf_pg.trainers.samples import Samples, ScoredBatch, ScoredSamples
 from rlhf_pg.trainers.setup import TrainerSetup
@@ -70,9 +71,6 @@ class PolicyGradientTrainer(TrainerSetup):
         ValueError: whatever is wrong with the input, by name, before anything is computed.
     """
 
-    records_all = False  # record every step, outside of a run too
-    latest: StepRecord | None = None  # the step that was recorded last
-
     # ------------------------------------------------------------------------------ the one step
 
     def step(self, meter: Meter) -> dict[str, Any]:
@@ -81,16 +79,15 @@ class PolicyGradientTrainer(TrainerSetup):
         Returns:
             The line of the step for metrics.jsonl.
         """
-        self._begin_record()
         batch = self.collector.collect(self.state.prompt_index, meter)  # ids, raw scores (B,T,K)
         with meter.time("score"):
             experience, metrics = self.make_experience(
                 batch.rollout, batch.scores, meter, batch.greedy
             )
-        self._watch_update(experience)
         with meter.time("update"):
             metrics |= self.update(experience, meter)  # self.loss  <- the algorithm
-        self._keep_record(batch, experience)  # for whoever looks at it, or makes it again
+        if self.journal is not None:
+            self.journal.record(self.record(batch, experience))
         return self.finish_step(batch, metrics, meter)  # counters, controllers, metrics
 
     def make_experience(
@@ -122,13 +119,12 @@ class PolicyGradientTrainer(TrainerSetup):
             greedy=greedy,
             moving_average=self.moving_average,
         )
-        self.recorder.paid = inputs.rewards
         advantages = self.advantages(inputs)  # (B,T)  <- the algorithm
         targets, more = self.critic_targets(inputs, advantages)  # (B,T), or None
         experience = experience_maker.build_experience(
             rollout, scores, outputs, advantages, targets, shaping, runtime, args
         )
-        return experience, metrics | more
+        return dataclasses.replace(experience, rewards=inputs.rewards), metrics | more
 
     def update(self, experience: Experience, meter: Meter) -> dict[str, float]:
         """Make every optimizer update on one rollout batch; return metrics of this process.
@@ -138,39 +134,12 @@ class PolicyGradientTrainer(TrainerSetup):
         """
         return self.learner.update(experience, self.state.step, meter)
 
-    # --------------------------------------------------------------------------- what is recorded
-
-    @property
-    def _is_recorded(self) -> bool:
-        return self.journal is not None or self.records_all
-
-    @property
-    def _is_shown(self) -> bool:
-        """True if the completions of this step are recorded with their tokens, too."""
-        every = self.args.log_completions_steps
-        return self.records_all or (self.journal is not None and due(self.state.step + 1, every))
-
-    def _begin_record(self) -> None:
-        if self._is_recorded:
-            self.recorder.begin(self.state.step + 1)
-
-    def _watch_update(self, experience: Experience) -> None:
-        self.learner.log = self.recorder.watch(experience) if self._is_shown else None
-
-    def _keep_record(self, batch: ScoredBatch, experience: Experience) -> None:
-        """Write down what the step did, if it is recorded."""
-        if not self._is_recorded:
-            return
-        self.latest = record = self.record(batch, experience)
-        if self.journal is not None:
-            self.journal.record(record.trace, record.outside, record.tokens)
-            self.journal.completions(record.trace.step, record.completions, record.shown)
-
     def record(self, batch: ScoredBatch, experience: Experience) -> StepRecord:
         """Record a step that was taken and not yet counted; collective."""
-        count = self.args.num_completions_to_print if self._is_shown else None
-        outside, step = self.collector.outside.lines(), self.state.step + 1
-        return self.recorder.record(step, batch, experience, outside, count)
+        step, args = self.state.step + 1, self.args
+        logged = due(step, args.log_completions_steps)
+        shown = args.num_completions_to_print if logged else None
+        return self.recorder.record(step, batch, experience, shown)
 
     # ------------------------------------------------------------------------ the end of the step
 
@@ -353,7 +322,6 @@ class PolicyGradientTrainer(TrainerSetup):
         temperatures = {"": self.args.temperature if temperature is None else temperature}
         if temperature is None:
             temperatures["greedy_"] = 0.0
-        self.keep_to_model()
         collector, answer = self.collector, answer or stripped_text
         with self.sampling():
             return evaluate_sets(collector, sets, temperatures, metric_key_prefix, answer)

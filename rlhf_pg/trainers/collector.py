@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf_pg.advantages import NEED_GREEDY, group_stats, total_scores
-from rlhf_pg.boundary.outside import Outside
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.data.prompts import PromptOrder, PromptSource
 from rlhf_pg.failpoints import failpoint
@@ -57,8 +56,6 @@ class Collector:
         stop_token_ids: tokens that end a completion.
         episode_runner: for a run with an environment or tools.
         progress: tells reward functions that ask how far the run is.
-        recorded: what others answered when the next step was first made; None asks them.
-        outside: what they answered in this step.
     """
 
     engine: RolloutEngine
@@ -73,21 +70,14 @@ class Collector:
     stop_token_ids: Sequence[int]
     progress: Callable[[], TrainerState]
     episode_runner: EpisodeRunner | None = None
-    recorded: Sequence[Mapping[str, Any]] | None = None
     reward_log: RewardLog = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.episode_runner is not None:
-            self.episode_runner = dataclasses.replace(self.episode_runner, outside=self.outside)
         self.reward_log = RewardLog(
             [source.name for source in self.rewards.sources],
             tolerant=self.args.on_reward_error != "error",
             has_episodes=self.episode_runner is not None,
         )
-
-    @property
-    def outside(self) -> Outside:
-        return self.rewards.outside
 
     def collect(self, first: int, meter: Meter) -> ScoredBatch:
         """Sample and score groups of the next `prompts_per_step` prompts.
@@ -101,7 +91,6 @@ class Collector:
         """
         args = self.args
         self.reward_log.clear()
-        self.outside.begin(self.recorded)
         with self.sampling():
             if args.dynamic_sampling_rounds:
                 batch = self._with_spread(first, meter)

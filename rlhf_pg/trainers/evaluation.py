@@ -88,8 +88,7 @@ class Untrained(Learner):
         self.policy, self.module = policy, policy
         self.critic = self.reference = None
         self.runtime, self.args, self.token_budget = runtime, args, token_budget
-        self.updates_begun, self.log = 0, None
-        self.pads = self.together = True
+        self.updates_begun = 0
         self.size = self._size()
         self.full_policy = FullWeights(policy.model, runtime.splits, runtime.watch)
         self.parts = {}  # of what an update will need memory for, and a checkpoint holds

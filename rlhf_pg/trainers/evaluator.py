@@ -57,7 +57,6 @@ def evaluate(
         mine = list(batch[runtime.rank :: runtime.world])
         # Negative indices: noise that training never uses.
         indices = [-1 - row for row in mine]
-        collector.outside.begin()  # what it is told need not be kept
         sampled = collector.sample(prompts, mine, indices, n, temperature)
         samples, scores = collector.scored(sampled)
         shaped = shaping(scores, samples.rollout, normalize=False)

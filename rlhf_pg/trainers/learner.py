@@ -20,13 +20,13 @@ from rlhf_pg.data.records import Experience, Rollout, to_device
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.kl import kl_estimate
 from rlhf_pg.losses import Loss, positive_nll, token_weights, weight_count
-from rlhf_pg.models import PolicyOutput, fingerprint
+from rlhf_pg.models import PolicyOutput, evaluating, fingerprint
 from rlhf_pg.models.assemble import Models
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.runtime import FullWeights, Runtime, gathered
+from rlhf_pg.trainers.agreement import Agreement
 from rlhf_pg.trainers.optimizer import group_of
 from rlhf_pg.trainers.skipping import SkippedUpdates
-from rlhf_pg.trainers.token_log import TokenLog
 
 R = TypeVar("R", bound=Rollout)
 
@@ -52,7 +52,6 @@ class Learner:
 
     Attributes:
         full_policy: the model that samples and is saved; it can be gathered.
-        log: watches the tokens of the next update; None does not.
         begun: updates of the step that have reached the weights, or were about to.
     """
 
@@ -71,14 +70,18 @@ class Learner:
         self.scheduler, self.loss, self.runtime, self.args = scheduler, loss, runtime, args
         self.token_budget, self.skipped = token_budget, skipped
         self.updates_begun = 0
-        self.log: TokenLog | None = None
-        self.pads = True  # whether rows of different lengths may be padded into one batch
-        self.together = True  # whether rows of one length may be batched
         self.size = self._size()
         self._rates = {"learning_rate": group_of(self.policy, optimizer)}
         if self.critic is not None:
             self._rates["value_learning_rate"] = group_of(self.critic, optimizer)
         self._shard(optimizer)
+        self.agreement = Agreement(
+            getattr(torch, args.dtype),
+            runtime,
+            self.policy,
+            self._score_evaluating,
+            refuses=args.truncated_sampling == "refuse",
+        )
 
     def _shard(self, optimizer: Optimizer) -> None:
         """Shard the models; whatever needs whole weights runs before."""
@@ -127,10 +130,14 @@ class Learner:
         args, scored = self.args, ModelOutputs()
         needs_old = args.needs_old_logprobs
         computes_old = needs_old and args.old_logprobs_source == "policy"
+        self.agreement.begin(waits=not computes_old and not self.policy.drops)
         if computes_old or self.critic is not None:
             scored = self._map_micro_batches(
                 rollout, lambda batch: self._score_own(batch, computes_old)
             )
+        if computes_old:
+            assert scored.old_logprobs is not None
+            self.agreement.add(rollout, scored.old_logprobs)
         if needs_old and not computes_old:
             sampled = torch.where(rollout.action_mask, rollout.sampler_logprobs, 0.0)
             scored = scored._replace(old_logprobs=sampled)
@@ -141,6 +148,11 @@ class Learner:
             )
             scored = scored._replace(ref_logprobs=reference.ref_logprobs)
         return scored
+
+    def _score_evaluating(self, batch: Rollout) -> Tensor:
+        with evaluating(self.module):
+            logprobs: Tensor = self.trained(batch).logprobs
+        return logprobs
 
     def _score_own(self, batch: Rollout, computes_old: bool) -> ModelOutputs:
         if computes_old:
@@ -158,8 +170,6 @@ class Learner:
         self.updates_begun = 0
         self.module.train()
         try:
-            if self.log is not None:
-                experience = self.log.placed(experience)
             metrics = self._updates(experience, step, meter)
         except BaseException:
             self.trained.discard_update()
@@ -181,6 +191,8 @@ class Learner:
         for number, minibatch in enumerate(self._minibatches(experience, step, passes)):
             seen = Meter()
             self.accumulate(minibatch, seen)
+            if number == 0:  # nothing is trained on what another policy sampled
+                agreement = self.agreement.settle(experience.blank_row())
             meter.absorb(seen)
             if alone:
                 # After the exchange, in which DDP waits for every gradient, and before the norm
@@ -204,6 +216,7 @@ class Learner:
             **rates,
             "num_updates": len(norms),
             "skipped_updates": skipped,
+            **agreement,
         }
 
     def _update_critic_alone(self, experience: Experience, step: int) -> None:
@@ -219,16 +232,6 @@ class Learner:
             if not math.isfinite(norm):
                 self.skipped.skip(minibatch, norm, step + 1, number)
                 self.updates_begun -= 1
-
-    def keep_to(self, packs: bool, pads: bool, together: bool) -> None:
-        """Pack, pad and batch rows only as the model check allows."""
-        self.pads, self.together = pads, together
-        if packs:
-            return
-        of_reference = None if self.reference is None else self.reference.policy
-        for part in (self.policy, self.critic, of_reference):
-            if part is not None:
-                part.window = 0.0
 
     def trains_critic_alone(self, step: int) -> bool:
         """Tell whether the policy is frozen in this step, counted from 0."""
@@ -301,11 +304,11 @@ class Learner:
         for i, (_, batch) in enumerate(micro_batches):
             with self.trained.micro_batch(last=i + 1 == len(micro_batches)):
                 new: PolicyOutput = self.trained(batch)
+                if self.agreement.waits:
+                    self.agreement.add(batch, new.logprobs)
                 if batch.old_logprobs is None:
                     batch = dataclasses.replace(batch, old_logprobs=new.logprobs.detach())
                 per_token, metrics = self.loss(new, batch)
-                if self.log is not None:
-                    self.log.note(batch, new)
                 weights = token_weights(
                     batch.action_mask,
                     args.aggregation,
@@ -402,8 +405,7 @@ class Learner:
         if self.critic is not None:  # what one of them pads must fit
             window = min(window, self.critic.window)
         batch = batch.counted()
-        budget = self.token_budget if self.together else 1  # a row has more: it goes alone
-        chunks = batch.micro_batches(budget, window, self.pads)
+        chunks = batch.micro_batches(self.token_budget, window)
         # Asked before the first: a forward pass may itself wait for the other processes.
         count = max(1, self.runtime.all_reduce_max(len(chunks)))
         for rows in chunks:

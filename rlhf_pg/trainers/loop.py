@@ -78,8 +78,8 @@ class TrainingLoop(ABC):
         """Return on what the run begins or goes on, and from which weights; collective."""
 
     @abstractmethod
-    def on_start(self) -> None:
-        """Make the last checks, once the run directory is there."""
+    def weights(self) -> dict[str, str]:
+        """Return a fingerprint of each trained tensor, by name; collective."""
 
     @outliving_readers()
     @broadcasts_failure
@@ -112,8 +112,7 @@ class TrainingLoop(ABC):
         if self.runtime.is_main:
             dump(args, directory / "config.yaml")
         journal.say(self.describe())
-        self.on_start()
-        journal.begin(self.began())
+        journal.trace(vars(self.began()))
         tracked = self.trackers.opened(
             directory, args.run_name, dataclasses.asdict(args), self.state.step > 0
         )
@@ -277,6 +276,8 @@ class TrainingLoop(ABC):
     def save_checkpoint(self) -> Path:
         """Save everything that a resumed run needs, under `output_dir/checkpoints/`."""
         path = self.checkpointer.save(self.runtime)
+        if self.journal is not None:
+            self.journal.trace({"step": self.state.step, "weights": self.weights()})
         self._tell("on_save", path)
         return path
 

@@ -24,7 +24,6 @@ from rlhf_pg.rollout import (
     ToolEnvironment,
 )
 from rlhf_pg.rollout.multi_turn.adapters.of_trl import TrlEnvironment
-from rlhf_pg.rollout.multi_turn.recorded import RecordedEnvironment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +49,8 @@ class Samples:
     def environments(self) -> list[Any]:
         """The environment of each row as its factory made it; empty without environments."""
         made: list[Any] = [episode.environment for episode in self.episodes]
-        if all(type(one) in (ToolEnvironment, RecordedEnvironment) for one in made):
-            return []  # there are only tools, or a step is made again
+        if all(type(one) is ToolEnvironment for one in made):
+            return []
         return [one.instance if type(one) is TrlEnvironment else one for one in made]
 
     def firsts(self) -> list[int]:
@@ -197,7 +196,6 @@ def sample(
         actions=[episode.trained for episode in episodes],
         dtype=dtype,
         device=device,
-        supports=[episode.support for episode in episodes] if params.truncates else None,
     )
     repeated = [row for row in rows for _ in range(n)]
     said = [prompt_and_completion(episode, tokenizer) for episode in episodes]

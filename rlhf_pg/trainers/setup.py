@@ -39,7 +39,6 @@ from rlhf_pg.plan.token_budget import chunk_size, most, settled_budget
 from rlhf_pg.report.run_files import Start
 from rlhf_pg.report.trackers import Trackers
 from rlhf_pg.rewards import CallOptions, Rewards, RewardSource
-from rlhf_pg.rewards.named import PYTHON
 from rlhf_pg.rewards.shaping import Shaping
 from rlhf_pg.rewards.sources import source_fingerprint
 from rlhf_pg.rollout import (
@@ -60,7 +59,6 @@ from rlhf_pg.trainers.datasets import PromptLoader
 from rlhf_pg.trainers.engines import choose_engine, start, with_engine
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.loop import TrainingLoop
-from rlhf_pg.trainers.model_check import FILE, Examined, Verdict, check_model, key_of
 from rlhf_pg.trainers.optimizer import Optimizers, optimizer_and_schedule
 from rlhf_pg.trainers.recorder import Recorder
 from rlhf_pg.trainers.skipping import SkippedUpdates
@@ -147,7 +145,6 @@ class TrainerSetup(TrainingLoop):
         self.critic = self.new_critic()
         self._settle_positions(self.environments is not None)
         self.state = TrainState()
-        self._verdict: Verdict | None = None  # of the model check
         self.engine_name, self.why_engine = choose_engine(args, self.model, self.runtime)
         self.learner = self._new_learner(optimizers)
         self.collector = self._new_collector()
@@ -207,7 +204,7 @@ class TrainerSetup(TrainingLoop):
     def _new_rewards(self, functions: Any, processing_classes: Any) -> Rewards:
         args = self.args
         environment = self.environments is not None and self.environments.pays
-        rewards = Rewards(
+        return Rewards(
             functions,
             args.reward_weights,
             processing_classes,
@@ -223,11 +220,6 @@ class TrainerSetup(TrainingLoop):
                 error_value=args.reward_error_value,
             ),
         )
-        # What no name finds is not there when a step is made again.
-        names = self._recorded.get("reward_funcs", ())
-        found = zip(rewards.sources, names, strict=False)
-        rewards.kept |= {source.name for source, name in found if name.startswith(PYTHON)}
-        return rewards
 
     def _load_prompts(self, train_dataset: Any, eval_datasets: Mapping[str, Any]) -> None:
         args, environments = self.args, self.environments
@@ -472,45 +464,6 @@ class TrainerSetup(TrainingLoop):
         sources = {s.name: source_fingerprint(s.function) for s in self.rewards.sources}
         return self.recorder.start(self.state.step, self.train_prompts.contents, sources)
 
-    def on_start(self) -> None:
-        """Check the model, and keep what was found in the run directory."""
-        self.keep_to_model(Path(self.args.output_dir) / FILE)
-
-    def keep_to_model(self, path: Path | None = None) -> None:
-        """Run the model check before anything is sampled, and batch rows as it finds right."""
-        if not self.args.model_check:
-            return
-        if self._verdict is None:
-            self._verdict = self._check_model(path)
-        if self._verdict is not None:
-            self.learner.keep_to(*self._verdict.of_rows)
-            self._verdict.apply(self.engine)
-
-    def _check_model(self, path: Path | None) -> Verdict | None:
-        args, runtime, learner = self.args, self.runtime, self.learner
-        longest = self.longest_row
-        run = Examined(
-            policy=learner.policy,
-            module=learner.module,
-            score=lambda batch: learner.trained(batch).logprobs,
-            engine=self.engine,
-            tokens=[token for tokens in self._first_prompts() for token in tokens],
-            lengths=(longest - args.max_completion_length, args.max_completion_length),
-            dtype=self.dtype,
-            agreed=lambda holds: bool(runtime.all_reduce_max(int(holds))),
-            device=runtime.device,
-        )
-        key = key_of(
-            self.model.config,
-            *(learner.fingerprints["model"], longest, runtime.device.type, self.engine_name),
-            *(args.dtype, args.disable_dropout, args.gradient_checkpointing),
-            *(args.temperature, args.policy_loss),
-        )
-        return check_model(
-            run,
-            runtime,
-            key,
-            path,
-            self.collector.sampling,
-            args.disable_dropout,
-        )
+    def weights(self) -> dict[str, str]:
+        """Return a fingerprint of each trained tensor, by name; collective."""
+        return self.recorder.fingerprints(trained=True)

@@ -30,8 +30,7 @@ from transformers import (
 )
 
 from rlhf_pg.rollout import NativeEngine, SamplingParams
-from rlhf_pg.rollout.native.choosing import Chooser
-from rlhf_pg.rollout.token_sampling import Drawn
+from rlhf_pg.rollout.native.continuous_batching import BatchingSession, Row
 
 EOS, PAD = 1, 0
 
@@ -98,12 +97,17 @@ def forced(wanted: Tensor) -> AbstractContextManager[Any]:
     prompt p are in row p mod P.
     """
 
-    class Forced(Chooser):
-        def pick(self, slots: Any, columns: Tensor, logits: Tensor) -> Drawn:
-            ends = wanted[self.state.prompt_indices[slots] % len(wanted), self.state.samples[slots]]
-            return super().pick(slots, columns, force(logits, ends, columns))
+    draw = BatchingSession._draw
 
-    return patch("rlhf_pg.rollout.native.continuous_batching.Chooser", Forced)
+    def forced_draw(
+        self: BatchingSession, rows: Sequence[Row], logits: Tensor, noise: Tensor
+    ) -> None:
+        places = [(row.prompt.request.prompt_index % len(wanted), row.sample) for row in rows]
+        ends = torch.stack([wanted[place] for place in places])
+        drawn = torch.tensor([len(row.tokens) for row in rows], device=ends.device)
+        draw(self, rows, force(logits, ends, drawn), noise)
+
+    return patch.object(BatchingSession, "_draw", forced_draw)
 
 
 def native(model: PreTrainedModel, case: Case) -> Callable[[], int]:

@@ -1,4 +1,4 @@
-"""`rlhf-pg replay`, and the two commands that ask it for tokens."""
+"""`rlhf-pg replay` and `rlhf-pg diff`."""
 
 import inspect
 import json
@@ -58,33 +58,18 @@ def said_of(flags: list[str], capsys) -> str:
     return capsys.readouterr().err
 
 
-def test_step_is_shown_and_saved(run: str, tmp_path: Path, capsys) -> None:
+def test_step_is_shown(run: str, capsys) -> None:
     capsys.readouterr()
-    main(["replay", run, "--step", "3", "--rows", "5", "--save", str(tmp_path / "saved")])
+    main(["replay", run, "--step", "2", "--rows", "5", "--resample"])
     shown = capsys.readouterr().out
-    assert "step 3: as it was recorded" in shown
+    assert "step 2: as it was recorded" in shown
     assert "row 5" in shown
-    for name in ("completions.jsonl", "tokens/step-00000003.safetensors"):
-        assert (tmp_path / "saved" / name).read_bytes() == (Path(run) / name).read_bytes()
-
-
-def test_several_steps_are_saved_together(run: str, tmp_path: Path, capsys) -> None:
-    out = tmp_path / "saved"
-    main(["replay", run, "--step", "2", "--until", "4", "--save", str(out)])
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
-    assert [line["step"] for line in lines] == [2, 3, 4]
-    assert len((out / "completions.jsonl").read_text().splitlines()) == 3 * 16
 
 
 def test_other_keys_show_what_would_have_changed(run: str, tmp_path: Path, capsys) -> None:
     capsys.readouterr()
-    reward = f"{tmp_path / 'other.py'}:minus"
-    flags = ["--reward_funcs", reward, "--save", str(tmp_path / "saved")]
-    main(["replay", run, "--step", "3", *flags])
-    shown = capsys.readouterr().out
-    assert "180.00°" in shown  # the gradient, by the opposite reward
-    page = (tmp_path / "saved" / "what_if.html").read_text()
-    assert "pull_what_if" in page
+    main(["replay", run, "--step", "3", "--reward_funcs", f"{tmp_path / 'other.py'}:minus"])
+    assert "180°" in capsys.readouterr().out  # the gradient, by the opposite reward
 
 
 def test_reward_that_has_no_name_comes_from_the_record(
@@ -114,19 +99,18 @@ def test_edited_reward_shows(run: str, tmp_path: Path, capsys) -> None:
     (tmp_path / "my_rewards.py").write_text(edited)
     for name in [name for name in sys.modules if name.startswith(PREFIX)]:
         del sys.modules[name]  # as in another process
-    main(["replay", run, "--step", "3"])
-    assert "step 3: differs: rewards" in capsys.readouterr().out
+    main(["replay", run, "--step", "3", "--resample"])
+    assert "step 3: differs: scores" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--step", "9"], "--step 9: the run took steps 1 to 4"),
-        (["--step", "3", "--until", "2"], "--until 2 is before --step 3"),
+        (["--step", "9"], "step 9"),
         (["--step", "3", "--rows", "99"], "--rows 99: the step has rows 0 to 15"),
         (["--step", "3", "--betta", "1"], "--betta"),
-        (["--step", "3", "--beta", "0.1", "--until", "4"], "--until is for steps as they were"),
-        (["--step", "3", "--temperature", "0.5"], "temperature cannot be changed"),
+        (["--step", "3", "--beta", "0.1", "--resample"], "--resample"),
+        (["--step", "3", "--temperature", "0.5"], "temperature"),
         ([], "--step"),
     ],
 )
@@ -135,9 +119,7 @@ def test_wrong_usage_is_one_error(run: str, flags: list[str], said: str, capsys)
 
 
 def test_what_is_no_run_is_one_error(tmp_path: Path, run: str, capsys) -> None:
-    assert "is no directory of a run" in said_of(["replay", str(tmp_path), "--step", "1"], capsys)
-    flags = ["replay", run, "--step", "1", "--save", run]
-    assert "the run itself is not written to" in said_of(flags, capsys)
+    assert str(tmp_path) in said_of(["replay", str(tmp_path), "--step", "1"], capsys)
     assert "replay needs a run" in said_of(["replay", "--step", "1"], capsys)
 
 
@@ -148,18 +130,20 @@ def test_run_of_python_says_how(make, capsys) -> None:
     assert "was given its data in Python: make its trainer in Python, and give it to" in said
 
 
-def test_diff_and_bisect_ask_for_tokens(recipe: Path, tmp_path: Path, capsys) -> None:
-    runs = [str(tmp_path / name) for name in ("a", "b")]
-    for out, heat in zip(runs, ("1.0", "0.8"), strict=True):
-        main(["train", str(recipe), "--output_dir", out, "--temperature", heat])
+def test_diff_prints_the_first_difference(run: str, recipe: Path, tmp_path: Path, capsys) -> None:
+    other = str(tmp_path / "b")
+    main(["train", str(recipe), "--output_dir", other, "--temperature", "0.8"])
     capsys.readouterr()
+    main(["diff", run, run])
+    assert "no difference in 4 steps" in capsys.readouterr().out
     with pytest.raises(SystemExit) as end:
-        main(["diff", *runs, "--replay"])
+        main(["diff", run, other])
     assert end.value.code == 1
     shown = capsys.readouterr().out
-    assert shown.startswith("step 1: config")
-    assert ", token " in shown
-    main(["bisect", runs[0], "--bad", "step > 2", "--replay"])
-    shown = capsys.readouterr().out
-    assert shown.startswith("step 3:")
-    assert "to see its tokens" not in shown
+    assert "temperature: 1.0 | 0.8" in shown
+    assert "step 1: ids differ first" in shown
+    with pytest.raises(SystemExit):
+        main(["diff", run, other, "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert (said["step"], said["places"][0]["stage"]) == (1, "ids")
+    assert "diff needs two runs" in said_of(["diff", run], capsys)

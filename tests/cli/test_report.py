@@ -1,15 +1,14 @@
-"""`rlhf-pg report`, `compare` and `watch`: what they print, and what they refuse."""
+"""`rlhf-pg report` and `compare`: what they print, and what they refuse."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from rlhf_pg.cli import main, replay
-from rlhf_pg.report.run_files import COLUMNS, StepTokens
-from tests.report.synthetic import make_run
+from rlhf_pg.report.token_steps import NAMES
+from tests.report.synthetic import make_run, tokens_of
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -46,42 +45,27 @@ def test_compare_prints_differences(tmp_path: Path, capsys) -> None:
     assert out.exists()
 
 
-def test_watch_as_text_prints_once_where_there_is_no_terminal(tmp_path: Path, capsys) -> None:
-    assert "entropy" in said(capsys, "watch", str(make_run(tmp_path / "run")), "--text")
-
-
 def test_wrong_use_is_one_line_with_the_remedy(tmp_path: Path, capsys) -> None:
     run = make_run(tmp_path / "runs" / "one", steps=2)
     assert "does not exist: name the output_dir" in refused(capsys, "report", str(tmp_path / "no"))
-    assert "in it are the runs one" in refused(capsys, "watch", str(tmp_path / "runs"))
+    assert "in it are the runs one" in refused(capsys, "report", str(tmp_path / "runs"))
     assert "needs one run: rlhf-pg report OUTPUT_DIR" in refused(capsys, "report")
     assert "needs two runs or more" in refused(capsys, "compare", str(run))
     assert "--out" in refused(capsys, "report", str(run), "--out", str(tmp_path / "no" / "x.html"))
-    assert "--port 99999 cannot be used" in refused(capsys, "watch", str(run), "--port", "99999")
     (run / "config.yaml").write_text("a: [")
     assert "one/config.yaml: not valid YAML" in refused(capsys, "report", str(run))
     hostile = refused(capsys, "report", "\x1b[31m")
     assert "\x1b" not in hostile
 
 
-@pytest.mark.parametrize("command", [("report",), ("watch", "--text")])
-def test_config_that_libyaml_refuses_is_one_error(tmp_path: Path, command, capsys) -> None:
+def test_config_that_libyaml_refuses_is_one_error(tmp_path: Path, capsys) -> None:
     run = make_run(tmp_path / "run", steps=2)
     with (run / "config.yaml").open("a") as file:
         file.write('system_prompt: "\\uD800"\n')
-    name, *flags = command
-    assert "config.yaml: not valid YAML" in refused(capsys, name, str(run), *flags)
+    assert "config.yaml: not valid YAML" in refused(capsys, "report", str(run))
 
 
 def test_tokens_of_a_row_are_not_cut_off_at_80_columns(capsys) -> None:
-    columns = {name: np.array([-0.00012345], np.float32) for name in COLUMNS}
-    ones = np.ones(1, np.int32)
-    tokens = StepTokens(
-        **dict.fromkeys(("prompt_index", "sample", "lengths", "ids", "action"), ones),
-        texts=["<eos>"],
-        numbers=columns,
-    )
-    made = SimpleNamespace(record=SimpleNamespace(tokens=tokens))
-    Console(width=80).print(replay._tokens(made, 0))  # type: ignore[arg-type]
-    shown = capsys.readouterr().out
-    assert "…" not in shown
+    columns = {name: np.array([-0.00012345], np.float32) for name in NAMES}
+    Console(width=80).print(replay._tokens(tokens_of([(0, 0)], [1], [5], ["<eos>"], columns), 0))
+    assert "…" not in capsys.readouterr().out

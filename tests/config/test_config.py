@@ -213,14 +213,14 @@ def test_number_at_range_edge_is_accepted(config, key, value):
     following = {"beta": 0.1, "sync_ref_model": True}
     corrected = {"sampler_correction": "token_mask"}
     bonus = {"entropy_target": 1.0}
-    saved = {"truncated_sampling": "saved_support"}
+    ignored = {"truncated_sampling": "ignore"}
     with_it = {
         "eval_success_threshold": {"num_generations_eval": 2},
         "reward_timeout": {"reward_workers": 1},
         "reward_error_value": {"on_reward_error": "value"},
-        "top_k": saved | {"top_p": 0.9},
-        "top_p": saved | {"top_k": 5},
-        "min_p": saved | {"top_k": 5},
+        "top_k": ignored | {"top_p": 0.9},
+        "top_p": ignored | {"top_k": 5},
+        "min_p": ignored | {"top_k": 5},
         "delta": clipped,
         "overlong_penalty": {"overlong_buffer": 1},
         "dynamic_sampling_rounds": {"num_generations": 2},
@@ -331,8 +331,8 @@ def test_unsuitable_advantages_for_sequence_loss_raise(config, options, said):
             {"policy_loss": "kl_penalty", "old_kl_coef": 0.0, "old_kl_target": 0.1},
             "old_kl_target has no effect",
         ),
-        (GRPOConfig, {"top_k": 50}, 'top_k 50 .* set truncated_sampling to "saved_support"'),
-        (PPOConfig, {"top_p": 0.9}, "top_p 0.9 .* or leave top_p out"),
+        (GRPOConfig, {"top_k": 50}, 'top_k 50 .* truncated_sampling to "ignore"'),
+        (PPOConfig, {"top_p": 0.9}, "top_p 0.9 .* leave top_p out"),
         (RLOOConfig, {"min_p": 0.1}, "min_p 0.1 leaves tokens out"),
         (
             GRPOConfig,
@@ -344,7 +344,7 @@ def test_unsuitable_advantages_for_sequence_loss_raise(config, options, said):
             {"old_logprobs_source": "sampler", "sampler_correction": "token_mask"},
             "sampler_correction would compare the sampler with itself",
         ),
-        (GRPOConfig, {"truncated_sampling": "saved_support"}, "no effect without top_k, top_p"),
+        (GRPOConfig, {"truncated_sampling": "ignore"}, "no effect without top_k, top_p"),
         (GRPOConfig, {"eval_success_threshold": 0.5}, "set num_generations_eval above 1"),
         (GRPOConfig, {"stop": ["a", ""]}, "stop must not hold an empty string"),
         (GRPOConfig, {"delta": 1.1}, "delta must be above"),
@@ -386,19 +386,6 @@ def test_off_policy_sampler_is_corrected_by_default(options, correction):
 def test_std_eps_without_std_raises():
     with pytest.raises(ValueError, match="scale_rewards_eps is added to a std"):
         GRPOConfig(scale_rewards="none", scale_rewards_eps=1e-6)
-
-
-def test_engine_without_saved_support_raises():
-    """Every other one can sample from a truncated distribution, and not say which that was."""
-
-    @dataclasses.dataclass(kw_only=True)
-    class Elsewhere(GRPOConfig):
-        rollout_engine: str = "another"
-
-    cut = {"top_k": 5, "truncated_sampling": "saved_support"}
-    with pytest.raises(ValueError, match="rollout_engine 'another' does not tell"):
-        Elsewhere(**cut)
-    assert GRPOConfig(**cut).top_k == 5
 
 
 def test_updates_per_step_are_passes_times_minibatches():
@@ -889,7 +876,6 @@ OTHER_VALUES = {
     "optim": "adamw_8bit",
     "disable_dropout": False,
     "gradient_checkpointing": True,
-    "model_check": False,
     "pad_token": "<|pad|>",
     "shuffle_dataset": False,
     "max_prompt_length": 99,
@@ -900,7 +886,6 @@ OTHER_VALUES = {
     "num_mini_batches": 4,
     "micro_batch_tokens": 1000,
     "rollout_cache_tokens": 999,
-    "rollout_drafts": "off",
     "max_completion_length": 33,
     "max_turns": 6,
     "environment_timeout": 1.5,
@@ -908,7 +893,7 @@ OTHER_VALUES = {
     "top_k": 40,
     "top_p": 0.95,
     "min_p": 0.01,
-    "truncated_sampling": "saved_support",
+    "truncated_sampling": "ignore",
     "stop": ("\n", "a: b # c"),
     "advantage_estimator": "returns",
     "policy_loss": "clipped_surrogate",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_pg.data.micro_batches import RowLengths, split_alike, split_packed, split_padded
+from rlhf_pg.data.micro_batches import RowLengths, split_packed, split_padded
 
 # Two families of group 5, one of group 6: prompts of 10, 4 and 3 tokens.
 ROWS = [
@@ -69,20 +69,6 @@ def test_split_covers_every_row_once_within_limit(rows, limit):
             width = max(rows[i].prompt for i in own) + max(rows[i].completion for i in own)
             cost = tokens(rows, own) if split is split_packed else len(own) * width
             assert cost <= limit or len(own) == 1
-
-
-@settings(max_examples=100, deadline=None)
-@given(rows=some_rows(), limit=st.integers(1, 60))
-def test_split_alike_groups_rows_of_equal_lengths(rows, limit):
-    batches = split_alike(rows, limit)
-    assert sorted(i for own in batches for i in own) == list(range(len(rows)))
-    for own in batches:
-        lengths = {rows[i][2:4] for i in own}
-        assert len(lengths) == 1
-        assert len(own) * sum(lengths.pop()) <= limit or len(own) == 1
-    again = [rows[own[0]][2:4] for own in batches]
-    roomy = split_alike(rows, 10**6)
-    assert len(roomy) == len(set(again))  # each once where there is room
 
 
 @settings(max_examples=100, deadline=None)

@@ -180,8 +180,7 @@ def of_rows(rows):
 def test_concat_equals_record_of_all_rows(parts):
     together = Rollout.concat([of_rows(rows) for rows in parts], PAD)
     at_once = tensors(of_rows([row for rows in parts for row in rows]))
-    for name in ("support_ids", "host_rows"):
-        assert (getattr(together, name), at_once.pop(name)) == (None, None)
+    assert (together.host_rows, at_once.pop("host_rows")) == (None, None)
     for name in at_once:
         value = getattr(together, name)
         assert value.dtype == at_once[name].dtype
@@ -196,67 +195,6 @@ def test_concat_pads_experience_tensors():
     assert e.prompt_mask.int().tolist()[:2] == [[1, 1, 1], [0, 0, 1]]
     assert e.completion_ids.tolist()[:2] == [[1, PAD, PAD], [7, 8, PAD]]
     assert e.old_logprobs is None
-
-
-# ---------------------------------------------------------------------------------------- support
-
-SUPPORTS = [[[7], [2, 8, 5]], [[1, 0]], [[2, 4], [], [9, 8, 4, 1]]]
-
-
-def supported(supports=SUPPORTS, **options):
-    rows = [[torch.tensor(ids, dtype=torch.int32) for ids in row] for row in supports]
-    return rollout(supports=rows, **options)
-
-
-def test_supports_are_padded_to_widest_and_may_be_empty():
-    ids = supported().support_ids
-    assert ids.dtype == torch.int32
-    nothing = [-1] * 4
-    assert ids.tolist() == [
-        [[7, -1, -1, -1], [2, 8, 5, -1], nothing],
-        [[1, 0, -1, -1], nothing, nothing],
-        [[2, 4, -1, -1], nothing, [9, 8, 4, 1]],
-    ]
-
-
-def test_supports_without_rows_or_tokens_have_width_one():
-    assert supported((), prompts=(), completions=()).support_ids.shape == (0, 1, 1)
-    none = supported(([], [], []), completions=((), (), ()))
-    assert none.support_ids.tolist() == [[[-1]]] * 3
-
-
-@pytest.mark.parametrize(
-    ("supports", "said"),
-    [
-        ([None, *SUPPORTS[1:]], "row 0 was sampled .* has 2 tokens but none supports"),
-        ([*SUPPORTS[:2], SUPPORTS[2][:2]], "row 2 .* has 3 tokens but 2 supports"),
-        ([SUPPORTS[0], [[2]], SUPPORTS[2]], "row 1: token 0 is not in the support"),
-    ],
-)
-def test_mismatched_supports_raise(supports, said):
-    rows = [row and [torch.tensor(ids) for ids in row] for row in supports]
-    with pytest.raises(ValueError, match=said):
-        rollout(supports=rows)
-
-
-def test_select_trims_supports_to_widest_left():
-    short = supported().select(torch.tensor([1, 0]))
-    assert short.support_ids.tolist() == [[[1, 0, -1], [-1] * 3], [[7, -1, -1], [2, 8, 5]]]
-    assert supported().select(torch.tensor([], dtype=torch.int64)).support_ids.shape == (0, 1, 1)
-
-
-def test_concat_pads_supports_with_minus_one():
-    parts = [supported().select(torch.tensor(rows)) for rows in ([1], [0, 2])]
-    together = Rollout.concat([*parts, supported((), prompts=(), completions=())], PAD)
-    order = torch.tensor([1, 0, 2])
-    assert together.support_ids.equal(supported().support_ids[order])
-    assert together.support_ids.dtype == torch.int32
-
-
-def test_experience_keeps_supports_of_rollout():
-    e = Experience.of(supported(), advantages=torch.ones(3, 3))
-    assert e.support_ids.equal(supported().support_ids)
-    assert e.blank_row().support_ids.tolist() == [[[-1]]]  # of no use is id 0
 
 
 # ------------------------------------------------------------------------------ blank row, batches
@@ -314,7 +252,6 @@ def test_lengths_count_real_tokens():
 
 def test_experience_is_rollout_with_tensors():
     e, base = experience(), rollout()
-    assert e.support_ids is base.support_ids is None
     for name, value in base._tensors():
         assert torch.equal(getattr(e, name), value)
     assert (e.old_logprobs, e.ref_logprobs, e.values, e.returns) == (None,) * 4

@@ -88,7 +88,6 @@ RUNS: dict[str, Run] = {
         options={**BF16, "bfloat16_update": "stochastic_rounding", "optim": "adamw_torch"}
     ),
     "grpo, float64": Run(options={"dtype": "float64"}),
-    "grpo, top-p": Run(options={"top_p": 0.9, "truncated_sampling": "saved_support"}),
     "grpo, dynamic sampling": Run(options={"dynamic_sampling_rounds": 2, "stop": ("12",)}),
     "grpo, small cache": Run(options={"rollout_cache_tokens": 120, "skip_zero_advantages": True}),
     "grpo, sequences": Run(

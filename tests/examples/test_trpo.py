@@ -131,14 +131,6 @@ def test_interrupted_line_search_counts_begun_update(make, monkeypatch) -> None:
     assert trainer.learner.updates_begun == 1
 
 
-@pytest.mark.parametrize(("together", "sizes"), [(True, [1, 2]), (False, [1, 1, 1])])
-def test_rows_are_batched_as_model_check_found(make, together, sizes) -> None:
-    """Of lengths 2, 2 and 1."""
-    trainer, experience = make()
-    trainer.learner.keep_to(packs=False, pads=False, together=together)
-    assert sorted(len(batch.groups) for batch, _ in trainer.forward(experience)) == sizes
-
-
 def test_example_uses_no_private_attribute() -> None:
     names = [n.attr for n in ast.walk(ast.parse(FILE.read_text())) if isinstance(n, ast.Attribute)]
     assert not [name for name in names if name.startswith("_")]

@@ -157,7 +157,7 @@ def test_unreadable_manifest_is_skipped_on_resume(output, caplog, how, said) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "completions.jsonl", "config.yaml", "trace.jsonl", "outside.jsonl"]
+    "name", ["metrics.jsonl", "completions.jsonl", "config.yaml", "trace.jsonl"]
 )
 @pytest.mark.parametrize("how", [piped, linked_to("/dev/zero")])
 @pytest.mark.usefixtures("no_hang")

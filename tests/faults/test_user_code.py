@@ -18,7 +18,6 @@ from rlhf_pg import Callback
 from rlhf_pg.boundary import user_code
 from rlhf_pg.boundary.user_code import Settings
 from rlhf_pg.data.prompts import load_prompts
-from rlhf_pg.report.json_lines import JsonLines
 from rlhf_pg.rewards import Rewards
 from rlhf_pg.rollout import EpisodeRunner, SamplingParams, Toolbox, ToolEnvironment
 from rlhf_pg.trainers.evaluator import evaluate
@@ -390,16 +389,6 @@ def test_message_without_text_is_accepted():
     for content in ([{"type": "image"}, {"type": "text", "text": None}], None, [None]):
         data = Dataset.from_list([{"prompt": [{"role": "user", "content": content}]}])
         assert load_prompts(data, tokenizer).tokens == [ids("user")]
-
-
-def test_odd_metric_values_are_written(tmp_path):
-    lines = JsonLines(tmp_path / "metrics.jsonl", 0)
-    circle: list = []
-    circle.append(circle)
-    for odd in (*ODD.values(), circle, {(1, 2): 3}):
-        lines.write({"step": 1, "loss": 0.5, "odd": odd, ("a", "b"): 1})
-    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["loss"] for line in written] == [0.5] * (len(ODD) + 2)
 
 
 def test_dropped_long_prompts_are_not_tokenized_whole(read, caplog):

@@ -30,26 +30,11 @@ def rows(count=N, width=32, seed=0, dtype=torch.float64):
     return hidden.to(dtype).requires_grad_(), tokens
 
 
-def supports(tokens, seed=0):
-    """Per row its token and up to four others; every third row has none."""
-    generator = torch.Generator().manual_seed(seed)
-    sets = [
-        []
-        if i % 3 == 2
-        else sorted({token, *torch.randperm(V, generator=generator)[: i % 5].tolist()})
-        for i, token in enumerate(tokens.tolist())
-    ]
-    padded = torch.full((len(sets), 6), -1, dtype=torch.int32)
-    for row, ids in zip(padded, sets, strict=True):
-        row[: len(ids)] = torch.tensor(ids)
-    return sets, padded
-
-
-def by_hand(logits, tokens, temperature=1.0, sets=None):
+def by_hand(logits, tokens, temperature=1.0):
     """The same from logits, one row after another, in float64."""
     logprobs, entropies = [], []
-    for i, (row, token) in enumerate(zip(logits.double(), tokens.tolist(), strict=True)):
-        ids = [v for v in (sets and sets[i]) or range(len(row)) if row[v] > -math.inf]
+    for row, token in zip(logits.double(), tokens.tolist(), strict=True):
+        ids = [v for v in range(len(row)) if row[v] > -math.inf]
         z = row[ids] / temperature
         logprob = z - (z - z.max()).exp().sum().log() - z.max()
         logprobs.append(logprob[ids.index(token)])
@@ -80,17 +65,15 @@ def assert_same(found, expected, inputs, tolerances, entropy=True):
 
 @pytest.mark.parametrize("parts", [1, 3, 7, N + 4])
 @pytest.mark.parametrize("entropy", [True, False])
-@pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_scores_match_explicit_softmax(monkeypatch, parts, entropy, kept, temperature) -> None:
+def test_scores_match_explicit_softmax(monkeypatch, parts, entropy, temperature) -> None:
     monkeypatch.setattr(softmax, "BLOCK", 2 * V + 1)  # two rows at a time
     model = tiny_model("llama", dtype=torch.float64)
     hidden, tokens = rows()
-    sets, support_ids = supports(tokens) if kept else (None, None)
-    found = ChunkedLMHead(model, temperature, entropy, parts)(hidden, tokens, support_ids)
+    found = ChunkedLMHead(model, temperature, entropy, parts)(hidden, tokens)
     assert found[0].shape == found[1].shape == tokens.shape
     assert found[1].requires_grad == entropy
-    expected = by_hand(hidden @ model.lm_head.weight.T, tokens, temperature, sets)
+    expected = by_hand(hidden @ model.lm_head.weight.T, tokens, temperature)
     assert_same(found, expected, [hidden, model.lm_head.weight], EXACT, entropy)
 
 
@@ -227,20 +210,16 @@ def test_scores_without_grad_are_identical() -> None:
     "transform",
     [LogitTransform(), LogitTransform(0.4), LogitTransform(1.0, 2.0), LogitTransform(3.0, 1.5)],
 )
-@pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("entropy", [True, False])
-def test_gradient_matches_finite_differences(transform, kept, entropy) -> None:
+def test_gradient_matches_finite_differences(transform, entropy) -> None:
     logits = torch.randn(N, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     _, tokens = rows()
-    support_ids = supports(tokens)[1] if kept else None
 
     def scores(x):
         def again():
             return x.detach().clone()
 
-        found = token_scores(
-            again() + (x - x.detach()), tokens, support_ids, 0.7, entropy, transform, again
-        )
+        found = token_scores(again() + (x - x.detach()), tokens, 0.7, entropy, transform, again)
         return found if entropy else found[0]
 
     assert torch.autograd.gradcheck(scores, [logits.requires_grad_()])
@@ -339,7 +318,7 @@ def test_float32_keeps_precision_over_large_vocabulary(offset) -> None:
     logits = (torch.randn(4, 50_000, generator=generator) + offset).requires_grad_()
     tokens = torch.tensor([1, 7, 4, 49_999])
     tolerances = {"rtol": 1e-5, "atol": 1e-8}
-    found = token_scores(logits * 1, tokens, None, 1.0, True)
+    found = token_scores(logits * 1, tokens, 1.0, True)
     assert_same(found, by_hand(logits, tokens), [logits], tolerances)
 
 

@@ -153,13 +153,12 @@ def test_reward_model_for_task_without_pairs_is_refused(capsys) -> None:
     assert "arithmetic has no preference pairs" in capsys.readouterr().err
 
 
-def test_demo_command_shows_results_and_plot(model_path: str, tmp_path: Path, capsys) -> None:
+def test_demo_command_shows_results_and_report(model_path: str, tmp_path: Path, capsys) -> None:
     out = ["--output_dir", str(tmp_path)]
     main(["demo", *SMALL, *out, "--model_name_or_path", model_path])
     shown = capsys.readouterr().out
     assert shown.count("% of held-out problems right") == 3  # at the start, and both at the end
-    assert "reward (smoothed)" in shown
-    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf_pg.report.run_files import StepTokens, tokens_file
-from tests.report.synthetic import make_run, write_lines
+from tests.report.synthetic import make_run, tokens_of, write_lines
 
 HOSTILE = (
     "</script><script>window.hacked = 1</script>",
@@ -22,7 +22,7 @@ HOSTILE = (
     "${alert(1)}`'\"&lt;",
     "javascript:window.hacked = 3",
 )
-NUMBERS = {"advantage": 0.5, "entropy": 0.25}
+NUMBERS = {"advantage": 0.5, "kl": 0.25}
 
 
 @pytest.fixture
@@ -64,14 +64,8 @@ def make_hostile_run(directory: Path) -> Path:
 def save_tokens(directory: Path, step: int, texts: list[str], **numbers: Any) -> StepTokens:
     """Write the tokens of one prompt, of which each completion is one token."""
     count = len(texts)
-    tokens = StepTokens(
-        prompt_index=np.full(count, 7),
-        sample=np.arange(count, dtype=np.int32),
-        lengths=np.ones(count, np.int32),
-        ids=np.arange(count, dtype=np.int32),
-        action=np.ones(count, np.bool_),
-        texts=texts,
-        numbers={name: np.full(count, x) for name, x in (numbers or NUMBERS).items()},
-    )
+    columns = {name: np.full(count, x) for name, x in (numbers or NUMBERS).items()}
+    places = [(7, i) for i in range(count)]
+    tokens = tokens_of(places, [1] * count, list(range(count)), texts, columns)
     tokens.save(tokens_file(directory, step))
     return tokens

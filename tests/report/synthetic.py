@@ -10,39 +10,8 @@ import yaml
 
 from rlhf_pg.report.run_files import StepTokens, tokens_file
 
-WORDS = [
-    *(" the", " answer", " is", " so", " we", " have", "\n", " =", "4", "7", "2", "1", " +", " -"),
-    *(
-        ",",
-        ".",
-        " therefore",
-        " 12",
-        "\\frac",
-        "{",
-        "}",
-        "(",
-        ")",
-        " let",
-        " x",
-        " be",
-        " of",
-        " sum",
-    ),
-    *(
-        " then",
-        " which",
-        " gives",
-        " first",
-        " second",
-        " Wait",
-        ",\n",
-        " é",
-        "ü",
-        " because",
-        " a",
-    ),
-]
-COLUMNS = ("advantage", "reward", "log_ratio", "kl", "entropy", "value", "sampler_logprob")
+WORDS = [" the", " answer", " is", " so", " 4", " 7", " +", ",", ".", " then", "\n", "é", "ü"]
+COLUMNS = ("advantage", "reward", "log_ratio", "kl", "value", "sampler_logprob")
 CONFIG = {
     "algorithm": "ppo",
     "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
@@ -133,6 +102,34 @@ def metrics(step: int, steps: int, noise: np.random.Generator) -> dict[str, Any]
     return {key: float(x) if isinstance(x, np.floating) else x for key, x in line.items()}
 
 
+def tokens_of(
+    places: list[tuple[int, int]],
+    lengths: Any,
+    ids: Any,
+    texts: list[str],
+    numbers: dict[str, Any],
+    action: Any = None,
+) -> StepTokens:
+    """The record of completions without scores, by their prompts and samples."""
+    count = len(places)
+    return StepTokens(
+        prompt_index=np.array([p for p, _ in places]),
+        sample=np.array([s for _, s in places], np.int32),
+        row=np.zeros(count, np.int64),
+        rank=np.zeros(count, np.int32),
+        truncated=np.zeros(count, np.bool_),
+        prompt_lengths=np.zeros(count, np.int32),
+        prompt_ids=np.zeros(0, np.int32),
+        lengths=np.asarray(lengths, np.int32),
+        ids=np.asarray(ids, np.int32),
+        action=np.ones(len(texts), np.bool_) if action is None else action,
+        score_at=np.zeros(0, np.int64),
+        scores=np.zeros((0, 1)),
+        numbers={name: np.asarray(column) for name, column in numbers.items()},
+        texts=texts,
+    )
+
+
 def logged_step(
     directory: Path,
     step: int,
@@ -151,21 +148,19 @@ def logged_step(
     kl = noise.normal(0.03, 0.12, total)
     reward = -0.05 * kl
     reward[np.cumsum(sizes) - 1] += right
-    entropy = np.abs(noise.gamma(0.6, 0.5, total))
     numbers = (
         *(advantage + noise.normal(0, 0.15, total), reward, noise.normal(0, 0.04, total), kl),
-        *(entropy, noise.normal(0.5, 0.2, total), -entropy - noise.gamma(0.5, 0.4, total)),
+        *(noise.normal(0.5, 0.2, total), -noise.gamma(0.5, 0.4, total)),
     )
     texts = [WORDS[i] for i in ids]
     places = [(step * prompts + i // n, i % n) for i in range(count)]
-    tokens = StepTokens(
-        prompt_index=np.array([p for p, _ in places]),
-        sample=np.array([s for _, s in places], np.int32),
-        lengths=sizes.astype(np.int32),
-        ids=(ids + 100).astype(np.int32),
-        action=noise.random(total) > 0.02,
-        texts=texts,
-        numbers=dict(zip(COLUMNS, numbers, strict=True)),
+    tokens = tokens_of(
+        places,
+        sizes,
+        ids + 100,
+        texts,
+        dict(zip(COLUMNS, numbers, strict=True)),
+        noise.random(total) > 0.02,
     )
     tokens.save(tokens_file(directory, step))
     ends = np.cumsum(sizes)

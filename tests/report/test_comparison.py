@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_pg.report.comparison import comparison_data, difference_tables, named_runs
-from tests.report.synthetic import make_run, write_lines
+from rlhf_pg.report.comparison import difference_tables, named_runs, write_comparison
+from tests.report.synthetic import make_run
+from tests.report.test_run_page import read
 
 RATE = {"learning_rate": 3e-6, "output_dir": "runs/b", "new_key": True}
 
@@ -30,22 +31,14 @@ def test_tables_have_what_differs(two: list[Path]) -> None:
     assert versions.note == "The same packages, device and number of processes."
 
 
-def test_versions_that_differ_are_named(two: list[Path]) -> None:
-    start = {"step": 0, "processes": 1, "backend": "DDP", "device": "cpu"}
-    write_lines(two[0] / "trace.jsonl", [start | {"versions": {"torch": "2.12.0", "numpy": "2.4"}}])
-    write_lines(two[1] / "trace.jsonl", [start | {"versions": {"torch": "2.13.0", "numpy": "2.4"}}])
-    *_, versions = difference_tables(named_runs(two))
-    assert versions.rows == [["torch", "2.12.0", "2.13.0"]]
-
-
 def test_old_run_says_nothing_of_versions(two: list[Path]) -> None:
     (two[0] / "trace.jsonl").unlink()
     *_, versions = difference_tables(named_runs(two))
     assert versions.note == "Not known of a."
 
 
-def test_each_number_has_a_chart_with_all_runs(two: list[Path]) -> None:
-    data = comparison_data(named_runs(two))
+def test_each_number_has_a_chart_with_all_runs(two: list[Path], tmp_path: Path) -> None:
+    data = read(write_comparison(two, tmp_path / "compare.html")).data
     assert [run["name"] for run in data["runs"]] == ["a", "b"]
     assert all(len(chart["keys"]) == 1 for chart in data["charts"])
     keys = [chart["keys"][0] for chart in data["charts"]]

@@ -9,9 +9,8 @@ import pytest
 from peft import get_peft_model
 
 from rlhf_pg import GRPOConfig
-from rlhf_pg.rollout import NativeEngine, factory
+from rlhf_pg.rollout import factory
 from rlhf_pg.rollout.vllm.in_process import lacking
-from tests.rollout.native.test_engine import char_tokenizer
 from tests.tiny import adapter, tiny_model
 
 TIED = {"tie_word_embeddings": True}
@@ -37,7 +36,6 @@ def test_plain_gpu_run_allows_vllm():
         ("the installed vLLM is version 0.31.9: use", {"version": "0.31.9"}),
         ("the installed vLLM is version 0.33.0: use", {"version": "0.33.0"}),
         ("vLLM has no float64", {"dtype": "float64"}),
-        ("has to know which tokens", {"truncated_sampling": "saved_support", "top_k": 5}),
         ("old_logprobs_source sampler is for", {"old_logprobs_source": "sampler"}),
         ("rollout_cache_tokens is set", {"rollout_cache_tokens": 100}),
         ("raise the temperature to 0.01", {"temperature": 0.009}),
@@ -92,20 +90,3 @@ def test_only_native_vllm_model_class_is_accepted(monkeypatch):
     assert lacking(tiny_model("opt")) == "vLLM has no OPTForCausalLM of its own"
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert str(lacking(tiny_model("llama"))).startswith("vLLM cannot be imported (")
-
-
-@pytest.mark.parametrize(
-    ("options", "drafts"),
-    [
-        ({}, True),
-        ({"rollout_drafts": "off"}, False),
-        ({"old_logprobs_source": "sampler"}, False),
-        ({"sampler_correction": "token_truncate"}, False),
-        ({"sampler_correction": "none"}, True),
-    ],
-)
-def test_updates_by_sampler_logprobs_turn_drafts_off(options, drafts):
-    args = GRPOConfig(rollout_engine="native", **options)
-    engine = factory.new_engine(args, tiny_model("llama"), [2], char_tokenizer(), is_main=True)
-    assert isinstance(engine, NativeEngine)
-    assert (engine.history is not None) == drafts

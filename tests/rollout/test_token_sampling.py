@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlhf_pg.rollout import SamplingParams
-from rlhf_pg.rollout.token_sampling import draw, sample, uniform
+from rlhf_pg.rollout.token_sampling import sample, uniform
 from tests.rollout.stats import chi_square_p
 
 N = 200_000
@@ -165,16 +165,6 @@ def test_sampling_leaves_logits_unchanged():
     before = logits.clone()
     sample(logits, SamplingParams(temperature=0.5, top_k=5, top_p=0.9, min_p=0.1), noise_of(8))
     assert torch.equal(logits, before)
-
-
-def test_draw_tells_where_noise_fell():
-    """Of 0.1 0.4 0.05 0.3 0.15, noise 0.6 is 0.05 into the fourth, which begins at 0.55."""
-    noise = torch.tensor([0.6, 0.05], dtype=torch.float64)
-    drawn = draw(PROBS.log().expand(2, -1), SamplingParams(), noise)
-    assert drawn.ids.tolist() == [3, 0]
-    torch.testing.assert_close(drawn.before, torch.tensor([0.55, 0.0], dtype=torch.float64))
-    torch.testing.assert_close(drawn.into, torch.tensor([0.05, 0.05], dtype=torch.float64))
-    torch.testing.assert_close(drawn.width, torch.tensor([0.3, 0.1], dtype=torch.float64))
 
 
 # --- uniform --------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ def test_critic_starts_at_zero(make, critic) -> None:
 
 
 @pytest.mark.parametrize("critic", ["separate", "shared"])
-def test_critic_moves_only_with_value_loss(make, critic) -> None:
+def test_critic_moves_only_with_value_loss(make, any_sampler, critic) -> None:
     for vf_coef, moves in ((0.0, False), (0.1, True)):
         trainer = make(PPOTrainer, critic=critic, vf_coef=vf_coef, output_dir=f"unused-{vf_coef}")
         before = [p.clone() for p in trainer.critic.parameters()]

@@ -8,6 +8,7 @@ import pytest
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.rollout import RolloutError
 from rlhf_pg.rollout.vllm import http
+from rlhf_pg.trainers.agreement import DisagreementError
 from tests.rollout.vllm.fake_vllm import FakeVllm
 
 COMPLETIONS = "/v1/completions"
@@ -22,24 +23,15 @@ def speaking(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVllm]:
     server.close()
 
 
-def test_server_logprob_mismatch_is_logged_and_warned_once(speaking, make, tmp_path, caplog):
-    """And says once if that is further than rounding goes."""
-    make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url).train()
-    lines = read(tmp_path / "run/metrics.jsonl")
-    assert len(lines) == speaking.count("/collective_rpc") == 3
-    for line in lines:
-        ratio, off = "sampling/importance_sampling_ratio/", "sampling/sampling_logp_difference/"
-        # The server says that every token has probability 1/e: the model thinks far less of them.
-        assert 0 < line[ratio + "min"] < line[ratio + "mean"] < line[ratio + "max"] < 1
-        assert 0.5 < line[off + "mean"] < line[off + "max"]
-    said = [
-        record.message for record in caplog.records if "takes over its weights" in record.message
-    ]
-    assert len(said) == 1
-    assert f"{lines[0][off + 'mean']:.2f} nats" in said[0]
+def test_server_with_other_logprobs_ends_run(speaking, make, tmp_path):
+    """The server says that every token has probability 1/e."""
+    trainer = make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url)
+    with pytest.raises(DisagreementError, match="agreement/kl"):
+        trainer.train()
+    assert trainer.state.step == 0
 
 
-def test_auto_sampler_correction_weighs_server_mismatch(speaking, make, tmp_path):
+def test_auto_sampler_correction_weighs_server_mismatch(speaking, make, any_sampler, tmp_path):
     """The policy as it was gives these tokens far less than 1/e, so their weights are below 1."""
     server = {"rollout_engine": "vllm_server", "vllm_server_base_url": speaking.url, "max_steps": 1}
     norms = {}
@@ -50,7 +42,7 @@ def test_auto_sampler_correction_weighs_server_mismatch(speaking, make, tmp_path
     assert norms["auto"] < 0.9 * norms["none"]
 
 
-def test_server_death_on_weight_sync_saves_checkpoint(speaking, make, tmp_path):
+def test_server_death_on_weight_sync_saves_checkpoint(speaking, make, any_sampler, tmp_path):
     trainer = make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url, max_steps=4)
     reload = iter([None, None, (500, {"error": {"message": "EngineCore died"}})])
     speaking.answers["/collective_rpc"] = lambda body: next(reload, (500, b"dead"))
@@ -62,7 +54,7 @@ def test_server_death_on_weight_sync_saves_checkpoint(speaking, make, tmp_path):
     assert again.state.step == 4
 
 
-def test_server_death_while_sampling_saves_checkpoint(speaking, make, tmp_path):
+def test_server_death_while_sampling_saves_checkpoint(speaking, make, any_sampler, tmp_path):
     trainer = make(rollout_engine="vllm_server", vllm_server_base_url=speaking.url)
 
     def die_in_the_second_step(body: Any) -> Any:

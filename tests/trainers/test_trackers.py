@@ -306,5 +306,5 @@ def test_unused_trackers_are_not_imported(model_path, tmp_path) -> None:
     assert done.stdout.splitlines()[-1] == "set()"
     assert not any(name in done.stdout + done.stderr for name in NAMES)
     assert {path.name for path in out.iterdir()} == {"config.yaml", "metrics.jsonl", "final"} | {
-        *("completions.jsonl", "lock", "model_check.json", "trace.jsonl", "report.html")
+        *("completions.jsonl", "lock", "trace.jsonl", "report.html", "tokens")
     }

@@ -74,7 +74,7 @@ def trainer_on(make, factory: Any, **options: Any) -> PolicyGradientTrainer:
     return trainer
 
 
-def test_methods_reach_template_and_get_reward_pays(make, tmp_path) -> None:
+def test_methods_reach_template_and_get_reward_pays(make, any_sampler, tmp_path) -> None:
     trainer = trainer_on(make, Paid)
     samples = trainer.roll_out(range(2))
     tokenizer = trainer.processing_class

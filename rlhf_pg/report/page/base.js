@@ -45,8 +45,6 @@ function duration(seconds) {
   return `${Math.floor(minutes / 60)}h${String(minutes % 60).padStart(2, "0")}`;
 }
 
-const plural = (count, one, many) => `${count.toLocaleString("en-US")} ${count === 1 ? one : many || one + "s"}`;
-
 const isDark = () => matchMedia("(prefers-color-scheme: dark)").matches;
 
 /** A row of buttons of which one is pressed. */
@@ -69,38 +67,19 @@ function choice(label, options, current, onChoose) {
 // --------------------------------------------------------------------------- packed steps
 
 /** All bytes of an element with base64 in it. */
-function bytesOf(element) {
-  const text = element.textContent;
-  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
-  const raw = atob(text);
-  const bytes = new Uint8Array(raw.length);
-  for (let i = 0; i < raw.length; i++) bytes[i] = raw.charCodeAt(i);
-  return bytes;
-}
+const bytesOf = (element) => Uint8Array.from(atob(element.textContent), (one) => one.charCodeAt(0));
 
-async function unzipped(bytes) {
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Uint8Array(await new Response(stream).arrayBuffer());
-}
-
-let halves = null;
 /** The float16 with these 16 bits. */
 function half(bits) {
-  if (halves === null) {
-    halves = new Float32Array(65536);
-    for (let i = 0; i < 65536; i++) {
-      const sign = i & 0x8000 ? -1 : 1, exponent = (i >> 10) & 31, fraction = i & 1023;
-      halves[i] = exponent === 31 ? (fraction ? NaN : sign * Infinity)
-        : exponent === 0 ? sign * fraction * 2 ** -24
-        : sign * (1 + fraction / 1024) * 2 ** (exponent - 15);
-    }
-  }
-  return halves[bits];
+  const sign = bits & 0x8000 ? -1 : 1, exponent = (bits >> 10) & 31, fraction = bits & 1023;
+  if (exponent === 31) return fraction ? NaN : sign * Infinity;
+  return exponent ? sign * (1 + fraction / 1024) * 2 ** (exponent - 15) : sign * fraction * 2 ** -24;
 }
 
 /** Read a packed step, laid out as rlhf_pg/report/token_steps.py says. */
 async function unpacked(bytes) {
-  const raw = await unzipped(bytes);
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const raw = new Uint8Array(await new Response(stream).arrayBuffer());
   const length = new DataView(raw.buffer).getUint32(0, true);
   const step = JSON.parse(new TextDecoder().decode(raw.subarray(4, 4 + length)));
   const count = step.tokens;

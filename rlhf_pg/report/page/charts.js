@@ -35,20 +35,13 @@ class Curves {
     this.cards = [];
     this.root = el("section", { className: "curves" });
     this.seen = new IntersectionObserver((entries) => this.onSeen(entries), { rootMargin: "200px" });
-    this.resized = new ResizeObserver((entries) => {
-      for (const { target } of entries) {
-        const card = this.cards.find((one) => one.plot === target);
-        if (card && card.u && target.clientWidth) card.u.setSize({ width: target.clientWidth, height: card.u.height });
-      }
-    });
+    addEventListener("resize", () => this.redraw());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.redraw());
     this.build();
   }
 
   build() {
-    this.root.replaceChildren(this.controls());
-    for (const card of this.cards) this.forget(card);
-    this.cards = [];
+    this.root.append(this.controls());
     const { charts, absent } = this.data;
     if (!charts.length) {
       this.root.append(el("p", { className: "empty" }, "No step has been taken yet, so there are no curves."));
@@ -58,7 +51,7 @@ class Curves {
       for (const chart of charts.filter((one) => one.group === group)) grid.append(this.card(chart));
       const count = grid.children.length;
       this.root.append(group === "Other"
-        ? el("details", { className: "group" }, el("summary", {}, el("h2", {}, "Other"), ` ${plural(count, "number")}`), grid)
+        ? el("details", { className: "group" }, el("summary", {}, el("h2", {}, "Other"), ` ${count} more`), grid)
         : el("section", { className: "group" }, el("h2", {}, group), grid));
     }
     if (absent.length) {
@@ -91,14 +84,7 @@ class Curves {
     const card = { chart, plot, made, notes, u: null };
     this.cards.push(card);
     this.seen.observe(plot);
-    this.resized.observe(plot);
     return made;
-  }
-
-  forget(card) {
-    this.seen.unobserve(card.plot);
-    this.resized.unobserve(card.plot);
-    if (card.u) card.u.destroy();
   }
 
   onSeen(entries) {
@@ -151,7 +137,7 @@ class Curves {
     return {
       width, height: 190, padding: [8, 10, 0, 0],
       cursor: { sync: { key: "rlhf", setSeries: false, filters: { pub: moves, sub: moves } }, drag: { x: true, y: false }, points: { size: 6 } },
-      scales: { x: { time: false }, y: { range: (u, low, high) => padded(low, high) } },
+      scales: { x: { time: false } },
       series: [
         { label: over, value: (u, x) => { const one = x ?? latest(u.data[0]); return over === "time" ? duration(one) : said(one); } },
         ...series.map((one) => ({
@@ -163,7 +149,7 @@ class Curves {
       ],
       axes: [
         { ...axis, size: 26, ...(over === "time" ? { incrs: ROUND_TIMES } : {}), values: (u, splits) => splits.map((x) => (x === null ? "" : at(x))) },
-        { ...axis, size: 58, values: (u, splits, i, space, gap) => splits.map((y) => (y === null ? "" : tick(y, gap))) },
+        { ...axis, size: 58, values: (u, splits) => splits.map((y) => (y === null ? "" : short(y))) },
       ],
       hooks: {
         draw: [(u) => this.drawNotes(u, card.notes)],
@@ -206,28 +192,9 @@ class Curves {
     this.zooming = false;
   }
 
-  /** Show new data of the same run, in the same place and at the same zoom. */
-  update(data) {
-    const shape = (one) => JSON.stringify([one.charts, one.warnings, one.absent]);
-    const same = shape(data) === shape(this.data);
-    this.data = data;
-    if (same) this.redraw();
-    else {
-      const [opened, top] = [this.root.querySelector("details")?.open, scrollY];
-      this.build();
-      const details = this.root.querySelector("details");
-      if (details && opened) details.open = true;
-      scrollTo(0, top);
-    }
-  }
-
   /** Show the curve of a warning. */
   show(key) {
-    const card = this.cards.find((one) => one.chart.keys.includes(key));
-    if (!card) return;
-    card.made.scrollIntoView({ block: "center" });
-    card.made.classList.add("pointed");
-    setTimeout(() => card.made.classList.remove("pointed"), 1600);
+    this.cards.find((one) => one.chart.keys.includes(key))?.made.scrollIntoView({ block: "center" });
   }
 }
 
@@ -239,23 +206,8 @@ const moves = (type) => type !== "mousedown" && type !== "mouseup" && type !== "
 
 const stretch = (note) => (note.until === null ? `since step ${note.step}` : `from step ${note.step} to ${note.until}`);
 
-/** Say a number of an axis with as many digits as tell it from the next one. */
-function tick(x, gap) {
-  if (Math.abs(x) >= 1000 || gap < 1e-4) return short(x);
-  return String(Number(x.toFixed(Math.max(0, Math.ceil(-Math.log10(gap)) + 1))));
-}
-
 /** Whether a curve has so few points that lines alone would not show them. */
 const sparse = (y) => y.reduce((count, one) => count + (one !== null), 0) <= 25;
-
-function padded(low, high) {
-  if (low === null || high === null) return [0, 1];
-  // Means of equal numbers differ in their last bits.
-  const room = high - low <= 1e-9 * Math.abs(high) ? Math.max(Math.abs(high) * 0.1, 1e-3) : (high - low) * 0.06;
-  // A curve that is never below 0 has an axis that begins there, if it comes near.
-  const bottom = low >= 0 && low - 3 * room < 0 ? 0 : low - room;
-  return [bottom, high + room];
-}
 
 /** Curves over one axis; those of runs with other steps get gaps. */
 function joined(series) {

@@ -1,29 +1,18 @@
 // The page: a head, known trouble, and tabs of curves, tokens and tables.
 
-let data = JSON.parse($("data").textContent);
+const data = JSON.parse($("data").textContent);
 const curves = data.runs.length ? new Curves(data) : null;
 const tokens = data.steps ? new Tokens(data, loadStep) : null;
 const tabs = {};
 let shown = null;
 
-/** The packed bytes of a step: from a server, or from an element of this file. */
+/** The packed bytes of a step. */
 async function loadStep(step) {
-  if (data.live) {
-    const answer = await fetch(`step/${step}`, { cache: "no-store" });
-    if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
-    return new Uint8Array(await answer.arrayBuffer());
-  }
   // They stand behind this script.
   if (document.readyState === "loading") await new Promise((done) => document.addEventListener("DOMContentLoaded", done));
   const element = $(`step-${step}`);
   if (!element) throw new Error("it is not in this page");
   return bytesOf(element);
-}
-
-/** What the run is, in a few words each. */
-function facts() {
-  const parts = data.subtitle.flatMap((part, i) => (i ? [el("span", { className: "dot" }, "·"), part] : [part]));
-  return el("p", { id: "facts" }, ...parts);
 }
 
 function head() {
@@ -33,10 +22,9 @@ function head() {
     tabs[name] = { link };
     return link;
   });
-  const help = el("button", { type: "button", className: "help", title: "keys (?)", onclick: () => $("keys").showModal() }, "?");
   return el("header", { className: "top" },
-    el("div", { className: "title" }, el("h1", {}, data.title), facts()),
-    el("nav", {}, el("span", { id: "state", hidden: true }), ...links, help));
+    el("div", { className: "title" }, el("h1", {}, data.title), el("p", {}, data.subtitle.join(" · "))),
+    el("nav", {}, ...links));
 }
 
 function trouble() {
@@ -48,18 +36,16 @@ function trouble() {
       el("strong", {}, note.title), el("span", {}, ` ${stretch(note)}: `), el("code", {}, note.key))));
 }
 
-function keysHelp() {
-  const rows = [
-    ...(tokens ? [
-      ["← →", "logged step before, after"], ["↑ ↓", "prompt before, after"],
-      ...data.columns.map((column, i) => [column.key ? `${column.key} or ${i + 1}` : String(i + 1), `colour by ${column.label}: ${column.what || column.label}`]),
-      ["t", "tokens"]] : []),
-    ...(curves ? [["c", "curves"]] : []), ["i", "tables"], ["?", "these keys"],
-  ];
-  return el("dialog", { id: "keys", onclick: (event) => { if (event.target.id === "keys") event.target.close(); } },
-    el("h2", {}, "Keys"),
-    el("dl", {}, ...rows.map(([key, what]) => el("div", {}, el("dt", {}, el("kbd", {}, key)), el("dd", {}, what)))),
-    el("form", { method: "dialog" }, el("button", {}, "close")));
+function tablesOf(tables) {
+  return el("section", { className: "tables" }, ...tables.map((table) =>
+    el("section", { className: "table" }, el("h2", {}, table.title),
+      table.note ? el("p", { className: "what" }, table.note) : null,
+      table.rows.length ? el("div", { className: "scroll" }, el("table", {},
+        el("thead", {}, el("tr", {}, ...table.head.map((name) => el("th", {}, name)))),
+        el("tbody", {}, ...table.rows.map((row, i) =>
+          el("tr", { className: i >= table.rows.length - table.dimmed ? "dimmed" : "" },
+            ...row.map((cell) => el("td", {}, cell)))))))
+        : table.note ? null : el("p", { className: "empty" }, "None."))));
 }
 
 /** Show a tab. */
@@ -76,11 +62,10 @@ function open(name) {
 }
 
 function onKey(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || $("keys").open) return;
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
   const isField = event.target.matches?.("input:not([type=range]), textarea");
   if (isField) return;
-  if (event.key === "?") $("keys").showModal();
-  else if (shown === "tokens" && tokens.key(event.key)) event.preventDefault();
+  if (shown === "tokens" && tokens.key(event.key)) event.preventDefault();
   else if (event.key === "t") open("tokens");
   else if (event.key === "c") open("curves");
   else if (event.key === "i") open("tables");
@@ -92,7 +77,7 @@ function build() {
   if (tabs.tokens) tabs.tokens.root = data.steps.length ? tokens.root
     : el("section", {}, el("p", { className: "empty" }, "No completions have been logged yet: log_completions_steps says how often they are."));
   if (tabs.tables) tabs.tables.root = tablesOf(data.tables);
-  document.body.append(top, trouble(), el("main", {}, ...Object.values(tabs).map((tab) => tab.root)), keysHelp());
+  document.body.append(top, trouble(), el("main", {}, ...Object.values(tabs).map((tab) => tab.root)));
   document.addEventListener("keydown", onKey);
   const wanted = location.hash.slice(1);
   open(tabs[wanted] ? wanted : Object.keys(tabs)[0]);
@@ -103,33 +88,8 @@ function ready() {
   requestAnimationFrame(() => requestAnimationFrame(() => { document.body.dataset.ready = "true"; }));
 }
 
-// ---------------------------------------------------------------------------------- a live page
-
-/** Ask for new data, and put it in place without losing the reader's. */
-async function poll() {
-  const state = $("state");
-  try {
-    const answer = await fetch(`data.json?have=${encodeURIComponent(data.tag)}`, { cache: "no-store" });
-    if (answer.status === 200) {
-      const hadSteps = data.steps.length;
-      data = await answer.json();
-      curves.update(data);
-      tokens.update(data);
-      if (!hadSteps && data.steps.length) { tabs.tokens.root.replaceWith(tokens.root); tabs.tokens.root = tokens.root; open(shown); }
-      $("trouble").replaceWith(trouble());
-      $("facts").replaceWith(facts());
-    } else if (answer.status !== 204) throw new Error(`the server answered ${answer.status}`);
-    state.textContent = data.ended ? "ended" : "live";
-    state.className = data.ended ? "" : "live";
-  } catch {
-    state.textContent = "no answer: has rlhf-pg watch ended?";
-    state.className = "lost";
-  }
-  state.hidden = false;
-  setTimeout(poll, 2000);
-}
-
 build();
 if (curves && shown === "curves" && data.charts.length) curves.onFirst = ready;
 else ready();
-if (data.live) poll();
+// The run writes the page again while it goes on; whoever reads tokens is left in peace.
+if (data.running) setInterval(() => { if (shown !== "tokens") location.reload(); }, 10000);

@@ -1,7 +1,7 @@
 // The token view: every completion of a logged step, its tokens coloured by one of their numbers.
 
 const BINS = 12; // shades of each sign
-const TOGETHER = 12; // completions shown at once where each is the only one of its prompt
+const tint = (sign, shade) => `rgba(var(--${sign}), ${0.06 + 0.05 * shade})`;
 
 class Tokens {
   /** `load(step)` gives a packed step; `columns` say what the numbers of tokens are. */
@@ -57,18 +57,14 @@ class Tokens {
     try {
       loaded = await this.loaded(step);
     } catch (error) {
-      if (asked !== this.asked) return;
       this.note.textContent = `The tokens of step ${step} cannot be read: ${error.message}`;
-      this.view.replaceChildren();
-      this.list.replaceChildren();
-      this.head.replaceChildren();
       return;
     }
     if (asked !== this.asked) return; // the reader has gone on
     this.step = loaded;
     this.marked = marked;
     this.ranges = {};
-    this.note.textContent = loaded.note;
+    this.note.textContent = "";
     if (typeof prompt === "object") prompt = loaded.prompts.findIndex((one) => one.index === prompt.index);
     this.available();
     this.showList();
@@ -130,11 +126,7 @@ class Tokens {
     this.list.children[this.prompt]?.scrollIntoView({ block: "nearest" });
     const prompt = prompts[this.prompt];
     this.head.replaceChildren(prompt && prompt.turns.length ? turnsOf(prompt.turns, "prompt") : "");
-    // Where each prompt has one completion, its neighbours stand beside it.
-    const single = prompts.length > 1 && completions.length === prompts.length;
-    const first = single ? Math.floor(this.prompt / TOGETHER) * TOGETHER : this.prompt;
-    const mates = completions.filter((one) => one.prompt >= first && one.prompt < first + (single ? TOGETHER : 1));
-    this.view.classList.toggle("single", single);
+    const mates = completions.filter((one) => one.prompt === this.prompt);
     this.view.replaceChildren(...mates.map((one) => this.mate(one)));
     if (!mates.length) this.view.append(el("p", { className: "empty" }, "This step has no completions."));
     this.paint();
@@ -149,19 +141,15 @@ class Tokens {
       ["tokens", completion.length === null ? null : completion.length.toLocaleString("en-US")],
       ...completion.extra,
     ].filter(([, value]) => value !== null);
-    const { prompts } = this.step;
-    const single = this.view.classList.contains("single");
-    const isMarked = single ? completion.prompt === this.prompt
-      : this.marked !== null && completion.sample === this.marked;
-    const name = single ? nameOf(prompts[completion.prompt], completion.prompt) : `sample ${completion.sample}`;
+    const isMarked = this.marked !== null && completion.sample === this.marked;
     return el("article", { className: isMarked ? "mate marked" : "mate" },
-      el("header", {}, el("b", {}, name),
+      el("header", {}, el("b", {}, `sample ${completion.sample}`),
         completion.truncated ? el("span", { className: "badge" }, "truncated") : null,
         completion.error ? el("span", { className: "badge", title: completion.error }, "error") : null,
         el("span", { className: "total", title: "weighted sum of the scores" }, said(completion.total))),
       el("dl", {}, ...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
       completion.error ? el("p", { className: "error" }, completion.error) : null,
-      single ? el("p", { className: "asked text" }, (prompts[completion.prompt].turns.at(-1) || ["", ""])[1].slice(0, 300)) : null, body);
+      body);
   }
 
   spans(completion) {
@@ -208,18 +196,22 @@ class Tokens {
     for (const one of this.view.querySelectorAll(".text > span")) {
       const x = own[one.token];
       const shade = most > 0 && Number.isFinite(x) ? Math.min(BINS, Math.round((Math.abs(x) / most) * BINS)) : 0;
-      const sign = !diverging ? "s" : x > 0 ? "p" : "n";
-      one.className = (this.step.action[one.token] ? "" : "given ") + (shade ? sign + shade : "");
+      const sign = !diverging ? "size" : x > 0 ? "positive" : "negative";
+      one.className = this.step.action[one.token] ? "" : "given";
+      one.style.backgroundColor = shade ? tint(sign, shade) : "";
     }
     this.showLegend(diverging, most);
   }
 
   showLegend(diverging, most) {
     const shades = [];
-    const swatch = (value) => shades.push(el("i", { className: value }));
-    if (diverging) for (let i = BINS; i > 0; i -= 2) swatch(`n${i}`);
-    swatch("");
-    for (let i = 2; i <= BINS; i += 2) swatch((diverging ? "p" : "s") + i);
+    const swatch = (sign, shade) => {
+      const one = el("i");
+      if (shade) one.style.backgroundColor = tint(sign, shade);
+      shades.push(one);
+    };
+    if (diverging) for (let i = BINS; i > 0; i -= 2) swatch("negative", i);
+    for (let i = 0; i <= BINS; i += 2) swatch(diverging ? "positive" : "size", i);
     const isNegative = !diverging && this.step.numbers[this.column].some((x) => x < 0);
     const edge = said(most), column = this.describe(this.column);
     this.legend.replaceChildren(
@@ -268,18 +260,6 @@ class Tokens {
     else if (key === "ArrowDown") this.showPrompt(this.prompt + 1);
     else return false;
     return true;
-  }
-
-  /** Learn of further steps; the reader stays where they are. */
-  update(data) {
-    const { step } = this.data.steps[this.at] || {};
-    const wasEmpty = !this.data.steps.length;
-    this.data = data;
-    this.at = Math.max(0, data.steps.findIndex((one) => one.step === step));
-    this.slider.max = Math.max(0, data.steps.length - 1);
-    this.slider.value = this.at;
-    if (wasEmpty) this.go(data.steps.length - 1);
-    else if (step !== undefined) this.said.textContent = `${step} (${this.at + 1} of ${data.steps.length})`;
   }
 }
 

@@ -9,11 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_pg.boundary.outside import EPISODE, Outside
 from rlhf_pg.boundary.quoted import told
 from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.data.chat import TooLong, encode, encode_answer
@@ -29,7 +26,6 @@ from rlhf_pg.rollout.multi_turn.environment import (
     checked_reward,
     settles,
 )
-from rlhf_pg.rollout.multi_turn.recorded import RecordedEnvironment, RecordedError, tool_counts
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +41,6 @@ class Episode:
         logprobs: one per token, 0 in an answer.
         actions: which tokens the policy chose.
         rewards: at the last token of each rewarded turn; NaN elsewhere.
-        support: if the sampler truncates its distribution, the ids that each token was drawn from;
-            in an answer only the token itself.
         messages: the messages after the prompt, if it is chat.
         turns: the number of the policy's turns.
         truncated: whether a limit on tokens or turns cut it off.
@@ -60,7 +54,6 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     actions: list[bool] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    support: list[Tensor] = field(default_factory=list)
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     turns: int = 0
     truncated: bool = False
@@ -78,15 +71,12 @@ class Episode:
     def act(self, completion: Completion, text: str) -> None:
         """Append a turn of the policy."""
         self._append(completion.tokens, completion.logprobs, own=True)
-        self.support += completion.support or []
         self.messages.append({"role": "assistant", "content": text})
         self.turns += 1
 
     def observe(self, messages: Messages, tokens: Sequence[int]) -> None:
         """Append an answer of the environment."""
         self._append(tokens, [0.0] * len(tokens), own=False)
-        if self.support:
-            self.support += [torch.tensor([token], dtype=torch.int32) for token in tokens]
         if not isinstance(messages, str):
             self.messages += [dict(message) for message in messages]
 
@@ -123,7 +113,6 @@ class _Row:
     sample: int
     resetting: bool = True
     cut_off: bool = False  # whether the limit on tokens cut off its last turn
-    answers: list[dict[str, Any]] = field(default_factory=list)  # of its environment, as JSON
     stop_id: int | None = None  # the token that ended its last turn
 
 
@@ -141,7 +130,6 @@ class EpisodeRunner:
             those of a dataset row.
         special_tokens: keep them, except for the stop token, in the text that an environment reads.
         longest_prompt: tokens that a prompt may have; None for any number.
-        outside: keeps what environments answer, or has it from when the step was first made.
     """
 
     environment_factory: EnvironmentFactory
@@ -152,7 +140,6 @@ class EpisodeRunner:
     tools: Schemas | Callable[[Mapping[str, Any]], Schemas] = ()
     special_tokens: bool = False
     longest_prompt: int | None = None
-    outside: Outside = field(default_factory=Outside)
 
     def tools_of(self, example: Mapping[str, Any]) -> Schemas:
         """Return the schemas that the chat template shows for a dataset row."""
@@ -236,7 +223,6 @@ class _EpisodeBatch:
         self.groups: dict[int, dict[int, _Row]] = {}  # by prompt_index and sample
         for row in rows:
             self.groups.setdefault(row.prompt_index, {})[row.sample] = row
-        self.call = runner.outside.next_call(EPISODE)
         # The row of each call, and the method that takes the result and says if a turn follows.
         self.waiting: dict[Future[Any], tuple[_Row, Callable[[_Row, Any], bool]]] = {}
 
@@ -251,9 +237,6 @@ class _EpisodeBatch:
                 self._turn(self.groups[request.prompt_index][sample], completion)
             for future in self.calls.ended(wait=self.session.idle):
                 self._returned(future)
-        for row in (row for group in self.groups.values() for row in group.values()):
-            said = {"answers": row.answers, "tools": tool_counts(row.episode.environment)}
-            self.runner.outside.note(EPISODE, self.call, row.prompt_index, row.sample, said)
 
     def _call(
         self,
@@ -269,7 +252,7 @@ class _EpisodeBatch:
         if future.cancelled():
             _fail(row, f"TimeoutError: no answer within {self.calls.timeout:g} s")
         elif (error := future.exception()) is not None:
-            _fail(row, error.text if isinstance(error, RecordedError) else told(error))
+            _fail(row, told(error))
         else:
             try:
                 goes_on = take(row, future.result())
@@ -287,7 +270,7 @@ class _EpisodeBatch:
     def _reset(self, row: _Row) -> None:
         try:
             with foreign("environment_factory"):
-                row.episode.environment = self._environment(row)
+                row.episode.environment = self.runner.environment_factory()
                 reset = row.episode.environment.reset
         except Exception as error:
             _fail(row, told(error))
@@ -295,16 +278,8 @@ class _EpisodeBatch:
             return
         self._call(row, self._prompted, reset, copy.deepcopy(dict(row.example)))
 
-    def _environment(self, row: _Row) -> Environment:
-        outside = self.runner.outside
-        if not outside.is_recorded:
-            return self.runner.environment_factory()
-        known = outside.answer(EPISODE, self.call, row.prompt_index, row.sample)
-        return RecordedEnvironment(known["answers"], known["tools"])
-
     def _prompted(self, row: _Row, prompt: Any) -> bool:
         prompt = checked_prompt(prompt, row.example["prompt"])
-        row.answers.append({} if prompt == row.example["prompt"] else {"prompt": prompt})
         if prompt != row.example["prompt"]:
             runner, tools = self.runner, self.runner.tools_of(row.example)
             ids = encode(prompt, runner.tokenizer, tools=tools, most=runner.longest_prompt)
@@ -361,8 +336,6 @@ class _EpisodeBatch:
     def _observed(self, row: _Row, answer: Any) -> bool:
         episode, runner = row.episode, self.runner
         messages, reward, done = checked_observation(answer, episode.prompt)
-        said = {} if done else {"messages": messages}
-        row.answers.append({**said, "reward": reward, "done": done})
         episode.pay(reward)
         if row.cut_off or (not done and episode.turns == runner.max_turns):
             episode.cut_off()
@@ -392,13 +365,10 @@ class _EpisodeBatch:
         return False
 
     def _settled(self, row: _Row, reward: Any) -> bool:
-        reward = checked_reward(reward, "an episode")
-        row.answers.append({"settled": reward})
-        row.episode.pay(reward)
+        row.episode.pay(checked_reward(reward, "an episode"))
         return False
 
 
 def _fail(row: _Row, error: str) -> None:
     """End an episode by an error of its environment."""
     row.episode.error = error
-    row.answers.append({"error": error})

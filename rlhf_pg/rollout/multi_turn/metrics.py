@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlhf_pg.data.records import pad_rows
 from rlhf_pg.rollout.multi_turn.episodes import Episode
-from rlhf_pg.rollout.multi_turn.recorded import tool_counts
+from rlhf_pg.rollout.multi_turn.tools import ToolEnvironment
 
 
 def environment_rewards(episodes: Sequence[Episode]) -> Tensor:
@@ -29,14 +29,12 @@ def environment_rewards(episodes: Sequence[Episode]) -> Tensor:
 
 def episode_counts(episodes: Sequence[Episode], device: torch.device) -> Tensor:
     """Count turns, failure, calls of tools and failed calls of each episode, (B,4) float64."""
-    counts = [
-        [
-            episode.turns,
-            episode.error is not None,
-            *tool_counts(episode.environment),
-        ]
-        for episode in episodes
-    ]
+    counts = []
+    for episode in episodes:
+        environment, tools = episode.environment, [0, 0]
+        if isinstance(environment, ToolEnvironment):
+            tools = [environment.calls, environment.failures]
+        counts.append([episode.turns, episode.error is not None, *tools])
     table = torch.tensor(counts, dtype=torch.float64, device=device)
     return table.view(-1, 4)
 

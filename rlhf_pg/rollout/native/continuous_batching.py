@@ -1,32 +1,65 @@
 """Continuous batching, where waiting prompts enter as soon as finished rows make room.
 
-Shapes: R rows being sampled, of G prompts; V ids.
+Shapes: R rows being sampled, of G prompts, M rows of the prompt with the most; V ids. Rows and
+prompts fill the first slots of their stores: the last one takes the place of one that leaves.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_pg.models.attention import configs_of, replaced_attention
+from rlhf_pg.models.attention import Layout, configs_of, replaced_attention
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
-from rlhf_pg.rollout.native.choosing import Chooser
-from rlhf_pg.rollout.native.close_draws import Head
-from rlhf_pg.rollout.native.decode_attention import Grid, KeyValues, Spans
-from rlhf_pg.rollout.native.drafter import Drafter
-from rlhf_pg.rollout.native.drafts import Draft, History
-from rlhf_pg.rollout.native.kept import Kept
-from rlhf_pg.rollout.native.kv_cache import Padded, Stores
-from rlhf_pg.rollout.native.slots import DecodeState, Prompt, Row, chunks
+from rlhf_pg.rollout.native.decode_attention import Decode, KeyValues, Prefill, bias
 from rlhf_pg.rollout.native.stopping import Stopping
+from rlhf_pg.rollout.token_sampling import row_key, sample, uniform_at
 
 MAX_ROWS = 256
 PREFILL_TOKENS = 8192  # of prompts, computed in one forward pass
-TOKENS_PER_LOOK = 8  # on a GPU, which has to be waited for at every check for finished rows
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A request, and the part of it that is still to be sampled."""
+
+    request: Request
+    limit: int  # tokens of a completion
+    waiting: deque[int]  # samples without a row
+    rows: int = 0  # samples with a row
+    slot: int | None = None  # in the store, once it has been computed
+    logits: Tensor | None = None  # (V,) of the first new token, while samples wait
+
+    @property
+    def length(self) -> int:
+        return len(self.request.tokens)
+
+
+@dataclass(eq=False)
+class Row:
+    """One sample being drawn."""
+
+    prompt: Prompt
+    sample: int
+    key: int  # of its noise
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stopped: bool = False
+
+
+@dataclass(frozen=True)
+class Places:
+    """The assignment of rows to prompts, the same until one enters or leaves."""
+
+    members: Tensor  # (G,M), see `Decode`
+    places: Tensor  # (R,)
+    prompt_bias: Tensor  # (G,P)
+    prompt_lengths: Tensor  # (R,)
+    first: Tensor  # (R,) place of the first new token in its row
+    keys: Tensor  # (R,) of the noise
 
 
 class BatchingSession:
@@ -34,9 +67,6 @@ class BatchingSession:
 
     Args:
         cache_tokens: most tokens whose keys and values are kept at a time.
-        forward: the model's forward pass.
-        kept: on a GPU, the state that sessions share.
-        history: on a CPU, what earlier sessions sampled, for drafts.
     """
 
     def __init__(
@@ -46,36 +76,20 @@ class BatchingSession:
         seed: int,
         stopping: Stopping,
         cache_tokens: int,
-        forward: Callable[..., Tensor],
-        kept: Kept | None = None,
-        history: History | None = None,
     ) -> None:
         self.model, self.params, self.seed, self.stopping = model, params, seed, stopping
-        self.cache_tokens, self.configs, self.kept = cache_tokens, configs_of(model), kept
-        self.forward = partial(kept.forward, model) if kept else forward
-        self.prefill = forward
+        self.cache_tokens, self.configs = cache_tokens, configs_of(model)
         self.queue: deque[Prompt] = deque()
         self.prompts: list[Prompt] = []  # by slot
         self.rows: list[Row] = []  # by slot
-        self.drawn = kept.drawn if kept else DecodeState(MAX_ROWS, params.max_tokens, model)
-        if kept:
-            kept.begin(cache_tokens)
-        eos = torch.tensor(list(stopping.eos_token_ids), device=model.device)
-        exact = model.device.type == "cpu" and model.dtype in (torch.float32, torch.float64)
-        again, head = (forward, Head.of(model)) if exact else (None, None)
-        self.chooser = Chooser(self.drawn, params, kept.eos if kept else eos, again, head)
-        self.drafter = Drafter(history) if history is not None and exact else None
-        self.tokens_per_look = TOKENS_PER_LOOK if model.device.type == "cuda" else 1
         self.prompt_cache = KeyValues(cache_tokens // 2, longest=cache_tokens)
-        self.own_cache = Spans(cache_tokens // 2, params.max_tokens, kept is None)
-        padded = Padded(self.prompt_cache, self.own_cache, model)
-        self.stores: Stores = kept.stores if kept and kept.stores else padded
-        self._places: Any = None  # see `Stores`
+        self.own_cache = KeyValues(cache_tokens // 2, longest=params.max_tokens)
+        self._places: Places | None = None
 
     def add(self, request: Request) -> None:
-        if not request.samples:
-            return
-        self.queue.append(Prompt(request, request.limit(self.params), deque(request.samples)))
+        if request.samples:
+            limit = request.limit(self.params)
+            self.queue.append(Prompt(request, limit, deque(request.samples)))
 
     @property
     def idle(self) -> bool:
@@ -88,11 +102,9 @@ class BatchingSession:
             FloatingPointError: the model's logits are NaN.
         """
         with replaced_attention(self.configs):
-            if not self._admit():
-                left = max((row.prompt.limit - row.length for row in self.rows), default=0)
-                for _ in range(min(left, self.tokens_per_look)):
-                    self._decode()
-        return self._take_out()
+            if not self._admit() and self.rows:
+                self._decode()
+        return self._remove_finished()
 
     # ----------------------------------------------------------------------------- entering
 
@@ -101,7 +113,7 @@ class BatchingSession:
         waiting = sum(len(prompt.waiting) for prompt in self.queue)
         if not waiting or self._room(self.queue[0], 0) < min(waiting, 1 + len(self.rows) // 8):
             return False
-        entering: list[Row] = []
+        entering: list[tuple[Prompt, int]] = []
         fresh: list[Prompt] = []
         while self.queue:
             prompt = self.queue[0]
@@ -112,12 +124,12 @@ class BatchingSession:
                 prompt.slot = len(self.prompts)
                 self.prompts.append(prompt)
                 fresh.append(prompt)
-            taken = [prompt.waiting.popleft() for _ in range(min(room, len(prompt.waiting)))]
-            entering += [Row(prompt, number) for number in taken]
-            prompt.rows += len(taken)
+            for _ in range(min(room, len(prompt.waiting))):
+                entering.append((prompt, prompt.waiting.popleft()))
+                prompt.rows += 1
             if not prompt.waiting:
                 self.queue.popleft()
-        self._compute(fresh)
+        self._prefill(fresh)
         self._enter(entering)
         return True
 
@@ -131,155 +143,138 @@ class BatchingSession:
         room = min(MAX_ROWS, fitting) - rows
         return room if rows else max(room, 1)  # a single row may always enter
 
-    def _compute(self, fresh: list[Prompt]) -> None:
+    def _prefill(self, fresh: list[Prompt]) -> None:
         """Compute the keys and values of new prompts, and the logits of the token after each."""
-        if fresh:
-            self.stores.place(fresh, self.prompts)
-        for chunk in chunks(sorted(fresh, key=lambda prompt: prompt.length), PREFILL_TOKENS):
+        if not fresh:
+            return
+        self.prompt_cache.reserve(len(self.prompts), max(p.length for p in self.prompts))
+        chunks: list[list[Prompt]] = []
+        tokens = PREFILL_TOKENS
+        for prompt in sorted(fresh, key=lambda prompt: prompt.length):
+            if tokens + prompt.length > PREFILL_TOKENS:
+                chunks.append([])
+                tokens = 0
+            chunks[-1].append(prompt)
+            tokens += prompt.length
+        for chunk in chunks:
             lengths = [prompt.length for prompt in chunk]
-            tensor = torch.tensor([t for p in chunk for t in p.request.tokens])
-            positions = torch.cat([torch.arange(length) for length in lengths])
-            device = self.model.device
-            logits = self.prefill(
-                tensor.to(device),
-                positions.to(device),
-                self.stores.prefill(chunk),
-                (torch.tensor(lengths).cumsum(0) - 1).to(device),
+            slots = [prompt.slot for prompt in chunk if prompt.slot is not None]
+            logits = self._forward(
+                torch.tensor([token for prompt in chunk for token in prompt.request.tokens]),
+                torch.cat([torch.arange(length) for length in lengths]),
+                Prefill(self.prompt_cache, slots, lengths),
+                torch.tensor(lengths).cumsum(0) - 1,
             )
             for prompt, row in zip(chunk, logits, strict=True):
                 prompt.logits = row
 
-    def _enter(self, entering: list[Row]) -> None:
+    def _enter(self, entering: Sequence[tuple[Prompt, int]]) -> None:
         """Draw the first token of new rows."""
-        prompts = {id(row.prompt): row.prompt for row in entering}
-        places = {key: i for i, key in enumerate(prompts)}
-        known = [prompt.logits for prompt in prompts.values() if prompt.logits is not None]
-        index = torch.tensor([places[id(row.prompt)] for row in entering])
-        logits = torch.stack(known)[index.to(self.model.device)]
-        start = len(self.rows)
-        self.rows += entering
-        self.stores.grow(self.rows)
-        self.drawn.start(start, entering, self.seed)
-        ids = self._draw(start, logits)
-        if self.drafter is not None and self.drafter.awake:
-            self.drafter.enter(entering, ids.tolist())
-        for prompt in prompts.values():
+        indices = torch.tensor([prompt.request.prompt_index for prompt, _ in entering])
+        keys = row_key(self.seed, indices, torch.tensor([sample for _, sample in entering]))
+        new = [Row(*row, key) for row, key in zip(entering, keys.tolist(), strict=True)]
+        self.rows += new
+        self.own_cache.reserve(len(self.rows), max(len(row.tokens) for row in self.rows) or 1)
+        self._places = None
+        prompts = list(dict.fromkeys(prompt for prompt, _ in entering))
+        order = {prompt: i for i, prompt in enumerate(prompts)}
+        known = torch.stack([prompt.logits for prompt in prompts if prompt.logits is not None])
+        index = torch.tensor([order[row.prompt] for row in new], device=known.device)
+        first = torch.tensor([row.prompt.request.position for row in new])
+        self._draw(new, known[index], uniform_at(keys, first))
+        for prompt in prompts:
             if not prompt.waiting:
                 prompt.logits = None
-        self._places = None
 
     # ------------------------------------------------------------------------------- drawing
 
     def _decode(self) -> None:
-        """Draw one more token of every row, or several of those whose drafts are right."""
-        drafter = self.drafter
-        if drafter is None:
-            self._one_each()
-            return
-        drafts = drafter.drafts(self.rows) if drafter.awake else None
-        with drafter.timed(self.rows, bool(drafts)) as new:
-            new += self._several(drafts) if drafts else [[token] for token in self._one_each()]
+        """Draw one more token of every row."""
+        places = self._places = self._places or self._assign()
+        lengths = [len(row.tokens) for row in self.rows]
+        longest = max(lengths)
+        self.own_cache.reserve(len(self.rows), longest)
+        drawn = torch.tensor(lengths)
+        last = drawn - 1  # column of the newest token
+        alike = longest == min(lengths)
+        seen = (torch.arange(longest) <= last[:, None]).to(self.model.device)
+        layout = Decode(
+            prompts=self.prompt_cache,
+            own=self.own_cache,
+            columns=longest - 1 if alike else last.to(self.model.device),
+            members=places.members,
+            places=places.places,
+            prompt_bias=places.prompt_bias,
+            own_bias=bias(seen, self.model.dtype),
+        )
+        newest = torch.tensor([row.tokens[-1] for row in self.rows])
+        logits = self._forward(newest, places.prompt_lengths + last, layout)
+        self._draw(self.rows, logits, uniform_at(places.keys, places.first + drawn))
 
-    def _one_each(self) -> list[int]:
-        """Draw one more token of every row; on a GPU it is not known yet which."""
-        self.stores.grow(self.rows)
-        if self._places is None:
-            self._places = self.stores.places(self.prompts, self.rows)
-        if self.kept is None:
-            return self._draw(0, self._step(self._places)[: len(self.rows)]).tolist()
-        logits = self.kept.run(self._launch, self._places, self.model, self.stores)
-        if logits is None:
-            self._lengthen(self.rows)
-        else:
-            self._draw(0, logits[: len(self.rows)])
-        return []
+    def _assign(self) -> Places:
+        groups: list[list[int]] = [[] for _ in self.prompts]
+        for i, row in enumerate(self.rows):
+            assert row.prompt.slot is not None
+            groups[row.prompt.slot].append(i)
+        most = max(len(group) for group in groups)
+        places = {
+            row: g * most + j for g, group in enumerate(groups) for j, row in enumerate(group)
+        }
+        lengths = torch.tensor([prompt.length for prompt in self.prompts])
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        device = self.model.device
+        return Places(
+            torch.tensor([group + [0] * (most - len(group)) for group in groups], device=device),
+            torch.tensor([places[i] for i in range(len(self.rows))], device=device),
+            bias(mask, self.model.dtype).to(device),
+            torch.tensor([row.prompt.length for row in self.rows]),
+            torch.tensor([row.prompt.request.position for row in self.rows]),
+            torch.tensor([row.key for row in self.rows]),
+        )
 
-    def _launch(self, places: Any) -> Tensor | None:
-        """Launch the kernels for one more token; return logits (R,V) if it is not drawn yet."""
-        logits = self._step(places)
-        if self.params.truncates:
-            return logits
-        self.chooser.choose(0, self.rows, logits)
-        return None
+    def _forward(
+        self, ids: Tensor, positions: Tensor, layout: Layout, keep: Tensor | int = 0
+    ) -> Tensor:
+        """Return logits (N,V) of N tokens in a packed row, or of those to `keep`."""
+        device = self.model.device
+        output = self.model(
+            input_ids=ids[None].to(device),
+            attention_mask=torch.ones_like(ids[None]).to(device),  # else some look for padding
+            position_ids=positions[None].to(device),
+            use_cache=False,
+            logits_to_keep=keep if isinstance(keep, int) else keep.to(device),
+            layout=layout,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
 
-    def _step(self, places: Any) -> Tensor:
-        """Return the logits (R,V) after the newest token of every row."""
-        drawn, rows = self.drawn, len(places.positions)
-        last = (drawn.lengths[:rows] - 1).clamp(min=0)
-        layout = self.stores.layout(places, last, max(row.length for row in self.rows))
-        ids = drawn.tokens[:rows].gather(1, last[:, None]).squeeze(1)
-        positions = places.positions + last
-        if places.order is not None:
-            ids, positions = ids[places.order], positions[places.order]
-        return self.forward(ids, positions, layout, places.back)
-
-    def _several(self, drafts: Sequence[Draft]) -> list[list[int]]:
-        """Draw the next token of every row, and those after it as far as its draft agrees."""
-        longest = max(row.length + len(draft) for row, draft in zip(self.rows, drafts, strict=True))
-        self.stores.grow(self.rows, longest)
-        if self._places is None:
-            self._places = self.stores.places(self.prompts, self.rows)
-        grid = Grid.of([1 + len(draft) for draft in drafts])
-        last = self.drawn.lengths[: len(self.rows)] - 1
-        newest = self.drawn.tokens[: len(self.rows)].gather(1, last[:, None]).tolist()
-        ids = [t for new, draft in zip(newest, drafts, strict=True) for t in (*new, *draft)]
-        columns = last[grid.rows] + grid.steps
-        layout = self.stores.wide_layout(self._places, columns, grid, longest)
-        positions = self._places.positions[grid.rows] + columns
-        logits = self.forward(torch.tensor(ids), positions, layout)
-        new = self.chooser.verify(self.rows, drafts, logits, grid.rows, columns + 1)
-        for row, tokens in zip(self.rows, new, strict=True):
-            row.length += len(tokens)
-        return new
-
-    def _draw(self, start: int, logits: Tensor) -> Tensor:
-        """Draw the next token of the rows from `start` on, (R,), from (R,V)."""
-        rows = self.rows[start:]
-        ids = self.chooser.choose(start, rows, logits)
-        self.chooser.note_support(rows, logits)
-        self._lengthen(rows)
-        return ids
-
-    def _lengthen(self, rows: list[Row]) -> None:
-        for row in rows:
-            row.length = min(row.length + 1, row.prompt.limit)
+    def _draw(self, rows: Sequence[Row], logits: Tensor, noise: Tensor) -> None:
+        """Draw the next token of each row from (R,V)."""
+        ids, logprobs = sample(logits, self.params, noise.to(logits.device))
+        for row, token, logprob in zip(rows, ids.tolist(), logprobs.tolist(), strict=True):
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            row.stopped = self.stopping.ends(row.tokens)
 
     # ----------------------------------------------------------------------------- leaving
 
-    def _take_out(self) -> list[Finished]:
+    def _remove_finished(self) -> list[Finished]:
         """Remove the rows that have ended, and return their completions."""
-        lengths, ended = self.drawn.look(len(self.rows))
-        if self.stopping.strings:
-            self._search(lengths, ended)
-        done = [i for i, row in enumerate(self.rows) if ended[i] or lengths[i] >= row.prompt.limit]
+        done = [
+            i
+            for i, row in enumerate(self.rows)
+            if row.stopped or len(row.tokens) >= row.prompt.limit
+        ]
         if not done:
             return []
-        finished = []
-        for i, (tokens, logprobs) in zip(done, self.drawn.read(done), strict=True):
-            row, length = self.rows[i], lengths[i]
-            if self.drafter is not None:
-                self.drafter.leave(row, tokens[:length])
-            completion = Completion(
-                tokens[:length],
-                logprobs[:length],
-                "stop" if ended[i] else "length",
-                row.support[:length] or None,
+        finished = [
+            Finished(
+                row.prompt.request,
+                row.sample,
+                Completion(row.tokens, row.logprobs, "stop" if row.stopped else "length"),
             )
-            finished.append(Finished(row.prompt.request, row.sample, completion))
-        self._remove(done)
-        return finished
-
-    def _search(self, lengths: list[int], ended: list[bool]) -> None:
-        """Cut rows after the first stop string."""
-        everything = self.drawn.tokens[: len(self.rows), : max(lengths, default=0)].tolist()
-        for i, row in enumerate(self.rows):
-            for length in range(row.read + 1, lengths[i] + 1):
-                if self.stopping.ends_text(everything[i][:length]):
-                    lengths[i], ended[i] = length, True
-                    break
-            row.read = lengths[i]
-
-    def _remove(self, done: list[int]) -> None:
+            for row in (self.rows[i] for i in done)
+        ]
         for prompt in [self.rows[i].prompt for i in done]:
             prompt.rows -= 1
             if not prompt.rows and not prompt.waiting:
@@ -288,22 +283,17 @@ class BatchingSession:
         sources = sorted(set(range(count, len(self.rows))) - set(done))
         holes = [i for i in done if i < count]
         if holes:
-            self.stores.move(sources, holes)
-            self.drawn.move(sources, holes)
+            self.own_cache.move(sources, holes)
         for source, hole in zip(sources, holes, strict=True):
             self.rows[hole] = self.rows[source]
         del self.rows[count:]
-        self.drawn.clear(count)
         self._places = None
+        return finished
 
     def _remove_prompt(self, prompt: Prompt) -> None:
         last = self.prompts.pop()
         assert prompt.slot is not None
         assert last.slot is not None
-        self.stores.leave(prompt.slot, last.slot)
         if last is not prompt:
+            self.prompt_cache.move([last.slot], [prompt.slot])
             self.prompts[prompt.slot], last.slot = last, prompt.slot
-
-    def close(self) -> None:
-        """Free the memory of keys and values."""
-        self.stores.close()

@@ -1,19 +1,18 @@
 """Attention over keys and values in two parts: those of a prompt, stored once, and of each row.
 
 Shapes: N tokens of the pass, H query and K key-value heads, D their width; G prompts, R rows (one
-per completion being sampled) with up to W tokens each, M rows of the prompt with the most, Q
-queries of a row and key head.
+per completion being sampled), M rows of the prompt with the most.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-NARROWEST = 64  # columns of the first span
+from rlhf_pg.models.attention import fused_on_cpu
 
 
 class KeyValues:
@@ -58,11 +57,6 @@ class KeyValues:
             for tensor in pair:
                 tensor[targets] = tensor[sources]
 
-    def lies(self) -> tuple[int, ...]:
-        """Return the addresses and sizes, which change whenever room has grown."""
-        places = (tensor.data_ptr() for pair in self._layers.values() for tensor in pair)
-        return (self.slots, self.width, *places)
-
     def _empty(self, like: Tensor) -> Tensor:
         # Zeros: masked slots have weight 0, and 0 times uninitialised memory may be NaN.
         return like.new_zeros(self.slots, like.shape[0], self.width, like.shape[2])
@@ -72,55 +66,6 @@ class KeyValues:
         slots, width = min(len(old), self.slots), min(old.shape[2], self.width)
         new[:slots, :, :width] = old[:slots, :, :width]
         return new
-
-
-class Spans:
-    """Keys and values of rows in several stores: columns 0 to 63, to 127, to 255 and so on.
-
-    Rows are about equally long. In one wide store, what is read of a row would be followed by room
-    that is still empty; here it is followed by the next row, and a CPU reads twice as fast.
-
-    Args:
-        spare, longest: as for `KeyValues`.
-        split: False for a single store, which never moves within a CUDA graph.
-    """
-
-    def __init__(self, spare: int, longest: int, split: bool) -> None:
-        self.spare, self.longest, self.split = spare, longest, split
-        self.stores = [KeyValues(spare, NARROWEST if split else longest)]
-
-    @property
-    def width(self) -> int:
-        """The number of columns."""
-        return sum(store.width for store in self.stores)
-
-    def reserve(self, slots: int, width: int) -> None:
-        """Make room for this many slots of this many tokens, and keep what they hold."""
-        while self.split and width > (room := sum(store.longest for store in self.stores)):
-            self.stores.append(KeyValues(self.spare, room))
-        last = self.stores[-1]
-        for store in self.stores[:-1]:
-            store.reserve(slots, store.longest)
-        last.reserve(slots, last.longest if self.split else width)
-
-    def of(
-        self, layer: int, key: Tensor, value: Tensor, width: int
-    ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the stores of a layer up to this column: the first column, keys and values."""
-        start = 0
-        for store in self.stores:
-            if start < width:
-                yield start, *store.of(layer, key, value)
-            start += store.width
-
-    def move(self, sources: list[int], targets: list[int]) -> None:
-        """Copy whole slots over others."""
-        for store in self.stores:
-            store.move(sources, targets)
-
-    def lies(self) -> tuple[int, ...]:
-        """Return the addresses and sizes, which change whenever room has grown."""
-        return tuple(place for store in self.stores for place in store.lies())
 
 
 class Prefill:
@@ -165,111 +110,49 @@ class Prefill:
 
 @dataclass(frozen=True, kw_only=True)
 class Decode:
-    """The newest tokens of every row, attending to its prompt and to its own earlier tokens.
+    """The newest token of every row, attending to its prompt and to its own earlier tokens.
 
-    Row r is in slot r of `own`, prompt g in slot g of `prompts`. One softmax is over both.
+    Row r is in slot r of `own`, prompt g in slot g of `prompts`.
     """
 
     prompts: KeyValues
-    own: Spans
-    columns: Tensor | int  # (N,) of each token in its row's slot, or one for all
+    own: KeyValues
+    columns: Tensor | int  # (R,) of each row's newest token in its slot, or one for all
     members: Tensor  # (G,M) the rows of each prompt, filled up with any row
     places: Tensor  # (R,) of each row in `members`, flattened
-    prompt_width: int  # P, the columns of `bias` that are of prompts
-    bias: Tensor  # (R,W,P+T) `bias` of the prompt's and the row's tokens for each new one
-    grid: "Grid | None" = None  # None: each row has one new token
-    # By first column of a span, the same for all layers.
-    _targets: dict[int, tuple[Tensor | None, Tensor, Tensor]] = field(default_factory=dict)
+    prompt_bias: Tensor  # (G,P) `bias` of the prompt's tokens, in the first P columns
+    own_bias: Tensor  # (R,T) `bias` of the tokens written so far, in the first T columns
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        heads, count = key.shape[:2]
-        rows, width, both = self.bias.shape
-        prompt = self.prompt_width
-        spans = list(self._written(layer, key, value, rows, both - prompt))
-        keys, values = (x[: len(self.members)] for x in self.prompts.of(layer, key, value))
-        # Query heads that share a key head become additional queries of it: (N,K,H/K,D).
-        q = query.view(heads, -1, count, query.shape[2]).permute(2, 0, 1, 3)
-        if self.grid is not None:
-            q = q[self.grid.tokens].transpose(1, 2).flatten(2, 3)  # (R,K,W*H/K,D)
-        of_prompts = _product(self._by_prompt(q), keys[:, :, :prompt].transpose(2, 3))
-        own = [_product(q, span.transpose(2, 3)) for span, _ in spans]
-        scores = torch.cat([self._by_row(of_prompts, q.shape[2]), *own], dim=3)
-        scores = scores.view(rows, heads, width, -1, both)
-        weights = torch.add(self.bias[:, None, :, None], scores, alpha=scale).softmax(dim=4)
-        weights = weights.flatten(2, 3)
-        of_prompts = _product(self._by_prompt(weights[..., :prompt]), values[:, :, :prompt])
-        out = self._by_row(of_prompts, q.shape[2])
-        sizes = [prompt, *(span.shape[2] for span, _ in spans)]
-        for part, (_, span) in zip(weights.split_with_sizes(sizes, 3)[1:], spans, strict=True):
-            out += _product(part, span)
-        out = out.to(query.dtype)
-        if self.grid is None:
-            return out.flatten(1, 2)
-        out = out.view(rows, heads, width, -1, out.shape[3]).transpose(1, 2)
-        return out.flatten(0, 1)[self.grid.back].flatten(1, 2)
-
-    def _written(
-        self, layer: int, key: Tensor, value: Tensor, rows: int, width: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Write (K,N,D) into their slots, and yield what is to be read, span by span."""
-        for start, keys, values in self.own.of(layer, key, value, width):
-            for store, new in ((keys, key), (values, value)):
-                self._write(store, new.transpose(0, 1), start)
-            yield keys[:rows, :, : width - start], values[:rows, :, : width - start]
-
-    def _write(self, store: Tensor, new: Tensor, start: int) -> None:
-        """Write (N,K,D) where the span from column `start` on has their columns."""
-        columns, size = self.columns, store.shape[2]
-        if isinstance(columns, int):  # a slice is written faster
-            if start <= columns < start + size:
-                store[: len(new), :, columns - start] = new
-            return
-        if start not in self._targets:
-            self._targets[start] = self._target(columns, start, size)
-        tokens, rows, places = self._targets[start]
-        if len(rows):
-            store[rows, :, places] = new if tokens is None else new[tokens]
-
-    def _target(
-        self, columns: Tensor, start: int, size: int
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Return which tokens (None: all) are written into a span, and their rows and places."""
-        grid = self.grid
-        rows = torch.arange(len(columns), device=columns.device) if grid is None else grid.rows
-        inside = (columns >= start) & (columns < start + size)
-        if not self.own.split or inside.all():
-            return None, rows, columns - start
-        tokens = inside.nonzero().flatten()
-        return tokens, rows[tokens], columns[tokens] - start
-
-    def _by_prompt(self, x: Tensor) -> Tensor:
-        """Return (G,K,M*Q,...) from (R,K,Q,...): the queries of all rows of each prompt."""
-        return x[self.members].transpose(1, 2).flatten(2, 3)
-
-    def _by_row(self, x: Tensor, queries: int) -> Tensor:
-        """Undo what `_by_prompt` does."""
-        parted = x.view(*x.shape[:2], -1, queries, x.shape[3]).transpose(1, 2)
-        return parted.flatten(0, 1)[self.places]
+        rows, heads = query.shape[1], key.shape[0]
+        own_keys, own_values = self.own.of(layer, key, value)
+        one = isinstance(self.columns, int)  # a slice is written faster
+        index = slice(rows) if one else torch.arange(rows, device=query.device)
+        own_keys[index, :, self.columns] = key.transpose(0, 1)
+        own_values[index, :, self.columns] = value.transpose(0, 1)
+        keys, values = self.prompts.of(layer, key, value)
+        # Query heads that share a key head become additional queries of it: (R,K,H/K,D).
+        q = query.view(heads, -1, rows, query.shape[2]).permute(2, 0, 1, 3)
+        own = _attend(q, own_keys, own_values, self.own_bias, scale)
+        of_prompt = q[self.members].transpose(1, 2)  # (G,K,M,H/K,D)
+        most, shared = of_prompt.shape[2:4]
+        prompt = _attend(of_prompt.flatten(2, 3), keys, values, self.prompt_bias, scale)
+        back = PartialSoftmax(
+            *(
+                x.view(-1, heads, most, shared, x.shape[3])
+                .transpose(1, 2)
+                .flatten(0, 1)[self.places]
+                for x in prompt
+            )
+        )
+        return together(back, own).flatten(1, 2).to(query.dtype)
 
 
-class Grid(NamedTuple):
-    """The places of the N tokens of a pass in rows that have up to W each."""
+class PartialSoftmax(NamedTuple):
+    """One part of a softmax, to be joined with the other; shapes (..., queries, D or 1)."""
 
-    tokens: Tensor  # (R,W) of each row, filled up with its last
-    rows: Tensor  # (N,) the slot of each token's row
-    steps: Tensor  # (N,) the place of each token in its row
-    back: Tensor  # (N,) the place of each token in `tokens`, flattened
-
-    @classmethod
-    def of(cls, widths: Sequence[int]) -> "Grid":
-        """Lay out rows with so many tokens each."""
-        counts = torch.tensor(widths)
-        most = int(counts.max())
-        starts = counts.cumsum(0) - counts
-        rows = torch.arange(len(widths)).repeat_interleave(counts)
-        steps = torch.arange(len(rows)) - starts[rows]
-        tokens = starts[:, None] + torch.minimum(torch.arange(most), counts[:, None] - 1)
-        return cls(tokens, rows, steps, rows * most + steps)
+    values: Tensor  # weighted mean
+    logsum: Tensor  # log of the sum of exp(score)
 
 
 def bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -278,12 +161,26 @@ def bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=wide).masked_fill_(~mask, -torch.inf)
 
 
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float
+) -> PartialSoftmax:
+    """Attend with query (B,K,Q,D) to B slots; scores are scaled, and (B,W) is added to them."""
+    slots, width = bias.shape
+    keys, values = keys[:slots, :, :width], values[:slots, :, :width]
+    if keys.device.type == "cpu" and keys.dtype == bias.dtype and keys.shape == values.shape:
+        out, logsum = fused_on_cpu(query, keys, values, attn_mask=bias[:, None, None], scale=scale)
+        return PartialSoftmax(out, logsum[..., None])
+    scores = torch.add(bias[:, None, None], _product(query, keys.transpose(2, 3)), alpha=scale)
+    logsum = scores.logsumexp(dim=-1, keepdim=True)
+    return PartialSoftmax(_product(scores.sub_(logsum).exp_(), values), logsum)
+
+
+def together(a: PartialSoftmax, b: PartialSoftmax) -> Tensor:
+    """Join both parts of a softmax (online softmax; Milakov and Gimelshein 2018, section 3)."""
+    return torch.lerp(a.values, b.values, torch.sigmoid(b.logsum - a.logsum))
+
+
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b, summed and returned in at least float32; `b` is the stored tensor."""
     wide = torch.promote_types(b.dtype, torch.float32)
-    if b.dtype == wide:
-        return a.to(wide) @ b
-    if b.is_cuda:
-        flat: Tensor = torch.bmm(a.to(b.dtype).flatten(0, 1), b.flatten(0, 1), out_dtype=wide)
-        return flat.view(*b.shape[:2], *flat.shape[1:])
     return a.to(wide) @ b.to(wide)

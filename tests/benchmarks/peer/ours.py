@@ -45,6 +45,7 @@ def new_trainer(job: Job, model: PreTrainedModel) -> PolicyGradientTrainer:
 def stepper(job: Job, model: PreTrainedModel) -> Callable[[], dict[str, float]]:
     """One whole step, as `train` takes it; returns the seconds of its phases, and of all of it."""
     trainer = new_trainer(job, model)
+    trainer.learner.agreement.refuses = False  # lengths are forced, so it is not the policy's
     journal = Journal(Path(trainer.args.output_dir), 0, is_main=True)
     journal.console.quiet = True  # it keeps its lines, and says nothing
     wanted = job.workload.lengths.to(device())

@@ -219,7 +219,6 @@ def _streams() -> None:
     cuda.set_stream = _nothing
     cuda.stream = cuda.StreamContext = contextlib.nullcontext
     cuda.is_current_stream_capturing = _constant(False)
-    cuda.graph_pool_handle = _constant((0, 1))
 
 
 def _bytes_of(storage: Any) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """Models whose attention is unlike the others': sampled right, or not in the fast way."""
 
-from functools import partial
-
 import pytest
 import torch
 import transformers
@@ -9,7 +7,6 @@ import transformers
 from rlhf_pg.models.attention import attention_support
 from rlhf_pg.rollout import NativeEngine, Request
 from rlhf_pg.rollout.native.continuous_batching import BatchingSession
-from rlhf_pg.rollout.native.kept import forward
 from rlhf_pg.rollout.native.stopping import Stopping
 from tests.rollout.native.test_engine import EOS, PAD, PARAMS, PROMPTS, assert_teacher_forced
 from tests.tiny import stir
@@ -72,7 +69,7 @@ def test_keys_and_values_may_have_any_width(make):
 @pytest.mark.parametrize("make", [latent, two_widths])
 def test_bytes_per_token_match_stored_size(make):
     model = make()
-    session = BatchingSession(model, PARAMS, 0, Stopping([]), 1000, partial(forward, model))
+    session = BatchingSession(model, PARAMS, 0, Stopping([]), 1000)
     session.add(Request(tokens=[1, 2, 3], prompt_index=0))
     with torch.no_grad():
         session.step()

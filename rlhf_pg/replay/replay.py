@@ -1,0 +1,278 @@
+"""A step of a run, made again from the checkpoint before it.
+
+Ids and scores come from the record of the step, so nobody is asked again; updates do not depend on
+the clock, and checkpoints are exact. Nothing but the run directory is needed.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_pg.checkpoint import atomic
+from rlhf_pg.checkpoint.checkpointer import STATE
+from rlhf_pg.data.records import Experience, Rollout
+from rlhf_pg.replay.diff import Place, compare_metrics, compare_tokens
+from rlhf_pg.report.metrics import Meter
+from rlhf_pg.report.run_files import METRICS, RunFiles, StepRecord, StepTokens, tokens_file
+from rlhf_pg.rollout import Episode
+from rlhf_pg.trainers import PolicyGradientTrainer
+from rlhf_pg.trainers.samples import (
+    Samples,
+    ScoredBatch,
+    ScoredSamples,
+    columns_of,
+    prompt_and_completion,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A step that was made again.
+
+    Attributes:
+        metrics: of the step, with the times of now.
+        record: what the step did; complete on the main process alone.
+        differs: where it is not as the run recorded it; empty on other processes.
+    """
+
+    step: int
+    metrics: Mapping[str, Any]
+    record: StepRecord
+    differs: Sequence[Place] = ()
+
+
+class Replay:
+    """The steps of a run, made again by a trainer that is built as the run's was.
+
+    It writes nothing into the run directory and calls no callback. All methods are collective.
+
+    Args:
+        trainer: has the run's config and is given what the run was given in Python. Its
+            `output_dir` is the run's.
+        run: the files of the run; by default those in `output_dir`.
+
+    Raises:
+        ValueError: there is no run, or it began from other weights than the trainer's.
+    """
+
+    def __init__(self, trainer: PolicyGradientTrainer, run: RunFiles | None = None) -> None:
+        self.trainer = trainer
+        self.run = RunFiles(Path(trainer.args.output_dir)) if run is None else run
+        if not self.run.metrics:
+            raise ValueError(f"{self.run.directory} holds no run: it has no line in {METRICS}")
+        self.last: int = self.run.metrics[-1]["step"]
+        self.has_episodes = trainer.episode_runner is not None
+        trainer.collector.episode_runner = None  # nobody plays
+        trainer.learner.skipped.keeps = False
+        trainer.on_resume(self.run.config)
+        self._check_start()
+
+    def make(self, step: int, resample: bool = False) -> Made:
+        """Make a step again, counted from 1.
+
+        Args:
+            resample: sample and score its completions again, too.
+
+        Raises:
+            ValueError: the run did not take it, its record is missing, there is no checkpoint to
+                go back to, or something from outside would have to be asked.
+        """
+        self.go_to(step - 1)
+        trainer, meter = self.trainer, Meter()
+        if resample:
+            self._check_nothing_outside()
+            with torch.no_grad():
+                batch = trainer.collector.collect(trainer.state.prompt_index, meter)
+        else:
+            batch = self.batch(step)
+        experience, metrics = self.second_half(trainer, batch, meter)
+        record = trainer.recorder.record(step, batch, experience, 0)
+        metrics = trainer.finish_step(batch, metrics, meter)
+        differs = self._compare(step, record, metrics)
+        return Made(step=step, metrics=metrics, record=record, differs=differs)
+
+    @staticmethod
+    def second_half(
+        trainer: PolicyGradientTrainer, batch: ScoredBatch, meter: Meter
+    ) -> tuple[Experience, dict[str, Any]]:
+        """Estimate advantages and make the updates of a step."""
+        with meter.time("score"):
+            experience, metrics = trainer.make_experience(
+                batch.rollout, batch.scores, meter, batch.greedy
+            )
+        with meter.time("update"):
+            metrics |= trainer.update(experience, meter)
+        return experience, metrics
+
+    def go_to(self, step: int) -> None:
+        """Bring the trainer to where it was after a step."""
+        began = self.run.starts[0].step if self.run.starts else 0
+        if not began <= step < self.last:
+            raise ValueError(
+                f"the run took steps {began + 1} to {self.last}: step {step + 1} is not among them"
+            )
+        trainer, found = self.trainer, self._checkpoint(step)
+        now = trainer.state.step
+        if found is not None and (now > step or found[0] > now):
+            trainer.on_resume(trainer.checkpointer.restore(found[1], trainer.runtime.rank))
+        elif now > step:
+            raise ValueError(
+                f"the trainer has taken {now} steps, and there is no checkpoint before step "
+                f"{step + 1} to go back to: make a new one"
+            )
+        elif now < began:
+            raise ValueError(
+                f"the run went on from a checkpoint of step {began} that is not there "
+                "(resume_from_checkpoint), and has none of its own before "
+                f"step {step + 1}: put one back"
+            )
+        while trainer.state.step < step:
+            batch, meter = self.batch(trainer.state.step + 1), Meter()
+            _, metrics = self.second_half(trainer, batch, meter)
+            trainer.finish_step(batch, metrics, meter)
+
+    def batch(self, step: int) -> ScoredBatch:
+        """Return this rank's completions of a step with their scores, from the record.
+
+        Raises:
+            ValueError: there is no record of the step.
+        """
+        trace, tokens = self.run.traces.get(step), self.run.tokens(step)
+        if trace is None or tokens is None:
+            raise ValueError(
+                f"{tokens_file(self.run.directory, step)} or its line in trace.jsonl is missing or "
+                f"of an earlier version: step {step} cannot be made again"
+            )
+        samples, scores = self._scored(tokens)
+        greedy = self.run.tokens(step, greedy=True)
+        return ScoredBatch(
+            samples=samples,
+            scores=scores,
+            num_prompts=trace["num_prompts"],
+            other_tokens=trace["other_tokens"],
+            greedy=None if greedy is None else self._scored(greedy),
+        )
+
+    def _scored(self, record: StepTokens) -> ScoredSamples:
+        trainer = self.trainer
+        runtime, tokenizer = trainer.runtime, trainer.processing_class
+        mine = [i for i, rank in enumerate(record.rank) if rank % runtime.world == runtime.rank]
+        spans = [slice(a, a + n) for a, n in zip(record.starts, record.lengths, strict=True)]
+        ids = [record.ids[spans[i]].tolist() for i in mine]
+        prompts = record.prompts()
+        logprobs = record.numbers["sampler_logprob"]
+        rollout = Rollout.from_tokens(
+            prompts=[prompts[i] for i in mine],
+            completions=ids,
+            logprobs=[torch.from_numpy(logprobs[spans[i]]).nan_to_num().tolist() for i in mine],
+            truncated=[bool(record.truncated[i]) for i in mine],
+            groups=[int(record.prompt_index[i]) for i in mine],
+            pad_token_id=tokenizer.pad_token_id,
+            actions=[record.action[spans[i]].tolist() for i in mine],
+            device=runtime.device,
+            dtype=torch.promote_types(trainer.dtype, torch.float32),
+        )
+        whole = torch.full((len(record.ids), record.scores.shape[1]), math.nan, dtype=torch.float64)
+        whole[torch.from_numpy(record.score_at)] = torch.from_numpy(record.scores).double()
+        scores = torch.full((*rollout.completion_ids.shape, whole.shape[1]), math.nan)
+        scores = scores.to(rollout.sampler_logprobs)
+        for place, i in enumerate(mine):
+            scores[place, : record.lengths[i]] = whole[spans[i]].to(scores)
+        rows = [int(record.row[i]) for i in mine]
+        examples = trainer.train_prompts.examples(rows)
+        said: list[tuple[Any, Any]] = []
+        for place, i in enumerate(mine):
+            text = tokenizer.decode(ids[place], skip_special_tokens=True)
+            prompt = (
+                tokenizer.decode(prompts[i]) if self.has_episodes else examples[place]["prompt"]
+            )
+            episode = Episode(prompt=prompt, prompt_ids=prompts[i], tokens=ids[place])
+            episode.messages.append({"role": "assistant", "content": text})
+            said.append(prompt_and_completion(episode, tokenizer))
+        samples = Samples(
+            rollout=rollout,
+            prompts=[prompt for prompt, _ in said],
+            completions=[completion for _, completion in said],
+            completion_ids=ids,
+            columns=columns_of(trainer.train_prompts, rows),
+            rows=rows,
+        )
+        return ScoredSamples(samples, scores)
+
+    def _checkpoint(self, step: int) -> tuple[int, Path] | None:
+        """Return the newest whole checkpoint of at most this step, and its step."""
+        places = [*(self.run.directory / "checkpoints").glob("step-*"), self.run.directory / "best"]
+        places += [Path(self.trainer.args.resume_from_checkpoint or "latest")]  # of another run
+        sealed = {place: atomic.facts(place).get("step", -1) for place in places}
+        for place in sorted(places, key=lambda place: sealed[place], reverse=True):
+            if 0 < sealed[place] <= step and (place / STATE).is_file():
+                reason = atomic.verified(place, contents=self.trainer.runtime.is_main)
+                if self.trainer.runtime.first_error(reason) is None:
+                    return sealed[place], place
+        return None
+
+    def _check_start(self) -> None:
+        """Refuse weights that are not those that the run began with.
+
+        Raises:
+            ValueError: a tensor differs, which is named.
+        """
+        trainer = self.trainer
+        if trainer.state.step or not self.run.starts or self.run.starts[0].step:
+            return
+        began, now = self.run.starts[0], trainer.began()
+        if trainer.runtime.splits or began.backend != now.backend:
+            return  # of shards, these depend on how they were split
+        for name, number in began.weights.items():
+            if now.weights.get(name) != number:
+                raise ValueError(
+                    f"the run began from other weights: {name} was {number} and is "
+                    f"{now.weights.get(name, 'not there')}. Give the model as it was then"
+                )
+
+    def _check_nothing_outside(self) -> None:
+        """Refuse to sample again where something else than the run would be asked.
+
+        Raises:
+            ValueError: it is named.
+        """
+        trainer = self.trainer
+        asked = [s.name for s in trainer.rewards.sources if s.place == "event loop"]
+        asked += ["the environment"] * self.has_episodes
+        asked += [trainer.engine_name] * (trainer.engine_name != "native")
+        if asked:
+            raise ValueError(
+                f"--resample would ask {', '.join(asked)} again, which may not answer as before: "
+                "leave it out"
+            )
+
+    def _compare(self, step: int, record: StepRecord, metrics: Mapping[str, Any]) -> list[Place]:
+        """Return where a step is not as it was recorded."""
+        trainer = self.trainer
+        weights = trainer.weights() if step in self.run.weights else {}
+        recorded = self.run.tokens(step)
+        if record.tokens is None or recorded is None:
+            return []
+        line = next((one for one in self.run.metrics if one["step"] == step), {})
+        places = [
+            *compare_tokens(recorded, record.tokens, trainer.reward_names),
+            *compare_metrics(line, metrics),
+        ]
+        known = self.run.weights.get(step, {}) if self._is_whole() else {}
+        other = [name for name in weights if known.get(name, weights[name]) != weights[name]]
+        places += [
+            Place(stage="weights", what=name, a=known[name], b=weights[name], rows=len(other))
+            for name in other[:1]
+        ]
+        return places
+
+    def _is_whole(self) -> bool:
+        """Return whether fingerprints can be compared with the run's, which shards may forbid."""
+        start, runtime = self.run.starts[-1], self.trainer.runtime
+        return start.backend == runtime.kind and (
+            not runtime.splits or start.processes == runtime.world
+        )

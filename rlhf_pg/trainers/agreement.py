@@ -1,0 +1,197 @@
+"""The agreement check: sampler and policy give every token the same log-probability.
+
+With d = log pi_sampler(y) - log pi(y), for tokens y that the sampler drew,
+
+    KL(pi_sampler || pi) = E[d] = E[exp(-d) - 1 + d]
+
+Both means are 0 but for rounding. Every step measures them before its weights change, over all of
+its tokens: whatever makes the update train on another policy than the one that sampled shows here,
+be it the sampler, packing, padding or an adapter.
+
+Shapes: B rows on this rank, T completion width.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+
+from rlhf_pg.data.records import Rollout
+from rlhf_pg.models import Policy
+from rlhf_pg.runtime import Runtime
+
+
+class Limits(NamedTuple):
+    """The differences that rounding explains, in nats."""
+
+    kl: float  # the most, as a mean over tokens
+    usual: float  # at least this much is never a fault by being more than before
+    mean: float  # of d over many tokens, either way
+    token: float  # of a single token's d
+
+
+# Measured with python -m tests.benchmarks.agreement; docs/reliability.md has the figures.
+LIMITS = {
+    torch.float64: Limits(1e-8, 1e-8, 1e-6, 1e-3),
+    torch.float32: Limits(1e-8, 1e-8, 1e-6, 1e-3),
+    torch.bfloat16: Limits(2e-2, 1e-4, 5e-4, 1.0),
+}
+JUMP = 20  # times the KL of recent steps
+MEMORY = 0.99  # weight of the earlier steps in what is recent
+SURE = 5  # standard errors of a mean over recent steps
+
+
+class DisagreementError(RuntimeError):
+    """An error that ends a run whose sampler and policy are not the same distribution."""
+
+
+class Agreement:
+    """A comparison of the sampler's log-probabilities with the policy's, step by step.
+
+    Args:
+        dtype: of the computation.
+        runtime: of this process.
+        policy: what is trained.
+        score: computes the policy's log-probabilities (B,T) of rows; it may be collective.
+        refuses: False where the sampler may differ (`truncated_sampling: ignore`): it is then
+            measured alone.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        runtime: Runtime,
+        policy: Policy,
+        score: Callable[[Rollout], Tensor],
+        refuses: bool = True,
+    ) -> None:
+        self.limits, self.runtime, self.refuses = LIMITS[dtype], runtime, refuses
+        self.policy, self.score = policy, score
+        self.recent = torch.zeros(4, dtype=torch.float64)  # sums over steps, the latest the most
+        self.compared_row = False  # a row alone with the same in its micro-batch
+        self.begin()
+
+    def begin(self, waits: bool = False) -> None:
+        """Begin another step.
+
+        Args:
+            waits: its rows are to be added in the update, and not before.
+        """
+        self.waits = waits
+        self.sums = torch.zeros(4, dtype=torch.float64, device=self.runtime.device)
+        self.worst: tuple[Tensor, Rollout, Tensor] | None = None
+
+    def add(self, batch: Rollout, logprobs: Tensor) -> None:
+        """Take in what the policy says (B,T) of sampled rows."""
+        if not batch.num_rows:
+            return
+        d = _differences(batch.sampler_logprobs, logprobs, batch.action_mask)
+        self.sums += _sums(d, batch.action_mask)
+        highest = d.abs().amax()
+        if self.worst is None or bool(highest > self.worst[0]):
+            self.worst = (highest, batch, logprobs.detach())
+
+    def settle(self, blank: Rollout) -> dict[str, float]:
+        """Judge the step, and return its metrics; collective.
+
+        Args:
+            blank: one row to compute where this process has none.
+
+        Raises:
+            DisagreementError: on all processes, sampler and policy differ by more than rounding.
+        """
+        sums = self.runtime.all_reduce_sum(self.sums).cpu()
+        own = self.sums[:1] * 0 if self.worst is None else self.worst[0][None]
+        largest = self.runtime.gather(own)[0].max().item()
+        if sums[0] and sums.isfinite().all():
+            fault = self.excess(sums) or self._drift(sums)
+            self.recent = MEMORY * self.recent + sums
+            if self.refuses and (fault or not self.compared_row):
+                self.compared_row = True
+                fault = self._explain(fault, blank)
+                if fault is not None:
+                    raise DisagreementError(fault)
+        self.begin()
+        count, d, _, kl = sums.tolist()
+        names = ("agreement/kl", "agreement/mean", "agreement/max")
+        numbers = (kl / count, d / count) if count else (math.nan, math.nan)
+        return dict(zip(names, (*numbers, largest), strict=True))
+
+    def excess(self, sums: Tensor) -> str | None:
+        """Return by what the sums of a step, or of a row, are beyond rounding, or None.
+
+        A few tokens may have more than their share.
+        """
+        count, _, _, kl = sums.tolist()
+        limits = self.limits
+        usual = self.recent[3] / self.recent[0] if self.recent[0] else math.inf
+        most = min(limits.kl, max(limits.usual, JUMP * float(usual)))
+        return _beyond("kl", kl, count, most, 3 * limits.token**2 / 2)
+
+    def _drift(self, sums: Tensor) -> str | None:
+        """Return by what d is off in the mean of recent steps, or None.
+
+        Rounding averages out in it, and another policy does not: E[d] is then the KL.
+        """
+        count, d, squares, _ = (MEMORY * self.recent + sums).tolist()
+        error = (max(squares - d * d / count, 0)) ** 0.5
+        return _beyond("mean", d, count, self.limits.mean, SURE * error)
+
+    @torch.no_grad()
+    def _explain(self, fault: str | None, blank: Rollout) -> str | None:
+        """Compute the worst row alone, and say what differs; None if nothing does. Collective."""
+        _, batch, logprobs = self.worst or (None, blank, blank.sampler_logprobs)
+        gaps = (batch.sampler_logprobs - logprobs).abs().where(batch.action_mask, 0.0)
+        index = int(gaps.amax(1).argmax())
+        row = batch.select(torch.tensor([index]))
+        mask, width = row.action_mask, row.action_mask.shape[1]
+        alone = self.score(row)
+
+        def differs(one: Tensor, other: Tensor) -> bool:
+            sums = _sums(_differences(one, other, mask), mask)
+            return self.excess(self.runtime.all_reduce_sum(sums).cpu()) is not None
+
+        if differs(logprobs[index : index + 1, :width], alone):
+            how = "packing" if 0 < row.longest <= self.policy.window else "padding"
+            return (
+                f"the policy gives a row other log-probabilities alone than in its micro-batch "
+                f"({how}): set micro_batch_tokens to 1, which computes every row alone"
+            )
+        if fault is None:
+            return None
+        said = f"the sampler's log-probabilities are not the policy's ({fault}): "
+        model = self.policy.model
+        if isinstance(model, PeftModel):
+            with model.disable_adapter():
+                base = self.score(row)
+            if not differs(row.sampler_logprobs, base):
+                return f"{said}it samples without the adapter; give the engine the adapter"
+            said += "its copy of the adapter differs, or else the sampler; "
+        else:
+            said += "the sampler differs; "
+        return said + (
+            "check that the engine serves this model in its whole length, unquantised, with the "
+            "same temperature, and gets new weights after every update, or choose another "
+            "rollout_engine"
+        )
+
+
+def _differences(sampler: Tensor, policy: Tensor, mask: Tensor) -> Tensor:
+    """Return d (B,T) in float64, 0 in masked slots and within 20 nats, so that exp is finite."""
+    d = sampler.detach().double() - policy.detach().double()
+    return torch.where(mask, d, 0.0).clamp(-20, 20)
+
+
+def _sums(d: Tensor, mask: Tensor) -> Tensor:
+    """Return (4,): the number of tokens, and the sums of d, d^2 and exp(-d) - 1 + d."""
+    return torch.stack([mask.sum().double(), d.sum(), (d * d).sum(), (torch.expm1(-d) + d).sum()])
+
+
+def _beyond(name: str, total: float, count: float, limit: float, allowed: float) -> str | None:
+    """Say that a sum over tokens is beyond their limits and what is allowed in all, if it is."""
+    if abs(total) <= count * limit + allowed:
+        return None
+    return f"agreement/{name} {total / count:.3g} over {count:.0f} tokens, limit {limit:.3g}"

@@ -1,0 +1,293 @@
+"""A sampler that is not the policy ends the run in the step in which it is seen first."""
+
+import copy
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlhf_pg import GRPOTrainer, PPOTrainer
+from rlhf_pg.data.records import Rollout
+from rlhf_pg.report.json_lines import read
+from rlhf_pg.rollout.native import continuous_batching
+from rlhf_pg.rollout.native.engine import NativeEngine
+from rlhf_pg.tasks import arithmetic
+from rlhf_pg.trainers.agreement import LIMITS, Agreement, DisagreementError
+from rlhf_pg.trainers.callbacks import Callback
+from tests.models.architectures import build
+
+LORA = {"use_peft": True, "lora_r": 4, "learning_rate": 1e-2}
+PLANTED = 2  # the step, counted from 0, in which something begins to be wrong
+
+
+class Planting(Callback):
+    """Plant a fault before a step, and keep what the weights were before each."""
+
+    def __init__(self, plant) -> None:
+        self.plant, self.before = plant, []
+
+    def on_step_begin(self, trainer) -> None:
+        self.before.append(copy.deepcopy(trainer.model.state_dict()))
+        if trainer.state.step == PLANTED:
+            self.plant(trainer, self.before)
+
+
+def sampling_from(trainer, weights=None, **changed) -> None:
+    """Make the engine sample from a copy of the policy with other weights or adapters."""
+    model = copy.deepcopy(trainer.model)
+    if weights is not None:
+        model.load_state_dict(weights)
+    for change in changed.values():
+        change(model)
+
+    @contextmanager
+    def load_weights():
+        trainer.engine.weights = model
+        yield
+
+    trainer.engine._load_weights = load_weights
+
+
+def lora_layers(model):
+    return [module for module in model.modules() if hasattr(module, "lora_B")]
+
+
+def without_a_layer(model) -> None:
+    lora_layers(model)[0].lora_B["default"].weight.data.zero_()
+
+
+def scaled(model) -> None:
+    for layer in lora_layers(model):
+        layer.scaling["default"] *= 1.5
+
+
+def sampled_with(monkeypatch, **changes):
+    """Sample with other parameters than the config has."""
+    real = continuous_batching.sample
+
+    def sample(logits, params, noise):
+        return real(logits, replace(params, **changes), noise)
+
+    return lambda *_: monkeypatch.setattr(continuous_batching, "sample", sample)
+
+
+def raw_logprobs(monkeypatch):
+    """Return what the model says, before the temperature."""
+    real = continuous_batching.sample
+
+    def sample(logits, params, noise):
+        ids, _ = real(logits, params, noise)
+        return ids, logits.log_softmax(-1).gather(1, ids[:, None]).squeeze(1)
+
+    return lambda *_: monkeypatch.setattr(continuous_batching, "sample", sample)
+
+
+def shifted_positions(monkeypatch):
+    real = continuous_batching.BatchingSession._forward
+
+    def forward(self, ids, positions, layout, keep=0):
+        return real(self, ids, positions + (positions > 0), layout, keep)
+
+    return lambda *_: monkeypatch.setattr(continuous_batching.BatchingSession, "_forward", forward)
+
+
+def kept_prompts(monkeypatch):
+    """Keep the keys and values of prompts over an update, as a stale prefix cache does."""
+
+    def remember(trainer, before) -> None:
+        old = copy.deepcopy(trainer.model)
+        old.load_state_dict(before[-2])
+        real = continuous_batching.BatchingSession._prefill
+
+        def from_old(self, fresh) -> None:
+            model, self.model = self.model, old
+            configs, self.configs = self.configs, continuous_batching.configs_of(old)
+            try:
+                with torch.no_grad(), continuous_batching.replaced_attention(self.configs):
+                    real(self, fresh)
+            finally:
+                self.model, self.configs = model, configs
+
+        monkeypatch.setattr(continuous_batching.BatchingSession, "_prefill", from_old)
+
+    return remember
+
+
+FAULTS = {
+    "rollouts from the base model": (
+        LORA,
+        lambda _: (
+            lambda trainer, before: sampling_from(
+                trainer, off=lambda model: model.base_model.disable_adapter_layers()
+            )
+        ),
+    ),
+    "one layer of an adapter missing": (
+        LORA,
+        lambda _: lambda trainer, before: sampling_from(trainer, one=without_a_layer),
+    ),
+    "a stale adapter": (
+        LORA,
+        lambda _: lambda trainer, before: sampling_from(trainer, before[-2]),
+    ),
+    "alpha / r wrong": (
+        LORA,
+        lambda _: lambda trainer, before: sampling_from(trainer, scale=scaled),
+    ),
+    "weights one update old": (
+        {"learning_rate": 1e-4},
+        lambda _: lambda trainer, before: sampling_from(trainer, before[-2]),
+    ),
+    "weights one small update old": (
+        {"learning_rate": 1e-6},
+        lambda _: lambda trainer, before: sampling_from(trainer, before[-2]),
+    ),
+    "top-p in the sampler alone": ({}, lambda patch: sampled_with(patch, top_p=0.95)),
+    "temperature in the loss alone": (
+        {"temperature": 0.9},
+        lambda patch: sampled_with(patch, temperature=1.0),
+    ),
+    "a position off by one": ({}, shifted_positions),
+    "raw log-probabilities": ({"temperature": 0.9}, raw_logprobs),
+    "a prefix cache kept over an update": ({}, kept_prompts),
+}
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["one update", "two updates"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_ends_run_in_its_step(make, monkeypatch, fault, twice) -> None:
+    options, planting = FAULTS[fault]
+    planted = Planting(planting(monkeypatch))
+    trainer = make(
+        callbacks=[planted],
+        max_steps=PLANTED + 1,
+        num_iterations=1 + twice,
+        **({"lr_scheduler_type": "constant"} | options),
+    )
+    with pytest.raises(DisagreementError) as raised:
+        trainer.train()
+    assert trainer.state.step == PLANTED
+    assert "sampler" in str(raised.value)
+    assert ("without the adapter" in str(raised.value)) == (fault == "rollouts from the base model")
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, PPOTrainer])
+@pytest.mark.parametrize("options", [{}, LORA, {"temperature": 0.7}, {"num_iterations": 2}])
+def test_sound_run_agrees_to_rounding(make, tmp_path, kind, options) -> None:
+    make(kind, **options).train()
+    lines = list(read(tmp_path / "run" / "metrics.jsonl"))
+    assert len(lines) == 3
+    assert all(0 <= line["agreement/kl"] < 1e-11 for line in lines)
+    assert all(0 < line["agreement/max"] < 1e-4 for line in lines)
+
+
+def test_packing_that_leaks_between_rows_is_named(make, monkeypatch) -> None:
+    trainer = make()
+    own = trainer.learner.policy.forward
+
+    def sees_others(batch, **options):
+        out = own(batch, **options)
+        return out._replace(logprobs=out.logprobs + 0.1 * (batch.num_rows - 1))
+
+    monkeypatch.setattr(trainer.learner.policy, "forward", sees_others)
+    with pytest.raises(DisagreementError, match=r"packing.*micro_batch_tokens"):
+        trainer.train()
+    assert trainer.state.step == 0
+
+
+def of_task(arch):
+    """A model for the tokenizer of the task, and that."""
+    _, tokenizer = arithmetic().new_model()
+    model = build(arch, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    return {"model": model, "processing_class": tokenizer}
+
+
+def test_model_that_padding_changes_is_refused_and_trains_row_by_row(make) -> None:
+    widths = [{"prompt": text, "answer": ""} for text in ("1+2=", "12+3=", "12+34=", "7+123=")]
+    inputs = of_task("recurrent_gemma")
+    with pytest.raises(DisagreementError, match="padding"):
+        make(**inputs, train_dataset=widths).train()
+
+
+# ------------------------------------------------------------------------------------- by hand
+
+
+def rows_of(sampler, policy):
+    """A record of one row, and the policy's log-probabilities of it."""
+    tokens = list(range(1, len(sampler) + 1))
+    batch = Rollout.from_tokens([[1]], [tokens], [sampler], [False], [0], 0)
+    return batch, torch.tensor([policy])
+
+
+@pytest.fixture
+def agreement():
+    runtime = SimpleNamespace(
+        device="cpu", all_reduce_sum=lambda x: x, gather=lambda x: (x, slice(0, len(x)))
+    )
+    policy = SimpleNamespace(window=0.0, model=None)
+    return Agreement(torch.float32, runtime, policy, lambda batch: batch.sampler_logprobs)
+
+
+def test_metrics_match_hand_computed_means(agreement) -> None:
+    batch, policy = rows_of([-1.0, -2.0], [-1.5, -1.0])
+    agreement.refuses = False
+    agreement.begin()
+    agreement.add(batch, policy)
+    metrics = agreement.settle(batch)
+    d = torch.tensor([0.5, -1.0], dtype=torch.float64)
+    assert metrics["agreement/kl"] == pytest.approx(((-d).exp() - 1 + d).mean().item(), rel=1e-7)
+    assert metrics["agreement/max"] == 1.0
+
+
+def test_small_fault_is_found_over_steps(agreement) -> None:
+    """Noise of ten times the mean hides it in one step of 100 tokens, not in the mean of many."""
+    generator = torch.Generator().manual_seed(0)
+    agreement.compared_row = True
+    agreement.limits = limits = LIMITS[torch.float32]._replace(kl=1.0, usual=1.0)
+    found = None
+    for step in range(1000):
+        off = 8 * limits.mean * (1 + 10 * torch.randn(100, generator=generator))
+        batch, policy = rows_of([-1.0] * 100, (-1.0 - off).tolist())
+        agreement.begin()
+        agreement.add(batch, policy)
+        try:
+            agreement.settle(batch)
+        except DisagreementError as error:
+            found = step, str(error)
+            break
+    assert found is not None
+    assert 5 < found[0] < 200
+    assert "agreement/mean" in found[1]
+
+
+def test_jump_beyond_recent_steps_is_found(agreement) -> None:
+    agreement.compared_row = True
+    agreement.limits = LIMITS[torch.bfloat16]
+    for d in (0.002, 0.01, 0.02, 0.2):
+        batch, policy = rows_of([-1.0, -1.0] * 500, [-1.0 - d, -1.0 + d] * 500)
+        agreement.begin()
+        agreement.add(batch, policy)
+        if d < 0.2:
+            agreement.settle(batch)
+    with pytest.raises(DisagreementError, match="agreement/kl"):
+        agreement.settle(batch)
+
+
+def test_nan_raises_no_alarm_and_is_forgotten(agreement) -> None:
+    agreement.compared_row = True
+    for value in (float("nan"), -1.0):
+        batch, policy = rows_of([-1.0, -2.0], [value, -2.0])
+        agreement.begin()
+        agreement.add(batch, policy)
+        metrics = agreement.settle(batch)
+    assert metrics["agreement/kl"] == 0
+
+
+def test_engine_merges_adapter_once_per_rollout(make) -> None:
+    """The planted faults above replace `_load_weights`, which every rollout calls."""
+    trainer = make(**LORA)
+    assert isinstance(trainer.engine, NativeEngine)
+    with trainer.sampling():
+        assert trainer.engine.weights is not trainer.model
