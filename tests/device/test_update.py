@@ -25,9 +25,9 @@ def waits(algorithm: str, tokens: int, path: Path) -> tuple[int, int, int]:
     own = {"micro_batch_tokens": tokens}
     made = trainer(Run(algorithm, {**options, **own}), path)
     made.engine.eos_token_ids = []  # every completion has its full length
-    samples = made.roll_out(range(8))
-    scores = made.reward(samples)
     for _ in range(2):  # the first time something is compiled
+        samples = made.roll_out(range(8))
+        scores = made.reward(samples)
         before = ext.syncs()
         experience, _ = made.make_experience(samples.rollout, scores, Meter())
         scored = ext.syncs()
