@@ -15,7 +15,7 @@ PURE_TESTS := $(addprefix tests/,advantages losses data/test_records.py data/tes
 	report/test_pass_at_k.py rewards/test_scores.py $(addprefix test_,$(addsuffix .py,\
 	masking kl controllers running_stats rng)))
 
-.PHONY: help demo preference soak test test-fast pretend test-device test-device-slow test-distributed test-faults models test-slow test-vllm test-tasks \
+.PHONY: help demo preference soak test test-fast pretend test-device test-device-slow test-distributed test-faults test-slow test-vllm test-tasks \
 	device-mutants \
 	coverage mutants docs lint format clean
 
@@ -53,9 +53,6 @@ test-distributed: $(VENV)/.installed  ## every backend, on CPUs; leaves the tabl
 
 test-faults: $(VENV)/.installed  ## every fault of docs/reliability.md, injected
 	$(BIN)/pytest -n 2 --dist loadfile -m fault
-
-models: $(VENV)/.installed  ## every causal model of transformers, tiny, against the table of docs/models.md
-	$(BIN)/pytest -m slow tests/trainers/test_model_check.py
 
 test-slow: $(VENV)/.installed  ## the slow tests too
 	$(BIN)/pytest -m "not distributed and not vllm and not tasks"

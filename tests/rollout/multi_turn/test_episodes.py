@@ -410,35 +410,6 @@ def polls():
         time.sleep(0.01)
 
 
-@pytest.mark.fault(55, "its thread ends")
-def test_hanging_python_environments_leave_no_threads():
-    before = threading.active_count()
-    for _ in range(3):
-        episodes = play(sayer("a<eos>"), hanging(polls), hanging(polls), n=2, timeout=0.1)
-        assert [episode.error for episode in episodes] == [
-            "TimeoutError: no answer within 0.1 s"
-        ] * 2
-    end = time.monotonic() + 10
-    while threading.active_count() > before:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def test_unstoppable_environments_are_limited(monkeypatch):
-    monkeypatch.setattr(user_code, "MOST_LATE", 2)
-    go = threading.Event()
-    before = threading.active_count()
-    for _ in range(4):
-        [episode] = play(sayer("a<eos>"), hanging(go.wait), timeout=0.1)
-    assert threading.active_count() <= before + 2
-    assert episode.error.startswith("RuntimeError: 2 earlier calls have not returned")
-    go.set()
-    while threading.active_count() > before:
-        time.sleep(0.01)
-    [episode] = play(sayer("a<eos>"), Listed(("", 1.0, True)))
-    assert episode.error is None
-
-
 def test_blocked_event_loop_is_reused_when_free():
     own = user_code.event_loop()
     go = threading.Event()
