@@ -4,6 +4,7 @@ The counters are those of the whole process: `ext.kernels()`, `ext.syncs()` (wai
 `ext.allocated()`, `ext.reserved()`; `waits` has the lines that waited.
 """
 
+import contextlib
 import sys
 import threading
 import types
@@ -14,8 +15,6 @@ from typing import Any, NamedTuple
 from tests.device.pretend.extension import ext  # before torch
 
 import torch  # isort: skip
-
-from tests.device.pretend import flash, flex, streams  # isort: skip
 
 OURS = ("rlhf_pg",)
 TOTAL = 80 * 10**9  # bytes
@@ -66,11 +65,8 @@ def _on_wait(kind: str, kernel: str) -> None:
     waits[kind, kernel, place()] += 1
 
 
-def install(devices: int = 1, compiles: bool = False) -> None:
-    """Make so many devices, of 80 GB.
-
-    Args:
-        compiles: `torch.compile` generates code; otherwise it traces, and that is run.
+def install(devices: int = 1) -> None:
+    """Make so many devices, of 80 GB; `torch.compile` traces for them, and generates no code.
 
     Raises:
         RuntimeError: torch has already found that there is no GPU.
@@ -86,9 +82,13 @@ def install(devices: int = 1, compiles: bool = False) -> None:
     _module(devices)
     _streams()
     _storages()
-    flash.install()
-    if not compiles:
-        flex.install(place)
+    real = torch.compile
+
+    def traced(model: Any = None, **options: Any) -> Any:
+        options.pop("mode", None)
+        return real(model, **{**options, "backend": lambda module, inputs: module.forward})
+
+    torch.compile = traced  # type: ignore[assignment]
     ext.on_sync(_on_wait)
 
 
@@ -112,7 +112,7 @@ def _bindings() -> None:
         "isInBadFork": _constant(False),
         "getArchFlags": _constant("sm_90"),
         "getCompiledVersion": _constant(12080),
-        "isCurrentStreamCapturing": ext.capturing,
+        "isCurrentStreamCapturing": _constant(False),
         "memoryStats": _memory_stats,
         "resetPeakMemoryStats": lambda device: ext.reset_peak(),
         "getAllocatorBackend": _constant("native"),
@@ -173,19 +173,52 @@ def _module(devices: int) -> None:
     nvtx._nvtx = types.SimpleNamespace(**dict.fromkeys((*ranges, "deviceRangeEnd"), _constant(0)))
 
 
+class Stream(torch.Stream):
+    """A stream that is never behind: everything is in one order."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **options: Any) -> "Stream":
+        where = torch.device("cuda", ext.device()) if device is None else device
+        return super().__new__(cls, device=where, priority=priority)
+
+    cuda_stream = 0
+    wait_stream = wait_event = _nothing
+    __hash__ = _constant(1)
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Event()
+
+    def synchronize(self) -> None:
+        ext.sync("synchronize", "Stream.synchronize")
+
+    def query(self) -> bool:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream)
+
+
+class Event:
+    """`torch.cuda.Event`."""
+
+    def __init__(self, *_: Any, **options: Any) -> None: ...
+
+    record = wait = _nothing
+    query = _constant(True)
+    elapsed_time = _constant(0.0)
+
+    def synchronize(self) -> None:
+        ext.sync("synchronize", "Event.synchronize")
+
+
 def _streams() -> None:
     cuda: Any = torch.cuda
-    default = streams.Stream()
-    cuda.Stream = cuda.streams.Stream = streams.Stream
-    cuda.Event = cuda.streams.Event = streams.Event
+    default = Stream()
+    cuda.Stream = cuda.streams.Stream = Stream
+    cuda.Event = cuda.streams.Event = Event
     cuda.current_stream = cuda.default_stream = _constant(default)
     cuda.set_stream = _nothing
-    cuda.stream = cuda.StreamContext = streams.StreamContext
-    cuda.CUDAGraph = cuda.graphs.CUDAGraph = streams.CUDAGraph
-    cuda.graph = cuda.graphs.graph = streams.graph
-    cuda.graph_pool_handle = _constant((0, 1))
-    cuda.is_current_stream_capturing = ext.capturing
-    cuda.graphs.is_current_stream_capturing = ext.capturing
+    cuda.stream = cuda.StreamContext = contextlib.nullcontext
+    cuda.is_current_stream_capturing = _constant(False)
 
 
 def _bytes_of(storage: Any) -> torch.Tensor:

@@ -43,7 +43,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream&) const override { sync("synchronize", "stream"); }
   void synchronizeEvent(void*) const override { sync("synchronize", "event"); }
   void synchronizeDevice(const DeviceIndex) const override { sync("synchronize", "device"); }
-  bool isStreamCapturing(const c10::Stream&) const override { return capturing(); }
+  bool isStreamCapturing(const c10::Stream&) const override { return false; }
 };
 
 struct Gen final : c10::GeneratorImpl {
@@ -157,21 +157,6 @@ Tensor view_of(const Tensor& base, const Tensor& like) {
                                                DispatchKeySet(DispatchKey::CUDA), like.dtype());
   r.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(),
                                                  like.storage_offset());
-  return r;
-}
-
-// The same address for a graph, which keeps what it has made itself, and nothing else.
-Tensor at_address(const Tensor& t) {
-  const auto& dp = t.storage().data_ptr();
-  if (dp.get_deleter() == &free_block && static_cast<Block*>(dp.get_context())->captured)
-    return view_of(t, t);
-  c10::DataPtr raw(const_cast<void*>(t.storage().data()),
-                   Device(DeviceType::CUDA, t.device().index()));
-  c10::Storage s(c10::Storage::use_byte_size_t(), t.storage().nbytes(), std::move(raw),
-                 &g_allocator, false);
-  auto r = at::detail::make_tensor<c10::TensorImpl>(std::move(s), DispatchKeySet(DispatchKey::CUDA),
-                                                    t.dtype());
-  r.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
   return r;
 }
 }  // namespace

@@ -75,10 +75,6 @@ void run_boxed(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack);
 }
 
-// What ran once, again: into where it lay.
-void replay_call(const c10::OperatorHandle& op, const std::vector<c10::IValue>& frozen,
-                 const std::vector<Tensor>& outs);
-
 c10::IValue to_host(const c10::IValue& v) {
   if (v.isTensor()) return host(v.toTensor());
   if (v.isTensorList()) {
@@ -118,28 +114,6 @@ void each_tensor(const c10::IValue& v, const std::function<void(const Tensor&)>&
     if (v.toTensor().defined()) f(v.toTensor());
   } else if (v.isList())
     for (const auto& e : v.toListRef()) each_tensor(e, f);
-}
-
-// The same memory under another tensor: a graph keeps addresses and not the tensors themselves.
-c10::IValue address(const c10::IValue& v) {
-  if (v.isTensor()) {
-    const auto& t = v.toTensor();
-    return on_cuda(t) ? c10::IValue(at_address(t)) : v;
-  }
-  if (v.isTensorList()) {
-    c10::List<Tensor> l;
-    for (const Tensor& t : v.toTensorList()) l.push_back(on_cuda(t) ? at_address(t) : t);
-    return l;
-  }
-  if (v.isOptionalTensorList()) {
-    c10::List<std::optional<Tensor>> l;
-    for (const auto& e : v.toOptionalTensorList()) {
-      std::optional<Tensor> t = e;
-      l.push_back(t && on_cuda(*t) ? std::optional<Tensor>(at_address(*t)) : t);
-    }
-    return l;
-  }
-  return v;
 }
 
 struct Inside {
@@ -255,7 +229,6 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* 
   }
   // -- results
   const auto& rets = schema.returns();
-  std::vector<Tensor> made;
   auto back = [&](const Tensor& t, const c10::AliasInfo* alias) -> Tensor {
     if (!t.defined()) return t;
     for (auto& [dev, cpu] : same)
@@ -264,9 +237,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* 
       if (t.has_storage() && t.storage().data() && t.storage().data() == cpu.storage().data() &&
           !(alias && alias->isWrite()))
         return view_of(dev, t);
-    auto r = device(t, index);
-    made.push_back(r);
-    return r;
+    return device(t, index);
   };
   std::vector<c10::IValue> results;
   for (size_t r = 0; r < rets.size(); r++) {
@@ -279,48 +250,7 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* 
       results.push_back(l);
     } else results.push_back(v);
   }
-  if (capturing() && !t_inside) {
-    std::vector<c10::IValue> frozen;
-    for (const auto& a : args) frozen.push_back(address(a));
-    std::vector<Tensor> outs;
-    for (const auto& t : made) outs.push_back(at_address(t));
-    auto handle = op;
-    g_capture->work.push_back([handle, frozen, outs] { replay_call(handle, frozen, outs); });
-  }
   stack->erase(stack->end() - n, stack->end());
   for (auto& r : results) stack->push_back(std::move(r));
-}
-
-void replay_call(const c10::OperatorHandle& op, const std::vector<c10::IValue>& frozen,
-                 const std::vector<Tensor>& outs) {
-  torch::jit::Stack call;
-  std::vector<Tensor> given;
-  for (const auto& a : frozen) {
-    auto v = to_host(a);
-    each_tensor(v, [&](const Tensor& t) { given.push_back(t); });
-    call.push_back(std::move(v));
-  }
-  {
-    Inside in;
-    run_boxed(op, call);
-  }
-  size_t k = 0;
-  const auto& rets = op.schema().returns();
-  auto put = [&](const Tensor& t) {
-    if (!t.defined()) return;
-    for (auto& g : given) {
-      if (g.unsafeGetTensorImpl() == t.unsafeGetTensorImpl()) return;
-      if (t.has_storage() && t.storage().data() && t.storage().data() == g.storage().data()) return;
-    }
-    TORCH_INTERNAL_ASSERT(k < outs.size());
-    host(outs[k]).copy_(t);
-    k++;
-  };
-  for (size_t r = 0; r < rets.size(); r++) {
-    const auto& v = call[call.size() - rets.size() + r];
-    if (v.isTensor()) put(v.toTensor());
-    else if (v.isTensorList())
-      for (const Tensor& t : v.toTensorList()) put(t);
-  }
 }
 }  // namespace

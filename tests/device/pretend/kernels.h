@@ -89,22 +89,14 @@ Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
       if (!non_blocking) sync(to ? "host to device" : "device to host", what);
       else if (!pinned) {
         if (!to) sync("device to host", what + " non_blocking, not pinned");
-        else if (capturing()) sync("host to device", what);
         else call_py(g_on_sync, "host to device, staged", what);
       }
     }
     launched(what);
   }
-  auto body = [](const Tensor& a, const Tensor& b) {
-    Inside in;
-    auto x = host(a);
-    x.copy_(host(b));
-  };
-  body(self, src);
-  if (capturing() && !t_inside) {
-    Tensor a = on_cuda(self) ? at_address(self) : self, b = on_cuda(src) ? at_address(src) : src;
-    g_capture->work.push_back([a, b, body] { body(a, b); });
-  }
+  Inside in;
+  auto x = host(self);
+  x.copy_(host(src));
   return self;
 }
 Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
@@ -147,19 +139,8 @@ Tensor bmm_dtype(const Tensor& a, const Tensor& b, at::ScalarType out) {
                                                                a.scalar_type() == at::kBFloat16)),
               "out_dtype must be the same as input dtype or fp32 for fp16/bf16 inputs");
   launched("aten::bmm.dtype");
-  auto body = [out](const Tensor& a, const Tensor& b) {
-    Inside in;
-    return at::bmm(host(a).to(out), host(b).to(out));
-  };
-  auto r = device(body(a, b), a.device().index());
-  if (capturing()) {
-    Tensor x = at_address(a), y = at_address(b), o = at_address(r);
-    g_capture->work.push_back([=] {
-      Inside in;
-      host(o).copy_(body(x, y));
-    });
-  }
-  return r;
+  Inside in;
+  return device(at::bmm(host(a).to(out), host(b).to(out)), a.device().index());
 }
 Tensor mm_dtype(const Tensor& a, const Tensor& b, at::ScalarType out) {
   return bmm_dtype(a.unsqueeze(0), b.unsqueeze(0), out).squeeze(0);

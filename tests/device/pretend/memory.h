@@ -6,30 +6,23 @@ namespace {
 struct Block {
   c10::DataPtr inner;
   int64_t n;
-  bool captured;  // made while a graph was captured: its own
 };
 void free_block(void* p);
-std::atomic<int64_t> g_private{0};  // bytes of graphs
 
 // Keeps what was freed, by size, as torch's allocator does: what is asked for in the same order and
 // size comes to lie where it lay.
 struct PretendAllocator final : c10::Allocator {
   std::mutex mutex;
   std::map<int64_t, std::vector<Block*>> cache;
-  std::set<Block*> live;
-  std::vector<std::pair<Block*, std::string>> before;  // contents when a capture began
   c10::DataPtr allocate(size_t n) override {
     int64_t rounded = (std::max<size_t>(n, 1) + 511) / 512 * 512;
-    forbid_beside_capture("cudaMalloc");
     TORCH_CHECK_WITH(OutOfMemoryError, g_limit < 0 || g_alloc + rounded <= g_limit,
                      "CUDA out of memory. Tried to allocate ", n, " bytes (pretend device)");
-    Block* b = capturing() ? nullptr : taken(rounded);
-    if (!b) b = new Block{c10::GetCPUAllocator()->allocate(rounded), rounded, capturing()};
+    Block* b = taken(rounded);
+    if (!b) b = new Block{c10::GetCPUAllocator()->allocate(rounded), rounded};
     // What lies about in device memory is not zeros.
     memset(b->inner.get(), 0xFF, rounded);
-    b->captured ? void(g_private += rounded) : track(rounded);
-    std::lock_guard<std::mutex> l(mutex);
-    live.insert(b);
+    track(rounded);
     return {b->inner.get(), b, &free_block, Device(DeviceType::CUDA, t_device)};
   }
   Block* taken(int64_t size) {
@@ -42,29 +35,13 @@ struct PretendAllocator final : c10::Allocator {
   }
   void give_back(Block* b) {
     std::lock_guard<std::mutex> l(mutex);
-    live.erase(b);
-    if (b->captured) delete b;
-    else cache[b->n].push_back(b);
+    cache[b->n].push_back(b);
   }
   void empty() {
     std::lock_guard<std::mutex> l(mutex);
     for (auto& [size, blocks] : cache)
       for (Block* b : blocks) delete b;
     cache.clear();
-  }
-  // What is captured is not run. Here it has to be, for its shapes; afterwards memory is as it was.
-  void remember() {
-    std::lock_guard<std::mutex> l(mutex);
-    before.clear();
-    for (Block* b : live) before.emplace_back(b, std::string((const char*)b->inner.get(), b->n));
-  }
-  void restore() {
-    std::lock_guard<std::mutex> l(mutex);
-    for (auto& [b, bytes] : before)
-      if (live.count(b)) memcpy(b->inner.get(), bytes.data(), bytes.size());
-    for (Block* b : live)
-      if (b->captured) memset(b->inner.get(), 0xFF, b->n);
-    before.clear();
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* d, const void* s, std::size_t n) const override {
@@ -74,7 +51,7 @@ struct PretendAllocator final : c10::Allocator {
 PretendAllocator& g_allocator = *new PretendAllocator;  // never destroyed: tensors outlive statics
 void free_block(void* p) {
   auto* b = static_cast<Block*>(p);
-  b->captured ? void(g_private -= b->n) : track(-b->n);
+  track(-b->n);
   g_allocator.give_back(b);
 }
 

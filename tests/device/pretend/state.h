@@ -1,4 +1,4 @@
-// What the pretend device counts and refuses: memory, kernels, waits of the host, captures.
+// What the pretend device counts and refuses: memory, kernels, waits of the host.
 #pragma once
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
@@ -22,7 +22,6 @@
 #include <mutex>
 #include <set>
 #include <string>
-#include <thread>
 
 namespace {
 using at::Tensor;
@@ -46,23 +45,6 @@ PyObject* g_on_op = nullptr;    // callable(op)
 std::mutex g_pin_mutex;
 std::map<const char*, size_t> g_pinned;
 thread_local int t_inside = 0;  // in a kernel of ours
-
-struct Graph {
-  std::vector<std::function<void()>> work;
-  int64_t kernels = 0;
-  bool broken = false;
-};
-std::shared_ptr<Graph> g_capture;  // non-null while capturing
-std::thread::id g_capturing_thread;
-bool g_capture_is_global =
-    true;  // "global": no thread may allocate or wait meanwhile; "thread_local": the others may
-bool capturing() { return g_capture && g_capturing_thread == std::this_thread::get_id(); }
-void forbid_beside_capture(const char* what) {
-  if (!g_capture || capturing() || !g_capture_is_global) return;
-  g_capture->broken = true;
-  TORCH_CHECK(false, "CUDA error: operation not permitted when stream is capturing (", what,
-              " in another thread, capture mode global)");
-}
 
 void raise_to(std::atomic<int64_t>& most, int64_t value) {
   int64_t old = most;
@@ -91,16 +73,12 @@ void call_py(PyObject* f, const std::string& a, const std::string& b) {
 }
 
 void sync(const char* kind, const std::string& op) {
-  TORCH_CHECK(!capturing(), "CUDA error: operation not permitted when stream is capturing (", kind,
-              " in ", op, ")");
-  forbid_beside_capture(kind);
   g_syncs++;
   call_py(g_on_sync, kind, op);
 }
 
 void launched(const std::string& op) {
   g_ops++;
-  if (capturing()) g_capture->kernels++;
   if (g_log) {
     std::lock_guard<std::mutex> l(g_mutex);
     g_opcount[op]++;
