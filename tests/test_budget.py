@@ -29,8 +29,8 @@ BUDGETS = {
 TODAY = {
     "config": 3994,
     "data": 1759,
-    "models": 2862,
-    "rollout": 4155,
+    "models": 2777,
+    "rollout": 4089,
     "rewards": 5072,
     "trainers": 4095,
     "runtime": 1630,
