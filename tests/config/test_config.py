@@ -30,7 +30,6 @@ each_config = pytest.mark.parametrize("config", CONFIGS)
 
 # key: (values just inside the range, values just outside it)
 DATA = {
-    "shuffle_buffer_size": ([1], [0]),
     "dataset_test_split": ([0.001, 0.999, "test", None], [0.0, 1.0, -0.1, NAN]),
 }
 LORA = {
@@ -572,7 +571,6 @@ dataset_config: main
 dataset_train_split: train[:100]
 dataset_columns: {prompt: question}
 dataset_test_split: test
-streaming: true
 prompt_template: "{question}"
 system_prompt: Be brief.
 reward_funcs: [exact, format]
@@ -831,7 +829,6 @@ OTHER_DATA = {
     "dataset_test_split": 0.1,
     "dataset_weights": (1.0, 2.0),
     "dataset_columns": {"prompt": "question: no", "answer": "a # b"},
-    "shuffle_buffer_size": 9,
     "prompt_template": "Q: {question}\n",
     "system_prompt": "Be --brief",
     "apply_chat_template": True,
@@ -853,7 +850,7 @@ DATA_APART = [
         "model_init_kwargs": {"revision": "v1", "rope_theta": 1e6},
     },
     {"task": "reasoning_gym:chain_sum", "task_options": {"min_terms": 2}},
-    {"dataset_name": "org/data", "streaming": True, "eval_dataset_name": "org/other"},
+    {"dataset_name": "org/data", "eval_dataset_name": "org/other"},
 ]
 OTHER_VALUES = {
     "reward_model_sees_eos": False,
@@ -987,7 +984,7 @@ OTHER_SUPERVISED = {
     "report_to": ("tensorboard", "trackio"),
     "run_name": "third: try",
 }
-REFUSED_BY_REWARD_MODEL = {"load_in_4bit", "save_merged", "streaming"}
+REFUSED_BY_REWARD_MODEL = {"load_in_4bit", "save_merged"}
 OTHERS = {
     GRPOConfig: OTHER_VALUES | {"scale_rewards": "none", "advantage_estimator": "group_normalized"},
     RLOOConfig: OTHER_VALUES | {"kl_placement": "loss"},
