@@ -210,7 +210,6 @@ class TrainerSetup(TrainingLoop):
             self.runtime.device,
             environment,
             args.reward_model_sees_eos,
-            args.reward_model_closes_truncated,
             args.trust_remote_code,
             CallOptions(
                 workers=args.reward_workers,
