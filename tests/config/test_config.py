@@ -28,144 +28,21 @@ CONFIGS = [*TRAINERS, SFTConfig, RewardModelConfig]
 each_trainer = pytest.mark.parametrize("config", TRAINERS)
 each_config = pytest.mark.parametrize("config", CONFIGS)
 
-# key: (values just inside the range, values just outside it)
-DATA = {
-    "dataset_test_split": ([0.001, 0.999, "test", None], [0.0, 1.0, -0.1, NAN]),
-}
-LORA = {
-    "lora_r": ([1], [0]),
-    "lora_alpha": ([1e-3], [0.0, -1.0, NAN]),
-    "lora_dropout": ([0.0, 0.999], [1.0, -0.1, NAN]),
-}
-RANGES = {
-    "seed": ([0], [-1]),
-    **DATA,
-    "reward_workers": ([0, 1], [-1]),
-    "reward_timeout": ([1e-3, None], [0.0, -1.0, NAN]),
-    "reward_error_value": ([-1.0, 2.0], [NAN]),
-    "prompts_per_step": ([1], [0]),
-    "num_generations": ([2], [0, -1]),
-    "num_iterations": ([1], [0]),
-    "num_mini_batches": ([1], [0]),
-    "micro_batch_tokens": ([1, "auto"], [0]),
-    "rollout_cache_tokens": ([1, None], [0]),
-    "max_completion_length": ([1], [0]),
-    "max_turns": ([1, None], [0, -1]),
-    "environment_timeout": ([1e-3], [0.0, -1.0, NAN]),
-    "max_prompt_length": ([1, None], [0, -3]),
-    "temperature": ([1e-3], [0.0, -1.0, NAN]),
-    "top_k": ([0, 1], [-1]),
-    "top_p": ([1e-3, 1.0], [0.0, 1.001, NAN]),
-    "min_p": ([0.0, 1.0], [-1e-3, 1.001, NAN]),
-    "epsilon": ([1e-3, 1.0], [0.0, 1.001, -0.2, NAN]),
-    "epsilon_high": ([1e-3, 5.0, None], [0.0, -0.1, NAN]),
-    "beta": ([0.0], [-1e-3, NAN]),
-    "learning_rate": ([1e-12], [0.0, -1e-3, NAN]),
-    "warmup_steps": ([0], [-1]),
-    "weight_decay": ([0.0], [-1e-3, NAN]),
-    "adam_beta1": ([0.0, 0.999], [1.0, -0.1, NAN]),
-    "adam_beta2": ([0.0, 0.999], [1.0, -0.1, NAN]),
-    "adam_epsilon": ([1e-12], [0.0, -1e-8, NAN]),
-    "max_grad_norm": ([0.0], [-1e-3, NAN]),
-    "max_steps": ([-1, 1], [0, -2]),
-    "num_train_epochs": ([1e-3], [0.0, -1.0, NAN]),
-    "ddp_timeout": ([1], [0, -1]),
-    "max_skipped_steps": ([0], [-1]),
-    "save_steps": ([0], [-1]),
-    "logging_steps": ([1], [0, -1]),
-    "save_total_limit": ([1, None], [0, -1]),
-    "eval_steps": ([0], [-1]),
-    "num_generations_eval": ([1], [0]),
-    "eval_success_threshold": ([-1.0, 2.5], [NAN]),
-    "log_completions_steps": ([0], [-1]),
-    "num_completions_to_print": ([1], [0]),
-    **LORA,
-    "target_kl": ([1e-6, None], [0.0, -0.1, NAN]),
-    "entropy_coef": ([0.0], [-1e-3, NAN]),
-    "router_aux_loss_coef": ([0.0], [-1e-3, NAN]),
-    "positive_nll_coef": ([0.0], [-1e-3, NAN]),
-    "positive_nll_threshold": ([-1.0, 0.0], [NAN]),
-    "missing_eos_penalty": ([0.0, None], [-1e-3, NAN]),
-    "dynamic_sampling_rounds": ([0, 1], [-1]),
-    "overlong_buffer": ([1, None], [0]),
-    "overlong_penalty": ([1e-3], [0.0, -1.0, NAN]),
-    "delta": ([1.3, None], [1.0, -0.1, NAN]),
-    "sapo_temperature_pos": ([1e-3], [0.0, -1.0, NAN]),
-    "sapo_temperature_neg": ([1e-3], [0.0, -1.0, NAN]),
-    "old_kl_coef": ([0.0], [-1e-3, NAN]),
-    "old_kl_target": ([1e-3, None], [0.0, -0.1, NAN]),
-    "sampler_clip_max": ([1e-3], [0.0, -1.0, NAN]),
-    "sampler_clip_min": ([1e-3, None], [0.0, -1.0, NAN]),
-    "entropy_target": ([1e-3, None], [0.0, -1.0, NAN]),
-    "entropy_coef_delta": ([1e-3], [0.0, -1.0, NAN]),
-    "entropy_coef_min": ([0.0], [-1e-3, NAN]),
-    "entropy_coef_max": ([0.0], [-1e-3, NAN]),
-    "kl_target": ([1e-3], [0.0, -1.0, NAN]),
-    "kl_horizon": ([1], [0]),
-    "kl_adaptive_lr": ([1e-3, None], [0.0, -1.0, NAN]),
-    "ref_model_sync_steps": ([1], [0]),
-    "ref_model_mixup_alpha": ([1e-3, 1.0], [0.0, 1.001, NAN]),
-    "vllm_gpu_memory_utilization": ([1e-3, 1.0], [0.0, 1.001, NAN]),
-    "vllm_max_model_length": ([1, None], [0]),
-    "vllm_server_timeout": ([1e-3], [0.0, -1.0, NAN]),
-}
-OF_ONE = {
-    GRPOConfig: {"num_generations": ([2], [1]), "scale_rewards_eps": ([0.0], [-1e-3, NAN])},
-    RLOOConfig: {"num_generations": ([2], [1])},
-    ReinforceConfig: {"num_generations": ([1], [0]), "gamma": ([1e-3, 1.0], [0.0, 1.001, NAN])},
-    PPOConfig: {
-        "num_generations": ([1], [0]),
-        "gamma": ([1e-3, 1.0], [0.0, 1.001, NAN]),
-        "lam": ([0.0, 1.0], [-1e-3, 1.001, NAN]),
-        "vf_coef": ([0.0], [-1e-3, NAN]),
-        "cliprange_value": ([1e-3, None], [0.0, -0.1, NAN]),
-        "value_learning_rate": ([1e-12, None], [0.0, -1e-3, NAN]),
-        "lam_alpha": ([1e-3, None], [0.0, -1.0, NAN]),
-        "value_lam": ([0.0, 1.0, None], [-1e-3, 1.001, NAN]),
-        "n_steps": ([1, None], [0]),
-        "value_pretraining_steps": ([0], [-1]),
-        "value_iterations": ([0], [-1]),
-    },
-}
-SUPERVISED = {
-    **DATA,
-    **LORA,
-    "seed": ([0], [-1]),
-    "max_steps": ([1, -1], [0, -2]),
-    "num_train_epochs": ([0.1], [0.0, -1.0, NAN]),
-    "max_length": ([1, None], [0]),
-    "micro_batch_size": ([1, "auto"], [0]),
-    "warmup_steps": ([0.0, 0.5], [-1.0, NAN]),
-    "weight_decay": ([0.0], [-1.0, NAN]),
-    "max_grad_norm": ([0.0], [-1.0, NAN]),
-    "eval_steps": ([0], [-1]),
-    "save_steps": ([0], [-1]),
-    "save_total_limit": ([1, None], [0]),
-    "logging_steps": ([1], [0]),
-}
-SFT = {
-    **SUPERVISED,
-    "label_smoothing": ([0.0, 0.999], [1.0, -0.1, NAN]),
-    "batch_size": ([1], [0]),
-    "learning_rate": ([1e-12], [0.0, -1.0, NAN]),
-}
-REWARD_MODEL = {
-    **SUPERVISED,
-    "batch_size": ([1], [0]),
-    "center_rewards_coefficient": ([1e-3, None], [0.0, -1.0, NAN]),
-    "learning_rate": ([1e-12], [0.0, -1.0, NAN]),
-}
-TABLES = [(config, table) for config in TRAINERS for table in (RANGES, OF_ONE[config])]
-TABLES += [(SFTConfig, SFT), (RewardModelConfig, REWARD_MODEL)]
 
-
-def cases(side):
-    return [
-        pytest.param(config, key, value, id=f"{config.__name__}-{key}={value}")
-        for config, table in TABLES
-        for key, limits in table.items()
-        for value in limits[side]
-    ]
+def limited_keys():
+    """Every key with a lower or an upper limit, and values just outside it."""
+    for config in CONFIGS:
+        for field in dataclasses.fields(config):
+            limits, a_little = field.metadata, 1 if "int" in str(field.type) else 1e-3
+            outside = {
+                "minimum": lambda limit, by=a_little: limit - by,
+                "maximum": lambda limit, by=a_little: limit + by,
+                "above": lambda limit: limit,
+                "below": lambda limit: limit,
+            }
+            for kind, value_of in outside.items():
+                if limits.get(kind) is not None:
+                    yield config, field.name, value_of(limits[kind])
 
 
 def keys(config):
@@ -195,73 +72,30 @@ def recipe(tmp_path):
 
 
 @pytest.mark.fault(33, "refused by name when it is read")
-@pytest.mark.parametrize(("config", "key", "value"), cases(1))
-def test_out_of_range_number_raises_with_key(config, key, value):
-    with pytest.raises(ValueError, match=rf"^{key} must be .*got {re.escape(str(value))}"):
-        config(**{key: value})
-
-
-@pytest.mark.parametrize(("config", "key", "value"), cases(0))
-def test_number_at_range_edge_is_accepted(config, key, value):
-    clipped = {"policy_loss": "clipped_surrogate"}
-    twice = {"num_mini_batches": 2}
-    moving = {"beta": 0.1, "kl_controller": "adaptive"}
-    following = {"beta": 0.1, "sync_ref_model": True}
-    corrected = {"sampler_correction": "token_mask"}
-    bonus = {"entropy_target": 1.0}
-    ignored = {"truncated_sampling": "ignore"}
-    with_it = {
-        "eval_success_threshold": {"num_generations_eval": 2},
-        "reward_timeout": {"reward_workers": 1},
-        "reward_error_value": {"on_reward_error": "value"},
-        "top_k": ignored | {"top_p": 0.9},
-        "top_p": ignored | {"top_k": 5},
-        "min_p": ignored | {"top_k": 5},
-        "delta": clipped,
-        "overlong_penalty": {"overlong_buffer": 1},
-        "dynamic_sampling_rounds": {"num_generations": 2},
-        "sapo_temperature_pos": {"policy_loss": "sapo"},
-        "sapo_temperature_neg": {"policy_loss": "sapo"},
-        "old_kl_coef": {"policy_loss": "kl_penalty", **twice},
-        "old_kl_target": {"policy_loss": "kl_penalty", **twice},
-        "sampler_clip_max": corrected,
-        "sampler_clip_min": corrected,
-        "entropy_coef_delta": bonus,
-        "entropy_coef_min": bonus,
-        "entropy_coef_max": bonus,
-        "kl_target": moving,
-        "kl_horizon": moving | {"prompts_per_step": 1, "num_generations": 4},
-        "positive_nll_threshold": {"positive_nll_coef": 0.1},
-        "ref_model_sync_steps": following,
-        "ref_model_mixup_alpha": following,
-        "vllm_server_timeout": {"rollout_engine": "vllm_server"},
-        "n_steps": {"advantage_estimator": "n_step"},
-        "lam_alpha": {"advantage_estimator": "gae"},
-        "epsilon": {"policy_loss": "clipped_surrogate"},
-        "epsilon_high": {"policy_loss": "clipped_surrogate"},
-        "prompts_per_step": {"num_generations": 2},
-        "lora_r": {"use_peft": True},
-        "lora_alpha": {"use_peft": True},
-        "lora_dropout": {"use_peft": True, "disable_dropout": False},
-        "target_kl": {"num_mini_batches": 2, "policy_loss": "clipped_surrogate"},
-    }
-    with_it["dataset_test_split"] = {"dataset_name": "org/data"}
-    options = {key: value} | with_it.get(key, {})
-    options = {name: option for name, option in options.items() if name in keys(config)}
-    assert getattr(config(**options), key) == value
+def test_out_of_range_number_raises_with_key():
+    cases = list(limited_keys())
+    assert len(cases) > 300
+    for config, key, value in cases:
+        with pytest.raises(ValueError, match=rf"^{key} must be"):
+            config(**{key: value})
+        with pytest.raises(ValueError, match=rf"^{key} must be"):
+            config(**{key: NAN})
 
 
 @each_config
-def test_every_numeric_key_has_range_test(config):
+def test_every_number_has_limits(config):
+    """Any number may be a score, and those have none."""
+    scores = {"reward_error_value", "eval_success_threshold", "positive_nll_threshold"}
     unions = (types.UnionType, typing.Union)  # of a Literal it is the latter
+    hints = typing.get_type_hints(config)
     numeric = {
         name
-        for name, hint in typing.get_type_hints(config).items()
+        for name, hint in hints.items()
         if {int, float}
         & {hint, *(typing.get_args(hint) if typing.get_origin(hint) in unions else ())}
     }
-    tried = {key for other, table in TABLES if other is config for key in table}
-    assert numeric == tried & set(keys(config))
+    limited = {key for other, key, _ in limited_keys() if other is config}
+    assert numeric - scores == limited
 
 
 @pytest.mark.fault(33, "refused with the reason")
@@ -283,17 +117,6 @@ def test_vanilla_loss_with_several_updates_raises(more):
     with pytest.raises(ValueError, match=r'policy_loss "vanilla".*"clipped_surrogate"'):
         ReinforceConfig(**more)
     assert ReinforceConfig(policy_loss="clipped_surrogate", **more).updates_per_step == 2
-
-
-@pytest.mark.parametrize(
-    ("config", "options", "said"),
-    [
-        (PPOConfig, {"importance_sampling_level": "sequence"}, "'gae' gives one per token"),
-    ],
-)
-def test_unsuitable_advantages_for_sequence_loss_raise(config, options, said):
-    with pytest.raises(ValueError, match=said):
-        config(**options)
 
 
 @pytest.mark.parametrize(
@@ -332,6 +155,9 @@ def test_unsuitable_advantages_for_sequence_loss_raise(config, options, said):
         (GRPOConfig, {"eval_success_threshold": 0.5}, "set num_generations_eval above 1"),
         (GRPOConfig, {"stop": ["a", ""]}, "stop must not hold an empty string"),
         (GRPOConfig, {"delta": 1.1}, "delta must be above"),
+        (GRPOConfig, {"max_steps": 0}, "max_steps must be"),
+        (PPOConfig, {"importance_sampling_level": "sequence"}, "'gae' gives one per token"),
+        (GRPOConfig, {"scale_rewards": "none", "scale_rewards_eps": 1e-6}, "scale_rewards_eps"),
         (GRPOConfig, {"reward_clip_range": (1.0, -1.0)}, "reward_clip_range must be"),
         (
             GRPOConfig,
@@ -364,11 +190,6 @@ def test_harmful_option_combination_raises(config, options, said):
 def test_off_policy_sampler_is_corrected_by_default(options, correction):
     args = GRPOConfig(**options)
     assert args.correction_of(args.rollout_engine) == correction
-
-
-def test_std_eps_without_std_raises():
-    with pytest.raises(ValueError, match="scale_rewards_eps is added to a std"):
-        GRPOConfig(scale_rewards="none", scale_rewards_eps=1e-6)
 
 
 def test_updates_per_step_are_passes_times_minibatches():
@@ -715,21 +536,6 @@ def test_bad_recipe_is_one_error_with_key_and_file(capsys, tmp_path, recipe, tex
     assert str(recipe) in re.sub(r" ", "", error)
 
 
-def test_expanding_recipe_is_one_short_error(capsys, recipe):
-    levels = [f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]" for i in range(9)]
-    recipe.write_text("a0: &a0 [x, x]\n" + "\n".join(levels) + "\n")
-    assert len(error_of(capsys, GRPOConfig, "--config", str(recipe))) < 1000
-    nest = "[x, x]"
-    for i in range(9):
-        nest = f"[&b{i} {nest}{f', *b{i}' * 8}]"
-    recipe.write_text(f"seed: {nest}\n")
-    assert len(error_of(capsys, GRPOConfig, "--config", str(recipe))) < 1000
-
-
-def test_endless_recipe_file_is_rejected(capsys):
-    assert "is longer than" in error_of(capsys, GRPOConfig, "--config", "/dev/zero")
-
-
 def test_unrelated_bad_key_gets_no_suggestion(capsys, recipe):
     recipe.write_text("xyzzy: 1\n")
     assert "did you mean" not in error_of(capsys, GRPOConfig, "--config", str(recipe))
@@ -806,272 +612,37 @@ def test_rank_without_launcher_prints_error(capsys, monkeypatch, recipe):
 # ------------------------------------------------------------------------------------------- dump
 
 
-OTHER_DATA = {
+OTHERS = {
+    "output_dir": "runs/a: b # c",
     "dataset_name": ("org/data", "org/more"),
-    "dataset_config": "main",
-    "dataset_train_split": "train[:9]",
-    "dataset_test_split": 0.1,
     "dataset_weights": (1.0, 2.0),
+    "dataset_test_split": 0.1,
     "dataset_columns": {"prompt": "question: no", "answer": "a # b"},
     "prompt_template": "Q: {question}\n",
     "system_prompt": "Be --brief",
-    "apply_chat_template": True,
     "chat_template_kwargs": {"enable_thinking": False, "n": 1},
-    "dataset_fingerprint": "00ff",
-}
-OTHER_ADAPTER = {
+    "model_init_kwargs": {"revision": "v1", "rope_theta": 1e6},
+    "gradient_checkpointing": "offload",
     "use_peft": True,
-    "lora_r": 4,
-    "lora_alpha": 9.0,
-    "lora_target_modules": ("q_proj",),
-    "load_in_4bit": True,
-    "save_merged": True,
+    "lora_target_modules": ("q_proj", "v_proj"),
+    "disable_dropout": False,
+    "pad_token": "<|pad|>",
+    "save_total_limit": None,
+    "report_to": ("tensorboard", "trackio"),
+    "run_name": "third: try",
+    "learning_rate": 1 / 3 * 1e-5,
 }
-DATA_APART = [
-    {
-        "task": "guess",
-        "attn_implementation": "eager",
-        "model_init_kwargs": {"revision": "v1", "rope_theta": 1e6},
-    },
-    {"task": "reasoning_gym:chain_sum", "task_options": {"min_terms": 2}},
-    {"dataset_name": "org/data", "eval_dataset_name": "org/other"},
-]
-OTHER_VALUES = {
-    "reward_model_sees_eos": False,
-    "model_name_or_path": "org/model-0.5B",
-    **OTHER_DATA,
-    "reward_workers": 2,
-    "reward_timeout": 2.5,
-    "on_reward_error": "value",
-    "reward_error_value": -0.5,
+WITH_REWARDS = {
     "reward_funcs": ("math", "length"),
     "reward_options": {"length": {"target": 9, "words": ["a: b", "--c"]}},
-    "reward_model_name_or_path": "org/judge-0.5B",
-    "output_dir": "runs/a: b # c",
-    "given_in_python": ("tools", "optimizers"),
-    "resume_from_checkpoint": "latest",
-    "seed": 7,
-    "dtype": "bfloat16",
-    "bfloat16_update": "nearest",
-    "optim": "adamw_8bit",
-    "disable_dropout": False,
-    "gradient_checkpointing": True,
-    "pad_token": "<|pad|>",
-    "shuffle_dataset": False,
-    "max_prompt_length": 99,
-    "long_prompts": "drop",
-    "prompts_per_step": 5,
-    "num_generations": 3,
-    "num_iterations": 2,
-    "num_mini_batches": 4,
-    "micro_batch_tokens": 1000,
-    "rollout_cache_tokens": 999,
-    "max_completion_length": 33,
-    "max_turns": 6,
-    "environment_timeout": 1.5,
-    "temperature": 0.7,
-    "top_k": 40,
-    "top_p": 0.95,
-    "min_p": 0.01,
-    "truncated_sampling": "ignore",
-    "stop": ("\n", "a: b # c"),
-    "advantage_estimator": "returns",
-    "policy_loss": "clipped_surrogate",
-    "aggregation": "sequence_mean",
-    "epsilon": 0.1,
-    "epsilon_high": 0.28,
-    "beta": 1e-3,
-    "kl_placement": "reward",
-    "kl_estimator": "k2",
     "reward_weights": (1.0, -0.5, 1e-7),
-    "learning_rate": 1 / 3 * 1e-5,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 10,
-    "weight_decay": 0.01,
-    "adam_beta1": 0.8,
-    "adam_beta2": 0.95,
-    "adam_epsilon": 1e-5,
-    "max_grad_norm": 0.0,
-    "max_steps": 11,
-    "num_train_epochs": 2.5,
-    "ddp_timeout": 60,
-    "max_skipped_steps": 5,
-    "trust_remote_code": True,
-    "save_steps": 1,
-    "eval_steps": 2,
-    "num_generations_eval": 6,
-    "eval_success_threshold": 0.5,
-    "log_completions_steps": 3,
-    "num_completions_to_print": 4,
-    "use_peft": True,
-    "lora_r": 3,
-    "lora_alpha": 5.0,
-    "lora_dropout": 0.1,
-    "lora_target_modules": ("q_proj", "v_proj"),
-    "load_in_4bit": True,
-    "save_merged": True,
-    "target_kl": 0.02,
-    "entropy_coef": 0.01,
-    "positive_nll_coef": 0.1,
-    "positive_nll_threshold": 0.0,
-    "normalize_advantages": True,
-    "missing_eos_penalty": 1.0,
-    "missing_eos_mode": "replace",
-    "overlong_buffer": 3,
-    "overlong_penalty": 2.0,
     "reward_clip_range": (-1.0, 2.5),
-    "normalize_rewards": True,
-    "dynamic_sampling_rounds": 2,
-    "mask_truncated_completions": True,
-    "delta": 4.0,
-    "sampler_correction": "sequence_mask",
-    "sampler_clip_max": 2.0,
-    "sampler_clip_min": 0.5,
-    "entropy_target": 0.3,
-    "entropy_coef_delta": 0.1,
-    "entropy_coef_min": 0.01,
-    "entropy_coef_max": 0.2,
-    "kl_controller": "adaptive",
-    "kl_target": 3.0,
-    "kl_horizon": 500,
-    "kl_adaptive_lr": 0.01,
-    "sync_ref_model": True,
-    "ref_model_sync_steps": 3,
-    "ref_model_mixup_alpha": 0.5,
-    "save_best": False,
-    "logging_steps": 5,
-    "save_total_limit": 3,
-    "report_to": ("tensorboard", "trackio"),
-    "run_name": "third: try",
+    "stop": ("\n", "a: b # c"),
+    "adam_epsilon": 1e-5,
+    "micro_batch_tokens": 1000,
+    "given_in_python": ("tools", "optimizers"),
+    "shuffle_dataset": False,
 }
-OTHER_SUPERVISED = {
-    "resume_from_checkpoint": "latest",
-    "dtype": "bfloat16",
-    "disable_dropout": False,
-    "gradient_checkpointing": "offload",
-    "pad_token": "<pad>",
-    "max_length": 99,
-    "append_eos": False,
-    "num_train_epochs": 2.5,
-    "micro_batch_size": 2,
-    "lr_scheduler_type": "constant",
-    "warmup_steps": 0.3,
-    "weight_decay": 0.1,
-    "max_grad_norm": 0.5,
-    "eval_steps": 7,
-    "save_steps": 8,
-    "save_total_limit": None,
-    "logging_steps": 9,
-    "report_to": ("tensorboard", "trackio"),
-    "run_name": "third: try",
-}
-REFUSED_BY_REWARD_MODEL = {"load_in_4bit", "save_merged"}
-OTHERS = {
-    GRPOConfig: OTHER_VALUES | {"scale_rewards": "none", "advantage_estimator": "group_normalized"},
-    RLOOConfig: OTHER_VALUES | {"kl_placement": "loss"},
-    ReinforceConfig: OTHER_VALUES | {"gamma": 0.99, "kl_placement": "loss"},
-    PPOConfig: OTHER_VALUES
-    | {
-        "advantage_estimator": "gae",
-        "kl_placement": "loss",
-        "normalize_advantages": False,
-        "gamma": 0.99,
-        "lam": 0.9,
-        "value_lam": 1.0,
-        "bootstrap_truncated": True,
-        "value_model_name_or_path": "org/reward-model",
-        "value_pretraining_steps": 5,
-        "value_iterations": 2,
-        "normalize_values": True,
-        "value_learning_rate": 1e-4,
-        "vf_coef": 0.5,
-        "cliprange_value": None,
-    },
-    SFTConfig: OTHER_DATA
-    | OTHER_ADAPTER
-    | OTHER_SUPERVISED
-    | {
-        "completion_only_loss": True,
-        "assistant_only_loss": True,
-        "long_examples": "truncate",
-        "packing": True,
-        "model_name_or_path": "org/model-0.5B",
-        "trust_remote_code": True,
-        "lora_dropout": 0.1,
-        "output_dir": "x",
-        "seed": 1,
-        "max_steps": 3,
-        "label_smoothing": 0.1,
-        "batch_size": 2,
-        "learning_rate": 1e-5,
-    },
-    RewardModelConfig: OTHER_DATA
-    | {key: value for key, value in OTHER_ADAPTER.items() if key not in REFUSED_BY_REWARD_MODEL}
-    | OTHER_SUPERVISED
-    | {
-        "long_examples": "drop",
-        "center_rewards_coefficient": 0.01,
-        "model_name_or_path": "org/model-0.5B",
-        "lora_dropout": 0.1,
-        "output_dir": "x",
-        "seed": 1,
-        "max_steps": 3,
-        "batch_size": 2,
-        "trust_remote_code": True,
-        "learning_rate": 1e-3,
-    },
-}
-
-# What does not go together with the values above.
-APART = [
-    *DATA_APART,
-    {"push_to_hub": True, "hub_model_id": "me/model", "hub_private_repo": True},
-    {"reward_squash": "sigmoid"},
-    {"router_aux_loss_coef": 0.01},
-    {
-        "rollout_engine": "vllm",
-        "vllm_gpu_memory_utilization": 0.5,
-        "vllm_enable_sleep_mode": True,
-        "vllm_max_model_length": 99,
-    },
-    {
-        "rollout_engine": "vllm_server",
-        "vllm_server_base_url": "https://there:1",
-        "vllm_server_timeout": 9.0,
-        "vllm_sync_directory": "/dev/shm/x",
-    },
-    {"policy_loss": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
-    {"policy_loss": "kl_penalty", "old_kl_coef": 2.0, "old_kl_target": 0.1, "num_iterations": 2},
-]
-BY_RETURNS = {
-    "advantage_estimator": "returns",
-    "whiten_rewards": True,
-}
-
-OF_ROWS = {
-    "importance_sampling_level": "sequence",
-    "policy_loss": "clipped_surrogate",
-    "advantage_estimator": "leave_one_out",
-    "num_generations": 4,
-}
-APART_IN = {
-    GRPOConfig: [*APART, BY_RETURNS, OF_ROWS, {"scale_rewards_eps": 1e-6}],
-    PPOConfig: [
-        *APART,
-        {"lam_alpha": 0.5},
-        {"advantage_estimator": "n_step", "n_steps": 3, "whiten_rewards": True},
-        {"value_init": "random", "critic": "separate"},
-    ],
-    SFTConfig: [*DATA_APART[:-1], DATA_APART[-1] | {"max_steps": 9}],
-    RewardModelConfig: [
-        *DATA_APART[:-1],
-        {"dataset_name": "org/data", "eval_dataset_name": "org/other"},
-    ],
-}
-
-
-def apart(config):
-    return APART_IN.get(config, [*APART, BY_RETURNS, OF_ROWS])
 
 
 @pytest.mark.parametrize("url", ["http://me:S3CRET@a", "http://a?key=S3CRET", "http://a/#S3CRET"])
@@ -1083,25 +654,10 @@ def test_secret_in_server_address_is_rejected_and_hidden(url):
 
 @each_config
 def test_dumped_config_parses_back_to_itself(config, tmp_path):
-    options = [{}, OTHERS[config], *apart(config)]
-    for original in (config(**values) for values in options):
+    more = WITH_REWARDS if config in TRAINERS else {}
+    for original in (config(), config(**OTHERS, **more)):
         dump(original, tmp_path / "config.yaml")
         assert parse(config, ["--config", str(tmp_path / "config.yaml")]) == original
-
-
-@each_config
-def test_dump_test_covers_every_variable_key(config):
-    default, others = dataclasses.asdict(config()), OTHERS[config]
-    with_one_value = {"algorithm", "critic"}
-    with_one_value |= {"importance_sampling_level"}  # for PPO
-    if config is RewardModelConfig:
-        with_one_value |= REFUSED_BY_REWARD_MODEL
-    tried = set(others).union(*apart(config))
-    assert set(default) - tried <= with_one_value
-    assert {key for key in others if others[key] == default[key]} <= {
-        "policy_loss",
-        "advantage_estimator",
-    }
 
 
 @each_trainer
@@ -1168,11 +724,6 @@ def test_value_starting_with_dash_is_no_flag(recipe):
             "scale_rewards is not used by advantage_estimator 'leave_one_out'",
         ),
         (ReinforceConfig, {"epsilon": 0.1}, "epsilon is not used by policy_loss 'vanilla'"),
-        (
-            GRPOConfig,
-            {"kl_placement": "loss", "kl_estimator": "k1", "beta": 0.1},
-            "expected gradient of 0",
-        ),
         (GRPOConfig, {"advantage_estimator": "gae"}, "'gae' needs a critic"),
         (PPOConfig, {"advantage_estimator": "leave_one_out"}, "no use of the critic.*choose gae"),
         (
