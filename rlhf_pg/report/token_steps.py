@@ -91,22 +91,19 @@ class LoggedSteps:
             for record in self.records[step]
             if (total := _facts(record, self.weights)["total"]) is not None
         ]
-        completions, tokens = self.size(step)
-        best = max(totals, key=lambda one: one[0], default=None)
-        worst = min(totals, key=lambda one: one[0], default=None)
-        return {"step": step, "completions": completions, "tokens": tokens} | {
-            "best": best,
-            "worst": worst,
-        }
-
-    def size(self, step: int) -> tuple[int, int]:
-        """Return how many completions and tokens a step has, without reading its tokens."""
         try:
             with safe_open(tokens_file(self.files.directory, step), "numpy") as file:
                 lengths = file.get_tensor("lengths")
+            completions, tokens = len(lengths), int(lengths.sum())
         except (OSError, SafetensorError):
-            return len(self.records[step]), 0
-        return len(lengths), int(lengths.sum())
+            completions, tokens = len(self.records[step]), 0
+        return {
+            "step": step,
+            "completions": completions,
+            "tokens": tokens,
+            "best": max(totals, key=lambda one: one[0], default=None),
+            "worst": min(totals, key=lambda one: one[0], default=None),
+        }
 
     def chosen(self) -> tuple[list[int], str]:
         """Return the steps that a page has room for, and what to say of the others.
@@ -114,27 +111,26 @@ class LoggedSteps:
         The first, the best and the worst are in it, and then the latest.
         """
         steps = list(self.records)
-        scored = [size for size in map(self.summary, steps) if size["best"] is not None]
+        sizes = {step: self.summary(step) for step in steps}
+        scored = [step for step in steps if sizes[step]["best"] is not None]
         marked = steps[:1]
         if scored:
-            marked.append(max(scored, key=lambda size: float(size["best"][0]))["step"])
-            marked.append(min(scored, key=lambda size: float(size["worst"][0]))["step"])
+            marked.append(max(scored, key=lambda step: float(sizes[step]["best"][0])))
+            marked.append(min(scored, key=lambda step: float(sizes[step]["worst"][0])))
         room, tokens_left = MOST_COMPLETIONS, MOST_TOKENS
         chosen: list[int] = []
         for step in dict.fromkeys([*marked, *reversed(steps)]):
-            completions, tokens = self.size(step)
-            room -= completions
-            tokens_left -= tokens
+            room -= sizes[step]["completions"]
+            tokens_left -= sizes[step]["tokens"]
             if chosen and (room < 0 or tokens_left < 0):
                 break
             chosen.append(step)
-        if len(chosen) == len(steps):
-            return sorted(chosen), ""
-        return sorted(chosen), (
+        note = (
             f"{len(chosen):,} of {len(steps):,} logged steps are in this page: the first, the "
             f"best, the worst and the latest, up to {MOST_COMPLETIONS:,} completions and "
             f"{MOST_TOKENS:,} tokens."
         )
+        return sorted(chosen), note if len(chosen) < len(steps) else ""
 
 
 def _pack(
