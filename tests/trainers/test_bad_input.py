@@ -50,7 +50,7 @@ def test_rloo_config_has_no_gamma() -> None:
         ({"reward_funcs": []}, "reward_funcs is empty"),
         ({"eval_steps": 5}, "eval_steps needs an eval_dataset"),
         ({"train_dataset": ["1+1="]}, "train_dataset: give a datasets.Dataset or a list of dicts"),
-        ({"train_dataset": DATA.to_iterable_dataset()}, "set max_steps and max_prompt_length"),
+        ({"train_dataset": DATA.to_iterable_dataset()}, r"train_dataset: .*read it first"),
         ({"reward_weights": (1.0, 2.0)}, "reward_weights must have one entry"),
     ],
 )
