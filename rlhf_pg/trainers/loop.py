@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhf_pg.boundary.streams import outliving_readers
 from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.checkpoint import Checkpointer, TrainState, export
 from rlhf_pg.checkpoint.run_dir import locks_run_dir
@@ -81,7 +80,6 @@ class TrainingLoop(ABC):
     def weights(self) -> dict[str, str]:
         """Return a fingerprint of each trained tensor, by name; collective."""
 
-    @outliving_readers()
     @broadcasts_failure
     @locks_run_dir
     def train(self, resume_from_checkpoint: str | bool | None = None) -> None:

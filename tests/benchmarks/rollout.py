@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from rlhf_pg.rollout.native.choosing import Chooser
 from torch import Tensor
 from transformers import (
     ContinuousBatchingConfig,
@@ -30,7 +31,6 @@ from transformers import (
 )
 
 from rlhf_pg.rollout import NativeEngine, SamplingParams
-from rlhf_pg.rollout.native.choosing import Chooser
 from rlhf_pg.rollout.token_sampling import Drawn
 
 EOS, PAD = 1, 0

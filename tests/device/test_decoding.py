@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 import torch
+from rlhf_pg.rollout.native.compiled import Compiled
 
 from rlhf_pg.rollout import Completion, NativeEngine, Request, SamplingParams
-from rlhf_pg.rollout.native.compiled import Compiled
 from rlhf_pg.rollout.native.continuous_batching import BatchingSession
 from tests.device.pretend import flex, streams
 from tests.device.pretend.extension import ext

@@ -1,38 +1,29 @@
 """Slow calls of user code that run concurrently with sampling."""
 
 import concurrent.futures
-import ctypes
 import inspect
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Self
 
-from rlhf_pg.boundary.user_code import begin, check_late, end_fork
+from rlhf_pg.boundary.user_code import begin
 
-Task = tuple[Future[Any], Callable[[], Any]]
+MOST_LATE = 64  # threads in calls that were given up
 
-_late: set[threading.Thread] = set()  # threads still in a call that was given up
-
-
-class Late(SystemExit):
-    """The exception that is raised in a call that has run out of time."""
+_late: set[threading.Thread] = set()
 
 
 class ConcurrentCalls:
-    """A pool of calls with a time limit, none of which waits for another.
+    """Calls with a time limit, none of which waits for another.
 
     Each plain function has its own thread, each `async` function a place on the event loop of the
-    process. A plain function that is late gets the exception `Late` at its next line. Code that
-    waits outside of Python does not see it: its thread is left behind, up to a small number of such
-    threads, and does not keep the process from ending.
+    process. A late async function is cancelled where it awaits. The thread of a late plain function
+    is left behind, up to a small number of such threads, and does not keep the process from ending.
 
     Args:
         timeout: seconds for each call; None if the functions limit their own time.
@@ -41,23 +32,12 @@ class ConcurrentCalls:
     def __init__(self, timeout: float | None) -> None:
         self.timeout = math.inf if timeout is None else timeout
         self._deadlines: dict[Future[Any], float] = {}  # the earliest first
-        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
-        self._running: dict[Future[Any], threading.Thread] = {}
-        self._switching = threading.Lock()  # held while a thread begins or ends a call
-        self._idle = threading.Semaphore(0)
-        self._threads = 0
+        self._threads: dict[Future[Any], threading.Thread] = {}
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for _ in range(self._threads):
-            self._tasks.put(None)
+    def __exit__(self, *_: object) -> None:
         for future in self._deadlines:
             self._give_up(future)
 
@@ -69,11 +49,11 @@ class ConcurrentCalls:
     def start(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Future[Any]:
         """Call a function, plain or async, and return a future of its result."""
         call = partial(function, *arguments, **keywords)
-        try:
-            future = begin(call) if inspect.iscoroutinefunction(function) else self._queue(call)
-        except RuntimeError as error:  # too many calls hang
+        if inspect.iscoroutinefunction(function):
+            future = begin(call)
+        else:
             future = Future()
-            future.set_exception(error)
+            self._threads[future] = self._start_thread(future, call)
         self._deadlines[future] = time.monotonic() + self.timeout
         return future
 
@@ -96,45 +76,26 @@ class ConcurrentCalls:
         ended = [future for future in self._deadlines if future.done()]
         for future in ended:
             del self._deadlines[future]
+            self._threads.pop(future, None)
         return ended
 
     def _give_up(self, future: Future[Any]) -> None:
-        if not future.cancel():
-            return
-        with self._switching:
-            thread = self._running.get(future)
-            if thread is not None:  # it is still in the call
-                _late.add(thread)
-                ident = ctypes.c_ulong(thread.ident or 0)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Late))
+        if future.cancel() and future in self._threads:
+            _late.add(self._threads[future])
 
-    def _queue(self, call: Callable[[], Any]) -> Future[Any]:
-        if not self._idle.acquire(blocking=False):
-            check_late(len(_late))
-            self._threads += 1
-            threading.Thread(target=self._work, daemon=True).start()
-        future: Future[Any] = Future()
-        self._tasks.put((future, call))
-        return future
-
-    def _work(self) -> None:
-        thread = threading.current_thread()
-        try:
-            while (task := self._tasks.get()) is not None:
-                future, call = task
-                with self._switching:
-                    self._running[future] = thread
-                if not future.cancelled():
-                    _settle(future, call)
-                with self._switching:
-                    del self._running[future]
-                if thread in _late:  # the exception may still be on its way
-                    return
-                self._idle.release()
-        except Late:  # it arrived after the call was over
-            pass
-        finally:
-            _late.discard(thread)
+    def _start_thread(self, future: Future[Any], call: Callable[[], Any]) -> threading.Thread:
+        _late.intersection_update([thread for thread in _late if thread.is_alive()])
+        thread = threading.Thread(target=_settle, args=(future, call), daemon=True)
+        if len(_late) < MOST_LATE:
+            thread.start()
+        else:
+            future.set_exception(
+                RuntimeError(
+                    f"{MOST_LATE} earlier calls have not returned, long after their time: give "
+                    "them a timeout of their own, or make them async and let them await"
+                )
+            )
+        return thread
 
 
 def call_within(
@@ -157,7 +118,6 @@ def call_within(
 
 def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
     settle: Callable[[Any], None] = future.set_result
-    process = os.getpid()
     try:
         outcome = call()
         if inspect.isawaitable(outcome):
@@ -166,6 +126,5 @@ def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
             outcome = awaited.result()
     except BaseException as error:  # any error belongs to the caller, not to this thread
         settle, outcome = future.set_exception, error
-    end_fork(process, "an environment or a tool")
     with suppress(InvalidStateError):  # it was late
         settle(outcome)

@@ -4,13 +4,12 @@ import asyncio
 import math
 import threading
 import time
-import warnings
 
 import pytest
 import torch
 
-from rlhf_pg.boundary import user_code
 from rlhf_pg.rollout import EpisodeRunner, Observation, SamplingParams
+from rlhf_pg.rollout.multi_turn import concurrent_calls
 from tests.rollout.multi_turn.scripted import ScriptedEngine, ScriptedSession, letters
 
 TOKENIZER = letters()
@@ -383,20 +382,6 @@ def test_late_async_environment_may_clean_up():
     assert cleaned.wait(30)
 
 
-def test_blocked_async_environment_does_not_delay_later_one():
-    go = threading.Event()
-
-    class Holding(Listed):
-        async def step(self, completion):
-            go.wait(60)
-
-    [broken] = play(sayer("a<eos>"), Holding(), timeout=0.2)
-    [whole] = play(sayer("a<eos>"), AsyncListed(("", 1.0, True)), timeout=20)
-    go.set()
-    assert broken.error == "TimeoutError: no answer within 0.2 s"
-    assert whole.error is None
-
-
 def hanging(step):
     class Hanging(Listed):
         def step(self, completion):
@@ -405,27 +390,8 @@ def hanging(step):
     return Hanging()
 
 
-def polls():
-    while True:
-        time.sleep(0.01)
-
-
-@pytest.mark.fault(55, "its thread ends")
-def test_hanging_python_environments_leave_no_threads():
-    before = threading.active_count()
-    for _ in range(3):
-        episodes = play(sayer("a<eos>"), hanging(polls), hanging(polls), n=2, timeout=0.1)
-        assert [episode.error for episode in episodes] == [
-            "TimeoutError: no answer within 0.1 s"
-        ] * 2
-    end = time.monotonic() + 10
-    while threading.active_count() > before:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_unstoppable_environments_are_limited(monkeypatch):
-    monkeypatch.setattr(user_code, "MOST_LATE", 2)
+    monkeypatch.setattr(concurrent_calls, "MOST_LATE", 2)
     go = threading.Event()
     before = threading.active_count()
     for _ in range(4):
@@ -437,26 +403,6 @@ def test_unstoppable_environments_are_limited(monkeypatch):
         time.sleep(0.01)
     [episode] = play(sayer("a<eos>"), Listed(("", 1.0, True)))
     assert episode.error is None
-
-
-def test_blocked_event_loop_is_reused_when_free():
-    own = user_code.event_loop()
-    go = threading.Event()
-    own.call_soon_threadsafe(go.wait)
-    other = user_code.event_loop()
-    assert other is not own
-    go.set()
-    held = threading.Event()
-    other.call_soon_threadsafe(held.wait)
-    assert user_code.event_loop() is own
-    held.set()
-
-
-def test_coroutine_without_event_loop_is_closed(monkeypatch):
-    monkeypatch.setattr(user_code, "event_loop", lambda: 1 / 0)
-    with warnings.catch_warnings(record=True) as heard, pytest.raises(ZeroDivisionError):
-        user_code.begin(lambda: asyncio.sleep(0))
-    assert not heard
 
 
 def test_failing_factory_is_episode_error():
