@@ -105,15 +105,8 @@ def answer(functions: Sequence[Callable[..., Any]], request: bytes) -> dict[str,
         log = Log(count)
         arguments |= {name: getattr(log, name) for name in logs}
         said = _awaited(functions[number](**arguments))
-        return (
-            _scores(said)
-            | {"metrics": log.metrics}
-            | {
-                "extra": {
-                    name: [_json(value) for value in values] for name, values in log.extra.items()
-                }
-            }
-        )
+        extra = {name: [_json(value) for value in values] for name, values in log.extra.items()}
+        return _scores(said) | {"extra": extra, "metrics": log.metrics}
     except BaseException as error:
         return {"error": error_text(error), "last": isinstance(error, MemoryError)}
 

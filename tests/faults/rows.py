@@ -13,7 +13,7 @@ ROWS = {
     8: "a directory that cannot be written",
     9: "a truncated safetensors file",
     10: "a flipped byte",
-    11: "a missing manifest",
+    11: "a missing state.json",
     12: "every checkpoint corrupt",
     13: "a file of one process missing",
     14: "interrupted while pruning",
