@@ -21,9 +21,8 @@ POINTS = {
     # While a checkpoint, best/ or final/ is saved.
     "save-begin": "before the first file is written",
     "save-models": "when the models are written",
-    "save-optimizer": "when the optimizer is written",
-    "save-rng": "when the random states are written",
-    "save-manifest": "before the manifest is written",
+    "save-tensors": "when the optimizer, then the random states are written",
+    "save-state": "before state.json is written",
     "save-rename": "before the complete directory gets its name",
     "save-aside": "after the directory that it replaces was moved aside",
     "save-renamed": "after the new directory has its name",

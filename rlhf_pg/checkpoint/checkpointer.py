@@ -2,23 +2,18 @@
 
 A checkpoint is a directory that `from_pretrained` reads, with three files beside the model (or its
 adapter): `optimizer.safetensors` (by parameter name), `rng-rank{r}.safetensors` and `state.json`;
-`critic/`, where there is one, and `reference/` where that moves. Nothing is pickled. A manifest
-seals it (`rlhf_pg.checkpoint.atomic`): a run never resumes from a damaged checkpoint.
+`critic/`, where there is one, and `reference/` where that moves. Nothing is pickled. `state.json`
+has the size and hash of every file: a run never resumes from a damaged checkpoint.
 """
 
 import copy
-import hashlib
-import json
 import logging
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -31,11 +26,9 @@ from rlhf_pg.checkpoint.run_dir import make_directory
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.models import load_weights
 from rlhf_pg.rng import restore_rng, rng_tensors
-from rlhf_pg.runtime import DDPBackend, FullWeights, Runtime, State, Writing
+from rlhf_pg.runtime import DDPBackend, FullWeights, Runtime, State
 
 logger = logging.getLogger(__name__)
-
-STATE = "state.json"
 
 
 @dataclass
@@ -85,74 +78,53 @@ class Checkpointer:
         found = self.directory.glob("step-" + "[0-9]" * 8)
         return sorted(int(path.name.removeprefix("step-")) for path in found)
 
-    def save(self, runtime: Runtime, path: Path | None = None) -> Path:
+    def save(self, runtime: Runtime, path: Path | None = None, prunes: bool = True) -> Path:
         """Write a checkpoint, by default under its step; it gets its name when it is complete.
+
+        Args:
+            prunes: remove older checkpoints beyond `limit`; or else the next save does.
 
         Raises:
             OSError: on all processes, it could not be written. Nothing of it remains, and what was
                 there before is unchanged; if only its name could not be synced, all of it remains.
         """
         path = path or self.path()
-        writing, unnamed = Writing(runtime, path), atomic.partial_of(path)
-        writing.main(lambda: atomic.remove_leftovers(self.directory))
-        writing.main(lambda: make_directory(self.directory.parent))  # also if no run has made it
-        writing.main(lambda: atomic.begin(path))
-        self.save_models(writing, unnamed)
-        runtime.barrier()  # fail here if a rank is late
+        save, partial = atomic.Save(runtime, path), atomic.partial_of(path)
+        save.main(lambda: make_directory(self.directory.parent))  # also if no run has made it
+        save.main(lambda: atomic.begin(path))
+        self.save_models(save, partial)
         names = {p: name for name, p in self.parameters.items()}
         tensors = optimizer_tensors(self.trained, names, keep=runtime.is_main)
-        writing.main(lambda: self._save_optimizer(unnamed, tensors))
+        save.main(lambda: _save_tensors(tensors, partial / "optimizer.safetensors"))
         runtime.barrier()  # the directory exists from here on
-        writing.do(lambda: _save_rng(unnamed, runtime.rank))
-        writing.check(undo=lambda: atomic.abandon(path))
-        writing.main(lambda: self._complete(unnamed, path, runtime.world))
-        writing.check(undo=lambda: atomic.abandon(path))
+        save.do(lambda: _save_tensors(rng_tensors(), _rng_file(partial, runtime.rank)))
+        save.check()
+        save.main(lambda: self._publish(path, runtime.world))
+        save.check()
         if path == self.path():
             self.saved = self.state.step
-            if runtime.is_main:
-                self._prune()
+            if runtime.is_main and prunes and self.limit is not None:
+                self._prune(self.limit)
         runtime.barrier()
         return path
 
-    def _save_optimizer(self, unnamed: Path, tensors: dict[str, Tensor]) -> None:
-        """Save the optimizer, and all of the state that is not tensors."""
-        failpoint("save-optimizer")
-        save_file(tensors, unnamed / "optimizer.safetensors")
-        facts = {"fingerprints": self.fingerprints(), "config": self.config}
-        (unnamed / STATE).write_text(json.dumps({**self.numbers(), **facts}, indent=2))
-
-    def _complete(self, unnamed: Path, path: Path, world: int) -> None:
-        """Seal what all processes have written, and give it its name.
+    def _publish(self, path: Path, world: int) -> None:
+        """Give its name to what all processes have written.
 
         Raises:
             OSError: not all of it is visible to this process.
         """
         for rank in range(world):
-            if not _rng_file(unnamed, rank).exists():
+            if not _rng_file(atomic.partial_of(path), rank).exists():
                 raise OSError(f"rank {rank} wrote elsewhere: all processes must share output_dir")
-        config = json.dumps(self.config, sort_keys=True)
-        digest = hashlib.sha256(config.encode()).hexdigest()
-        facts = {"step": self.state.step, "world_size": world, "config_sha256": digest}
-        atomic.seal(unnamed, facts)
-        atomic.publish(path)
+        facts = {"step": self.state.step, "config": self.config, **self.numbers()}
+        atomic.publish(path, facts | {"fingerprints": self.fingerprints()})
 
-    @contextmanager
-    def removing_none(self) -> Iterator[None]:
-        """Save inside without removing older checkpoints, which the next save does."""
-        limit, self.limit = self.limit, None
-        try:
-            yield
-        finally:
-            self.limit = limit
-
-    def _prune(self) -> None:
+    def _prune(self, limit: int) -> None:
         """Remove checkpoints beyond `limit`, once the newest is known to be whole."""
         older = [step for step in self.steps() if step < self.state.step]
-        kept = len(older) if self.limit is None else self.limit - 1
-        doomed = older[: max(0, len(older) - kept)]
-        if not doomed:
-            return
-        reason = atomic.verified(self.path())
+        doomed = older[: max(0, len(older) + 1 - limit)]
+        reason = atomic.verified(self.path()) if doomed else None
         try:
             if reason is not None:
                 raise OSError(f"{self.path()} is not whole: {reason}")
@@ -161,39 +133,7 @@ class Checkpointer:
         except OSError as error:
             logger.warning("older checkpoints were not removed (save_total_limit): %s", error)
 
-    def rehearse(self, runtime: Runtime) -> None:
-        """Save everything but weights, once, in a temporary directory; collective.
-
-        Raises:
-            ValueError: on all processes, it could not be saved.
-        """
-        failure: Exception | None = None
-        if runtime.is_main:
-            try:
-                with tempfile.TemporaryDirectory(dir=self.directory.parent) as trial:
-                    self._save_configs(Path(trial))
-            except Exception as error:  # transformers and tokenizers raise many kinds
-                failure = error
-        reason = runtime.first_error(f"{type(failure).__name__}: {failure}" if failure else None)
-        if reason is not None:
-            raise ValueError(
-                f"saving the model at the end would fail ({reason}): correct this in the model, "
-                "its tokenizer or the files beside it (generation_config.json)"
-            ) from failure
-
-    def _save_configs(self, path: Path) -> None:
-        model: Any = self.parts["model"].module
-        adapted = isinstance(model, PeftModel)
-        if adapted:
-            model.active_peft_config.save_pretrained(path)
-        if not adapted or self.config.get("save_merged"):
-            bare = model.get_base_model() if adapted else model
-            bare.config.save_pretrained(path)
-            if bare.can_generate():
-                bare.generation_config.save_pretrained(path)
-        self.tokenizer.save_pretrained(path)
-
-    def save_models(self, writing: Writing, path: Path, final: bool = False) -> None:
+    def save_models(self, save: atomic.Save, path: Path, final: bool = False) -> None:
         """Save model (or its adapter), tokenizer and critic, as `from_pretrained` reads them.
 
         Args:
@@ -204,8 +144,8 @@ class Checkpointer:
             part: Any = whole.module
             if name == "reference" and (final or not part.moves):
                 continue
-            with whole.gathered(writing.runtime.main_host, _saves_adapter(part)):
-                writing.main(partial(self._save_part, name, part, path))
+            with whole.gathered(save.runtime.main_host, _saves_adapter(part)):
+                save.main(partial(self._save_part, name, part, path))
 
     def _save_part(self, name: str, part: Any, path: Path) -> None:
         if name == "model":
@@ -279,7 +219,7 @@ class Checkpointer:
 
     def _ended(self, newest: int, runtime: Runtime) -> bool:
         """Return whether the run that saved the checkpoints ended, after the newest; collective."""
-        end = atomic.facts(self.directory.parent / "final").get("step", -1)
+        end = atomic.state(self.directory.parent / "final").get("step", -1)
         return bool(runtime.all_reduce_max(int(runtime.is_main and end >= newest)))
 
     def _newest(self, runtime: Runtime, below: int | None = None) -> int:
@@ -313,15 +253,11 @@ class Checkpointer:
     def _fault(self, path: Path, runtime: Runtime) -> str | None:
         """Return why not every process can resume from a checkpoint; None if all can. Collective.
 
-        The main process reads all of it; the others check that they see the same manifest.
+        The main process reads all of it; the others compare sizes.
         """
         reason = atomic.verified(path, contents=runtime.is_main)
-        if reason is None and not (path / STATE).is_file():
-            reason = "it is a model alone, as final/ and best/ are, without optimizer and counters"
-        seal = torch.tensor(list(atomic.seal_of(path)), device=runtime.device)
-        everyone, _ = runtime.gather(seal)
-        if reason is None and not seal.equal(everyone[: len(seal)]):
-            reason = f"its {atomic.MANIFEST} is not the one that rank 0 sees"
+        if reason is None and "counters" not in atomic.state(path):
+            reason = "it is a model alone, as final/ is, without optimizer and counters"
         return runtime.first_error(reason)
 
     def restore(self, path: Path, rank: int) -> dict[str, Any]:
@@ -331,7 +267,7 @@ class Checkpointer:
             ValueError: config, model, reference, critic, tokenizer or dataset are not those of the
                 saved run.
         """
-        state = json.loads((path / STATE).read_text())
+        state = atomic.state(path)
         now = self.fingerprints()
         config = {key: value for key, value in self.config.items() if key not in self.found}
         counters = asdict(self.state)
@@ -407,10 +343,10 @@ def stored_state(path: Path, parameters: Mapping[str, Tensor]) -> Iterator[State
             yield parameters[name], key, file.get_tensor(full_name)
 
 
-def _save_rng(path: Path, rank: int) -> None:
-    failpoint("save-rng")
-    save_file(rng_tensors(), _rng_file(path, rank))
-    atomic.sync_file(_rng_file(path, rank))  # the main process may be on another machine
+def _save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    failpoint("save-tensors")
+    save_file(tensors, file)
+    atomic.sync(file)  # the main process may be on another machine
 
 
 def _beside(path: Path) -> str:
