@@ -33,12 +33,12 @@ TODAY = {
     "rollout": 4155,
     "rewards": 5072,
     "trainers": 4095,
-    "runtime": 1630,
-    "checkpoint": 1055,
+    "runtime": 1534,
+    "checkpoint": 877,
     "report": 1914,
     "plan": 535,
     "tasks": 1271,
-    "boundary": 1269,
+    "boundary": 779,
 }
 SCRIPTS = ("report/page/*.[jc]s*", 800)
 
