@@ -96,15 +96,6 @@ def test_json_lines_resume_syncs_kept_lines(tmp_path, synced) -> None:
     assert tmp_path.stat().st_ino in synced
 
 
-def test_full_disk_for_console_warns_once(tmp_path, caplog) -> None:
-    journal = Journal(tmp_path, 0, is_main=True)
-    with suppress(OSError), open("/dev/full", "w") as full:  # what is left cannot be closed either
-        journal.console = Console(file=full)
-        for _ in range(3):
-            journal.say("hello")
-    assert len(warnings_of(caplog)) == 1
-
-
 @pytest.mark.fault(50, "the run goes on quietly, and saves")
 def test_closed_stdout_reader_does_not_stop_run(make, tmp_path, monkeypatch) -> None:
     """As `head` does, or a `tee` that dies."""
@@ -115,18 +106,6 @@ def test_closed_stdout_reader_does_not_stop_run(make, tmp_path, monkeypatch) -> 
         make(max_steps=2, log_completions_steps=1).train()
     assert len(read(tmp_path / "run" / "metrics.jsonl")) == 2
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
-
-
-def test_closed_terminal_silences_progress_bar(tmp_path, monkeypatch, caplog) -> None:
-    ours, theirs = os.openpty()
-    journal = Journal(tmp_path, 0, is_main=True)
-    with suppress(OSError), os.fdopen(theirs, "w") as terminal:
-        journal.console = Console(file=terminal, force_terminal=True)
-        with journal.progress(2):
-            os.close(ours)
-            journal.say("hello")
-    assert warnings_of(caplog)
-    assert "says nothing from here on" in warnings_of(caplog)[0]
 
 
 def test_unencodable_console_text_is_escaped(tmp_path) -> None:

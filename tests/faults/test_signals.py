@@ -59,14 +59,6 @@ def test_sigterm_on_save_step_saves_once(make) -> None:
     assert saved == [1]
 
 
-def test_trainer_can_train_again_after_sigterm(make) -> None:
-    trainer = make(reward_funcs=signalled(signal.SIGTERM, 1))
-    with pytest.raises(SystemExit):
-        trainer.train()
-    trainer.train(resume_from_checkpoint="latest")
-    assert trainer.state.step == 3
-
-
 @pytest.fixture
 def interruptible():
     """A shell starts what it puts into the background with SIGINT ignored."""
@@ -173,9 +165,8 @@ def test_training_in_thread_keeps_signal_handlers(make) -> None:
 
 
 @pytest.mark.fault(49, "its process saves after the step that it is in, and ends")
-@pytest.mark.parametrize("launched", [True, False])
-def test_killed_launcher_ends_worker_after_step(tmp_path, launched) -> None:
-    """A launcher of one process does not pass SIGTERM on; a shell that ends is none."""
+def test_killed_launcher_ends_worker_after_step(tmp_path) -> None:
+    """A launcher of one process does not pass SIGTERM on."""
     run = tmp_path / "run"
 
     def reward(completions, **_):
@@ -186,10 +177,7 @@ def test_killed_launcher_ends_worker_after_step(tmp_path, launched) -> None:
 
     def launch() -> None:
         launcher.append(os.getpid())
-        os.environ.pop("TORCHELASTIC_RUN_ID", None)
-        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
-        if launched:
-            os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
         start(run, reward_funcs=reward, eval_steps=0, save_steps=0)
 
     launcher: list[int] = []
@@ -200,6 +188,5 @@ def test_killed_launcher_ends_worker_after_step(tmp_path, launched) -> None:
     os.read(ours, 1)
     os.close(ours)
     process.join()
-    names = [path.name for path in (run / "checkpoints").glob("*")]
-    assert names == (["step-00000002"] if launched else [])
-    assert (run / "final").exists() != launched
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]
+    assert not (run / "final").exists()
