@@ -133,6 +133,13 @@ class Checkpointer:
         except OSError as error:
             logger.warning("older checkpoints were not removed (save_total_limit): %s", error)
 
+    def _saved_parts(self, final: bool = False) -> Iterator[tuple[str, Any]]:
+        """Yield the parts that are saved by name, without a reference that never moves."""
+        for name, whole in self.parts.items():
+            part: Any = whole.module
+            if name != "reference" or (part.moves and not final):
+                yield name, part
+
     def save_models(self, save: atomic.Save, path: Path, final: bool = False) -> None:
         """Save model (or its adapter), tokenizer and critic, as `from_pretrained` reads them.
 
@@ -140,11 +147,8 @@ class Checkpointer:
             path: a directory.
             final: leave out a reference that moves, which only a resumed run needs.
         """
-        for name, whole in self.parts.items():
-            part: Any = whole.module
-            if name == "reference" and (final or not part.moves):
-                continue
-            with whole.gathered(save.runtime.main_host, _saves_adapter(part)):
+        for name, part in self._saved_parts(final):
+            with self.parts[name].gathered(save.runtime.main_host, _saves_adapter(part)):
                 save.main(partial(self._save_part, name, part, path))
 
     def _save_part(self, name: str, part: Any, path: Path) -> None:
@@ -186,9 +190,10 @@ class Checkpointer:
             ValueError: there is none, it is not whole, or a new run would mix with the checkpoints
                 of another.
         """
+        run = self.directory.parent
         if runtime.is_main:
             for name in ("best", "final"):
-                atomic.recover(self.directory.parent / name)
+                atomic.recover(run / name)
             atomic.recover_all(self.directory)
         runtime.barrier()
         newest = self._newest(runtime)
@@ -196,11 +201,13 @@ class Checkpointer:
             return self.restore(self._newest_whole(newest, runtime), runtime.rank)
         if choice:
             path = Path(str(choice))
-            reason = self._fault(path, runtime)
-            if reason is not None:
+            if (reason := self._fault(path, runtime)) is not None:
+                places = (path, path / "checkpoints", path.parent / "checkpoints")
+                found = [step for place in places for step in sorted(place.glob("step-*"))[-1:]]
+                there = f": {found[0].parent} has {found[0].name}" if found else ""
                 raise ValueError(
                     f"{path} holds no checkpoint that is whole: {reason}. Resume with latest, "
-                    f"which takes the newest whole one, or from another directory{_beside(path)}"
+                    f"which takes the newest whole one, or from another directory{there}"
                 )
             saved = self.restore(path, runtime.rank)
             if newest > self.state.step:
@@ -210,17 +217,14 @@ class Checkpointer:
                     "another output_dir"
                 )
             return saved
-        if newest >= 0 and self.state.step == 0 and not self._ended(newest, runtime):
-            raise ValueError(
-                f"{self.directory.parent} holds the checkpoints of an earlier run: go on with "
-                "it (--resume_from_checkpoint latest), or choose another output_dir"
-            )
+        if newest >= 0 and self.state.step == 0:
+            end = atomic.state(run / "final").get("step", -1) if runtime.is_main else -1
+            if runtime.all_reduce_max(end) < newest:  # it has not come to its end
+                raise ValueError(
+                    f"{run} holds the checkpoints of an earlier run: go on with it "
+                    "(--resume_from_checkpoint latest), or choose another output_dir"
+                )
         return {}
-
-    def _ended(self, newest: int, runtime: Runtime) -> bool:
-        """Return whether the run that saved the checkpoints ended, after the newest; collective."""
-        end = atomic.state(self.directory.parent / "final").get("step", -1)
-        return bool(runtime.all_reduce_max(int(runtime.is_main and end >= newest)))
 
     def _newest(self, runtime: Runtime, below: int | None = None) -> int:
         """Return the largest step of which any process sees a checkpoint; -1 if there is none."""
@@ -243,11 +247,9 @@ class Checkpointer:
                 return path
             broken.append(f"{path.name} is not whole ({reason})")
             newest = self._newest(runtime, below=newest)
-        if not broken:
-            raise ValueError(f"{self.directory.parent} has no checkpoint to resume from")
         raise ValueError(
-            f"{self.directory} has no whole checkpoint to resume from: {'; '.join(broken)}. Put "
-            "one back from a copy, or begin anew in another output_dir"
+            f"{self.directory} has no whole checkpoint to resume from"
+            + "".join(f"; {reason}" for reason in broken)
         )
 
     def _fault(self, path: Path, runtime: Runtime) -> str | None:
@@ -268,28 +270,29 @@ class Checkpointer:
                 saved run.
         """
         state = atomic.state(path)
-        now = self.fingerprints()
         config = {key: value for key, value in self.config.items() if key not in self.found}
-        counters = asdict(self.state)
-        warnings = compatibility.check(path, state, config, now, self.running, counters)
+        warnings = compatibility.check(
+            path, state, config, self.fingerprints(), self.running, asdict(self.state)
+        )
         for warning in warnings if rank == 0 else ():
             logger.warning("%s %s", path, warning)
-        self._load_models(path)
+        for name, part in self._saved_parts():
+            with self.parts[name].modified(_saves_adapter(part)):
+                if name == "model":
+                    load_weights(part, path)
+                else:
+                    part.restore(path / name)
         self.trained.load_state(stored_state(path / "optimizer.safetensors", self.parameters))
         self.put_back(state)
         self.saved = self.state.step if path.resolve() == self.path().resolve() else None
-        if self.config.get("save_best", True) and not self._has_best(path.resolve()):
+        best = self.directory.parent.resolve() / "best"
+        here = path.resolve().parent in (best.parent, self.directory.resolve())
+        if self.config.get("save_best", True) and not (here and best.exists()):
             self.state.best_reward = None  # the best checkpoint stayed in the other directory
-        rng = _rng_file(path, rank)
-        if rng.exists():
+        if (rng := _rng_file(path, rank)).exists():
             restore_rng(load_file(rng))
         saved: dict[str, Any] = state["config"]
         return saved
-
-    def _has_best(self, path: Path) -> bool:
-        """Return whether the best checkpoint of the run that saved `path` is in this directory."""
-        best = self.directory.parent.resolve() / "best"
-        return best.exists() and path.parent in (best.parent, self.directory.resolve())
 
     def _load_schedule(self, saved: dict[str, Any], rates: list[float], scale: float) -> None:
         """Restore the schedule's position; peaks and length are this run's, which may differ."""
@@ -306,18 +309,6 @@ class Checkpointer:
             rates = [peak * f(step) * scale for peak, f in zip(peaks or (), at, strict=True)]
         for group, rate in zip(self.trained.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-
-    def _load_models(self, path: Path) -> None:
-        """Load what `save_models` saved."""
-        for name, whole in self.parts.items():
-            part: Any = whole.module
-            if name == "reference" and not part.moves:
-                continue
-            with whole.modified(_saves_adapter(part)):
-                if name == "model":
-                    load_weights(part, path)
-                else:
-                    part.restore(path / name)
 
 
 def optimizer_tensors(
@@ -347,14 +338,6 @@ def _save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
     failpoint("save-tensors")
     save_file(tensors, file)
     atomic.sync(file)  # the main process may be on another machine
-
-
-def _beside(path: Path) -> str:
-    """Return where the run that a path belongs to has its checkpoints, for an error; or nothing."""
-    for place in (path, path / "checkpoints", path.parent / "checkpoints"):
-        if found := sorted(place.glob("step-*")):
-            return f": {place} has {found[-1].name}"
-    return ""
 
 
 def _rng_file(path: Path, rank: int) -> Path:

@@ -68,7 +68,7 @@ def _step(line: bytes) -> float:
     """Return the step of a line; infinity if it is not one of ours."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return math.inf
 
 

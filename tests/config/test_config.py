@@ -720,10 +720,8 @@ def test_trackers_accept_one_name_none_or_duplicates():
         ("report_to: [wandb, neptune]", "report_to must be one of 'none'"),
         ("algorithm: rloo", "algorithm must be one of 'grpo', got 'rloo'"),
         ('stop: ["--seed", 7, {a: 1}]', "stop must be str, got {'a': 1}"),
-        ("seed: " + "[" * 2000, "nested too deeply"),
         ("a: &a {b: 1}\nc: {<<: *a}", "not valid YAML"),
         ("seed: 2026-02-30", "not valid YAML"),
-        ("# " + "x" * (1 << 20), "is longer than 1048576 bytes"),
     ],
 )
 def test_bad_recipe_is_one_error_with_key_and_file(capsys, tmp_path, recipe, text, said):
@@ -731,21 +729,6 @@ def test_bad_recipe_is_one_error_with_key_and_file(capsys, tmp_path, recipe, tex
     error = error_of(capsys, GRPOConfig, "--config", str(recipe))
     assert said in error
     assert str(recipe) in re.sub(r" ", "", error)
-
-
-def test_expanding_recipe_is_one_short_error(capsys, recipe):
-    levels = [f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]" for i in range(9)]
-    recipe.write_text("a0: &a0 [x, x]\n" + "\n".join(levels) + "\n")
-    assert len(error_of(capsys, GRPOConfig, "--config", str(recipe))) < 1000
-    nest = "[x, x]"
-    for i in range(9):
-        nest = f"[&b{i} {nest}{f', *b{i}' * 8}]"
-    recipe.write_text(f"seed: {nest}\n")
-    assert len(error_of(capsys, GRPOConfig, "--config", str(recipe))) < 1000
-
-
-def test_endless_recipe_file_is_rejected(capsys):
-    assert "is longer than" in error_of(capsys, GRPOConfig, "--config", "/dev/zero")
 
 
 def test_unrelated_bad_key_gets_no_suggestion(capsys, recipe):

@@ -44,7 +44,7 @@ def unbroken(tmp_path_factory):
 # Which passage of a point is what: `best/` and the checkpoint take turns, and `final/` is last.
 BEST, CHECKPOINT, FINAL = "partial-best", "checkpoints/partial-step-00000002", "partial-final"
 OF_ALL = {3: BEST, 4: CHECKPOINT, 9: FINAL}
-PASSAGES: dict[str, dict[int, str | None]] = {point: {4: None} for point in WITHIN_A_STEP}
+PASSAGES: dict = {point: {4: None} for point in WITHIN_A_STEP}
 PASSAGES |= dict.fromkeys(("save-models", "save-state", "save-rename"), OF_ALL)
 PASSAGES |= dict.fromkeys(("save-begin", "save-renamed"), dict.fromkeys(OF_ALL))
 PASSAGES["save-tensors"] = {5: BEST, 6: BEST, 7: CHECKPOINT, 8: CHECKPOINT}

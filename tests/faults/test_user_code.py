@@ -251,14 +251,6 @@ def test_huge_text_is_cut_before_tokenization(read):
     assert max(read) < 1000
 
 
-def test_message_without_text_is_accepted():
-    tokenizer = letters()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
-    for content in ([{"type": "image"}, {"type": "text", "text": None}], None, [None]):
-        data = Dataset.from_list([{"prompt": [{"role": "user", "content": content}]}])
-        assert load_prompts(data, tokenizer).tokens == [ids("user")]
-
-
 def test_dropped_long_prompts_are_not_tokenized_whole(read, caplog):
     data = Dataset.from_list([{"prompt": "a" * size} for size in (3, 50_000, 9, 4)])
     with caplog.at_level(logging.WARNING):
