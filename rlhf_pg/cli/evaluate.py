@@ -101,7 +101,7 @@ def config_of(named: Named) -> PolicyGradientConfig:
     given = set(keys_of(named.keys))
     if "dataset_name" in given and not {"eval_dataset_name", "dataset_test_split"} & given:
         # It is what to evaluate on, whatever the recipe held out of its own data.
-        whole = {"eval_dataset_name": (), "dataset_test_split": None, "streaming": False}
+        whole = {"eval_dataset_name": (), "dataset_test_split": None}
         args = dataclasses.replace(args, **whole)  # type: ignore[arg-type]
     if named.recipe is not None and "dataset_name" not in given:
         _check_share(args, load(named.recipe).get("seed", config_type.seed))

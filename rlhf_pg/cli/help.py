@@ -33,7 +33,7 @@ OF_EVALUATION = {"model", "data", "rewards", "sampling"}
 ALSO_OF_EVALUATION = {
     *("seed", "dtype", "pad_token", "max_prompt_length", "long_prompts", "load_in_4bit"),
     *("num_generations_eval", "eval_success_threshold", "reward_weights"),
-    *("reward_model_sees_eos", "reward_model_closes_truncated"),
+    "reward_model_sees_eos",
 }
 SWITCHES = (
     "Every key of a recipe is a flag as well, and flags win. A switch may stand alone (--use_peft) "

@@ -130,8 +130,6 @@ class PPOConfig(KLInRewardConfig):
     random weights."""
     value_learning_rate: float | None = number(None, above=0)
     """Peak learning rate of the critic; None uses learning_rate."""
-    value_warmup_steps: int | None = number(None, minimum=0)
-    """Steps of linear learning-rate warm-up of the critic; None uses warmup_steps."""
     value_pretraining_steps: int = number(0, minimum=0)
     """Steps at the start that train the critic alone (VAPO); the policy's schedule and warm-up
     begin after them."""
@@ -184,16 +182,9 @@ class PPOConfig(KLInRewardConfig):
 
     @property
     def critic_options(self) -> CriticOptions:
-        warmup = self.value_warmup_steps
-        scheduled = {
-            "value_pretraining_steps": self.value_pretraining_steps > 0,
-            "value_warmup_steps": warmup is not None,
-        }
         return CriticOptions(
             shared=self.critic == "shared",
             model=self.value_model_name_or_path,
             random_seed=self.seed if self.value_init == "random" else None,
             learning_rate=self.value_learning_rate or self.learning_rate,
-            warmup_steps=self.warmup_steps if warmup is None else warmup,
-            schedule_keys=tuple(key for key, is_set in scheduled.items() if is_set),
         )

@@ -38,10 +38,6 @@ class DataConfig(Checked):
     """Weights by which the datasets of dataset_name are mixed; None takes every row once."""
     dataset_columns: Mapping = field(default_factory=dict)
     """Columns of the dataset by what they are here, such as {"prompt": "question"}."""
-    streaming: bool = False
-    """Read the training data as it is needed instead of all at the start; it needs max_steps."""
-    shuffle_buffer_size: int = number(1000, minimum=1)
-    """Rows among which a streamed dataset is shuffled."""
     prompt_template: str | None = None
     """Text of a prompt with columns in braces, such as "Question: {question}"."""
     system_prompt: str | None = None
@@ -98,15 +94,11 @@ class DataConfig(Checked):
             if min(weights) <= 0:
                 raise ValueError(f"dataset_weights must be above 0, got {min(weights)}")
         named, share = self.dataset_name + self.eval_dataset_name, self.dataset_test_split
-        of_train = ("dataset_train_split", "streaming")
+        of_train = ("dataset_train_split",)
         of_all = ("dataset_config", "dataset_test_split", "dataset_columns")
         why = "is for datasets by name: set dataset_name, or leave it out"
         self.refuse_idle(of_train, bool(self.dataset_name), why)
         self.refuse_idle(of_all, bool(named), why)
-        if isinstance(share, float) and self.streaming:
-            raise ValueError(
-                "dataset_test_split cannot be a share of a dataset that is streamed: name a split"
-            )
         if isinstance(share, float) and self.eval_dataset_name:
             raise ValueError(
                 "dataset_test_split as a share splits dataset_name, and eval_dataset_name names "
@@ -139,7 +131,6 @@ class DataConfig(Checked):
         keys = (
             *("task", "task_options", "dataset_name", "dataset_config", "dataset_train_split"),
             *("dataset_test_split", "eval_dataset_name", "dataset_weights", "dataset_columns"),
-            "streaming",
         )
         defaults = DataConfig()
         return {key: getattr(defaults, key) for key in keys}

@@ -6,6 +6,20 @@ from collections.abc import Iterable
 
 # A key that this package had, and what to do in its place.
 GONE = {
+    **dict.fromkeys(
+        ("streaming", "shuffle_buffer_size"),
+        "was removed in November 2026: write what is to be trained on to a file, or name a part of "
+        "it, as dataset_train_split: train[:100000]",
+    ),
+    "skip_zero_advantages": "was removed in November 2026: leave it out; the gradient is the same",
+    "old_logprobs_source": "was removed in November 2026: leave it out; the policy computes them",
+    "value_warmup_steps": "was removed in November 2026: warmup_steps is the critic's too",
+    "reward_model_closes_truncated": "was removed in November 2026: leave it out; a chat turn that "
+    "was cut off stays open",
+    **dict.fromkeys(
+        ("kl_adaptive_lr_min", "kl_adaptive_lr_max"),
+        "was removed in November 2026: leave it out; the scale is from 0.1 to 10",
+    ),
     "cpu_threads": "was removed in November 2026: set OMP_NUM_THREADS",
     "rollout_drafts": "was removed in November 2026: leave it out; nothing is drafted any more",
     "model_check": "was removed in November 2026: every run compares sampler and policy itself",
@@ -97,7 +111,6 @@ FOREIGN_KEYS = {
     "model_revision": 'model_init_kwargs: {"revision": "its name"}',
     "load_in_8bit": "load_in_4bit; in 8 bits a row's numbers depend on the rest of its batch",
     "dataset_text_field": 'dataset_columns: {"prompt": "its name"}',
-    "dataset_streaming": "streaming",
 }
 
 # The same in a run without rewards, where other keys take their place.

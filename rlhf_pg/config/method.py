@@ -18,8 +18,6 @@ class CriticOptions(NamedTuple):
     model: str | None  # path or Hub id whose trunk it takes; None: the policy's
     random_seed: int | None  # of random weights; None: weights as they were trained
     learning_rate: float  # at its peak
-    warmup_steps: int
-    schedule_keys: tuple[str, ...]  # that are set and only the trainer's own schedule follows
 
 
 @dataclass(kw_only=True)
@@ -33,9 +31,6 @@ class MethodConfig(SamplingConfig):
     mask_truncated_completions: bool = False
     """Leave completions that were cut off by their length out of the losses of policy and critic
     (DAPO). They still count in baselines, statistics and reward metrics."""
-    skip_zero_advantages: bool = False
-    """Skip completions whose advantages are all 0, to save time. The gradient stays the same, but
-    the update's metrics (entropy, ratios, KL), and whatever follows them, cover only the rest."""
 
     reward_weights: tuple[float, ...] | None = None
     """Weights of the reward functions, one for each; None gives all of them weight 1."""
@@ -55,9 +50,6 @@ class MethodConfig(SamplingConfig):
     reward_model_sees_eos: bool = True
     """Append the reward model's EOS to texts that the policy ended with an EOS, and score it there
     (Stiennon et al. 2020; Huang et al. 2024). Otherwise the reward model reads only the words."""
-    reward_model_closes_truncated: bool = False
-    """Close a chat turn that was cut off with the reward model's chat template. Otherwise it reads
-    the turn as it stands, without an end."""
     reward_clip_range: tuple[float, ...] | None = None
     """Lowest and highest score that a reward function may give, for a step or a completion; scores
     outside are clipped. None does not clip."""
@@ -111,10 +103,6 @@ class MethodConfig(SamplingConfig):
     old_kl_target: float | None = number(None, above=0)
     """Target of KL(old || new) in nats per token: old_kl_coef is halved or doubled after a step to
     keep it (PPO, section 4), at the cost of one forward pass. None fixes old_kl_coef."""
-    old_logprobs_source: Literal["policy", "sampler"] = "policy"
-    """Source of the log-probabilities before the update, if they are needed: a forward pass of the
-    policy, or what the native engine saw when it sampled, which saves that pass. They differ by
-    rounding: little in float32, up to a few percent of the ratio in bfloat16."""
     sampler_correction: Literal[
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "auto"
@@ -170,12 +158,8 @@ class MethodConfig(SamplingConfig):
     above 1.5 times this. None never stops them."""
     kl_adaptive_lr: float | None = number(None, above=0)
     """Target of KL(old || new) in nats per token: the learning rates are scaled after a step to
-    keep it between half and twice this, at the cost of one forward pass. None does not scale them.
-    """
-    kl_adaptive_lr_min: float = number(0.1, above=0, maximum=1)
-    """Lowest scale of the learning rates that kl_adaptive_lr may set."""
-    kl_adaptive_lr_max: float = number(10.0, minimum=1)
-    """Highest scale of the learning rates that kl_adaptive_lr may set."""
+    keep it between half and twice this, from a tenth to ten times what the schedule says, at the
+    cost of one forward pass. None does not scale them."""
     sync_ref_model: bool = False
     """Move the reference towards the policy every ref_model_sync_steps steps."""
     ref_model_sync_steps: int = number(512, minimum=1)

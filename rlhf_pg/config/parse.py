@@ -161,7 +161,7 @@ REPLACED = {
     "dataset_name": ("task", *_OF_DATASETS),
     "task": (
         *("dataset_name", "dataset_test_split", "eval_dataset_name", "dataset_columns"),
-        *("streaming", "shuffle_buffer_size", "prompt_template", *_OF_DATASETS),
+        *("prompt_template", *_OF_DATASETS),
     ),
     "eval_dataset_name": ("dataset_test_split",),
     "reward_funcs": ("reward_options", "reward_weights"),

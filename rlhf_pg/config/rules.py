@@ -167,40 +167,16 @@ def check_sampling(args: MethodConfig) -> None:
             f"sampler_clip_min must be below sampler_clip_max ({args.sampler_clip_max}), got "
             f"{args.sampler_clip_min}"
         )
-    others = {
-        "an entropy bonus": args.entropy_coef > 0 or args.entropy_target is not None,
-        "a KL in the loss": args.beta > 0 and args.kl_placement == "loss",
-        f"the KL in policy_loss {args.policy_loss!r}": "old_kl_coef" in args.loss_options,
-        "a critic": args.has_critic,
-        "the loss of the routers": args.router_aux_loss_coef > 0,
-        "the likelihood of right completions": args.positive_nll_coef > 0,
-    }
-    for other, there in others.items():
-        if there and args.skip_zero_advantages:
-            raise ValueError(f"skip_zero_advantages would skip {other} too: leave one of them out")
 
 
 def check_idle(args: MethodConfig) -> None:
     """Refuse options that would be ignored."""
-    args.refuse_idle(
-        ("old_logprobs_source",),
-        args.rollout_engine in ("auto", "native"),
-        f'is "policy" with rollout_engine {args.rollout_engine!r}, whose weights are a copy: '
-        "weigh what it saw by sampler_correction",
-    )
-    args.refuse_idle(
-        ("sampler_correction",),
-        args.old_logprobs_source == "policy" or args.sampler_correction == "none",
-        "would compare the sampler with itself under old_logprobs_source sampler: leave one of "
-        "them out",
-    )
     penalized = "old_kl_coef" in args.loss_options and args.old_kl_coef > 0
     moving, adaptive = args.kl_controller != "fixed", args.kl_controller == "adaptive"
     correcting, bonus = (
         args.correction_of(args.rollout_engine) != "none",
         args.entropy_target is not None,
     )
-    paced, likely = args.kl_adaptive_lr is not None, args.positive_nll_coef > 0
     for needed, used, keys in (
         ("on_reward_error value", args.on_reward_error == "value", "reward_error_value"),
         ("missing_eos_penalty", args.missing_eos_penalty is not None, "missing_eos_mode"),
@@ -211,8 +187,7 @@ def check_idle(args: MethodConfig) -> None:
         ("beta", args.beta > 0, "kl_controller sync_ref_model"),
         ("kl_controller", moving, "kl_target"),
         ("kl_controller adaptive", adaptive, "kl_horizon"),
-        ("kl_adaptive_lr", paced, "kl_adaptive_lr_min kl_adaptive_lr_max"),
-        ("positive_nll_coef", likely, "positive_nll_threshold"),
+        ("positive_nll_coef", args.positive_nll_coef > 0, "positive_nll_threshold"),
         ("sync_ref_model", args.sync_ref_model, "ref_model_sync_steps ref_model_mixup_alpha"),
     ):
         why = f"has no effect without {needed}: set that, or leave it out"

@@ -75,8 +75,6 @@ class SupervisedConfig(AdapterConfig, DataConfig, ModelConfig):
         self.report_to = tuple(dict.fromkeys(name for name in self.report_to if name != "none"))
         if self.max_steps == 0:
             raise ValueError("max_steps must be at least 1, or -1 to go by num_train_epochs, got 0")
-        if self.streaming and self.max_steps < 0:
-            raise ValueError("streaming needs max_steps: a stream does not say how long it is")
         if self.lora_dropout and self.disable_dropout:
             raise ValueError("lora_dropout needs disable_dropout: false, which keeps it")
 
@@ -141,7 +139,5 @@ class RewardModelConfig(SupervisedConfig):
                 "load_in_4bit is not for a reward model, whose adapter is merged into its weights "
                 "on saving: leave it out, and use_peft trains an adapter on whole weights"
             )
-        if self.streaming:
-            raise ValueError("streaming is not for a reward model, which reads all pairs first")
         if self.save_merged:
             raise ValueError("save_merged is not needed: a reward model is always saved merged")

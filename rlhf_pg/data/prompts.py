@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import shown, told
@@ -36,17 +36,6 @@ class Prompts:
     @property
     def longest(self) -> int:
         return max(len(tokens) for tokens in self.tokens)
-
-    @property
-    def size(self) -> int:
-        """The number of prompts."""
-        return len(self.tokens)
-
-    def reach(self, last: int) -> None:
-        """Do nothing: all rows are there."""
-
-    def forget_before(self, number: int) -> None:
-        """Do nothing: rows come again in the next epoch."""
 
     def examples(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Return rows by their numbers, with all columns."""
@@ -83,48 +72,6 @@ class Prompts:
         return digest.hexdigest(), f"{total % 2**256:064x}"
 
 
-class PromptSource(Protocol):
-    """Prompts by the numbers of their rows: a dataset, or a stream."""
-
-    @property
-    def size(self) -> int | None:
-        """The number of prompts, if it is known."""
-
-    @property
-    def longest(self) -> int:
-        """The most tokens of a prompt."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the prompts; a resumed run needs the same."""
-
-    @property
-    def contents(self) -> str | None:
-        """A hash of the rows in any order; None if they are not all known."""
-
-    def reach(self, last: int) -> None:
-        """Read rows until that number is there, in every process alike."""
-
-    def forget_before(self, number: int) -> None:
-        """Forget rows that no step will ask for again."""
-
-    def examples(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return rows by their numbers, with all columns."""
-
-    def encoded(self, rows: Sequence[int]) -> list[list[int]]:
-        """Return the tokens of the prompts of rows by their numbers."""
-
-    def columns(self, rows: Sequence[int]) -> dict[str, list[Any]]:
-        """Return all columns of rows."""
-
-
-class PromptOrder(Protocol):
-    """The order in which prompts are drawn."""
-
-    def rows(self, indices: Sequence[int]) -> list[int]:
-        """Return the dataset row of every prompt index."""
-
-
 def load_prompts(
     dataset: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -156,7 +103,7 @@ def load_prompts(
     long: list[str] = []
     for row, prompt, known in _with_tokens(dataset, tokenizer, max_prompt_length):
         try:
-            own = offered(tools, dataset[row] if callable(tools) else {}, row)
+            own = _offered(tools, dataset[row] if callable(tools) else {}, row)
             tokens.append(
                 encode(prompt, tokenizer, row, tools=own, most=max_prompt_length, known=known)
             )
@@ -199,9 +146,12 @@ def as_dataset(given: Any) -> Dataset:
     if isinstance(given, Dataset):
         return given
     if not (isinstance(given, list) and given and all(isinstance(row, Mapping) for row in given)):
+        hint = ": take one split" if isinstance(given, Mapping) else ""
+        if isinstance(given, IterableDataset):
+            hint = ": read it first, as Dataset.from_list(list(stream.take(1000)))"
         raise ValueError(
             "give a datasets.Dataset or a list of dicts, or name data by dataset_name; got "
-            f"{shown(given)}" + (": take one split" if isinstance(given, Mapping) else "")
+            f"{shown(given)}{hint}"
         )
     try:
         return Dataset.from_list([dict(row) for row in given])
@@ -209,7 +159,7 @@ def as_dataset(given: Any) -> Dataset:
         raise ValueError(f"the list cannot become a dataset: {told(error)}") from error
 
 
-def offered(tools: Tools, example: Mapping[str, Any], row: int) -> Schemas:
+def _offered(tools: Tools, example: Mapping[str, Any], row: int) -> Schemas:
     """Return the schemas of the functions that the chat of an example may call.
 
     Raises:
@@ -241,7 +191,7 @@ def _in_rows(dataset: Dataset) -> Dataset:
 
 
 def check_fit(
-    prompts: PromptSource,
+    prompts: Prompts,
     max_completion_length: int,
     positions: int | None,
     micro_batch_tokens: int | str,

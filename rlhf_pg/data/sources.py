@@ -3,16 +3,14 @@
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import datasets
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, DatasetDict
 
 from rlhf_pg.boundary.quoted import told
 from rlhf_pg.config.data import DataConfig
 from rlhf_pg.data.prompts import permutation
-
-Rows: TypeAlias = Dataset | IterableDataset
 
 # The reader of `datasets` for each kind of file.
 READERS = {
@@ -28,7 +26,7 @@ PACKED = (".gz", ".bz2", ".xz", ".zst")  # `datasets` unpacks them itself
 class Loaded(NamedTuple):
     """The datasets that a config names, with the columns that it asks for."""
 
-    train: Rows | None
+    train: Dataset | None
     eval: dict[str, Dataset]  # by name; a single one has the name ""
 
 
@@ -45,18 +43,18 @@ def load_datasets(args: DataConfig, seed: int, train: bool = True) -> Loaded:
     _check_config(args)
     names = list(args.dataset_name)
     share = args.dataset_test_split
-    parts: list[Rows] = []
-    held_out: dict[str, Rows] = {}
+    parts: list[Dataset] = []
+    held_out: dict[str, Dataset] = {}
     for name in names if train or isinstance(share, float) else []:
-        part = open_dataset(name, args.dataset_config, args.dataset_train_split, args.streaming)
-        if isinstance(share, float) and isinstance(part, Dataset):
+        part = open_dataset(name, args.dataset_config, args.dataset_train_split)
+        if isinstance(share, float):
             part, held_out[name] = _split_off(part, share, seed, name)
         parts.append(part)
     split = share if isinstance(share, str) else None
     if split is not None or args.eval_dataset_name:
         for name in args.eval_dataset_name or names:
             own = split or _only_split(name, args.dataset_config)
-            held_out[name] = open_dataset(name, args.dataset_config, own, False)
+            held_out[name] = open_dataset(name, args.dataset_config, own)
     mixed = _mixed([renamed(part, args) for part in parts], args.dataset_weights, seed)
     evaluated = {name: renamed(data, args) for name, data in held_out.items()}
     return Loaded(mixed if train else None, _by_short_name(evaluated))
@@ -76,7 +74,7 @@ def _has_no_config(path: Path) -> bool:
     return path.is_file() or _saved(path)
 
 
-def open_dataset(name: str, config: str | None, split: str, streaming: bool = False) -> Rows:
+def open_dataset(name: str, config: str | None, split: str) -> Dataset:
     """Open one split of a dataset by its name.
 
     Args:
@@ -93,10 +91,10 @@ def open_dataset(name: str, config: str | None, split: str, streaming: bool = Fa
         raise ValueError(f"dataset_name: there is no file or folder {name!r} ({path.absolute()})")
     try:
         if path.is_dir() and _saved(path):
-            return _of_saved(datasets.load_from_disk(str(path)), split, streaming, name)
+            return _of_saved(datasets.load_from_disk(str(path)), split, name)
         if path.is_file():
-            return _of_file(path, kind, split, streaming)
-        return datasets.load_dataset(name, config, split=split, streaming=streaming)
+            return _of_file(path, kind, split)
+        return datasets.load_dataset(name, config, split=split)
     except Exception as error:  # of `datasets`, of the Hub or of a parser
         if isinstance(error, ValueError) and str(error).startswith("dataset_"):
             raise
@@ -112,7 +110,7 @@ def _saved(path: Path) -> bool:
     return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
 
 
-def _of_file(path: Path, kind: str | None, split: str, streaming: bool) -> Rows:
+def _of_file(path: Path, kind: str | None, split: str) -> Dataset:
     if kind is None:
         raise ValueError(
             f"dataset_name {str(path)!r} has an ending that is not known: use one of "
@@ -125,12 +123,10 @@ def _of_file(path: Path, kind: str | None, split: str, streaming: bool) -> Rows:
             f"dataset_name {str(path)!r} is one file, which has no split {base!r}: name another "
             "file in eval_dataset_name, or a share such as 0.05 in dataset_test_split"
         )
-    return datasets.load_dataset(
-        kind, data_files=str(path), split=split, streaming=streaming, **options
-    )
+    return datasets.load_dataset(kind, data_files=str(path), split=split, **options)
 
 
-def _of_saved(saved: Dataset | DatasetDict, split: str, streaming: bool, name: str) -> Rows:
+def _of_saved(saved: Dataset | DatasetDict, split: str, name: str) -> Dataset:
     """Select a split, or a slice of one, of what `save_to_disk` left."""
     base = split.partition("[")[0]
     splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
@@ -141,7 +137,7 @@ def _of_saved(saved: Dataset | DatasetDict, split: str, streaming: bool, name: s
         lengths = {base: len(whole)}
         parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
         whole = whole.select([i for part in parts for i in range(part.from_, part.to)])
-    return whole.to_iterable_dataset() if streaming else whole
+    return whole
 
 
 def _only_split(name: str, config: str | None) -> str:
@@ -175,7 +171,7 @@ def _split_off(data: Dataset, share: float, seed: int, name: str) -> tuple[Datas
     return data.select(kept), data.select(sorted(chosen))
 
 
-def _mixed(parts: Sequence[Rows], weights: Sequence[float] | None, seed: int) -> Rows | None:
+def _mixed(parts: Sequence[Dataset], weights: Sequence[float] | None, seed: int) -> Dataset | None:
     """Mix datasets: one behind another, or drawn by their weights until each was used up once."""
     if len(parts) < 2:
         return parts[0] if parts else None
@@ -195,7 +191,7 @@ def _mixed(parts: Sequence[Rows], weights: Sequence[float] | None, seed: int) ->
         ) from error
 
 
-def _by_short_name(named: Mapping[str, Rows]) -> dict[str, Dataset]:
+def _by_short_name(named: Mapping[str, Dataset]) -> dict[str, Dataset]:
     """Name evaluation sets by the last part of their name; one alone by ""."""
     if len(named) == 1:
         return {"": next(iter(named.values()))}
@@ -206,7 +202,7 @@ def _by_short_name(named: Mapping[str, Rows]) -> dict[str, Dataset]:
     return short
 
 
-def renamed(data: Rows, args: DataConfig) -> Rows:
+def renamed(data: Dataset, args: DataConfig) -> Dataset:
     """Give columns the names that `dataset_columns` maps them to.
 
     Raises:
@@ -215,7 +211,7 @@ def renamed(data: Rows, args: DataConfig) -> Rows:
     wanted = {theirs: ours for ours, theirs in args.dataset_columns.items()}
     if len(wanted) < len(args.dataset_columns):
         raise ValueError("dataset_columns gives two names to one column: name each only once")
-    there = columns_of(data)
+    there = data.column_names
     for theirs in wanted:
         if theirs not in there:
             raise ValueError(
@@ -224,11 +220,6 @@ def renamed(data: Rows, args: DataConfig) -> Rows:
     changed = {theirs: ours for theirs, ours in wanted.items() if theirs != ours}
     hidden = [ours for ours in changed.values() if ours in there and ours not in changed]
     return data.remove_columns(hidden).rename_columns(changed) if changed else data
-
-
-def columns_of(data: Rows) -> list[str]:
-    """Return the names of the columns; of a stream that does not say, those of its first row."""
-    return list(data.column_names or next(iter(data), {}))
 
 
 class PromptMaker(NamedTuple):
@@ -306,7 +297,7 @@ class PromptMaker(NamedTuple):
             ) from error
 
 
-def with_prompts(data: Rows, make: PromptMaker) -> Rows:
+def with_prompts(data: Dataset, make: PromptMaker) -> Dataset:
     """Return a dataset whose column `prompt` is made from each row.
 
     A dataset whose only column is `text`, as of a text file, has its prompts there, if no template
@@ -315,14 +306,12 @@ def with_prompts(data: Rows, make: PromptMaker) -> Rows:
     Raises:
         ValueError: see `PromptMaker`.
     """
-    columns = columns_of(data)
+    columns = data.column_names
     if columns == ["text"] and "text" not in make.names:
         data, columns = data.rename_column("text", "prompt"), ["prompt"]
     make.check(columns)
     if not make.changes or (make.template is None and "prompt" not in columns):
         return data
-    if isinstance(data, IterableDataset):
-        return data.map(lambda row, i: {"prompt": make(row, i)}, with_indices=True)
     prompts = [make(row, number) for number, row in enumerate(data)]
     others = [name for name in columns if name != "prompt"]
     if not others:

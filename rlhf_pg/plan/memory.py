@@ -7,7 +7,6 @@ import os
 from typing import Any, NamedTuple
 
 import torch
-from datasets import IterableDataset
 from peft import PeftConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
@@ -111,8 +110,6 @@ def _longest_prompt(args: PolicyGradientConfig, tokenizer: Any) -> int:
     """Return the tokens of the longest prompt of the data that the config names."""
     task = None if args.task is None else load_task(args.task, args.task_options, args.seed)
     data = made_prompts(named_data(args, task)[0], args, "train_dataset")
-    if isinstance(data, IterableDataset):
-        raise ValueError("a stream has no known longest prompt: set max_prompt_length")
     set_template_arguments(tokenizer, args.chat_template_kwargs)
     return load_prompts(data, tokenizer).longest
 

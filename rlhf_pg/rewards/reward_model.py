@@ -44,7 +44,6 @@ class RewardModel:
         processing_class: its tokenizer; by default the one saved beside the model.
         device: device to compute on; by default where the model is.
         sees_eos: False appends no EOS to a string.
-        closes_truncated: close a chat turn that was cut off, as the template closes any.
         trust_remote_code: run code that comes with a model that is loaded here.
 
     Raises:
@@ -58,10 +57,9 @@ class RewardModel:
         processing_class: PreTrainedTokenizerBase | None = None,
         device: torch.device | str | None = None,
         sees_eos: bool = True,
-        closes_truncated: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
-        self.sees_eos, self.closes_truncated = sees_eos, closes_truncated
+        self.sees_eos = sees_eos
         if isinstance(model, str | PathLike):
             model = _load(model, trust_remote_code)
         self.model = model.to(device or model.device).eval()
@@ -112,7 +110,7 @@ class RewardModel:
         limit = max_positions(self.model)
         eos = self.sees_eos and bool(ended)
         # A limit on turns does not cut the last one off.
-        cut = truncated and not ended and not self.closes_truncated
+        cut = truncated and not ended
         try:
             ids = encode_whole(prompt, completion, self.processing_class, row, eos, cut)
         except ValueError as error:

@@ -64,7 +64,7 @@ class Rewards:
             per function. None stands for the tokenizer saved beside the model.
         device: device of the reward models; None leaves a model where it is.
         environment: an environment pays too, as the last source, "environment".
-        sees_eos, closes_truncated, trust_remote_code: options of reward models made here.
+        sees_eos, trust_remote_code: options of reward models made here.
         options: where functions are called, for how long, and what follows if they fail.
 
     A function gets what its signature names, all columns if it has **kwargs. One that names them
@@ -89,12 +89,11 @@ class Rewards:
         device: torch.device | None = None,
         environment: bool = False,
         sees_eos: bool = True,
-        closes_truncated: bool = False,
         trust_remote_code: bool = False,
         options: CallOptions | None = None,
     ) -> None:
         self.options = options or CallOptions()
-        models = (device, sees_eos, closes_truncated, trust_remote_code)
+        models = (device, sees_eos, trust_remote_code)
         self.sources = sources_of(functions, processing_classes, self.options.workers > 0, *models)
         if not self.sources and not environment:
             raise ValueError(

@@ -50,9 +50,6 @@ def unsuited(
         "the weights are quantized": getattr(model, "is_quantized", False),
         "the adapter changes one end of tied weights": parts_tied_weights(model),
         "vLLM has no float64": args.dtype == "float64",
-        "old_logprobs_source sampler is for what samples from the policy's own weights": (
-            args.old_logprobs_source == "sampler"
-        ),
         "rollout_cache_tokens is set, which is of the native engine": (
             args.rollout_cache_tokens is not None
         ),

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import shown
@@ -13,13 +13,13 @@ from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.data.chat import encode
 from rlhf_pg.data.prompts import as_dataset
-from rlhf_pg.data.sources import PromptMaker, columns_of, load_datasets, with_prompts
+from rlhf_pg.data.sources import PromptMaker, load_datasets, with_prompts
 from rlhf_pg.data.turns import Learnt, encode_turns
 from rlhf_pg.models import about
 
 UNLABELLED = -100  # what the losses of transformers leave out
 
-Rows: TypeAlias = Dataset | IterableDataset | Sequence[Mapping[str, Any]]
+Rows: TypeAlias = Dataset | Sequence[Mapping[str, Any]]
 
 
 class Example(TypedDict):
@@ -159,8 +159,8 @@ def with_system(messages: list[Any], system: str, where: str) -> list[Any]:
 
 def load_examples(
     data: Rows, args: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None, name: str
-) -> list[Example] | IterableDataset:
-    """Make the examples of a dataset; those of a stream are made as they are needed.
+) -> list[Example]:
+    """Make the examples of a dataset.
 
     Args:
         data: columns `prompt` and `completion` (or `answer`), `messages`, or `text`.
@@ -170,15 +170,11 @@ def load_examples(
     Raises:
         ValueError: a column is missing, a row has a fault, or none is left. It names the dataset.
     """
-    if not isinstance(data, Dataset | IterableDataset):
-        with about(name):
-            data = as_dataset(data)
-    columns = columns_of(data)
-    maker = ExampleMaker(tokenizer=tokenizer, args=args, columns=columns, limit=limit)
     try:
+        data = as_dataset(data)
+        columns = data.column_names
+        maker = ExampleMaker(tokenizer=tokenizer, args=args, columns=columns, limit=limit)
         maker.check()
-        if isinstance(data, IterableDataset):
-            return _streamed(data, maker)
         made = [maker(row, number) for number, row in enumerate(data)]
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
@@ -226,19 +222,8 @@ def _prompted(data: Any, args: SupervisedConfig, name: str) -> Any:
     if isinstance(data, list):
         with about(name):
             data = as_dataset(data)
-    if not isinstance(data, Dataset | IterableDataset):
+    if not isinstance(data, Dataset):
         return data  # refused where it is read
-    has_prompts = args.prompt_template is not None or "prompt" in columns_of(data)
+    has_prompts = args.prompt_template is not None or "prompt" in data.column_names
     with about(name):
         return with_prompts(data, PromptMaker.of(args)) if has_prompts else data
-
-
-def _streamed(data: IterableDataset, maker: ExampleMaker) -> IterableDataset:
-    """Return a stream of examples, without those that are left out."""
-
-    def made(row: dict[str, Any], number: int) -> dict[str, list[int]]:
-        example = maker(row, number) or {"input_ids": [], "labels": []}
-        return {key: list(ids) for key, ids in example.items()}  # type: ignore[call-overload]
-
-    examples = data.map(made, with_indices=True, remove_columns=maker.columns)
-    return examples.filter(lambda example: len(example["input_ids"]) > 0)

@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
-from datasets import IterableDataset
 from torch import Tensor, nn
 from transformers import (
     DataCollatorWithFlattening,
@@ -39,8 +38,6 @@ from rlhf_pg.models.assemble import adapter_of
 from rlhf_pg.models.modes import checkpoint_activations
 from rlhf_pg.supervised.examples import UNLABELLED, Example, Rows, load_examples, named_data
 from rlhf_pg.supervised.training import fingerprint, most_tokens, run, training_arguments
-
-Examples: TypeAlias = list[Example] | IterableDataset
 
 # Largest change of packed logits, in their standard deviations, by rounding alone.
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.05}
@@ -89,15 +86,13 @@ def train_sft(
     limit = longest(policy, args.max_length)
     load = partial(load_examples, args=args, tokenizer=tokenizer, limit=limit)
     examples = load(train_dataset, name="train_dataset")
-    held_out: dict[str, Examples] | Examples | None = None
+    held_out: dict[str, list[Example]] | list[Example] | None = None
     if isinstance(eval_dataset, Mapping):
         held_out = {
             name: load(data, name=f"eval_dataset {name}") for name, data in eval_dataset.items()
         }
     elif eval_dataset is not None:
         held_out = load(eval_dataset, name="eval_dataset")
-    if isinstance(examples, IterableDataset):
-        examples = examples.shuffle(seed=args.seed, buffer_size=args.shuffle_buffer_size)
     return fit(args, policy, tokenizer, examples, held_out)
 
 
@@ -136,8 +131,8 @@ def fit(
     args: SFTConfig,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    examples: Examples,
-    held_out: dict[str, Examples] | Examples | None = None,
+    examples: list[Example],
+    held_out: dict[str, list[Example]] | list[Example] | None = None,
     use_cpu: bool = False,
 ) -> dict[str, float]:
     """Train a loaded model on examples, and save it; see `train_sft`.

@@ -72,7 +72,6 @@ def training_arguments(
         disable_tqdm=not sys.stdout.isatty(),
         remove_unused_columns=False,
         dataloader_pin_memory=on_gpu,
-        accelerator_config={"dispatch_batches": False},  # rows of a stream differ in length
         **options,
     )
     if on_gpu:
@@ -121,7 +120,7 @@ def run(
     trainer: Trainer,
     args: SupervisedConfig,
     save: Callable[[Path], None],
-    data: str | None,
+    data: str,
     evaluated: bool = True,
 ) -> dict[str, float]:
     """Train, evaluate and save in `args.output_dir`, which no other run may use meanwhile.
@@ -130,7 +129,7 @@ def run(
 
     Args:
         save: writes the model into a directory; it is called by every process.
-        data: fingerprint of the training data; None for a stream.
+        data: fingerprint of the training data.
         evaluated: whether there is held-out data.
 
     Returns:
@@ -225,10 +224,8 @@ def check_resumed(checkpoint: Path, args: SupervisedConfig, model: str | None) -
             )
 
 
-def fingerprint(rows: Any) -> str | None:
-    """Return the SHA-256 of rows whose values are token ids or numbers; None for a stream."""
-    if not isinstance(rows, list):
-        return None
+def fingerprint(rows: Any) -> str:
+    """Return the SHA-256 of rows whose values are token ids or numbers."""
     digest = hashlib.sha256()
     for row in rows:
         for value in row.values():
@@ -291,5 +288,5 @@ class _Journal(TrainerCallback):  # type: ignore[misc]
 
 
 def most_tokens(rows: Any) -> int:
-    """Return the most tokens of rows that have `input_ids`; 0 for a stream."""
-    return max((len(row["input_ids"]) for row in rows), default=0) if isinstance(rows, list) else 0
+    """Return the most tokens of rows that have `input_ids`."""
+    return max((len(row["input_ids"]) for row in rows), default=0)

@@ -8,14 +8,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 
 from rlhf_pg.boundary.user_modules import PREFIX
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.fields import found
 from rlhf_pg.config.rewards import located
 from rlhf_pg.data.prompts import as_dataset
-from rlhf_pg.data.sources import PromptMaker, Rows, load_datasets, with_prompts
+from rlhf_pg.data.sources import PromptMaker, load_datasets, with_prompts
 from rlhf_pg.rewards.named import PYTHON, describe, named_rewards
 from rlhf_pg.tasks import Task, load_task
 from rlhf_pg.tasks.warm_start import ensure_model
@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
     """The inputs of a run: of a task by name, of datasets and rewards by name, or as given."""
 
     model: Any
-    train_dataset: Any  # a Dataset, an IterableDataset or a list of dicts
+    train_dataset: Any  # a Dataset or a list of dicts
     eval_datasets: dict[str, Any]  # by name; a single one has the name ""
     reward_funcs: list[Any]
     tools: Sequence[Any]
@@ -135,7 +135,9 @@ def _data_to_train_on(
     return given, dict(named)
 
 
-def named_data(args: PolicyGradientConfig, task: Task | None = None) -> tuple[Rows, dict[str, Any]]:
+def named_data(
+    args: PolicyGradientConfig, task: Task | None = None
+) -> tuple[Dataset, dict[str, Any]]:
     """Load the data that a config names: training rows, and evaluation sets by name.
 
     Raises:
@@ -167,11 +169,6 @@ def held_out(args: PolicyGradientConfig, task: Task | None = None) -> dict[str, 
             "a Hub id), or task"
         )
     held = dict(load_datasets(args, args.seed, train=False).eval)
-    if not held and args.streaming:
-        raise ValueError(
-            "nothing is held out, and dataset_name is streamed, so it may have no end: name what "
-            "to evaluate on in eval_dataset_name (--eval_dataset_name)"
-        )
     return held or {"": load_datasets(args, args.seed).train}
 
 
@@ -179,15 +176,9 @@ def made_sets(eval_dataset: Any, args: PolicyGradientConfig) -> dict[str, Any]:
     """Make the prompts of evaluation datasets, by name; a single one has the name "".
 
     Raises:
-        ValueError: one is a stream, or a row does not fit.
+        ValueError: a row does not fit.
     """
     sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
-    for name, data in sets.items():
-        if isinstance(data, IterableDataset):
-            raise ValueError(
-                f"{f'eval_dataset {name}'.rstrip()} is a stream, and every evaluation takes the "
-                "same prompts: give a Dataset, such as Dataset.from_list(list(stream.take(100)))"
-            )
     return {
         name: made_prompts(data, args, f"eval_dataset {name}".rstrip())
         for name, data in sets.items()
@@ -204,7 +195,7 @@ def made_prompts(data: Any, args: PolicyGradientConfig, what: str) -> Any:
     try:
         if isinstance(data, list):
             data = as_dataset(data)
-        if not isinstance(data, Dataset | IterableDataset):
+        if not isinstance(data, Dataset):
             return data  # refused where it is read
         return with_prompts(data, PromptMaker.of(args))
     except ValueError as error:

@@ -46,8 +46,8 @@ class PolicyGradientTrainer(TrainerSetup):
             place of a float, a list with one float or None per token scores steps.
         args: the config; by default that of the algorithm.
         train_dataset: has a column `prompt`, of strings or of lists of chat messages. The other
-            columns go to the reward functions, repeated for every completion. A `Dataset`, an
-            `IterableDataset` or a list of dicts; by default what the config names.
+            columns go to the reward functions, repeated for every completion. A `Dataset` or a
+            list of dicts; by default what the config names.
         eval_dataset: likewise, for `evaluate`; several by name in a dict.
         processing_class: the tokenizer; by default the one saved with the model.
         reward_processing_classes: tokenizers of the reward models: one, or a list with one entry
@@ -153,7 +153,6 @@ class PolicyGradientTrainer(TrainerSetup):
         state.step += 1
         state.prompt_index += batch.num_prompts
         state.num_tokens += tokens
-        self.train_prompts.forget_before(state.prompt_index)
         self.learner.sync_reference(state.step)
         metrics |= batch.metrics | self.collector.episode_metrics([batch.samples])
         metrics |= meter.means(self.runtime.all_reduce_sum(meter.sums())) | meter.seconds

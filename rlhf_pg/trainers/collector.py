@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rlhf_pg.advantages import NEED_GREEDY, group_stats, total_scores
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.data.prompts import PromptOrder, PromptSource
+from rlhf_pg.data import Prompts, PromptSampler
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rewards import Rewards, sum_step_scores
@@ -59,8 +59,8 @@ class Collector:
     """
 
     engine: RolloutEngine
-    prompts: PromptSource
-    order: PromptOrder
+    prompts: Prompts
+    order: PromptSampler
     rewards: Rewards
     shaping: Shaping
     runtime: Runtime
@@ -127,13 +127,12 @@ class Collector:
             for m, minibatch in enumerate(minibatches)
             for index in minibatch[(runtime.rank - m) % runtime.world :: runtime.world]
         )
-        self.prompts.reach(indices.stop - 1)
         rows = self.order.rows(mine)
         return self.sample(self.prompts, rows, mine, args.num_generations, args.temperature)
 
     def sample(
         self,
-        prompts: PromptSource,
+        prompts: Prompts,
         rows: Sequence[int],
         prompt_indices: Sequence[int],
         n: int,

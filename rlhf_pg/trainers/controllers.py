@@ -100,9 +100,7 @@ class Controllers:
                 args.entropy_coef_max,
             )
         if args.kl_adaptive_lr is not None:
-            self.controllers["learning_rate_scale"] = KLAdaptiveRate(
-                args.kl_adaptive_lr, args.kl_adaptive_lr_min, args.kl_adaptive_lr_max
-            )
+            self.controllers["learning_rate_scale"] = KLAdaptiveRate(args.kl_adaptive_lr)
 
     def __getitem__(self, key: str) -> float:
         """Return the coefficient with the name of this config key."""

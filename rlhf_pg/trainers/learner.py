@@ -127,20 +127,15 @@ class Learner:
         The policy's log-probabilities are left out where nothing needs them
         (`needs_old_logprobs`), the reference's without a KL.
         """
-        args, scored = self.args, ModelOutputs()
-        needs_old = args.needs_old_logprobs
-        computes_old = needs_old and args.old_logprobs_source == "policy"
-        self.agreement.begin(waits=not computes_old and not self.policy.drops)
-        if computes_old or self.critic is not None:
+        scored, needs_old = ModelOutputs(), self.args.needs_old_logprobs
+        self.agreement.begin(waits=not needs_old and not self.policy.drops)
+        if needs_old or self.critic is not None:
             scored = self._map_micro_batches(
-                rollout, lambda batch: self._score_own(batch, computes_old)
+                rollout, lambda batch: self._score_own(batch, needs_old)
             )
-        if computes_old:
+        if needs_old:
             assert scored.old_logprobs is not None
             self.agreement.add(rollout, scored.old_logprobs)
-        if needs_old and not computes_old:
-            sampled = torch.where(rollout.action_mask, rollout.sampler_logprobs, 0.0)
-            scored = scored._replace(old_logprobs=sampled)
         if self.reference is not None:
             ask = partial(self.runtime.output, self.reference)
             reference = self._map_micro_batches(
@@ -295,8 +290,6 @@ class Learner:
         args = self.args
         # Counted over the whole update and all ranks, so no split of the rows changes the gradient.
         count = self.runtime.all_reduce_sum(weight_count(minibatch.action_mask, args.aggregation))
-        if args.skip_zero_advantages:
-            minibatch = minibatch.select(_rows_with_advantage(minibatch))
         micro_batches = list(self.micro_batches(minibatch))
         router_loss = self._router_loss(micro_batches)
         nll = self._positive_nll(minibatch)
@@ -412,8 +405,3 @@ class Learner:
             yield rows, batch.select(rows)
         for _ in range(count - len(chunks)):
             yield None, batch.blank_row()
-
-
-def _rows_with_advantage(batch: Experience) -> Tensor:
-    """Return the indices of the rows with a nonzero advantage: the others have no gradient."""
-    return ((batch.advantages != 0) & batch.action_mask).any(1).nonzero().squeeze(1)

@@ -33,21 +33,19 @@ def optimizer_and_schedule(
     """
     if given[1] is not None and args.kl_adaptive_lr is not None:
         raise ValueError("kl_adaptive_lr would scale a scheduler of your own: leave one out")
-    keys = args.critic_options.schedule_keys if args.critic_options else ()
-    if given != (None, None) and keys:
+    if given != (None, None) and args.policy_frozen_until > 0:
         raise ValueError(
-            f"{keys[0]} is for the optimizer and the schedule that the "
-            "trainer makes: leave it out, or optimizers"
+            "value_pretraining_steps is for the optimizer and the schedule that the trainer makes: "
+            "leave it out, or optimizers"
         )
     optimizer = given[0] or _adamw(policy, critic, args)
     _check_complete(optimizer, policy, critic)
     if given[1] is not None:
         return optimizer, given[1]
-    options = args.critic_options
-    if given[0] is not None or critic is None or options is None:
+    if given[0] is not None or critic is None:
         warmup = args.warmup_steps
         return optimizer, get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_steps)
-    return optimizer, _schedule(optimizer, critic, args, options.warmup_steps, total_steps)
+    return optimizer, _schedule(optimizer, critic, args, total_steps)
 
 
 def group_of(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -94,13 +92,12 @@ def _schedule(
     optimizer: Optimizer,
     critic: Critic,
     args: PolicyGradientConfig,
-    warmup: int,
     total_steps: int,
 ) -> LambdaLR:
     """Schedule the critic from the first step, the policy after `policy_frozen_until` steps."""
     alone = args.policy_frozen_until
-    later = _rates(args, args.warmup_steps, max(1, total_steps - alone))
-    value = _rates(args, warmup, total_steps)
+    later = _rates(args, max(1, total_steps - alone))
+    value = _rates(args, total_steps)
 
     def policy(step: int) -> float:
         return 0.0 if step < alone else later(step - alone)
@@ -110,10 +107,10 @@ def _schedule(
     return LambdaLR(optimizer, [value if own else policy for own in is_critic])
 
 
-def _rates(args: PolicyGradientConfig, warmup_steps: int, steps: int) -> Callable[[int], float]:
+def _rates(args: PolicyGradientConfig, steps: int) -> Callable[[int], float]:
     """Return the schedule `lr_scheduler_type`: from a step to the share of the peak rate."""
     unused = SGD([torch.zeros(())], lr=args.learning_rate)  # transformers asks for an optimizer
-    schedule: Any = get_scheduler(args.lr_scheduler_type, unused, warmup_steps, steps)
+    schedule: Any = get_scheduler(args.lr_scheduler_type, unused, args.warmup_steps, steps)
     rates: Callable[[int], float] = schedule.lr_lambdas[0]
     return rates
 

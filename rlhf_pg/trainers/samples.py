@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.data.chat import whole_turn
-from rlhf_pg.data.prompts import PromptSource
+from rlhf_pg.data.prompts import Prompts
 from rlhf_pg.data.records import Rollout, sample_numbers
 from rlhf_pg.rewards import sum_step_scores
 from rlhf_pg.rewards.judgement import Begun
@@ -157,7 +157,7 @@ class ScoredBatch:
 def sample(
     engine: RolloutEngine,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: PromptSource,
+    prompts: Prompts,
     rows: Sequence[int],
     prompt_indices: Sequence[int],
     n: int,
@@ -245,7 +245,7 @@ def _by_prompt(
     return add
 
 
-def columns_of(prompts: PromptSource, rows: Sequence[int]) -> dict[str, list[Any]]:
+def columns_of(prompts: Prompts, rows: Sequence[int]) -> dict[str, list[Any]]:
     """Return the dataset's other columns, with an entry for each of the rows."""
     columns = prompts.columns(rows)
     columns.pop("prompt", None)

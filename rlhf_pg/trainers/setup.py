@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import math
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -211,7 +210,6 @@ class TrainerSetup(TrainingLoop):
             self.runtime.device,
             environment,
             args.reward_model_sees_eos,
-            args.reward_model_closes_truncated,
             args.trust_remote_code,
             CallOptions(
                 workers=args.reward_workers,
@@ -357,7 +355,7 @@ class TrainerSetup(TrainingLoop):
         """Describe in one line what is trained and how, and in one each where rewards come from."""
         trained = (
             f"{type(self).__name__}: {self.runtime.describe()}; {self.learner.size}; "
-            f"{self.train_prompts.size or 'streamed'} prompts, {self.total_steps} steps; "
+            f"{len(self.train_prompts)} prompts, {self.total_steps} steps; "
             f"rollout_engine {self.engine_name} ({self.why_engine})"
         )
         return "\n".join([trained, *self._said])
@@ -374,7 +372,7 @@ class TrainerSetup(TrainingLoop):
 
     def _first_prompts(self) -> list[list[int]]:
         """Return the tokens of the first prompts of the data."""
-        return self.train_prompts.encoded(range(min(8, self.train_prompts.size or 8)))
+        return self.train_prompts.encoded(range(min(8, len(self.train_prompts))))
 
     def _config(self) -> dict[str, Any]:
         return dataclasses.asdict(self.resolved_args()) | {"algorithm": self.algorithm}
@@ -426,7 +424,7 @@ class TrainerSetup(TrainingLoop):
     def _progress(self) -> TrainerState:
         """Return the progress of the run, which reward functions may ask for."""
         return TrainerState(
-            epoch=self.state.prompt_index / (self.train_prompts.size or math.inf),
+            epoch=self.state.prompt_index / len(self.train_prompts),
             global_step=self.state.step,
             max_steps=self.total_steps,
         )

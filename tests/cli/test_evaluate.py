@@ -109,14 +109,6 @@ def test_value_with_the_name_of_a_key_is_none(model_path, tmp_path, data) -> Non
         assert evaluated(tmp_path, recipe, "--run_name", name)["prompts"] == {"": 4}
 
 
-def test_streamed_data_are_not_evaluated_on_unless_named(
-    model_path, tmp_path, data, capsys
-) -> None:
-    recipe = recipe_of(tmp_path, model_path, data, streaming=True, reward_funcs="exact")
-    assert "--eval_dataset_name" in refused(capsys, recipe)
-    assert evaluated(tmp_path, recipe, "--dataset_name", data)["prompts"] == {"": 9}
-
-
 def test_prompts_of_training_are_called_so(make, tmp_path, data, capsys) -> None:
     recipe = ["--dataset_name", data, "--reward_funcs", f"{tmp_path / 'my_rewards.py'}:digits"]
     keys = {"dataset_name": data, "max_steps": 1, "train_dataset": None}

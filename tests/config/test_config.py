@@ -30,7 +30,6 @@ each_config = pytest.mark.parametrize("config", CONFIGS)
 
 # key: (values just inside the range, values just outside it)
 DATA = {
-    "shuffle_buffer_size": ([1], [0]),
     "dataset_test_split": ([0.001, 0.999, "test", None], [0.0, 1.0, -0.1, NAN]),
 }
 LORA = {
@@ -104,8 +103,6 @@ RANGES = {
     "kl_target": ([1e-3], [0.0, -1.0, NAN]),
     "kl_horizon": ([1], [0]),
     "kl_adaptive_lr": ([1e-3, None], [0.0, -1.0, NAN]),
-    "kl_adaptive_lr_min": ([1e-3, 1.0], [0.0, -1.0, 1.001, NAN]),
-    "kl_adaptive_lr_max": ([1.0, 1e3], [0.999, NAN]),
     "ref_model_sync_steps": ([1], [0]),
     "ref_model_mixup_alpha": ([1e-3, 1.0], [0.0, 1.001, NAN]),
     "vllm_gpu_memory_utilization": ([1e-3, 1.0], [0.0, 1.001, NAN]),
@@ -126,7 +123,6 @@ OF_ONE = {
         "lam_alpha": ([1e-3, None], [0.0, -1.0, NAN]),
         "value_lam": ([0.0, 1.0, None], [-1e-3, 1.001, NAN]),
         "n_steps": ([1, None], [0]),
-        "value_warmup_steps": ([0, None], [-1]),
         "value_pretraining_steps": ([0], [-1]),
         "value_iterations": ([0], [-1]),
     },
@@ -236,8 +232,6 @@ def test_number_at_range_edge_is_accepted(config, key, value):
         "kl_target": moving,
         "kl_horizon": moving | {"prompts_per_step": 1, "num_generations": 4},
         "positive_nll_threshold": {"positive_nll_coef": 0.1},
-        "kl_adaptive_lr_min": {"kl_adaptive_lr": 0.1},
-        "kl_adaptive_lr_max": {"kl_adaptive_lr": 0.1},
         "ref_model_sync_steps": following,
         "ref_model_mixup_alpha": following,
         "vllm_server_timeout": {"rollout_engine": "vllm_server"},
@@ -334,16 +328,6 @@ def test_unsuitable_advantages_for_sequence_loss_raise(config, options, said):
         (GRPOConfig, {"top_k": 50}, 'top_k 50 .* truncated_sampling to "ignore"'),
         (PPOConfig, {"top_p": 0.9}, "top_p 0.9 .* leave top_p out"),
         (RLOOConfig, {"min_p": 0.1}, "min_p 0.1 leaves tokens out"),
-        (
-            GRPOConfig,
-            {"old_logprobs_source": "sampler", "rollout_engine": "vllm"},
-            "old_logprobs_source is .* whose weights are a copy",
-        ),
-        (
-            GRPOConfig,
-            {"old_logprobs_source": "sampler", "sampler_correction": "token_mask"},
-            "sampler_correction would compare the sampler with itself",
-        ),
         (GRPOConfig, {"truncated_sampling": "ignore"}, "no effect without top_k, top_p"),
         (GRPOConfig, {"eval_success_threshold": 0.5}, "set num_generations_eval above 1"),
         (GRPOConfig, {"stop": ["a", ""]}, "stop must not hold an empty string"),
@@ -375,7 +359,6 @@ def test_harmful_option_combination_raises(config, options, said):
         ({"rollout_engine": "vllm", "sampler_clip_max": 2.0}, "token_truncate"),
         ({"rollout_engine": "vllm_server"}, "token_truncate"),
         ({"rollout_engine": "vllm", "sampler_correction": "none"}, "none"),
-        ({"old_logprobs_source": "sampler", "sampler_correction": "none"}, "none"),
     ],
 )
 def test_off_policy_sampler_is_corrected_by_default(options, correction):
@@ -572,7 +555,6 @@ dataset_config: main
 dataset_train_split: train[:100]
 dataset_columns: {prompt: question}
 dataset_test_split: test
-streaming: true
 prompt_template: "{question}"
 system_prompt: Be brief.
 reward_funcs: [exact, format]
@@ -814,7 +796,6 @@ OTHER_DATA = {
     "dataset_test_split": 0.1,
     "dataset_weights": (1.0, 2.0),
     "dataset_columns": {"prompt": "question: no", "answer": "a # b"},
-    "shuffle_buffer_size": 9,
     "prompt_template": "Q: {question}\n",
     "system_prompt": "Be --brief",
     "apply_chat_template": True,
@@ -836,11 +817,10 @@ DATA_APART = [
         "model_init_kwargs": {"revision": "v1", "rope_theta": 1e6},
     },
     {"task": "reasoning_gym:chain_sum", "task_options": {"min_terms": 2}},
-    {"dataset_name": "org/data", "streaming": True, "eval_dataset_name": "org/other"},
+    {"dataset_name": "org/data", "eval_dataset_name": "org/other"},
 ]
 OTHER_VALUES = {
     "reward_model_sees_eos": False,
-    "reward_model_closes_truncated": True,
     "model_name_or_path": "org/model-0.5B",
     **OTHER_DATA,
     "reward_workers": 2,
@@ -938,8 +918,6 @@ OTHER_VALUES = {
     "kl_target": 3.0,
     "kl_horizon": 500,
     "kl_adaptive_lr": 0.01,
-    "kl_adaptive_lr_min": 0.5,
-    "kl_adaptive_lr_max": 2.0,
     "sync_ref_model": True,
     "ref_model_sync_steps": 3,
     "ref_model_mixup_alpha": 0.5,
@@ -970,7 +948,7 @@ OTHER_SUPERVISED = {
     "report_to": ("tensorboard", "trackio"),
     "run_name": "third: try",
 }
-REFUSED_BY_REWARD_MODEL = {"load_in_4bit", "save_merged", "streaming"}
+REFUSED_BY_REWARD_MODEL = {"load_in_4bit", "save_merged"}
 OTHERS = {
     GRPOConfig: OTHER_VALUES | {"scale_rewards": "none", "advantage_estimator": "group_normalized"},
     RLOOConfig: OTHER_VALUES | {"kl_placement": "loss"},
@@ -985,7 +963,6 @@ OTHERS = {
         "value_lam": 1.0,
         "bootstrap_truncated": True,
         "value_model_name_or_path": "org/reward-model",
-        "value_warmup_steps": 7,
         "value_pretraining_steps": 5,
         "value_iterations": 2,
         "normalize_values": True,
@@ -1034,7 +1011,6 @@ APART = [
     {"push_to_hub": True, "hub_model_id": "me/model", "hub_private_repo": True},
     {"reward_squash": "sigmoid"},
     {"router_aux_loss_coef": 0.01},
-    {"old_logprobs_source": "sampler"},
     {
         "rollout_engine": "vllm",
         "vllm_gpu_memory_utilization": 0.5,
@@ -1053,7 +1029,6 @@ APART = [
 BY_RETURNS = {
     "advantage_estimator": "returns",
     "whiten_rewards": True,
-    "skip_zero_advantages": True,
 }
 
 OF_ROWS = {
@@ -1100,7 +1075,7 @@ def test_dumped_config_parses_back_to_itself(config, tmp_path):
 @each_config
 def test_dump_test_covers_every_variable_key(config):
     default, others = dataclasses.asdict(config()), OTHERS[config]
-    with_one_value = {"algorithm", "critic", "skip_zero_advantages"}
+    with_one_value = {"algorithm", "critic"}
     with_one_value |= {"importance_sampling_level"}  # for PPO
     if config is RewardModelConfig:
         with_one_value |= REFUSED_BY_REWARD_MODEL

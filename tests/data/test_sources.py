@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, DatasetDict
 
 from rlhf_pg.config.data import DataConfig
-from rlhf_pg.data.sources import PromptMaker, load_datasets, renamed, with_prompts
+from rlhf_pg.data.sources import PromptMaker, load_datasets, with_prompts
 
 ROWS = [{"question": f"{i}+1=", "solution": str(i + 1)} for i in range(10)]
 
@@ -93,23 +93,6 @@ def test_mixture_takes_every_row_once_or_goes_by_weights(tmp_path):
     assert set(mixed["question"]) == {"x", *(row["question"] for row in ROWS)}
     assert 0.6 < share < 0.9
     assert load_datasets(weighted, 0).train["question"] == mixed["question"]
-
-
-def test_stream_has_the_same_rows(tmp_path):
-    columns = {"prompt": "question"}
-    stream = loaded(written(tmp_path / "d.jsonl"), streaming=True, dataset_columns=columns).train
-    assert isinstance(stream, IterableDataset)
-    assert [row["prompt"] for row in stream] == [row["question"] for row in ROWS]
-    filled = with_prompts(stream, PromptMaker("{prompt} ({solution})", None, False))
-    assert next(iter(filled))["prompt"] == "0+1= (1)"
-
-
-def test_column_that_comes_later_in_a_stream_is_kept():
-    rows = [{"text": "a", "prompt": "x"}, {"text": "b", "prompt": "y", "hint": "c"}]
-    stream = IterableDataset.from_generator(lambda: iter(rows))
-    named = renamed(stream, DataConfig(dataset_name="x", dataset_columns={"prompt": "text"}))
-    filled = with_prompts(named, PromptMaker("Say {prompt}", None, False))
-    assert list(filled) == [{"prompt": "Say a"}, {"prompt": "Say b", "hint": "c"}]
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ RUNS: dict[str, Run] = {
     ),
     "grpo, float64": Run(options={"dtype": "float64"}),
     "grpo, dynamic sampling": Run(options={"dynamic_sampling_rounds": 2, "stop": ("12",)}),
-    "grpo, small cache": Run(options={"rollout_cache_tokens": 120, "skip_zero_advantages": True}),
+    "grpo, small cache": Run(options={"rollout_cache_tokens": 120}),
     "grpo, sequences": Run(
         options={
             "temperature": 0.7,

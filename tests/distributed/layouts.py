@@ -25,7 +25,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "prompts_per_step": 6,
         "dynamic_sampling_rounds": 2,
         "gradient_checkpointing": True,
-        "skip_zero_advantages": True,
         "beta": 0.0,
         "normalize_rewards": True,
     },

@@ -486,7 +486,6 @@ def test_long_pairs_are_dropped_on_demand(tmp_path, capsys):
             "load_in_4bit is not for .*merged",
         ),
         ({"save_merged": True, "use_peft": True}, "save_merged is not needed"),
-        ({"streaming": True, "max_steps": 1, "dataset_name": "a"}, "streaming is not for a reward"),
     ],
 )
 def test_config_that_no_reward_model_can_have_is_refused(options, message):

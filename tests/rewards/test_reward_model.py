@@ -186,8 +186,6 @@ def test_truncated_chat_turn_is_left_open():
     judge = RewardModel(model, tokenizer)
     assert close(judge(*chats, ended=[True, False, False]), [closed, cut, cut])
     assert close(judge(*chats), [closed] * 3)
-    closing = RewardModel(model, tokenizer, closes_truncated=True)
-    assert close(closing(*chats, ended=[True, False, False]), [closed] * 3)
 
 
 def test_chat_turn_ended_by_stop_string_is_closed():

@@ -36,7 +36,6 @@ def test_plain_gpu_run_allows_vllm():
         ("the installed vLLM is version 0.31.9: use", {"version": "0.31.9"}),
         ("the installed vLLM is version 0.33.0: use", {"version": "0.33.0"}),
         ("vLLM has no float64", {"dtype": "float64"}),
-        ("old_logprobs_source sampler is for", {"old_logprobs_source": "sampler"}),
         ("rollout_cache_tokens is set", {"rollout_cache_tokens": 100}),
         ("raise the temperature to 0.01", {"temperature": 0.009}),
     ],

@@ -1,7 +1,7 @@
 """Which tokens of text and chats are learnt, and what is refused before anything is trained."""
 
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -231,15 +231,6 @@ def test_named_data_make_prompts_and_keep_one_held_out_set(tmp_path):
 def test_text_file_is_no_prompt(tmp_path):
     train, _ = named_data(SFTConfig(apply_chat_template=True), [{"text": "ab"}], None)
     assert train[0] == {"text": "ab"}
-
-
-def test_stream_makes_same_examples(tokenizer):
-    rows = [{"prompt": "ab", "completion": "c" * n} for n in range(1, 6)]
-    stream = IterableDataset.from_generator(lambda: iter(rows))
-    options = {"limit": 6, "long_examples": "drop"}
-    streamed = [learnt(row, tokenizer) for row in examples(stream, tokenizer, **options)]
-    assert streamed == [learnt(row, tokenizer) for row in examples(rows, tokenizer, **options)]
-    assert len(streamed) == 3
 
 
 # -------------------------------------------------------------------------------- what is refused

@@ -260,10 +260,9 @@ def test_resume_is_refused_with_other_data_or_keys(tmp_path):
 @pytest.mark.parametrize(
     "other", [{"dataset_train_split": "other"}, {"prompt_template": "{prompt}!"}]
 )
-def test_stream_is_resumed_on_its_own_data_only(tmp_path, other):
+def test_dataset_by_name_is_resumed_on_its_own_data_only(tmp_path, other):
     checkpoint = tmp_path / "checkpoint-1"
     options = {"output_dir": str(tmp_path), "dataset_name": "a/b", "max_steps": 2}
-    options["streaming"] = True
     dump(SFTConfig(**options), tmp_path / "config.yaml")
     check_resumed(checkpoint, SFTConfig(**options), None)
     with pytest.raises(
@@ -372,7 +371,6 @@ def test_missing_model_is_refused():
         ({"max_steps": 0}, "max_steps must be at least 1, or -1"),
         ({"lora_dropout": 0.1, "use_peft": True}, "lora_dropout needs disable_dropout: false"),
         ({"assistant_only_loss": True, "completion_only_loss": False}, "assistant_only_loss"),
-        ({"streaming": True, "dataset_name": "a/b"}, "streaming needs max_steps"),
     ],
 )
 def test_config_that_contradicts_itself_is_refused(options, message):

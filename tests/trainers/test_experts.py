@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlhf_pg import GRPOConfig, GRPOTrainer, PPOTrainer
+from rlhf_pg import GRPOTrainer, PPOTrainer
 from rlhf_pg.models.experts import Balance
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.tasks import arithmetic
@@ -114,11 +114,6 @@ def test_aux_loss_training_balances_experts(tmp_path):
     trainer.trackers.log = lambda line: losses.append(line["aux_loss"])
     trainer.train()
     assert losses[-1] < losses[0] - 0.1
-
-
-def test_skip_zero_advantages_is_refused():
-    with pytest.raises(ValueError, match="would skip the loss of the routers too"):
-        GRPOConfig(router_aux_loss_coef=0.1, skip_zero_advantages=True)
 
 
 def test_empty_update_has_zero_aux_loss():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlhf_pg import GRPOConfig, GRPOTrainer, PPOTrainer
+from rlhf_pg import GRPOTrainer, PPOTrainer
 from rlhf_pg.report.metrics import Meter
 from tests.enumeration import (
     COMPLETIONS,
@@ -75,8 +75,3 @@ def test_metrics_report_auxiliary_loss(tmp_path):
     ]
     tokens = torch.cat([log_p for score, log_p in right if score > 0.55])
     assert meter.means(meter.sums())["positive_nll"] == pytest.approx(-tokens.mean().item())
-
-
-def test_skip_zero_advantages_is_refused():
-    with pytest.raises(ValueError, match="would skip the likelihood of right completions too"):
-        GRPOConfig(positive_nll_coef=0.1, skip_zero_advantages=True)

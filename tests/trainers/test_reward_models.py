@@ -60,11 +60,9 @@ def test_zero_weight_reward_leaves_weights_unchanged(make, judge_path):
 
 
 def test_reward_model_options_come_from_config(make, judge_path):
-    options = {"reward_model_sees_eos": False, "reward_model_closes_truncated": True}
-    [judge] = make(reward_funcs=judge_path, **options).rewards.functions
-    assert (judge.sees_eos, judge.closes_truncated) == (False, True)
-    [judge] = make(reward_funcs=judge_path).rewards.functions
-    assert (judge.sees_eos, judge.closes_truncated) == (True, False)
+    for sees_eos in (False, True):
+        trainer = make(reward_funcs=judge_path, reward_model_sees_eos=sees_eos)
+        assert trainer.rewards.functions[0].sees_eos == sees_eos
 
 
 def test_reward_processing_classes_set_reward_tokenizer(make, judge_path):

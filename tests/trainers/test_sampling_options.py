@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
-from rlhf_pg.config import GRPOConfig, PPOConfig
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.trainers import PolicyGradientTrainer
@@ -177,7 +176,7 @@ def test_step_of_masked_completions_leaves_weights_unchanged(
         assert line["completions/clipped_ratio"] == 1.0
 
 
-# ------------------------------------------------------------------------ skip_zero_advantages
+# ------------------------------------------------------------------------------ greedy baseline
 
 
 def forwarded(trainer: PolicyGradientTrainer) -> list[int]:
@@ -186,97 +185,6 @@ def forwarded(trainer: PolicyGradientTrainer) -> list[int]:
     trainer.learner.module.register_forward_pre_hook(lambda _, args: rows.append(args[0].num_rows))
     return rows
 
-
-# The second group has equal scores; with RLOO the last row of the first is at the others' mean.
-DULL = [(A, EOS), (A, B), (EOS,), (B, EOS), (B, EOS), (B, EOS)]
-
-
-@pytest.mark.parametrize("micro_batch_tokens", [5, 12, 100])
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
-def test_skip_zero_advantages_leaves_gradient_unchanged(
-    aggregation: str, micro_batch_tokens: int, tmp_path: Path
-) -> None:
-    gradients, losses, rows = {}, {}, {}
-    for skip in (False, True):
-        trainer = make_trainer(
-            GRPOTrainer,
-            tmp_path,
-            prompts=TWO,
-            num_generations=3,
-            aggregation=aggregation,
-            micro_batch_tokens=micro_batch_tokens,
-            skip_zero_advantages=skip,
-        )
-        rows[skip] = forwarded(trainer)
-        gradients[skip] = gradient_of(trainer, DULL)
-        meter = Meter()
-        scored = trainer.collector.collect(trainer.state.prompt_index, Meter())
-        samples, scores = scored.samples, scored.scores
-        trainer.learner.accumulate(
-            trainer.make_experience(samples.rollout, scores, Meter())[0], meter
-        )
-        losses[skip] = meter.means(meter.sums())["loss"]
-    assert_close(gradients[True], gradients[False])
-    assert losses[True] == pytest.approx(losses[False], rel=1e-12)
-    assert (sum(rows[False]), sum(rows[True])) == (2 * 6, 2 * 3)
-
-
-def test_skipped_step_of_zero_advantages_still_steps_optimizer(tmp_path: Path) -> None:
-    """Momentum and weight decay go on through it, on one blank row."""
-    ends = {}
-    for skip in (False, True):
-        trainer = make_trainer(
-            GRPOTrainer,
-            tmp_path / str(skip),
-            prompts=TWO,
-            num_generations=3,
-            max_steps=3,
-            learning_rate=0.01,
-            weight_decay=0.1,
-            lr_scheduler_type="constant",
-            skip_zero_advantages=skip,
-            reward=EveryOther(),
-        )
-        say(trainer, SAYS)
-        rows = forwarded(trainer)
-        trainer.train()
-        ends[skip] = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-    assert rows == [6, 1, 6]
-    assert_close(ends[True], ends[False], rel=1e-9)
-    lines = read(tmp_path / "True" / "metrics.jsonl")
-    assert [line["grad_norm"] > 0 for line in lines] == [True, False, True]
-    assert lines[1]["loss"] == 0.0
-
-
-class EveryOther:
-    """The listed scores, and every other time the same score for all."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, prompts: list[str], completion_ids: list[list[int]], **_: Any):
-        self.calls += 1
-        if self.calls % 2 == 0:
-            return [1.0] * len(prompts)
-        return enumeration.score(prompts, completion_ids)
-
-
-@pytest.mark.parametrize(
-    ("config", "options", "other"),
-    [
-        (GRPOConfig, {"entropy_coef": 0.1}, "entropy bonus"),
-        (GRPOConfig, {"beta": 0.1}, "KL in the loss"),
-        (PPOConfig, {}, "critic"),
-        (GRPOConfig, {"policy_loss": "kl_penalty", "num_iterations": 2}, "'kl_penalty'"),
-    ],
-)
-def test_skip_zero_advantages_with_other_gradient_is_refused(config, options, other) -> None:
-    assert config(**options)
-    with pytest.raises(ValueError, match=f"skip_zero_advantages would skip .*{other}"):
-        config(skip_zero_advantages=True, **options)
-
-
-# ------------------------------------------------------------------------------ greedy baseline
 
 REMAX: dict[str, Any] = {"advantage_estimator": "returns_minus_greedy"}
 
@@ -451,7 +359,7 @@ def test_resumed_run_matches_uninterrupted_run(options, make: Callable, tmp_path
 def test_number_of_micro_batches_is_agreed_before_first_forward(tmp_path, monkeypatch) -> None:
     """A forward pass may wait for the other processes, and they for the number."""
     trainer = make_trainer(GRPOTrainer, tmp_path, prompts=TWO, num_generations=3)
-    trainer.engine.says = DULL
+    trainer.engine.says = [(A, EOS), (A, B), (EOS,), (B, EOS), (B, EOS), (B, EOS)]
     order: list[str] = []
 
     def most(x: int) -> int:

@@ -1,7 +1,6 @@
 """What one step hands from sampling to scoring to the update."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -84,21 +83,6 @@ def test_old_logprobs_are_scored_only_for_several_updates(make, iterations, is_s
 def test_trainer_init_emits_no_future_warning(make, recwarn) -> None:
     make()
     assert not [w for w in recwarn if w.category is FutureWarning]
-
-
-@pytest.mark.parametrize("trainer_type", [RLOOTrainer, PPOTrainer])
-def test_sampler_old_logprobs_skip_policy_pass(make, trainer_type) -> None:
-    """It has the same weights, and so the same log-probabilities before the update."""
-    options = {"dtype": "float64", "num_iterations": 2, "beta": 0.1}
-    trainer = make(trainer_type, old_logprobs_source="sampler", **options)
-    rollout = trainer.roll_out(range(4)).rollout
-    computed = make(trainer_type, **options).learner.score(rollout)
-    heads: list[Any] = []
-    trainer.model.get_output_embeddings().register_forward_hook(lambda *_: heads.append(1))
-    scored = trainer.learner.score(rollout)
-    assert not heads
-    assert not scored.old_logprobs[~rollout.action_mask].any()
-    torch.testing.assert_close(scored, computed, rtol=0, atol=1e-5)
 
 
 def test_kl_in_reward_is_not_in_loss(make) -> None:

@@ -17,13 +17,12 @@ def test_unknown_task_is_refused(name) -> None:
 @pytest.mark.parametrize("library", ["verifiers", "openenv"])
 def test_missing_library_is_named_with_remedy(monkeypatch, library) -> None:
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ValueError, match=f'{library} is not installed: pip install "{library}'):
+    with pytest.raises(ValueError, match=f'pip install "{library}'):
         load_task(f"{library}:http://127.0.0.1:1")
 
 
 def test_verifiers_without_environments_of_modules_is_refused(monkeypatch) -> None:
     newer = ModuleType("verifiers")
-    newer.__version__ = "0.4.0"
     monkeypatch.setitem(sys.modules, "verifiers", newer)
-    with pytest.raises(ValueError, match=r"verifiers 0\.4\.0 has no environments with load_env"):
+    with pytest.raises(ValueError, match='pip install "verifiers'):
         load_task("verifiers:a")

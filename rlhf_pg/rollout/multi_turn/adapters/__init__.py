@@ -1,18 +1,14 @@
 """Adapters of other libraries: `load_task` for verifiers and OpenEnv, `TrlEnvironments`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from rlhf_pg.boundary.quoted import shown
-from rlhf_pg.rollout.multi_turn.adapters.of_openenv import load_openenv
 from rlhf_pg.rollout.multi_turn.adapters.of_trl import TrlEnvironments as TrlEnvironments
-from rlhf_pg.rollout.multi_turn.adapters.of_verifiers import load_verifiers
 from rlhf_pg.rollout.multi_turn.adapters.task import AdaptedTask as AdaptedTask
 
-LOADERS: dict[str, Callable[[str, Mapping[str, Any], int], AdaptedTask]] = {
-    "verifiers": load_verifiers,
-    "openenv": load_openenv,
-}
+VERSIONS = {"verifiers": ">=0.3,<0.4", "openenv": ">=0.10"}
 
 
 def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 0) -> AdaptedTask:
@@ -21,13 +17,19 @@ def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 0
     Args:
         name: `verifiers:ENV_ID`, an installed environment of `verifiers`; or `openenv:URL`, where
             an environment server of OpenEnv answers.
-        options: arguments of the environment's `load_environment`, or those of `load_openenv`.
+        options: arguments of the environment's `load_environment`, or `of_openenv.OPTIONS`.
         seed: of what is drawn at random.
 
     Raises:
         ValueError: the library is unknown or not installed, or the task cannot be loaded.
     """
     library, colon, rest = name.partition(":")
-    if library not in LOADERS or not colon or not rest:
+    if library not in VERSIONS or not colon or not rest:
         raise ValueError(f"there is no task {shown(name)}: give verifiers:ENV_ID or openenv:URL")
-    return LOADERS[library](rest, options or {}, seed)
+    try:
+        adapter = import_module(f"{__name__}.of_{library}")
+    except ImportError as error:
+        wanted = f'pip install "{library}{VERSIONS[library]}"'
+        raise ValueError(f"{library} is not installed, or another version: {wanted}") from error
+    task: AdaptedTask = adapter.load(rest, options or {}, seed)
+    return task
