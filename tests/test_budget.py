@@ -27,18 +27,18 @@ BUDGETS = {
 }
 # Wings that are over their budget, with what they have today: a number here only goes down.
 TODAY = {
-    "config": 3995,
-    "data": 1736,
-    "models": 2777,
-    "rollout": 4088,
-    "rewards": 5062,
-    "trainers": 4095,
-    "runtime": 1576,
-    "checkpoint": 897,
+    "config": 3937,
+    "data": 1516,
+    "models": 2770,
+    "rollout": 3891,
+    "rewards": 5059,
+    "trainers": 4032,
+    "runtime": 1534,
+    "checkpoint": 877,
     "report": 1913,
-    "plan": 535,
-    "tasks": 1269,
-    "boundary": 860,
+    "plan": 532,
+    "tasks": 1260,
+    "boundary": 779,
 }
 SCRIPTS = ("report/page/*.[jc]s*", 800)
 
