@@ -15,7 +15,7 @@ PURE_TESTS := $(addprefix tests/,advantages losses data/test_records.py data/tes
 	report/test_pass_at_k.py rewards/test_scores.py $(addprefix test_,$(addsuffix .py,\
 	masking kl controllers running_stats rng)))
 
-.PHONY: help demo preference soak test test-fast pretend test-device test-device-slow test-distributed test-faults test-slow test-vllm test-tasks \
+.PHONY: help demo preference test test-fast pretend test-device test-device-slow test-distributed test-faults test-slow test-vllm test-tasks \
 	device-mutants \
 	coverage mutants docs lint format clean
 
@@ -56,9 +56,6 @@ test-faults: $(VENV)/.installed  ## every fault of docs/reliability.md, injected
 
 test-slow: $(VENV)/.installed  ## the slow tests too
 	$(BIN)/pytest -m "not distributed and not vllm and not tasks"
-
-soak: $(VENV)/.installed  ## an hour in which a run is killed again and again
-	PYTHONPATH=. $(BIN)/python -m tests.faults.soak --steps 24000 --kills 45
 
 $(VLLM)/.installed: pyproject.toml
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)

@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from rlhf_pg.boundary import launcher as launcher  # before what takes seconds
-
 if TYPE_CHECKING:
     from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
     from rlhf_pg.rollout import Environment, Observation

@@ -27,18 +27,18 @@ BUDGETS = {
 }
 # Wings that are over their budget, with what they have today: a number here only goes down.
 TODAY = {
-    "config": 3994,
-    "data": 1759,
-    "models": 2777,
-    "rollout": 4089,
-    "rewards": 5072,
-    "trainers": 4095,
-    "runtime": 1630,
-    "checkpoint": 1055,
-    "report": 1914,
-    "plan": 535,
-    "tasks": 1271,
-    "boundary": 1269,
+    "config": 3937,
+    "data": 1516,
+    "models": 2770,
+    "rollout": 3891,
+    "rewards": 5059,
+    "trainers": 4032,
+    "runtime": 1534,
+    "checkpoint": 877,
+    "report": 1913,
+    "plan": 532,
+    "tasks": 1260,
+    "boundary": 779,
 }
 SCRIPTS = ("report/page/*.[jc]s*", 800)
 

@@ -14,9 +14,7 @@ MOST = 1 << 26  # bytes of an answer
 FIRST_PAUSE = 1.0  # seconds before the second attempt; twice as long before each further one
 LONGEST_OWN_PAUSE = 60.0  # seconds, where the server asks for none
 LONGEST_PAUSE = 300.0  # seconds, where the server asks for more
-HOPS = 3  # redirects within a server that are followed
 TEMPORARY = (408, 429)  # statuses below 500 after which it is asked again: too late, too many
-SAME_METHOD = (307, 308)  # redirects after which the same is sent again
 
 
 class Unanswered(ValueError):
@@ -28,19 +26,15 @@ class Garbled(Unanswered):
 
 
 class _Failed(Exception):
-    """A failure that may be temporary."""
-
-    def __init__(self, what: str, pause: float | None = None) -> None:
-        super().__init__(what)
-        self.pause = pause  # seconds that the server has asked for
+    """A failure that may be temporary, with the seconds to wait if the server says so."""
 
 
 class Asker:
     """A client that posts JSON to one address and reads JSON.
 
     A connection that fails, a late answer and the statuses 408, 429 and 5xx lead to another
-    attempt. Redirects are followed only within the same scheme, host and port. The server is not
-    trusted: errors quote what it says, without the key.
+    attempt. Redirects are not followed. The server is not trusted: errors quote what it says,
+    without the key.
 
     Args:
         url: the address, with its path.
@@ -79,22 +73,25 @@ class Asker:
             Unanswered: the server refuses, sends us elsewhere, or all attempts have failed.
         """
         client, free = self._mine()
-        text = json.dumps(body).encode()
         async with free:
             for attempt in range(self.retries + 1):
+                pause = min(FIRST_PAUSE * 2**attempt, LONGEST_OWN_PAUSE)
                 try:
-                    return self._read(await self._once(client, text))
+                    async with asyncio.timeout(self.timeout):
+                        return await self._once(client, body)
                 except _Failed as failure:
-                    what, asked = str(failure), failure.pause
+                    what, asked = failure.args
+                    pause = pause if asked is None else asked
                 except TimeoutError:
-                    what, asked = f"no answer within {self.timeout:g} s", None
+                    what = f"no answer within {self.timeout:g} s"
                 except httpx2.HTTPError as error:
-                    what, asked = f"no answer ({told(origin(error))})", None
+                    what = f"no answer ({told(origin(error))})"
                 if attempt < self.retries:
-                    own = min(FIRST_PAUSE * 2**attempt, LONGEST_OWN_PAUSE)
-                    await self._pause(own if asked is None else asked)
+                    if pause > LONGEST_PAUSE:
+                        raise self._error(f"asks us to come back in {pause:g} s, which is too long")
+                    await self.pause(pause)
         times = "1 attempt" if self.retries == 0 else f"{self.retries + 1} attempts"
-        raise self._unanswered(f"gave {what}, in {times}")
+        raise self._error(f"gave {what}, in {times}")
 
     def shown(self, answer: Any) -> str:
         """Return a value that the server has answered, for an error, without the key."""
@@ -104,7 +101,7 @@ class Asker:
         """Return the client of the running event loop, to which connections are bound."""
         loop = asyncio.get_running_loop()
         if self._kept is None or self._kept[0] is not loop:
-            headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+            headers = {"Accept-Encoding": "identity"}
             if self._key:
                 headers["Authorization"] = f"Bearer {self._key}"
             client = httpx2.AsyncClient(
@@ -116,55 +113,34 @@ class Asker:
             self._kept = loop, client, asyncio.Semaphore(self.concurrency)
         return self._kept[1], self._kept[2]
 
-    async def _once(self, client: httpx2.AsyncClient, text: bytes) -> bytes:
-        url = httpx2.URL(self.url)
-        async with asyncio.timeout(self.timeout):
-            for _ in range(HOPS + 1):
-                async with client.stream("POST", url, content=text) as answer:
-                    said = await self._body(answer)
-                    if answer.status_code in SAME_METHOD and _stays(url, target := _target(answer)):
-                        url = target
-                        continue
-                    return said if answer.status_code < 300 else self._refused(answer, said)
-        raise self._unanswered(f"sends us on more than {HOPS} times")
-
-    async def _body(self, answer: httpx2.Response) -> bytes:
-        try:
-            return await body_of(answer, self.most)
-        except ValueError as error:
-            raise Garbled(f"{quoted(self.url)} gave an answer too long: {error}") from None
-
-    def _refused(self, answer: httpx2.Response, said: bytes) -> NoReturn:
-        status = answer.status_code
+    async def _once(self, client: httpx2.AsyncClient, body: Any) -> Any:
+        async with client.stream("POST", self.url, json=body) as answer:
+            try:
+                said = await body_of(answer, self.most)
+            except ValueError as error:
+                raise self._error(f"gave an answer too long: {error}", Garbled) from None
+        status, text = answer.status_code, said.decode(errors="replace").strip()
+        if status < 300:
+            try:
+                return json.loads(said, parse_constant=_refuse_constant)
+            except (ValueError, RecursionError):
+                what = f"gave what is not JSON: {self._quoted(text) or 'nothing'}"
+                raise self._error(what, Garbled) from None
         if status < 400:
-            where = quoted(str(_target(answer)))
-            raise self._unanswered(f"sends us elsewhere (status {status}, to {where})")
-        what = f"status {status}: {self._quoted(said) or quoted(answer.reason_phrase)}"
+            where = quoted(answer.headers.get("Location", ""))
+            raise self._error(f"sends us elsewhere (status {status}, to {where})")
+        what = f"status {status}: {self._quoted(text) or quoted(answer.reason_phrase)}"
         if status >= 500 or status in TEMPORARY:
-            raise _Failed(what, _seconds(answer.headers.get("Retry-After", "")))
-        raise self._unanswered(f"refuses with {what}")
+            after = answer.headers.get("Retry-After", "")  # a date is ignored
+            raise _Failed(what, float(after) if after.isascii() and after.isdigit() else None)
+        raise self._error(f"refuses with {what}")
 
-    def _read(self, said: bytes) -> Any:
-        try:
-            return json.loads(said, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError):
-            text = self._quoted(said) or "nothing"
-            raise Garbled(f"{quoted(self.url)} gave what is not JSON: {text}") from None
+    def _error(self, what: str, kind: type[Unanswered] = Unanswered) -> Unanswered:
+        return kind(self._hidden(f"{quoted(self.url)} {what}"))
 
-    async def _pause(self, seconds: float) -> None:
-        if seconds > LONGEST_PAUSE:
-            raise self._unanswered(
-                f"asks us to come back in {seconds:g} s, and {LONGEST_PAUSE:g} s is the longest "
-                "that is waited"
-            )
-        await self.pause(seconds)
-
-    def _unanswered(self, what: str) -> Unanswered:
-        return Unanswered(self._hidden(f"{quoted(self.url)} {what}"))
-
-    def _quoted(self, said: bytes) -> str:
+    def _quoted(self, said: str) -> str:
         """Return the start of what the server said, without the key, which it may repeat."""
-        return quoted(self._hidden(said.decode(errors="replace").strip()))
+        return quoted(self._hidden(said))
 
     def _hidden(self, text: str) -> str:
         return text.replace(self._key, "***") if self._key else text
@@ -198,23 +174,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
-
-
-def _target(answer: httpx2.Response) -> httpx2.URL:
-    try:
-        return answer.url.join(answer.headers.get("Location", ""))
-    except (httpx2.InvalidURL, ValueError):
-        return httpx2.URL("")
-
-
-def _stays(url: httpx2.URL, target: httpx2.URL) -> bool:
-    """Return whether a redirect stays with the same server."""
-    return all(getattr(url, part) == getattr(target, part) for part in ("scheme", "host", "port"))
-
-
-def _seconds(text: str) -> float | None:
-    """Return a `Retry-After` in seconds; None for a date, which is ignored."""
-    return float(text) if text.isascii() and text.isdigit() else None
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -1,24 +1,12 @@
-"""The process that started this one.
-
-The package looks before it imports anything else: imports take seconds and loading a model minutes,
-in which a launcher may die.
-"""
+"""The launcher that started this process (`accelerate launch`, torchrun), and its variables."""
 
 import os
 
-# What a launcher tells its processes.
 _PREFIXES = ("ACCELERATE_", "DEEPSPEED_", "FSDP_", "TORCHELASTIC_")
 _RANKS = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
     *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
 }
-_BORN = os.getpid(), os.getppid()
-
-
-def launcher() -> int:
-    """Return the id of the process that started this one, of a fork its parent; it may be gone."""
-    process, parent = _BORN
-    return parent if process == os.getpid() else os.getppid()
 
 
 def without_launcher() -> dict[str, str]:

@@ -9,8 +9,9 @@ _QUERY = re.compile(r"(://[^\s?'\"<>]*\?)[^\s'\"<>]+")
 
 
 def quoted(text: str) -> str:
-    """Return one line of text without control characters, cut at `LONGEST` characters, and without
-    what may be secret in a URL: its user and password, and its query.
+    """Return one line of text without control characters, cut at `LONGEST` characters.
+
+    A URL loses what may be secret in it: user, password and query.
     """
     more = f" ... ({len(text)} characters)" if len(text) > LONGEST else ""
     # Searching this far is enough: a secret cut off here lies beyond what is shown.
@@ -25,20 +26,13 @@ def visible(text: str) -> str:
 
 def shown(value: object, secret: str = "") -> str:
     """Return the `repr` of anything, `quoted`, with *** in place of a secret."""
-    try:
-        text = repr(value)
-        return quoted(text.replace(secret, "***") if secret else text)
-    except Exception as error:
-        return f"a {quoted(type(value).__name__)} whose repr raises {quoted(type(error).__name__)}"
+    text = repr(value)
+    return quoted(text.replace(secret, "***") if secret else text)
 
 
 def told(error: BaseException) -> str:
     """Return an exception's type and message, `quoted`."""
-    kind = type(error).__name__
-    try:
-        return quoted(f"{kind}: {error}")
-    except Exception:
-        return quoted(f"{kind}, whose message cannot be read")
+    return quoted(f"{type(error).__name__}: {error}")
 
 
 def _visible(character: str) -> str:

@@ -1,40 +1,35 @@
-"""Python files and modules of users: found by name, imported, and known by name in a new process.
+"""Python files and modules of users, imported by name.
 
 A file becomes a module with a name of its own, `rlhf_pg_user_<stem>_<hash of its path>`, so that
-two files called `my_rewards.py` do not meet. A finder in `sys.meta_path` knows where these modules
-are. While one is imported, it also finds the files beside it, so that `sys.path` stays as it is.
+two files called `my_rewards.py` do not meet. Its directory goes to the end of `sys.path`, for the
+files beside it.
 """
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import os
+import sys
 import traceback
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
-from rlhf_pg.boundary import user_files
 from rlhf_pg.boundary.quoted import quoted, shown, visible
-from rlhf_pg.boundary.user_code import foreign
-from rlhf_pg.boundary.user_files import PREFIX as PREFIX
-from rlhf_pg.boundary.user_files import finder, searching
-from rlhf_pg.boundary.user_files import install as install
-from rlhf_pg.boundary.user_files import loaded as loaded
-from rlhf_pg.boundary.user_files import module_name as module_name
 from rlhf_pg.config.foreign_keys import nearest
 
+PREFIX = "rlhf_pg_user_"
 MOST_NAMES = 20  # of a module that an error lists
 MOST_LINES = 40  # of a traceback in an error
-OURS = (__file__, user_files.__file__, importlib.__file__)  # frames that an error leaves out
 
 
 def load(name: str) -> Any:
     """Import what a name means: `file.py:name`, `package.module:name` or `package.module.name`.
 
     Args:
-        name: a file, by its path; or a module of the working directory or, with a directory in
-            front (`directory/package.module:name`), of that one, or else an installed one.
+        name: a file, by its path; or an installed module, or one of the working directory or, with
+            a directory in front (`directory/package.module:name`), of that one.
 
     Returns:
         The object of that name.
@@ -44,11 +39,22 @@ def load(name: str) -> Any:
             traceback), it has no such name, or what has the name cannot be called.
     """
     place, attribute = split(name)
-    if place.endswith(".py"):
-        module = _import_file(name, find_file(place, name))
-    else:
-        directory, _, dotted = place.rpartition("/")
-        module = _import_dotted(name, dotted, Path(directory).absolute())
+    file = find_file(place, name) if place.endswith(".py") else None
+    directory, _, dotted = place.rpartition("/")
+    try:
+        if file is not None:
+            module = import_file(file)
+        else:
+            _search(Path(directory).absolute())
+            module = importlib.import_module(dotted)
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if file is not None or not f"{dotted}.".startswith(f"{missing}."):
+            raise _import_error(name, error) from None
+        raise ValueError(
+            f"{quoted(name)}: there is no module {quoted(str(missing))}, neither installed nor in "
+            f"{quoted(str(Path(directory).absolute()))} or beside the recipe"
+        ) from None
     return _callable(name, module, attribute)
 
 
@@ -60,12 +66,10 @@ def split(name: str) -> tuple[str, str]:
     """
     if "://" in name:
         raise ValueError(f"{quoted(name)} is a URL, from which no code is imported: name a file")
-    if name.endswith(".py"):
-        raise ValueError(f"{quoted(name)} names no function: write {quoted(name)}:NAME")
     place, _, attribute = name.rpartition(":" if ":" in name else ".")
     parts = place.rpartition("/")[2].split(".")
     is_module = place.endswith(".py") or all(part.isidentifier() for part in parts)
-    if not is_module or not attribute.isidentifier():
+    if name.endswith(".py") or not is_module or not attribute.isidentifier():
         raise ValueError(
             f"{quoted(name)} names no function: write file.py:NAME or package.module:NAME"
         )
@@ -88,82 +92,67 @@ def find_file(path: str, name: str) -> Path:
     return file
 
 
-# ------------------------------------------------------------------------------------- importing
-
-
-def _import_file(name: str, file: Path) -> ModuleType:
-    own = module_name(file)
-    known = own in finder.files
-    install({own: str(file)})
+def import_file(file: Path) -> ModuleType:
+    """Import a Python file, once, under a name that is the same in every process."""
+    stem = "".join(c if c.isalnum() else "_" for c in file.stem)
+    name = f"{PREFIX}{stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    _search(file.parent)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        return _imported(name, own)
+        spec.loader.exec_module(module)
     except BaseException:
-        if not known:
-            del finder.files[own]
+        del sys.modules[name]
         raise
+    return module
 
 
-def _import_dotted(name: str, module: str, directory: Path) -> ModuleType:
-    install({})
-    try:
-        with searching(directory):
-            return _imported(name, module)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{quoted(name)}: there is no module {quoted(str(error.name))}, neither installed nor "
-            f"in {quoted(str(directory))} or beside the recipe"
-        ) from None
+def loaded() -> dict[str, str]:
+    """Return the file of each module that `import_file` has made, by the module's name."""
+    return {
+        name: str(module.__file__)
+        for name, module in list(sys.modules.items())
+        if name.startswith(PREFIX)
+    }
 
 
-def _imported(name: str, module: str) -> ModuleType:
-    """Import a module.
-
-    Args:
-        name: what the user has written, for the error.
-        module: its dotted name.
-
-    Raises:
-        ModuleNotFoundError: the module itself is not there.
-        ValueError: it fails; the message has the traceback from its own file on.
-    """
+def _search(directory: Path) -> None:
+    """Find modules in a directory, after all that is installed."""
+    if str(directory) not in sys.path:
+        sys.path.append(str(directory))
     importlib.invalidate_caches()
-    with foreign(f"the import of {quoted(name)}"):
-        try:
-            return importlib.import_module(module)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-                raise
-            raise ValueError(
-                f"{quoted(name)} cannot be imported:\n{_own_traceback(error)}"
-            ) from None
 
 
-def _own_traceback(error: BaseException) -> str:
-    """Return an error as Python prints it, without the frames that are ours or of the import."""
-    told = traceback.TracebackException(type(error), error, _own_frames(error.__traceback__))
-    lines = visible("".join(told.format()).rstrip()).split("\n")
-    return "\n".join(lines if len(lines) <= MOST_LINES else ["...", *lines[-MOST_LINES:]])
-
-
-def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    own, kept = [], None
-    while trace is not None:
-        path = trace.tb_frame.f_code.co_filename
-        if path not in OURS and not path.startswith("<frozen importlib"):
-            own.append(trace)
-        trace = trace.tb_next
-    for at in reversed(own):
-        kept = TracebackType(kept, at.tb_frame, at.tb_lasti, at.tb_lineno)
-    return kept
+def _import_error(name: str, error: BaseException) -> ValueError:
+    """Return an error with the traceback of an import, without the frames that are ours."""
+    trace = traceback.TracebackException.from_exception(error)
+    ours = (__file__, importlib.__file__)
+    trace.stack[:] = [
+        frame
+        for frame in trace.stack
+        if frame.filename not in ours and not frame.filename.startswith("<frozen importlib")
+    ]
+    lines = visible("".join(trace.format()).rstrip()).split("\n")
+    lines = lines if len(lines) <= MOST_LINES else ["...", *lines[-MOST_LINES:]]
+    return ValueError("\n".join([f"{quoted(name)} cannot be imported:", *lines]))
 
 
 def _callable(name: str, module: ModuleType, attribute: str) -> Any:
-    try:
-        found = getattr(module, attribute)
-    except AttributeError:
-        raise ValueError(f"{quoted(name)}: {_no_such(module, attribute)}") from None
+    found = getattr(module, attribute, None)
+    if found is None:
+        names = [
+            key
+            for key, value in vars(module).items()
+            if not key.startswith("_") and callable(value) and not inspect.isclass(value)
+        ]
+        raise ValueError(
+            f"{quoted(name)}: it has no function {quoted(attribute)}{nearest(attribute, names)}; "
+            f"functions in it: {', '.join(map(quoted, names[:MOST_NAMES])) or 'none'}"
+        )
     if inspect.isclass(found):
         raise ValueError(
             f"{quoted(name)} is a class: name a function, or an object that the module makes of it"
@@ -171,17 +160,3 @@ def _callable(name: str, module: ModuleType, attribute: str) -> Any:
     if not callable(found):
         raise ValueError(f"{quoted(name)} is {shown(found)}, which cannot be called")
     return found
-
-
-def _no_such(module: ModuleType, attribute: str) -> str:
-    """Return that a module has no such name, the nearest one, and those there are."""
-    names = [key for key, value in vars(module).items() if _is_function(key, value)]
-    there = ", ".join(map(quoted, names[:MOST_NAMES])) or "none"
-    return (
-        f"it has no function {quoted(attribute)}{nearest(attribute, names)}; functions in it: "
-        f"{there}"
-    )
-
-
-def _is_function(name: str, value: Any) -> bool:
-    return not name.startswith("_") and callable(value) and not inspect.isclass(value)

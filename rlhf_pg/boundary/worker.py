@@ -65,17 +65,9 @@ class Log:
         self.metrics.setdefault(str(name), []).append(float(value))
 
 
-def safe_text(value: Any, of: Callable[[Any], str] = repr) -> str:
-    """Return the text of a value, even if making it raises."""
-    try:
-        return of(value)[:LONGEST]
-    except BaseException as error:
-        return f"a {type(value).__name__} whose text raises {type(error).__name__}"
-
-
 def error_text(error: BaseException) -> str:
     """Return an exception's type and message."""
-    return f"{type(error).__name__}: {safe_text(error, str)}"
+    return f"{type(error).__name__}: {error}"[:LONGEST]
 
 
 def write(stream: BinaryIO, message: bytes) -> None:
@@ -108,18 +100,15 @@ def answer(functions: Sequence[Callable[..., Any]], request: bytes) -> dict[str,
         `scores` (or `got`, the text of what is no list), `extra` and `metrics`; or `error`, and
         `last` if the process should not go on.
     """
-    process = os.getpid()
     try:
         number, arguments, logs, count = pickle.loads(request)
         log = Log(count)
         arguments |= {name: getattr(log, name) for name in logs}
         said = _awaited(functions[number](**arguments))
-        return _scores(said) | {"extra": _columns(log.extra), "metrics": log.metrics}
+        extra = {name: [_json(value) for value in values] for name, values in log.extra.items()}
+        return _scores(said) | {"extra": extra, "metrics": log.metrics}
     except BaseException as error:
         return {"error": error_text(error), "last": isinstance(error, MemoryError)}
-    finally:
-        if os.getpid() != process:  # a fork that returned would answer a second time
-            os._exit(1)
 
 
 def _awaited(said: Any) -> Any:
@@ -136,7 +125,7 @@ def _awaited(said: Any) -> Any:
 def _scores(said: Any) -> dict[str, Any]:
     said = plain(said)
     if not isinstance(said, list):
-        return {"got": safe_text(said)}
+        return {"got": repr(said)[:LONGEST]}
     return {"scores": [_score(score) for score in said]}
 
 
@@ -154,7 +143,7 @@ def _number(score: Any) -> Any:
             return float(score)
     except Exception:
         pass
-    return {"shown": safe_text(score)}
+    return {"shown": repr(score)[:LONGEST]}
 
 
 def plain(said: Any) -> Any:
@@ -165,16 +154,12 @@ def plain(said: Any) -> Any:
     return said
 
 
-def _columns(extra: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    return {str(name): [_json(value) for value in values] for name, values in extra.items()}
-
-
 def _json(value: Any) -> Any:
     """Return a value if JSON can hold it, or else its text."""
     try:
         json.dumps(value)
     except Exception:
-        return safe_text(value)
+        return repr(value)[:LONGEST]
     return value
 
 
@@ -200,9 +185,7 @@ def main() -> None:
 def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Take the pipes to the trainer away from functions that read or print."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     return requests, answers
 
@@ -233,8 +216,8 @@ def _loaded(setup: dict[str, Any]) -> tuple[dict[str, Any], list[Callable[..., A
     sys.path[:] = setup["path"]
     functions: list[Callable[..., Any]] = []
     try:
-        if setup["modules"]:
-            _know_files(setup["modules"])
+        for name, file in setup["modules"].items():
+            _import_file(name, file)
         for reference in setup["functions"]:
             functions.append(pickle.loads(reference))
     except BaseException as error:
@@ -242,15 +225,13 @@ def _loaded(setup: dict[str, Any]) -> tuple[dict[str, Any], list[Callable[..., A
     return {"ready": True}, functions
 
 
-def _know_files(modules: dict[str, str]) -> None:
-    """Make users' files importable, without the package that this file belongs to."""
-    file = os.path.join(os.path.dirname(__file__), "user_files.py")
-    spec = importlib.util.spec_from_file_location("_user_files", file)
+def _import_file(name: str, file: str) -> None:
+    """Import a user's file under the name that it has in the trainer."""
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
-    finders = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(finders)
-    finders.install(modules)
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
 
 
 if __name__ == "__main__":

@@ -2,23 +2,18 @@
 
 A checkpoint is a directory that `from_pretrained` reads, with three files beside the model (or its
 adapter): `optimizer.safetensors` (by parameter name), `rng-rank{r}.safetensors` and `state.json`;
-`critic/`, where there is one, and `reference/` where that moves. Nothing is pickled. A manifest
-seals it (`rlhf_pg.checkpoint.atomic`): a run never resumes from a damaged checkpoint.
+`critic/`, where there is one, and `reference/` where that moves. Nothing is pickled. `state.json`
+has the size and hash of every file: a run never resumes from a damaged checkpoint.
 """
 
 import copy
-import hashlib
-import json
 import logging
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -31,11 +26,9 @@ from rlhf_pg.checkpoint.run_dir import make_directory
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.models import load_weights
 from rlhf_pg.rng import restore_rng, rng_tensors
-from rlhf_pg.runtime import DDPBackend, FullWeights, Runtime, State, Writing
+from rlhf_pg.runtime import DDPBackend, FullWeights, Runtime, State
 
 logger = logging.getLogger(__name__)
-
-STATE = "state.json"
 
 
 @dataclass
@@ -85,74 +78,53 @@ class Checkpointer:
         found = self.directory.glob("step-" + "[0-9]" * 8)
         return sorted(int(path.name.removeprefix("step-")) for path in found)
 
-    def save(self, runtime: Runtime, path: Path | None = None) -> Path:
+    def save(self, runtime: Runtime, path: Path | None = None, prunes: bool = True) -> Path:
         """Write a checkpoint, by default under its step; it gets its name when it is complete.
+
+        Args:
+            prunes: remove older checkpoints beyond `limit`; or else the next save does.
 
         Raises:
             OSError: on all processes, it could not be written. Nothing of it remains, and what was
                 there before is unchanged; if only its name could not be synced, all of it remains.
         """
         path = path or self.path()
-        writing, unnamed = Writing(runtime, path), atomic.partial_of(path)
-        writing.main(lambda: atomic.remove_leftovers(self.directory))
-        writing.main(lambda: make_directory(self.directory.parent))  # also if no run has made it
-        writing.main(lambda: atomic.begin(path))
-        self.save_models(writing, unnamed)
-        runtime.barrier()  # fail here if a rank is late
+        save, partial = atomic.Save(runtime, path), atomic.partial_of(path)
+        save.main(lambda: make_directory(self.directory.parent))  # also if no run has made it
+        save.main(lambda: atomic.begin(path))
+        self.save_models(save, partial)
         names = {p: name for name, p in self.parameters.items()}
         tensors = optimizer_tensors(self.trained, names, keep=runtime.is_main)
-        writing.main(lambda: self._save_optimizer(unnamed, tensors))
+        save.main(lambda: _save_tensors(tensors, partial / "optimizer.safetensors"))
         runtime.barrier()  # the directory exists from here on
-        writing.do(lambda: _save_rng(unnamed, runtime.rank))
-        writing.check(undo=lambda: atomic.abandon(path))
-        writing.main(lambda: self._complete(unnamed, path, runtime.world))
-        writing.check(undo=lambda: atomic.abandon(path))
+        save.do(lambda: _save_tensors(rng_tensors(), _rng_file(partial, runtime.rank)))
+        save.check()
+        save.main(lambda: self._publish(path, runtime.world))
+        save.check()
         if path == self.path():
             self.saved = self.state.step
-            if runtime.is_main:
-                self._prune()
+            if runtime.is_main and prunes and self.limit is not None:
+                self._prune(self.limit)
         runtime.barrier()
         return path
 
-    def _save_optimizer(self, unnamed: Path, tensors: dict[str, Tensor]) -> None:
-        """Save the optimizer, and all of the state that is not tensors."""
-        failpoint("save-optimizer")
-        save_file(tensors, unnamed / "optimizer.safetensors")
-        facts = {"fingerprints": self.fingerprints(), "config": self.config}
-        (unnamed / STATE).write_text(json.dumps({**self.numbers(), **facts}, indent=2))
-
-    def _complete(self, unnamed: Path, path: Path, world: int) -> None:
-        """Seal what all processes have written, and give it its name.
+    def _publish(self, path: Path, world: int) -> None:
+        """Give its name to what all processes have written.
 
         Raises:
             OSError: not all of it is visible to this process.
         """
         for rank in range(world):
-            if not _rng_file(unnamed, rank).exists():
+            if not _rng_file(atomic.partial_of(path), rank).exists():
                 raise OSError(f"rank {rank} wrote elsewhere: all processes must share output_dir")
-        config = json.dumps(self.config, sort_keys=True)
-        digest = hashlib.sha256(config.encode()).hexdigest()
-        facts = {"step": self.state.step, "world_size": world, "config_sha256": digest}
-        atomic.seal(unnamed, facts)
-        atomic.publish(path)
+        facts = {"step": self.state.step, "config": self.config, **self.numbers()}
+        atomic.publish(path, facts | {"fingerprints": self.fingerprints()})
 
-    @contextmanager
-    def removing_none(self) -> Iterator[None]:
-        """Save inside without removing older checkpoints, which the next save does."""
-        limit, self.limit = self.limit, None
-        try:
-            yield
-        finally:
-            self.limit = limit
-
-    def _prune(self) -> None:
+    def _prune(self, limit: int) -> None:
         """Remove checkpoints beyond `limit`, once the newest is known to be whole."""
         older = [step for step in self.steps() if step < self.state.step]
-        kept = len(older) if self.limit is None else self.limit - 1
-        doomed = older[: max(0, len(older) - kept)]
-        if not doomed:
-            return
-        reason = atomic.verified(self.path())
+        doomed = older[: max(0, len(older) + 1 - limit)]
+        reason = atomic.verified(self.path()) if doomed else None
         try:
             if reason is not None:
                 raise OSError(f"{self.path()} is not whole: {reason}")
@@ -161,51 +133,23 @@ class Checkpointer:
         except OSError as error:
             logger.warning("older checkpoints were not removed (save_total_limit): %s", error)
 
-    def rehearse(self, runtime: Runtime) -> None:
-        """Save everything but weights, once, in a temporary directory; collective.
+    def _saved_parts(self, final: bool = False) -> Iterator[tuple[str, Any]]:
+        """Yield the parts that are saved by name, without a reference that never moves."""
+        for name, whole in self.parts.items():
+            part: Any = whole.module
+            if name != "reference" or (part.moves and not final):
+                yield name, part
 
-        Raises:
-            ValueError: on all processes, it could not be saved.
-        """
-        failure: Exception | None = None
-        if runtime.is_main:
-            try:
-                with tempfile.TemporaryDirectory(dir=self.directory.parent) as trial:
-                    self._save_configs(Path(trial))
-            except Exception as error:  # transformers and tokenizers raise many kinds
-                failure = error
-        reason = runtime.first_error(f"{type(failure).__name__}: {failure}" if failure else None)
-        if reason is not None:
-            raise ValueError(
-                f"saving the model at the end would fail ({reason}): correct this in the model, "
-                "its tokenizer or the files beside it (generation_config.json)"
-            ) from failure
-
-    def _save_configs(self, path: Path) -> None:
-        model: Any = self.parts["model"].module
-        adapted = isinstance(model, PeftModel)
-        if adapted:
-            model.active_peft_config.save_pretrained(path)
-        if not adapted or self.config.get("save_merged"):
-            bare = model.get_base_model() if adapted else model
-            bare.config.save_pretrained(path)
-            if bare.can_generate():
-                bare.generation_config.save_pretrained(path)
-        self.tokenizer.save_pretrained(path)
-
-    def save_models(self, writing: Writing, path: Path, final: bool = False) -> None:
+    def save_models(self, save: atomic.Save, path: Path, final: bool = False) -> None:
         """Save model (or its adapter), tokenizer and critic, as `from_pretrained` reads them.
 
         Args:
             path: a directory.
             final: leave out a reference that moves, which only a resumed run needs.
         """
-        for name, whole in self.parts.items():
-            part: Any = whole.module
-            if name == "reference" and (final or not part.moves):
-                continue
-            with whole.gathered(writing.runtime.main_host, _saves_adapter(part)):
-                writing.main(partial(self._save_part, name, part, path))
+        for name, part in self._saved_parts(final):
+            with self.parts[name].gathered(save.runtime.main_host, _saves_adapter(part)):
+                save.main(partial(self._save_part, name, part, path))
 
     def _save_part(self, name: str, part: Any, path: Path) -> None:
         if name == "model":
@@ -246,9 +190,10 @@ class Checkpointer:
             ValueError: there is none, it is not whole, or a new run would mix with the checkpoints
                 of another.
         """
+        run = self.directory.parent
         if runtime.is_main:
             for name in ("best", "final"):
-                atomic.recover(self.directory.parent / name)
+                atomic.recover(run / name)
             atomic.recover_all(self.directory)
         runtime.barrier()
         newest = self._newest(runtime)
@@ -256,11 +201,13 @@ class Checkpointer:
             return self.restore(self._newest_whole(newest, runtime), runtime.rank)
         if choice:
             path = Path(str(choice))
-            reason = self._fault(path, runtime)
-            if reason is not None:
+            if (reason := self._fault(path, runtime)) is not None:
+                places = (path, path / "checkpoints", path.parent / "checkpoints")
+                found = [step for place in places for step in sorted(place.glob("step-*"))[-1:]]
+                there = f": {found[0].parent} has {found[0].name}" if found else ""
                 raise ValueError(
                     f"{path} holds no checkpoint that is whole: {reason}. Resume with latest, "
-                    f"which takes the newest whole one, or from another directory{_beside(path)}"
+                    f"which takes the newest whole one, or from another directory{there}"
                 )
             saved = self.restore(path, runtime.rank)
             if newest > self.state.step:
@@ -270,17 +217,14 @@ class Checkpointer:
                     "another output_dir"
                 )
             return saved
-        if newest >= 0 and self.state.step == 0 and not self._ended(newest, runtime):
-            raise ValueError(
-                f"{self.directory.parent} holds the checkpoints of an earlier run: go on with "
-                "it (--resume_from_checkpoint latest), or choose another output_dir"
-            )
+        if newest >= 0 and self.state.step == 0:
+            end = atomic.state(run / "final").get("step", -1) if runtime.is_main else -1
+            if runtime.all_reduce_max(end) < newest:  # it has not come to its end
+                raise ValueError(
+                    f"{run} holds the checkpoints of an earlier run: go on with it "
+                    "(--resume_from_checkpoint latest), or choose another output_dir"
+                )
         return {}
-
-    def _ended(self, newest: int, runtime: Runtime) -> bool:
-        """Return whether the run that saved the checkpoints ended, after the newest; collective."""
-        end = atomic.facts(self.directory.parent / "final").get("step", -1)
-        return bool(runtime.all_reduce_max(int(runtime.is_main and end >= newest)))
 
     def _newest(self, runtime: Runtime, below: int | None = None) -> int:
         """Return the largest step of which any process sees a checkpoint; -1 if there is none."""
@@ -303,25 +247,19 @@ class Checkpointer:
                 return path
             broken.append(f"{path.name} is not whole ({reason})")
             newest = self._newest(runtime, below=newest)
-        if not broken:
-            raise ValueError(f"{self.directory.parent} has no checkpoint to resume from")
         raise ValueError(
-            f"{self.directory} has no whole checkpoint to resume from: {'; '.join(broken)}. Put "
-            "one back from a copy, or begin anew in another output_dir"
+            f"{self.directory} has no whole checkpoint to resume from"
+            + "".join(f"; {reason}" for reason in broken)
         )
 
     def _fault(self, path: Path, runtime: Runtime) -> str | None:
         """Return why not every process can resume from a checkpoint; None if all can. Collective.
 
-        The main process reads all of it; the others check that they see the same manifest.
+        The main process reads all of it; the others compare sizes.
         """
         reason = atomic.verified(path, contents=runtime.is_main)
-        if reason is None and not (path / STATE).is_file():
-            reason = "it is a model alone, as final/ and best/ are, without optimizer and counters"
-        seal = torch.tensor(list(atomic.seal_of(path)), device=runtime.device)
-        everyone, _ = runtime.gather(seal)
-        if reason is None and not seal.equal(everyone[: len(seal)]):
-            reason = f"its {atomic.MANIFEST} is not the one that rank 0 sees"
+        if reason is None and "counters" not in atomic.state(path):
+            reason = "it is a model alone, as final/ is, without optimizer and counters"
         return runtime.first_error(reason)
 
     def restore(self, path: Path, rank: int) -> dict[str, Any]:
@@ -331,29 +269,30 @@ class Checkpointer:
             ValueError: config, model, reference, critic, tokenizer or dataset are not those of the
                 saved run.
         """
-        state = json.loads((path / STATE).read_text())
-        now = self.fingerprints()
+        state = atomic.state(path)
         config = {key: value for key, value in self.config.items() if key not in self.found}
-        counters = asdict(self.state)
-        warnings = compatibility.check(path, state, config, now, self.running, counters)
+        warnings = compatibility.check(
+            path, state, config, self.fingerprints(), self.running, asdict(self.state)
+        )
         for warning in warnings if rank == 0 else ():
             logger.warning("%s %s", path, warning)
-        self._load_models(path)
+        for name, part in self._saved_parts():
+            with self.parts[name].modified(_saves_adapter(part)):
+                if name == "model":
+                    load_weights(part, path)
+                else:
+                    part.restore(path / name)
         self.trained.load_state(stored_state(path / "optimizer.safetensors", self.parameters))
         self.put_back(state)
         self.saved = self.state.step if path.resolve() == self.path().resolve() else None
-        if self.config.get("save_best", True) and not self._has_best(path.resolve()):
+        best = self.directory.parent.resolve() / "best"
+        here = path.resolve().parent in (best.parent, self.directory.resolve())
+        if self.config.get("save_best", True) and not (here and best.exists()):
             self.state.best_reward = None  # the best checkpoint stayed in the other directory
-        rng = _rng_file(path, rank)
-        if rng.exists():
+        if (rng := _rng_file(path, rank)).exists():
             restore_rng(load_file(rng))
         saved: dict[str, Any] = state["config"]
         return saved
-
-    def _has_best(self, path: Path) -> bool:
-        """Return whether the best checkpoint of the run that saved `path` is in this directory."""
-        best = self.directory.parent.resolve() / "best"
-        return best.exists() and path.parent in (best.parent, self.directory.resolve())
 
     def _load_schedule(self, saved: dict[str, Any], rates: list[float], scale: float) -> None:
         """Restore the schedule's position; peaks and length are this run's, which may differ."""
@@ -370,18 +309,6 @@ class Checkpointer:
             rates = [peak * f(step) * scale for peak, f in zip(peaks or (), at, strict=True)]
         for group, rate in zip(self.trained.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-
-    def _load_models(self, path: Path) -> None:
-        """Load what `save_models` saved."""
-        for name, whole in self.parts.items():
-            part: Any = whole.module
-            if name == "reference" and not part.moves:
-                continue
-            with whole.modified(_saves_adapter(part)):
-                if name == "model":
-                    load_weights(part, path)
-                else:
-                    part.restore(path / name)
 
 
 def optimizer_tensors(
@@ -407,18 +334,10 @@ def stored_state(path: Path, parameters: Mapping[str, Tensor]) -> Iterator[State
             yield parameters[name], key, file.get_tensor(full_name)
 
 
-def _save_rng(path: Path, rank: int) -> None:
-    failpoint("save-rng")
-    save_file(rng_tensors(), _rng_file(path, rank))
-    atomic.sync_file(_rng_file(path, rank))  # the main process may be on another machine
-
-
-def _beside(path: Path) -> str:
-    """Return where the run that a path belongs to has its checkpoints, for an error; or nothing."""
-    for place in (path, path / "checkpoints", path.parent / "checkpoints"):
-        if found := sorted(place.glob("step-*")):
-            return f": {place} has {found[-1].name}"
-    return ""
+def _save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    failpoint("save-tensors")
+    save_file(tensors, file)
+    atomic.sync(file)  # the main process may be on another machine
 
 
 def _rng_file(path: Path, rank: int) -> Path:

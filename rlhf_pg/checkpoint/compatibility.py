@@ -22,7 +22,7 @@ MAY_CHANGE = {
     *("log_completions_steps", "num_completions_to_print", "report_to", "run_name"),
     *("logging_steps", "push_to_hub", "hub_model_id", "hub_private_repo"),
     *("micro_batch_tokens", "gradient_checkpointing"),
-    *("rollout_cache_tokens", "rollout_drafts"),
+    *("rollout_cache_tokens"),
     *("ddp_timeout", "environment_timeout", "max_skipped_steps"),
     *("reward_timeout", "reward_workers", "on_reward_error", "reward_error_value"),
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"),
@@ -72,7 +72,13 @@ def check(
             f"{', '.join(saved['counters'])}: resume with that version, or load it as a model"
         )
     now = json.loads(json.dumps(config))
-    _check_config(path, saved["config"], now)
+    if other := changed(
+        saved["config"], now, saved["config"].keys() - MAY_CHANGE - PEAKS - REWARDS
+    ):
+        raise ValueError(
+            f"{path} was saved by a run with another config: {other}. Resume with the same, or "
+            "start a new run from its weights"
+        )
     for name, remedy in REMEDIES.items():
         if saved["fingerprints"][name] != fingerprints[name]:
             raise ValueError(f"{path} was saved by a run with another {name}: resume with {remedy}")
@@ -92,15 +98,6 @@ def lengths(config: Mapping[str, Any]) -> set[str]:
     if config.get("lr_scheduler_type") in WITHOUT_LENGTH:
         return set()
     return LENGTHS if config.get("max_steps", -1) < 0 else {"max_steps"}
-
-
-def _check_config(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    others = changed(saved, now, saved.keys() - MAY_CHANGE - PEAKS - REWARDS)
-    if others:
-        raise ValueError(
-            f"{path} was saved by a run with another config: {others}. Resume with the same, or "
-            "start a new run from its weights"
-        )
 
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from rlhf_pg.checkpoint.checkpointer import Checkpointer
 from rlhf_pg.config.run import RunConfig
 from rlhf_pg.models import merged
 from rlhf_pg.report.model_card import model_card
-from rlhf_pg.runtime import Runtime, Writing
+from rlhf_pg.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -23,32 +23,29 @@ def save(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None:
     Raises:
         OSError: on all processes, they could not be written.
     """
-    writing = Writing(runtime, path)
-    _write(checkpointer, writing, writing.path)
-    writing.check()
-    runtime.barrier()
+    saving = atomic.Save(runtime, path)
+    _write(checkpointer, saving, path)
+    saving.check()
 
 
 def save_atomically(checkpointer: Checkpointer, runtime: Runtime, path: Path) -> None:
     """Save as `save` does, with a model card, but all of it appears or the old directory stays."""
-    writing, unnamed = Writing(runtime, path), atomic.partial_of(path)
-    writing.main(lambda: atomic.begin(path))
-    _write(checkpointer, writing, unnamed)
-    writing.main(lambda: _write_card(checkpointer, unnamed))
-    writing.main(lambda: atomic.seal(unnamed, {"step": checkpointer.state.step}))
-    writing.main(lambda: atomic.publish(path))
-    writing.check(undo=lambda: atomic.abandon(path))
-    runtime.barrier()
+    saving, partial = atomic.Save(runtime, path), atomic.partial_of(path)
+    saving.main(lambda: atomic.begin(path))
+    _write(checkpointer, saving, partial)
+    saving.main(lambda: _write_card(checkpointer, partial))
+    saving.main(lambda: atomic.publish(path, {"step": checkpointer.state.step}))
+    saving.check()
 
 
-def _write(checkpointer: Checkpointer, writing: Writing, path: Path) -> None:
-    checkpointer.save_models(writing, path, final=True)
+def _write(checkpointer: Checkpointer, saving: atomic.Save, path: Path) -> None:
+    checkpointer.save_models(saving, path, final=True)
     if checkpointer.config.get("save_merged"):
         policy, tokenizer = checkpointer.parts["model"], checkpointer.tokenizer
-        with policy.gathered(writing.runtime.main_host):
+        with policy.gathered(saving.runtime.main_host):
             module: Any = policy.module
-            writing.main(lambda: merged(module).save_pretrained(path / "merged"))
-            writing.main(lambda: tokenizer.save_pretrained(path / "merged"))
+            saving.main(lambda: merged(module).save_pretrained(path / "merged"))
+            saving.main(lambda: tokenizer.save_pretrained(path / "merged"))
 
 
 def _write_card(checkpointer: Checkpointer, path: Path) -> None:

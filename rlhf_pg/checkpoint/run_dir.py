@@ -22,7 +22,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LOCK = "lock"
-HOLDER = "host "  # beginning of a lock that a run has written
 PROBE = 1 << 16  # bytes: more than a half-full block of a full file system has left
 
 logger = logging.getLogger(__name__)
@@ -35,17 +34,6 @@ RUN_FILES = (
     *("metrics.json", "metrics.jsonl"),
 )
 SET_ASIDE = "{} held an earlier run or a model: it is in {} now"
-
-
-def check_regular(directory: Path) -> None:
-    """Refuse a pipe or a device with the name of a run's file: reading it might never end.
-
-    Raises:
-        ValueError: there is one.
-    """
-    for path in (directory / name for name in RUN_FILES):
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ValueError(f"{path} is no regular file: move it away, and resume again")
 
 
 @contextmanager
@@ -99,8 +87,11 @@ def locked(directory: Path) -> Iterator[None]:
     lock = FileLock(file, fallback_to_soft=False)
     try:
         make_directory(directory)
-        _probe(directory)
-        file.open("a").close()
+        failpoint("probe")
+        with tempfile.NamedTemporaryFile(dir=directory, prefix="probe-") as probe:
+            probe.write(bytes(PROBE))
+            probe.flush()
+            os.fsync(probe.fileno())
     except OSError as error:
         raise ValueError(
             f"output_dir {directory} cannot be written to: {error}. Make room, or choose another"
@@ -108,36 +99,18 @@ def locked(directory: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
+        holder = file.read_text(errors="replace").strip()
         raise ValueError(
-            f"output_dir {directory} is in use by another run ({_holder(file)}): wait for it, end "
-            "it, or choose another"
+            f"output_dir {directory} is in use by another run ({holder}): wait for it, end it, or "
+            "choose another"
         ) from error
     except OSError as error:  # some network file systems know no locks
         logger.warning("%s cannot be locked (%s): let no other run use it", directory, error)
     try:
-        holder = _holder(file)
-        if not holder.startswith(HOLDER) and holder:
-            raise ValueError(
-                f"{file} is no lock of a run (it begins with {holder[: len(HOLDER)]!r}): move it "
-                "away, or choose another output_dir"
-            )
-        file.write_text(f"{HOLDER}{socket.gethostname()}, pid {os.getpid()}\n")
+        file.write_text(f"host {socket.gethostname()}, pid {os.getpid()}\n")
         yield
     finally:
         lock.release()
-
-
-def _holder(file: Path) -> str:
-    return file.read_text(errors="replace").strip() if file.exists() else ""
-
-
-def _probe(directory: Path) -> None:
-    """Write a file as a run will, and remove it."""
-    failpoint("probe")
-    with tempfile.NamedTemporaryFile(dir=directory, prefix="probe-") as file:
-        file.write(bytes(PROBE))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def locks_run_dir(method: Callable[P, R]) -> Callable[P, R]:
@@ -154,19 +127,13 @@ def locks_run_dir(method: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def run_dir_lock(directory: Path, runtime: Runtime) -> Iterator[None]:
-    """Keep other runs out of a directory, which is made if it does not exist.
+    """Keep other runs out of a directory, which is made if it does not exist; collective.
 
     Raises:
         ValueError: on all processes: another run has the directory, or it cannot be written to.
     """
-    failure: Exception | None = None
     with ExitStack() as held:
-        try:
+        with runtime.raise_together(ValueError):
             if runtime.is_main:
                 held.enter_context(locked(directory))
-        except (OSError, ValueError) as error:
-            failure = error
-        reason = runtime.first_error(str(failure) if failure else None)
-        if reason is not None:
-            raise ValueError(reason) from failure
         yield

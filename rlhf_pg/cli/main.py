@@ -11,13 +11,11 @@ import sys
 from collections.abc import Sequence
 
 import rlhf_pg
-from rlhf_pg.boundary.streams import outliving_readers
 from rlhf_pg.cli.help import COMMANDS, USAGE, help_of
 from rlhf_pg.cli.recipes import needed_recipe
 from rlhf_pg.config.parse import fail
 
 
-@outliving_readers()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a subcommand; exit with status 2 on wrong usage."""
     parser = argparse.ArgumentParser(
@@ -43,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         resume = ": if a step was finished, resume with --resume_from_checkpoint latest"
         print(f"interrupted{resume if command in ('train', 'demo') else ''}", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
+    except BrokenPipeError:  # the reader has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
     except Exception as error:
         if not _says_all(error):
             raise

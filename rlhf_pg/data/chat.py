@@ -15,7 +15,6 @@ from rlhf_pg.boundary.quoted import shown, told
 MARK = "\ue000\ue001\ue002"
 # Encloses the number of a special token's name that is only text.
 QUOTE = re.compile("\ue003([0-9]+)\ue004")
-DEEPEST = 32  # nested lists and objects in a message
 # Templates compare a role with these, even if a special token has the same name.
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ARGUMENTS = (
@@ -230,7 +229,6 @@ def _around_mark(chat: str) -> tuple[str, str]:
 def quoted_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Any]:
     """Quote chat messages for `_rendered`."""
     special = _special(tokenizer)
-    _refuse_split(messages, special, where)
     try:
         quoted: list[Any] = _quoted(messages, special)
     except Exception as error:
@@ -287,34 +285,13 @@ def _looked_up(tokenizer: PreTrainedTokenizerBase, size: int) -> _Special:
     return _Special(names, re.compile("|".join(map(re.escape, names))), set(added))
 
 
-def _refuse_split(messages: list[Any], special: _Special, where: str) -> None:
-    """Refuse parts of a message that spell a name together, since a template may join them.
-
-    Raises:
-        ValueError: there are such parts.
-    """
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, list):
-            continue
-        texts = [text_of({"content": [part]}) for part in content]
-        apart = sum(len(special.found.findall(text)) for text in texts)
-        if len(special.found.findall("".join(texts))) > apart:
-            raise ValueError(
-                f"{where} spells the name of a special token in neighbouring parts of a message: "
-                "make one part of them"
-            )
-
-
-def _quoted(value: Any, special: _Special, depth: int = 0) -> Any:
+def _quoted(value: Any, special: _Special) -> Any:
     """Copy messages with a `QUOTE` in place of every special token's name."""
-    if depth > DEEPEST:
-        raise ValueError(f"there are more than {DEEPEST} lists and objects within one another")
     if isinstance(value, list | tuple):
-        return [_quoted(item, special, depth + 1) for item in value]
+        return [_quoted(item, special) for item in value]
     if isinstance(value, Mapping):
         return {
-            _quoted(k, special): v if k == "role" and v in ROLES else _quoted(v, special, depth + 1)
+            _quoted(k, special): v if k == "role" and v in ROLES else _quoted(v, special)
             for k, v in value.items()
         }
     if value is not None and not isinstance(value, str | int | float):

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,13 +94,12 @@ def about(name: str) -> Iterator[None]:
 
 
 def check_directory(model: str | PathLike[str]) -> None:
-    """Refuse a path without a model directory, or a directory that holds a pipe or a device.
+    """Refuse a path without a model directory.
 
     What cannot be a Hub id is a path, and so is a name that begins with a directory that is here.
-    Reading a pipe or a device might never end.
 
     Raises:
-        ValueError: the directory is missing or holds such a file.
+        ValueError: the directory is missing.
     """
     name = str(model)
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
@@ -110,8 +108,3 @@ def check_directory(model: str | PathLike[str]) -> None:
     if (is_path or is_here) and not os.path.isdir(name):
         of_hub = "; a model of the Hub with this id has to be downloaded into it" if is_here else ""
         raise ValueError(f"there is no model directory {quoted(name)}{of_hub}")
-    with opening("model", name):
-        files = list(Path(name).iterdir()) if os.path.isdir(name) else []
-    for file in files:
-        if file.exists() and not (file.is_file() or file.is_dir()):
-            raise ValueError(f"{quoted(str(file))} is no regular file: move it away")

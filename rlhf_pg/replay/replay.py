@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from rlhf_pg.checkpoint import atomic
-from rlhf_pg.checkpoint.checkpointer import STATE
 from rlhf_pg.data.records import Experience, Rollout
 from rlhf_pg.replay.diff import Place, compare_metrics, compare_tokens
 from rlhf_pg.report.metrics import Meter
@@ -207,9 +206,9 @@ class Replay:
         """Return the newest whole checkpoint of at most this step, and its step."""
         places = [*(self.run.directory / "checkpoints").glob("step-*"), self.run.directory / "best"]
         places += [Path(self.trainer.args.resume_from_checkpoint or "latest")]  # of another run
-        sealed = {place: atomic.facts(place).get("step", -1) for place in places}
+        sealed = {place: atomic.state(place).get("step", -1) for place in places}
         for place in sorted(places, key=lambda place: sealed[place], reverse=True):
-            if 0 < sealed[place] <= step and (place / STATE).is_file():
+            if 0 < sealed[place] <= step:
                 reason = atomic.verified(place, contents=self.trainer.runtime.is_main)
                 if self.trainer.runtime.first_error(reason) is None:
                     return sealed[place], place

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf_pg.checkpoint.atomic import sync_directory, sync_file
+from rlhf_pg.checkpoint.atomic import sync
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +35,9 @@ class JsonLines:
         kept = [line for line, n in zip(lines, steps, strict=True) if n <= keep_through_step]
         whole = path.with_name(f"partial-{path.name}")
         whole.write_bytes(b"".join(line + b"\n" for line in kept))
-        sync_file(whole)
+        sync(whole)
         whole.replace(path)
-        sync_directory(path.parent)
+        sync(path.parent)
         self.path, self._synced = path, synced
         self._has_failed = False
 
@@ -68,7 +68,7 @@ def _step(line: bytes) -> float:
     """Return the step of a line; infinity if it is not one of ours."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return math.inf
 
 

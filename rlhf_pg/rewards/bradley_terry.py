@@ -22,7 +22,6 @@ from transformers import (
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_pg.boundary.launcher import check_precision
-from rlhf_pg.boundary.streams import outliving_readers
 from rlhf_pg.config import RewardModelConfig
 from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.data.records import pad_rows
@@ -99,7 +98,6 @@ def calibration_error(chosen: Tensor, rejected: Tensor, bins: int = 10) -> float
     return float(excess.abs().sum() / len(apart))
 
 
-@outliving_readers()
 def train_reward_model(
     args: RewardModelConfig,
     model: str | PathLike[str] | PreTrainedModel | None = None,

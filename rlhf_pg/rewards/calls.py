@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-import torch
 from transformers import TrainerState
 
 from rlhf_pg.boundary.quoted import told
-from rlhf_pg.boundary.user_code import PATIENCE, Settings, begin, foreign, wait_for
+from rlhf_pg.boundary.user_code import PATIENCE, begin, foreign, wait_for
 from rlhf_pg.boundary.worker import Log
 from rlhf_pg.rewards import answers
 from rlhf_pg.rewards.answers import CallFailed
@@ -180,19 +179,15 @@ class AsyncCall:
     def _begun(self, shown: Shown) -> tuple[Future[Any], Log]:
         log = Log(len(shown))
         try:
-            arguments, before = _copied(self.source, shown, log), Settings.now()
-            return begin(lambda: self._timed(arguments, before)), log
-        except Exception as error:  # a column that cannot be copied; too many loops hang
+            arguments = _copied(self.source, shown, log)
+            return begin(lambda: self._timed(arguments)), log
+        except Exception as error:  # a column that cannot be copied
             failed: Future[Any] = Future()
             failed.set_exception(error)
             return failed, log
 
-    async def _timed(self, arguments: dict[str, Any], before: Settings) -> Any:
+    async def _timed(self, arguments: dict[str, Any]) -> Any:
         function: Callable[..., Awaitable[Any]] = self.source.function  # type: ignore[assignment]
-        # These two belong to the loop's own thread.
-        before = before._replace(
-            gradients=torch.is_grad_enabled(), device=torch.get_default_device()
-        )
         try:
             async with asyncio.timeout(self.timeout) as limit:
                 return await function(**arguments)
@@ -200,8 +195,6 @@ class AsyncCall:
             if limit.expired():
                 raise CallFailed(_late(self.timeout)) from error
             raise
-        finally:
-            before.restore(self.source.who)
 
 
 def begin_in_worker(
@@ -228,8 +221,7 @@ def _copied(source: Source, shown: Shown, log: Log) -> dict[str, Any]:
 
 def _answer(source: Source, said: Any, log: Log) -> Answer:
     try:
-        with foreign(source.who):
-            scores = answers.read(said)
+        scores = answers.read(said)
     except Exception as error:  # a tensor without values, for example
         raise CallFailed(f"returned what cannot be read: {told(error)}") from error
     return Answer(_checked(source, scores, log.count), log.extra, log.metrics)

@@ -1,6 +1,7 @@
 """Construction of the engine that `rollout_engine` names, and of what plays episodes on it."""
 
 import importlib.metadata
+import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from rlhf_pg.rollout.vllm.handover import parts_tied_weights
 from rlhf_pg.rollout.vllm.in_process import VllmEngine
 from rlhf_pg.rollout.vllm.requests import LEAST_TEMPERATURE, check_version
 from rlhf_pg.rollout.vllm.server import VllmServerEngine
+
+logger = logging.getLogger(__name__)
 
 
 def installed() -> str | None:
@@ -100,6 +103,10 @@ def new_engine(
             Path(directory),
             timeout=args.vllm_server_timeout,
             is_main=is_main,
+        )
+    if model.device.type == "cuda" and is_main:
+        logger.warning(
+            "the native engine samples on a GPU without kernels of its own; vLLM is faster"
         )
     return NativeEngine(
         model,

@@ -5,7 +5,6 @@ processes; micro_batch, backward and step of the trained module; and access to t
 sharded module.
 """
 
-from rlhf_pg.runtime.collective_writes import Writing as Writing
 from rlhf_pg.runtime.ddp import DDPBackend as DDPBackend
 from rlhf_pg.runtime.ddp import State as State
 from rlhf_pg.runtime.full_weights import FullWeights as FullWeights

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from transformers.integrations import unset_hf_deepspeed_config
 
 from rlhf_pg.runtime.ddp import DDPBackend
-from rlhf_pg.runtime.watchdog import Watch, meeting, waits
+from rlhf_pg.runtime.watchdog import Watch, waits
 
 MARGIN = 30  # seconds that the process group waits longer, so that `Watch` reports stacks first
 LAST_TENSORS = 0.3  # seconds for gloo's threads to drop the tensors that they have exchanged
@@ -38,15 +38,12 @@ class Runtime:
     def __init__(self, timeout: int = 1800) -> None:
         # The config, not the launcher, decides on precision and accumulation. Without CUDA all
         # runs on the CPU, since Apple's GPUs lack float64 (for sampling, metrics).
-        with meeting():
-            self._accelerator = Accelerator(
-                cpu=not torch.cuda.is_available(),
-                mixed_precision="no",
-                gradient_accumulation_steps=1,
-                kwargs_handlers=[
-                    InitProcessGroupKwargs(timeout=timedelta(seconds=timeout + MARGIN))
-                ],
-            )
+        self._accelerator = Accelerator(
+            cpu=not torch.cuda.is_available(),
+            mixed_precision="no",
+            gradient_accumulation_steps=1,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=timeout + MARGIN))],
+        )
         self.kind, self._backend = _backend(self._accelerator)
         self.watch: Watch | None = None
         if self.world > 1:
@@ -180,10 +177,7 @@ class Runtime:
         return int(everyone.max())
 
     def gather_text(self, own: str) -> list[str]:
-        """Return the texts of all processes in order of rank; none may hold a NUL.
-
-        Lone surrogates, which are no characters, are escaped.
-        """
+        """Return the texts of all processes in order of rank; none may hold a NUL."""
         if self.world == 1:
             return [own]
         encoded = bytearray(f"{own}\0".encode(errors="backslashreplace"))

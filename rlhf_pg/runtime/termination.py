@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from rlhf_pg.boundary.launcher import launcher
 from rlhf_pg.runtime.processes import Runtime
 
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")  # set by launchers
@@ -29,9 +28,11 @@ class Termination:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._reset()
+
+    def _reset(self) -> None:
         self.stopping, self._stop = False, False
         self._asked: tuple[int, float] | None = None  # the first signal, and when it came
-        self._process = os.getpid()
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
@@ -40,8 +41,7 @@ class Termination:
         Only the main thread can handle signals; in any other, they keep their effect. A signal that
         was ignored, as under nohup, stays ignored.
         """
-        self._asked, self._process = None, os.getpid()
-        self.stopping, self._stop = False, False
+        self._reset()
         in_main = threading.current_thread() is threading.main_thread()
         numbers = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT] if in_main else []
         handlers = {number: signal.getsignal(number) for number in numbers}
@@ -52,24 +52,23 @@ class Termination:
             for number in theirs:
                 signal.signal(number, self._note)
             if any(name in os.environ for name in LAUNCHED):
-                watch = threading.Thread(target=self._watch_parent, args=(ended,), daemon=True)
-                watch.start()
+                threading.Thread(
+                    target=self._watch_parent, args=(os.getppid(), ended), daemon=True
+                ).start()
             yield
         finally:
             ended.set()
             for number, old in theirs.items():
                 signal.signal(number, old)
 
-    def _watch_parent(self, ended: threading.Event) -> None:
+    def _watch_parent(self, parent: int, ended: threading.Event) -> None:
         """Treat the loss of the launcher, which may not pass a SIGTERM on, as a SIGTERM.
 
         Nobody else would end this process, and it would be in the way of the restarted run.
         """
-        parent = launcher()
         while not ended.wait(POLL):
             if os.getppid() != parent:
-                if self._asked is None:
-                    self._asked = signal.SIGTERM, time.monotonic()
+                self._asked = self._asked or (signal.SIGTERM, time.monotonic())
                 return
 
     def _note(self, number: int, _: Any) -> None:
@@ -77,20 +76,17 @@ class Termination:
         now = time.monotonic()
         if self._asked is None:
             self._asked = number, now
-            if number == signal.SIGINT and self._runtime.is_main and os.getpid() == self._process:
+            if number == signal.SIGINT and self._runtime.is_main:
                 with suppress(OSError):  # a closed terminal
                     os.write(2, TOLD)
+            return
+        launched = self._runtime.world > 1 or any(name in os.environ for name in LAUNCHED)
         # Nobody passes a Ctrl-C on to a process that no launcher started; a notebook lives on.
-        elif number == signal.SIGINT and not self._is_launched:
+        if number == signal.SIGINT and not launched:
             raise KeyboardInterrupt
-        # A reward's forked process has inherited this handler and must end like any other.
-        if os.getpid() != self._process or now > self._asked[1] + SAME:
+        if now > self._asked[1] + SAME:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-    @property
-    def _is_launched(self) -> bool:
-        return self._runtime.world > 1 or any(name in os.environ for name in LAUNCHED)
 
     @property
     def asked(self) -> bool:

@@ -22,8 +22,6 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from rlhf_pg.boundary.launcher import launcher
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -34,14 +32,9 @@ GRACE = 5.0  # seconds for other processes to answer, or to end by an error of t
 LONGEST = 20_000  # characters of a failure
 NUMBERS = itertools.count()  # of watches: the same in every process
 
-HOLDS_STORE = "TORCHELASTIC_RUN_ID"  # set by a launcher that holds the store
-
 # Messages of gloo when the process at the other end is gone.
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 GONE = "The connection to another process was lost: it was killed (out of memory?), or has left."
-
-# Errors of a stream that is missing, closed, or on a full disk.
-UNHEARD = (AttributeError, ValueError, OSError)
 
 
 class Terminated(SystemExit):
@@ -79,7 +72,7 @@ class Watch:
         self._wait: tuple[str, float] | None = None  # where the main thread waits, and since when
         self._heard: Failure | None = None
         self._departures = itertools.count()
-        self._launcher = launcher()
+        self._launcher = os.getppid()
         self._stop = threading.Event()
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)  # for stacks when NCCL's watchdog aborts
@@ -217,40 +210,15 @@ class Watch:
         """End the process without interrupting its main thread, which is not possible."""
         self._say(f"{why}\n{stacks()}")
         self._answer()
-        with suppress(*UNHEARD):
+        with suppress(OSError, ValueError):
             sys.stdout.flush()
         os._exit(1)
 
     def _say(self, text: str) -> None:
-        """Write to stderr in one piece, since the terminal is shared; ignore a broken stream."""
-        with suppress(*UNHEARD):
+        """Write to stderr in one piece, since the terminal is shared."""
+        with suppress(OSError, ValueError):  # of a full disk, or a closed stream
             sys.stderr.write(f"[rank {self._rank}] {text.rstrip()}\n")
             sys.stderr.flush()
-
-
-@contextmanager
-def meeting() -> Iterator[None]:
-    """Watch the launcher while all processes meet for the first time, and end without it.
-
-    The launcher may hold their store, so they would wait for `ddp_timeout` without it. A process
-    that has not begun has nothing to save.
-    """
-    met = threading.Event()
-    if HOLDS_STORE in os.environ:
-        threading.Thread(target=_end_with, args=(launcher(), met), daemon=True).start()
-    try:
-        yield
-    finally:
-        met.set()
-
-
-def _end_with(parent: int, met: threading.Event) -> None:
-    while not met.wait(POLL):
-        if os.getppid() != parent:
-            with suppress(*UNHEARD):
-                sys.stderr.write("this process ends: its launcher is gone, and nothing had begun\n")
-                sys.stderr.flush()
-            os._exit(128 + signal.SIGTERM)
 
 
 def stacks() -> str:

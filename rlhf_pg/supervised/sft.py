@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from rlhf_pg.boundary.launcher import check_precision
-from rlhf_pg.boundary.streams import outliving_readers
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.data.chat import set_template_arguments
 from rlhf_pg.data.records import pad_rows
@@ -44,7 +43,6 @@ from rlhf_pg.supervised.training import fingerprint, most_tokens, run, training_
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 
-@outliving_readers()
 def train_sft(
     args: SFTConfig,
     model: str | os.PathLike[str] | PreTrainedModel | None = None,

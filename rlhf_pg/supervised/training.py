@@ -271,8 +271,7 @@ def _save(final: Path, trainer: Trainer, save: Callable[[Path], None]) -> None:
                 f"no weights were saved in {partial}: with FSDP, set fsdp_state_dict_type to "
                 "FULL_STATE_DICT"
             )
-        atomic.seal(partial, {"step": trainer.state.global_step})
-        atomic.publish(final)
+        atomic.publish(final, {"step": trainer.state.global_step})
 
 
 class _Journal(TrainerCallback):  # type: ignore[misc]

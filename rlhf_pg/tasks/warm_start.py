@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast, set_seed
 from transformers.utils import get_json_schema
 
 from rlhf_pg.boundary.launcher import without_launcher
-from rlhf_pg.boundary.streams import outliving_readers
 from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.parse import parse, recipe_file
 from rlhf_pg.data.chat import encode, encode_answer
@@ -23,7 +22,6 @@ from rlhf_pg.supervised.sft import fit
 from rlhf_pg.tasks import Demonstration, Task, embedded
 
 
-@outliving_readers()
 def warm_start(args: SFTConfig) -> Path:
     """Train a new model on the task's problems and answers, and save it; an older one is set aside.
 

@@ -82,7 +82,7 @@ class Agreement:
         """
         self.waits = waits
         self.sums = torch.zeros(4, dtype=torch.float64, device=self.runtime.device)
-        self.worst: tuple[Tensor, Rollout, Tensor] | None = None
+        self.seen: list[tuple[Tensor, Rollout, Tensor]] = []  # the largest |d| of each batch
 
     def add(self, batch: Rollout, logprobs: Tensor) -> None:
         """Take in what the policy says (B,T) of sampled rows."""
@@ -90,9 +90,7 @@ class Agreement:
             return
         d = _differences(batch.sampler_logprobs, logprobs, batch.action_mask)
         self.sums += _sums(d, batch.action_mask)
-        highest = d.abs().amax()
-        if self.worst is None or bool(highest > self.worst[0]):
-            self.worst = (highest, batch, logprobs.detach())
+        self.seen.append((d.abs().amax(), batch, logprobs.detach()))  # no GPU is waited for
 
     def settle(self, blank: Rollout) -> dict[str, float]:
         """Judge the step, and return its metrics; collective.
@@ -104,8 +102,8 @@ class Agreement:
             DisagreementError: on all processes, sampler and policy differ by more than rounding.
         """
         sums = self.runtime.all_reduce_sum(self.sums).cpu()
-        own = self.sums[:1] * 0 if self.worst is None else self.worst[0][None]
-        largest = self.runtime.gather(own)[0].max().item()
+        own = torch.stack([self.sums[0] * 0, *(high for high, _, _ in self.seen)]).amax()
+        largest = self.runtime.gather(own[None])[0].max().item()
         if sums[0] and sums.isfinite().all():
             fault = self.excess(sums) or self._drift(sums)
             self.recent = MEMORY * self.recent + sums
@@ -143,7 +141,9 @@ class Agreement:
     @torch.no_grad()
     def _explain(self, fault: str | None, blank: Rollout) -> str | None:
         """Compute the worst row alone, and say what differs; None if nothing does. Collective."""
-        _, batch, logprobs = self.worst or (None, blank, blank.sampler_logprobs)
+        _, batch, logprobs = max(
+            self.seen, key=lambda one: float(one[0]), default=(None, blank, blank.sampler_logprobs)
+        )
         gaps = (batch.sampler_logprobs - logprobs).abs().where(batch.action_mask, 0.0)
         index = int(gaps.amax(1).argmax())
         row = batch.select(torch.tensor([index]))

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlhf_pg.boundary.streams import outliving_readers
 from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.checkpoint import Checkpointer, TrainState, export
 from rlhf_pg.checkpoint.run_dir import locks_run_dir
@@ -81,7 +80,6 @@ class TrainingLoop(ABC):
     def weights(self) -> dict[str, str]:
         """Return a fingerprint of each trained tensor, by name; collective."""
 
-    @outliving_readers()
     @broadcasts_failure
     @locks_run_dir
     def train(self, resume_from_checkpoint: str | bool | None = None) -> None:
@@ -94,7 +92,7 @@ class TrainingLoop(ABC):
         Raises:
             ValueError: no such checkpoint, none that is whole, or one beyond the last step;
                 `output_dir` holds those of another run, is in use by one or cannot be written to;
-                the model's config could not be saved; or a tracker cannot start.
+                or a tracker cannot start.
             SystemExit: with code 143 (128 + SIGTERM) after SIGTERM to any process, 129 after
                 SIGHUP, or 130 after SIGINT (Ctrl-C): the step has been finished, and a checkpoint
                 saved. After any other error the last finished step is saved, unless the run has
@@ -105,7 +103,6 @@ class TrainingLoop(ABC):
         if self.runtime.is_main:
             export.check_hub(self.args)
         self._resume(resume_from_checkpoint)
-        self.checkpointer.rehearse(self.runtime)
         directory = Path(self.args.output_dir)
         self.journal = journal = Journal(directory, self.state.step, self.runtime.is_main)
         args = self.resolved_args()
@@ -247,8 +244,7 @@ class TrainingLoop(ABC):
             return None
         if not self.runtime.leave_together(f"step {step}, update {begun}", error):
             return None
-        with self.checkpointer.removing_none():
-            path = self.save_checkpoint()
+        path = self.save_checkpoint(prunes=False)
         if begun and self.runtime.is_main:
             logger.warning(
                 "%s contains %d updates of the interrupted step %d; that step will be repeated, so "
@@ -273,9 +269,13 @@ class TrainingLoop(ABC):
         return self.checkpointer.path() if saved else self.save_checkpoint()
 
     @broadcasts_failure
-    def save_checkpoint(self) -> Path:
-        """Save everything that a resumed run needs, under `output_dir/checkpoints/`."""
-        path = self.checkpointer.save(self.runtime)
+    def save_checkpoint(self, prunes: bool = True) -> Path:
+        """Save everything that a resumed run needs, under `output_dir/checkpoints/`.
+
+        Args:
+            prunes: remove older checkpoints beyond `save_total_limit`.
+        """
+        path = self.checkpointer.save(self.runtime, prunes=prunes)
         if self.journal is not None:
             self.journal.trace({"step": self.state.step, "weights": self.weights()})
         self._tell("on_save", path)

@@ -136,13 +136,13 @@ def main() -> None:
     lora = {"use_peft": True} if args.lora else {}
     if args.what == "smollm2":
         rate = 1e-4 if args.lora else 1e-6
-        sizes = {"prompts_per_step": 2, "num_generations": 8, "max_completion_length": 64}
+        sizes = {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 48}
         options = {"max_steps": args.steps or 50, "dtype": args.dtype, "learning_rate": rate}
         tell(f"smollm2 {args.dtype} {lora}", run(*smollm2(), WORDS, **sizes, **options, **lora))
         return
     task = arithmetic().train_dataset.select(range(0, 8000, 40))
     steps = args.steps or (1000 if args.what == "long" else 5)
-    sizes = {"prompts_per_step": 8, "num_generations": 8, "max_completion_length": 12}
+    sizes = {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 8}
     options = {"max_steps": steps, "dtype": args.dtype, "learning_rate": 1e-3}
     for name in args.names:
         tell(f"{name} {args.dtype}", run(*of_task(name), task, **sizes, **options, **lora))

@@ -1,12 +1,9 @@
 """What is in a directory that a run begins in, whoever put it there."""
 
-import os
-
 import pytest
 from datasets import Dataset
 
-from rlhf_pg.checkpoint.atomic import begin, publish
-from rlhf_pg.checkpoint.run_dir import run_dir_lock, set_aside
+from rlhf_pg.checkpoint.run_dir import run_dir_lock
 from rlhf_pg.config import RewardModelConfig, SFTConfig
 from rlhf_pg.rewards import train_reward_model
 from rlhf_pg.runtime import Runtime
@@ -28,34 +25,6 @@ def test_directory_named_like_run_file_is_set_aside(make, tmp_path, name) -> Non
         mine = mine.parent / "earlier-1" / name / "mine"
     make(max_steps=1, eval_steps=0).train()
     assert mine.read_text() == "mine"
-
-
-def test_dangling_link_is_set_aside(tmp_path) -> None:
-    (tmp_path / "final").symlink_to("nowhere")
-    assert set_aside(tmp_path) == tmp_path / "earlier-1"
-    assert os.readlink(tmp_path / "earlier-1" / "final") == "nowhere"
-
-
-def test_foreign_lock_file_is_left_unchanged(tmp_path) -> None:
-    (tmp_path / "lock").write_text("combination: 1234")
-    run = run_dir_lock(tmp_path, Runtime())
-    with pytest.raises(ValueError, match="is no lock of a run"), run:
-        pass
-    assert (tmp_path / "lock").read_text() == "combination: 1234"
-
-
-@pytest.mark.parametrize("leads_to", ["elsewhere", "nowhere"])
-def test_publish_replaces_link_not_its_target(tmp_path, leads_to) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "mine").write_text("mine")
-    best = tmp_path / "best"
-    best.symlink_to(leads_to)
-    for content in ("first", "second"):
-        (begin(best) / "weights").write_text(content)
-        publish(best)
-        assert (best / "weights").read_text() == content
-    assert (tmp_path / "elsewhere" / "mine").read_text() == "mine"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "elsewhere"]
 
 
 def a_reward_model(directory) -> None:

@@ -523,10 +523,8 @@ def test_trackers_accept_one_name_none_or_duplicates():
         ("report_to: [wandb, neptune]", "report_to must be one of 'none'"),
         ("algorithm: rloo", "algorithm must be one of 'grpo', got 'rloo'"),
         ('stop: ["--seed", 7, {a: 1}]', "stop must be str, got {'a': 1}"),
-        ("seed: " + "[" * 2000, "nested too deeply"),
         ("a: &a {b: 1}\nc: {<<: *a}", "not valid YAML"),
         ("seed: 2026-02-30", "not valid YAML"),
-        ("# " + "x" * (1 << 20), "is longer than 1048576 bytes"),
     ],
 )
 def test_bad_recipe_is_one_error_with_key_and_file(capsys, tmp_path, recipe, text, said):

@@ -121,17 +121,6 @@ def test_unigram_message_content_yields_no_control_token():
     assert fast.convert_ids_to_tokens(said) == [*"a<end>b", "<end>"]
 
 
-def test_message_parts_joining_into_special_token_raise():
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endfor %}"
-    )
-    parts = [{"type": "text", "text": text} for text in ("a<e", "nd>b", "<end>")]
-    assert tokenizer.eos_token_id not in encode([message(parts[2:])], tokenizer)
-    with pytest.raises(ValueError, match="row 0 spells the name of a special token"):
-        encode([message(parts)], tokenizer)
-
-
 def test_environment_answer_yields_no_control_token():
     tokenizer = byte_tokenizer()
     prompt = [message("a<end>")]

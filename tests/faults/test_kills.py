@@ -42,20 +42,13 @@ def unbroken(tmp_path_factory):
 
 
 # Which passage of a point is what: `best/` and the checkpoint take turns, and `final/` is last.
-BEST, CHECKPOINT, FINAL = 3, 4, 9
-WRITTEN = {BEST: "partial-best", CHECKPOINT: "checkpoints/partial-step-00000002"}
-WRITTEN[FINAL] = "partial-final"
-WRITING = {"save-models", "save-optimizer", "save-rng", "save-manifest", "save-rename"}
-OTHERS = {"save-optimizer": (BEST, CHECKPOINT), "save-rng": (BEST, CHECKPOINT), "save-aside": (1,)}
-
-
-def passages(point: str) -> tuple[int, ...]:
-    if point.startswith("save"):
-        return OTHERS.get(point, (BEST, CHECKPOINT, FINAL))
-    return (4,) if point in WITHIN_A_STEP else (1,)
-
-
-CASES = [(point, passage) for point in POINTS for passage in passages(point)]
+BEST, CHECKPOINT, FINAL = "partial-best", "checkpoints/partial-step-00000002", "partial-final"
+OF_ALL = {3: BEST, 4: CHECKPOINT, 9: FINAL}
+PASSAGES: dict = {point: {4: None} for point in WITHIN_A_STEP}
+PASSAGES |= dict.fromkeys(("save-models", "save-state", "save-rename"), OF_ALL)
+PASSAGES |= dict.fromkeys(("save-begin", "save-renamed"), dict.fromkeys(OF_ALL))
+PASSAGES["save-tensors"] = {5: BEST, 6: BEST, 7: CHECKPOINT, 8: CHECKPOINT}
+CASES = [(point, passage) for point in POINTS for passage in PASSAGES.get(point, {1: None})]
 
 
 @pytest.mark.fault(1, "resumed from the newest whole checkpoint, bit for bit")
@@ -69,8 +62,9 @@ def test_killed_run_resumes_to_uninterrupted_result(tmp_path, unbroken, point, p
     checkpoints = output / "checkpoints"
     newest = max((int(path.name[5:]) for path in checkpoints.glob("step-*")), default=0)
     assert (newest > 0) == (point != "probe")
-    assert (newest == STEPS) == (passage == FINAL)
-    assert point not in WRITING or (output / WRITTEN[passage]).is_dir()
+    assert (newest == STEPS) == (passage == 9)
+    partial = PASSAGES.get(point, {1: None})[passage]
+    assert partial is None or (output / partial).is_dir()
     resumed = start(output, resume_from_checkpoint="latest" if newest else None)
     assert resumed.returncode == 0, resumed.said
     assert (f"going on after step {newest}\n" in resumed.said) == (newest > 0)

@@ -1,6 +1,5 @@
 """Disks that are full under what a run writes beside its checkpoints."""
 
-import errno
 import io
 import logging
 import math
@@ -9,7 +8,6 @@ import resource
 import signal
 import sys
 from contextlib import suppress
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -98,27 +96,6 @@ def test_json_lines_resume_syncs_kept_lines(tmp_path, synced) -> None:
     assert tmp_path.stat().st_ino in synced
 
 
-def test_json_lines_resume_with_failing_fsync_keeps_lines(tmp_path, monkeypatch) -> None:
-    def fsync(descriptor: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n')
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(OSError, match="Input/output error"):
-        JsonLines(path, 1)
-    assert read(path) == [{"step": 1}, {"step": 2}]
-
-
-def test_full_disk_for_console_warns_once(tmp_path, caplog) -> None:
-    journal = Journal(tmp_path, 0, is_main=True)
-    with suppress(OSError), open("/dev/full", "w") as full:  # what is left cannot be closed either
-        journal.console = Console(file=full)
-        for _ in range(3):
-            journal.say("hello")
-    assert len(warnings_of(caplog)) == 1
-
-
 @pytest.mark.fault(50, "the run goes on quietly, and saves")
 def test_closed_stdout_reader_does_not_stop_run(make, tmp_path, monkeypatch) -> None:
     """As `head` does, or a `tee` that dies."""
@@ -127,36 +104,8 @@ def test_closed_stdout_reader_does_not_stop_run(make, tmp_path, monkeypatch) -> 
     with suppress(OSError), os.fdopen(theirs, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
         make(max_steps=2, log_completions_steps=1).train()
-        print("and what a reward prints goes nowhere either", flush=True)
     assert len(read(tmp_path / "run" / "metrics.jsonl")) == 2
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
-
-
-def test_stdout_closed_by_reward_warns_and_run_finishes(
-    make, tmp_path, monkeypatch, caplog
-) -> None:
-    def closes(completions: list[str], **_: Any) -> list[float]:
-        sys.stdout.close()
-        return [float(len(text)) for text in completions]
-
-    with open(tmp_path / "out", "w") as file:
-        monkeypatch.setattr(sys, "stdout", file)
-        make(max_steps=2, reward_funcs=closes).train()
-    assert len(read(tmp_path / "run" / "metrics.jsonl")) == 2
-    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
-    assert "closes closed stdout" in caplog.text
-
-
-def test_closed_terminal_silences_progress_bar(tmp_path, monkeypatch, caplog) -> None:
-    ours, theirs = os.openpty()
-    journal = Journal(tmp_path, 0, is_main=True)
-    with suppress(OSError), os.fdopen(theirs, "w") as terminal:
-        journal.console = Console(file=terminal, force_terminal=True)
-        with journal.progress(2):
-            os.close(ours)
-            journal.say("hello")
-    assert warnings_of(caplog)
-    assert "says nothing from here on" in warnings_of(caplog)[0]
 
 
 def test_unencodable_console_text_is_escaped(tmp_path) -> None:
@@ -180,9 +129,7 @@ def test_json_lines_write_nested_nonfinite_as_null(tmp_path) -> None:
     assert line["row"] == {"scores": [None, [None, 1.0]], "('a', 1)": None}
 
 
-@pytest.mark.parametrize(
-    "bad", [b'{"step": 1, "\xff', b'{"step": null}', b"[1]", b'{"step": 1e999}', b"[" * 100_000]
-)
+@pytest.mark.parametrize("bad", [b'{"step": 1, "\xff', b'{"step": null}', b"[1]"])
 def test_unreadable_line_is_dropped_on_resume(tmp_path, caplog, bad) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + bad + b'\n{"step": 2}\n{"step": 3}\n')

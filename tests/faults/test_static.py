@@ -52,35 +52,18 @@ def test_package_does_not_fork() -> None:
     assert users(PACKAGE, FORKS) == {}
 
 
-SAMPLES = {
-    "import time\ntime.time()": WALL,
-    "import time as clock\nclock.time_ns()": WALL,
-    "from time import time as now": WALL,
-    "import datetime\ndatetime.datetime.now()": WALL,
-    "from datetime import datetime, timedelta\ndatetime.now()": WALL,
-    "import os\nos.fork()": FORKS,
-    "import os as system\nsystem.fork()": FORKS,
-    "from os import fork": FORKS,
-    "import pty": FORKS,
-    "import multiprocessing as mp": FORKS,
-    "from multiprocessing import Pool": FORKS,
-    "from multiprocessing.pool import Pool": FORKS,
-    "import torch.multiprocessing": FORKS,
-    "from torch import multiprocessing as mp": FORKS,
-    "import torch\ntorch.multiprocessing.spawn(print)": FORKS,
-    "from concurrent.futures import ProcessPoolExecutor": FORKS,
-    "from concurrent import futures\nfutures.ProcessPoolExecutor()": FORKS,
-    "import concurrent.futures\nconcurrent.futures.ProcessPoolExecutor()": FORKS,
-}
-
-
-def test_unwanted_names_are_detected(tmp_path) -> None:
-    for unwanted in (WALL, FORKS):
-        samples = {f"{i}.py": text for i, text in enumerate(SAMPLES) if SAMPLES[text] is unwanted}
-        for name, source in {**samples, "good.py": "import time\ntime.monotonic()"}.items():
-            (tmp_path / name).write_text(source)
-        assert samples.keys() <= users(tmp_path, unwanted).keys()
-        assert "good.py" not in users(tmp_path, unwanted)
+@pytest.mark.parametrize(
+    ("source", "unwanted"),
+    [
+        ("import time as clock\nclock.time()", WALL),
+        ("from datetime import datetime, timedelta\ndatetime.now()", WALL),
+        ("import os as system\nsystem.fork()", FORKS),
+        ("from torch import multiprocessing as mp", FORKS),
+    ],
+)
+def test_unwanted_names_are_detected(tmp_path, source, unwanted) -> None:
+    (tmp_path / "a.py").write_text(source)
+    assert "a.py" in users(tmp_path, unwanted)
 
 
 def askers(source: str) -> list[str]:
@@ -103,30 +86,3 @@ def askers(source: str) -> list[str]:
 def test_every_load_call_sets_trust_remote_code() -> None:
     assert not [call for path in PACKAGE.rglob("*.py") for call in askers(path.read_text())]
     assert askers("AutoConfig.from_pretrained(path)") == ["AutoConfig.from_pretrained(path)"]
-
-
-def unguarded(source: str) -> list[str]:
-    """Calls of transformers that read files of a model, and may raise anything, outside of
-    `opening`.
-    """
-    tree = ast.parse(source)
-    guarded = {
-        id(inner)
-        for block in ast.walk(tree)
-        if isinstance(block, ast.With) and any("opening(" in ast.unparse(i) for i in block.items)
-        for inner in ast.walk(block)
-    }
-    return [
-        ast.unparse(call)
-        for call in ast.walk(tree)
-        if isinstance(call, ast.Call)
-        and ast.unparse(call.func).lower().startswith("auto")
-        and ast.unparse(call.func).endswith(".from_pretrained")
-        and id(call) not in guarded
-    ]
-
-
-def test_every_transformers_load_is_inside_opening() -> None:
-    assert not [call for path in PACKAGE.rglob("*.py") for call in unguarded(path.read_text())]
-    assert unguarded("with a:\n    AutoConfig.from_pretrained(path)")
-    assert not unguarded("with opening('a', b):\n    AutoConfig.from_pretrained(path)")

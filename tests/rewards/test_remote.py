@@ -238,19 +238,6 @@ def test_redirect_to_another_host_is_not_followed(server, pauses):
     assert other.asked == []
 
 
-def test_redirect_within_server_is_followed_a_few_times(server):
-    def slash(asked):
-        return lengths(asked) if asked.path == "/score/" else Said(b"", 308, {"Location": "score/"})
-
-    server.answer = slash
-    assert scores(HttpReward(server.url + "/score")) == [1, 2]
-    assert server.asked[0].body == server.asked[1].body
-    server.answer = lambda asked: Said(b"", 307, {"Location": "/again"})
-    assert "sends us on more than 3 times" in failure(HttpReward(server.url))
-    server.answer = lambda asked: Said(b"", 302, {"Location": "/login"})  # would become a GET
-    assert "sends us elsewhere (status 302" in failure(HttpReward(server.url))
-
-
 def test_key_is_sent_and_hidden_when_server_repeats_it(server, monkeypatch):
     monkeypatch.setenv("SCORE_KEY", "sk-secret")
     reward = HttpReward(server.url, api_key_env="SCORE_KEY")

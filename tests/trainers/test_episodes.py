@@ -560,7 +560,7 @@ def _call(arguments: dict[str, str]) -> str:
             "tools or environment_factory, not both",
         ),
         ({"tools": calculator().tools}, "the chat template .* does not show them to the model"),
-        ({"environment_factory": "guess"}, "environment_factory must be a class or function"),
+        ({"environment_factory": "guess"}, "environment_factory must make environments"),
         (
             {"environment_factory": TwoTurns, "reward_weights": (1.0,)},
             "one entry per source of reward, got 1 for digits, environment",

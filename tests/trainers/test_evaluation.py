@@ -306,9 +306,9 @@ def test_run_resumed_from_best_keeps_best_reward(make, tmp_path) -> None:
 def test_best_survives_other_spelling_of_output_dir(make, tmp_path) -> None:
     options = {"eval_dataset": HELD_OUT, "eval_steps": 1, "reward_funcs": Script(0.5)}
     make(save_steps=2, max_steps=2, **options).train()
-    before = (tmp_path / "run" / "best" / "manifest.json").read_bytes()
+    before = (tmp_path / "run" / "best" / "state.json").read_bytes()
     make(output_dir=f"{tmp_path}/run/../run", max_steps=3, **options).train("latest")
-    assert (tmp_path / "run" / "best" / "manifest.json").read_bytes() == before  # .5 is no better
+    assert (tmp_path / "run" / "best" / "state.json").read_bytes() == before  # .5 is no better
 
 
 def test_resume_in_other_output_dir_saves_best_there(make, tmp_path) -> None:

@@ -177,7 +177,6 @@ class EpisodeRunner:
         ]
         episodes = [row.episode for row in rows]
         with (
-            foreign("an environment or a tool"),
             closing(episodes),
             ConcurrentCalls(self.timeout) as calls,
             engine.weights_synced(),

@@ -177,8 +177,8 @@ class ToolEnvironment:
         else:
             try:
                 return _text(made.result())
-            except Exception as unspeakable:
-                fault = told(unspeakable)
+            except (TypeError, ValueError, RecursionError) as unfit:  # it is not JSON
+                fault = told(unfit)
         self.failures += 1
         return f"Error: {fault}"
 

@@ -3,13 +3,10 @@
 import asyncio
 import math
 import threading
-import time
-import warnings
 
 import pytest
 import torch
 
-from rlhf_pg.boundary import user_code
 from rlhf_pg.rollout import EpisodeRunner, Observation, SamplingParams
 from tests.rollout.multi_turn.scripted import ScriptedEngine, ScriptedSession, letters
 
@@ -383,51 +380,12 @@ def test_late_async_environment_may_clean_up():
     assert cleaned.wait(30)
 
 
-def test_blocked_async_environment_does_not_delay_later_one():
-    go = threading.Event()
-
-    class Holding(Listed):
-        async def step(self, completion):
-            go.wait(60)
-
-    [broken] = play(sayer("a<eos>"), Holding(), timeout=0.2)
-    [whole] = play(sayer("a<eos>"), AsyncListed(("", 1.0, True)), timeout=20)
-    go.set()
-    assert broken.error == "TimeoutError: no answer within 0.2 s"
-    assert whole.error is None
-
-
 def hanging(step):
     class Hanging(Listed):
         def step(self, completion):
             return step()
 
     return Hanging()
-
-
-def polls():
-    while True:
-        time.sleep(0.01)
-
-
-def test_blocked_event_loop_is_reused_when_free():
-    own = user_code.event_loop()
-    go = threading.Event()
-    own.call_soon_threadsafe(go.wait)
-    other = user_code.event_loop()
-    assert other is not own
-    go.set()
-    held = threading.Event()
-    other.call_soon_threadsafe(held.wait)
-    assert user_code.event_loop() is own
-    held.set()
-
-
-def test_coroutine_without_event_loop_is_closed(monkeypatch):
-    monkeypatch.setattr(user_code, "event_loop", lambda: 1 / 0)
-    with warnings.catch_warnings(record=True) as heard, pytest.raises(ZeroDivisionError):
-        user_code.begin(lambda: asyncio.sleep(0))
-    assert not heard
 
 
 def test_failing_factory_is_episode_error():
