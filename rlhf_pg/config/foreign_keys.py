@@ -21,6 +21,7 @@ GONE = {
         "was removed in November 2026: leave it out; the scale is from 0.1 to 10",
     ),
     "cpu_threads": "was removed in November 2026: set OMP_NUM_THREADS",
+    "bfloat16_update": "was removed in November 2026: weights have float32 copies; leave it out",
     "rollout_drafts": "was removed in November 2026: leave it out; nothing is drafted any more",
     "model_check": "was removed in November 2026: every run compares sampler and policy itself",
 }

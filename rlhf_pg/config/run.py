@@ -33,11 +33,8 @@ class RunConfig(AdapterConfig, RewardsConfig, DataConfig, ModelConfig):
     seed: int = number(42, minimum=0, maximum=2**32 - 1)
     """Seed of prompt order, sampling noise and minibatch order."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Data type of the weights and the computation; log-probabilities are in float32 at least."""
-    bfloat16_update: Literal["master_weights", "stochastic_rounding", "nearest"] = "master_weights"
-    """Method of updating bfloat16 weights, whose 8 bits lose small changes: keep float32 copies in
-    memory (master_weights), round up or down at random, exact on average (stochastic_rounding), or
-    round to the nearest, which loses most updates (nearest). Adapters are in float32."""
+    """Data type of the weights and the computation; log-probabilities are in float32 at least.
+    Weights in bfloat16, whose 8 bits lose small changes, are updated through float32 copies."""
     disable_dropout: bool = True
     """Update in evaluation mode, without dropout or router jitter, so that scoring and training see
     one policy. False updates in train mode, with the model's own rates."""
@@ -150,11 +147,6 @@ class RunConfig(AdapterConfig, RewardsConfig, DataConfig, ModelConfig):
             ("eval_success_threshold",),
             self.num_generations_eval > 1,
             "is for eval_pass@k: set num_generations_eval above 1, or leave it out",
-        )
-        self.refuse_idle(
-            ("bfloat16_update",),
-            self.dtype == "bfloat16",
-            "is for weights in bfloat16: set dtype to bfloat16, or leave it out",
         )
         if self.optim == "adamw_8bit" and self.dtype == "float64":
             raise ValueError("optim adamw_8bit updates no float64 weights: change dtype or optim")

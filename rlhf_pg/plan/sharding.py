@@ -30,22 +30,20 @@ def bytes_per_parameter(
     b: int,
     processes: int,
     rollout: bool = False,
-    bfloat16_update: str = "master_weights",
     optim: str = "adamw_torch_fused",
 ) -> dict[str, float]:
     """Return what one process keeps of each trained parameter of `b` bytes, by part.
 
     Args:
         rollout: while it samples, rather than while it updates.
-        bfloat16_update, optim: keys of the config; DeepSpeed has masters whatever they say.
+        optim: the key of the config.
     """
-    has_masters = layout.deepspeed or bfloat16_update == "master_weights"
     # In torch's AdamW they have the dtype that it updates: that of the masters for 16-bit weights.
-    moments = 8 if layout.deepspeed else 2 * (b if bfloat16_update == "nearest" else max(b, 4))
+    moments = 8 if layout.deepspeed else 2 * max(b, 4)
     if optim == "adamw_8bit":
         moments = 2
     # In float32 ZeRO-3 updates its share of the weights itself; ZeRO-1 and ZeRO-2 copy it first.
-    masters = 4 if (b < 4 and has_masters) or (layout.deepspeed and not layout.weights) else 0
+    masters = 4 if b < 4 or (layout.deepspeed and not layout.weights) else 0
     found = {
         "weights": b / (processes if layout.weights else 1),
         "gradients": b / (processes if layout.gradients else 1),

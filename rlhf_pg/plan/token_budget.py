@@ -57,7 +57,7 @@ def chunk_size(runtime: Runtime) -> int:
 
 def update_options(args: PolicyGradientConfig) -> dict[str, Any]:
     """Return the options that decide how much an update keeps of a weight."""
-    return {"bfloat16_update": args.bfloat16_update, "optim": args.optim}
+    return {"optim": args.optim}
 
 
 def reference_bytes(

@@ -12,10 +12,8 @@ from torch.optim import Optimizer
 
 from rlhf_pg.runtime.bf16_updates import (
     MASTER,
-    ROUNDINGS,
     MasterWeights,
-    Nearest,
-    StochasticRounding,
+    Updates,
 )
 from rlhf_pg.runtime.full_weights import full
 from rlhf_pg.runtime.watchdog import Watch, waits
@@ -23,7 +21,7 @@ from rlhf_pg.runtime.watchdog import Watch, waits
 State = tuple[Tensor, str, Tensor]  # parameter, key, value in the optimizer's state
 COUNTER = "step"  # the key whose value is not shaped like the parameter
 TABLES = ("qmap1", "qmap2")  # the keys of the code tables of bitsandbytes' 8-bit moments
-OUTSIDE = (MASTER, ROUNDINGS)  # the keys that are not in an optimizer's state
+OUTSIDE = (MASTER,)  # the keys that are not in an optimizer's state
 
 
 class DDPBackend:
@@ -35,8 +33,6 @@ class DDPBackend:
         module: on its device; it is wrapped here, once.
         optimizer: of its parameters; `self.optimizer` has the learning rates from now on.
         max_grad_norm: 0 leaves the gradient as it is.
-        bfloat16_update: how an update reaches bfloat16 weights, as in the config.
-        seed: of stochastic rounding.
     """
 
     watch: Watch | None = None
@@ -47,30 +43,20 @@ class DDPBackend:
         module: nn.Module,
         optimizer: Optimizer,
         max_grad_norm: float = 0.0,
-        bfloat16_update: str = "master_weights",
-        seed: int = 0,
     ) -> None:
         self.module, self.optimizer = module, optimizer
         self.max_grad_norm = max_grad_norm
         self._accelerator = accelerator
         self._world = accelerator.num_processes
         self._wrapped: Any = self._wrap()
-        self._updates = self._new_updates(bfloat16_update, seed)
+        self._updates = self._new_updates()
 
     def _wrap(self) -> Any:
         wrapped: nn.Module = self._accelerator.prepare_model(self.module)
         return wrapped
 
-    def _new_updates(self, bfloat16_update: str, seed: int) -> Nearest:
-        trained = (p for group in self.optimizer.param_groups for p in group["params"])
-        if bfloat16_update != "master_weights" and all(p.dtype != torch.bfloat16 for p in trained):
-            raise ValueError(
-                f"bfloat16_update {bfloat16_update} has no effect: no trained weight is in "
-                "bfloat16, as those of adapters never are; leave it out"
-            )
-        if bfloat16_update == "stochastic_rounding":
-            return StochasticRounding(self.optimizer, seed)
-        return (MasterWeights if bfloat16_update == "master_weights" else Nearest)(self.optimizer)
+    def _new_updates(self) -> Updates:
+        return MasterWeights(self.optimizer)
 
     @staticmethod
     def place(accelerator: Accelerator, module: nn.Module) -> nn.Module:

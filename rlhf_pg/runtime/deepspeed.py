@@ -18,7 +18,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from rlhf_pg.runtime.bf16_updates import MASTER, Nearest
+from rlhf_pg.runtime.bf16_updates import MASTER, Updates
 from rlhf_pg.runtime.ddp import COUNTER, DDPBackend, State, count
 from rlhf_pg.runtime.full_weights import check_divisible
 from rlhf_pg.runtime.watchdog import waits
@@ -49,18 +49,8 @@ class DeepSpeedBackend(DDPBackend):
         self.optimizer.register_step_post_hook(self._show)
         return engine
 
-    def _new_updates(self, bfloat16_update: str, seed: int) -> Nearest:
-        """Leave float32 masters to DeepSpeed, which has its own.
-
-        Raises:
-            ValueError: the recipe asks for another kind of update.
-        """
-        if bfloat16_update != "master_weights":
-            raise ValueError(
-                f"bfloat16_update {bfloat16_update}: DeepSpeed keeps float32 masters whatever is "
-                "set: leave it out, or launch with DDP or FSDP2"
-            )
-        return Nearest(self.optimizer)
+    def _new_updates(self) -> Updates:
+        return Updates(self.optimizer)  # DeepSpeed has float32 masters of its own
 
     @staticmethod
     def place(accelerator: Accelerator, module: nn.Module) -> nn.Module:

@@ -112,22 +112,16 @@ class Runtime:
         module: nn.Module,
         optimizer: Optimizer,
         max_grad_norm: float = 0.0,
-        bfloat16_update: str = "master_weights",
-        seed: int = 0,
     ) -> DDPBackend:
         """Return the backend that trains a module, on its device and with gradients shared by all.
 
         Args:
             max_grad_norm: 0 leaves the gradient as it is.
-            bfloat16_update: as in the config; weights in other dtypes are updated in their own.
-            seed: of stochastic rounding.
 
         Raises:
             ValueError: the launcher's config does not fit.
         """
-        trained = self._backend(
-            self._accelerator, module, optimizer, max_grad_norm, bfloat16_update, seed
-        )
+        trained = self._backend(self._accelerator, module, optimizer, max_grad_norm)
         trained.watch = self.watch
         return trained
 

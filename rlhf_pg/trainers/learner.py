@@ -95,9 +95,7 @@ class Learner:
         self.full_policy = self.parts["model"]
         if runtime.splits:
             _ = self.fingerprints  # computed now and kept: they need whole weights
-        self.trained = runtime.prepare(
-            self.module, optimizer, args.max_grad_norm, args.bfloat16_update, args.seed
-        )
+        self.trained = runtime.prepare(self.module, optimizer, args.max_grad_norm)
         if self.reference is not None:
             runtime.place(self.reference)
 

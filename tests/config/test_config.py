@@ -167,7 +167,6 @@ def test_vanilla_loss_with_several_updates_raises(more):
         (GRPOConfig, {"beta": 0.1, "kl_estimator": "k1"}, "expected gradient of 0"),
         (RLOOConfig, {"kl_estimator": "k3_ratio"}, "is a form of the loss"),
         (GRPOConfig, {"sync_ref_model": True}, "no effect without beta"),
-        (GRPOConfig, {"bfloat16_update": "nearest"}, "set dtype to bfloat16, or leave it out"),
         (GRPOConfig, {"dtype": "float64", "optim": "adamw_8bit"}, "updates no float64 weights"),
     ],
 )

@@ -84,9 +84,6 @@ RUNS: dict[str, Run] = {
     "grpo, LoRA": Run(options={**LORA, **AUTO, "beta": 0.05, "save_merged": True}),
     "grpo, bfloat16": Run(options={**BF16, **AUTO}),
     "grpo, bfloat16, LoRA": Run(options={**BF16, **LORA, "gradient_checkpointing": True}),
-    "grpo, stochastic rounding": Run(
-        options={**BF16, "bfloat16_update": "stochastic_rounding", "optim": "adamw_torch"}
-    ),
     "grpo, float64": Run(options={"dtype": "float64"}),
     "grpo, dynamic sampling": Run(options={"dynamic_sampling_rounds": 2, "stop": ("12",)}),
     "grpo, small cache": Run(options={"rollout_cache_tokens": 120}),

@@ -147,7 +147,7 @@ class Numbers(nn.Module):
         return sum((p * gradients[name]).sum() for name, p in self.named_parameters())
 
 
-def run_updates(out: Path, bfloat16_update: str, resume: str | None = None) -> None:
+def run_updates(out: Path, resume: str | None = None) -> None:
     """Leave behind weights and state after each of 6 updates, or what is left of them after 3.
 
     The gradients are whole numbers, of which every process has those of its own positions, and the
@@ -156,7 +156,7 @@ def run_updates(out: Path, bfloat16_update: str, resume: str | None = None) -> N
     runtime, module = Runtime(), Numbers()
     shapes = {name: p.shape for name, p in module.named_parameters()}
     optimizer = torch.optim.SGD(module.parameters(), lr=2.0**-10, momentum=0.5)
-    trained = runtime.prepare(module, optimizer, 0.0, bfloat16_update, seed=7)
+    trained = runtime.prepare(module, optimizer)
     named = dict(module.named_parameters())
     if resume is not None:
         saved = torch.load(resume, weights_only=True)

@@ -45,12 +45,8 @@ NARROW = {"dtype": "bfloat16"}
     "options",
     [
         NARROW,
-        NARROW | {"bfloat16_update": "stochastic_rounding"},
         pytest.param(EIGHT_BIT, marks=installed),
         pytest.param(EIGHT_BIT | NARROW, marks=installed),
-        pytest.param(
-            EIGHT_BIT | NARROW | {"bfloat16_update": "stochastic_rounding"}, marks=installed
-        ),
     ],
     ids=lambda options: ", ".join(map(str, options.values())),
 )
@@ -64,12 +60,6 @@ def test_resumed_run_is_bit_identical(make, tmp_path, options) -> None:
     rest.train(resume_from_checkpoint=str(tmp_path / "whole" / STEP))
     assert flat(rest).equal(flat(whole))
     assert not flat(whole).equal(start)
-
-
-def test_stochastic_rounding_without_bfloat16_weights_is_refused(make) -> None:
-    options = {"dtype": "bfloat16", "use_peft": True, "bfloat16_update": "stochastic_rounding"}
-    with pytest.raises(ValueError, match="stochastic_rounding has no effect: no trained weight"):
-        make(**options)
 
 
 def test_checkpoint_model_is_rounded_master_weights(make, tmp_path) -> None:

@@ -32,7 +32,6 @@ PLANNED: dict[str, Any] = {
 }
 SETUPS = {
     "bfloat16": {"dtype": "bfloat16"},
-    "stochastic rounding": {"dtype": "bfloat16", "bfloat16_update": "stochastic_rounding"},
     "8 bits": {"dtype": "bfloat16", "optim": "adamw_8bit"},
     "float32": {"dtype": "float32"},
     "LoRA": {"dtype": "bfloat16", "use_peft": True, "gradient_checkpointing": True},
