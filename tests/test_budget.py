@@ -28,16 +28,16 @@ BUDGETS = {
 # Wings that are over their budget, with what they have today: a number here only goes down.
 TODAY = {
     "config": 3930,
-    "data": 1516,
+    "data": 1515,
     "models": 2770,
     "rollout": 3898,
     "rewards": 5059,
-    "trainers": 4030,
+    "trainers": 4026,
     "runtime": 1394,
     "checkpoint": 877,
     "report": 1909,
     "plan": 530,
-    "tasks": 1260,
+    "tasks": 1180,
     "boundary": 779,
 }
 SCRIPTS = ("report/page/*.[jc]s*", 800)

@@ -8,7 +8,7 @@ from rlhf_pg.config.fields import Checked, found, number
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.mappings import Mapping
 
-EMBEDDED = ("arithmetic", "preference", "guess", "calculator", "counting")
+EMBEDDED = ("arithmetic", "preference", "guess", "calculator")
 THIRD_PARTY = ("reasoning_gym", "verifiers", "openenv")  # before a colon and a name
 
 
@@ -18,7 +18,7 @@ class DataConfig(Checked):
 
     task: str | None = None
     """Task by name, which brings data and rewards: one of the embedded arithmetic, preference,
-    guess, calculator, counting; or reasoning_gym:NAME, verifiers:NAME or openenv:URL (see
+    guess, calculator; or reasoning_gym:NAME, verifiers:NAME or openenv:URL (see
     docs/your-data.md). None takes dataset_name."""
     task_options: Mapping = field(default_factory=dict)
     """Options of a third-party task, such as size or the parameters of its generator."""

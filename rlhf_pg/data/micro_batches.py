@@ -8,7 +8,6 @@ from typing import NamedTuple
 class RowLengths(NamedTuple):
     """The lengths of a completion and its prompt."""
 
-    group: int
     family: int  # shared by neighbours whose prompt, too, is the same
     prompt: int  # tokens
     completion: int

@@ -111,7 +111,7 @@ class Rollout:
         if not self.num_rows:
             return dataclasses.replace(self, host_rows=())
         lengths = [*self.lengths()[:, [1, 0]].T, self.action_mask.sum(1)]
-        columns = torch.stack([self.groups, self.shared_prefixes(), *lengths])
+        columns = torch.stack([self.shared_prefixes(), *lengths])
         rows = tuple(micro_batches.RowLengths(*row) for row in columns.T.tolist())
         return dataclasses.replace(self, host_rows=rows)
 
@@ -168,7 +168,7 @@ class Rollout:
             filled = {"prompt_mask": 1, "completion_mask": 1}
             return torch.full(shape, filled.get(name, 0), dtype=value.dtype, device=value.device)
 
-        row = micro_batches.RowLengths(group=0, family=0, prompt=1, completion=1, actions=0)
+        row = micro_batches.RowLengths(family=0, prompt=1, completion=1, actions=0)
         blanks: dict[str, Any] = {name: blank(name, value) for name, value in self._tensors()}
         return type(self)(**blanks, host_rows=(row,))
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from rlhf_pg.tasks.arithmetic import arithmetic
 from rlhf_pg.tasks.calculator import calculator
-from rlhf_pg.tasks.counting import counting
 from rlhf_pg.tasks.guess import guess
 from rlhf_pg.tasks.preference import preference
 from rlhf_pg.tasks.task import Demonstration as Demonstration
@@ -16,7 +15,6 @@ TASKS = {
     "preference": preference,
     "guess": guess,
     "calculator": calculator,
-    "counting": counting,
 }
 
 

@@ -370,10 +370,6 @@ class TrainerSetup(TrainingLoop):
             with_engine(self.args, self.engine_name), **found, **self._recorded
         )
 
-    def _first_prompts(self) -> list[list[int]]:
-        """Return the tokens of the first prompts of the data."""
-        return self.train_prompts.encoded(range(min(8, len(self.train_prompts))))
-
     def _config(self) -> dict[str, Any]:
         return dataclasses.asdict(self.resolved_args()) | {"algorithm": self.algorithm}
 

@@ -10,9 +10,9 @@ from rlhf_pg.data.micro_batches import RowLengths, split_packed, split_padded
 
 # Two families of group 5, one of group 6: prompts of 10, 4 and 3 tokens.
 ROWS = [
-    *(RowLengths(5, 0, 10, completion) for completion in (1, 4, 2)),
-    RowLengths(5, 1, 4, 3),
-    *(RowLengths(6, 2, 3, completion) for completion in (5, 6)),
+    *(RowLengths(0, 10, completion) for completion in (1, 4, 2)),
+    RowLengths(1, 4, 3),
+    *(RowLengths(2, 3, completion) for completion in (5, 6)),
 ]
 
 
@@ -50,11 +50,11 @@ def test_padded_split_by_hand():
 @st.composite
 def some_rows(draw):
     rows, family = [], 0
-    for group in range(draw(st.integers(1, 4))):
+    for _group in range(draw(st.integers(1, 4))):
         for _ in range(draw(st.integers(1, 2))):
             prompt = draw(st.integers(1, 9))
             lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=5))
-            rows += [RowLengths(group, family, prompt, length) for length in lengths]
+            rows += [RowLengths(family, prompt, length) for length in lengths]
             family += 1
     return rows
 
@@ -83,6 +83,6 @@ def test_packed_families_are_contiguous_and_longest_first(rows, limit):
 
 
 def test_packing_computes_family_prompt_once():
-    rows = [RowLengths(0, 0, 500, 60) for _ in range(16)]
+    rows = [RowLengths(0, 500, 60) for _ in range(16)]
     assert len(split_packed(rows, 500 + 16 * 60)) == 1
     assert len(split_padded(rows, 500 + 16 * 60)) == 8

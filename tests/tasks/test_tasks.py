@@ -13,9 +13,8 @@ from rlhf_pg.data.chat import encode
 from rlhf_pg.models import load_tokenizer, max_positions, stop_token_ids
 from rlhf_pg.rewards import Rewards
 from rlhf_pg.supervised.sft import pad_examples
-from rlhf_pg.tasks import TASKS, Demonstration, arithmetic, calculator, counting, guess
+from rlhf_pg.tasks import TASKS, Demonstration, arithmetic, calculator, guess
 from rlhf_pg.tasks.arithmetic import exact_match
-from rlhf_pg.tasks.counting import FORGETS, LINES, last_number
 from rlhf_pg.tasks.tiny import character_tokenizer, tiny_decoder
 from rlhf_pg.tasks.warm_start import _example, _examples, ensure_model, warm_start
 
@@ -305,63 +304,3 @@ def test_demonstrations_fit_model(name):
     tools = [get_json_schema(tool) for tool in task.tools]
     longest = max(len(_example(one, tokenizer, tools)["input_ids"]) for one in shown[:500])
     assert longest <= 64
-
-
-# ------------------------------------------------------------------------------------- counting
-
-
-def counted(start, step):
-    """The lines that are right."""
-    numbers = [(start + step * (i + 1)) % 100 for i in range(24)]
-    return [f"{letter}+{step}={number:02}" for letter, number in zip(LINES, numbers, strict=True)]
-
-
-def parsed(prompt):
-    step, start = map(int, re.fullmatch(r"\+([1-5])=(\d\d),", prompt).groups())
-    return start, step
-
-
-def test_counting_problems_are_held_out_and_right():
-    task = counting()
-    splits = [task.train_dataset, task.eval_dataset]
-    assert [len(split) for split in splits] == [128, 256]
-    prompts = [set(split["prompt"]) for split in splits]
-    assert [len(own) for own in prompts] == [128, 256]
-    demonstrated = {shown.prompt for shown in task.demonstrations()}
-    assert prompts[0] <= demonstrated
-    assert prompts[1].isdisjoint(demonstrated)
-    for split in splits:
-        wanted = [counted(*parsed(prompt))[-1][-2:] for prompt in split["prompt"]]
-        assert split["answer"] == wanted
-
-
-def test_only_last_number_is_scored():
-    said = ["a+5=02,b+5=07", "b+5=07", "07", "a+5=07,b+5=02", "b+5=07,", "=7", "", "a+5=12,b+5=07"]
-    scores = last_number(["+5=97,"] * 8, said, answer=["07"] * 8, completion_ids=[[]] * 8)
-    assert scores == [1, 1, 1, 0, 0, 0, 0, 1]
-
-
-def test_demonstrations_forget_only_carries_and_count_on_from_there():
-    shown = counting().demonstrations()[:2000]
-    carries = forgotten = 0
-    for prompt, [text], answers in shown:
-        assert answers == []
-        number, step = parsed(prompt)
-        for letter, line in zip(LINES, text.split(","), strict=True):
-            result = int(re.fullmatch(rf"{letter}\+{step}=(\d\d)", line)[1])
-            carry = number % 10 + step >= 10
-            off = (number + step - result) % 100
-            assert off == 0 or (carry and off == 10)
-            carries, forgotten, number = carries + carry, forgotten + (off == 10), result
-    error = (FORGETS * (1 - FORGETS) / carries) ** 0.5
-    assert abs(forgotten / carries - FORGETS) < 4 * error
-
-
-def test_counting_chain_is_long_and_fits_model():
-    task = counting()
-    _, tokenizer = task.new_model()
-    assert task.demonstrations() == task.demonstrations()
-    lengths = {len(tokenizer(text)["input_ids"]) for _, [text], _ in task.demonstrations()[:500]}
-    assert lengths == {24 * 7 - 1}
-    longest = max(len(prompt) for prompt in task.eval_dataset["prompt"])
-    assert longest + max(lengths) + 1 <= task.max_positions
