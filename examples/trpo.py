@@ -24,7 +24,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from rlhf_pg import ReinforceConfig, ReinforceTrainer
 from rlhf_pg.config import number, parse
 from rlhf_pg.data import Experience
-from rlhf_pg.report import Meter
+from rlhf_pg.report.metrics import Meter
 
 
 @dataclass(kw_only=True)

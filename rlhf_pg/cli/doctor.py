@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from rich.console import Console
@@ -46,25 +46,19 @@ class Finding(NamedTuple):
 def doctor(flags: Sequence[str]) -> None:
     """Print what is here and what is missing; exit with status 1 if nothing works without it."""
     options = parser_of("doctor", usage_of("doctor")).parse_args(list(flags))
-    findings = examined()
+    findings = [
+        Finding("python", platform.python_version()),
+        Finding(NAME, rlhf_pg.__version__),
+        *packages(),
+        *devices(),
+        *surroundings(),
+    ]
     if options.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
         show(findings)
     if any(finding.is_needed and not finding.is_well for finding in findings):
         raise SystemExit(1)
-
-
-def examined() -> list[Finding]:
-    """Look at packages, devices, programs and the working directory."""
-    return [
-        Finding("python", platform.python_version()),
-        Finding(NAME, rlhf_pg.__version__),
-        *packages(),
-        *devices(),
-        *programs(),
-        *surroundings(),
-    ]
 
 
 def packages() -> Iterator[Finding]:
@@ -117,31 +111,19 @@ def devices() -> Iterator[Finding]:
         yield Finding("GPU", why, not has_driver, remedy if has_driver else "")
         return
     for index in range(torch.cuda.device_count()):
-        yield _gpu(torch, index)
-
-
-def _gpu(torch: Any, index: int) -> Finding:
-    free, total = torch.cuda.mem_get_info(index)
-    kind = torch.cuda.get_device_name(index)
-    has_bfloat16 = torch.cuda.get_device_capability(index) >= (8, 0)
-    words = "bfloat16" if has_bfloat16 else "no bfloat16"
-    said = f"{kind}: {free / 1e9:.1f} of {total / 1e9:.1f} GB free, {words}"
-    remedy = "" if has_bfloat16 else "train in float32 (dtype: float32)"
-    return Finding(f"GPU {index}", said, has_bfloat16, remedy)
-
-
-def programs() -> Iterator[Finding]:
-    """Look for programs that some features call."""
-    for name, (purpose, remedy) in PROGRAMS.items():
-        path = shutil.which(name)
-        if path is None:
-            yield Finding(name, f"not installed ({purpose})", False, remedy)
-        else:
-            yield Finding(name, path)
+        free, total = torch.cuda.mem_get_info(index)
+        has_bfloat16 = torch.cuda.get_device_capability(index) >= (8, 0)
+        said = f"{torch.cuda.get_device_name(index)}: {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+        remedy = "" if has_bfloat16 else "it has no bfloat16: train in float32 (dtype: float32)"
+        yield Finding(f"GPU {index}", said, has_bfloat16, remedy)
 
 
 def surroundings() -> Iterator[Finding]:
-    """Describe the working directory's disk, the launcher's settings and its config file."""
+    """Describe programs that some features call, the working directory and the environment."""
+    for name, (purpose, remedy) in PROGRAMS.items():
+        path = shutil.which(name)
+        found = f"not installed ({purpose})" if path is None else path
+        yield Finding(name, found, path is not None, "" if path else remedy)
     where = Path.cwd()
     free = shutil.disk_usage(where).free
     writable = os.access(where, os.W_OK)
@@ -152,10 +134,6 @@ def surroundings() -> Iterator[Finding]:
     for name in VARIABLES:
         if name in os.environ:
             yield Finding(name, quoted(os.environ[name]))
-    cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    config = cache / "accelerate" / "default_config.yaml"
-    default = "its default config is used" if config.exists() else "no default config"
-    yield Finding("accelerate launch", f"{default} ({quoted(str(config))})")
 
 
 def show(findings: Sequence[Finding]) -> None:

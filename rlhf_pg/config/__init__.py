@@ -13,10 +13,10 @@ from rlhf_pg.config.parse import parse as parse
 
 if TYPE_CHECKING:
     from rlhf_pg.config.algorithms import GRPOConfig as GRPOConfig
+    from rlhf_pg.config.algorithms import PolicyGradientConfig as PolicyGradientConfig
     from rlhf_pg.config.algorithms import PPOConfig as PPOConfig
     from rlhf_pg.config.algorithms import ReinforceConfig as ReinforceConfig
     from rlhf_pg.config.algorithms import RLOOConfig as RLOOConfig
-    from rlhf_pg.config.policy_gradient import PolicyGradientConfig as PolicyGradientConfig
     from rlhf_pg.config.supervised import RewardModelConfig as RewardModelConfig
     from rlhf_pg.config.supervised import SFTConfig as SFTConfig
 else:

@@ -4,10 +4,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_pg.advantages import ADVANTAGES
+from rlhf_pg.config import rules
 from rlhf_pg.config.fields import choice, number
-from rlhf_pg.config.method import CriticOptions, KLEstimator
-from rlhf_pg.config.policy_gradient import PolicyGradientConfig
+from rlhf_pg.config.method import CriticOptions, KLEstimator, MethodConfig
 from rlhf_pg.losses import POLICY_LOSSES
+
+
+@dataclass(kw_only=True)
+class PolicyGradientConfig(MethodConfig):
+    """Config shared by all algorithms. One step is one rollout batch and every update on it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rules.check(self)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings, one sentence each, about settings that are allowed but seldom meant."""
+        return rules.warnings(self)
 
 
 @dataclass(kw_only=True)

@@ -135,27 +135,20 @@ def new_episode_runner(
     args.refuse_idle(("max_turns", "environment_timeout"), has_episodes, why)
     if not has_episodes:
         return None
-    options = (
-        _tool_options(args, tools or (), tokenizer)
-        if environments is None
-        else environments.runner_options(tokenizer, args.environment_timeout, tools or ())
-    )
+    if environments is None:
+        box = Toolbox.of(tools or (), tokenizer, args.environment_timeout)
+        check_template(tokenizer, box.schemas)
+        options: dict[str, Any] = {
+            "environment_factory": partial(ToolEnvironment, box),
+            "timeout": None,  # the tools have their own
+            "tools": box.schemas,
+            "special_tokens": box.reads_tokens,
+        }
+    else:
+        options = environments.runner_options(tokenizer, args.environment_timeout, tools or ())
     return EpisodeRunner(
         tokenizer=tokenizer,
         stop_token_ids=models.stop_token_ids(model, tokenizer),
         max_turns=args.max_turns,
         **options,
     )
-
-
-def _tool_options(
-    args: PolicyGradientConfig, tools: Sequence[Tool], tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Any]:
-    box = Toolbox.of(tools, tokenizer, args.environment_timeout)
-    check_template(tokenizer, box.schemas)
-    return {
-        "environment_factory": partial(ToolEnvironment, box),
-        "timeout": None,  # the tools have their own
-        "tools": box.schemas,
-        "special_tokens": box.reads_tokens,
-    }

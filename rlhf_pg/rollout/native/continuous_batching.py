@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from rlhf_pg.models.attention import Layout, configs_of, replaced_attention
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
 from rlhf_pg.rollout.native.decode_attention import Decode, KeyValues, Prefill, bias
-from rlhf_pg.rollout.native.stopping import Stopping
-from rlhf_pg.rollout.token_sampling import row_key, sample, uniform_at
+from rlhf_pg.rollout.token_sampling import Stopping, row_key, sample, uniform_at
 
 MAX_ROWS = 256
 PREFILL_TOKENS = 8192  # of prompts, computed in one forward pass

@@ -21,7 +21,7 @@ from rlhf_pg.models.attention import AttentionSupport, attention_support, window
 from rlhf_pg.rollout.engine import Finished, Request, RolloutEngine, SamplingParams, Session
 from rlhf_pg.rollout.native.continuous_batching import BatchingSession
 from rlhf_pg.rollout.native.hf_generate import HFGenerateSession
-from rlhf_pg.rollout.native.stopping import Stopping
+from rlhf_pg.rollout.token_sampling import Stopping
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from transformers import (
 
 from rlhf_pg.data.records import pad_rows
 from rlhf_pg.rollout.engine import Completion, Finished, Request, SamplingParams
-from rlhf_pg.rollout.native.stopping import Stopping
-from rlhf_pg.rollout.token_sampling import sample, uniform
+from rlhf_pg.rollout.token_sampling import Stopping, sample, uniform
 
 MAX_ROWS = 256
 

@@ -7,7 +7,7 @@ import transformers
 from rlhf_pg.models.attention import attention_support
 from rlhf_pg.rollout import NativeEngine, Request
 from rlhf_pg.rollout.native.continuous_batching import BatchingSession
-from rlhf_pg.rollout.native.stopping import Stopping
+from rlhf_pg.rollout.token_sampling import Stopping
 from tests.rollout.native.test_engine import EOS, PAD, PARAMS, PROMPTS, assert_teacher_forced
 from tests.tiny import stir
 

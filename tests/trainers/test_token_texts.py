@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_pg.data.token_texts import token_texts
 from rlhf_pg.tasks import arithmetic
+from rlhf_pg.trainers.recorder import token_texts
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
