@@ -195,12 +195,11 @@ class BatchingSession:
         self.own_cache.reserve(len(self.rows), longest)
         drawn = torch.tensor(lengths)
         last = drawn - 1  # column of the newest token
-        alike = longest == min(lengths)
         seen = (torch.arange(longest) <= last[:, None]).to(self.model.device)
         layout = Decode(
             prompts=self.prompt_cache,
             own=self.own_cache,
-            columns=longest - 1 if alike else last.to(self.model.device),
+            columns=longest - 1 if longest == min(lengths) else last.to(self.model.device),
             members=places.members,
             places=places.places,
             prompt_bias=places.prompt_bias,

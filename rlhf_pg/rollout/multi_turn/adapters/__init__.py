@@ -1,7 +1,6 @@
 """Adapters of other libraries: `load_task` for verifiers and OpenEnv, `TrlEnvironments`."""
 
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any
 
 from rlhf_pg.boundary.quoted import shown
@@ -27,9 +26,11 @@ def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 0
     if library not in VERSIONS or not colon or not rest:
         raise ValueError(f"there is no task {shown(name)}: give verifiers:ENV_ID or openenv:URL")
     try:
-        adapter = import_module(f"{__name__}.of_{library}")
+        if library == "verifiers":
+            from rlhf_pg.rollout.multi_turn.adapters.of_verifiers import load
+        else:
+            from rlhf_pg.rollout.multi_turn.adapters.of_openenv import load
     except ImportError as error:
         wanted = f'pip install "{library}{VERSIONS[library]}"'
         raise ValueError(f"{library} is not installed, or another version: {wanted}") from error
-    task: AdaptedTask = adapter.load(rest, options or {}, seed)
-    return task
+    return load(rest, options or {}, seed)

@@ -30,7 +30,7 @@ PATIENCE = 10.0  # seconds that the server may take to describe its environment
 ASIDE = ("done", "reward", "metadata")  # fields of an observation that the policy does not read
 
 
-def load(url: str, options: Mapping[str, Any], seed: int) -> AdaptedTask:
+def load(name: str, options: Mapping[str, Any], seed: int) -> AdaptedTask:
     """Load the environment behind a server's address; `seed` chooses the rows.
 
     Every completion of a batch plays in a session of its own, and the server has to allow as many
@@ -40,9 +40,9 @@ def load(url: str, options: Mapping[str, Any], seed: int) -> AdaptedTask:
         raise ValueError(f"openenv has no option {shown(unknown[0])}, only {', '.join(OPTIONS)}")
     own: dict[str, Any] = {**OPTIONS, **options}
     try:
-        source = wait_for(_look(url, own["action_key"], own["observation_key"]))
+        source = wait_for(_look(name, own["action_key"], own["observation_key"]))
     except Exception as error:
-        raise ValueError(f"the environment server {quoted(url)}: {told(error)}") from error
+        raise ValueError(f"the environment server {quoted(name)}: {told(error)}") from error
     prompt, total = [{"role": "user", "content": own["prompt"]}], own["episodes"]
     total += own["eval_episodes"]
     rows = [{"prompt": prompt, "seed": 2 * seed * total + i} for i in range(total)]

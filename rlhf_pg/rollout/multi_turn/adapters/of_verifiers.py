@@ -23,16 +23,16 @@ from rlhf_pg.rollout.multi_turn.adapters.task import AdaptedTask, options_with_o
 from rlhf_pg.rollout.multi_turn.tools import TAGGED, Tool, Toolbox
 
 
-def load(env_id: str, options: Mapping[str, Any], seed: int) -> AdaptedTask:
+def load(name: str, options: Mapping[str, Any], seed: int) -> AdaptedTask:
     """Load an installed environment, whose arguments decide what is random; its rubric pays."""
     try:
-        environment = load_environment(env_id, **options)
+        environment = load_environment(name, **options)
         train, evaluation = environment.build_dataset(), environment.build_eval_dataset()
     except Exception as error:
-        raise ValueError(f"environment {quoted(env_id)} cannot be loaded: {told(error)}") from error
+        raise ValueError(f"environment {quoted(name)} cannot be loaded: {told(error)}") from error
     if environment.rubric.has_group_rewards:
         raise ValueError(
-            f"the rubric of {quoted(env_id)} compares the completions of a group, which is done "
+            f"the rubric of {quoted(name)} compares the completions of a group, which is done "
             "here by the algorithm: give each completion a reward of its own"
         )
     data = train if train is not None else evaluation
