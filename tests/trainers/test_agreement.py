@@ -204,7 +204,7 @@ def of_task(arch):
     return {"model": model, "processing_class": tokenizer}
 
 
-def test_model_that_padding_changes_is_refused_and_trains_row_by_row(make) -> None:
+def test_model_that_padding_changes_is_refused(make) -> None:
     widths = [{"prompt": text, "answer": ""} for text in ("1+2=", "12+3=", "12+34=", "7+123=")]
     inputs = of_task("recurrent_gemma")
     with pytest.raises(DisagreementError, match="padding"):
