@@ -150,11 +150,10 @@ class Agreement:
         mask, width = row.action_mask, row.action_mask.shape[1]
         alone = self.score(row)
 
-        def differs(one: Tensor, other: Tensor) -> bool:
-            sums = _sums(_differences(one, other, mask), mask)
-            return self.excess(self.runtime.all_reduce_sum(sums).cpu()) is not None
+        def compared(one: Tensor, other: Tensor) -> Tensor:
+            return self.runtime.all_reduce_sum(_sums(_differences(one, other, mask), mask)).cpu()
 
-        if differs(logprobs[index : index + 1, :width], alone):
+        if self.excess(compared(logprobs[index : index + 1, :width], alone)):
             how = "packing" if 0 < row.longest <= self.policy.window else "padding"
             return (
                 f"the policy gives a row other log-probabilities alone than in its micro-batch "
@@ -167,7 +166,8 @@ class Agreement:
         if isinstance(model, PeftModel):
             with model.disable_adapter():
                 base = self.score(row)
-            if not differs(row.sampler_logprobs, base):
+            of_base, of_policy = (compared(row.sampler_logprobs, x)[3] for x in (base, alone))
+            if 10 * of_base < of_policy:
                 return f"{said}it samples without the adapter; give the engine the adapter"
             said += "its copy of the adapter differs, or else the sampler; "
         else:
