@@ -35,7 +35,7 @@ TRAFFIC = 44  # times that a layer's numbers are read or written in a forward pa
 HOST = 1.7e-3  # seconds that the engine's host adds to each sampled position
 # Assumed:
 READ = 0.85  # share of the bandwidth that a large read reaches
-KERNEL, KERNELS = 2e-6, 12  # seconds of a small kernel in a CUDA graph; kernels of a layer
+KERNEL, KERNELS = 2e-6, 12  # seconds of a small kernel in vLLM's CUDA graph; kernels of a layer
 EXPOSED = 0.2  # share of an exchange that no computing hides
 RESERVE = 0.25  # of a GPU's 80 GiB, for activations, logits, keys and values
 

@@ -1,5 +1,5 @@
 """P3O, clipped separately (Wu et al. 2023, arXiv 2310.00212): a loss that compares the rows of a
-prompt, on the public names of rlhf_pg alone.
+prompt.
 
     python examples/p3o.py --task arithmetic --max_completion_length 6
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf_pg import GRPOConfig, GRPOTrainer
 from rlhf_pg.config import parse
 from rlhf_pg.data import Experience
-from rlhf_pg.losses import Loss
+from rlhf_pg.losses import MAX_LOG_RATIO, Loss
 from rlhf_pg.losses.ratio import bounds, clip_metrics, ratio_terms
 from rlhf_pg.models import PolicyOutput
 
@@ -96,10 +96,11 @@ def p3o(
     Elsewhere: the authors' code also clips the detached rho_j, to [1/c, c]. Their "V2" clips log
     rho_i - log rho_j instead.
     """
-    terms = ratio_terms(logprobs, old_logprobs, advantages, mask, "product")
+    terms = ratio_terms(logprobs, old_logprobs, advantages, mask)
+    log_rho = torch.where(mask, logprobs - old_logprobs.detach(), 0.0).sum(dim=1, keepdim=True)
+    rho = log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
-    first = mask.int().argmax(dim=1, keepdim=True)
-    rho, score = (x.gather(1, first) for x in (terms.ratio, terms.advantages))
+    score = terms.advantages.gather(1, mask.int().argmax(dim=1, keepdim=True))
     share = _pair_shares(groups, mask, rho.dtype)
     gap = rho.detach().T * (score - score.T) * share
     low_bound, high_bound = bounds(epsilon, epsilon_high)
@@ -107,7 +108,9 @@ def p3o(
     loss = -torch.min(rho * gap, clipped * gap).sum(dim=1, keepdim=True)
     cut = [(rho < low_bound) & (gap < 0), (rho > high_bound) & (gap > 0)]
     low, high = (torch.where(mask, (x * share).sum(dim=1, keepdim=True), 0.0) for x in cut)
-    metrics = clip_metrics(low, high, rho.dtype) | terms.metrics
+    metrics = terms.metrics | clip_metrics(low, high, rho.dtype)
+    metrics["ratio"] = torch.where(mask, rho.detach(), 0.0)
+    metrics["ratio_overflow"] = torch.where(mask, log_rho.abs() > MAX_LOG_RATIO, 0.0)
     return torch.where(mask, loss / lengths, 0.0), metrics
 
 

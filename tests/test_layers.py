@@ -22,7 +22,7 @@ FLOORS = {
     "text and models": ("data", "models"),
     "processes and files": ("runtime", "checkpoint", "report"),
     "samples and scores": ("rollout", "rewards", "tasks", "supervised"),
-    "memory and time, estimated": ("plan",),
+    "memory, estimated": ("plan",),
     "the loop and the algorithms": ("trainers",),
     "runs, looked at again": ("replay",),
     "the command": ("cli",),

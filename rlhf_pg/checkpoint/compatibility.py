@@ -7,7 +7,7 @@ from typing import Any
 
 # Keys by which rewards are named. They may change with a warning: new functions mend old ones.
 REWARDS = {"reward_funcs", "reward_options", "reward_model_name_or_path"}
-# Keys of the training data, of which only the rows count, by their fingerprint; a stream has none.
+# Keys of the training data, of which only the rows count, by their fingerprint.
 OF_DATA = {
     *("task", "task_options", "dataset_name", "dataset_config", "dataset_columns"),
     *("dataset_train_split", "prompt_template", "system_prompt", "apply_chat_template"),
@@ -22,7 +22,7 @@ MAY_CHANGE = {
     *("log_completions_steps", "num_completions_to_print", "report_to", "run_name"),
     *("logging_steps", "push_to_hub", "hub_model_id", "hub_private_repo"),
     *("micro_batch_tokens", "gradient_checkpointing"),
-    *("rollout_cache_tokens"),
+    "rollout_cache_tokens",
     *("ddp_timeout", "environment_timeout", "max_skipped_steps"),
     *("reward_timeout", "reward_workers", "on_reward_error", "reward_error_value"),
     *("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length"),

@@ -92,13 +92,15 @@ def config_of(named: Named) -> PolicyGradientConfig:
     """Read the config: of the recipe's algorithm, or with the keys that all algorithms have."""
     config_type: type[PolicyGradientConfig] = PolicyGradientConfig
     keys = named.keys
+    given = set(keys_of(keys))
+    if {"top_k", "top_p", "min_p"} & given and "truncated_sampling" not in given:
+        keys = [*keys, "--truncated_sampling", "ignore"]  # no gradient is computed
     if named.recipe is not None:
         config_type = TRAINERS[algorithm_of(named.recipe, TRAINERS)].config_type
         keys = ["--config", str(named.recipe), *keys]
     if named.model is not None:
         keys = [*keys, "--model_name_or_path", named.model]
     args = parse(config_type, keys, "rlhf-pg eval")
-    given = set(keys_of(named.keys))
     if "dataset_name" in given and not {"eval_dataset_name", "dataset_test_split"} & given:
         # It is what to evaluate on, whatever the recipe held out of its own data.
         whole = {"eval_dataset_name": (), "dataset_test_split": None}

@@ -19,7 +19,8 @@ class SamplingConfig(RunConfig):
     supports the run; otherwise the policy."""
     rollout_cache_tokens: int | None = number(None, minimum=1)
     """Most tokens whose keys and values the native engine keeps at a time; other completions wait.
-    None takes half of a GPU's free memory, or 4 GiB of a CPU's. It never changes the result."""
+    None takes half of a GPU's free memory, or 4 GiB of a CPU's. It changes the
+    result by ties within rounding alone."""
     vllm_gpu_memory_utilization: float = number(0.3, above=0, maximum=1)
     """Share of the GPU's memory that vLLM takes for weights, keys and values; lower it if training
     runs out of memory."""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_pg.masking import masked_mean, widen
+from rlhf_pg.masking import masked_mean
 
 SAMPLING_LEVELS = ("token", "sequence")
 
@@ -26,13 +26,11 @@ class RatioTerms(NamedTuple):
 def ratio_terms(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, level: str = "token"
 ) -> RatioTerms:
-    """Compute the ratio of the "token", or of its row: "sequence" (geometric mean) or "product"."""
+    """Compute the ratio of the "token", or of its row: "sequence" (geometric mean)."""
     tokens = torch.where(mask, logprobs - old_logprobs.detach(), 0.0)
     log_ratio = tokens
     if level == "sequence":
         log_ratio = torch.where(mask, masked_mean(tokens, mask, dim=1)[:, None], 0.0)
-    elif level == "product":
-        log_ratio = torch.where(mask, _row_sum(tokens), 0.0)
     bounded = held(log_ratio)
     ratio = bounded.exp()
     metrics = {
@@ -50,10 +48,6 @@ def held(log_ratio: Tensor) -> Tensor:
 def excess(log_ratio: Tensor) -> Tensor:
     """Return rho - 1 - log rho, never negative and with the mean KL(pi_old || pi) under pi_old."""
     return torch.expm1(log_ratio) - log_ratio
-
-
-def _row_sum(tokens: Tensor) -> Tensor:
-    return widen(tokens).sum(dim=1, keepdim=True).to(tokens.dtype)
 
 
 def bounds(epsilon: float, epsilon_high: float | None) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """A step of a run, made again from the checkpoint before it.
 
 Ids and scores come from the record of the step, so nobody is asked again; updates do not depend on
-the clock, and checkpoints are exact. Nothing but the run directory is needed.
+the clock, and checkpoints are exact.
 """
 
 import math

@@ -51,7 +51,7 @@ class Start:
         processes: how many there are.
         backend: DDP, FSDP2, ZeRO-2 and so on.
         device: name of the accelerator, or "cpu" with the kind of processor.
-        data: fingerprint of the rows of the data in any order; None of a stream.
+        data: fingerprint of the rows of the data in any order.
         rewards: fingerprint of the source of each reward function, by name; None if unknown.
         weights: fingerprint of each tensor of the models, by name; those of a critic begin with
             "critic.".

@@ -46,12 +46,6 @@ class SamplingParams:
             raise ValueError("stop holds an empty string, which would end every completion at once")
 
     @property
-    def truncates(self) -> bool:
-        """True if tokens may be left out of the distribution."""
-        cuts = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-        return cuts and self.temperature > 0
-
-    @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 

@@ -100,7 +100,7 @@ class ExampleMaker:
         if self.completion is not None and "prompt" in self.columns:
             return self._completed(row["prompt"], row[self.completion], number)
         if "messages" in self.columns:
-            return self._chat(row["messages"], 0, number, f"messages in row {number}")
+            return self._chat(row["messages"], 0, f"messages in row {number}")
         return self._text("", row["text"], number)
 
     def _completed(self, prompt: Any, completion: Any, number: int) -> Learnt:
@@ -117,9 +117,9 @@ class ExampleMaker:
                 f"{shown(completion)}"
             )
         read = 0 if self.args.completion_only_loss is False else len(prompt)
-        return self._chat([*prompt, *completion], read, number, f"prompt in row {number}")
+        return self._chat([*prompt, *completion], read, f"prompt in row {number}")
 
-    def _chat(self, messages: Any, read: int, number: int, where: str) -> Learnt:
+    def _chat(self, messages: Any, read: int, where: str) -> Learnt:
         if not (isinstance(messages, list) and messages and isinstance(messages[0], Mapping)):
             raise ValueError(f"{where} must be a list of messages, got {shown(messages)}")
         if self.completion is None and self.args.system_prompt is not None:

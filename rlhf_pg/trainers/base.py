@@ -131,6 +131,7 @@ class PolicyGradientTrainer(TrainerSetup):
 
         An override counts in `learner.updates_begun` the updates that have reached the weights, or
         are about to. A checkpoint that is saved because the step failed then says that it has them.
+        The agreement check is made in `Learner.update`: a step of an override has none.
         """
         return self.learner.update(experience, self.state.step, meter)
 

@@ -42,8 +42,8 @@ class EntropyController:
 class KLAdaptiveRate:
     """Scale the learning rate to move the policy by about `target` (KLAdaptiveLR of skrl).
 
-        coef <- max(coef / 1.5, minimum)  if kl > 2 target
-        coef <- min(coef * 1.5, maximum)  if kl < target / 2
+        coef <- max(coef / 1.5, 0.1)  if kl > 2 target
+        coef <- min(coef * 1.5, 10)   if kl < target / 2
 
     `kl` estimates KL(pi_old || pi) per token, in nats, after the last update of a step: the mean of
     rho - 1 - log rho. `coef` multiplies whatever rate the schedule gives.
@@ -53,15 +53,13 @@ class KLAdaptiveRate:
     """
 
     target: float
-    minimum: float = 0.1
-    maximum: float = 10.0
     coef: float = 1.0
 
     def update(self, kl: float) -> None:
         if kl > 2 * self.target:
-            self.coef = max(self.coef / 1.5, self.minimum)
+            self.coef = max(self.coef / 1.5, 0.1)
         elif kl < self.target / 2:
-            self.coef = min(self.coef * 1.5, self.maximum)
+            self.coef = min(self.coef * 1.5, 10.0)
 
 
 # The metric that each one follows.

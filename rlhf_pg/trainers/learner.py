@@ -52,7 +52,7 @@ class Learner:
 
     Attributes:
         full_policy: the model that samples and is saved; it can be gathered.
-        begun: updates of the step that have reached the weights, or were about to.
+        updates_begun: updates of the step that have reached the weights, or were about to.
     """
 
     def __init__(

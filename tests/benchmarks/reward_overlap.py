@@ -59,7 +59,6 @@ def new_trainer(directory: str, functions, asked: argparse.Namespace, **options)
             num_generations=4,
             max_completion_length=asked.length,
             rollout_cache_tokens=32 * (asked.length + 8),
-            model_check=False,
             **options,
         ),
         train_dataset=arithmetic().train_dataset,

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m tests.benchmarks.rollout [--rounds 3] [--case short] [--paged]
 
 Beside the native engine stands `generate(num_return_sequences=n)` of transformers, and with
-`--paged` its continuous batching. All have a Qwen3 of 27M parameters with random weights (on a GPU
+`--paged` its continuous batching. All have a Qwen3 of 28M parameters with random weights (on a GPU
 of 0.6B, in bfloat16), the same prompts, and the same lengths, uniform from 1 to the longest: EOS is
 forced at them and nowhere else. Tokens that count are those of completions. Only the native engine
 returns log-probabilities.

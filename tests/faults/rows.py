@@ -65,5 +65,3 @@ ROWS = {
     62: "a server of rewards, or a judge, that fails, hangs, floods, redirects or is gone",
     63: "a server of rewards, or a judge, that answers garbage",
 }
-
-UNSHOWN = {}

@@ -20,7 +20,6 @@ from rlhf_pg.losses import (
     vanilla,
     weight_count,
 )
-from rlhf_pg.losses.ratio import ratio_terms
 
 NAN = float("nan")
 few = settings(max_examples=30, deadline=None)
@@ -497,12 +496,3 @@ def test_positive_nll_by_hand():
 def test_positive_nll_without_right_completions_is_zero():
     mask = torch.tensor([[True, True]])
     assert positive_nll(torch.tensor([[-1.0, -2.0]]), mask, torch.tensor([False])).item() == 0
-
-
-def test_product_of_ratios_is_that_of_row_by_hand() -> None:
-    """Ratios 2 and 3 in a row of three slots, and 1/2 alone; NaN is masked."""
-    new = torch.tensor([[0.2, 0.6, torch.nan], [0.1, torch.nan, torch.nan]]).log()
-    old = torch.tensor([[0.1, 0.2, torch.nan], [0.2, torch.nan, torch.nan]]).log()
-    mask = torch.tensor([[True, True, False], [True, False, False]])
-    terms = ratio_terms(new, old, torch.ones(2, 3), mask, "product")
-    torch.testing.assert_close(terms.ratio, torch.tensor([[6.0, 6.0, 1.0], [0.5, 1.0, 1.0]]))
