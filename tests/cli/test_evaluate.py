@@ -37,8 +37,9 @@ def evaluated(tmp_path: Path, *flags: str) -> dict:
 
 
 def test_model_and_file_give_numbers_of_trainer(make, model_path, tmp_path, data, capsys) -> None:
-    options = {"num_generations_eval": 2, "temperature": 0.7}
-    expected = make(eval_dataset=HELD_OUT, **options).evaluate()
+    options = {"num_generations_eval": 2, "temperature": 0.7, "top_p": 0.8}
+    trainer = make(eval_dataset=HELD_OUT, truncated_sampling="ignore", **options)
+    expected = trainer.evaluate()
     flags = [f"--{key}={value}" for key, value in options.items()]
     said = evaluated(
         tmp_path, model_path, "--dataset_name", data, "--max_completion_length=6", *flags

@@ -1,5 +1,6 @@
 """Damage on the disk, and who may not go on from a checkpoint."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -12,7 +13,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from rlhf_pg import PPOConfig, PPOTrainer, failpoints
+from rlhf_pg import GRPOConfig, PPOConfig, PPOTrainer, ReinforceConfig, failpoints
 from rlhf_pg.checkpoint import compatibility
 from rlhf_pg.checkpoint.atomic import STATE, partial_of, verified
 from rlhf_pg.checkpoint.run_dir import run_dir_lock
@@ -359,3 +360,9 @@ def test_checkpoint_of_another_version_is_refused() -> None:
     saved = {"counters": {"step": 100, "draws": 400}}
     with pytest.raises(ValueError, match="another version of rlhf_pg, which counts step, draws: "):
         compatibility.check(Path("x"), saved, {}, {}, {}, ["step", "prompt_index"])
+
+
+def test_what_may_change_are_keys() -> None:
+    kinds = (PPOConfig, GRPOConfig, ReinforceConfig)
+    known = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    assert not compatibility.MAY_CHANGE - known
