@@ -166,14 +166,15 @@ def state(path: Path) -> dict[str, Any]:
 
 def sync(path: Path) -> None:
     """Return when a file, or the names in a directory, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    except OSError as error:  # not every file system can sync a directory
-        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:  # not every file system can sync a directory, nor may every user
+        if not path.is_dir() or error.errno not in (errno.EACCES, errno.EINVAL, errno.ENOTSUP):
             raise
-    finally:
-        os.close(descriptor)
 
 
 def _sha256(file: Path) -> str:

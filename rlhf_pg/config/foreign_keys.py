@@ -167,11 +167,8 @@ def explained(key: str, known: Iterable[str] = ()) -> str | None:
     hint, reason = FOREIGN_KEYS.get(key), NO_MEANING.get(key)
     if "batch_size" in known:  # a run without rewards
         hint = SUPERVISED_KEYS.get(key, hint)
-        if hint is not None and re.findall(r"\w+", hint)[0] not in {
-            *known,
-            "accelerate",
-            "HF_TOKEN",
-        }:
+        named = re.findall(r"\w+", hint or "")[:1]
+        if named and named[0] not in (*known, "accelerate", "HF_TOKEN"):
             hint, reason = None, "it is for runs with rewards"
     if hint is not None:
         return f"{key!r} is not a key here; see {hint}"

@@ -39,13 +39,8 @@ def sampler_weights(
     Returns:
         (B,T), detached, with |log w| limited to 20.
 
-    Raises:
-        ValueError: the mode is unknown.
-
     Elsewhere: TRL has the same four modes; its default is "sequence_mask" with 3.0.
     """
-    if mode not in SAMPLER_CORRECTIONS:
-        raise ValueError(f"mode must be one of {', '.join(SAMPLER_CORRECTIONS)}, got {mode!r}")
     level, bound = mode.split("_")
     log_weight = torch.where(mask, old_logprobs.detach() - sampler_logprobs.detach(), 0.0)
     if level == "sequence":

@@ -8,6 +8,7 @@ from rlhf_pg.models.adapters import lora_config as lora_config
 from rlhf_pg.models.adapters import lost_in_merge as lost_in_merge
 from rlhf_pg.models.adapters import merged as merged
 from rlhf_pg.models.adapters import quantized as quantized
+from rlhf_pg.models.attention import settle_positions as settle_positions
 from rlhf_pg.models.critic import ActorCritic as ActorCritic
 from rlhf_pg.models.critic import Critic as Critic
 from rlhf_pg.models.critic import ValueHead as ValueHead
@@ -32,7 +33,6 @@ from rlhf_pg.models.pretrained import opening as opening
 from rlhf_pg.models.pretrained import tokenizer_from_pretrained as tokenizer_from_pretrained
 from rlhf_pg.models.reference import Reference as Reference
 from rlhf_pg.models.reference import fingerprint as fingerprint
-from rlhf_pg.models.rotary import settle_positions as settle_positions
 from rlhf_pg.models.tokenizers import check_vocabulary as check_vocabulary
 from rlhf_pg.models.tokenizers import has_tokenizer as has_tokenizer
 from rlhf_pg.models.tokenizers import load_tokenizer as load_tokenizer

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
-from rlhf_pg.models.rotary import LONG, is_settled
-
 NAME = "rlhf_pg"
+LONG, SETTLED = "longrope", "longrope, settled"
 # Options that a model may pass to attention; any other would be ignored, so it is refused.
 HONOURED = {
     "is_causal",
@@ -115,10 +114,28 @@ def window(model: PreTrainedModel) -> float:
     layers = DynamicCache(config=config).layers
     windows = [getattr(layer, "sliding_window", None) or math.inf for layer in layers]
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == LONG and not is_settled(model):
+    kinds = {getattr(module, "rope_type", None) for module in model.modules()}
+    if rope.get("rope_type") == LONG and SETTLED not in kinds:
         # Once one row is longer than this, the positions of the whole batch turn faster.
         windows.append(rope["original_max_position_embeddings"])
     return min(windows)
+
+
+def settle_positions(model: nn.Module, longest: int) -> None:
+    """Make LongRoPE positions (Ding et al. 2024) turn at one speed, whatever a row's length.
+
+    Beyond its original length such a model changes the speed: for all rows of a batch once one of
+    them is that long, and in sampling from one token on, while earlier keys stay as they are.
+    Sampling and scoring would then disagree. Here the longest row of the run decides, as in vLLM.
+
+    Args:
+        longest: the most tokens that a row of the run may reach.
+    """
+    rotary: list[Any] = [m for m in model.modules() if getattr(m, "rope_type", None) == LONG]
+    for module in rotary:
+        last = torch.tensor([[longest - 1]], device=module.inv_freq.device)
+        module(module.inv_freq, last)
+        module.rope_type = SETTLED
 
 
 class _Probe:

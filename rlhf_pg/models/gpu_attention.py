@@ -21,6 +21,8 @@ Families: TypeAlias = Sequence[tuple[int, list[int]]]  # lengths of each prompt 
 
 # For all kinds of heads, passes and masks. Beyond its limit torch computes every score instead.
 RECOMPILATIONS = 64
+STRIP = 1024  # queries whose block mask is made at a time
+KV_BLOCKS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 NARROWEST = 16  # smallest head width of the kernel; zero padding changes no score
 
 logger = logging.getLogger(__name__)
@@ -42,8 +44,6 @@ class OnGPU:
     def by_flex(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attend with one fused kernel that skips unseen keys (FlexAttention; Dong et al. 2024)."""
         attend: Any = _compiled() if query.is_cuda else flex_attention
-        # For fewer than 128 tokens inductor would choose a kernel that cannot use these blocks.
-        options = {"FORCE_USE_FLEX_ATTENTION": True}
         with torch._dynamo.config.patch(recompile_limit=RECOMPILATIONS):
             out: Tensor = attend(
                 query[None],
@@ -52,7 +52,8 @@ class OnGPU:
                 block_mask=self.mask,
                 scale=scale,
                 enable_gqa=query.shape[0] != key.shape[0],
-                kernel_options=options,
+                # Below 128 tokens inductor would choose a kernel that cannot use these blocks.
+                kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
             )
         return out[0].transpose(0, 1)
 
@@ -91,9 +92,21 @@ class OnGPU:
         def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (q >= k) & (family[q] == family[k]) & ((row[k] == row[q]) | (row[k] == 0))
 
+        def strip(start: int) -> BlockMask:
+            def sees_after(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                return sees(batch, head, q + start, k)
+
+            rows = min(STRIP, total - start)
+            mask: BlockMask = create_block_mask(
+                sees_after, None, None, rows, total, str(self.device)
+            )
+            return mask
+
+        # All queries at once would take several times N * N bytes.
         total = len(families)
-        mask: BlockMask = create_block_mask(sees, None, None, total, total, device=str(self.device))
-        return mask
+        strips = [strip(start) for start in range(0, total, STRIP)]
+        parts: Any = {k: torch.cat([getattr(s, k) for s in strips], 2) for k in KV_BLOCKS}
+        return BlockMask.from_kv_blocks(**parts, mask_mod=sees, seq_lengths=(total, total))
 
 
 @cache

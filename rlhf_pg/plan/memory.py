@@ -22,7 +22,7 @@ from rlhf_pg.models.assemble import adapter_of, assembled
 from rlhf_pg.models.attention import attention_support
 from rlhf_pg.plan.footprint import Growth, blueprint, of_update
 from rlhf_pg.plan.sharding import Sharding, memory_by_part
-from rlhf_pg.plan.token_budget import SHARE, most, reference_bytes, update_options
+from rlhf_pg.plan.token_budget import SHARE, most, reference_bytes
 from rlhf_pg.rollout.native.continuous_batching import MAX_ROWS
 from rlhf_pg.tasks import embedded, load_task
 from rlhf_pg.tasks.inputs import made_prompts, named_data
@@ -166,8 +166,8 @@ def predicted_memory(
 def _kept(meta: MetaModels, layout: Sharding, processes: int, sampling: bool) -> dict[str, float]:
     """Return the bytes of policy, critic and reference, without activations."""
     policy = list(meta.policy.parameters())
-    options = update_options(meta.args)
-    own = memory_by_part(policy, layout, processes, sampling, **options)
+    optim = meta.args.optim
+    own = memory_by_part(policy, layout, processes, sampling, optim=optim)
     if meta.args.load_in_4bit:
         frozen = [p for p in policy if not p.requires_grad]
         own["weights"] -= sum(p.nbytes - FOUR_BITS * p.numel() for p in frozen)
@@ -185,7 +185,7 @@ def _kept(meta: MetaModels, layout: Sharding, processes: int, sampling: bool) ->
     if meta.critic is not None:
         shared = set() if layout.weights else {id(p) for p in policy}
         rest = [p for p in meta.critic.parameters() if id(p) not in shared]
-        critic = memory_by_part(rest, layout, processes, sampling, **options)
+        critic = memory_by_part(rest, layout, processes, sampling, optim=optim)
         critic.pop("copy", None)  # nothing is sampled from it
         parts["critic"] = sum(critic.values())
     parts["reference"] = reference_bytes(meta.args, meta.policy, layout, processes)

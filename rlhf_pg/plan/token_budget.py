@@ -1,7 +1,6 @@
 """The number of tokens that one process forwards at a time, if the config leaves it open."""
 
 import os
-from typing import Any
 
 import torch
 from torch import nn
@@ -55,11 +54,6 @@ def chunk_size(runtime: Runtime) -> int:
     return -runtime.all_reduce_max(-chunk_size_for(memory))
 
 
-def update_options(args: PolicyGradientConfig) -> dict[str, Any]:
-    """Return the options that decide how much an update keeps of a weight."""
-    return {"optim": args.optim}
-
-
 def reference_bytes(
     args: PolicyGradientConfig, policy: Policy, layout: Sharding, processes: int
 ) -> float:
@@ -89,7 +83,7 @@ def _room(args: PolicyGradientConfig, module: nn.Module, runtime: Runtime) -> fl
     engine = args.vllm_gpu_memory_utilization * total if awake else 0.0
     # What training will yet keep on the device.
     layout = next(layout for layout in SHARDINGS if layout.name == runtime.kind)
-    due = memory_by_part(module.parameters(), layout, runtime.world, **update_options(args))
+    due = memory_by_part(module.parameters(), layout, runtime.world, optim=args.optim)
     if not runtime.splits:
         del due["weights"]  # they are on the device already
     policy = next(part for part in module.modules() if isinstance(part, Policy))

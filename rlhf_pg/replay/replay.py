@@ -67,6 +67,7 @@ class Replay:
         self.has_episodes = trainer.episode_runner is not None
         trainer.collector.episode_runner = None  # nobody plays
         trainer.learner.skipped.keeps = False
+        trainer.learner.agreement.refuses = False  # other hardware may round otherwise
         trainer.on_resume(self.run.config)
         self._check_start()
 

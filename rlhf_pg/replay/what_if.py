@@ -25,7 +25,14 @@ OTHER_RUN = (
     *("model_name_or_path", "trust_remote_code", "attn_implementation", "model_init_kwargs"),
     *("task", "dataset_name", "dataset_columns", "seed", "dtype", "prompts_per_step"),
     *("num_generations", "max_completion_length", "temperature", "top_k", "top_p", "min_p", "stop"),
-    *("use_peft", "lora_r", "lora_target_modules", "critic", "value_model_name_or_path"),
+    *(
+        "use_peft",
+        "lora_r",
+        "lora_alpha",
+        "lora_target_modules",
+        "critic",
+        "value_model_name_or_path",
+    ),
     *("dynamic_sampling_rounds", "rollout_engine"),
 )
 

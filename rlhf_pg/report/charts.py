@@ -21,8 +21,7 @@ Clipping | clip_ratio/* | Share of tokens whose ratio was clipped, and which the
 Gradient norm | grad_norm | Before clipping. Single peaks are normal, a steady rise is not.
 Loss | loss policy_loss train_loss | Its level says little: look at the reward.
 Ratio | ratio | Mean probability under the new policy by that under the old one: near 1.
-Sampler and policy apart | sampling/sampling_logp_difference/* | In nats; rounding is below 0.1.
-Agreement of sampler and policy | agreement/* | In nats; docs/reliability.md has the limits.
+Sampler and policy apart | agreement/* sampling/sampling_logp_difference/* | In nats per token.
 Ratio of policy and sampler | sampling/importance_sampling_ratio/* | Near 1.
 Learning rate | learning_rate value_learning_rate | The rates that the optimizer used.
 Coefficients | beta entropy_coef old_kl_coef learning_rate_scale | Controllers may move them.

@@ -24,7 +24,7 @@ from rlhf_pg.rewards.calls import (
     call_here,
 )
 from rlhf_pg.rewards.judgement import Begun, Judgement, described, joined
-from rlhf_pg.rewards.sources import RewardFunction, RewardSource, Source, Tokenizers, sources_of
+from rlhf_pg.rewards.sources import RewardSource, Source, Tokenizers, sources_of
 from rlhf_pg.rewards.workers import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -118,11 +118,6 @@ class Rewards:
         self.pool: WorkerPool | None = None
         if self._in_workers:
             self.pool = WorkerPool(self._in_workers, self.options.workers, self.options.timeout)
-
-    @property
-    def functions(self) -> list[RewardFunction]:
-        """The reward functions and models."""
-        return [source.function for source in self.sources]
 
     @property
     def run_beside(self) -> bool:

@@ -11,51 +11,10 @@ from rlhf_pg.runtime.full_weights import full, put
 MASTER = "master"  # the key of the float32 weights through which bfloat16 ones are updated
 
 
-class Updates:
-    """Updates of weights themselves, for a backend that has float32 masters of its own.
-
-    Args:
-        optimizer: of the weights themselves.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self._of: dict[Tensor, Tensor] = {}  # weight -> the tensor that the optimizer updates
-        self._weights: dict[Tensor, Tensor] = {}  # the inverse
-
-    def of(self, weight: Tensor) -> Tensor:
-        """Return the tensor that the optimizer updates for a weight: a stand-in or itself."""
-        return self._of.get(weight, weight)
-
-    def weight(self, updated: Tensor) -> Tensor:
-        """Return the weight that `updated` stands for, the inverse of `of`."""
-        return self._weights.get(updated, updated)
-
-    def take_gradients(self) -> None:
-        """Move the gradients, in float32, to where the optimizer looks for them."""
-        for weight, master in self._of.items():
-            master.grad = None if weight.grad is None else weight.grad.float()
-            weight.grad = None
-
-    def step(self) -> None:
-        """Update every weight that has a gradient."""
-        self.optimizer.step()
-
-    def state(self) -> Iterator[tuple[Tensor, str, Tensor]]:
-        """Yield what to save besides the optimizer's own state: (weight, key, all of it)."""
-        yield from ()
-
-    def load(self, weight: Tensor, key: str, value: Tensor) -> None:
-        """Restore what `state` yielded, here or under another backend; call it after `refresh`."""
-        if key == MASTER and self.of(weight).dtype == torch.float32:
-            put(self.of(weight), value)
-
-    def refresh(self) -> None:
-        """Follow the weights after they have been loaded."""
-
-
-class MasterWeights(Updates):
+class MasterWeights:
     """Updates of permanent float32 copies, which are then rounded into the model's weights.
+
+    Weights that are not in bfloat16 are updated themselves.
 
     Args:
         optimizer: its parameter groups hold the copies from now on.
@@ -65,7 +24,8 @@ class MasterWeights(Updates):
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(optimizer)
+        self.optimizer = optimizer
+        self._of: dict[Tensor, Tensor] = {}  # weight -> its copy
         if any(p.dtype == torch.bfloat16 for p in optimizer.state):
             raise ValueError(
                 "optimizers: yours has moments already, of bfloat16 weights: give a new one"
@@ -79,9 +39,23 @@ class MasterWeights(Updates):
             self._of[weight] = nn.Parameter(weight.detach().float())
         return self.of(weight)
 
+    def of(self, weight: Tensor) -> Tensor:
+        """Return the tensor that the optimizer updates for a weight: its copy or itself."""
+        return self._of.get(weight, weight)
+
+    def weight(self, updated: Tensor) -> Tensor:
+        """Return the weight that `updated` stands for, the inverse of `of`."""
+        return self._weights.get(updated, updated)
+
+    def take_gradients(self) -> None:
+        """Move the gradients, in float32, to where the optimizer looks for them."""
+        for weight, master in self._of.items():
+            master.grad = None if weight.grad is None else weight.grad.float()
+            weight.grad = None
+
     @torch.no_grad()
     def step(self) -> None:
-        """Update the copies that have a gradient, and round them into the weights."""
+        """Update what has a gradient, and round the copies into the weights."""
         self.optimizer.step()
         for weight, master in self._of.items():
             if master.grad is not None:
@@ -95,6 +69,11 @@ class MasterWeights(Updates):
         for group in self.optimizer.param_groups if self._of else ():
             for updated in group["params"]:
                 yield self.weight(updated), MASTER, full(updated)
+
+    def load(self, weight: Tensor, key: str, value: Tensor) -> None:
+        """Restore what `state` yielded, here or under another backend; call it after `refresh`."""
+        if key == MASTER and self.of(weight).dtype == torch.float32:
+            put(self.of(weight), value)
 
     @torch.no_grad()
     def refresh(self) -> None:

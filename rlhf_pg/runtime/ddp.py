@@ -10,18 +10,13 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlhf_pg.runtime.bf16_updates import (
-    MASTER,
-    MasterWeights,
-    Updates,
-)
+from rlhf_pg.runtime.bf16_updates import MASTER, MasterWeights
 from rlhf_pg.runtime.full_weights import full
 from rlhf_pg.runtime.watchdog import Watch, waits
 
 State = tuple[Tensor, str, Tensor]  # parameter, key, value in the optimizer's state
 COUNTER = "step"  # the key whose value is not shaped like the parameter
 TABLES = ("qmap1", "qmap2")  # the keys of the code tables of bitsandbytes' 8-bit moments
-OUTSIDE = (MASTER,)  # the keys that are not in an optimizer's state
 
 
 class DDPBackend:
@@ -49,14 +44,11 @@ class DDPBackend:
         self._accelerator = accelerator
         self._world = accelerator.num_processes
         self._wrapped: Any = self._wrap()
-        self._updates = self._new_updates()
+        self._updates = MasterWeights(self.optimizer)
 
     def _wrap(self) -> Any:
         wrapped: nn.Module = self._accelerator.prepare_model(self.module)
         return wrapped
-
-    def _new_updates(self) -> Updates:
-        return MasterWeights(self.optimizer)
 
     @staticmethod
     def place(accelerator: Accelerator, module: nn.Module) -> nn.Module:
@@ -123,7 +115,7 @@ class DDPBackend:
         self.optimizer.state.clear()
         self._updates.refresh()
         for weight, key, value in state:
-            if key in OUTSIDE:
+            if key == MASTER:
                 self._updates.load(weight, key, value)
                 continue
             updated = self._updates.of(weight)

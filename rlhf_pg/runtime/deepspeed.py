@@ -18,7 +18,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from rlhf_pg.runtime.bf16_updates import MASTER, Updates
+from rlhf_pg.runtime.bf16_updates import MASTER
 from rlhf_pg.runtime.ddp import COUNTER, DDPBackend, State, count
 from rlhf_pg.runtime.full_weights import check_divisible
 from rlhf_pg.runtime.watchdog import waits
@@ -48,9 +48,6 @@ class DeepSpeedBackend(DDPBackend):
         self.optimizer.register_step_pre_hook(self._hide)
         self.optimizer.register_step_post_hook(self._show)
         return engine
-
-    def _new_updates(self) -> Updates:
-        return Updates(self.optimizer)  # DeepSpeed has float32 masters of its own
 
     @staticmethod
     def place(accelerator: Accelerator, module: nn.Module) -> nn.Module:

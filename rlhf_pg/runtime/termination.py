@@ -45,6 +45,7 @@ class Termination:
         in_main = threading.current_thread() is threading.main_thread()
         numbers = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT] if in_main else []
         handlers = {number: signal.getsignal(number) for number in numbers}
+        self._process = os.getpid()
         # None stands for a handler that is not Python's and could not be restored.
         theirs = {n: old for n, old in handlers.items() if old not in (None, signal.SIG_IGN)}
         ended = threading.Event()
@@ -72,6 +73,9 @@ class Termination:
                 return
 
     def _note(self, number: int, _: Any) -> None:
+        if os.getpid() != self._process:  # a fork, of a reward function say, ends by it
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         # It does nothing else, since the main thread is interrupted at any point, say in a write.
         now = time.monotonic()
         if self._asked is None:

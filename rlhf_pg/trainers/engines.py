@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.plan.sharding import SHARDINGS, memory_by_part
-from rlhf_pg.plan.token_budget import update_options
 from rlhf_pg.rollout import RolloutEngine
 from rlhf_pg.rollout.factory import installed, unsuited
 from rlhf_pg.rollout.vllm.in_process import lacking
@@ -90,7 +89,7 @@ def bytes_due(args: PolicyGradientConfig, learner: Learner) -> float:
     every = [p for whole in trained for p in whole.module.parameters()]
     policy = learner.full_policy.module.parameters()
     moments, copy = (
-        memory_by_part(parameters, layout, runtime.world, rollout=True, **update_options(args)).get(
+        memory_by_part(parameters, layout, runtime.world, rollout=True, optim=args.optim).get(
             part, 0.0
         )
         for parameters, part in ((every, "moments"), (policy, "copy"))

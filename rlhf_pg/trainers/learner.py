@@ -80,7 +80,8 @@ class Learner:
             runtime,
             self.policy,
             self._score_evaluating,
-            refuses=args.truncated_sampling == "refuse",
+            refuses=args.truncated_sampling == "refuse"
+            and args.sampler_correction in ("auto", "none"),
         )
 
     def _shard(self, optimizer: Optimizer) -> None:

@@ -276,7 +276,7 @@ class TrainingLoop(ABC):
             prunes: remove older checkpoints beyond `save_total_limit`.
         """
         path = self.checkpointer.save(self.runtime, prunes=prunes)
-        if self.journal is not None:
+        if self.journal is not None and not self.updates_begun:  # else they are of no step
             self.journal.trace({"step": self.state.step, "weights": self.weights()})
         self._tell("on_save", path)
         return path

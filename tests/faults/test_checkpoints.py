@@ -1,6 +1,7 @@
 """Damage on the disk, and who may not go on from a checkpoint."""
 
 import dataclasses
+import errno
 import json
 import os
 import pickle
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer
 
 from rlhf_pg import GRPOConfig, PPOConfig, PPOTrainer, ReinforceConfig, failpoints
 from rlhf_pg.checkpoint import compatibility
-from rlhf_pg.checkpoint.atomic import STATE, partial_of, verified
+from rlhf_pg.checkpoint.atomic import STATE, partial_of, publish, verified
 from rlhf_pg.checkpoint.run_dir import run_dir_lock
 from rlhf_pg.runtime import Runtime
 from tests.faults.job import build
@@ -366,3 +367,19 @@ def test_what_may_change_are_keys() -> None:
     kinds = (PPOConfig, GRPOConfig, ReinforceConfig)
     known = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     assert not compatibility.MAY_CHANGE - known
+
+
+def test_directory_above_that_may_not_be_read_is_not_synced(tmp_path, monkeypatch) -> None:
+    """/home, say, where names of others are hidden."""
+    opened = os.open
+
+    def guarded(path, *args):
+        if Path(path) == tmp_path:
+            raise PermissionError(errno.EACCES, "no", str(path))
+        return opened(path, *args)
+
+    monkeypatch.setattr(os, "open", guarded)
+    path = tmp_path / "run" / "final"
+    partial_of(path).mkdir(parents=True)
+    publish(path, {})
+    assert verified(path) is None

@@ -113,6 +113,27 @@ def test_repeated_immediate_sigterm_counts_once(make) -> None:
     assert trainer.state.step == 1
 
 
+def test_sigterm_ends_fork_of_reward_function(make) -> None:
+    """As `multiprocessing.Pool` does when it is left, and then waits."""
+    codes = []
+
+    def reward(completions, **_):
+        fork = get_context("fork")
+        runs = fork.Event()
+        child = fork.Process(target=lambda: (runs.set(), time.sleep(60)))
+        child.start()
+        runs.wait()
+        child.terminate()
+        child.join(10)
+        codes.append(child.exitcode)
+        child.kill()
+        return [0.0] * len(completions)
+
+    trainer = make(max_steps=1, reward_funcs=reward)
+    trainer.train()
+    assert codes == [-signal.SIGTERM]
+
+
 def test_sigterm_during_final_save_exits_after_saving(make, tmp_path, monkeypatch) -> None:
     trainer = make(max_steps=1)
     save = trainer.checkpointer.save_models

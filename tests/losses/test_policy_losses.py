@@ -338,12 +338,6 @@ def test_huge_mismatch_stays_finite(mode, dtype):
     assert wide[0, 0].log().item() == pytest.approx(20, rel=0.01)
 
 
-def test_unknown_sampler_correction_raises():
-    x = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match="token_truncate, token_mask, sequence_truncate"):
-        sampler_weights(x, x, torch.ones(1, 1).bool(), "truncate")
-
-
 @pytest.mark.parametrize(
     ("mode", "weights", "logged"),
     [("none", None, [5.0, 1.0]), ("token_truncate", [3.0, 1.0], [3.0, 1.0])],

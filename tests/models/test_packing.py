@@ -13,6 +13,7 @@ from rlhf_pg.models import (
     add_adapter,
     checkpoint_activations,
     disable_dropout,
+    gpu_attention,
 )
 from rlhf_pg.models.attention import attention_support, replaced_attention
 from rlhf_pg.models.gpu_attention import OnGPU
@@ -310,3 +311,24 @@ def test_row_results_do_not_depend_on_other_rows():
     for i in range(batch.num_rows):
         alone = policy(batch.select(torch.tensor([i]))).logprobs[0]
         torch.testing.assert_close(whole[i, : len(alone)], alone, rtol=0, atol=1e-12)
+
+
+def test_block_mask_made_in_strips_is_that_of_rows(monkeypatch) -> None:
+    """A block counts if a token of it sees one of the other: itself, its row and its prompt."""
+    monkeypatch.setattr(gpu_attention, "STRIP", 256)
+    families = [(150, [300, 20]), (7, [90]), (130, [128, 1])]
+    rows = [
+        (i, j)
+        for i, (p, cs) in enumerate(families)
+        for j, n in enumerate([p, *cs])
+        for _ in range(n)
+    ]
+    size = -(-len(rows) // 128)
+    expected = torch.zeros(size, size, dtype=torch.int)
+    for q, (family, row) in enumerate(rows):
+        for k, other in enumerate(rows[: q + 1]):
+            if other in {(family, row), (family, 0)}:
+                expected[q // 128, k // 128] = 1
+    mask = OnGPU(families, torch.device("cpu")).mask
+    assert mask.to_dense()[0, 0].equal(expected)
+    assert mask.shape[-2:] == (len(rows), len(rows))

@@ -297,7 +297,7 @@ def test_wrong_number_of_tokenizers_raises(count):
 
 def test_rewards_load_models_on_device(saved):
     rewards = Rewards([saved], device=torch.device("meta"))
-    assert rewards.functions[0].model.device.type == "meta"
+    assert rewards.sources[0].function.model.device.type == "meta"
 
 
 # ---------------------------------------------------------------------------------- what is refused

@@ -183,6 +183,15 @@ def test_sound_run_agrees_to_rounding(make, tmp_path, kind, options) -> None:
     assert all(0 < line["agreement/max"] < 1e-4 for line in lines)
 
 
+def test_difference_is_measured_alone_where_a_correction_was_asked_for(
+    make, monkeypatch, tmp_path
+) -> None:
+    sampled_with(monkeypatch, top_p=0.5)()
+    make(sampler_correction="token_truncate", max_steps=1).train()
+    (line,) = read(tmp_path / "run" / "metrics.jsonl")
+    assert line["agreement/kl"] > 1e-3
+
+
 def test_packing_that_leaks_between_rows_is_named(make, monkeypatch) -> None:
     trainer = make()
     own = trainer.learner.policy.forward
@@ -259,7 +268,7 @@ def test_small_fault_is_found_over_steps(agreement) -> None:
             break
     assert found is not None
     assert 5 < found[0] < 200
-    assert "agreement/mean" in found[1]
+    assert "mean of 1 - exp" in found[1]
 
 
 def test_jump_beyond_recent_steps_is_found(agreement) -> None:

@@ -62,7 +62,7 @@ def test_zero_weight_reward_leaves_weights_unchanged(make, judge_path):
 def test_reward_model_options_come_from_config(make, judge_path):
     for sees_eos in (False, True):
         trainer = make(reward_funcs=judge_path, reward_model_sees_eos=sees_eos)
-        assert trainer.rewards.functions[0].sees_eos == sees_eos
+        assert trainer.rewards.sources[0].function.sees_eos == sees_eos
 
 
 def test_reward_processing_classes_set_reward_tokenizer(make, judge_path):
@@ -71,7 +71,7 @@ def test_reward_processing_classes_set_reward_tokenizer(make, judge_path):
     with pytest.raises(ValueError, match=r"GPT2For.* no tokenizer is saved beside it"):
         make(reward_funcs=model)
     trainer = make(reward_funcs=model, reward_processing_classes=own)
-    assert trainer.rewards.functions[0].processing_class is own
+    assert trainer.rewards.sources[0].function.processing_class is own
     with pytest.raises(ValueError, match="one entry per reward function, got 1 for 2"):
         make(reward_funcs=[model, digits], reward_processing_classes=[own])
 

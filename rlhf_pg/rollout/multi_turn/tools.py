@@ -126,14 +126,12 @@ class ToolEnvironment:
         calls: number of calls so far.
         failures: calls that could not be read or made, raised or ran out of time; the policy is
             told why.
-        late: whether one ran out of time, and may still be at work.
     """
 
     def __init__(self, toolbox: Toolbox) -> None:
         self.toolbox = toolbox
         self.calls = 0
         self.failures = 0
-        self.late = False
         self.prompt: Any = None
 
     def reset(self, example: dict[str, Any]) -> Messages:
@@ -170,7 +168,6 @@ class ToolEnvironment:
         if isinstance(made, str):
             fault = made
         elif made.cancelled():
-            self.late = True
             fault = f"no result within {self.toolbox.timeout:g} s"
         elif (error := made.exception()) is not None:
             fault = told(error)
