@@ -29,10 +29,10 @@ BUDGETS = {
 TODAY = {
     "config": 3891,
     "data": 1482,
-    "models": 2770,
-    "rollout": 3880,
+    "models": 2769,
+    "rollout": 3877,
     "rewards": 5054,
-    "trainers": 4050,
+    "trainers": 4045,
     "runtime": 1366,
     "checkpoint": 877,
     "report": 1895,

@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Return whether the model is a mixture of experts."""
+    return any(".experts." in name for name, _ in model.named_parameters())
 
 
 class Routed(NamedTuple):

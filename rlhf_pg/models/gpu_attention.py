@@ -92,15 +92,12 @@ class OnGPU:
         def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return (q >= k) & (family[q] == family[k]) & ((row[k] == row[q]) | (row[k] == 0))
 
-        def strip(start: int) -> BlockMask:
+        def strip(start: int) -> Any:
             def sees_after(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
                 return sees(batch, head, q + start, k)
 
-            rows = min(STRIP, total - start)
-            mask: BlockMask = create_block_mask(
-                sees_after, None, None, rows, total, str(self.device)
-            )
-            return mask
+            sizes = min(STRIP, total - start), total
+            return create_block_mask(sees_after, None, None, *sizes, str(self.device))
 
         # All queries at once would take several times N * N bytes.
         total = len(families)

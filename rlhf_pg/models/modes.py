@@ -71,10 +71,7 @@ def _mode_of_children(part: nn.Module) -> Iterator[None]:
 
 
 def checkpoints(model: nn.Module | None) -> bool:
-    """Return whether any part of the model recomputes its activations.
-
-    (`transformers` has a property for that, whose name changes from version to version.)
-    """
+    """Return whether any part of the model recomputes its activations."""
     parts = () if model is None else model.modules()
     return any(getattr(part, "gradient_checkpointing", False) for part in parts)
 

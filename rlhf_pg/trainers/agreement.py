@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rlhf_pg.data.records import Rollout
 from rlhf_pg.models import Policy
+from rlhf_pg.models.experts import has_experts
 from rlhf_pg.runtime import Runtime
 
 
@@ -38,8 +39,9 @@ class Limits(NamedTuple):
 LIMITS = {
     torch.float64: Limits(1e-8, 1e-8, 1e-6, 1e-3),
     torch.float32: Limits(1e-6, 1e-6, 1e-6, 5e-3),
-    torch.bfloat16: Limits(2e-2, 5e-4, 5e-4, 1.0),
+    torch.bfloat16: Limits(2e-2, 5e-4, 5e-4, 0.5),
 }
+ROUTED = 4  # times as much for a token, for which a router may choose another expert
 JUMP = 20  # times the KL of recent steps
 MEMORY = 0.99  # weight of the earlier steps in what is recent
 SURE = 5  # standard errors of a mean over recent steps
@@ -71,6 +73,8 @@ class Agreement:
     ) -> None:
         self.limits, self.runtime, self.refuses = LIMITS[dtype], runtime, refuses
         self.policy, self.score = policy, score
+        if has_experts(policy.model):
+            self.limits = self.limits._replace(token=ROUTED * self.limits.token)
         self.recent = torch.zeros(4, dtype=torch.float64)  # sums over steps, the latest the most
         self.compared_row = False  # a row alone with the same in its micro-batch
         self.begin()

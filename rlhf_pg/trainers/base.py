@@ -270,7 +270,7 @@ class PolicyGradientTrainer(TrainerSetup):
     @final
     def reward(self, samples: Samples) -> Tensor:
         """Score samples: raw scores (B,T,K) of the sources in `reward_names`, NaN elsewhere."""
-        return self.collector.score(samples)
+        return self.collector.scored(samples).scores
 
     @property
     def reward_names(self) -> list[str]:

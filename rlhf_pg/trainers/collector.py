@@ -203,20 +203,11 @@ class Collector:
         )
         return self.rewards.begin(shown)
 
-    def score(self, samples: Samples) -> Tensor:
-        """Return raw scores (B,T,K) of the sources in `shaping.names`.
-
-        They stand at the tokens that end what they judge; NaN stands elsewhere.
-
-        Raises:
-            ValueError: on all processes, a reward function failed.
-        """
-        return self.scored(samples).scores
-
     def scored(self, samples: Samples) -> ScoredSamples:
         """Return samples with their raw scores (B,T,K), and with what reward functions logged.
 
-        A completion for which functions failed, and that no other has scored, leaves the losses.
+        Scores stand at the tokens that end what they judge; NaN stands elsewhere. A completion
+        for which functions failed, and that no other has scored, leaves the losses.
 
         Raises:
             ValueError: on all processes, a reward function failed.

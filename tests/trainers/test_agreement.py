@@ -235,7 +235,7 @@ def agreement():
     runtime = SimpleNamespace(
         device="cpu", all_reduce_sum=lambda x: x, gather=lambda x: (x, slice(0, len(x)))
     )
-    policy = SimpleNamespace(window=0.0, model=None)
+    policy = SimpleNamespace(window=0.0, model=torch.nn.Identity())
     return Agreement(torch.float32, runtime, policy, lambda batch: batch.sampler_logprobs)
 
 

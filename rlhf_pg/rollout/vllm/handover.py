@@ -22,11 +22,6 @@ def bare(model: PreTrainedModel) -> PreTrainedModel:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def has_experts(model: PreTrainedModel) -> bool:
-    """Return whether the model is a mixture of experts."""
-    return any(".experts." in name for name, _ in model.named_parameters())
-
-
 def parts_tied_weights(model: PreTrainedModel) -> bool:
     """Return whether an adapter gives one end of tied weights another value than the other end."""
     base = bare(model)

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.models import MOST_LOST, lost_in_merge
+from rlhf_pg.models.experts import has_experts
 from rlhf_pg.rollout.engine import (
     Completion,
     Finished,
@@ -24,7 +25,7 @@ from rlhf_pg.rollout.engine import (
     SamplingParams,
 )
 from rlhf_pg.rollout.token_sampling import request_seed
-from rlhf_pg.rollout.vllm.handover import bare, has_experts, parts_tied_weights, published_weights
+from rlhf_pg.rollout.vllm.handover import bare, parts_tied_weights, published_weights
 from rlhf_pg.rollout.vllm.requests import check_version, completion, options, room
 
 logger = logging.getLogger(__name__)

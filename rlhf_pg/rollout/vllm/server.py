@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from rlhf_pg.boundary.quoted import told
+from rlhf_pg.models.experts import has_experts
 from rlhf_pg.rollout.engine import (
     Finished,
     Request,
@@ -29,7 +30,7 @@ from rlhf_pg.rollout.engine import (
 from rlhf_pg.rollout.token_sampling import request_seed
 from rlhf_pg.rollout.vllm import answers
 from rlhf_pg.rollout.vllm.answers import Wanted
-from rlhf_pg.rollout.vllm.handover import bare, has_experts
+from rlhf_pg.rollout.vllm.handover import bare
 from rlhf_pg.rollout.vllm.http import MOST, Refused, Server
 from rlhf_pg.rollout.vllm.requests import check_version, options, room
 
