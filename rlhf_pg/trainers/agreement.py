@@ -39,7 +39,7 @@ class Limits(NamedTuple):
 LIMITS = {
     torch.float64: Limits(1e-8, 1e-8, 1e-6, 1e-3),
     torch.float32: Limits(1e-6, 1e-6, 1e-6, 5e-3),
-    torch.bfloat16: Limits(2e-2, 5e-4, 5e-4, 0.5),
+    torch.bfloat16: Limits(5e-2, 5e-4, 5e-4, 0.5),
 }
 ROUTED = 4  # times as much for a token, for which a router may choose another expert
 JUMP = 20  # times the KL of recent steps

@@ -14,6 +14,7 @@ from rlhf_pg.report.json_lines import read
 from rlhf_pg.rollout import Request, SamplingParams
 from rlhf_pg.rollout.vllm.in_process import VllmEngine, lacking
 from rlhf_pg.tasks import arithmetic
+from rlhf_pg.trainers.agreement import DisagreementError
 from tests.rollout.native.test_engine import assert_same, assert_teacher_forced, cut, teacher_forced
 from tests.rollout.stats import chi_square_p
 from tests.tiny import adapter, stir, tiny_model
@@ -262,7 +263,7 @@ def test_run_samples_from_current_policy_at_every_step(options, model_path, tmp_
         assert line["grad_norm"] > 0
 
 
-def test_missed_weight_handover_shows_in_metrics(model_path, tmp_path, monkeypatch):
+def test_missed_weight_handover_ends_run_in_next_step(model_path, tmp_path, monkeypatch):
     load, times = VllmEngine._load, []
 
     def once(engine: VllmEngine, policy: Any) -> None:
@@ -271,7 +272,6 @@ def test_missed_weight_handover_shows_in_metrics(model_path, tmp_path, monkeypat
             load(engine, policy)
 
     monkeypatch.setattr(VllmEngine, "_load", once)
-    lines = train(model_path, tmp_path)
-    off = [line["sampling/sampling_logp_difference/max"] for line in lines]
-    assert off[0] < 1e-4
-    assert min(off[1:]) > 1e-3
+    with pytest.raises(DisagreementError, match="agreement/kl"):
+        train(model_path, tmp_path)
+    assert len(times) == 2
