@@ -13,11 +13,13 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The embedded model with random weights, saved in the standard format."""
-    torch.manual_seed(0)
+    """The embedded model with random weights, of one narrow layer, in the standard format."""
     model, tokenizer = arithmetic().new_model()
+    own = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "num_hidden_layers": 1}
+    config = type(model.config).from_dict(model.config.to_dict() | own | {"layer_types": None})
+    torch.manual_seed(0)
     path = tmp_path_factory.mktemp("model")
-    model.save_pretrained(path)
+    type(model)(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
 

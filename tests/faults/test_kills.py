@@ -12,7 +12,6 @@ from rlhf_pg.failpoints import POINTS
 from tests.faults.job import STEPS, left, start
 
 ROOT = Path(__file__).parents[2]
-WITHIN_A_STEP = {"rollout", "reward", "backward", "step", "stepped"}
 TRAINERS = (GRPOTrainer, RLOOTrainer, ReinforceTrainer, PPOTrainer)
 
 
@@ -42,12 +41,19 @@ def unbroken(tmp_path_factory):
 
 
 # Which passage of a point is what: `best/` and the checkpoint take turns, and `final/` is last.
+# All three are published by the same lines, which every point interrupts for one of them.
 BEST, CHECKPOINT, FINAL = "partial-best", "checkpoints/partial-step-00000002", "partial-final"
-OF_ALL = {3: BEST, 4: CHECKPOINT, 9: FINAL}
-PASSAGES: dict = {point: {4: None} for point in WITHIN_A_STEP}
-PASSAGES |= dict.fromkeys(("save-models", "save-state", "save-rename"), OF_ALL)
-PASSAGES |= dict.fromkeys(("save-begin", "save-renamed"), dict.fromkeys(OF_ALL))
-PASSAGES["save-tensors"] = {5: BEST, 6: BEST, 7: CHECKPOINT, 8: CHECKPOINT}
+PASSAGES: dict[str, dict[int, str | None]] = {
+    # Within a step there is only what was saved before it, wherever in it that is.
+    **{point: {} for point in ("rollout", "reward", "step")},
+    **{point: {4: None} for point in ("backward", "stepped")},
+    "save-begin": {4: None},
+    "save-tensors": {5: BEST, 8: CHECKPOINT},
+    "save-models": {3: BEST, 9: FINAL},
+    "save-state": {4: CHECKPOINT},
+    "save-rename": {3: BEST, 4: CHECKPOINT, 9: FINAL},
+    "save-renamed": {4: None, 9: None},
+}
 CASES = [(point, passage) for point in POINTS for passage in PASSAGES.get(point, {1: None})]
 
 

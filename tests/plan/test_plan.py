@@ -11,6 +11,7 @@ from rlhf_pg import GRPOConfig, PPOConfig
 from rlhf_pg.cli import main
 from rlhf_pg.plan import build_meta_models, predicted_memory
 from rlhf_pg.plan.sharding import SHARDINGS
+from rlhf_pg.tasks import arithmetic
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 BY_NAME = {layout.name: layout for layout in SHARDINGS}
@@ -136,10 +137,19 @@ def test_head_chunk_is_sized_for_planned_gpu() -> None:
     assert build_meta_models(args, "cpu", "cuda", 16e9).policy.chunk_size == 16e9 / 160
 
 
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory) -> str:
+    model, tokenizer = arithmetic().new_model()
+    path = tmp_path_factory.mktemp("two layers")
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
 @pytest.mark.parametrize(("kind", "layers"), [("cuda", 1), ("cpu", 0)])
-def test_offload_plans_no_inputs_of_layers_on_gpu(model_path, kind: str, layers: int) -> None:
+def test_offload_plans_no_inputs_of_layers_on_gpu(two_layers, kind: str, layers: int) -> None:
     """Not of the last, at the peak; on a CPU there is nowhere to offload to."""
-    keys = {"model_name_or_path": model_path, "max_prompt_length": 6, "max_completion_length": 6}
+    keys = {"model_name_or_path": two_layers, "max_prompt_length": 6, "max_completion_length": 6}
     kept, left = (
         build_meta_models(GRPOConfig(gradient_checkpointing=how, **keys), "cpu", kind)
         for how in (True, "offload")

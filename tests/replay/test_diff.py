@@ -14,18 +14,23 @@ from rlhf_pg import GRPOTrainer
 from rlhf_pg.replay.diff import diff_runs
 from rlhf_pg.report.run_files import RunFiles, StepTokens, tokens_file
 from tests.replay.test_replay import judged
-from tests.trainers.conftest import digits
+from tests.trainers.conftest import maker
 
 ROW = 6  # prompt 9, sample 2, of step 3
-RUN = {"max_steps": 4, "save_steps": 2, "log_completions_steps": 2}
+RUN = {"max_steps": 4, "save_steps": 1, "log_completions_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def trained(model_path, tmp_path_factory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("trained")
+    maker(model_path, directory)(GRPOTrainer, **RUN).train()
+    return directory / "run"
 
 
 @pytest.fixture
-def runs(make, tmp_path) -> tuple[Path, Path]:
-    """A run and its copy."""
-    make(GRPOTrainer, **RUN, output_dir=str(tmp_path / "a")).train()
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    return tmp_path / "a", tmp_path / "b"
+def runs(trained, tmp_path) -> tuple[Path, Path]:
+    """A run, which is not to be changed, and a copy of it."""
+    return trained, shutil.copytree(trained, tmp_path / "b")
 
 
 def edit_lines(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -165,11 +170,11 @@ def test_rounding_is_allowed_if_asked_for(runs: tuple[Path, Path]) -> None:
         ({"learning_rate": 2e-3}, 1, ["weights"]),
     ],
 )
-def test_what_a_key_changes_first(make, tmp_path, changed, step, stages) -> None:
-    options = {"max_steps": 2, "save_steps": 1, "log_completions_steps": 0}
-    for name, more in (("a", {"reward_funcs": digits}), ("b", changed)):
-        make(**options | more, output_dir=str(tmp_path / name)).train()
-    found = diff_runs(tmp_path / "a", tmp_path / "b")
+def test_what_a_key_changes_first(make, trained, changed, step, stages) -> None:
+    trainer = make(**RUN | changed)
+    trainer.total_steps = 1
+    trainer.train()
+    found = diff_runs(trained, Path(trainer.args.output_dir))
     assert found.step == step
     assert [place.stage for place in found.places][: len(stages)] == stages
 

@@ -31,6 +31,11 @@ def any_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def make(model_path: str, tmp_path: Path) -> Callable[..., PolicyGradientTrainer]:
     """make(GRPOTrainer, reward_funcs=..., learning_rate=..., ...): a trainer ready to train."""
+    return maker(model_path, tmp_path)
+
+
+def maker(model_path: str, directory: Path) -> Callable[..., PolicyGradientTrainer]:
+    """What the fixture `make` is, for runs in another directory than a test's own."""
 
     def build(
         trainer_type: type[PolicyGradientTrainer] = GRPOTrainer, **options: Any
@@ -60,8 +65,10 @@ def make(model_path: str, tmp_path: Path) -> Callable[..., PolicyGradientTrainer
             "num_generations": 4,
             "learning_rate": 1e-3,
             "max_steps": 3,
-            "output_dir": str(tmp_path / "run"),
+            "output_dir": str(directory / "run"),
         }
+        if trainer_type is PPOTrainer:
+            defaults["num_iterations"] = 2
         return trainer_type(args=trainer_type.config_type(**(defaults | options)), **inputs)
 
     return build

@@ -31,6 +31,7 @@ from tests.trainers.test_ppo import (
     TWO,
     assert_close,
     experience_of,
+    fitted,
     of_the_policy,
     ppo,
     true_values,
@@ -94,24 +95,15 @@ def test_advantages_and_returns_by_hand(tmp_path, options, advantages, returns) 
     assert experience.returns[0].tolist() == pytest.approx(returns)
 
 
-SLOW = (VPG, STEPS_OF_TWO, STEPS_OF_TWO | {"n_steps": 1})
-
-
 @pytest.mark.parametrize(
-    "options",
-    [GAE | {"value_lam": 1.0}, *(pytest.param(own, marks=pytest.mark.slow) for own in SLOW)],
+    "options", [GAE | {"value_lam": 1.0}, VPG, STEPS_OF_TWO, STEPS_OF_TWO | {"n_steps": 1}]
 )
 def test_critic_fitted_to_targets_converges_to_true_values(tmp_path, options) -> None:
     """By the expected gradient of the value loss, while the policy stays."""
     truth = true_values(("ab",))
     start = dict.fromkeys(truth, 0.0)
     trainer = ppo(tmp_path, start, vf_coef=2.0, cliprange_value=None, **options)
-    table = trainer.critic.model.values
-    for _ in range(75):
-        gradient = expected_gradient(trainer)[-len(table) :]
-        with torch.no_grad():
-            table -= MAX_LENGTH / 2.0 * gradient  # one whole error, times how often one is there
-    assert table[:-1].tolist() == pytest.approx(list(truth.values()), abs=2e-4)
+    assert fitted(trainer)[:-1].tolist() == pytest.approx(list(truth.values()))
 
 
 # ------------------------------------------------------------------ estimators with a critic
@@ -278,11 +270,11 @@ class Keep(Callback):
 def test_value_pretraining_leaves_policy_unchanged(make, critic) -> None:
     keep = Keep()
     options = {"value_pretraining_steps": 2, "weight_decay": 0.1, "entropy_coef": 0.1}
-    trainer = make(PPOTrainer, max_steps=4, callbacks=[keep], **options, **CRITICS[critic])
+    trainer = make(PPOTrainer, max_steps=3, callbacks=[keep], **options, **CRITICS[critic])
     start, head = copies(trainer.model), trainer.critic.head.weight.clone()
     trainer.train()
     stays = [same(start, now) for now in keep.policies]
-    assert stays == [True, True, False, False]
+    assert stays == [True, True, False]
     heads = [head, *keep.heads]
     assert not any(a.equal(b) for a, b in pairwise(heads))
 
@@ -369,7 +361,7 @@ def test_group_of_finds_param_group_of_module() -> None:
 def test_controllers_do_not_move_during_value_pretraining(make, tmp_path) -> None:
     """Its KL is 0 while it stays, which would make beta fall and the learning rate rise."""
     options = {"kl_controller": "adaptive", "kl_horizon": 16, "kl_adaptive_lr": 1e-4}
-    make(PPOTrainer, max_steps=4, value_pretraining_steps=2, **options).train()
+    make(PPOTrainer, max_steps=3, value_pretraining_steps=2, **options).train()
     lines = read(tmp_path / "run" / "metrics.jsonl")
     betas = [line["beta"] for line in lines]
     assert betas[:2] == [0.05, 0.05]
@@ -380,10 +372,11 @@ def test_controllers_do_not_move_during_value_pretraining(make, tmp_path) -> Non
 def test_target_kl_does_not_stop_value_pretraining(make, tmp_path) -> None:
     """Dropout makes a policy seem to drift that stays."""
     options = LORA | {"lora_dropout": 0.3, "disable_dropout": False, "target_kl": 1e-9}
-    make(PPOTrainer, value_pretraining_steps=3, max_steps=5, learning_rate=0.1, **options).train()
+    options |= {"num_iterations": 4, "learning_rate": 0.1}
+    make(PPOTrainer, value_pretraining_steps=1, max_steps=3, **options).train()
     updates = [line["num_updates"] for line in read(tmp_path / "run" / "metrics.jsonl")]
-    assert updates[:3] == [4, 4, 4]
-    assert updates[4] < 4
+    assert updates[0] == 4
+    assert updates[2] < 4
 
 
 @pytest.mark.parametrize("stop", [1, pytest.param(3, marks=pytest.mark.slow)])

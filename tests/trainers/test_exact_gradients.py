@@ -42,26 +42,24 @@ def ascent(trainer) -> Tensor:
     return -MAX_LENGTH * expected_gradient(trainer)
 
 
-@pytest.mark.parametrize("scores_shift", [0.0, 5.0])
 @pytest.mark.parametrize(
     ("trainer_type", "options"),
     [
         (ReinforceTrainer, {"advantage_estimator": "returns", "prompts": TWO}),
         (ReinforceTrainer, {"advantage_estimator": "returns_minus_others", "prompts": TWO}),
-        (ReinforceTrainer, {"num_generations": 3}),
-        (ReinforceTrainer, {"num_generations": 3, "policy_loss": "clipped_surrogate"}),
+        (ReinforceTrainer, {"num_generations": 2}),
+        (ReinforceTrainer, {"num_generations": 2, "policy_loss": "clipped_surrogate"}),
         (RLOOTrainer, {"num_generations": 3}),
         (RLOOTrainer, {"num_generations": 2, "prompts": ("a",)}),
-        (RLOOTrainer, {"num_generations": 3, "micro_batch_tokens": 5}),
-        (GRPOTrainer, {"num_generations": 3, "advantage_estimator": "leave_one_out"}),
+        (RLOOTrainer, {"num_generations": 2, "micro_batch_tokens": 5}),
+        (GRPOTrainer, {"num_generations": 2, "advantage_estimator": "leave_one_out"}),
         (ReinforceTrainer, {"advantage_estimator": "total_returns"}),
     ],
 )
-def test_expected_gradient_is_exact(
-    trainer_type, options, scores_shift: float, tmp_path: Path
-) -> None:
+def test_expected_gradient_is_exact(trainer_type, options, tmp_path: Path) -> None:
     def reward(**inputs):
-        return [s + scores_shift for s in enumeration.score(**inputs)]
+        """All shifted, which changes nothing."""
+        return [s + 5.0 for s in enumeration.score(**inputs)]
 
     trainer = make_trainer(trainer_type, tmp_path, reward=reward, **options)
     assert_close(ascent(trainer), exact_gradient(trainer))
@@ -119,8 +117,9 @@ def test_grpo_divides_by_group_std(tmp_path: Path) -> None:
         mean, std = statistics.mean(scores), statistics.stdev(scores)
         return [(s - mean) / (std + 1e-4) / 3 for s in scores]
 
-    assert_close(ascent(trainer), score_function_expectation(trainer, normalized))
-    assert 0.5 < cosine(ascent(trainer), exact_gradient(trainer)) < 0.999
+    expected = score_function_expectation(trainer, normalized)
+    assert_close(ascent(trainer), expected)
+    assert 0.5 < cosine(expected, exact_gradient(trainer)) < 0.999
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])

@@ -32,7 +32,7 @@ class Keep(Callback):
 def test_reference_moves_by_mixup_alpha_at_sync_steps(make, kind) -> None:
     keep = Keep()
     sync = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.3}
-    options = {"beta": 0.1, "max_steps": 5, "learning_rate": 1e-2, "dtype": "float64"}
+    options = {"beta": 0.1, "max_steps": 4, "learning_rate": 1e-2, "dtype": "float64"}
     trainer = make(callbacks=[keep], **options, **sync, **KINDS[kind])
     expected = named(trainer.learner.policy)
     trainer.train()
@@ -48,15 +48,16 @@ def test_reference_moves_by_mixup_alpha_at_sync_steps(make, kind) -> None:
             torch.testing.assert_close(reference[name], tensor, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("trainer_type", [RLOOTrainer, GRPOTrainer, PPOTrainer])
+@pytest.mark.parametrize(
+    ("trainer_type", "kind"), [(RLOOTrainer, "full"), (GRPOTrainer, "lora"), (PPOTrainer, "lora")]
+)
 def test_kl_is_zero_only_after_reference_sync(make, trainer_type, kind, tmp_path) -> None:
     sync = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 1.0}
     options = {"beta": 0.1, "num_iterations": 1, "learning_rate": 1e-2}
-    make(trainer_type, max_steps=5, **options, **sync, **KINDS[kind]).train()
+    make(trainer_type, max_steps=3, **options, **sync, **KINDS[kind]).train()
     kl = [line["kl"] for line in read(tmp_path / "run" / "metrics.jsonl")]
-    assert [k == 0 for k in kl] == [True, False, True, False, True]
-    assert min(abs(kl[1]), abs(kl[3])) > 1e-6
+    assert [k == 0 for k in kl] == [True, False, True]
+    assert abs(kl[1]) > 1e-6
 
 
 @pytest.mark.parametrize("stop", [pytest.param(2, marks=pytest.mark.slow), 3])

@@ -194,11 +194,10 @@ def ascent(trainer: PolicyGradientTrainer) -> Tensor:
 
 
 @pytest.mark.proves("rlhf_pg.advantages.estimators.returns_minus_greedy")
-@pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize("options", [{"prompts": TWO}, {"num_generations": 2}])
-def test_greedy_baseline_is_unbiased(options, beta: float, tmp_path: Path) -> None:
-    trainer = make_trainer(ReinforceTrainer, tmp_path, beta=beta, **REMAX, **options)
-    assert_close(ascent(trainer), exact_gradient(trainer, enumeration.model(), beta), rel=1e-8)
+def test_greedy_baseline_is_unbiased(options, tmp_path: Path) -> None:
+    trainer = make_trainer(ReinforceTrainer, tmp_path, beta=0.3, **REMAX, **options)
+    assert_close(ascent(trainer), exact_gradient(trainer, enumeration.model(), 0.3), rel=1e-8)
 
 
 def test_greedy_baseline_uses_completion_of_own_prompt(tmp_path) -> None:
@@ -294,11 +293,10 @@ AVERAGE: dict[str, Any] = {"advantage_estimator": "returns_minus_moving_average"
 
 
 @pytest.mark.proves("rlhf_pg.advantages.estimators.returns_minus_moving_average")
-@pytest.mark.parametrize("beta", [0.0, 0.3])
-def test_moving_average_baseline_is_unbiased(beta: float, tmp_path: Path) -> None:
-    trainer = make_trainer(ReinforceTrainer, tmp_path, prompts=TWO, beta=beta, **AVERAGE)
+def test_moving_average_baseline_is_unbiased(tmp_path: Path) -> None:
+    trainer = make_trainer(ReinforceTrainer, tmp_path, prompts=TWO, beta=0.3, **AVERAGE)
     trainer.moving_average.update(-1.7)
-    assert_close(ascent(trainer), exact_gradient(trainer, enumeration.model(), beta), rel=1e-8)
+    assert_close(ascent(trainer), exact_gradient(trainer, enumeration.model(), 0.3), rel=1e-8)
     assert trainer.moving_average.value == pytest.approx(-1.7)
 
 
