@@ -42,13 +42,9 @@ def said(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.fault(25, "all raise it with its process; what was trained is saved")
-def test_reward_error_on_one_rank_raises_on_all_and_saves(tmp_path) -> None:
-    logs = ["--log-dir", tmp_path / "logs", "--redirects", "3"]
-    command = [*LAUNCHER, *logs, FAILING, tmp_path, "reward", "raises"]
-    assert subprocess.run(command, env=ENVIRONMENT, timeout=PATIENCE).returncode != 0
-    for rank in (0, 1):
-        (log,) = (tmp_path / "logs").glob(f"*/attempt_0/{rank}/stderr.log")
-        text = log.read_text()
+def test_reward_error_on_one_rank_raises_on_all_and_saves(started, tmp_path) -> None:
+    for process in started("reward", "raises"):
+        text = said(process)
         assert "ValueError: rank 1: reward function judge raised RuntimeError: the judge is" in text
         assert "cannot go on" not in text  # nobody was ended by another
     state = json.loads((tmp_path / "checkpoints" / "step-00000001" / "state.json").read_text())

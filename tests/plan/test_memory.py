@@ -50,10 +50,9 @@ PARAMS = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for
 def case(request, tmp_path_factory) -> tuple[PolicyGradientTrainer, MetaModels, Memory]:
     """A trainer, and what is built and predicted of it from its files."""
     trainer_type, vocabulary, options = CASES[request.param]
-    layers = 6 if not options else 2
     directory = tmp_path_factory.mktemp("plan")
     path, tokenizer = str(directory / "model"), character_tokenizer("0123456789")
-    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": layers}
+    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": vocabulary}
     AutoModelForCausalLM.from_config(Qwen2Config(**shape, **heads)).save_pretrained(path)
     tokenizer.save_pretrained(path)

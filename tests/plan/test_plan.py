@@ -11,7 +11,7 @@ from rlhf_pg import GRPOConfig, PPOConfig
 from rlhf_pg.cli import main
 from rlhf_pg.plan import build_meta_models, predicted_memory
 from rlhf_pg.plan.sharding import SHARDINGS
-from rlhf_pg.tasks import arithmetic
+from tests.distributed.launching import saved_model
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 BY_NAME = {layout.name: layout for layout in SHARDINGS}
@@ -139,11 +139,7 @@ def test_head_chunk_is_sized_for_planned_gpu() -> None:
 
 @pytest.fixture(scope="module")
 def two_layers(tmp_path_factory) -> str:
-    model, tokenizer = arithmetic().new_model()
-    path = tmp_path_factory.mktemp("two layers")
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    return saved_model(tmp_path_factory.mktemp("two layers"))
 
 
 @pytest.mark.parametrize(("kind", "layers"), [("cuda", 1), ("cpu", 0)])

@@ -41,12 +41,14 @@ def test_file_takes_precedence_over_preset(tmp_path: Path, monkeypatch, capsys) 
 
 
 @each_preset
-def test_preset_trains_three_steps(name: str, model_path: str, tmp_path: Path) -> None:
-    small = ["--max_steps=3", "--prompts_per_step=8", "--eval_steps=0", "--warmup_steps=0"]
+def test_preset_trains_a_step(name: str, model_path: str, tmp_path: Path) -> None:
+    small = ["--max_steps=1", "--prompts_per_step=8", "--eval_steps=0", "--warmup_steps=0"]
+    if name == "vapo":
+        small.append("--value_pretraining_steps=0")  # or else the critic alone trains in it
     where = ["--output_dir", str(tmp_path), "--model_name_or_path", model_path]
     main(["train", name, *small, *where])
     lines = read(tmp_path / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["step"] for line in lines] == [1]
     assert set(KEYS) <= set(lines[0])
     # A random model is seldom right: a step whose scores are all equal has no gradient.
     assert all(math.isfinite(line["loss"]) for line in lines)

@@ -110,8 +110,9 @@ def test_train_command_runs_preference_pipeline(tmp_path: Path) -> None:
     assert "eval_accuracy" in (runs["judge"] / "metrics.json").read_text()
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "reinforce", "ppo"])
-@pytest.mark.parametrize("task", ["guess", "calculator"])
+@pytest.mark.parametrize(
+    ("algorithm", "task"), [("grpo", "guess"), ("grpo", "calculator"), ("ppo", "calculator")]
+)
 def test_train_command_plays_episodes(algorithm: str, task: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     for part in TASKS[task]().new_model():

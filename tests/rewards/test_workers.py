@@ -155,7 +155,11 @@ def test_error_names_function_row_and_prompt(fault):
 
 
 @pytest.mark.fault(27, "with on_reward_error drop the others keep their scores")
-@every_fault
+@pytest.mark.parametrize(
+    "fault",
+    [faults.hangs, faults.is_killed, faults.loses_a_score, faults.is_not_a_number],
+    ids=lambda f: f.__name__,
+)
 def test_dropped_failure_leaves_other_scores(fault):
     made = short(fault, on_error="drop")
     judgement = made.judge(PROMPTS, COMPLETIONS, IDS, {}, groups=GROUPS)

@@ -4,6 +4,7 @@ import pytest
 
 from rlhf_pg import GRPOTrainer, PPOTrainer, ReinforceTrainer, RLOOTrainer
 from rlhf_pg.report.json_lines import read
+from tests.distributed.launching import saved_model
 
 OTHERS = [
     (GRPOTrainer, {"num_iterations": 2, "num_mini_batches": 2}),
@@ -12,6 +13,12 @@ OTHERS = [
     (PPOTrainer, {"beta": 0.001, "num_iterations": 2, "critic": "shared"}),
     (ReinforceTrainer, {"beta": 0.001, "num_generations": 1, "prompts_per_step": 64}),
 ]
+
+
+@pytest.fixture
+def model_path(tmp_path) -> str:
+    """The embedded model as it is: one of a single narrow layer learns too slowly."""
+    return saved_model(tmp_path / "model")
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_place_of_reward_does_not_change_run(make, tmp_path):
     for name, function, options in (
         ("here", digits, {}),
         ("beside", digits_async, {}),
-        ("workers", digits, {"reward_workers": 2}),
+        ("worker", digits, {"reward_workers": 1}),
     ):
         function.__name__ = "digits"
         trainer = make(

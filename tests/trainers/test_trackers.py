@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_pg import Callback, GRPOTrainer, ReinforceTrainer, RLOOTrainer
+from rlhf_pg import Callback, GRPOTrainer, ReinforceTrainer
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.tasks import arithmetic
 
@@ -145,7 +145,7 @@ def lines(run: Path) -> Steps:
 
 def test_consecutive_runs_report_every_metric(make, tmp_path) -> None:
     held_out = arithmetic().eval_dataset.select(range(8))
-    for trainer_type in (GRPOTrainer, RLOOTrainer, ReinforceTrainer):
+    for trainer_type in (GRPOTrainer, ReinforceTrainer):
         run = tmp_path / trainer_type.__name__
         options = {"report_to": NAMES, "output_dir": str(run), "epsilon_high": None}
         trainer = make(trainer_type, eval_dataset=held_out, eval_steps=2, **options)
