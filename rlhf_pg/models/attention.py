@@ -114,7 +114,7 @@ def window(model: PreTrainedModel) -> float:
     layers = DynamicCache(config=config).layers
     windows = [getattr(layer, "sliding_window", None) or math.inf for layer in layers]
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {getattr(module, "rope_type", None) for module in model.modules()}
+    kinds = [getattr(module, "rope_type", None) for module in model.modules()]
     if rope.get("rope_type") == LONG and SETTLED not in kinds:
         # Once one row is longer than this, the positions of the whole batch turn faster.
         windows.append(rope["original_max_position_embeddings"])

@@ -141,7 +141,7 @@ FAULTS = {
         lambda _: lambda trainer, before: sampling_from(trainer, before[-2]),
     ),
     "weights one small update old": (
-        {"learning_rate": 1e-6},
+        {"learning_rate": 1e-5},
         lambda _: lambda trainer, before: sampling_from(trainer, before[-2]),
     ),
     "top-p in the sampler alone": ({}, lambda patch: sampled_with(patch, top_p=0.95)),
