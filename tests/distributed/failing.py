@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from rlhf_pg import Callback, GRPOConfig, GRPOTrainer
@@ -50,9 +49,10 @@ def main(out: str, where: str, how: str, backend: str = "ddp") -> None:
     """Train on the embedded task; in the second step, `how` is called in the process of rank 1.
 
     Args:
-        where: it is called in: "reward", which all processes agree on, "callback", or "save", the
-            callback after a checkpoint, or "all callbacks", in the process of rank 0 as well.
+        where: it is called in: "reward", which all processes agree on, "callback", or "begin", the
+            callback before the step, or "all callbacks", in the process of rank 0 as well.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored in the background
     backends.install(backend)
     task = arithmetic()
     model, tokenizer = task.new_model()
@@ -70,8 +70,8 @@ def main(out: str, where: str, how: str, backend: str = "ddp") -> None:
         def on_step(self, trainer: GRPOTrainer, metrics: dict[str, Any]) -> None:
             fail("callback")
 
-        def on_save(self, trainer: GRPOTrainer, path: Path) -> None:
-            fail("save")
+        def on_step_begin(self, trainer: GRPOTrainer) -> None:
+            fail("begin")
 
     trainer = GRPOTrainer(
         model=model,
@@ -80,7 +80,6 @@ def main(out: str, where: str, how: str, backend: str = "ddp") -> None:
         args=GRPOConfig(
             output_dir=out,
             max_steps=3,
-            save_steps=int(where == "save"),
             prompts_per_step=2,
             max_completion_length=4,
             ddp_timeout=8 if how == "sleeps_for_ever" else 300,

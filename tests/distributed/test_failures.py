@@ -139,9 +139,9 @@ def test_hanging_rank_is_reported_with_all_stacks(started) -> None:
 
 
 @pytest.mark.distributed
-def test_rank_hanging_in_save_times_out_weight_gather(started) -> None:
-    """The other has gone on to the next step, and begins with what it needs for sampling."""
-    first, second = map(said, started("save", "sleeps_for_ever", "fsdp2"))
+def test_rank_hanging_before_step_times_out_weight_gather(started) -> None:
+    """The other begins the step with what it needs for sampling."""
+    first, second = map(said, started("begin", "sleeps_for_ever", "fsdp2"))
     for text in (first, second):
         assert "has waited 8 s in _fill (ddp_timeout): another process hangs\nStack of" in text
     assert ", in full_tensor\n" in first
