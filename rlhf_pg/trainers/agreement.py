@@ -142,15 +142,10 @@ class Agreement:
 
     @torch.no_grad()
     def _explain(self, fault: str | None, blank: Rollout) -> str | None:
-        """Compute a row alone, and say what differs; None if nothing does. Collective.
-
-        It is the worst row, or that of most padding where none stands out.
-        """
-        _, batch, logprobs = max(
-            self.seen,
-            key=lambda one: float(one[0]) if fault else one[1].num_rows,
-            default=(None, blank, blank.sampler_logprobs),
-        )
+        """Compute the worst row alone, or the most padded, and say what differs. Collective."""
+        size = (lambda one: float(one[0])) if fault else (lambda one: one[1].num_rows)
+        default = (None, blank, blank.sampler_logprobs)
+        _, batch, logprobs = max(self.seen, key=size, default=default)
         gaps = (batch.sampler_logprobs - logprobs).abs().where(batch.action_mask, 0.0)
         index = int((gaps.amax(1) if fault else -batch.prompt_mask.sum(1)).argmax())
         row = batch.select(torch.tensor([index]))

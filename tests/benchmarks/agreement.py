@@ -118,7 +118,8 @@ def ties(wanted: int) -> None:
             differ += same < len(one.tokens)
             tokens += min(same + 1, len(one.tokens))
         seed += 1
-    print(f"{differ} of {tokens} draws differ: one in {tokens / max(differ, 1):.2g}")
+        if seed % 10 == 0 or tokens >= wanted:
+            print(f"{differ} of {tokens} draws differ", flush=True)
 
 
 def main() -> None:
