@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from rlhf_pg.runtime.ddp import DDPBackend
 from rlhf_pg.runtime.full_weights import check_divisible, put
@@ -40,6 +41,13 @@ class FSDPBackend(DDPBackend):
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         """Wrap forward and backward of one micro-batch."""
         return nullcontext()
+
+    def step(self) -> float:
+        """Update the shards; layers that a pass without gradients has kept whole are dropped."""
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+        return super().step()
 
     def _like(self, parameter: Tensor, value: Tensor) -> Tensor:
         # As the optimizer makes it: `DTensor.from_local` would move an offloaded moment to the GPU.

@@ -43,8 +43,7 @@ def check_divisible(module: nn.Module, optimizer: Optimizer) -> None:
 def full(tensor: Tensor) -> Tensor:
     """Return all of a tensor that may be sharded, detached; collective."""
     if isinstance(tensor, DTensor):
-        whole: Tensor = tensor.full_tensor()
-        return whole.detach()
+        return tensor.full_tensor().detach()
     if hasattr(tensor, "ds_id"):
         with gathered(tensor):
             return tensor.detach().clone()

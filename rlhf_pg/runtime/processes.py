@@ -53,8 +53,7 @@ class Runtime:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self._accelerator.device
-        return device
+        return torch.device(self._accelerator.device)
 
     @property
     def loading_device(self) -> torch.device:
@@ -82,8 +81,7 @@ class Runtime:
     def device_name(self) -> str:
         """The name of the accelerator, or the processor's kind with "cpu" in front."""
         if self.device.type == "cuda":  # pragma: no cover
-            name: str = torch.cuda.get_device_name(self.device)
-            return name
+            return str(torch.cuda.get_device_name(self.device))
         return f"{self.device.type} ({platform.machine()})"
 
     @property
@@ -108,10 +106,7 @@ class Runtime:
 
     @waits
     def prepare(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        max_grad_norm: float = 0.0,
+        self, module: nn.Module, optimizer: Optimizer, max_grad_norm: float = 0.0
     ) -> DDPBackend:
         """Return the backend that trains a module, on its device and with gradients shared by all.
 
@@ -165,8 +160,6 @@ class Runtime:
     @waits
     def all_reduce_max(self, x: int) -> int:
         """Take the maximum over all processes."""
-        if self.world == 1:
-            return x
         everyone, _ = self.gather(torch.tensor([x], device=self.device))
         return int(everyone.max())
 
