@@ -93,8 +93,7 @@ def config_of(named: Named) -> PolicyGradientConfig:
     config_type: type[PolicyGradientConfig] = PolicyGradientConfig
     keys = named.keys
     given = set(keys_of(keys))
-    if {"top_k", "top_p", "min_p"} & given and "truncated_sampling" not in given:
-        keys = [*keys, "--truncated_sampling", "ignore"]  # no gradient is computed
+    keys = ["--truncated_sampling", "ignore", *keys]  # no gradient is computed
     if named.recipe is not None:
         config_type = TRAINERS[algorithm_of(named.recipe, TRAINERS)].config_type
         keys = ["--config", str(named.recipe), *keys]

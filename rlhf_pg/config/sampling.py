@@ -82,11 +82,6 @@ class SamplingConfig(RunConfig):
                     f"gradient would be biased: leave {key} out, or set truncated_sampling to "
                     '"ignore"'
                 )
-        self.refuse_idle(
-            ("truncated_sampling",),
-            any(cuts.values()),
-            "has no effect without top_k, top_p or min_p: set one of them, or leave it out",
-        )
 
     def _check_engine(self) -> None:
         keys = [field.name for field in dataclasses.fields(self)]

@@ -47,8 +47,7 @@ class DDPBackend:
         self._updates = MasterWeights(self.optimizer)
 
     def _wrap(self) -> Any:
-        wrapped: nn.Module = self._accelerator.prepare_model(self.module)
-        return wrapped
+        return self._accelerator.prepare_model(self.module)
 
     @staticmethod
     def place(accelerator: Accelerator, module: nn.Module) -> nn.Module:

@@ -38,16 +38,17 @@ class FSDPBackend(DDPBackend):
         _sharded(accelerator, module).set_reshard_after_forward(True)
         return module
 
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """Return the module's output; a pass without gradients keeps no layer whole."""
+        output = super().__call__(*inputs, **options)
+        for part in () if torch.is_grad_enabled() else self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+        return output
+
     def micro_batch(self, last: bool) -> AbstractContextManager[Any]:
         """Wrap forward and backward of one micro-batch."""
         return nullcontext()
-
-    def step(self) -> float:
-        """Update the shards; layers that a pass without gradients has kept whole are dropped."""
-        for part in self.module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
-        return super().step()
 
     def _like(self, parameter: Tensor, value: Tensor) -> Tensor:
         # As the optimizer makes it: `DTensor.from_local` would move an offloaded moment to the GPU.

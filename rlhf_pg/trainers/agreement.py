@@ -60,7 +60,7 @@ class Agreement:
         policy: what is trained.
         score: computes the policy's log-probabilities (B,T) of rows; it may be collective.
         refuses: False where the sampler may differ (`truncated_sampling: ignore`, or a
-            `sampler_correction` that was asked for): it is then measured alone.
+            `sampler_correction` other than auto and none): it is then measured alone.
     """
 
     def __init__(

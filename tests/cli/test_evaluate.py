@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from rlhf_pg.cli import main
-from rlhf_pg.cli.evaluate import intervals, tables
+from rlhf_pg.cli.evaluate import config_of, intervals, read, tables
 from rlhf_pg.cli.recipes import find_recipe, is_recipe
 from rlhf_pg.tasks import arithmetic
 from tests.trainers.conftest import digits
@@ -185,3 +185,8 @@ def test_wrong_usage_is_one_message(flags, said, tmp_path, model_path, capsys) -
         main(["eval", *(flag.format(run=run, model=model_path) for flag in flags)])
     assert left.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--top_p", "0.9"], ["--top_p", "1.0"], ["--top_k", "0"], []])
+def test_truncated_sampling_needs_no_key(flags) -> None:
+    assert config_of(read(["grpo_arithmetic", *flags])).truncated_sampling == "ignore"

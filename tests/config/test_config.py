@@ -151,7 +151,6 @@ def test_vanilla_loss_with_several_updates_raises(more):
         (GRPOConfig, {"top_k": 50}, 'top_k 50 .* truncated_sampling to "ignore"'),
         (PPOConfig, {"top_p": 0.9}, "top_p 0.9 .* leave top_p out"),
         (RLOOConfig, {"min_p": 0.1}, "min_p 0.1 leaves tokens out"),
-        (GRPOConfig, {"truncated_sampling": "ignore"}, "no effect without top_k, top_p"),
         (GRPOConfig, {"eval_success_threshold": 0.5}, "set num_generations_eval above 1"),
         (GRPOConfig, {"stop": ["a", ""]}, "stop must not hold an empty string"),
         (GRPOConfig, {"delta": 1.1}, "delta must be above"),

@@ -99,11 +99,22 @@ def test_episodes_match_single_process(outcomes, tmp_path) -> None:
         assert a["reward"] == pytest.approx(b["reward"], rel=1e-5)
 
 
-def test_reference_sync_without_reshard_matches_one_process(tmp_path) -> None:
-    job = COMMON | JOBS["grpo"] | {"model": saved_model(tmp_path / "model"), "gradients": False}
-    one = launch(tmp_path / "one", {"grpo": job})["grpo"]
-    kept = launch(tmp_path / "kept", {"grpo": job}, "fsdp2_kept", 2)["grpo"]
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("grpo", {"kl_adaptive_lr": 0.01}),  # which is measured after the updates, before saving
+        ("ppo", {}),
+    ],
+)
+def test_layers_kept_whole_match_one_process(tmp_path, algorithm, options) -> None:
+    own = {"model": saved_model(tmp_path / "model"), "gradients": False, "save_steps": 1}
+    jobs = {"run": COMMON | JOBS[algorithm] | own | options}
+    one = launch(tmp_path / "one", jobs)["run"]
+    kept = launch(tmp_path / "kept", jobs, "fsdp2_kept", 2)["run"]
     assert (kept.end - one.end).norm() <= 1e-4 * (one.end - one.start).norm()
+    assert [line["grad_norm"] for line in kept.metrics] == pytest.approx(
+        [line["grad_norm"] for line in one.metrics], rel=1e-4
+    )
 
 
 def test_no_rows_and_no_characters_are_gathered() -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import stat
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -454,6 +455,9 @@ def test_interrupt_cancels_request(fake, tmp_path, request):
     engine, heard = engine_of(fake, tmp_path), threading.Event()
 
     def interrupt(handler: BaseHTTPRequestHandler) -> None:
+        main = threading.main_thread().ident
+        while sys._current_frames()[main].f_code.co_name != "wait":
+            time.sleep(0.01)  # until the main thread waits for the answer
         os.kill(os.getpid(), signal.SIGINT)
         if handler.connection.recv(1) == b"":
             heard.set()
