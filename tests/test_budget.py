@@ -27,7 +27,7 @@ BUDGETS = {
 }
 # Wings that are over their budget, with what they have today: a number here only goes down.
 TODAY = {
-    "config": 3891,
+    "config": 3885,
     "data": 1482,
     "models": 2769,
     "rollout": 3877,
