@@ -139,10 +139,8 @@ class Runtime:
         """
         if self.world == 1:
             return rows, slice(0, len(rows))
-        count = torch.tensor([len(rows)], device=self.device)
-        counts = self._accelerator.gather(count).tolist()
-        widest = max(counts)
-        padded = rows.new_zeros((widest, *rows.shape[1:]))
+        counts = self._accelerator.gather(torch.tensor([len(rows)], device=self.device)).tolist()
+        padded = rows.new_zeros((max(counts), *rows.shape[1:]))
         padded[: len(rows)] = rows
         blocks = self._accelerator.gather(padded).tensor_split(self.world)
         everyone = torch.cat([block[:n] for block, n in zip(blocks, counts, strict=True)])
@@ -160,6 +158,8 @@ class Runtime:
     @waits
     def all_reduce_max(self, x: int) -> int:
         """Take the maximum over all processes."""
+        if self.world == 1:
+            return x  # no GPU is waited for
         everyone, _ = self.gather(torch.tensor([x], device=self.device))
         return int(everyone.max())
 
