@@ -29,7 +29,9 @@ from rlhf_pg.models.policy import PolicyOutput as PolicyOutput
 from rlhf_pg.models.pretrained import about as about
 from rlhf_pg.models.pretrained import check_directory as check_directory
 from rlhf_pg.models.pretrained import from_pretrained as from_pretrained
+from rlhf_pg.models.pretrained import is_adapter as is_adapter
 from rlhf_pg.models.pretrained import opening as opening
+from rlhf_pg.models.pretrained import place as place
 from rlhf_pg.models.pretrained import tokenizer_from_pretrained as tokenizer_from_pretrained
 from rlhf_pg.models.reference import Reference as Reference
 from rlhf_pg.models.reference import fingerprint as fingerprint

@@ -12,7 +12,6 @@ from transformers import (
     BitsAndBytesConfig,
     PreTrainedModel,
 )
-from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.config.foreign_keys import nearest
@@ -26,7 +25,9 @@ from rlhf_pg.models.adapters import (
 from rlhf_pg.models.pretrained import (
     check_directory,
     from_pretrained,
+    is_adapter,
     opening,
+    place,
 )
 from rlhf_pg.models.tokenizers import has_tokenizer
 
@@ -111,9 +112,7 @@ def load_model(
         return _cast(model, dtype)
     name = str(model)
     check_directory(name)
-    with opening("model", name):
-        is_adapter = find_adapter_config_file(name) is not None
-    if is_adapter:
+    if is_adapter(name):
         return _load_adapter(
             name, dtype, auto_class, quantization_config, trust_remote_code, options
         )
@@ -153,8 +152,9 @@ def check_options(path: str, options: Mapping[str, Any], trust_remote_code: bool
     if not fields:
         return
     places = {key: value for key, value in options.items() if key in PLACES - {"variant"}}
+    places |= place(path)
     with opening("model", path):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **places)
+        config = AutoConfig.from_pretrained(trust_remote_code=trust_remote_code, **places)
     known = {*PLACES, *READING, *config.to_dict(), *config.attribute_map}
     for key in sorted(fields):
         if key not in known:

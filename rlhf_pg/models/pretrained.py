@@ -1,5 +1,6 @@
 """Loading of complete weights, and of tokenizers, by path or Hub id."""
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,9 +8,36 @@ from os import PathLike
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_pg.boundary.quoted import quoted, shown, told
+
+logger = logging.getLogger(__name__)
+
+
+def is_gguf(path: str | PathLike[str]) -> bool:
+    """Return whether a path is a GGUF file, which has model, config and tokenizer in it."""
+    return os.path.isfile(path) and str(path).endswith(".gguf")
+
+
+def place(path: str | PathLike[str]) -> dict[str, Any]:
+    """Return the arguments by which `from_pretrained` finds a directory, Hub id or GGUF file."""
+    if not is_gguf(path):
+        return {"pretrained_model_name_or_path": path}
+    directory, name = os.path.split(path)
+    return {"pretrained_model_name_or_path": directory or ".", "gguf_file": name}
+
+
+def is_adapter(path: str | PathLike[str]) -> bool:
+    """Return whether a directory or Hub id holds an adapter.
+
+    Raises:
+        ValueError: nobody can say.
+    """
+    with opening("model", path):
+        return not is_gguf(path) and find_adapter_config_file(str(path)) is not None
 
 
 def from_pretrained(
@@ -31,10 +59,18 @@ def from_pretrained(
         ValueError: a tensor is missing, or nothing can be loaded.
     """
     model: PreTrainedModel
+    where = place(path)
+    if "gguf_file" in where and hasattr(transformers, "GgufConfig"):  # older ones always unpack
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with opening("model", path):
         model, info = auto_class.from_pretrained(
-            path, output_loading_info=True, trust_remote_code=trust_remote_code, **options
+            **where, output_loading_info=True, trust_remote_code=trust_remote_code, **options
         )
+    if "gguf_file" in where:
+        logger.info("%s: its GGUF weights are dequantized to %s", path, model.dtype)
+        if hasattr(model, "hf_quantizer"):
+            model.hf_quantizer.remove_quantization_config(model)
+        model.name_or_path = model.config.name_or_path = str(path)
     missing = sorted(name for name in info["missing_keys"] if not name.startswith(new))
     if missing:
         raise ValueError(
@@ -55,7 +91,7 @@ def tokenizer_from_pretrained(
     """
     with opening("tokenizer", path):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=trust_remote_code, revision=revision or "main"
+            **place(path), trust_remote_code=trust_remote_code, revision=revision or "main"
         )
     return tokenizer
 
@@ -75,8 +111,8 @@ def opening(what: str, path: str | PathLike[str]) -> Iterator[None]:
     except Exception as error:
         raise ValueError(
             f"the {what} {shown(str(path))} cannot be loaded ({told(error)}): give a directory as "
-            "save_pretrained leaves it, with its config.json, weights and tokenizer files, or the "
-            "id of one on the Hub"
+            "save_pretrained leaves it, with its config.json, weights and tokenizer files, a GGUF "
+            "file (pip install gguf), or the id of one on the Hub"
         ) from error
 
 
@@ -105,6 +141,6 @@ def check_directory(model: str | PathLike[str]) -> None:
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     first = name.partition("/")[0]
     is_here = not is_path and first != name and os.path.isdir(first)
-    if (is_path or is_here) and not os.path.isdir(name):
+    if (is_path or is_here) and not os.path.isdir(name) and not is_gguf(name):
         of_hub = "; a model of the Hub with this id has to be downloaded into it" if is_here else ""
         raise ValueError(f"there is no model directory {quoted(name)}{of_hub}")

@@ -11,7 +11,6 @@ from peft import PeftConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_pg import models
 from rlhf_pg.config import PolicyGradientConfig
@@ -120,8 +119,8 @@ def _without_data(
     """Build the model or adapter of a path or Hub id with its tensors on the meta device."""
     models.check_directory(path)
     with META, models.opening("model", path):
-        if find_adapter_config_file(str(path)) is None:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=remote)
+        if not models.is_adapter(path):
+            config = AutoConfig.from_pretrained(**models.place(path), trust_remote_code=remote)
             model: PreTrainedModel = auto_class.from_config(
                 config, dtype=dtype, trust_remote_code=remote
             )

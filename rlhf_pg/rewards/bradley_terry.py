@@ -19,7 +19,6 @@ from transformers import (
     Trainer,
     set_seed,
 )
-from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.config import RewardModelConfig
@@ -34,6 +33,7 @@ from rlhf_pg.models import (
     from_pretrained,
     has_tokenizer,
     init_options,
+    is_adapter,
     load_model,
     merged,
     opening,
@@ -295,9 +295,7 @@ def _load(
         return model
     with about("model_name_or_path"):
         check_directory(model)
-        with opening("model", model):
-            is_adapter = find_adapter_config_file(str(model)) is not None
-        if is_adapter:
+        if is_adapter(model):
             return _load_merged(str(model), trust_remote_code, options)
         return _load_classifier(model, trust_remote_code, options)
 

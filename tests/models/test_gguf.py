@@ -1,0 +1,92 @@
+"""A GGUF file is a model, with its tokenizer in it."""
+
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from gguf.constants import MODEL_ARCH
+
+from rlhf_pg import GRPOConfig, GRPOTrainer
+from rlhf_pg.models import load_model, load_tokenizer
+from tests.models.test_loading import IDS
+from tests.tiny import tiny_model
+
+TOKENS = [
+    "<pad>",
+    "<s>",
+    "<|endoftext|>",
+    *map(chr, range(ord("a"), ord("a") + 26)),
+    *"0123456789",
+    "ab",
+]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return tiny_model("qwen2", num_key_value_heads=4)
+
+
+@pytest.fixture(scope="module")
+def path(whole, tmp_path_factory):
+    """The file of the model, written by the names that GGUF has for its tensors."""
+    path = str(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+    config, writer = whole.config, gguf.GGUFWriter(path, "qwen2")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * 37)
+    writer.add_token_merges(["a b"])
+    writer.add_pad_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    for name, tensor in whole.state_dict().items():
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own is not None
+        writer.add_tensor(own, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_model_of_file_computes_same_logits(whole, path):
+    model = load_model(path, torch.float32)
+    assert model.name_or_path == path
+    assert torch.equal(model(IDS).logits, whole(IDS).logits)
+    assert load_tokenizer(None, model).decode([3, 4, 29]) == "ab0"
+
+
+@pytest.mark.parametrize("use_peft", [False, True])
+def test_run_of_file_leaves_ordinary_model(path, tmp_path, use_peft):
+    GRPOTrainer(
+        model=path,
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        train_dataset=[{"prompt": "ab"}] * 2,
+        args=GRPOConfig(
+            output_dir=str(tmp_path),
+            max_steps=1,
+            prompts_per_step=2,
+            max_completion_length=2,
+            use_peft=use_peft,
+        ),
+    ).train()
+    saved = load_model(tmp_path / "final", torch.float32)  # an adapter finds its base in the file
+    assert not hasattr(saved.config, "quantization_config")
+    assert use_peft == hasattr(saved, "peft_config")
+
+
+def test_file_cut_short_is_refused(path, tmp_path):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(Path(path).read_bytes()[:5000])
+    with pytest.raises(ValueError, match=r"cut\.gguf"):
+        load_model(cut, torch.float32)
