@@ -15,7 +15,7 @@ PURE_TESTS := $(addprefix tests/,advantages losses data/test_records.py data/tes
 	report/test_pass_at_k.py rewards/test_scores.py $(addprefix test_,$(addsuffix .py,\
 	masking kl controllers running_stats rng)))
 
-.PHONY: help demo preference test test-fast pretend test-device test-device-slow test-distributed test-faults test-slow test-vllm test-tasks \
+.PHONY: help demo real preference test test-fast pretend test-device test-device-slow test-distributed test-faults test-slow test-vllm test-tasks \
 	device-mutants \
 	coverage mutants docs lint format clean
 
@@ -36,6 +36,11 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 
 demo: $(READY)  ## GRPO on the embedded task: a few minutes on a CPU, with what it needs installed
 	$(BIN)/rlhf-pg demo
+
+real: $(READY)  ## SmolLM2-135M-Instruct learns to write happy sentences: ten minutes on two cores
+	$(BIN)/pip install --quiet vaderSentiment
+	$(BIN)/rlhf-pg fetch smollm2
+	OMP_NUM_THREADS=2 $(BIN)/rlhf-pg demo recipes/smollm2_happy.yaml
 
 preference: $(READY)  ## SFT, reward model, PPO: about five minutes on a CPU
 	$(BIN)/rlhf-pg train recipes/sft_preference.yaml

@@ -1,14 +1,17 @@
-"""`rlhf-pg demo` trains the embedded model and shows what it has learnt."""
+"""`rlhf-pg demo` trains a model and shows what it has learnt: the embedded one, or a recipe's."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_pg.cli.train import make_trainer
-from rlhf_pg.config import GRPOConfig
+from rlhf_pg.boundary.quoted import visible
+from rlhf_pg.cli.evaluate import intervals
+from rlhf_pg.cli.recipes import algorithm_of, find_recipe, split_recipe
+from rlhf_pg.cli.train import TRAINERS, make_trainer
 from rlhf_pg.config.parse import parse, recipe_file
 from rlhf_pg.trainers import PolicyGradientTrainer
 
@@ -17,33 +20,43 @@ BRIEF = ("--output_dir", "runs/demo", "--max_steps", "300")
 
 
 def demo(flags: Sequence[str]) -> None:
-    """Train the embedded model with GRPO and show what it has learnt."""
-    recipe = ["--config", str(recipe_file("grpo_arithmetic.yaml")), *BRIEF]
-    trainer = make_trainer("grpo", parse(GRPOConfig, [*recipe, *flags], "rlhf-pg demo"))
+    """Train, and show held-out answers and scores before and after."""
+    name, keys = split_recipe(flags)
+    recipe = recipe_file("grpo_arithmetic.yaml") if name is None else find_recipe(name)
+    algorithm = algorithm_of(recipe, TRAINERS)
+    given = ["--config", str(recipe), *(BRIEF if name is None else ()), *keys]
+    trainer = make_trainer(algorithm, parse(TRAINERS[algorithm].config_type, given, "rlhf-pg demo"))
     console = Console(quiet=not trainer.runtime.is_main)
     before, answers_before = trainer.evaluate(), _answers(trainer)
-    console.print(Text(f"before: {_accuracy(before)}"))
+    console.print(Text(f"before: {_score(before)}"))
     trainer.train()
     after, answers_after = trainer.evaluate(), _answers(trainer)
     if not trainer.runtime.is_main:
         return
-    table = Table("problem", "before", "after")
-    for problem, answer in answers_before.items():
-        table.add_row(Text(problem), Text(answer), Text(answers_after[problem]))
+    table = Table("prompt", "before", "after", show_lines=True)
+    for prompt, answer in answers_before.items():
+        table.add_row(*(Text(visible(x)) for x in (prompt, answer, answers_after[prompt])))
     console.print(table)
     directory = Path(trainer.args.output_dir)
-    console.print(Text(f"before: {_accuracy(before)}\nafter:  {_accuracy(after)}"))
+    console.print(Text(f"before: {_score(before)}\nafter:  {_score(after)}"))
     console.print(Text(f"model: {directory / 'final'}   report: {directory / 'report.html'}"))
 
 
-def _accuracy(metrics: dict[str, float]) -> str:
-    return f"{100 * metrics['eval_reward']:.1f} % of held-out problems right (sampled)"
+def _score(metrics: dict[str, float]) -> str:
+    mean, (low, high) = metrics["eval_reward"], intervals(metrics)["eval_reward"]
+    return f"held-out reward {mean:.3f} (sampled; 95 % interval {low:.3f} to {high:.3f})"
 
 
 def _answers(trainer: PolicyGradientTrainer, count: int = 8) -> dict[str, str]:
-    """Sample one completion of each of a few held-out problems; return them by problem."""
-    prompts = trainer.eval_sets[""]
+    """Sample one completion of each of a few held-out prompts; return them by prompt."""
+    prompts = next(iter(trainer.eval_sets.values()))
     rows = range(0, len(prompts), max(1, len(prompts) // count))[:count]
     indices = [-1 - row for row in rows]
     samples = trainer.sample(prompts, list(rows), indices, 1, trainer.args.temperature)
-    return dict(zip(prompts.rows[list(rows)]["prompt"], samples.completions, strict=True))
+    asked = map(_text, prompts.rows[list(rows)]["prompt"])
+    return dict(zip(asked, map(_text, samples.completions), strict=True))
+
+
+def _text(said: Any) -> str:
+    """Return a text, or the last message of a chat."""
+    return said if isinstance(said, str) else str(said[-1]["content"])

