@@ -1,5 +1,6 @@
 """`rlhf-pg demo` trains a model and shows what it has learnt: the embedded one, or a recipe's."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def demo(flags: Sequence[str]) -> None:
     for prompt, answer in answers_before.items():
         table.add_row(*(Text(visible(x)) for x in (prompt, answer, answers_after[prompt])))
     console.print(table)
-    directory = Path(trainer.args.output_dir)
+    directory = Path(os.path.relpath(trainer.args.output_dir))
     console.print(Text(f"before: {_score(before)}\nafter:  {_score(after)}"))
     console.print(Text(f"model: {directory / 'final'}   report: {directory / 'report.html'}"))
 

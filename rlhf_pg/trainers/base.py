@@ -316,7 +316,7 @@ class PolicyGradientTrainer(TrainerSetup):
             )
         sets = self.eval_sets
         if eval_dataset is not None:
-            sets = self.prompt_loader.evaluated(made_sets(eval_dataset, self.args))
+            sets = self.eval_prompts(made_sets(eval_dataset, self.args))
         if not sets:
             raise ValueError("no eval_dataset: give one to the trainer or to evaluate()")
         temperatures = {"": self.args.temperature if temperature is None else temperature}

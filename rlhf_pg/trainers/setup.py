@@ -29,8 +29,9 @@ from rlhf_pg.checkpoint import Checkpointer, TrainState
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.fields import bound, found
 from rlhf_pg.config.foreign_keys import FOREIGN_ARGUMENTS
-from rlhf_pg.data import Experience, vocabulary_fingerprint
+from rlhf_pg.data import Experience, Prompts, PromptSampler, vocabulary_fingerprint
 from rlhf_pg.data.chat import set_template_arguments
+from rlhf_pg.data.prompts import fitting_prompts
 from rlhf_pg.losses import POLICY_LOSSES, Loss
 from rlhf_pg.models import Critic, PolicyOutput, Reference
 from rlhf_pg.models.assemble import Models, adapter_of, assembled, policy_of
@@ -54,7 +55,6 @@ from rlhf_pg.tasks.inputs import Inputs, given_again, settled_inputs
 from rlhf_pg.trainers.callbacks import Callback, checked
 from rlhf_pg.trainers.collector import Collector
 from rlhf_pg.trainers.controllers import Controllers
-from rlhf_pg.trainers.datasets import PromptLoader
 from rlhf_pg.trainers.engines import choose_engine, start, with_engine
 from rlhf_pg.trainers.learner import Learner
 from rlhf_pg.trainers.loop import TrainingLoop
@@ -229,15 +229,44 @@ class TrainerSetup(TrainingLoop):
             eval_datasets = {
                 name: environments.prompted(data, rows) for name, data in eval_datasets.items()
             }
-        self.prompt_loader = loader = PromptLoader(
-            args=args,
-            tokenizer=self.processing_class,
-            tools=self.episode_runner.tools if self.episode_runner else (),
+        self.eval_sets = self.eval_prompts(eval_datasets)
+        if self.trains:
+            prompts = self.prompts_of(train_dataset, "train_dataset")
+        else:
+            prompts = next(iter(self.eval_sets.values()))
+        wanted = args.dataset_fingerprint
+        if wanted is not None and wanted != prompts.fingerprint:
+            raise ValueError(
+                f"the training data have the fingerprint {prompts.fingerprint}, and "
+                f"dataset_fingerprint is {wanted}: they are not the data of that run, or its "
+                "tokenizer or prompt keys have changed; leave dataset_fingerprint out to train on "
+                "them"
+            )
+        self.train_prompts, self.total_steps = prompts, args.total_steps(len(prompts))
+        self.prompt_order = PromptSampler(len(prompts), args.seed, args.shuffle_dataset)
+
+    def prompts_of(self, dataset: Any, name: str) -> Prompts:
+        """Return the prompts of a dataset.
+
+        Raises:
+            ValueError: a prompt cannot be used; `name` and the row are named.
+        """
+        return fitting_prompts(
+            dataset,
+            name,
+            self.processing_class,
+            max_prompt_length=self.args.max_prompt_length,
+            long_prompts=self.args.long_prompts,
+            max_completion_length=self.args.max_completion_length,
             positions=models.max_positions(self.model),
+            micro_batch_tokens=self.args.micro_batch_tokens,
+            tools=self.episode_runner.tools if self.episode_runner else (),
         )
-        self.eval_sets = loader.evaluated(eval_datasets)
-        known = None if self.trains else next(iter(self.eval_sets.values()))
-        self.train_prompts, self.prompt_order, self.total_steps = loader.train(train_dataset, known)
+
+    def eval_prompts(self, datasets: Mapping[str, Any]) -> dict[str, Prompts]:
+        """Return the prompts of every evaluation set, by its name."""
+        names = {name: f"eval_dataset {name}".rstrip() for name in datasets}
+        return {name: self.prompts_of(data, names[name]) for name, data in datasets.items()}
 
     def _resolve_method(self) -> None:
         """Look up the functions that the config names, and make the controllers."""
