@@ -309,9 +309,9 @@ def test_tokenizer_has_revision_of_model(tmp_path, monkeypatch):
     letters().save_pretrained(tmp_path / "base")
     seen, load = [], pretrained.AutoTokenizer.from_pretrained
 
-    def noted(path, **options):
+    def noted(**options):
         seen.append(options["revision"])
-        return load(path, **options)
+        return load(**options)
 
     monkeypatch.setattr(pretrained.AutoTokenizer, "from_pretrained", noted)
     args = config(tmp_path / "run", max_steps=1, model_init_kwargs={"revision": "v2"})

@@ -157,9 +157,9 @@ def test_revision_reaches_tokenizer(make, monkeypatch):
     seen = []
     load = pretrained.AutoTokenizer.from_pretrained
 
-    def noted(path, **options):
+    def noted(**options):
         seen.append(options["revision"])
-        return load(path, **options)
+        return load(**options)
 
     monkeypatch.setattr(pretrained.AutoTokenizer, "from_pretrained", noted)
     make(model_init_kwargs={"revision": "v2"})
