@@ -1,4 +1,4 @@
-"""Rewards of the recipes for SmolLM2: how happy an answer is, or whether it is a number alone."""
+"""The reward of the recipe smollm2_happy: how happy a sentence is."""
 
 from typing import Any
 
@@ -17,9 +17,3 @@ def happiness(completions: list[Any], **columns: Any) -> list[float]:
         ANALYZER.polarity_scores(text)["compound"] if text.endswith((".", "!", "?")) else -1.0
         for text in texts
     ]
-
-
-def number_alone(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
-    """Give 1 for the right number and nothing else."""
-    texts = [said[-1]["content"].strip() for said in completions]
-    return [float(text == right) for text, right in zip(texts, answer, strict=True)]

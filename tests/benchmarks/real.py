@@ -254,7 +254,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="what", required=True)
     commands.add_parser("page")
     one = commands.add_parser("run")
-    one.add_argument("task", choices=["happy", "number", "backwards"])
+    one.add_argument("task", choices=["happy"])
     one.add_argument("algorithm", choices=SETTINGS)
     one.add_argument("--seed", type=int, required=True)
     one.add_argument("--weights", choices=["lora", "full"], default="lora")
