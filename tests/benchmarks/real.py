@@ -4,7 +4,6 @@
     python -m tests.benchmarks.real run happy grpo --seed 1       # docs/results/happy-grpo-1.json
     python -m tests.benchmarks.real run happy grpo --seed 1 --weights full
     python -m tests.benchmarks.real run happy grpo --seed 1 --trl
-    pip install rliable && python -m tests.benchmarks.real page   # docs/results.md, of the results
 
 Both sides are scored by the same code: two answers to each held-out prompt, sampled by our engine.
 The seconds are those of training alone.
@@ -198,62 +197,9 @@ def run(flags: argparse.Namespace) -> None:
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
-def page() -> None:
-    """Write table and pictures of docs/results.md: IQM with 95 % bootstrap intervals."""
-    import matplotlib.pyplot as plt
-    import numpy as np
-    from rliable import library, metrics
-
-    runs: dict[str, dict[tuple[str, str], list[Any]]] = {}
-    for file in sorted(RESULTS.glob("*.json")):
-        one = json.loads(file.read_text())
-        key = (one["algorithm"], one["weights"])
-        runs.setdefault(one["task"], {}).setdefault(key, []).append(one)
-    lines = []
-    for task, groups in runs.items():
-        lines += [f"### {task}", "", f"![{task}](results/{task}.svg)", ""]
-        lines += [
-            "| | seeds | before | after | seconds | peak memory |",
-            "|---|---|---|---|---|---|",
-        ]
-        figure, panels = plt.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
-        for (algorithm, weights), seeds in groups.items():
-            name = f"{algorithm}, {weights}"
-            scores = np.array([[one["held_out"][-1]["score"]] for one in seeds])
-            iqm, interval = library.get_interval_estimates(
-                {"": scores}, lambda x: np.array([metrics.aggregate_iqm(x)]), reps=2000
-            )
-            low, high = interval[""][:, 0]
-            before = np.mean([one["held_out"][0]["score"] for one in seeds])
-            seconds = np.mean([one["held_out"][-1]["seconds"] for one in seeds])
-            peak = max(one["peak_bytes"] for one in seeds) / 2**30
-            lines.append(
-                f"| {name} | {len(seeds)} | {before:.3f} | {iqm[''][0]:.3f} ({low:.3f} to "
-                f"{high:.3f}) | {seconds:.0f} | {peak:.1f} GiB |"
-            )
-            curves = np.array([[point["score"] for point in one["held_out"]] for one in seeds])
-            for panel, axis in zip(panels, ("samples", "seconds"), strict=True):
-                x = np.mean([[point[axis] for point in one["held_out"]] for one in seeds], axis=0)
-                (line,) = panel.plot(x, curves.mean(0), label=name)
-                panel.fill_between(
-                    x, curves.min(0), curves.max(0), color=line.get_color(), alpha=0.2
-                )
-                panel.set_xlabel(axis)
-        panels[0].set_ylabel("held-out score")
-        panels[0].legend()
-        figure.savefig(RESULTS / f"{task}.svg", metadata={"Date": None})
-        lines.append("")
-    path = ROOT / "docs" / "results.md"
-    head, _, rest = path.read_text().partition("<!-- results -->\n")
-    tail = rest.partition("<!-- end -->")[2]
-    path.write_text(f"{head}<!-- results -->\n\n" + "\n".join(lines) + f"\n<!-- end -->{tail}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    commands = parser.add_subparsers(dest="what", required=True)
-    commands.add_parser("page")
-    one = commands.add_parser("run")
+    one = parser.add_subparsers(required=True).add_parser("run")
     one.add_argument("task", choices=["happy"])
     one.add_argument("algorithm", choices=SETTINGS)
     one.add_argument("--seed", type=int, required=True)
@@ -262,8 +208,7 @@ def main() -> None:
     one.add_argument("--batch", type=int, help="completions that TRL computes at a time")
     one.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
     one.add_argument("--name", default="", help="of other settings, in the name of the file")
-    flags = parser.parse_args()
-    page() if flags.what == "page" else run(flags)
+    run(parser.parse_args())
 
 
 if __name__ == "__main__":
