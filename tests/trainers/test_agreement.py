@@ -285,6 +285,18 @@ def test_small_fault_is_found_over_steps(agreement) -> None:
     assert "mean of 1 - exp" in found[1]
 
 
+def test_float32_softmax_over_large_vocabulary_raises_no_alarm(agreement) -> None:
+    logits = 3 * torch.randn(64, 256_000, generator=torch.Generator().manual_seed(0))
+    exact, rounded = (x.log_softmax(-1)[:, 0] for x in (logits.double(), logits))
+    assert (exact - rounded).mean().abs() > 5e-6
+    agreement.compared_row = True
+    for _ in range(20):
+        batch, policy = rows_of(exact.tolist(), rounded.tolist())
+        agreement.begin()
+        agreement.add(batch, policy)
+        agreement.settle(batch)
+
+
 def test_jump_beyond_recent_steps_is_found(agreement) -> None:
     agreement.compared_row = True
     agreement.limits = LIMITS[torch.bfloat16]
