@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import curves
 import from_trl
 import gpu
 import scaling
@@ -458,6 +459,11 @@ def coming_from_trl() -> str:
     return filled((ROOT / "docs" / "from-trl.md").read_text(), "keys", from_trl.table())
 
 
+def results() -> str:
+    """The text of results.md, with the table of the runs that are there."""
+    return filled((ROOT / "docs" / "results.md").read_text(), "runs", curves.table())
+
+
 def filled(text: str, name: str, table: str) -> str:
     """The text with this table in the place that has its name.
 
@@ -478,6 +484,7 @@ PAGES = {
     "docs/from-trl.md": coming_from_trl,
     "docs/options.md": options,
     "docs/reliability.md": reliability,
+    "docs/results.md": results,
     "docs/scaling.md": scaled,
     "docs/supervised.md": supervised,
     "CONTRIBUTING.md": contributing,

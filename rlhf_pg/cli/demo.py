@@ -44,8 +44,9 @@ def demo(flags: Sequence[str]) -> None:
 
 
 def _score(metrics: dict[str, float]) -> str:
-    mean, (low, high) = metrics["eval_reward"], intervals(metrics)["eval_reward"]
-    return f"held-out reward {mean:.3f} (sampled; 95 % interval {low:.3f} to {high:.3f})"
+    bounds = intervals(metrics).get("eval_reward")  # of one prompt there is none
+    said = "" if bounds is None else "; 95 % interval {:.3f} to {:.3f}".format(*bounds)
+    return f"held-out reward {metrics['eval_reward']:.3f} (sampled{said})"
 
 
 def _answers(trainer: PolicyGradientTrainer, count: int = 8) -> dict[str, str]:

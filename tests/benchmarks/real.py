@@ -1,12 +1,13 @@
 """Train SmolLM2-135M-Instruct on tasks that a person can see, with every algorithm and with TRL.
 
-    rlhf-pg fetch smollm2 && pip install vaderSentiment
+    rlhf-pg fetch smollm2 && pip install vaderSentiment reasoning-gym trl
     python -m tests.benchmarks.real run happy grpo --seed 1       # docs/results/happy-grpo-1.json
-    python -m tests.benchmarks.real run happy grpo --seed 1 --weights full
+    python -m tests.benchmarks.real run happy grpo --seed 1 --full
     python -m tests.benchmarks.real run happy grpo --seed 1 --trl
+    python -m tests.benchmarks.real all                           # what docs/results.md shows
 
-Both sides are scored by the same code: two answers to each held-out prompt, sampled by our engine.
-The seconds are those of training alone.
+Both sides are scored by the same code: the completions of each held-out prompt that our trainer
+samples, `num_generations_eval` of them. The seconds are those of training alone.
 """
 
 import argparse
@@ -27,82 +28,77 @@ from transformers import TrainerCallback
 from rlhf_pg import Callback
 from rlhf_pg.cli.train import TRAINERS
 from rlhf_pg.config.parse import load, parse
-from rlhf_pg.rewards.named import named_rewards
-from rlhf_pg.rollout import NativeEngine, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
-EVERY = 5  # steps between two scores
-# Beyond the recipe: what an algorithm needs, and full weights.
-SETTINGS: dict[str, dict[str, Any]] = {
+KEPT = ("reward", "entropy", "kl", "explained_variance", "completions/mean_length")
+# Beyond the recipe of the task, which is GRPO's without a KL: what an algorithm needs.
+ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "rloo": {"beta": 0.0},
-    "reinforce": {"beta": 0.0},
-    "ppo": {"beta": 0.0},
+    "reinforce_pp": {
+        "algorithm": "reinforce",
+        "beta": 0.0,
+        "advantage_estimator": "returns",
+        "normalize_advantages": True,
+        "policy_loss": "clipped_surrogate",
+        "aggregation": "token_mean",
+    },
+    "ppo": {"beta": 0.0, "num_iterations": 1, "value_learning_rate": 1e-3},
 }
 FULL = {"use_peft": False, "learning_rate": 2e-6}
+SEEDS = {"happy": 5, "yes_no": 3, "letters": 3, "arithmetic": 5}
+# Of what docs/results.md shows: task, how, and how many seeds.
+MATRIX = [(task, algorithm, n) for task, n in SEEDS.items() for algorithm in ALGORITHMS]
+MATRIX += [("happy", f"{algorithm} --full", 3) for algorithm in ("grpo", "ppo")]
+MATRIX += [("happy", f"{algorithm} --trl", 3) for algorithm in ("grpo", "rloo")]
 
 
 class HeldOut:
-    """The mean reward of held-out prompts, and the curve of a training."""
+    """The mean reward of held-out prompts over the course of a training."""
 
-    def __init__(self, trainer: Any, reward: Any, temperature: float, length: int) -> None:
-        self.prompts, self.reward = trainer.eval_sets[""], reward
-        self.tokenizer = trainer.processing_class
-        self.params = SamplingParams(max_tokens=length, temperature=temperature)
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.rows = trainer.args.prompts_per_step * trainer.args.num_generations
         self.curve: list[dict[str, float]] = []
-        self.rewards: list[float] = []
-        self.seconds, self.samples, self.start = 0.0, 0, 0.0
+        self.steps: list[dict[str, float]] = []
+        self.seconds, self.start = 0.0, 0.0
 
-    def score(self, model: Any) -> None:
+    def score(self) -> None:
         """Add a point to the curve: samples and seconds of training so far, score, its error."""
-        engine = NativeEngine(
-            model, [self.tokenizer.eos_token_id], self.tokenizer.pad_token_id or 0
-        )
-        sampled = engine.generate(self.prompts.tokens, 2, self.params, seed=1)
-        texts = [self.tokenizer.decode(c.tokens, skip_special_tokens=True) for c in sampled]
-        said = [[{"role": "assistant", "content": text}] for text in texts]
-        rows = self.prompts.rows.to_dict()
-        columns = {k: [x for x in v for _ in range(2)] for k, v in rows.items() if k != "prompt"}
-        scores = torch.tensor(self.reward(completions=said, **columns)).view(-1, 2).mean(1)
-        error = float(scores.std()) / len(scores) ** 0.5
-        point = {"samples": self.samples, "seconds": round(self.seconds, 2)}
-        self.curve.append(point | {"score": float(scores.mean()), "stderr": error})
+        metrics = self.trainer.evaluate(temperature=self.trainer.args.temperature)
+        point = {"samples": self.rows * len(self.steps), "seconds": round(self.seconds, 2)}
+        score = {"score": metrics["eval_reward"], "stderr": metrics["eval_reward_stderr"]}
+        self.curve.append(point | score)
         print(self.curve[-1], flush=True)
 
     def begin(self) -> None:
         self.start = time.perf_counter()
 
-    def end(self, model: Any, step: int, rows: int, reward: float) -> None:
+    def end(self, metrics: dict[str, Any]) -> None:
         self.seconds += time.perf_counter() - self.start
-        self.samples += rows
-        self.rewards.append(reward)
-        if step % EVERY == 0:
-            self.score(model)
+        self.steps.append({key: metrics[key] for key in KEPT if key in metrics})
+        if len(self.steps) % max(5, self.trainer.args.max_steps // 10) == 0:
+            self.score()
 
 
 class Ours(Callback):
-    held_out: HeldOut
-
     def on_step_begin(self, trainer: Any) -> None:
-        self.held_out.begin()
+        trainer.held_out.begin()
 
     def on_step(self, trainer: Any, metrics: dict[str, Any]) -> None:
-        rows = trainer.args.prompts_per_step * trainer.args.num_generations
-        self.held_out.end(trainer.model, trainer.state.step, rows, metrics["reward"])
+        trainer.held_out.end(metrics)
 
 
 class Theirs(TrainerCallback):
-    held_out: HeldOut
-
-    def __init__(self, rows: int) -> None:
-        self.rows, self.means = rows, list[float]()
+    def __init__(self, held_out: HeldOut) -> None:
+        self.held_out, self.means = held_out, list[float]()
 
     def on_step_begin(self, *_: Any, **options: Any) -> None:
         self.held_out.begin()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
-        self.held_out.end(model, state.global_step, self.rows, self.means[-1])
+    def on_step_end(self, *_: Any, **options: Any) -> None:
+        self.held_out.end({"reward": self.means[-1]})
 
 
 def of_trl(algorithm: str, trainer: Any, batch: int, callback: Theirs) -> Any:
@@ -110,8 +106,8 @@ def of_trl(algorithm: str, trainer: Any, batch: int, callback: Theirs) -> Any:
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
     kind, config = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}[algorithm]
-    args, reward = trainer.args, callback.held_out.reward
-    rows = args.prompts_per_step * args.num_generations
+    args, reward = trainer.args, trainer.rewards.sources[0].function
+    rows = callback.held_out.rows
 
     def counted(completions: Any, **columns: Any) -> list[float]:
         scores = list(map(float, reward(completions=completions, **columns)))
@@ -152,37 +148,38 @@ def of_trl(algorithm: str, trainer: Any, batch: int, callback: Theirs) -> Any:
 
 def run(flags: argparse.Namespace) -> None:
     """Train once, and write the result."""
-    recipe = ROOT / "recipes" / f"smollm2_{flags.task}.yaml"
-    own = SETTINGS[flags.algorithm] | (FULL if flags.weights == "full" else {})
-    own |= dict(pair.split("=", 1) for pair in flags.set)
-    name = "-".join(
-        [flags.task, *(["trl"] * flags.trl), flags.algorithm]
-        + ["full"] * (flags.weights == "full")
-        + [flags.name] * bool(flags.name)
-        + [str(flags.seed)]
-    )
-    given = {"algorithm": flags.algorithm, "seed": flags.seed, "output_dir": f"runs/{name}", **own}
+    algorithm, own = flags.algorithm, FULL if flags.full else {}
+    if flags.task == "arithmetic":  # embedded, from weights without any training
+        names = {"reinforce_pp": "presets/reinforce_pp"}
+        recipe = ROOT / "recipes" / f"{names.get(algorithm, f'{algorithm}_arithmetic')}.yaml"
+        own = {"algorithm": load(recipe)["algorithm"], "eval_steps": 0}
+    else:
+        recipe = ROOT / "recipes" / f"smollm2_{flags.task}.yaml"
+        own = ALGORITHMS[algorithm] | own
+    settings = dict(pair.split("=", 1) for pair in flags.set)
+    own |= settings
+    name = name_of(flags)
+    algorithm = own.get("algorithm", flags.algorithm)
+    given = {"algorithm": algorithm, "seed": flags.seed, "output_dir": f"runs/{name}", **own}
     words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
-    kind = TRAINERS[flags.algorithm]
+    kind = TRAINERS[algorithm]
     args = parse(kind.config_type, ["--config", str(recipe), *words])
-    ours = Ours()
-    trainer = kind(args=args, callbacks=[ours])
-    (reward,) = named_rewards(args.reward_funcs)
-    held_out = HeldOut(trainer, reward, args.temperature, args.max_completion_length)
-    rows = args.prompts_per_step * args.num_generations
-    theirs = Theirs(rows)
-    ours.held_out = theirs.held_out = held_out
-    held_out.score(trainer.model)
+    trainer: Any = kind(args=args, callbacks=[Ours()])
+    trainer.held_out = held_out = HeldOut(trainer)
+    held_out.score()
     if flags.trl:
-        of_trl(flags.algorithm, trainer, flags.batch or rows, theirs).train()
+        batch = flags.batch or held_out.rows
+        of_trl(algorithm, trainer, batch, Theirs(held_out)).train()
     else:
         trainer.train()
     packages = ("rlhf-pg", "torch", "transformers", "peft", "trl")
     result = {
         "task": flags.task,
         "algorithm": ("TRL " if flags.trl else "") + flags.algorithm,
-        "weights": flags.weights,
+        "weights": "full" if flags.full else "LoRA",
         "seed": flags.seed,
+        "name": flags.name,
+        "settings": settings,
         "command": " ".join(["python -m tests.benchmarks.real", *sys.argv[1:]]),
         "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True)[:-1],
         "date": str(datetime.date.today()),
@@ -190,25 +187,44 @@ def run(flags: argparse.Namespace) -> None:
         "versions": {name: version(name) for name in packages},
         "recipe": load(recipe) | own,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "rewards": held_out.rewards,
+        "steps": held_out.steps,
         "held_out": held_out.curve,
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
+def name_of(flags: argparse.Namespace) -> str:
+    """Return the name of the file of results."""
+    words = [flags.task, *(["trl"] * flags.trl), flags.algorithm, *(["full"] * flags.full)]
+    return "-".join([*words, *([flags.name] * bool(flags.name)), str(flags.seed)])
+
+
+def run_all(parser: argparse.ArgumentParser) -> None:
+    """Make what docs/results.md shows and is not there yet, one run at a time."""
+    for seed in range(1, max(SEEDS.values()) + 1):
+        for task, options, seeds in MATRIX:
+            words = f"run {task} {options} --seed {seed}".split()
+            done = RESULTS / f"{name_of(parser.parse_args(words))}.json"
+            if seed <= seeds and not done.exists():
+                subprocess.run([sys.executable, "-m", "tests.benchmarks.real", *words])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    one = parser.add_subparsers(required=True).add_parser("run")
-    one.add_argument("task", choices=["happy"])
-    one.add_argument("algorithm", choices=SETTINGS)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("run")
+    one.add_argument("task", choices=SEEDS)
+    one.add_argument("algorithm", choices=ALGORITHMS)
     one.add_argument("--seed", type=int, required=True)
-    one.add_argument("--weights", choices=["lora", "full"], default="lora")
+    one.add_argument("--full", action="store_true", help="all weights, no adapter")
     one.add_argument("--trl", action="store_true")
     one.add_argument("--batch", type=int, help="completions that TRL computes at a time")
     one.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
     one.add_argument("--name", default="", help="of other settings, in the name of the file")
-    run(parser.parse_args())
+    commands.add_parser("all")
+    flags = parser.parse_args()
+    run(flags) if flags.command == "run" else run_all(parser)
 
 
 if __name__ == "__main__":
