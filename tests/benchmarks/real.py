@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from transformers import TrainerCallback
 
 from rlhf_pg import Callback
 from rlhf_pg.cli.train import TRAINERS
-from rlhf_pg.config.parse import load, parse
+from rlhf_pg.config.parse import load
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -156,14 +157,15 @@ def run(flags: argparse.Namespace) -> None:
     else:
         recipe = ROOT / "recipes" / f"smollm2_{flags.task}.yaml"
         own = ALGORITHMS[algorithm] | own
-    settings = dict(pair.split("=", 1) for pair in flags.set)
+    pairs = (pair.split("=", 1) for pair in flags.set)
+    settings = {key: yaml.safe_load(value) for key, value in pairs}
     own |= settings
     name = name_of(flags)
     algorithm = own.get("algorithm", flags.algorithm)
-    given = {"algorithm": algorithm, "seed": flags.seed, "output_dir": f"runs/{name}", **own}
-    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
     kind = TRAINERS[algorithm]
-    args = parse(kind.config_type, ["--config", str(recipe), *words])
+    own |= {"algorithm": algorithm, "seed": flags.seed, "output_dir": f"runs/{name}"}
+    args = kind.config_type(**load(recipe) | own)
+    args.locate(recipe.parent)
     trainer: Any = kind(args=args, callbacks=[Ours()])
     trainer.held_out = held_out = HeldOut(trainer)
     held_out.score()
