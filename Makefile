@@ -15,7 +15,7 @@ PURE_TESTS := $(addprefix tests/,advantages losses data/test_records.py data/tes
 	report/test_pass_at_k.py rewards/test_scores.py $(addprefix test_,$(addsuffix .py,\
 	masking kl controllers running_stats rng)))
 
-.PHONY: help demo real preference test test-fast pretend test-device test-device-slow test-distributed test-faults test-slow test-vllm test-tasks \
+.PHONY: help demo real results-check preference test test-fast pretend test-device test-device-slow test-distributed test-faults test-slow test-vllm test-tasks \
 	device-mutants \
 	coverage mutants docs lint format clean
 
@@ -41,6 +41,10 @@ real: $(READY)  ## SmolLM2-135M-Instruct learns to write happy sentences: ten mi
 	$(BIN)/pip install --quiet vaderSentiment
 	$(BIN)/rlhf-pg fetch smollm2
 	OMP_NUM_THREADS=2 $(BIN)/rlhf-pg demo recipes/smollm2_happy.yaml
+
+results-check: $(VENV)/.installed  ## two runs of docs/results.md again: five minutes on two cores
+	$(BIN)/rlhf-pg fetch smollm2
+	OMP_NUM_THREADS=2 $(BIN)/python -m tests.benchmarks.real check
 
 preference: $(READY)  ## SFT, reward model, PPO: about five minutes on a CPU
 	$(BIN)/rlhf-pg train recipes/sft_preference.yaml
