@@ -20,7 +20,7 @@ def runs() -> dict[str, dict[str, list[dict[str, Any]]]]:
     tasks: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(RESULTS.glob("*.json")):
         run = json.loads(path.read_text())
-        if not run["settings"]:
+        if not run["name"]:
             *trl, algorithm = run["algorithm"].split()
             method = " ".join([*trl, NAMES[algorithm], f"({run['weights']})"])
             tasks[run["task"]][method].append(run)
