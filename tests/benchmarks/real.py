@@ -51,7 +51,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"beta": 0.0, "num_iterations": 1, "value_learning_rate": 1e-3},
 }
 FULL = {"use_peft": False, "learning_rate": 2e-6}
-SEEDS = {"happy": 5, "yes_no": 3, "letters": 3, "arithmetic": 5}
+SEEDS = {"yes_no": 3, "letters": 3, "arithmetic": 5, "happy": 5}
 # What docs/results.md shows: task, how, and seeds from 1 to the number.
 MATRIX = [(task, algorithm, n) for task, n in SEEDS.items() for algorithm in ALGORITHMS]
 MATRIX += [("learned", "ppo", 1)]  # after two recipes: see recipes/smollm2_sft.yaml
