@@ -47,7 +47,7 @@ def scores(group: list[dict[str, Any]]) -> Any:
 
 def table() -> str:
     """A row for each task and method."""
-    rows = ["| Task | Method | Seeds | Before | After | Seeds from .. to | Minutes | Peak GB |"]
+    rows = ["| Task | Method | Seeds | Before | After | Seeds from .. to | CPU minutes | Peak GB |"]
     rows.append("|---" * 8 + "|")
     for task, methods in runs().items():
         for method, group in methods.items():
@@ -80,7 +80,7 @@ def draw() -> None:
                 x = np.mean([[point[unit] for point in run["held_out"]] for run in group], axis=0)
                 axis.plot(x, mean, color=color, label=f"{method}, {len(group)} seeds")
                 axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-                axis.set_xlabel("completions" if unit == "samples" else "seconds of training")
+                axis.set_xlabel("completions" if unit == "samples" else "seconds of CPU")
                 axis.grid(alpha=0.3)
         axes[0].set_ylabel("held-out reward")
         axes[0].set_title(task, loc="left")
