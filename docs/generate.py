@@ -4,7 +4,6 @@ What is said of a function is its docstring, and what proves it are the tests wi
 `@pytest.mark.proves("its.dotted.name")`. `PAGES` lists what is written.
 """
 
-import ast
 import dataclasses
 import importlib
 import importlib.util
@@ -32,12 +31,9 @@ import gpu
 import scaling
 
 from rlhf_pg.config import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
-from rlhf_pg.config.data import DataConfig
-from rlhf_pg.config.method import MethodConfig
-from rlhf_pg.config.rewards import RewardsConfig
+from rlhf_pg.config.inputs import AdapterConfig, DataConfig, ModelConfig, RewardsConfig
+from rlhf_pg.config.method import MethodConfig, SamplingConfig
 from rlhf_pg.config.run import RunConfig
-from rlhf_pg.config.sampling import SamplingConfig
-from rlhf_pg.config.shared import AdapterConfig, ModelConfig
 from rlhf_pg.config.supervised import RewardModelConfig, SFTConfig, SupervisedConfig
 from tests.distributed.layouts import LAYOUTS, Layout
 from tests.faults.rows import ROWS
@@ -326,12 +322,10 @@ def _key_tables() -> Iterator[str]:
     inherited: dict[str, Any] = {}
     shared = (*SHARED_KEYS, RunConfig, SamplingConfig, MethodConfig)
     for config in (*shared, GRPOConfig, RLOOConfig, ReinforceConfig, PPOConfig):
-        fields = {field.name: field for field in dataclasses.fields(config)}
+        fields = fields_of(config)
         new = [x for x in fields if x not in inherited or _default(fields[x]) != inherited[x]]
-        of_module = config in shared and config not in SHARED_KEYS
-        about = (inspect.getmodule(config).__doc__ or "") if of_module else config.__doc__
         yield f"### {KEY_TITLES[config]}\n"
-        yield f"{about.partition(chr(10))[0]}\n"
+        yield f"{config.__doc__.partition(chr(10))[0]}\n"
         yield "| Key | Default | Meaning |\n|---|---|---|"
         yield from (_key_row(fields[name], config) for name in new if name not in UNLISTED)
         yield ""
@@ -341,12 +335,12 @@ def _key_tables() -> Iterator[str]:
 
 def supervised() -> str:
     """The text of supervised.md, with a table of the keys."""
-    shared = {name for config in SHARED_KEYS for name in _key_docstrings(config)}
+    shared = {name for config in SHARED_KEYS for name in fields_of(config)}
     own = [field.name for field in dataclasses.fields(SupervisedConfig)]
     rows = []
     for config, title in SUPERVISED_TITLES.items():
-        fields = {field.name: field for field in dataclasses.fields(config)}
-        base = {field.name: field for field in dataclasses.fields(SupervisedConfig)}
+        fields = fields_of(config)
+        base = fields_of(SupervisedConfig)
         names = own if config is SupervisedConfig else fields
         rows += [f"### {title}\n", "| Key | Default | Meaning |", "|---|---|---|"]
         rows += [
@@ -364,6 +358,11 @@ def supervised() -> str:
     return filled(text, "keys", "\n".join(rows).rstrip("\n"))
 
 
+def fields_of(config: type) -> dict[str, dataclasses.Field[Any]]:
+    """The keys of a config, by name."""
+    return {field.name: field for field in dataclasses.fields(config)}
+
+
 def _default(field: dataclasses.Field[Any]) -> Any:
     made = field.default_factory
     return field.default if made is dataclasses.MISSING else made()
@@ -372,7 +371,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def _key_row(field: dataclasses.Field[Any], config: type) -> str:
     value = _default(field)
     default = value if isinstance(value, str) else json.dumps(value)
-    meaning = " ".join(_key_docstrings(config)[field.name].split())
+    meaning = field.metadata["help"]
     choices = ", ".join(f"`{value}`" for value in _choices(config, field.name))
     if choices:
         meaning += f" One of {choices}."
@@ -383,17 +382,6 @@ def _choices(config: type, name: str) -> tuple[Any, ...]:
     """The words that a key may have, if it has a list of them."""
     hint = typing.get_type_hints(config)[name]
     return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
-
-
-def _key_docstrings(config: type) -> dict[str, str]:
-    """The string below each field of a class and of those that it inherits from."""
-    found: dict[str, str] = {}
-    for base in reversed(config.__mro__[:-1]):
-        (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        for key, below in itertools.pairwise(node.body):
-            if isinstance(key, ast.AnnAssign) and isinstance(below, ast.Expr):
-                found[key.target.id] = ast.literal_eval(below.value)
-    return found
 
 
 def scaled() -> str:

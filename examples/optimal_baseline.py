@@ -6,7 +6,6 @@ weighs as much as |grad log pi(y)|^2, measured, where `returns_minus_optimal` ta
 It is unbiased, and costs an additional forward and backward pass for every completion.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,11 +13,11 @@ from torch import Tensor
 
 from rlhf_pg import ReinforceConfig, ReinforceTrainer
 from rlhf_pg.advantages import AdvantageInputs, optimal_baseline
-from rlhf_pg.config import parse
+from rlhf_pg.config import config, parse
 from rlhf_pg.data import Rollout
 
 
-@dataclass(kw_only=True)
+@config
 class OptimalBaselineConfig(ReinforceConfig):
     """REINFORCE, whose returns get the baseline of this example."""
 

@@ -8,21 +8,20 @@ other completion is not clipped, as in the paper's formula and not in its author
 """
 
 import sys
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from rlhf_pg import GRPOConfig, GRPOTrainer
-from rlhf_pg.config import parse
+from rlhf_pg.config import config, parse
 from rlhf_pg.data import Experience
 from rlhf_pg.losses import MAX_LOG_RATIO, Loss
 from rlhf_pg.losses.ratio import bounds, clip_metrics, ratio_terms
 from rlhf_pg.models import PolicyOutput
 
 
-@dataclass(kw_only=True)
+@config
 class P3OConfig(GRPOConfig):
     """P3O: every completion against each other one of its prompt."""
 

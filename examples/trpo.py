@@ -13,7 +13,6 @@ share of the step that was taken.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -22,12 +21,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from rlhf_pg import ReinforceConfig, ReinforceTrainer
-from rlhf_pg.config import number, parse
+from rlhf_pg.config import config, option, parse
 from rlhf_pg.data import Experience
 from rlhf_pg.report.metrics import Meter
 
 
-@dataclass(kw_only=True)
+@config
 class TRPOConfig(ReinforceConfig):
     """TRPO: a step as long as the KL allows. The learning rate is not used."""
 
@@ -35,19 +34,19 @@ class TRPOConfig(ReinforceConfig):
     """Directory of everything that the run leaves behind."""
     policy_loss: Literal["surrogate"] = "surrogate"
     """Must be the unclipped surrogate, -rho_t A_t."""
-    num_iterations: int = number(1, minimum=1, maximum=1)
+    num_iterations: int = option(1, ge=1, le=1)
     """Must be 1: a rollout has one step, and the line search repeats that."""
-    num_mini_batches: int = number(1, minimum=1, maximum=1)
+    num_mini_batches: int = option(1, ge=1, le=1)
     """Must be 1: a step is taken on the whole rollout batch."""
     kl_placement: Literal["reward"] = "reward"
     """A KL to a reference is paid in the reward; the line search would not see one in the loss."""
-    entropy_coef: float = number(0.0, minimum=0, maximum=0)
+    entropy_coef: float = option(0.0, ge=0, le=0)
     """Must be 0: the line search knows no entropy bonus."""
     entropy_target: None = None
     """Must be None: there is no entropy bonus to control."""
-    positive_nll_coef: float = number(0.0, minimum=0, maximum=0)
+    positive_nll_coef: float = option(0.0, ge=0, le=0)
     """Must be 0: the line search knows no likelihood of right completions."""
-    router_aux_loss_coef: float = number(0.0, minimum=0, maximum=0)
+    router_aux_loss_coef: float = option(0.0, ge=0, le=0)
     """Must be 0: the line search knows no load-balancing loss of routers."""
     aggregation: Literal["token_mean"] = "token_mean"
     """Must be the mean over tokens, which the constraint takes too."""
@@ -57,13 +56,13 @@ class TRPOConfig(ReinforceConfig):
     """Must refuse top_k and the like: the KL that bounds a step is over all tokens."""
     beta: float = 0.0
     """Coefficient of KL(policy || reference); at 0 no reference is kept."""
-    max_kl: float = number(0.01, above=0)
+    max_kl: float = option(0.01, gt=0)
     """Mean KL(old || new) of a step, in nats per token."""
-    cg_iterations: int = number(10, minimum=1)
+    cg_iterations: int = option(10, ge=1)
     """Of conjugate gradients."""
-    damping: float = number(0.1, minimum=0)
+    damping: float = option(0.1, ge=0)
     """Added to the diagonal of the Fisher matrix."""
-    backtracks: int = number(10, minimum=1)
+    backtracks: int = option(10, ge=1)
     """How often the step is halved before it is given up."""
 
 

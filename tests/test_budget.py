@@ -27,17 +27,17 @@ BUDGETS = {
 }
 # Wings that are over their budget, with what they have today: a number here only goes down.
 TODAY = {
-    "config": 3957,
+    "config": 3466,
     "data": 1482,
     "models": 2807,
     "rollout": 3877,
-    "rewards": 5054,
+    "rewards": 5013,
     "trainers": 3998,
     "runtime": 1366,
     "checkpoint": 877,
     "report": 1895,
-    "plan": 524,
-    "tasks": 1180,
+    "plan": 523,
+    "tasks": 1179,
     "boundary": 779,
 }
 SCRIPTS = ("report/page/*.[jc]s*", 800)

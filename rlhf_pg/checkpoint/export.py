@@ -9,7 +9,7 @@ import huggingface_hub
 from rlhf_pg.boundary.quoted import quoted, told
 from rlhf_pg.checkpoint import atomic
 from rlhf_pg.checkpoint.checkpointer import Checkpointer
-from rlhf_pg.config.run import RunConfig
+from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.models import merged
 from rlhf_pg.report.model_card import model_card
 from rlhf_pg.runtime import Runtime
@@ -59,7 +59,7 @@ def _write_card(checkpointer: Checkpointer, path: Path) -> None:
         logger.warning("final/ gets no model card: %s", told(error))
 
 
-def check_hub(args: RunConfig) -> None:
+def check_hub(args: PolicyGradientConfig) -> None:
     """Refuse to train for an upload that could not be made.
 
     Raises:
@@ -72,7 +72,7 @@ def check_hub(args: RunConfig) -> None:
         )
 
 
-def push(path: Path, args: RunConfig) -> str | None:
+def push(path: Path, args: PolicyGradientConfig) -> str | None:
     """Upload a saved model to the Hub; a failure is a warning, and the model stays where it is.
 
     Returns:

@@ -16,7 +16,6 @@ from transformers import (
 
 from rlhf_pg import models
 from rlhf_pg.boundary.quoted import visible
-from rlhf_pg.cli.help import usage_of
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.cli.recipes import model_of_run
 from rlhf_pg.config.parse import fail
@@ -29,7 +28,7 @@ def chat(flags: Sequence[str]) -> None:
     """Load a model and talk to it until the input ends."""
     if not flags or flags[0].startswith("-"):
         fail("chat needs a model: rlhf-pg chat PATH_OR_HUB_ID, or the directory of a run")
-    options = parser_of("chat", usage_of("chat")).parse_args(list(flags[1:]))
+    options = parser_of("chat").parse_args(list(flags[1:]))
     path, _ = model_of_run(flags[0])
     on_gpu = torch.cuda.is_available()
     dtype = getattr(torch, options.dtype or ("bfloat16" if on_gpu else "float32"))

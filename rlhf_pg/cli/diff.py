@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlhf_pg.boundary.quoted import visible
-from rlhf_pg.cli.help import usage_of
-from rlhf_pg.cli.options import parser_of
+from rlhf_pg.cli.options import parser_of, usage_of
 from rlhf_pg.cli.report import run_directory
 from rlhf_pg.config.parse import fail
 from rlhf_pg.replay.diff import Difference, diff_runs
@@ -18,7 +17,7 @@ def diff(flags: Sequence[str]) -> None:
     names = [flag for flag in flags[:2] if not flag.startswith("-")]
     if len(names) < 2:
         fail(f"diff needs two runs: {usage_of('diff')}")
-    options = parser_of("diff", usage_of("diff")).parse_args(list(flags[2:]))
+    options = parser_of("diff").parse_args(list(flags[2:]))
     a, b = map(run_directory, names)
     found = diff_runs(a, b, options.rtol)
     if options.json:

@@ -16,7 +16,6 @@ from rich.text import Text
 
 import rlhf_pg
 from rlhf_pg.boundary.quoted import quoted, told
-from rlhf_pg.cli.help import usage_of
 from rlhf_pg.cli.options import parser_of
 
 NAME = "rlhf-pg"
@@ -45,7 +44,7 @@ class Finding(NamedTuple):
 
 def doctor(flags: Sequence[str]) -> None:
     """Print what is here and what is missing; exit with status 1 if nothing works without it."""
-    options = parser_of("doctor", usage_of("doctor")).parse_args(list(flags))
+    options = parser_of("doctor").parse_args(list(flags))
     findings = [
         Finding("python", platform.python_version()),
         Finding(NAME, rlhf_pg.__version__),

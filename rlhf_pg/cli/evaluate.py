@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_pg.boundary.quoted import quoted
-from rlhf_pg.cli.help import usage_of
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.cli.recipes import algorithm_of, find_recipe, is_recipe, model_of_run
 from rlhf_pg.cli.train import TRAINERS
@@ -67,9 +66,7 @@ def evaluate(flags: Sequence[str]) -> None:
 def read(flags: Sequence[str]) -> Named:
     """Find out what the flags name; `fail` where they name nothing, or too much."""
     target = flags[0] if flags and not flags[0].startswith("-") else None
-    options, keys = parser_of("eval", usage_of("eval")).parse_known_args(
-        list(flags[target is not None :])
-    )
+    options, keys = parser_of("eval").parse_known_args(list(flags[target is not None :]))
     recipe = None if options.config is None else find_recipe(options.config)
     out = None if options.json is None else Path(options.json)
     if out is not None and out.is_dir():

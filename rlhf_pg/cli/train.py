@@ -1,9 +1,8 @@
 """`rlhf-pg train`, and what the scripts in `recipes/` share with it."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from rlhf_pg.cli.recipes import algorithm_of
+from rlhf_pg.cli.recipes import algorithm_of, needed_recipe
 from rlhf_pg.config import PolicyGradientConfig, RewardModelConfig, SFTConfig
 from rlhf_pg.config.parse import parse
 from rlhf_pg.rewards import train_reward_model
@@ -26,10 +25,11 @@ TRAINERS: dict[str, type[PolicyGradientTrainer]] = {
 }
 
 
-def train(recipe: Path, flags: Sequence[str]) -> None:
-    """Train by a recipe file, with the trainer that its key `algorithm` names."""
+def train(flags: Sequence[str]) -> None:
+    """Train by a recipe, with the trainer that its key `algorithm` names."""
+    recipe, keys = needed_recipe("train", flags)
     algorithm = algorithm_of(recipe, ("sft", "reward_model", *TRAINERS))
-    run_recipe(algorithm, ["--config", str(recipe), *flags], f"rlhf-pg train {recipe}")
+    run_recipe(algorithm, ["--config", str(recipe), *keys], f"rlhf-pg train {recipe}")
 
 
 def run_recipe(algorithm: str, flags: Sequence[str] | None = None, prog: str | None = None) -> None:

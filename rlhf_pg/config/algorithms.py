@@ -1,186 +1,220 @@
 """Configs of the algorithms: their own defaults, and the keys of PPO's critic."""
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from typing import Literal, NamedTuple
 
-from rlhf_pg.advantages import ADVANTAGES
 from rlhf_pg.config import rules
-from rlhf_pg.config.fields import choice, number
-from rlhf_pg.config.method import CriticOptions, KLEstimator, MethodConfig
-from rlhf_pg.losses import POLICY_LOSSES
+from rlhf_pg.config.fields import Text, check_inherited, config, option
+from rlhf_pg.config.inputs import AdapterConfig, DataConfig, ModelConfig, RewardsConfig
+from rlhf_pg.config.method import ESTIMATORS, LOSSES, KLEstimator, MethodConfig, SamplingConfig
+from rlhf_pg.config.run import RunConfig
 
 
-@dataclass(kw_only=True)
-class PolicyGradientConfig(MethodConfig):
+class CriticOptions(NamedTuple):
+    """The kind of a critic and the weights that it starts from."""
+
+    shared: bool  # a head on the policy's trunk
+    model: str | None  # path or Hub id whose trunk it takes; None: the policy's
+    random_seed: int | None  # of random weights; None: weights as they were trained
+    learning_rate: float  # at its peak
+
+
+@config
+class PolicyGradientConfig(
+    MethodConfig, SamplingConfig, RunConfig, AdapterConfig, RewardsConfig, DataConfig, ModelConfig
+):
     """Config shared by all algorithms. One step is one rollout batch and every update on it."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        rules.check(self)
+        check_inherited(self)
+        self.report_to = tuple(dict.fromkeys(name for name in self.report_to if name != "none"))
+        rules.check(self, (rules.of_names,))  # the others need these functions
+        rules.check(self, rules.OF_REWARDS)
 
     @property
     def warnings(self) -> list[str]:
         """Warnings, one sentence each, about settings that are allowed but seldom meant."""
         return rules.warnings(self)
 
+    def total_steps(self, num_prompts: int) -> int:
+        """Return the number of steps of the run on a dataset of `num_prompts`."""
+        if self.max_steps > 0:
+            return self.max_steps
+        return math.ceil(self.num_train_epochs * num_prompts / self.prompts_per_step)
 
-@dataclass(kw_only=True)
+    @property
+    def token_budget(self) -> int:
+        """The number in `micro_batch_tokens`; an error for auto, for which a trainer finds one."""
+        if isinstance(self.micro_batch_tokens, str):
+            raise ValueError("micro_batch_tokens is auto, for a trainer to find: give a number")
+        return self.micro_batch_tokens
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.num_iterations * self.num_mini_batches
+
+    def correction_of(self, engine: str) -> str:
+        """Return `sampler_correction` for a rollout engine's name, with auto resolved."""
+        if self.sampler_correction != "auto":
+            return self.sampler_correction
+        return "none" if engine in ("auto", "native") else "token_truncate"
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """True if a step needs the policy's log-probabilities from before its updates. With one
+        update per rollout the ratio is 1 by construction, and only a KL in the reward, or one that
+        moves beta, needs them.
+        """
+        paid = self.kl_placement == "reward" or self.kl_controller != "fixed"
+        return self.compares_with_old or (self.beta > 0 and paid)
+
+    @property
+    def compares_with_old(self) -> bool:
+        """True if a step's updates, or what measures them, compare with the policy before them."""
+        return self.updates_per_step > 1 or self.follows_old_kl
+
+    @property
+    def follows_old_kl(self) -> bool:
+        """True if a coefficient or rate follows how far a step's updates have moved the policy."""
+        return self.old_kl_target is not None or self.kl_adaptive_lr is not None
+
+    @property
+    def loss_options(self) -> set[str]:
+        """The names of the policy loss's parameters."""
+        return rules.options_of("policy_loss", self.policy_loss)
+
+    @property
+    def has_critic(self) -> bool:
+        return False
+
+    @property
+    def policy_frozen_until(self) -> int:
+        """Number of steps at the start in which the policy is not updated."""
+        return 0
+
+    @property
+    def critic_only_iterations(self) -> int:
+        """Number of passes over each rollout batch that train the critic alone."""
+        return 0
+
+    @property
+    def critic_options(self) -> CriticOptions | None:
+        """The critic's options, for an algorithm that has a critic."""
+        return None
+
+
+@config
 class GRPOConfig(PolicyGradientConfig):
     """Config of GRPO (DeepSeekMath): advantages normalised within the group, clipped surrogate."""
 
-    algorithm: Literal["grpo"] = "grpo"
-    """Algorithm of the recipe file; `rlhf-pg train` chooses the trainer by it."""
-    output_dir: str = "runs/grpo"
-    """Directory for everything that the run writes."""
-    num_generations: int = number(8, minimum=2, because="a group of one has no spread to compare")
-    """Completions per prompt (its group); more make a better baseline and cost more time."""
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divisor of the centred scores: the standard deviation of their group or of the batch, or
-    none."""
-    scale_rewards_eps: float = number(1e-4, minimum=0)
-    """Constant added to the standard deviation that scores are divided by (TRL has 1e-4 too, verl
-    and NeMo-RL 1e-6)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        why = "is added to a std, of which scale_rewards none has none: leave one of them out"
-        self.refuse_idle(("scale_rewards_eps",), self.scale_rewards != "none", why)
+    # fmt: off
+    algorithm: Literal["grpo"] = option("grpo")
+    output_dir: Text = option("runs/grpo")
+    num_generations: int = option(8, ge=2)
+    scale_rewards: Literal["group", "batch", "none"] = option("group", help=
+        "Divisor of the centred scores: the standard deviation of their group or of the batch, "
+        "or none.")
+    scale_rewards_eps: float = option(1e-4, ge=0, help=
+        "Constant added to the standard deviation that scores are divided by (TRL has 1e-4 too, "
+        "verl and NeMo-RL 1e-6).")
+    # fmt: on
 
 
-@dataclass(kw_only=True)
-class KLInRewardConfig(PolicyGradientConfig):
-    """Config of an algorithm whose reward has the KL to a reference in it."""
-
-    beta: float = number(0.05, minimum=0)
-    """Coefficient of KL(policy || reference), which holds the policy near it; 0 keeps no
-    reference."""
-    kl_placement: Literal["reward", "loss"] = "reward"
-    """Place of the KL: subtracted from the reward of each token, or added to the loss."""
-    kl_estimator: KLEstimator = "k1"
-    """Estimator of the KL (rlhf_pg.kl): k1, k2 or k3 in the reward; k2, k3, k1_to_go,
-    k2_straight_through or k3_ratio in the loss."""
-
-
-@dataclass(kw_only=True)
-class RLOOConfig(KLInRewardConfig):
+@config
+class RLOOConfig(PolicyGradientConfig):
     """Config of RLOO: the mean of the other completions as the baseline, KL in the reward."""
 
-    algorithm: Literal["rloo"] = "rloo"
-    """Algorithm of the recipe file; `rlhf-pg train` chooses the trainer by it."""
-    output_dir: str = "runs/rloo"
-    """Directory for everything that the run writes."""
-    num_generations: int = number(4, minimum=2, because="leaving one out needs others to compare")
-    """Completions per prompt (its group); more make a better baseline and cost more time."""
-    advantage_estimator: str = choice("leave_one_out", ADVANTAGES)
-    """Name of the advantage estimator, a key of rlhf_pg.advantages.ADVANTAGES (see
-    docs/algorithms.md)."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "constant"
-    """Weight of each token in the loss: 1 / tokens (token_mean), 1 / (completions * own length)
-    (sequence_mean) or 1 / (completions * max_completion_length) (constant)."""
+    algorithm: Literal["rloo"] = option("rloo")
+    output_dir: Text = option("runs/rloo")
+    num_generations: int = option(4, ge=2)
+    advantage_estimator: str = option("leave_one_out", names=ESTIMATORS)
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = option("constant")
+    beta: float = option(0.05, ge=0)
+    kl_placement: Literal["reward", "loss"] = option("reward")
+    kl_estimator: KLEstimator = option("k1")
 
 
-@dataclass(kw_only=True)
-class ReinforceConfig(KLInRewardConfig):
+@config
+class ReinforceConfig(PolicyGradientConfig):
     """Config of REINFORCE: reward-to-go minus a baseline, KL per token in the reward."""
 
-    algorithm: Literal["reinforce"] = "reinforce"
-    """Algorithm of the recipe file; `rlhf-pg train` chooses the trainer by it."""
-    output_dir: str = "runs/reinforce"
-    """Directory for everything that the run writes."""
-    num_generations: int = number(1, minimum=1)
-    """Completions sampled per prompt."""
-    gamma: float = number(1.0, above=0, maximum=1)
-    """Discount factor per token; below 1, earlier tokens get less of the final score."""
-    advantage_estimator: str = choice("returns_minus_others", ADVANTAGES)
-    """Name of the advantage estimator (see docs/algorithms.md): returns has no baseline,
-    returns_minus_others the mean of the other completions, returns_minus_mean that of the batch."""
-    policy_loss: str = choice("vanilla", POLICY_LOSSES)
-    """Name of the policy loss, a key of rlhf_pg.losses.POLICY_LOSSES (see docs/algorithms.md)."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "constant"
-    """Weight of each token in the loss: 1 / tokens (token_mean), 1 / (completions * own length)
-    (sequence_mean) or 1 / (completions * max_completion_length) (constant)."""
+    # fmt: off
+    algorithm: Literal["reinforce"] = option("reinforce")
+    output_dir: Text = option("runs/reinforce")
+    num_generations: int = option(1, ge=1)
+    gamma: float = option(1.0, gt=0, le=1, help=
+        "Discount factor per token; below 1, earlier tokens get less of the final score.")
+    advantage_estimator: str = option("returns_minus_others", names=ESTIMATORS, help=
+        "Name of the advantage estimator (see docs/algorithms.md): returns has no baseline, "
+        "returns_minus_others the mean of the other completions, returns_minus_mean that of the "
+        "batch.")
+    policy_loss: str = option("vanilla", names=LOSSES)
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = option("constant")
+    beta: float = option(0.05, ge=0)
+    kl_placement: Literal["reward", "loss"] = option("reward")
+    kl_estimator: KLEstimator = option("k1")
+    # fmt: on
 
 
-@dataclass(kw_only=True)
-class PPOConfig(KLInRewardConfig):
+@config
+class PPOConfig(PolicyGradientConfig):
     """Config of PPO: a critic and GAE, clipped surrogate, KL per token in the reward."""
 
-    algorithm: Literal["ppo"] = "ppo"
-    """Algorithm of the recipe file; `rlhf-pg train` chooses the trainer by it."""
-    output_dir: str = "runs/ppo"
-    """Directory for everything that the run writes."""
-    num_generations: int = number(1, minimum=1)
-    """Completions sampled per prompt."""
-    num_iterations: int = number(4, minimum=1)
-    """Passes over each rollout batch (PPO epochs); more move the policy further in a step."""
-    advantage_estimator: str = choice("gae", ADVANTAGES)
-    """Name of an advantage estimator that uses the critic: gae, n_step or returns_minus_values."""
-    gamma: float = number(1.0, above=0, maximum=1)
-    """Discount factor per token; below 1, earlier tokens get less of the final score."""
-    lam: float = number(0.95, minimum=0, maximum=1)
-    """Lambda of GAE: 0 trusts the critic after one token, 1 only the rewards."""
-    lam_alpha: float | None = number(None, above=0)
-    """Length-adaptive GAE (VAPO): lam is 1 - 1 / (lam_alpha * length) for each completion. None
-    uses lam for all."""
-    value_lam: float | None = number(None, minimum=0, maximum=1)
-    """Lambda of GAE for the critic's targets (VAPO has 1). None takes advantage + value as the
-    target."""
-    n_steps: int | None = number(1, minimum=1)
-    """Rewards that the estimator n_step sums before it takes the critic's value; None sums all to
-    the end."""
-    bootstrap_truncated: bool = False
-    """End a completion that was cut off by its length with the critic's value of what would follow;
-    otherwise the cut counts as a true end, with a value of 0."""
-    normalize_advantages: bool = True
-    """Whiten advantages over all tokens of the step: mean 0, variance 1."""
+    # fmt: off
+    algorithm: Literal["ppo"] = option("ppo")
+    output_dir: Text = option("runs/ppo")
+    num_generations: int = option(1, ge=1)
+    num_iterations: int = option(4, ge=1)
+    beta: float = option(0.05, ge=0)
+    kl_placement: Literal["reward", "loss"] = option("reward")
+    kl_estimator: KLEstimator = option("k1")
+    advantage_estimator: Text = option("gae", names=ESTIMATORS, help=
+        "Name of an advantage estimator that uses the critic: gae, n_step or "
+        "returns_minus_values.")
+    gamma: float = option(1.0, gt=0, le=1, help=
+        "Discount factor per token; below 1, earlier tokens get less of the final score.")
+    lam: float = option(0.95, ge=0, le=1, help=
+        "Lambda of GAE: 0 trusts the critic after one token, 1 only the rewards.")
+    lam_alpha: float | None = option(None, gt=0, help=
+        "Length-adaptive GAE (VAPO): lam is 1 - 1 / (lam_alpha * length) for each completion. "
+        "None uses lam for all.")
+    value_lam: float | None = option(None, ge=0, le=1, help=
+        "Lambda of GAE for the critic's targets (VAPO has 1). None takes advantage + value as "
+        "the target.")
+    n_steps: int | None = option(1, ge=1, help=
+        "Rewards that the estimator n_step sums before it takes the critic's value; None sums "
+        "all to the end.")
+    bootstrap_truncated: bool = option(False, help=
+        "End a completion that was cut off by its length with the critic's value of what would "
+        "follow; otherwise the cut counts as a true end, with a value of 0.")
+    normalize_advantages: bool = option(True)
 
-    critic: Literal["separate", "shared"] = "separate"
-    """Kind of critic: a model of its own, or a head on the policy's trunk, which saves memory."""
-    value_model_name_or_path: str | None = None
-    """Path or Hub id of the model whose trunk a separate critic starts from, such as a reward
-    model. None takes the policy's."""
-    value_init: Literal["pretrained", "random"] = "pretrained"
-    """Initial trunk of a separate critic: pretrained weights, or the policy's architecture with
-    random weights."""
-    value_learning_rate: float | None = number(None, above=0)
-    """Peak learning rate of the critic; None uses learning_rate."""
-    value_pretraining_steps: int = number(0, minimum=0)
-    """Steps at the start that train the critic alone (VAPO); the policy's schedule and warm-up
-    begin after them."""
-    value_iterations: int = number(0, minimum=0)
-    """Extra passes over each rollout batch that train the critic alone, after those that train both
-    (VPG, A2C). Of a shared critic they train only the head."""
-    normalize_values: bool = False
-    """Let the critic predict (return - running mean) / running standard deviation. The value loss
-    and cliprange_value are then in these units."""
-    vf_coef: float = number(0.1, minimum=0)
-    """Coefficient of the value loss; 0 leaves the critic untrained."""
-    cliprange_value: float | None = number(0.2, above=0)
-    """Largest change of a value since the rollout before its loss is clipped; None does not
-    clip."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lam_alpha is not None:
-            self.refuse_idle(("lam",), False, "is not used with lam_alpha: leave one of them out")
-        if self.critic == "shared":
-            own = ("value_model_name_or_path", "value_init")
-            self.refuse_idle(
-                own, False, "is for a separate critic: set critic to separate, or leave it out"
-            )
-        if self.value_init == "random" and self.use_peft:
-            raise ValueError(
-                "value_init random has no weights worth an adapter: leave out use_peft"
-            )
-        if self.value_init == "random" and self.value_model_name_or_path is not None:
-            raise ValueError(
-                "value_init random takes the policy's architecture: leave out "
-                "value_model_name_or_path"
-            )
-        taught = ("value_lam", "value_pretraining_steps", "value_iterations", "normalize_values")
-        self.refuse_idle(
-            taught, self.vf_coef > 0, "is for a critic that learns: set vf_coef, or leave it out"
-        )
+    critic: Literal["separate", "shared"] = option("separate", help=
+        "Kind of critic: a model of its own, or a head on the policy's trunk, which saves "
+        "memory.")
+    value_model_name_or_path: Text | None = option(None, help=
+        "Path or Hub id of the model whose trunk a separate critic starts from, such as a "
+        "reward model. None takes the policy's.")
+    value_init: Literal["pretrained", "random"] = option("pretrained", help=
+        "Initial trunk of a separate critic: pretrained weights, or the policy's architecture "
+        "with random weights.")
+    value_learning_rate: float | None = option(None, gt=0, help=
+        "Peak learning rate of the critic; None uses learning_rate.")
+    value_pretraining_steps: int = option(0, ge=0, help=
+        "Steps at the start that train the critic alone (VAPO); the policy's schedule and warm-"
+        "up begin after them.")
+    value_iterations: int = option(0, ge=0, help=
+        "Extra passes over each rollout batch that train the critic alone, after those that "
+        "train both (VPG, A2C). Of a shared critic they train only the head.")
+    normalize_values: bool = option(False, help=
+        "Let the critic predict (return - running mean) / running standard deviation. The value "
+        "loss and cliprange_value are then in these units.")
+    vf_coef: float = option(0.1, ge=0, help=
+        "Coefficient of the value loss; 0 leaves the critic untrained.")
+    cliprange_value: float | None = option(0.2, gt=0, help=
+        "Largest change of a value since the rollout before its loss is clipped; None does not "
+        "clip.")
+    # fmt: on
 
     @property
     def has_critic(self) -> bool:

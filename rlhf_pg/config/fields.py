@@ -1,113 +1,183 @@
-"""Config fields that know their range, and the check of types and ranges when a config is made."""
+"""Config keys: a type, a default, a range and a text each, checked by pydantic.
+
+A config is a pydantic dataclass, and to its users an ordinary one (`replace`, `asdict`, `fields`,
+subclasses). Values from Python, YAML and flags go through the same check, which reports everything
+that is wrong at once.
+"""
 
 import dataclasses
-import difflib
 import inspect
-import math
-import operator
 import os
+import re
 import reprlib
-import types
-import typing
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, Literal, Self
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial, wraps
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
+
+import yaml
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as validated
+from pydantic.fields import FieldInfo
 
 from rlhf_pg.config.foreign_keys import explained, nearest
 
-
-def number(
-    default: float | str | None,
-    *,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    because: str = "",
-) -> Any:
-    """Declare a numeric field with its range, or with words too; the error ends with `because`."""
-    limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
-    return dataclasses.field(default=default, metadata={**limits, "because": because})
-
-
-def choice(default: str, options: Collection[str]) -> Any:
-    """Declare a field that takes a name in `options`, read late since a registry can grow."""
-    return dataclasses.field(default=default, metadata={"options": options})
-
-
+C = TypeVar("C")
+SAID = re.compile(r"^Input should be |^Value error, |, (?:unable to parse|got) .*")
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
 _SHORT.maxlevel = 2
 
 
-@dataclass(kw_only=True)
-class Checked:
-    """A dataclass that checks its fields, in Python as in YAML.
+def option(default: Any, *, names: Collection[str] = (), help: str = "", **limits: float) -> Any:
+    """Declare a key.
+
+    Args:
+        names: what it may be, if no user has registered others; `rules` checks it.
+        help: by default that of the key which it takes the place of.
+        limits: `ge`, `gt`, `le`, `lt`, as pydantic has them.
+    """
+    options: dict[str, Any] = dict(limits, description=help)
+    if names:
+        options["json_schema_extra"] = {"names": list(names)}
+    if isinstance(default, dict):
+        return Field(default_factory=dict, **options)
+    return Field(default, **options)
+
+
+@dataclass_transform(kw_only_default=True)
+def config(cls: type[C]) -> type[C]:
+    """Make a class a config.
+
+    Raises (the class it makes):
+        ValueError: keys are unknown, of a wrong type or out of range; there is a line for each,
+            which names the key.
+    """
+    options = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
+    bases = [field for base in cls.__mro__[:0:-1] for _, field in _fields(base)]
+    texts = {field.name: field.metadata.get("help", "") for field in bases}
+    for field in bases:  # pydantic takes its own descriptions of inherited keys
+        if info := field.metadata.get("info"):
+            field.default, field.default_factory = info, dataclasses.MISSING
+    made: Any = validated(kw_only=True, config=options)(cls)
+    for field in (*bases, *dataclasses.fields(made)):  # and whoever reads the fields plain defaults
+        if isinstance(info := field.default, FieldInfo):
+            text = info.description or texts.get(field.name, "")
+            field.metadata = {"info": info, "help": text}
+            field.default = dataclasses.MISSING if info.default_factory else info.default
+            field.default_factory = info.default_factory or dataclasses.MISSING
+    check = made.__init__
+
+    @wraps(check)
+    def __init__(self: Any, **given: Any) -> None:
+        try:
+            check(self, **given)
+        except ValidationError as error:
+            raise ConfigError(list(_messages(type(self), error))) from None
+
+    made.__init__ = __init__
+    return made  # type: ignore[no-any-return]
+
+
+def _fields(cls: type) -> Iterable[tuple[str, Any]]:
+    """Return the keys of a config, by name; of other classes none."""
+    return getattr(cls, "__dataclass_fields__", {}).items() if is_config(cls) else ()
+
+
+def is_config(cls: type) -> bool:
+    """Return whether pydantic checks a class; it does not check an ordinary subclass of one."""
+    return "__pydantic_fields__" in vars(cls)
+
+
+class ConfigError(ValueError):
+    """Keys that are wrong: `messages` has pairs of a key and a line that names it."""
+
+    def __init__(self, messages: list[tuple[str, str]]) -> None:
+        super().__init__("\n".join(message for _, message in messages))
+        self.messages = messages
+
+
+def _messages(cls: type, error: ValidationError) -> Iterator[tuple[str, str]]:
+    """Yield the keys that pydantic refuses, and why: one line each, whatever types it has tried."""
+    known = [field.name for field in dataclasses.fields(cls)]
+    found: dict[str, list[Any]] = {}
+    for one in error.errors():
+        if not one["loc"]:  # by a rule on several keys
+            raise one["ctx"]["error"]
+        found.setdefault(str(one["loc"][0]), []).append(one)
+    for key, ones in found.items():
+        if ones[0]["type"] == "unexpected_keyword_argument":
+            yield key, explained(key, known) or f"unknown key {key!r}{nearest(key, known)}"
+        elif ones[0]["type"] == "missing":
+            yield key, f"{key} is needed"
+        else:
+            said = (SAID.sub("", one["msg"]) for one in ones)
+            given = _SHORT.repr(ones[0]["input"])
+            yield key, f"{key} must be {' or '.join(dict.fromkeys(said))}, got {given}"
+
+
+def check_inherited(made: Any) -> None:
+    """Check the keys that an ordinary dataclass, a subclass of a config, has inherited."""
+    if not is_config(type(made)):
+        parent: Any = next(cls for cls in type(made).__mro__ if is_config(cls))
+        given = {field.name: getattr(made, field.name) for field in dataclasses.fields(parent)}
+        vars(made).update(vars(parent(**given)))
+
+
+def is_set(config: Any, key: str) -> bool:
+    """Return whether there is such a key and it is not at its default."""
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    if key not in fields:
+        return False
+    factory: Any = fields[key].default_factory
+    default = fields[key].default if factory is dataclasses.MISSING else factory()
+    return bool(getattr(config, key) != default)
+
+
+def refuse_idle(config: Any, keys: Iterable[str], used: bool, why: str) -> None:
+    """Refuse a key that was set but would be ignored.
 
     Raises:
-        ValueError: a type is wrong or a value out of range; the message names the key.
-        TypeError: a key is unknown; the message names the key to use.
+        ValueError: `used` is False and a key is not at its default; the message names the key and
+            ends with `why`.
     """
-
-    def __new__(cls, *unnamed: Any, **given: Any) -> Self:
-        known = [field.name for field in dataclasses.fields(cls)]
-        if unnamed:
-            raise TypeError(
-                f"{cls.__name__}: give every key by its name, such as "
-                f"output_dir={short_repr(unnamed[0])}"
-            )
-        for key in given:
-            if key not in known:
-                said = explained(key, known) or f"unknown key {key!r}{nearest(key, known)}"
-                raise TypeError(f"{cls.__name__}: {said}")
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            value = _checked_type(field.name, getattr(self, field.name), hints[field.name])
-            _check_range(field, value)
-            setattr(self, field.name, value)
-
-    def refuse_idle(self, keys: tuple[str, ...], used: bool, why: str) -> None:
-        """Refuse a key that was set but would be ignored.
-
-        Raises:
-            ValueError: `used` is False and a key is not at its default; the message names the key
-                and ends with `why`.
-        """
-        for key in () if used else keys:
-            if self.is_set(key):
-                raise ValueError(f"{key} {why}")
-
-    def locate(self, beside: Path | None) -> None:
-        """Make the names of files absolute: beside the recipe, or else in the working directory."""
-
-    def located(self) -> Self:
-        """Return the config with the names of files in the working directory made absolute."""
-        own = dataclasses.replace(self)
-        own.locate(None)
-        return own
-
-    def is_set(self, key: str) -> bool:
-        """Return whether there is such a key and it is not at its default."""
-        fields = {field.name: field for field in dataclasses.fields(self)}
-        if key not in fields:
-            return False
-        factory = fields[key].default_factory
-        default = fields[key].default if factory is dataclasses.MISSING else factory()
-        return bool(getattr(self, key) != default)
+    for key in () if used else keys:
+        if is_set(config, key):
+            raise ValueError(f"{key} {why}")
 
 
-def found(name: str, beside: Path | None) -> str | None:
-    """Return the absolute path of a file or folder, looked for beside the recipe and then here."""
-    for directory in (beside or Path.cwd(), Path.cwd()) if name else ():
-        path = os.path.join(directory, os.path.expanduser(name))
-        if os.path.exists(path):
-            return os.path.abspath(path)
-    return None
+def listed(value: Any) -> Any:
+    """Take a single value for a list of one, and a flag without a value for an empty list."""
+    if value is True:
+        return ()
+    return [value] if isinstance(value, str | float | int | os.PathLike) else value
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, str):
+        value = yaml.safe_load(value)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError('a mapping such as {"key": "value"}')
+    return value or {}
+
+
+def _share(value: Any) -> Any:
+    try:
+        share = float(value)
+    except (TypeError, ValueError):
+        return value
+    if not 0 < share < 1:
+        raise ValueError("a share above 0 and below 1, or the name of a split")
+    return share
+
+
+Text = Annotated[str, BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os.PathLike) else x)]
+Names = Annotated[tuple[Text, ...], BeforeValidator(listed)]
+"""Type of a key that takes one name or several."""
+Numbers = Annotated[tuple[float, ...], BeforeValidator(listed)]
+Auto = Annotated[int, Field(ge=1)] | Literal["auto"]
+Split = Annotated[float | str | None, BeforeValidator(_share)]
+Mapping = Annotated[dict[str, Any], BeforeValidator(_read)]
+"""Type of a key whose value is a mapping; a flag gives it as JSON, or YAML in one line."""
 
 
 def short_repr(value: Any) -> str:
@@ -118,69 +188,10 @@ def short_repr(value: Any) -> str:
 def bound(function: Callable[..., Any], config: Any) -> Callable[..., Any]:
     """Bind every parameter of the function that is a key of the config."""
     keys = {field.name for field in dataclasses.fields(config)}
-    names = inspect.signature(function).parameters
-    return partial(function, **{name: getattr(config, name) for name in names if name in keys})
+    names = parameters(function) & keys
+    return partial(function, **{name: getattr(config, name) for name in names})
 
 
 def parameters(function: Callable[..., Any]) -> set[str]:
     """Return the names of a function's parameters."""
     return set(inspect.signature(function).parameters)
-
-
-def _checked_type(name: str, value: Any, hint: Any) -> Any:
-    """Return a value of the wanted type: an int may become a float, a list a tuple, a path text."""
-    # A union that holds a Literal is always a `typing.Union`.
-    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    options = typing.get_args(hint) if is_union else (hint,)
-    for option in options:
-        if typing.get_origin(option) is Literal:
-            if value in typing.get_args(option):
-                return value
-        elif typing.get_origin(option) is tuple:
-            if isinstance(value, list | tuple):
-                item = typing.get_args(option)[0]
-                return tuple(_checked_type(name, v, item) for v in value)
-        elif typing.get_origin(option) is dict:
-            if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-                return dict(value)
-        elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
-            if not math.isfinite(value):
-                raise ValueError(f"{name} must be a finite number, got {value}")
-            return float(value)
-        elif option is str and isinstance(value, os.PathLike):
-            return os.fspath(value)
-        elif isinstance(value, option) and not (isinstance(value, bool) and option is not bool):
-            return value
-    raise ValueError(f"{name} must be {_spelled(hint)}, got {short_repr(value)}")
-
-
-def _spelled(hint: Any) -> str:
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(repr(option) for option in typing.get_args(hint))
-    if typing.get_origin(hint) is typing.Union:
-        return " or ".join(_spelled(option) for option in typing.get_args(hint))
-    if typing.get_origin(hint) is dict:
-        return 'a mapping such as {"key": "value"}'
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("NoneType", "None")
-
-
-def _check_range(field: dataclasses.Field[Any], value: Any) -> None:
-    limits = field.metadata
-    options = limits.get("options")
-    if options is not None and value not in options:
-        near = difflib.get_close_matches(value, options, 1, cutoff=0.8)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{field.name} must be one of {', '.join(options)}, got {value!r}{hint}")
-    if value is None or isinstance(value, str) or "minimum" not in limits:
-        return
-    comparisons = {
-        "minimum": (operator.ge, "at least"),
-        "maximum": (operator.le, "at most"),
-        "above": (operator.gt, "above"),
-        "below": (operator.lt, "below"),
-    }
-    for limit, (inside, words) in comparisons.items():
-        bound = limits[limit]
-        if bound is not None and not inside(value, bound):
-            because = f" ({limits['because']})" if limits["because"] else ""
-            raise ValueError(f"{field.name} must be {words} {bound}{because}, got {value}")

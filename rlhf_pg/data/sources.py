@@ -9,7 +9,7 @@ import datasets
 from datasets import Dataset, DatasetDict
 
 from rlhf_pg.boundary.quoted import told
-from rlhf_pg.config.data import DataConfig
+from rlhf_pg.config.inputs import DataConfig
 from rlhf_pg.data.prompts import permutation
 
 # The reader of `datasets` for each kind of file.

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.config.shared import AdapterConfig
+from rlhf_pg.config.inputs import AdapterConfig
 from rlhf_pg.models.adapters import lora_config
 from rlhf_pg.models.critic import ActorCritic, Critic
 from rlhf_pg.models.loading import init_options, load_policy, quantization

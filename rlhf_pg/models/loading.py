@@ -15,7 +15,7 @@ from transformers import (
 
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.config.foreign_keys import nearest
-from rlhf_pg.config.shared import ModelConfig
+from rlhf_pg.config.inputs import ModelConfig
 from rlhf_pg.models.adapters import (
     add_adapter,
     check_adapter,

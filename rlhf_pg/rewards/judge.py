@@ -14,7 +14,7 @@ from rlhf_pg.boundary.http import Garbled, is_loopback
 from rlhf_pg.boundary.quoted import quoted, shown, told
 from rlhf_pg.boundary.user_code import finite
 from rlhf_pg.boundary.user_modules import find_file
-from rlhf_pg.config.rewards import is_file_name
+from rlhf_pg.config.files import is_file_name
 from rlhf_pg.rewards.answer_cache import AnswerCache
 from rlhf_pg.rewards.endpoint import as_text, asker, number, only_columns, side_by_side, whole
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg import models
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.config.sampling import SamplingConfig
+from rlhf_pg.config.fields import refuse_idle
 from rlhf_pg.rollout import EnvironmentSource, EpisodeRunner, Tool, Toolbox, ToolEnvironment
 from rlhf_pg.rollout.engine import RolloutEngine
 from rlhf_pg.rollout.multi_turn.tools import check_template
@@ -64,7 +64,7 @@ def unsuited(
 
 
 def new_engine(
-    args: SamplingConfig,
+    args: PolicyGradientConfig,
     model: PreTrainedModel,
     eos_token_ids: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
@@ -132,7 +132,7 @@ def new_episode_runner(
     """
     has_episodes = bool(tools) or environments is not None
     why = "is for episodes: give tools or environment_factory to the trainer, or leave it out"
-    args.refuse_idle(("max_turns", "environment_timeout"), has_episodes, why)
+    refuse_idle(args, ("max_turns", "environment_timeout"), has_episodes, why)
     if not has_episodes:
         return None
     if environments is None:

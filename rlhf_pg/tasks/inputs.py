@@ -12,8 +12,7 @@ from datasets import Dataset
 
 from rlhf_pg.boundary.user_modules import PREFIX
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.config.fields import found
-from rlhf_pg.config.rewards import located
+from rlhf_pg.config.files import found, located
 from rlhf_pg.data.prompts import as_dataset
 from rlhf_pg.data.sources import PromptMaker, load_datasets, with_prompts
 from rlhf_pg.rewards.named import PYTHON, describe, named_rewards

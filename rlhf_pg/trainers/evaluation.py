@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.config.shared import AdapterConfig
+from rlhf_pg.config.inputs import AdapterConfig
 from rlhf_pg.models.assemble import assembled
 from rlhf_pg.models.policy import Policy
 from rlhf_pg.plan.token_budget import chunk_size, most

@@ -16,8 +16,7 @@ from typing import Any
 from rlhf_pg.boundary.user_code import foreign
 from rlhf_pg.checkpoint import Checkpointer, TrainState, export
 from rlhf_pg.checkpoint.run_dir import locks_run_dir
-from rlhf_pg.config import dump
-from rlhf_pg.config.run import RunConfig
+from rlhf_pg.config import PolicyGradientConfig, dump
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.report.journal import Journal
 from rlhf_pg.report.metrics import Meter
@@ -36,7 +35,7 @@ class TrainingLoop(ABC):
     A subclass sets the attributes and implements the abstract methods.
     """
 
-    args: RunConfig
+    args: PolicyGradientConfig
     runtime: Runtime
     state: TrainState
     total_steps: int
@@ -60,7 +59,7 @@ class TrainingLoop(ABC):
         """Describe in one line what is trained and how."""
 
     @abstractmethod
-    def resolved_args(self) -> RunConfig:
+    def resolved_args(self) -> PolicyGradientConfig:
         """Return the config with a value for every key that it leaves open, for `config.yaml`."""
 
     @property

@@ -27,7 +27,8 @@ from rlhf_pg.boundary.launcher import check_precision
 from rlhf_pg.boundary.quoted import quoted
 from rlhf_pg.checkpoint import Checkpointer, TrainState
 from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.config.fields import bound, found
+from rlhf_pg.config.fields import bound
+from rlhf_pg.config.files import found
 from rlhf_pg.config.foreign_keys import FOREIGN_ARGUMENTS
 from rlhf_pg.data import Experience, Prompts, PromptSampler, vocabulary_fingerprint
 from rlhf_pg.data.chat import set_template_arguments

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_pg.boundary import user_modules
 from rlhf_pg.boundary.user_modules import loaded
-from rlhf_pg.config.rewards import located
+from rlhf_pg.config.files import located
 
 REWARD = "def accuracy(prompts, completions, **_):\n    return [1.0 for _ in completions]\n"
 

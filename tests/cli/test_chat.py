@@ -92,7 +92,7 @@ def test_control_characters_of_model_are_escaped(capsys) -> None:
     [
         ([], "chat needs a model"),
         (["{model}", "--system_prompt", "x"], "no chat template"),
-        (["{model}", "--top_p", "0"], "above 0"),
+        (["{model}", "--top_p", "0"], "--top_p"),
         (["no/such/model"], "no model directory"),
         (["runs/gpro"], "no model directory runs/gpro; a model of the Hub"),
     ],

@@ -1,4 +1,4 @@
-"""Help, read from the source of the configs, and the manner that all commands share."""
+"""Help, and the manner that all commands share."""
 
 import dataclasses
 import json
@@ -8,49 +8,37 @@ import sys
 import pytest
 
 from rlhf_pg import config
-from rlhf_pg.cli import keys, main, recipes
-from rlhf_pg.cli.help import USAGE
-from rlhf_pg.cli.options import SHARDINGS
+from rlhf_pg.cli import main, recipes
+from rlhf_pg.cli.help import CONFIGS
+from rlhf_pg.cli.options import SHARDINGS, USAGE
 from rlhf_pg.cli.plan import BY_FLAG
+from rlhf_pg.config.help import groups
 from rlhf_pg.config.parse import recipe_file
 
-CONFIGS = [keys.COMMON, *keys.algorithms().values()]
 
-
-def default_of(field: dataclasses.Field) -> object:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_keys_read_from_source_are_those_of_dataclass(name: str) -> None:
-    fields = {field.name: field for field in dataclasses.fields(getattr(config, name))}
-    found = {key.name: key for group in keys.groups(name) for key in group.keys}
-    assert list(found) == list(fields)
-    for key, field in fields.items():
-        assert found[key].default == default_of(field), key
-        assert type(found[key].default) is type(default_of(field)), key
-        assert found[key].options == tuple(field.metadata.get("options", ())), key
-        assert found[key].text.endswith("."), key
+@pytest.mark.parametrize("kind", [*CONFIGS.values(), config.PolicyGradientConfig])
+def test_every_key_has_a_text_and_a_group(kind: type) -> None:
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    assert sorted(fields) == sorted(field.name for own in groups(kind).values() for field in own)
+    assert all(field.metadata["help"].endswith(".") for field in fields.values())
 
 
 def test_latest_class_says_default_and_text() -> None:
     by_config = {
-        name: {key.name: key for group in keys.groups(name) for key in group.keys}
-        for name in CONFIGS
+        kind: {field.name: field for field in dataclasses.fields(kind)}
+        for kind in (config.GRPOConfig, config.PPOConfig)
     }
-    assert by_config["GRPOConfig"]["beta"].default == 0.0
-    assert by_config["PPOConfig"]["beta"].default == 0.05
-    assert "uses the critic" in by_config["PPOConfig"]["advantage_estimator"].text
+    assert by_config[config.GRPOConfig]["beta"].default == 0.0
+    assert by_config[config.PPOConfig]["beta"].default == 0.05
+    assert "Coefficient of KL" in by_config[config.PPOConfig]["beta"].metadata["help"]
+    assert "uses the critic" in by_config[config.PPOConfig]["advantage_estimator"].metadata["help"]
 
 
 def test_groups_are_classes_of_config() -> None:
-    titles = [group.title for group in keys.groups("PPOConfig")]
-    assert titles == ["model", "data", "rewards", "adapter", "run", "sampling", "method", "ppo"]
-    (own,) = (group for group in keys.groups("PPOConfig") if group.title == "ppo")
-    assert {"lam", "vf_coef"} <= {key.name for key in own.keys}
-    assert "learning_rate" not in {key.name for key in own.keys}
+    found = {owner.__name__: own for owner, own in groups(config.PPOConfig).items()}
+    of_all = ("Model", "Data", "Rewards", "Adapter", "Run", "Sampling", "Method", "PPO")
+    assert list(found) == [f"{name}Config" for name in of_all]
+    assert {"lam", "vf_coef"} <= {field.name for field in found["PPOConfig"]}
 
 
 def test_options_of_plan_are_those_of_plan() -> None:
@@ -113,8 +101,8 @@ def test_train_help_lists_keys_of_every_algorithm(capsys) -> None:
 def test_recipe_help_shows_its_values(capsys) -> None:
     text = shown(capsys, "plan", "--config", str(recipe_file("ppo_arithmetic.yaml")), "--help")
     assert "--sharding" in text
-    assert "  --task str|None  (default: arithmetic)" in text
-    assert "--critic {separate,shared}" in text
+    assert "  --task str | none  (default: arithmetic)" in text
+    assert "--critic separate | shared" in text
 
 
 def test_eval_help_leaves_out_training(capsys) -> None:

@@ -108,7 +108,7 @@ def test_edited_reward_shows(run: str, tmp_path: Path, capsys) -> None:
     [
         (["--step", "9"], "step 9"),
         (["--step", "3", "--rows", "99"], "--rows 99: the step has rows 0 to 15"),
-        (["--step", "3", "--betta", "1"], "--betta"),
+        (["--step", "3", "--betta", "1"], "'betta'"),
         (["--step", "3", "--beta", "0.1", "--resample"], "--resample"),
         (["--step", "3", "--temperature", "0.5"], "temperature"),
         ([], "--step"),

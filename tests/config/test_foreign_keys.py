@@ -45,8 +45,8 @@ def test_error_is_the_same_in_python_yaml_and_flags(capsys, tmp_path, key) -> No
         with pytest.raises(SystemExit) as caught:
             parse(GRPOConfig, flags)
         assert caught.value.code == 2
-        assert said in re.sub(r"[\s│]+", " ", capsys.readouterr().err)
-    with pytest.raises(TypeError, match=f"^{re.escape(f'GRPOConfig: {said}')}$"):
+        assert said in capsys.readouterr().err
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         GRPOConfig(**{key: 1})
 
 
@@ -63,7 +63,7 @@ def test_hints_name_keys() -> None:
 
 @pytest.mark.parametrize("config", [*TRAINERS, *SUPERVISED])
 def test_unknown_key_names_the_nearest(config) -> None:
-    with pytest.raises(TypeError, match=f"^{config.__name__}: .*'learning_rat'.*'learning_rate'"):
+    with pytest.raises(ValueError, match=r"'learning_rat'.*'learning_rate'"):
         config(learning_rat=1)
 
 
@@ -78,13 +78,8 @@ def test_unknown_key_names_the_nearest(config) -> None:
     ],
 )
 def test_supervised_run_has_hints_of_its_own(key, ours) -> None:
-    with pytest.raises(TypeError, match=f"^SFTConfig: .{key}.* {ours}"):
+    with pytest.raises(ValueError, match=f"{key}.* {ours}"):
         SFTConfig(**{key: 1})
-
-
-def test_positional_key_raises_with_name() -> None:
-    with pytest.raises(TypeError, match=r"GRPOConfig: .*'runs/a'"):
-        GRPOConfig("runs/a")
 
 
 def test_foreign_arguments_say_what_to_use() -> None:

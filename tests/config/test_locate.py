@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_pg import PPOConfig
-from rlhf_pg.config.fields import found
+from rlhf_pg.config.files import found
 
 
 @pytest.fixture

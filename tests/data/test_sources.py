@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, DatasetDict
 
-from rlhf_pg.config.data import DataConfig
+from rlhf_pg.config.inputs import DataConfig
 from rlhf_pg.data.sources import PromptMaker, load_datasets, with_prompts
 
 ROWS = [{"question": f"{i}+1=", "solution": str(i + 1)} for i in range(10)]

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_pg import GRPOConfig, GRPOTrainer
 from rlhf_pg.boundary.user_modules import load
+from rlhf_pg.config.files import located
 from rlhf_pg.config.parse import dump, parse
-from rlhf_pg.config.rewards import located
 from rlhf_pg.tasks.inputs import given_again, names_of, settled_inputs
 from rlhf_pg.trainers.evaluation import without_training
 

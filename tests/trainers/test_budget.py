@@ -118,5 +118,5 @@ def test_head_blocks_are_measured_once_without_data(make) -> None:
 
 @pytest.mark.parametrize("value", ["most", 1.5, None])
 def test_bad_micro_batch_tokens_is_refused(value) -> None:
-    with pytest.raises(ValueError, match="micro_batch_tokens must be int or one of 'auto', got"):
+    with pytest.raises(ValueError, match="micro_batch_tokens must be"):
         GRPOConfig(micro_batch_tokens=value)

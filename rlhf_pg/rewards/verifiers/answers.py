@@ -4,11 +4,10 @@ import re
 import unicodedata
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from decimal import Context, Decimal
 from typing import Any, ClassVar
 
-from rlhf_pg.config.fields import number
+from rlhf_pg.config.fields import config, option
 from rlhf_pg.rewards.verifiers.patterns import TooSlow, compiled
 from rlhf_pg.rewards.verifiers.verifier import (
     Scores,
@@ -27,7 +26,7 @@ def normalized(text: str, ignore_case: bool) -> str:
     return text.casefold() if ignore_case else text
 
 
-@dataclass(kw_only=True)
+@config
 class Exact(TruthVerifier):
     """A reward of 1 for an answer that is the truth, letter by letter, else 0.
 
@@ -87,7 +86,7 @@ def _value(match: re.Match[str]) -> Decimal | None:
         return None
 
 
-@dataclass(kw_only=True)
+@config
 class Numeric(TruthVerifier):
     """A reward of 1 for an answer whose number is that of the truth, else 0; see `number_in`.
 
@@ -98,8 +97,8 @@ class Numeric(TruthVerifier):
     """
 
     kind: ClassVar[str] = "numeric"
-    abs_tol: float = number(1e-6, minimum=0)
-    rel_tol: float = number(0.0, minimum=0)
+    abs_tol: float = option(1e-6, ge=0)
+    rel_tol: float = option(0.0, ge=0)
 
     def read(self, truth: Any) -> list[Decimal]:
         numbers = [number_in(str(one)) for one in several(truth)]
@@ -125,7 +124,7 @@ class Numeric(TruthVerifier):
 # ------------------------------------------------------------------------------------ patterns
 
 
-@dataclass(kw_only=True)
+@config
 class Regex(Verifier):
     """A reward of 1 for a completion in which a pattern is found, else 0.
 
@@ -143,10 +142,9 @@ class Regex(Verifier):
     column: str | None = None
     ignore_case: bool = False
     whole: bool = False
-    timeout: float = number(1.0, above=0)
+    timeout: float = option(1.0, gt=0)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         compiled(self.pattern, self.ignore_case)
 
     def scores(

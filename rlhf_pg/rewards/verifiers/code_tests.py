@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlhf_pg.boundary.quoted import shown
-from rlhf_pg.config.fields import number
+from rlhf_pg.config.fields import config, option
 from rlhf_pg.rewards.verifiers.sandbox import MB, Sandbox, check
 from rlhf_pg.rewards.verifiers.verifier import Scores, TruthVerifier, Unreadable, share_of_cores
 
@@ -43,7 +43,7 @@ class Case:
         return {"program": source, "given": "", "expected": "", "token": token}
 
 
-@dataclass(kw_only=True)
+@config
 class Code(TruthVerifier):
     """A reward of 1 for a Python program that passes all tests of its row, else 0.
 
@@ -65,16 +65,15 @@ class Code(TruthVerifier):
 
     kind: ClassVar[str] = "code"
     partial: bool = False
-    timeout: float = number(5.0, above=0)
-    total_timeout: float = number(60.0, above=0)
-    memory_mb: int = number(1024, minimum=64)
-    processes: int = number(16, minimum=1)
-    output_mb: float = number(1.0, above=0)
-    disk_mb: int = number(64, minimum=1)
-    concurrency: int | None = number(None, minimum=1)
+    timeout: float = option(5.0, gt=0)
+    total_timeout: float = option(60.0, gt=0)
+    memory_mb: int = option(1024, ge=64)
+    processes: int = option(16, ge=1)
+    output_mb: float = option(1.0, gt=0)
+    disk_mb: int = option(64, ge=1)
+    concurrency: int | None = option(None, ge=1)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check()
 
     def read(self, truth: Any) -> list[Case]:

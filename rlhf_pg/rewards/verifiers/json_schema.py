@@ -3,12 +3,11 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
 from rlhf_pg.boundary.quoted import quoted, shown
-from rlhf_pg.config.fields import number
+from rlhf_pg.config.fields import config, option
 from rlhf_pg.rewards.verifiers.patterns import compiled
 from rlhf_pg.rewards.verifiers.verifier import (
     Scores,
@@ -23,7 +22,7 @@ FENCED = re.compile(r"```(?:json|JSON)?[ \t]*\n(.*?)```", re.DOTALL)
 BEYOND = (ValueError, RecursionError, ArithmeticError, TimeoutError)
 
 
-@dataclass(kw_only=True)
+@config
 class JsonSchema(TruthVerifier):
     """A reward of 1 for an answer that is JSON and that a schema allows, else 0.
 
@@ -39,10 +38,9 @@ class JsonSchema(TruthVerifier):
     kind: ClassVar[str] = "json_schema"
     schema: dict | str | None = None  # type: ignore[type-arg]
     column: str = ""
-    timeout: float = number(1.0, above=0)
+    timeout: float = option(1.0, gt=0)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if (self.schema is None) == (not self.column):
             raise ValueError("give either a schema or the column that has one for each row")
         require("jsonschema", "json")

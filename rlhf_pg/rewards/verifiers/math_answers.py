@@ -8,12 +8,11 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rlhf_pg.boundary.quoted import quoted
-from rlhf_pg.config.fields import number
+from rlhf_pg.config.fields import config, option
 from rlhf_pg.rewards.verifiers.verifier import (
     Scores,
     TruthVerifier,
@@ -28,7 +27,7 @@ STARTING = 120.0  # seconds that a helper may take to begin
 ROWS_PER_HELPER = 16  # fewer do not repay the second in which one starts
 
 
-@dataclass(kw_only=True)
+@config
 class Math(TruthVerifier):
     r"""A reward of 1 for an answer that is mathematically the truth, else 0, by math-verify.
 
@@ -44,10 +43,9 @@ class Math(TruthVerifier):
 
     kind: ClassVar[str] = "math"
     boxed: bool = False
-    timeout: float = number(5.0, above=0)
+    timeout: float = option(5.0, gt=0)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require("math_verify", "math")
 
     def read(self, truth: Any) -> list[str]:

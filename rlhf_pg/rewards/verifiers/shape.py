@@ -1,10 +1,9 @@
 """Rewards for the shape of a completion, whatever it says: tags, length, repetition."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from rlhf_pg.config.fields import number
+from rlhf_pg.config.fields import config, option
 from rlhf_pg.rewards.verifiers.patterns import TooSlow, compiled
 from rlhf_pg.rewards.verifiers.verifier import Scores, Verifier, warn_once
 
@@ -26,7 +25,7 @@ def units(
     return [text.lower().split() if unit == "words" else text for text in texts]
 
 
-@dataclass(kw_only=True)
+@config
 class Format(Verifier):
     """A reward of 1 for a completion that consists of tagged parts, each once, in order, else 0.
 
@@ -41,10 +40,9 @@ class Format(Verifier):
     tags: tuple[str, ...] = ("think", "answer")
     opened: bool = False
     pattern: str | None = None
-    timeout: float = number(1.0, above=0)
+    timeout: float = option(1.0, gt=0)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.pattern is not None:
             compiled(self.pattern)
         elif not self.tags or not all(self.tags) or len(set(self.tags)) < len(self.tags):
@@ -80,7 +78,7 @@ def tagged(text: str, tags: Sequence[str]) -> bool:
     return not text.strip()
 
 
-@dataclass(kw_only=True)
+@config
 class Length(Verifier):
     """A reward of 1 for a completion as long as it should be, and down to 0 for others.
 
@@ -95,14 +93,13 @@ class Length(Verifier):
     """
 
     kind: ClassVar[str] = "length"
-    target: int | None = number(None, minimum=1)
-    shortest: int | None = number(None, minimum=0)
-    longest: int | None = number(None, minimum=0)
-    slack: float | None = number(None, minimum=0)
+    target: int | None = option(None, ge=1)
+    shortest: int | None = option(None, ge=0)
+    longest: int | None = option(None, ge=0)
+    slack: float | None = option(None, ge=0)
     unit: Unit = "tokens"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         limits = [limit for limit in (self.shortest, self.longest) if limit is not None]
         if (self.target is None) != bool(limits):
             raise ValueError("give either a target or limits (shortest, longest)")
@@ -128,7 +125,7 @@ class Length(Verifier):
         return max(0.0, 1 - beyond / slack) if slack else 0.0
 
 
-@dataclass(kw_only=True)
+@config
 class Repetition(Verifier):
     """A penalty for repeated n-grams (Yeo et al. 2025, and open-r1).
 
@@ -143,8 +140,8 @@ class Repetition(Verifier):
     """
 
     kind: ClassVar[str] = "repetition"
-    ngram_size: int = number(3, minimum=1)
-    max_penalty: float = number(-1.0, maximum=0)
+    ngram_size: int = option(3, ge=1)
+    max_penalty: float = option(-1.0, le=0)
     unit: Unit = "words"
 
     def scores(

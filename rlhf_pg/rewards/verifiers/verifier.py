@@ -5,12 +5,11 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
 from rlhf_pg.boundary.quoted import shown
-from rlhf_pg.config.fields import Checked
+from rlhf_pg.config.fields import config
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +21,8 @@ class Unreadable(ValueError):
     """An error for a truth that a verifier cannot read, which says what it lacks."""
 
 
-@dataclass(kw_only=True)
-class Verifier(Checked, ABC):
+@config
+class Verifier(ABC):
     """A reward function made of options, which can be pickled and sent to another process."""
 
     kind: ClassVar[str]
@@ -80,7 +79,7 @@ class Verifier(Checked, ABC):
         return columns[column]
 
 
-@dataclass(kw_only=True)
+@config
 class TruthVerifier(Verifier):
     """A verifier that compares the answer in a completion with the truth in a column.
 

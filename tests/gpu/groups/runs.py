@@ -59,7 +59,7 @@ def run(recipe: Path, flags: Flags, steps: int) -> Result:
     if {"load_in_4bit", "optim"} & set(flags) and not find_spec("bitsandbytes"):
         return Result("bitsandbytes is not installed", None)
     given = {**flags, "max_steps": steps, "eval_steps": 0}
-    train(recipe, [f"--{key}={value}" for key, value in given.items()])
+    train([str(recipe), *(f"--{key}={value}" for key, value in given.items())])
     lines = read(flags["output_dir"] / "metrics.jsonl")
     seconds = sorted(line["step_time"] for line in lines)[len(lines) // 2]
     speed = sorted(line["perf/tokens_per_second"] for line in lines)[len(lines) // 2]

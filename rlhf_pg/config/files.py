@@ -1,45 +1,35 @@
-"""Keys of the rewards: what scores completions, by name."""
+"""The names of files in a config, which are looked for beside the recipe and then here."""
 
 import os
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from rlhf_pg.config.fields import Checked, found
-from rlhf_pg.config.mappings import Mapping
 
 NO_FILES = ("judge", "http", "https", "python")  # before a colon
 
 
-@dataclass(kw_only=True)
-class RewardsConfig(Checked):
-    """Keys of the rewards: what scores completions, by name."""
+def found(name: str, beside: Path | None) -> str | None:
+    """Return the absolute path of a file or folder, looked for beside the recipe and then here."""
+    for directory in (beside or Path.cwd(), Path.cwd()) if name else ():
+        path = os.path.join(directory, os.path.expanduser(name))
+        if os.path.exists(path):
+            return os.path.abspath(path)
+    return None
 
-    reward_funcs: tuple[str, ...] = ()
-    """Rewards by name: a function in a Python file (my_rewards.py:accuracy) or module, a reward
-    model (model:PATH_OR_HUB_ID), a server (http://127.0.0.1:9000/score), a judge (judge:NAME), or a
-    ready-made one such as math, exact or format (see docs/rewards.md)."""
-    reward_options: Mapping = field(default_factory=dict)
-    """Options of the rewards by name, such as {"length": {"target": 200}}."""
-    reward_model_name_or_path: str | None = None
-    """Path or Hub id of a sequence-classification model that rewards completions as the first
-    source. A task's own reward comes after it: with reward_weights 1 and 0 it is only tracked."""
 
-    def __post_init__(self) -> None:
-        if isinstance(self.reward_funcs, str):
-            self.reward_funcs = (self.reward_funcs,)
-        self.reward_options = self.reward_options or {}
-        super().__post_init__()
-
-    def locate(self, beside: Path | None) -> None:
-        """Make the names of files absolute: beside the recipe, or else in the working directory."""
-        super().locate(beside)
-        placed = {name: located(name, beside) for name in self.reward_funcs}
-        self.reward_funcs = tuple(placed[name] for name in self.reward_funcs)
-        self.reward_options = {
+def locate(config: Any, beside: Path | None) -> None:
+    """Make the names of models, datasets and rewards absolute where they are files."""
+    for key, value in vars(config).items():
+        if key.endswith("model_name_or_path"):
+            setattr(config, key, found(value or "", beside) or value)
+        elif key in ("dataset_name", "eval_dataset_name"):
+            setattr(config, key, tuple(found(name, beside) or name for name in value))
+    if hasattr(config, "reward_funcs"):
+        placed = {name: located(name, beside) for name in config.reward_funcs}
+        config.reward_funcs = tuple(placed.values())
+        config.reward_options = {
             placed.get(name, name): _with_files(options, beside)
-            for name, options in self.reward_options.items()
+            for name, options in config.reward_options.items()
         }
 
 

@@ -1,0 +1,154 @@
+"""Keys of what a run is given: the model and its adapter, the data, the rewards."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from rlhf_pg.config import files
+from rlhf_pg.config.fields import Mapping, Names, Numbers, Split, Text, config, is_set, option
+
+logger = logging.getLogger(__name__)
+
+
+@config
+class ModelConfig:
+    """Keys of the model to start from."""
+
+    # fmt: off
+    model_name_or_path: Text | None = option(None, help=
+        "Path or Hub id of the model to train; None trains the task's own tiny model.")
+    trust_remote_code: bool = option(False, help=
+        "Run code that comes with a model, tokenizer or reward model; otherwise one that needs "
+        "it is refused.")
+    attn_implementation: Text | None = option(None, help=
+        "Attention of policy, reference and critic where a pass is not packed: eager, sdpa, "
+        "flash_attention_2, flex_attention, or a kernel of the Hub. None leaves it to the "
+        "model.")
+    model_init_kwargs: Mapping = option({}, help=
+        "Arguments of from_pretrained for the policy, and for a critic that is loaded, such as "
+        "{\"revision\": \"main\"} or fields of the model's config.")
+    gradient_checkpointing: bool | Literal["offload"] = option(False, help=
+        "Recompute activations in the backward pass, which saves memory and costs time. offload "
+        "keeps the inputs of the layers, all that is left of them, in the host's memory "
+        "meanwhile: for long rows on a GPU.")
+    # fmt: on
+
+    def locate(self, beside: Path | None) -> None:
+        """Make the names of files absolute: beside the recipe, or else in the working directory."""
+        files.locate(self, beside)
+
+    def located(self) -> Self:
+        """Return the config with the names of files in the working directory made absolute."""
+        own = replace(self)
+        own.locate(None)
+        return own
+
+    def on(self, device: str) -> Self:
+        """Return the config for a kind of device; on a CPU activations are in the host already."""
+        if self.gradient_checkpointing != "offload" or device != "cpu":
+            return self
+        logger.warning("gradient_checkpointing: offload is for GPUs; on a CPU it is as true")
+        return replace(self, gradient_checkpointing=True)
+
+
+@config
+class AdapterConfig:
+    """Keys of a LoRA adapter on frozen weights."""
+
+    # fmt: off
+    use_peft: bool = option(False, help=
+        "Train a LoRA adapter on frozen weights; `final/` then holds the adapter.")
+    lora_r: int = option(16, ge=1, help=
+        "Rank of the LoRA adapter; a higher one learns more and takes more memory.")
+    lora_alpha: float = option(32.0, gt=0, help=
+        "Scale of the LoRA adapter: its output is multiplied by lora_alpha / lora_r.")
+    lora_dropout: float = option(0.0, ge=0, lt=1, help=
+        "Dropout rate on the input of the LoRA adapter; it needs disable_dropout: false.")
+    lora_target_modules: Names | None = option(None, help=
+        "Names of the modules that get an adapter; None adapts every linear layer but the head.")
+    load_in_4bit: bool = option(False, help=
+        "Load the frozen weights in 4 bits (QLoRA, NF4); it needs bitsandbytes and an adapter.")
+    save_merged: bool = option(False, help=
+        "Save the model with its adapter merged in as well, in `final/merged/`.")
+    # fmt: on
+
+
+@config
+class DataConfig:
+    """Keys of the data: a task by name, or datasets of one's own."""
+
+    # fmt: off
+    task: Text | None = option(None, help=
+        "Task by name, which brings data and rewards: one of the embedded arithmetic, "
+        "preference, guess, calculator; or reasoning_gym:NAME, verifiers:NAME or openenv:URL "
+        "(see docs/your-data.md). None takes dataset_name.")
+    task_options: Mapping = option({}, help=
+        "Options of a third-party task, such as size or the parameters of its generator.")
+    dataset_name: Names = option((), help=
+        "Datasets to train on: a JSONL, JSON, Parquet, CSV or text file, a folder of such, a "
+        "directory of datasets.save_to_disk, or a Hub id. Several are mixed.")
+    dataset_config: Text | None = option(None, help=
+        "Name of the configuration of a Hub dataset, such as main for openai/gsm8k.")
+    dataset_train_split: Text = option("train", help=
+        "Split to train on, in the syntax of datasets: train, train[:1000].")
+    dataset_test_split: Split = option(None, help=
+        "Split to evaluate on; or a share of the training split, such as 0.05, split off by the "
+        "seed.")
+    eval_dataset_name: Names = option((), help=
+        "Datasets to evaluate on, if they are others; several are evaluated one by one.")
+    dataset_weights: Numbers | None = option(None, help=
+        "Weights by which the datasets of dataset_name are mixed; None takes every row once.")
+    dataset_columns: Mapping = option({}, help=
+        'Columns of the dataset by what they are here, such as {"prompt": "question"}.')
+    prompt_template: Text | None = option(None, help=
+        'Text of a prompt with columns in braces, such as "Question: {question}".')
+    system_prompt: Text | None = option(None, help=
+        "System message in front of every prompt, which makes prompts of text chats.")
+    apply_chat_template: bool = option(False, help=
+        "Make prompts of text chats of one user message, for which the tokenizer has a "
+        "template.")
+    chat_template_kwargs: Mapping = option({}, help=
+        'Arguments of the chat template, such as {"enable_thinking": false}.')
+    dataset_fingerprint: Text | None = option(None, help=
+        "Fingerprint that the training data must have, as config.yaml records it; None takes "
+        "any.")
+    # fmt: on
+
+    def refuse_twice(self, argument: str, data: Any, *keys: str) -> None:
+        """Refuse data that are given in Python beside keys that name them.
+
+        Raises:
+            ValueError: there are data, and one of the keys is set.
+        """
+        for key in keys if data is not None else ():
+            if is_set(self, key):
+                raise ValueError(
+                    f"the data are given twice, as {argument} in Python and by the key {key}: "
+                    "leave one of them out"
+                )
+
+    def without_names(self) -> dict[str, Any]:
+        """Return the keys that name data, at their defaults."""
+        defaults = DataConfig()
+        names = ("prompt_template", "system_prompt", "apply_chat_template", "chat_template_kwargs")
+        kept = (*names, "dataset_fingerprint")
+        return {key: value for key, value in vars(defaults).items() if key not in kept}
+
+
+@config
+class RewardsConfig:
+    """Keys of the rewards: what scores completions, by name."""
+
+    # fmt: off
+    reward_funcs: Names = option((), help=
+        "Rewards by name: a function in a Python file (my_rewards.py:accuracy) or module, a "
+        "reward model (model:PATH_OR_HUB_ID), a server (http://127.0.0.1:9000/score), a judge "
+        "(judge:NAME), or a ready-made one such as math, exact or format (see docs/rewards.md).")
+    reward_options: Mapping = option({}, help=
+        'Options of the rewards by name, such as {"length": {"target": 200}}.')
+    reward_model_name_or_path: Text | None = option(None, help=
+        "Path or Hub id of a sequence-classification model that rewards completions as the "
+        "first source. A task's own reward comes after it: with reward_weights 1 and 0 it is "
+        "only tracked.")
+    # fmt: on
