@@ -12,9 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import rlhf_pg
-from rlhf_pg.cli.help import help_of
 from rlhf_pg.cli.options import USAGE
-from rlhf_pg.config.parse import fail
 
 # Files of commands that have another name than theirs, and commands that load no model.
 FILES = {"eval": "evaluate", "compare": "report"}
@@ -39,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     command = parser.parse_args(arguments[:1]).command
     flags = arguments[1:]
     if {"-h", "--help"} & set(flags):
+        from rlhf_pg.cli.help import help_of
+
         print(help_of(command, flags))
         raise SystemExit(0)
     try:
@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
     except Exception as error:
+        from rlhf_pg.config.parse import fail
         from rlhf_pg.rollout.engine import RolloutError
 
         if not isinstance(error, ValueError | RolloutError):  # whose messages say all
