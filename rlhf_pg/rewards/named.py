@@ -11,7 +11,7 @@ from rlhf_pg.boundary.user_modules import load
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.rewards.judge import Judge
 from rlhf_pg.rewards.remote import HttpReward
-from rlhf_pg.rewards.verifiers import VERIFIERS, make_verifier
+from rlhf_pg.rewards.verifiers import VERIFIERS, Verifier, make_verifier
 
 T = TypeVar("T")
 Options = Mapping[str, Any]
@@ -198,8 +198,8 @@ def _description(reward: Reward) -> str:
             key = f", with the key in {reward.api_key_env}" if reward.api_key_env else ""
             where = quoted(reward.asker.url)
             return f"sends completions to {quoted(reward.model)} at {where}{key}"
-    if type(reward) in VERIFIERS.values():
-        return "ready-made"
+        case Verifier():
+            return "ready-made"
     function = reward.func if isinstance(reward, functools.partial) else reward
     module = getattr(function, "__module__", type(function).__module__)
     return f"runs code imported from {quoted(_source(module))}"

@@ -11,7 +11,7 @@ from rlhf_pg.rewards import Rewards, named
 from rlhf_pg.rewards.judge import Judge
 from rlhf_pg.rewards.named import describe, named_rewards
 from rlhf_pg.rewards.remote import HttpReward
-from rlhf_pg.rewards.verifiers import VERIFIERS
+from rlhf_pg.rewards.verifiers import VERIFIERS, Verifier
 from tests.boundary.test_user_modules import forget, write  # noqa: F401
 
 REWARDS = """
@@ -50,7 +50,7 @@ def test_every_form_in_one_list(here, monkeypatch):
     names = ["mine.py:accuracy", "json.dumps", "exact", "http://127.0.0.1:9/score", "judge:kind"]
     names += ["model:runs/judge", "model:org/reward-model"]
     made = named_rewards(names, {"kind": JUDGED})
-    assert [type(reward) for reward in made[2:5]] == [VERIFIERS["exact"], HttpReward, Judge]
+    assert [type(reward) for reward in made[2:5]] == [Verifier, HttpReward, Judge]
     assert made[5:] == ["runs/judge", "org/reward-model"]
     assert Rewards(made[:5]).names == ["accuracy", "dumps", "exact", "127.0.0.1:9/score", "kind"]
     says = describe(names, made)

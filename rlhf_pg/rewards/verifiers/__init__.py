@@ -1,28 +1,52 @@
-"""Ready-made rewards by name: answers that can be checked, the shape of a text, programs."""
+"""Ready-made rewards by name: answers that can be checked, the shape of a text, programs.
 
-from collections.abc import Mapping
+Each is a function of completions, their token ids and the dataset's columns, with its options as
+keyword arguments; it returns a score per completion, None where it does not apply.
+"""
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf_pg.boundary.quoted import quoted, shown
+from rlhf_pg.config.fields import config
 from rlhf_pg.config.foreign_keys import nearest
-from rlhf_pg.rewards.verifiers.answers import Exact, Numeric, Regex
-from rlhf_pg.rewards.verifiers.code_tests import Code
-from rlhf_pg.rewards.verifiers.json_schema import JsonSchema
-from rlhf_pg.rewards.verifiers.math_answers import Math
-from rlhf_pg.rewards.verifiers.shape import Format, Length, Repetition
-from rlhf_pg.rewards.verifiers.verifier import Verifier as Verifier
+from rlhf_pg.rewards.verifiers.answers import exact, json_schema, numeric, regex
+from rlhf_pg.rewards.verifiers.code_tests import code
+from rlhf_pg.rewards.verifiers.math_answers import math
+from rlhf_pg.rewards.verifiers.shape import format, length, repetition
 
-VERIFIERS: dict[str, type[Verifier]] = {
-    "math": Math,
-    "exact": Exact,
-    "numeric": Numeric,
-    "regex": Regex,
-    "json_schema": JsonSchema,
-    "format": Format,
-    "length": Length,
-    "repetition": Repetition,
-    "code": Code,
+VERIFIERS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (math, exact, numeric, regex, json_schema, format, length, repetition, code)
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Verifier:
+    """A ready-made reward with its options, which can be sent to another process."""
+
+    name: str
+    options: Mapping[str, Any]
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        **columns: Sequence[Any],
+    ) -> list[float | None]:
+        """Return one score per completion; None where the reward does not apply."""
+        scores: list[float | None] = VERIFIERS[self.name](
+            completions, completion_ids, columns, **self.options
+        )
+        return scores
 
 
 def make_verifier(name: str, options: Mapping[str, Any] | None = None) -> Verifier:
@@ -30,10 +54,7 @@ def make_verifier(name: str, options: Mapping[str, Any] | None = None) -> Verifi
 
     Args:
         name: a key of `VERIFIERS`.
-        options: arguments of that class. A number, a truth value or a list may be given as text.
-
-    Returns:
-        A reward function, whose `__name__` is the name.
+        options: its keyword arguments.
 
     Raises:
         ValueError: the name or an option is unknown, an option is missing or out of range, or the
@@ -45,7 +66,16 @@ def make_verifier(name: str, options: Mapping[str, Any] | None = None) -> Verifi
             f"there is no reward {shown(name)}{nearest(str(name), VERIFIERS)}; those ready-made "
             f"are {there}"
         )
+    function = VERIFIERS[name]
+    hints = typing.get_type_hints(function, include_extras=True)
+    own = (p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
+    fields: list[Any] = [
+        (p.name, hints[p.name], *([] if p.default is p.empty else [p.default])) for p in own
+    ]
     try:
-        return VERIFIERS[name](**dict(options or {}))
+        kind: Any = config(dataclasses.make_dataclass(name, fields, kw_only=True))
+        made = Verifier(name, vars(kind(**dict(options or {}))))
+        made([], [], [])  # which finds what is wrong with the options together
     except ValueError as error:
         raise ValueError(f"reward {name}: {quoted(str(error))}") from error
+    return made

@@ -6,12 +6,20 @@ import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from rlhf_pg.boundary.quoted import shown
-from rlhf_pg.config.fields import config, option
 from rlhf_pg.rewards.verifiers.sandbox import MB, Sandbox, check
-from rlhf_pg.rewards.verifiers.verifier import Scores, TruthVerifier, Unreadable, share_of_cores
+from rlhf_pg.rewards.verifiers.texts import (
+    Columns,
+    Scores,
+    Seconds,
+    Unreadable,
+    against_truths,
+    share_of_cores,
+)
 
 # A block that is never closed reaches to the end.
 BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
@@ -43,15 +51,30 @@ class Case:
         return {"program": source, "given": "", "expected": "", "token": token}
 
 
-@config
-class Code(TruthVerifier):
-    """A reward of 1 for a Python program that passes all tests of its row, else 0.
+def code(
+    completions: Sequence[Any],
+    ids: Any,
+    columns: Columns,
+    *,
+    column: str = "answer",
+    opened: bool = False,
+    partial: bool = False,
+    timeout: Seconds = 5.0,
+    total_timeout: Seconds = 60.0,
+    memory_mb: Annotated[int, Field(ge=64)] = 1024,
+    processes: Annotated[int, Field(ge=1)] = 16,
+    output_mb: Annotated[float, Field(gt=0)] = 1.0,
+    disk_mb: Annotated[int, Field(ge=1)] = 64,
+    concurrency: Annotated[int, Field(ge=1)] | None = None,
+) -> Scores:
+    """Reward a Python program that passes all tests of its row with 1, else with 0.
 
     The program is the last fenced block of the answer, or all of it. The tests in the column are
     Python statements, as text or as a list, or inputs and outputs: a list of objects
     {"input", "output"}, or {"inputs": [...], "outputs": [...]}; either may be JSON text.
 
     Args:
+        column, opened: see `against_truths`.
         partial: the share of tests passed is the reward.
         timeout: seconds for each test.
         total_timeout: seconds for all tests of a completion; those that are left count as failed.
@@ -60,49 +83,35 @@ class Code(TruthVerifier):
         output_mb: size of what a test prints, and of any file that it writes.
         disk_mb: size of all files of a test together, in /tmp and /dev/shm.
         concurrency: completions that are tested at the same time; by default one per core.
-        column: see `TruthVerifier`.
     """
+    check()
+    sandbox = Sandbox(
+        timeout=timeout,
+        total_timeout=total_timeout,
+        memory=memory_mb * MB,
+        processes=processes,
+        output=int(output_mb * MB),
+        disk=disk_mb * MB,
+    )
 
-    kind: ClassVar[str] = "code"
-    partial: bool = False
-    timeout: float = option(5.0, gt=0)
-    total_timeout: float = option(60.0, gt=0)
-    memory_mb: int = option(1024, ge=64)
-    processes: int = option(16, ge=1)
-    output_mb: float = option(1.0, gt=0)
-    disk_mb: int = option(64, ge=1)
-    concurrency: int | None = option(None, ge=1)
+    def read(truth: Any) -> list[Case]:
+        if tests := cases_in(truth):
+            return tests
+        raise Unreadable("there is no test in it")
 
-    def __post_init__(self) -> None:
-        check()
-
-    def read(self, truth: Any) -> list[Case]:
-        tests = cases_in(truth)
-        if not tests:
-            raise Unreadable("there is no test in it")
-        return tests
-
-    def judge(self, answers: Sequence[str], truths: Sequence[list[Case]]) -> Scores:
-        with ThreadPoolExecutor(self.concurrency or share_of_cores()) as threads:
-            return list(threads.map(self._score, answers, truths))
-
-    def _score(self, answer: str, tests: Sequence[Case]) -> float:
+    def score(answer: str, tests: Sequence[Case]) -> float:
         program = program_in(answer)
         if not program.strip():
             return 0.0
         runs = [test.run(program) for test in tests]
-        passed = self._sandbox().verdicts(runs, not self.partial).count("passed")
-        return passed / len(tests) if self.partial else float(passed == len(tests))
+        passed = sandbox.verdicts(runs, stops=not partial).count("passed")
+        return passed / len(tests) if partial else float(passed == len(tests))
 
-    def _sandbox(self) -> Sandbox:
-        return Sandbox(
-            timeout=self.timeout,
-            total_timeout=self.total_timeout,
-            memory=self.memory_mb * MB,
-            processes=self.processes,
-            output=int(self.output_mb * MB),
-            disk=self.disk_mb * MB,
-        )
+    def judge(answers: list[str], truths: list[Any]) -> Scores:
+        with ThreadPoolExecutor(concurrency or share_of_cores()) as threads:
+            return list(threads.map(score, answers, truths))
+
+    return against_truths("code", completions, columns, column, opened, read, judge)
 
 
 def program_in(answer: str) -> str:

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from rlhf_pg.boundary.quoted import quoted
-from rlhf_pg.config.fields import config, option
-from rlhf_pg.rewards.verifiers.verifier import (
+from rlhf_pg.rewards.verifiers.texts import (
+    Columns,
     Scores,
-    TruthVerifier,
+    Seconds,
+    against_truths,
     require,
     several,
     share_of_cores,
@@ -27,9 +28,17 @@ STARTING = 120.0  # seconds that a helper may take to begin
 ROWS_PER_HELPER = 16  # fewer do not repay the second in which one starts
 
 
-@config
-class Math(TruthVerifier):
-    r"""A reward of 1 for an answer that is mathematically the truth, else 0, by math-verify.
+def math(
+    completions: Sequence[Any],
+    ids: Any,
+    columns: Columns,
+    *,
+    boxed: bool = False,
+    timeout: Seconds = 5.0,
+    column: str = "answer",
+    opened: bool = False,
+) -> Scores:
+    r"""Reward an answer that is mathematically the truth with 1, else with 0, by math-verify.
 
     What stands in `\boxed{}` counts before all else; several boxes are one set. The last
     `LONGEST` characters are looked at.
@@ -37,34 +46,27 @@ class Math(TruthVerifier):
     Args:
         boxed: nothing but `\boxed{}` counts; otherwise any formula or number that can be found.
         timeout: seconds that one comparison may take; one that takes longer gives 0.
-        column: see `TruthVerifier`. The truth is an expression, a solution with its answer boxed or
-            behind `####`, or a list of right answers.
+        column, opened: see `against_truths`. The truth is an expression, a solution with its answer
+            boxed or behind `####`, or a list of right answers.
     """
+    require("math_verify", "math")
 
-    kind: ClassVar[str] = "math"
-    boxed: bool = False
-    timeout: float = option(5.0, gt=0)
-
-    def __post_init__(self) -> None:
-        require("math_verify", "math")
-
-    def read(self, truth: Any) -> list[str]:
+    def read(truth: Any) -> list[str]:
         return [str(one) for one in several(truth)]
 
-    def judge(self, answers: Sequence[str], truths: Sequence[list[str]]) -> Scores:
+    def judge(answers: list[str], truths: list[Any]) -> Scores:
         count = min(share_of_cores(), -(-len(answers) // ROWS_PER_HELPER))
         questions = [
-            {"golds": golds, "answer": answer[-LONGEST:], "boxed": self.boxed}
+            {"golds": golds, "answer": answer[-LONGEST:], "boxed": boxed}
             for answer, golds in zip(answers, truths, strict=True)
         ]
         shares = [(HELPERS.get(i), questions[i::count]) for i in range(count)]
         with ThreadPoolExecutor(max(1, count)) as threads:
-            said = list(threads.map(lambda share: share[0].ask(share[1], self.timeout), shares))
-        return [_score(said[i % count][i // count]) for i in range(len(answers))]
+            said = list(threads.map(lambda share: share[0].ask(share[1], timeout), shares))
+        verdicts = (said[i % count][i // count] for i in range(len(answers)))
+        return [None if verdict is None else float(verdict) for verdict in verdicts]
 
-
-def _score(verdict: bool | None) -> float | None:
-    return None if verdict is None else float(verdict)
+    return against_truths("math", completions, columns, column, opened, read, judge)
 
 
 class Helper:

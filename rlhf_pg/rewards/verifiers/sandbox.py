@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,7 @@ class Sandbox:
         return said, errors.decode(errors="replace").strip()
 
 
+@cache
 def check() -> None:
     """Make sure that programs can be run in a sandbox on this machine.
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_pg.rewards.verifiers.verifier import warn_once
+from rlhf_pg.rewards.verifiers.texts import warn_once
 
 
 @pytest.fixture(autouse=True)

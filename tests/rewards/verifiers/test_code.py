@@ -21,7 +21,7 @@ import pytest
 from rlhf_pg.rewards.verifiers import make_verifier
 from rlhf_pg.rewards.verifiers.code_tests import Case, cases_in, program_in
 from rlhf_pg.rewards.verifiers.sandbox import MB, Sandbox, command
-from rlhf_pg.rewards.verifiers.verifier import Unreadable
+from rlhf_pg.rewards.verifiers.texts import Unreadable
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap here")
 

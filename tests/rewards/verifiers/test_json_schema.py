@@ -70,7 +70,7 @@ def test_nothing_is_fetched(monkeypatch, caplog) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *host, **_: asked.append(host) or [])
     assert score("3", {"$ref": "http://example.com/schema.json"}) == 0
     assert not asked
-    assert "nothing is fetched" in caplog.text
+    assert "example.com" in caplog.text
 
 
 def test_pattern_of_schema_has_a_time_limit() -> None:
