@@ -27,11 +27,11 @@ BUDGETS = {
 }
 # Wings that are over their budget, with what they have today: a number here only goes down.
 TODAY = {
-    "config": 3466,
+    "config": 3461,
     "data": 1482,
     "models": 2807,
     "rollout": 3877,
-    "rewards": 5013,
+    "rewards": 4861,
     "trainers": 3998,
     "runtime": 1366,
     "checkpoint": 877,

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_pg.boundary.quoted import quoted
-from rlhf_pg.config.fields import short_repr
+from rlhf_pg.boundary.quoted import quoted, shown
 from rlhf_pg.config.parse import fail, load, recipe_file
 
 SUFFIXES = (".yaml", ".yml")
@@ -80,8 +79,8 @@ def algorithm_in(values: dict[str, Any], where: str, known: Iterable[str]) -> st
     """Return the key `algorithm` of a recipe's values, or `fail` if it is not a known one."""
     algorithm, names = values.get("algorithm"), list(known)
     if not isinstance(algorithm, str) or algorithm not in names:
-        given = short_repr(algorithm)
-        fail(f"{where}: the key algorithm must be one of {', '.join(names)}, got {given}")
+        known = ", ".join(names)
+        fail(f"{where}: the key algorithm must be one of {known}, got {shown(algorithm)}")
     return algorithm
 
 

@@ -180,11 +180,6 @@ Mapping = Annotated[dict[str, Any], BeforeValidator(_read)]
 """Type of a key whose value is a mapping; a flag gives it as JSON, or YAML in one line."""
 
 
-def short_repr(value: Any) -> str:
-    """Return a short `repr` for an error message, since nested YAML values may be endless."""
-    return _SHORT.repr(value)
-
-
 def bound(function: Callable[..., Any], config: Any) -> Callable[..., Any]:
     """Bind every parameter of the function that is a key of the config."""
     keys = {field.name for field in dataclasses.fields(config)}

@@ -4,8 +4,9 @@ Shapes: B completions, T columns.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,35 @@ from rlhf_pg.rewards.scores import ends
 
 class CallFailed(Exception):
     """The failure of a call; its text continues the name of the function ("raised KeyError")."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The entry of a row for which a reward function has failed.
+
+    Attributes:
+        why: continues the name of the function.
+        cause: the exception behind it.
+    """
+
+    why: str
+    cause: BaseException | None = None
+
+
+class Answer(NamedTuple):
+    """The answer of a call: an entry per row, which is not checked yet, and what was logged."""
+
+    scores: list[Any]
+    extra: dict[str, list[Any]]
+    metrics: dict[str, list[float]]
+
+
+def answered(call: Callable[[], Answer], count: int) -> Answer:
+    """Return the answer of a call of `count` rows, all of which have failed if the call has."""
+    try:
+        return call()
+    except CallFailed as error:
+        return Answer([Failed(str(error), error.__cause__)] * count, {}, {})
 
 
 class Unread:

@@ -1,6 +1,6 @@
 """Calls of one reward function: on copies, in the trainer, on its event loop or in a worker.
 
-A call is of some completions, the rows, and may fail; `blame` finds the rows that made it fail.
+A call is of some completions, the rows, and may fail.
 """
 
 import asyncio
@@ -20,8 +20,7 @@ from rlhf_pg.boundary.quoted import told
 from rlhf_pg.boundary.user_code import PATIENCE, begin, foreign, wait_for
 from rlhf_pg.boundary.worker import Log
 from rlhf_pg.rewards import answers
-from rlhf_pg.rewards.answers import CallFailed
-from rlhf_pg.rewards.blame import Answer, settled
+from rlhf_pg.rewards.answers import Answer, CallFailed, answered
 from rlhf_pg.rewards.sources import LOGS, Source
 from rlhf_pg.rewards.workers import Worker, WorkerPool
 
@@ -143,38 +142,34 @@ class AsyncCall:
 
     Args:
         timeout: seconds; None for any time. A call that is late is cancelled where it awaits.
-        finds: look for the rows to blame if it fails.
     """
 
-    def __init__(self, source: Source, shown: Shown, timeout: float | None, finds: bool) -> None:
-        self.source, self.shown, self.timeout, self.finds = source, shown, timeout, finds
-        self._first: tuple[Future[Any], Log] | None = self._begun(shown)
+    def __init__(self, source: Source, shown: Shown, timeout: float | None) -> None:
+        self.source, self.shown, self.timeout = source, shown, timeout
+        self._future, self._log = self._begun(shown)
 
     def result(self) -> Answer:
         """Wait for the answer."""
-        return settled(self._attempt, len(self.shown), blames=self.finds)
+        return answered(self._waited, len(self.shown))
 
     def cancel(self) -> None:
         """Give the call up."""
-        if self._first is not None:
-            self._first[0].cancel()
+        self._future.cancel()
 
-    def _attempt(self, rows: Sequence[int]) -> Answer:
-        first, self._first = self._first, None
-        future, log = first or self._begun(self.shown.select(rows))
+    def _waited(self) -> Answer:
         try:
             # The time of a loop that a call holds up is not over until somebody looks.
             late = None if self.timeout is None else self.timeout + PATIENCE
-            if not concurrent.futures.wait([future], late).done:
+            if not concurrent.futures.wait([self._future], late).done:
                 raise CallFailed(_late(self.timeout))
-            said = future.result()
+            said = self._future.result()
         except CallFailed:
             raise
         except Exception as error:
             raise CallFailed(f"raised {told(error)}") from error
         finally:
-            future.cancel()
-        return _answer(self.source, said, log)
+            self._future.cancel()
+        return _answer(self.source, said, self._log)
 
     def _begun(self, shown: Shown) -> tuple[Future[Any], Log]:
         log = Log(len(shown))
@@ -197,19 +192,11 @@ class AsyncCall:
             raise
 
 
-def begin_in_worker(
-    pool: WorkerPool, number: int, source: Source, shown: Shown, stops: bool
-) -> Future[Answer]:
-    """Begin a call in the next worker that is free, with all that follows if it fails."""
-
-    def job(worker: Worker) -> Answer:
-        return settled(
-            lambda rows: call_worker(worker, number, source, shown.select(rows)),
-            len(shown),
-            stops=stops,
-        )
-
-    return pool.submit(job)
+def begin_in_worker(pool: WorkerPool, number: int, source: Source, shown: Shown) -> Future[Answer]:
+    """Begin a call in the next worker that is free."""
+    return pool.submit(
+        lambda worker: answered(lambda: call_worker(worker, number, source, shown), len(shown))
+    )
 
 
 def _copied(source: Source, shown: Shown, log: Log) -> dict[str, Any]:

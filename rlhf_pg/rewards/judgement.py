@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from rlhf_pg.boundary.quoted import shown as quote
-from rlhf_pg.rewards.blame import Answer, Failed
-from rlhf_pg.rewards.calls import Pending, Shown
+from rlhf_pg.rewards.answers import Answer, Failed
+from rlhf_pg.rewards.calls import Pending
 from rlhf_pg.rewards.sources import Source
 
 Begun = dict[int, Pending]  # calls on the completions of one prompt, by the number of the source
@@ -41,14 +41,14 @@ class Judgement:
 
 
 def joined(
-    k: int, calls: Mapping[int, Begun], places: Mapping[int, Sequence[int]], count: int
+    answers: Mapping[int, Answer], places: Mapping[int, Sequence[int]], count: int
 ) -> Answer:
     """Return the answers of a source about every prompt as one about all completions."""
     scores: list[Any] = [None] * count
     extra: dict[str, list[Any]] = {}
     metrics: dict[str, list[float]] = {}
     for group, rows in places.items():
-        answer = calls[group][k].result()
+        answer = answers[group]
         for place, score in zip(rows, answer.scores, strict=True):
             scores[place] = score
         _take_in(answer, rows, count, extra, metrics)
@@ -71,13 +71,9 @@ def _take_in(
         metrics.setdefault(name, []).extend(numbers)
 
 
-def described(
-    source: Source, said: Sequence[Any], place: int, rows: Sequence[int], shown: Shown
-) -> str:
-    """Describe a failure with its function, and the completion and the prompt if it is known."""
-    failed: Failed = said[place]
+def described(source: Source, failed: Failed, row: int, prompt: Any) -> str:
+    """Describe a failure with its function, and where calls are of one prompt, with that."""
     everything = f"{source.who} {failed.why}"
-    if source.place == "trainer" and not failed.alone:
+    if source.place == "trainer":
         return everything
-    of = f"completion {rows[place]}" if failed.alone else f"the call with completion {rows[place]}"
-    return f"{everything}, for {of} of the batch, prompt {quote(shown.inputs['prompts'][place])}"
+    return f"{everything}, for the call with completion {row} of the batch, prompt {quote(prompt)}"

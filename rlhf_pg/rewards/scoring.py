@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,8 +16,7 @@ from transformers import TrainerState
 
 from rlhf_pg.boundary.quoted import shown as quote
 from rlhf_pg.data.records import pad_rows
-from rlhf_pg.rewards.answers import placed, refusal
-from rlhf_pg.rewards.blame import Answer, Failed, settled
+from rlhf_pg.rewards.answers import Answer, Failed, answered, placed, refusal
 from rlhf_pg.rewards.calls import (
     AsyncCall,
     Shown,
@@ -24,7 +24,7 @@ from rlhf_pg.rewards.calls import (
     call_here,
 )
 from rlhf_pg.rewards.judgement import Begun, Judgement, described, joined
-from rlhf_pg.rewards.sources import RewardSource, Source, Tokenizers, sources_of
+from rlhf_pg.rewards.sources import RewardSource, Source, Tokenizers, is_model, sources_of
 from rlhf_pg.rewards.workers import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -196,14 +196,13 @@ class Rewards:
         """Begin the calls on the completions of one prompt that can be made beside sampling."""
         begun: Begun = {}
         numbers = list(self._in_workers)
-        stops = self.options.on_error == "error"
         for k, source in enumerate(self.sources):
             if source.place == "event loop":
-                begun[k] = AsyncCall(source, shown, self.options.timeout, finds=not stops)
+                begun[k] = AsyncCall(source, shown, self.options.timeout)
             elif source.place == "worker":
                 assert self.pool is not None
                 number = numbers.index(source.name)
-                begun[k] = begin_in_worker(self.pool, number, source, shown, stops)
+                begun[k] = begin_in_worker(self.pool, number, source, shown)
         return begun
 
     def _answers(
@@ -222,26 +221,25 @@ class Rewards:
             if self.run_beside:
                 for group, rows in places.items():
                     calls[group] = begun.get(group) or self.begin(shown.select(rows))
-            here = {
-                k: self._here(source, shown)
-                for k, source in enumerate(self.sources)
-                if source.place == "trainer"
-            }
-            return [
-                here[k] if k in here else joined(k, calls, places, len(shown))
-                for k in range(len(self.sources))
-            ]
+            answers: dict[int, Answer] = {}
+            # One call, as TRL makes it; but a failure that is survived is to cost one prompt.
+            survives = self.options.on_error != "error"
+            for k, source in enumerate(self.sources):  # while the others are at work
+                if source.place == "trainer":
+                    apart = survives and not is_model(source.function)
+                    of_calls = places if apart else {0: range(len(shown))}
+                    of_groups = {
+                        group: answered(partial(call_here, source, shown.select(rows)), len(rows))
+                        for group, rows in of_calls.items()
+                    }
+                    answers[k] = joined(of_groups, of_calls, len(shown))
+            for k in set(range(len(self.sources))) - answers.keys():
+                of_groups = {group: made[k].result() for group, made in calls.items()}
+                answers[k] = joined(of_groups, places, len(shown))
+            return [answers[k] for k in range(len(self.sources))]
         except BaseException:
             give_up(calls.values())
             raise
-
-    def _here(self, source: Source, shown: Shown) -> Answer:
-        """Return an answer of a source that is called in this process."""
-        finds, count = self.options.on_error != "error", len(shown)
-        # What raises in this process takes no time, so that all of it can be found.
-        return settled(
-            lambda rows: call_here(source, shown.select(rows)), count, blames=finds, most=count
-        )
 
     # ---------------------------------------------------------------------------- what they said
 
@@ -270,9 +268,10 @@ class Rewards:
                     )
         failed = [place for place, score in enumerate(said) if isinstance(score, Failed)]
         if failed:
-            error = described(source, said, failed[0], rows, shown)
+            first = failed[0]
+            error = described(source, said[first], rows[first], shown.inputs["prompts"][first])
             if options.on_error == "error":
-                raise ValueError(error) from said[failed[0]].cause
+                raise ValueError(error) from said[first].cause
             judgement.first_failure = judgement.first_failure or error
         judgement.called[source.name] = len(rows)
         judgement.failed[source.name] = len(failed)

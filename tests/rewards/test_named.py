@@ -124,7 +124,8 @@ def test_options_reach_judge_and_server_as_recipe_or_flags_write_them(monkeypatc
 def test_server_out_of_reach_is_one_error_that_names_it():
     rewards = Rewards(named_rewards(["http://127.0.0.1:9"], {"http://127.0.0.1:9": {"retries": 0}}))
     with pytest.raises(
-        ValueError, match=r"^reward function 127.0.0.1:9 raised .* in 1 attempt, for completion 0"
+        ValueError,
+        match=r"^reward function 127.0.0.1:9 raised .* in 1 attempt, for the call with",
     ):
         rewards(["p"], ["c"], [[4]], {})
 

@@ -123,8 +123,8 @@ FAULTS = {
     faults.is_killed: "ended its worker process: SIGKILL",
     faults.is_signalled: r"ended its worker process: signal \d+",
     faults.takes_all_memory: "raised MemoryError",
-    faults.loses_a_score: "must return a list of 1 scores, one per completion, got 0 scores",
-    faults.answers_with_a_generator: "must return a list of 1 scores.* got <generator",
+    faults.loses_a_score: "must return a list of 3 scores, one per completion, got 2 scores",
+    faults.answers_with_a_generator: "must return a list of 3 scores.* got <generator",
 }
 NONSENSE = {
     faults.is_not_a_number: "returned nan for completion 1 of the batch",
@@ -148,13 +148,13 @@ def test_error_names_function_row_and_prompt(fault):
     with pytest.raises(ValueError, match=rf"^reward function {fault.__name__} ") as error:
         totals(short(fault))
     if fault in FAULTS:
-        where = ", for completion 1 of the batch, prompt 'p'$"
+        where = ", for the call with completion 0 of the batch, prompt 'p'$"
         assert re.search(FAULTS[fault] + ".*" + where, str(error.value))
     else:
         assert re.search(NONSENSE[fault], str(error.value))
 
 
-@pytest.mark.fault(27, "with on_reward_error drop the others keep their scores")
+@pytest.mark.fault(27, "with on_reward_error drop the other prompts keep their scores")
 @pytest.mark.parametrize(
     "fault",
     [faults.hangs, faults.is_killed, faults.loses_a_score, faults.is_not_a_number],
@@ -165,10 +165,13 @@ def test_dropped_failure_leaves_other_scores(fault):
     judgement = made.judge(PROMPTS, COMPLETIONS, IDS, {}, groups=GROUPS)
     first, numbers = sum_step_scores(judgement.scores).T.tolist()
     right = [1.0] * 6 if fault in NONSENSE or fault is faults.loses_a_score else LENGTHS
-    assert first[0] == right[0]
-    assert first[1] != first[1]
-    assert first[2:] == right[2:]
-    assert judgement.failed == {fault.__name__: 1, "process": 0}
+    # A bad score is that of its completion; a failed call is of all completions of its prompt.
+    lost = [1] if fault in NONSENSE else [0, 1, 2]
+    assert [i for i, score in enumerate(first) if score != score] == lost
+    assert [first[i] for i in range(6) if i not in lost] == [
+        right[i] for i in range(6) if i not in lost
+    ]
+    assert judgement.failed == {fault.__name__: len(lost), "process": 0}
     assert not judgement.lost.any()  # the other function has a score for it
     assert fault.__name__ in judgement.first_failure
     assert all(number > 0 for number in numbers)
@@ -177,15 +180,15 @@ def test_dropped_failure_leaves_other_scores(fault):
 def test_failure_may_be_worth_a_value():
     made = rewards(faults.raises, on_error="value", error_value=-1.0)
     judgement = made.judge(PROMPTS, COMPLETIONS, IDS, {}, groups=GROUPS)
-    assert sum_step_scores(judgement.scores).T.tolist() == [[1, -1, 3, 1, 2, 3]]
-    assert judgement.failed == {"raises": 1}
+    assert sum_step_scores(judgement.scores).T.tolist() == [[-1, -1, -1, 1, 2, 3]]
+    assert judgement.failed == {"raises": 3}
 
 
 def test_completion_without_any_score_is_lost():
     judgement = rewards(faults.exits, on_error="drop").judge(
         PROMPTS, COMPLETIONS, IDS, {}, groups=GROUPS
     )
-    assert judgement.lost.tolist() == [False, True] + [False] * 4
+    assert judgement.lost.tolist() == [True] * 3 + [False] * 3
 
 
 @pytest.mark.parametrize("fault", [faults.hangs, faults.is_killed, faults.exits])
@@ -248,8 +251,8 @@ def test_late_async_function_is_given_up(on_error):
             totals(made)
         return
     (scores,) = totals(made)
-    assert scores[1] != scores[1]
-    assert scores[2:] == LENGTHS[2:]
+    assert all(score != score for score in scores[:3])
+    assert scores[3:] == LENGTHS[3:]
 
 
 def test_timeout_of_function_itself_is_no_late_call():
