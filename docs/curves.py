@@ -46,7 +46,7 @@ def scores(group: list[dict[str, Any]]) -> Any:
 
 
 def table() -> str:
-    """A row for each task and method."""
+    """A row for each task and method: interquartile means, from three seeds with an interval."""
     rows = ["| Task | Method | Seeds | Before | After | Seeds from .. to | CPU minutes | Peak GB |"]
     rows.append("|---" * 8 + "|")
     for task, methods in runs().items():
@@ -55,9 +55,10 @@ def table() -> str:
             mean, low, high = interval(all_scores[-1])
             minutes = np.median([run["held_out"][-1]["seconds"] for run in group]) / 60
             peak = np.median([run["peak_bytes"] for run in group]) / 1e9
+            between = f" ({low:.2f} to {high:.2f})" if len(group) > 2 else ""
             rows.append(
                 f"| {task} | {method} | {len(group)} | {all_scores[0].mean():.2f} "
-                f"| **{mean:.2f}** ({low:.2f} to {high:.2f}) "
+                f"| **{mean:.2f}**{between} "
                 f"| {all_scores[-1].min():.2f} .. {all_scores[-1].max():.2f} "
                 f"| {minutes:.1f} | {peak:.1f} |"
             )
