@@ -42,7 +42,7 @@ real: $(READY)  ## SmolLM2-135M-Instruct learns to write happy sentences: ten mi
 	$(BIN)/rlhf-pg fetch smollm2
 	OMP_NUM_THREADS=2 $(BIN)/rlhf-pg demo recipes/smollm2_happy.yaml
 
-results-check: $(VENV)/.installed  ## two runs of docs/results.md again: five minutes on two cores
+results-check: $(VENV)/.installed  ## the two shortest runs of docs/results.md again
 	$(BIN)/rlhf-pg fetch smollm2
 	OMP_NUM_THREADS=2 $(BIN)/python -m tests.benchmarks.real check
 

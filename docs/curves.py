@@ -47,7 +47,9 @@ def scores(group: list[dict[str, Any]]) -> Any:
 
 def table() -> str:
     """A row for each task and method: interquartile means, from three seeds with an interval."""
-    rows = ["| Task | Method | Seeds | Before | After | Seeds from .. to | CPU minutes | Peak GB |"]
+    rows = [
+        "| Task | Method | Seeds | Before | After | Lowest .. highest | CPU minutes | Peak GB |"
+    ]
     rows.append("|---" * 8 + "|")
     for task, methods in runs().items():
         for method, group in methods.items():

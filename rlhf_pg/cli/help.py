@@ -44,23 +44,19 @@ def help_of(command: str, flags: Sequence[str]) -> str:
     parser = parser_of(command, name)
     blocks = [parser.format_help().strip(), _about(command)]
     values = {} if recipe is None else load(recipe)
+    kind: type = config.GRPOConfig if command == "demo" else config.PolicyGradientConfig
     if recipe is not None:
-        chosen = CONFIGS[algorithm_in(values, str(recipe), CONFIGS)]
-        blocks.append(of_config(chosen, "", values, _evaluates if command == "eval" else _all))
-    elif command in ("eval", "demo"):
-        chosen = config.GRPOConfig if command == "demo" else config.PolicyGradientConfig
-        blocks.append(of_config(chosen, "", {}, _evaluates if command == "eval" else _all))
-    elif command in ("train", "plan"):
-        common = {field.name: field for field in dataclasses.fields(config.PolicyGradientConfig)}
-        blocks.append(of_config(config.PolicyGradientConfig))
+        kind = CONFIGS[algorithm_in(values, str(recipe), CONFIGS)]
+    if command == "eval":
+        blocks.append(of_config(kind, "", values, _evaluates))
+    elif command in ("train", "plan", "demo"):
+        blocks.append(of_config(kind, "", values))
+    if command in ("train", "plan") and recipe is None:
+        common = {field.name: field for field in dataclasses.fields(kind)}
         for algorithm, chosen in CONFIGS.items():
             own = of_config(chosen, "", {}, lambda _, field: _differs(field, common))
             blocks.append(f"Only with algorithm {algorithm}:\n\n{own}")
     return "\n\n".join(blocks)
-
-
-def _all(*_: Any) -> bool:
-    return True
 
 
 def _evaluates(group: str, field: Any) -> bool:

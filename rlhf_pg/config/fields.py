@@ -53,6 +53,9 @@ def config(cls: type[C]) -> type[C]:
             which names the key.
     """
     options = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
+    for name, hint in vars(cls).get("__annotations__", {}).items():
+        if hint in (int, float, int | None, float | None):  # to pydantic True is 1
+            cls.__annotations__[name] = Annotated[hint, BeforeValidator(_number)]
     bases = [field for base in cls.__mro__[:0:-1] for _, field in _fields(base)]
     texts = {field.name: field.metadata.get("help", "") for field in bases}
     for field in bases:  # pydantic takes its own descriptions of inherited keys
@@ -133,23 +136,17 @@ def is_set(config: Any, key: str) -> bool:
     return bool(getattr(config, key) != default)
 
 
-def refuse_idle(config: Any, keys: Iterable[str], used: bool, why: str) -> None:
-    """Refuse a key that was set but would be ignored.
-
-    Raises:
-        ValueError: `used` is False and a key is not at its default; the message names the key and
-            ends with `why`.
-    """
-    for key in () if used else keys:
-        if is_set(config, key):
-            raise ValueError(f"{key} {why}")
-
-
 def listed(value: Any) -> Any:
     """Take a single value for a list of one, and a flag without a value for an empty list."""
     if value is True:
         return ()
     return [value] if isinstance(value, str | float | int | os.PathLike) else value
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number")
+    return value
 
 
 def _read(value: Any) -> Any:
@@ -174,7 +171,7 @@ Text = Annotated[str, BeforeValidator(lambda x: os.fspath(x) if isinstance(x, os
 Names = Annotated[tuple[Text, ...], BeforeValidator(listed)]
 """Type of a key that takes one name or several."""
 Numbers = Annotated[tuple[float, ...], BeforeValidator(listed)]
-Auto = Annotated[int, Field(ge=1)] | Literal["auto"]
+Auto = Annotated[int, BeforeValidator(_number), Field(ge=1)] | Literal["auto"]
 Split = Annotated[float | str | None, BeforeValidator(_share)]
 Mapping = Annotated[dict[str, Any], BeforeValidator(_read)]
 """Type of a key whose value is a mapping; a flag gives it as JSON, or YAML in one line."""

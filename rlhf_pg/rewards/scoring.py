@@ -157,8 +157,8 @@ class Rewards:
             action_mask: (B,T) True where the policy chose the token; by default it chose them all.
                 A row without such a token is not shown to functions and has no score.
             paid: (B,T) rewards of the environment, if there is one; NaN for none.
-            groups: the prompt's number of each completion. Functions in workers and async ones are
-                called once for every prompt; without numbers once for all.
+            groups: the prompt's number of each completion, for functions that are called once for
+                every prompt; without numbers they are called once for all.
             begun: what `begin` returned, for some of the groups.
 
         Raises:

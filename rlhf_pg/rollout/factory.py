@@ -10,8 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg import models
-from rlhf_pg.config import PolicyGradientConfig
-from rlhf_pg.config.fields import refuse_idle
+from rlhf_pg.config import PolicyGradientConfig, rules
 from rlhf_pg.rollout import EnvironmentSource, EpisodeRunner, Tool, Toolbox, ToolEnvironment
 from rlhf_pg.rollout.engine import RolloutEngine
 from rlhf_pg.rollout.multi_turn.tools import check_template
@@ -132,7 +131,8 @@ def new_episode_runner(
     """
     has_episodes = bool(tools) or environments is not None
     why = "is for episodes: give tools or environment_factory to the trainer, or leave it out"
-    refuse_idle(args, ("max_turns", "environment_timeout"), has_episodes, why)
+    keys = "max_turns environment_timeout"
+    rules.check(args, [lambda config: rules.idle(config, keys, has_episodes, why)])
     if not has_episodes:
         return None
     if environments is None:

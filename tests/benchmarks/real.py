@@ -1,6 +1,6 @@
 """Train SmolLM2-135M-Instruct on tasks that a person can see, with every algorithm and with TRL.
 
-    rlhf-pg fetch smollm2 && pip install vaderSentiment reasoning-gym trl
+    rlhf-pg fetch smollm2 && pip install vaderSentiment trl
     python -m tests.benchmarks.real run happy grpo --seed 1       # docs/results/happy-grpo-1.json
     python -m tests.benchmarks.real run happy grpo --seed 1 --full
     python -m tests.benchmarks.real run happy grpo --seed 1 --trl
@@ -62,11 +62,10 @@ MATRIX += [("happy", f"{algorithm} --trl", 3) for algorithm in ("grpo", "rloo")]
 LATER: list[tuple[str, str, int]] = []
 RATES = {"rank-1": (1e-4, 5e-4, 2e-3), "rank-16": (5e-5, 2e-4, 1e-3), "full": (1e-6, 5e-6, 2e-5)}
 for kind, rates in RATES.items():
-    how = "--full" if kind == "full" else f"--set lora_r={kind.removeprefix('rank-')}"
+    how = "--full --set" if kind == "full" else f"--set lora_r={kind.removeprefix('rank-')}"
     for rate in rates:
-        settings = f"beta=0.000001 learning_rate={rate:f}"
-        how_much = f"{how} {settings}" if "--set" in how else f"{how} --set {settings}"
-        LATER.append(("happy", f"grpo --name {kind}-rate-{rate:g} {how_much}", 1))
+        settings = f"{how} beta=0.000001 learning_rate={rate:f}"
+        LATER.append(("happy", f"grpo --name {kind}-rate-{rate:g} {settings}", 1))
 
 
 class HeldOut:

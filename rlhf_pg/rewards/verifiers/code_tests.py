@@ -121,7 +121,7 @@ def program_in(answer: str) -> str:
 
 
 def cases_in(truth: Any) -> list[Case]:
-    """Return the tests that a column's entry describes; see `Code`.
+    """Return the tests that a column's entry describes; see `code`.
 
     Raises:
         Unreadable: they are of none of these forms.
