@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from rlhf_pg.cli.recipes import algorithm_of, needed_recipe
 from rlhf_pg.config import PolicyGradientConfig, RewardModelConfig, SFTConfig
 from rlhf_pg.config.parse import parse
-from rlhf_pg.rewards import train_reward_model
 from rlhf_pg.supervised import train_sft
+from rlhf_pg.supervised.bradley_terry import train_reward_model
 from rlhf_pg.tasks import embedded
 from rlhf_pg.tasks.warm_start import ensure_model, warm_start
 from rlhf_pg.trainers import (

@@ -12,7 +12,7 @@ import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial, wraps
-from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_type_hints
 
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
@@ -175,6 +175,24 @@ Auto = Annotated[int, BeforeValidator(_number), Field(ge=1)] | Literal["auto"]
 Split = Annotated[float | str | None, BeforeValidator(_share)]
 Mapping = Annotated[dict[str, Any], BeforeValidator(_read)]
 """Type of a key whose value is a mapping; a flag gives it as JSON, or YAML in one line."""
+
+
+def checked_options(function: Callable[..., Any], options: Any) -> dict[str, Any]:
+    """Return the keyword-only arguments of a function, checked by its annotations.
+
+    Raises:
+        ValueError: an option is unknown, missing, of a wrong type or out of range.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    own = inspect.signature(function).parameters.values()
+    fields: list[Any] = [
+        (p.name, hints[p.name], *([] if p.default is p.empty else [p.default]))
+        for p in own
+        if p.kind is p.KEYWORD_ONLY
+    ]
+    kind: Any = config(dataclasses.make_dataclass(function.__name__, fields, kw_only=True))
+    checked: dict[str, Any] = vars(kind(**dict(options)))
+    return checked
 
 
 def bound(function: Callable[..., Any], config: Any) -> Callable[..., Any]:

@@ -241,7 +241,7 @@ class Replay:
             ValueError: it is named.
         """
         trainer = self.trainer
-        asked = [s.name for s in trainer.rewards.sources if s.place == "event loop"]
+        asked = [s.name for s in trainer.rewards.sources if s.kind == "async"]
         asked += ["the environment"] * self.has_episodes
         asked += [trainer.engine_name] * (trainer.engine_name != "native")
         if asked:

@@ -1,11 +1,27 @@
-"""Rewards: functions and models that score completions, and how a reward model is trained."""
+"""Rewards: functions and models that score completions."""
 
-from rlhf_pg.rewards.bradley_terry import bradley_terry_loss as bradley_terry_loss
-from rlhf_pg.rewards.bradley_terry import train_reward_model as train_reward_model
-from rlhf_pg.rewards.process import ProcessRewardModel as ProcessRewardModel
-from rlhf_pg.rewards.reward_model import RewardModel as RewardModel
-from rlhf_pg.rewards.scores import sum_step_scores as sum_step_scores
-from rlhf_pg.rewards.scoring import CallOptions as CallOptions
-from rlhf_pg.rewards.scoring import Rewards as Rewards
-from rlhf_pg.rewards.sources import RewardFunction as RewardFunction
-from rlhf_pg.rewards.sources import RewardSource as RewardSource
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf_pg.rewards.process import ProcessRewardModel as ProcessRewardModel
+    from rlhf_pg.rewards.reward_model import RewardModel as RewardModel
+    from rlhf_pg.rewards.scores import sum_step_scores as sum_step_scores
+    from rlhf_pg.rewards.scoring import Rewards as Rewards
+    from rlhf_pg.rewards.scoring import RewardSource as RewardSource
+    from rlhf_pg.supervised.bradley_terry import train_reward_model as train_reward_model
+else:
+    PLACES = {
+        "ProcessRewardModel": "rewards.process",
+        "RewardModel": "rewards.reward_model",
+        "sum_step_scores": "rewards.scores",
+        "Rewards": "rewards.scoring",
+        "RewardSource": "rewards.scoring",
+        "train_reward_model": "supervised.bradley_terry",
+    }
+
+    def __getattr__(name: str) -> Any:
+        """Import torch when a name is first asked for: worker processes do without."""
+        if name not in PLACES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"rlhf_pg.{PLACES[name]}"), name)

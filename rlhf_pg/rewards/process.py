@@ -14,16 +14,14 @@ from transformers import (
 )
 
 from rlhf_pg.data.chat import encode
-from rlhf_pg.data.records import pad_rows
 from rlhf_pg.masking import widen
-from rlhf_pg.models import about, check_directory, from_pretrained, max_positions
-from rlhf_pg.rewards.reward_model import micro_batches, name_of, score_tokenizer
+from rlhf_pg.rewards.reward_model import Classifier, micro_batches
 
 HALF = "\N{REPLACEMENT CHARACTER}"  # decoded from an incomplete character
 MOST = 4  # most tokens of one character, byte by byte
 
 
-class ProcessRewardModel:
+class ProcessRewardModel(Classifier):
     """A scorer of a completion's steps (Lightman et al. 2023), for `process_group_normalized`.
 
     Text between two separators is a step, unless it is blank. The model reads the prompt, and each
@@ -34,17 +32,11 @@ class ProcessRewardModel:
     `process_group_normalized` compares it with scores of single steps, which a sum would exceed.
 
     Args:
-        model: a path, a Hub id or a loaded model (put in evaluation mode).
-        processing_class: its tokenizer; by default the one saved beside the model.
         policy_tokenizer: the tokenizer of the completions; by default the model's.
-        separator: text that separates steps.
-        device: device to compute on; by default where the model is.
-        trust_remote_code: run code that comes with a model that is loaded here.
-
-    Raises:
-        ValueError: no such model, more outputs than two, no tokenizer, or one that does not belong
-            to the model. The message names the model.
+        separator: text that separates steps. The others: see `Classifier`.
     """
+
+    kind, head, labels = "process reward model", AutoModelForTokenClassification, (1, 2)
 
     def __init__(
         self,
@@ -55,24 +47,11 @@ class ProcessRewardModel:
         device: torch.device | str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        if not isinstance(model, PreTrainedModel):
-            with about(f"process reward model {name_of(model)}"):
-                check_directory(model)
-                model = from_pretrained(
-                    AutoModelForTokenClassification,
-                    model,
-                    dtype="auto",
-                    trust_remote_code=trust_remote_code,
-                )
-        self.model = model.to(device or model.device).eval()
-        self.__name__ = name_of(model.name_or_path or "") or type(model).__name__
-        self._who = f"process reward model {self.__name__}"
-        self.processing_class = score_tokenizer(
-            processing_class, model, self._who, trust_remote_code, labels=(1, 2)
-        )
+        super().__init__(model, processing_class, device, trust_remote_code)
         self.policy_tokenizer = policy_tokenizer or self.processing_class
         self.separator = separator
 
+    @torch.no_grad()
     def __call__(
         self,
         prompts: Sequence[Any],
@@ -88,22 +67,31 @@ class ProcessRewardModel:
         for row, completion in enumerate(completions):
             if not isinstance(completion, str) and len(completion) != 1:
                 raise ValueError(
-                    f"{self._who}: the completion in row {row} has {len(completion)} messages, of "
+                    f"{self.who}: the completion in row {row} has {len(completion)} messages, of "
                     "which steps are not told apart: use it without tools and environment"
                 )
-        answers = [self._steps(ids) for ids in completion_ids]
-        rows = [
-            self._encode(row, prompt, [step for step, _ in steps])
-            for row, (prompt, steps) in enumerate(zip(prompts, answers, strict=True))
-        ]
         scores: list[list[float | None]] = [[None] * len(ids) for ids in completion_ids]
-        for batch in micro_batches([len(ids) for ids, _ in rows]):
-            said = self._score([rows[i] for i in batch])
-            for i, own in zip(batch, said, strict=True):
-                ends = [end for _, end in answers[i]]
-                for t in set(ends):
-                    here = [score for end, score in zip(ends, own, strict=True) if end == t]
-                    scores[i][t] = fmean(here)
+        answers = [self._steps(ids) for ids in completion_ids]
+        rows, places = [], []  # token ids, and where the steps are judged
+        for i, (prompt, steps) in enumerate(zip(prompts, answers, strict=True)):
+            with self.row(i) as ids:
+                ids += encode(prompt, self.processing_class, i)
+                ends = []
+                for step, _ in steps:
+                    for part in (step, self.separator):
+                        ids += self.processing_class.encode(part, add_special_tokens=False)
+                    ends.append(len(ids) - 1)
+            rows.append(ids)
+            places.append(ends)
+        for batch in micro_batches([len(ids) for ids in rows]):
+            tokens, mask = self.padded([rows[i] for i in batch])
+            said = self.model(input_ids=tokens, attention_mask=mask.long())
+            for i, own in zip(batch, _judged(widen(said.logits)).tolist(), strict=True):
+                for t in {end for _, end in answers[i]}:
+                    ends = [
+                        at for at, (_, end) in zip(places[i], answers[i], strict=True) if end == t
+                    ]
+                    scores[i][t] = fmean(own[at] for at in ends)
         return scores
 
     def _steps(self, ids: Sequence[int]) -> list[tuple[str, int]]:
@@ -125,35 +113,6 @@ class ProcessRewardModel:
     def _text(self, ids: Sequence[int]) -> str:
         text: str = self.policy_tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
-
-    def _encode(self, row: int, prompt: Any, steps: Sequence[str]) -> tuple[list[int], list[int]]:
-        """Return token ids, and the places where the steps are judged."""
-        try:
-            ids = encode(prompt, self.processing_class, row)
-        except ValueError as error:
-            raise ValueError(f"{self._who}: {error}") from error
-        places = []
-        for step in steps:
-            for part in (step, self.separator):
-                ids = ids + self.processing_class.encode(part, add_special_tokens=False)
-            places.append(len(ids) - 1)
-        limit = max_positions(self.model)
-        if limit is not None and len(ids) > limit:
-            raise ValueError(
-                f"{self._who}: text in row {row} has {len(ids)} tokens, beyond its "
-                f"max_position_embeddings of {limit}: lower max_completion_length, or shorten the "
-                "prompts"
-            )
-        return ids, places
-
-    @torch.no_grad()
-    def _score(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[list[float]]:
-        """Score each step of each row."""
-        ids, mask = pad_rows([ids for ids, _ in rows], self.processing_class.pad_token_id)
-        device = self.model.device
-        logits = self.model(input_ids=ids.to(device), attention_mask=mask.long().to(device)).logits
-        scores = _judged(widen(logits)).tolist()
-        return [[own[t] for t in places] for own, (_, places) in zip(scores, rows, strict=True)]
 
 
 def _judged(logits: Tensor) -> Tensor:

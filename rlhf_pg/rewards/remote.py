@@ -1,16 +1,19 @@
 """A reward that is computed by a server: completions go there as JSON, scores come back."""
 
-import json
+import asyncio
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import httpx2
+from pydantic import Field
 
-from rlhf_pg.boundary.quoted import quoted, told
-from rlhf_pg.boundary.user_code import finite
-from rlhf_pg.rewards.endpoint import asker, only_columns, side_by_side, whole
+from rlhf_pg.boundary.http import Client
+from rlhf_pg.boundary.quoted import quoted, shown
+from rlhf_pg.rewards.functions import OF_TRL
 
-KEYS = ("scores", "rewards")
+Whole = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
 
 
 class HttpReward:
@@ -26,90 +29,81 @@ class HttpReward:
         batch_size: completions in one request; requests run side by side.
         concurrency: requests at the same time, by this process.
         timeout: seconds for one answer.
-        retries: further attempts where a connection fails, an answer is late, or its status is
-            408, 429 or 5xx.
+        retries: further attempts; see `rlhf_pg.boundary.http.Client`.
         api_key_env: the environment variable with a key, sent as `Authorization: Bearer`.
-        options: see `rlhf_pg.boundary.http.Asker`.
 
     Raises:
-        ValueError: an option that cannot be used.
+        ValueError: an address that cannot be used, or a variable that is not set.
     """
 
     def __init__(
         self,
         url: str,
         *,
-        batch_size: int = 64,
-        concurrency: int = 8,
-        timeout: float = 60.0,
-        retries: int = 5,
+        batch_size: Whole = 64,
+        concurrency: Whole = 8,
+        timeout: Seconds = 60.0,
+        retries: Annotated[int, Field(ge=0)] = 5,
         api_key_env: str | None = None,
-        **options: Any,
     ) -> None:
-        who = quoted(str(url))
-        self.batch_size = whole(who, "batch_size", batch_size, least=1)
-        self.asker = asker(who, url, api_key_env, timeout, retries, concurrency, **options)
         parts = httpx2.URL(url)
+        if parts.userinfo or parts.query or parts.fragment or not parts.host:
+            raise ValueError(
+                f"an address is http://host:port/path, got {quoted(url)}; a user, a password or a "
+                "query would be saved with the config: name an environment variable with the key "
+                "in api_key_env"
+            )
+        self.batch_size = batch_size
+        self.client = Client(url, timeout, retries, concurrency, key_in(api_key_env))
         port = "" if parts.port is None else f":{parts.port}"
         self.__name__ = f"{parts.host}{port}{parts.path}".rstrip("/")
 
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
     ) -> list[Any]:
-        """Return one score per completion.
+        """Return one entry per completion.
 
         Raises:
-            ValueError: a column that is not JSON, a server that does not answer, or an answer that
-                is not one score per completion.
+            ValueError: a column that is not JSON, or a server that does not answer with one entry
+                per completion.
         """
-        table = _json({"prompts": prompts, "completions": completions, **only_columns(columns)})
-        starts = range(0, len(completions), self.batch_size)
-        batches = await side_by_side([self._scores(table, start) for start in starts])
+        table = {"prompts": prompts, "completions": completions, **columns}
+        rows = range(0, len(completions), self.batch_size)
+        bodies = [
+            {
+                name: list(column[i : i + self.batch_size])
+                for name, column in table.items()
+                if name not in OF_TRL
+            }
+            for i in rows
+        ]
+        batches = await asyncio.gather(*map(self._scores, bodies))
         return [score for batch in batches for score in batch]
 
-    async def _scores(self, table: Mapping[str, list[Any]], start: int) -> list[Any]:
-        rows = slice(start, start + self.batch_size)
-        body = {name: column[rows] for name, column in table.items()}
-        answer = await self.asker.ask(body)
-        scores = _listed(answer)
-        if scores is None:
-            raise ValueError(
-                f"{quoted(self.asker.url)} must answer with a list of scores, or with one under "
-                f'"scores" or "rewards", and said {self.asker.shown(answer)}'
-            )
+    async def _scores(self, body: Mapping[str, Any]) -> list[Any]:
         count = len(body["completions"])
-        if len(scores) != count:
-            raise ValueError(
-                f"{quoted(self.asker.url)} gave {len(scores)} scores for {count} completions "
-                f"(from number {start} on): {self.asker.shown(scores)}"
-            )
-        for row, score in enumerate(scores, start):
-            if not all(map(_is_score, score if isinstance(score, list) else [score])):
-                raise ValueError(
-                    f"{quoted(self.asker.url)} gave {self.asker.shown(score)} for completion "
-                    f"{row}: a score is a finite number, or null where the reward does not apply"
-                )
-        return scores
+
+        def read(said: Any) -> list[Any]:
+            if isinstance(said, dict):
+                said = said.get("scores", said.get("rewards"))
+            if not isinstance(said, list) or len(said) != count:
+                raise ValueError(f"it is not a list of {count} scores, got {shown(said)}")
+            return said
+
+        return await self.client.ask("", body, read)
 
 
-def _json(columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Return columns as lists, each of which JSON can hold."""
-    for name, column in columns.items():
-        try:
-            json.dumps(list(column), allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(
-                f"the column {quoted(name)} cannot be sent to a server as JSON ({told(error)}): "
-                "remove it from the dataset, or make text or numbers of it"
-            ) from None
-    return {name: list(column) for name, column in columns.items()}
+def key_in(variable: str | None) -> str:
+    """Return the key in an environment variable; empty if none is named.
 
-
-def _listed(answer: Any) -> list[Any] | None:
-    if isinstance(answer, dict):
-        answer = next((answer[key] for key in KEYS if key in answer), None)
-    return answer if isinstance(answer, list) else None
-
-
-def _is_score(score: Any) -> bool:
-    return score is None or (isinstance(score, int | float) and finite(score) is not None)
+    Raises:
+        ValueError: it is not set.
+    """
+    if variable is None:
+        return ""
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ValueError(
+            f"api_key_env: there is no environment variable {quoted(variable)}: put the key there"
+        )
+    return key

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -31,24 +32,82 @@ from rlhf_pg.models import (
 SCORING_TOKENS = 32768
 
 
-class RewardModel:
-    """A scorer of prompt and completion by a sequence classifier (`num_labels` 1).
+class Classifier:
+    """A classifier as a reward function: what models of completions and of steps share.
 
-    It reads text, with a tokenizer of its own: strings as prompt + completion, chats through its
-    own chat template. It judges what the policy wrote: a string that the policy ended by an EOS
-    gets the model's own EOS (Stiennon et al. 2020; Huang et al. 2024), and a chat turn that was cut
-    off is left open.
+    It reads text, with a tokenizer of its own.
 
     Args:
         model: a path, a Hub id or a loaded model (put in evaluation mode).
         processing_class: its tokenizer; by default the one saved beside the model.
         device: device to compute on; by default where the model is.
-        sees_eos: False appends no EOS to a string.
         trust_remote_code: run code that comes with a model that is loaded here.
 
     Raises:
-        ValueError: no such directory, more outputs than one, no tokenizer, or one that does not
+        ValueError: no such model, another number of outputs, no tokenizer, or one that does not
             belong to the model. The message names the model.
+    """
+
+    kind: str = "reward model"
+    head: Any = AutoModelForSequenceClassification
+    labels: Sequence[int] = (1,)
+
+    def __init__(
+        self,
+        model: str | PathLike[str] | PreTrainedModel,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        device: torch.device | str | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if not isinstance(model, PreTrainedModel):
+            with about(f"{self.kind} {name_of(model)}"):
+                check_directory(model)
+                model = from_pretrained(
+                    self.head, model, dtype="auto", trust_remote_code=trust_remote_code
+                )
+        self.model = model.to(device or model.device).eval()
+        self.__name__ = name_of(model.name_or_path or "") or type(model).__name__
+        self.who = f"{self.kind} {self.__name__}"
+        self.processing_class = score_tokenizer(
+            processing_class, model, self.who, trust_remote_code, self.labels
+        )
+
+    @contextmanager
+    def row(self, row: int) -> Iterator[list[int]]:
+        """Encode a row inside, into the list that it gets.
+
+        Raises:
+            ValueError: a text that the tokenizer cannot encode, or without a position for every
+                token; the message names the model and the row.
+        """
+        ids: list[int] = []
+        try:
+            yield ids
+        except ValueError as error:
+            raise ValueError(f"{self.who}: {error}") from error
+        limit = max_positions(self.model)
+        if limit is not None and len(ids) > limit:
+            raise ValueError(
+                f"{self.who}: text in row {row} has {len(ids)} tokens, beyond its "
+                f"max_position_embeddings of {limit}: lower max_completion_length, or shorten the "
+                "prompts"
+            )
+
+    def padded(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return ids and mask, (B,T), on the model's device."""
+        padded = pad_rows(rows, self.processing_class.pad_token_id)
+        return [tensor.to(self.model.device) for tensor in padded]
+
+
+class RewardModel(Classifier):
+    """A scorer of prompt and completion by a sequence classifier (`num_labels` 1).
+
+    It takes strings as prompt + completion, chats through its own chat template. It judges what the
+    policy wrote: a string that the policy ended by an EOS gets the model's own EOS (Stiennon et al.
+    2020; Huang et al. 2024), and a chat turn that was cut off is left open.
+
+    Args:
+        sees_eos: False appends no EOS to a string. The others: see `Classifier`.
     """
 
     def __init__(
@@ -59,15 +118,10 @@ class RewardModel:
         sees_eos: bool = True,
         trust_remote_code: bool = False,
     ) -> None:
+        super().__init__(model, processing_class, device, trust_remote_code)
         self.sees_eos = sees_eos
-        if isinstance(model, str | PathLike):
-            model = _load(model, trust_remote_code)
-        self.model = model.to(device or model.device).eval()
-        self.__name__ = name_of(model.name_or_path or "") or type(model).__name__
-        self.processing_class = score_tokenizer(
-            processing_class, model, self._who, trust_remote_code
-        )
 
+    @torch.no_grad()
     def __call__(
         self,
         prompts: Sequence[Any],
@@ -84,50 +138,23 @@ class RewardModel:
                 stand, and chats are closed.
             truncated: whether a limit ended it; a stop string is not a limit. By default, all that
                 are known not to have ended by an EOS.
-
-        Raises:
-            ValueError: a text that the tokenizer cannot encode, or without a position for every
-                token; the message names the model and the row.
         """
         known: Sequence[bool | None] = [None] * len(prompts) if ended is None else ended
         if truncated is None:
             truncated = [end is False for end in known]
-        said = zip(prompts, completions, known, truncated, strict=True)
-        rows = [self._encode(row, *each) for row, each in enumerate(said)]
+        rows = []
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            eos = self.sees_eos and bool(known[i])
+            cut = truncated[i] and not known[i]  # a limit on turns does not cut the last one off
+            with self.row(i) as ids:
+                ids += encode_whole(prompt, completion, self.processing_class, i, eos, cut)
+            rows.append(ids)
         scores = torch.zeros(len(rows), dtype=torch.float64)
         for batch in micro_batches([len(ids) for ids in rows]):
-            scores[batch] = self._score([rows[i] for i in batch]).to(scores)
+            said = sequence_scores(self.model, *self.padded([rows[i] for i in batch]))
+            scores[batch] = said.to(scores)
         numbers: list[float] = scores.tolist()
         return numbers
-
-    @property
-    def _who(self) -> str:
-        return f"reward model {self.__name__}"
-
-    def _encode(
-        self, row: int, prompt: Any, completion: Any, ended: bool | None, truncated: bool
-    ) -> list[int]:
-        limit = max_positions(self.model)
-        eos = self.sees_eos and bool(ended)
-        # A limit on turns does not cut the last one off.
-        cut = truncated and not ended
-        try:
-            ids = encode_whole(prompt, completion, self.processing_class, row, eos, cut)
-        except ValueError as error:
-            raise ValueError(f"{self._who}: {error}") from error
-        if limit is not None and len(ids) > limit:
-            raise ValueError(
-                f"{self._who}: text in row {row} has {len(ids)} tokens, beyond its "
-                f"max_position_embeddings of {limit}: lower max_completion_length, or shorten the "
-                "prompts"
-            )
-        return ids
-
-    @torch.no_grad()
-    def _score(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        ids, mask = pad_rows(rows, self.processing_class.pad_token_id)
-        device = self.model.device
-        return sequence_scores(self.model, ids.to(device), mask.to(device))
 
 
 def sequence_scores(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -215,7 +242,16 @@ def score_tokenizer(
             f"{who} has {model.config.num_labels} outputs: a reward is one number, from a {kind} "
             f"with num_labels {' or '.join(map(str, labels))}"
         )
-    tokenizer = tokenizer or _saved_tokenizer(model.name_or_path, who, trust_remote_code, revision)
+    if tokenizer is None and has_tokenizer(path := model.name_or_path):
+        with about(who):
+            tokenizer = tokenizer_from_pretrained(
+                path, trust_remote_code=trust_remote_code, revision=revision
+            )
+    # Without files, some model types give a tokenizer with special tokens only.
+    if tokenizer is None or set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ValueError(
+            f"{who}: no tokenizer is saved beside it: give one (reward_processing_classes)"
+        )
     if tokenizer.pad_token_id is None and pad_token in tokenizer.get_vocab():
         tokenizer.pad_token = pad_token
     if tokenizer.pad_token_id is None:
@@ -231,33 +267,6 @@ def name_of(path: str | PathLike[str]) -> str:
     """Return the last part of a path or Hub id; for a run's `final/`, the name of the run."""
     whole = Path(path)
     return whole.parent.name if whole.name == "final" else whole.name
-
-
-def _load(path: str | PathLike[str], trust_remote_code: bool) -> PreTrainedModel:
-    with about(f"reward model {name_of(path)}"):
-        check_directory(path)
-        return from_pretrained(
-            AutoModelForSequenceClassification,
-            path,
-            dtype="auto",
-            trust_remote_code=trust_remote_code,
-        )
-
-
-def _saved_tokenizer(
-    path: str, who: str, trust_remote_code: bool, revision: str | None
-) -> PreTrainedTokenizerBase:
-    none = f"{who}: no tokenizer is saved beside it: give one (reward_processing_classes)"
-    if not path or not has_tokenizer(path):
-        raise ValueError(none)
-    with about(who):
-        tokenizer = tokenizer_from_pretrained(
-            path, trust_remote_code=trust_remote_code, revision=revision
-        )
-    # Without files, some model types give a tokenizer with special tokens only.
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise ValueError(none)
-    return tokenizer
 
 
 def micro_batches(lengths: Sequence[int]) -> Iterator[list[int]]:

@@ -1,56 +1,74 @@
-"""The sources of reward of a run, called on the same completions.
+"""The sources of reward of a run, called on the completions of a prompt.
 
 Shapes: B completions, T columns, K sources.
 """
 
-import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from os import PathLike
+from typing import Any, Literal, TypeAlias
 
 import torch
+from peft import PeftModel
 from torch import Tensor
-from transformers import TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import shown as quote
+from rlhf_pg.boundary.user_code import PATIENCE, begin
 from rlhf_pg.data.records import pad_rows
-from rlhf_pg.rewards.answers import Answer, Failed, answered, placed, refusal
-from rlhf_pg.rewards.calls import (
-    AsyncCall,
+from rlhf_pg.rewards.functions import (
+    Answer,
+    CallFailed,
     Shown,
-    begin_in_worker,
-    call_here,
+    Source,
+    call,
+    call_async,
+    late,
+    show,
 )
-from rlhf_pg.rewards.judgement import Begun, Judgement, described, joined
-from rlhf_pg.rewards.sources import RewardSource, Source, Tokenizers, is_model, sources_of
-from rlhf_pg.rewards.workers import WorkerPool
+from rlhf_pg.rewards.pool import Pool
+from rlhf_pg.rewards.process import ProcessRewardModel
+from rlhf_pg.rewards.reward_model import RewardModel
+from rlhf_pg.rewards.scores import at_end, ends
+from rlhf_pg.rewards.verifiers import Verifier
 
-logger = logging.getLogger(__name__)
+Scores = Sequence[float | Sequence[float | None] | None]
+RewardFunction = Callable[..., Scores | Awaitable[Scores]]
+RewardSource: TypeAlias = RewardFunction | str | PathLike[str] | PreTrainedModel
+Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
+Begun = dict[int, Future[Answer]]  # calls on the completions of one prompt, by number of the source
 
+MODELS = (str, PathLike, PreTrainedModel)
 ENVIRONMENT = "environment"  # name of an environment's rewards
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallOptions:
-    """The config's keys for calls of reward functions.
+@dataclass(kw_only=True)
+class Judgement:
+    """Scores of a batch, with what the functions logged and where they failed.
 
     Attributes:
-        workers: `reward_workers`.
-        timeout: `reward_timeout`.
-        on_error: `on_reward_error`.
-        error_value: `reward_error_value`.
+        scores: (B,T,K), see `Rewards.__call__`.
+        lost: (B,) True where sources failed and no other gave a score.
+        extra: columns for completions.jsonl, of B values each.
+        metrics: numbers for metrics.jsonl, one per call.
+        called, failed: completions that each function was asked about, and failed on.
+        first_failure: the error of the first of these.
     """
 
-    workers: int = 0
-    timeout: float | None = None
-    on_error: Literal["error", "drop", "value"] = "error"
-    error_value: float = 0.0
+    scores: Tensor
+    lost: Tensor
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    called: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, int] = field(default_factory=dict)
+    first_failure: str | None = None
 
 
 class Rewards:
-    """One or several reward functions, called on the same completions.
+    """One or several reward functions, called on the completions of one prompt after another.
 
     Args:
         functions: callables `(prompts, completions, completion_ids, **columns)` that return one
@@ -58,14 +76,16 @@ class Rewards:
             one event loop for the run. Instead of a float, a list with one entry per token of
             `completion_ids` gives a score to every step, at the token that ends it, and None to
             the other tokens. A sequence classifier, or the path or Hub id of one, becomes a
-            `RewardModel`.
+            `RewardModel`, which is called once for all prompts.
         weights: one per function; None gives each weight 1.
         processing_classes: tokenizers of the reward models: one for all, or a list with one entry
             per function. None stands for the tokenizer saved beside the model.
         device: device of the reward models; None leaves a model where it is.
         environment: an environment pays too, as the last source, "environment".
         sees_eos, trust_remote_code: options of reward models made here.
-        options: where functions are called, for how long, and what follows if they fail.
+        workers: `reward_workers`, processes that call plain functions; ready-made ones, which have
+            limits of their own, stay here.
+        timeout, on_error, error_value: `reward_timeout`, `on_reward_error`, `reward_error_value`.
 
     A function gets what its signature names, all columns if it has **kwargs. One that names them
     also gets `ended` (a bool per completion: the policy ended it by an EOS), `truncated` (a bool
@@ -90,15 +110,34 @@ class Rewards:
         environment: bool = False,
         sees_eos: bool = True,
         trust_remote_code: bool = False,
-        options: CallOptions | None = None,
+        workers: int = 0,
+        timeout: float | None = None,
+        on_error: Literal["error", "drop", "value"] = "error",
+        error_value: float = 0.0,
     ) -> None:
-        self.options = options or CallOptions()
-        models = (device, sees_eos, trust_remote_code)
-        self.sources = sources_of(functions, processing_classes, self.options.workers > 0, *models)
-        if not self.sources and not environment:
+        given: Any = functions
+        listed = [given] if callable(given) or isinstance(given, MODELS) else list(given)
+        if not listed and not environment:
             raise ValueError(
                 "reward_funcs is empty: give at least one reward function (or an environment)"
             )
+        tokenizers: Any = processing_classes
+        if not isinstance(tokenizers, list | tuple):
+            tokenizers = [tokenizers] * len(listed)
+        if len(tokenizers) != len(listed):
+            raise ValueError(
+                f"reward_processing_classes must have one entry per reward function, got "
+                f"{len(tokenizers)} for {len(listed)}; None stands for a function's own"
+            )
+        self.sources: list[Source] = []
+        for function, tokenizer in zip(listed, tokenizers, strict=True):
+            source = _source(function, tokenizer, device, sees_eos, trust_remote_code)
+            if workers and source.kind == "plain" and not isinstance(function, Verifier):
+                source = replace(source, kind="worker")
+            taken = [other.name for other in self.sources]
+            numbered = (f"{source.name}_{n}" for n in range(2, len(listed) + 1))
+            name = next(name for name in (source.name, *numbered) if name not in taken)
+            self.sources.append(replace(source, name=name))
         self.names = [source.name for source in self.sources]
         if environment and ENVIRONMENT in self.names:
             raise ValueError(
@@ -113,237 +152,212 @@ class Rewards:
                 f"reward_weights must have one entry per source of reward, got {len(self.weights)} "
                 f"for {', '.join(self.names)}"
             )
-        _check_places(self.sources, self.options, environment)
-        self._in_workers = {s.name: s.function for s in self.sources if s.place == "worker"}
-        self.pool: WorkerPool | None = None
-        if self._in_workers:
-            self.pool = WorkerPool(self._in_workers, self.options.workers, self.options.timeout)
+        self.timeout, self.on_error, self.error_value = timeout, on_error, error_value
+        self.run_beside = any(source.kind in ("worker", "async") for source in self.sources)
+        if timeout is not None and not self.run_beside:
+            raise ValueError(
+                "reward_timeout cannot end a call in the trainer's own process: set "
+                "reward_workers, or make the function async"
+            )
+        self.pool = Pool(workers)
+        for source in self.sources:
+            if source.kind == "worker":
+                if environment and "environments" in source.asked:
+                    raise ValueError(
+                        f"reward function {source.name} takes environments, which cannot be sent "
+                        "to a worker: leave out reward_workers"
+                    )
+                self.pool.check(source)
 
-    @property
-    def run_beside(self) -> bool:
-        """True if a source can be called while other completions are sampled."""
-        return any(source.place != "trainer" for source in self.sources)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Score B completions; the arguments are those of `judge`.
-
-        Returns:
-            (B,T,K) float64 on the CPU, unweighted, one slice per source and as wide as the widest
-            completion: a score stands at the token that ends its step, or for a whole completion
-            at its last action token. NaN elsewhere, and where a function returned None.
-        """
-        return self.judge(*args, **kwargs).scores
-
-    def judge(
+    def __call__(
         self,
         prompts: Sequence[Any],
         completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
         action_mask: Tensor | None = None,
+        **known: Any,
+    ) -> Tensor:
+        """Score B completions; see `judge`, whose `shown` is made of the arguments by `show`.
+
+        Returns:
+            (B,T,K) float64 on the CPU, unweighted, one slice per source and as wide as the widest
+            completion: a score stands at the token that ends its step, or for a whole completion
+            at its last action token. NaN elsewhere, and where a function returned None.
+        """
+        groups = known.pop("groups", None)
+        shown = show(prompts, completions, completion_ids, columns, **known)
+        mask = pad_rows(completion_ids, 0)[1] if action_mask is None else action_mask
+        return self.judge(shown, mask, groups=groups).scores
+
+    def judge(
+        self,
+        shown: Shown,
+        action_mask: Tensor,
         paid: Tensor | None = None,
-        ended: Sequence[bool] | None = None,
-        state: TrainerState | None = None,
-        truncated: Sequence[bool] | None = None,
-        environments: Sequence[Any] | None = None,
         groups: Sequence[int] | None = None,
         begun: Mapping[int, Begun] | None = None,
     ) -> Judgement:
         """Score B completions, and say what was logged and what failed.
 
         Args:
-            ended, state, truncated, environments: arguments for functions that name them; see the
-                class.
-            action_mask: (B,T) True where the policy chose the token; by default it chose them all.
-                A row without such a token is not shown to functions and has no score.
+            action_mask: (B,T) True where the policy chose the token. A row without such a token is
+                not shown to functions and has no score.
             paid: (B,T) rewards of the environment, if there is one; NaN for none.
-            groups: the prompt's number of each completion, for functions that are called once for
-                every prompt; without numbers they are called once for all.
+            groups: the prompt's number of each completion: functions are called once for every
+                number, without numbers once.
             begun: what `begin` returned, for some of the groups.
 
         Raises:
-            ValueError: a function failed, returned the wrong number of scores, something else than
-                a finite number, or a score for a token that the policy did not choose; or all of
-                them returned None for the same completion.
+            ValueError: a function failed and `on_error` is "error", or all of them returned None
+                for the same completion.
         """
-        mask = pad_rows(completion_ids, 0)[1] if action_mask is None else action_mask.cpu()
+        mask = action_mask.cpu()
         scores = torch.full((*mask.shape, len(self.names)), math.nan, dtype=torch.float64)
         if paid is not None:
             scores[:, :, -1] = paid.cpu()
         judgement = Judgement(scores=scores, lost=torch.zeros(len(mask), dtype=torch.bool))
-        rows = mask.any(1).nonzero().flatten().tolist()
-        if not rows:
-            return judgement
-        shown = show(
-            prompts, completions, completion_ids, columns, ended, state, truncated, environments
-        ).select(rows)
-        numbers = [0] * len(rows) if groups is None else [groups[i] for i in rows]
-        for k, answer in enumerate(self._answers(shown, numbers, begun or {})):
-            said = self._accepted(self.sources[k], answer, rows, shown, mask, judgement)
-            scores[:, :, k] = placed(self.names[k], said, rows, completion_ids, mask)
+        of_group: dict[int, list[int]] = {}
+        for i in (rows := mask.any(1).nonzero().flatten().tolist()):
+            of_group.setdefault(0 if groups is None else groups[i], []).append(i)
+        parts = {group: shown.select(own) for group, own in of_group.items()}
+        calls: dict[int, Begun] = dict(begun or {})
+        try:
+            for group, part in parts.items():
+                if group not in calls:
+                    calls[group] = self.begin(part)
+            for k, source in enumerate(self.sources if rows else ()):
+                judgement.called[source.name], judgement.failed[source.name] = len(rows), 0
+                if source.kind == "model":
+                    self._take(judgement, k, None, shown.select(rows), rows, mask)
+                    continue
+                for group, own in of_group.items():
+                    self._take(judgement, k, calls[group].get(k), parts[group], own, mask)
+        except BaseException:
+            give_up(calls.values())
+            raise
         silent = [i for i in rows if scores[i].isnan().all() and not judgement.lost[i]]
         if silent:
+            prompt = quote(shown.inputs["prompts"][silent[0]])
             raise ValueError(
                 f"no reward function applies to completion {silent[0]} of the batch: every one of "
-                f"{', '.join(self.names)} returned None for prompt {quote(prompts[silent[0]])}"
+                f"{', '.join(self.names)} returned None for prompt {prompt}"
             )
         judgement.lost &= scores.isnan().all(2).all(1)
         return judgement
 
-    # ------------------------------------------------------------------------------- the calls
-
     def begin(self, shown: Shown) -> Begun:
         """Begin the calls on the completions of one prompt that can be made beside sampling."""
         begun: Begun = {}
-        numbers = list(self._in_workers)
         for k, source in enumerate(self.sources):
-            if source.place == "event loop":
-                begun[k] = AsyncCall(source, shown, self.options.timeout)
-            elif source.place == "worker":
-                assert self.pool is not None
-                number = numbers.index(source.name)
-                begun[k] = begin_in_worker(self.pool, number, source, shown)
+            if source.kind not in ("worker", "async"):
+                continue
+            given = (source, shown.arguments(source), len(shown), self.timeout)
+            try:
+                if source.kind == "worker":
+                    begun[k] = self.pool.call(*given)
+                else:
+                    begun[k] = begin(partial(call_async, *given))
+            except CallFailed as error:
+                begun[k] = Future()
+                begun[k].set_exception(error)
         return begun
 
-    def _answers(
-        self, shown: Shown, groups: Sequence[int], begun: Mapping[int, Begun]
-    ) -> list[Answer]:
-        """Return an answer of every source.
-
-        Args:
-            groups: the prompts of the rows, by number.
-        """
-        places: dict[int, list[int]] = {}
-        for place, group in enumerate(groups):
-            places.setdefault(group, []).append(place)
-        calls: dict[int, Begun] = {}
-        try:
-            if self.run_beside:
-                for group, rows in places.items():
-                    calls[group] = begun.get(group) or self.begin(shown.select(rows))
-            answers: dict[int, Answer] = {}
-            # One call, as TRL makes it; but a failure that is survived is to cost one prompt.
-            survives = self.options.on_error != "error"
-            for k, source in enumerate(self.sources):  # while the others are at work
-                if source.place == "trainer":
-                    apart = survives and not is_model(source.function)
-                    of_calls = places if apart else {0: range(len(shown))}
-                    of_groups = {
-                        group: answered(partial(call_here, source, shown.select(rows)), len(rows))
-                        for group, rows in of_calls.items()
-                    }
-                    answers[k] = joined(of_groups, of_calls, len(shown))
-            for k in set(range(len(self.sources))) - answers.keys():
-                of_groups = {group: made[k].result() for group, made in calls.items()}
-                answers[k] = joined(of_groups, places, len(shown))
-            return [answers[k] for k in range(len(self.sources))]
-        except BaseException:
-            give_up(calls.values())
-            raise
-
-    # ---------------------------------------------------------------------------- what they said
-
-    def _accepted(
+    def _take(
         self,
-        source: Source,
-        answer: Answer,
-        rows: Sequence[int],
-        shown: Shown,
-        mask: Tensor,
         judgement: Judgement,
-    ) -> list[Any]:
-        """Note what a source logged and where it failed; return its entries for `placed`.
-
-        Raises:
-            ValueError: it failed, and `on_error` is "error".
-        """
-        options, ids = self.options, shown.inputs["completion_ids"]
-        said = list(answer.scores)
-        if options.on_error != "error":
-            for place, (i, score) in enumerate(zip(rows, said, strict=True)):
-                if not isinstance(score, Failed):
-                    why = refusal(source.name, i, score, mask[i, : len(ids[place])].tolist())
-                    said[place] = (
-                        score if why is None else Failed(why.removeprefix(f"{source.who} "))
-                    )
-        failed = [place for place, score in enumerate(said) if isinstance(score, Failed)]
-        if failed:
-            first = failed[0]
-            error = described(source, said[first], rows[first], shown.inputs["prompts"][first])
-            if options.on_error == "error":
-                raise ValueError(error) from said[first].cause
+        k: int,
+        future: Future[Answer] | None,
+        shown: Shown,
+        rows: Sequence[int],
+        mask: Tensor,
+    ) -> None:
+        """Take in the answer of source `k` about these rows, or its failure."""
+        source = self.sources[k]
+        try:
+            if future is None:
+                answer = call(source, shown.arguments(source), len(shown))
+            else:
+                answer = self._waited(source, future)
+            placed = _placed(answer.scores, shown.inputs["completion_ids"], mask[rows])
+        except CallFailed as failure:
+            error = f"reward function {source.name} {failure}"
+            if source.kind != "model":
+                error += f" (prompt {quote(shown.inputs['prompts'][0])})"
+            if self.on_error == "error":
+                raise ValueError(error) from failure.__cause__
             judgement.first_failure = judgement.first_failure or error
-        judgement.called[source.name] = len(rows)
-        judgement.failed[source.name] = len(failed)
-        for place in failed:
-            said[place] = options.error_value if options.on_error == "value" else None
-            judgement.lost[rows[place]] = True
-        judgement.note(answer, rows)
-        return said
+            judgement.failed[source.name] += len(rows)
+            judgement.lost[rows] = True
+            if self.on_error == "drop":
+                return
+            placed = at_end(torch.full((len(rows),), self.error_value).double(), mask[rows])
+            answer = Answer([], {}, {})
+        judgement.scores[rows, :, k] = placed
+        for name, values in answer.extra.items():
+            column = judgement.extra.setdefault(name, [None] * len(mask))
+            for row, value in zip(rows, values, strict=True):
+                column[row] = value
+        for name, numbers in answer.metrics.items():
+            judgement.metrics.setdefault(name, []).extend(numbers)
 
-
-def show(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    completion_ids: Sequence[Sequence[int]],
-    columns: Mapping[str, Sequence[Any]],
-    ended: Sequence[bool] | None = None,
-    state: TrainerState | None = None,
-    truncated: Sequence[bool] | None = None,
-    environments: Sequence[Any] | None = None,
-) -> Shown:
-    """Return what reward functions may be told of completions.
-
-    Raises:
-        ValueError: a column of the dataset has the name of an input.
-    """
-    inputs = {
-        "prompts": list(prompts),
-        "completions": list(completions),
-        "completion_ids": list(completion_ids),
-    }
-    if taken := inputs.keys() & columns.keys():
-        raise ValueError(
-            f"the dataset column {taken.pop()!r} has the name of what reward functions are "
-            "given: rename it"
-        )
-    facts = {"ended": ended, "truncated": truncated, "environments": environments}
-    progress = {} if state is None else {"step": state.global_step, "trainer_state": state}
-    return Shown(
-        inputs=inputs,
-        columns={name: list(column) for name, column in columns.items()},
-        facts={name: list(fact) for name, fact in facts.items() if fact is not None},
-        progress=progress,
-    )
+    def _waited(self, source: Source, future: Future[Answer]) -> Answer:
+        """Wait for a call that has begun; an interrupt gives it up."""
+        # A call that holds up the event loop is not late until somebody looks.
+        patience = self.timeout and self.timeout + PATIENCE if source.kind == "async" else None
+        try:
+            return future.result(patience)
+        except TimeoutError as error:
+            raise CallFailed(late(self.timeout)) from error
+        finally:
+            future.cancel()
 
 
 def give_up(begun: Any) -> None:
     """Cancel calls that nobody will ask about: of several prompts."""
     for calls in begun:
-        for call in calls.values():
-            call.cancel()
+        for future in calls.values():
+            future.cancel()
 
 
-def _check_places(sources: Sequence[Source], options: CallOptions, environment: bool) -> None:
-    """Refuse options that a function's place cannot follow.
+def _source(function: Any, tokenizer: Any, device: Any, *options: Any) -> Source:
+    """Return a source of a function, or of a reward model made of a path or a model."""
+    if isinstance(function, MODELS):
+        function = RewardModel(function, tokenizer, device, *options)
+    if isinstance(function, PeftModel):
+        raise ValueError(
+            "a reward model with an adapter cannot be scored: give merge_and_unload() of it"
+        )
+    if not callable(function):
+        raise TypeError(f"reward_funcs must be callables or reward models, got {quote(function)}")
+    source = Source.of(getattr(function, "__name__", type(function).__name__), function)
+    is_model = isinstance(function, RewardModel | ProcessRewardModel)
+    return replace(source, kind="model") if is_model else source
+
+
+def _placed(scores: Sequence[Any], completion_ids: Sequence[Sequence[int]], mask: Tensor) -> Tensor:
+    """Return (rows,T) scores, each at its token; NaN elsewhere.
 
     Raises:
-        ValueError: the message names the function and the key.
+        CallFailed: a list of another length than the completion's, or a score for a token that the
+            policy did not choose.
     """
-    places = {source.place for source in sources}
-    if options.workers and "worker" not in places:
-        raise ValueError(
-            "reward_workers has nothing to run: reward models and async functions stay in the "
-            "trainer; leave it out"
-        )
-    for source in sources:
-        if source.place == "worker" and environment and "environments" in source.asked:
-            raise ValueError(
-                f"{source.who} takes environments, which cannot be sent to a worker: leave out "
-                "reward_workers"
+    table = torch.full(mask.shape, math.nan, dtype=torch.float64)
+    last = ends(mask).tolist()
+    for i, (score, ids) in enumerate(zip(scores, completion_ids, strict=True)):
+        if not isinstance(score, list):
+            table[i, last[i]] = math.nan if score is None else score
+            continue
+        if len(score) != len(ids):
+            raise CallFailed(
+                f"returned a list of {len(score)} scores for completion {i} of the call, which has "
+                f"{len(ids)} tokens: return one entry per token, None where no step ends"
             )
-    if options.timeout is not None and places <= {"trainer"}:
-        raise ValueError(
-            "reward_timeout cannot end a call in the trainer's own process: set reward_workers, or "
-            "make the function async"
-        )
+        for t, step in enumerate(score):
+            if step is not None and not mask[i, t]:
+                raise CallFailed(
+                    f"returned {step} for token {t} of completion {i} of the call, which the "
+                    "policy did not choose: score the last token of its own before that one"
+                )
+            table[i, t] = math.nan if step is None else step
+    return table

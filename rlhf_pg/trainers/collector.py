@@ -19,8 +19,8 @@ from rlhf_pg.data import Prompts, PromptSampler
 from rlhf_pg.failpoints import failpoint
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.rewards import Rewards, sum_step_scores
-from rlhf_pg.rewards.judgement import Begun
-from rlhf_pg.rewards.scoring import give_up, show
+from rlhf_pg.rewards.functions import show
+from rlhf_pg.rewards.scoring import Begun, give_up
 from rlhf_pg.rewards.shaping import Shaping
 from rlhf_pg.rollout import (
     Episode,
@@ -214,20 +214,20 @@ class Collector:
         """
         rollout = samples.rollout
         with self.runtime.raise_together(ValueError):
-            judgement = self.rewards.judge(
+            shown = show(
                 samples.prompts,
                 samples.completions,
                 samples.completion_ids,
                 samples.columns,
-                rollout.action_mask,
-                environment_rewards(samples.episodes) if self.rewards.has_environment else None,
                 self._ended(samples.completion_ids),
                 self.progress(),
                 rollout.truncated.tolist(),
-                environments=samples.environments or None,
-                groups=rollout.groups.tolist(),
-                begun=samples.begun,
+                samples.environments or None,
             )
+            has_environment = self.rewards.has_environment
+            paid = environment_rewards(samples.episodes) if has_environment else None
+            groups = rollout.groups.tolist()
+            judgement = self.rewards.judge(shown, rollout.action_mask, paid, groups, samples.begun)
             self.reward_log.add(judgement, samples.episodes)
         if judgement.lost.any():
             known = ~judgement.lost.to(rollout.action_mask.device)

@@ -9,7 +9,7 @@ import torch
 
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.report.metrics import KEYS
-from rlhf_pg.rewards.judgement import Judgement
+from rlhf_pg.rewards.scoring import Judgement
 from rlhf_pg.rollout import Episode
 from rlhf_pg.runtime import Runtime
 

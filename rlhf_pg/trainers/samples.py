@@ -14,7 +14,7 @@ from rlhf_pg.data.chat import whole_turn
 from rlhf_pg.data.prompts import Prompts
 from rlhf_pg.data.records import Rollout, sample_numbers
 from rlhf_pg.rewards import sum_step_scores
-from rlhf_pg.rewards.judgement import Begun
+from rlhf_pg.rewards.scoring import Begun
 from rlhf_pg.rollout import (
     Completion,
     Episode,

@@ -39,9 +39,9 @@ from rlhf_pg.models.assemble import Models, adapter_of, assembled, policy_of
 from rlhf_pg.plan.token_budget import chunk_size, most, settled_budget
 from rlhf_pg.report.run_files import Start
 from rlhf_pg.report.trackers import Trackers
-from rlhf_pg.rewards import CallOptions, Rewards, RewardSource
+from rlhf_pg.rewards import Rewards, RewardSource
+from rlhf_pg.rewards.functions import source_fingerprint
 from rlhf_pg.rewards.shaping import Shaping
-from rlhf_pg.rewards.sources import source_fingerprint
 from rlhf_pg.rollout import (
     EnvironmentFactory,
     EnvironmentSource,
@@ -212,12 +212,10 @@ class TrainerSetup(TrainingLoop):
             environment,
             args.reward_model_sees_eos,
             args.trust_remote_code,
-            CallOptions(
-                workers=args.reward_workers,
-                timeout=args.reward_timeout,
-                on_error=args.on_reward_error,
-                error_value=args.reward_error_value,
-            ),
+            args.reward_workers,
+            args.reward_timeout,
+            args.on_reward_error,
+            args.reward_error_value,
         )
 
     def _load_prompts(self, train_dataset: Any, eval_datasets: Mapping[str, Any]) -> None:

@@ -21,12 +21,11 @@ HARMLESS = {"torch.compile", "re.compile", "regex.compile", "package.compile"}
 # The one place that imports what a recipe names: a Python file or a dotted name, never a URL.
 NAMED_CODE = {
     "boundary/user_modules.py": ["importlib.import_module"],
-    "cli/main.py": [
-        "importlib.import_module"
-    ],  # the file of a command, by a name that argparse knows
+    # A command or a class, by a name out of a fixed list.
+    "cli/main.py": ["importlib.import_module"],
+    "rewards/__init__.py": ["import_module"],
+    "rewards/pool.py": ["pickle"],  # between the trainer and workers that run the user's own code
 }
-# A worker unpickles what the trainer that started it sends; what it answers is JSON.
-NAMED_CODE |= {"boundary/worker.py": ["pickle"], "rewards/workers.py": ["pickle"]}
 OPTIONS = {"shell", "trust_remote_code", "allow_pickle"}
 
 

@@ -24,7 +24,7 @@ def signalled(number: int, step: int):
 
     def reward(completions, **columns):
         calls.append(1)
-        if len(calls) == step:
+        if len(calls) == 4 * step - 3:  # of the first prompt
             os.kill(os.getpid(), number)
         return digits(completions, **columns)
 
@@ -87,7 +87,7 @@ def test_second_sigint_ends_at_once(make, tmp_path, interruptible) -> None:
 
     def reward(completions, **columns):
         calls.append(1)
-        for _ in range(2 * (len(calls) == 3)):
+        for _ in range(2 * (len(calls) == 9)):
             os.kill(os.getpid(), signal.SIGINT)
         return digits(completions, **columns)
 
@@ -131,7 +131,7 @@ def test_sigterm_ends_fork_of_reward_function(make) -> None:
 
     trainer = make(max_steps=1, reward_funcs=reward)
     trainer.train()
-    assert codes == [-signal.SIGTERM]
+    assert codes == [-signal.SIGTERM] * 4
 
 
 def test_sigterm_during_final_save_exits_after_saving(make, tmp_path, monkeypatch) -> None:
@@ -182,7 +182,7 @@ def test_training_in_thread_keeps_signal_handlers(make) -> None:
     thread.start()
     thread.join()
     assert trainer.state.step == 1
-    assert seen == [signal.getsignal(signal.SIGTERM)]
+    assert set(seen) == {signal.getsignal(signal.SIGTERM)}
 
 
 @pytest.mark.fault(49, "its process saves after the step that it is in, and ends")

@@ -66,7 +66,7 @@ def test_skipped_update_saves_batch(make, tmp_path) -> None:
     seen = []
 
     def reward(prompts, completions, completion_ids, **_):
-        seen.append((prompts, completion_ids))
+        seen.extend(zip(prompts, completion_ids, strict=True))
         return [float(len(text)) for text in completions]
 
     trainer = make(max_steps=1, reward_funcs=reward)
@@ -82,8 +82,8 @@ def test_skipped_update_saves_batch(make, tmp_path) -> None:
     assert all(c.isprintable() or c == "\n" for c in text)
     kept = json.loads(text)
     assert (kept["step"], kept["update"], kept["norm"]) == (1, 0, "nan")
-    assert len(kept["rows"]) == len(seen[0][0]) == 16
-    for row, prompt, ids in zip(kept["rows"], *seen[0], strict=True):
+    assert len(kept["rows"]) == len(seen) == 16
+    for row, (prompt, ids) in zip(kept["rows"], seen, strict=True):
         assert row["prompt"].endswith(prompt)
         assert row["completion"] == trainer.processing_class.decode(ids)
     tensors = load_file(place / "update0-rank0.safetensors")
@@ -197,7 +197,7 @@ def test_reward_error_after_save_reuses_checkpoint(make, tmp_path) -> None:
 
     def reward(completions, **_):
         calls.append(1)
-        if len(calls) == 2:
+        if len(calls) == 5:
             raise RuntimeError("not today")
         return [1.0] * len(completions)
 

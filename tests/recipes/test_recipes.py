@@ -10,6 +10,7 @@ import torch
 import yaml
 
 import rlhf_pg
+from rlhf_pg.boundary import http
 from rlhf_pg.cli import main
 from rlhf_pg.config import (
     GRPOConfig,
@@ -22,7 +23,6 @@ from rlhf_pg.config import (
 from rlhf_pg.config.parse import parse
 from rlhf_pg.report.json_lines import read
 from rlhf_pg.report.metrics import KEYS
-from rlhf_pg.rollout.vllm import http
 from rlhf_pg.tasks import TASKS, preference
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -112,7 +112,8 @@ def test_other_reward_is_found_by_sampling_again(make) -> None:
     """The ids are as before, the scores and what follows from them are not."""
     trained(make, "grpo", max_steps=2)
     options = EVERY | {"max_steps": 2}
-    other = make(GRPOTrainer, **options, reward_funcs=lambda completions, **_: [0.5] * 16)
+    half = lambda completions, **_: [0.5] * len(completions)  # noqa: E731
+    other = make(GRPOTrainer, **options, reward_funcs=half)
     made = Replay(other).make(2, resample=True)
     stages = [place.stage for place in made.differs]
     assert stages == ["scores", "advantages", "gradient", "weights"]

@@ -90,16 +90,6 @@ def _say(handler: BaseHTTPRequestHandler, said: Said) -> None:
     handler.wfile.write(body)
 
 
-class Pauses:
-    """A pause that takes no time, and remembers how long it was to be."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    async def __call__(self, seconds: float) -> None:
-        self.seconds.append(seconds)
-
-
 def hang_up(handler: BaseHTTPRequestHandler) -> None:
     """Close the connection without a word."""
 

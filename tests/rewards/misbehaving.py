@@ -6,9 +6,7 @@ The file imports nothing heavy, since every worker imports it.
 import os
 import re
 import signal
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -55,12 +53,6 @@ def is_killed(completions):
     return length(completions)
 
 
-def is_signalled(completions):
-    if "bad" in completions:
-        os.kill(os.getpid(), signal.SIGRTMIN + 1)  # which has no name
-    return length(completions)
-
-
 def takes_all_memory(completions):
     if "bad" in completions:
         hoard = []
@@ -69,18 +61,8 @@ def takes_all_memory(completions):
     return length(completions)
 
 
-def forks(completions):
-    if "bad" in completions and os.fork() == 0:
-        return [99.0] * len(completions)
-    return length(completions)
-
-
 def is_not_a_number(completions):
     return [float("nan") if text == "bad" else 1.0 for text in completions]
-
-
-def is_a_word(completions):
-    return ["good" if text == "bad" else 1.0 for text in completions]
 
 
 def cannot_be_pickled(completions):
@@ -91,32 +73,9 @@ def loses_a_score(completions):
     return [1.0 for text in completions if text != "bad"]
 
 
-def answers_with_a_generator(completions):
-    return (1.0 for _ in completions) if "bad" in completions else length(completions)
-
-
-def leaves_a_child(completions):
-    """A hang that has started another process, whose number is the completion's file."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-    with open(completions[0], "w") as file:
-        file.write(str(child.pid))
-    time.sleep(1000)
-
-
-def leaves_a_thread(completions):
-    threading.Thread(target=time.sleep, args=(1000,)).start()
+def prints(completions):
+    print("noise")
     return length(completions)
-
-
-def chats(completions):
-    """One that prints, reads and writes where the trainer's messages are."""
-    print("noise" * 10000)
-    os.write(1, b"noise")
-    try:
-        input()
-    except EOFError:
-        return length(completions)
-    return [0.0] * len(completions)
 
 
 def process(completions):

@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerState
 
 from rlhf_pg.rewards import Rewards, sum_step_scores
-from rlhf_pg.rewards.sources import source_fingerprint
+from rlhf_pg.rewards.functions import source_fingerprint
 
 PROMPTS = ["p", "p", "q"]
 COMPLETIONS = ["a", "bb", "ccc"]
@@ -317,7 +317,7 @@ def test_scores_keep_precision():
         (torch.zeros(2), "2 scores"),
         (None, "None"),
         (1.0, "1.0"),
-        (torch.tensor(1.0), "1.0"),
+        (torch.tensor(1.0), r"tensor\(1"),
         ({"a": 1, "b": 2, "c": 3}, "{'a': 1"),
         ((x for x in (1.0, 2.0, 3.0)), "<generator"),
     ],
@@ -345,7 +345,7 @@ def test_wrong_number_of_scores_raises(scores, got):
 )
 @pytest.mark.parametrize("container", [list, tuple])
 def test_invalid_score_error_names_function_and_completion(score, shown, container):
-    message = f"reward function said returned {shown}.* for completion 1 of the batch"
+    message = f"reward function said returned {shown}.* for completion 1 of the call"
     with pytest.raises(ValueError, match=message):
         call(length, says(container([0.0, score, 1.0])))
 
@@ -431,7 +431,7 @@ def test_completion_score_is_at_last_action_token():
 
 def test_score_for_non_action_token_raises():
     mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
-    message = "said returned 0.0 for token 1 of completion 2 of the batch, which the policy did not"
+    message = "said returned 0.0 for token 1 of completion 2 of the call, which the policy did not"
     with pytest.raises(ValueError, match=message):
         per_token(length, says([1, [1, 1], [None, 0.0, 1]]), action_mask=mask)
 
@@ -445,7 +445,9 @@ def test_list_length_must_match_tokens(length_):
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, "good", [1.0]], ids=str)
 def test_invalid_step_score_error_names_function_and_token(score):
-    with pytest.raises(ValueError, match=r"said returned .* for token 1 of completion 2 of the"):
+    with pytest.raises(
+        ValueError, match=r"said returned .* for token 1 of completion 2 of the call"
+    ):
         call(length, says([1.0, 1.0, [0.0, score, 1.0]]))
 
 
@@ -466,13 +468,6 @@ def failure(**_):
     raise KeyError("answer")
 
 
-class Longer(list):
-    """Than it says."""
-
-    def __iter__(self):
-        return iter([0.5] * 9)
-
-
 @pytest.mark.parametrize(
     ("scores", "said"),
     [
@@ -483,10 +478,6 @@ class Longer(list):
 def test_unreadable_scores_raise_one_error(scores, said):
     with pytest.raises(ValueError, match=said):
         call(says(scores))
-
-
-def test_list_subclass_is_read_by_its_length():
-    assert call(says(Longer([1.0, 2.0, 3.0]))).nansum() == 6.0
 
 
 def test_exception_text_is_escaped_redacted_and_truncated():
@@ -503,14 +494,6 @@ def test_exception_text_is_escaped_redacted_and_truncated():
     with pytest.raises(ValueError, match="said returned 'aaa") as caught:
         call(says(["a" * 10**6] * 3))
     assert len(str(caught.value)) < 1200
-
-
-def test_cancelled_call_raises_one_error():
-    async def impatient(**_):
-        raise asyncio.CancelledError
-
-    with pytest.raises(ValueError, match="impatient raised CancelledError"):
-        call(length, impatient)
 
 
 @pytest.mark.parametrize("function", [failure, slow_failure])

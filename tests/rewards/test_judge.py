@@ -1,8 +1,5 @@
 """A judge, against a server on loopback that OpenAI's own client takes for the real one."""
 
-import asyncio
-import logging
-import pickle
 import re
 import threading
 import time
@@ -10,10 +7,10 @@ import time
 import openai
 import pytest
 
+from rlhf_pg.boundary.user_code import wait_for
 from rlhf_pg.rewards import Rewards
-from rlhf_pg.rewards.answer_cache import AnswerCache
 from rlhf_pg.rewards.judge import Judge
-from tests.rewards.loopback import Loopback, Pauses, Said
+from tests.rewards.loopback import Loopback, Said
 
 RUBRIC = "Is it {short} and kind?"
 
@@ -58,7 +55,7 @@ def make(server, **options):
 
 def scores(judge, completions=("a", "bb"), **columns):
     given = {"prompts": ["p"] * len(completions), "completions": list(completions)}
-    return asyncio.run(judge(**given, completion_ids=[[4]] * len(completions), **columns))
+    return wait_for(judge(**given, completion_ids=[[4]] * len(completions), **columns))
 
 
 def failure(judge, *args, **given):
@@ -70,32 +67,22 @@ def failure(judge, *args, **given):
 # ------------------------------------------------------------------------------- the protocol
 
 
-def test_request_is_that_of_openai_client(server, monkeypatch):
-    """The same path, key and body; and the client reads the answers that the judge reads."""
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    judge = make(server, request={"seed": 7})
-    assert scores(judge, ["aaaa"]) == [pytest.approx(3 / 9)]
-    (ours,) = server.asked
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="sk-secret", max_retries=0)
-    answer = client.chat.completions.create(
-        model="m", messages=ours.body["messages"], temperature=0, seed=7
-    )
-    theirs = server.asked[1]
-    assert answer.choices[0].message.content == 'It is fine. {"score": 4}'
-    assert (ours.path, ours.body) == (theirs.path, theirs.body)
-    for name in ("authorization", "content-type"):
-        assert ours.headers[name] == theirs.headers[name]
+def test_server_that_fails_is_asked_again_then_one_error(server):
+    answers = [chat('{"score": 10}'), Said({"error": {"message": "no"}}, 500, {"Retry-After": "0"})]
+    server.answer = lambda asked: answers.pop()
+    assert scores(make(server, retries=1), ["a"]) == [1.0]
+    server.answer = lambda asked: Said({"error": {"message": "no"}}, 500, {"Retry-After": "0"})
+    with pytest.raises(openai.InternalServerError):
+        scores(make(server, retries=1), ["b"])
+    assert len(server.asked) == 4
+    with pytest.raises(ValueError, match="reward function helpful raised InternalServerError"):
+        Rewards(make(server, retries=0))(["p"], ["c"], [[4]], {})
 
 
-@pytest.mark.parametrize("status", [401, 429, 500])
-def test_judge_and_openai_client_agree_on_what_is_asked_again(server, status):
-    server.answer = lambda asked: Said({"error": {"message": "no"}}, status, {"Retry-After": "0"})
-    assert f"status {status}" in failure(make(server, retries=1, pause=Pauses()), ["a"])
-    ours = len(server.asked)
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="k", max_retries=1)
-    with pytest.raises(openai.APIStatusError):
-        client.chat.completions.create(model="m", messages=[])
-    assert len(server.asked) == 2 * ours
+def test_hanging_server_times_out(server):
+    server.answer = lambda asked: time.sleep(1.0) or by_length(asked)
+    with pytest.raises(openai.APITimeoutError):
+        scores(make(server, timeout=0.1, retries=0), ["a"])
 
 
 def test_scores_reach_the_trainer_under_the_name_of_the_judge(server):
@@ -108,32 +95,18 @@ def test_scores_reach_the_trainer_under_the_name_of_the_judge(server):
     assert said == {"[assistant]\nabc", "[assistant]\n"}
 
 
-@pytest.mark.parametrize(
-    ("base_url", "named", "sent"),
-    [
-        ("{loopback}/v1", None, "Bearer usual"),
-        ("{loopback}/v1/chat/completions", "OTHER_KEY", "Bearer other"),
-    ],
-)
-def test_key_of_environment_is_sent(server, monkeypatch, base_url, named, sent):
+def test_key_goes_to_openai_and_to_servers_for_which_it_is_named(server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "usual")
     monkeypatch.setenv("OTHER_KEY", "other")
-    judge = make(server, base_url=base_url.format(loopback=server.url), api_key_env=named)
-    scores(judge, ["a"])
-    assert server.asked[0].headers["authorization"] == sent
+    scores(make(server), ["a"])
+    scores(make(server, api_key_env="OTHER_KEY"), ["a"])
+    sent = [asked.headers["authorization"] for asked in server.asked]
+    assert sent == ["Bearer none", "Bearer other"]
     assert server.asked[0].path == "/v1/chat/completions"
-
-
-def test_usual_key_goes_to_no_other_host_unless_named(monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "usual")
-    options = {"rubric": RUBRIC, "model": "m"}
-    assert Judge("j", **options).api_key_env == "OPENAI_API_KEY"
-    other = {"base_url": "https://judge.example/v1", **options}
-    assert Judge("j", **other).api_key_env is None
-    assert Judge("j", **other, api_key_env="OPENAI_API_KEY").api_key_env == "OPENAI_API_KEY"
+    assert Judge("j", rubric=RUBRIC, model="m").client.api_key == "usual"
     monkeypatch.delenv("OPENAI_API_KEY")
-    with pytest.raises(ValueError, match="OPENAI_API_KEY is not set"):
-        Judge("j", **options)
+    with pytest.raises(ValueError, match="OPENAI_API_KEY"):
+        Judge("j", rubric=RUBRIC, model="m")
 
 
 # ------------------------------------------------------------------------- what it is shown
@@ -208,14 +181,8 @@ GARBAGE = [
     chat("I would rather not."),
     chat('{"score": 11}'),
     chat('{"score": true}'),
-    chat('{"score": null}'),
-    chat('{"score": NaN}'),
-    chat("{" * 100_000),
     chat(None, finish_reason="length"),
-    Said({"error": {"message": "overloaded"}}),
     Said({"choices": []}),
-    Said(b"<html>"),
-    Said([1]),
 ]
 
 
@@ -227,16 +194,6 @@ def test_answer_without_verdict_is_asked_again(server, garbage):
     assert answers == []
 
 
-def test_judge_is_told_what_was_wrong_with_its_answer(server):
-    answers = [chat('{"score": 10}'), chat("Splendid!")]
-    server.answer = lambda asked: answers.pop()
-    scores(make(server), ["a"])
-    first, second = (asked.body["messages"] for asked in server.asked)
-    assert second[:2] == first
-    assert second[2] == {"role": "assistant", "content": "Splendid!"}
-    assert "from 1 to 10" in second[3]["content"]
-
-
 @pytest.mark.fault(63, "a judge is asked again, then one error names the row and what was said")
 def test_lasting_garbage_is_one_error_with_row_and_words(server):
     def answer(asked):
@@ -245,47 +202,25 @@ def test_lasting_garbage_is_one_error_with_row_and_words(server):
     server.answer = answer
     judge = make(server, concurrency=1)
     said = failure(judge, ["a", "bb", "ccc", "bb"])
-    assert said == (
-        "judge:helpful gave no score from 1 to 10 for completion 1, in 3 answers; "
-        "the last: '\\x1b[1mNo.'"
-    )
+    assert said == ("the judge gave no score from 1 to 10 in 3 answers; the last: '\\x1b[1mNo.'")
     server.asked.clear()
     scores(judge, ["a"])
     assert server.asked == []  # what was answered before stays known
 
 
-@pytest.mark.parametrize("said", [Said({"error": "sk-secret"}), chat("x" * 995 + "sk-secret")])
-def test_key_is_hidden_in_answer_without_verdict(server, monkeypatch, said):
-    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
-    server.answer = lambda asked: said
-    text = failure(make(server, api_key_env="JUDGE_KEY", asks=1), ["a"])
-    assert "sk-s" not in text
-    assert "***" in text
-
-
 def test_missing_column_is_named_before_anything_is_asked(server):
     said = failure(make(server, columns=["answer"]), ["a"], solution=["x"], level=[1])
-    assert said == "judge:helpful: the dataset has no column answer; it has solution, level"
+    assert "the dataset has no column 'answer'" in said
     assert server.asked == []
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"rubric": " "}, "rubric must be text"),
         ({"rubric": "absent.md"}, "the rubric of judge:helpful: there is no file"),
-        ({"model": ""}, "model must be its name"),
         ({"scale": "high"}, "scale must be two numbers"),
         ({"scale": [3, 3]}, "scale must be two numbers"),
-        ({"scale": [True, 3]}, "scale must be two numbers"),
-        ({"pattern": "("}, "is no regular expression"),
         ({"pattern": r"\d+"}, "needs a group"),
-        ({"asks": 0}, "asks must be a whole number, at least 1"),
-        ({"cache_size": 0}, "cache_size must be a whole number, at least 1"),
-        ({"temperature": "hot"}, "temperature must be a number"),
-        ({"request": {"model": "n"}}, "request may not hold model"),
-        ({"request": ["seed"]}, "request must hold fields by name"),
-        ({"base_url": "judge.example/v1"}, "the address must be http"),
     ],
 )
 def test_unusable_option_is_refused(server, options, reason):
@@ -300,8 +235,9 @@ def test_unusable_option_is_refused(server, options, reason):
 def test_resumed_run_asks_nothing_twice(server, tmp_path):
     cache = tmp_path / "made" / "verdicts.jsonl"
     first = scores(make(server, cache=cache), ["a", "bb"])
+    with cache.open("a") as file:
+        file.write('{"to')  # as a crash leaves it
     assert scores(make(server, cache=cache), ["a", "bb"]) == first
-    assert scores(pickle.loads(pickle.dumps(make(server, cache=cache))), ["a", "bb"]) == first
     assert len(server.asked) == 2
     for other in ({"rubric": "Another."}, {"model": "n"}, {"temperature": 1}, {"scale": "1-9"}):
         scores(make(server, cache=cache, **other), ["a"])
@@ -309,44 +245,3 @@ def test_resumed_run_asks_nothing_twice(server, tmp_path):
     scores(make(server, cache=cache, pattern=r"(\d)"), ["a"])
     scores(make(server, cache=cache, pattern=r"(7)"), ["a"])
     assert len(server.asked) == 8
-
-
-def test_cache_keeps_the_most_recently_used():
-    cache = AnswerCache(2)
-    for key in "ab":
-        cache.put(key, 1.0)
-    cache.get("a")
-    cache.put("c", 1.0)
-    assert [cache.get(key) for key in "abc"] == [1.0, None, 1.0]
-
-
-def test_file_of_answers_survives_crashes_and_stays_bounded(tmp_path):
-    path = tmp_path / "verdicts.jsonl"
-    for key in "abcde":
-        AnswerCache(2, path).put(key, float(ord(key)))
-    with path.open("ab") as file:
-        file.write(b'[1]\n{"key": "x", "answer": NaN}\n\xff\n{"key": "d", "ans')
-    cache = AnswerCache(2, path)
-    assert (len(cache), cache.get("d"), cache.get("e"), cache.get("x")) == (2, 100.0, 101.0, None)
-    assert len(path.read_bytes().splitlines()) == 2
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_answer_after_a_torn_line_is_not_lost(tmp_path):
-    path = tmp_path / "verdicts.jsonl"
-    path.write_bytes(b'{"key": "a", "ans')
-    AnswerCache(2, path).put("b", 1.0)
-    assert AnswerCache(2, path).get("b") == 1.0
-
-
-def test_unusable_cache_is_refused_and_a_full_disk_warned_of(tmp_path, caplog):
-    with pytest.raises(ValueError, match="cannot be used"):
-        AnswerCache(2, tmp_path)
-    cache = AnswerCache(2, tmp_path / "on" / "disk")
-    cache.path.unlink()
-    cache.path.parent.rmdir()
-    with caplog.at_level(logging.WARNING):
-        for key in "ab":
-            cache.put(key, 1.0)
-    assert caplog.text.count("lacks answers from here on") == 1
-    assert cache.get("b") == 1.0

@@ -59,7 +59,7 @@ def test_every_form_in_one_list(here, monkeypatch):
     assert says[2:] == [
         "reward exact: ready-made",
         "reward http://127.0.0.1:9/score: sends completions to http://127.0.0.1:9/score",
-        "reward judge:kind: sends completions to m at http://127.0.0.1:9/v1/chat/completions",
+        "reward judge:kind: sends completions to m at http://127.0.0.1:9/v1/",
         "reward model:runs/judge: loads the reward model runs/judge",
         "reward model:org/reward-model: loads the reward model org/reward-model",
     ]
@@ -115,8 +115,8 @@ def test_options_reach_judge_and_server_as_recipe_or_flags_write_them(monkeypatc
     names = ["judge:kind", "http://127.0.0.1:9"]
     made = named_rewards(names, options)
     judge, server = made
-    assert (judge.asker.timeout, judge.low, judge.high) == (10.0, 0.0, 5.0)
-    assert (server.batch_size, server.asker.retries) == (2, 0)
+    assert (judge.client.timeout, judge.low, judge.high) == (10.0, 0.0, 5.0)
+    assert (server.batch_size, server.client.retries) == (2, 0)
     assert describe(names, made)[0].endswith(", with the key in JUDGE_KEY")
     assert "sk-secret" not in str(describe(names, made))
 
@@ -125,7 +125,7 @@ def test_server_out_of_reach_is_one_error_that_names_it():
     rewards = Rewards(named_rewards(["http://127.0.0.1:9"], {"http://127.0.0.1:9": {"retries": 0}}))
     with pytest.raises(
         ValueError,
-        match=r"^reward function 127.0.0.1:9 raised .* in 1 attempt, for the call with",
+        match=r"^reward function 127.0.0.1:9 raised .* in 1 attempt.*prompt 'p'",
     ):
         rewards(["p"], ["c"], [[4]], {})
 
@@ -141,16 +141,16 @@ def test_server_out_of_reach_is_one_error_that_names_it():
         (["exact", "exact"], {}, "names exact twice"),
         (["exact"], {"regex": {}}, "has regex, which reward_funcs does not name; it names exact"),
         (["exact"], {"exact": 3}, "must be options by name, got 3"),
-        (["judge:j"], {"j": JUDGED, "judge:j": JUDGED}, "has judge:j twice"),
-        (["judge:"], {}, "judge: has no name"),
-        (["judge:j"], {}, "judge:j needs rubric"),
-        (["judge:j"], {"j": {"rubric": "r"}}, "judge:j needs model"),
-        (["judge:j"], {"j": {**JUDGED, "timeot": 1}}, "no option 'timeot'; did you mean 'timeout'"),
-        (["judge:j"], {"j": {**JUDGED, "name": "k"}}, "no option 'name'"),
-        (["http://h/s"], {"http://h/s": {"key": 1}}, "has no option 'key'"),
-        (["http://h/s"], {"http://h/s": {"url": "http://i"}}, "has no option 'url'"),
-        (["model:"], {}, "model: has no name"),
-        (["model:a"], {"model:a": {"dtype": "x"}}, "takes no options, got dtype"),
+        (["judge:j"], {}, "judge:j: rubric is needed\nmodel is needed"),
+        (["judge:j"], {"j": {**JUDGED, "timeot": 1}}, "'timeot'; did you mean 'timeout'"),
+        (["judge:j"], {"j": {**JUDGED, "name": "k"}}, "unknown key 'name'"),
+        (["judge:j"], {"j": {**JUDGED, "asks": 0, "timeout": 0}}, "asks must be .*\ntimeout must"),
+        (["judge:j"], {"j": {**JUDGED, "temperature": "hot"}}, "temperature must be"),
+        (["http://h/s"], {"http://h/s": {"key": 1}}, "unknown key 'key'"),
+        (["http://h/s"], {"http://h/s": {"batch_size": 2.5}}, "batch_size must be"),
+        (["http://h/s"], {"http://h/s": {"retries": -1}}, "retries must be"),
+        (["model:"], {}, "write model:PATH"),
+        (["model:a"], {"model:a": {"dtype": "x"}}, "without options"),
         (
             ["mine.py:brevity"],
             {"mine.py:brevity": {"limt": 1}},

@@ -55,7 +55,7 @@ def raises(completions, **_):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (says([1.0]), "reward function reward must return a list of 16 scores.*got 1"),
+        (says([1.0]), "reward function reward must return a list of 4 scores.*got 1"),
         (says(lambda c: [math.nan] * len(c)), "reward function reward returned nan"),
         (says(lambda c: [math.inf] * len(c)), "reward function reward returned inf"),
         (says(lambda c: [None] * len(c)), "no reward function applies"),
@@ -73,7 +73,7 @@ def test_failing_reward_keeps_finished_steps(make, tmp_path) -> None:
 
     def late(completions, **_):
         calls.append(1)
-        if len(calls) == 3:
+        if len(calls) == 9:
             raise RuntimeError("out of luck")
         return [float(len(c)) for c in completions]
 

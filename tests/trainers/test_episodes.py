@@ -327,7 +327,7 @@ def test_reward_error_index_counts_failed_episodes(tmp_path: Path) -> None:
     reward = lambda completions, **_: [math.nan]  # noqa: E731
     trainer = play(RLOOTrainer, tmp_path, Failing, num_generations=2, reward=reward)
     trainer.engine = says([BROKEN, GOOD[1]])
-    with pytest.raises(ValueError, match="returned nan for completion 1 of the batch"):
+    with pytest.raises(ValueError, match="returned nan for completion 0 of the call"):
         trainer.collector.collect(trainer.state.prompt_index, Meter())
 
 

@@ -62,7 +62,7 @@ def test_greedy_evaluation_matches_transformers_generate(make, model_path) -> No
     trainer = make(eval_dataset=HELD_OUT, reward_funcs=script)
     trainer.evaluate(temperature=0.0)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(model_path), trainer.processing_class
-    for prompt, said in zip(HELD_OUT["prompt"], script.seen[0], strict=True):
+    for prompt, (said,) in zip(HELD_OUT["prompt"], script.seen, strict=True):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         full = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
         assert tokenizer.decode(full, skip_special_tokens=True) == said
@@ -83,8 +83,8 @@ class Listed:
         self.seen: list[str] = []
 
     def __call__(self, prompts, completions, **columns) -> list[float]:
-        if len(set(prompts)) == len(prompts):
-            return [0.0] * len(prompts)
+        if len(prompts) == 1:  # the greedy one
+            return [0.0]
         self.seen += completions
         return [paid for prompt in prompts[::4] for paid in self.paid[prompt]]
 
@@ -178,13 +178,13 @@ def test_pass_at_k_ignores_penalties_and_clipping(make) -> None:
 
 
 def test_prompt_with_a_lost_completion_leaves_pass_at_k_and_majority(make) -> None:
-    """Of nine prompts three lose a completion; of the others half are right."""
+    """Of nine prompts three lose their completions; of the others half are right."""
     reward = Listed((1.0, math.inf, 1.0, 1.0), (1.0,) * 4, (0.0,) * 4)
     options = {"num_generations_eval": 4, "on_reward_error": "drop"}
     trainer = make(eval_dataset=HELD_OUT, reward_funcs=reward, **options)
     metrics = trainer.evaluate(answer=lambda completion: "the same")
-    assert metrics["eval_rewards/Listed/failed"] == 3 / 36
-    assert metrics["eval_reward"] == pytest.approx((9 + 12) / 33)
+    assert metrics["eval_rewards/Listed/failed"] == 12 / 36
+    assert metrics["eval_reward"] == pytest.approx(12 / 24)
     for name in ("pass@1", "pass@2", "pass@4", "majority@4"):
         assert metrics[f"eval_{name}"] == pytest.approx(0.5)
         assert metrics[f"eval_{name}_stderr"] == pytest.approx(math.sqrt(6 * 0.25 / 5 / 6))
@@ -204,7 +204,7 @@ def test_first_eval_completion_does_not_depend_on_count(make) -> None:
     for n in (1, 3):
         script = Script(1.0)
         make(eval_dataset=HELD_OUT, reward_funcs=script, num_generations_eval=n).evaluate()
-        seen[n] = [text for batch in script.seen[:-1] for text in batch]
+        seen[n] = [text for batch in script.seen[:9] for text in batch]
     assert seen[3][::3] == seen[1]
     assert len(seen[3]) == 27
 

@@ -276,7 +276,7 @@ def test_evaluate_is_repeatable_and_leaves_training_unchanged(make, tmp_path) ->
 
 def test_failed_evaluation_keeps_metrics_of_step(make, tmp_path) -> None:
     def reward(prompts, completions, **_):
-        if len(prompts) == 4:  # the second batch of the evaluation
+        if len(prompts) == 1:  # in the evaluation
             raise RuntimeError("not today")
         return [1.0] * len(prompts)
 
@@ -293,10 +293,12 @@ def test_evaluate_without_dataset_raises(make) -> None:
 
 
 def test_chat_prompts_reach_the_reward_as_messages(make, tmp_path) -> None:
-    seen = {}
+    seen = {"prompts": [], "completions": [], "name": []}
 
     def reward(prompts, completions, completion_ids, name):
-        seen.update(prompts=prompts, completions=completions, ids=completion_ids, name=name)
+        seen["prompts"] += prompts
+        seen["completions"] += completions
+        seen["name"] += name
         return [1.0] * len(prompts)
 
     chats = [[{"role": "user", "content": f"{i}+1="}] for i in range(4)]

@@ -68,9 +68,7 @@ def test_sampling_noise_differs_between_steps_and_rows(make) -> None:
 
     one = Dataset.from_dict({"prompt": ["1+1="]})
     make(train_dataset=one, reward_funcs=keep, learning_rate=1e-12, max_steps=2).train()
-    first, second = seen
-    assert first != second
-    assert len({tuple(first[i : i + 4]) for i in range(0, 16, 4)}) == 4
+    assert len({tuple(group) for group in seen}) == len(seen) == 8
 
 
 @pytest.mark.parametrize(("iterations", "is_scored"), [(1, False), (2, True)])

@@ -207,7 +207,7 @@ def test_failed_run_keeps_reported_steps(make, tmp_path) -> None:
 
     def reward(completions, **_):
         calls.append(len(completions))
-        if len(calls) == 3:
+        if len(calls) == 9:
             raise RuntimeError("not today")
         return [float(len(text)) for text in completions]
 

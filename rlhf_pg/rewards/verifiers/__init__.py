@@ -1,22 +1,28 @@
 """Ready-made rewards by name: answers that can be checked, the shape of a text, programs.
 
-Each is a function of completions, their token ids and the dataset's columns, with its options as
-keyword arguments; it returns a score per completion, None where it does not apply.
+Each is a function of what was said, with its options as keyword arguments; it returns a score per
+completion, None where it does not apply.
 """
 
 import dataclasses
-import inspect
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf_pg.boundary.quoted import quoted, shown
-from rlhf_pg.config.fields import config
+from rlhf_pg.config.fields import checked_options
 from rlhf_pg.config.foreign_keys import nearest
-from rlhf_pg.rewards.verifiers.answers import exact, json_schema, numeric, regex
+from rlhf_pg.rewards.verifiers.answers import (
+    exact,
+    format,
+    json_schema,
+    length,
+    numeric,
+    regex,
+    repetition,
+)
 from rlhf_pg.rewards.verifiers.code_tests import code
 from rlhf_pg.rewards.verifiers.math_answers import math
-from rlhf_pg.rewards.verifiers.shape import format, length, repetition
+from rlhf_pg.rewards.verifiers.texts import Said
 
 VERIFIERS: dict[str, Callable[..., Any]] = {
     function.__name__: function
@@ -26,10 +32,11 @@ VERIFIERS: dict[str, Callable[..., Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Verifier:
-    """A ready-made reward with its options, which can be sent to another process."""
+    """A ready-made reward with its options; `opened`: see `Said`."""
 
     name: str
     options: Mapping[str, Any]
+    opened: bool = False
 
     @property
     def __name__(self) -> str:
@@ -43,9 +50,8 @@ class Verifier:
         **columns: Sequence[Any],
     ) -> list[float | None]:
         """Return one score per completion; None where the reward does not apply."""
-        scores: list[float | None] = VERIFIERS[self.name](
-            completions, completion_ids, columns, **self.options
-        )
+        said = Said(self.name, completions, completion_ids, columns, self.opened)
+        scores: list[float | None] = VERIFIERS[self.name](said, **self.options)
         return scores
 
 
@@ -54,7 +60,7 @@ def make_verifier(name: str, options: Mapping[str, Any] | None = None) -> Verifi
 
     Args:
         name: a key of `VERIFIERS`.
-        options: its keyword arguments.
+        options: its keyword arguments, and `opened`.
 
     Raises:
         ValueError: the name or an option is unknown, an option is missing or out of range, or the
@@ -66,15 +72,10 @@ def make_verifier(name: str, options: Mapping[str, Any] | None = None) -> Verifi
             f"there is no reward {shown(name)}{nearest(str(name), VERIFIERS)}; those ready-made "
             f"are {there}"
         )
-    function = VERIFIERS[name]
-    hints = typing.get_type_hints(function, include_extras=True)
-    own = (p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
-    fields: list[Any] = [
-        (p.name, hints[p.name], *([] if p.default is p.empty else [p.default])) for p in own
-    ]
     try:
-        kind: Any = config(dataclasses.make_dataclass(name, fields, kw_only=True))
-        made = Verifier(name, vars(kind(**dict(options or {}))))
+        own = dict(options or {})
+        opened = bool(own.pop("opened", False))
+        made = Verifier(name, checked_options(VERIFIERS[name], own), opened)
         made([], [], [])  # which finds what is wrong with the options together
     except ValueError as error:
         raise ValueError(f"reward {name}: {quoted(str(error))}") from error

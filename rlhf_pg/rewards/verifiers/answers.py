@@ -1,62 +1,52 @@
-"""Rewards for answers that can be compared as text, as numbers, by a pattern or by a schema."""
+"""Rewards for answers that can be compared, and for the shape of a completion."""
 
 import json
 import re
 import unicodedata
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from decimal import Context, Decimal
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from rlhf_pg.boundary.quoted import quoted, shown
 from rlhf_pg.rewards.verifiers.texts import (
-    Columns,
+    Said,
     Scores,
-    Seconds,
     Unreadable,
-    against_truths,
-    answer_of,
     last_boxed,
     require,
     several,
-    text_of,
-    truths_in,
     warn_once,
 )
 
 Tolerance = Annotated[float, Field(ge=0)]
+Unit = Literal["tokens", "words", "characters"]
+Natural = Annotated[int, Field(ge=0)] | None
+Positive = Annotated[int, Field(ge=1)]
 
 
-def exact(
-    completions: Sequence[Any],
-    ids: Any,
-    columns: Columns,
-    *,
-    ignore_case: bool = False,
-    column: str = "answer",
-    opened: bool = False,
-) -> Scores:
+def exact(said: Said, *, ignore_case: bool = False, column: str = "answer") -> Scores:
     """Reward an answer that is the truth, letter by letter, with 1, any other with 0.
 
     Args:
         ignore_case: take capitals for small letters.
-        column, opened: see `against_truths`; a list in the column holds several right answers.
+        column: with the truth; a list in it holds several right answers.
     """
 
     def read(truth: Any) -> set[str]:
-        return {normalized(str(one), ignore_case) for one in several(truth)}
+        return {_normalized(str(one), ignore_case) for one in several(truth)}
 
     def judge(answers: list[str], truths: list[Any]) -> Scores:
         pairs = zip(answers, truths, strict=True)
-        return [float(normalized(answer, ignore_case) in right) for answer, right in pairs]
+        return [float(_normalized(answer, ignore_case) in right) for answer, right in pairs]
 
-    return against_truths("exact", completions, columns, column, opened, read, judge)
+    return said.against(column, read, judge)
 
 
-def normalized(text: str, ignore_case: bool) -> str:
+def _normalized(text: str, ignore_case: bool) -> str:
     """Return a text with single blanks, none at its ends, and one code per character (NFC)."""
     text = " ".join(unicodedata.normalize("NFC", text).split())
     return text.casefold() if ignore_case else text
@@ -103,21 +93,14 @@ def _value(match: re.Match[str]) -> Decimal | None:
 
 
 def numeric(
-    completions: Sequence[Any],
-    ids: Any,
-    columns: Columns,
-    *,
-    abs_tol: Tolerance = 1e-6,
-    rel_tol: Tolerance = 0.0,
-    column: str = "answer",
-    opened: bool = False,
+    said: Said, *, abs_tol: Tolerance = 1e-6, rel_tol: Tolerance = 0.0, column: str = "answer"
 ) -> Scores:
     """Reward an answer whose number is that of the truth with 1, else with 0; see `number_in`.
 
     Args:
         abs_tol, rel_tol: largest difference, absolute or as a share of the larger number, as in
             `math.isclose`.
-        column, opened: see `against_truths`; a list in the column holds several right answers.
+        column: with the truth; a list in it holds several right answers.
     """
 
     def read(truth: Any) -> list[Decimal]:
@@ -131,28 +114,26 @@ def numeric(
         return a == b or abs(_ROUNDING.subtract(a, b)) <= max(Decimal(str(abs_tol)), share)
 
     def judge(answers: list[str], truths: list[Any]) -> Scores:
-        said = map(number_in, answers)
+        numbers = zip(map(number_in, answers), truths, strict=True)
         return [
-            float(answer is not None and any(close(answer, one) for one in right))
-            for answer, right in zip(said, truths, strict=True)
+            float(x is not None and any(close(x, one) for one in right)) for x, right in numbers
         ]
 
-    return against_truths("numeric", completions, columns, column, opened, read, judge)
+    return said.against(column, read, judge)
 
 
 # ------------------------------------------------------------------------------------ patterns
 
+SECONDS = 1.0  # that a search may take, in whatever thread: it may backtrack for ages
+
 
 def regex(
-    completions: Sequence[Any],
-    ids: Any,
-    columns: Columns,
+    said: Said,
     *,
     pattern: str,
     column: str | None = None,
     ignore_case: bool = False,
     whole: bool = False,
-    timeout: Seconds = 1.0,
 ) -> Scores:
     """Reward a completion in which a pattern is found with 1, else with 0.
 
@@ -162,51 +143,32 @@ def regex(
             all of it if it has none, is then compared with the truth where it is found last.
         ignore_case: take capitals for small letters.
         whole: the pattern has to fit the completion from its first to its last character.
-        timeout: seconds that a completion may take; one that takes longer gets 0, with a warning.
     """
     compiled(pattern, ignore_case)
-    said = [found("regex", pattern, text_of(c), whole, timeout, ignore_case) for c in completions]
+    found = [_found(pattern, text, whole, ignore_case) for text in said.texts]
     if column is None:
-        return [float(one is not None) for one in said]
+        return [float(one is not None) for one in found]
     scores: Scores = []
-    for one, truth in zip(said, truths_in("regex", completions, columns, column), strict=True):
-        right = {normalized(str(x), ignore_case) for x in several(truth)}
-        fits = one is not None and normalized(one, ignore_case) in right
+    for one, truth in zip(found, said.truths(column), strict=True):
+        right = {_normalized(str(x), ignore_case) for x in several(truth)}
+        fits = one is not None and _normalized(one, ignore_case) in right
         scores.append(None if truth is None else float(fits))
     return scores
 
 
-def found(
-    name: str, pattern: str, text: str, whole: bool, seconds: float, ignore_case: bool = False
-) -> str | None:
-    """Return `last`; None with a warning, in the name of a reward, if the pattern is too slow."""
+def _found(pattern: str, text: str, whole: bool, ignore_case: bool) -> str | None:
+    """Return the first group, or all if there is none, of where a pattern is found last."""
+    search, match = compiled(pattern, ignore_case), None
     try:
-        return last(pattern, text, whole, seconds, ignore_case)
+        if whole:
+            match = search.fullmatch(text, timeout=SECONDS)
+        else:
+            match = next(iter(deque(search.finditer(text, timeout=SECONDS), maxlen=1)), None)
     except TimeoutError:
         warn_once(
-            f"reward {name}: the pattern {shown(pattern)} takes more than {seconds:g} s on a text "
+            f"reward regex: the pattern {shown(pattern)} takes more than {SECONDS:g} s on a text "
             f"of {len(text)} characters; such a completion gets 0"
         )
-        return None
-
-
-def last(
-    pattern: str, text: str, whole: bool, seconds: float, ignore_case: bool = False
-) -> str | None:
-    """Return the first group, or all if there is none, of where a pattern is found last.
-
-    Args:
-        whole: the pattern has to fit the whole text.
-        seconds: time that the search may take, in whatever thread: it may backtrack for ages.
-
-    Raises:
-        TimeoutError: it takes longer.
-    """
-    search = compiled(pattern, ignore_case)
-    if whole:
-        match = search.fullmatch(text, timeout=seconds)
-    else:
-        match = next(iter(deque(search.finditer(text, timeout=seconds), maxlen=1)), None)
     if match is None:
         return None
     return (match[1] or "") if search.groups else str(match[0])
@@ -217,7 +179,7 @@ def compiled(pattern: str, ignore_case: bool = False) -> Any:
     """Compile a pattern of the package `regex`, which has Python's syntax and a time limit.
 
     Raises:
-        ValueError: it is no regular expression.
+        ValueError: it is not a regular expression.
     """
     import regex as package
 
@@ -232,19 +194,12 @@ def compiled(pattern: str, ignore_case: bool = False) -> Any:
 # ----------------------------------------------------------------------------------------- JSON
 
 FENCED = re.compile(r"```(?:json|JSON)?[ \t]*\n(.*?)```", re.DOTALL)
-# What JSON or a schema may bring a reader to raise: nests without end, numbers beyond all bounds.
-BEYOND = (ValueError, RecursionError, ArithmeticError, TimeoutError)
+# What JSON of a model may bring a reader to raise.
+BEYOND = (ValueError, RecursionError)
 
 
 def json_schema(
-    completions: Sequence[Any],
-    ids: Any,
-    columns: Columns,
-    *,
-    schema: dict[str, Any] | bool | str | None = None,
-    column: str = "",
-    opened: bool = False,
-    timeout: Seconds = 1.0,
+    said: Said, *, schema: dict[str, Any] | bool | str | None = None, column: str = ""
 ) -> Scores:
     """Reward an answer that is JSON and that a schema allows with 1, else with 0.
 
@@ -254,27 +209,22 @@ def json_schema(
         schema: JSON schema for all rows, as an object or as text.
         column: column with a schema for each row, if `schema` is not given. Text is best:
             `datasets` adds to each object the keys of the others, with None, which is ignored.
-        opened: see `against_truths`.
-        timeout: seconds that a pattern in a schema may take on one string.
     """
     if (schema is None) == (not column):
         raise ValueError("give either a schema or the column that has one for each row")
     require("jsonschema", "json")
 
     def judge(answers: list[str], schemas: list[Any]) -> Scores:
-        return [float(_fits(*pair, timeout)) for pair in zip(answers, schemas, strict=True)]
+        return [_fits(*pair) for pair in zip(answers, schemas, strict=True)]
 
-    if schema is None:
-        return against_truths(
-            "json_schema", completions, columns, column, opened, read_schema, judge
-        )
-    before = "<think>" if opened else ""
-    answers = [answer_of(before + text_of(said)) for said in completions]
-    return judge(answers, [read_schema(schema)] * len(answers))
+    if schema is not None:
+        column, rows = "schema", [_read_schema(schema)] * len(said.completions)
+        said = said._replace(columns={column: rows})
+    return said.against(column, _read_schema, judge)
 
 
-def read_schema(truth: Any) -> str:
-    """Return a schema as text, always the same for the same schema.
+def _read_schema(truth: Any) -> str:
+    """Return a schema as text.
 
     Raises:
         Unreadable: it is not one.
@@ -283,30 +233,21 @@ def read_schema(truth: Any) -> str:
 
     try:
         schema = json.loads(truth) if isinstance(truth, str) else _without_none(truth)
-        if not isinstance(schema, dict | bool):
-            raise Unreadable(f"a JSON schema is an object, got {shown(schema)}")
         newest = jsonschema.Draft202012Validator
         jsonschema.validators.validator_for(schema, newest).check_schema(schema)
-        return json.dumps(schema, sort_keys=True)
-    except jsonschema.SchemaError as error:
-        raise Unreadable(f"it is not a JSON schema: {quoted(error.message)}") from error
-    except BEYOND as error:
-        raise Unreadable(f"it cannot be read as a JSON schema: {quoted(str(error))}") from error
+        return json.dumps(schema)
+    except (jsonschema.SchemaError, *BEYOND) as error:
+        why = getattr(error, "message", str(error))
+        raise Unreadable(f"it is not a JSON schema: {quoted(why)}") from error
 
 
-def _fits(answer: str, schema: str, timeout: float) -> bool:
+def _fits(answer: str, schema: str) -> float:
     blocks = FENCED.findall(answer)
     try:
         value = json.loads(blocks[-1] if blocks else answer, parse_constant=_refuse)
+        return float(_validator(schema).is_valid(value))
     except BEYOND:
-        return False
-    from referencing.exceptions import Unresolvable
-
-    try:
-        return bool(_validator(schema, timeout).is_valid(value))
-    except (Unresolvable, *BEYOND) as error:  # nothing is fetched
-        warn_once(f"reward json_schema: a schema cannot be applied: {quoted(str(error))}: 0")
-    return False
+        return 0.0
 
 
 def _refuse(constant: str) -> None:
@@ -321,24 +262,112 @@ def _without_none(value: Any) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _validator(schema: str, timeout: float) -> Any:
-    """Return a validator that fetches nothing, and whose patterns have a time limit."""
+def _validator(schema: str) -> Any:
+    """Return a validator that fetches nothing."""
     import jsonschema
     import referencing
 
-    def fits(pattern: str, text: str) -> bool:
-        return last(pattern, text, False, timeout) is not None
-
-    def pattern(_: Any, wanted: str, value: Any, __: Any) -> Iterator[Any]:
-        if isinstance(value, str) and not fits(wanted, value):
-            yield jsonschema.ValidationError(f"{value!r} does not match {wanted!r}")
-
-    def pattern_properties(validator: Any, wanted: Any, value: Any, __: Any) -> Iterator[Any]:
-        for key, inner in wanted.items() if isinstance(value, dict) else ():
-            for name in (name for name in value if fits(key, name)):
-                yield from validator.descend(value[name], inner, path=name, schema_path=key)
-
     plain = json.loads(schema)
     kind = jsonschema.validators.validator_for(plain, jsonschema.Draft202012Validator)
-    own = {"pattern": pattern, "patternProperties": pattern_properties}
-    return jsonschema.validators.extend(kind, own)(plain, registry=referencing.Registry())
+    return kind(plain, registry=referencing.Registry())
+
+
+# ---------------------------------------------------------------------------------------- shape
+
+
+def format(said: Said, *, tags: tuple[str, ...] = ("think", "answer")) -> Scores:
+    """Reward a completion that consists of tagged parts, each once, in order, with 1, else with 0.
+
+    Args:
+        tags: their names; between and around them only blanks may stand.
+    """
+    if not tags or not all(tags) or len(set(tags)) < len(tags):
+        raise ValueError(f"tags must be different names, got {tags}")
+    before = f"<{tags[0]}>" * said.opened
+    return [_tagged(before + text, tags) for text in said.texts]
+
+
+def _tagged(text: str, tags: Sequence[str]) -> float:
+    """Return 1 if a text is `<tag>...</tag>` for each tag in order, with no tag inside, else 0."""
+    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+    for opening, closing in zip(marks[::2], marks[1::2], strict=True):
+        text = text.lstrip()
+        inside, closed, rest = text.removeprefix(opening).partition(closing)
+        if not text.startswith(opening) or not closed or any(mark in inside for mark in marks):
+            return 0.0
+        text = rest
+    return float(not text.strip())
+
+
+def length(
+    said: Said,
+    *,
+    target: Positive | None = None,
+    shortest: Natural = None,
+    longest: Natural = None,
+    slack: Annotated[float, Field(ge=0)] | None = None,
+    unit: Unit = "tokens",
+) -> Scores:
+    """Reward a completion as long as it should be with 1, and down to 0 for others.
+
+        score = max(0, 1 - d / slack), d the distance of the length from [shortest, longest]
+
+    Args:
+        target: the length, in place of limits.
+        shortest, longest: the limits; one of them suffices.
+        slack: distance at which nothing is left of the reward; by default the target, and where
+            there are limits, 0: there is no reward beyond them.
+        unit: what is counted: "tokens" (with the last one, EOS), "words" or "characters".
+    """
+    limits = [limit for limit in (shortest, longest) if limit is not None]
+    if (target is None) != bool(limits):
+        raise ValueError("give either a target or limits (shortest, longest)")
+    if limits != sorted(limits):
+        raise ValueError(f"shortest ({limits[0]}) must not be above longest ({limits[1]})")
+    low, high = (shortest or 0, longest) if target is None else (target, target)
+    room = (target or 0) if slack is None else slack
+
+    def score(count: int) -> float:
+        beyond = max(low - count, 0 if high is None else count - high, 0)
+        return 1.0 if not beyond else max(0.0, 1 - beyond / room) if room else 0.0
+
+    return [score(len(one)) for one in _units(said, unit)]
+
+
+def repetition(
+    said: Said,
+    *,
+    ngram_size: Positive = 3,
+    max_penalty: Annotated[float, Field(le=0)] = -1.0,
+    unit: Unit = "words",
+) -> Scores:
+    """Penalise repeated n-grams (Yeo et al. 2025, and open-r1).
+
+        score = max_penalty * (1 - distinct n-grams / n-grams)
+
+    It is 0 for a completion shorter than one n-gram.
+
+    Args:
+        ngram_size: n, the number of words or tokens that are looked at together.
+        max_penalty: score that is approached when all n-grams are the same; at most 0.
+        unit: "words" (between blanks, small letters), "characters" or "tokens".
+    """
+
+    def score(one: Sequence[Any]) -> float:
+        grams = [tuple(one[i : i + ngram_size]) for i in range(len(one) - ngram_size + 1)]
+        return max_penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0
+
+    return [score(one) for one in _units(said, unit)]
+
+
+def _units(said: Said, unit: Unit) -> list[Sequence[Any]]:
+    """Return each completion as a sequence of tokens, words or characters.
+
+    Raises:
+        ValueError: tokens are wanted, and none are given.
+    """
+    if unit != "tokens":
+        return [text.lower().split() if unit == "words" else text for text in said.texts]
+    if said.ids is None:
+        raise ValueError(f"reward {said.reward} counts tokens and was given no completion_ids")
+    return list(said.ids)

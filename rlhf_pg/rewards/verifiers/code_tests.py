@@ -3,6 +3,7 @@
 import json
 import re
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,11 +14,10 @@ from pydantic import Field
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.rewards.verifiers.sandbox import MB, Sandbox, check
 from rlhf_pg.rewards.verifiers.texts import (
-    Columns,
+    Said,
     Scores,
     Seconds,
     Unreadable,
-    against_truths,
     share_of_cores,
 )
 
@@ -41,31 +41,30 @@ class Case:
     given: str = ""
     expected: str = ""
 
-    def run(self, program: str) -> dict[str, Any]:
-        """Return what the sandbox has to run, and how to tell whether it passed."""
+    def verdict(self, program: str, sandbox: Sandbox) -> str:
+        """Return "passed", or why a program does not pass."""
         if self.statements is None:
-            output = {"expected": self.expected, "token": None}
-            return {"program": program, "given": self.given, **output}
+            how, output = sandbox.run(program, self.given)
+            passes = lines(output) == lines(self.expected)
+            return how if how != "exit 0" else "passed" if passes else "other output"
         token = secrets.token_hex(16)
-        source = f"{program}\n\n{self.statements}{REACHED.format(token=token)}"
-        return {"program": source, "given": "", "expected": "", "token": token}
+        how, output = sandbox.run(f"{program}\n\n{self.statements}{REACHED.format(token=token)}")
+        return how if how != "exit 0" else "passed" if token in output else "left before its tests"
+
+
+def lines(text: str) -> list[str]:
+    """Return the lines of a text without blanks at their ends and empty lines at its end."""
+    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def code(
-    completions: Sequence[Any],
-    ids: Any,
-    columns: Columns,
+    said: Said,
     *,
     column: str = "answer",
-    opened: bool = False,
     partial: bool = False,
     timeout: Seconds = 5.0,
     total_timeout: Seconds = 60.0,
     memory_mb: Annotated[int, Field(ge=64)] = 1024,
-    processes: Annotated[int, Field(ge=1)] = 16,
-    output_mb: Annotated[float, Field(gt=0)] = 1.0,
-    disk_mb: Annotated[int, Field(ge=1)] = 64,
-    concurrency: Annotated[int, Field(ge=1)] | None = None,
 ) -> Scores:
     """Reward a Python program that passes all tests of its row with 1, else with 0.
 
@@ -74,25 +73,14 @@ def code(
     {"input", "output"}, or {"inputs": [...], "outputs": [...]}; either may be JSON text.
 
     Args:
-        column, opened: see `against_truths`.
+        column: with the tests.
         partial: the share of tests passed is the reward.
         timeout: seconds for each test.
         total_timeout: seconds for all tests of a completion; those that are left count as failed.
-        memory_mb: memory of each process, and of all processes of a test together.
-        processes: processes and threads of a test.
-        output_mb: size of what a test prints, and of any file that it writes.
-        disk_mb: size of all files of a test together, in /tmp and /dev/shm.
-        concurrency: completions that are tested at the same time; by default one per core.
+        memory_mb: memory of each process.
     """
     check()
-    sandbox = Sandbox(
-        timeout=timeout,
-        total_timeout=total_timeout,
-        memory=memory_mb * MB,
-        processes=processes,
-        output=int(output_mb * MB),
-        disk=disk_mb * MB,
-    )
+    sandbox = Sandbox(timeout, memory_mb * MB)
 
     def read(truth: Any) -> list[Case]:
         if tests := cases_in(truth):
@@ -103,15 +91,19 @@ def code(
         program = program_in(answer)
         if not program.strip():
             return 0.0
-        runs = [test.run(program) for test in tests]
-        passed = sandbox.verdicts(runs, stops=not partial).count("passed")
+        passed, deadline = 0, time.monotonic() + total_timeout
+        for test in tests:
+            passes = time.monotonic() < deadline and test.verdict(program, sandbox) == "passed"
+            passed += passes
+            if not (passes or partial):
+                break
         return passed / len(tests) if partial else float(passed == len(tests))
 
     def judge(answers: list[str], truths: list[Any]) -> Scores:
-        with ThreadPoolExecutor(concurrency or share_of_cores()) as threads:
+        with ThreadPoolExecutor(share_of_cores()) as threads:
             return list(threads.map(score, answers, truths))
 
-    return against_truths("code", completions, columns, column, opened, read, judge)
+    return said.against(column, read, judge)
 
 
 def program_in(answer: str) -> str:

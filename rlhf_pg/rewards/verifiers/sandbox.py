@@ -1,97 +1,96 @@
-"""A sandbox for programs that a model has written: bubblewrap, started anew for each completion."""
+"""A sandbox for programs that a model has written: bubblewrap, started anew for each of them."""
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import tempfile
+import time
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 from rlhf_pg.boundary.quoted import quoted
 
 OLDEST = (0, 8)  # the first version that forbids user namespaces inside
 INSTALL = "install it (apt install bubblewrap, dnf install bubblewrap)"
-INIT = Path(__file__).with_name("sandbox_init.py")
 PATIENCE = 30.0  # seconds beyond its own limit after which a sandbox is killed from outside
 MB = 1 << 20
 NOBODY = "65534"
+LONGEST = 100_000  # bytes of a program
+OUTPUT = MB  # bytes of what it prints, and of any file
+DISK = 64 * MB  # bytes of all files together
+PROCESSES = 16  # and threads, at the same time
 # Namespaces of its own for everything, so no network; nothing of the trainer's environment.
 ISOLATED = (
     *("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"),
     *("--uid", NOBODY, "--gid", NOBODY, "--hostname", "sandbox"),
     *("--die-with-parent", "--new-session", "--as-pid-1"),
 )
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",  # sets in the same order each time
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+# What a program complains of is not what a sandbox that does not start complains of.
+QUIET = ("/bin/sh", "-c", 'exec "$@" 2>/dev/null', "sh")
 
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Limits within which programs run.
+    """Limits within which a program runs, in an empty /tmp.
 
     Args:
-        timeout, total_timeout: seconds for each run, and for all of a call.
-        memory: bytes, of each process as of all together.
-        processes: processes and threads that there may be at the same time.
-        output: bytes of the output, and of any file.
-        disk: bytes of all files together.
+        timeout: seconds.
+        memory: bytes of each process.
     """
 
     timeout: float
-    total_timeout: float
     memory: int
-    processes: int
-    output: int
-    disk: int
 
-    def verdicts(self, runs: Sequence[dict[str, Any]], stops: bool) -> list[str]:
-        """Run programs one after another, each in an empty /tmp.
-
-        Args:
-            runs: for each its source ("program"), its standard input ("given"), and how to tell
-                whether it passes: what it has to print ("expected"), or a word that its output has
-                to contain ("token").
-            stops: leave out the runs that follow one that does not pass.
+    def run(self, program: str, given: str = "") -> tuple[str, str]:
+        """Run a Python program on a standard input.
 
         Returns:
-            One verdict per run, "passed" or why not; fewer, if time is over or `stops` says so.
+            How it ended ("exit 0", "out of time"), and its output.
 
         Raises:
             RuntimeError: there is no sandbox to be had, with what bubblewrap says.
         """
-        said, errors = self.output_of(runs, stops)
-        if errors.startswith("bwrap:"):
-            raise RuntimeError(f"the sandbox does not start: {quoted(errors)}")
-        with suppress(ValueError):
-            told: list[str] = json.loads(said)
-            return told
-        return []  # whatever has ended process 1, nothing has passed
-
-    def output_of(self, runs: Sequence[dict[str, Any]], stops: bool) -> tuple[bytes, str]:
-        """Return what process 1 says, or nothing if it takes too long, and what goes wrong."""
-        names = ("timeout", "memory", "processes", "output")
-        limits = {name: getattr(self, name) for name in names}
-        job = {"runs": runs, "limits": limits, "stops": stops, "total_timeout": self.total_timeout}
-        patience = self.total_timeout + PATIENCE
-        with subprocess.Popen(
-            command(self.disk),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd="/",
-            env={"PATH": "/usr/bin:/bin"},  # process 1 would show another
-        ) as process:
-            try:
-                said, errors = process.communicate(json.dumps(job).encode(), patience)
-            except subprocess.TimeoutExpired:
-                return b"", f"nothing came within {patience:g} s"
-            finally:
-                process.kill()  # an interrupt leaves none behind
-        return said, errors.decode(errors="replace").strip()
+        source = program.encode(errors="replace")
+        if b"\0" in source or len(source) > LONGEST:
+            return "exit 1", ""
+        limits = [f"--as={self.memory}", f"--fsize={OUTPUT}", "--nofile=64", "--core=0"]
+        # Older kernels count what the user runs elsewhere too.
+        if tuple(int(part) for part in os.uname().release.split(".")[:2]) >= (5, 14):
+            limits.append(f"--nproc={PROCESSES + 2}")
+        # As process 1 of its own namespace it cannot be killed from inside, and ends all others.
+        watched = ("timeout", "--signal=KILL", str(self.timeout), "prlimit", *limits, *QUIET)
+        ran = [*command(), *watched, sys.executable, "-P", "-s", "-c", source.decode()]
+        start = time.monotonic()
+        with tempfile.TemporaryFile() as output:  # whose size is limited, unlike that of a pipe
+            ended = subprocess.run(
+                ran,
+                input=given.encode(errors="replace"),
+                stdout=output,
+                stderr=subprocess.PIPE,
+                cwd="/",
+                env=ENVIRONMENT,
+                timeout=self.timeout + PATIENCE,
+            )
+            if ended.stderr:
+                said = ended.stderr.decode(errors="replace").strip()
+                raise RuntimeError(f"the sandbox does not start: {quoted(said)}")
+            is_late = time.monotonic() - start >= self.timeout
+            how = "out of time" if is_late and ended.returncode else f"exit {ended.returncode}"
+            output.seek(0)
+            return how, output.read().decode(errors="replace")
 
 
 @cache
@@ -108,56 +107,41 @@ def check() -> None:
             f"{INSTALL}, version {'.'.join(map(str, OLDEST))} or newer; nothing runs without it"
         )
     says = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout
-    version = tuple(int(part) for part in re.findall(r"\d+", says)[:2])
-    if version < OLDEST:
+    if tuple(int(part) for part in re.findall(r"\d+", says)[:2]) < OLDEST:
         raise ValueError(
             f"bubblewrap {'.'.join(map(str, OLDEST))} or newer is needed, and {path} is "
             f"{quoted(says.strip()) or 'none'}: {INSTALL} from a newer release"
         )
-    sandbox = Sandbox(60.0, 60.0, 1024 * MB, 16, MB, 16 * MB)
-    run = {"program": "print(6 * 7)", "given": "", "expected": "42", "token": None}
-    answer, errors = sandbox.output_of([run], True)
-    if json.loads(answer or b"[]") != ["passed"]:
+    try:
+        said = Sandbox(60.0, 1024 * MB).run("print(6 * 7)")
+    except RuntimeError as error:
+        said = (str(error), "")
+    if said != ("exit 0", "42\n"):
         raise ValueError(
-            f"no sandbox can be made here: {quoted(errors or answer.decode())}; bubblewrap needs "
-            "user namespaces (sysctl user.max_user_namespaces, or kernel.apparmor_restrict_"
-            "unprivileged_userns, or a container that allows them), and root needs setpriv too "
-            "(util-linux)"
+            f"no sandbox can be made here: {quoted(said[0])}; bubblewrap needs user namespaces "
+            "(sysctl user.max_user_namespaces, or kernel.apparmor_restrict_unprivileged_userns, or "
+            "a container that allows them), and root needs setpriv too (util-linux)"
         )
 
 
-@lru_cache(maxsize=4)
-def command(disk: int) -> tuple[str, ...]:
-    """Return the command that starts a sandbox, in which all but /tmp and /dev/shm is read-only."""
-    half = ("--size", str(max(disk // 2, 4096)), "--tmpfs")
-    writable = ("--dev", "/dev", *half, "/dev/shm", *half, "/tmp")
-    sealed = ("--ro-bind", str(INIT), "/init.py", "--remount-ro", "/dev", "--remount-ro", "/")
-    start = ("--chdir", "/tmp", "--", sys.executable, "-I", "-S", "/init.py")
-    own = (*ISOLATED, "--proc", "/proc", *writable, *_read_only(), *sealed, *start)
-    return (*(_as_nobody() if os.geteuid() == 0 else ()), _bubblewrap(), *own)
+@cache
+def command() -> tuple[str, ...]:
+    """Return the command that starts a sandbox, in which all but /tmp and /dev/shm is read-only.
 
-
-def _bubblewrap() -> str:
-    return shutil.which("bwrap") or "bwrap"
-
-
-def _as_nobody() -> tuple[str, ...]:
-    """Return what goes before a command that root must not run: the kernel does not count root's
-    processes. What root alone may reach, as a Python below /root, is shown where others do.
+    The kernel does not count root's processes, so root becomes nobody first, inside a bubblewrap
+    that shows what root alone may reach, as a Python below /root.
     """
+    bwrap, shown = shutil.which("bwrap") or "bwrap", _read_only()
+    half = ("--size", str(DISK // 2), "--tmpfs")
+    writable = ("--proc", "/proc", "--dev", "/dev", *half, "/dev/shm", *half, "/tmp")
+    sealed = ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--")
+    own = (bwrap, *ISOLATED, *writable, *shown, *sealed)
+    if os.geteuid() != 0:
+        return own
     see = ("--bind", "/proc", "/proc", "--dev-bind", "/dev", "/dev", "--tmpfs", "/tmp")
-    script = (*_folders(INIT), "--ro-bind", str(INIT), str(INIT))
-    change = (
-        "--die-with-parent",
-        "--cap-drop",
-        "ALL",
-        "--cap-add",
-        "CAP_SETUID",
-        "--cap-add",
-        "CAP_SETGID",
-    )
+    caps = ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
     become = ("setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--")
-    return (_bubblewrap(), *see, *_read_only(), *script, *change, "--", *become)
+    return (bwrap, *see, *shown, "--die-with-parent", *caps, "--", *become, *own)
 
 
 def _read_only() -> tuple[str, ...]:
@@ -172,11 +156,7 @@ def _read_only() -> tuple[str, ...]:
     shown = ["/usr", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", *python]
     for name in dict.fromkeys(shown):
         if name == "/usr" or not name.startswith("/usr/"):
-            options += [*_folders(Path(name)), "--ro-bind-try", name, name]
+            for folder in list(Path(name).parents)[-2::-1]:  # open to everybody
+                options += ["--dir", str(folder)]
+            options += ["--ro-bind-try", name, name]
     return tuple(options)
-
-
-def _folders(path: Path) -> list[str]:
-    """Return bubblewrap's options that make the folders above a path, open to everybody."""
-    above = list(path.parents)[-2::-1]
-    return [option for folder in above for option in ("--dir", str(folder))]

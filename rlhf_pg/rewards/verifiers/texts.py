@@ -1,11 +1,11 @@
-"""What the ready-made rewards share: the text that is looked at, the answer in it, the truths."""
+"""What the ready-made rewards look at: the text of a completion, the answer in it, the truths."""
 
 import importlib.util
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -14,7 +14,6 @@ from rlhf_pg.boundary.quoted import shown
 logger = logging.getLogger(__name__)
 
 Scores = list[float | None]
-Columns = Mapping[str, Sequence[Any]]  # of the dataset, with one entry per completion
 Seconds = Annotated[float, Field(gt=0)]
 BOXED = "\\boxed{"
 
@@ -23,68 +22,79 @@ class Unreadable(ValueError):
     """An error for a truth that a reward cannot read, which says what it lacks."""
 
 
-def against_truths(
-    name: str,
-    completions: Sequence[Any],
-    columns: Columns,
-    column: str,
-    opened: bool,
-    read: Callable[[Any], Any],
-    judge: Callable[[list[str], list[Any]], Scores],
-) -> Scores:
-    """Compare the answers in completions with the truths in a column.
+class Said(NamedTuple):
+    """Completions, as a ready-made reward is given them.
 
-    Args:
-        column: its name; where it holds None, the reward does not apply. A truth that cannot be
-            read counts as None, with a warning.
-        opened: the prompt ends with `<think>`, as some chat templates have it.
-        read: makes of a truth what `judge` takes, or raises `Unreadable`.
-        judge: scores answers, with None where the truth turns out to be of no use.
-
-    Raises:
-        ValueError: there is no such column.
+    Attributes:
+        reward: its name.
+        completions: text or chat.
+        ids: their tokens, if they are known.
+        columns: of the dataset, with one entry per completion.
+        opened: the prompt ends with `<think>`, as some chat templates have it, or with another tag:
+            a completion that was cut off before `</think>` is still thinking.
     """
 
-    def complain(truth: Any, why: str) -> None:
+    reward: str
+    completions: Sequence[Any]
+    ids: Sequence[Sequence[int]] | None
+    columns: Mapping[str, Sequence[Any]]
+    opened: bool = False
+
+    @property
+    def texts(self) -> list[str]:
+        """The whole text of each completion."""
+        return list(map(text_of, self.completions))
+
+    def truths(self, column: str) -> Sequence[Any]:
+        """Return a column of the dataset.
+
+        Raises:
+            ValueError: there is none of this name, though there are completions.
+        """
+        if column not in self.columns and self.completions:
+            there = ", ".join(map(repr, self.columns)) or "none"
+            raise ValueError(
+                f"reward {self.reward} finds no column {column!r} in the dataset (there: {there}): "
+                "name the one with the truth by the option `column`"
+            )
+        return self.columns.get(column, ())
+
+    def against(
+        self,
+        column: str,
+        read: Callable[[Any], Any],
+        judge: Callable[[list[str], list[Any]], Scores],
+    ) -> Scores:
+        """Compare the answers in completions with the truths in a column.
+
+        Args:
+            column: its name; where it holds None, the reward does not apply. A truth that cannot be
+                read counts as None, with a warning.
+            read: makes of a truth what `judge` takes, or raises `Unreadable`.
+            judge: scores answers, with None where the truth turns out to be of no use.
+        """
+        scores: Scores = [None] * len(self.completions)
+        given, truths = self.truths(column), {}
+        for i, truth in enumerate(given):
+            try:
+                if truth is not None:
+                    truths[i] = read(truth)
+            except Unreadable as error:
+                self.complain(column, truth, str(error))
+        before = "<think>" * self.opened
+        answers = [answer_of(before + text_of(self.completions[i])) for i in truths]
+        for i, score in zip(truths, judge(answers, list(truths.values())), strict=True):
+            scores[i] = score
+            if score is None:
+                self.complain(column, given[i], "it cannot be parsed")
+        return scores
+
+    def complain(self, column: str, truth: Any, why: str) -> None:
+        """Warn of a truth that is of no use, once."""
         warn_once(
-            f"reward {name} does not apply where the column {column!r} holds {shown(truth)}: {why}"
+            f"reward {self.reward} does not apply where the column {column!r} holds "
+            f"{shown(truth)}: {why}"
         )
-
-    def readable(truth: Any) -> Any:
-        try:
-            return None if truth is None else read(truth)
-        except Unreadable as error:
-            complain(truth, str(error))
-            return None
-
-    given = truths_in(name, completions, columns, column)
-    truths = [readable(truth) for truth in given]
-    rows = [i for i, truth in enumerate(truths) if truth is not None]
-    before = "<think>" if opened else ""
-    answers = [answer_of(before + text_of(completions[i])) for i in rows]
-    scores: Scores = [None] * len(completions)
-    for i, score in zip(rows, judge(answers, [truths[i] for i in rows]), strict=True):
-        scores[i] = score
-        if score is None:
-            complain(given[i], "it cannot be parsed")
-    return scores
-
-
-def truths_in(
-    name: str, completions: Sequence[Any], columns: Columns, column: str
-) -> Sequence[Any]:
-    """Return a column of the dataset.
-
-    Raises:
-        ValueError: there is none of this name, though there are completions.
-    """
-    if column not in columns and completions:
-        there = ", ".join(map(repr, columns)) or "none"
-        raise ValueError(
-            f"reward {name} finds no column {column!r} in the dataset (there: {there}): name the "
-            "one with the truth by the option `column`"
-        )
-    return columns.get(column, ())
 
 
 @lru_cache(maxsize=64)
@@ -110,12 +120,8 @@ def several(truth: Any) -> list[Any]:
 
 def share_of_cores() -> int:
     """Return how many cores this process may keep busy beside the others of its run."""
-    beside = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    cores = len(os.sched_getaffinity(0))
-    return max(1, cores // max(1, int(beside) if beside.isdecimal() else 1))
-
-
-# ------------------------------------------------------------------------------ parts of a text
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // beside)
 
 
 def text_of(completion: Any) -> str:

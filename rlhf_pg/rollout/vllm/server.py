@@ -18,7 +18,9 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
+from rlhf_pg.boundary import http
 from rlhf_pg.boundary.quoted import told
+from rlhf_pg.boundary.user_code import begin, result_of
 from rlhf_pg.models.experts import has_experts
 from rlhf_pg.rollout.engine import (
     Finished,
@@ -31,14 +33,20 @@ from rlhf_pg.rollout.token_sampling import request_seed
 from rlhf_pg.rollout.vllm import answers
 from rlhf_pg.rollout.vllm.answers import Wanted
 from rlhf_pg.rollout.vllm.handover import bare
-from rlhf_pg.rollout.vllm.http import MOST, Refused, Server
 from rlhf_pg.rollout.vllm.requests import check_version, options, room
 
 T = TypeVar("T")
 
+ATTEMPTS = 3
+CONNECTIONS = 256  # concurrent requests to a server
+MOST = 1 << 20  # bytes of an answer
 BYTES = 4096  # of an answer, per token: the longest tokens have some hundred characters
 MOMENT = 0.05  # seconds that a step waits for an answer
 REMEDY = "look into its log, start it again, and resume"
+
+
+class Refused(RolloutError):
+    """An error of a server that understood and refused."""
 
 
 class VllmServerEngine(RolloutEngine):
@@ -74,7 +82,7 @@ class VllmServerEngine(RolloutEngine):
         is_main: bool = True,
     ) -> None:
         self.model, self.eos_token_ids = model, list(eos_token_ids)
-        self.server = Server(url, timeout, REMEDY)
+        self.client = http.Client(url.rstrip("/"), timeout, ATTEMPTS - 1, CONNECTIONS)
         self.directory, self.is_main = directory.absolute(), is_main
         check_version(self._version(), f"the server at {url}")
         self.vocab_size: int = bare(model).config.get_text_config().vocab_size
@@ -165,11 +173,36 @@ class VllmServerEngine(RolloutEngine):
         except RolloutError as error:
             raise RolloutError(f"{error}. It has to see {place} (vllm_sync_directory)") from error
         shutil.rmtree(place)
-        if not self.server.ask("/reset_prefix_cache", {}, answers.success):
+        if not self.ask("/reset_prefix_cache", {}, answers.success):
             raise RolloutError(
-                f"the server at {self.server.url} keeps keys and values of old weights, since it "
+                f"the server at {self.client.url} keeps keys and values of old weights, since it "
                 "is at work for others: it has to be for this run alone"
             )
+
+    # ---------------------------------------------------------------------------------- requests
+
+    def ask(self, path: str, body: Any, read: Callable[[Any], T]) -> T:
+        """Return the result of `begin`; an interrupt cancels the request, which the server sees."""
+        return result_of(self.begin(path, body, read))
+
+    def begin(
+        self, path: str, body: Any, read: Callable[[Any], T], most: int = MOST
+    ) -> "Future[T]":
+        """Send a request; see `http.Client.ask`.
+
+        Raises:
+            RolloutError: from the future: there is no answer.
+        """
+
+        async def asked() -> T:
+            try:
+                return await self.client.ask(path, body, read, most)
+            except http.Refused as error:
+                raise Refused(str(error)) from error
+            except http.Unanswered as error:
+                raise RolloutError(f"{error}: {REMEDY}") from error
+
+        return begin(asked)
 
     # ------------------------------------------------------------------------------------ checks
 
@@ -178,15 +211,15 @@ class VllmServerEngine(RolloutEngine):
             return str(self._get("/version", lambda answer: answer)["version"])
         except (Refused, TypeError, LookupError) as error:
             raise ValueError(
-                f"vllm_server_base_url: at {self.server.url} is no vLLM ({told(error)})"
+                f"vllm_server_base_url: at {self.client.url} is no vLLM ({told(error)})"
             ) from error
 
     def _get(self, path: str, read: Callable[[Any], T]) -> T:
-        return self.server.ask(path, None, read)
+        return self.ask(path, None, read)
 
     def _do(self, path: str, body: dict[str, Any]) -> None:
         """Send a request whose answer holds nothing of use."""
-        self.server.ask(path, body, lambda answer: None)
+        self.ask(path, body, lambda answer: None)
 
     def _models(self) -> list[str]:
         return self._get("/v1/models", answers.models)
@@ -196,7 +229,7 @@ class VllmServerEngine(RolloutEngine):
         cold, hot = (self._likeliest(temperature) for temperature in (0.1, 2.0))
         if abs(cold - hot) < 1e-3:
             raise ValueError(
-                f"the server at {self.server.url} gives raw log-probabilities, not those of the "
+                f"the server at {self.client.url} gives raw log-probabilities, not those of the "
                 "distribution sampled from: start it with --logprobs-mode processed_logprobs"
             )
 
@@ -204,25 +237,25 @@ class VllmServerEngine(RolloutEngine):
         """Return the log-probability of the likeliest token after an arbitrary one."""
         body = {"model": self.served, "prompt": [self.eos_token_ids[0]], "max_tokens": 1}
         body |= {"temperature": temperature, "logprobs": 1}
-        return self.server.ask("/v1/completions", body, answers.likeliest)
+        return self.ask("/v1/completions", body, answers.likeliest)
 
     def _check_replaceable(self, model: PreTrainedModel) -> None:
         try:
             on_cpu = self._get("/server_info?config_format=json", answers.on_cpu)
         except Refused as error:
             raise ValueError(
-                f"the server at {self.server.url} does not take weights: start it with "
+                f"the server at {self.client.url} does not take weights: start it with "
                 "VLLM_SERVER_DEV_MODE=1 in its environment, or train an adapter (use_peft)"
             ) from error
         if on_cpu and model.config.tie_word_embeddings:
             raise ValueError(
-                f"the server at {self.server.url} runs on a CPU, where vLLM does not replace a "
+                f"the server at {self.client.url} runs on a CPU, where vLLM does not replace a "
                 "head that is tied to the input: train an adapter (use_peft), or use "
                 "rollout_engine vllm"
             )
         if on_cpu and has_experts(model):
             raise ValueError(
-                f"the server at {self.server.url} runs on a CPU, where vLLM does not replace the "
+                f"the server at {self.client.url} runs on a CPU, where vLLM does not replace the "
                 "weights of experts: set rollout_engine to native"
             )
 
@@ -282,7 +315,7 @@ class _ServerSession:
             return Finished(request, sample, wanted.read(answer))
 
         most = MOST + BYTES * (len(request.tokens) + max_tokens)
-        return self._engine.server.begin("/v1/completions", body, read, most)
+        return self._engine.begin("/v1/completions", body, read, most)
 
 
 def _remove(place: Path, owner: int) -> None:

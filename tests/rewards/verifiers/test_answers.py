@@ -150,7 +150,7 @@ def test_regex(completion, truth, options, expected) -> None:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_catastrophic_pattern_ends_in_any_thread(whole, caplog) -> None:
-    made = make_verifier("regex", {"pattern": "(a|aa)+$", "timeout": 0.2, "whole": whole})
+    made = make_verifier("regex", {"pattern": "(a|aa)+$", "whole": whole})
     said: list = []
     thread = threading.Thread(
         target=lambda: said.append(made([], ["a" * 100 + "b", "aaa"], None)), daemon=True
@@ -158,4 +158,4 @@ def test_catastrophic_pattern_ends_in_any_thread(whole, caplog) -> None:
     thread.start()
     thread.join(20)
     assert said == [[0.0, 1.0]]
-    assert "takes more than 0.2 s on a text of 101 characters" in caplog.text
+    assert "takes more than 1 s on a text of 101 characters" in caplog.text

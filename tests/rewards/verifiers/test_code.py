@@ -20,28 +20,24 @@ import pytest
 
 from rlhf_pg.rewards.verifiers import make_verifier
 from rlhf_pg.rewards.verifiers.code_tests import Case, cases_in, program_in
-from rlhf_pg.rewards.verifiers.sandbox import MB, Sandbox, command
+from rlhf_pg.rewards.verifiers.sandbox import MB, Sandbox
 from rlhf_pg.rewards.verifiers.texts import Unreadable
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap here")
 
 NEXT = "def f(x):\n    return x + 1\n"
 RIGHT = "assert f(1) == 2"
-SMALL = Sandbox(
-    timeout=2.0, total_timeout=20.0, memory=256 * MB, processes=8, output=MB, disk=8 * MB
-)
+SMALL = Sandbox(timeout=2.0, memory=256 * MB)
 
 
 def verdict(program: str, statements: str = RIGHT) -> str:
     """What the sandbox says of a program and its test."""
-    (said,) = SMALL.verdicts([Case(statements).run(textwrap.dedent(program))], True)
-    return said
+    return Case(statements).verdict(textwrap.dedent(program), SMALL)
 
 
 def output(program: str) -> str:
     """Whether a program prints "yes"."""
-    (said,) = SMALL.verdicts([Case(expected="yes").run(textwrap.dedent(program))], True)
-    return said
+    return Case(expected="yes").verdict(textwrap.dedent(program), SMALL)
 
 
 def score(completions, truths, **options):
@@ -77,7 +73,7 @@ def test_refuses_where_no_sandbox_can_be_made(monkeypatch, tmp_path) -> None:
     )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr("rlhf_pg.rewards.verifiers.sandbox.command", lambda _: (str(script),))
+    monkeypatch.setattr("rlhf_pg.rewards.verifiers.sandbox.command", lambda: (str(script),))
     with pytest.raises(ValueError, match=r"No permissions to create .* user namespaces"):
         make_verifier("code", {})
 
@@ -152,11 +148,11 @@ def test_unreadable_tests_say_why(truth, why) -> None:
         ("import sys; sys.exit(0)", "left before its tests"),
         ("import os; os._exit(0)", "left before its tests"),
         ("raise SystemExit", "left before its tests"),
-        ("import os; os.kill(os.getpid(), 9)", "exit -9"),
+        ("import os; os.kill(os.getpid(), 9)", "exit 137"),
         (NEXT + '"""', "exit 1"),
         ("while True: pass", "out of time"),
         ("import time; time.sleep(100)", "out of time"),
-        ("import signal, time; signal.alarm(1); signal.pause()", "exit -14"),
+        ("import signal, time; signal.alarm(1); signal.pause()", "exit 142"),
     ],
 )
 def test_statements(program, said) -> None:
@@ -188,20 +184,9 @@ def test_inputs_and_outputs() -> None:
 
 
 @needs_bwrap
-def test_rows_keep_their_order_at_any_concurrency() -> None:
-    answers = [f"import time; time.sleep({i % 3} / 10); print({i})" for i in range(6)]
-    tests = [{"input": "", "output": str(i if i % 2 else -1)} for i in range(6)]
-    assert score(answers, tests, concurrency=3) == [0, 1, 0, 1, 0, 1]
-
-
-@needs_bwrap
 def test_same_program_gives_the_same_output() -> None:
     program = "print([*{str(i) for i in range(50)}])"
-    outputs = {
-        SMALL.verdicts([Case(expected=str(wanted)).run(program)], True)[0]
-        for wanted in [[*{str(i) for i in range(50)}]] * 2
-    }
-    assert len(outputs) == 1
+    assert SMALL.run(program) == SMALL.run(program)
     assert verdict("import os; assert os.environ['PYTHONHASHSEED'] == '0'\n" + NEXT) == "passed"
 
 
@@ -216,20 +201,13 @@ def test_total_time_bounds_all_tests() -> None:
 def test_tests_of_a_row_do_not_meet() -> None:
     """Neither files nor processes outlive the test that made them."""
     program = """
-        import os, subprocess, sys
-        numbers = [name for name in os.listdir("/proc") if name.isdigit()]
-        running = [open(f"/proc/{number}/comm").read().strip() for number in numbers]
-        fresh = os.path.isfile("/tmp/program.py") and not os.path.exists("/tmp/a")
-        print("yes" if fresh and "sleep" not in running else "no")
+        import os, subprocess
+        running = [open(f"/proc/{n}/comm").read() for n in os.listdir("/proc") if n.isdigit()]
+        print("no" if os.path.exists("/tmp/a") or "sleep\\n" in running else "yes")
         os.makedirs("/tmp/a/b")
-        open("/tmp/a/c", "w").close()
         subprocess.Popen(["sleep", "100"], start_new_session=True)
-        sys.stdout.flush()
-        os.unlink("/tmp/program.py")
-        os.mkfifo("/tmp/program.py")
     """
-    runs = [Case(expected="yes").run(textwrap.dedent(program))] * 2
-    assert SMALL.verdicts(runs, True) == ["passed", "passed"]
+    assert [output(program), output(program)] == ["passed", "passed"]
 
 
 # ------------------------------------------------------------------------------- ways out of it
@@ -238,18 +216,11 @@ ATTACKS = {
     "writes to the root": 'open("/planted", "w")',
     "writes to the system": 'open("/usr/planted", "w")',
     "writes to Python": "import json; open(json.__file__, 'a')",
-    "writes to the script": 'open("/init.py", "a")',
     "writes to /dev": 'open("/dev/planted", "w")',
     "writes to the kernel": 'open("/proc/sys/kernel/hostname", "w").write("x")',
     "remounts": 'import subprocess as s; s.run(["mount", "-o", "remount,rw", "/"], check=True)',
     "makes a namespace": 'import subprocess as s; s.run(["unshare", "-U", "true"], check=True)',
     "becomes root": "import os; os.setuid(0)",
-    "reads memory of process 1": 'open("/proc/1/mem", "rb")',
-    "reads environment of process 1": 'open("/proc/1/environ").read()',
-    "reads files of process 1": 'import os; os.listdir("/proc/1/fd")',
-    "traces process 1": (
-        "import ctypes; assert ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0, 'not allowed'"
-    ),
     "raises its limits": "import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))",
     "looks up a name": 'import socket; socket.getaddrinfo("example.com", 80)',
     "connects": 'import socket; socket.create_connection(("1.1.1.1", 80), 1)',
@@ -257,10 +228,10 @@ ATTACKS = {
     "prints much": "while True: print('x' * 10000)",
     "writes a large file": 'open("/tmp/x", "wb").write(bytes(4 << 20))',
     "fills the disk": (
-        'for i in range(99): open(f"/tmp/{i}", "wb").write(bytes(1 << 20))'
+        'for i in range(200): open(f"/tmp/{i}", "wb").write(bytes(1 << 20))'
     ),
     "fills shared memory": (
-        'for i in range(99): open(f"/dev/shm/{i}", "wb").write(bytes(1 << 20))'
+        'for i in range(200): open(f"/dev/shm/{i}", "wb").write(bytes(1 << 20))'
     ),
     "opens many files": "files = [open('/dev/null') for _ in range(1000)]",
     "forks": "import os\nwhile True: os.fork()",
@@ -309,18 +280,16 @@ def test_program_sees_no_files_and_no_environment_of_the_trainer(monkeypatch, tm
 
 
 @needs_bwrap
-@pytest.mark.parametrize("what", ["os.getppid()", "1", "-1"])
-def test_program_cannot_kill_what_watches_it(what) -> None:
+def test_program_does_not_outlive_what_watches_it() -> None:
+    mark = f"87654.{os.getpid()}"
     program = f"""
-        import os, signal
-        for number in sorted(signal.valid_signals()):
-            if {what} > 0 or number in (9, 15):
-                try:
-                    os.kill({what}, number)
-                except OSError:
-                    pass
+        import os
+        for number in (1, 2, 9, 15):
+            os.kill(1, number)
+        os.execvp("sleep", ["sleep", "{mark}"])
     """
-    assert verdict(textwrap.dedent(program) + NEXT) == "passed"
+    assert verdict(program) != "passed"
+    assert not _running(mark)
 
 
 @needs_bwrap
@@ -335,40 +304,21 @@ def test_program_has_no_privileges() -> None:
 
 
 @needs_bwrap
-def test_memory_of_all_processes_together_is_limited() -> None:
-    program = """
-        import os, time
-        for _ in range(4):
-            if not os.fork():
-                held = b"x" * (100 << 20)
-                time.sleep(99)
-        time.sleep(99)
-    """
-    assert verdict(program) == "too much memory"
-
-
-@needs_bwrap
-def test_sandbox_ends_with_the_trainer() -> None:
+def test_sandbox_ends_when_its_time_is_over_even_without_the_trainer() -> None:
     """The trainer is killed while a program runs for ever."""
     mark = f"98765.{os.getpid()}"
-    run = Case().run(f"import os; os.execvp('sleep', ['sleep', '{mark}'])")
-    limits = {"timeout": 300, "memory": 256 * MB, "processes": 8, "output": MB}
-    job = json.dumps({"runs": [run], "limits": limits, "stops": True, "total_timeout": 300})
     trainer = (
-        "import json, subprocess, sys\ncommand, job = json.load(sys.stdin)\n"
-        "process = subprocess.Popen(command, stdin=-1, stdout=-1)\n"
-        "process.communicate(job.encode())"
+        "from rlhf_pg.rewards.verifiers.sandbox import MB, Sandbox\n"
+        "sandbox = Sandbox(timeout=8.0, memory=256 * MB)\n"
+        f"sandbox.run(\"import os; os.execvp('sleep', ['sleep', '{mark}'])\")"
     )
-    process = subprocess.Popen([sys.executable, "-c", trainer], stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    with process.stdin as pipe:
-        pipe.write(json.dumps([command(8 * MB), job]).encode())
+    process = subprocess.Popen([sys.executable, "-c", trainer])
     try:
         assert _within(30, lambda: _running(mark))
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert _within(10, lambda: not _running(mark))
+    assert _within(20, lambda: not _running(mark))
 
 
 def _running(mark: str) -> bool:

@@ -4,8 +4,7 @@ import threading
 
 import pytest
 
-from rlhf_pg.rewards.verifiers import make_verifier, math_answers, math_helper
-from rlhf_pg.rewards.verifiers.math_answers import HELPERS
+from rlhf_pg.rewards.verifiers import make_verifier, math_answers
 
 
 def boxed(text: str) -> str:
@@ -103,46 +102,12 @@ def test_endless_computation_ends_in_any_thread() -> None:
     assert said == [[1, 0, 1]]
 
 
-def test_scores_keep_their_rows_over_several_processes(monkeypatch) -> None:
-    monkeypatch.setattr(math_answers, "share_of_cores", lambda: 2)
+def test_scores_keep_their_rows_over_several_processes() -> None:
     truths = [str(i) for i in range(40)]
     answers = [boxed(str(i if i < 7 else i + 1)) for i in range(40)]
     scores = make_verifier("math", {})([], answers, None, answer=truths)
     assert scores == [float(i < 7) for i in range(40)]
 
 
-def test_process_that_died_is_replaced() -> None:
-    made = make_verifier("math", {})
-    assert made([], ["1"], None, answer=["1"]) == [1]
-    process = HELPERS.get(0)._process
-    assert process is not None
-    process.kill()
-    process.wait()
-    made([], ["1"], None, answer=["1"])
-    assert made([], ["1"], None, answer=["1"]) == [1]
-
-
-def test_helper_that_does_not_start_says_why(monkeypatch, tmp_path) -> None:
-    script = tmp_path / "helper.py"
-    script.write_text("raise ImportError('no sympy')")
-    monkeypatch.setattr(math_answers, "HELPER", script)
-    with pytest.raises(RuntimeError, match=r"does not start: .*ImportError: no sympy"):
-        math_answers.Helper().ask([{"golds": ["1"], "answer": "1", "boxed": False}], 5.0)
-
-
-def test_helper_ends_with_its_input() -> None:
-    """A trainer that was killed leaves nothing behind."""
-    helper = math_answers.Helper()
-    helper.ask([{"golds": ["1"], "answer": "1", "boxed": False}], 5.0)
-    process = helper._process
-    assert process is not None
-    assert process.stdin is not None
-    process.stdin.close()
-    assert process.wait(20) == 0
-    for pipe in (process.stdout, process.stderr):
-        assert pipe is not None
-        pipe.close()
-
-
 def test_numbers_are_no_code() -> None:
-    assert math_helper.compare(["1"], "__import__('os').getpid()", False) is False
+    assert math_answers.compare(["1"], "__import__('os').getpid()", False) == 0

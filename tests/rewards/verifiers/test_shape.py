@@ -27,9 +27,6 @@ from rlhf_pg.rewards.verifiers import make_verifier
         ("a</think><answer>b</answer>", {"opened": True}, 1),
         ("<think>a</think><answer>b</answer>", {"opened": True}, 0),
         ("<plan>a</plan> <code>b</code>", {"tags": ["plan", "code"]}, 1),
-        ("a: 1", {"pattern": r"a: \d"}, 1),
-        ("a: 1.", {"pattern": r"a: \d"}, 0),
-        ("a" * 100 + "b", {"pattern": "(a|aa)+", "timeout": 0.1}, 0),
     ],
 )
 def test_format(text, options, expected) -> None:

@@ -20,8 +20,8 @@ import pytest
 from peft import get_peft_model
 from safetensors.torch import load_file
 
+from rlhf_pg.boundary import http
 from rlhf_pg.rollout import Request, RolloutError, SamplingParams
-from rlhf_pg.rollout.vllm import http
 from rlhf_pg.rollout.vllm.in_process import VllmEngine
 from rlhf_pg.rollout.vllm.server import VllmServerEngine
 from tests.rollout.vllm.fake_vllm import FakeVllm
@@ -271,7 +271,7 @@ FAULTS = {
     "status 503: busy": (503, b"busy"),
     "status 429: slow down": (429, b"slow down"),
     "no answer": (200, b"{"),  # cut off within the body
-    "an answer that is not whole": (200, b"{}}"),
+    "an answer that cannot be used": (200, b"{}}"),
     "KeyError": (200, {"id": "cmpl-1"}),
     "not enough values": (200, {"choices": []}),
     "5 tokens with 6 log-prob": (200, short(token_ids=[5] * 5)),
@@ -286,12 +286,11 @@ FAULTS = {
     "-1 is no token": (200, short(token_ids=[-1] + [5] * 5)),
     "5.0 is no token": (200, short(token_ids=[5.0] * 6)),
     "True is no token": (200, short(token_ids=[True] * 6)),
-    "-inf is no log-prob": (200, short(**logprobs(*[-1.0] * 5, float("-inf")))),
+    "-Infinity is not JSON": (200, short(**logprobs(*[-1.0] * 5, float("-inf")))),
     "-9999.0 is no log-prob": (200, short(**logprobs(*[-1.0] * 5, -9999.0))),
-    "nan is no log-prob": (200, short(**logprobs(*[-1.0] * 5, float("nan")))),
+    "NaN is not JSON": (200, short(**logprobs(*[-1.0] * 5, float("nan")))),
     "0.5 is no log-prob": (200, short(**logprobs(*[-1.0] * 5, 0.5))),
     "None is no log-prob": (200, short(**logprobs(*[-1.0] * 5, None))),
-    "RecursionError": (200, b"[" * 100_000),
     "it has more than": (200, b" " * 2**21),
     r"status 500: \x1b[2J": (500, {"error": {"message": "\x1b[2J"}}),
     "RemoteProtocolError": lambda handler: handler.wfile.write(b"SSH-2.0\r\n"),
@@ -369,7 +368,7 @@ def test_redirect_is_not_followed(fake, tmp_path):
         handler.end_headers()
 
     fake.answers[COMPLETIONS] = lambda body: elsewhere
-    with pytest.raises(RolloutError, match=r"status 307: it sends us elsewhere") as error:
+    with pytest.raises(RolloutError, match=r"status 307") as error:
         engine.generate([[5]], 1, PARAMS, seed=0)
     other.close()
     assert other.asked == []
@@ -409,7 +408,6 @@ def test_oversized_answer_is_rejected_early(fake, tmp_path):
         ("/v1/models", (200, {"data": [{"id": "a", "max_model_len": 0}]}), "max_model_len is 0"),
         ("/v1/models", (200, {"data": [{"id": 1, "max_model_len": 9}]}), "id of a model is 1"),
         ("/server_info", (200, {}), "KeyError"),
-        ("/server_info", (200, b"[" * 100_000), "RecursionError"),
         (COMPLETIONS, (200, {"choices": []}), "IndexError"),
     ],
 )
@@ -464,7 +462,7 @@ def test_interrupt_cancels_request(fake, tmp_path, request):
 
     fake.answers["/reset_prefix_cache"] = lambda body: interrupt
     with pytest.raises(KeyboardInterrupt):
-        engine.server.ask("/reset_prefix_cache", {}, lambda answer: answer)
+        engine.ask("/reset_prefix_cache", {}, lambda answer: answer)
     assert heard.wait(10)
 
 

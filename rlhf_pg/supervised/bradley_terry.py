@@ -41,9 +41,9 @@ from rlhf_pg.models import (
 )
 from rlhf_pg.models.assemble import adapter_of
 from rlhf_pg.models.modes import checkpoint_activations
-from rlhf_pg.rewards.pairs import Pair, Pairs, load_pairs
 from rlhf_pg.rewards.reward_model import score_tokenizer, sequence_scores
 from rlhf_pg.supervised.examples import named_data
+from rlhf_pg.supervised.pairs import Pair, Pairs, load_pairs
 from rlhf_pg.supervised.sft import longest
 from rlhf_pg.supervised.training import fingerprint, run, training_arguments
 

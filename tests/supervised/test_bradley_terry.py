@@ -17,17 +17,18 @@ from transformers import (
 
 from rlhf_pg.config import RewardModelConfig
 from rlhf_pg.models import pretrained
-from rlhf_pg.rewards import RewardModel, bradley_terry_loss, train_reward_model
-from rlhf_pg.rewards.bradley_terry import (
+from rlhf_pg.rewards import RewardModel, train_reward_model
+from rlhf_pg.supervised.bradley_terry import (
     PairScorer,
     _held_out,
     _load,
+    bradley_terry_loss,
     calibration_error,
     centering_loss,
     collate,
     pair_loss,
 )
-from rlhf_pg.rewards.pairs import Pair, load_pairs
+from rlhf_pg.supervised.pairs import Pair, load_pairs
 from tests.rewards.test_reward_model import TEMPLATE, by_hand, classifier, close, letters, says
 from tests.tiny import adapter, stir, tiny_model
 
