@@ -27,19 +27,19 @@ BUDGETS = {
 }
 # Wings that are over their budget, with what they have today: a number here only goes down.
 TODAY = {
-    "config": 3473,
+    "config": 3472,
     "data": 1482,
     "models": 2807,
-    "rollout": 3877,
+    "rollout": 3504,
     "rewards": 3002,
-    "supervised": 1300,
-    "trainers": 3998,
+    "supervised": 1287,
+    "trainers": 3997,
     "runtime": 1366,
     "checkpoint": 877,
     "report": 1895,
     "plan": 523,
     "tasks": 1179,
-    "boundary": 779,
+    "boundary": 544,
 }
 SCRIPTS = ("report/page/*.[jc]s*", 800)
 

@@ -1,12 +1,13 @@
 """Calls of users' code: it may raise, return nonsense, call `sys.exit` or hang."""
 
 import asyncio
+import inspect
 import math
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from rlhf_pg.boundary.quoted import told
@@ -35,6 +36,49 @@ def begin(call: Callable[[], Awaitable[Any]]) -> Future[Any]:
             return await call()
 
     return asyncio.run_coroutine_threadsafe(outcome(), event_loop())
+
+
+def call_beside(
+    timeout: float | None, function: Callable[..., Any], *arguments: Any, **keywords: Any
+) -> Future[Any]:
+    """Call a function, plain or async, beside all others.
+
+    A plain one has its own thread, which is left behind if it is late, and does not keep the
+    process from ending.
+
+    Raises:
+        TimeoutError: from the future: it took longer than `timeout` seconds.
+    """
+    call = partial(function, *arguments, **keywords)
+
+    async def outcome() -> Any:
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                said = call() if inspect.iscoroutinefunction(function) else _in_thread(call)
+                said = await said
+                return await said if inspect.isawaitable(said) else said
+        except TimeoutError:
+            if limit.expired():
+                raise TimeoutError(f"no answer within {timeout:g} s") from None
+            raise
+
+    return begin(outcome)
+
+
+def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def run() -> None:
+        settle: Callable[[Any], None] = future.set_result
+        try:
+            outcome = call()
+        except BaseException as error:  # any error belongs to the caller, not to this thread
+            settle, outcome = future.set_exception, error
+        loop.call_soon_threadsafe(lambda: None if future.done() else settle(outcome))
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def wait_for(awaitable: Awaitable[Any]) -> Any:

@@ -17,14 +17,13 @@ from rlhf_pg.data.records import Experience, Rollout
 from rlhf_pg.replay.diff import Place, compare_metrics, compare_tokens
 from rlhf_pg.report.metrics import Meter
 from rlhf_pg.report.run_files import METRICS, RunFiles, StepRecord, StepTokens, tokens_file
-from rlhf_pg.rollout import Episode
 from rlhf_pg.trainers import PolicyGradientTrainer
 from rlhf_pg.trainers.samples import (
     Samples,
     ScoredBatch,
     ScoredSamples,
     columns_of,
-    prompt_and_completion,
+    prompts_and_completions,
 )
 
 
@@ -184,15 +183,11 @@ class Replay:
             scores[place, : record.lengths[i]] = whole[spans[i]].to(scores)
         rows = [int(record.row[i]) for i in mine]
         examples = trainer.train_prompts.examples(rows)
-        said: list[tuple[Any, Any]] = []
-        for place, i in enumerate(mine):
-            text = tokenizer.decode(ids[place], skip_special_tokens=True)
-            prompt = (
-                tokenizer.decode(prompts[i]) if self.has_episodes else examples[place]["prompt"]
-            )
-            episode = Episode(prompt=prompt, prompt_ids=prompts[i], tokens=ids[place])
-            episode.messages.append({"role": "assistant", "content": text})
-            said.append(prompt_and_completion(episode, tokenizer))
+        given = [
+            tokenizer.decode(prompts[i]) if self.has_episodes else example["prompt"]
+            for i, example in zip(mine, examples, strict=True)
+        ]
+        said = prompts_and_completions(given, ids, tokenizer)
         samples = Samples(
             rollout=rollout,
             prompts=[prompt for prompt, _ in said],

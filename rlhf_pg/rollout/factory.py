@@ -3,9 +3,7 @@
 import importlib.metadata
 import logging
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,7 +11,6 @@ from rlhf_pg import models
 from rlhf_pg.config import PolicyGradientConfig, rules
 from rlhf_pg.rollout import EnvironmentSource, EpisodeRunner, Tool, Toolbox, ToolEnvironment
 from rlhf_pg.rollout.engine import RolloutEngine
-from rlhf_pg.rollout.multi_turn.tools import check_template
 from rlhf_pg.rollout.native.engine import NativeEngine
 from rlhf_pg.rollout.vllm.handover import parts_tied_weights
 from rlhf_pg.rollout.vllm.in_process import VllmEngine
@@ -137,13 +134,8 @@ def new_episode_runner(
         return None
     if environments is None:
         box = Toolbox.of(tools or (), tokenizer, args.environment_timeout)
-        check_template(tokenizer, box.schemas)
-        options: dict[str, Any] = {
-            "environment_factory": partial(ToolEnvironment, box),
-            "timeout": None,  # the tools have their own
-            "tools": box.schemas,
-            "special_tokens": box.reads_tokens,
-        }
+        options = box.runner_options(ToolEnvironment)
+        options["timeout"] = None  # the tools have their own
     else:
         options = environments.runner_options(tokenizer, args.environment_timeout, tools or ())
     return EpisodeRunner(

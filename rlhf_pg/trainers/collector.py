@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +22,13 @@ from rlhf_pg.rewards.functions import show
 from rlhf_pg.rewards.scoring import Begun, give_up
 from rlhf_pg.rewards.shaping import Shaping
 from rlhf_pg.rollout import (
-    Episode,
+    Completion,
     EpisodeRunner,
     RolloutEngine,
     RolloutError,
     SamplingParams,
 )
-from rlhf_pg.rollout.multi_turn.metrics import (
+from rlhf_pg.rollout.multi_turn.episodes import (
     environment_rewards,
     episode_counts,
     episode_metrics,
@@ -41,7 +40,7 @@ from rlhf_pg.trainers.samples import (
     ScoredBatch,
     ScoredSamples,
     columns_of,
-    prompt_and_completion,
+    prompts_and_completions,
     sample,
 )
 
@@ -150,9 +149,21 @@ class Collector:
         )
         begun: dict[int, Begun] = {}
 
-        def begin(place: int, episodes: list[Episode]) -> None:
-            columns = columns_of(prompts, [rows[place]] * n)
-            begun[prompt_indices[place]] = self._begin(episodes, columns)
+        def begin(place: int, turns: list[Completion]) -> None:
+            """Begin the calls of rewards about one prompt, while others are sampled."""
+            row, ids = rows[place], [turn.tokens for turn in turns]
+            given = [prompts.examples([row])[0]["prompt"]] * n
+            said = prompts_and_completions(given, ids, self.tokenizer)
+            shown = show(
+                [prompt for prompt, _ in said],
+                [completion for _, completion in said],
+                ids,
+                columns_of(prompts, [row] * n),
+                self._ended(ids),
+                self.progress(),
+                [turn.finish_reason == "length" for turn in turns],
+            )
+            begun[prompt_indices[place]] = self.rewards.begin(shown)
 
         with (
             self.sampling(),
@@ -187,21 +198,6 @@ class Collector:
                 weights.enter_context(self.policy.gathered(self.runtime.device))
                 weights.enter_context(self.engine.weights_synced())
             yield
-
-    def _begin(self, episodes: Sequence[Episode], columns: Mapping[str, list[Any]]) -> Begun:
-        """Begin the calls of rewards about one prompt, while others are sampled."""
-        said = [prompt_and_completion(episode, self.tokenizer) for episode in episodes]
-        ids = [episode.tokens for episode in episodes]
-        shown = show(
-            [prompt for prompt, _ in said],
-            [completion for _, completion in said],
-            ids,
-            columns,
-            self._ended(ids),
-            self.progress(),
-            [episode.truncated for episode in episodes],
-        )
-        return self.rewards.begin(shown)
 
     def scored(self, samples: Samples) -> ScoredSamples:
         """Return samples with their raw scores (B,T,K), and with what reward functions logged.

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -166,7 +165,7 @@ def sample(
     dtype: torch.dtype,
     device: torch.device,
     episode_runner: EpisodeRunner | None = None,
-    finished: Callable[[int, list[Episode]], None] | None = None,
+    finished: Callable[[int, list[Completion]], None] | None = None,
 ) -> Samples:
     """Sample `n` completions of the given dataset rows, or play `n` episodes of each.
 
@@ -177,61 +176,52 @@ def sample(
         finished: without one, is told the place of each row in `rows`, and its completions, as
             soon as all of them are sampled.
     """
-    examples = prompts.examples(rows)
-    tokens = prompts.encoded(rows)
+    examples, tokens = prompts.examples(rows), prompts.encoded(rows)
+    prompt_ids: list[Sequence[int]]
     if episode_runner is None:
-        wrapped = partial(_single_turns, examples=examples, tokens=tokens, tokenizer=tokenizer)
-        early = {} if finished is None else {"finished": _by_prompt(n, wrapped, finished)}
-        sampled = engine.generate(tokens, n, params, seed, prompt_ids=prompt_indices, **early)
-        episodes = wrapped(dict(enumerate(sampled)), n)
+        early = {} if finished is None else {"finished": _by_prompt(n, finished)}
+        turns = engine.generate(tokens, n, params, seed, prompt_ids=prompt_indices, **early)
+        episodes: list[Episode] = []
+        prompt_ids = [ids for ids in tokens for _ in range(n)]
+        completion_ids = [list(turn.tokens) for turn in turns]
+        logprobs = [turn.logprobs for turn in turns]
+        actions = None
+        truncated = [turn.finish_reason == "length" for turn in turns]
+        given = [example["prompt"] for example in examples for _ in range(n)]
+        said = prompts_and_completions(given, completion_ids, tokenizer)
     else:
         episodes = episode_runner.play(engine, examples, tokens, prompt_indices, n, params, seed)
+        prompt_ids = [episode.prompt_ids for episode in episodes]
+        completion_ids = [episode.tokens for episode in episodes]
+        logprobs = [episode.logprobs for episode in episodes]
+        actions = [episode.trained for episode in episodes]
+        truncated = [episode.truncated for episode in episodes]
+        said = [_prompt_and_completion(episode, tokenizer) for episode in episodes]
     rollout = Rollout.from_tokens(
-        prompts=[episode.prompt_ids for episode in episodes],
-        completions=[episode.tokens for episode in episodes],
-        logprobs=[episode.logprobs for episode in episodes],
-        truncated=[episode.truncated for episode in episodes],
+        prompts=prompt_ids,
+        completions=completion_ids,
+        logprobs=logprobs,
+        truncated=truncated,
         groups=[index for index in prompt_indices for _ in range(n)],
         pad_token_id=tokenizer.pad_token_id,
-        actions=[episode.trained for episode in episodes],
+        actions=actions,
         dtype=dtype,
         device=device,
     )
     repeated = [row for row in rows for _ in range(n)]
-    said = [prompt_and_completion(episode, tokenizer) for episode in episodes]
     return Samples(
         rollout=rollout,
         prompts=[prompt for prompt, _ in said],
         completions=[completion for _, completion in said],
-        completion_ids=[episode.tokens for episode in episodes],
+        completion_ids=completion_ids,
         columns=columns_of(prompts, repeated),
         rows=repeated,
-        episodes=[] if episode_runner is None else episodes,
+        episodes=episodes,
     )
 
 
-def _single_turns(
-    sampled: Mapping[int, Completion],
-    n: int,
-    examples: Sequence[Mapping[str, Any]],
-    tokens: Sequence[Sequence[int]],
-    tokenizer: PreTrainedTokenizerBase,
-) -> list[Episode]:
-    """Wrap completions, by their places example * n + sample, as episodes of one turn."""
-    episodes = []
-    for i in sorted(sampled):
-        completion = sampled[i]
-        episode = Episode(prompt=examples[i // n]["prompt"], prompt_ids=tokens[i // n])
-        episode.act(completion, tokenizer.decode(completion.tokens, skip_special_tokens=True))
-        episode.truncated = completion.finish_reason == "length"
-        episodes.append(episode)
-    return episodes
-
-
 def _by_prompt(
-    n: int,
-    wrapped: Callable[[Mapping[int, Completion], int], list[Episode]],
-    finished: Callable[[int, list[Episode]], None],
+    n: int, finished: Callable[[int, list[Completion]], None]
 ) -> Callable[[int, Completion], None]:
     """Return a function that takes single completions, and tells of all `n` of a prompt at once."""
     sampled: dict[int, dict[int, Completion]] = {}
@@ -240,9 +230,24 @@ def _by_prompt(
         group = sampled.setdefault(index // n, {})
         group[index] = completion
         if len(group) == n:
-            finished(index // n, wrapped(group, n))
+            finished(index // n, [group[i] for i in sorted(group)])
 
     return add
+
+
+def prompts_and_completions(
+    prompts: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[tuple[Any, Any]]:
+    """Return prompts with their completions of one turn, both as text or both as messages."""
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completion_ids]
+    return [
+        (prompt, text)
+        if isinstance(prompt, str)
+        else whole_turn(prompt, [{"role": "assistant", "content": text}])
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
 
 
 def columns_of(prompts: Prompts, rows: Sequence[int]) -> dict[str, list[Any]]:
@@ -252,7 +257,7 @@ def columns_of(prompts: Prompts, rows: Sequence[int]) -> dict[str, list[Any]]:
     return columns
 
 
-def prompt_and_completion(episode: Episode, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, Any]:
+def _prompt_and_completion(episode: Episode, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, Any]:
     """Return prompt and completion, both as text or both as messages."""
     if isinstance(episode.prompt, str):
         return episode.prompt, tokenizer.decode(episode.tokens, skip_special_tokens=True)

@@ -1,9 +1,7 @@
 """The environment of an episode of several turns, which answers every turn and may reward it."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -59,33 +57,28 @@ class Environment(Protocol):
 EnvironmentFactory: TypeAlias = Callable[[], Environment]
 
 
-class SettlingEnvironment(ABC):
+class SettlingEnvironment:
     """The base class of environments that are told when their episode is over, however it ended."""
 
-    @abstractmethod
     def settle(self) -> float | Awaitable[float | None] | None:
         """Return the reward of the whole episode, or None; not called if the episode failed.
 
         It is paid at the last turn, in place of what that turn was paid so far.
         """
+        raise NotImplementedError
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Give up what is still under way; called after every episode, failed ones included."""
 
 
-def settles(environment: Any) -> TypeGuard[SettlingEnvironment]:
-    """Return whether an environment is told when its episode is over; asks nothing of the object,
-    which may be anything.
-    """
-    return issubclass(type(environment), SettlingEnvironment)
-
-
-class EnvironmentSource(ABC):
-    """The base class of what makes the environments of a run, and knows what they offer."""
+class EnvironmentSource:
+    """What makes the environments of a run, and knows what they offer; of a plain factory."""
 
     pays = True  # whether "environment" is a source of reward
 
-    @abstractmethod
+    def __init__(self, factory: EnvironmentFactory) -> None:
+        self.factory = factory
+
     def runner_options(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -102,6 +95,11 @@ class EnvironmentSource(ABC):
         Raises:
             ValueError: the environments cannot be played like that.
         """
+        if tools:
+            raise ValueError(
+                "give tools or environment_factory, not both: an environment can call what it likes"
+            )
+        return {"environment_factory": self.factory, "timeout": timeout}
 
     def prompted(self, dataset: Dataset | None, rows: int) -> Dataset | None:
         """Return the dataset with a column `prompt`, if environments bring the prompts themselves.
@@ -126,27 +124,7 @@ def source_of(factory: Any) -> EnvironmentSource:
             f"got {shown(factory)}; those of TRL's kind go into "
             "rlhf_pg.rollout.multi_turn.adapters.TrlEnvironments"
         )
-    return PlainEnvironments(factory)
-
-
-@dataclass(frozen=True)
-class PlainEnvironments(EnvironmentSource):
-    """The source of environments that a plain factory makes."""
-
-    factory: EnvironmentFactory
-
-    def runner_options(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        timeout: float,
-        tools: Sequence[Callable[..., Any]],
-    ) -> dict[str, Any]:
-        """Return the factory and its time limit."""
-        if tools:
-            raise ValueError(
-                "give tools or environment_factory, not both: an environment can call what it likes"
-            )
-        return {"environment_factory": self.factory, "timeout": timeout}
+    return EnvironmentSource(factory)
 
 
 def checked_prompt(prompt: Any, given: Messages) -> Messages:
@@ -158,8 +136,11 @@ def checked_prompt(prompt: Any, given: Messages) -> Messages:
     Raises:
         ValueError: it is neither text nor chat messages.
     """
+    if isinstance(prompt, str) and not isinstance(given, str):
+        system = [dict(m) for m in given[:1] if m.get("role") in ("system", "developer")]
+        return [*system, {"role": "user", "content": prompt}]
     if isinstance(prompt, str):
-        return prompt if isinstance(given, str) else [*_system(given), _from_user(prompt)]
+        return prompt
     if _is_chat(prompt) and prompt:
         return [dict(message) for message in prompt]
     raise ValueError(f"reset must return a string or a list of messages, got {shown(prompt)}")
@@ -177,14 +158,13 @@ def checked_observation(answer: Any, prompt: Messages) -> Observation:
             f"step must return Observation(messages, reward, done), got {shown(answer)}"
         )
     messages, reward, done = answer
-    done = _over(done)
     if isinstance(messages, str) and not isinstance(prompt, str):
-        messages = [_from_user(messages)]
+        messages = [{"role": "user", "content": messages}]
     fits = isinstance(messages, str) if isinstance(prompt, str) else _is_chat(messages)
     if not done and not fits:
         kind = "a string, as the prompt is" if isinstance(prompt, str) else "messages or a string"
         raise ValueError(f"step must answer with {kind}, got {shown(messages)}")
-    return Observation(messages, checked_reward(reward, "a turn"), done)
+    return Observation(messages, checked_reward(reward, "a turn"), bool(done))
 
 
 def checked_reward(reward: Any, what: str) -> float | None:
@@ -193,29 +173,16 @@ def checked_reward(reward: Any, what: str) -> float | None:
     Raises:
         ValueError: it is neither a finite number nor None.
     """
-    if reward is not None and (number := finite(reward)) is None:
+    if reward is None:
+        return None
+    if (number := finite(reward)) is None:
         raise ValueError(
             f"the reward of {what} must be a finite number or None, got {shown(reward)}"
         )
-    return None if reward is None else number
-
-
-def _from_user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def _system(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [dict(message) for message in chat[:1] if message.get("role") in ("system", "developer")]
+    return number
 
 
 def _is_chat(messages: Any) -> bool:
     return isinstance(messages, list | tuple) and all(
         isinstance(message, Mapping) and "role" in message for message in messages
     )
-
-
-def _over(done: Any) -> bool:
-    try:
-        return bool(done)
-    except Exception as error:  # such as an array of several
-        raise ValueError(f"done must be true or false, got {shown(done)}") from error

@@ -4,7 +4,6 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from rlhf_pg.boundary.quoted import told
+from rlhf_pg.boundary.user_code import call_beside
 from rlhf_pg.data.chat import continues, encode, encode_answer
-from rlhf_pg.rollout.multi_turn.concurrent_calls import ConcurrentCalls
 from rlhf_pg.rollout.multi_turn.environment import Messages, Observation
 
 Tool = Callable[..., Any]
@@ -31,19 +30,12 @@ class ToolCall(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Toolbox:
-    """The tools of a run.
+    """The tools of a run."""
 
-    Attributes:
-        functions: by name.
-        schemas: the descriptions that the chat template shows.
-        tokenizer: of the policy; it may be able to parse calls.
-        timeout: seconds for the calls of a turn.
-    """
-
-    functions: Mapping[str, Tool]
-    schemas: Sequence[dict[str, Any]]
-    tokenizer: PreTrainedTokenizerBase
-    timeout: float
+    functions: Mapping[str, Tool]  # by name
+    schemas: Sequence[dict[str, Any]]  # the descriptions that the chat template shows
+    tokenizer: PreTrainedTokenizerBase  # of the policy; it may be able to parse calls
+    timeout: float  # seconds for the calls of a turn
 
     @classmethod
     def of(
@@ -56,15 +48,10 @@ class Toolbox:
         """
         schemas = [_schema(tool) for tool in tools]
         names = [schema["function"]["name"] for schema in schemas]
-        twice = [name for name in names if names.count(name) > 1]
-        if twice:
+        if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"tools has two functions named {twice[0]}: rename one")
-        return cls(
-            functions=dict(zip(names, tools, strict=True)),
-            schemas=schemas,
-            tokenizer=tokenizer,
-            timeout=timeout,
-        )
+        functions = dict(zip(names, tools, strict=True))
+        return cls(functions=functions, schemas=schemas, tokenizer=tokenizer, timeout=timeout)
 
     @property
     def reads_tokens(self) -> bool:
@@ -102,18 +89,30 @@ class Toolbox:
         """Return what is wrong with a call by the schema of its tool, or None."""
         if call.error is not None:
             return call.error
+        schemas = {schema["function"]["name"]: schema["function"] for schema in self.schemas}
         if call.name not in self.functions:
             return f"there is no tool {call.name!r}, only {', '.join(self.functions)}"
-        [parameters] = [
-            schema["function"].get("parameters", {})
-            for schema in self.schemas
-            if schema["function"]["name"] == call.name
-        ]
+        parameters = schemas[call.name].get("parameters", {})
         given, known = set(call.arguments or ()), set(parameters.get("properties", {}))
         missing = set(parameters.get("required", ())) - given
         if given - known:
             return f"{call.name} has no argument {min(given - known)!r}"
         return f"{call.name} needs the argument {min(missing)!r}" if missing else None
+
+    def runner_options(self, environment: Callable[["Toolbox"], Any]) -> dict[str, Any]:
+        """Return the fields of an `EpisodeRunner` whose environments call these tools.
+
+        Raises:
+            ValueError: the chat template cannot show the tools.
+        """
+        if self.schemas:
+            check_template(self.tokenizer, self.schemas)
+        return {
+            "environment_factory": lambda: environment(self),
+            "timeout": self.timeout,
+            "tools": self.schemas,
+            "special_tokens": bool(self.schemas) and self.reads_tokens,
+        }
 
 
 class ToolEnvironment:
@@ -141,43 +140,37 @@ class ToolEnvironment:
 
     def step(self, completion: str) -> Observation:
         """Answer with one message of the role "tool" for every call; the calls run concurrently."""
-        functions = self.toolbox.functions
-        asked = self.toolbox.parse(completion, self.prompt) if functions else []
-        if not asked:
-            return Observation(done=True)
-        with ConcurrentCalls(self.toolbox.timeout) as calls:
-            made = [self._start(call, calls) for call in asked]
-            while calls.pending:
-                calls.ended(wait=True)
-            answers = [self._answer(one) for one in made]
+        box = self.toolbox
+        asked = box.parse(completion, self.prompt) if box.functions else []
+        begun = [
+            box.fault(call)
+            or call_beside(box.timeout, box.functions[call.name], **(call.arguments or {}))
+            for call in asked
+        ]
+        answers = []
+        for made in begun:
+            try:
+                if isinstance(made, str):
+                    raise _Fault(made)
+                said = made.result()
+                if not isinstance(said, str):
+                    said = json.dumps(said, default=str, ensure_ascii=False)
+                # Half a surrogate pair has no token.
+                answers.append(said.encode(errors="replace").decode())
+            except Exception as error:
+                self.failures += 1
+                what = str(error) if isinstance(error, _Fault | TimeoutError) else told(error)
+                answers.append(f"Error: {what}")
+        self.calls += len(asked)
         messages = [
             {"role": "tool", "name": call.name, "content": answer}
             for call, answer in zip(asked, answers, strict=True)
         ]
-        return Observation(messages)
+        return Observation(messages, done=not asked)
 
-    def _start(self, call: ToolCall, calls: ConcurrentCalls) -> Future[Any] | str:
-        self.calls += 1
-        fault = self.toolbox.fault(call)
-        if fault is not None:
-            return fault
-        return calls.start(self.toolbox.functions[call.name], **(call.arguments or {}))
 
-    def _answer(self, made: Future[Any] | str) -> str:
-        """Return what the policy is told about one call."""
-        if isinstance(made, str):
-            fault = made
-        elif made.cancelled():
-            fault = f"no result within {self.toolbox.timeout:g} s"
-        elif (error := made.exception()) is not None:
-            fault = told(error)
-        else:
-            try:
-                return _text(made.result())
-            except (TypeError, ValueError, RecursionError) as unfit:  # it is not JSON
-                fault = told(unfit)
-        self.failures += 1
-        return f"Error: {fault}"
+class _Fault(Exception):
+    """A fault of a call that is told to the policy as it is."""
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]]) -> None:
@@ -231,10 +224,3 @@ def _call(call: Any) -> ToolCall:
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         return ToolCall(error='a call needs a "name" and "arguments", an object')
     return ToolCall(name, arguments)
-
-
-def _text(result: Any) -> str:
-    if not isinstance(result, str):
-        result = json.dumps(result, default=str, ensure_ascii=False)
-    text: str = result.encode(errors="replace").decode()  # half a surrogate pair has no token
-    return text

@@ -277,7 +277,7 @@ def test_turn_limit_truncates_episode(max_turns, turns, truncated):
         ((["up"], 0.0, False), "must answer with a string"),
         (("up", NAN, False), "finite number or None, got nan"),
         (("up", "much", True), "finite number or None, got 'much'"),
-        (("up", 1.0, torch.tensor([True, False])), "done must be true or false"),
+        (("up", 1.0, torch.tensor([True, False])), "Boolean value of Tensor"),
     ],
 )
 def test_failing_environment_ends_only_its_episode(answer, error):

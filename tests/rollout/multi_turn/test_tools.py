@@ -117,7 +117,7 @@ def test_slow_tool_gives_error_without_affecting_others():
 
     playing = environment(wait, add, timeout=0.2)
     both = called('{"name": "wait"}') + called('{"name": "add", "arguments": {"a": 1}}')
-    assert answers(playing, both) == ["Error: no result within 0.2 s", "2"]
+    assert answers(playing, both) == ["Error: no answer within 0.2 s", "2"]
     assert playing.failures == 1
     go.set()
 

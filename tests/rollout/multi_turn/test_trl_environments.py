@@ -4,10 +4,9 @@ import time
 
 import pytest
 
-from rlhf_pg.rollout import EpisodeRunner, Observation, SamplingParams, source_of
+from rlhf_pg.rollout import EnvironmentSource, EpisodeRunner, Observation, SamplingParams, source_of
 from rlhf_pg.rollout.multi_turn.adapters import TrlEnvironments
-from rlhf_pg.rollout.multi_turn.environment import PlainEnvironments
-from rlhf_pg.rollout.multi_turn.metrics import episode_counts
+from rlhf_pg.rollout.multi_turn.episodes import episode_counts
 from rlhf_pg.tasks.calculator import CHARACTERS
 from rlhf_pg.tasks.tiny import tool_tokenizer
 from tests.rollout.multi_turn.scripted import ScriptedEngine
@@ -205,7 +204,7 @@ def test_reward_that_is_no_number_ends_its_episode() -> None:
 
 def test_plain_factory_makes_ours_and_other_things_are_refused() -> None:
     for factory in (Ours, lambda: Ours()):
-        assert type(source_of(factory)) is PlainEnvironments
+        assert type(source_of(factory)) is EnvironmentSource
     assert type(source_of(TrlEnvironments(Counter))) is TrlEnvironments
     for wrong in ("guess", {"a": Door}, Counter):
         with pytest.raises(ValueError, match="TrlEnvironments"):

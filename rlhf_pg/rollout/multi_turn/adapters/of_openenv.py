@@ -1,9 +1,7 @@
 """Environments of OpenEnv, each a session with a server that answers `reset` and `step`."""
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,10 +11,10 @@ from openenv import GenericEnvClient
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.boundary.quoted import quoted, shown, told
-from rlhf_pg.boundary.user_code import begin, wait_for
+from rlhf_pg.boundary.user_code import begin, call_beside
 from rlhf_pg.data.chat import text_of
 from rlhf_pg.rollout.multi_turn import environment as ours
-from rlhf_pg.rollout.multi_turn.adapters.task import AdaptedTask, options_with_own_tools
+from rlhf_pg.rollout.multi_turn.adapters.task import AdaptedTask, own_tools
 from rlhf_pg.rollout.multi_turn.tools import Tool, Toolbox, ToolCall
 
 OPTIONS = {
@@ -39,68 +37,52 @@ def load(name: str, options: Mapping[str, Any], seed: int) -> AdaptedTask:
     if unknown := sorted(options.keys() - OPTIONS.keys()):
         raise ValueError(f"openenv has no option {shown(unknown[0])}, only {', '.join(OPTIONS)}")
     own: dict[str, Any] = {**OPTIONS, **options}
+    source = Sessions(name, own["action_key"], own["observation_key"])
     try:
-        source = wait_for(_look(name, own["action_key"], own["observation_key"]))
+        call_beside(PATIENCE, source.look).result()
     except Exception as error:
         raise ValueError(f"the environment server {quoted(name)}: {told(error)}") from error
-    prompt, total = [{"role": "user", "content": own["prompt"]}], own["episodes"]
-    total += own["eval_episodes"]
+    total = own["episodes"] + own["eval_episodes"]
+    prompt = [{"role": "user", "content": own["prompt"]}]
     rows = [{"prompt": prompt, "seed": 2 * seed * total + i} for i in range(total)]
     held_out = rows[own["episodes"] :]
     train = Dataset.from_list(rows[: own["episodes"]])
     return AdaptedTask(train, Dataset.from_list(held_out) if held_out else None, source)
 
 
-async def _look(url: str, action_key: str | None, observation_key: str | None) -> "Sessions":
-    """Ask a server for the fields of its actions and observations, and for its tools."""
-    async with httpx.AsyncClient(timeout=PATIENCE, follow_redirects=False) as client:
-        answer = await client.get(f"{url.rstrip('/')}/schema")
-        schema = answer.raise_for_status().json()
-    action, observation = (schema[kind].get("properties", {}) for kind in ("action", "observation"))
-    observation_key = observation_key or _only_text(observation)
-    if "tool_name" in action:
-        tools = await asyncio.wait_for(_tools(url), PATIENCE)
-        return Sessions(url, None, observation_key, tools)
-    key = action_key or _only_text(action)
-    if key not in action:
-        raise ValueError(f"set action_key to the field that takes a turn: {', '.join(action)}")
-    return Sessions(url, key, observation_key, [])
-
-
-def _only_text(fields: Mapping[str, Any]) -> str | None:
-    texts = [k for k, v in fields.items() if v.get("type") == "string" and k not in ASIDE]
-    return texts[0] if len(texts) == 1 else None
-
-
-async def _tools(url: str) -> list[dict[str, Any]]:
-    async with GenericEnvClient(base_url=url, mode="simulation") as client:
-        listed = (await client.step({"type": "list_tools"})).observation["tools"]
-    own = [
-        {
-            "name": tool["name"],
-            "description": tool.get("description", ""),
-            "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
-        }
-        for tool in listed
-    ]
-    return [{"type": "function", "function": function} for function in own]
-
-
-@dataclass(frozen=True)
 class Sessions(ours.EnvironmentSource):
-    """The source of sessions with one environment server."""
+    """The source of sessions with one environment server, which may offer tools."""
 
-    url: str
-    action_key: str | None  # None: turns call tools
-    observation_key: str | None  # None: the policy reads all fields
-    tools: Sequence[dict[str, Any]]
+    def __init__(self, url: str, action_key: str | None, observation_key: str | None) -> None:
+        self.url, self.action_key, self.observation_key = url, action_key, observation_key
+        self.tools: list[dict[str, Any]] | None = None
+
+    async def look(self) -> None:
+        """Ask the server for the fields of its actions and observations, and for its tools."""
+        async with httpx.AsyncClient(timeout=PATIENCE, follow_redirects=False) as client:
+            answer = await client.get(f"{self.url.rstrip('/')}/schema")
+            schema = answer.raise_for_status().json()
+        action, observation = (schema[k].get("properties", {}) for k in ("action", "observation"))
+        self.observation_key = self.observation_key or _only_text(observation)
+        if "tool_name" not in action:
+            self.action_key = self.action_key or _only_text(action)
+            if self.action_key not in action:
+                raise ValueError(f"set action_key to the field for a turn: {', '.join(action)}")
+            return
+        async with GenericEnvClient(base_url=self.url, mode="simulation") as client:
+            listed = (await client.step({"type": "list_tools"})).observation["tools"]
+        self.tools = []
+        for tool in listed:
+            parameters = tool.get("input_schema") or {"type": "object", "properties": {}}
+            own = {"name": tool["name"], "description": tool.get("description", "")}
+            self.tools.append({"type": "function", "function": {**own, "parameters": parameters}})
 
     def runner_options(
         self, tokenizer: PreTrainedTokenizerBase, timeout: float, tools: Sequence[Tool]
     ) -> dict[str, Any]:
         """Return the runner's options: environments that are sessions, and the server's tools."""
-        make = partial(Session, self)
-        return options_with_own_tools(make, self.tools, tokenizer, timeout, tools)
+        box = own_tools(self.tools or (), tokenizer, timeout, tools)
+        return box.runner_options(partial(Session, self))
 
 
 class Session(ours.SettlingEnvironment):
@@ -122,15 +104,13 @@ class Session(ours.SettlingEnvironment):
 
     async def step(self, completion: str) -> ours.Observation:
         """Take a turn as an action, or make the calls in it, and return what the server says."""
-        if self.source.action_key is None:
+        if self.source.tools is not None:
             return await self._call(self.box.parse(completion, self.prompt))
         result = await self.client.step({self.source.action_key: completion})
         return ours.Observation(self._text(result.observation), result.reward, bool(result.done))
 
     async def _call(self, calls: Sequence[ToolCall]) -> ours.Observation:
-        messages: list[dict[str, Any]] = []
-        rewards: list[float] = []
-        done = not calls
+        messages, rewards, done = list[dict[str, Any]](), list[float](), not calls
         for call in calls:
             content = f"Error: {call.error}"
             if call.error is None:
@@ -157,6 +137,11 @@ class Session(ours.SettlingEnvironment):
             return str(observation.get(self.source.observation_key, ""))
         visible = {k: v for k, v in observation.items() if k not in ASIDE and v is not None}
         return json.dumps(visible, ensure_ascii=False, default=str) if visible else ""
+
+
+def _only_text(fields: Mapping[str, Any]) -> str | None:
+    texts = [k for k, v in fields.items() if v.get("type") == "string" and k not in ASIDE]
+    return texts[0] if len(texts) == 1 else None
 
 
 def _result(observation: Mapping[str, Any]) -> str:

@@ -7,7 +7,6 @@ client waits for the policy's next turn, so whatever the environment does in bet
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from verifiers.types import Response, ResponseMessage, ToolCall
 
 from rlhf_pg.boundary.quoted import quoted, shown, told
 from rlhf_pg.rollout.multi_turn import environment as ours
-from rlhf_pg.rollout.multi_turn.adapters.task import AdaptedTask, options_with_own_tools
+from rlhf_pg.rollout.multi_turn.adapters.task import AdaptedTask, own_tools
 from rlhf_pg.rollout.multi_turn.tools import TAGGED, Tool, Toolbox
 
 
@@ -39,11 +38,11 @@ def load(name: str, options: Mapping[str, Any], seed: int) -> AdaptedTask:
     return AdaptedTask(data, evaluation, VerifiersEnvironments(environment))
 
 
-@dataclass(frozen=True)
 class VerifiersEnvironments(ours.EnvironmentSource):
     """The source of episodes in one environment, which serves them all."""
 
-    environment: Any
+    def __init__(self, environment: Any) -> None:
+        self.environment = environment
 
     def runner_options(
         self, tokenizer: PreTrainedTokenizerBase, timeout: float, tools: Sequence[Tool]
@@ -54,8 +53,8 @@ class VerifiersEnvironments(ours.EnvironmentSource):
             {"type": "function", "function": {key: getattr(tool, key) for key in keys}}
             for tool in self.environment.tool_defs or ()
         ]
-        make = partial(VerifiersEnvironment, self.environment)
-        return options_with_own_tools(make, schemas, tokenizer, timeout, tools)
+        box = own_tools(schemas, tokenizer, timeout, tools)
+        return box.runner_options(partial(VerifiersEnvironment, self.environment))
 
 
 class VerifiersEnvironment(ours.SettlingEnvironment):

@@ -1,14 +1,13 @@
 """A task of another library, as the trainers take it."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_pg.rollout.multi_turn.environment import EnvironmentSource, Schemas
-from rlhf_pg.rollout.multi_turn.tools import Tool, Toolbox, check_template
+from rlhf_pg.rollout.multi_turn.tools import Tool, Toolbox
 
 
 class AdaptedTask(NamedTuple):
@@ -28,26 +27,14 @@ class AdaptedTask(NamedTuple):
     tools: tuple[Callable[..., Any], ...] = ()
 
 
-def options_with_own_tools(
-    environment: Callable[[Toolbox], Any],
-    schemas: Schemas,
-    tokenizer: PreTrainedTokenizerBase,
-    timeout: float,
-    tools: Sequence[Tool],
-) -> dict[str, Any]:
-    """Return a runner's options for environments that execute calls of their own tools.
+def own_tools(
+    schemas: Schemas, tokenizer: PreTrainedTokenizerBase, timeout: float, tools: Sequence[Tool]
+) -> Toolbox:
+    """Return a box of tools that an environment calls itself.
 
     Raises:
-        ValueError: `tools` has further ones, or the chat template cannot show them.
+        ValueError: `tools` has further ones.
     """
     if tools:
         raise ValueError("tools: the environment has its own, give none")
-    if schemas:
-        check_template(tokenizer, schemas)
-    box = Toolbox(functions={}, schemas=schemas, tokenizer=tokenizer, timeout=timeout)
-    return {
-        "environment_factory": partial(environment, box),
-        "timeout": timeout,
-        "tools": schemas,
-        "special_tokens": bool(schemas) and box.reads_tokens,
-    }
+    return Toolbox(functions={}, schemas=schemas, tokenizer=tokenizer, timeout=timeout)
