@@ -27,7 +27,7 @@ BUDGETS = {
 }
 # Wings that are over their budget, with what they have today: a number here only goes down.
 TODAY = {
-    "config": 3472,
+    "config": 3295,
     "data": 1482,
     "models": 2807,
     "rollout": 3504,

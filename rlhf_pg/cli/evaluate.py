@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -44,8 +44,6 @@ class Named(NamedTuple):
 def evaluate(flags: Sequence[str]) -> None:
     """Evaluate a model, a run or a recipe; print a table, and write JSON if it is asked for."""
     named = read(flags)
-    if named.json is not None:  # before hours of sampling
-        _check_writable(named.json)
     args = config_of(named)
     evaluation = Evaluation(None, (), args)
     if evaluation.runtime.is_main:
@@ -57,9 +55,21 @@ def evaluate(flags: Sequence[str]) -> None:
         return
     Console().print(*tables(metrics, list(evaluation.eval_sets)), sep="\n")
     prompts = {name: len(prompts) for name, prompts in evaluation.eval_sets.items()}
-    print(said_of(evaluation, prompts))
+    counts = (f"{n} prompts" + (f" of {name}" if name else "") for name, n in prompts.items())
+    print(
+        f"{', '.join(counts)}; {args.num_generations_eval} sampled at temperature "
+        f"{args.temperature:g}, and one greedy; ± is half of the 95 % confidence interval (1.96 "
+        "standard errors over prompts, whose completions count together)"
+    )
     if named.json is not None:
-        named.json.write_text(json.dumps(report(evaluation, metrics, prompts), indent=2) + "\n")
+        said = {
+            "model": args.model_name_or_path,
+            "prompts": prompts,
+            "metrics": dict(metrics),
+            "confidence_intervals_95": intervals(metrics),
+            "config": dataclasses.asdict(evaluation.resolved_args()),
+        }
+        named.json.write_text(json.dumps(finite(said), indent=2) + "\n")
         print(f"wrote {quoted(str(named.json))}")
 
 
@@ -68,9 +78,12 @@ def read(flags: Sequence[str]) -> Named:
     target = flags[0] if flags and not flags[0].startswith("-") else None
     options, keys = parser_of("eval").parse_known_args(list(flags[target is not None :]))
     recipe = None if options.config is None else find_recipe(options.config)
-    out = None if options.json is None else Path(options.json)
-    if out is not None and out.is_dir():
-        fail(f"--json must be a file, and {quoted(str(out))} is a directory")
+    out = None if options.json is None else Path(options.json).absolute()
+    if out is not None:  # before hours of sampling
+        if not out.parent.is_dir() or out.is_dir():
+            fail(f"--json: there is no directory {quoted(str(out.parent))}, or no place for a file")
+        if not os.access(out if out.exists() else out.parent, os.W_OK):
+            fail(f"--json: {quoted(str(out))} cannot be written")
     if target is None:
         if recipe is None and "model_name_or_path" not in keys_of(keys):
             fail("eval needs a model: rlhf-pg eval MODEL --dataset_name FILE --reward_funcs NAME")
@@ -88,9 +101,8 @@ def read(flags: Sequence[str]) -> Named:
 def config_of(named: Named) -> PolicyGradientConfig:
     """Read the config: of the recipe's algorithm, or with the keys that all algorithms have."""
     config_type: type[PolicyGradientConfig] = PolicyGradientConfig
-    keys = named.keys
-    given = set(keys_of(keys))
-    keys = ["--truncated_sampling", "ignore", *keys]  # no gradient is computed
+    given = set(keys_of(named.keys))
+    keys = ["--truncated_sampling", "ignore", *named.keys]  # no gradient is computed
     if named.recipe is not None:
         config_type = TRAINERS[algorithm_of(named.recipe, TRAINERS)].config_type
         keys = ["--config", str(named.recipe), *keys]
@@ -99,21 +111,17 @@ def config_of(named: Named) -> PolicyGradientConfig:
     args = parse(config_type, keys, "rlhf-pg eval")
     if "dataset_name" in given and not {"eval_dataset_name", "dataset_test_split"} & given:
         # It is what to evaluate on, whatever the recipe held out of its own data.
-        whole = {"eval_dataset_name": (), "dataset_test_split": None}
-        args = dataclasses.replace(args, **whole)  # type: ignore[arg-type]
-    if named.recipe is not None and "dataset_name" not in given:
-        _check_share(args, load(named.recipe).get("seed", config_type.seed))
+        args = dataclasses.replace(args, eval_dataset_name=(), dataset_test_split=None)
+    share = args.dataset_test_split
+    if named.recipe is not None and "dataset_name" not in given and isinstance(share, float):
+        seed = load(named.recipe).get("seed", config_type.seed)
+        if args.seed != seed:
+            fail(
+                f"--seed {args.seed}: dataset_test_split {share:g} was split off by seed {seed}, "
+                "and by another most of the share are rows that were trained on: leave --seed out, "
+                "or name other data by --eval_dataset_name"
+            )
     return args
-
-
-def _check_share(args: PolicyGradientConfig, seed: int) -> None:
-    """Refuse another seed than the recipe's, by which other rows than it held out are a share."""
-    if isinstance(args.dataset_test_split, float) and args.seed != seed:
-        fail(
-            f"--seed {args.seed}: dataset_test_split {args.dataset_test_split:g} was split off by "
-            f"seed {seed}, and by another most of the share are rows that were trained on: leave "
-            "--seed out, or name other data by --eval_dataset_name"
-        )
 
 
 def intervals(metrics: Mapping[str, float]) -> dict[str, tuple[float, float]]:
@@ -136,62 +144,18 @@ def tables(metrics: Mapping[str, float], sets: Sequence[str]) -> list[Table]:
     known = intervals(metrics)
     rows: dict[str, dict[str, list[str]]] = {name: {} for name in heads}
     for metric, value in metrics.items():
-        fits = [name for name, head in heads.items() if metric.startswith(head)]
-        owner = max(fits, key=len)
+        owner = max((name for name, head in heads.items() if metric.startswith(head)), key=len)
         short = metric.removeprefix(heads[owner])
         short, is_greedy = short.removeprefix("greedy_"), short.startswith("greedy_")
         if SHOWN.fullmatch(short):
-            cells = rows[owner].setdefault(short, ["", ""])
-            cells[is_greedy] = _cell(value, known.get(metric))
-    titles = {name: name or ("evaluation" if "" in sets else "mean") for name in heads}
-    return [_table(titles[name], own) for name, own in rows.items() if own]
-
-
-def _table(owner: str, rows: Mapping[str, Sequence[str]]) -> Table:
-    table = Table(escape(owner), "sampled", "greedy")
-    for metric, cells in rows.items():
-        table.add_row(Text(metric), *cells)
-    return table
-
-
-def _cell(value: float, interval: tuple[float, float] | None) -> str:
-    if math.isnan(value):
-        return "-"
-    return f"{value:.4g}" + ("" if interval is None else f" ± {interval[1] - value:.2g}")
-
-
-def said_of(evaluation: Evaluation, prompts: Mapping[str, int]) -> str:
-    """Say how the numbers were made."""
-    args = evaluation.args
-    count = ", ".join(
-        f"{n} prompts" + (f" of {name}" if name else "") for name, n in prompts.items()
-    )
-    return (
-        f"{count}; {args.num_generations_eval} sampled at temperature {args.temperature:g}, and "
-        "one greedy; ± is half of the 95 % confidence interval (1.96 standard errors over prompts, "
-        "whose completions count together)"
-    )
-
-
-def report(
-    evaluation: Evaluation, metrics: Mapping[str, float], prompts: Mapping[str, int]
-) -> dict[str, Any]:
-    """Return the numbers of `trainer.evaluate()`, their intervals, and the config, for JSON."""
-    said: dict[str, Any] = finite(
-        {
-            "model": evaluation.args.model_name_or_path,
-            "prompts": dict(prompts),
-            "metrics": dict(metrics),
-            "confidence_intervals_95": intervals(metrics),
-            "config": dataclasses.asdict(evaluation.resolved_args()),
-        }
-    )
-    return said
-
-
-def _check_writable(path: Path) -> None:
-    directory = path.absolute().parent
-    if not directory.is_dir():
-        fail(f"--json: there is no directory {quoted(str(directory))}")
-    if not os.access(path if path.exists() else directory, os.W_OK):
-        fail(f"--json: {quoted(str(path.absolute()))} cannot be written")
+            half = f" ± {known[metric][1] - value:.2g}" if metric in known else ""
+            cell = "-" if math.isnan(value) else f"{value:.4g}{half}"
+            rows[owner].setdefault(short, ["", ""])[is_greedy] = cell
+    made = []
+    for name, own in rows.items():
+        title = name or ("evaluation" if "" in sets else "mean")
+        table = Table(escape(title), "sampled", "greedy")
+        for metric, cells in own.items():
+            table.add_row(Text(metric), *cells)
+        made += [table] * bool(own)
+    return made

@@ -21,7 +21,7 @@ LIGHT = ("doctor", "diff", "report", "compare")
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a subcommand; exit with status 2 on wrong usage."""
-    listed = (f"  {f'{name} {form}':42}{what}" for name, (form, what) in USAGE.items())
+    listed = (f"  {f'{name} {form}':43} {what}" for name, (form, what) in USAGE.items())
     parser = argparse.ArgumentParser(
         prog="rlhf-pg",
         usage="rlhf-pg COMMAND ...",

@@ -33,9 +33,49 @@ def parser_of(command: str, recipe: object = None) -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    group = parser.add_argument_group("options")
-    for name, options in OPTIONS.get(command, {}).items():
-        group.add_argument(name, **options)
+    add: Any = parser.add_argument_group("options").add_argument
+    count, natural, real = _number(int, 1), _number(int, 0), _number(float, 0)
+    match command:
+        case "plan":
+            add("--num_processes", type=count, default=1, metavar="N", help="one per GPU")
+            add("--sharding", choices=SHARDINGS, default="ddp", help="how weights are split")
+            known = f"{', '.join(GPUS)}, or memory in GiB; default: this machine's"
+            add("--device", type=_device, metavar="GPU", help=known)
+        case "eval":
+            add("--config", metavar="RECIPE", help="recipe file, or preset, to take keys of")
+            add("--json", metavar="FILE", help="write the numbers to a file too")
+        case "chat":
+            add("--system_prompt", metavar="TEXT", help="system message in front of the chat")
+            add("--temperature", type=real, default=1.0, help="0 is greedy (default: 1)")
+            share = _number(float, 0.001, 1)
+            add("--top_p", type=share, default=1.0, help="mass of the likeliest tokens")
+            add("--top_k", type=natural, default=0, help="likeliest tokens; 0 is all")
+            longest = "tokens of an answer (default: 512)"
+            add("--max_completion_length", type=count, default=512, help=longest)
+            add("--seed", type=natural, default=42, help="seed of the noise (default: 42)")
+            dtypes = ("float32", "bfloat16", "float64")
+            add("--dtype", choices=dtypes, help="default: bfloat16 on a GPU, float32 on a CPU")
+            code = "run code that comes with the model"
+            add("--trust_remote_code", action="store_true", help=code)
+        case "fetch":
+            add("model", choices=("smollm2",), help="SmolLM2-135M-Instruct, 93 MB")
+            add("--out", metavar="DIRECTORY", help="default: models/MODEL")
+        case "report":
+            add("--out", metavar="FILE", help="default: report.html in the run's directory")
+        case "compare":
+            add("--out", metavar="FILE", default="compare.html", help="the page")
+        case "replay":
+            add("--step", type=count, required=True, metavar="N", help="from 1")
+            rows = "rows to show token by token, from 0"
+            add("--rows", type=natural, nargs="+", metavar="N", help=rows)
+            again = "sample and score again, where nobody is asked"
+            add("--resample", action="store_true", help=again)
+        case "diff":
+            add("--json", action="store_true", help="print JSON")
+            near = "count numbers as equal within this share of the largest of their kind"
+            add("--rtol", type=real, default=0.0, metavar="X", help=near)
+        case "doctor":
+            add("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -66,69 +106,3 @@ def _device(text: str) -> float:
     except ValueError:
         known = ", ".join(GPUS)
         raise argparse.ArgumentTypeError(f"must be one of {known} or GiB, got {text}") from None
-
-
-_count, _natural, _real = _number(int, 1), _number(int, 0), _number(float, 0)
-_SWITCH = {"action": "store_true"}
-OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "plan": {
-        "--num_processes": {"type": _count, "default": 1, "metavar": "N", "help": "one per GPU"},
-        "--sharding": {"choices": SHARDINGS, "default": "ddp", "help": "how weights are split"},
-        "--device": {
-            "type": _device,
-            "metavar": "GPU",
-            "help": f"{', '.join(GPUS)}, or memory in GiB; default: this machine's",
-        },
-    },
-    "eval": {
-        "--config": {"metavar": "RECIPE", "help": "recipe file, or preset, to take keys of"},
-        "--json": {"metavar": "FILE", "help": "write the numbers to a file too"},
-    },
-    "chat": {
-        "--system_prompt": {"metavar": "TEXT", "help": "system message in front of the chat"},
-        "--temperature": {"type": _real, "default": 1.0, "help": "0 is greedy (default: 1)"},
-        "--top_p": {
-            "type": _number(float, 0.001, 1),
-            "default": 1.0,
-            "help": "mass of the likeliest tokens (default: 1)",
-        },
-        "--top_k": {"type": _natural, "default": 0, "help": "likeliest tokens; 0 is all"},
-        "--max_completion_length": {
-            "type": _count,
-            "default": 512,
-            "help": "tokens of an answer (default: 512)",
-        },
-        "--seed": {"type": _natural, "default": 42, "help": "seed of the noise (default: 42)"},
-        "--dtype": {
-            "choices": ("float32", "bfloat16", "float64"),
-            "help": "default: bfloat16 on a GPU, float32 on a CPU",
-        },
-        "--trust_remote_code": _SWITCH | {"help": "run code that comes with the model"},
-    },
-    "fetch": {
-        "model": {"choices": ("smollm2",), "help": "SmolLM2-135M-Instruct, 93 MB"},
-        "--out": {"metavar": "DIRECTORY", "help": "default: models/MODEL"},
-    },
-    "report": {"--out": {"metavar": "FILE", "help": "default: report.html in the run's directory"}},
-    "compare": {"--out": {"metavar": "FILE", "default": "compare.html", "help": "the page"}},
-    "replay": {
-        "--step": {"type": _count, "required": True, "metavar": "N", "help": "from 1"},
-        "--rows": {
-            "type": _natural,
-            "nargs": "+",
-            "metavar": "N",
-            "help": "rows to show token by token, from 0",
-        },
-        "--resample": _SWITCH | {"help": "sample and score again, where nobody is asked"},
-    },
-    "diff": {
-        "--json": _SWITCH | {"help": "print JSON"},
-        "--rtol": {
-            "type": _real,
-            "default": 0.0,
-            "metavar": "X",
-            "help": "count numbers as equal within this share of the largest of their kind",
-        },
-    },
-    "doctor": {"--json": _SWITCH | {"help": "print JSON"}},
-}
