@@ -30,36 +30,24 @@ class CallFailed(Exception):
 
 
 class Answer(NamedTuple):
-    """The answer of a call.
+    """The answer of a call."""
 
-    Attributes:
-        scores: for each completion a number, None, or a list of these with an entry per token.
-        extra: columns for completions.jsonl, one value per completion.
-        metrics: numbers for metrics.jsonl, by name.
-    """
-
-    scores: list[Any]
-    extra: dict[str, list[Any]]
-    metrics: dict[str, list[float]]
+    scores: list[Any]  # for each completion a number, None, or a list of these, one per token
+    extra: dict[str, list[Any]]  # columns for completions.jsonl, one value per completion
+    metrics: dict[str, list[float]]  # numbers for metrics.jsonl, by name
 
 
 @dataclass(frozen=True)
 class Source:
-    """A reward function with its name and what its signature asks for.
-
-    Attributes:
-        asked: names of its parameters.
-        takes_all: it has **kwargs, or no signature that could be read.
-        bound: arguments that a `functools.partial` holds, which nothing that is offered replaces.
-        kind: a reward model, which is called once for all prompts; a plain function, called in the
-            trainer or in a worker; an async one, called on an event loop.
-    """
+    """A reward function with its name and what its signature asks for."""
 
     name: str
     function: Any
-    asked: frozenset[str] = frozenset()
-    takes_all: bool = True
-    bound: frozenset[str] = frozenset()
+    asked: frozenset[str] = frozenset()  # names of its parameters
+    takes_all: bool = True  # it has **kwargs, or no signature that could be read
+    bound: frozenset[str] = frozenset()  # arguments that a `functools.partial` holds already
+    # A reward model, called once for all prompts; a plain function, in the trainer or in a worker;
+    # an async one, on an event loop.
     kind: Literal["model", "plain", "worker", "async"] = "plain"
 
     @classmethod
@@ -79,19 +67,12 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """Some completions as reward functions are shown them; every list has an entry per completion.
+    """Some completions as functions are shown them; every list has an entry per completion."""
 
-    Attributes:
-        inputs: prompts, completions and completion_ids.
-        columns: the dataset's other columns.
-        facts: for functions that ask: ended, truncated, environments.
-        progress: for functions that ask: step, trainer_state.
-    """
-
-    inputs: Mapping[str, Sequence[Any]]
-    columns: Mapping[str, Sequence[Any]]
-    facts: Mapping[str, Sequence[Any]]
-    progress: dict[str, Any]
+    inputs: Mapping[str, Sequence[Any]]  # prompts, completions and completion_ids
+    columns: Mapping[str, Sequence[Any]]  # the dataset's others
+    facts: Mapping[str, Sequence[Any]]  # for functions that ask: ended, truncated, environments
+    progress: dict[str, Any]  # for functions that ask: step, trainer_state
 
     def __len__(self) -> int:
         return len(self.inputs["completions"])

@@ -47,23 +47,14 @@ ENVIRONMENT = "environment"  # name of an environment's rewards
 
 @dataclass(kw_only=True)
 class Judgement:
-    """Scores of a batch, with what the functions logged and where they failed.
+    """Scores of a batch, with what the functions logged and where they failed."""
 
-    Attributes:
-        scores: (B,T,K), see `Rewards.__call__`.
-        lost: (B,) True where sources failed and no other gave a score.
-        extra: columns for completions.jsonl, of B values each.
-        metrics: numbers for metrics.jsonl, one per call.
-        called, failed: completions that each function was asked about, and failed on.
-        first_failure: the error of the first of these.
-    """
-
-    scores: Tensor
-    lost: Tensor
-    extra: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: dict[str, list[float]] = field(default_factory=dict)
-    called: dict[str, int] = field(default_factory=dict)
-    failed: dict[str, int] = field(default_factory=dict)
+    scores: Tensor  # (B,T,K), see `Rewards.__call__`
+    lost: Tensor  # (B,) True where sources failed and no other gave a score
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns, of B values each
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # a number per call
+    called: dict[str, int] = field(default_factory=dict)  # completions, by function
+    failed: dict[str, int] = field(default_factory=dict)  # of these
     first_failure: str | None = None
 
 
@@ -71,18 +62,16 @@ class Rewards:
     """One or several reward functions, called on the completions of one prompt after another.
 
     Args:
-        functions: callables `(prompts, completions, completion_ids, **columns)` that return one
-            float per completion, or None where the reward does not apply; plain, or async, all on
-            one event loop for the run. Instead of a float, a list with one entry per token of
-            `completion_ids` gives a score to every step, at the token that ends it, and None to
-            the other tokens. A sequence classifier, or the path or Hub id of one, becomes a
+        functions: callables `(prompts, completions, completion_ids, **columns)`, plain or async,
+            that return one float per completion, or None where the reward does not apply; or a
+            list with one entry per token of `completion_ids`, a score at the token that ends a
+            step and None elsewhere. A sequence classifier, or the path or Hub id of one, becomes a
             `RewardModel`, which is called once for all prompts.
         weights: one per function; None gives each weight 1.
         processing_classes: tokenizers of the reward models: one for all, or a list with one entry
             per function. None stands for the tokenizer saved beside the model.
-        device: device of the reward models; None leaves a model where it is.
+        device, sees_eos, trust_remote_code: of reward models made here.
         environment: an environment pays too, as the last source, "environment".
-        sees_eos, trust_remote_code: options of reward models made here.
         workers: `reward_workers`, processes that call plain functions; ready-made ones, which have
             limits of their own, stay here.
         timeout, on_error, error_value: `reward_timeout`, `on_reward_error`, `reward_error_value`.

@@ -30,16 +30,11 @@ REACHED = "\n\nimport os, sys\nsys.stdout.flush()\nos.write(1, b{token!r})\n"
 
 @dataclass(frozen=True)
 class Case:
-    """A test: statements that follow the program, or an input with the output that it has to give.
+    """A test: statements behind the program, or an input with the output that it has to give."""
 
-    Args:
-        statements: Python that raises if the program is wrong; None for a test by output.
-        given, expected: standard input, and what has to be printed.
-    """
-
-    statements: str | None = None
-    given: str = ""
-    expected: str = ""
+    statements: str | None = None  # Python that raises if the program is wrong; None: by output
+    given: str = ""  # standard input
+    expected: str = ""  # what has to be printed
 
     def verdict(self, program: str, sandbox: Sandbox) -> str:
         """Return "passed", or why a program does not pass."""

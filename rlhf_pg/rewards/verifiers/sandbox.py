@@ -44,15 +44,10 @@ QUIET = ("/bin/sh", "-c", 'exec "$@" 2>/dev/null', "sh")
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Limits within which a program runs, in an empty /tmp.
+    """Limits within which a program runs, in an empty /tmp."""
 
-    Args:
-        timeout: seconds.
-        memory: bytes of each process.
-    """
-
-    timeout: float
-    memory: int
+    timeout: float  # seconds
+    memory: int  # bytes of each process
 
     def run(self, program: str, given: str = "") -> tuple[str, str]:
         """Run a Python program on a standard input.

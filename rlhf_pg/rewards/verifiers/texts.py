@@ -23,21 +23,14 @@ class Unreadable(ValueError):
 
 
 class Said(NamedTuple):
-    """Completions, as a ready-made reward is given them.
+    """Completions, as a ready-made reward is given them."""
 
-    Attributes:
-        reward: its name.
-        completions: text or chat.
-        ids: their tokens, if they are known.
-        columns: of the dataset, with one entry per completion.
-        opened: the prompt ends with `<think>`, as some chat templates have it, or with another tag:
-            a completion that was cut off before `</think>` is still thinking.
-    """
-
-    reward: str
-    completions: Sequence[Any]
-    ids: Sequence[Sequence[int]] | None
-    columns: Mapping[str, Sequence[Any]]
+    reward: str  # its name
+    completions: Sequence[Any]  # text or chat
+    ids: Sequence[Sequence[int]] | None  # their tokens, if they are known
+    columns: Mapping[str, Sequence[Any]]  # of the dataset, with one entry per completion
+    # The prompt ends with `<think>`, as some chat templates have it, or with another tag: a
+    # completion that was cut off before `</think>` is still thinking.
     opened: bool = False
 
     @property

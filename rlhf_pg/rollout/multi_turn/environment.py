@@ -14,18 +14,13 @@ Messages: TypeAlias = str | Sequence[Mapping[str, Any]]
 
 
 class Observation(NamedTuple):
-    """An environment's answer to a turn; a plain tuple of the three fields will do.
+    """An environment's answer to a turn; a plain tuple of the three fields will do."""
 
-    Attributes:
-        messages: what precedes the next turn: text if the prompt is text, chat messages if it is
-            chat, where text stands for one message of the user. Ignored when `done`.
-        reward: of this turn; None for no reward.
-        done: whether the episode is over.
-    """
-
+    # What precedes the next turn: text if the prompt is text, messages if it is chat, where text
+    # stands for one message of the user. Ignored when `done`.
     messages: Messages = ""
-    reward: float | None = None
-    done: bool = False
+    reward: float | None = None  # of this turn
+    done: bool = False  # the episode is over
 
 
 class Environment(Protocol):
@@ -88,12 +83,8 @@ class EnvironmentSource:
         """Return the fields of an `EpisodeRunner` that depend on the environments.
 
         Args:
-            tokenizer: of the policy.
             timeout: seconds for a call of an environment.
-            tools: further functions that the policy may call.
-
-        Raises:
-            ValueError: the environments cannot be played like that.
+            tools: further functions that the policy may call; a ValueError where there can be none.
         """
         if tools:
             raise ValueError(
@@ -102,10 +93,8 @@ class EnvironmentSource:
         return {"environment_factory": self.factory, "timeout": timeout}
 
     def prompted(self, dataset: Dataset | None, rows: int) -> Dataset | None:
-        """Return the dataset with a column `prompt`, if environments bring the prompts themselves.
-
-        Args:
-            rows: how many rows stand for a dataset that is missing.
+        """Return the dataset with a column `prompt`, if environments bring the prompts themselves;
+        `rows` rows stand for a dataset that is missing.
         """
         return dataset
 

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -21,40 +21,30 @@ from rlhf_pg.rollout.multi_turn.tools import Tool, Toolbox, ToolEnvironment, che
 
 COLUMN = "environment"  # names the factory of a row, where there are several
 PLACEHOLDER = [{"role": "user", "content": ""}]  # the prompt where an environment has its own
-
-
-class Equipment(NamedTuple):
-    """The factory of one kind of environment, the names of its tools, and all tools of the run."""
-
-    make: Callable[[], Any]
-    methods: Sequence[str]
-    box: Toolbox
+# Of each factory by its name (None for a single one): it, its methods' names, and all its tools.
+Equipment = Mapping[str | None, tuple[Callable[[], Any], Sequence[str], Toolbox]]
 
 
 class TrlEnvironment(ToolEnvironment, SettlingEnvironment):
-    """The environment of one episode, with an instance of TRL's kind of its own.
-
-    Args:
-        equipment: of every factory, by its name; a single one has the name None.
-    """
+    """The environment of one episode, with an instance of TRL's kind of its own."""
 
     instance: Any = None
 
-    def __init__(self, equipment: Mapping[str | None, Equipment]) -> None:
+    def __init__(self, equipment: Equipment) -> None:
         self.equipment = equipment
-        super().__init__(next(iter(equipment.values())).box)
+        super().__init__(next(iter(equipment.values()))[2])
 
     def reset(self, example: dict[str, Any]) -> Messages:
         """Reset an instance with the row, and append what it says to the last message."""
         row = dict(example)
-        own = self.equipment[None if None in self.equipment else row.pop(COLUMN)]
-        self.instance = own.make()
-        methods = {name: getattr(self.instance, name) for name in own.methods}
-        self.toolbox = dataclasses.replace(own.box, functions={**own.box.functions, **methods})
+        make, names, box = self.equipment[None if None in self.equipment else row.pop(COLUMN)]
+        self.instance = make()
+        methods = {name: getattr(self.instance, name) for name in names}
+        self.toolbox = dataclasses.replace(box, functions={**box.functions, **methods})
         parameters = inspect.signature(self.instance.reset).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             row = {name: value for name, value in row.items() if name in parameters}
-        said = call_beside(self.toolbox.timeout, self.instance.reset, **row).result()
+        said = call_beside(box.timeout, self.instance.reset, **row).result()
         if not isinstance(said, str | None):
             raise ValueError(f"reset must return a string or None, got {shown(said)}")
         self.prompt = example["prompt"]
@@ -93,7 +83,7 @@ class TrlEnvironments(EnvironmentSource):
         self, tokenizer: PreTrainedTokenizerBase, timeout: float, tools: Sequence[Tool]
     ) -> dict[str, Any]:
         """Return what plays with these environments, each with its methods and `tools`."""
-        equipment: dict[str | None, Equipment] = {}
+        equipment = {}
         for name, (make, sample) in self.samples.items():
             functions = [own for own, _ in inspect.getmembers(type(sample), inspect.isfunction)]
             public = [own for own in functions if not own.startswith("_")]
@@ -101,13 +91,13 @@ class TrlEnvironments(EnvironmentSource):
             box = Toolbox.of([*tools, *(getattr(sample, m) for m in methods)], tokenizer, timeout)
             if box.schemas:
                 check_template(tokenizer, box.schemas)
-            equipment[name] = Equipment(make, methods, box)
-        single = equipment.get(None)
+            equipment[name] = (make, methods, box)
+        single = None in equipment
         return {
             "environment_factory": partial(TrlEnvironment, equipment),
             "timeout": None,  # they have their own
-            "tools": partial(_schemas_of, equipment) if single is None else single.box.schemas,
-            "special_tokens": any(own.box.reads_tokens for own in equipment.values()),
+            "tools": equipment[None][2].schemas if single else partial(_schemas_of, equipment),
+            "special_tokens": any(box.reads_tokens for _, _, box in equipment.values()),
         }
 
     def prompted(self, dataset: Dataset | None, rows: int) -> Dataset | None:
@@ -119,12 +109,11 @@ class TrlEnvironments(EnvironmentSource):
         return dataset
 
 
-def _schemas_of(equipment: Mapping[str | None, Equipment], row: Mapping[str, Any]) -> Schemas:
+def _schemas_of(equipment: Equipment, row: Mapping[str, Any]) -> Schemas:
     """Return the schemas of the environment that a row names."""
     if row.get(COLUMN) not in equipment:
-        names = ", ".join(map(str, equipment))
         raise ValueError(
             f"its column '{COLUMN}' says {shown(row.get(COLUMN))}, and environment_factory has "
-            f"{names}"
+            f"{', '.join(map(str, equipment))}"
         )
-    return equipment[row[COLUMN]].box.schemas
+    return equipment[row[COLUMN]][2].schemas
