@@ -27,10 +27,10 @@ BUDGETS = {
 }
 # Wings that are over their budget, with what they have today: a number here only goes down.
 TODAY = {
-    "config": 3295,
+    "config": 3289,
     "data": 1482,
     "models": 2807,
-    "rollout": 3482,
+    "rollout": 3413,
     "rewards": 2955,
     "supervised": 1287,
     "trainers": 3997,

@@ -41,36 +41,11 @@ def help_of(command: str, flags: Sequence[str]) -> str:
     name = split_recipe(others)[0] if command in ("train", "plan", "eval") else None
     named = name is not None and (command != "eval" or is_recipe(name))
     recipe = find_recipe(str(name)) if named else None
-    parser = parser_of(command, name)
-    blocks = [parser.format_help().strip(), _about(command)]
     values = {} if recipe is None else load(recipe)
     kind: type = config.GRPOConfig if command == "demo" else config.PolicyGradientConfig
     if recipe is not None:
         kind = CONFIGS[algorithm_in(values, str(recipe), CONFIGS)]
-    if command == "eval":
-        blocks.append(of_config(kind, "", values, _evaluates))
-    elif command in ("train", "plan", "demo"):
-        blocks.append(of_config(kind, "", values))
-    if command in ("train", "plan") and recipe is None:
-        common = {field.name: field for field in dataclasses.fields(kind)}
-        for algorithm, chosen in CONFIGS.items():
-            own = of_config(chosen, "", {}, lambda _, field: _differs(field, common))
-            blocks.append(f"Only with algorithm {algorithm}:\n\n{own}")
-    return "\n\n".join(blocks)
-
-
-def _evaluates(group: str, field: Any) -> bool:
-    return group in OF_EVALUATION or field.name in ALSO_OF_EVALUATION
-
-
-def _differs(field: Any, common: dict[str, Any]) -> bool:
-    """Return whether a key, or its default, is not one that all algorithms have."""
-    other = common.get(field.name)
-    return field.name != "algorithm" and (other is None or other.default != field.default)
-
-
-def _about(command: str) -> str:
-    _, what = USAGE[command]
+    what = USAGE[command][1]
     said = [f"{what[0].upper()}{what[1:]}."]
     if command in ("train", "plan"):
         said.append(f"Presets: {', '.join(presets())}.")
@@ -79,4 +54,25 @@ def _about(command: str) -> str:
         said.append("A share that dataset_test_split splits off depends on seed: keep the run's.")
     if command in ("train", "plan", "eval", "demo"):
         said.append(SWITCHES)
-    return textwrap.fill(" ".join(said), width())
+    about = textwrap.fill(" ".join(said), width())
+    blocks = [parser_of(command, name).format_help().strip(), about]
+    if command == "eval":
+
+        def evaluates(group: str, field: Any) -> bool:
+            return group in OF_EVALUATION or field.name in ALSO_OF_EVALUATION
+
+        blocks.append(of_config(kind, "", values, evaluates))
+    elif command in ("train", "plan", "demo"):
+        blocks.append(of_config(kind, "", values))
+    if command in ("train", "plan") and recipe is None:
+        common = {field.name: field.default for field in dataclasses.fields(kind)}
+
+        def differs(_: str, field: Any) -> bool:  # the key, or its default
+            return (
+                bool(common.get(field.name, differs) != field.default) and field.name != "algorithm"
+            )
+
+        for algorithm, chosen in CONFIGS.items():
+            own = of_config(chosen, "", {}, differs)
+            blocks.append(f"Only with algorithm {algorithm}:\n\n{own}")
+    return "\n\n".join(blocks)

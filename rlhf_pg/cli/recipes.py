@@ -60,14 +60,12 @@ def is_recipe(name: str) -> bool:
 
 def presets() -> dict[str, Path]:
     """Return the files of the presets by name."""
-    files = sorted(recipe_file("presets").glob("*.yaml"))
-    return {path.stem: path for path in files}
+    return {path.stem: path for path in sorted(recipe_file("presets").glob("*.yaml"))}
 
 
 def recipes() -> dict[str, Path]:
     """Return the files of the package's other recipes by name."""
-    files = sorted(recipe_file("presets").parent.glob("*.yaml"))
-    return {path.stem: path for path in files}
+    return {path.stem: path for path in sorted(recipe_file("presets").parent.glob("*.yaml"))}
 
 
 def algorithm_of(recipe: Path, known: Iterable[str]) -> str:

@@ -12,24 +12,16 @@ from typing import Literal, NamedTuple, Protocol
 class SamplingParams:
     """The sampling parameters, with vLLM's names and meanings.
 
-    Attributes:
-        temperature: divides the logits; 0 is greedy, with log-probabilities at temperature 1.
-        top_k: keep the k likeliest tokens; 0 keeps all.
-        top_p: keep the smallest set of likeliest tokens whose mass reaches this; 1 keeps all.
-        min_p: keep tokens at least this fraction as likely as the likeliest; 0 keeps all.
-        max_tokens: longest completion, EOS included.
-        stop: strings that end a completion; their tokens stay in it.
-
     Raises:
         ValueError: a number is out of range.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_tokens: int = 256
-    stop: str | Sequence[str] | None = None
+    temperature: float = 1.0  # divides the logits; 0: greedy, log-probabilities at temperature 1
+    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
+    top_p: float = 1.0  # keep the smallest set of likeliest tokens whose mass reaches this
+    min_p: float = 0.0  # keep tokens at least this fraction as likely as the likeliest
+    max_tokens: int = 256  # longest completion, EOS included
+    stop: str | Sequence[str] | None = None  # end a completion; their tokens stay in it
 
     def __post_init__(self) -> None:
         ranges = {
@@ -54,19 +46,13 @@ class SamplingParams:
 class Completion:
     """One sampled completion.
 
-    Attributes:
-        tokens: sampled ids, including the EOS that ended the row.
-        logprobs: one per token, under the distribution that it was really drawn from.
-        finish_reason: "stop" if an EOS id or a stop string ended it, even as the last allowed
-            token; otherwise "length".
-
     Raises:
         FloatingPointError: a log-probability is NaN.
     """
 
-    tokens: list[int]
-    logprobs: list[float]
-    finish_reason: Literal["stop", "length"]
+    tokens: list[int]  # sampled ids, including the EOS that ended the row
+    logprobs: list[float]  # under the distribution that each token was really drawn from
+    finish_reason: Literal["stop", "length"]  # stop by EOS or string, even as the last allowed
 
     def __post_init__(self) -> None:
         if any(map(math.isnan, self.logprobs)):
@@ -84,22 +70,15 @@ class RolloutError(RuntimeError):
 class Request:
     """A sequence of tokens to continue, once per sample.
 
-    Attributes:
-        tokens: of the prompt, or of a whole episode so far.
-        prompt_index: the running number of the prompt, which keys its noise.
-        samples: the numbers of the wanted continuations, which key theirs.
-        position: the place of the first new token in its row, counted from the end of the prompt.
-        max_tokens: a limit below that of the `SamplingParams`.
-
     Raises:
         ValueError: max_tokens is below 1.
     """
 
-    tokens: Sequence[int]
-    prompt_index: int
-    samples: Sequence[int] = (0,)
-    position: int = 0
-    max_tokens: int | None = None
+    tokens: Sequence[int]  # of the prompt, or of a whole episode so far
+    prompt_index: int  # the running number of the prompt, which keys its noise
+    samples: Sequence[int] = (0,)  # the numbers of the wanted continuations, which key theirs
+    position: int = 0  # the place of the first new token, counted from the end of the prompt
+    max_tokens: int | None = None  # a limit below that of the `SamplingParams`
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:

@@ -145,10 +145,8 @@ class Stopping:
 
     def ends(self, tokens: Sequence[int]) -> bool:
         """Return whether a completion is over with its last token, if it was not over before."""
-        return tokens[-1] in self.eos_token_ids or self.ends_text(tokens)
-
-    def ends_text(self, tokens: Sequence[int]) -> bool:
-        """Return whether the text of these tokens contains one of the strings."""
+        if tokens[-1] in self.eos_token_ids:
+            return True
         if self.tokenizer is None or not self.strings:
             return False
         text = self.tokenizer.decode(tokens, skip_special_tokens=False)

@@ -32,7 +32,6 @@ from rlhf_pg.rollout.engine import (
 from rlhf_pg.rollout.token_sampling import request_seed
 from rlhf_pg.rollout.vllm import answers
 from rlhf_pg.rollout.vllm.answers import Wanted
-from rlhf_pg.rollout.vllm.handover import bare
 from rlhf_pg.rollout.vllm.requests import check_version, options, room
 
 T = TypeVar("T")
@@ -85,7 +84,6 @@ class VllmServerEngine(RolloutEngine):
         self.client = http.Client(url.rstrip("/"), timeout, ATTEMPTS - 1, CONNECTIONS)
         self.directory, self.is_main = directory.absolute(), is_main
         check_version(self._version(), f"the server at {url}")
-        self.vocab_size: int = bare(model).config.get_text_config().vocab_size
         self.served, self.max_model_length = self._get("/v1/models", answers.served)
         self.name = self.served  # of the weights to sample from
         self._check_logprobs()
@@ -306,7 +304,6 @@ class _ServerSession:
         }
         wanted = Wanted(
             max_tokens=max_tokens,
-            vocab_size=self._engine.vocab_size,
             eos_token_ids=self._engine.eos_token_ids,
             by_string=bool(self._params.stop_strings),
         )
