@@ -191,7 +191,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
     return {
         "task": flags.task,
         "algorithm": ("TRL " if flags.trl else "") + flags.algorithm,
-        "weights": "full" if flags.full else "LoRA",
+        "weights": "full" if flags.full or flags.task == "arithmetic" else "LoRA",
         "seed": flags.seed,
         "name": flags.name,
         "settings": settings,
