@@ -149,8 +149,9 @@ def _serve(tasks: "SimpleQueue[Task | None]", memory: int, ready: Ready) -> None
         except (EOFError, OSError):
             assert worker is not None
             worker.join()
-            why = f"ended its worker process: exit code {worker.exitcode}"
-            future.set_exception(CallFailed(f"{why} (-9: killed, as when memory runs out)"))
+            killed = ", as when memory runs out" * (worker.exitcode == -signal.SIGKILL)
+            why = f"ended its worker process: exit code {worker.exitcode}{killed}"
+            future.set_exception(CallFailed(why))
         except CallFailed as error:
             assert worker is not None
             worker.kill()
