@@ -40,47 +40,28 @@ class Judge:
     It is asked at `base_url` by OpenAI's client, once per text. The completion, its prompt and what
     else it is shown stand between marks that cannot be guessed, as data.
 
-    Args:
-        name: what the metrics call it.
-        rubric: what to look for: text, or the name of a `.md` or `.txt` file.
-        model: its name at the server.
-        base_url: the address up to `/v1`.
-        api_key_env: the environment variable with the key; by default OPENAI_API_KEY for OpenAI,
-            and no key for other servers.
-        scale: lowest and highest score of the rubric, as "1-10" or two numbers; they become 0
-            and 1.
-        pattern: a regular expression whose first group is the number, in the last match; by default
-            the verdict is a JSON object with `score`.
-        columns: of the dataset, shown to the judge as well: a reference answer, for example.
-        temperature: None leaves it to the server.
-        request: more fields of the request, such as `max_completion_tokens`.
-        asks: how often an answer without a verdict is asked for.
-        concurrency, timeout, retries: requests at the same time by this process, seconds for each,
-            further attempts where the server fails.
-        cache: a file of verdicts, so that a resumed run asks nothing twice.
-
     Raises:
         ValueError: an option that cannot be used, a key that is not set, or no package openai.
     """
 
     def __init__(
         self,
-        name: str,
+        name: str,  # in the metrics
         *,
-        rubric: str,
-        model: str,
-        base_url: str = OPENAI,
-        api_key_env: str | None = None,
-        scale: str | tuple[float, float] = "1-10",
-        pattern: str | None = None,
-        columns: tuple[str, ...] = (),
-        temperature: float | None = 0.0,
-        request: dict[str, Any] | None = None,
-        asks: Whole = 3,
-        concurrency: Whole = 16,
-        timeout: Seconds = 60.0,
-        retries: Annotated[int, Field(ge=0)] = 5,
-        cache: str | None = None,
+        rubric: str,  # what to look for: text, or the name of a .md or .txt file
+        model: str,  # its name at the server
+        base_url: str = OPENAI,  # up to /v1
+        api_key_env: str | None = None,  # the variable with the key; None: OPENAI_API_KEY, or none
+        scale: str | tuple[float, float] = "1-10",  # of the rubric; its ends become 0 and 1
+        pattern: str | None = None,  # its first group is the number; None: JSON with `score`
+        columns: tuple[str, ...] = (),  # of the dataset, shown to the judge as well
+        temperature: float | None = 0.0,  # None leaves it to the server
+        request: dict[str, Any] | None = None,  # more fields, such as `max_completion_tokens`
+        asks: Whole = 3,  # how often an answer without a verdict is asked for
+        concurrency: Whole = 16,  # requests at the same time by this process
+        timeout: Seconds = 60.0,  # for each
+        retries: Annotated[int, Field(ge=0)] = 5,  # further attempts where the server fails
+        cache: str | None = None,  # a file of verdicts, so that a resumed run asks nothing twice
     ) -> None:
         try:
             from openai import AsyncOpenAI

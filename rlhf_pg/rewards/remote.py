@@ -24,27 +24,19 @@ class HttpReward:
     `{"scores": [...]}`, `{"rewards": [...]}` or a bare list: one entry per completion, a number,
     null where the reward does not apply, or a list with an entry per token.
 
-    Args:
-        url: the address, with its path.
-        batch_size: completions in one request; requests run side by side.
-        concurrency: requests at the same time, by this process.
-        timeout: seconds for one answer.
-        retries: further attempts; see `rlhf_pg.boundary.http.Client`.
-        api_key_env: the environment variable with a key, sent as `Authorization: Bearer`.
-
     Raises:
         ValueError: an address that cannot be used, or a variable that is not set.
     """
 
     def __init__(
         self,
-        url: str,
+        url: str,  # with its path
         *,
-        batch_size: Whole = 64,
-        concurrency: Whole = 8,
-        timeout: Seconds = 60.0,
-        retries: Annotated[int, Field(ge=0)] = 5,
-        api_key_env: str | None = None,
+        batch_size: Whole = 64,  # completions in one request; requests run side by side
+        concurrency: Whole = 8,  # requests at the same time, by this process
+        timeout: Seconds = 60.0,  # for one answer
+        retries: Annotated[int, Field(ge=0)] = 5,  # see `rlhf_pg.boundary.http.Client`
+        api_key_env: str | None = None,  # the variable with a key, sent as Authorization: Bearer
     ) -> None:
         parts = httpx2.URL(url)
         if parts.userinfo or parts.query or parts.fragment or not parts.host:

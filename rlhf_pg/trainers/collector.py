@@ -47,28 +47,20 @@ from rlhf_pg.trainers.samples import (
 
 @dataclass
 class Collector:
-    """Sample completions of prompts and have them scored.
-
-    Attributes:
-        prompts, order: the training prompts, and the order in which they come.
-        policy: the model whose weights the engine takes over.
-        stop_token_ids: tokens that end a completion.
-        episode_runner: for a run with an environment or tools.
-        progress: tells reward functions that ask how far the run is.
-    """
+    """Sample completions of prompts and have them scored."""
 
     engine: RolloutEngine
-    prompts: Prompts
-    order: PromptSampler
+    prompts: Prompts  # to train on
+    order: PromptSampler  # in which they come
     rewards: Rewards
     shaping: Shaping
     runtime: Runtime
     args: PolicyGradientConfig
-    policy: FullWeights
+    policy: FullWeights  # which the engine takes over
     tokenizer: PreTrainedTokenizerBase
-    stop_token_ids: Sequence[int]
-    progress: Callable[[], TrainerState]
-    episode_runner: EpisodeRunner | None = None
+    stop_token_ids: Sequence[int]  # tokens that end a completion
+    progress: Callable[[], TrainerState]  # for reward functions that ask how far the run is
+    episode_runner: EpisodeRunner | None = None  # for a run with an environment or tools
     reward_log: RewardLog = field(init=False)
 
     def __post_init__(self) -> None:

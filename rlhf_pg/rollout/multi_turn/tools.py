@@ -116,21 +116,12 @@ class Toolbox:
 
 
 class ToolEnvironment:
-    """The environment of one episode with tools, which goes on until a turn calls none.
-
-    Args:
-        toolbox: of the run.
-
-    Attributes:
-        calls: number of calls so far.
-        failures: calls that could not be read or made, raised or ran out of time; the policy is
-            told why.
-    """
+    """The environment of one episode with tools, which goes on until a turn calls none."""
 
     def __init__(self, toolbox: Toolbox) -> None:
         self.toolbox = toolbox
         self.calls = 0
-        self.failures = 0
+        self.failures = 0  # could not be read or made, raised or were late; the policy is told why
         self.prompt: Any = None
 
     def reset(self, example: dict[str, Any]) -> Messages:

@@ -11,18 +11,11 @@ from rlhf_pg.rollout.multi_turn.tools import Tool, Toolbox
 
 
 class AdaptedTask(NamedTuple):
-    """The arguments that a trainer needs for a task, under the names that it has for them.
+    """The arguments that a trainer needs for a task, under the names that it has for them."""
 
-    Attributes:
-        train_dataset: has a column `prompt`.
-        eval_dataset: likewise; None if the task has none.
-        environment_factory: of the environments, which pay and may offer tools.
-        reward_funcs, tools: empty, since the environments bring both.
-    """
-
-    train_dataset: Dataset
+    train_dataset: Dataset  # has a column `prompt`
     eval_dataset: Dataset | None
-    environment_factory: EnvironmentSource
+    environment_factory: EnvironmentSource  # its environments pay, and may offer tools
     reward_funcs: tuple[Callable[..., Any], ...] = ()
     tools: tuple[Callable[..., Any], ...] = ()
 
