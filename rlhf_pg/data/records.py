@@ -190,11 +190,7 @@ class Rollout:
         differs = (columns[1:] != columns[:-1]).any(1)
         return nn.functional.pad(differs.cumsum(0), (1, 0))
 
-    def micro_batches(
-        self,
-        max_tokens: int,
-        window: float = math.inf,
-    ) -> list[Tensor]:
+    def micro_batches(self, max_tokens: int, window: float = math.inf) -> list[Tensor]:
         """Split row indices on the host so that what is computed stays within `max_tokens`.
 
         Args:

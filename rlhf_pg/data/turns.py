@@ -57,12 +57,7 @@ def encode_turns(
 class _Chat:
     """A chat as its template renders it, and where its turns are in the text."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        messages: list[Any],
-        where: str,
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, messages: list[Any], where: str) -> None:
         if not tokenizer.chat_template:
             raise ValueError(f"{where} is a chat, but the tokenizer has no chat_template")
         self.template: str = tokenizer.get_chat_template()

@@ -49,10 +49,7 @@ def share_frozen(module: M) -> M:
 
 
 def add_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
-    """Freeze the model and add a trained adapter to it, in place.
-
-    Args:
-        config: a `peft` config.
+    """Freeze the model and add a trained adapter to it, in place, by a config of `peft`.
 
     Raises:
         ValueError: the model already has an adapter, a target matches no module, or this kind of
@@ -66,7 +63,17 @@ def add_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
     _check_targets(model, config)
     config = copy.deepcopy(config)
     if getattr(config, "target_modules", None) == "all-linear" and not config.exclude_modules:
-        config.exclude_modules = _with_a_forward_of_their_own(model) or None
+        # peft would break a subclass of Linear with its own forward, such as routers that return a
+        # tuple (PhiMoE, Llama 4) and grouped projections (DeepSeek-V4).
+        own = "transformers.models.", "transformers_modules."  # not classes of quantised layers
+        excluded = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear)
+            and type(module).__module__.startswith(own)
+            and type(module).forward is not nn.Linear.forward
+        ]
+        config.exclude_modules = excluded or None
     adapted = get_peft_model(model, config)
     check_kind(adapted)
     return adapted
@@ -85,49 +92,29 @@ def lora_config(
     )
 
 
-def _with_a_forward_of_their_own(model: nn.Module) -> list[str]:
-    """Return the names of subclasses of Linear with their own forward, which peft would break.
-
-    Examples are routers of experts that return a tuple (PhiMoE, Llama 4) and grouped projections
-    (DeepSeek-V4).
-    """
-    own = "transformers.models.", "transformers_modules."  # not classes of quantised layers
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and type(module).__module__.startswith(own)
-        and type(module).forward is not nn.Linear.forward
-    ]
-
-
 def _check_targets(model: nn.Module, config: Any) -> None:
     """Refuse a target that matches no module; peft accepts it if another target matches."""
     targets = getattr(config, "target_modules", None)
     if targets is None or targets == "all-linear":
         return
     names = [name for name, _ in model.named_modules()]
-    leaves = sorted(
-        leaf for leaf in {name.rsplit(".", 1)[-1] for name in names} if leaf.isidentifier()
-    )
     if isinstance(targets, str):
         unmatched = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
     else:
-        ends = {f".{name}" for name in names}
-        unmatched = [t for t in targets if not any(end.endswith(f".{t}") for end in ends)]
-    for target in unmatched:
-        near = difflib.get_close_matches(target, leaves, 3) or leaves
+        unmatched = [t for t in targets if not any(f".{n}".endswith(f".{t}") for n in names)]
+    if unmatched:
+        ends = {name.rsplit(".", 1)[-1] for name in names}
+        leaves = sorted(end for end in ends if end.isidentifier())
+        near = difflib.get_close_matches(unmatched[0], leaves, 3) or leaves
         raise ValueError(
-            f"the LoRA target {target!r} matches no module of the model; near: {', '.join(near)} "
-            "(target_modules, lora_target_modules)"
+            f"the LoRA target {unmatched[0]!r} matches no module of the model; near: "
+            f"{', '.join(near)} (target_modules, lora_target_modules)"
         )
 
 
 def check_kind(model: PreTrainedModel) -> None:
-    """Refuse an adapter that cannot be trained, saved or copied here.
-
-    Raises:
-        ValueError: there are several adapters, one is not named "default", or one is a prompt.
+    """Refuse an adapter that cannot be trained, saved or copied here (ValueError): several of them,
+    one that is not named "default", or a prompt.
     """
     if not isinstance(model, PeftModel):
         return
@@ -142,12 +129,8 @@ def check_kind(model: PreTrainedModel) -> None:
 
 
 def check_adapter(model: PeftModel, path: str | Path) -> None:
-    """Refuse an adapter that was not loaded whole.
-
-    peft fills in missing tensors with random ones.
-
-    Raises:
-        ValueError: the file has different tensors from the model's adapter.
+    """Refuse an adapter that was not loaded whole (ValueError); peft makes random tensors up for
+    it.
     """
     file = Path(path) / "adapter_model.safetensors"
     if not file.exists():  # on the Hub, or in an older format
@@ -180,11 +163,15 @@ def freeze_unread(model: PreTrainedModel) -> None:
     DDP would wait in vain for their gradients.
     """
     bare: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    if bare.config.get_text_config() is bare.config:
-        return
-    read = (bare.get_decoder(), bare.get_input_embeddings(), bare.get_output_embeddings())
-    used = {id(p) for part in read if part is not None for p in part.parameters()}
-    for parameter in bare.parameters():
+    if bare.config.get_text_config() is not bare.config:
+        read = (bare.get_decoder(), bare.get_input_embeddings(), bare.get_output_embeddings())
+        freeze_all_but(bare, *(part for part in read if part is not None))
+
+
+def freeze_all_but(model: nn.Module, *parts: nn.Module) -> None:
+    """Freeze every parameter of the model that none of its `parts` has."""
+    used = {id(p) for part in parts for p in part.parameters()}
+    for parameter in model.parameters():
         if id(parameter) not in used:
             parameter.requires_grad_(False)
 
@@ -201,15 +188,13 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     """
     if not isinstance(model, PeftModel):
         return model
-    changed = {
-        id(p)
-        for layer in model.modules()
-        if isinstance(layer, BaseTunerLayer)
-        for p in layer.parameters()
-    }
+    layers = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    changed = {id(p) for layer in layers for p in layer.parameters()}
     shared: dict[int, Any] = {id(p): p for p in model.parameters() if id(p) not in changed}
     copied = copy.deepcopy(model, shared)
-    _untie(copied)
+    for base in list(_tied_layers(copied)):  # the layers that they are tied to stay as they are
+        base.weight = nn.Parameter(base.weight.detach().clone(), base.weight.requires_grad)
+        copied.get_base_model().config.tie_word_embeddings = False
     return copied.merge_and_unload()
 
 
@@ -224,7 +209,9 @@ def lost_in_merge(model: nn.Module) -> float:
     """
     error = change = 0.0
     for layer in model.modules():
-        base = _weight(layer) if isinstance(layer, BaseTunerLayer) else None
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        base: Any = getattr(layer.get_base_layer(), "weight", None)
         if base is None or torch.promote_types(base.dtype, torch.float32) == base.dtype:
             continue
         rounded, exact = (_merged_weight(layer, dtype) for dtype in (base.dtype, torch.float32))
@@ -233,18 +220,12 @@ def lost_in_merge(model: nn.Module) -> float:
     return math.sqrt(error / change) if change else 0.0
 
 
-def _weight(layer: Any) -> Tensor | None:
-    weight: Tensor | None = getattr(layer.get_base_layer(), "weight", None)
-    return weight
-
-
 def _merged_weight(layer: Any, dtype: torch.dtype) -> Tensor:
     """Return the weight of a merged copy of the layer whose base is cast to `dtype` first."""
     merged = copy.deepcopy(layer)
     merged.get_base_layer().to(dtype)
     merged.merge()
-    weight = _weight(merged)
-    assert weight is not None
+    weight: Tensor = merged.get_base_layer().weight
     return weight
 
 
@@ -263,19 +244,12 @@ def _tied_layers(model: nn.Module) -> Iterator[Any]:
                 yield base
 
 
-def _untie(model: PeftModel) -> None:
-    """Give the layers under an adapter their own weights, leaving the tied layers as they are."""
-    for base in list(_tied_layers(model)):
-        base.weight = nn.Parameter(base.weight.detach().clone(), base.weight.requires_grad)
-        model.get_base_model().config.tie_word_embeddings = False
-
-
 def load_weights(model: PreTrainedModel, path: Path) -> None:
     """Restore in place what `model.save_pretrained(path)` saved: the weights or the adapter.
 
     Raises:
-        ValueError: the saved adapter has a different config (its scale is no tensor), or a tensor
-            is missing.
+        ValueError: the saved adapter has a different config (its scale is no tensor), or lacks a
+            tensor.
     """
     if isinstance(model, PeftModel):
         saved, here = PeftConfig.from_pretrained(path).to_dict(), model.active_peft_config.to_dict()

@@ -34,15 +34,8 @@ def policy_of(
     if args.load_in_4bit:
         quantization_config = quantization(dtype)
     with about("model_name_or_path") if isinstance(model, str | os.PathLike) else nullcontext():
-        loaded = load_policy(
-            model,
-            dtype,
-            device,
-            peft_config,
-            quantization_config,
-            args.trust_remote_code,
-            init_options(args),
-        )
+        code, options = args.trust_remote_code, init_options(args)
+        loaded = load_policy(model, dtype, device, peft_config, quantization_config, code, options)
     if args.save_merged and (quantization_config or not isinstance(loaded, PeftModel)):
         raise ValueError("save_merged is for a model with an adapter on unquantized weights")
     return loaded
@@ -73,11 +66,7 @@ def assembled(
     most_tokens: int,
     chunk_size: int,
 ) -> tuple[Policy, nn.Module]:
-    """Return the policy, and the module that is trained: the policy, or policy and critic.
-
-    Args:
-        most_tokens, chunk_size: see `Policy`.
-    """
+    """Return the policy, and the module that is trained: the policy, or policy and critic."""
     has_bonus = args.entropy_coef > 0 or args.entropy_target is not None
     balanced = args.router_aux_loss_coef > 0
     policy = Policy(model, args.temperature, has_bonus, most_tokens, chunk_size, balanced)

@@ -49,9 +49,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Attend as `transformers` asks, (1,H,N,D) -> (1,N,H,D), with the `layout` of the pass."""
     # None, False and a rate of 0 ask for nothing.
-    asked = (name for name, value in options.items() if isinstance(value, Tensor) or value)
-    unknown = sorted(set(asked) - HONOURED)
-    if unknown:
+    asked = {name for name, value in options.items() if isinstance(value, Tensor) or value}
+    if unknown := sorted(asked - HONOURED):
         raise NotImplementedError(f"attention with {unknown[0]}")
     causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
@@ -91,6 +90,7 @@ class AttentionSupport(NamedTuple):
     bytes_per_token: int = 0  # of keys and values, in all layers, as the model makes them
 
 
+@torch.no_grad()
 def attention_support(model: PreTrainedModel) -> AttentionSupport:
     """Find out, by passing one token, whether every layer calls our function in a known form."""
     if not model._supports_attention_backend:
@@ -99,8 +99,12 @@ def attention_support(model: PreTrainedModel) -> AttentionSupport:
     for layer in layers:
         if not hasattr(layer, "batch_select_indices"):
             return AttentionSupport(f"it has recurrent layers ({type(layer).__name__})")
+    probe, token = _Probe(), torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    inputs = {"input_ids": token, "attention_mask": token + 1, "position_ids": token}
+    trunk: Any = model.base_model
     try:
-        probe = _probed(model)
+        with replaced_attention(configs_of(model)):
+            trunk(**inputs, use_cache=False, layout=probe)
     except (AttributeError, NotImplementedError, TypeError) as error:
         return AttentionSupport(f"its attention cannot be replaced ({error})")
     if len(probe.layers) != len(layers):
@@ -127,9 +131,6 @@ def settle_positions(model: nn.Module, longest: int) -> None:
     Beyond its original length such a model changes the speed: for all rows of a batch once one of
     them is that long, and in sampling from one token on, while earlier keys stay as they are.
     Sampling and scoring would then disagree. Here the longest row of the run decides, as in vLLM.
-
-    Args:
-        longest: the most tokens that a row of the run may reach.
     """
     rotary: list[Any] = [m for m in model.modules() if getattr(m, "rope_type", None) == LONG]
     for module in rotary:
@@ -151,14 +152,3 @@ class _Probe:
         self.layers.add(layer)
         self.size += key.nbytes + value.nbytes
         return torch.zeros_like(query.transpose(0, 1))[..., : value.shape[-1]]
-
-
-@torch.no_grad()
-def _probed(model: PreTrainedModel) -> _Probe:
-    """Pass one token through the trunk, and return the probe that recorded it."""
-    probe, token = _Probe(), torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    inputs = {"input_ids": token, "attention_mask": token + 1, "position_ids": token}
-    trunk: Any = model.base_model
-    with replaced_attention(configs_of(model)):
-        trunk(**inputs, use_cache=False, layout=probe)
-    return probe

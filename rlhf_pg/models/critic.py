@@ -19,6 +19,7 @@ from rlhf_pg.masking import widen
 from rlhf_pg.models.adapters import (
     LOADED,
     add_adapter,
+    freeze_all_but,
     freeze_unread,
     load_weights,
     share_frozen,
@@ -51,13 +52,6 @@ class ValueHead(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map (N,hidden) to (N,)."""
         return super().forward(hidden.to(self.weight.dtype)).squeeze(-1)
-
-    def denormalized(self, moments: RunningMoments | None) -> dict[str, Tensor]:
-        """Return weights that predict V std + mean: (w h + b) std + mean."""
-        if moments is None:
-            return self.state_dict()
-        weight, bias = self.weight.detach(), self.bias.detach()
-        return {"weight": weight * moments.std, "bias": moments.denormalize(bias)}
 
 
 class Critic(nn.Module):
@@ -103,7 +97,11 @@ class Critic(nn.Module):
         Args:
             of_policy: the policy's `hidden_states`, if the critic shares its trunk.
         """
-        values, states = self._everywhere(batch, of_policy)
+        if self.head is None:
+            values, states = self._given(batch)
+        else:
+            read = of_policy or hidden_states(trunk(self.model), batch, self.window)
+            values, states = self.head(read.hidden), read.states
         mask = batch.action_mask
         columns = torch.arange(1, states.shape[1], device=mask.device)
         end = torch.where(mask, columns, 0).amax(dim=1, keepdim=True)
@@ -112,16 +110,8 @@ class Critic(nn.Module):
         ends = values.index_select(0, states.gather(1, end).squeeze(1))
         return torch.where(mask, before, 0.0), ends
 
-    def _everywhere(self, batch: Rollout, of_policy: Hidden | None) -> tuple[Tensor, Tensor]:
-        """Return the values of all computed tokens, and the places of the states among them."""
-        if self.head is None:
-            return self._given(batch)
-        if of_policy is None:
-            of_policy = hidden_states(trunk(self.model), batch, self.window)
-        return self.head(of_policy.hidden), of_policy.states
-
     def _given(self, batch: Rollout) -> tuple[Tensor, Tensor]:
-        """Return the values of a module that computes them itself."""
+        """Return the values of a module that computes them itself, and the places of the states."""
         assert self.model is not None
         inputs, states, _ = lay_out_padded(batch)
         given: Tensor = self.model(**inputs)
@@ -142,9 +132,13 @@ class Critic(nn.Module):
         """
         path.mkdir(parents=True, exist_ok=True)
         if self.head is not None:
-            safetensors.save_file(self.head.denormalized(moments), path / HEAD_FILE)
+            weights = self.head.state_dict()
             if moments is not None:
-                safetensors.save_file(self.head.state_dict(), path / TRAINED_HEAD_FILE)
+                safetensors.save_file(weights, path / TRAINED_HEAD_FILE)
+                # V std + mean = (w h + b) std + mean
+                weight, bias = weights["weight"] * moments.std, moments.denormalize(weights["bias"])
+                weights = {"weight": weight, "bias": bias}
+            safetensors.save_file(weights, path / HEAD_FILE)
         if isinstance(self.model, LOADED):
             self.model.save_pretrained(path)
         elif self.model is not None:
@@ -183,24 +177,19 @@ class ActorCritic(nn.Module):
         """Return what `Policy.forward` returns, with values.
 
         Args:
-            values_alone: compute and return only the critic's output. (It is asked for here because
-                FSDP2 wants every call to begin with the module that was wrapped.)
-            routes_alone: compute and return only the policy's routes, for the same reason.
+            values_alone, routes_alone: compute and return only the critic's output, or the policy's
+                routes. (FSDP2 wants every call to begin with the module that was wrapped.)
         """
         if routes_alone:
             return self.policy(batch, routes_alone=True)
         shared = self.policy.hidden_states(batch) if self.critic.shares_trunk else None
         if values_alone:
             return self.critic(batch, shared)
-        if shared is not None:
-            values, end = self.critic(batch, shared)
-            scored = self.policy.score(batch, shared)
+        if shared is None and self.recompute and torch.is_grad_enabled():
+            values, end = checkpoint(self.critic, batch, use_reentrant=False)
         else:
-            if self.recompute and torch.is_grad_enabled():
-                values, end = checkpoint(self.critic, batch, use_reentrant=False)
-            else:
-                values, end = self.critic(batch)
-            scored = self.policy(batch)
+            values, end = self.critic(batch, shared)
+        scored = self.policy(batch) if shared is None else self.policy.score(batch, shared)
         return scored._replace(values=values, end_values=end)
 
 
@@ -227,10 +216,10 @@ def new_critic(
             place.
         peft_config: train an adapter on the trunk of `value_model` instead of the trunk; by default
             one like the policy's own adapter, if it has one.
-        model_options: arguments of `from_pretrained` for a path, as in `load_model`; those that say
-            where the policy's files are do not count.
         random_seed: start from random weights with this seed instead of the policy's, in the same
             architecture.
+        model_options: arguments of `from_pretrained` for a path, as in `load_model`; those that say
+            where the policy's files are do not count.
 
     Raises:
         ValueError: there is no such model, it has another vocabulary, it is the policy itself, or
@@ -241,14 +230,24 @@ def new_critic(
     if random_seed is not None:
         return Critic(_random(policy_model, dtype, random_seed), _head(policy_model, dtype))
     if value_model is None:
-        return Critic(_copy(policy_model), _head(policy_model, dtype))
+        # An adapter is saved with its whole model; all but the adapter is shared with the policy.
+        adapted = isinstance(policy_model, PeftModel)
+        copied: Any = share_frozen(policy_model if adapted else trunk(policy_model))
+        return Critic(_without_head(copied) if adapted else copied, _head(policy_model, dtype))
+    is_path = isinstance(value_model, str | os.PathLike)
     if isinstance(value_model, nn.Module):
-        _check_apart(value_model, policy_model)
+        trained = {id(p) for p in policy_model.parameters() if p.requires_grad}
+        if any(id(p) in trained for p in value_model.parameters()):
+            raise ValueError(
+                "value_model is the policy, or shares weights with it that are trained: leave it "
+                'out for a copy of the policy, or set critic to "shared" for a head on its trunk'
+            )
         if not isinstance(value_model, LOADED):
             return Critic(value_model, None)
         value_model = copy.deepcopy(value_model)  # the object may be the reward model as well
+    given = (model_options or {}).items()
+    options = {k: v for k, v in given if k == ATTENTION or (is_path and k not in PLACES)}
     with about(VALUE_MODEL):
-        options = _for_critic(value_model, model_options or {})
         model = load_model(value_model, dtype, AutoModel, None, trust_remote_code, options)
     _check_tokens(value_model, model, tokenizer, trust_remote_code)
     model = model if isinstance(model, PeftModel) else model.base_model
@@ -260,22 +259,6 @@ def new_critic(
     if peft_config is not None and not isinstance(model, PeftModel):
         model = add_adapter(model, _for_trunk(peft_config))
     return Critic(_without_head(model), head)
-
-
-def _for_critic(value_model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that hold for a critic: of an object's, only its attention."""
-    given = isinstance(value_model, str | os.PathLike)
-    return {k: v for k, v in options.items() if k == ATTENTION or (given and k not in PLACES)}
-
-
-def _copy(policy_model: PreTrainedModel) -> Any:
-    """Copy the trunk as it is now, or with an adapter the whole model.
-
-    An adapter is saved with its whole model; all but the adapter is shared with the policy.
-    """
-    if not isinstance(policy_model, PeftModel):
-        return share_frozen(trunk(policy_model))
-    return _without_head(share_frozen(policy_model))
 
 
 def _random(policy_model: PreTrainedModel, dtype: torch.dtype, seed: int) -> PreTrainedModel:
@@ -294,20 +277,8 @@ def _random(policy_model: PreTrainedModel, dtype: torch.dtype, seed: int) -> Pre
 def _without_head(model: PreTrainedModel) -> PreTrainedModel:
     """Freeze what the critic does not use: DDP would wait in vain for the gradients."""
     freeze_unread(model)
-    used = {id(p) for p in trunk(model).parameters()}
-    for parameter in model.parameters():
-        if id(parameter) not in used:
-            parameter.requires_grad_(False)
+    freeze_all_but(model, trunk(model))
     return model
-
-
-def _check_apart(value_model: nn.Module, policy_model: nn.Module) -> None:
-    trained = {id(p) for p in policy_model.parameters() if p.requires_grad}
-    if any(id(p) in trained for p in value_model.parameters()):
-        raise ValueError(
-            "value_model is the policy, or shares weights with it that are trained: leave it out "
-            'for a copy of the policy, or set critic to "shared" for a head on its trunk'
-        )
 
 
 def _check_tokens(

@@ -64,13 +64,8 @@ class Balance:
 
 
 def balance_of(model: PreTrainedModel, has_trunk: bool = True) -> Balance:
-    """Return the balance of a mixture of experts that `transformers` has an auxiliary loss for.
-
-    Args:
-        has_trunk: the policy computes hidden states, and with them router logits.
-
-    Raises:
-        ValueError: the model is not such a mixture.
+    """Return the balance of a mixture of experts that `transformers` has an auxiliary loss for, and
+    whose trunk computes hidden states and with them router logits; ValueError for any other model.
     """
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model
     top_k = getattr(bare.config.get_text_config(), "num_experts_per_tok", None)

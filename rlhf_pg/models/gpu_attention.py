@@ -36,7 +36,10 @@ class OnGPU:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         width = max(-(-query.shape[2] // 8) * 8, NARROWEST)  # every kernel here takes this
-        wide = [_widened(x, width) for x in (query, key, value)]
+        wide = [
+            x if x.shape[2] == width else nn.functional.pad(x, (0, width - x.shape[2]))
+            for x in (query, key, value)
+        ]
         heads = (query.shape[0], key.shape[0], width)
         by = self.by_flex if flex_compiles(query.dtype, heads, query.device) else self.by_rows
         return by(wide[0], wide[1], wide[2], scale)[..., : value.shape[2]]
@@ -108,10 +111,8 @@ class OnGPU:
 
 @cache
 def flex_compiles(dtype: torch.dtype, heads: tuple[int, int, int], device: torch.device) -> bool:
-    """Try to compile FlexAttention for such heads, and return whether it works; log once why not.
-
-    Args:
-        heads: query heads, key-value heads, and their width.
+    """Try to compile FlexAttention for (query heads, key-value heads, their width), and return
+    whether it works; log once why not.
     """
     query, key = (torch.ones(h, 160, heads[2], dtype=dtype, device=device) for h in heads[:2])
     layout = OnGPU([(150, [10])], device)
@@ -137,7 +138,3 @@ def flex_compiles(dtype: torch.dtype, heads: tuple[int, int, int], device: torch
 def _compiled() -> Any:
     """Compile FlexAttention on first use: importing the compiler takes a second."""
     return torch.compile(flex_attention, dynamic=True)
-
-
-def _widened(x: Tensor, width: int) -> Tensor:
-    return nn.functional.pad(x, (0, width - x.shape[2])) if x.shape[2] < width else x

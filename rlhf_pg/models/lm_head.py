@@ -5,8 +5,6 @@ time and are turned into their own gradient in place. Where there are several ch
 computed again in the backward pass instead of being kept.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -39,22 +37,15 @@ class ChunkedLMHead:
     the hooks that gather sharded weights keep working. A plain linear layer is called once and
     computes the scores of all chunks meanwhile; any other layer is called for the logits of each
     chunk.
-
-    Args:
-        model: with an adapter or without; `logit_transform_of` must have an answer for it.
-        temperature: divides every logit.
-        entropy_gradient: whether the entropy is part of the loss; otherwise it is detached.
-        chunks: number of chunks, the same in every process whatever its rows, since each call of
-            the layer may be a collective. With one chunk, the logits are kept for the backward
-            pass.
-        transform: of this model.
     """
 
-    model: PreTrainedModel
-    temperature: float
-    entropy_gradient: bool
+    model: PreTrainedModel  # with an adapter or without; `logit_transform_of` has an answer for it
+    temperature: float  # divides every logit
+    entropy_gradient: bool  # whether the entropy is part of the loss; otherwise it is detached
+    # The same in every process whatever its rows, since each call of the layer may be a collective.
+    # With one chunk, the logits are kept for the backward pass.
     chunks: int
-    transform: LogitTransform = NOTHING
+    transform: LogitTransform = NOTHING  # of this model
 
     def __call__(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies, (N,), in at least float32.
@@ -65,10 +56,14 @@ class ChunkedLMHead:
         """
         layer = output_layer(self.model)
         assert layer is not None
-        linear = _plain(layer)
+        linear: Any = _plain(layer)
         if linear is not None and self.chunks > 1:
-            with _computing(linear, partial(self._scores, linear, tokens)):
+            # A call of the layer computes something else, between the same hooks.
+            linear.forward = partial(self._scores, linear, tokens)
+            try:
                 scores: tuple[Tensor, Tensor] = layer(hidden)
+            finally:
+                del linear.forward
             return scores
         split = (x.tensor_split(self.chunks) for x in (hidden, tokens))
         chunks = [self._chunk(layer, *chunk) for chunk in zip(*split, strict=True)]
@@ -78,24 +73,18 @@ class ChunkedLMHead:
     def _scores(self, layer: nn.Linear, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         distribution = TokenDistribution(self.temperature, self.transform, self.entropy_gradient)
         scores: Any = _ChunkedScores.apply
-        logprobs, entropies = scores(
+        both: tuple[Tensor, Tensor] = scores(
             hidden, layer.weight, layer.bias, tokens, distribution, self.chunks
         )
-        return logprobs, entropies
+        return both
 
     def _chunk(self, layer: nn.Module, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         # A linear layer keeps its input for the backward pass but not its output, so only the
         # output needs recomputing. With dropout the output would be another one.
-        again = None
-        if self.chunks > 1 and not _drops(layer):
-            again = partial(layer, hidden.detach())
+        drops = any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in layer.modules())
+        again = partial(layer, hidden.detach()) if self.chunks > 1 and not drops else None
         return token_scores(
-            layer(hidden),
-            tokens,
-            self.temperature,
-            self.entropy_gradient,
-            self.transform,
-            again,
+            layer(hidden), tokens, self.temperature, self.entropy_gradient, self.transform, again
         )
 
 
@@ -188,21 +177,6 @@ def _plain(layer: nn.Module) -> nn.Linear | None:
     if is_linear and all(type(p) in (nn.Parameter, FakeTensor) for p in weights):
         return cast("nn.Linear", layer)
     return None
-
-
-@contextmanager
-def _computing(layer: nn.Module, forward: Callable[[Tensor], Any]) -> Iterator[None]:
-    """Let a call of the layer compute something else between the same hooks."""
-    layer.forward = forward
-    try:
-        yield
-    finally:
-        del layer.forward
-
-
-def _drops(layer: nn.Module) -> bool:
-    """Return whether two calls of the layer may give two results."""
-    return any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in layer.modules())
 
 
 def chunk_size_for(memory: int | None) -> int:

@@ -6,29 +6,13 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.config.foreign_keys import nearest
 from rlhf_pg.config.inputs import ModelConfig
-from rlhf_pg.models.adapters import (
-    add_adapter,
-    check_adapter,
-    check_kind,
-    freeze_unread,
-)
-from rlhf_pg.models.pretrained import (
-    check_directory,
-    from_pretrained,
-    is_adapter,
-    opening,
-    place,
-)
+from rlhf_pg.models.adapters import add_adapter, check_adapter, check_kind, freeze_unread
+from rlhf_pg.models.pretrained import check_directory, from_pretrained, is_adapter, opening, place
 from rlhf_pg.models.tokenizers import has_tokenizer
 
 POOLER = ("pooler.",)  # of an encoder; nothing here uses it
@@ -52,19 +36,12 @@ def load_policy(
 ) -> PreTrainedModel:
     """Load the model to train on its device, with its adapter if it is to have one.
 
-    Args:
-        options: see `load_model`.
-
     Raises:
         ValueError: as in `load_model` and `add_adapter`, or because nothing in the model can be
             trained.
     """
     loaded = load_model(
-        model,
-        dtype,
-        quantization_config=quantization_config,
-        trust_remote_code=trust_remote_code,
-        options=options,
+        model, dtype, AutoModelForCausalLM, quantization_config, trust_remote_code, options
     ).to(device)
     if peft_config is not None:
         loaded = add_adapter(loaded, peft_config)
@@ -141,12 +118,8 @@ def init_options(args: ModelConfig) -> dict[str, Any]:
 
 
 def check_options(path: str, options: Mapping[str, Any], trust_remote_code: bool) -> None:
-    """Refuse an option that is neither an argument of `from_pretrained` nor a field of the config.
-
-    Left to transformers, some models would ignore it.
-
-    Raises:
-        ValueError: there is one.
+    """Refuse an option that is neither an argument of `from_pretrained` nor a field of the config
+    (ValueError). Left to transformers, some models would ignore it.
     """
     fields = options.keys() - PLACES - READING - {ATTENTION}
     if not fields:
@@ -165,10 +138,8 @@ def check_options(path: str, options: Mapping[str, Any], trust_remote_code: bool
 
 
 def set_options(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
-    """Give an object the attention that it is to have, and refuse what is for loading.
-
-    Raises:
-        ValueError: an option is for loading, or there is no such attention.
+    """Give an object the attention that it is to have, and refuse what is for loading, or no
+    attention (ValueError).
     """
     others = sorted(options.keys() - {ATTENTION})
     if others:

@@ -71,7 +71,12 @@ def logit_transform_of(model: nn.Module) -> LogitTransform | None:
             hook.remove()
     if len(shown) != 1 or len(read) != 1 or not torch.equal(read[0], hidden):
         return None
-    return _fitted(shown[0], made.double())
+    x, made = shown[0], made.double()
+    if made.shape != x.shape:
+        return None
+    scale, limit = float(made[0, 0, 0] / x[0, 0, 0]), float(made[0, 0, 1])
+    transform = LogitTransform(scale, limit if abs(limit) < 2.0**50 else None)
+    return transform if torch.allclose(transform(x), made, rtol=1e-6, atol=0) else None
 
 
 def _probe(output: Tensor) -> Tensor:
@@ -79,11 +84,3 @@ def _probe(output: Tensor) -> Tensor:
     x = (torch.arange(output.numel(), dtype=torch.float64) * 7 % 129 - 64).reshape(output.shape)
     x[..., 0], x[..., 1] = 2.0**-20, 2.0**100  # where tanh is linear, and where it is flat
     return x.to(output.device)
-
-
-def _fitted(x: Tensor, made: Tensor) -> LogitTransform | None:
-    if made.shape != x.shape:
-        return None
-    scale, limit = float(made[0, 0, 0] / x[0, 0, 0]), float(made[0, 0, 1])
-    transform = LogitTransform(scale, limit if abs(limit) < 2.0**50 else None)
-    return transform if torch.allclose(transform(x), made, rtol=1e-6, atol=0) else None

@@ -15,10 +15,8 @@ from rlhf_pg.models.attention import configs_of, replaced_attention
 
 
 def checkpoint_activations(model: nn.Module | None, offload: bool = False) -> None:
-    """Recompute activations in the backward pass of a `transformers` model.
-
-    Args:
-        offload: keep the inputs of its layers in the host's memory until then.
+    """Recompute activations in the backward pass of a `transformers` model; `offload` keeps the
+    inputs of its layers in the host's memory until then.
     """
     if not isinstance(model, LOADED):
         return
@@ -34,16 +32,14 @@ def checkpoint_activations(model: nn.Module | None, offload: bool = False) -> No
 
 def _offloaded(layer: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
     """Recompute a layer as `checkpoint` does, from inputs that the host keeps."""
-    fake = any(isinstance(x, FakeTensor) for x in inputs)
-    with _forgotten() if fake else save_on_cpu(pin_memory=True):
+    kept: Any = save_on_cpu(pin_memory=True)
+    if any(isinstance(x, FakeTensor) for x in inputs):
+        # Fake tensors only measure the memory of the device: nothing of them is kept.
+        kept = saved_tensors_hooks(
+            lambda x: (x.new_empty(0), x.shape), lambda saved: saved[0].new_empty(saved[1])
+        )
+    with kept:
         return checkpoint(layer, *inputs, **options)
-
-
-def _forgotten() -> saved_tensors_hooks:
-    """Keep nothing of fake tensors, which only measure the memory of the device."""
-    return saved_tensors_hooks(
-        lambda saved: (saved.new_empty(0), saved.shape), lambda kept: kept[0].new_empty(kept[1])
-    )
 
 
 def _contexts(

@@ -31,11 +31,7 @@ def place(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 def is_adapter(path: str | PathLike[str]) -> bool:
-    """Return whether a directory or Hub id holds an adapter.
-
-    Raises:
-        ValueError: nobody can say.
-    """
+    """Return whether a directory or Hub id holds an adapter; ValueError if nobody can say."""
     with opening("model", path):
         return not is_gguf(path) and find_adapter_config_file(str(path)) is not None
 
@@ -52,7 +48,6 @@ def from_pretrained(
 
     Args:
         auto_class: of `transformers`, or a model's own class.
-        trust_remote_code: run code that comes with the model.
         new: prefixes of the names of tensors that the checkpoint may lack: those of a new head.
 
     Raises:
@@ -84,11 +79,7 @@ def from_pretrained(
 def tokenizer_from_pretrained(
     path: str | PathLike[str], *, trust_remote_code: bool, revision: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer saved at a path or Hub id.
-
-    Raises:
-        ValueError: there is none, or it cannot be loaded.
-    """
+    """Load the tokenizer saved at a path or Hub id; ValueError if that fails."""
     with opening("tokenizer", path):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             **place(path), trust_remote_code=trust_remote_code, revision=revision or "main"
@@ -98,11 +89,8 @@ def tokenizer_from_pretrained(
 
 @contextmanager
 def opening(what: str, path: str | PathLike[str]) -> Iterator[None]:
-    """Turn any error of code that reads the files of a model into one that names the path.
-
-    Raises:
-        ValueError: the code failed, but not for lack of memory; with the path and what belongs
-            there.
+    """Turn any error of code that reads the files of a model, but not one for lack of memory, into
+    a ValueError with the path and what belongs there.
     """
     try:
         yield
@@ -118,11 +106,7 @@ def opening(what: str, path: str | PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def about(name: str) -> Iterator[None]:
-    """Put the name of the setting in front of a `ValueError` that is raised inside.
-
-    Raises:
-        ValueError: the same error, with the name in front.
-    """
+    """Put the name of the setting in front of a `ValueError` that is raised inside."""
     try:
         yield
     except ValueError as error:
@@ -130,12 +114,9 @@ def about(name: str) -> Iterator[None]:
 
 
 def check_directory(model: str | PathLike[str]) -> None:
-    """Refuse a path without a model directory.
+    """Refuse a path without a model directory (ValueError).
 
     What cannot be a Hub id is a path, and so is a name that begins with a directory that is here.
-
-    Raises:
-        ValueError: the directory is missing.
     """
     name = str(model)
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1

@@ -15,15 +15,12 @@ from rlhf_pg.models.policy import Policy
 
 
 class Reference(nn.Module):
-    """A frozen copy of a policy.
+    """A frozen copy of a policy; `moves` says whether it is going to `follow` the policy.
 
     It is copied from memory, never read again from a path or the Hub, so it is the model that
     training really started from. Frozen weights are shared with the policy, so with LoRA it costs
     an adapter at most: a copy of the initial one, or none if that was fresh and the reference does
     not move.
-
-    Args:
-        moves: whether it is going to `follow` the policy.
     """
 
     def __init__(self, policy: Policy, moves: bool = False) -> None:
@@ -56,14 +53,15 @@ class Reference(nn.Module):
         the last bit of a weight. For LoRA the factors A and B are averaged, not their product: for
         `alpha` below 1 the reference is not the average of the two models.
 
-        Args:
-            gathered: `gathered(own, theirs, write=True)` is entered around each move, for tensors
-                that can only be written together.
+        `gathered(own, theirs, write=True)` is entered around each move, for tensors that can only
+        be written together.
 
         Elsewhere: TRL moves only the parameters and does not save the reference: after a resume it
         starts again from the initial model.
         """
-        for theirs, own in zip(_tensors(policy), _tensors(self.policy), strict=True):
+        pairs = zip(policy.parameters(), self.policy.parameters(), strict=True)
+        buffers = zip(policy.buffers(), self.policy.buffers(), strict=True)
+        for theirs, own in (*pairs, *buffers):
             if own is theirs:  # frozen and shared
                 continue
             with gathered(own, theirs, write=True):
@@ -97,7 +95,3 @@ def fingerprint(module: nn.Module) -> str:
         if stays and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
             digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]

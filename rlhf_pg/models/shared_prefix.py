@@ -15,7 +15,6 @@ Shapes: N tokens of the packed row, H query and K key-value heads, D their width
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -47,15 +46,11 @@ class _Block(NamedTuple):
 
 
 class SharedPrefix:
-    """A `Layout` for a packed row of families.
-
-    Args:
-        families: in the order of the row.
-        device: of the row.
-    """
+    """A `Layout` for a packed row of families, in their order."""
 
     def __init__(self, families: Sequence[Family], device: torch.device) -> None:
-        self.families, self.device = families, device
+        self._on_gpu = OnGPU(families, device)
+        self._blocks = list(_blocks(families))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         # Fake tensors only measure memory, and the GPU kernel keeps and computes as much.
@@ -65,17 +60,9 @@ class SharedPrefix:
         wide = nn.functional.pad(value, (0, missing)) if missing else value
         return self.by_blocks(query, key, wide, scale)[..., : value.shape[2]]
 
-    @cached_property
-    def _on_gpu(self) -> OnGPU:
-        return OnGPU(self.families, self.device)
-
     def by_blocks(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         out: Tensor = _Attention.apply(query, key, value, scale, self._blocks)  # type: ignore[no-untyped-call]
         return out.transpose(0, 1)
-
-    @cached_property
-    def _blocks(self) -> list[_Block]:
-        return list(_blocks(self.families))
 
 
 def _blocks(families: Sequence[Family]) -> Iterator[_Block]:

@@ -22,42 +22,29 @@ def load_tokenizer(
 
     Args:
         pad_token: used if the tokenizer has none.
-        revision: of the model on the Hub.
 
     Raises:
         ValueError: there is no tokenizer that can be loaded, it has no pad or EOS token, it has ids
             beyond the model's embedding rows, or it cannot decode the id of an embedding row.
     """
-    if tokenizer is None and not model.name_or_path:
-        raise ValueError(
-            "the model was not loaded from a path: give its tokenizer as processing_class"
-        )
-    if tokenizer is None and not has_tokenizer(model.name_or_path):
-        raise ValueError(
-            f"no tokenizer was saved with the model in {model.name_or_path}: give it as "
-            "processing_class"
-        )
     if tokenizer is None:
+        path = model.name_or_path
+        if not path:
+            raise ValueError(
+                "the model was not loaded from a path: give its tokenizer as processing_class"
+            )
+        if not has_tokenizer(path):
+            raise ValueError(
+                f"no tokenizer was saved with the model in {path}: give it as processing_class"
+            )
         with about("processing_class"):
             tokenizer = tokenizer_from_pretrained(
-                model.name_or_path, trust_remote_code=trust_remote_code, revision=revision
+                path, trust_remote_code=trust_remote_code, revision=revision
             )
     if tokenizer.pad_token_id is None and pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
             raise ValueError(f"pad_token {pad_token!r} is no token of the tokenizer")
         tokenizer.pad_token = pad_token
-    _check_special(tokenizer)
-    check_vocabulary(tokenizer, model, "processing_class")
-    _check_decoding(tokenizer, model)
-    return tokenizer
-
-
-def _check_special(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer without an EOS or a pad token.
-
-    Raises:
-        ValueError: one of them is missing.
-    """
     if tokenizer.eos_token_id is None:
         raise ValueError(
             "the tokenizer has no EOS token, so no completion could end: set "
@@ -74,6 +61,9 @@ def _check_special(tokenizer: PreTrainedTokenizerBase) -> None:
             "the tokenizer has no pad token: set the key pad_token, or processing_class.pad_token "
             "(the EOS token will do: padding is masked by position, not by id)"
         )
+    check_vocabulary(tokenizer, model, "processing_class")
+    _check_decoding(tokenizer, model)
+    return tokenizer
 
 
 def has_tokenizer(path: str | os.PathLike[str]) -> bool:
@@ -86,11 +76,7 @@ def has_tokenizer(path: str | os.PathLike[str]) -> bool:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, name: str) -> None:
-    """Refuse a tokenizer with an id that has no embedding.
-
-    Raises:
-        ValueError: there are more ids than embeddings.
-    """
+    """Refuse a tokenizer with an id that has no embedding (ValueError)."""
     rows = model.get_input_embeddings().weight.shape[0]
     remedy = "they do not belong together, or model.resize_token_embeddings is due"
     if len(tokenizer) > rows:
@@ -108,10 +94,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel,
 
 
 def _check_decoding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
-    """Refuse a tokenizer that cannot decode every id the model can sample: rewards read the text.
-
-    Raises:
-        ValueError: some id cannot be decoded, and the tokenizer raises its own error for it.
+    """Refuse a tokenizer that cannot decode every id the model can sample: rewards read the
+    text.
     """
     rows = model.get_input_embeddings().weight.shape[0]
     for id_ in sorted(set(range(rows)) - set(tokenizer.get_vocab().values())):
@@ -126,16 +110,7 @@ def _check_decoding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) 
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return every id that ends a completion: the tokenizer's EOS and the generation config's.
-
-    Raises:
-        ValueError: an id is not a number.
-    """
+    """Return every id that ends a completion: the tokenizer's EOS and the generation config's."""
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
-    if not all(i is None or isinstance(i, int) for i in ids):
-        raise ValueError(
-            f"eos_token_id in the model's generation_config must be an id or a list of ids, got "
-            f"{shown(configured)}"
-        )
     return sorted({tokenizer.eos_token_id, *(i for i in ids if i is not None)})

@@ -260,11 +260,7 @@ def collate(rows: Sequence[Pair], pad: int) -> dict[str, Tensor]:
     ids, mask = pad_rows([ids for row in rows for ids in (row.chosen, row.rejected)], pad)
     shape = (len(rows), 2, -1)
     margins = torch.tensor([row.margin for row in rows], dtype=torch.float32)
-    return {
-        "input_ids": ids.view(shape),
-        "attention_mask": mask.view(shape),
-        "labels": margins,
-    }
+    return {"input_ids": ids.view(shape), "attention_mask": mask.view(shape), "labels": margins}
 
 
 def _longest(pairs: Pairs) -> int:

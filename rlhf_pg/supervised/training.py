@@ -34,11 +34,7 @@ TOKENS, LOGITS = 16384, 2**28
 
 
 def training_arguments(
-    args: SupervisedConfig,
-    longest: int,
-    use_cpu: bool = False,
-    vocabulary: int = 1,
-    **options: Any,
+    args: SupervisedConfig, longest: int, use_cpu: bool = False, vocabulary: int = 1, **options: Any
 ) -> TrainingArguments:
     """Return the arguments of the `Trainer` for a config.
 

@@ -30,10 +30,7 @@ def _problems(pairs: Sequence[tuple[int, int]]) -> Dataset:
     """Make a dataset with each pair in both orders, so that (a,b) and (b,a) share a split."""
     ordered = sorted({pair for a, b in pairs for pair in ((a, b), (b, a))})
     return Dataset.from_dict(
-        {
-            "prompt": [f"{a}+{b}=" for a, b in ordered],
-            "answer": [str(a + b) for a, b in ordered],
-        }
+        {"prompt": [f"{a}+{b}=" for a, b in ordered], "answer": [str(a + b) for a, b in ordered]}
     )
 
 

@@ -37,9 +37,7 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 def tool_tokenizer(characters: str, pieces: Sequence[str]) -> PreTrainedTokenizerFast:
     """Make a character tokenizer with a token for each of the longer `pieces` of tool calls."""
     tokenizer = character_tokenizer(characters)
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": [USER, ASSISTANT, TOOLS, TOOL]},
-    )
+    tokenizer.add_special_tokens({"additional_special_tokens": [USER, ASSISTANT, TOOLS, TOOL]})
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
     tokenizer.chat_template = TOOL_TEMPLATE
     return tokenizer
