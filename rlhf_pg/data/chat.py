@@ -17,9 +17,8 @@ MARK = "\ue000\ue001\ue002"
 QUOTE = re.compile("\ue003([0-9]+)\ue004")
 # Templates compare a role with these, even if a special token has the same name.
 ROLES = ("system", "developer", "user", "assistant", "tool")
-ARGUMENTS = (
-    "chat_template_kwargs"  # attribute of a tokenizer, as `set_template_arguments` leaves it
-)
+# Attribute of a tokenizer, as `set_template_arguments` leaves it.
+ARGUMENTS = "chat_template_kwargs"
 RESERVED = {
     *("conversation", "messages", "tools", "tokenize", "add_generation_prompt", "chat_template"),
     *("continue_final_message", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
@@ -37,10 +36,8 @@ class TooLong(ValueError):
 def set_template_arguments(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
 ) -> None:
-    """Set the arguments with which this tokenizer's chat template is rendered from now on.
-
-    Raises:
-        ValueError: one of them is set by the trainer itself.
+    """Set the arguments with which this tokenizer's chat template is rendered from now on;
+    ValueError if the trainer sets one of them itself.
     """
     if taken := RESERVED & arguments.keys():
         raise ValueError(f"chat_template_kwargs may not set {min(taken)}: the trainer does")
@@ -114,14 +111,8 @@ def _check_length(
     text: str, tokenizer: PreTrainedTokenizerBase, where: str, most: int | None
 ) -> None:
     """Refuse a text that cannot fit before megabytes of it become tokens."""
-    if most is not None and len(text) > most * _widest(tokenizer, len(tokenizer)):
+    if most is not None and len(text) > most * _vocabulary(tokenizer).widest:
         raise TooLong(where, f"{len(text)} characters", most)
-
-
-@lru_cache(maxsize=4)
-def _widest(tokenizer: PreTrainedTokenizerBase, size: int) -> int:
-    """Return the most characters that one token can stand for."""
-    return max(map(len, tokenizer.get_vocab()))
 
 
 def tokenized(
@@ -129,14 +120,11 @@ def tokenized(
 ) -> dict[str, list[int]]:
     """Tokenize strings all at once, which takes a sixth of the time.
 
-    Args:
-        prompts: strings; anything else among them is left out.
-        most: most tokens allowed; what cannot fit is left out.
-
     Returns:
-        Token ids by string; none if one cannot be tokenized, which `encode` tells of by its row.
+        Token ids by string, without what cannot fit into `most` tokens; none if one cannot be
+        tokenized, which `encode` tells of by its row.
     """
-    longest = None if most is None else most * _widest(tokenizer, len(tokenizer))
+    longest = None if most is None else most * _vocabulary(tokenizer).widest
     strings = [one for one in prompts if isinstance(one, str)]
     texts = [one for one in strings if longest is None or len(one) <= longest]
     try:
@@ -160,7 +148,6 @@ def encode_answer(
             puts between two turns of the assistant.
         prompt: the chat's prompt.
         stop_id: the token that ended the turn, if one did; it is not encoded again.
-        tools, most: as in `encode`.
 
     Raises:
         TooLong: there are more characters than `most` tokens can stand for.
@@ -192,10 +179,8 @@ def continues(prompt: Any) -> bool:
 
 
 def whole_turn(prompt: Any, messages: list[Any]) -> tuple[Any, list[Any]]:
-    """Return a prompt and its messages with the assistant's turn whole, as TRL has it.
-
-    Words of the assistant that end the prompt, and that the policy continued, move to the first
-    message.
+    """Return a prompt and its messages with the assistant's turn whole, as TRL has it: words of the
+    assistant that end the prompt, and that the policy continued, move to the first message.
     """
     if not messages or not continues(prompt):
         return prompt, messages
@@ -228,9 +213,8 @@ def _around_mark(chat: str) -> tuple[str, str]:
 
 def quoted_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, where: str) -> list[Any]:
     """Quote chat messages for `_rendered`."""
-    special = _special(tokenizer)
     try:
-        quoted: list[Any] = _quoted(messages, special)
+        quoted: list[Any] = _quoted(messages, _vocabulary(tokenizer))
     except Exception as error:
         raise ValueError(f"{where} cannot be read: {told(error)}") from error
     return quoted
@@ -259,33 +243,30 @@ def _rendered(
     return chat
 
 
-class _Special(NamedTuple):
-    """The special tokens of a tokenizer, and what a `QUOTE` of their names stands for."""
+class _Vocabulary(NamedTuple):
+    """The special tokens of a tokenizer, and the width of its widest token."""
 
-    names: list[str]
+    names: list[str]  # in the order in which a `QUOTE` numbers them
     found: re.Pattern[str]  # any of the names
     ids: set[int]
+    widest: int  # the most characters that one token can stand for
 
 
-def special_names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the names of special tokens in the order in which a `QUOTE` numbers them."""
-    return _special(tokenizer).names
-
-
-def _special(tokenizer: PreTrainedTokenizerBase) -> _Special:
-    """Return the special tokens, looked up anew when tokens have been added."""
+def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> _Vocabulary:
+    """Return the vocabulary, looked up anew when tokens have been added."""
     return _looked_up(tokenizer, len(tokenizer))
 
 
 @lru_cache(maxsize=4)
-def _looked_up(tokenizer: PreTrainedTokenizerBase, size: int) -> _Special:
+def _looked_up(tokenizer: PreTrainedTokenizerBase, size: int) -> _Vocabulary:
     added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     # Longer names come before their prefixes; and no text forges a mark or a quote.
     names = sorted({*added.values(), MARK[0], "\ue003"}, reverse=True)
-    return _Special(names, re.compile("|".join(map(re.escape, names))), set(added))
+    found = re.compile("|".join(map(re.escape, names)))
+    return _Vocabulary(names, found, set(added), max(map(len, tokenizer.get_vocab())))
 
 
-def _quoted(value: Any, special: _Special) -> Any:
+def _quoted(value: Any, special: _Vocabulary) -> Any:
     """Copy messages with a `QUOTE` in place of every special token's name."""
     if isinstance(value, list | tuple):
         return [_quoted(item, special) for item in value]
@@ -305,20 +286,21 @@ def _quoted(value: Any, special: _Special) -> Any:
 
 def _tokenize_chat(tokenizer: PreTrainedTokenizerBase, chat: str, where: str) -> list[int]:
     """Tokenize what `_rendered` gave; a `QUOTE` stands for a name, letter by letter."""
-    names = _special(tokenizer).names
     first, *rest = QUOTE.split(chat)
     ids = _tokenize(tokenizer, first, where, add_special_tokens=False)
     for number, text in zip(rest[::2], rest[1::2], strict=True):
-        ids += spelled(tokenizer, names[int(number)], where)
+        ids += spelled(tokenizer, number, where)
         ids += _tokenize(tokenizer, text, where, add_special_tokens=False)
     return ids
 
 
-def spelled(tokenizer: PreTrainedTokenizerBase, name: str, where: str) -> list[int]:
-    """Return ids that spell a special token's name without using a special token."""
+def spelled(tokenizer: PreTrainedTokenizerBase, number: str, where: str) -> list[int]:
+    """Return ids that spell the name in a `QUOTE`, by its number, without a special token."""
+    vocabulary = _vocabulary(tokenizer)
+    name = vocabulary.names[int(number)]
     plain = {"add_special_tokens": False, "split_special_tokens": True}
     ids = _tokenize(tokenizer, name, where, **plain)
-    if _special(tokenizer).ids & set(ids):  # some vocabularies have it among their pieces
+    if vocabulary.ids & set(ids):  # some vocabularies have it among their pieces
         ids = [i for letter in name for i in _tokenize(tokenizer, letter, where, **plain)]
     return ids
 

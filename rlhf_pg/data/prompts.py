@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE = 1000  # prompts that are read and tokenized together
 Schemas: TypeAlias = Sequence[dict[str, Any]]
-Tools: TypeAlias = Schemas | Callable[[dict[str, Any]], Schemas]  # or those of a row
+ToolsOf: TypeAlias = Callable[[dict[str, Any]], Schemas]  # those of a row
+Tools: TypeAlias = Schemas | ToolsOf
 
 
 @dataclass(frozen=True)
@@ -98,18 +99,19 @@ def load_prompts(
             f"the dataset has no column 'prompt' (it has {', '.join(dataset.column_names)}): "
             "rename the one that holds the prompts, as with dataset_columns"
         )
-    tokens: list[list[int]] = []
-    kept: list[int] = []
+    most = max_prompt_length
+    tokens: dict[int, list[int]] = {}  # by row
     long: list[str] = []
-    for row, prompt, known in _with_tokens(dataset, tokenizer, max_prompt_length):
-        try:
-            own = _offered(tools, dataset[row] if callable(tools) else {}, row)
-            tokens.append(
-                encode(prompt, tokenizer, row, tools=own, most=max_prompt_length, known=known)
-            )
-            kept.append(row)
-        except TooLong as error:
-            long.append(f"row {row} with {error.size}")
+    column = dataset.with_format(None)["prompt"]
+    for rows in batches(range(len(dataset)), AT_ONCE):
+        prompts = column[rows.start : rows.stop]
+        known = tokenized(prompts, tokenizer, most)
+        for row, prompt in zip(rows, prompts, strict=True):
+            own = _offered(tools, dataset[row], row) if callable(tools) else tools
+            try:
+                tokens[row] = encode(prompt, tokenizer, row, tools=own, most=most, known=known)
+            except TooLong as error:
+                long.append(f"row {row} with {error.size}")
     if long and long_prompts == "error":
         raise ValueError(
             f"{len(long)} prompts are longer than max_prompt_length {max_prompt_length}; the first "
@@ -117,31 +119,17 @@ def load_prompts(
         )
     if long:
         logger.warning("dropped %d of %d prompts: too long", len(long), len(dataset))
-        dataset = dataset.select(kept)
+        dataset = dataset.select(list(tokens))
     if not tokens:
         raise ValueError(
             "the dataset has no prompts" + (" left: all were too long" if long else "")
         )
-    return Prompts(dataset, tokens)
-
-
-def _with_tokens(
-    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, most: int | None
-) -> Iterator[tuple[int, Any, dict[str, list[int]]]]:
-    """Yield rows, their prompts, and what is known of the tokens of these and their neighbours."""
-    column = dataset.with_format(None)["prompt"]
-    for rows in batches(range(len(dataset)), AT_ONCE):
-        prompts = column[rows.start : rows.stop]
-        known = tokenized(prompts, tokenizer, most)
-        for row, prompt in zip(rows, prompts, strict=True):
-            yield row, prompt, known
+    return Prompts(dataset, list(tokens.values()))
 
 
 def as_dataset(given: Any) -> Dataset:
-    """Return a dataset, or make one of a list of dicts.
-
-    Raises:
-        ValueError: it is something else, or a column has values of different types.
+    """Return a dataset, or make one of a list of dicts; ValueError for anything else, and for a
+    column with values of different types.
     """
     if isinstance(given, Dataset):
         return given
@@ -159,14 +147,12 @@ def as_dataset(given: Any) -> Dataset:
         raise ValueError(f"the list cannot become a dataset: {told(error)}") from error
 
 
-def _offered(tools: Tools, example: Mapping[str, Any], row: int) -> Schemas:
+def _offered(tools: ToolsOf, example: Mapping[str, Any], row: int) -> Schemas:
     """Return the schemas of the functions that the chat of an example may call.
 
     Raises:
         ValueError: there are none for it; `row` is named.
     """
-    if not callable(tools):
-        return tools
     try:
         return tools(dict(example))
     except ValueError as error:
@@ -196,11 +182,8 @@ def check_fit(
     positions: int | None,
     micro_batch_tokens: int | str,
 ) -> None:
-    """Refuse prompts whose widest row lacks positions for its tokens, or does not fit a
-    micro-batch.
-
-    Raises:
-        ValueError: it does not fit.
+    """Refuse prompts whose widest row lacks positions for its tokens, or does not fit a micro-batch
+    (ValueError).
     """
     width = prompts.longest + max_completion_length
     row = f"the longest prompt ({prompts.longest}) plus max_completion_length is {width} tokens"
@@ -228,13 +211,12 @@ def fitting_prompts(
     micro_batch_tokens: int | str = "auto",
     tools: Tools = (),
 ) -> Prompts:
-    """Tokenize every prompt of a dataset, and make sure that its widest row fits.
+    """Tokenize every prompt of a dataset, and make sure that its widest row fits; see
+    `load_prompts` and `check_fit`.
 
     Args:
         name: name of the dataset in an error.
         positions: positions of the model; None: any number.
-        max_prompt_length, long_prompts, tools: as in `load_prompts`.
-        max_completion_length, micro_batch_tokens: as in `check_fit`.
 
     Raises:
         ValueError: something is wrong with the dataset.
@@ -242,12 +224,12 @@ def fitting_prompts(
     try:
         loaded = load_prompts(dataset, tokenizer, max_prompt_length, long_prompts, tools)
         prompts = loaded.rows["prompt"] if tools else ()
-        texts = [row for row, prompt in enumerate(prompts) if isinstance(prompt, str)]
-        if texts:
-            raise ValueError(
-                f"the prompt in row {texts[0]} is a string, and tools are called in a chat: make "
-                "it a list of messages"
-            )
+        for row, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                raise ValueError(
+                    f"the prompt in row {row} is a string, and tools are called in a chat: make it "
+                    "a list of messages"
+                )
         check_fit(loaded, max_completion_length, positions, micro_batch_tokens)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
@@ -268,13 +250,12 @@ class PromptSampler:
 
     def rows(self, indices: Sequence[int]) -> list[int]:
         """Return the dataset row of every prompt index."""
-        orders = {epoch: self._order(epoch) for epoch in {index // self.size for index in indices}}
-        return [orders[index // self.size][index % self.size] for index in indices]
-
-    def _order(self, epoch: int) -> list[int]:
-        if not self.shuffle:
-            return list(range(self.size))
-        return permutation(self.size, self.seed, epoch)
+        size = self.size
+        orders: dict[int, Sequence[int]] = {
+            epoch: permutation(size, self.seed, epoch) if self.shuffle else range(size)
+            for epoch in {index // size for index in indices}
+        }
+        return [orders[index // size][index % size] for index in indices]
 
 
 def permutation(size: int, *key: int) -> list[int]:

@@ -56,12 +56,12 @@ class Rollout:
         Raises:
             ValueError: a completion does not have one log-probability (or action) per token.
         """
-        for row, (tokens, numbers) in enumerate(zip(completions, logprobs, strict=True)):
+        lengths = zip(completions, logprobs, actions or completions, strict=True)
+        for row, (tokens, numbers, own) in enumerate(lengths):
             if len(tokens) != len(numbers):
                 raise ValueError(
                     f"row {row} has {len(tokens)} tokens but {len(numbers)} log-probabilities"
                 )
-        for row, (tokens, own) in enumerate(zip(completions, actions or completions, strict=True)):
             if len(tokens) != len(own):
                 raise ValueError(f"row {row} has {len(tokens)} tokens but {len(own)} actions")
         prompt_ids, prompt_mask = pad_rows(prompts, pad_token_id, left=True)
@@ -155,7 +155,10 @@ class Rollout:
                 return torch.cat(values)
             width, left = max(value.shape[1] for value in values), name in _PROMPT_FIELDS
             fill = pad_token_id if name in _ID_FIELDS else 0
-            return torch.cat([_widened(value, width, fill, left) for value in values])
+            missing = [width - value.shape[1] for value in values]
+            sides = [(columns, 0) if left else (0, columns) for columns in missing]
+            padded = zip(values, sides, strict=True)
+            return torch.cat([nn.functional.pad(x, side, value=fill) for x, side in padded])
 
         joined: dict[str, Any] = {name: join(name) for name, _ in parts[0]._tensors()}
         return cls(**joined)
@@ -197,17 +200,17 @@ class Rollout:
             window: longest row, in tokens, with which prompts are computed once and nothing is
                 padded. A longer row has its whole micro-batch padded, so it is kept apart.
         """
-        if not self.num_rows:
-            return []
         rows = self.counted().host_rows or ()
-        long = [row.prompt + row.completion > window for row in rows]
         batches: list[Tensor] = []
-        both = ((micro_batches.split_packed, False), (micro_batches.split_padded, True))
-        for split, kind in both:
-            places = torch.tensor([i for i, is_long in enumerate(long) if is_long == kind])
-            own = [row for row, is_long in zip(rows, long, strict=True) if is_long == kind]
-            if own:
-                batches += [places[part] for part in split(own, max_tokens)]
+        for split, is_long in (
+            (micro_batches.split_packed, False),
+            (micro_batches.split_padded, True),
+        ):
+            places = [
+                i for i, r in enumerate(rows) if (r.prompt + r.completion > window) == is_long
+            ]
+            parts = split([rows[i] for i in places], max_tokens)
+            batches += [torch.tensor(places)[part] for part in parts]
         return batches
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -263,11 +266,6 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or x.device.type != "cpu":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
-
-
-def _widened(x: Tensor, width: int, fill: int, left: bool) -> Tensor:
-    missing = x.new_full((len(x), width - x.shape[1]), fill)
-    return torch.cat([missing, x] if left else [x, missing], dim=1)
 
 
 def _longest(mask: Tensor) -> int:

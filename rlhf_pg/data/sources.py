@@ -40,8 +40,13 @@ def load_datasets(args: DataConfig, seed: int, train: bool = True) -> Loaded:
     Raises:
         ValueError: there is no such dataset, split or column; the key is named, with what there is.
     """
-    _check_config(args)
     names = list(args.dataset_name)
+    paths = [Path(name) for name in (*names, *args.eval_dataset_name)]
+    if args.dataset_config is not None and all(path.is_file() or _saved(path) for path in paths):
+        raise ValueError(
+            f"dataset_config {args.dataset_config!r} is for a dataset of the Hub or a folder of "
+            f"files, and {str(paths[0])!r} has no configurations: leave it out"
+        )
     share = args.dataset_test_split
     parts: list[Dataset] = []
     held_out: dict[str, Dataset] = {}
@@ -56,22 +61,11 @@ def load_datasets(args: DataConfig, seed: int, train: bool = True) -> Loaded:
             own = split or _only_split(name, args.dataset_config)
             held_out[name] = open_dataset(name, args.dataset_config, own)
     mixed = _mixed([renamed(part, args) for part in parts], args.dataset_weights, seed)
-    evaluated = {name: renamed(data, args) for name, data in held_out.items()}
-    return Loaded(mixed if train else None, _by_short_name(evaluated))
-
-
-def _check_config(args: DataConfig) -> None:
-    """Refuse the name of a configuration where only files are named, which have none."""
-    paths = [Path(name) for name in (*args.dataset_name, *args.eval_dataset_name)]
-    if args.dataset_config is not None and all(map(_has_no_config, paths)):
-        raise ValueError(
-            f"dataset_config {args.dataset_config!r} is for a dataset of the Hub or a folder of "
-            f"files, and {str(paths[0])!r} has no configurations: leave it out"
-        )
-
-
-def _has_no_config(path: Path) -> bool:
-    return path.is_file() or _saved(path)
+    evaluated: dict[str, Dataset] = {}
+    for name, data in held_out.items():
+        short = Path(name).name.partition(".")[0] if len(held_out) > 1 else ""
+        evaluated[name if short in evaluated else short] = renamed(data, args)
+    return Loaded(mixed if train else None, evaluated)
 
 
 def open_dataset(name: str, config: str | None, split: str) -> Dataset:
@@ -85,24 +79,39 @@ def open_dataset(name: str, config: str | None, split: str) -> Dataset:
     Raises:
         ValueError: there is no such dataset or split, or it cannot be read.
     """
-    path = Path(name).expanduser()
-    kind = READERS.get(_suffix(path))
+    path, base = Path(name).expanduser(), split.partition("[")[0]
+    suffix = Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+    kind = READERS.get(suffix)
     if not path.exists() and (kind or name.startswith(("/", "~", "."))):
         raise ValueError(f"dataset_name: there is no file or folder {name!r} ({path.absolute()})")
+    if path.is_file() and kind is None:
+        raise ValueError(
+            f"dataset_name {str(path)!r} has an ending that is not known: use one of "
+            f"{', '.join(READERS)}"
+        )
+    if path.is_file() and base != "train":
+        raise ValueError(
+            f"dataset_name {str(path)!r} is one file, which has no split {base!r}: name another "
+            "file in eval_dataset_name, or a share such as 0.05 in dataset_test_split"
+        )
     try:
-        if path.is_dir() and _saved(path):
-            return _of_saved(datasets.load_from_disk(str(path)), split, name)
         if path.is_file():
-            return _of_file(path, kind, split)
-        return datasets.load_dataset(name, config, split=split)
+            options = {"delimiter": "\t"} if suffix == ".tsv" else {}
+            return datasets.load_dataset(kind, data_files=str(path), split=split, **options)
+        if not _saved(path):
+            return datasets.load_dataset(name, config, split=split)
+        saved = datasets.load_from_disk(str(path))
+        splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
+        whole = splits.get(base)
+        if whole is not None and split != base:
+            sizes = {base: len(whole)}
+            parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+            whole = whole.select([i for part in parts for i in range(part.from_, part.to)])
     except Exception as error:  # of `datasets`, of the Hub or of a parser
-        if isinstance(error, ValueError) and str(error).startswith("dataset_"):
-            raise
         raise ValueError(f"dataset_name {name!r} cannot be loaded: {told(error)}") from error
-
-
-def _suffix(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+    if whole is None:
+        raise ValueError(f"dataset_name {name!r} has no split {base!r}: it has {', '.join(splits)}")
+    return whole
 
 
 def _saved(path: Path) -> bool:
@@ -110,42 +119,12 @@ def _saved(path: Path) -> bool:
     return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
 
 
-def _of_file(path: Path, kind: str | None, split: str) -> Dataset:
-    if kind is None:
-        raise ValueError(
-            f"dataset_name {str(path)!r} has an ending that is not known: use one of "
-            f"{', '.join(READERS)}"
-        )
-    options = {"delimiter": "\t"} if _suffix(path) == ".tsv" else {}
-    base = split.partition("[")[0]
-    if base != "train":
-        raise ValueError(
-            f"dataset_name {str(path)!r} is one file, which has no split {base!r}: name another "
-            "file in eval_dataset_name, or a share such as 0.05 in dataset_test_split"
-        )
-    return datasets.load_dataset(kind, data_files=str(path), split=split, **options)
-
-
-def _of_saved(saved: Dataset | DatasetDict, split: str, name: str) -> Dataset:
-    """Select a split, or a slice of one, of what `save_to_disk` left."""
-    base = split.partition("[")[0]
-    splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
-    if base not in splits:
-        raise ValueError(f"dataset_name {name!r} has no split {base!r}: it has {', '.join(splits)}")
-    whole = splits[base]
-    if split != base:
-        lengths = {base: len(whole)}
-        parts = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
-        whole = whole.select([i for part in parts for i in range(part.from_, part.to)])
-    return whole
-
-
 def _only_split(name: str, config: str | None) -> str:
     """Return the split of a dataset to evaluate on: "test" where there are several."""
     path = Path(name)
     if path.is_file():
         return "train"
-    if path.is_dir() and _saved(path):
+    if _saved(path):
         saved = datasets.load_from_disk(str(path))
         names = list(saved) if isinstance(saved, DatasetDict) else ["train"]
     else:
@@ -191,23 +170,8 @@ def _mixed(parts: Sequence[Dataset], weights: Sequence[float] | None, seed: int)
         ) from error
 
 
-def _by_short_name(named: Mapping[str, Dataset]) -> dict[str, Dataset]:
-    """Name evaluation sets by the last part of their name; one alone by ""."""
-    if len(named) == 1:
-        return {"": next(iter(named.values()))}
-    short: dict[str, Dataset] = {}
-    for name, data in named.items():
-        stem = Path(name).name.partition(".")[0]
-        short[stem if stem not in short else name] = data
-    return short
-
-
 def renamed(data: Dataset, args: DataConfig) -> Dataset:
-    """Give columns the names that `dataset_columns` maps them to.
-
-    Raises:
-        ValueError: there is no such column, or one is to have two names.
-    """
+    """Give columns the names that `dataset_columns` maps them to; ValueError if that cannot be."""
     wanted = {theirs: ours for ours, theirs in args.dataset_columns.items()}
     if len(wanted) < len(args.dataset_columns):
         raise ValueError("dataset_columns gives two names to one column: name each only once")
@@ -235,35 +199,13 @@ class PromptMaker(NamedTuple):
         return cls(args.prompt_template, args.system_prompt, args.apply_chat_template)
 
     @property
-    def changes(self) -> bool:
-        """True if prompts are not taken as they are."""
-        return self.template is not None or self.system is not None or self.chat
-
-    @property
     def names(self) -> list[str]:
-        """The columns that the template names.
-
-        Raises:
-            ValueError: it cannot be read.
-        """
+        """The columns that the template names; ValueError if it cannot be read."""
         try:
             parts = list(string.Formatter().parse(self.template or ""))
         except ValueError as error:
             raise ValueError(f"prompt_template cannot be read: {error}") from error
         return [name for _, name, _, _ in parts if name is not None]
-
-    def check(self, columns: Sequence[str]) -> None:
-        """Refuse a template that names what is no column.
-
-        Raises:
-            ValueError: it names no column of these, or is no template.
-        """
-        for name in self.names:
-            if name not in columns:
-                raise ValueError(
-                    f"prompt_template names {{{name}}}, and the dataset has the columns "
-                    f"{', '.join(columns)}; double the braces of plain text"
-                )
 
     def __call__(self, row: Mapping[str, Any], number: int) -> Any:
         """Make the prompt of a row.
@@ -271,7 +213,18 @@ class PromptMaker(NamedTuple):
         Raises:
             ValueError: the row lacks what the template names, or has a system message already.
         """
-        prompt = row.get("prompt") if self.template is None else self._filled(row, number)
+        prompt = row.get("prompt")
+        if self.template is not None:
+            for name in self.names:
+                if row.get(name) is None:
+                    raise ValueError(f"prompt_template names {{{name}}}, which row {number} lacks")
+            try:
+                prompt = self.template.format(**row)
+            except Exception as error:  # of a conversion or a format behind the name
+                raise ValueError(
+                    f"prompt_template cannot be filled with row {number}: {told(error)}. Double "
+                    "the braces of plain text"
+                ) from error
         if isinstance(prompt, str) and (self.chat or self.system is not None):
             prompt = [{"role": "user", "content": prompt}]
         if self.system is None or not isinstance(prompt, list):
@@ -283,19 +236,6 @@ class PromptMaker(NamedTuple):
             )
         return [{"role": "system", "content": self.system}, *prompt]
 
-    def _filled(self, row: Mapping[str, Any], number: int) -> str:
-        assert self.template is not None
-        for name in self.names:
-            if row.get(name) is None:
-                raise ValueError(f"prompt_template names {{{name}}}, which row {number} lacks")
-        try:
-            return self.template.format(**row)
-        except Exception as error:  # of a conversion or a format behind the name
-            raise ValueError(
-                f"prompt_template cannot be filled with row {number}: {told(error)}. Double the "
-                "braces of plain text"
-            ) from error
-
 
 def with_prompts(data: Dataset, make: PromptMaker) -> Dataset:
     """Return a dataset whose column `prompt` is made from each row.
@@ -304,13 +244,19 @@ def with_prompts(data: Dataset, make: PromptMaker) -> Dataset:
     names that.
 
     Raises:
-        ValueError: see `PromptMaker`.
+        ValueError: the template names no column, or `make` refuses a row.
     """
-    columns = data.column_names
-    if columns == ["text"] and "text" not in make.names:
+    columns, names = data.column_names, make.names
+    if columns == ["text"] and "text" not in names:
         data, columns = data.rename_column("text", "prompt"), ["prompt"]
-    make.check(columns)
-    if not make.changes or (make.template is None and "prompt" not in columns):
+    for name in names:
+        if name not in columns:
+            raise ValueError(
+                f"prompt_template names {{{name}}}, and the dataset has the columns "
+                f"{', '.join(columns)}; double the braces of plain text"
+            )
+    as_they_are = make.template is None and make.system is None and not make.chat
+    if as_they_are or (make.template is None and "prompt" not in columns):
         return data
     prompts = [make(row, number) for number, row in enumerate(data)]
     others = [name for name in columns if name != "prompt"]

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from rlhf_pg.boundary.quoted import told
-from rlhf_pg.data.chat import QUOTE, quoted_chat, special_names, spelled, template_arguments
+from rlhf_pg.data.chat import QUOTE, quoted_chat, spelled, template_arguments
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -35,7 +35,7 @@ def encode_turns(
 
     A turn is learnt through the token that ends it, without the blanks that a template puts behind
     it. What comes before a turn of the assistant has the tokens that a rollout gives it. The name
-    of a special token in a message is only text, as in `rlhf_pg.data.encode`.
+    of a special token in a message is only text, as in `rlhf_pg.data.chat.encode`.
 
     Args:
         where: name of the chat in an error.
@@ -47,11 +47,22 @@ def encode_turns(
             told apart.
     """
     chat = _Chat(tokenizer, quoted_chat(list(messages), tokenizer, where), where)
-    start = chat.opening(read)
-    spans = chat.assistant_turns() if assistant_only else [(start, len(chat.text))]
+    spoken = [n for n, said in enumerate(chat.messages) if said.get("role") == "assistant"]
+    start = chat.length(read, closed=False)
+    spans = [(start, len(chat.text))]
+    if assistant_only and GENERATION.search(chat.template):
+        spans = chat.tagged
+    elif assistant_only:
+        spans = [(chat.length(n, closed=False), chat.length(n + 1, closed=True)) for n in spoken]
     learnt = [(max(first, start), len(chat.text[:end].rstrip())) for first, end in spans]
-    ids, places = _tokenize_turns(chat.text, [start, *chat.openings(read)], tokenizer, where)
-    return Learnt(ids, [_within(place, learnt) for place in places])
+    openings = [start]
+    for number in spoken:
+        if number > read:
+            with suppress(ValueError):  # a turn that the template shows differently
+                openings.append(chat.length(number, closed=False))
+    ids, places = _tokenize_turns(chat.text, openings, tokenizer, where)
+    mask = [any(first < stop and end > begin for begin, stop in learnt) for first, end in places]
+    return Learnt(ids, mask)
 
 
 class _Chat:
@@ -81,33 +92,10 @@ class _Chat:
             ) from error
         return text, spans[0] if tagged else []
 
-    def opening(self, count: int) -> int:
-        """Return where the turn behind the first `count` messages begins to be the assistant's."""
-        return self._length(count, closed=False) if count else 0
-
-    def openings(self, read: int) -> list[int]:
-        """Return where the assistant's later turns begin, wherever rendering the chat tells."""
-        found = []
-        for number, message in enumerate(self.messages):
-            if number > read and message.get("role") == "assistant":
-                with suppress(ValueError):  # a turn that the template shows differently
-                    found.append(self.opening(number))
-        return found
-
-    def assistant_turns(self) -> list[Span]:
-        """Return the assistant's turns, by the tags of the template or by rendering the chat up to
-        each of them.
-        """
-        if GENERATION.search(self.template):
-            return self.tagged
-        return [
-            (self.opening(number), self._length(number + 1, closed=True))
-            for number, message in enumerate(self.messages)
-            if message.get("role") == "assistant"
-        ]
-
-    def _length(self, count: int, closed: bool) -> int:
-        """Return how long the chat's text is up to a message, which it must begin with."""
+    def length(self, count: int, closed: bool) -> int:
+        """Return how long the text is up to a message, or else up to the assistant's turn there."""
+        if count == 0 and not closed:
+            return 0
         if closed and count == len(self.messages):
             return len(self.text)
         text, _ = self._render(self.messages[:count], closed)
@@ -151,7 +139,7 @@ def _tokenize_places(
     at = 0
     for number, part in enumerate(QUOTE.split(text)):
         if number % 2:  # the number of a special token's name
-            pieces = spelled(tokenizer, special_names(tokenizer)[int(part)], where)
+            pieces = spelled(tokenizer, part, where)
             width = len(part) + 2
             ids, places = ids + pieces, places + [(at, at + width)] * len(pieces)
         else:
@@ -169,8 +157,3 @@ def _tokenize_places(
             places = places + [(at + a, at + b) for a, b in encoded["offset_mapping"]]
         at += width
     return ids, places
-
-
-def _within(place: Span, spans: Sequence[Span]) -> bool:
-    first, end = place
-    return any(first < stop and end > start for start, stop in spans)
