@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict
 
 from rlhf_pg.boundary.quoted import told
 from rlhf_pg.config.inputs import DataConfig
-from rlhf_pg.data.prompts import permutation
+from rlhf_pg.data.prompts import as_dataset, permutation
 
 # The reader of `datasets` for each kind of file.
 READERS = {
@@ -229,12 +229,7 @@ class PromptMaker(NamedTuple):
             prompt = [{"role": "user", "content": prompt}]
         if self.system is None or not isinstance(prompt, list):
             return prompt
-        if any(isinstance(said, Mapping) and said.get("role") == "system" for said in prompt):
-            raise ValueError(
-                f"system_prompt: the prompt in row {number} has a system message already: leave "
-                "system_prompt out"
-            )
-        return [{"role": "system", "content": self.system}, *prompt]
+        return with_system(prompt, self.system, f"the prompt in row {number}")
 
 
 def with_prompts(data: Dataset, make: PromptMaker) -> Dataset:
@@ -263,3 +258,32 @@ def with_prompts(data: Dataset, make: PromptMaker) -> Dataset:
     if not others:
         return Dataset.from_dict({"prompt": prompts})
     return data.select_columns(others).add_column("prompt", prompts)
+
+
+def made_prompts(data: Any, args: DataConfig, what: str, of_texts: bool = True) -> Any:
+    """Make the prompts of a dataset as the config says: by a template, with a system message.
+
+    Args:
+        of_texts: False leaves a dataset without prompts as it is.
+
+    Raises:
+        ValueError: a row does not fit; the dataset and the row are named.
+    """
+    try:
+        if isinstance(data, list):
+            data = as_dataset(data)
+        if not isinstance(data, Dataset):
+            return data  # refused where it is read
+        has_prompts = args.prompt_template is not None or "prompt" in data.column_names
+        return with_prompts(data, PromptMaker.of(args)) if has_prompts or of_texts else data
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+
+
+def with_system(messages: list[Any], system: str, where: str) -> list[Any]:
+    """Return a conversation with a system message in front; ValueError if it has one already."""
+    if any(isinstance(said, Mapping) and said.get("role") == "system" for said in messages):
+        raise ValueError(
+            f"system_prompt: {where} has a system message already: leave system_prompt out"
+        )
+    return [{"role": "system", "content": system}, *messages]

@@ -10,19 +10,13 @@ from rlhf_pg.tasks.preference import preference
 from rlhf_pg.tasks.task import Demonstration as Demonstration
 from rlhf_pg.tasks.task import Task as Task
 
-TASKS = {
-    "arithmetic": arithmetic,
-    "preference": preference,
-    "guess": guess,
-    "calculator": calculator,
-}
+TASKS = {task.__name__: task for task in (arithmetic, preference, guess, calculator)}
 
 
 def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 42) -> Task:
-    """Load a task by name: an embedded one, or SOURCE:NAME of a package of others.
+    """Load a task by name: a key of `TASKS`, reasoning_gym:NAME, verifiers:NAME or openenv:URL.
 
     Args:
-        name: a key of `TASKS`, reasoning_gym:NAME, verifiers:NAME or openenv:URL.
         options: of a third-party task.
         seed: of the data that a third-party task generates.
 
@@ -43,11 +37,7 @@ def load_task(name: str, options: Mapping[str, Any] | None = None, seed: int = 4
 
 
 def embedded(name: str | None) -> Task:
-    """Return an embedded task.
-
-    Raises:
-        ValueError: there is no task of that name.
-    """
+    """Return an embedded task; ValueError if there is none of that name."""
     if name not in TASKS:
         raise ValueError(f"task must be one of {', '.join(TASKS)} here, got {name!r}")
     return TASKS[name]()

@@ -91,20 +91,18 @@ def _asked(problem: str) -> list[dict[str, str]]:
 
 def _demonstrations(problems: Sequence[str], chance: random.Random) -> list[Demonstration]:
     """Demonstrate each problem: some invent an answer, some mistype, and some do it right."""
-    return [_worked(problem, chance) for problem in problems]
-
-
-def _worked(problem: str, chance: random.Random) -> Demonstration:
-    if chance.random() < BY_HEAD:
-        return Demonstration(_asked(problem), [calculate(_problem(chance))], [])
-    typed = _misread(problem, chance) if chance.random() < MISREAD else problem
-    call = {"name": "calculate", "arguments": {"expression": typed}}
-    result = calculate(typed)
-    told = [{"role": "tool", "name": "calculate", "content": result}]
-    turns = [f"<tool_call>{json.dumps(call)}</tool_call>", result]
-    return Demonstration(_asked(problem), turns, [told])
-
-
-def _misread(problem: str, chance: random.Random) -> str:
-    place = chance.choice([i for i, character in enumerate(problem) if character.isdigit()])
-    return problem[:place] + chance.choice("0123456789") + problem[place + 1 :]
+    demonstrations = []
+    for problem in problems:
+        if chance.random() < BY_HEAD:
+            turns, told = [calculate(_problem(chance))], []
+        else:
+            typed = problem
+            if chance.random() < MISREAD:
+                place = chance.choice([i for i, said in enumerate(problem) if said.isdigit()])
+                typed = problem[:place] + chance.choice("0123456789") + problem[place + 1 :]
+            call = {"name": "calculate", "arguments": {"expression": typed}}
+            result = calculate(typed)
+            turns = [f"<tool_call>{json.dumps(call)}</tool_call>", result]
+            told = [[{"role": "tool", "name": "calculate", "content": result}]]
+        demonstrations.append(Demonstration(_asked(problem), turns, told))
+    return demonstrations

@@ -28,10 +28,14 @@ def guess() -> Task:
     No pair is held out: a player would learn that these numbers never come up.
     """
     pairs = [(highest, number) for highest in HIGHEST for number in range(1, highest + 1)]
+    problems = {
+        "prompt": [f"1-{highest}:" for highest, _ in pairs],
+        "answer": [str(number) for _, number in pairs],
+    }
     return Task(
         name="guess",
-        train_dataset=_problems(pairs),
-        eval_dataset=_problems(pairs),
+        train_dataset=Dataset.from_dict(problems),
+        eval_dataset=Dataset.from_dict(problems),
         reward=found,
         make_tokenizer=lambda: character_tokenizer("0123456789-:<>?"),
         environment_factory=Guess,
@@ -79,31 +83,22 @@ class Guess:
         return (">" if self.number > said else "<"), reward, said == self.number
 
 
-def _problems(pairs: list[tuple[int, int]]) -> Dataset:
-    return Dataset.from_dict(
-        {
-            "prompt": [f"1-{highest}:" for highest, _ in pairs],
-            "answer": [str(number) for _, number in pairs],
-        }
-    )
-
-
 def _demonstrations(pairs: list[tuple[int, int]], chance: random.Random) -> list[Demonstration]:
     """Demonstrate players who know the form of the game and heed only some answers."""
-    return [_played(*chance.choice(pairs), chance) for _ in range(DEMONSTRATIONS)]
-
-
-def _played(highest: int, number: int, chance: random.Random) -> Demonstration:
-    environment = Guess()
-    prompt = environment.reset({"prompt": f"1-{highest}:", "answer": str(number)})
-    turns: list[str] = []
-    answers: list[str] = []
-    for _ in range(TURNS):
-        blind = chance.random() < BLIND
-        bounds = (1, highest) if blind else (environment.low, environment.high)
-        turns.append(str(chance.randint(*bounds)))
-        answer, _, done = environment.step(turns[-1])
-        if done:
-            break
-        answers.append(answer)
-    return Demonstration(prompt, turns, answers[: len(turns) - 1])
+    demonstrations = []
+    for _ in range(DEMONSTRATIONS):
+        highest, number = chance.choice(pairs)
+        environment = Guess()
+        prompt = environment.reset({"prompt": f"1-{highest}:", "answer": str(number)})
+        turns: list[str] = []
+        answers: list[str] = []
+        for _ in range(TURNS):
+            blind = chance.random() < BLIND
+            bounds = (1, highest) if blind else (environment.low, environment.high)
+            turns.append(str(chance.randint(*bounds)))
+            answer, _, done = environment.step(turns[-1])
+            if done:
+                break
+            answers.append(answer)
+        demonstrations.append(Demonstration(prompt, turns, answers[: len(turns) - 1]))
+    return demonstrations

@@ -13,8 +13,8 @@ from datasets import Dataset
 from rlhf_pg.boundary.user_modules import PREFIX
 from rlhf_pg.config import PolicyGradientConfig
 from rlhf_pg.config.files import found, located
-from rlhf_pg.data.prompts import as_dataset
-from rlhf_pg.data.sources import PromptMaker, load_datasets, with_prompts
+from rlhf_pg.data.sources import load_datasets
+from rlhf_pg.data.sources import made_prompts as made_prompts
 from rlhf_pg.rewards.named import PYTHON, describe, named_rewards
 from rlhf_pg.tasks import Task, load_task
 from rlhf_pg.tasks.warm_start import ensure_model
@@ -72,13 +72,18 @@ def settled_inputs(
     if trains:
         args.refuse_twice("train_dataset", train_dataset, "dataset_name", "task")
         args.refuse_twice("eval_dataset", eval_dataset, "eval_dataset_name", "dataset_test_split")
+        named: dict[str, Any] = {}
         without = environment_factory is not None and not (task or args.dataset_name)
-        train_dataset, named = _data_to_train_on(args, task, train_dataset, without)
+        if train_dataset is None and not without:  # the environment may bring the prompts
+            train_dataset, named = named_data(args, task)
+        elif args.eval_dataset_name:
+            named = load_datasets(args, args.seed, train=False).eval
         eval_dataset = named if eval_dataset is None else eval_dataset
     elif eval_dataset is None:
         eval_dataset = held_out(args, task)
     held = made_sets(eval_dataset, args)
-    rewards, said, recorded = _rewards(args, task, _listed(reward_funcs))
+    listed = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    rewards, said, recorded = _rewards(args, task, list(listed))
     if task is not None:
         tools = task.tools if tools is None else tools
         environment_factory = environment_factory or task.environment_factory
@@ -98,13 +103,8 @@ def settled_inputs(
 
 
 def given_again(args: PolicyGradientConfig, *arguments: Any) -> tuple[str, ...]:
-    """Return the names of the arguments that are given, which `config.yaml` can only name.
-
-    Args:
-        arguments: those of `IN_PYTHON`.
-
-    Raises:
-        ValueError: `args.given_in_python` names one that is not given.
+    """Return the names of those of the arguments `IN_PYTHON` that are given, which `config.yaml`
+    can only name; ValueError if `args.given_in_python` names one that is not given.
     """
     given = tuple(
         name
@@ -120,45 +120,27 @@ def given_again(args: PolicyGradientConfig, *arguments: Any) -> tuple[str, ...]:
     return given
 
 
-def _data_to_train_on(
-    args: PolicyGradientConfig, task: Task | None, given: Any, without: bool
-) -> tuple[Any, dict[str, Any]]:
-    """Return the training data, as given or as named, and what is named to evaluate on.
-
-    Args:
-        without: the environment brings the prompts, if there is no dataset.
-    """
-    if given is None and not without:
-        return named_data(args, task)
-    named = load_datasets(args, args.seed, train=False).eval if args.eval_dataset_name else {}
-    return given, dict(named)
-
-
 def named_data(
     args: PolicyGradientConfig, task: Task | None = None
 ) -> tuple[Dataset, dict[str, Any]]:
-    """Load the data that a config names: training rows, and evaluation sets by name.
-
-    Raises:
-        ValueError: it names none, or they cannot be loaded.
+    """Load training rows and evaluation sets by name, as a config names them; ValueError without
+    any.
     """
     if task is not None:
         held_out = {} if task.eval_dataset is None else {"": task.eval_dataset}
         if args.eval_dataset_name:
-            held_out = dict(load_datasets(args, args.seed).eval)
+            held_out = load_datasets(args, args.seed).eval
         return task.train_dataset, held_out
     if not args.dataset_name:
         raise ValueError(WHAT_TO_WRITE)
     loaded = load_datasets(args, args.seed)
     assert loaded.train is not None
-    return loaded.train, dict(loaded.eval)
+    return loaded.train, loaded.eval
 
 
 def held_out(args: PolicyGradientConfig, task: Task | None = None) -> dict[str, Any]:
-    """Return what a config evaluates on, by name: what it holds out, or else all that it names.
-
-    Raises:
-        ValueError: it names no data, or they cannot be loaded.
+    """Return what a config evaluates on, by name: what it holds out, or else all that it names;
+    ValueError without any.
     """
     if task is not None and not args.eval_dataset_name:
         return {"": task.train_dataset if task.eval_dataset is None else task.eval_dataset}
@@ -167,43 +149,18 @@ def held_out(args: PolicyGradientConfig, task: Task | None = None) -> dict[str, 
             "no data to evaluate on: write eval_dataset_name or dataset_name (a file, a folder or "
             "a Hub id), or task"
         )
-    held = dict(load_datasets(args, args.seed, train=False).eval)
+    held = load_datasets(args, args.seed, train=False).eval
     return held or {"": load_datasets(args, args.seed).train}
 
 
 def made_sets(eval_dataset: Any, args: PolicyGradientConfig) -> dict[str, Any]:
-    """Make the prompts of evaluation datasets, by name; a single one has the name "".
-
-    Raises:
-        ValueError: a row does not fit.
-    """
+    """Make the prompts of evaluation datasets, by name; a single one has the name ""."""
     sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
     return {
         name: made_prompts(data, args, f"eval_dataset {name}".rstrip())
         for name, data in sets.items()
         if data is not None
     }
-
-
-def made_prompts(data: Any, args: PolicyGradientConfig, what: str) -> Any:
-    """Make the prompts of a dataset as the config says: by a template, with a system message.
-
-    Raises:
-        ValueError: a row does not fit; the dataset and the row are named.
-    """
-    try:
-        if isinstance(data, list):
-            data = as_dataset(data)
-        if not isinstance(data, Dataset):
-            return data  # refused where it is read
-        return with_prompts(data, PromptMaker.of(args))
-    except ValueError as error:
-        raise ValueError(f"{what}: {error}") from error
-
-
-def _listed(reward_funcs: Any) -> list[Any]:
-    one = not isinstance(reward_funcs, list | tuple)
-    return [reward_funcs] if one else list(reward_funcs)
 
 
 def _rewards(

@@ -28,32 +28,16 @@ CONNECTIVES = ["and", "but"]
 STOP = "."
 
 # Value of an adjective, for a food and for a room.
+# fmt: off
 VALENCES = {
-    "good": (1.0, 1.0),
-    "fine": (0.6, 0.6),
-    "bad": (-1.0, -1.0),
-    "poor": (-0.8, -0.8),
-    "fresh": (1.2, 0.6),
-    "stale": (-1.2, -0.6),
-    "rich": (0.8, 0.4),
-    "bland": (-0.8, -0.4),
-    "sweet": (0.6, 0.4),
-    "bitter": (-0.6, -0.4),
-    "tender": (0.8, 0.4),
-    "burnt": (-1.2, -1.2),
-    "bright": (0.4, 1.0),
-    "dark": (0.4, -0.8),
-    "calm": (0.4, 0.8),
-    "loud": (-0.4, -1.0),
-    "big": (0.6, 1.0),
-    "small": (-0.6, -0.6),
-    "clean": (0.4, 1.2),
-    "dirty": (-1.2, -1.2),
-    "hot": (1.0, -1.0),
-    "cold": (-1.0, -0.4),
-    "dry": (-1.0, 0.8),
-    "soft": (0.6, -0.6),
+    "good": (1.0, 1.0), "fine": (0.6, 0.6), "bad": (-1.0, -1.0), "poor": (-0.8, -0.8),
+    "fresh": (1.2, 0.6), "stale": (-1.2, -0.6), "rich": (0.8, 0.4), "bland": (-0.8, -0.4),
+    "sweet": (0.6, 0.4), "bitter": (-0.6, -0.4), "tender": (0.8, 0.4), "burnt": (-1.2, -1.2),
+    "bright": (0.4, 1.0), "dark": (0.4, -0.8), "calm": (0.4, 0.8), "loud": (-0.4, -1.0),
+    "big": (0.6, 1.0), "small": (-0.6, -0.6), "clean": (0.4, 1.2), "dirty": (-1.2, -1.2),
+    "hot": (1.0, -1.0), "cold": (-1.0, -0.4), "dry": (-1.0, 0.8), "soft": (0.6, -0.6),
 }
+# fmt: on
 
 # The grammar: which kinds of word may follow which. A review begins after a "start".
 FOLLOWS = {
@@ -123,16 +107,12 @@ def gold_score(prompt: str, completion: str) -> float:
 
 def _content(prompt: str, words: Sequence[str]) -> float:
     told = words[: words.index(STOP)] if STOP in words else words
+    column = 0 if any(word in FOODS for word in prompt.split()) else 1  # of VALENCES
     return sum(
-        MODIFIERS.get(before, 1.0) * VALENCES[word][_kind_of_thing(prompt)]
+        MODIFIERS.get(before, 1.0) * VALENCES[word][column]
         for i, (before, word) in enumerate(itertools.pairwise(["", *told]))
         if word in VALENCES and word not in told[:i]
     )
-
-
-def _kind_of_thing(prompt: str) -> int:
-    """Return the column of VALENCES: 0 for a food, 1 for a room."""
-    return 0 if any(word in FOODS for word in prompt.split()) else 1
 
 
 def preferred_probability(better: float, worse: float) -> float:

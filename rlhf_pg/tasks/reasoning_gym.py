@@ -73,29 +73,28 @@ class ReasoningGymScore:
         entry: Sequence[str],
         **columns: Any,
     ) -> list[float]:
-        """Score completions, given each problem as reasoning-gym has it, in JSON."""
-        return [
-            self._score(_answer(said), json.loads(problem, object_hook=_unmarked))
-            for said, problem in zip(completions, entry, strict=True)
-        ]
+        """Score completions, given each problem as reasoning-gym has it, in JSON.
 
-    def _score(self, answer: str | None, problem: dict[str, Any]) -> float:
-        """Score one answer; one on which the verifier fails is wrong."""
-        try:
-            return float(self._dataset.score_answer(answer, problem))
-        except Exception:
-            return 0.0
+        An answer on which the verifier fails is wrong.
+        """
+        from reasoning_gym.utils import extract_answer
+
+        scores = []
+        for said, written in zip(completions, entry, strict=True):
+            text = said if isinstance(said, str) else str(said[-1]["content"] or "")
+            answer = extract_answer(text)
+            problem = json.loads(written, object_hook=_unmarked)
+            try:
+                score = self._dataset.score_answer(
+                    text.strip() if answer is None else answer, problem
+                )
+                scores.append(float(score))
+            except Exception:
+                scores.append(0.0)
+        return scores
 
     def __getstate__(self) -> dict[str, Any]:
         return {"generator": self.generator, "options": self.options}
-
-
-def _answer(completion: Any) -> str | None:
-    from reasoning_gym.utils import extract_answer
-
-    text = completion if isinstance(completion, str) else str(completion[-1]["content"] or "")
-    answer: str | None = extract_answer(text)
-    return text.strip() if answer is None else answer
 
 
 def _generator(name: str, options: Mapping[str, Any]) -> Any:

@@ -22,36 +22,29 @@ class Demonstration(NamedTuple):
 class Task:
     """A task: data, and what scores completions.
 
-    Attributes:
-        train_dataset, eval_dataset: a column `prompt`, and of embedded tasks `answer`; no problem
-            is in both (but for the few of `guess`).
-        make_tokenizer, max_positions: of the model that an embedded task starts from.
-        reward: `(prompts, completions, completion_ids, **columns)` -> one float per completion;
-            None if the environment pays.
-        reward_funcs: more of the kind.
-        tools, environment_factory: see `PolicyGradientTrainer`.
-        demonstrate: episodes for the warm start; None: the training set's prompts and answers.
-        draw_pairs: training and held-out preference pairs, columns `prompt`, `chosen` and
-            `rejected`; None if the task has none.
+    A dataset has a column `prompt`, and of embedded tasks `answer`; no problem is in both datasets
+    (but for the few of `guess`).
     """
 
     name: str
     train_dataset: Dataset
     eval_dataset: Dataset | None = None
-    make_tokenizer: Callable[[], PreTrainedTokenizerFast] | None = None
-    max_positions: int = 64
+    make_tokenizer: Callable[[], PreTrainedTokenizerFast] | None = None  # of an embedded task's
+    max_positions: int = 64  # model to start from
+    # (prompts, completions, completion_ids, **columns) -> one float per completion; None if the
+    # environment pays.
     reward: Callable[..., list[float]] | None = None
-    reward_funcs: Sequence[Callable[..., Any]] = ()
-    tools: Sequence[Callable[..., Any]] = ()
-    environment_factory: Callable[[], Any] | None = None
+    reward_funcs: Sequence[Callable[..., Any]] = ()  # more of the kind
+    tools: Sequence[Callable[..., Any]] = ()  # see `PolicyGradientTrainer`
+    environment_factory: Callable[[], Any] | None = None  # as above
+    # Episodes for the warm start; None: the training set's prompts and answers.
     demonstrate: Callable[[], list[Demonstration]] | None = None
+    # Training and held-out preference pairs, columns `prompt`, `chosen` and `rejected`.
     draw_pairs: Callable[[], tuple[Dataset, Dataset]] | None = None
 
     def new_model(self) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-        """Make a freshly initialised model and its tokenizer; the seed is torch's.
-
-        Raises:
-            ValueError: the task is not embedded, and has no model of its own.
+        """Make a freshly initialised model and its tokenizer; the seed is torch's. ValueError if
+        the task has no model of its own, not being embedded.
         """
         if self.make_tokenizer is None:
             raise ValueError(
@@ -71,11 +64,7 @@ class Task:
         return [Demonstration(row["prompt"], [row["answer"]], []) for row in self.train_dataset]
 
     def pairs(self) -> tuple[Dataset, Dataset]:
-        """Return training and held-out preference pairs.
-
-        Raises:
-            ValueError: the task has none.
-        """
+        """Return training and held-out preference pairs; ValueError if the task has none."""
         if self.draw_pairs is None:
             raise ValueError(
                 f"the task {self.name} has no preference pairs to train a reward model on: take "

@@ -1,6 +1,7 @@
 """Tokenizers of characters or words, and a decoder of 0.5M parameters, in the standard formats."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -28,10 +29,8 @@ TOOL_TEMPLATE = (
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     """Make a tokenizer of characters, pad, EOS and the marks of a chat's turns."""
-    tokenizer = _tokenizer(characters)
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return _fast(tokenizer)
+    isolated = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    return _tokenizer(characters, isolated, decoders.Fuse())
 
 
 def tool_tokenizer(characters: str, pieces: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -45,17 +44,17 @@ def tool_tokenizer(characters: str, pieces: Sequence[str]) -> PreTrainedTokenize
 
 def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     """Make a tokenizer of words parted by blanks, pad, EOS and the marks of a chat's turns."""
-    tokenizer = _tokenizer(words)
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return _fast(tokenizer)
+    return _tokenizer(words, pre_tokenizers.WhitespaceSplit())
 
 
-def _tokenizer(tokens: Iterable[str]) -> Tokenizer:
+def _tokenizer(
+    tokens: Iterable[str], pre_tokenizer: Any, decoder: Any = None
+) -> PreTrainedTokenizerFast:
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, USER, ASSISTANT, *tokens])}
-    return Tokenizer(models.WordLevel(vocabulary))
-
-
-def _fast(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizer
+    if decoder is not None:
+        tokenizer.decoder = decoder
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,

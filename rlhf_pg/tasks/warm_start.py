@@ -23,10 +23,8 @@ from rlhf_pg.tasks import Demonstration, Task, embedded
 
 
 def warm_start(args: SFTConfig) -> Path:
-    """Train a new model on the task's problems and answers, and save it; an older one is set aside.
-
-    Returns:
-        The directory of the model, `args.output_dir/final`.
+    """Train a new model on the task's problems and answers, and save it in `args.output_dir/final`,
+    which is returned; an older one is set aside.
 
     Raises:
         ValueError: `args.output_dir` is in use by another run, or cannot be written to.
@@ -41,10 +39,10 @@ def warm_start(args: SFTConfig) -> Path:
 
 def ensure_model(task: str, path: str | None) -> str:
     """Return the model of a recipe: the path or Hub id it names, or the task's own, made once and
-    cached.
+    cached as `recipes/sft_{task}.yaml` says.
 
-    `recipes/sft_{task}.yaml` says how. The training runs in a process of its own, so that the model
-    does not depend on how many processes ask for it.
+    The training runs in a process of its own, so that the model does not depend on how many
+    processes ask for it.
     """
     if path is not None:
         return path
