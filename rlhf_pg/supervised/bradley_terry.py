@@ -42,8 +42,8 @@ from rlhf_pg.models import (
 from rlhf_pg.models.assemble import adapter_of
 from rlhf_pg.models.modes import checkpoint_activations
 from rlhf_pg.rewards.reward_model import score_tokenizer, sequence_scores
-from rlhf_pg.supervised.examples import named_data
-from rlhf_pg.supervised.pairs import Pair, Pairs, load_pairs
+from rlhf_pg.supervised.examples import load_held_out, named_data
+from rlhf_pg.supervised.pairs import Pair, load_pairs
 from rlhf_pg.supervised.sft import longest
 from rlhf_pg.supervised.training import fingerprint, run, training_arguments
 
@@ -68,11 +68,8 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None =
 
 
 def centering_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Compute the mean of (r_chosen + r_rejected)^2, which the differences of the Bradley-Terry
-    loss leave open (Eisenstein et al. 2023).
-
-    Args:
-        chosen, rejected: (B,) scores.
+    """Compute the mean of (r_chosen + r_rejected)^2 of (B,) scores, which the differences of the
+    Bradley-Terry loss leave open (Eisenstein et al. 2023).
     """
     return (chosen + rejected).square().mean()
 
@@ -83,12 +80,8 @@ def calibration_error(chosen: Tensor, rejected: Tensor, bins: int = 10) -> float
         p = sigmoid(r_chosen - r_rejected),  confidence = max(p, 1 - p)
         error = sum_b n_b/N |share of pairs in the right order in b - mean confidence in b|
 
-    The bins cut the confidences from 1/2 to 1 into equal parts. 0 is perfect: of pairs preferred
-    with 80 %, 80 % are in the right order. A tie is half right.
-
-    Args:
-        chosen, rejected: (N,) scores.
-        bins: number of bins.
+    The bins cut the confidences of the (N,) scores from 1/2 to 1 into equal parts. 0 is perfect: of
+    pairs preferred with 80 %, 80 % are in the right order. A tie is half right.
     """
     apart = (chosen - rejected).double()
     confidence = torch.sigmoid(apart.abs())
@@ -149,25 +142,8 @@ def train_reward_model(
     limit = longest(scorer, args.max_length)
     load = partial(load_pairs, args=args, tokenizer=tokenizer, limit=limit)
     pairs = load(train_dataset, name="train_dataset")
-    held_out: Pairs | dict[str, Pairs]
-    if isinstance(eval_dataset, Mapping):
-        held_out = {
-            name: load(data, name=f"eval_dataset {name}") for name, data in eval_dataset.items()
-        }
-    else:
-        held_out = load(eval_dataset, name="eval_dataset")
-    return _fit(args, scorer, tokenizer, adapter, pairs, held_out)
-
-
-def _fit(
-    args: RewardModelConfig,
-    scorer: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    adapter: Any,
-    pairs: Pairs,
-    held_out: Pairs | dict[str, Pairs],
-) -> dict[str, float]:
-    """Train a loaded classifier on pairs, and save it; see `train_reward_model`."""
+    held_out = load_held_out(load, eval_dataset)
+    longest_text = max(max(len(pair.chosen), len(pair.rejected)) for pair in pairs)
     args = args.on("cuda" if torch.cuda.is_available() else "cpu")
     scorer.config.pad_token_id = tokenizer.pad_token_id
     trained = scorer if adapter is None else _adapted(scorer, adapter, args.dtype)
@@ -177,7 +153,7 @@ def _fit(
         checkpoint_activations(trained, args.gradient_checkpointing == "offload")
     trainer = PairTrainer(
         model=PairScorer(scorer),
-        args=training_arguments(args, 2 * _longest(pairs)),
+        args=training_arguments(args, 2 * longest_text),
         data_collator=partial(collate, pad=tokenizer.pad_token_id),
         train_dataset=pairs,
         eval_dataset=held_out,
@@ -261,10 +237,6 @@ def collate(rows: Sequence[Pair], pad: int) -> dict[str, Tensor]:
     shape = (len(rows), 2, -1)
     margins = torch.tensor([row.margin for row in rows], dtype=torch.float32)
     return {"input_ids": ids.view(shape), "attention_mask": mask.view(shape), "labels": margins}
-
-
-def _longest(pairs: Pairs) -> int:
-    return max(max(len(pair.chosen), len(pair.rejected)) for pair in pairs)
 
 
 def _adapted(model: PreTrainedModel, config: Any, dtype: str) -> PeftModel:

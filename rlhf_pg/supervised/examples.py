@@ -1,7 +1,7 @@
 """Datasets as token ids and labels: completions of prompts, conversations, and plain text."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
@@ -13,7 +13,7 @@ from rlhf_pg.config import SFTConfig
 from rlhf_pg.config.supervised import SupervisedConfig
 from rlhf_pg.data.chat import encode
 from rlhf_pg.data.prompts import as_dataset
-from rlhf_pg.data.sources import PromptMaker, load_datasets, with_prompts
+from rlhf_pg.data.sources import load_datasets, made_prompts, with_system
 from rlhf_pg.data.turns import Learnt, encode_turns
 from rlhf_pg.models import about
 
@@ -31,17 +31,12 @@ class Example(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleMaker:
-    """A maker of examples from the rows of a dataset.
-
-    Attributes:
-        completion: column of what follows the prompt; None for conversations and plain text.
-        limit: most tokens of an example; None sets no limit.
-    """
+    """A maker of examples from the rows of a dataset."""
 
     tokenizer: PreTrainedTokenizerBase
     args: SFTConfig
     columns: Sequence[str]
-    limit: int | None
+    limit: int | None  # most tokens of an example
 
     @property
     def completion(self) -> str | None:
@@ -51,11 +46,7 @@ class ExampleMaker:
         return next((name for name in ("completion", "answer") if name in self.columns), None)
 
     def check(self) -> None:
-        """Refuse columns that make no examples, and options that do not fit them.
-
-        Raises:
-            ValueError: they do not.
-        """
+        """Refuse columns that make no examples, and options that do not fit them (ValueError)."""
         has_prompts = self.completion is not None and "prompt" in self.columns
         if not has_prompts and not {"messages", "text"} & set(self.columns):
             raise ValueError(
@@ -69,14 +60,20 @@ class ExampleMaker:
             )
 
     def __call__(self, row: Mapping[str, Any], number: int) -> Example | None:
-        """Make the example of a row; None if it is to be left out.
-
-        Raises:
-            ValueError: the row has a fault, and is named.
-        """
-        ids, mask = self._learnt(row, number)
+        """Make the example of a row; None if it is to be left out, ValueError if it has a fault."""
+        if self.completion is not None and "prompt" in self.columns:
+            ids, mask = self._completed(row["prompt"], row[self.completion], number)
+        elif "messages" in self.columns:
+            ids, mask = self._chat(row["messages"], 0, f"messages in row {number}")
+        else:
+            ids, mask = self._text("", row["text"], number)
         if not any(mask[1:]):  # nothing predicts the first token
-            raise ValueError(f"row {number} has nothing to learn: {self._remedy}")
+            why = "a model learns to predict the second token of a text, and those behind it"
+            if self.args.assistant_only_loss:
+                why = (
+                    "the assistant says nothing in it that the template shows (assistant_only_loss)"
+                )
+            raise ValueError(f"row {number} has nothing to learn: {why}")
         if self.limit is not None and len(ids) > self.limit:
             if self.args.long_examples == "error":
                 raise ValueError(
@@ -89,19 +86,6 @@ class ExampleMaker:
                 return None
         labels = [id_ if on else UNLABELLED for id_, on in zip(ids, mask, strict=True)]
         return {"input_ids": array("i", ids), "labels": array("i", labels)}
-
-    @property
-    def _remedy(self) -> str:
-        if self.args.assistant_only_loss:
-            return "the assistant says nothing in it that the template shows (assistant_only_loss)"
-        return "a model learns to predict the second token of a text, and those behind it"
-
-    def _learnt(self, row: Mapping[str, Any], number: int) -> Learnt:
-        if self.completion is not None and "prompt" in self.columns:
-            return self._completed(row["prompt"], row[self.completion], number)
-        if "messages" in self.columns:
-            return self._chat(row["messages"], 0, f"messages in row {number}")
-        return self._text("", row["text"], number)
 
     def _completed(self, prompt: Any, completion: Any, number: int) -> Learnt:
         if not completion:
@@ -146,38 +130,25 @@ class ExampleMaker:
         return Learnt(ids, [place >= read for place in range(len(ids))])
 
 
-def with_system(messages: list[Any], system: str, where: str) -> list[Any]:
-    """Return a conversation with a system message in front.
-
-    Raises:
-        ValueError: it has one already.
-    """
-    if any(isinstance(said, Mapping) and said.get("role") == "system" for said in messages):
-        raise ValueError(f"system_prompt: {where} has a system message already: leave it out")
-    return [{"role": "system", "content": system}, *messages]
-
-
 def load_examples(
     data: Rows, args: SFTConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None, name: str
 ) -> list[Example]:
-    """Make the examples of a dataset.
+    """Make the examples of a dataset with columns `prompt` and `completion` (or `answer`),
+    `messages`, or `text`.
 
     Args:
-        data: columns `prompt` and `completion` (or `answer`), `messages`, or `text`.
         limit: most tokens of an example.
         name: of the dataset, in errors.
 
     Raises:
         ValueError: a column is missing, a row has a fault, or none is left. It names the dataset.
     """
-    try:
+    with about(name):
         data = as_dataset(data)
         columns = data.column_names
         maker = ExampleMaker(tokenizer=tokenizer, args=args, columns=columns, limit=limit)
         maker.check()
         made = [maker(row, number) for number, row in enumerate(data)]
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
     kept = [example for example in made if example is not None]
     if not kept:
         long = f"each of its {len(made)} rows is too long: raise max_length, or shorten them"
@@ -205,25 +176,19 @@ def named_data(args: SupervisedConfig, train: Any, held_out: Any) -> tuple[Any, 
             )
         loaded = load_datasets(args, args.seed)
         train = loaded.train
-        held_out = dict(loaded.eval) if held_out is None else held_out
+        held_out = loaded.eval if held_out is None else held_out
     elif args.eval_dataset_name:
-        held_out = dict(load_datasets(args, args.seed, train=False).eval)
-    if not isinstance(held_out, Mapping):
-        held_out = {"": held_out}
+        held_out = load_datasets(args, args.seed, train=False).eval
     made = {
-        name: _prompted(data, args, f"eval_dataset {name}".strip())
-        for name, data in held_out.items()
+        name: made_prompts(data, args, f"eval_dataset {name}".strip(), of_texts=False)
+        for name, data in (held_out if isinstance(held_out, Mapping) else {"": held_out}).items()
     }
-    return _prompted(train, args, "train_dataset"), made.get("", made) if made else None
+    train = made_prompts(train, args, "train_dataset", of_texts=False)
+    return train, made.get("", made) if made else None
 
 
-def _prompted(data: Any, args: SupervisedConfig, name: str) -> Any:
-    """Make the prompts of a dataset, where it has any; errors begin with its name."""
-    if isinstance(data, list):
-        with about(name):
-            data = as_dataset(data)
-    if not isinstance(data, Dataset):
-        return data  # refused where it is read
-    has_prompts = args.prompt_template is not None or "prompt" in data.column_names
-    with about(name):
-        return with_prompts(data, PromptMaker.of(args)) if has_prompts else data
+def load_held_out(load: Callable[..., Any], data: Any) -> Any:
+    """Load held-out data: one dataset, or several by name."""
+    if isinstance(data, Mapping):
+        return {name: load(one, name=f"eval_dataset {name}") for name, one in data.items()}
+    return load(data, name="eval_dataset")

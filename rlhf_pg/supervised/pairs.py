@@ -12,9 +12,9 @@ from rlhf_pg.boundary.quoted import shown
 from rlhf_pg.config import RewardModelConfig
 from rlhf_pg.data.chat import encode
 from rlhf_pg.data.prompts import as_dataset
+from rlhf_pg.data.sources import with_system
 from rlhf_pg.models import about
 from rlhf_pg.rewards.reward_model import encode_whole, with_eos
-from rlhf_pg.supervised.examples import with_system
 
 
 class Pair(NamedTuple):
@@ -47,41 +47,44 @@ def load_pairs(
             text of more than `limit` tokens, chats without a chat template. Dataset and row are
             named.
     """
-    dataset = _as_pairs(dataset, name)
-    pairs = []
-    for row, pair in enumerate(dataset):
-        try:
-            tokenized = _tokenize_pair(pair, args, tokenizer, row)
-            if _fits(tokenized, limit, row, args.long_examples):
-                pairs.append(tokenized)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-    if not pairs:
-        raise ValueError(
-            f"{name}: each of its {len(dataset)} pairs is too long: raise max_length, or shorten "
-            "them"
-        )
+    with about(name):
+        dataset = _as_pairs(dataset)
+        pairs = []
+        for row, texts in enumerate(dataset):
+            pair = _tokenize_pair(texts, args, tokenizer, row)
+            longest = max(len(pair.chosen), len(pair.rejected))
+            if limit is None or longest <= limit:
+                pairs.append(pair)
+            elif args.long_examples == "error":
+                raise ValueError(
+                    f"a text in row {row} has {longest} tokens, more than the {limit} that "
+                    "max_length or the model's positions allow: set long_examples to drop, or "
+                    "shorten them"
+                )
+        if not pairs:
+            raise ValueError(
+                f"each of its {len(dataset)} pairs is too long: raise max_length, or shorten them"
+            )
     if len(pairs) < len(dataset):
         print(f"{name}: {len(dataset) - len(pairs)} of {len(dataset)} pairs are too long: left out")
     return pairs
 
 
-def _as_pairs(dataset: Any, name: str) -> Dataset:
+def _as_pairs(dataset: Any) -> Dataset:
     """Return a dataset with the columns of pairs, and at least one row."""
     if isinstance(dataset, list) and dataset:
-        with about(name):
-            dataset = as_dataset(dataset)
-    if isinstance(dataset, Dataset) and not len(dataset):
-        raise ValueError(f"{name}: it has no rows: give some")
+        dataset = as_dataset(dataset)
     if not isinstance(dataset, Dataset):
         raise ValueError(
-            f"{name}: give a datasets.Dataset with columns chosen and rejected, or name data by "
+            "give a datasets.Dataset with columns chosen and rejected, or name data by "
             "dataset_name, and held-out pairs by dataset_test_split or eval_dataset_name"
         )
+    if not len(dataset):
+        raise ValueError("it has no rows: give some")
     missing = {"chosen", "rejected"} - set(dataset.column_names)
     if missing:
         raise ValueError(
-            f"{name}: the dataset has no column {sorted(missing)[0]!r} (it has "
+            f"the dataset has no column {min(missing)!r} (it has "
             f"{', '.join(dataset.column_names)}): rename the one that holds these texts, as with "
             "dataset_columns"
         )
@@ -99,28 +102,11 @@ def _tokenize_pair(
             f"chosen and rejected have the same tokens in row {row}: drop the row, or look at what "
             "the chat template leaves out"
         )
-    return Pair(array("i", chosen), array("i", rejected), _margin(pair, row))
-
-
-def _margin(pair: Mapping[str, Any], row: int) -> float:
     margin = pair.get("margin", 0.0)
     is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
     if not is_number or not math.isfinite(margin):
         raise ValueError(f"the margin in row {row} must be a finite number, got {shown(margin)}")
-    return float(margin)
-
-
-def _fits(pair: Pair, limit: int | None, row: int, long_examples: str) -> bool:
-    """Return whether a pair is to be kept, and refuse one that is too long."""
-    longest = max(len(pair.chosen), len(pair.rejected))
-    if limit is None or longest <= limit:
-        return True
-    if long_examples == "error":
-        raise ValueError(
-            f"a text in row {row} has {longest} tokens, more than the {limit} that max_length or "
-            "the model's positions allow: set long_examples to drop, or shorten them"
-        )
-    return False
+    return Pair(array("i", chosen), array("i", rejected), float(margin))
 
 
 def _whole(

@@ -36,8 +36,15 @@ from rlhf_pg.models import (
 )
 from rlhf_pg.models.assemble import adapter_of
 from rlhf_pg.models.modes import checkpoint_activations
-from rlhf_pg.supervised.examples import UNLABELLED, Example, Rows, load_examples, named_data
-from rlhf_pg.supervised.training import fingerprint, most_tokens, run, training_arguments
+from rlhf_pg.supervised.examples import (
+    UNLABELLED,
+    Example,
+    Rows,
+    load_examples,
+    load_held_out,
+    named_data,
+)
+from rlhf_pg.supervised.training import fingerprint, run, training_arguments
 
 # Largest change of packed logits, in their standard deviations, by rounding alone.
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.05}
@@ -77,35 +84,7 @@ def train_sft(
     check_precision(args.dtype)
     set_seed(args.seed)
     train_dataset, eval_dataset = named_data(args, train_dataset, eval_dataset)
-    policy = _load(args, model or args.model_name_or_path, adapter_of(args, peft_config))
-    revision = args.model_init_kwargs.get("revision")
-    tokenizer = load_tokenizer(
-        processing_class, policy, args.pad_token, args.trust_remote_code, revision
-    )
-    set_template_arguments(tokenizer, args.chat_template_kwargs)
-    limit = longest(policy, args.max_length)
-    load = partial(load_examples, args=args, tokenizer=tokenizer, limit=limit)
-    examples = load(train_dataset, name="train_dataset")
-    held_out: dict[str, list[Example]] | list[Example] | None = None
-    if isinstance(eval_dataset, Mapping):
-        held_out = {
-            name: load(data, name=f"eval_dataset {name}") for name, data in eval_dataset.items()
-        }
-    elif eval_dataset is not None:
-        held_out = load(eval_dataset, name="eval_dataset")
-    return fit(args, policy, tokenizer, examples, held_out)
-
-
-def longest(model: PreTrainedModel, max_length: int | None) -> int | None:
-    """Return the most tokens that a text may have; None if nothing limits them."""
-    limits = [limit for limit in (max_length, max_positions(model)) if limit is not None]
-    return min(limits, default=None)
-
-
-def _load(
-    args: SFTConfig, model: str | os.PathLike[str] | PreTrainedModel | None, peft_config: Any
-) -> PreTrainedModel:
-    """Load the model to train, in the data type that its weights are to have."""
+    peft_config, model = adapter_of(args, peft_config), model or args.model_name_or_path
     if model is None:
         raise ValueError("no model: give model=... or the key model_name_or_path")
     frozen = peft_config is not None
@@ -116,7 +95,7 @@ def _load(
     if args.load_in_4bit and torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     with about("model_name_or_path") if isinstance(model, str | os.PathLike) else nullcontext():
-        return load_policy(
+        policy = load_policy(
             model,
             computes if frozen else torch.float32,  # bfloat16 would lose small updates
             device,
@@ -125,6 +104,22 @@ def _load(
             args.trust_remote_code,
             init_options(args),
         )
+    revision = args.model_init_kwargs.get("revision")
+    tokenizer = load_tokenizer(
+        processing_class, policy, args.pad_token, args.trust_remote_code, revision
+    )
+    set_template_arguments(tokenizer, args.chat_template_kwargs)
+    limit = longest(policy, args.max_length)
+    load = partial(load_examples, args=args, tokenizer=tokenizer, limit=limit)
+    examples = load(train_dataset, name="train_dataset")
+    held_out = None if eval_dataset is None else load_held_out(load, eval_dataset)
+    return fit(args, policy, tokenizer, examples, held_out)
+
+
+def longest(model: PreTrainedModel, max_length: int | None) -> int | None:
+    """Return the most tokens that a text may have; None if nothing limits them."""
+    limits = [limit for limit in (max_length, max_positions(model)) if limit is not None]
+    return min(limits, default=None)
 
 
 def fit(
@@ -135,11 +130,7 @@ def fit(
     held_out: dict[str, list[Example]] | list[Example] | None = None,
     use_cpu: bool = False,
 ) -> dict[str, float]:
-    """Train a loaded model on examples, and save it; see `train_sft`.
-
-    Args:
-        use_cpu: train on the CPU, whatever there is.
-    """
+    """Train a loaded model on examples, and save it; see `train_sft`."""
     args = args.on("cuda" if torch.cuda.is_available() and not use_cpu else "cpu")
     if args.disable_dropout:
         disable_dropout(model)
@@ -147,7 +138,7 @@ def fit(
         checkpoint_activations(model, args.gradient_checkpointing == "offload")
     if args.packing and isinstance(examples, list):
         check_packing(model, examples)
-    longest_one = most_tokens(examples) or longest(model, args.max_length) or 0
+    longest_one = max(len(row["input_ids"]) for row in examples)
     padded = partial(pad_examples, pad=tokenizer.pad_token_id)
     trainer = SFTTrainer(
         model=model,
@@ -237,10 +228,8 @@ def pad_examples(rows: Sequence[Example], pad: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def check_packing(model: PreTrainedModel, examples: Sequence[Example]) -> None:
-    """Refuse to pack for a model whose attention mixes the examples of a row.
-
-    Raises:
-        ValueError: other tokens in one example change the logits of the next one.
+    """Refuse to pack for a model whose attention mixes the examples of a row, so that other tokens
+    in one change the logits of the next (ValueError).
     """
     short = [list(row["input_ids"][:16]) for row in examples[:2]]
     first, second = short[0], short[-1]

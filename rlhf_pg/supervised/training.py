@@ -27,6 +27,7 @@ from rlhf_pg.report.json_lines import JsonLines
 
 logger = logging.getLogger(__name__)
 
+TIMED = ("_runtime", "_per_second", "epoch", "_preparation_time")  # of the `Trainer`'s own metrics
 MODEL = "model.sha256"  # file with the fingerprint of what a resumed run has to be given again
 # Of a micro-batch, where its size is chosen: padded tokens, and their logits. Those are 1 GiB in
 # float32, and the loss holds three to four times as much at its peak.
@@ -36,13 +37,12 @@ TOKENS, LOGITS = 16384, 2**28
 def training_arguments(
     args: SupervisedConfig, longest: int, use_cpu: bool = False, vocabulary: int = 1, **options: Any
 ) -> TrainingArguments:
-    """Return the arguments of the `Trainer` for a config.
+    """Return the arguments of the `Trainer` for a config, and more `options` of them.
 
     Args:
-        longest: most tokens of an example, or 0 if they are not known.
+        longest: most tokens of an example.
         use_cpu: train on the CPU, whatever there is.
         vocabulary: logits of a token.
-        options: more of them.
     """
     on_gpu = torch.cuda.is_available() and not use_cpu
     arguments = TrainingArguments(
@@ -72,21 +72,16 @@ def training_arguments(
     )
     if on_gpu:
         arguments._n_gpu = 1  # one process trains on one GPU; DataParallel would multiply the batch
-    own = _share(args.batch_size, arguments.world_size)
+    own, rest = divmod(args.batch_size, arguments.world_size)
+    if rest:
+        raise ValueError(
+            f"batch_size {args.batch_size} cannot be shared evenly by {arguments.world_size} "
+            "processes: make it a multiple of them"
+        )
     micro = micro_batch_size(own, args.micro_batch_size, longest, vocabulary)
     arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = micro
     arguments.gradient_accumulation_steps = own // micro
     return arguments
-
-
-def _share(batch_size: int, processes: int) -> int:
-    """Return how many examples of a batch belong to a process."""
-    if batch_size % processes:
-        raise ValueError(
-            f"batch_size {batch_size} cannot be shared evenly by {processes} processes: make it a "
-            "multiple of them"
-        )
-    return batch_size // processes
 
 
 def micro_batch_size(own: int, wanted: int | str, longest: int, vocabulary: int = 1) -> int:
@@ -108,7 +103,7 @@ def micro_batch_size(own: int, wanted: int | str, longest: int, vocabulary: int 
                 "belong to a process: choose a divisor, or auto"
             )
         return min(wanted, own)
-    most = max(1, min(TOKENS, LOGITS // vocabulary) // longest) if longest else 1
+    most = max(1, min(TOKENS, LOGITS // vocabulary) // longest)
     return max(size for size in range(1, min(own, most) + 1) if own % size == 0)
 
 
@@ -156,46 +151,47 @@ def run(
             (directory / MODEL).write_text(f"{model}\n")
             trainer.add_callback(_Journal(directory / "metrics.jsonl"))
         trainer.train(resume_from_checkpoint=checkpoint)
-        metrics = _held_out(trainer.evaluate()) if evaluated else {}
+        measured = sorted(trainer.evaluate().items()) if evaluated else []
+        metrics = {name: float(value) for name, value in measured if not name.endswith(TIMED)}
         _save(directory / "final", trainer, save)
         if is_main:
             (directory / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
             said = [f"{n.removeprefix('eval_')} {value:.3f}" for n, value in metrics.items()]
-            measured = f"held-out {', '.join(said)}; " if said else ""
-            print(f"{measured}saved {directory / 'final'}", flush=True)
+            held_out = f"held-out {', '.join(said)}; " if said else ""
+            print(f"{held_out}saved {directory / 'final'}", flush=True)
     return metrics
 
 
 def checkpoint_of(args: SupervisedConfig) -> str | None:
-    """Return the checkpoint that a config resumes from, if it does.
+    """Return the checkpoint that a config resumes from, if it does; ValueError if it is not whole.
 
-    Raises:
-        ValueError: there is none, or it is not whole.
+    A whole one has what is written into it last.
     """
     choice = args.resume_from_checkpoint
     if choice is None:
         return None
-    if choice != "latest":
-        if not _whole(Path(choice)):
-            raise ValueError(
-                f"resume_from_checkpoint: {choice} holds no whole checkpoint: take latest, or a "
-                "directory checkpoint-N of an output_dir"
-            )
-        return choice
-    there = [path for path in Path(args.output_dir).glob("checkpoint-*") if _whole(path)]
-    if not there:
+    candidates = (
+        Path(args.output_dir).glob("checkpoint-*") if choice == "latest" else [Path(choice)]
+    )
+    whole = {
+        int(number): str(path)
+        for path in candidates
+        if (number := path.name.rpartition("-")[2]).isdecimal()
+        and (path / "trainer_state.json").exists()
+    }
+    if whole:
+        return whole[max(whole)]
+    if choice == "latest":
         raise ValueError(f"resume_from_checkpoint: {args.output_dir} has no checkpoint to resume")
-    return str(max(there, key=lambda path: int(path.name.rpartition("-")[2])))
+    raise ValueError(
+        f"resume_from_checkpoint: {choice} holds no whole checkpoint: take latest, or a directory "
+        "checkpoint-N of an output_dir"
+    )
 
 
 def check_resumed(checkpoint: Path, args: SupervisedConfig, model: str | None) -> None:
-    """Refuse to resume a run with another config, other data or another model.
-
-    Args:
-        model: its fingerprint, where it is to be compared.
-
-    Raises:
-        ValueError: a key has changed that changes the result, or the data have, or the model.
+    """Refuse to resume a run with a changed key that changes the result, other data or another
+    model (ValueError); the fingerprint `model` is compared where it is given.
     """
     loaded = checkpoint.parent / MODEL
     if model is not None and loaded.exists() and loaded.read_text().strip() != model:
@@ -231,26 +227,9 @@ def fingerprint(rows: Any) -> str:
 
 def model_fingerprint(model: nn.Module) -> str:
     """Return the SHA-256 of what is frozen in a model, its shapes, and the factors of adapters."""
-    factors = [  # lora_alpha / r, which no tensor holds
-        f"{name} {part.scaling}"
-        for name, part in model.named_modules()
-        if isinstance(part, LoraLayer)
-    ]
+    parts = [(n, part) for n, part in model.named_modules() if isinstance(part, LoraLayer)]
+    factors = [f"{n} {part.scaling}" for n, part in parts]  # lora_alpha / r, which no tensor holds
     return hashlib.sha256("\n".join([fingerprint_of_weights(model), *factors]).encode()).hexdigest()
-
-
-def _whole(path: Path) -> bool:
-    """Return whether a checkpoint has what is written into it last."""
-    number = path.name.rpartition("-")[2]
-    return number.isdecimal() and (path / "trainer_state.json").exists()
-
-
-def _held_out(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics without the `Trainer`'s own on time."""
-    timed = ("_runtime", "_per_second", "epoch", "_preparation_time")
-    return {
-        name: float(value) for name, value in sorted(metrics.items()) if not name.endswith(timed)
-    }
 
 
 def _save(final: Path, trainer: Trainer, save: Callable[[Path], None]) -> None:
@@ -281,8 +260,3 @@ class _Journal(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, _: Any, state: Any, __: Any, logs: Any = None, **___: Any) -> None:
         self.lines.write({"step": state.global_step, **(logs or {})})
-
-
-def most_tokens(rows: Any) -> int:
-    """Return the most tokens of rows that have `input_ids`."""
-    return max((len(row["input_ids"]) for row in rows), default=0)
